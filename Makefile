@@ -1,0 +1,46 @@
+# One file does the set-up: every target below installs what it needs first.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+SERVE ?= 1
+RUNS ?= runs
+PORT ?= 8501
+
+.PHONY: help install demo test test-all check format dashboard clean
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
+
+install: $(STAMP)  ## create .venv and install the package with everything that demo, tests and checks need
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "otb-analysis needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1); pass another one, as in: make install PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[train,report,dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## train twice with every measurement, print the comparison, serve the dashboard (SERVE=0 stops before serving)
+	$(BIN)/otb demo --root $(RUNS) --port $(PORT) $(if $(filter 0,$(SERVE)),--no-serve,--serve)
+
+dashboard: $(STAMP)  ## serve the dashboard on an existing root (RUNS=…)
+	$(BIN)/otb dashboard --root $(RUNS) --port $(PORT)
+
+test: $(STAMP)   ## the tests that take minutes
+	$(BIN)/python -m pytest -m 'not slow and not browser'
+
+test-all: $(STAMP)  ## all tests, the long ones and the browser's too
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP)  ## rewrite the files as `check` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:           ## remove caches (never runs/)
+	rm -rf .cache build dist *.egg-info .ruff_cache

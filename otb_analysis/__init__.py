@@ -1,0 +1,3 @@
+"""The gradient-variance microscope for LLM reinforcement learning."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,178 @@
+"""Every stored column: name, dtype, unit, meaning. The store writes and reads by this file and nothing else.
+
+A *key* column must be there; any other column may be missing (an older run) and then reads as null, as does a quantity
+that was not measured. New columns are added nullable; a column is never renamed. Extra columns are kept as they are.
+"""
+
+from dataclasses import dataclass
+
+SCHEMA_VERSION = 1
+
+ENERGY_SOURCES = ("none", "proxy", "exact", "sketch", "calibrated", "path")
+"""What an estimator's energies were: `none` for estimators that read no energy."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One stored column.
+
+    Attributes:
+        name: Column name on disk, in tables, on axes.
+        dtype: A DuckDB type name.
+        unit: `nats`, `tokens`, `norm²` (squared norm of a log-probability gradient), … or empty.
+        meaning: One line.
+        key: True when a file without this column is unreadable.
+    """
+
+    name: str
+    dtype: str
+    unit: str
+    meaning: str
+    key: bool = False
+
+
+def _key(name: str, meaning: str) -> Column:
+    return Column(name, "BIGINT", "", meaning, key=True)
+
+
+STEP = _key("step", "Optimiser step, from 0; measured before that step's update.")
+GROUP = _key("group", "Index of the prompt within the step.")
+ROLLOUT = _key("rollout", "Index of the rollout within the step.")
+
+TOKENS = (
+    STEP,
+    GROUP,
+    ROLLOUT,
+    _key("turn", "Index of the turn within the rollout."),
+    _key("t", "Index of the token within the completion, tool tokens included."),
+    Column("token_id", "INTEGER", "", "Vocabulary index."),
+    Column("token", "VARCHAR", "", "Decoded text of this one token; model output, never markup."),
+    Column("logprob", "FLOAT", "nats", "log π(y_t) under the policy being updated."),
+    Column("behavior_logprob", "FLOAT", "nats", "log-probability reported by the sampler when it drew the token."),
+    Column("entropy", "FLOAT", "nats", "Entropy of the distribution the token was drawn from."),
+    Column("sum_pi_sq", "FLOAT", "", "Σ_v π_v²."),
+    Column("energy_proxy", "FLOAT", "norm²", "‖e_y − π‖² = (1 − π_y)² + Σ_{v≠y} π_v²: score norm in logit space."),
+    Column("hidden_norm_sq", "FLOAT", "", "‖h‖² of the final hidden state that predicts the token."),
+    Column("grad_norm_sq", "FLOAT", "norm²", "‖∇_θ log π(y_t)‖² over the parameters in scope."),
+    Column("grad_norm_sq_stderr", "FLOAT", "norm²", "Standard error of grad_norm_sq where it is an estimate."),
+    Column("path_norm_sq", "FLOAT", "norm²", "‖Σ_{j≤t} ∇_θ log π(y_j)‖²."),
+    Column("measured_by", "VARCHAR", "", "How grad_norm_sq was measured: none, exact, sketch, calibrated."),
+    Column("inclusion_prob", "FLOAT", "", "Probability with which this token was chosen for measurement."),
+    Column("reward", "FLOAT", "", "Reward paid at this token."),
+    Column("value", "FLOAT", "", "V(h_t) before y_t, from the critic before this step's update."),
+    Column("baseline", "FLOAT", "", "B_t of the estimator that trains."),
+    Column("advantage", "FLOAT", "", "A_t of the estimator that trains."),
+    Column("mask", "BOOLEAN", "", "True where the policy sampled the token, false for tool output."),
+    Column("attribution", "FLOAT", "norm²", "Signed share of ‖ḡ‖² held by this token."),
+)
+
+ROLLOUTS = (
+    STEP,
+    GROUP,
+    ROLLOUT,
+    Column("prompt_id", "VARCHAR", "", "Name of the prompt, stable across steps and runs of one task."),
+    Column("prompt", "VARCHAR", "", "Prompt text."),
+    Column("completion", "VARCHAR", "", "Completion text, all turns."),
+    Column("reward", "DOUBLE", "", "Total reward."),
+    Column("length", "INTEGER", "tokens", "Policy tokens, the end token included."),
+    Column("turns", "INTEGER", "", "Policy turns."),
+    Column("finish_reason", "VARCHAR", "", "stop (end token), length (budget used up) or turns (turn limit)."),
+    Column("score_norm_sq", "DOUBLE", "norm²", "‖Σ_t ∇_θ log π(y_t)‖², exact, where measured."),
+)
+"""Reward parts follow as further columns `reward_<part>`."""
+
+STEPS = (
+    STEP,
+    Column("loss", "DOUBLE", "", "−(1/N) Σ_i Σ_t A_{i,t} log π(y_{i,t}): its gradient is −ḡ."),
+    Column("reward_mean", "DOUBLE", "", "Mean total reward of the step's rollouts."),
+    Column("reward_std", "DOUBLE", "", "Standard deviation of the same (ddof 0)."),
+    Column("grad_norm", "DOUBLE", "norm", "‖ḡ‖ before clipping."),
+    Column("clipped", "BOOLEAN", "", "True when ‖ḡ‖ exceeded the clipping threshold."),
+    Column("learning_rate", "DOUBLE", "", "Learning rate of this step."),
+    Column("entropy_mean", "DOUBLE", "nats", "Mean entropy over policy tokens."),
+    Column("logprob_mean", "DOUBLE", "nats", "Mean log-probability over policy tokens."),
+    Column("mismatch_mean", "DOUBLE", "nats", "Mean of logprob − behavior_logprob over policy tokens."),
+    Column("mismatch_max", "DOUBLE", "nats", "Largest |logprob − behavior_logprob|."),
+    Column("length_mean", "DOUBLE", "tokens", "Mean completion length (policy tokens)."),
+    Column("length_max", "BIGINT", "tokens", "Longest completion."),
+    Column("prompt_length_max", "BIGINT", "tokens", "Longest prompt."),
+    Column("n_prompts", "BIGINT", "", "Groups in the step."),
+    Column("n_rollouts", "BIGINT", "", "Rollouts in the step."),
+    Column("n_tokens", "BIGINT", "tokens", "Policy tokens in the step."),
+    Column("n_zero_variance_groups", "BIGINT", "", "Groups of two or more whose rewards are all equal."),
+    Column("n_singleton_groups", "BIGINT", "", "Groups of one rollout."),
+    Column("n_empty_completions", "BIGINT", "", "Completions with no text before the end token."),
+    Column("n_truncated", "BIGINT", "", "Completions cut by the length budget."),
+    Column("fallback_share", "DOUBLE", "", "Share of policy tokens where the training estimator used its fallback."),
+    Column("energy_proxy_mean", "DOUBLE", "norm²", "Mean proxy energy over policy tokens."),
+    Column(
+        "energy_tail_k", "DOUBLE", "", "Pareto-k of the token energies' upper tail (exact where measured, else proxy)."
+    ),
+    Column("energy_max_share", "DOUBLE", "", "Share of the total energy held by the top 1 % of tokens."),
+    Column("critic_loss", "DOUBLE", "", "Mean squared error of the critic before its update."),
+    Column("heldout_reward", "DOUBLE", "", "Mean reward on held-out prompts, where evaluated."),
+    Column("n_measured_prompts", "BIGINT", "", "Groups measured exactly in this step."),
+    Column("measurement_gaps", "BIGINT", "", "Instruments that failed in this step."),
+    Column("seconds_sample", "DOUBLE", "s", "Time spent generating."),
+    Column("seconds_update", "DOUBLE", "s", "Time spent on forward, backward and the optimiser."),
+    Column("seconds_measure", "DOUBLE", "s", "Time spent on scheduled measurements."),
+    Column("seconds_store", "DOUBLE", "s", "Time spent writing."),
+)
+
+ESTIMATOR = Column("estimator", "VARCHAR", "", "Name in ESTIMATORS.", key=True)
+SOURCE = Column("energy_source", "VARCHAR", "", "Where its energies came from; none when it reads none.", key=True)
+
+GRADIENTS = (
+    STEP,
+    ESTIMATOR,
+    SOURCE,
+    Column("n_prompts", "BIGINT", "", "Measured groups P."),
+    Column("n_rollouts", "BIGINT", "", "Measured rollouts."),
+    Column("total_power", "DOUBLE", "norm²", "mean_p ‖ḡ_p‖², ḡ_p the mean gradient of prompt p's group."),
+    Column("mean_norm_sq", "DOUBLE", "norm²", "‖ḡ‖², ḡ = mean_p ḡ_p."),
+    Column("variance", "DOUBLE", "norm²", "Batch variance Σ_p‖ḡ_p − ḡ‖²/(P(P−1)); null for one prompt."),
+    Column("variance_low", "DOUBLE", "norm²", "Lower end of its 95 % interval over prompts; null below 16 prompts."),
+    Column("variance_high", "DOUBLE", "norm²", "Upper end of the same."),
+    Column(
+        "within", "DOUBLE", "norm²", "Part of P·variance that comes from rollouts given the prompt; null without pools."
+    ),
+    Column("between", "DOUBLE", "norm²", "Part of P·variance that comes from prompts; null without pools."),
+    Column("relative_bias", "DOUBLE", "", "‖m − ∇J‖/‖∇J‖ against the reference on other prompts."),
+    Column("projection", "DOUBLE", "", "c = ⟨m, ∇J⟩/‖∇J‖² against the reference on other prompts."),
+    Column("sf", "DOUBLE", "norm²", "variance/c²: variance at equal progress."),
+    Column("efficiency", "DOUBLE", "", "⟨m,∇J⟩²/(‖∇J‖²(‖m‖² + variance)): share of this update that points along ∇J."),
+    Column("reference", "VARCHAR", "", "Unbiased estimator that stands for ∇J."),
+)
+
+GRAMS = (
+    STEP,
+    ESTIMATOR,
+    SOURCE,
+    Column("group", "BIGINT", "", "Prompt p of the row's group gradient.", key=True),
+    Column("other_estimator", "VARCHAR", "", "Estimator m' of the column's group gradient.", key=True),
+    Column("other_energy_source", "VARCHAR", "", "Its energy source.", key=True),
+    Column("other_group", "BIGINT", "", "Its prompt p'.", key=True),
+    Column("inner_product", "DOUBLE", "norm²", "⟨ḡ_{m,p}, ḡ_{m',p'}⟩; each pair is stored once."),
+)
+
+TABLES: dict[str, tuple[Column, ...]] = {
+    "tokens": TOKENS,
+    "rollouts": ROLLOUTS,
+    "steps": STEPS,
+    "gradients": GRADIENTS,
+    "grams": GRAMS,
+}
+"""Table name = folder name = view name."""
+
+
+def column(table: str, name: str) -> Column:
+    """Return the description of one stored column.
+
+    Args:
+        table: A key of `TABLES`.
+        name: A column of that table.
+
+    Raises:
+        KeyError: The table or the column is not part of the schema.
+    """
+    return {c.name: c for c in TABLES[table]}[name]

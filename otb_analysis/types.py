@@ -1,0 +1,105 @@
+"""Frozen records that pass between the rooms; arrays are NumPy, float64 unless a field says otherwise.
+
+Letters: P prompts, N rollouts, T padded completion length, L padded prompt + completion length, M rows of weights
+(estimators), K sketch directions. Groups are ragged: an int vector `group` [N] says which rollouts belong together.
+Column t of an [N, T] array describes completion token y_t: its own log-probability, its own score.
+`mask` is true where the policy sampled the token; entries outside it are never read.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float = NDArray[np.float64]
+Int = NDArray[np.int64]
+Bool = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class ScoreNorms:
+    """Squared norms of per-token scores; made by `gradients`, read by `energies` and the store.
+
+    Attributes:
+        norm_sq: ‖s_{n,t}‖² [N, L], s the gradient of the *log-probability* of token (n, t) over the scope;
+            no 1/N, no advantage factor; zero outside the mask.
+        logprob: log π(y_{n,t}) in nats [N, L], zero outside the mask.
+        engine: Which engine ran.
+        path_norm_sq: ‖Σ_{j≤t} s_{n,j}‖² [N, L], or None when it was not asked for.
+        norm_sq_stderr: Standard error of `norm_sq` [N, L] where it is an estimate, else None.
+        features: float32 [N, L, K] with E⟨f_t, f_k⟩ = s_t·s_k, or None.
+    """
+
+    norm_sq: Float
+    logprob: Float
+    engine: str
+    path_norm_sq: Float | None = None
+    norm_sq_stderr: Float | None = None
+    features: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class EstimatorInputs:
+    """What an advantage estimator may look at; made by `training` and the store's readers, read by `estimate`.
+
+    Attributes:
+        reward: Reward per token [N, T]; one terminal reward sits on the last policy token.
+        mask: True at tokens the policy sampled [N, T].
+        group: Prompt of each rollout [N]; any integers, ragged groups allowed.
+        energy: Token energy w_{n,t} = ‖s_{n,t}‖², exact or a proxy [N, T], non-negative inside the mask.
+        rollout_norm_sq: ‖Σ_t s_{n,t}‖² [N], exact.
+        position_baseline: B_t per token for `position_optimal` [N, T], from scores on *other* rollouts.
+        value: V(h_t) before y_t [N, T], from the critic as it was before this step's update.
+        turn: Index of the turn a token belongs to [N, T].
+        token_id: Token ids [N, T], for the estimators that share prefixes.
+        ratio: Importance ratio ρ_{n,t} of each token [N, T].
+    """
+
+    reward: Float
+    mask: Bool
+    group: Int
+    energy: Float | None = None
+    rollout_norm_sq: Float | None = None
+    position_baseline: Float | None = None
+    value: Float | None = None
+    turn: Int | None = None
+    token_id: Int | None = None
+    ratio: Float | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One estimator's answer, zero outside the mask; read by `training`, `statistics` and the store.
+
+    Attributes:
+        baseline: B_{n,t} [N, T].
+        advantage: A_{n,t} [N, T]: what multiplies the score; G − B, rescaled where the estimator says so.
+        fallback: True where the formula had nothing to stand on and the named fallback was used [N, T].
+    """
+
+    baseline: Float
+    advantage: Float
+    fallback: Bool
+
+
+@dataclass(frozen=True)
+class LogitStats:
+    """Forward-only statistics of the distribution each token was drawn from; made by `logit_stats`.
+
+    Attributes:
+        logprob: log π_y in nats.
+        entropy: H = −Σ_v π_v log π_v in nats.
+        sum_pi_sq: Σ_v π_v².
+        energy: ‖e_y − π‖² = (1 − π_y)² + Σ_{v≠y} π_v², in [0, 2], computed without cancellation.
+        hidden_norm_sq: ‖h‖² of the final hidden state, or None when only logits were given.
+        pi_variance: Var(π_y) = Σ_v π_v³ − (Σ_v π_v²)², of the sampling certificate.
+        logprob_variance: Var(log π_y) = Σ_v π_v log² π_v − H², of the sampling certificate.
+    """
+
+    logprob: Float
+    entropy: Float
+    sum_pi_sq: Float
+    energy: Float
+    hidden_norm_sq: Float | None
+    pi_variance: Float
+    logprob_variance: Float

@@ -1,0 +1,84 @@
+"""The import rules of ARCHITECTURE.md, read from the source so that no import has to run."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIBRARY = ROOT / "otb_analysis"
+
+LEAVES = {"types", "schema", "config", "errors"}
+MATHS = {
+    "arrays",
+    "energies",
+    "estimators",
+    "ratios",
+    "aggregation",
+    "shaping",
+    "statistics",
+    "diagnostics",
+    "enumeration",
+}
+TORCH_ROOMS = {"logit_stats", "gradients", "models", "tasks", "sampling"}
+UPPER = {"training", "integrations"}
+EDGE = {"report", "demo", "cli"}
+
+ALLOWED_ROOMS = (
+    dict.fromkeys(LEAVES, LEAVES)
+    | dict.fromkeys(MATHS, LEAVES | MATHS)
+    | {"figures": LEAVES | MATHS | {"figures"}}
+    | {"store": LEAVES | MATHS | {"store"}}
+    | dict.fromkeys(TORCH_ROOMS, LEAVES | MATHS | TORCH_ROOMS)
+    | dict.fromkeys(UPPER, LEAVES | MATHS | TORCH_ROOMS | UPPER | {"store"})
+    | dict.fromkeys(EDGE, LEAVES | MATHS | TORCH_ROOMS | UPPER | EDGE | {"store", "figures"})
+)
+HEAVY = {"torch", "transformers", "streamlit", "plotly", "pyarrow", "duckdb", "pandas", "accelerate", "peft", "trl"}
+ALLOWED_PACKAGES = (
+    dict.fromkeys(LEAVES | MATHS, set())
+    | {"figures": {"plotly", "pandas"}, "store": {"pyarrow", "duckdb", "pandas"}}
+    | dict.fromkeys(TORCH_ROOMS, {"torch", "transformers", "peft"})
+    | dict.fromkeys(UPPER, {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow", "trl"})
+    | dict.fromkeys(EDGE, HEAVY - {"streamlit"})
+)
+APP_ROOMS = LEAVES | {"store", "figures", "statistics", "diagnostics", "estimators", "energies", "arrays"}
+
+
+def imported(path: Path) -> set[str]:
+    """Full dotted names a file imports, at any depth; a relative import is resolved within the repository."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = list(path.relative_to(ROOT).with_suffix("").parts[: -node.level]) if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            names |= {f"{stem}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room(path: Path) -> str:
+    return path.relative_to(LIBRARY).parts[0].removesuffix(".py")
+
+
+def rooms_of(names: set[str]) -> set[str]:
+    return {n.split(".")[1] for n in names if n.startswith("otb_analysis.") and n.split(".")[1] != "__version__"}
+
+
+FILES = sorted(p for p in LIBRARY.rglob("*.py") if p != LIBRARY / "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(LIBRARY)))
+def test_library_file_imports_only_what_its_room_may(path):
+    names = imported(path)
+    assert room(path) in ALLOWED_ROOMS, f"{path.name} is in no known room; add it to ARCHITECTURE.md and to this test"
+    assert rooms_of(names) - {room(path)} <= ALLOWED_ROOMS[room(path)]
+    assert {n.split(".")[0] for n in names} & HEAVY <= ALLOWED_PACKAGES[room(path)]
+    assert not {n.split(".")[0] for n in names} & {"app", "studies", "tests"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "app").rglob("*.py")), ids=lambda p: p.name)
+def test_app_file_imports_only_readers_and_figures(path):
+    names = imported(path)
+    assert rooms_of(names) <= APP_ROOMS
+    assert not {n.split(".")[0] for n in names} & {"torch", "transformers", "duckdb", "pyarrow"}
