@@ -24,7 +24,7 @@ STOPS = (InputError, StoreError, NonFiniteError)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error sentence about an unknown name: ``did you mean 'otb'? Known: none, otb.``
+    """Return the end of an error sentence about an unknown name: ``did you mean 'otb'? Known: none, otb.`` and so on.
 
     Args:
         name: What was asked for.

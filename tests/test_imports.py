@@ -35,10 +35,10 @@ ALLOWED_ROOMS = (
 )
 HEAVY = {"torch", "transformers", "streamlit", "plotly", "pyarrow", "duckdb", "pandas", "accelerate", "peft", "trl"}
 ALLOWED_PACKAGES = (
-    dict.fromkeys(LEAVES | MATHS, set())
+    {key: set() for key in LEAVES | MATHS}
     | {"figures": {"plotly", "pandas"}, "store": {"pyarrow", "duckdb", "pandas"}}
-    | dict.fromkeys(TORCH_ROOMS, {"torch", "transformers", "peft"})
-    | dict.fromkeys(UPPER, {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow", "trl"})
+    | {key: {"torch", "transformers", "peft"} for key in TORCH_ROOMS}
+    | {key: {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow", "trl"} for key in UPPER}
     | dict.fromkeys(EDGE, HEAVY - {"streamlit"})
 )
 APP_ROOMS = LEAVES | {"store", "figures", "statistics", "diagnostics", "estimators", "energies", "arrays"}
