@@ -1,0 +1,169 @@
+"""Typed configuration of a run: every field of `otb train`, on the command line and in TOML alike."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ChainSumConfig:
+    """`chain_sum`: add a chain of numbers, one partial sum at a time. The number of terms sets the horizon."""
+
+    terms_min: int = 3
+    """Fewest terms of a prompt."""
+    terms_max: int = 5
+    """Most terms of a prompt."""
+    largest: int = 49
+    """Terms are drawn from 1 … largest."""
+
+
+@dataclass(frozen=True)
+class SmallModelConfig:
+    """The model made in code when no checkpoint is given: a Qwen3-type decoder over single characters."""
+
+    layers: int = 3
+    width: int = 128
+    """Hidden size; a multiple of 2 · heads."""
+    heads: int = 4
+    key_value_heads: int = 2
+    feed_forward: int = 320
+    """Inner size of the gated feed-forward block."""
+    tied: bool = True
+    """True shares the input embedding with the output matrix."""
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised start on demonstrations, stopped by measured success, cached by this configuration."""
+
+    success_low: float = 0.35
+    """Stop as soon as this share of sampled answers is right …"""
+    success_high: float = 0.60
+    """… and step back if it overshot this one."""
+    batch: int = 16
+    """Demonstrations per step."""
+    learning_rate: float = 6e-3
+    """Of AdamW, which trains embeddings and norms; the matrices between them are trained by Muon."""
+    max_steps: int = 4000
+    check_every: int = 25
+    """Steps between two measurements of success, once the loss has fallen."""
+    check_prompts: int = 192
+    """Prompts per measurement; one sampled answer each."""
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """How rollouts are drawn: plain sampling, temperature only."""
+
+    prompts: int = 16
+    """Prompts (groups) per step."""
+    group_size: int = 8
+    """Rollouts per prompt."""
+    max_new_tokens: int = 64
+    """Length budget of one policy turn, the end token included."""
+    max_turns: int = 8
+    """Policy turns after which an episode of a multi-turn task is cut."""
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class EstimatorConfig:
+    """Which estimator forms the advantages."""
+
+    name: str = "otb"
+    """A name in ESTIMATORS."""
+    energy: Literal["proxy", "exact"] = "proxy"
+    """Energies it weights by: the forward-only proxy, or exact norms (which then measures every rollout at every step)."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Options of that estimator, as name value pairs: `tail group`."""
+
+
+@dataclass(frozen=True)
+class OptimizeConfig:
+    """The update: one AdamW step per batch of rollouts."""
+
+    steps: int = 60
+    learning_rate: float = 1e-4
+    max_grad_norm: float = 1.0
+    """Clipping threshold for ‖ḡ‖; 0 turns clipping off."""
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """A small value network on the policy's detached hidden states; it observes, and trains only for `value`."""
+
+    enabled: bool = True
+    width: int = 128
+    """Hidden units."""
+    learning_rate: float = 1e-3
+    updates: int = 4
+    """Gradient steps on each batch, after its values were recorded."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a level of measurement runs, and on how many whole groups."""
+
+    every: int = 0
+    """Steps between two measurements, counted from step 0; 0 turns the level off."""
+    prompts: int = 0
+    """Groups measured; 0 means all of the step's groups."""
+
+    def due(self, step: int) -> bool:
+        """Return True when the level runs at this step."""
+        return self.every > 0 and step % self.every == 0
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
+    """Levels of measurement beyond `forward`, which always runs."""
+
+    exact: Schedule = Schedule(every=20, prompts=2)
+    """Exact norm of every token's score, and the Gram matrix of group gradients under every estimator."""
+    engine: Literal["auto", "reference", "generic", "fast"] = "auto"
+    """Which gradient engine measures."""
+    scope: str = "all"
+    """Parameters whose gradient is measured: all, lm_head, or a regular expression over parameter names."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Success on held-out prompts."""
+
+    every: int = 20
+    """Steps between evaluations; the last step is always evaluated; 0 turns it off."""
+    prompts: int = 128
+    """Held-out prompts, one sampled answer each."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One instrumented training run."""
+
+    run: str = ""
+    """Name of the run's directory; by default TASK-ESTIMATOR-sSEED."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+    if_exists: Literal["error", "replace"] = "error"
+    """What to do when the run's directory already exists."""
+    model: str = ""
+    """Local Hugging Face checkpoint directory; by default the small model below, made and warm-started in code."""
+    task: str = "chain_sum"
+    """A name in TASKS."""
+    seed: int = 0
+    """Seed of prompts, sampling and initial weights."""
+    chain_sum: ChainSumConfig = field(default_factory=ChainSumConfig)
+    small_model: SmallModelConfig = field(default_factory=SmallModelConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
+    optimize: OptimizeConfig = field(default_factory=OptimizeConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+    @property
+    def run_name(self) -> str:
+        """Directory name of the run."""
+        return self.run or f"{self.task}-{self.estimator.name}-s{self.seed}"

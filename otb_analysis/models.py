@@ -1,0 +1,109 @@
+"""Policies: a small one made in code, and any local Hugging Face checkpoint directory, loaded the same way."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from otb_analysis.config import SmallModelConfig
+from otb_analysis.errors import InputError
+
+PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
+MAX_POSITIONS = 1024
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token per character, plus padding, end and unknown.
+
+    Args:
+        alphabet: The characters; repeated ones count once.
+    """
+    vocab = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(set(alphabet))])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def small_model(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> Qwen3ForCausalLM:
+    """Make a randomly initialised Qwen3-type model for a tokenizer.
+
+    Args:
+        config: Sizes.
+        tokenizer: Gives the vocabulary and the special ids.
+        seed: Seed of the initial weights; the global random state is left as it was.
+
+    Raises:
+        InputError: The width does not divide among the heads.
+    """
+    if config.width % (2 * config.heads) or config.heads % config.key_value_heads:
+        raise InputError(
+            f"small_model.width is {config.width} with heads={config.heads} and key_value_heads="
+            f"{config.key_value_heads}; make width a multiple of 2·heads and heads a multiple of key_value_heads."
+        )
+    shape = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.width,
+        intermediate_size=config.feed_forward,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.key_value_heads,
+        head_dim=config.width // config.heads,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=config.tied,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        use_cache=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(shape).eval()
+
+
+def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer from a local directory, never from a network.
+
+    Args:
+        path: A directory as written by `save_pretrained`.
+
+    Returns:
+        The model in evaluation mode and float32 (as stored if wider), and its tokenizer with a padding token.
+
+    Raises:
+        InputError: The directory is missing, holds no causal language model, or has no end token.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise InputError(f"model directory {path} does not exist; pass a directory written by save_pretrained.")
+    if not (path / "config.json").is_file():
+        raise InputError(f"model directory {path} has no config.json; pass a directory written by save_pretrained.")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"{path} cannot be loaded as a causal language model with its tokenizer: {reason}") from error
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"the tokenizer in {path} has no end token; set eos_token in its tokenizer_config.json.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.dtype in (torch.float16, torch.bfloat16):
+        model = model.float()
+    return model.eval(), tokenizer

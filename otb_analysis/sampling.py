@@ -1,0 +1,286 @@
+"""From prompts to rollouts: one generator protocol, plain sampling (temperature only), any number of turns."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from otb_analysis.config import SampleConfig
+from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.tasks import Prompt, Task, Turn
+from otb_analysis.types import Bool, Float, Int
+
+FinishReason = Literal["stop", "length", "turns"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled continuation.
+
+    Attributes:
+        token_ids: The sampled tokens, the end token included when it was sampled.
+        logprobs: log-probability of each under the distribution it was drawn from, in nats.
+        finished: True when the last token is an end token.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+class Generator(Protocol):
+    """Whatever can continue texts: transformers here, a serving engine elsewhere."""
+
+    def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
+        """Continue each context by at most `max_new_tokens` tokens, up to and including the end token."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """A batch of finished rollouts, prompt first, padded on the right; made by `sample`, read by `training`.
+
+    Attributes:
+        prompts: The prompt of each group [P].
+        group: Index into `prompts` of each rollout [N].
+        input_ids: Prompt and completion tokens [N, L].
+        attention_mask: True at tokens, false at padding [N, L].
+        mask: True at tokens the policy sampled [N, L].
+        turn: Turn of each completion token [N, L].
+        behavior_logprob: Log-probability reported by the generator, in nats [N, L]; NaN outside the mask.
+        prompt_length: Tokens before the completion [N].
+        turns: What was written, turn by turn.
+        finish_reason: stop (end token), length (budget used up) or turns (turn limit).
+    """
+
+    prompts: tuple[Prompt, ...]
+    group: Int
+    input_ids: Int
+    attention_mask: Bool
+    mask: Bool
+    turn: Int
+    behavior_logprob: Float
+    prompt_length: Int
+    turns: tuple[tuple[Turn, ...], ...]
+    finish_reason: tuple[FinishReason, ...]
+
+    @property
+    def completion_length(self) -> Int:
+        """Tokens after the prompt, tool tokens included [N]."""
+        return self.attention_mask.sum(axis=1) - self.prompt_length
+
+    def completion_columns(self) -> NDArray[np.int64]:
+        """Return the column in [N, L] of each completion token, [N, T]; padding repeats the last column."""
+        offset = np.arange(int(self.completion_length.max(initial=0)))
+        return np.minimum(self.prompt_length[:, None] + offset, self.input_ids.shape[1] - 1)
+
+    def present(self) -> Bool:
+        """Return True where an [N, T] entry is a completion token."""
+        columns = np.arange(int(self.completion_length.max(initial=0)))
+        return columns < self.completion_length[:, None]
+
+
+class _Draft:
+    """One rollout under construction."""
+
+    def __init__(self, prompt_ids: list[int]):
+        self.prompt_length = len(prompt_ids)
+        self.ids = list(prompt_ids)
+        self.mask = [False] * len(prompt_ids)
+        self.turn = [0] * len(prompt_ids)
+        self.logprob = [float("nan")] * len(prompt_ids)
+        self.turns: list[Turn] = []
+        self.finish_reason: FinishReason | None = None
+
+    def extend(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Append tokens of the current turn: sampled ones with their log-probabilities, or the environment's."""
+        self.ids += ids
+        self.mask += [logprobs is not None] * len(ids)
+        self.turn += [len(self.turns)] * len(ids)
+        self.logprob += logprobs if logprobs is not None else [float("nan")] * len(ids)
+
+
+def sample(
+    generator: Generator,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    prompts: Sequence[Prompt],
+    config: SampleConfig,
+) -> Rollouts:
+    """Draw `group_size` rollouts of every prompt.
+
+    A turn that ends with the end token is answered by the task; the reply's tokens follow it, masked, and the next turn
+    begins. The episode ends when the task has no reply, the length budget of a turn is used up, or at `max_turns`.
+
+    Args:
+        generator: Continues token sequences.
+        tokenizer: Encodes prompts and replies.
+        task: Supplies replies.
+        prompts: One per group [P].
+        config: Group size, budgets, temperature.
+
+    Returns:
+        P·group_size rollouts, group by group.
+
+    Raises:
+        InputError: A prompt has no tokens.
+        NonFiniteError: The policy's logits are NaN or infinite.
+    """
+    group = np.repeat(np.arange(len(prompts)), config.group_size)
+    encoded = [_encode(tokenizer, prompt) for prompt in prompts]
+    drafts = [_Draft(encoded[g]) for g in group]
+    active = list(range(len(drafts)))
+    for _ in range(config.max_turns):
+        if not active:
+            break
+        contexts = [drafts[i].ids for i in active]
+        outputs = generator.generate(contexts, config.max_new_tokens, config.temperature)
+        for i, output in zip(active, outputs, strict=True):
+            _finish_turn(drafts[i], output, tokenizer, task, prompts[group[i]])
+        active = [i for i in active if drafts[i].finish_reason is None]
+    return _collate(drafts, tuple(prompts), group, tokenizer.pad_token_id)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    ids = tokenizer(prompt.text)["input_ids"]
+    if not ids:
+        raise InputError(f"prompt {prompt.id!r} has no tokens; a policy needs at least one token to condition on.")
+    return list(ids)
+
+
+def _finish_turn(
+    draft: _Draft, output: Generation, tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt
+) -> None:
+    text = str(tokenizer.decode(output.token_ids[:-1] if output.finished else output.token_ids))
+    draft.extend(output.token_ids, output.logprobs)
+    draft.turns.append(Turn(text, output.finished))
+    if not output.finished:
+        draft.finish_reason = "length"
+        return
+    reply = task.reply(prompt, draft.turns)
+    if reply is None:
+        draft.finish_reason = "stop"
+        return
+    draft.turns[-1] = Turn(text, output.finished, reply)
+    draft.extend(tokenizer(reply, add_special_tokens=False)["input_ids"])
+
+
+def _collate(drafts: list[_Draft], prompts: tuple[Prompt, ...], group: Int, pad: int) -> Rollouts:
+    def padded(rows: list[list], fill: float | bool, dtype: type) -> NDArray:
+        out = np.full((len(rows), max((len(r) for r in rows), default=0)), fill, dtype=dtype)
+        for line, row in zip(out, rows, strict=True):
+            line[: len(row)] = row
+        return out
+
+    return Rollouts(
+        prompts=prompts,
+        group=group,
+        input_ids=padded([d.ids for d in drafts], pad, np.int64),
+        attention_mask=padded([[True] * len(d.ids) for d in drafts], False, np.bool_),
+        mask=padded([d.mask for d in drafts], False, np.bool_),
+        turn=padded([d.turn for d in drafts], 0, np.int64),
+        behavior_logprob=padded([d.logprob for d in drafts], np.nan, np.float64),
+        prompt_length=np.array([d.prompt_length for d in drafts], dtype=np.int64),
+        turns=tuple(tuple(d.turns) for d in drafts),
+        finish_reason=tuple(d.finish_reason or "turns" for d in drafts),
+    )
+
+
+@dataclass
+class _Tempered(LogitsProcessor):
+    """Divides by the temperature and keeps the log-probability of each token that was then drawn."""
+
+    temperature: float
+    pending: torch.Tensor | None = None
+    drawn: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return logits/τ in float32; the token drawn last is the newest of `input_ids`."""
+        self.record(input_ids[:, -1])
+        scores = scores.float() / self.temperature
+        finite = torch.isfinite(scores).all(dim=-1)
+        if not bool(finite.all()):
+            row = int((~finite).nonzero()[0])
+            raise NonFiniteError(
+                f"logits of rollout {row} are not finite at generated token {len(self.drawn)}; "
+                "lower the learning rate or go back to an earlier checkpoint."
+            )
+        self.pending = torch.log_softmax(scores, dim=-1)
+        return scores
+
+    def record(self, token: torch.Tensor) -> None:
+        """Gather the log-probability of the tokens drawn from the pending distribution."""
+        if self.pending is not None:
+            self.drawn.append(self.pending.gather(1, token[:, None])[:, 0])
+            self.pending = None
+
+
+class TransformersGenerator:
+    """Sampling by `model.generate`, left-padded, with every filter off whatever the checkpoint's own settings say.
+
+    A generation ends with the tokenizer's end token or any other that the checkpoint's generation settings name.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self.model = model
+        self.pad: int = tokenizer.pad_token_id
+        own = getattr(model.generation_config, "eos_token_id", None)
+        self.ends = sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None})
+
+    @torch.no_grad()
+    def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
+        """Continue each context; see `Generator.generate`."""
+        width = max(len(c) for c in contexts)
+        ids = torch.tensor([[self.pad] * (width - len(c)) + list(c) for c in contexts], device=self.model.device)
+        attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=self.model.device)
+        tempered = _Tempered(temperature)
+        with self._plain_settings():
+            output = self.model.generate(
+                inputs=ids,
+                attention_mask=attention,
+                generation_config=self._settings(max_new_tokens),
+                logits_processor=LogitsProcessorList([tempered]),
+            )
+        assert isinstance(output, torch.Tensor)
+        tempered.record(output[:, -1])
+        tokens = output[:, width:].tolist()
+        logprobs = torch.stack(tempered.drawn, dim=1).double().tolist()
+        return [self._cut(t, p) for t, p in zip(tokens, logprobs, strict=True)]
+
+    @contextmanager
+    def _plain_settings(self) -> Iterator[None]:
+        """Hide the checkpoint's generation settings: `generate` fills every field left open from them."""
+        own = self.model.generation_config
+        self.model.generation_config = GenerationConfig()
+        try:
+            yield
+        finally:
+            self.model.generation_config = own
+
+    def _settings(self, max_new_tokens: int) -> GenerationConfig:
+        return GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=self.ends,
+            pad_token_id=self.pad,
+            use_cache=True,
+        )
+
+    def _cut(self, tokens: list[int], logprobs: list[float]) -> Generation:
+        end = next((i for i, token in enumerate(tokens) if token in self.ends), None)
+        length = len(tokens) if end is None else end + 1
+        return Generation(tokens[:length], logprobs[:length], end is not None)

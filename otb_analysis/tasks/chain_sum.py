@@ -1,0 +1,77 @@
+"""`chain_sum`: `12+7+30=` is answered by `12+7=19;19+30=49#49` and the end token."""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from otb_analysis.config import ChainSumConfig
+from otb_analysis.errors import InputError
+from otb_analysis.tasks.base import Prompt, Split, Turn
+
+HELDOUT_SHARE = 0.1
+FINAL = re.compile(r"#([0-9]{1,12})\Z")
+
+
+class ChainSum:
+    """Add a chain of numbers, writing every partial sum; the reward is 1 for a right final number and an ended text.
+
+    The split of a problem follows from a hash of its text, so train and held-out prompts are disjoint for every seed.
+
+    Raises:
+        InputError: The configured range of terms or values is empty.
+    """
+
+    name = "chain_sum"
+    alphabet = "0123456789+=;#"
+
+    def __init__(self, config: ChainSumConfig, seed: int = 0):
+        if not 2 <= config.terms_min <= config.terms_max:
+            raise InputError(
+                f"chain_sum.terms_min is {config.terms_min} and terms_max is {config.terms_max}; "
+                "choose 2 ≤ terms_min ≤ terms_max."
+            )
+        if not 1 <= config.largest <= 10**9:
+            raise InputError(f"chain_sum.largest is {config.largest}; choose a number from 1 to 10^9.")
+        if (config.largest**config.terms_max) < 100:
+            raise InputError(
+                f"chain_sum with largest={config.largest} and terms_max={config.terms_max} has too few problems "
+                "to split; raise largest or terms_max."
+            )
+        self.config = config
+        self.seed = seed
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """Return problem `index` of a split: drawn from (seed, split, index) until its hash falls into the split."""
+        rng = np.random.default_rng([self.seed, split == "heldout", index])
+        while True:
+            count = rng.integers(self.config.terms_min, self.config.terms_max + 1)
+            terms = [int(n) for n in rng.integers(1, self.config.largest + 1, size=count)]
+            text = "+".join(map(str, terms)) + "="
+            if _split_of(text) == split:
+                return Prompt(id=text, text=text, answer=str(sum(terms)))
+
+    def demonstration(self, prompt: Prompt) -> Sequence[Turn]:
+        """Return the solution with every partial sum."""
+        terms = [int(n) for n in prompt.text.rstrip("=").split("+")]
+        sums = list(accumulate(terms))
+        steps = [f"{a}+{n}={b}" for a, n, b in zip(sums, terms[1:], sums[1:], strict=False)]
+        return [Turn(";".join(steps) + f"#{sums[-1]}", finished=True)]
+
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+        """Return None: one turn ends the episode."""
+        return None
+
+    def reward(self, prompt: Prompt, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
+        """Return {"correct": 1} when the text ends, and ends in # and the right number, else {"correct": 0}."""
+        last = turns[-1]
+        found = FINAL.search(last.text)
+        right = last.finished and found is not None and int(found[1]) == int(prompt.answer)
+        return [{"correct": float(right)}]
+
+
+def _split_of(text: str) -> Split:
+    digest = hashlib.sha256(text.encode()).digest()
+    return "heldout" if int.from_bytes(digest[:8], "big") < HELDOUT_SHARE * 2**64 else "train"

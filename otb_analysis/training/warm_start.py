@@ -1,0 +1,195 @@
+"""Supervised start: train a small model on demonstrations until sampled answers are right often enough for RL."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from otb_analysis import __version__
+from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig
+from otb_analysis.errors import InputError
+from otb_analysis.models import character_tokenizer, small_model
+from otb_analysis.sampling import TransformersGenerator, sample
+from otb_analysis.tasks import Prompt, Split, Task, make_task
+from otb_analysis.training.progress import Bar, silent
+
+CACHE = Path(".cache/warm")
+DEMONSTRATIONS_FROM = 10_000_000
+"""Index of the first demonstration prompt: far from those that RL draws."""
+CHECKS_FROM = 20_000_000
+MUON_RATIO = 5.0
+"""Muon's learning rate over AdamW's."""
+IGNORED = -100
+LEARNED_ENOUGH_TO_CHECK = 0.45
+"""Token loss in nats below which measuring success becomes worth its time."""
+
+
+def warm_started(config: TrainConfig, bar: Bar = silent, cache: Path = CACHE) -> Path:
+    """Return the directory of the warm-started small model, making it when this configuration has none yet.
+
+    Args:
+        config: Task, model, warm start and seed; these and the package version key the cache.
+        bar: Progress.
+        cache: Where made models are kept.
+
+    Raises:
+        InputError: The model did not reach the wanted success within the step budget.
+    """
+    path = cache / _key(config)
+    if (path / "warm_start.json").is_file():
+        return path
+    task = make_task(config)
+    tokenizer = character_tokenizer(task.alphabet)
+    model = small_model(config.small_model, tokenizer, config.seed)
+    steps, success = fit(model, tokenizer, task, config, bar)
+    _save(path, model, tokenizer, {"steps": steps, "success": success, "parameters": model.num_parameters()})
+    return path
+
+
+def fit(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, config: TrainConfig, bar: Bar = silent
+) -> tuple[int, float]:
+    """Train on demonstrations in place until measured success lies in the configured band.
+
+    A check that finds success above the band restores the weights of the check before and goes on in small steps.
+
+    Returns:
+        Steps taken and the success measured last.
+
+    Raises:
+        InputError: The step budget ran out below the band.
+    """
+    own = config.warm_start
+    optimizers = _optimizers(model, own.learning_rate)
+    torch.manual_seed(config.seed)
+    loss, success, below, every = float("inf"), 0.0, _snapshot(model), own.check_every
+    for step, batch in enumerate(_batches(tokenizer, task, own), start=1):
+        loss = 0.95 * loss + 0.05 * _supervised_step(model, optimizers, batch) if step > 1 else 3.0
+        bar(success, own.success_low, f"warm start: step {step}, loss {loss:.2f} nats, success {success:.0%}")
+        if loss > LEARNED_ENOUGH_TO_CHECK or step % every:
+            continue
+        success = success_rate(model, tokenizer, task, own.check_prompts, config.sample, "train", CHECKS_FROM)
+        if own.success_low <= success <= own.success_high:
+            return step, success
+        if success > own.success_high:
+            model.load_state_dict(below)
+            success, every = 0.0, max(1, every // 5)
+        else:
+            below = _snapshot(model)
+        if step >= own.max_steps:
+            break
+    raise InputError(
+        f"the warm start reached {success:.0%} success after {own.max_steps} steps but {own.success_low:.0%} is wanted; "
+        "make the task easier, the model larger or warm_start.max_steps higher."
+    )
+
+
+def success_rate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    count: int,
+    config: SampleConfig,
+    split: Split = "heldout",
+    first: int = 0,
+) -> float:
+    """Return the mean total reward of one sampled answer to each of `count` prompts of a split."""
+    prompts = [task.prompt(split, first + i) for i in range(count)]
+    one = SampleConfig(count, 1, config.max_new_tokens, config.max_turns, config.temperature)
+    rollouts = sample(TransformersGenerator(model, tokenizer), tokenizer, task, prompts, one)
+    totals = [
+        sum(sum(parts.values()) for parts in task.reward(prompt, turns))
+        for prompt, turns in zip(prompts, rollouts.turns, strict=True)
+    ]
+    return sum(totals) / count
+
+
+def _batches(
+    tokenizer: PreTrainedTokenizerBase, task: Task, config: WarmStartConfig
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    index = DEMONSTRATIONS_FROM
+    for _ in range(config.max_steps):
+        prompts = [task.prompt("train", index + i) for i in range(config.batch)]
+        index += config.batch
+        yield _collate([_example(tokenizer, task, prompt) for prompt in prompts], tokenizer.pad_token_id)
+
+
+def _example(tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt) -> tuple[list[int], list[int]]:
+    """Return token ids and labels; prompt and environment tokens carry no loss."""
+    ids: list[int] = list(tokenizer(prompt.text)["input_ids"])
+    labels = [IGNORED] * len(ids)
+    for turn in task.demonstration(prompt):
+        written = [*tokenizer(turn.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        reply = list(tokenizer(turn.reply, add_special_tokens=False)["input_ids"])
+        ids += written + reply
+        labels += written + [IGNORED] * len(reply)
+    return ids, labels
+
+
+def _collate(examples: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(ids) for ids, _ in examples)
+    ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in examples])
+    labels = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in examples])
+    return ids, labels
+
+
+def _optimizers(model: PreTrainedModel, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices inside the blocks and AdamW for the rest: half the steps of AdamW alone."""
+    outer = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    parameters = list(model.parameters())
+    inner = [p for p in parameters if p.ndim == 2 and id(p) not in outer]
+    rest = [p for p in parameters if p.ndim != 2 or id(p) in outer]
+    return [
+        torch.optim.Muon(inner, lr=MUON_RATIO * learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def _supervised_step(
+    model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], batch: tuple[torch.Tensor, torch.Tensor]
+) -> float:
+    ids, labels = (x.to(model.device) for x in batch)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    loss = cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED)
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    return float(loss.detach())
+
+
+def _snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def _key(config: TrainConfig) -> str:
+    parts = {
+        "task": config.task,
+        "task_config": asdict(getattr(config, config.task)),
+        "model": asdict(config.small_model),
+        "warm_start": asdict(config.warm_start),
+        "sample": [config.sample.max_new_tokens, config.sample.max_turns, config.sample.temperature],
+        "seed": config.seed,
+        "version": __version__,
+    }
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return f"{config.task}-{digest[:12]}"
+
+
+def _save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, facts: dict[str, float]) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(draft)
+    tokenizer.save_pretrained(draft)
+    (draft / "warm_start.json").write_text(json.dumps(facts, indent=2) + "\n")
+    if path.exists():
+        shutil.rmtree(path)
+    draft.replace(path)
