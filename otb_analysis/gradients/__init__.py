@@ -1,0 +1,178 @@
+"""Exact norms and inner products of score gradients.
+
+The score of token t is s_t = ∇_θ log π(y_t | x, y_{<t}): the gradient of a *log-probability* (not of a loss) over the
+parameters in scope, without 1/N and without an advantage factor. Three questions are answered about it: how large each
+token's score is, how large any weighted sum of a rollout's scores is, and how the gradients of whole groups relate.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from otb_analysis.errors import InputError
+from otb_analysis.gradients import reference
+from otb_analysis.gradients.inputs import Batch, Problem, Weights, check_group, check_weights, pose
+from otb_analysis.types import Float, Int, ScoreNorms
+
+__all__ = ["ENGINES", "Engine", "group_gradient_gram", "token_score_norms", "weighted_score_norms"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How one engine answers the three questions; every engine gives the same numbers."""
+
+    token_score_norms: Callable[[Problem, bool], ScoreNorms]
+    weighted_score_norms: Callable[[Problem, Float], Float]
+    group_gradient_gram: Callable[[Problem, Float, Int], Float]
+
+
+ENGINES: dict[str, Engine] = {
+    "reference": Engine(reference.token_score_norms, reference.weighted_score_norms, reference.group_gradient_gram),
+}
+"""Engines of this version, best first; "auto" is the first."""
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def token_score_norms(
+    model: nn.Module,
+    input_ids: Tensor,
+    mask: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    engine: str = "auto",
+    scope: str = "all",
+    path: bool = False,
+    temperature: float = 1.0,
+) -> ScoreNorms:
+    """Exact squared norm of every sampled token's score.
+
+    w_{n,t} = ‖s_{n,t}‖², s_{n,t} = ∇_θ log π(y_{n,t} | y_{n,<t}), and with `path` also ‖Σ_{j≤t} s_{n,j}‖².
+
+    Scores are gradients of the log-probability over the parameters in `scope`, not of a loss: no sign change, no 1/N,
+    no advantage factor. For an untied output layer alone w = ‖e_y − π‖²‖h‖²/τ²; the path norm at a rollout's first
+    sampled token is that token's own. Padding is never read, whichever its side; position ids are
+    cumsum(attention_mask) − 1. The model is left as found: parameters, `.grad`, `requires_grad` and training mode.
+
+    Args:
+        model: A causal language model with the Hugging Face call convention.
+        input_ids: Token ids [N, L].
+        mask: True at the tokens the policy sampled, the end token included [N, L]; gaps are allowed.
+        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
+        engine: "reference" (one backward pass per token) or "auto" (the best of `ENGINES`).
+        scope: "all" is every parameter that requires grad, tied ones once; "lm_head" the output layer's own use, also
+            when it is tied; anything else a regular expression searched in the parameter names.
+        path: Whether to measure path norms too.
+        temperature: τ of the policy softmax(logits / τ).
+
+    Returns:
+        `norm_sq` [N, L] (norm²), `logprob` [N, L] (nats) and, if asked for, `path_norm_sq` [N, L] (norm²), float64,
+        zero outside the mask; `engine` names the engine that ran.
+
+    Raises:
+        InputError: Something passed does not fit; the sentence says what and what to do.
+        NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
+    """
+    run = _engine(engine).token_score_norms
+    return run(pose(model, Batch(input_ids, mask, attention_mask), scope, temperature), path)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def weighted_score_norms(
+    model: nn.Module,
+    input_ids: Tensor,
+    mask: Tensor,
+    weights: Weights,
+    attention_mask: Tensor | None = None,
+    *,
+    engine: str = "auto",
+    scope: str = "all",
+    temperature: float = 1.0,
+) -> Float:
+    """Exact squared norm of weighted sums of a rollout's scores.
+
+    ‖Σ_t weights[n,m,t] s_{n,t}‖², s_{n,t} = ∇_θ log π(y_{n,t} | y_{n,<t}).
+
+    Scores are gradients of the log-probability over the parameters in `scope`: no 1/N and no advantage factor beyond
+    `weights`. Unit rows give `token_score_norms`, a row of ones the path norm of the whole rollout. A row of zeros
+    costs nothing.
+
+    Args:
+        model: A causal language model with the Hugging Face call convention.
+        input_ids: Token ids [N, L].
+        mask: True at the tokens the policy sampled [N, L].
+        weights: M rows of weights per rollout [N, M, L]; never read outside the mask.
+        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
+        engine: As in `token_score_norms`.
+        scope: As in `token_score_norms`.
+        temperature: τ of the policy softmax(logits / τ).
+
+    Returns:
+        Squared norms [N, M], float64, in the square of the weights' unit times norm².
+
+    Raises:
+        InputError: Something passed does not fit; the sentence says what and what to do.
+        NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
+    """
+    run = _engine(engine).weighted_score_norms
+    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    return run(problem, check_weights(weights, problem.mask))
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def group_gradient_gram(
+    model: nn.Module,
+    input_ids: Tensor,
+    mask: Tensor,
+    weights: Weights,
+    group: Tensor | np.ndarray,
+    attention_mask: Tensor | None = None,
+    *,
+    engine: str = "auto",
+    scope: str = "all",
+    temperature: float = 1.0,
+) -> Float:
+    """Inner products of the gradients of whole groups, for many rows of weights at once.
+
+    G[m, m', p, p'] = ⟨g_{m,p}, g_{m',p'}⟩,  g_{m,p} = Σ_{n in p} Σ_t weights[n,m,t] s_{n,t}.
+
+    g_{m,p} is the *sum* over the prompt's rollouts of log-probability gradients over the parameters in `scope`: no 1/N,
+    no advantage factor beyond `weights`. Put 1/N_p into the weights (or divide by N_p N_p') for the mean gradient ḡ_p.
+    Power, batch variance, bias, projection and paired intervals all follow from this matrix. With one rollout per
+    prompt, G[m, m, p, p] is `weighted_score_norms`. A row that is zero on a whole prompt costs nothing there. M·P
+    gradients are held at once, in the model's dtype.
+
+    Args:
+        model: A causal language model with the Hugging Face call convention.
+        input_ids: Token ids [N, L].
+        mask: True at the tokens the policy sampled [N, L].
+        weights: M rows of weights per rollout [N, M, L], usually advantages; never read outside the mask.
+        group: Prompt of each rollout [N], any integers; axis p is ordered by the sorted distinct values.
+        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
+        engine: As in `token_score_norms`.
+        scope: As in `token_score_norms`.
+        temperature: τ of the policy softmax(logits / τ).
+
+    Returns:
+        Gram matrix [M, M, P, P], float64, symmetric under exchange of (m, p) and (m', p').
+
+    Raises:
+        InputError: Something passed does not fit; the sentence says what and what to do.
+        NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
+    """
+    run = _engine(engine).group_gradient_gram
+    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    return run(problem, check_weights(weights, problem.mask), check_group(group, problem.shape[0]))
+
+
+def _engine(name: str) -> Engine:
+    if name == "auto":
+        return next(iter(ENGINES.values()))
+    if name not in ENGINES:
+        raise InputError(f"engine {name!r} is not available in this version; pass one of: {', '.join(ENGINES)}, auto.")
+    return ENGINES[name]

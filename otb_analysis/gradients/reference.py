@@ -1,0 +1,93 @@
+"""The slow, obvious engine: ordinary reverse-mode autograd, one backward pass per row of weights.
+
+Every faster engine is compared with this one. Rollouts run one at a time without padding; one forward graph per rollout
+is kept while its backward passes run. Gradients are formed in the model's dtype, squared norms are summed in float64.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otb_analysis.gradients.forward import sampled_logprobs
+from otb_analysis.gradients.gram import gram_matrix
+from otb_analysis.gradients.inputs import Problem
+from otb_analysis.types import Float, Int, ScoreNorms
+
+NAME = "reference"
+
+
+def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
+    """Squared norm of every token's score by one `torch.autograd.grad` per token.
+
+    Args:
+        problem: The checked batch.
+        path: Also keep the running sum Σ_{j≤t} s_j (in float64) and its squared norm.
+    """
+    norm_sq, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
+    for rollout in problem.rollouts:
+        values = sampled_logprobs(problem, (rollout,))
+        logprob[rollout.row, rollout.columns] = values.detach().double().cpu().numpy()
+        running = [torch.zeros_like(p, dtype=torch.float64) for p in problem.scope.parameters] if path else []
+        for column, unit in zip(rollout.columns, torch.eye(len(values)).to(values), strict=True):
+            score = _weighted_score(values, unit, problem.scope.parameters)
+            norm_sq[rollout.row, column] = _norm_sq(score)
+            if path:
+                for total, part in zip(running, score, strict=True):
+                    total.add_(part)
+                path_norm_sq[rollout.row, column] = _norm_sq(running)
+    return ScoreNorms(norm_sq, logprob, NAME, path_norm_sq if path else None)
+
+
+def weighted_score_norms(problem: Problem, weights: Float) -> Float:
+    """‖Σ_t weights[n,m,t] s_{n,t}‖² by one forward per rollout and one backward per row that is not all zero."""
+    result = np.zeros(weights.shape[:2])
+    for rollout in problem.rollouts:
+        rows = weights[rollout.row][:, rollout.columns]
+        active = np.flatnonzero(rows.any(-1))
+        if len(active) == 0:
+            continue
+        values = sampled_logprobs(problem, (rollout,))
+        for m in active:
+            score = _weighted_score(values, torch.from_numpy(rows[m]).to(values), problem.scope.parameters)
+            result[rollout.row, m] = _norm_sq(score)
+    return result
+
+
+def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
+    """Gram matrix [M, M, P, P] by one forward per prompt and one backward per row that is not all zero there."""
+    prompts = np.unique(group)
+    gradients: dict[tuple[int, int], list[Tensor]] = {}
+    for p, prompt in enumerate(prompts):
+        members = tuple(r for r in problem.rollouts if group[r.row] == prompt)
+        rows = [weights[r.row][:, r.columns] for r in members]
+        stacked = np.concatenate([np.zeros((weights.shape[1], 0)), *rows], axis=1)
+        active = np.flatnonzero(stacked.any(-1))
+        if len(active) == 0:
+            continue
+        values = sampled_logprobs(problem, members)
+        for m in active:
+            row = torch.from_numpy(stacked[m]).to(values)
+            gradients[int(m), p] = _weighted_score(values, row, problem.scope.parameters)
+    return _scatter_gram(gradients, weights.shape[1], len(prompts))
+
+
+def _weighted_score(logprob: Tensor, weights: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Σ_t weights[t] ∇ logprob[t], one tensor per parameter; the graph is kept for the next row."""
+    grads = torch.autograd.grad(logprob, parameters, weights, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)]
+
+
+def _norm_sq(tensors: Sequence[Tensor]) -> float:
+    """‖·‖² over all tensors together, accumulated in float64."""
+    norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])
+    return float(norms.square().sum())
+
+
+def _scatter_gram(gradients: dict[tuple[int, int], list[Tensor]], rows: int, prompts: int) -> Float:
+    gram = np.zeros((rows, rows, prompts, prompts))
+    if gradients:
+        m, p = np.array(list(gradients)).T
+        gram[m[:, None], m[None, :], p[:, None], p[None, :]] = gram_matrix(list(gradients.values()))
+    return gram

@@ -1,0 +1,123 @@
+"""Which parameters a score is differentiated by: all trainable ones, the output layer's own use, or a regex."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from torch import Tensor, nn
+
+from otb_analysis.errors import InputError
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The tensors to differentiate by; made by `select_scope`, read by every engine.
+
+    Attributes:
+        name: What the caller asked for.
+        names: Parameter names, one per tensor; a tied parameter appears once, under its first name.
+        parameters: The tensors themselves; their `.grad` and `requires_grad` are never written.
+        head: The output layer when only its own use counts, else None.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    parameters: tuple[Tensor, ...]
+    head: nn.Linear | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make forward passes inside the block depend on `parameters`.
+
+        For "lm_head" the output layer is evaluated on leaves that share its storage, so that a tied matrix is
+        differentiated as output only; its input is cut off because nothing below it is in scope.
+        """
+        if self.head is None:
+            yield
+            return
+        weight, *rest = self.parameters
+        bias = rest[0] if rest else self.head.bias
+        calls: list[bool] = []
+
+        def on_leaves(_module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> Tensor:
+            calls.append(True)
+            return nn.functional.linear(args[0].detach(), weight, bias)
+
+        handle = self.head.register_forward_hook(on_leaves)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if not calls:
+            raise InputError(
+                f'scope "lm_head" was never reached because the model computes its logits without calling its '
+                f"{type(self.head).__name__} output layer; pass a regular expression over parameter names."
+            )
+
+
+def select_scope(model: nn.Module, scope: str) -> Scope:
+    """Resolve a scope to tensors.
+
+    Args:
+        model: A causal language model.
+        scope: "all" (every parameter that requires grad, tied ones once), "lm_head" (the output layer's weight and
+            bias in their output use only, also when tied), or a regular expression searched in the parameter names
+            (a tied parameter answers to each of its names and then counts in all its uses; frozen ones never count).
+
+    Raises:
+        InputError: Nothing trainable is in scope, or the expression is invalid or matches no name.
+    """
+    if scope == "all":
+        return _trainable(scope, dict(model.named_parameters()))
+    if scope == "lm_head":
+        return _output_use(model)
+    every = dict(model.named_parameters(remove_duplicate=False))
+    pattern = _compile(scope)
+    matched = {name: p for name, p in every.items() if pattern.search(name)}
+    if not matched:
+        near = get_close_matches(scope, every, n=3, cutoff=0.0)
+        raise InputError(
+            f"scope {scope!r} matches no parameter name (nearest: {', '.join(near)}); "
+            'pass "all", "lm_head" or a regular expression over parameter names.'
+        )
+    return _trainable(scope, matched)
+
+
+def _compile(scope: str) -> re.Pattern[str]:
+    try:
+        return re.compile(scope)
+    except re.error as error:
+        raise InputError(
+            f"scope {scope!r} is no regular expression ({error}); "
+            'pass "all", "lm_head" or a regular expression over parameter names.'
+        ) from error
+
+
+def _trainable(scope: str, named: dict[str, nn.Parameter]) -> Scope:
+    unique = {id(p): (name, p) for name, p in reversed(named.items()) if p.requires_grad}
+    if not unique:
+        raise InputError(
+            f"scope {scope!r} holds {len(named)} parameters but none requires grad; unfreeze one or widen the scope."
+        )
+    names, parameters = zip(*reversed(unique.values()), strict=True)
+    return Scope(scope, names, parameters)
+
+
+def _output_use(model: nn.Module) -> Scope:
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    if type(head) is not nn.Linear:
+        raise InputError(
+            f'scope "lm_head" needs a torch.nn.Linear output layer but {type(model).__name__} has '
+            f"{type(head).__name__}; pass a regular expression over parameter names."
+        )
+    trainable = {
+        f"lm_head.{name}": p.detach().requires_grad_() for name, p in head.named_parameters() if p.requires_grad
+    }
+    if "lm_head.weight" not in trainable:
+        raise InputError(
+            'scope "lm_head" holds a weight that does not require grad; unfreeze it or pass another scope.'
+        )
+    return Scope("lm_head", tuple(trainable), tuple(trainable.values()), head)

@@ -1,0 +1,252 @@
+"""Statistics of the distribution each token was drawn from, by tiles of rows × vocabulary; [N, T, V] is never held.
+
+With y the drawn token and m the largest *other* logit, five sums over v ≠ y of e_v = exp(z_v − m) and d_v = z_v − m ≤ 0
+are enough: Σe, Σe², Σe³, Σe·d, Σe·d². Every term has one sign, so nothing cancels, however peaked π is:
+
+    ℓ = lse(z) − m = log(Σe + exp(z_y − m)) ≥ 0      r = exp(−ℓ)
+    1 − π_y = r·Σe                                    Σ_{v≠y} π_v² = r²·Σe²
+    H = −π_y log π_y + r·(ℓ·Σe − Σe·d)                Σ_v π_v log² π_v = π_y log² π_y + r·(Σe·d² − 2ℓ·Σe·d + ℓ²·Σe)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.types import LogitStats
+
+CHUNK = (256, 4096)
+"""Rows and vocabulary entries per tile: 4 MB in float32, which stays in cache."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the logits of R rows come from: a tensor [R, V], or hidden states [R, d] and an output layer [V, d]."""
+
+    logits: Tensor | None
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    temperature: float
+
+    @property
+    def given(self) -> Tensor:
+        """What has one row per token: the logits, or else the hidden states."""
+        given = self.hidden if self.logits is None else self.logits
+        assert given is not None
+        return given
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.given.shape[-1] if self.weight is None else self.weight.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic: float32 or better, so bfloat16 and float16 are promoted."""
+        return torch.promote_types(self.given.dtype, torch.float32)
+
+    def columns(self, low: int, high: int) -> "Source":
+        """The part of the source for vocabulary entries low..high, promoted once for all rows."""
+        if self.logits is not None:
+            return Source(self.logits[:, low:high], None, None, None, self.temperature)
+        assert self.weight is not None
+        bias = None if self.bias is None else self.bias[low:high].to(self.dtype)
+        return Source(None, self.hidden, self.weight[low:high].to(self.dtype), bias, self.temperature)
+
+    def tile(self, rows: slice) -> Tensor:
+        """Logits of some rows divided by the temperature: a fresh tensor that may be overwritten."""
+        if self.logits is not None:
+            z = self.logits[rows].to(self.dtype, copy=True)
+        else:
+            assert self.weight is not None
+            z = torch.nn.functional.linear(self.given[rows].to(self.dtype), self.weight, self.bias)
+        return z if self.temperature == 1 else z.div_(self.temperature)
+
+
+@dataclass
+class Others:
+    """The five sums over v ≠ y, float64 [R] each, relative to `top`, the largest z_v among them; and z_y."""
+
+    top: Tensor
+    e: Tensor
+    e2: Tensor
+    e3: Tensor
+    ed: Tensor
+    ed2: Tensor
+    drawn: Tensor
+
+    @classmethod
+    def of_tile(cls, z: Tensor, y: Tensor) -> "Others":
+        """Sum over one tile, which is overwritten; `y` is the drawn token's column in it, or any other number."""
+        inside = ((y >= 0) & (y < z.shape[1])).nonzero()[:, 0]
+        at = (inside, y[inside])
+        drawn = torch.full_like(y, -torch.inf, dtype=torch.float64)
+        drawn[inside] = z[at].double()
+        z[at] = -torch.inf
+        top = z.amax(-1, keepdim=True)
+        e = z.sub_(top).exp()
+        z[at] = 0.0
+        square, slope = e * e, e * z
+        e_sum, e2, ed = e.sum(-1).double(), square.sum(-1).double(), slope.sum(-1).double()
+        e3, ed2 = square.mul_(e).sum(-1).double(), slope.mul_(z).sum(-1).double()
+        return cls(top[:, 0].double(), e_sum, e2, e3, ed, ed2, drawn)
+
+    def merged(self, other: "Others") -> "Others":
+        """The sums over both parts, relative to the larger top."""
+        top = torch.maximum(self.top, other.top)
+        a, b = self._relative_to(top), other._relative_to(top)
+        drawn = torch.maximum(self.drawn, other.drawn)
+        return Others(top, a.e + b.e, a.e2 + b.e2, a.e3 + b.e3, a.ed + b.ed, a.ed2 + b.ed2, drawn)
+
+    def _relative_to(self, top: Tensor) -> "Others":
+        c = self.top - top
+        f = c.exp()
+        ed, ed2 = self.ed + c * self.e, self.ed2 + 2 * c * self.ed + c * c * self.e
+        return Others(top, f * self.e, f**2 * self.e2, f**3 * self.e3, f * ed, f * ed2, self.drawn)
+
+
+@torch.no_grad()
+def logit_stats(
+    logits: Tensor | None = None,
+    *,
+    hidden: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    token_ids: Tensor,
+    temperature: float = 1.0,
+    chunk: tuple[int, int] = CHUNK,
+) -> LogitStats:
+    """Log-probability, entropy, Σπ², logit-space energy and certificate variances of drawn tokens.
+
+    π = softmax(logits / τ), w = ‖∇_z log π_y‖² = ‖e_y − π‖² = (1 − π_y)² + Σ_{v≠y} π_v² ∈ [0, 2].
+
+    The energy is the gradient of the log-probability with respect to the logits *after* temperature: no 1/N, no
+    advantage factor. ‖∇ of an untied output matrix‖² = w·‖h‖²/τ² exactly; other parameters' norms only correlate with
+    it. The textbook form 1 − 2π_y + Σπ² cancels on peaked tokens; this one does not. Uniform π gives w = 1 − 1/V.
+
+    Args:
+        logits: Logits [..., V]; or leave them out and pass `hidden` and `weight`.
+        hidden: Final hidden states [..., d] that predict the tokens.
+        weight: Output matrix [V, d].
+        bias: Output bias [V].
+        token_ids: The drawn tokens [...].
+        temperature: τ.
+        chunk: Rows and vocabulary entries held at once.
+
+    Returns:
+        Float64 arrays of the shape of `token_ids`; logprob and entropy in nats, logprob_variance in nats²;
+        `hidden_norm_sq` only if `hidden` was given.
+
+    Raises:
+        InputError: Shapes disagree, a token id is outside the vocabulary, or the temperature is not positive.
+        NonFiniteError: A logit is NaN or infinite; the sentence names row and position.
+    """
+    shape = tuple(token_ids.shape)
+    source = _source(logits, hidden, weight, bias, shape, temperature)
+    y = _tokens(token_ids, source.vocabulary, shape)
+    others = _sum_over_tiles(source, y.to(source.given.device), chunk)
+    _refuse_non_finite(others, shape)
+    values = {name: value.reshape(shape).cpu().numpy() for name, value in _finish(others).items()}
+    norm_sq = None if hidden is None else hidden.double().square().sum(-1).reshape(shape).cpu().numpy()
+    return LogitStats(hidden_norm_sq=norm_sq, **values)
+
+
+def _finish(s: Others) -> dict[str, Tensor]:
+    """The formulas of the module's docstring."""
+    size = torch.logaddexp(s.e.log(), s.drawn - s.top)
+    r = (-size).exp()
+    against = s.e.log() + s.top - s.drawn
+    logprob = -torch.logaddexp(against, torch.zeros_like(against))
+    pi, rest = logprob.exp(), r * s.e
+    sum_pi_sq = pi**2 + r**2 * s.e2
+    entropy = -pi * logprob + r * (size * s.e - s.ed)
+    second = pi * logprob**2 + r * (s.ed2 - 2 * size * s.ed + size**2 * s.e)
+    return {
+        "logprob": logprob,
+        "entropy": entropy,
+        "sum_pi_sq": sum_pi_sq,
+        "energy": (rest**2 + r**2 * s.e2).clamp(max=2.0),
+        "pi_variance": (pi**3 + r**3 * s.e3 - sum_pi_sq**2).clamp(min=0.0),
+        "logprob_variance": (second - entropy**2).clamp(min=0.0),
+    }
+
+
+def _sum_over_tiles(source: Source, y: Tensor, chunk: tuple[int, int]) -> Others:
+    """Vocabulary outside, rows inside: each slice of the output matrix is read and promoted once."""
+    per_slice: list[list[Others]] = []
+    for low, high in _spans(source.vocabulary, chunk[1]):
+        part = source.columns(low, high)
+        tiles = [(slice(a, b), y[a:b] - low) for a, b in _spans(len(y), chunk[0])]
+        new = [Others.of_tile(part.tile(rows), local) for rows, local in tiles]
+        per_slice = [[a.merged(b) for a, b in zip(per_slice[0], new, strict=True)] if per_slice else new]
+    return Others(*(torch.cat([getattr(o, name) for o in per_slice[0]]) for name in Others.__dataclass_fields__))
+
+
+def _spans(total: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut 0..total into near-equal parts of at least `size` where possible, so that no part has a single entry."""
+    parts = max(1, total // max(size, 2))
+    return pairwise(total * k // parts for k in range(parts + 1))
+
+
+def _source(
+    logits: Tensor | None,
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: tuple[int, ...],
+    temperature: float,
+) -> Source:
+    if not 0 < temperature < float("inf"):
+        raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
+    if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
+        raise InputError("logit_stats takes either logits, or hidden and weight together; pass exactly one of the two.")
+    given, name = (logits, "logits") if hidden is None else (hidden, "hidden")
+    assert given is not None
+    if given.shape[:-1] != shape:
+        raise InputError(
+            f"{name} has shape {tuple(given.shape)} but token_ids has shape {shape}; "
+            f"pass one row per token, shape {[*shape, given.shape[-1]]}."
+        )
+    if weight is not None and (weight.ndim != 2 or weight.shape[1] != given.shape[-1]):
+        raise InputError(
+            f"weight has shape {tuple(weight.shape)} but hidden has {given.shape[-1]} features; "
+            "pass the output matrix, shape [V, d]."
+        )
+    flat = given.reshape(-1, given.shape[-1])
+    source = (
+        Source(flat, None, None, None, temperature) if hidden is None else Source(None, flat, weight, bias, temperature)
+    )
+    if source.vocabulary < 2:
+        raise InputError("logits has a vocabulary of one entry, so nothing is random; pass at least two.")
+    return source
+
+
+def _tokens(token_ids: Tensor, vocabulary: int, shape: tuple[int, ...]) -> Tensor:
+    y = token_ids.reshape(-1).long()
+    outside = (y < 0) | (y >= vocabulary)
+    if outside.any():
+        index = int(outside.nonzero()[0])
+        raise InputError(
+            f"token_ids is {int(y[index])} at {_place(index, shape)} but the vocabulary has {vocabulary} entries; "
+            "pass ids of drawn tokens, without padding."
+        )
+    return y
+
+
+def _refuse_non_finite(others: Others, shape: tuple[int, ...]) -> None:
+    """Any NaN or infinity among the other logits has turned Σe·d into NaN; the drawn one is looked at itself."""
+    bad = ~(others.ed.isfinite() & others.drawn.isfinite())
+    if bad.any():
+        raise NonFiniteError(
+            f"logits are not finite at {_place(int(bad.nonzero()[0]), shape)}; "
+            "check the model's weights for NaN or infinity, or load it in float32."
+        )
+
+
+def _place(index: int, shape: tuple[int, ...]) -> str:
+    *row, position = (int(i) for i in torch.unravel_index(torch.tensor(index), shape)) if shape else (0,)
+    return f"row {', '.join(map(str, row))}, position {position}" if row else f"position {position}"

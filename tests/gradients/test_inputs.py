@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+import torch
+
+from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.gradients import ENGINES, group_gradient_gram, token_score_norms, weighted_score_norms
+
+
+@pytest.fixture
+def model(make_model):
+    return make_model("qwen2", dtype=torch.float32)
+
+
+IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+MASK = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]], dtype=torch.bool)
+
+
+def refuses(match, function, *args, error=InputError, **options):
+    with pytest.raises(error, match=match) as caught:
+        function(*args, **options)
+    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+def test_shapes_that_disagree_are_named(model):
+    refuses(r"mask has shape \(2, 3\) but input_ids has shape \(2, 4\)", token_score_norms, model, IDS, MASK[:, 1:])
+    refuses(r"attention_mask has shape \(1, 4\)", token_score_norms, model, IDS, MASK, MASK[:1])
+    refuses(r"input_ids has shape \(4,\)", token_score_norms, model, IDS[0], MASK[0])
+    refuses(r"weights has shape \(2, 4\)", weighted_score_norms, model, IDS, MASK, torch.ones(2, 4))
+    refuses(r"weights has shape \(2, 1, 3\)", weighted_score_norms, model, IDS, MASK, torch.ones(2, 1, 3))
+    ones = torch.ones(2, 1, 4)
+    refuses(r"group has shape \(3,\)", group_gradient_gram, model, IDS, MASK, ones, torch.tensor([0, 0, 1]))
+    refuses(r"dtype float64", group_gradient_gram, model, IDS, MASK, ones, np.array([0.0, 1.0]))
+
+
+def test_a_sampled_token_needs_something_that_predicts_it(model):
+    first = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
+    refuses("rollout 1, token 0, but that is the first token", token_score_norms, model, IDS, first)
+    left = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    refuses("rollout 0, token 2, but that is the first token", token_score_norms, model, IDS, MASK, left)
+
+
+def test_a_sampled_token_is_not_padding(model):
+    real = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    refuses("rollout 0, token 3, but that is padding", token_score_norms, model, IDS, MASK, real)
+
+
+def test_active_dropout_is_refused_and_inactive_dropout_is_not(make_model):
+    gpt2 = make_model("gpt2", dtype=torch.float32)
+    token_score_norms(gpt2, IDS, MASK)
+    refuses("training mode with dropout 0.1", token_score_norms, gpt2.train(), IDS, MASK)
+    qwen = make_model("qwen2", dtype=torch.float32).train()
+    token_score_norms(qwen, IDS, MASK)
+    qwen.model.layers[0].self_attn.attention_dropout = 0.2
+    refuses("dropout 0.2 at model.layers.0.self_attn", token_score_norms, qwen, IDS, MASK)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_logits_name_rollout_and_token(model, value):
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = value  # tied: row 7 poisons every logit vector
+    refuses("rollout 0, token 2", token_score_norms, model, IDS, MASK, error=NonFiniteError)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = 0.0
+    untied = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
+    model.lm_head.weight = untied
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = value  # now only rollout 1 reads it
+    refuses("rollout 1, token 1", token_score_norms, model, IDS, MASK, error=NonFiniteError)
+    weights, group = torch.ones(2, 1, 4), torch.tensor([0, 0])
+    refuses("rollout 1, token 1", group_gradient_gram, model, IDS, MASK, weights, group, error=NonFiniteError)
+
+
+def test_non_finite_weights_name_rollout_row_and_token(model):
+    weights = torch.ones(2, 3, 4)
+    weights[1, 2, 1] = torch.nan
+    refuses("rollout 1, row 2, token 1", weighted_score_norms, model, IDS, MASK, weights, error=NonFiniteError)
+
+
+def test_ids_outside_the_vocabulary_are_refused_unless_they_are_padding(model):
+    wrong = IDS.clone()
+    wrong[1, 0] = 17
+    refuses("rollout 1 holds 17 but the model's vocabulary has 17", token_score_norms, model, wrong, MASK)
+    wrong[1, 0] = -100
+    refuses("rollout 1 holds -100", token_score_norms, model, wrong, MASK)
+    real = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
+    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0]], dtype=torch.bool)
+    assert token_score_norms(model, wrong, mask, real).norm_sq[1, 2] > 0
+
+
+def test_a_scope_without_parameters_is_refused(model):
+    refuses(r"'q_porj' matches no parameter name .*q_proj", token_score_norms, model, IDS, MASK, scope="q_porj")
+    refuses("no regular expression", token_score_norms, model, IDS, MASK, scope="layers.(")
+    model.requires_grad_(False)
+    refuses("'all' holds 26 parameters but none requires grad", token_score_norms, model, IDS, MASK)
+    refuses("'q_proj' holds 4 parameters but none", token_score_norms, model, IDS, MASK, scope="q_proj")
+    refuses('"lm_head" holds a weight that does not', token_score_norms, model, IDS, MASK, scope="lm_head")
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_temperature_is_positive(model, temperature):
+    refuses("temperature is", token_score_norms, model, IDS, MASK, temperature=temperature)
+
+
+@pytest.mark.parametrize("engine", ["generic", "fast", "quick"])
+def test_engines_that_do_not_exist_are_refused_by_name(model, engine):
+    assert "auto" not in ENGINES and engine not in ENGINES
+    refuses(f"'{engine}' is not available in this version; .*reference, auto", token_score_norms, model, IDS, MASK,
+            engine=engine)  # fmt: skip
+
+
+def test_auto_says_which_engine_ran(model):
+    assert token_score_norms(model, IDS, MASK).engine == next(iter(ENGINES))
