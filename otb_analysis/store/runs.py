@@ -77,7 +77,7 @@ def _row(path: Path) -> dict[str, object]:
     try:
         info = read_run_file(find_run(path))
         signature = tuple((part.step, part.path.stat().st_mtime_ns) for part in visible_parts(path, "steps"))
-        numbers = _headline(path, signature)
+        numbers = _headline(path.resolve(), signature)
     except StoreError as error:
         return {"run": path.name, "status": "broken", "reason": str(error)}
     config = info.get("config")
@@ -90,15 +90,14 @@ def _headline(run_dir: Path, signature: tuple[tuple[int, int], ...]) -> dict[str
     """Return a run's numbers; the signature (steps and times of its parts) makes the cache forget a run that grew."""
     steps = _read_steps(run_dir)
     tenth = max(1, math.ceil(len(steps) / 10))
-    heldout = steps["heldout_reward"].dropna()
     return {
         "n_steps": len(steps),
-        "last_step": _last(steps["step"]),
+        "last_step": _last(steps, "step"),
         "reward_first": steps["reward_mean"].head(tenth).mean(),
         "reward_last": steps["reward_mean"].tail(tenth).mean(),
-        "heldout_reward": _last(heldout),
+        "heldout_reward": _last(steps.dropna(subset=["heldout_reward"]), "heldout_reward"),
         "grad_norm_median": steps["grad_norm"].median(),
-        "grad_norm_last": _last(steps["grad_norm"]),
+        "grad_norm_last": _last(steps, "grad_norm"),
         "n_tokens": steps["n_tokens"].sum(min_count=1),
         "seconds": steps[list(_SECONDS)].sum(min_count=1).sum(min_count=1),
     }
@@ -120,5 +119,5 @@ def _connection() -> duckdb.DuckDBPyConnection:
     return duckdb.connect(config={"memory_limit": "256MB"})
 
 
-def _last(values: pd.Series) -> object:
-    return values.iloc[-1] if len(values) else None
+def _last(steps: pd.DataFrame, name: str) -> object:
+    return steps[name].iloc[-1] if len(steps) else None

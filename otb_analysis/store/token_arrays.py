@@ -120,37 +120,39 @@ def rebuild_token_arrays(where: str, tokens: pd.DataFrame, rollouts: pd.DataFram
     Raises:
         StoreError: The mask was not stored, so nothing says which tokens the policy sampled.
     """
-    if tokens["mask"].isna().any():
+    if tokens["mask"].isna().to_numpy().any():
         raise StoreError(f"{where} has tokens without a mask, so no estimator can be computed; write the run again.")
-    index = _rollout_index(tokens, rollouts)
-    row = np.searchsorted(index.index, tokens["rollout"].to_numpy(np.int64))
-    place = (row, tokens["t"].to_numpy(np.int64))
-    shape = (len(index), int(place[1].max(initial=-1)) + 1)
-    measured_by = tokens["measured_by"].fillna("exact") == "exact"
-    floats = {name: _scatter(shape, place, _floats(tokens[name]), np.nan) for name in FLOAT_COLUMNS}
+    rollout, group, rollout_norm_sq = _rollout_index(tokens, rollouts)
+    place = (np.searchsorted(rollout, tokens["rollout"].to_numpy(np.int64)), tokens["t"].to_numpy(np.int64))
+    shape = (len(rollout), int(place[1].max(initial=-1)) + 1)
+    exact = (tokens["measured_by"].fillna("exact") == "exact") & tokens["grad_norm_sq"].notna()
+    floats = {name: _scatter(shape, place, _floats(tokens, name), np.nan) for name in FLOAT_COLUMNS}
     return TokenArrays(
-        rollout=index.index.to_numpy(np.int64),
-        group=index["group"].to_numpy(np.int64),
+        rollout=rollout,
+        group=group,
         mask=_scatter(shape, place, tokens["mask"].to_numpy(np.bool_), False),
-        reward=_scatter(shape, place, _floats(tokens["reward"]), 0.0),
+        reward=_scatter(shape, place, _floats(tokens, "reward"), 0.0),
         turn=_scatter(shape, place, tokens["turn"].to_numpy(np.int64), PADDING),
         token_id=_scatter(shape, place, tokens["token_id"].fillna(PADDING).to_numpy(np.int64), PADDING),
-        exact=_scatter(shape, place, (measured_by & tokens["grad_norm_sq"].notna()).to_numpy(np.bool_), False),
-        rollout_norm_sq=_floats(index["score_norm_sq"]),
+        exact=_scatter(shape, place, exact.to_numpy(np.bool_), False),
+        rollout_norm_sq=rollout_norm_sq,
         **floats,
     )
 
 
-def _rollout_index(tokens: pd.DataFrame, rollouts: pd.DataFrame) -> pd.DataFrame:
-    """Return group and score_norm_sq of every rollout, by rollout; `rollouts` knows those without a token."""
-    of_tokens = tokens[["rollout", "group"]].drop_duplicates("rollout").assign(score_norm_sq=np.nan)
-    known = rollouts[["rollout", "group", "score_norm_sq"]]
-    both = [frame for frame in (known, of_tokens) if not frame.empty] or [known]
-    return pd.concat(both).drop_duplicates("rollout").set_index("rollout").sort_index()
+def _rollout_index(tokens: pd.DataFrame, rollouts: pd.DataFrame) -> tuple[Int, Int, Float]:
+    """Return every rollout's index, ascending, its group and its score norm; `rollouts` knows those without a token."""
+    of_tokens, known = tokens["rollout"].to_numpy(np.int64), rollouts["rollout"].to_numpy(np.int64)
+    rollout = np.union1d(of_tokens, known)
+    group, norm = np.zeros_like(rollout), np.full(len(rollout), np.nan)
+    group[np.searchsorted(rollout, of_tokens)] = tokens["group"].to_numpy(np.int64)
+    group[np.searchsorted(rollout, known)] = rollouts["group"].to_numpy(np.int64)
+    norm[np.searchsorted(rollout, known)] = _floats(rollouts, "score_norm_sq")
+    return rollout, group, norm
 
 
-def _floats(values: pd.Series) -> Float:
-    return values.to_numpy(np.float64, na_value=np.nan)
+def _floats(frame: pd.DataFrame, name: str) -> Float:
+    return frame[name].to_numpy(np.float64, na_value=np.nan)
 
 
 def _scatter(shape: tuple[int, int], place: tuple[Int, Int], values: np.ndarray, fill: float | bool) -> np.ndarray:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -154,19 +154,8 @@ class RunWriter:
 
     def _write_part(self, path: Path, rows: pa.Table) -> None:
         path.parent.mkdir(exist_ok=True)
-        floats = [c.name for c in rows.schema if pa.types.is_floating(c.type)]
-        others = [c.name for c in rows.schema if c.name not in floats]
         with atomic_file(path) as file:
-            pq.write_table(
-                rows,
-                file,
-                compression="zstd",
-                use_dictionary=others,  # pyright: ignore[reportArgumentType]
-                use_byte_stream_split=floats,  # pyright: ignore[reportArgumentType]
-                # Parquet's minimum and maximum leave NaN out, and DuckDB concludes from them that there is none.
-                write_statistics=others,
-                row_group_size=ROW_GROUP,
-            )
+            pq.write_table(rows, file, **_parquet_options(rows.schema))
 
     def _remove(self, step: int) -> None:
         for table in ("steps", *TABLES):  # `steps` first: from then on the step is invisible
@@ -179,6 +168,19 @@ class RunWriter:
             f"cannot write step {step} to {self.path} ({_why(error)}); {kept}; free some space or repair the "
             "directory, then run again under another name or with replace."
         )
+
+
+def _parquet_options(schema: pa.Schema) -> dict[str, Any]:
+    floats = [c.name for c in schema if pa.types.is_floating(c.type)]
+    others = [c.name for c in schema if c.name not in floats]
+    return {
+        "compression": "zstd",
+        "use_byte_stream_split": floats,
+        "use_dictionary": others,
+        # Parquet's minimum and maximum leave NaN out, and DuckDB concludes from them that there is none.
+        "write_statistics": others,
+        "row_group_size": ROW_GROUP,
+    }
 
 
 def _clear(path: Path, if_exists: str) -> None:
