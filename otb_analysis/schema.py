@@ -153,6 +153,7 @@ GRAMS = (
     Column("other_energy_source", "VARCHAR", "", "Its energy source.", key=True),
     Column("other_group", "BIGINT", "", "Its prompt p'.", key=True),
     Column("inner_product", "DOUBLE", "norm²", "⟨ḡ_{m,p}, ḡ_{m',p'}⟩; each pair is stored once."),
+    Column("n_rollouts", "BIGINT", "", "Measured rollouts of the step, all groups together.", key=True),
 )
 
 TABLES: dict[str, tuple[Column, ...]] = {

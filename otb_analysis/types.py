@@ -103,3 +103,21 @@ class LogitStats:
     hidden_norm_sq: Float | None
     pi_variance: Float
     logprob_variance: Float
+
+
+@dataclass(frozen=True)
+class Gram:
+    """Inner products of group gradients at one step; made by `training`, kept by the store, read by `statistics`.
+
+    Attributes:
+        labels: (estimator, energy source) of each of the M rows.
+        groups: Index of each of the P measured prompts within the step [P].
+        gram: ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ [M, M, P, P], ḡ_{m,p} the mean gradient of prompt p's group under row m;
+            symmetric: gram[m, m', p, p'] = gram[m', m, p', p].
+        n_rollouts: Measured rollouts in all P groups together.
+    """
+
+    labels: tuple[tuple[str, str], ...]
+    groups: Int
+    gram: Float
+    n_rollouts: int

@@ -1,0 +1,112 @@
+"""Columns in, Arrow tables out: the schema's dtypes, null where nothing was measured, NaN where NaN was measured."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from otb_analysis.errors import InputError
+from otb_analysis.schema import TABLES, Column
+
+ARROW = {
+    "BIGINT": pa.int64(),
+    "INTEGER": pa.int32(),
+    "FLOAT": pa.float32(),
+    "DOUBLE": pa.float64(),
+    "VARCHAR": pa.string(),
+    "BOOLEAN": pa.bool_(),
+}
+"""DuckDB's type names, as the schema writes them, in Arrow."""
+
+Columns = Mapping[str, object] | pd.DataFrame
+"""Column name → values: a list, an array, a masked array or a Series, one value per row."""
+
+
+def encode(table: str, step: int, columns: Columns) -> pa.Table:
+    """Return the rows of one step as an Arrow table in the schema's order and dtypes.
+
+    None and masked entries become null and mean *not measured*; NaN stays NaN. A column of the schema that is not
+    passed is null throughout; `step` may be left out; columns beyond the schema are kept as they are.
+
+    Args:
+        table: A key of `TABLES`.
+        step: The step all rows belong to.
+        columns: Values by column name.
+
+    Raises:
+        InputError: A key column is missing or holds a null, lengths differ, or values do not fit the dtype.
+    """
+    given = {str(name): columns[name] for name in columns}
+    schema = {c.name: c for c in TABLES[table]}
+    arrays = {name: _array(table, name, values, schema.get(name)) for name, values in given.items()}
+    n_rows = _common_length(table, arrays)
+    arrays.setdefault("step", pa.array(np.full(n_rows, step, dtype=np.int64)))
+    _check_keys(table, step, arrays)
+    filled = {name: arrays.get(name, pa.nulls(n_rows, ARROW[c.dtype])) for name, c in schema.items()}
+    return pa.table(filled | {name: array for name, array in arrays.items() if name not in schema})
+
+
+def encode_scalars(table: str, step: int, scalars: Mapping[str, object]) -> pa.Table:
+    """Return a table of one row.
+
+    Args:
+        table: A key of `TABLES`.
+        step: The step.
+        scalars: Value by column name; None means not measured.
+
+    Raises:
+        InputError: A value does not fit its column.
+    """
+    return encode(table, step, {"step": [step]} | {name: [value] for name, value in scalars.items()})
+
+
+def _array(table: str, name: str, values: object, column: Column | None) -> pa.Array:
+    try:
+        array = _infer(values)
+        return array.cast(ARROW[column.dtype]) if column else array
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        dtype = column.dtype if column else "an Arrow column"
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise InputError(
+            f"column {name!r} of {table} cannot be stored as {dtype} ({reason}); "
+            "pass one value of that type per row, None where it was not measured."
+        ) from error
+
+
+def _infer(values: object) -> pa.Array:
+    # from_pandas=False everywhere: otherwise Arrow reads every measured NaN as "not measured".
+    if isinstance(values, np.ma.MaskedArray):
+        return pa.array(values.data, mask=np.ma.getmaskarray(values), from_pandas=False)
+    if isinstance(values, pd.Series | pd.api.extensions.ExtensionArray):
+        array = pa.array(values, from_pandas=False)
+        return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    if isinstance(values, list | tuple):
+        return pa.array(values, from_pandas=False)
+    return pa.array(np.asarray(values), from_pandas=False)
+
+
+def _common_length(table: str, arrays: Mapping[str, pa.Array]) -> int:
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        first = next(iter(lengths))
+        other = next(name for name in lengths if lengths[name] != lengths[first])
+        raise InputError(
+            f"column {first!r} of {table} has {lengths[first]} rows but {other!r} has {lengths[other]}; "
+            "pass columns of one length."
+        )
+    return next(iter(lengths.values()), 0)
+
+
+def _check_keys(table: str, step: int, arrays: Mapping[str, pa.Array]) -> None:
+    for column in TABLES[table]:
+        if column.key and column.name not in arrays:
+            raise InputError(f"{table} of step {step} has no key column {column.name!r}; pass it, one value per row.")
+        if column.key and arrays[column.name].null_count:
+            raise InputError(
+                f"key column {column.name!r} of {table} has nulls in step {step}; pass a value in every row."
+            )
+    steps = arrays["step"].to_numpy()
+    if (steps != step).any():
+        wrong = steps[steps != step][0]
+        raise InputError(f"column 'step' of {table} holds {wrong} but step {step} is being written; leave it out.")

@@ -1,0 +1,216 @@
+"""Reading a run: frames, read-only SQL, the arrays of one step; each answer sees the steps complete at that moment."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import duckdb
+import pandas as pd
+
+from otb_analysis.errors import InputError, StoreError, nearest
+from otb_analysis.schema import TABLES
+from otb_analysis.store.gram import rebuild_gram
+from otb_analysis.store.layout import Part, complete_steps, find_run, visible_parts
+from otb_analysis.store.runfile import read_run_file
+from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
+from otb_analysis.store.views import broken_part, column_names, literal, quoted, select
+from otb_analysis.types import Gram
+
+Parameters = Sequence[object] | Mapping[str, object]
+
+
+class RunStore:
+    """Reads one run, also while it is being written; safe to share between threads.
+
+    Attributes:
+        path: Directory of the run.
+    """
+
+    def __init__(self, path: str | Path, *, memory_limit: str = "1GB") -> None:
+        """Open a run.
+
+        Args:
+            path: Directory of the run, runs/<run>.
+            memory_limit: What one query may hold in memory, as DuckDB writes it.
+
+        Raises:
+            InputError: There is no such run, or the limit is no amount of memory.
+            StoreError: Its run.json is missing, broken or newer than this version.
+        """
+        self.path = find_run(Path(path))
+        read_run_file(self.path)
+        self._connection = _open_locked(self.path, memory_limit)
+
+    @property
+    def info(self) -> dict[str, object]:
+        """What run.json says now: config, seed, git, packages, status, reason and more."""
+        return read_run_file(self.path)
+
+    def complete_steps(self) -> list[int]:
+        """Return the steps that can be read, in order."""
+        return complete_steps(self.path)
+
+    def tokens_df(
+        self,
+        steps: Sequence[int] | None = None,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+        params: Parameters | None = None,
+    ) -> pd.DataFrame:
+        """Return tokens, one row each, by step.
+
+        Args:
+            steps: Only these steps; None means all complete ones.
+            columns: Only these columns, in this order; None means all.
+            where: An SQL condition over the columns, with `?` or `$name` for `params`.
+            params: Values for the condition.
+
+        Raises:
+            InputError: A column is unknown (the nearest is named) or the condition cannot be run.
+            StoreError: A part is broken or lacks a key column.
+        """
+        return self._frame("tokens", steps, columns, where, params)
+
+    def rollouts_df(
+        self,
+        steps: Sequence[int] | None = None,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+        params: Parameters | None = None,
+    ) -> pd.DataFrame:
+        """Return rollouts, one row each, by step; arguments and errors are those of `tokens_df`."""
+        return self._frame("rollouts", steps, columns, where, params)
+
+    def steps_df(
+        self,
+        steps: Sequence[int] | None = None,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+        params: Parameters | None = None,
+    ) -> pd.DataFrame:
+        """Return the scalars of training, one row per step; arguments and errors are those of `tokens_df`."""
+        return self._frame("steps", steps, columns, where, params)
+
+    def gradients_df(
+        self,
+        steps: Sequence[int] | None = None,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+        params: Parameters | None = None,
+    ) -> pd.DataFrame:
+        """Return one row per measured step and estimator; arguments and errors are those of `tokens_df`."""
+        return self._frame("gradients", steps, columns, where, params)
+
+    def grams_df(
+        self,
+        steps: Sequence[int] | None = None,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+        params: Parameters | None = None,
+    ) -> pd.DataFrame:
+        """Return inner products of group gradients, each pair once; arguments and errors are those of `tokens_df`."""
+        return self._frame("grams", steps, columns, where, params)
+
+    def sql(self, query: str, params: Parameters | None = None) -> pd.DataFrame:
+        """Return the answer to one SELECT over the views tokens, rollouts, steps, gradients and grams.
+
+        Args:
+            query: One SELECT in DuckDB's SQL; it can reach no file but this run's parts and change nothing.
+            params: Values for `?` or `$name` in it.
+
+        Raises:
+            InputError: The query is not one SELECT, or cannot be run.
+            StoreError: A part is broken or lacks a key column, or the answer needs more memory than allowed.
+        """
+        # A view costs a look at every part, so only tables that the text mentions get one.
+        tables = [table for table in TABLES if table in query.lower()]
+        return self._run(query, params, {table: visible_parts(self.path, table) for table in tables})
+
+    def gram(self, step: int) -> Gram | None:
+        """Return the Gram matrix of group gradients at one step, or None where it was not measured.
+
+        Args:
+            step: A step.
+
+        Raises:
+            StoreError: A part is broken or lacks a key column.
+        """
+        return rebuild_gram(self.grams_df(steps=[step]))
+
+    def token_arrays(self, step: int) -> TokenArrays:
+        """Return one step's tokens as [N, T] arrays, from which any estimator can be computed again.
+
+        Args:
+            step: A complete step.
+
+        Raises:
+            InputError: The step is not complete, or there is no such step.
+            StoreError: A part is broken or lacks a key column, or the mask was not stored.
+        """
+        steps = self.complete_steps()
+        if step not in steps:
+            known = f"steps {steps[0]} to {steps[-1]} are there" if steps else "no step is complete yet"
+            raise InputError(f"step {step} of {self.path} cannot be read; {known}.")
+        tokens = self.tokens_df([step], list(TOKEN_COLUMNS))
+        rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"])
+        return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
+
+    def _frame(
+        self,
+        table: str,
+        steps: Sequence[int] | None,
+        columns: Sequence[str] | None,
+        where: str | None,
+        params: Parameters | None,
+    ) -> pd.DataFrame:
+        parts = visible_parts(self.path, table, steps)
+        known = column_names(table, parts) if columns is not None else []
+        for name in columns or ():
+            if name not in known:
+                raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
+        chosen = "*" if columns is None else ", ".join(map(quoted, columns))
+        # The line break ends a comment in the condition.
+        condition = "" if where is None else f" WHERE ({where}\n)"
+        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, {table: parts})
+
+    def _run(self, query: str, params: Parameters | None, tables: Mapping[str, Sequence[Part]]) -> pd.DataFrame:
+        with self._connection.cursor() as cursor:
+            try:
+                _check_read_only(cursor, query)
+                for table, parts in tables.items():
+                    # Temporary views belong to the cursor, so threads do not meet and no list of parts grows old.
+                    cursor.execute(f"CREATE TEMP VIEW {table} AS {select(table, parts)}")
+                return cursor.execute(query, params).df()
+            except duckdb.OutOfMemoryException as error:
+                raise StoreError(
+                    f"the query on {self.path} needs more memory than allowed; ask for fewer steps or columns, "
+                    "or open the run with a larger memory_limit."
+                ) from error
+            except duckdb.Error as error:
+                broken = broken_part([part for parts in tables.values() for part in parts])
+                raise broken or InputError(f"the query cannot be run: {_first_line(error)}") from error
+
+
+def _open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:
+    """Return a connection that can read this run's directory and no other file, and whose settings are final."""
+    connection = duckdb.connect()
+    try:
+        connection.execute(f"SET memory_limit={literal(memory_limit)}")
+    except duckdb.Error as error:
+        raise InputError(f"memory_limit is {memory_limit!r}; pass an amount such as '256MB' or '1GB'.") from error
+    connection.execute(f"SET temp_directory={literal(str(Path(tempfile.gettempdir()) / 'otb-analysis-spill'))}")
+    connection.execute(f"SET allowed_directories=[{literal(str(run_dir))}]")
+    connection.execute("SET enable_external_access=false")
+    connection.execute("SET lock_configuration=true")
+    return connection
+
+
+def _check_read_only(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
+    statements = cursor.extract_statements(query)
+    if [s.type for s in statements] != [duckdb.StatementType.SELECT]:
+        kinds = ", ".join(s.type.name for s in statements) or "nothing"
+        raise InputError(f"a run is read-only, but the query holds {kinds}; pass one SELECT.")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

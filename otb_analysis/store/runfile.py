@@ -1,0 +1,153 @@
+"""run.json: what a run was, where it came from, and how it ended; written atomically."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import BinaryIO
+
+from otb_analysis.errors import StoreError
+from otb_analysis.schema import SCHEMA_VERSION
+from otb_analysis.store.layout import RUN_FILE
+
+PACKAGES = ("otb-analysis", "torch", "transformers", "numpy", "pandas", "pyarrow", "duckdb")
+STATUSES = ("running", "complete", "failed")
+MAX_DIFF_BYTES = 1_000_000
+
+
+def now() -> str:
+    """Return the time as ISO 8601 in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that appears under `path` only when everything is in it and on the disk.
+
+    It is written beside its place under a name with a dot, synchronised and renamed; if anything fails it is removed.
+
+    Args:
+        path: Where the file is to appear.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def new_run(run: str, config: Mapping[str, object]) -> dict[str, object]:
+    """Return the content of the run.json of a run that starts now.
+
+    Args:
+        run: Its name.
+        config: Its whole configuration, nested.
+    """
+    return {
+        "run": run,
+        "status": "running",
+        "reason": "",
+        "created": now(),
+        "updated": now(),
+        "schema_version": SCHEMA_VERSION,
+        "seed": config.get("seed"),
+        "config": dict(config),
+        "git": git_state(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def write_run_file(run_dir: Path, info: Mapping[str, object]) -> None:
+    """Write run.json; values JSON does not know (a path, say) are written as their text.
+
+    Args:
+        run_dir: Directory of the run.
+        info: Its content.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    text = json.dumps(info, indent=2, ensure_ascii=False, default=str)
+    with atomic_file(run_dir / RUN_FILE) as file:
+        file.write(text.encode("utf-8", errors="backslashreplace"))
+
+
+def read_run_file(run_dir: Path) -> dict[str, object]:
+    """Return the content of run.json.
+
+    Args:
+        run_dir: Directory of the run.
+
+    Raises:
+        StoreError: It cannot be read, or it was written by a newer version.
+    """
+    path = run_dir / RUN_FILE
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise StoreError(f"{path} cannot be read ({why}); restore it, or delete the run and write it again.") from error
+    found = info.get("schema_version") if isinstance(info, dict) else None
+    if not isinstance(found, int):
+        raise StoreError(f"{path} names no schema_version; restore it, or delete the run and write it again.")
+    if found > SCHEMA_VERSION:
+        raise StoreError(
+            f"{path} has schema_version {found}, but this otb-analysis reads up to {SCHEMA_VERSION}; "
+            "upgrade otb-analysis to read the run."
+        )
+    return info
+
+
+def git_state() -> dict[str, object] | None:
+    """Return commit and uncommitted diff of the repository around the working directory, or None outside of one.
+
+    The diff is cut after about a megabyte, and `diff_truncated` says so.
+    """
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return None
+    diff = _git("diff", "--no-ext-diff", "--no-textconv", "HEAD") or b""
+    return {
+        "commit": commit.decode().strip(),
+        "diff": diff[:MAX_DIFF_BYTES].decode("utf-8", errors="replace"),
+        "diff_truncated": len(diff) > MAX_DIFF_BYTES,
+    }
+
+
+def _git(*arguments: str) -> bytes | None:
+    """Return the first megabyte, and one byte to tell that there is more, of what git prints."""
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", *arguments]
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    except OSError:
+        return None
+    with process:
+        assert process.stdout is not None
+        output = process.stdout.read(MAX_DIFF_BYTES + 1)
+        cut = len(output) > MAX_DIFF_BYTES
+        if cut:
+            process.kill()
+    return output if cut or process.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

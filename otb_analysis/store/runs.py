@@ -1,0 +1,123 @@
+"""All runs of a root as one table: how each ended, its configuration, its headline numbers."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import duckdb
+import pandas as pd
+
+from otb_analysis.errors import StoreError
+from otb_analysis.store.layout import find_run, list_runs, visible_parts
+from otb_analysis.store.runfile import read_run_file
+from otb_analysis.store.views import broken_part, select
+
+DTYPES = {
+    "run": "str",
+    "status": "str",
+    "created": "datetime64[us, UTC]",
+    "updated": "datetime64[us, UTC]",
+    "reason": "str",
+    "schema_version": "Int64",
+    "n_steps": "Int64",
+    "last_step": "Int64",
+    "reward_first": "float64",
+    "reward_last": "float64",
+    "heldout_reward": "float64",
+    "grad_norm_median": "float64",
+    "grad_norm_last": "float64",
+    "n_tokens": "Int64",
+    "seconds": "float64",
+}
+"""The fixed columns of `runs_df`; those of the configurations follow."""
+
+_SECONDS = ("seconds_sample", "seconds_update", "seconds_measure", "seconds_store")
+_COLUMNS = ("step", "reward_mean", "heldout_reward", "grad_norm", "n_tokens", *_SECONDS)
+
+
+def runs_df(root: str | Path = "runs") -> pd.DataFrame:
+    """Return one row per run, by name: status, headline numbers, and its configuration as `config.<dotted name>`.
+
+    `reward_first` and `reward_last` are means of `reward_mean` over the first and last tenth of the complete steps
+    (at least one step); `heldout_reward` is the last one there is; `n_tokens` and `seconds` are sums over steps.
+    A run that cannot be read has status `broken` and its `reason` says why.
+
+    Args:
+        root: Directory that holds runs; one that does not exist holds none.
+
+    Raises:
+        StoreError: The root cannot be listed.
+    """
+    rows = [_row(path) for path in list_runs(Path(root))]
+    extra = sorted({name for row in rows for name in row} - set(DTYPES))
+    frame = pd.DataFrame(rows, columns=[*DTYPES, *extra])
+    for name in ("created", "updated"):
+        frame[name] = pd.to_datetime(frame[name], utc=True, errors="coerce", format="ISO8601")
+    return frame.astype(DTYPES)
+
+
+def flat_config(config: Mapping[str, object], prefix: str = "config") -> Iterator[tuple[str, object]]:
+    """Yield a nested configuration as (dotted name, value) pairs; a list becomes its JSON.
+
+    Args:
+        config: The configuration.
+        prefix: What the names start with.
+    """
+    for key, value in config.items():
+        name = f"{prefix}.{key}"
+        if isinstance(value, Mapping):
+            yield from flat_config(value, name)
+        else:
+            yield name, json.dumps(value) if isinstance(value, list) else value
+
+
+def _row(path: Path) -> dict[str, object]:
+    try:
+        info = read_run_file(find_run(path))
+        signature = tuple((part.step, part.path.stat().st_mtime_ns) for part in visible_parts(path, "steps"))
+        numbers = _headline(path.resolve(), signature)
+    except StoreError as error:
+        return {"run": path.name, "status": "broken", "reason": str(error)}
+    config = info.get("config")
+    fixed = {name: info.get(name) for name in ("status", "created", "updated", "reason", "schema_version")}
+    return {"run": path.name} | fixed | numbers | dict(flat_config(config if isinstance(config, dict) else {}))
+
+
+@lru_cache(maxsize=1_000)
+def _headline(run_dir: Path, signature: tuple[tuple[int, int], ...]) -> dict[str, object]:
+    """Return a run's numbers; the signature (steps and times of its parts) makes the cache forget a run that grew."""
+    steps = _read_steps(run_dir)
+    tenth = max(1, math.ceil(len(steps) / 10))
+    return {
+        "n_steps": len(steps),
+        "last_step": _last(steps, "step"),
+        "reward_first": steps["reward_mean"].head(tenth).mean(),
+        "reward_last": steps["reward_mean"].tail(tenth).mean(),
+        "heldout_reward": _last(steps.dropna(subset=["heldout_reward"]), "heldout_reward"),
+        "grad_norm_median": steps["grad_norm"].median(),
+        "grad_norm_last": _last(steps, "grad_norm"),
+        "n_tokens": steps["n_tokens"].sum(min_count=1),
+        "seconds": steps[list(_SECONDS)].sum(min_count=1).sum(min_count=1),
+    }
+
+
+def _read_steps(run_dir: Path) -> pd.DataFrame:
+    parts = visible_parts(run_dir, "steps")
+    with _connection().cursor() as cursor:
+        try:
+            return cursor.execute(f"SELECT {', '.join(_COLUMNS)} FROM ({select('steps', parts)})").df()
+        except duckdb.Error as error:
+            broken = broken_part(parts)
+            raise broken or StoreError(f"the steps of {run_dir} cannot be read: {error}") from error
+
+
+@lru_cache(maxsize=1)
+def _connection() -> duckdb.DuckDBPyConnection:
+    """Return the one connection behind all calls: opening one takes longer than reading a run's steps."""
+    return duckdb.connect(config={"memory_limit": "256MB"})
+
+
+def _last(steps: pd.DataFrame, name: str) -> object:
+    return steps[name].iloc[-1] if len(steps) else None

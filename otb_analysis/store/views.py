@@ -1,0 +1,115 @@
+"""One SELECT per table that makes many parts of different ages look like one table of today's schema."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from otb_analysis.errors import StoreError
+from otb_analysis.schema import TABLES
+from otb_analysis.store.layout import Part
+
+
+def quoted(name: str) -> str:
+    """Return an SQL identifier.
+
+    Args:
+        name: Any column name.
+    """
+    return '"' + name.replace('"', '""') + '"'
+
+
+def literal(text: str) -> str:
+    """Return an SQL string.
+
+    Args:
+        text: Any text.
+    """
+    return "'" + text.replace("'", "''") + "'"
+
+
+def column_names(table: str, parts: Sequence[Part]) -> list[str]:
+    """Return the columns of a table: the schema's in its order, then the extra ones of these parts.
+
+    Args:
+        table: A key of `TABLES`.
+        parts: Its parts.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    names = dict.fromkeys(c.name for c in TABLES[table])
+    for part in parts:
+        names |= dict.fromkeys(_checked_columns(table, part))
+    return list(names)
+
+
+def select(table: str, parts: Sequence[Part]) -> str:
+    """Return a SELECT over the parts with every column of the schema; what no part has reads as null.
+
+    Args:
+        table: A key of `TABLES`.
+        parts: Its parts; none gives a table without rows.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    present = {name for part in parts for name in _checked_columns(table, part)}
+    dtypes = {c.name: c.dtype for c in TABLES[table]}
+    columns = [
+        f"CAST({quoted(name) if name in present else 'NULL'} AS {dtypes[name]}) AS {quoted(name)}"
+        if name in dtypes
+        else quoted(name)
+        for name in column_names(table, parts)
+    ]
+    return f"SELECT {', '.join(columns)} FROM {_source(parts)}"
+
+
+def broken_part(parts: Sequence[Part]) -> StoreError | None:
+    """Read parts to the end and return the sentence about the first that cannot be read, or None.
+
+    Args:
+        parts: Parts of any tables.
+    """
+    for part in parts:
+        try:
+            pq.ParquetFile(part.path).read()
+        except (pa.ArrowException, OSError) as error:
+            return _broken(part.path, error)
+    return None
+
+
+def _source(parts: Sequence[Part]) -> str:
+    if not parts:
+        return "(SELECT 1) WHERE false"
+    files = ", ".join(literal(str(part.path)) for part in parts)
+    # Without hive_partitioning=false a directory named a=b above the run would become a column.
+    return f"read_parquet([{files}], union_by_name=true, hive_partitioning=false)"
+
+
+def _checked_columns(table: str, part: Part) -> tuple[str, ...]:
+    try:
+        status = part.path.stat()
+        names = _columns_of(part.path, status.st_mtime_ns, status.st_size)
+    except (pa.ArrowException, OSError) as error:
+        raise _broken(part.path, error) from error
+    for column in TABLES[table]:
+        if column.key and column.name not in names:
+            raise StoreError(
+                f"{part.path} has no key column {column.name!r}, so its rows belong nowhere; "
+                "delete it or write the run again."
+            )
+    return names
+
+
+@lru_cache(maxsize=200_000)
+def _columns_of(path: Path, mtime_ns: int, size: int) -> tuple[str, ...]:
+    """Return the columns in a file's footer; a file that is replaced has another time or size and is read again."""
+    return tuple(pq.read_schema(path).names)
+
+
+def _broken(path: Path, error: Exception) -> StoreError:
+    why = getattr(error, "strerror", None) or str(error).splitlines()[0].rstrip(".")
+    return StoreError(f"{path} is broken ({why}); delete it to read the rest, or write the run again.")

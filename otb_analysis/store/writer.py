@@ -1,0 +1,205 @@
+"""The one writer of a run: each step's parts appear whole or not at all, the `steps` part last."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from otb_analysis.errors import InputError, StoreError, nearest
+from otb_analysis.schema import TABLES
+from otb_analysis.store.encode import Columns, encode, encode_scalars
+from otb_analysis.store.layout import check_run_name, is_run, part_path
+from otb_analysis.store.runfile import STATUSES, atomic_file, new_run, now, read_run_file, write_run_file
+
+ROW_GROUP = 100_000
+
+
+@dataclass(frozen=True)
+class StepTables:
+    """Everything one process writes about one step; made by `training`, read by `RunWriter`.
+
+    Each table is a DataFrame or a dict of columns (lists, arrays, masked arrays); `schema` says which there are.
+    None entries and masked ones are null: not measured. NaN stays NaN.
+
+    Attributes:
+        tokens: One row per completion token.
+        rollouts: One row per rollout.
+        steps: The step's scalars; only rank 0's are written.
+        gradients: One row per estimator, when the step was measured.
+        grams: Inner products of group gradients (`gram_rows`), when the step was measured.
+    """
+
+    tokens: Columns | None = None
+    rollouts: Columns | None = None
+    steps: Mapping[str, object] = field(default_factory=dict)
+    gradients: Columns | None = None
+    grams: Columns | None = None
+
+
+class RunWriter:
+    """Writes one run; `create` makes it, `write_step` adds a step, `finish` says how it ended.
+
+    Several processes may write one run: rank 0 owns run.json and the `steps` parts, and must write a step after
+    the others have written theirs, since the `steps` part is what makes a step visible.
+
+    Attributes:
+        path: Directory of the run.
+        rank: This process.
+    """
+
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        self.path = path
+        self.rank = rank
+        self._last_step: int | None = None
+
+    @classmethod
+    def create(
+        cls,
+        root: str | Path,
+        run: str,
+        config: Mapping[str, object],
+        *,
+        if_exists: Literal["error", "replace"] = "error",
+        rank: int = 0,
+    ) -> "RunWriter":
+        """Make the run's directory and its run.json, and return its writer.
+
+        Ranks other than 0 only join the directory that rank 0 made.
+
+        Args:
+            root: Directory that holds runs; made when missing.
+            run: Name of the run.
+            config: Its whole configuration, nested; `seed` is repeated at the top of run.json.
+            if_exists: What to do with a run of that name: refuse, or delete it first.
+            rank: This process.
+
+        Raises:
+            InputError: The name is no directory name, or a directory of that name exists.
+            StoreError: The directory cannot be made.
+        """
+        path = Path(root) / check_run_name(run)
+        if rank:
+            return cls(path, rank)
+        try:
+            _clear(path, if_exists)
+            path.mkdir(parents=True)
+            write_run_file(path, new_run(run, config))
+        except OSError as error:
+            raise StoreError(
+                f"cannot make {path} ({_why(error)}); make its parent writable or pass another."
+            ) from error
+        return cls(path, rank)
+
+    def write_step(self, step: int, tables: StepTables) -> None:
+        """Write all parts of one step; readers see it once its `steps` part is there.
+
+        A step that is written again replaces what this rank wrote of it.
+
+        Args:
+            step: The step, from 0.
+            tables: Its rows.
+
+        Raises:
+            InputError: Columns do not fit the schema; nothing is written.
+            StoreError: The disk refuses; the parts of this step are removed, earlier steps stay readable.
+        """
+        if step < 0:
+            raise InputError(f"step is {step}; pass the number of the step, from 0.")
+        encoded = self._encode(step, tables)
+        try:
+            self._remove(step)
+            for table, rows in encoded.items():
+                self._write_part(part_path(self.path, table, step, self.rank), rows)
+        except OSError as error:
+            with suppress(OSError):
+                self._remove(step)
+            raise StoreError(self._failure(step, error)) from error
+        self._last_step = step
+
+    def finish(self, status: Literal["complete", "failed"] = "complete", reason: str = "") -> None:
+        """Record in run.json how the run ended; ranks other than 0 have nothing to record.
+
+        Args:
+            status: `complete` or `failed`.
+            reason: Why it failed, one sentence.
+
+        Raises:
+            InputError: The status is unknown.
+            StoreError: run.json cannot be read or written.
+        """
+        if status not in STATUSES:
+            raise InputError(f"status {status!r} is unknown; {nearest(status, STATUSES)}")
+        if self.rank:
+            return
+        info = read_run_file(self.path) | {"status": status, "reason": reason, "updated": now()}
+        try:
+            write_run_file(self.path, info)
+        except OSError as error:
+            raise StoreError(
+                f"cannot record in {self.path} that the run is {status} ({_why(error)}); its steps are readable, "
+                "free some space and set the status in run.json."
+            ) from error
+
+    def _encode(self, step: int, tables: StepTables) -> dict[str, pa.Table]:
+        given = {name: getattr(tables, name) for name in TABLES if name != "steps"}
+        encoded = {name: encode(name, step, columns) for name, columns in given.items() if columns is not None}
+        # The dict's order is the order on disk: `steps` makes the step visible, so it comes last.
+        return encoded | ({} if self.rank else {"steps": encode_scalars("steps", step, tables.steps)})
+
+    def _write_part(self, path: Path, rows: pa.Table) -> None:
+        path.parent.mkdir(exist_ok=True)
+        with atomic_file(path) as file:
+            pq.write_table(rows, file, **_parquet_options(rows.schema))
+
+    def _remove(self, step: int) -> None:
+        for table in ("steps", *TABLES):  # `steps` first: from then on the step is invisible
+            part_path(self.path, table, step, self.rank).unlink(missing_ok=True)
+
+    def _failure(self, step: int, error: OSError) -> str:
+        last = self._last_step
+        kept = "no earlier step was written" if last is None else f"steps up to {last} are complete and readable"
+        return (
+            f"cannot write step {step} to {self.path} ({_why(error)}); {kept}; free some space or repair the "
+            "directory, then run again under another name or with replace."
+        )
+
+
+def _parquet_options(schema: pa.Schema) -> dict[str, Any]:
+    floats = [c.name for c in schema if pa.types.is_floating(c.type)]
+    others = [c.name for c in schema if c.name not in floats]
+    return {
+        "compression": "zstd",
+        "use_byte_stream_split": floats,
+        "use_dictionary": others,
+        # Parquet's minimum and maximum leave NaN out, and DuckDB concludes from them that there is none.
+        "write_statistics": others,
+        "row_group_size": ROW_GROUP,
+    }
+
+
+def _clear(path: Path, if_exists: str) -> None:
+    """Make room for a run, or say why that must not be done."""
+    if not os.path.lexists(path):
+        return
+    if if_exists != "replace":
+        raise InputError(f"run {path.name!r} already exists in {path.parent}; choose another run name, or replace it.")
+    if path.is_symlink() or not (is_run(path) or _is_empty(path)):
+        raise InputError(f"{path} exists and is no run, so it will not be replaced; choose another run name.")
+    # Renamed first, so that no reader ever sees half a run.
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    path.rename(old)
+    shutil.rmtree(old)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error)

@@ -1,0 +1,71 @@
+"""The Gram matrix goes to disk as each unordered pair once and comes back whole."""
+
+import numpy as np
+import pytest
+
+from otb_analysis.errors import InputError
+from otb_analysis.store import RunStore, StepTables, gram_rows
+from otb_analysis.types import Gram
+
+LABELS = (("otb", "proxy"), ("otb", "exact"), ("rloo", "none"))
+
+
+def random_gram(groups=(7, 2), seed=0):
+    vectors = np.random.default_rng(seed).normal(size=(len(LABELS), len(groups), 5))
+    return Gram(LABELS, np.array(groups), np.einsum("mpd,nqd->mnpq", vectors, vectors), 8)
+
+
+def test_gram_comes_back_with_the_order_of_its_labels_and_groups(writer):
+    gram = random_gram()
+    writer.write_step(4, StepTables(grams=gram_rows(4, gram)))
+    read = RunStore(writer.path).gram(4)
+    assert read.labels == LABELS
+    assert read.groups.tolist() == [7, 2]
+    assert read.n_rollouts == 8
+    np.testing.assert_allclose(read.gram, gram.gram, rtol=1e-15)
+
+
+def test_step_without_gram_is_none(writer):
+    writer.write_step(0, StepTables())
+    assert RunStore(writer.path).gram(0) is None
+
+
+def test_rows_hold_each_unordered_pair_once():
+    # Two labels on one group, g_1 = (1, 0), g_2 = (2, 3): inner products 1, 2, 13.
+    gram = Gram(LABELS[:2], np.array([0]), np.array([[1.0, 2.0], [2.0, 13.0]]).reshape(2, 2, 1, 1), 4)
+    rows = gram_rows(0, gram)
+    assert rows["inner_product"].tolist() == [1.0, 2.0, 13.0]
+    assert rows["energy_source"].tolist() == ["proxy", "proxy", "exact"]
+    assert rows["other_energy_source"].tolist() == ["proxy", "exact", "exact"]
+
+
+def test_order_of_rows_on_disk_does_not_matter_for_the_numbers(writer):
+    gram = random_gram()
+    rows = gram_rows(0, gram)
+    order = np.random.default_rng(1).permutation(len(rows["group"]))
+    writer.write_step(0, StepTables(grams={name: values[order] for name, values in rows.items()}))
+    read = RunStore(writer.path).gram(0)
+    m = [read.labels.index(label) for label in LABELS]
+    p = [read.groups.tolist().index(group) for group in (7, 2)]
+    np.testing.assert_allclose(read.gram[np.ix_(m, m, p, p)], gram.gram, rtol=1e-15)
+
+
+def test_pairs_across_ranks_that_nobody_computed_are_nan(writer):
+    first, second = random_gram((0,)), random_gram((1,), seed=1)
+    rows = [gram_rows(0, gram) for gram in (first, second)]
+    writer.write_step(0, StepTables(grams={name: np.concatenate([r[name] for r in rows]) for name in rows[0]}))
+    read = RunStore(writer.path).gram(0)
+    assert np.isnan(read.gram[:, :, 0, 1]).all()
+    np.testing.assert_allclose(read.gram[:, :, 1, 1], second.gram[:, :, 0, 0], rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("gram", "sentence"),
+    [
+        (Gram(LABELS, np.array([0, 1]), np.zeros((3, 3, 2, 1)), 4), r"gram has shape \(3, 3, 2, 1\) but 3 labels"),
+        (Gram(LABELS, np.array([1, 1]), np.zeros((3, 3, 2, 2)), 4), "name one entry twice"),
+    ],
+)
+def test_gram_whose_parts_do_not_fit_is_refused(gram, sentence):
+    with pytest.raises(InputError, match=sentence):
+        gram_rows(0, gram)
