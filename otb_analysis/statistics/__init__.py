@@ -13,6 +13,7 @@ from otb_analysis.statistics.gradients import (
     pooled_statistics,
 )
 from otb_analysis.statistics.gram import REFERENCE, Gram, Label, deleted_moments
+from otb_analysis.statistics.gram_rows import gram_columns, grams_from_columns
 from otb_analysis.statistics.intervals import (
     MIN_CLUSTERS,
     Interval,
@@ -52,6 +53,8 @@ __all__ = [
     "efficiency",
     "fidelity",
     "gradient_statistics",
+    "gram_columns",
+    "grams_from_columns",
     "jackknife_interval",
     "log_ratio_t",
     "paired_ratios",
