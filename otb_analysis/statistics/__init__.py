@@ -1,0 +1,71 @@
+"""Variance, bias and progress of gradient estimators, fidelity of energies, tails and intervals.
+
+NumPy in, plain numbers out; a quantity that is undefined on the given data is None.
+"""
+
+from otb_analysis.statistics.cells import position_cells
+from otb_analysis.statistics.fidelity import Association, Fidelity, fidelity, realized_fidelity
+from otb_analysis.statistics.gradients import (
+    GradientStatistics,
+    PairedRatios,
+    gradient_statistics,
+    paired_ratios,
+    pooled_statistics,
+)
+from otb_analysis.statistics.gram import REFERENCE, Gram, Label, deleted_moments
+from otb_analysis.statistics.gram_rows import gram_columns, grams_from_columns
+from otb_analysis.statistics.intervals import (
+    MIN_CLUSTERS,
+    Interval,
+    cluster_bootstrap,
+    cluster_jackknife,
+    jackknife_interval,
+    log_ratio_t,
+)
+from otb_analysis.statistics.measures import (
+    Moments,
+    batch_variance,
+    efficiency,
+    projection,
+    relative_bias,
+    rollout_equivalents,
+    sf,
+)
+from otb_analysis.statistics.tail import pareto_k, top_share
+from otb_analysis.statistics.weights import WeightStatistics, weight_statistics
+
+__all__ = [
+    "MIN_CLUSTERS",
+    "REFERENCE",
+    "Association",
+    "Fidelity",
+    "GradientStatistics",
+    "Gram",
+    "Interval",
+    "Label",
+    "Moments",
+    "PairedRatios",
+    "WeightStatistics",
+    "batch_variance",
+    "cluster_bootstrap",
+    "cluster_jackknife",
+    "deleted_moments",
+    "efficiency",
+    "fidelity",
+    "gradient_statistics",
+    "gram_columns",
+    "grams_from_columns",
+    "jackknife_interval",
+    "log_ratio_t",
+    "paired_ratios",
+    "pareto_k",
+    "pooled_statistics",
+    "position_cells",
+    "projection",
+    "realized_fidelity",
+    "relative_bias",
+    "rollout_equivalents",
+    "sf",
+    "top_share",
+    "weight_statistics",
+]

@@ -1,0 +1,255 @@
+"""One row of gradient statistics per estimator, and paired comparisons, from Gram matrices of group gradients.
+
+Prompts are the clusters of every interval. ‖∇J‖² is estimated from pairs of different prompts and can come out
+non-positive when few prompts are measured: bias, projection, SF and efficiency are then None, not a number.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from otb_analysis import schema
+from otb_analysis.statistics import measures
+from otb_analysis.statistics.gram import REFERENCE, Gram, Label, deleted_moments
+from otb_analysis.statistics.intervals import Interval, jackknife_interval
+from otb_analysis.statistics.measures import Moments
+from otb_analysis.types import Float
+
+
+@dataclass(frozen=True)
+class GradientStatistics:
+    """Everything one Gram matrix says about one estimator; the first fields are a row of `schema.GRADIENTS`.
+
+    Attributes:
+        estimator: Name in ESTIMATORS.
+        energy_source: Where its energies came from.
+        n_prompts: Prompts P of one update.
+        n_rollouts: Rollouts of one update.
+        total_power: mean_p‖ḡ_p‖².
+        mean_norm_sq: ‖ḡ‖², averaged over steps where there are several.
+        variance: Batch variance of an update of P prompts; None below two prompts.
+        variance_low: Lower end of its 95 % interval; None below 16 prompts.
+        variance_high: Upper end of the same.
+        within: Part of P·variance from rollouts given the prompt; None, since it takes pools.
+        between: Part of P·variance from prompts; None, since it takes pools.
+        relative_bias: ‖m − ∇J‖/‖∇J‖.
+        projection: c = ⟨m, ∇J⟩/‖∇J‖².
+        sf: variance/c².
+        efficiency: Share of the update that points along ∇J.
+        reference: Estimator that stands for ∇J; None where it is not among the labels.
+        rollout_equivalents: Rollouts that the reference needs for the same efficiency; ∞ where none suffice.
+        n_clusters: Independent prompts behind the intervals.
+        variance_interval: Interval of `variance`.
+        projection_interval: Interval of `projection`.
+        sf_interval: Interval of `sf`.
+        efficiency_interval: Interval of `efficiency`.
+    """
+
+    estimator: str
+    energy_source: str
+    n_prompts: int
+    n_rollouts: int
+    total_power: float | None
+    mean_norm_sq: float | None
+    variance: float | None
+    variance_low: float | None
+    variance_high: float | None
+    within: float | None
+    between: float | None
+    relative_bias: float | None
+    projection: float | None
+    sf: float | None
+    efficiency: float | None
+    reference: str | None
+    rollout_equivalents: float | None
+    n_clusters: int
+    variance_interval: Interval | None
+    projection_interval: Interval | None
+    sf_interval: Interval | None
+    efficiency_interval: Interval | None
+
+    def as_row(self) -> dict[str, object]:
+        """Return the columns of `schema.GRADIENTS` besides `step`, by name."""
+        return {c.name: getattr(self, c.name) for c in schema.GRADIENTS if c is not schema.STEP}
+
+
+@dataclass(frozen=True)
+class PairedRatios:
+    """One estimator over another on the same rollouts, with intervals over the same prompts.
+
+    Attributes:
+        estimator: The numerator's name.
+        energy_source: Its energy source.
+        against: The denominator's (estimator, energy source).
+        variance: Ratio of batch variances.
+        sf: Ratio of SFs.
+        efficiency: Ratio of efficiencies; above 1 is better.
+    """
+
+    estimator: str
+    energy_source: str
+    against: Label
+    variance: Interval | None
+    sf: Interval | None
+    efficiency: Interval | None
+
+
+def gradient_statistics(
+    gram: ArrayLike, labels: Sequence[Label], n_rollouts: int, reference: Label = REFERENCE
+) -> list[GradientStatistics]:
+    """Statistics of every estimator on one step's rollouts.
+
+    Args:
+        gram: ⟨g_{m,p}, g_{m',p'}⟩ [M, M, P, P] of group *mean* gradients.
+        labels: (estimator, energy source) of each m.
+        n_rollouts: Rollouts behind the matrix.
+        reference: The unbiased estimator that stands for ∇J, on other prompts; bias and progress are None without it.
+
+    Returns:
+        One entry per label, in their order; what is undefined is None.
+
+    Raises:
+        InputError: The matrix does not have the shape [M, M, P, P] for these labels.
+    """
+    return pooled_statistics([Gram(np.asarray(gram, dtype=float), tuple(labels), n_rollouts)], reference)
+
+
+def pooled_statistics(
+    grams: Sequence[Gram], reference: Label = REFERENCE, n_prompts: int | None = None
+) -> list[GradientStatistics]:
+    """Statistics of every estimator over several steps: sums over steps first, then ratios.
+
+    Each (step, prompt) is a cluster of its own unless the matrices name their prompts, in which case a prompt that
+    comes back is one cluster. With very few prompts per step the intervals are conservative: deleting one prompt then
+    deletes most of that step's pairs. A label is judged on the steps that have both it and the reference.
+
+    Args:
+        grams: One Gram matrix per step.
+        reference: The unbiased estimator that stands for ∇J.
+        n_prompts: Prompts P of the update that variance, SF and efficiency are stated for; by default a typical
+            step's. Other values rescale V/P.
+
+    Returns:
+        One entry per label, in order of first appearance.
+    """
+    seen = dict.fromkeys(label for gram in grams for label in gram.labels)
+    return [_one(_judged(grams, label, reference), label, reference, n_prompts) for label in seen]
+
+
+def paired_ratios(
+    grams: Sequence[Gram], against: Label = REFERENCE, reference: Label = REFERENCE
+) -> list[PairedRatios]:
+    """Every estimator over one of them on the same rollouts, with jackknife intervals on the log-ratio.
+
+    Pairing removes what the estimators share, so these intervals are much shorter than the two separate ones suggest.
+    The estimand is the ratio of the two expectations.
+
+    Args:
+        grams: One Gram matrix per step; those with both labels are used.
+        against: The estimator in the denominator.
+        reference: The unbiased estimator that stands for ∇J.
+
+    Returns:
+        One entry per other label that shares a step with `against`.
+    """
+    both = _judged(grams, against, reference)
+    others = dict.fromkeys(label for gram in both for label in gram.labels if label != against)
+    return [_pair(_judged(both, label, reference), label, against, reference) for label in others]
+
+
+def _one(grams: list[Gram], label: Label, reference: Label, n_prompts: int | None) -> GradientStatistics:
+    moments = deleted_moments(grams, label, reference)
+    groups = _typical([g.n_prompts for g in grams])
+    batch = groups if n_prompts is None else n_prompts
+    rollouts = round(_typical([g.n_rollouts for g in grams]) * (batch / groups if groups else 1))
+    values = _measured(moments, batch)
+    interval = {name: _interval(value, name, batch) for name, value in values.items()}
+    equivalents = measures.rollout_equivalents(moments, max(batch, 1), rollouts)[0]
+    has_truth = all(reference in g.labels for g in grams)
+    return GradientStatistics(
+        estimator=label[0],
+        energy_source=label[1],
+        n_prompts=batch,
+        n_rollouts=rollouts,
+        total_power=_number(moments.power[0]),
+        mean_norm_sq=_mean_norm_sq(grams, label),
+        variance=_number(values["variance"][0]),
+        variance_low=_end(interval["variance"], "low"),
+        variance_high=_end(interval["variance"], "high"),
+        within=None,
+        between=None,
+        relative_bias=_number(measures.relative_bias(moments)[0]),
+        projection=_number(values["projection"][0]),
+        sf=_number(values["sf"][0]),
+        efficiency=_number(values["efficiency"][0]),
+        reference=reference[0] if has_truth else None,
+        rollout_equivalents=None if np.isnan(equivalents) else float(equivalents),
+        n_clusters=moments.power.size - 1,
+        variance_interval=interval["variance"],
+        projection_interval=interval["projection"],
+        sf_interval=interval["sf"],
+        efficiency_interval=interval["efficiency"],
+    )
+
+
+def _pair(grams: list[Gram], label: Label, against: Label, reference: Label) -> PairedRatios:
+    batch = _typical([g.n_prompts for g in grams])
+    above = _measured(deleted_moments(grams, label, reference), batch)
+    below = _measured(deleted_moments(grams, against, reference), batch)
+    intervals = {}
+    for name in ("variance", "sf", "efficiency"):
+        ratio = np.divide(above[name], below[name], out=np.full_like(above[name], np.nan), where=below[name] > 0)
+        intervals[name] = _interval(ratio, name, batch, against)
+    return PairedRatios(*label, against, **intervals)
+
+
+def _measured(moments: Moments, batch: int) -> dict[str, Float]:
+    """Return the four measures with intervals, each [1 + K]."""
+    p = max(batch, 1)
+    return {
+        "variance": measures.batch_variance(moments, p),
+        "projection": measures.projection(moments),
+        "sf": measures.sf(moments, p),
+        "efficiency": measures.efficiency(moments, p),
+    }
+
+
+_SCALE = {"variance": "log", "projection": "linear", "sf": "log", "efficiency": "logit"}
+_MEANING: dict[str, Callable[[int], str]] = {
+    "variance": lambda p: f"batch variance of an update of {p} prompts",
+    "projection": lambda p: "projection c = ⟨m, ∇J⟩/‖∇J‖²",
+    "sf": lambda p: f"SF of an update of {p} prompts",
+    "efficiency": lambda p: f"efficiency of an update of {p} prompts",
+}
+
+
+def _interval(values: Float, name: str, batch: int, against: Label | None = None) -> Interval | None:
+    estimand = _MEANING[name](batch)
+    if against is None:
+        return jackknife_interval(values[0], values[1:], estimand, _SCALE[name])
+    return jackknife_interval(values[0], values[1:], f"ratio of the {estimand} to that of {against[0]}", "log")
+
+
+def _mean_norm_sq(grams: list[Gram], label: Label) -> float | None:
+    found = [g.blocks(label, label)[0].mean() for g in grams if g.n_prompts]
+    return _number(float(np.mean(found))) if found else None
+
+
+def _judged(grams: Sequence[Gram], label: Label, reference: Label) -> list[Gram]:
+    """Return the steps that have the label, and the reference too wherever any of them has it."""
+    having = [gram for gram in grams if label in gram.labels]
+    return [gram for gram in having if reference in gram.labels] or having
+
+
+def _typical(counts: list[int]) -> int:
+    return round(sum(counts) / len(counts)) if counts else 0
+
+
+def _number(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _end(interval: Interval | None, name: str) -> float | None:
+    return None if interval is None else getattr(interval, name)

@@ -1,0 +1,142 @@
+"""What a gradient estimator is worth, as functions of five moments; exact moments or estimated ones.
+
+m = E ĝ is the mean of the estimator's group gradient, V = tr Cov of one prompt's group gradient, ∇J the gradient that
+the unbiased reference estimates. Raw variance alone ranks estimators wrongly, since a baseline that includes its own
+rollout shrinks the gradient: read it beside `projection`, and compare by `sf` and `efficiency`.
+
+Every function is vectorised over the shape of the moments and gives NaN, without a warning, where the quantity is
+undefined. All of them are invariant under an orthogonal change of the parameters' coordinates.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from otb_analysis.types import Float
+
+
+@dataclass(frozen=True)
+class Moments:
+    """First and second moments of group gradients, each of any one shape; made by `gram`, or exactly by enumeration.
+
+    Attributes:
+        power: E‖g_p‖² = ‖m‖² + V of one prompt's group gradient.
+        mean_sq: ‖m‖².
+        along: ⟨m, ∇J⟩.
+        truth_sq: ‖∇J‖².
+        reference_power: E‖g_p‖² of the reference.
+    """
+
+    power: Float
+    mean_sq: Float
+    along: Float
+    truth_sq: Float
+    reference_power: Float
+
+
+def batch_variance(moments: Moments, n_prompts: float) -> Float:
+    """Variance of the mean gradient of P prompts: V/P = (E‖g_p‖² − ‖m‖²)/P.
+
+    With moments estimated from P prompts this equals Σ_p‖ḡ_p − ḡ‖²/(P(P−1)). Prompts are independent, so it holds for
+    any baseline. Scaling the gradients by a multiplies it by a².
+
+    Args:
+        moments: Moments of one estimator.
+        n_prompts: Prompts P averaged in one update.
+
+    Returns:
+        norm² of a log-probability gradient.
+    """
+    return np.maximum(moments.power - moments.mean_sq, 0) / n_prompts
+
+
+def projection(moments: Moments) -> Float:
+    """Progress per step relative to ∇J: c = ⟨m, ∇J⟩/‖∇J‖².
+
+    1 for an unbiased estimator; 1 − 1/N for the group mean in groups of N; scales with the estimator.
+
+    Args:
+        moments: Moments of one estimator.
+
+    Returns:
+        c, NaN where the estimate of ‖∇J‖² is not positive.
+    """
+    return _ratio(moments.along, moments.truth_sq)
+
+
+def relative_bias(moments: Moments) -> Float:
+    """Length of the bias relative to ∇J: ‖m − ∇J‖/‖∇J‖, with ‖m − ∇J‖² = ‖m‖² − 2⟨m, ∇J⟩ + ‖∇J‖².
+
+    0 for an unbiased estimator, 1/N for the group mean. The estimated square can be negative and is then taken as 0, so
+    the estimate is not itself unbiased.
+
+    Args:
+        moments: Moments of one estimator.
+
+    Returns:
+        A non-negative number, NaN where the estimate of ‖∇J‖² is not positive.
+    """
+    difference = moments.mean_sq - 2 * moments.along + moments.truth_sq
+    return np.sqrt(np.maximum(_ratio(difference, moments.truth_sq), 0))
+
+
+def sf(moments: Moments, n_prompts: float) -> Float:
+    """Variance at equal progress: SF = batch variance / c².
+
+    Multiplying an estimator by a constant leaves it unchanged; it does not charge bias in direction, which
+    `efficiency` does. It equals the batch variance for an unbiased estimator.
+
+    Args:
+        moments: Moments of one estimator.
+        n_prompts: Prompts P averaged in one update.
+
+    Returns:
+        norm², NaN where the projection is undefined or 0.
+    """
+    return _ratio(batch_variance(moments, n_prompts), projection(moments) ** 2)
+
+
+def efficiency(moments: Moments, n_prompts: float) -> Float:
+    """Share of an update of P prompts that points along ∇J: ⟨m,∇J⟩² / (‖∇J‖² · (‖m‖² + V/P)).
+
+    In [0, 1] for exact moments; an estimate can leave that range through noise and is not clipped. It tends to
+    cos²(m, ∇J) as P grows, does not change when the estimator is multiplied by a constant, and is 1/(1 + V/(P‖∇J‖²))
+    for an unbiased one.
+
+    Args:
+        moments: Moments of one estimator.
+        n_prompts: Prompts P averaged in one update.
+
+    Returns:
+        A share, NaN where the estimate of ‖∇J‖² or of ‖m‖² + V/P is not positive.
+    """
+    update_sq = moments.mean_sq + batch_variance(moments, n_prompts)
+    return _ratio(_ratio(moments.along**2, moments.truth_sq), update_sq)
+
+
+def rollout_equivalents(moments: Moments, n_prompts: float, n_rollouts: float) -> Float:
+    """Rollouts that the reference would need for the same efficiency, with more prompts at the same group size.
+
+    The reference reaches efficiency e with P' prompts where e = 1/(1 + V_ref/(P'‖∇J‖²)); the answer is
+    n_rollouts · P'/P. It is n_rollouts for the reference itself, and ∞ where no number of rollouts reaches e (e ≥ 1,
+    which only an estimate can be).
+
+    Args:
+        moments: Moments of one estimator.
+        n_prompts: Prompts P averaged in one update.
+        n_rollouts: Rollouts in that update.
+
+    Returns:
+        A number of rollouts, NaN where the efficiency is undefined.
+    """
+    share = efficiency(moments, n_prompts)
+    noise = np.maximum(moments.reference_power - moments.truth_sq, 0) / n_prompts
+    odds = np.where(share >= 1, np.inf, _ratio(share, 1 - share))
+    return n_rollouts * _ratio(noise, moments.truth_sq) * odds
+
+
+def _ratio(numerator: Float, denominator: Float) -> Float:
+    """Return the quotient where the denominator is positive, NaN elsewhere."""
+    numerator, denominator = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
+    shape = np.broadcast_shapes(numerator.shape, denominator.shape)
+    return np.divide(numerator, denominator, out=np.full(shape, np.nan), where=denominator > 0)

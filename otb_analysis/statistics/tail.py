@@ -1,0 +1,71 @@
+"""How heavy the upper tail of a positive quantity is."""
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import stats
+
+from otb_analysis.errors import InputError
+
+MIN_EXCEEDANCES = 25
+"""Fewer tail values than this give no index."""
+
+
+def pareto_k(values: ArrayLike, tail: float = 0.1) -> float | None:
+    """Shape k of a generalised Pareto law fitted to the upper tail of `values`.
+
+    P(X − u > x | X > u) ≈ (1 + k·x/σ)^{−1/k}; moments of order 1/k and above are infinite. On token *energies* k ≥ ½
+    makes the standard error of a variance estimate unreliable; an infinite gradient variance needs k ≥ 1. Exponential
+    tails have k = 0, a bounded quantity (the logit proxy is at most 2) has k < 0. Fitted by maximum likelihood.
+
+    Args:
+        values: Any shape; values that are not finite do not count.
+        tail: Share of the values in the tail.
+
+    Returns:
+        k, or None with fewer than `MIN_EXCEEDANCES` values above the threshold or where they are all alike.
+
+    Raises:
+        InputError: `tail` is not between 0 and 1.
+    """
+    _check_share("tail", tail)
+    x = np.asarray(values, dtype=float).ravel()
+    x = x[np.isfinite(x)]
+    if x.size == 0:
+        return None
+    threshold = np.quantile(x, 1 - tail)
+    excess = x[x > threshold] - threshold
+    if excess.size < MIN_EXCEEDANCES or np.ptp(excess) <= 1e-12 * np.abs(x).max():
+        return None
+    with np.errstate(all="ignore"):  # the likelihood is evaluated outside its support on the way to the optimum
+        k = stats.genpareto.fit(excess / excess.mean(), floc=0)[0]
+    return float(k) if np.isfinite(k) else None
+
+
+def top_share(values: ArrayLike, q: float = 0.01) -> float | None:
+    """Share of the total that the largest values hold: Σ_{top ⌈q·n⌉} |x| / Σ |x|.
+
+    q when all values are equal, 1 when one value is everything.
+
+    Args:
+        values: Any shape; values that are not finite do not count.
+        q: Share of the values that count as largest, at least one value.
+
+    Returns:
+        A share in [0, 1], None where there is no value or the total is 0.
+
+    Raises:
+        InputError: `q` is not between 0 and 1.
+    """
+    _check_share("q", q)
+    x = np.abs(np.asarray(values, dtype=float).ravel())
+    x = x[np.isfinite(x)]
+    total = x.sum()
+    if total == 0:
+        return None
+    n_top = int(np.ceil(q * x.size))
+    return float(np.partition(x, x.size - n_top)[x.size - n_top :].sum() / total)
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise InputError(f"{name} is {value}; pass a share in (0, 1].")
