@@ -1,0 +1,172 @@
+"""Masked and grouped reductions on [N, T] arrays: no loop over groups or rollouts, padding never read.
+
+Letters: N rollouts, T padded length, P groups. Whatever comes in, float64 goes out.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import csr_array
+
+from otb_analysis.types import Bool, Float, Int
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Ragged groups of rollouts, as sums over them and as copies back to them.
+
+    Attributes:
+        index: Group number of each rollout, 0..P−1 [N].
+        labels: The caller's group value of each number [P], ascending.
+    """
+
+    index: Int
+    labels: Int
+
+    @classmethod
+    def of(cls, group: ArrayLike) -> "Groups":
+        """Number the groups of a vector of arbitrary integers.
+
+        Args:
+            group: Prompt of each rollout [N].
+        """
+        labels, index = np.unique(np.asarray(group), return_inverse=True)
+        return cls(index.astype(np.int64), labels.astype(np.int64))
+
+    @property
+    def count(self) -> Int:
+        """Rollouts per group [P]."""
+        return np.bincount(self.index, minlength=len(self.labels))
+
+    @cached_property
+    def order(self) -> Int:
+        """Rollouts sorted by group, stable within each [N]."""
+        return np.argsort(self.index, kind="stable")
+
+    @cached_property
+    def membership(self) -> csr_array:
+        """Indicator matrix [P, N]: ones where the rollout belongs to the group."""
+        ends = np.concatenate([[0], np.cumsum(self.count)])
+        return csr_array((np.ones(len(self.index)), self.order, ends), shape=(len(self.labels), len(self.index)))
+
+    def sum(self, x: ArrayLike) -> Float:
+        """Return Σ over the rollouts of each group, [N, ...] → [P, ...].
+
+        Args:
+            x: One row per rollout, [N] or [N, T].
+        """
+        return self.membership @ np.asarray(x, np.float64)
+
+    def spread(self, per_group: NDArray[Scalar]) -> NDArray[Scalar]:
+        """Return each rollout's copy of its group's row, [P, ...] → [N, ...].
+
+        Args:
+            per_group: One row per group.
+        """
+        return per_group[self.index]
+
+
+def group_sum(x: ArrayLike, group: ArrayLike) -> Float:
+    """Return Σ over the rollout's own group, at every rollout.
+
+    y_i = Σ_{j: group_j = group_i} x_j.
+
+    Args:
+        x: One row per rollout, [N] or [N, T].
+        group: Prompt of each rollout [N].
+    """
+    groups = Groups.of(group)
+    return groups.spread(groups.sum(x))
+
+
+def masked(x: ArrayLike, mask: Bool) -> Float:
+    """Return x inside the mask and 0 outside, whatever stands there (NaN included).
+
+    Args:
+        x: Values [N, T].
+        mask: True at policy tokens [N, T].
+    """
+    return np.where(mask, np.asarray(x, np.float64), 0.0)
+
+
+def returns_to_go(reward: ArrayLike, mask: Bool) -> Float:
+    """Return the reward still to come, the token's own included.
+
+    G_t = Σ_{k≥t} r_k over policy tokens; with one terminal reward G_t = R at every t up to it.
+
+    Args:
+        reward: Reward paid at each token [N, T].
+        mask: True at policy tokens [N, T].
+
+    Returns:
+        G [N, T], zero outside the mask.
+    """
+    paid = masked(reward, mask)
+    return masked(np.cumsum(paid[:, ::-1], axis=1)[:, ::-1], mask)
+
+
+def policy_position(mask: Bool) -> Int:
+    """Return how many policy tokens came before this one, tool tokens skipped.
+
+    Args:
+        mask: True at policy tokens [N, T].
+
+    Returns:
+        0..L−1 at policy tokens and −1 elsewhere [N, T].
+    """
+    return np.where(mask, np.cumsum(mask, axis=1) - 1, -1)
+
+
+def has_gaps(mask: Bool) -> bool:
+    """Return True when a policy token comes after a position that is none, so that column and position differ.
+
+    Args:
+        mask: True at policy tokens [N, T].
+    """
+    return bool((mask[:, 1:] > mask[:, :-1]).any() or (mask.any(axis=1) > mask[:, :1].any(axis=1)).any())
+
+
+def squeezed_mask(mask: Bool) -> Bool:
+    """Return the mask after squeezing: row i is true at its first L_i columns [N, max L].
+
+    Args:
+        mask: True at policy tokens [N, T].
+    """
+    length = np.count_nonzero(mask, axis=1)
+    return np.arange(length.max(initial=0)) < length[:, None]
+
+
+def squeeze(x: ArrayLike, mask: Bool) -> Float:
+    """Move every policy token to the column of its policy position; what is not a policy token disappears.
+
+    Args:
+        x: Values [N, T].
+        mask: True at policy tokens [N, T].
+
+    Returns:
+        Values [N, max L], zero after each row's last policy token.
+    """
+    inside = squeezed_mask(mask)
+    out = np.zeros(inside.shape)
+    out[inside] = np.asarray(x)[mask]
+    return out
+
+
+def unsqueeze(x: ArrayLike, mask: Bool) -> Float:
+    """Undo `squeeze`: put the value of every policy position back at its token.
+
+    Args:
+        x: Values by policy position [N, max L].
+        mask: True at policy tokens [N, T].
+
+    Returns:
+        Values [N, T], zero outside the mask.
+    """
+    out = np.zeros(mask.shape)
+    out[mask] = np.asarray(x)[squeezed_mask(mask)]
+    return out

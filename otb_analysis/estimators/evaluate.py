@@ -1,0 +1,151 @@
+"""From a name and inputs to an estimate, a few groups at a time so that every intermediate stays in cache."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.arrays import Groups, has_gaps
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.estimators.batch import check_shapes, prepare
+from otb_analysis.estimators.entry import Entry
+from otb_analysis.estimators.registry import ESTIMATORS
+from otb_analysis.types import Estimate, EstimatorInputs, Int
+
+BLOCK_ELEMENTS = 1 << 16
+"""Entries of [rows, T] worked on at once; whole groups, so at least one group."""
+
+
+def entry_of(name: str) -> Entry:
+    """Return one row of the catalogue.
+
+    Args:
+        name: A key of `ESTIMATORS`.
+
+    Raises:
+        InputError: No estimator has that name.
+    """
+    if name not in ESTIMATORS:
+        raise InputError(f"estimator {name!r} does not exist; {nearest(name, ESTIMATORS)}")
+    return ESTIMATORS[name]
+
+
+def available(inputs: EstimatorInputs) -> list[str]:
+    """Return every estimator whose inputs exist, in the order of the catalogue.
+
+    Args:
+        inputs: What there is. A mask with gaps leaves out those that cannot have them.
+    """
+    gaps = has_gaps(np.asarray(inputs.mask))
+    return [name for name, entry in ESTIMATORS.items() if not missing(entry, inputs) and (entry.takes_gaps or not gaps)]
+
+
+def missing(entry: Entry, inputs: EstimatorInputs) -> list[str]:
+    """Return the inputs an estimator needs that are not there.
+
+    Args:
+        entry: The estimator.
+        inputs: What there is.
+    """
+    return [need for need in entry.needs if getattr(inputs, need) is None]
+
+
+def options_from_dict(name: str, values: Mapping[str, Any]) -> Any:
+    """Return the options of an estimator from a configuration's table.
+
+    Args:
+        name: A key of `ESTIMATORS`.
+        values: Option name → value; what is left out keeps its default.
+
+    Returns:
+        An instance of the estimator's frozen options dataclass.
+
+    Raises:
+        InputError: The estimator or one of the options does not exist, or a value does not fit.
+    """
+    kind = entry_of(name).options
+    known = [field.name for field in fields(kind)]
+    for key in values:
+        if key not in known:
+            hint = nearest(key, known) if known else "it has no options."
+            raise InputError(f"option {key!r} does not exist for {name}; {hint}")
+    return kind(**values)
+
+
+def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimate:
+    """Return baseline and advantage of every token, zero outside the mask.
+
+    A_{i,t} = G_{i,t} − B_{i,t} (GRPO then divides); the formula of B is `ESTIMATORS[name].formula`. Entries outside
+    the mask are never read. A rollout without policy tokens has no return and takes no part in any mean.
+
+    Args:
+        name: A key of `ESTIMATORS`.
+        inputs: Rewards, mask, groups and whatever the estimator needs; float32 is promoted.
+        options: An instance of the estimator's options dataclass; None means its defaults.
+
+    Returns:
+        Float64 baseline and advantage and the boolean fallback, each [N, T].
+
+    Raises:
+        InputError: Unknown name, missing input, wrong shape, a value that cannot be, wrong options, or a mask with
+            gaps where column and position must agree.
+    """
+    entry = entry_of(name)
+    names = _read_inputs(name, entry, inputs)
+    check_shapes(inputs, names)
+    options = _checked_options(name, entry, options)
+    mask = np.asarray(inputs.mask)
+    if not entry.takes_gaps and has_gaps(mask):
+        suffix = name.removeprefix("otb")
+        raise InputError(
+            f"mask has gaps (tool tokens before policy tokens), where column and position differ, but {name} takes "
+            f"position from the column; use otb_turn{suffix}, which counts policy tokens."
+        )
+    out = Estimate(np.zeros(mask.shape), np.zeros(mask.shape), np.zeros(mask.shape, bool))
+    for rows, groups in _blocks(Groups.of(inputs.group), mask.shape[1], entry.batch_coupled):
+        batch, tokens = prepare(inputs, rows, groups, names)
+        _write(out, rows, tokens, batch.mask, entry.function(batch, options))
+    return out
+
+
+def _read_inputs(name: str, entry: Entry, inputs: EstimatorInputs) -> tuple[str, ...]:
+    lacking = missing(entry, inputs)
+    if lacking:
+        raise InputError(f"{name} needs {' and '.join(lacking)}, which is None; pass it in EstimatorInputs.")
+    return ("reward", *entry.needs, *(use for use in entry.uses if getattr(inputs, use) is not None))
+
+
+def _checked_options(name: str, entry: Entry, options: Any) -> Any:
+    if options is None:
+        return entry.options()
+    if type(options) is not entry.options:
+        raise InputError(
+            f"options of {name} are {type(options).__name__} but must be {entry.options.__name__}; "
+            "build them with options_from_dict."
+        )
+    return options
+
+
+def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Groups]]:
+    """Yield rows and their groups, whole groups at a time; one block for everything when prompts are coupled."""
+    if not len(groups.index):
+        return
+    ends = np.cumsum(groups.count)
+    block = np.zeros(len(ends), np.int64) if whole else (ends - groups.count) * max(width, 1) // BLOCK_ELEMENTS
+    cuts = ends[np.flatnonzero(np.diff(block, append=-1))]
+    for start, stop in zip(np.concatenate([[0], cuts[:-1]]), cuts, strict=True):
+        rows = groups.order[start:stop]
+        yield rows, Groups.of(groups.index[rows])
+
+
+def _write(out: Estimate, rows: Int, tokens: np.ndarray, inside: np.ndarray, part: Estimate) -> None:
+    """Put a block's answer where its rows and tokens are; without gaps position is column."""
+    contiguous = inside.shape[1] == 0 or bool((tokens[:, : inside.shape[1]] == inside).all())
+    for whole, piece in ((out.baseline, part.baseline), (out.advantage, part.advantage), (out.fallback, part.fallback)):
+        if contiguous:
+            whole[rows, : inside.shape[1]] = piece
+        else:
+            placed = np.zeros(tokens.shape, piece.dtype)
+            placed[tokens] = piece[inside]
+            whole[rows] = placed

@@ -1,0 +1,132 @@
+"""Baselines that look at returns and lengths only."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from otb_analysis.arrays import Groups
+from otb_analysis.estimators.batch import Batch
+from otb_analysis.estimators.entry import NoOptions
+from otb_analysis.estimators.weighting import centred, rollout_average
+from otb_analysis.types import Estimate
+
+GRPO_EPSILON = 1e-6
+"""Added to the standard deviation by the published code."""
+
+ROUNDING = 1e-12
+"""A standard deviation below this share of the returns' size is rounding: equal totals summed in another order."""
+
+
+def none(batch: Batch, options: NoOptions) -> Estimate:
+    """Return the return-to-go itself.
+
+    B = 0, A_t = G_t. Unbiased; the yardstick a baseline has to beat.
+
+    Args:
+        batch: The rollouts.
+        options: None to set.
+    """
+    return centred(batch, np.zeros(batch.mask.shape), np.zeros(batch.mask.shape, bool))
+
+
+def batch_mean(batch: Batch, options: NoOptions) -> Estimate:
+    """Centre by the mean total return of the whole batch.
+
+    B = (1/N) Σ_j R_j over all rollouts of all prompts. Public code; the group mean when the batch is one group.
+
+    Args:
+        batch: The rollouts.
+        options: None to set.
+    """
+    return group_mean(_as_one_group(batch), options)
+
+
+def batch_mean_loo(batch: Batch, options: NoOptions) -> Estimate:
+    """Centre by the mean total return of all other rollouts in the batch.
+
+    B_i = Σ_{j≠i} R_j / (N − 1) over all prompts; `rloo` when the batch is one group.
+
+    Args:
+        batch: The rollouts.
+        options: None to set.
+    """
+    return rloo(_as_one_group(batch), options)
+
+
+def group_mean(batch: Batch, options: NoOptions) -> Estimate:
+    """Centre by the mean total return of the rollout's own group.
+
+    B_i = (1/N) Σ_j R_j. Its expectation is (1 − 1/N)·∇J: shorter by 1/N, direction intact. Public code.
+
+    Args:
+        batch: The rollouts.
+        options: None to set.
+    """
+    return rollout_average(batch, batch.present)
+
+
+def rloo(batch: Batch, options: NoOptions) -> Estimate:
+    """Centre by the mean total return of the *other* rollouts of the group.
+
+    B_i = Σ_{j≠i} R_j / (N − 1); with one terminal reward A = N/(N−1)·(R − mean). Unbiased. Public code.
+
+    Args:
+        batch: The rollouts.
+        options: None to set.
+    """
+    return rollout_average(batch, batch.present, leave_one_out=True)
+
+
+def opo(batch: Batch, options: NoOptions) -> Estimate:
+    """Centre by the length-weighted mean total return of the group.
+
+    B = Σ_j L_j R_j / Σ_j L_j, L in policy tokens. Equal lengths give the group mean, and constant token energy turns
+    `sequence_optimal` into it. Public code.
+
+    Args:
+        batch: The rollouts.
+        options: None to set.
+    """
+    return rollout_average(batch, batch.length.astype(np.float64))
+
+
+def opo_loo(batch: Batch, options: NoOptions) -> Estimate:
+    """Centre by the length-weighted mean total return of the other rollouts.
+
+    B_i = Σ_{j≠i} L_j R_j / Σ_{j≠i} L_j. Equal lengths give `rloo`.
+
+    Args:
+        batch: The rollouts.
+        options: None to set.
+    """
+    return rollout_average(batch, batch.length.astype(np.float64), leave_one_out=True)
+
+
+def grpo(batch: Batch, options: NoOptions) -> Estimate:
+    """Centre by the group mean and divide by the group's standard deviation.
+
+    A_t = (G_t − mean_j R_j) / (std_j R_j + 1e-6), ddof 1. A group of one, or of equal total returns, has no scale:
+    A = 0 there. Public code, for terminal rewards; with per-token rewards mean and std stay those of total returns.
+
+    Args:
+        batch: The rollouts.
+        options: None to set.
+    """
+    groups, present = batch.groups, batch.present
+    n = groups.sum(present)
+    centre = groups.spread(groups.sum(batch.total) / np.maximum(n, 1))
+    std = np.sqrt(groups.sum(present * (batch.total - centre) ** 2) / np.maximum(n - 1, 1))
+    size = np.sqrt(groups.sum(batch.total**2) / np.maximum(n, 1))
+    flat = batch.alone | groups.spread(std <= ROUNDING * size)
+    scale = np.where(flat, 0.0, 1.0 / (groups.spread(std) + GRPO_EPSILON))
+    centred_returns = group_mean(batch, options)
+    return Estimate(
+        baseline=centred_returns.baseline,
+        advantage=centred_returns.advantage * scale[:, None],
+        fallback=batch.mask & flat[:, None],
+    )
+
+
+def _as_one_group(batch: Batch) -> Batch:
+    n = len(batch.mask)
+    return replace(batch, groups=Groups(np.zeros(n, np.int64), np.zeros(1, np.int64)))

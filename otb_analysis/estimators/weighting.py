@@ -1,0 +1,123 @@
+"""The one computation behind every group baseline: a weighted mean over a group, with or without oneself."""
+
+import numpy as np
+
+from otb_analysis.arrays import Groups, masked
+from otb_analysis.estimators.batch import Batch
+from otb_analysis.estimators.entry import Tail
+from otb_analysis.types import Bool, Estimate, Float
+
+DOMINANT = 0.75
+"""Above this share of a group's weight (so at most one rollout per position), `total − own` would cancel."""
+
+
+def weighted_mean(x: Float, weight: Float, groups: Groups, *, leave_one_out: bool) -> tuple[Float, Bool]:
+    """Return the group's weighted mean at every rollout.
+
+    Σ_j ω_j x_j / Σ_j ω_j over the group, j ≠ i when `leave_one_out`. Nothing is added to the denominator.
+
+    Args:
+        x: Values, [N] or [N, T].
+        weight: Weights ω ≥ 0 of the same shape; 0 takes the entry out.
+        groups: Groups of the rows.
+        leave_one_out: Leave each row out of its own mean.
+
+    Returns:
+        The mean, and where it does not exist because all weights are zero (the mean is 0 there).
+    """
+    if leave_one_out:
+        total, moment = _sums_of_others(weight, weight * x, groups)
+    else:
+        total, moment = groups.sum(weight), groups.sum(weight * x)
+    weightless = total == 0
+    mean = np.where(weightless, 0.0, moment / np.where(weightless, 1.0, total))
+    return (mean, weightless) if leave_one_out else (groups.spread(mean), groups.spread(weightless))
+
+
+def _sums_of_others(weight: Float, moment: Float, groups: Groups) -> tuple[Float, Float]:
+    """Sum both over j ≠ i without cancellation: a row that dominates its group gets the sum of the rest directly."""
+    total = groups.spread(groups.sum(weight))
+    dominant = weight > DOMINANT * total
+
+    def others(x: Float, whole: Float) -> Float:
+        rest = groups.spread(groups.sum(np.where(dominant, 0.0, x)))
+        return np.where(dominant, rest, whole - x)
+
+    return others(weight, total), others(moment, groups.spread(groups.sum(moment)))
+
+
+def rollout_average(batch: Batch, weight: Float, *, leave_one_out: bool = False) -> Estimate:
+    """Return the estimate whose baseline is one weighted mean of total returns per rollout.
+
+    B_i = Σ_j ω_j R_j / Σ_j ω_j; zero total weight gives the plain mean of the same rollouts, a group of one B = 0.
+
+    Args:
+        batch: The rollouts.
+        weight: ω [N], zero for rollouts without tokens.
+        leave_one_out: Leave rollout i out of its own baseline.
+    """
+    baseline, weightless = scalar_mean(batch, weight, leave_one_out=leave_one_out)
+    fallback = weightless | batch.alone
+    baseline = np.where(batch.alone, 0.0, baseline)
+    return centred(batch, np.broadcast_to(baseline[:, None], batch.mask.shape), fallback[:, None])
+
+
+def scalar_mean(batch: Batch, weight: Float, *, leave_one_out: bool) -> tuple[Float, Bool]:
+    """Return the weighted mean of total returns per rollout, plain where all weights are zero.
+
+    Args:
+        batch: The rollouts.
+        weight: ω [N].
+        leave_one_out: Leave each rollout out of its own mean.
+
+    Returns:
+        The mean [N], and where the plain one stands in for it [N].
+    """
+    mean, weightless = weighted_mean(batch.total, weight, batch.groups, leave_one_out=leave_one_out)
+    if weightless.any():
+        plain, _ = weighted_mean(batch.total, batch.present, batch.groups, leave_one_out=leave_one_out)
+        mean = np.where(weightless, plain, mean)
+    return mean, weightless
+
+
+def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: bool = False) -> Estimate:
+    """Return the estimate whose baseline is a weighted mean over the rollouts alive at the same policy position.
+
+    B_{i,t} = Σ_j ω_{j,t} G_{j,t} / Σ_j ω_{j,t} over j alive at t; zero total weight gives the plain mean of the same
+    rollouts, a group of one B = 0, and where no other rollout is alive the tail policy decides.
+
+    Args:
+        batch: The rollouts.
+        weight: ω [N, T]; values outside the mask are not used.
+        tail: Policy where no other rollout is alive.
+        leave_one_out: Leave rollout i out of its own baseline.
+    """
+    alive = batch.mask.astype(np.float64)
+    groups = batch.groups
+    mean, weightless = weighted_mean(batch.returns, weight * alive, groups, leave_one_out=leave_one_out)
+    if (weightless & batch.mask).any():
+        plain, _ = weighted_mean(batch.returns, alive, groups, leave_one_out=leave_one_out)
+        mean = np.where(weightless, plain, mean)
+    lone = groups.spread(groups.sum(alive) == 1)
+    return centred(batch, _with_tail(batch, mean, lone & batch.mask, tail), weightless | lone)
+
+
+def _with_tail(batch: Batch, mean: Float, lone: Bool, tail: Tail) -> Float:
+    if tail == "own_return":
+        return np.where(lone, 0.0, mean)
+    if tail == "zero":
+        return np.where(lone, np.where(batch.alone[:, None], 0.0, batch.returns), mean)
+    finished, _ = scalar_mean(batch, batch.final, leave_one_out=True)
+    return np.where(lone, np.where(batch.alone, 0.0, finished)[:, None], mean)
+
+
+def centred(batch: Batch, baseline: Float, fallback: Bool) -> Estimate:
+    """Return A = G − B inside the mask.
+
+    Args:
+        batch: The rollouts.
+        baseline: B [N, T]; values outside the mask are dropped.
+        fallback: Where a fallback was used, broadcastable to [N, T].
+    """
+    inside = masked(baseline, batch.mask)
+    return Estimate(baseline=inside, advantage=batch.returns - inside, fallback=batch.mask & fallback)
