@@ -73,7 +73,7 @@ class EstimatorConfig:
     name: str = "otb"
     """A name in ESTIMATORS."""
     energy: Literal["proxy", "exact"] = "proxy"
-    """Energies it weights by: the forward-only proxy, or exact norms (which then measures every rollout at every step)."""
+    """Energies it weights by: the forward-only proxy, or exact norms, which measures every rollout at every step."""
     options: dict[str, str] = field(default_factory=dict)
     """Options of that estimator, as name value pairs: `tail group`."""
 

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from otb_analysis.errors import InputError, nearest
+
 Float = NDArray[np.float64]
 Int = NDArray[np.int64]
 Bool = NDArray[np.bool_]
+
+Label = tuple[str, str]
+"""(estimator, energy source), as stored."""
 
 
 @dataclass(frozen=True)
@@ -107,17 +112,67 @@ class LogitStats:
 
 @dataclass(frozen=True)
 class Gram:
-    """Inner products of group gradients at one step; made by `training`, kept by the store, read by `statistics`.
+    """Inner products of the group gradients of one step; made by `training`, kept by the store, read by `statistics`.
 
     Attributes:
-        labels: (estimator, energy source) of each of the M rows.
-        groups: Index of each of the P measured prompts within the step [P].
-        gram: ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ [M, M, P, P], ḡ_{m,p} the mean gradient of prompt p's group under row m;
-            symmetric: gram[m, m', p, p'] = gram[m', m, p', p].
-        n_rollouts: Measured rollouts in all P groups together.
+        inner: ⟨g_{m,p}, g_{m',p'}⟩ [M, M, P, P], g_{m,p} the *mean* gradient of prompt p's group under estimator m.
+        labels: (estimator, energy source) of each m.
+        n_rollouts: Rollouts behind it.
+        groups: Index of each prompt within the step [P]; None means 0 … P−1.
+        prompt: Name of each prompt [P], any hashable; None means that every prompt is a new one. Prompts named alike
+            are one cluster, within a step and across steps.
     """
 
-    labels: tuple[tuple[str, str], ...]
-    groups: Int
-    gram: Float
+    inner: Float
+    labels: tuple[Label, ...]
     n_rollouts: int
+    prompt: tuple[object, ...] | None = None
+    groups: Int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the shapes."""
+        shape, m = np.shape(self.inner), len(self.labels)
+        if len(shape) != 4 or shape[:2] != (m, m) or shape[2] != shape[3]:
+            raise InputError(f"inner has shape {shape} but there are {m} labels; pass the Gram matrix as [M, M, P, P].")
+        if len(set(self.labels)) != m:
+            raise InputError(f"labels are {self.labels}; name every (estimator, energy source) once.")
+        for name, given in (("prompt", self.prompt), ("groups", self.groups)):
+            if given is not None and len(given) != shape[2]:
+                raise InputError(
+                    f"{name} has {len(given)} entries but inner has {shape[2]} prompts; pass one per prompt."
+                )
+        if self.groups is not None and len(np.unique(self.groups)) < shape[2]:
+            raise InputError(f"groups are {self.groups}; name every group once.")
+
+    @property
+    def n_prompts(self) -> int:
+        """Groups P."""
+        return self.inner.shape[-1]
+
+    @property
+    def group_index(self) -> Int:
+        """Index of each prompt within the step [P]."""
+        return np.arange(self.n_prompts) if self.groups is None else np.asarray(self.groups, dtype=np.int64)
+
+    def blocks(self, label: Label, reference: Label) -> Float:
+        """Return ⟨m, m⟩, ⟨m, reference⟩ and ⟨reference, reference⟩ as [3, P, P].
+
+        Args:
+            label: The estimator m.
+            reference: The estimator that stands for ∇J.
+
+        Returns:
+            float64 [3, P, P]; NaN for a reference that is not among the labels and where an entry is not finite.
+
+        Raises:
+            InputError: `label` is not among the labels.
+        """
+        if label not in self.labels:
+            raise InputError(f"label is {label}; {nearest(str(label), map(str, self.labels))}")
+        m = self.labels.index(label)
+        block = np.full((3, *self.inner.shape[2:]), np.nan)
+        block[0] = self.inner[m, m]
+        if reference in self.labels:
+            r = self.labels.index(reference)
+            block[1], block[2] = self.inner[m, r], self.inner[r, r]
+        return np.where(np.isfinite(block), block, np.nan)

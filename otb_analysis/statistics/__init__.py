@@ -12,8 +12,7 @@ from otb_analysis.statistics.gradients import (
     paired_ratios,
     pooled_statistics,
 )
-from otb_analysis.statistics.gram import REFERENCE, Gram, Label, deleted_moments
-from otb_analysis.statistics.gram_rows import gram_columns, grams_from_columns
+from otb_analysis.statistics.gram import REFERENCE, deleted_moments
 from otb_analysis.statistics.intervals import (
     MIN_CLUSTERS,
     Interval,
@@ -33,6 +32,7 @@ from otb_analysis.statistics.measures import (
 )
 from otb_analysis.statistics.tail import pareto_k, top_share
 from otb_analysis.statistics.weights import WeightStatistics, weight_statistics
+from otb_analysis.types import Gram, Label
 
 __all__ = [
     "MIN_CLUSTERS",
@@ -53,8 +53,6 @@ __all__ = [
     "efficiency",
     "fidelity",
     "gradient_statistics",
-    "gram_columns",
-    "grams_from_columns",
     "jackknife_interval",
     "log_ratio_t",
     "paired_ratios",

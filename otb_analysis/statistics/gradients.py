@@ -12,10 +12,10 @@ from numpy.typing import ArrayLike
 
 from otb_analysis import schema
 from otb_analysis.statistics import measures
-from otb_analysis.statistics.gram import REFERENCE, Gram, Label, deleted_moments
+from otb_analysis.statistics.gram import REFERENCE, deleted_moments
 from otb_analysis.statistics.intervals import Interval, jackknife_interval
 from otb_analysis.statistics.measures import Moments
-from otb_analysis.types import Float
+from otb_analysis.types import Float, Gram, Label
 
 
 @dataclass(frozen=True)

@@ -1,77 +1,14 @@
 """Group gradients as a Gram matrix, and their moments with one prompt deleted at a time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from otb_analysis.errors import InputError, nearest
 from otb_analysis.statistics.measures import Moments
-from otb_analysis.types import Float, Int
-
-Label = tuple[str, str]
-"""(estimator, energy source), as stored."""
+from otb_analysis.types import Gram, Int, Label
 
 REFERENCE: Label = ("rloo", "none")
 """The unbiased estimator that stands for ∇J unless the caller names another."""
-
-
-@dataclass(frozen=True)
-class Gram:
-    """All inner products between the group gradients of one step.
-
-    Attributes:
-        inner: ⟨g_{m,p}, g_{m',p'}⟩ [M, M, P, P], g_{m,p} the *mean* gradient of prompt p's group under estimator m.
-        labels: (estimator, energy source) of each m.
-        n_rollouts: Rollouts behind it.
-        prompt: Name of each prompt [P], any hashable; None means that every prompt is a new one. Prompts named alike
-            are one cluster, within a step and across steps.
-    """
-
-    inner: Float
-    labels: tuple[Label, ...]
-    n_rollouts: int
-    prompt: tuple[object, ...] | None = None
-
-    def __post_init__(self) -> None:
-        """Check the shapes."""
-        shape, m = np.shape(self.inner), len(self.labels)
-        if len(shape) != 4 or shape[:2] != (m, m) or shape[2] != shape[3]:
-            raise InputError(f"inner has shape {shape} but there are {m} labels; pass the Gram matrix as [M, M, P, P].")
-        if len(set(self.labels)) != m:
-            raise InputError(f"labels are {self.labels}; name every (estimator, energy source) once.")
-        if self.prompt is not None and len(self.prompt) != shape[2]:
-            raise InputError(
-                f"prompt has {len(self.prompt)} names but inner has {shape[2]} prompts; pass one per prompt."
-            )
-
-    @property
-    def n_prompts(self) -> int:
-        """Groups P."""
-        return self.inner.shape[-1]
-
-    def blocks(self, label: Label, reference: Label) -> Float:
-        """Return ⟨m, m⟩, ⟨m, reference⟩ and ⟨reference, reference⟩ as [3, P, P].
-
-        Args:
-            label: The estimator m.
-            reference: The estimator that stands for ∇J.
-
-        Returns:
-            float64 [3, P, P]; NaN for a reference that is not among the labels and where an entry is not finite.
-
-        Raises:
-            InputError: `label` is not among the labels.
-        """
-        if label not in self.labels:
-            raise InputError(f"label is {label}; {nearest(str(label), map(str, self.labels))}")
-        m = self.labels.index(label)
-        block = np.full((3, *self.inner.shape[2:]), np.nan)
-        block[0] = self.inner[m, m]
-        if reference in self.labels:
-            r = self.labels.index(reference)
-            block[1], block[2] = self.inner[m, r], self.inner[r, r]
-        return np.where(np.isfinite(block), block, np.nan)
 
 
 def clusters(grams: Sequence[Gram]) -> list[Int]:

@@ -3,7 +3,6 @@
 import numpy as np
 import pandas as pd
 
-from otb_analysis.errors import InputError
 from otb_analysis.types import Gram
 
 
@@ -16,12 +15,8 @@ def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
     Args:
         step: The step.
         gram: Inner products; its symmetry is trusted, the upper triangle is what is stored.
-
-    Raises:
-        InputError: The shapes do not fit together, or a row or a group appears twice.
     """
-    _check(gram)
-    n_rows, n_groups = len(gram.labels), len(gram.groups)
+    n_rows, n_groups = len(gram.labels), gram.n_prompts
     upper, other = np.triu_indices(n_rows * n_groups)
     names = np.array([name for name, _ in gram.labels], dtype=object)
     sources = np.array([source for _, source in gram.labels], dtype=object)
@@ -30,11 +25,11 @@ def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
         "step": np.full(len(upper), step, dtype=np.int64),
         "estimator": names[m],
         "energy_source": sources[m],
-        "group": np.asarray(gram.groups)[p],
+        "group": gram.group_index[p],
         "other_estimator": names[m_other],
         "other_energy_source": sources[m_other],
-        "other_group": np.asarray(gram.groups)[p_other],
-        "inner_product": np.asarray(gram.gram, dtype=np.float64)[m, m_other, p, p_other],
+        "other_group": gram.group_index[p_other],
+        "inner_product": np.asarray(gram.inner, dtype=np.float64)[m, m_other, p, p_other],
         "n_rollouts": np.full(len(upper), gram.n_rollouts, dtype=np.int64),
     }
 
@@ -58,10 +53,10 @@ def rebuild_gram(rows: pd.DataFrame) -> Gram | None:
     gram = np.full((len(label_names),) * 2 + (len(group_names),) * 2, np.nan)
     gram[m, m_other, p, p_other] = gram[m_other, m, p_other, p] = rows["inner_product"].to_numpy(np.float64)
     return Gram(
+        inner=gram,
         labels=tuple((str(name), str(source)) for name, source in label_names),
-        groups=np.array([group for (group,) in group_names], dtype=np.int64),
-        gram=gram,
         n_rollouts=int(rows["n_rollouts"].iloc[0]),
+        groups=np.array([group for (group,) in group_names], dtype=np.int64),
     )
 
 
@@ -69,15 +64,3 @@ def _both(rows: pd.DataFrame, first: list[str], second: list[str]) -> pd.MultiIn
     """Return the keys of the pairs' second members, then of their first: the order of `gram_rows` appears that way."""
     pairs = [zip(*(rows[name] for name in names), strict=True) for names in (first, second)]
     return pd.MultiIndex.from_tuples([key for pair in pairs for key in pair], names=first)
-
-
-def _check(gram: Gram) -> None:
-    n_rows, n_groups = len(gram.labels), len(gram.groups)
-    if gram.gram.shape != (n_rows, n_rows, n_groups, n_groups):
-        raise InputError(
-            f"gram has shape {gram.gram.shape} but {n_rows} labels and {n_groups} groups; pass shape [M, M, P, P]."
-        )
-    if len(set(gram.labels)) < n_rows or len(np.unique(gram.groups)) < n_groups:
-        raise InputError(
-            "labels or groups of the gram name one entry twice; pass each (estimator, source) and group once."
-        )

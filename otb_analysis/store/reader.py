@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -129,13 +130,21 @@ class RunStore:
     def gram(self, step: int) -> Gram | None:
         """Return the Gram matrix of group gradients at one step, or None where it was not measured.
 
+        Prompts carry their `prompt_id` where the rollouts were stored with it.
+
         Args:
             step: A step.
 
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        return rebuild_gram(self.grams_df(steps=[step]))
+        gram = rebuild_gram(self.grams_df(steps=[step]))
+        if gram is None:
+            return None
+        names = self.rollouts_df(steps=[step], columns=["group", "prompt_id"]).dropna().drop_duplicates("group")
+        by_group = dict(zip(names["group"], names["prompt_id"], strict=True))
+        known = all(group in by_group for group in gram.group_index.tolist())
+        return replace(gram, prompt=tuple(by_group[g] for g in gram.group_index.tolist()) if known else None)
 
     def token_arrays(self, step: int) -> TokenArrays:
         """Return one step's tokens as [N, T] arrays, from which any estimator can be computed again.

@@ -86,7 +86,7 @@ def fit(
         if step >= own.max_steps:
             break
     raise InputError(
-        f"the warm start reached {success:.0%} success after {own.max_steps} steps but {own.success_low:.0%} is wanted; "
+        f"the warm start reached {success:.0%} success after {own.max_steps} steps; {own.success_low:.0%} is wanted; "
         "make the task easier, the model larger or warm_start.max_steps higher."
     )
 

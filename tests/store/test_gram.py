@@ -12,7 +12,7 @@ LABELS = (("otb", "proxy"), ("otb", "exact"), ("rloo", "none"))
 
 def random_gram(groups=(7, 2), seed=0):
     vectors = np.random.default_rng(seed).normal(size=(len(LABELS), len(groups), 5))
-    return Gram(LABELS, np.array(groups), np.einsum("mpd,nqd->mnpq", vectors, vectors), 8)
+    return Gram(np.einsum("mpd,nqd->mnpq", vectors, vectors), LABELS, 8, groups=np.array(groups))
 
 
 def test_gram_comes_back_with_the_order_of_its_labels_and_groups(writer):
@@ -22,7 +22,7 @@ def test_gram_comes_back_with_the_order_of_its_labels_and_groups(writer):
     assert read.labels == LABELS
     assert read.groups.tolist() == [7, 2]
     assert read.n_rollouts == 8
-    np.testing.assert_allclose(read.gram, gram.gram, rtol=1e-15)
+    np.testing.assert_allclose(read.inner, gram.inner, rtol=1e-15)
 
 
 def test_step_without_gram_is_none(writer):
@@ -32,7 +32,7 @@ def test_step_without_gram_is_none(writer):
 
 def test_rows_hold_each_unordered_pair_once():
     # Two labels on one group, g_1 = (1, 0), g_2 = (2, 3): inner products 1, 2, 13.
-    gram = Gram(LABELS[:2], np.array([0]), np.array([[1.0, 2.0], [2.0, 13.0]]).reshape(2, 2, 1, 1), 4)
+    gram = Gram(np.array([[1.0, 2.0], [2.0, 13.0]]).reshape(2, 2, 1, 1), LABELS[:2], 4, groups=np.array([0]))
     rows = gram_rows(0, gram)
     assert rows["inner_product"].tolist() == [1.0, 2.0, 13.0]
     assert rows["energy_source"].tolist() == ["proxy", "proxy", "exact"]
@@ -47,7 +47,7 @@ def test_order_of_rows_on_disk_does_not_matter_for_the_numbers(writer):
     read = RunStore(writer.path).gram(0)
     m = [read.labels.index(label) for label in LABELS]
     p = [read.groups.tolist().index(group) for group in (7, 2)]
-    np.testing.assert_allclose(read.gram[np.ix_(m, m, p, p)], gram.gram, rtol=1e-15)
+    np.testing.assert_allclose(read.inner[np.ix_(m, m, p, p)], gram.inner, rtol=1e-15)
 
 
 def test_pairs_across_ranks_that_nobody_computed_are_nan(writer):
@@ -55,17 +55,23 @@ def test_pairs_across_ranks_that_nobody_computed_are_nan(writer):
     rows = [gram_rows(0, gram) for gram in (first, second)]
     writer.write_step(0, StepTables(grams={name: np.concatenate([r[name] for r in rows]) for name in rows[0]}))
     read = RunStore(writer.path).gram(0)
-    assert np.isnan(read.gram[:, :, 0, 1]).all()
-    np.testing.assert_allclose(read.gram[:, :, 1, 1], second.gram[:, :, 0, 0], rtol=1e-15)
+    assert np.isnan(read.inner[:, :, 0, 1]).all()
+    np.testing.assert_allclose(read.inner[:, :, 1, 1], second.inner[:, :, 0, 0], rtol=1e-15)
 
 
 @pytest.mark.parametrize(
-    ("gram", "sentence"),
+    ("parts", "sentence"),
     [
-        (Gram(LABELS, np.array([0, 1]), np.zeros((3, 3, 2, 1)), 4), r"gram has shape \(3, 3, 2, 1\) but 3 labels"),
-        (Gram(LABELS, np.array([1, 1]), np.zeros((3, 3, 2, 2)), 4), "name one entry twice"),
+        ((np.zeros((3, 3, 2, 1)), LABELS, 4), r"inner has shape \(3, 3, 2, 1\) but there are 3 labels"),
+        ((np.zeros((3, 3, 2, 2)), LABELS, 4, None, np.array([1, 1])), "name every group once"),
     ],
 )
-def test_gram_whose_parts_do_not_fit_is_refused(gram, sentence):
+def test_gram_whose_parts_do_not_fit_is_refused(parts, sentence):
     with pytest.raises(InputError, match=sentence):
-        gram_rows(0, gram)
+        Gram(*parts)
+
+
+def test_prompts_are_named_from_the_rollouts_so_that_a_returning_prompt_is_one_cluster(writer):
+    rollouts = {"group": [7, 2], "rollout": [0, 1], "prompt_id": ["a", "b"]}
+    writer.write_step(0, StepTables(rollouts=rollouts, grams=gram_rows(0, random_gram())))
+    assert RunStore(writer.path).gram(0).prompt == ("a", "b")
