@@ -1,9 +1,11 @@
 """Policies: a small one made in code, and any local Hugging Face checkpoint directory, loaded the same way."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -67,14 +69,38 @@ def small_model(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, se
         head_dim=config.width // config.heads,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=config.tied,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=special_id(tokenizer, "pad"),
+        eos_token_id=special_id(tokenizer, "eos"),
         bos_token_id=None,
         use_cache=True,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(shape).eval()
+
+
+def special_id(tokenizer: PreTrainedTokenizerBase, name: Literal["pad", "eos"]) -> int:
+    """Return the id of the padding or the end token.
+
+    Raises:
+        InputError: The tokenizer has none.
+    """
+    found = getattr(tokenizer, f"{name}_token_id")
+    if not isinstance(found, int):
+        raise InputError(f"the tokenizer has no {name}_token; set it in its tokenizer_config.json.")
+    return found
+
+
+def output_layer(model: PreTrainedModel) -> nn.Module:
+    """Return the layer that turns final hidden states into logits.
+
+    Raises:
+        InputError: The model has none, so it is no language model.
+    """
+    found = model.get_output_embeddings()
+    if not isinstance(found, nn.Module):
+        raise InputError(f"{type(model).__name__} has no output layer over a vocabulary; pass a causal language model.")
+    return found
 
 
 def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -100,8 +126,7 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{path} cannot be loaded as a causal language model with its tokenizer: {reason}") from error
-    if tokenizer.eos_token_id is None:
-        raise InputError(f"the tokenizer in {path} has no end token; set eos_token in its tokenizer_config.json.")
+    special_id(tokenizer, "eos")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.dtype in (torch.float16, torch.bfloat16):

@@ -18,6 +18,7 @@ from transformers import (
 
 from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.models import special_id
 from otb_analysis.tasks import Prompt, Task, Turn
 from otb_analysis.types import Bool, Float, Int
 
@@ -149,7 +150,7 @@ def sample(
         for i, output in zip(active, outputs, strict=True):
             _finish_turn(drafts[i], output, tokenizer, task, prompts[group[i]])
         active = [i for i in active if drafts[i].finish_reason is None]
-    return _collate(drafts, tuple(prompts), group, tokenizer.pad_token_id)
+    return _collate(drafts, tuple(prompts), group, special_id(tokenizer, "pad"))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
@@ -234,9 +235,10 @@ class TransformersGenerator:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.model = model
-        self.pad: int = tokenizer.pad_token_id
+        self.pad = special_id(tokenizer, "pad")
         own = getattr(model.generation_config, "eos_token_id", None)
-        self.ends = sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None})
+        named = own if isinstance(own, list) else [own]
+        self.ends = sorted({special_id(tokenizer, "eos"), *(i for i in named if isinstance(i, int))})
 
     @torch.no_grad()
     def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
@@ -246,7 +248,7 @@ class TransformersGenerator:
         attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=self.model.device)
         tempered = _Tempered(temperature)
         with self._plain_settings():
-            output = self.model.generate(
+            output = self.model.generate(  # pyright: ignore[reportCallIssue]
                 inputs=ids,
                 attention_mask=attention,
                 generation_config=self._settings(max_new_tokens),

@@ -116,7 +116,8 @@ STEPS = (
     Column("seconds_sample", "DOUBLE", "s", "Time spent generating."),
     Column("seconds_update", "DOUBLE", "s", "Time spent on forward, backward and the optimiser."),
     Column("seconds_measure", "DOUBLE", "s", "Time spent on scheduled measurements."),
-    Column("seconds_store", "DOUBLE", "s", "Time spent writing."),
+    Column("seconds_evaluate", "DOUBLE", "s", "Time spent on held-out prompts."),
+    Column("seconds_store", "DOUBLE", "s", "Time spent writing the step before this one."),
 )
 
 ESTIMATOR = Column("estimator", "VARCHAR", "", "Name in ESTIMATORS.", key=True)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from otb_analysis.logit_stats import logit_stats
+from otb_analysis.models import output_layer
 from otb_analysis.sampling import Rollouts
 from otb_analysis.types import LogitStats
 
@@ -88,9 +89,7 @@ def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temper
 def _output_input(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """Collect what enters the output layer: the final hidden state, whatever the architecture calls it."""
     seen: list[Tensor] = []
-    output = model.get_output_embeddings()
-    assert isinstance(output, nn.Module)
-    hook = output.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    hook = output_layer(model).register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     try:
         yield seen
     finally:

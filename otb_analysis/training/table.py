@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
 from otb_analysis.errors import NonFiniteError
@@ -119,23 +118,22 @@ def token_table(rollouts: Rollouts, forward: ForwardPass, rewards: Rewards, valu
 
 
 def token_rows(
-    table: TokenTable, estimate: Estimate, measured: dict[str, Float], tokenizer: PreTrainedTokenizerBase
-) -> pd.DataFrame:
-    """Return the step's rows of `tokens`.
+    table: TokenTable, estimate: Estimate, grad_norm_sq: Float | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, object]:
+    """Return the columns of the step's rows of `tokens`; masked entries were not measured.
 
     Args:
         table: The step.
         estimate: Of the estimator that trains.
-        measured: grad_norm_sq, path_norm_sq, … [N, T], NaN where not measured.
+        grad_norm_sq: Exact norms [N, T], NaN where not measured; None when none were.
         tokenizer: Decodes single tokens, so that readers need none.
     """
     n, t = np.nonzero(table.present)
     texts = {i: str(tokenizer.decode([i])) for i in np.unique(table.token_id[n, t]).tolist()}
     policy = table.mask[n, t]
 
-    def floats(x: Float) -> pd.arrays.FloatingArray:
-        values = np.asarray(x[n, t], np.float64)
-        return pd.arrays.FloatingArray(np.where(policy, values, 0.0), ~policy)
+    def floats(x: Float) -> np.ma.MaskedArray:
+        return np.ma.masked_array(x[n, t], mask=~policy)
 
     stats = table.stats
     columns: dict[str, object] = {
@@ -159,19 +157,16 @@ def token_rows(
         columns["hidden_norm_sq"] = floats(stats.hidden_norm_sq)
     if table.value is not None:
         columns["value"] = floats(table.value)
-    for name, values in measured.items():
-        known = policy & np.isfinite(values[n, t])
-        columns[name] = pd.arrays.FloatingArray(np.where(known, values[n, t], 0.0), ~known)
-    exact = (
-        policy & np.isfinite(measured["grad_norm_sq"][n, t]) if "grad_norm_sq" in measured else np.zeros_like(policy)
-    )
+    exact = np.zeros(len(n), bool) if grad_norm_sq is None else policy & ~np.isnan(grad_norm_sq[n, t])
+    if grad_norm_sq is not None:
+        columns["grad_norm_sq"] = np.ma.masked_array(grad_norm_sq[n, t], mask=~exact)
     columns["measured_by"] = np.where(exact, "exact", "none")
-    columns["inclusion_prob"] = pd.arrays.FloatingArray(np.ones(len(n)), ~exact)
-    return pd.DataFrame(columns)
+    columns["inclusion_prob"] = np.ma.masked_array(np.ones(len(n)), mask=~exact)
+    return columns
 
 
-def rollout_rows(rollouts: Rollouts, table: TokenTable, rollout_norm_sq: Float | None) -> pd.DataFrame:
-    """Return the step's rows of `rollouts`; reward parts become columns `reward_<part>`."""
+def rollout_rows(rollouts: Rollouts, table: TokenTable, rollout_norm_sq: Float | None) -> dict[str, object]:
+    """Return the columns of the step's rows of `rollouts`; reward parts become columns `reward_<part>`."""
     prompts = [rollouts.prompts[g] for g in rollouts.group]
     columns: dict[str, object] = {
         "group": rollouts.group,
@@ -186,6 +181,5 @@ def rollout_rows(rollouts: Rollouts, table: TokenTable, rollout_norm_sq: Float |
     }
     columns |= {f"reward_{name}": values for name, values in table.rewards.parts.items()}
     if rollout_norm_sq is not None:
-        known = np.isfinite(rollout_norm_sq)
-        columns["score_norm_sq"] = pd.arrays.FloatingArray(np.where(known, rollout_norm_sq, 0.0), ~known)
-    return pd.DataFrame(columns)
+        columns["score_norm_sq"] = np.ma.masked_invalid(rollout_norm_sq)
+    return columns

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from otb_analysis import __version__
 from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig
 from otb_analysis.errors import InputError
-from otb_analysis.models import character_tokenizer, small_model
+from otb_analysis.models import character_tokenizer, output_layer, small_model, special_id
 from otb_analysis.sampling import TransformersGenerator, sample
 from otb_analysis.tasks import Prompt, Split, Task, make_task
 from otb_analysis.training.progress import Bar, silent
@@ -27,7 +27,7 @@ CHECKS_FROM = 20_000_000
 MUON_RATIO = 5.0
 """Muon's learning rate over AdamW's."""
 IGNORED = -100
-LEARNED_ENOUGH_TO_CHECK = 0.45
+LEARNED_ENOUGH_TO_CHECK = 0.2
 """Token loss in nats below which measuring success becomes worth its time."""
 
 
@@ -118,7 +118,7 @@ def _batches(
     for _ in range(config.max_steps):
         prompts = [task.prompt("train", index + i) for i in range(config.batch)]
         index += config.batch
-        yield _collate([_example(tokenizer, task, prompt) for prompt in prompts], tokenizer.pad_token_id)
+        yield _collate([_example(tokenizer, task, prompt) for prompt in prompts], special_id(tokenizer, "pad"))
 
 
 def _example(tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt) -> tuple[list[int], list[int]]:
@@ -126,7 +126,7 @@ def _example(tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt) -> 
     ids: list[int] = list(tokenizer(prompt.text)["input_ids"])
     labels = [IGNORED] * len(ids)
     for turn in task.demonstration(prompt):
-        written = [*tokenizer(turn.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        written = [*tokenizer(turn.text, add_special_tokens=False)["input_ids"], special_id(tokenizer, "eos")]
         reply = list(tokenizer(turn.reply, add_special_tokens=False)["input_ids"])
         ids += written + reply
         labels += written + [IGNORED] * len(reply)
@@ -142,7 +142,7 @@ def _collate(examples: list[tuple[list[int], list[int]]], pad: int) -> tuple[tor
 
 def _optimizers(model: PreTrainedModel, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the blocks and AdamW for the rest: half the steps of AdamW alone."""
-    outer = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    outer = {id(p) for layer in (model.get_input_embeddings(), output_layer(model)) for p in layer.parameters()}
     parameters = list(model.parameters())
     inner = [p for p in parameters if p.ndim == 2 and id(p) not in outer]
     rest = [p for p in parameters if p.ndim != 2 or id(p) in outer]

@@ -1,0 +1,148 @@
+"""The instrumented loop: sample groups → reward → measure → estimate → step → record.
+
+On-policy policy gradient, one update per batch: ascend ḡ = (1/N) Σ_i Σ_t A_{i,t} ∇_θ log π(y_{i,t}), where the chosen
+estimator gives A and token sums are not divided by lengths. Everything recorded at a step describes the policy before
+that step's update.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from otb_analysis.config import TrainConfig
+from otb_analysis.errors import STOPS, NonFiniteError, StoreError
+from otb_analysis.estimators import estimate
+from otb_analysis.sampling import sample
+from otb_analysis.store import RunWriter, StepTables, gram_rows
+from otb_analysis.training.forward import forward_pass
+from otb_analysis.training.progress import Bar, silent
+from otb_analysis.training.setup import Trainer, seed_of
+from otb_analysis.training.summary import summarize
+from otb_analysis.training.table import pay, rollout_rows, token_rows, token_table
+from otb_analysis.training.warm_start import success_rate
+from otb_analysis.types import Float
+
+EVALUATION = 2**31
+"""Stands for a step where evaluation draws its seed: the same draws at every evaluation, unlike any step's."""
+
+
+def train(config: TrainConfig, bar: Bar = silent) -> Path:
+    """Train a policy, measuring all the way, and return the run's directory.
+
+    Args:
+        config: The run.
+        bar: Progress.
+
+    Raises:
+        InputError: The configuration names something that does not exist or cannot work; nothing was written.
+        StoreError: The store cannot be written; complete steps stay readable.
+        NonFiniteError: A logit, reward, loss or gradient is not finite; complete steps stay readable.
+    """
+    trainer = Trainer.from_config(config, bar)
+    plain = {key: _plain(value) for key, value in asdict(config).items()}
+    writer = RunWriter.create(config.root, config.run_name, plain, if_exists=config.if_exists)
+    with _ending_recorded(writer):
+        for step in range(config.optimize.steps):
+            with _step_named(step):
+                tables = train_step(trainer, step)
+            with trainer.timed("store"):
+                writer.write_step(step, tables)
+            bar(step + 1, config.optimize.steps, _numbers(config.run_name, tables))
+        trainer.save(writer.path / "model")
+    return writer.path
+
+
+def train_step(trainer: Trainer, step: int) -> StepTables:
+    """Take one step and return everything to record about it."""
+    config = trainer.config
+    scalars: dict[str, object] = {"heldout_reward": evaluate(trainer, step)}
+    with trainer.timed("sample"):
+        torch.manual_seed(seed_of(config.seed, step))
+        prompts = [trainer.task.prompt("train", step * config.sample.prompts + i) for i in range(config.sample.prompts)]
+        rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample)
+        rewards = pay(trainer.task, rollouts)
+    with trainer.timed("update"):
+        forward = forward_pass(trainer.model, rollouts, config.sample.temperature)
+        value = trainer.critic.value(forward.hidden).double().cpu().numpy() if trainer.critic else None
+        table = token_table(rollouts, forward, rewards, value)
+    with trainer.timed("measure"):
+        norms = trainer.instrument.norms(rollouts, np.arange(len(prompts))) if trainer.trains_on_exact else None
+        measurement = trainer.instrument.measure(step, rollouts, table, norms)
+    with trainer.timed("update"):
+        inputs = table.inputs(table.stats.energy if config.estimator.energy == "proxy" else None)
+        if norms is not None:
+            inputs = table.inputs(norms.grad_norm_sq, norms.rollout_norm_sq)
+        trained = estimate(config.estimator.name, inputs, trainer.options)
+        scalars |= trainer.update(_loss(forward.logprob, trained.advantage, forward.mask))
+        scalars |= trainer.update_critic(forward, table)
+    scalars |= summarize(rollouts, table, trained, measurement) | trainer.take_seconds()
+    exact = measurement.norms
+    return StepTables(
+        tokens=token_rows(table, trained, exact.grad_norm_sq if exact else None, trainer.tokenizer),
+        rollouts=rollout_rows(rollouts, table, exact.rollout_norm_sq if exact else None),
+        steps=scalars,
+        gradients=columns_of([row.as_row() for row in measurement.statistics]),
+        grams=gram_rows(step, measurement.gram) if measurement.gram else None,
+    )
+
+
+def evaluate(trainer: Trainer, step: int) -> float | None:
+    """Return mean reward on held-out prompts where it is due; the training's random state is not touched."""
+    settings, last = trainer.config.evaluate, trainer.config.optimize.steps - 1
+    if settings.every <= 0 or (step % settings.every and step != last):
+        return None
+    with trainer.timed("evaluate"), torch.random.fork_rng():
+        torch.manual_seed(seed_of(trainer.config.seed, EVALUATION))
+        return success_rate(
+            trainer.model, trainer.tokenizer, trainer.task, settings.prompts, trainer.config.sample, "heldout"
+        )
+
+
+def columns_of(rows: Sequence[Mapping[str, object]]) -> dict[str, list[object]] | None:
+    """Turn rows into columns; None when there are none."""
+    return {name: [row[name] for row in rows] for name in rows[0]} if rows else None
+
+
+def _loss(logprob: torch.Tensor, advantage: Float, mask: torch.Tensor) -> torch.Tensor:
+    """Return −(1/N) Σ_i Σ_t A_{i,t} log π(y_{i,t}), whose gradient is −ḡ."""
+    weights = torch.as_tensor(advantage, dtype=logprob.dtype, device=logprob.device)
+    return -torch.where(mask, weights * logprob, 0.0).sum() / len(logprob)
+
+
+@contextmanager
+def _ending_recorded(writer: RunWriter) -> Iterator[None]:
+    """Write into run.json how the run ended, whatever ends it; the exception goes on."""
+    try:
+        yield
+    except BaseException as error:
+        reason = str(error) if isinstance(error, STOPS) else f"{type(error).__name__}: {error}".rstrip(": ")
+        with suppress(StoreError):  # a disk that refuses this too must not hide why the run ended
+            writer.finish("failed", reason)
+        raise
+    writer.finish("complete")
+
+
+@contextmanager
+def _step_named(step: int) -> Iterator[None]:
+    """Put the step into the sentence of whatever is not finite."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"step {step}: {error}") from error
+
+
+def _numbers(run: str, tables: StepTables) -> str:
+    """Return the numbers people watch."""
+    s = tables.steps
+    return f"{run}: reward {s['reward_mean']:.2f}, ‖ḡ‖ {s['grad_norm']:.1f}, entropy {s['entropy_mean'] or 0:.3f}"
+
+
+def _plain(value: object) -> object:
+    """Turn paths into text, at any depth, so that the configuration can be written as JSON and TOML."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else value

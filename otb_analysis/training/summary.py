@@ -1,0 +1,71 @@
+"""One step in scalars: the row of `steps`."""
+
+import numpy as np
+
+from otb_analysis.sampling import Rollouts
+from otb_analysis.statistics import pareto_k, top_share
+from otb_analysis.training.measure import Measurement
+from otb_analysis.training.table import TokenTable
+from otb_analysis.types import Bool, Estimate, Float
+
+
+def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measurement: Measurement) -> dict[str, object]:
+    """Return what a step's rollouts say about themselves; the loop adds what the update says.
+
+    Degenerate but legal input (groups of one, equal rewards, empty or cut completions) is counted here.
+    """
+    inside, stats, reward = table.mask, table.stats, table.rewards.total
+    length = inside.sum(axis=1)
+    mismatch = (stats.logprob - table.behavior_logprob)[inside]
+    energy = _energies(table, measurement)
+    return {
+        "reward_mean": reward.mean(),
+        "reward_std": reward.std(),
+        "entropy_mean": _mean(stats.entropy[inside]),
+        "logprob_mean": _mean(stats.logprob[inside]),
+        "mismatch_mean": _mean(mismatch),
+        "mismatch_max": float(np.abs(mismatch).max(initial=0.0)),
+        "length_mean": length.mean(),
+        "length_max": int(length.max()),
+        "prompt_length_max": int(rollouts.prompt_length.max()),
+        "n_prompts": len(rollouts.prompts),
+        "n_rollouts": len(reward),
+        "n_tokens": int(inside.sum()),
+        **_degenerate(rollouts, table),
+        "fallback_share": _mean(estimate.fallback[inside].astype(float)),
+        "energy_proxy_mean": _mean(stats.energy[inside]),
+        "energy_tail_k": pareto_k(energy),
+        "energy_max_share": top_share(energy),
+        "n_measured_prompts": 0 if measurement.gram is None else measurement.gram.n_prompts,
+        "measurement_gaps": measurement.gaps,
+    }
+
+
+def zero_variance_groups(reward: Float, group: np.ndarray) -> Bool:
+    """Return, by group index, whether its rewards are all equal; groups of one or none are not counted."""
+    size = np.bincount(group)
+    low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
+    np.minimum.at(low, group, reward)
+    np.maximum.at(high, group, reward)
+    return (low == high) & (size > 1)
+
+
+def _degenerate(rollouts: Rollouts, table: TokenTable) -> dict[str, object]:
+    return {
+        "n_zero_variance_groups": int(zero_variance_groups(table.rewards.total, table.group).sum()),
+        "n_singleton_groups": int((np.bincount(table.group) == 1).sum()),
+        "n_empty_completions": sum(not any(turn.text for turn in turns) for turns in rollouts.turns),
+        "n_truncated": sum(reason == "length" for reason in rollouts.finish_reason),
+    }
+
+
+def _energies(table: TokenTable, measurement: Measurement) -> Float:
+    """Return the exact energies where the whole step's or some groups' were measured, else the proxy's."""
+    if measurement.norms is not None:
+        exact = measurement.norms.grad_norm_sq[table.mask]
+        return exact[np.isfinite(exact)]
+    return table.stats.energy[table.mask]
+
+
+def _mean(values: Float) -> float | None:
+    return float(values.mean()) if values.size else None
