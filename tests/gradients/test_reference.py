@@ -137,6 +137,17 @@ def test_group_gradient_is_a_sum_over_rollouts_without_one_over_n(make_model, sa
     np.testing.assert_allclose(gram[0, 0, 0, 0], 4 * one[0, 0], rtol=1e-9)
 
 
+def test_rows_of_zeros_cost_no_backward_pass(make_model, sample, monkeypatch):
+    model, batch = make_model("qwen3"), sample["left"]
+    weights = torch.zeros(5, 4, 12)
+    weights[2, 1], weights[3, 2] = 1.0, 1.0  # rollout 3 has no sampled token
+    calls, grad = [], torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or grad(*a, **k))
+    weighted_score_norms(model, *batch.args, weights, batch.attention_mask)
+    group_gradient_gram(model, *batch.args, weights, torch.arange(5), batch.attention_mask)
+    assert len(calls) == 2
+
+
 def test_padding_side_and_padding_ids_change_nothing(case, sample, make_sample):
     plain = sample["right"]
     masks = plain.mask.numpy()
