@@ -21,7 +21,7 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,@-]{0,127}")
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """One Parquet file of a table.
+    """One Parquet file of a table; made by listing a folder, read by the readers.
 
     Attributes:
         step: The step whose rows it holds.

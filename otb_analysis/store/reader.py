@@ -17,6 +17,9 @@ from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_
 from otb_analysis.store.views import broken_part, column_names, literal, quoted, select
 from otb_analysis.types import Gram
 
+_ASKED_WRONG = (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.PermissionException)
+"""The query is at fault for certain; behind any other error there may be a broken part, and all are read to find it."""
+
 Parameters = Sequence[object] | Mapping[str, object]
 
 
@@ -195,9 +198,11 @@ class RunStore:
                     f"the query on {self.path} needs more memory than allowed; ask for fewer steps or columns, "
                     "or open the run with a larger memory_limit."
                 ) from error
+            except _ASKED_WRONG as error:
+                raise _refused(error) from error
             except duckdb.Error as error:
                 broken = broken_part([part for parts in tables.values() for part in parts])
-                raise broken or InputError(f"the query cannot be run: {_first_line(error)}") from error
+                raise broken or _refused(error) from error
 
 
 def _open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:
@@ -208,6 +213,8 @@ def _open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:
     except duckdb.Error as error:
         raise InputError(f"memory_limit is {memory_limit!r}; pass an amount such as '256MB' or '1GB'.") from error
     connection.execute(f"SET temp_directory={literal(str(Path(tempfile.gettempdir()) / 'otb-analysis-spill'))}")
+    # A SELECT could otherwise name any data frame in the memory of the caller.
+    connection.execute("SET python_enable_replacements=false")
     connection.execute(f"SET allowed_directories=[{literal(str(run_dir))}]")
     connection.execute("SET enable_external_access=false")
     connection.execute("SET lock_configuration=true")
@@ -221,5 +228,7 @@ def _check_read_only(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
         raise InputError(f"a run is read-only, but the query holds {kinds}; pass one SELECT.")
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+def _refused(error: Exception) -> InputError:
+    # DuckDB's second paragraph repeats the query with a caret.
+    reason = " ".join(str(error).split("\n\n")[0].split()).rstrip(".!")
+    return InputError(f"the query cannot be run ({reason}); correct it, or see the columns with DESCRIBE tokens.")
