@@ -128,7 +128,7 @@ class RunStore:
         """
         # A view costs a look at every part, so only tables that the text mentions get one.
         tables = [table for table in TABLES if table in query.lower()]
-        return self._run(query, params, {table: visible_parts(self.path, table) for table in tables})
+        return self._run(query, params, visible_parts(self.path, tables))
 
     def gram(self, step: int) -> Gram | None:
         """Return the Gram matrix of group gradients at one step, or None where it was not measured.
@@ -175,15 +175,15 @@ class RunStore:
         where: str | None,
         params: Parameters | None,
     ) -> pd.DataFrame:
-        parts = visible_parts(self.path, table, steps)
-        known = column_names(table, parts) if columns is not None else []
+        parts = visible_parts(self.path, [table], steps)
+        known = column_names(table, parts[table]) if columns is not None else []
         for name in columns or ():
             if name not in known:
                 raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
         chosen = "*" if columns is None else ", ".join(map(quoted, columns))
         # The line break ends a comment in the condition.
         condition = "" if where is None else f" WHERE ({where}\n)"
-        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, {table: parts})
+        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts)
 
     def _run(self, query: str, params: Parameters | None, tables: Mapping[str, Sequence[Part]]) -> pd.DataFrame:
         with self._connection.cursor() as cursor:

@@ -10,7 +10,7 @@ import duckdb
 import pandas as pd
 
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.store.layout import find_run, list_runs, visible_parts
+from otb_analysis.store.layout import find_run, list_runs, parts_of
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.views import broken_part, select
 
@@ -75,7 +75,7 @@ def flat_config(config: Mapping[str, object], prefix: str = "config") -> Iterato
 def _row(path: Path) -> dict[str, object]:
     try:
         info = read_run_file(find_run(path))
-        signature = tuple((part.step, part.path.stat().st_mtime_ns) for part in visible_parts(path, "steps"))
+        signature = tuple((part.step, part.path.stat().st_mtime_ns) for part in parts_of(path, "steps"))
         numbers = _headline(path.resolve(), signature)
     except (StoreError, InputError, OSError) as error:  # the last two: the run was replaced while it was being listed
         return {"run": path.name, "status": "broken", "reason": str(error)}
@@ -106,7 +106,7 @@ def _headline(run_dir: Path, signature: tuple[tuple[int, int], ...]) -> dict[str
 
 
 def _read_steps(run_dir: Path) -> pd.DataFrame:
-    parts = visible_parts(run_dir, "steps")
+    parts = parts_of(run_dir, "steps")
     with _connection().cursor() as cursor:
         try:
             return cursor.execute(f"SELECT {', '.join(_COLUMNS)} FROM ({select('steps', parts)})").df()

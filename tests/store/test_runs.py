@@ -122,7 +122,7 @@ def test_name_that_is_no_plain_directory_name_is_refused(tmp_path, run):
 
 def test_existing_run_is_refused_and_untouched(tmp_path, writer, tables):
     writer.write_step(0, tables(0))
-    with pytest.raises(InputError, match="run 'demo' already exists in .*; choose another run name, or replace it"):
+    with pytest.raises(InputError, match=r"run 'demo' already exists in .*; choose another run name, or replace it"):
         RunWriter.create(tmp_path, "demo", {})
     assert RunStore(writer.path).complete_steps() == [0]
 
