@@ -18,8 +18,8 @@ from torch import Tensor
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.types import LogitStats
 
-CHUNK = (256, 4096)
-"""Rows and vocabulary entries per tile: 4 MB in float32, which stays in cache."""
+CHUNK = (256, 512)
+"""Rows and vocabulary entries per tile: 512 kB in float32, which stays in a core's cache; a GPU wants larger ones."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.logit_stats import logit_stats
@@ -146,6 +147,26 @@ def test_hidden_states_and_weight_give_the_statistics_of_their_logits(with_bias)
     for name in FIELDS:
         np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=1e-9, atol=1e-12, err_msg=name)
     np.testing.assert_allclose(got.hidden_norm_sq, (hidden**2).sum(-1).numpy(), rtol=1e-14)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest number of entries of any tensor that an operation made."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.entries = max(self.entries, out.numel())
+        return out
+
+
+def test_the_logits_of_all_rows_are_never_held():
+    hidden, weight, tokens = torch.randn(300, 2), torch.randn(1000, 2), torch.randint(1000, (300,))
+    with Largest() as largest:
+        logit_stats(hidden=hidden, weight=weight, token_ids=tokens, chunk=(32, 64))
+    # Parts are near-equal and at least as large as asked: 300/9 ≤ 34 rows, 1000/15 ≤ 67 entries; the weight has 2,000.
+    assert 32 * 64 <= largest.entries <= 34 * 67
 
 
 def test_energy_is_the_squared_norm_of_the_logit_gradient():

@@ -14,7 +14,8 @@ def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
     """Log-probabilities of every sampled token of some rollouts, from one forward pass, with its graph.
 
     log π(y_t) = z_t[y_t] − lse(z_t), z_t = logits at index t − 1, divided by the temperature, in float32 or better.
-    Several rollouts are padded on the right, where causal attention never looks, so that indices stay position ids.
+    Each rollout is run up to the last token that a sampled one is predicted from; several rollouts are padded on the
+    right, where causal attention never looks, so that indices stay position ids.
 
     Args:
         problem: Model, scope and temperature.
@@ -28,8 +29,9 @@ def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
         InputError: A sampled token lies outside the vocabulary of the output layer.
     """
     keep = torch.cat([r.targets for r in rollouts]).unique() - 1
-    ids = pad_sequence([r.ids for r in rollouts], batch_first=True)
-    lengths = torch.tensor([len(r.ids) for r in rollouts], device=ids.device)
+    prefixes = [r.ids[: int(r.targets[-1])] for r in rollouts]
+    ids = pad_sequence(prefixes, batch_first=True)
+    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=ids.device)
     real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     with problem.scope.active():
         logits = _logits(problem.model, ids, None if bool(real.all()) else real.long(), keep)

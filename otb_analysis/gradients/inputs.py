@@ -1,6 +1,7 @@
 """Checks at the door, and the padding-free view of a batch from which every engine starts."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ class Rollout:
     Attributes:
         row: Index n of the rollout in the batch.
         ids: Its real tokens, on the model's device [ℓ].
-        targets: Indices into `ids` of the K sampled tokens, each ≥ 1, on the same device [K].
+        targets: Increasing indices into `ids` of the K sampled tokens, each ≥ 1, on the same device [K].
         columns: Columns of those tokens in the padded batch [K].
     """
 
@@ -43,6 +44,11 @@ class Rollout:
     ids: Tensor
     targets: Tensor
     columns: Int
+
+    def blocks(self, size: int) -> Iterator["Rollout"]:
+        """The same rollout with at most `size` consecutive sampled tokens at a time."""
+        for k in range(0, len(self.columns), size):
+            yield replace(self, targets=self.targets[k : k + size], columns=self.columns[k : k + size])
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,@-]{0,127}")
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """One Parquet file of a table.
+    """One Parquet file of a table; made by listing a folder, read by the readers.
 
     Attributes:
         step: The step whose rows it holds.
@@ -93,18 +93,20 @@ def complete_steps(run_dir: Path) -> list[int]:
     return sorted({part.step for part in parts_of(run_dir, "steps")})
 
 
-def visible_parts(run_dir: Path, table: str, steps: Iterable[int] | None = None) -> list[Part]:
-    """Return the parts a reader may see: those of complete steps.
+def visible_parts(run_dir: Path, tables: Iterable[str], steps: Iterable[int] | None = None) -> dict[str, list[Part]]:
+    """Return the parts a reader may see of each table: those of the steps that are complete at this moment.
+
+    The complete steps are looked up once, so that all tables of one answer show the same ones.
 
     Args:
         run_dir: Directory of the run.
-        table: A key of `TABLES`.
+        tables: Keys of `TABLES`.
         steps: Only these steps; None means all.
     """
     visible = set(complete_steps(run_dir))
     if steps is not None:
         visible &= {int(step) for step in steps}
-    return [part for part in parts_of(run_dir, table) if part.step in visible]
+    return {table: [part for part in parts_of(run_dir, table) if part.step in visible] for table in tables}
 
 
 def is_run(path: Path) -> bool:

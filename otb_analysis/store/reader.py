@@ -17,6 +17,9 @@ from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_
 from otb_analysis.store.views import broken_part, column_names, literal, quoted, select
 from otb_analysis.types import Gram
 
+_ASKED_WRONG = (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.PermissionException)
+"""The query is at fault for certain; behind any other error there may be a broken part, and all are read to find it."""
+
 Parameters = Sequence[object] | Mapping[str, object]
 
 
@@ -125,7 +128,7 @@ class RunStore:
         """
         # A view costs a look at every part, so only tables that the text mentions get one.
         tables = [table for table in TABLES if table in query.lower()]
-        return self._run(query, params, {table: visible_parts(self.path, table) for table in tables})
+        return self._run(query, params, visible_parts(self.path, tables))
 
     def gram(self, step: int) -> Gram | None:
         """Return the Gram matrix of group gradients at one step, or None where it was not measured.
@@ -172,15 +175,15 @@ class RunStore:
         where: str | None,
         params: Parameters | None,
     ) -> pd.DataFrame:
-        parts = visible_parts(self.path, table, steps)
-        known = column_names(table, parts) if columns is not None else []
+        parts = visible_parts(self.path, [table], steps)
+        known = column_names(table, parts[table]) if columns is not None else []
         for name in columns or ():
             if name not in known:
                 raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
         chosen = "*" if columns is None else ", ".join(map(quoted, columns))
         # The line break ends a comment in the condition.
         condition = "" if where is None else f" WHERE ({where}\n)"
-        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, {table: parts})
+        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts)
 
     def _run(self, query: str, params: Parameters | None, tables: Mapping[str, Sequence[Part]]) -> pd.DataFrame:
         with self._connection.cursor() as cursor:
@@ -195,9 +198,11 @@ class RunStore:
                     f"the query on {self.path} needs more memory than allowed; ask for fewer steps or columns, "
                     "or open the run with a larger memory_limit."
                 ) from error
+            except _ASKED_WRONG as error:
+                raise _refused(error) from error
             except duckdb.Error as error:
                 broken = broken_part([part for parts in tables.values() for part in parts])
-                raise broken or InputError(f"the query cannot be run: {_first_line(error)}") from error
+                raise broken or _refused(error) from error
 
 
 def _open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:
@@ -208,6 +213,8 @@ def _open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:
     except duckdb.Error as error:
         raise InputError(f"memory_limit is {memory_limit!r}; pass an amount such as '256MB' or '1GB'.") from error
     connection.execute(f"SET temp_directory={literal(str(Path(tempfile.gettempdir()) / 'otb-analysis-spill'))}")
+    # A SELECT could otherwise name any data frame in the memory of the caller.
+    connection.execute("SET python_enable_replacements=false")
     connection.execute(f"SET allowed_directories=[{literal(str(run_dir))}]")
     connection.execute("SET enable_external_access=false")
     connection.execute("SET lock_configuration=true")
@@ -221,5 +228,7 @@ def _check_read_only(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
         raise InputError(f"a run is read-only, but the query holds {kinds}; pass one SELECT.")
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+def _refused(error: Exception) -> InputError:
+    # DuckDB's second paragraph repeats the query with a caret.
+    reason = " ".join(str(error).split("\n\n")[0].split()).rstrip(".!")
+    return InputError(f"the query cannot be run ({reason}); correct it, or see the columns with DESCRIBE tokens.")

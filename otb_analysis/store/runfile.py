@@ -15,6 +15,9 @@ from otb_analysis.errors import StoreError
 from otb_analysis.schema import SCHEMA_VERSION
 from otb_analysis.store.layout import RUN_FILE
 
+RESERVE = ".reserve"
+"""A file of no use but its room: given up when a run ends, so that a full disk can still record how it ended."""
+
 PACKAGES = ("otb-analysis", "torch", "transformers", "numpy", "pandas", "pyarrow", "duckdb")
 STATUSES = ("running", "complete", "failed")
 MAX_DIFF_BYTES = 1_000_000
@@ -85,6 +88,19 @@ def write_run_file(run_dir: Path, info: Mapping[str, object]) -> None:
     text = json.dumps(info, indent=2, ensure_ascii=False, default=str)
     with atomic_file(run_dir / RUN_FILE) as file:
         file.write(text.encode("utf-8", errors="backslashreplace"))
+
+
+def write_reserve(run_dir: Path) -> None:
+    """Set aside the room that one more run.json needs.
+
+    Args:
+        run_dir: Directory of the run, with its run.json.
+
+    Raises:
+        OSError: There is no room.
+    """
+    room = (run_dir / RUN_FILE).stat().st_size + 16_384
+    (run_dir / RESERVE).write_bytes(os.urandom(room))  # random: a file system that compresses would keep no room
 
 
 def read_run_file(run_dir: Path) -> dict[str, object]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import duckdb
 import pandas as pd
 
-from otb_analysis.errors import StoreError
-from otb_analysis.store.layout import find_run, list_runs, visible_parts
+from otb_analysis.errors import InputError, StoreError
+from otb_analysis.store.layout import find_run, list_runs, parts_of
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.views import broken_part, select
 
@@ -53,8 +53,7 @@ def runs_df(root: str | Path = "runs") -> pd.DataFrame:
     rows = [_row(path) for path in list_runs(Path(root))]
     extra = sorted({name for row in rows for name in row} - set(DTYPES))
     frame = pd.DataFrame(rows, columns=[*DTYPES, *extra])
-    for name in ("created", "updated"):
-        frame[name] = pd.to_datetime(frame[name], utc=True, errors="coerce", format="ISO8601")
+    frame["created"] = [_time(created) for created in frame["created"]]
     return frame.astype(DTYPES)
 
 
@@ -76,13 +75,16 @@ def flat_config(config: Mapping[str, object], prefix: str = "config") -> Iterato
 def _row(path: Path) -> dict[str, object]:
     try:
         info = read_run_file(find_run(path))
-        signature = tuple((part.step, part.path.stat().st_mtime_ns) for part in visible_parts(path, "steps"))
+        signature = tuple((part.step, part.path.stat().st_mtime_ns) for part in parts_of(path, "steps"))
         numbers = _headline(path.resolve(), signature)
-    except StoreError as error:
+    except (StoreError, InputError, OSError) as error:  # the last two: the run was replaced while it was being listed
         return {"run": path.name, "status": "broken", "reason": str(error)}
     config = info.get("config")
-    fixed = {name: info.get(name) for name in ("status", "created", "updated", "reason", "schema_version")}
-    return {"run": path.name} | fixed | numbers | dict(flat_config(config if isinstance(config, dict) else {}))
+    fixed = {name: info.get(name) for name in ("status", "created", "reason", "schema_version")}
+    written = max((time for _, time in signature), default=0) / 1e9
+    updated = max(_time(info.get("updated")), pd.Timestamp(written, unit="s", tz="UTC"))
+    settings = flat_config(config if isinstance(config, dict) else {})
+    return {"run": path.name, "updated": updated} | fixed | numbers | dict(settings)
 
 
 @lru_cache(maxsize=1_000)
@@ -104,7 +106,7 @@ def _headline(run_dir: Path, signature: tuple[tuple[int, int], ...]) -> dict[str
 
 
 def _read_steps(run_dir: Path) -> pd.DataFrame:
-    parts = visible_parts(run_dir, "steps")
+    parts = parts_of(run_dir, "steps")
     with _connection().cursor() as cursor:
         try:
             return cursor.execute(f"SELECT {', '.join(_COLUMNS)} FROM ({select('steps', parts)})").df()
@@ -117,6 +119,10 @@ def _read_steps(run_dir: Path) -> pd.DataFrame:
 def _connection() -> duckdb.DuckDBPyConnection:
     """Return the one connection behind all calls: opening one takes longer than reading a run's steps."""
     return duckdb.connect(config={"memory_limit": "256MB"})
+
+
+def _time(text: object) -> pd.Timestamp:
+    return pd.to_datetime(str(text), utc=True, errors="coerce")
 
 
 def _last(steps: pd.DataFrame, name: str) -> object:

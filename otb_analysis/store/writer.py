@@ -15,7 +15,16 @@ from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
 from otb_analysis.store.encode import Columns, encode, encode_scalars
 from otb_analysis.store.layout import check_run_name, is_run, part_path
-from otb_analysis.store.runfile import STATUSES, atomic_file, new_run, now, read_run_file, write_run_file
+from otb_analysis.store.runfile import (
+    RESERVE,
+    STATUSES,
+    atomic_file,
+    new_run,
+    now,
+    read_run_file,
+    write_reserve,
+    write_run_file,
+)
 
 ROW_GROUP = 100_000
 
@@ -90,6 +99,7 @@ class RunWriter:
             _clear(path, if_exists)
             path.mkdir(parents=True)
             write_run_file(path, new_run(run, config))
+            write_reserve(path)
         except OSError as error:
             raise StoreError(
                 f"cannot make {path} ({_why(error)}); make its parent writable or pass another."
@@ -139,6 +149,7 @@ class RunWriter:
             return
         info = read_run_file(self.path) | {"status": status, "reason": reason, "updated": now()}
         try:
+            (self.path / RESERVE).unlink(missing_ok=True)
             write_run_file(self.path, info)
         except OSError as error:
             raise StoreError(

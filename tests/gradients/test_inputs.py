@@ -65,9 +65,11 @@ def test_non_finite_logits_name_rollout_and_token(model, value):
     model.lm_head.weight = untied
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = value  # now only rollout 1 reads it
-    refuses("rollout 1, token 1", token_score_norms, model, IDS, MASK, error=NonFiniteError)
+    token_score_norms(model, IDS, MASK)  # nothing is predicted from it: not read
+    mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+    refuses("rollout 1, token 1", token_score_norms, model, IDS, mask, error=NonFiniteError)  # 0 × NaN in attention
     weights, group = torch.ones(2, 1, 4), torch.tensor([0, 0])
-    refuses("rollout 1, token 1", group_gradient_gram, model, IDS, MASK, weights, group, error=NonFiniteError)
+    refuses("rollout 1, token 1", group_gradient_gram, model, IDS, mask, weights, group, error=NonFiniteError)
 
 
 def test_non_finite_weights_name_rollout_row_and_token(model):

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from otb_analysis.gradients import group_gradient_gram, token_score_norms, weighted_score_norms
+from otb_analysis.gradients.reference import BLOCK
 from otb_analysis.logit_stats import logit_stats
 
 # Hugging Face runs RMSNorm in float32 even inside a float64 model, so rounding stays at 1e-6 when shapes differ.
@@ -21,6 +22,19 @@ def test_token_norms_match_one_backward_per_prefix(case, sample, explicit_scores
     np.testing.assert_allclose(got.norm_sq, expected, **CLOSE)
     assert (got.norm_sq[~batch.mask.numpy()] == 0).all() and (got.norm_sq[batch.mask.numpy()] > 0).all()
     assert got.engine == "reference" and got.path_norm_sq is None
+
+
+def test_rollouts_longer_than_a_block_keep_one_running_sum(make_model, make_sample, explicit_scores):
+    length = 2 * BLOCK + 7
+    tokens = torch.randint(17, (length,), generator=torch.Generator().manual_seed(4)).tolist()
+    batch = make_sample([tokens], [[0, 0, 0] + [1] * (length - 3)], "left", length=length + 2)
+    model = make_model("qwen3")
+    got = token_score_norms(model, *batch.args, batch.attention_mask, path=True)
+    scores = explicit_scores(model, batch)
+    rows = np.array([scores[key] for key in sorted(scores)])
+    sampled = batch.mask.numpy()
+    np.testing.assert_allclose(got.norm_sq[sampled], (rows**2).sum(-1), **CLOSE)
+    np.testing.assert_allclose(got.path_norm_sq[sampled], (rows.cumsum(0) ** 2).sum(-1), **CLOSE)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gpt2"])
@@ -121,6 +135,17 @@ def test_group_gradient_is_a_sum_over_rollouts_without_one_over_n(make_model, sa
     )
     one = weighted_score_norms(model, *[a[:1] for a in batch.args], weights[:1], batch.attention_mask[:1])
     np.testing.assert_allclose(gram[0, 0, 0, 0], 4 * one[0, 0], rtol=1e-9)
+
+
+def test_rows_of_zeros_cost_no_backward_pass(make_model, sample, monkeypatch):
+    model, batch = make_model("qwen3"), sample["left"]
+    weights = torch.zeros(5, 4, 12)
+    weights[2, 1], weights[3, 2] = 1.0, 1.0  # rollout 3 has no sampled token
+    calls, grad = [], torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or grad(*a, **k))
+    weighted_score_norms(model, *batch.args, weights, batch.attention_mask)
+    group_gradient_gram(model, *batch.args, weights, torch.arange(5), batch.attention_mask)
+    assert len(calls) == 2
 
 
 def test_padding_side_and_padding_ids_change_nothing(case, sample, make_sample):
@@ -279,3 +304,42 @@ def test_eager_attention_gives_the_same_norms(make_model, sample):
     model.set_attn_implementation("eager")
     eager = token_score_norms(model, *batch.args, batch.attention_mask).norm_sq
     np.testing.assert_allclose(eager, fused, rtol=1e-4)
+
+
+def test_rollouts_do_not_see_each_other(make_model, sample):
+    model, batch = make_model("gpt2"), sample["both"]
+    order = [4, 2, 0, 3, 1]
+    weights = torch.randn(5, 2, 12, generator=torch.Generator().manual_seed(6))
+    whole = token_score_norms(model, *batch.args, batch.attention_mask, path=True)
+    shuffled = token_score_norms(
+        model, batch.input_ids[order], batch.mask[order], batch.attention_mask[order], path=True
+    )
+    np.testing.assert_array_equal(shuffled.path_norm_sq, whole.path_norm_sq[order])
+    group = torch.tensor([1, 1, 0, 1, 0])
+    gram = group_gradient_gram(model, *batch.args, weights, group, batch.attention_mask)
+    again = group_gradient_gram(
+        model, batch.input_ids[order], batch.mask[order], weights[order], group[order], batch.attention_mask[order]
+    )
+    np.testing.assert_allclose(again, gram, rtol=1e-9)
+
+
+def test_what_follows_the_last_sampled_token_changes_nothing(make_model, sample):
+    model, batch = make_model("qwen2"), sample["right"]
+    ids = batch.input_ids[2:3, :8]
+    mask = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0]])
+    short = token_score_norms(model, ids[:, :4], mask[:, :4])
+    np.testing.assert_array_equal(token_score_norms(model, ids, mask).norm_sq[:, :4], short.norm_sq)
+
+
+def test_a_model_without_logits_to_keep_is_measured(make_model, sample):
+    class Plain(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, input_ids, attention_mask=None, use_cache=False):
+            return self.inner(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
+
+    model, batch = make_model("llama"), sample["left"]
+    got = token_score_norms(Plain(model), *batch.args, batch.attention_mask).norm_sq
+    np.testing.assert_allclose(got, token_score_norms(model, *batch.args, batch.attention_mask).norm_sq, rtol=1e-5)

@@ -1,0 +1,157 @@
+"""A full disk, a dead process: one sentence, and everything complete stays readable."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from otb_analysis.errors import StoreError
+from otb_analysis.store import RunStore, StepTables, runs_df
+
+REPOSITORY = Path(__file__).parents[2]
+
+WRITE = """
+import sys
+import numpy as np
+from otb_analysis.store import RunWriter, StepTables
+
+def tables(n):
+    rng = np.random.default_rng(0)
+    keys = {name: np.zeros(n, dtype=np.int64) for name in ("group", "rollout", "turn")}
+    return StepTables(tokens=keys | {"t": np.arange(n), "logprob": rng.normal(size=n)}, steps={"n_tokens": n})
+"""
+
+FULL = """
+import resource, signal
+from otb_analysis.errors import StoreError
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+writer = RunWriter.create(sys.argv[1], "demo", {})
+writer.write_step(0, tables(100))
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    writer.write_step(1, tables(100_000))
+except StoreError as error:
+    print(error)
+    writer.finish("failed", str(error))
+"""
+
+ENDLESS = """
+writer = RunWriter.create(sys.argv[1], "demo", {})
+for step in range(100_000):
+    writer.write_step(step, tables(20_000))
+    print(step, flush=True)
+"""
+
+
+def command(script, root):
+    return [sys.executable, "-c", textwrap.dedent(WRITE + script), str(root)]
+
+
+def environment():
+    return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
+def files(root):
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+
+
+def test_system_that_refuses_to_write_more_leaves_the_earlier_step_and_a_sentence(tmp_path):
+    done = subprocess.run(command(FULL, tmp_path), env=environment(), capture_output=True, text=True, check=True)
+    (sentence,) = done.stdout.splitlines()
+    assert f"cannot write step 1 to {tmp_path / 'demo'} (File too large)" in sentence
+    assert "steps up to 0 are complete and readable" in sentence
+    store = RunStore(tmp_path / "demo")
+    assert len(store.tokens_df()) == 100
+    assert store.info["status"] == "failed"
+    assert files(tmp_path / "demo") == ["run.json", "steps/part-00000000-r0.parquet", "tokens/part-00000000-r0.parquet"]
+
+
+@pytest.mark.parametrize("full_at", ["tokens", "rollouts", "steps"])
+def test_disk_full_in_any_table_removes_the_whole_step(writer, tables, monkeypatch, full_at):
+    writer.write_step(0, tables(0))
+    before = files(writer.path)
+    _fill_disk_at(monkeypatch, full_at)
+    with pytest.raises(StoreError, match=r"No space left on device.*steps up to 0 are complete") as caught:
+        writer.write_step(1, tables(1))
+    assert "\n" not in str(caught.value)
+    assert files(writer.path) == before
+    monkeypatch.undo()
+    writer.write_step(1, tables(1))
+    assert RunStore(writer.path).complete_steps() == [0, 1]
+
+
+def test_disk_full_at_the_first_step_says_that_nothing_was_written(writer, tables, monkeypatch):
+    _fill_disk_at(monkeypatch, "tokens")
+    with pytest.raises(StoreError, match="no earlier step was written"):
+        writer.write_step(0, tables(0))
+
+
+def test_disk_full_at_the_end_keeps_run_json_and_steps(writer, tables, monkeypatch):
+    writer.write_step(0, tables(0))
+    monkeypatch.setattr(os, "fsync", _no_space)
+    with pytest.raises(StoreError, match=r"cannot record in .* that the run is complete \(No space left on device\)"):
+        writer.finish()
+    monkeypatch.undo()
+    store = RunStore(writer.path)
+    assert store.info["status"] == "running"
+    assert len(store.steps_df()) == 1
+    assert not [name for name in files(writer.path) if "tmp" in name]
+
+
+def test_room_is_set_aside_until_the_run_ends(writer):
+    assert (writer.path / ".reserve").stat().st_size > (writer.path / "run.json").stat().st_size
+    writer.finish()
+    assert files(writer.path) == ["run.json"]
+
+
+def test_interrupt_in_the_middle_of_a_part_leaves_no_temporary_file(writer, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("otb_analysis.store.writer.pq.write_table", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.write_step(0, StepTables(steps={"loss": 1.0}))
+    assert files(writer.path) == [".reserve", "run.json"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.005, 0.011])
+def test_process_killed_in_the_middle_of_writing_leaves_a_readable_run(tmp_path, seconds):
+    with subprocess.Popen(command(ENDLESS, tmp_path), env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        printed = [int(process.stdout.readline()) for _ in range(4)]
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+        printed += [int(line) for line in process.stdout if line.endswith("\n")]
+    store = RunStore(tmp_path / "demo")
+    steps = store.complete_steps()
+    # The process may die between a step's last rename and its line.
+    assert steps in (printed, [*printed, len(printed)])
+    counts = store.sql("SELECT step, count(*) AS n FROM tokens GROUP BY step ORDER BY step")
+    assert counts["step"].tolist() == steps
+    assert (counts["n"] == 20_000).all()
+    assert runs_df(tmp_path)["n_steps"].tolist() == [len(steps)]
+
+
+def _no_space(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _fill_disk_at(monkeypatch, table):
+    """Make the disk full in the middle of one table's part: some bytes arrive, then the error."""
+    import pyarrow.parquet as pq
+
+    real = pq.write_table
+
+    def write_table(rows, file, **options):
+        if f"/{table}/" in file.name:
+            file.write(b"PAR1 and then no more")
+            _no_space()
+        real(rows, file, **options)
+
+    monkeypatch.setattr("otb_analysis.store.writer.pq.write_table", write_table)

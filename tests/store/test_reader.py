@@ -1,0 +1,235 @@
+"""Readers: pruning, SQL that can change nothing and reach nothing, and files of every age and state."""
+
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from otb_analysis.errors import InputError, StoreError
+from otb_analysis.store import RunStore, RunWriter, StepTables
+
+
+@pytest.fixture
+def store(writer, tables):
+    for step in range(3):
+        writer.write_step(step, tables(step))
+    return RunStore(writer.path)
+
+
+def rewrite(store, table, step, change):
+    """Replace one part by what `change` makes of it, as an older or foreign writer would have left it."""
+    path = store.path / table / f"part-{step:08d}-r0.parquet"
+    pq.write_table(change(pq.read_table(path)), path)
+    return path
+
+
+def test_steps_columns_and_condition_narrow_the_answer(store):
+    frame = store.tokens_df(steps=[2, 1, 99], columns=["t", "step"], where="t >= ? AND mask", params=[2])
+    assert list(frame.columns) == ["t", "step"]
+    # Rollout 0 has tokens 0–2 and rollout 3 tokens 0–3: three tokens with t ≥ 2 in each step.
+    assert frame["step"].tolist() == [1, 1, 1, 2, 2, 2]
+    assert frame["t"].tolist() == [2, 2, 3] * 2
+
+
+def test_every_table_has_a_frame_and_a_view(store):
+    assert len(store.rollouts_df()) == 12
+    assert len(store.steps_df()) == 3
+    assert store.gradients_df().empty and store.grams_df().empty
+    answer = store.sql("SELECT r.step, count(*) AS n FROM rollouts r JOIN tokens USING (step, rollout) GROUP BY ALL")
+    assert answer["n"].tolist() == [10, 10, 10]
+
+
+def test_parameters_are_values_never_sql(store):
+    assert store.tokens_df(where="token = $token", params={"token": "x' OR true --"}).empty
+
+
+def test_unknown_column_names_the_nearest(store):
+    with pytest.raises(InputError, match="tokens has no column 'grad_norm'; did you mean 'grad_norm_sq'"):
+        store.tokens_df(columns=["grad_norm"])
+    with pytest.raises(InputError, match=r'"los" not found.*Candidate bindings: "loss"'):
+        store.sql("SELECT los FROM steps")
+
+
+def test_unknown_run_names_the_nearest(tmp_path, writer):
+    with pytest.raises(InputError, match=r"there is no run 'dmeo' in .*; did you mean 'demo'"):
+        RunStore(tmp_path / "dmeo")
+    with pytest.raises(InputError, match="there are no runs"):
+        RunStore(tmp_path / "nowhere" / "demo")
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "COPY tokens TO '{run}/out.csv'",
+        "ATTACH '{run}/new.db'",
+        "DELETE FROM tokens",
+        "DROP VIEW tokens",
+        "CREATE TABLE mine AS SELECT 1",
+        "INSERT INTO tokens VALUES (1)",
+        "SET memory_limit='64GB'",
+        "PRAGMA enable_profiling",
+        "INSTALL httpfs",
+        "EXPLAIN ANALYZE COPY tokens TO '{run}/out.csv'",
+        "SELECT 1; DROP VIEW tokens",
+        "SELECT 1; SELECT 2",
+        "",
+        "-- nothing",
+        "SELECT * FROM read_csv('/etc/passwd')",
+        "SELECT * FROM read_text('{root}/demonstration/run.json')",
+        "SELECT * FROM '{root}/demonstration/run.json'",
+        "SELECT * FROM glob('/*')",
+        "SELECT * FROM read_csv('https://example.org/x.csv')",
+        "SELECT * FROM secret_frame, tokens",
+        "SELECT * FROM query('DROP VIEW tokens')",
+        "selec",
+    ],
+)
+def test_query_that_is_more_than_reading_this_run_is_refused(tmp_path, store, query):
+    secret_frame = store.steps_df()
+    RunWriter.create(tmp_path, "demonstration", {})
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError) as caught:
+        store.sql(query.format(run=store.path, root=tmp_path))
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert len(store.steps_df()) == len(secret_frame)
+
+
+@pytest.mark.parametrize("where", ["true; DROP VIEW tokens", "true); DROP VIEW tokens --", "t = 'x'", "nowhere"])
+def test_condition_that_is_none_is_refused(store, where):
+    with pytest.raises(InputError):
+        store.tokens_df(columns=["t"], where=where)
+    assert len(store.tokens_df(where="true -- a comment")) == 30
+
+
+def test_describe_is_reading(store):
+    assert "grad_norm_sq" in store.sql("DESCRIBE tokens")["column_name"].tolist()
+
+
+def test_step_without_its_steps_part_is_invisible(store, writer, tables):
+    writer.write_step(3, tables(3))
+    (store.path / "steps" / "part-00000003-r0.parquet").unlink()
+    assert store.complete_steps() == [0, 1, 2]
+    assert store.tokens_df()["step"].max() == 2
+    assert store.sql("SELECT max(step) AS step FROM rollouts")["step"].tolist() == [2]
+
+
+def test_temporary_and_foreign_files_are_ignored(store):
+    for name in (".part-00000001-r0.parquet.77.tmp", "notes.txt", "part-1.parquet.bak"):
+        (store.path / "steps" / name).write_bytes(b"half")
+    assert len(store.steps_df()) == 3
+
+
+def test_all_ranks_of_a_step_are_read(tmp_path, store, tables):
+    RunWriter.create(tmp_path, "demo", {}, rank=1).write_step(1, tables(1))
+    assert store.tokens_df()["step"].value_counts().to_dict() == {0: 10, 1: 20, 2: 10}
+    assert len(store.steps_df()) == 3
+
+
+def test_step_written_again_replaces_the_old_one(store, writer):
+    writer.write_step(1, StepTables(steps={"loss": 7.0}))
+    assert store.tokens_df()["step"].unique().tolist() == [0, 2]
+    assert store.steps_df(steps=[1])["loss"].tolist() == [7.0]
+
+
+def test_new_steps_and_columns_are_seen_by_an_open_reader(store, writer):
+    assert len(store.sql("SELECT * FROM steps")) == 3
+    writer.write_step(3, StepTables(steps={"reward_format": 1.0}))
+    assert store.sql("SELECT reward_format FROM steps")["reward_format"].tolist()[3] == 1.0
+
+
+def test_file_without_a_measurement_column_reads_as_null(store):
+    rewrite(store, "tokens", 0, lambda t: t.drop_columns(["energy_proxy", "value"]))
+    for step in (1, 2):
+        rewrite(store, "tokens", step, lambda t: t.drop_columns(["value"]))
+    frame = store.tokens_df()
+    assert frame["energy_proxy"].isna().tolist() == [True] * 10 + [False] * 20
+    assert frame["value"].isna().all() and frame["value"].dtype == np.float32
+
+
+def test_file_without_a_key_column_is_named(store):
+    path = rewrite(store, "tokens", 1, lambda t: t.drop_columns(["turn"]))
+    with pytest.raises(StoreError, match=f"{path.name} has no key column 'turn'"):
+        store.tokens_df()
+    with pytest.raises(StoreError, match="key column 'turn'"):
+        store.sql("SELECT 1 FROM tokens")
+    assert len(store.tokens_df(steps=[2])) == 10
+
+
+def test_older_file_with_a_narrower_type_is_read_in_todays(store):
+    narrow = pa.field("t", pa.int16())
+    rewrite(store, "tokens", 0, lambda t: t.set_column(t.column_names.index("t"), narrow, t["t"].cast(pa.int16())))
+    assert store.tokens_df()["t"].dtype == np.int64
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "flipped"])
+def test_broken_file_is_named_and_the_rest_stays_readable(store, damage):
+    path = store.path / "tokens" / "part-00000001-r0.parquet"
+    whole = path.read_bytes()
+    wrong = {"empty": b"", "truncated": whole[: len(whole) // 2], "flipped": whole[:20] + b"\xff" * 400 + whole[420:]}
+    path.write_bytes(wrong[damage])
+    for read in (store.tokens_df, lambda: store.sql("SELECT * FROM tokens")):
+        with pytest.raises(StoreError, match=rf"{path.name} is broken \(.*\); delete it to read the rest") as caught:
+            read()
+        assert "\n" not in str(caught.value)
+    assert len(store.steps_df()) == 3
+    assert len(store.tokens_df(steps=[0, 2])) == 20
+
+
+def test_names_with_signs_of_sql_and_globs_are_only_names(tmp_path, tables):
+    root = tmp_path / "it's" / "a=b[1]*"
+    writer = RunWriter.create(root, "run=1", {})
+    writer.write_step(0, tables(0))
+    store = RunStore(writer.path)
+    assert len(store.tokens_df()) == 10
+    assert "a" not in store.steps_df().columns
+
+
+def test_relative_paths_are_fine(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(RunStore("demo").steps_df()) == 3
+    assert len(RunStore("../" + tmp_path.name + "/demo").steps_df()) == 3
+
+
+def test_token_text_is_only_text(writer):
+    text = ["<script>alert(1)</script>", "\x00\n\t", "🔬", "'; DROP TABLE tokens", ""]
+    n = len(text)
+    keys = {"group": [0] * n, "rollout": [0] * n, "turn": [0] * n, "t": range(n)}
+    writer.write_step(0, StepTables(tokens=keys | {"token": text}))
+    assert RunStore(writer.path).tokens_df()["token"].tolist() == text
+
+
+def test_memory_limit_that_is_no_amount_is_refused(store):
+    with pytest.raises(InputError, match="memory_limit is 'lots'; pass an amount"):
+        RunStore(store.path, memory_limit="lots")
+
+
+def test_answer_beyond_the_memory_limit_is_a_sentence(store):
+    small = RunStore(store.path, memory_limit="16MB")
+    with pytest.raises(StoreError, match="needs more memory than allowed"):
+        small.sql("SELECT list(a.range) FROM range(10000000) a GROUP BY a.range % 3")
+
+
+def test_threads_share_a_store_while_a_writer_adds_steps(store, writer, tables):
+    failures, stop = [], threading.Event()
+
+    def read():
+        while not stop.is_set():
+            counts = store.sql(
+                "SELECT s.step, count(t.t) AS n FROM steps s LEFT JOIN tokens t USING (step) GROUP BY ALL"
+            )
+            if (counts["n"] != 10).any() or len(counts) < 3:
+                failures.append(counts)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for step in range(3, 40):
+        writer.write_step(step, tables(step))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(store.steps_df()) == 40
