@@ -1,0 +1,197 @@
+"""The derailment process: one mistake leads into a noisy state that pays nothing.
+
+Two states, T tokens, V = 4, tabular parameters indexed by (t, state), so scores at different positions are orthogonal
+and the logit-space proxy is the exact energy. *On* (start): token 0 with probability 1 − m stays on, each other one
+with m/3 switches *off*. *Off*: tokens 0, 1, 2 with (.4, .3, .3)(1 − r) stay off, token 3 with r switches back on.
+R = 1 with probability q if on at the end, else 0. Everything below is exact by dynamic programming but `sample`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from otb_analysis.types import EstimatorInputs, Float
+
+ON, OFF = 0, 1
+
+
+@dataclass(frozen=True)
+class Derailment:
+    """The process and its exact population quantities.
+
+    Attributes:
+        horizon: T.
+        mistake: m, probability of leaving *on* at each token; .7/64 gives J ≈ .50.
+        recovery: r.
+        pay: q.
+    """
+
+    horizon: int = 64
+    mistake: float = 0.7 / 64
+    recovery: float = 0.005
+    pay: float = 0.9
+
+    @cached_property
+    def policy(self) -> Float:
+        """π(y | state) [2, 4]."""
+        m, r = self.mistake, self.recovery
+        return np.array([[1 - m, m / 3, m / 3, m / 3], [0.4 * (1 - r), 0.3 * (1 - r), 0.3 * (1 - r), r]])
+
+    @property
+    def follows(self) -> np.ndarray:
+        """State after each token [2, 4]."""
+        return np.array([[ON, OFF, OFF, OFF], [OFF, OFF, OFF, ON]])
+
+    @cached_property
+    def score(self) -> Float:
+        """e_y − π in the slot of (t, state): [2, 4, 4], last axis the logits."""
+        return np.eye(4)[None] - self.policy[:, None, :]
+
+    @cached_property
+    def energy(self) -> Float:
+        """w(y | state) = ‖e_y − π‖² [2, 4]."""
+        return (self.score**2).sum(axis=2)
+
+    @cached_property
+    def step(self) -> Float:
+        """P(next state | state) [2, 2]."""
+        return np.stack([(self.policy * (self.follows == s)).sum(axis=1) for s in (ON, OFF)], axis=1)
+
+    @cached_property
+    def occupancy(self) -> Float:
+        """P(state before token t) [T, 2]."""
+        out = np.zeros((self.horizon, 2))
+        out[0, ON] = 1.0
+        for t in range(1, self.horizon):
+            out[t] = out[t - 1] @ self.step
+        return out
+
+    @cached_property
+    def value(self) -> Float:
+        """E[R | state before token t] [T + 1, 2]; row T is the end."""
+        out = np.zeros((self.horizon + 1, 2))
+        out[-1, ON] = self.pay
+        for t in range(self.horizon - 1, -1, -1):
+            out[t] = self.step @ out[t + 1]
+        return out
+
+    @property
+    def success(self) -> float:
+        """J = E R."""
+        return float(self.value[0, ON])
+
+    @cached_property
+    def reward_after(self) -> Float:
+        """E[R | state before t, token] [T, 2, 4]."""
+        return self.value[1:][:, self.follows]
+
+    @cached_property
+    def gradient(self) -> Float:
+        """∇J [T·2·4], the slot of (t, state, logit)."""
+        weight = self.occupancy[:, :, None] * self.policy * self.reward_after
+        return np.einsum("tsy,syv->tsv", weight, self.score).reshape(-1)
+
+    @cached_property
+    def realized(self) -> Float:
+        """E[W_t; state after token t] [T, 2]."""
+        out = np.zeros((self.horizon, 2))
+        carried = np.zeros(2)
+        for t in range(self.horizon):
+            gained = self.occupancy[t][:, None] * self.policy * self.energy
+            carried = carried @ self.step + np.array([gained[self.follows == s].sum() for s in (ON, OFF)])
+            out[t] = carried
+        return out
+
+    def baseline(self, name: str) -> Float:
+        """Return a population baseline as a function of position and state.
+
+        Args:
+            name: none, group_mean, value, sequence_optimal, otb, token_optimal or prefix (the best function of the
+                prefix, E[w_t R | state]/E[w_t | state]).
+
+        Returns:
+            B [T, 2].
+        """
+        weighted = self.policy * self.energy
+        alone = (weighted * self.reward_after).sum(axis=2)  # E[w_t R | state before t]
+        mean_energy = weighted.sum(axis=1)
+        state_free = {
+            "none": lambda: np.zeros(self.horizon),
+            "group_mean": lambda: np.full(self.horizon, self.success),
+            "sequence_optimal": lambda: np.full(
+                self.horizon, (self.realized[-1] @ self.value[-1]) / self.realized[-1].sum()
+            ),
+            "otb": lambda: (self.realized * self.value[1:]).sum(axis=1) / self.realized.sum(axis=1),
+            "token_optimal": lambda: (self.occupancy * alone).sum(axis=1) / (self.occupancy @ mean_energy),
+        }
+        if name == "value":
+            return self.value[:-1]
+        if name == "prefix":
+            return alone / mean_energy
+        return np.repeat(state_free[name]()[:, None], 2, axis=1)
+
+    def variance(self, baseline: Float) -> float:
+        """Return the exact variance of one rollout's gradient.
+
+        Σ_t E[w_t (R − B_t)²] − ‖∇J‖², positions being orthogonal; R² = R.
+
+        Args:
+            baseline: B [T, 2].
+        """
+        b = baseline[:, :, None]
+        squared = self.reward_after * (1 - 2 * b) + b**2
+        weight = self.occupancy[:, :, None] * self.policy * self.energy
+        return float((weight * squared).sum() - self.gradient @ self.gradient)
+
+    def sample(self, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, Float]:
+        """Draw rollouts.
+
+        Args:
+            n: How many.
+            rng: Source of randomness.
+
+        Returns:
+            State before each token [n, T], tokens [n, T], rewards [n].
+        """
+        cumulative = np.cumsum(self.policy, axis=1)
+        state = np.zeros((n, self.horizon), np.int64)
+        token = np.zeros((n, self.horizon), np.int64)
+        now = np.zeros(n, np.int64)
+        for t in range(self.horizon):
+            state[:, t] = now
+            drawn = (rng.random(n)[:, None] > cumulative[now]).sum(axis=1)
+            token[:, t] = np.minimum(drawn, 3)
+            now = self.follows[now, token[:, t]]
+        return state, token, ((now == ON) & (rng.random(n) < self.pay)).astype(np.float64)
+
+    def inputs(self, state: np.ndarray, token: np.ndarray, reward: Float, n: int) -> EstimatorInputs:
+        """Return estimator inputs for sampled rollouts in groups of n.
+
+        Args:
+            state: State before each token [N, T].
+            token: Tokens [N, T].
+            reward: Terminal rewards [N].
+            n: Rollouts per group.
+        """
+        paid = np.zeros(state.shape)
+        paid[:, -1] = reward
+        group = np.arange(len(reward)) // n
+        return EstimatorInputs(paid, np.ones(state.shape, bool), group, energy=self.energy[state, token])
+
+    def group_gradients(self, state: np.ndarray, token: np.ndarray, advantage: Float, n: int) -> Float:
+        """Return ḡ of each group of n consecutive rollouts, [N/n, T·2·4].
+
+        Args:
+            state: State before each token [N, T].
+            token: Tokens [N, T].
+            advantage: A [N, T].
+            n: Rollouts per group.
+        """
+        groups = len(state) // n
+        scaled = advantage[:, :, None] * self.score[state, token] / n
+        out = np.zeros((groups, self.horizon, 2, 4))
+        for s in (ON, OFF):
+            part = np.where((state == s)[:, :, None], scaled, 0.0)
+            out[:, :, s] = part.reshape(groups, n, self.horizon, 4).sum(axis=1)
+        return out.reshape(groups, -1)

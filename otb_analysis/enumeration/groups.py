@@ -1,0 +1,97 @@
+"""Groups of N rollouts: every multiset of completions with its probability, through the public `estimate`."""
+
+from dataclasses import replace
+from itertools import combinations_with_replacement
+from math import comb, factorial
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from otb_analysis.enumeration.moments import Moments, weighted_moments
+from otb_analysis.enumeration.population import position_optimum, values
+from otb_analysis.enumeration.trees import Tree
+from otb_analysis.errors import InputError
+from otb_analysis.estimators import ESTIMATORS, estimate
+from otb_analysis.types import Float, Int
+
+MOST_GROUPS = 200_000
+
+
+def multisets(tree: Tree, n: int) -> tuple[Int, Float]:
+    """Return every group of n rollouts up to order, with its probability.
+
+    P = N!/Π_k c_k! · Π_k p_k^{c_k}: no estimator depends on the order of a group.
+
+    Args:
+        tree: The policy.
+        n: N rollouts per group.
+
+    Returns:
+        Completions of each group [K, N] and probabilities [K].
+
+    Raises:
+        InputError: There are too many groups to enumerate.
+    """
+    size = comb(len(tree.prob) + n - 1, n)
+    if size > MOST_GROUPS:
+        raise InputError(
+            f"{len(tree.prob)} completions in groups of {n} make {size} groups but at most {MOST_GROUPS} are "
+            "enumerated; take a smaller tree or group."
+        )
+    members = np.array(list(combinations_with_replacement(range(len(tree.prob)), n)), np.int64).reshape(-1, n)
+    repeats = np.ones(members.shape)  # 1, 2, 3, … along equal neighbours, so the product is Π c_k!
+    for k in range(1, n):
+        repeats[:, k] = np.where(members[:, k] == members[:, k - 1], repeats[:, k - 1] + 1, 1)
+    return members, factorial(n) / repeats.prod(axis=1) * tree.prob[members].prod(axis=1)
+
+
+def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, source: str = "exact") -> Float:
+    """Return ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t} of each group; off-policy each score carries its token's ratio.
+
+    Args:
+        name: A key of `ESTIMATORS`; a batch-coupled one sees each group as a batch of its own.
+        tree: The policy.
+        members: Completions of each group [K, N].
+        options: Options of the estimator.
+        source: `exact` or `proxy` energies.
+
+    Returns:
+        Gradients [K, D].
+    """
+    k, n = members.shape
+    advantage = _advantage(name, tree, members, options, source) * tree.ratio[members.reshape(-1)]
+    t = tree.mask.shape[1]
+    column = (members.reshape(k, n, 1) * t + np.arange(t)).reshape(-1)
+    coefficient = csr_array(
+        (advantage.reshape(-1) / n, column, np.arange(k + 1) * (n * t)), shape=(k, len(tree.prob) * t)
+    )
+    return coefficient @ tree.score.reshape(-1, tree.score.shape[2])
+
+
+def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: str = "exact") -> Moments:
+    """Return the exact moments of an estimator's group gradient.
+
+    Args:
+        name: A key of `ESTIMATORS`.
+        tree: The policy.
+        n: N rollouts per group.
+        options: Options of the estimator.
+        source: `exact` or `proxy` energies.
+    """
+    members, prob = multisets(tree, n)
+    return weighted_moments(group_gradients(name, tree, members, options, source), prob, tree.gradient, n)
+
+
+def _advantage(name: str, tree: Tree, members: Int, options: Any, source: str) -> Float:
+    rows = members.reshape(-1)
+    group = np.repeat(np.arange(len(members)), members.shape[1])
+    inputs = tree.inputs(rows, group, source)
+    optimum = np.broadcast_to(position_optimum(tree), tree.mask.shape)
+    inputs = replace(inputs, value=values(tree)[rows], position_baseline=optimum[rows])
+    if not ESTIMATORS[name].batch_coupled:
+        return estimate(name, inputs, options).advantage
+    parts = [
+        estimate(name, tree.inputs(one, np.zeros(len(one), np.int64), source), options).advantage for one in members
+    ]
+    return np.concatenate(parts)

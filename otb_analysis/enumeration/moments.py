@@ -1,0 +1,79 @@
+"""Mean and variance of a gradient estimate against the true gradient, and the measures that follow from them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from otb_analysis.types import Float
+
+
+@dataclass(frozen=True)
+class Moments:
+    """First two moments of one prompt's group gradient ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t}.
+
+    Attributes:
+        mean: m = E ḡ [D].
+        variance: V = tr Cov(ḡ) = E‖ḡ‖² − ‖m‖².
+        gradient: ∇J [D].
+        n: N rollouts per group.
+    """
+
+    mean: Float
+    variance: float
+    gradient: Float
+    n: int
+
+    @property
+    def relative_bias(self) -> float:
+        """‖m − ∇J‖ / ‖∇J‖."""
+        return float(np.linalg.norm(self.mean - self.gradient) / np.linalg.norm(self.gradient))
+
+    @property
+    def projection(self) -> float:
+        """C = ⟨m, ∇J⟩ / ‖∇J‖²: the step taken along the gradient, 1 when unbiased."""
+        return float(self.mean @ self.gradient / (self.gradient @ self.gradient))
+
+    @property
+    def n_variance(self) -> float:
+        """N·V, comparable between group sizes."""
+        return self.n * self.variance
+
+    @property
+    def sf(self) -> float:
+        """SF = V / c²: variance at equal progress."""
+        return self.variance / self.projection**2
+
+    def efficiency(self, prompts: float) -> float:
+        """Return the share of an update of P prompts that points along ∇J.
+
+        ⟨m, ∇J⟩² / (‖∇J‖² (‖m‖² + V/P)) ∈ [0, 1].
+
+        Args:
+            prompts: P.
+        """
+        along = (self.mean @ self.gradient) ** 2 / (self.gradient @ self.gradient)
+        return float(along / (self.mean @ self.mean + self.variance / prompts))
+
+
+def weighted_moments(gradients: Float, prob: Float, gradient: Float, n: int) -> Moments:
+    """Return exact moments from all outcomes and their probabilities.
+
+    Args:
+        gradients: ḡ of each outcome [K, D].
+        prob: Probability of each outcome [K].
+        gradient: ∇J [D].
+        n: N rollouts per group.
+    """
+    mean = prob @ gradients
+    return Moments(mean, float(prob @ ((gradients - mean) ** 2).sum(axis=1)), gradient, n)
+
+
+def sampled_moments(gradients: Float, gradient: Float, n: int) -> Moments:
+    """Return moments estimated from independent groups (ddof 1).
+
+    Args:
+        gradients: ḡ of each group [K, D].
+        gradient: ∇J [D].
+        n: N rollouts per group.
+    """
+    return Moments(gradients.mean(axis=0), float(gradients.var(axis=0, ddof=1).sum()), gradient, n)

@@ -1,0 +1,184 @@
+"""Infinitely many rollouts: baselines as expectations, their exact variance, and the optimum they are measured by.
+
+Variance here is that of one rollout's ĝ = Σ_t ρ_t s_t (G_t − B_t) with a baseline that does not depend on it.
+"""
+
+import numpy as np
+
+from otb_analysis.arrays import Groups, masked
+from otb_analysis.energies import decayed_energy
+from otb_analysis.enumeration.moments import Moments, weighted_moments
+from otb_analysis.enumeration.trees import Tree
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.estimators.batch import Batch
+from otb_analysis.types import Float
+
+POPULATION = (
+    "none",
+    "group_mean",
+    "opo",
+    "classic_optimal",
+    "sequence_optimal",
+    "otb",
+    "otb_carry",
+    "token_optimal",
+    "energy_ema",
+    "position_optimal",
+    "value",
+)
+"""Entries with a limit of their own; leave-one-out forms share it, and so does every plain mean."""
+
+
+def population_baseline(name: str, tree: Tree, source: str = "exact", decay: float = 0.9) -> Float:
+    """Return what an entry's baseline becomes with infinitely many rollouts.
+
+    The sums of the entry turn into expectations: `otb` is E[W_t G_t; alive]/E[W_t; alive], and so on.
+
+    Args:
+        name: One of `POPULATION`.
+        tree: The policy.
+        source: `exact` or `proxy` energies.
+        decay: λ of `energy_ema`.
+
+    Returns:
+        B [M, T], zero outside the mask.
+
+    Raises:
+        InputError: The name has no population form of its own.
+    """
+    if name not in POPULATION:
+        raise InputError(f"{name!r} has no population form of its own; {nearest(name, POPULATION)}")
+    if name == "none":
+        return np.zeros(tree.mask.shape)
+    if name == "value":
+        return values(tree)
+    if name == "position_optimal":
+        return masked(np.broadcast_to(position_optimum(tree), tree.mask.shape), tree.mask)
+    batch = _batch(tree, source)
+    scalar = {
+        "group_mean": lambda: batch.present,
+        "opo": lambda: batch.length.astype(np.float64),
+        "classic_optimal": lambda: (tree.score.sum(axis=1) ** 2).sum(axis=1),
+        "sequence_optimal": lambda: batch.final,
+    }
+    if name in scalar:
+        weight = tree.prob * scalar[name]()
+        return masked(np.full(tree.mask.shape, weight @ tree.total / weight.sum()), tree.mask)
+    carried = np.where(tree.mask, tree.returns, tree.total[:, None])
+    weight, paid = {
+        "otb": lambda: (batch.realized * tree.mask, tree.returns),
+        "otb_carry": lambda: (batch.realized, carried),
+        "token_optimal": lambda: (batch.weight, tree.returns),
+        "energy_ema": lambda: (decayed_energy(batch.weight, decay) * tree.mask, tree.returns),
+    }[name]()
+    return masked(np.broadcast_to(tree.expect(weight * paid) / tree.expect(weight), tree.mask.shape), tree.mask)
+
+
+def position_optimum(tree: Tree) -> Float:
+    """Return the variance-optimal constant of each position.
+
+    B_t* = E[ρ_t s_t · g] / E[ρ_t² ‖s_t‖²], g = Σ_k ρ_k s_k G_k; without ratios E[s_t · Σ_k s_k G_k] / E‖s_t‖².
+
+    Args:
+        tree: The policy.
+
+    Returns:
+        B* [T].
+    """
+    return tree.expect(_alignment(tree)) / tree.expect(tree.ratio**2 * tree.energy)
+
+
+def prefix_optimum(tree: Tree) -> Float:
+    """Return the variance-optimal function of the prefix.
+
+    b*(h) = E[s_t · g | h] / E[‖s_t‖² | h].
+
+    Args:
+        tree: The policy.
+
+    Returns:
+        b*(h_t) of each completion [M, T], zero outside the mask.
+    """
+    return _by_prefix(tree, _alignment(tree), tree.ratio**2 * tree.energy)
+
+
+def values(tree: Tree) -> Float:
+    """Return V(h_t) = E[G_t | h_t] under the sampling policy.
+
+    Args:
+        tree: The policy.
+
+    Returns:
+        V [M, T], zero outside the mask.
+    """
+    return _by_prefix(tree, tree.returns, np.ones(tree.mask.shape))
+
+
+def population_moments(tree: Tree, baseline: Float, ratio: Float | None = None) -> Moments:
+    """Return the exact moments of one rollout's gradient with a baseline that does not depend on that rollout.
+
+    Args:
+        tree: The policy.
+        baseline: B [T] or [M, T].
+        ratio: What multiplies each score, ρ or a truncation of it [M, T]; None means the exact token ratio.
+    """
+    factor = (tree.ratio if ratio is None else ratio) * (tree.returns - masked_rows(baseline, tree))
+    return weighted_moments(np.einsum("mt,mtd->md", factor, tree.score), tree.prob, tree.gradient, 1)
+
+
+def regret(tree: Tree, baseline: Float) -> float:
+    """Return what a position-dependent baseline costs in variance above the optimum.
+
+    Var(B) − Var(B*) = Σ_t E‖s_t‖² (B_t − B_t*)², exactly, since E[s_t·s_k] = 0 for t ≠ k.
+
+    Args:
+        tree: The policy.
+        baseline: B [T], or [M, T] constant over the completions alive at each position.
+    """
+    off = masked_rows(baseline, tree) - masked_rows(position_optimum(tree), tree)
+    return float(tree.expect(tree.ratio**2 * tree.energy * off**2).sum())
+
+
+def gap_closed(name: str, tree: Tree, source: str = "exact") -> float:
+    """Return the share of the gap from the mean to B* that an entry closes, 1 at the optimum, negative when worse.
+
+    Args:
+        name: One of `POPULATION` that is constant over completions.
+        tree: The policy.
+        source: `exact` or `proxy` energies.
+    """
+    return 1 - regret(tree, population_baseline(name, tree, source)) / regret(
+        tree, population_baseline("group_mean", tree)
+    )
+
+
+def masked_rows(baseline: Float, tree: Tree) -> Float:
+    """Return B as [M, T], zero outside the mask.
+
+    Args:
+        baseline: B [T] or [M, T].
+        tree: The policy.
+    """
+    return masked(np.broadcast_to(baseline, tree.mask.shape), tree.mask)
+
+
+def _alignment(tree: Tree) -> Float:
+    """ρ_t s_t · Σ_k ρ_k s_k G_k [M, T]."""
+    whole = np.einsum("mt,mtd->md", tree.ratio * tree.returns, tree.score)
+    return tree.ratio * np.einsum("mtd,md->mt", tree.score, whole)
+
+
+def _by_prefix(tree: Tree, numerator: Float, denominator: Float) -> Float:
+    """Conditional expectations given h_t: Σ p x / Σ p y over completions through the same prefix."""
+    prob = np.broadcast_to(tree.prob[:, None], tree.mask.shape)[tree.mask]
+    at = tree.prefix[tree.mask]
+    top, bottom = (np.bincount(at, prob * x[tree.mask]) for x in (numerator, denominator))
+    out = np.zeros(tree.mask.shape)
+    out[tree.mask] = (top / bottom)[at]
+    return out
+
+
+def _batch(tree: Tree, source: str) -> Batch:
+    energy = {"exact": tree.energy, "proxy": tree.proxy}[source]
+    whole = Groups.of(np.zeros(len(tree.prob), np.int64))
+    return Batch(tree.reward, tree.mask, whole, energy=energy, ratio=masked(tree.ratio, tree.mask))

@@ -1,0 +1,204 @@
+"""All completions of a tiny softmax policy: probabilities, rewards and exact scores.
+
+Letters: M completions, T horizon, V vocabulary, H prefixes, D parameters. The policy is log-linear in its parameters,
+z(h, v) = φ(h, v)·θ: with one parameter per (prefix, token) it is tabular and no two positions share parameters; with
+fewer parameters than that, and random features φ, they do.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from scipy.special import log_softmax
+
+from otb_analysis.arrays import masked
+from otb_analysis.errors import InputError
+from otb_analysis.types import Bool, EstimatorInputs, Float, Int
+
+
+@dataclass(frozen=True)
+class TreeSpec:
+    """What to draw a random policy from.
+
+    Attributes:
+        vocabulary: V.
+        horizon: T, the longest completion.
+        shared: D random features shared by all prefixes, or None for a tabular policy.
+        end_token: True when token V − 1 ends the completion, so that lengths differ.
+        dense: True for a normal reward at every token; False for one terminal reward of 0 or 1.
+        scale: Standard deviation of the parameters.
+    """
+
+    vocabulary: int = 3
+    horizon: int = 4
+    shared: int | None = None
+    end_token: bool = False
+    dense: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Every completion of one prompt, with the probability of being *sampled*.
+
+    Attributes:
+        logprob: log π(y_t | h_t) [M, T], zero outside the mask.
+        mask: True at tokens of the completion [M, T].
+        prefix: Index of h_t [M, T], −1 outside the mask.
+        reward: Reward at each token [M, T].
+        score: s_t = ∇_θ log π(y_t | h_t) [M, T, D], zero outside the mask.
+        proxy: ‖e_y − π(·|h_t)‖² [M, T].
+        behavior_logprob: log-probability under the policy that samples [M, T]; the policy itself when on-policy.
+    """
+
+    logprob: Float
+    mask: Bool
+    prefix: Int
+    reward: Float
+    score: Float
+    proxy: Float
+    behavior_logprob: Float
+
+    @cached_property
+    def prob(self) -> Float:
+        """Probability with which each completion is sampled [M]."""
+        return np.exp(self.behavior_logprob.sum(axis=1))
+
+    @cached_property
+    def ratio(self) -> Float:
+        """ρ_t = π(y_t|h_t) / μ(y_t|h_t) [M, T], 1 on-policy."""
+        return np.exp(self.logprob - self.behavior_logprob)
+
+    @cached_property
+    def energy(self) -> Float:
+        """w_t = ‖s_t‖² [M, T]."""
+        return (self.score**2).sum(axis=2)
+
+    @cached_property
+    def returns(self) -> Float:
+        """G_t [M, T], zero outside the mask."""
+        return masked(np.cumsum(self.reward[:, ::-1], axis=1)[:, ::-1], self.mask)
+
+    @property
+    def total(self) -> Float:
+        """R [M]."""
+        return self.reward.sum(axis=1)
+
+    def expect(self, x: Float) -> Float:
+        """Return the expectation over completions of x [M, ...].
+
+        Args:
+            x: One value or array per completion.
+        """
+        return np.tensordot(self.prob, x, axes=1)
+
+    @cached_property
+    def gradient(self) -> Float:
+        """∇J [D], J = E_π R, whichever policy samples."""
+        weight = np.exp(self.logprob.sum(axis=1))
+        return np.einsum("m,mtd,mt->d", weight, self.score, self.returns)
+
+    @cached_property
+    def objective(self) -> float:
+        """J = E_π R: the success rate when rewards are 0 or 1."""
+        return float(np.exp(self.logprob.sum(axis=1)) @ self.total)
+
+    @property
+    def off_policy(self) -> bool:
+        """True when another policy samples."""
+        return self.behavior_logprob is not self.logprob
+
+    def inputs(self, rows: Int, group: Int, source: str = "exact") -> EstimatorInputs:
+        """Return estimator inputs for chosen completions, with every input that can be known exactly but the critic's.
+
+        Args:
+            rows: Completion of each rollout [N].
+            group: Group of each rollout [N].
+            source: `exact` for ‖s‖², `proxy` for the logit-space energy.
+        """
+        energy = {"exact": self.energy, "proxy": self.proxy}[source]
+        return EstimatorInputs(
+            reward=self.reward[rows],
+            mask=self.mask[rows],
+            group=group,
+            energy=energy[rows],
+            rollout_norm_sq=(self.score.sum(axis=1) ** 2).sum(axis=1)[rows],
+            ratio=self.ratio[rows] if self.off_policy else None,
+        )
+
+    def sampled_by(self, behavior: "Tree") -> "Tree":
+        """Return the same completions sampled by another policy over the same prefixes.
+
+        Args:
+            behavior: A tree of equal vocabulary, horizon and end token.
+        """
+        return replace(self, behavior_logprob=behavior.logprob)
+
+
+def random_tree(spec: TreeSpec, rng: np.random.Generator) -> Tree:
+    """Draw a policy and rewards, and enumerate its completions.
+
+    Args:
+        spec: What to draw from.
+        rng: Source of parameters, features and rewards.
+
+    Raises:
+        InputError: The tree has fewer than two completions or too many to enumerate.
+    """
+    if spec.vocabulary < 2 or not 1 <= spec.vocabulary**spec.horizon <= 10_000:
+        raise InputError(
+            f"vocabulary {spec.vocabulary} and horizon {spec.horizon} give {spec.vocabulary**spec.horizon} completions;"
+            " choose a vocabulary of at least 2 and at most 10000 completions."
+        )
+    token, prefix, mask = _completions(spec)
+    n_prefixes = int(prefix.max()) + 1
+    features = _features(spec, n_prefixes, rng)
+    theta = rng.normal(scale=spec.scale, size=features.shape[2])
+    log_pi = log_softmax(features @ theta, axis=1)
+    pi = np.exp(log_pi)
+    score_of = features - np.einsum("hv,hvd->hd", pi, features)[:, None, :]
+    proxy_of = (pi**2).sum(axis=1, keepdims=True) - 2 * pi + 1
+    at = (prefix, token)
+    logprob = masked(log_pi[at], mask)
+    return Tree(
+        logprob=logprob,
+        mask=mask,
+        prefix=np.where(mask, prefix, -1),
+        reward=_rewards(spec, mask, at, (n_prefixes, spec.vocabulary), rng),
+        score=np.where(mask[:, :, None], score_of[at], 0.0),
+        proxy=masked(proxy_of[at], mask),
+        behavior_logprob=logprob,
+    )
+
+
+def _completions(spec: TreeSpec) -> tuple[Int, Int, Bool]:
+    """Tokens, prefix numbers and mask of every completion [M, T]; −1 marks what comes after the end."""
+    v, t = spec.vocabulary, spec.horizon
+    token = np.stack(np.unravel_index(np.arange(v**t), (v,) * t), axis=1)
+    if spec.end_token:
+        ended = np.cumsum(token == v - 1, axis=1) - (token == v - 1) > 0
+        token = np.unique(np.where(ended, -1, token), axis=0)
+    mask = token >= 0
+    history = [tuple(row[:k]) if row[k] >= 0 else None for row in token for k in range(t)]
+    number = {h: i for i, h in enumerate(sorted({h for h in history if h is not None}))}
+    return token, np.array([-1 if h is None else number[h] for h in history]).reshape(token.shape), mask
+
+
+def _features(spec: TreeSpec, n_prefixes: int, rng: np.random.Generator) -> Float:
+    """φ [H, V, D]: one-hot in (prefix, token) when tabular, normal when shared."""
+    if spec.shared is None:
+        d = n_prefixes * spec.vocabulary
+        return np.eye(d).reshape(n_prefixes, spec.vocabulary, d)
+    return rng.normal(size=(n_prefixes, spec.vocabulary, spec.shared)) / np.sqrt(spec.shared)
+
+
+def _rewards(
+    spec: TreeSpec, mask: Bool, at: tuple[Int, Int], shape: tuple[int, int], rng: np.random.Generator
+) -> Float:
+    if spec.dense:
+        return masked(rng.normal(size=shape)[at], mask)
+    n = len(mask)
+    success = rng.permutation(np.arange(n) < rng.integers(max(n // 4, 1), max(n - n // 4, 2)))
+    reward = np.zeros(mask.shape)
+    reward[np.arange(n), mask.sum(axis=1) - 1] = success
+    return reward
