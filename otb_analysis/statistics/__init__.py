@@ -4,6 +4,7 @@ NumPy in, plain numbers out; a quantity that is undefined on the given data is N
 """
 
 from otb_analysis.statistics.cells import position_cells
+from otb_analysis.statistics.discoveries import Discovery, discoveries
 from otb_analysis.statistics.fidelity import Association, Fidelity, fidelity, realized_fidelity
 from otb_analysis.statistics.gradients import (
     GradientStatistics,
@@ -30,6 +31,7 @@ from otb_analysis.statistics.measures import (
     rollout_equivalents,
     sf,
 )
+from otb_analysis.statistics.noise import GradientNoise, NoiseScale, NormTest, gradient_noise, noise_scale, norm_test
 from otb_analysis.statistics.tail import pareto_k, top_share
 from otb_analysis.statistics.weights import WeightStatistics, weight_statistics
 from otb_analysis.types import Gram, Label
@@ -38,23 +40,31 @@ __all__ = [
     "MIN_CLUSTERS",
     "REFERENCE",
     "Association",
+    "Discovery",
     "Fidelity",
+    "GradientNoise",
     "GradientStatistics",
     "Gram",
     "Interval",
     "Label",
     "Moments",
+    "NoiseScale",
+    "NormTest",
     "PairedRatios",
     "WeightStatistics",
     "batch_variance",
     "cluster_bootstrap",
     "cluster_jackknife",
     "deleted_moments",
+    "discoveries",
     "efficiency",
     "fidelity",
+    "gradient_noise",
     "gradient_statistics",
     "jackknife_interval",
     "log_ratio_t",
+    "noise_scale",
+    "norm_test",
     "paired_ratios",
     "pareto_k",
     "pooled_statistics",

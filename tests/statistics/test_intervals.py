@@ -4,6 +4,7 @@ from scipy import stats
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import cluster_bootstrap, cluster_jackknife, jackknife_interval, log_ratio_t
+from otb_analysis.statistics.intervals import skew_corrected
 
 
 def mean(rows):
@@ -39,6 +40,38 @@ def test_log_scale_intervals_do_not_depend_on_the_unit():
     assert one is not None and one.low is not None and one.high is not None and thousand is not None
     assert (thousand.low, thousand.high) == pytest.approx((1000 * one.low, 1000 * one.high))
     assert one.low > 0
+
+
+def test_skewness_correction_inverts_halls_cubic():
+    influence = np.random.default_rng(4).exponential(size=20)
+    k, q = 20, np.array([2.0, -2.0])
+    skewness = stats.skew(influence, bias=False)
+    a = skewness / np.sqrt(k)
+    t = skew_corrected(q, influence)
+    assert t + a * t**2 / 3 + a**2 * t**3 / 27 + a / 6 == pytest.approx(q)
+    # Right-skewed data: the upper end, which uses the lower quantile, moves out and the lower end in.
+    assert t[1] < -2 and t[0] < 2
+
+
+def test_symmetric_data_need_no_skewness_correction():
+    symmetric = np.concatenate([np.arange(8.0), -np.arange(8.0)])
+    assert skew_corrected(np.array([2.0, -2.0]), symmetric) == pytest.approx([2, -2])
+    plain, skewed = (cluster_jackknife(symmetric[:, None], mean, "mean", "linear", s) for s in (False, True))
+    assert plain is not None and skewed is not None
+    assert (plain.low, plain.high) == pytest.approx((skewed.low, skewed.high))
+
+
+def test_a_heavy_upper_tail_moves_the_skewed_interval_up():
+    x = np.exp(np.random.default_rng(5).normal(size=(30, 1)))
+    plain, skewed = (cluster_jackknife(x, mean, "mean", "log", s) for s in (False, True))
+    assert plain is not None and skewed is not None
+    assert plain.low is not None and plain.high is not None and skewed.low is not None and skewed.high is not None
+    assert skewed.low > plain.low and skewed.high > plain.high
+
+
+def test_an_end_that_overflows_gives_a_point():
+    found = jackknife_interval(1.0, np.exp(np.linspace(-400, 400, 20)), "x")
+    assert found is not None and found.low is None
 
 
 def test_fifteen_clusters_give_a_point():
