@@ -43,8 +43,7 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
         NonFiniteError: A logit, reward, loss or gradient is not finite; complete steps stay readable.
     """
     trainer = Trainer.from_config(config, bar)
-    plain = {key: _plain(value) for key, value in asdict(config).items()}
-    writer = RunWriter.create(config.root, config.run_name, plain, if_exists=config.if_exists)
+    writer = RunWriter.create(config.root, config.run_name, plain_config(config), if_exists=config.if_exists)
     with _ending_recorded(writer):
         for step in range(config.optimize.steps):
             with _step_named(step):
@@ -139,6 +138,11 @@ def _numbers(run: str, tables: StepTables) -> str:
     """Return the numbers people watch."""
     s = tables.steps
     return f"{run}: reward {s['reward_mean']:.2f}, ‖ḡ‖ {s['grad_norm']:.1f}, entropy {s['entropy_mean'] or 0:.3f}"
+
+
+def plain_config(config: TrainConfig) -> dict[str, object]:
+    """Return a configuration as nested plain values, as run.json keeps it."""
+    return {key: _plain(value) for key, value in asdict(config).items()}
 
 
 def _plain(value: object) -> object:

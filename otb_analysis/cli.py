@@ -1,0 +1,224 @@
+"""`otb`: one command per job. `otb COMMAND --help` explains each field."""
+
+import os
+import subprocess
+import sys
+import tomllib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+from rich.console import Console
+
+from otb_analysis.config import TrainConfig
+from otb_analysis.errors import STOPS, InputError, nearest
+
+USAGE = """\
+otb – the gradient-variance microscope for LLM reinforcement learning
+
+  otb demo         train a small model twice with every measurement, compare, serve the dashboard
+  otb train        one instrumented training run        (--config FILE.toml, every field on the command line too)
+  otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
+  otb dashboard    serve the dashboard on a folder of runs, on loopback
+
+`otb COMMAND --help` explains itself.
+"""
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class DashboardConfig:
+    """Serve the dashboard on a folder of runs, on loopback only."""
+
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+    port: int = 8501
+    """Port to listen on."""
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Print learning, estimators and proxy fidelity of runs, side by side."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names of runs; all complete runs of the root when none is given."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; what the user can mend ends as one sentence on stderr and exit code 2, Ctrl-C as 130."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(USAGE)
+        sys.exit(0 if words else 2)
+    try:
+        if words[0] not in COMMANDS:
+            raise InputError(f"command {words[0]!r} does not exist; {nearest(words[0], COMMANDS)}")
+        COMMANDS[words[0]](words[1:])
+    except STOPS as error:
+        sys.stderr.write(f"otb: {error}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("otb: stopped; complete steps are kept.\n")
+        sys.exit(130)
+
+
+def train_command(words: Sequence[str]) -> None:
+    """Train one policy."""
+    words, file = _without_config(words)
+    default = TrainConfig() if file is None else from_toml(TrainConfig, file)
+    config = _parsed(TrainConfig, "train", words, default)
+    _quiet()
+    from otb_analysis.demo import progress_bars
+    from otb_analysis.training.loop import train
+
+    console = Console()
+    with progress_bars(console) as bars:
+        task = bars.add_task("starting", total=None)
+        path = train(config, lambda done, total, text: bars.update(task, completed=done, total=total, description=text))
+    console.print(f"{path} is complete; look at it with: otb compare {path.name} --root {path.parent}", soft_wrap=True)
+
+
+def demo_command(words: Sequence[str]) -> None:
+    """Train twice, compare, serve."""
+    from otb_analysis.demo import DemoConfig, run_demo
+
+    config = _parsed(DemoConfig, "demo", words, DemoConfig())
+    _quiet()
+    console = Console()
+    _print_comparison(run_demo(config, console), console)
+    if config.serve:
+        serve(DashboardConfig(config.root, config.port))
+    else:
+        console.print(f"Dashboard: otb dashboard --root {config.root}")
+
+
+def compare_command(words: Sequence[str]) -> None:
+    """Compare finished runs."""
+    from otb_analysis.store import runs_df
+
+    config = _parsed(CompareConfig, "compare", words, CompareConfig())
+    names = config.runs
+    if not names:
+        table = runs_df(config.root)
+        names = tuple(table.loc[table["status"] == "complete", "run"])
+    if not names:
+        raise InputError(f"{config.root} holds no complete run; make some with make demo or otb train.")
+    _print_comparison([config.root / name for name in names], Console())
+
+
+def dashboard_command(words: Sequence[str]) -> None:
+    """Serve the dashboard."""
+    serve(_parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
+
+
+def serve(config: DashboardConfig) -> None:
+    """Run Streamlit on the app until it is stopped.
+
+    Raises:
+        InputError: The app is not part of this installation, or Streamlit could not be started.
+    """
+    here = Path(__file__).parent
+    app = next((p for p in (here.parent / "app", here / "_app") if (p / "streamlit_app.py").is_file()), None)
+    if app is None:
+        raise InputError("the dashboard's files are missing from this installation; install otb-analysis again.")
+    sys.stdout.write(f"Dashboard: http://127.0.0.1:{config.port}  (Ctrl-C stops it)\n")
+    sys.stdout.flush()
+    command = [sys.executable, "-m", "streamlit", "run", str(app), "--server.port", str(config.port)]
+    command += ["--server.address", "127.0.0.1", "--browser.gatherUsageStats", "false", "--server.headless", "true"]
+    code = subprocess.call([*command, "--", "--root", str(config.root.resolve())], env=os.environ | {"PYTHONUTF8": "1"})
+    if code not in (0, -2, 130):
+        raise InputError(
+            f"the dashboard stopped with code {code}; is port {config.port} taken? Choose one with --port."
+        )
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "demo": demo_command,
+    "train": train_command,
+    "compare": compare_command,
+    "dashboard": dashboard_command,
+}
+
+
+def from_toml(kind: type[Config], file: Path) -> Config:
+    """Read a configuration; fields that the file leaves out keep their defaults.
+
+    Args:
+        kind: A configuration dataclass with defaults.
+        file: A TOML file whose tables are the nested dataclasses.
+
+    Raises:
+        InputError: The file cannot be read, names a field that does not exist, or holds a value of another type.
+    """
+    try:
+        values = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror}); pass an existing TOML file.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{file} is not valid TOML: {error}.") from error
+    return _filled(kind(), values, str(file))
+
+
+def _filled(default: Any, values: Mapping[str, Any], where: str) -> Any:
+    known = [field.name for field in fields(default)]
+    changes = {}
+    for name, value in values.items():
+        if name not in known:
+            raise InputError(f"{where} has no field {name!r}; {nearest(name, known)}")
+        old = getattr(default, name)
+        changes[name] = _converted(old, value, f"{where}: {name}")
+    return replace(default, **changes)
+
+
+def _converted(old: Any, value: Any, where: str) -> Any:
+    if is_dataclass(old) and isinstance(value, Mapping):
+        return _filled(old, value, where)
+    if isinstance(old, Path) and isinstance(value, str):
+        return Path(value)
+    if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(old, dict) and isinstance(value, Mapping):
+        return {key: str(item) for key, item in value.items()}
+    if type(value) is not type(old):
+        raise InputError(f"{where} is {value!r}; it must be of type {type(old).__name__}.")
+    return value
+
+
+def _without_config(words: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Take `--config FILE` out of the words."""
+    words = list(words)
+    for i, word in enumerate(words):
+        if word.startswith("--config="):
+            return [*words[:i], *words[i + 1 :]], Path(word.removeprefix("--config="))
+        if word == "--config":
+            if i + 1 == len(words):
+                raise InputError("--config needs a file; pass one, as in --config run.toml.")
+            return [*words[:i], *words[i + 2 :]], Path(words[i + 1])
+    return words, None
+
+
+def _parsed(kind: type[Config], command: str, words: Sequence[str], default: Config) -> Config:
+    return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=())
+
+
+def _print_comparison(paths: Sequence[Path], console: Console) -> None:
+    from otb_analysis.compare import comparison
+
+    for table in comparison(paths):
+        console.print()
+        console.print(table)
+
+
+def _quiet() -> None:
+    """Leave the terminal to our own bars."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", module="transformers")

@@ -1,0 +1,194 @@
+"""Runs side by side in the terminal: what they learned, every estimator on their rollouts, the proxy's fidelity."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from otb_analysis.arrays import masked
+from otb_analysis.energies import realized_energy
+from otb_analysis.errors import InputError
+from otb_analysis.statistics import (
+    Fidelity,
+    GradientStatistics,
+    Interval,
+    PairedRatios,
+    fidelity,
+    paired_ratios,
+    pooled_statistics,
+    position_cells,
+)
+from otb_analysis.store import RunStore
+from otb_analysis.types import Gram
+
+NOT_MEASURED = "–"
+CELLS_OF_A_STEP = 10**9
+"""Above every cell number within one step, so that cells of different steps differ."""
+
+
+def comparison(paths: Sequence[Path]) -> list[Table]:
+    """Return the tables that `otb demo` and `otb compare` print.
+
+    Args:
+        paths: Directories of runs.
+
+    Raises:
+        InputError: A run does not exist or has no complete step.
+        StoreError: A run cannot be read.
+    """
+    stores = [RunStore(path) for path in paths]
+    grams = [gram for store in stores for gram in measured_grams(store)]
+    tables = [learning_table(stores)]
+    if grams:
+        tables.append(estimator_table(grams))
+    measured = [table for store in stores if (table := fidelity_rows(store))]
+    return tables + ([fidelity_table(measured)] if measured else [])
+
+
+def measured_grams(store: RunStore) -> list[Gram]:
+    """Return the Gram matrices of a run's measured steps."""
+    steps = store.sql("select distinct step from grams order by step")["step"].tolist()
+    return [gram for step in steps if (gram := store.gram(step)) is not None]
+
+
+def learning_table(stores: Sequence[RunStore]) -> Table:
+    """Return one row per run: what it learned, how large its gradients were, where its time went."""
+    table = Table(title="Runs", title_justify="left", caption="‖ḡ‖ before clipping, median over steps; s = seconds")
+    for name in (
+        "run",
+        "estimator",
+        "steps",
+        "held-out reward",
+        "reward",
+        "‖ḡ‖",
+        "clipped",
+        "tokens",
+        "sample s",
+        "update s",
+        "measure s",
+    ):
+        table.add_column(name, justify="left" if name in ("run", "estimator") else "right")
+    for store in stores:
+        steps = store.steps_df()
+        if steps.empty:
+            raise InputError(f"run {store.path.name} has no complete step yet; wait for one, or train it again.")
+        heldout = steps["heldout_reward"].dropna()
+        edge = max(1, len(steps) // 10)
+        config = store.info["config"]["estimator"]
+        table.add_row(
+            store.path.name,
+            config["name"],
+            str(len(steps)),
+            f"{heldout.iloc[0]:.3f} → {heldout.iloc[-1]:.3f}" if len(heldout) else NOT_MEASURED,
+            f"{steps['reward_mean'].head(edge).mean():.3f} → {steps['reward_mean'].tail(edge).mean():.3f}",
+            f"{steps['grad_norm'].median():.3g}",
+            f"{steps['clipped'].mean():.0%}",
+            f"{steps['n_tokens'].sum():,}",
+            *(f"{steps[f'seconds_{phase}'].sum():.0f}" for phase in ("sample", "update", "measure")),
+        )
+    return table
+
+
+def estimator_table(grams: Sequence[Gram]) -> Table:
+    """Return one row per estimator on the same rollouts, all measured steps of all runs pooled; raw variance last."""
+    rows = sorted(pooled_statistics(grams), key=lambda r: -(r.efficiency or 0.0))
+    ratios = {(r.estimator, r.energy_source): r for r in paired_ratios(grams)}
+    first = rows[0]
+    table = Table(
+        title=f"Every estimator on the same rollouts: one update of {first.n_prompts} prompts "
+        f"({first.n_rollouts} rollouts), {first.n_clusters} prompts over {len(grams)} measured steps",
+        title_justify="left",
+        caption="efficiency: share of the update along ∇J · equiv.: rollouts RLOO would need for it · c: projection on "
+        "∇J · SF: variance/c² · ×rloo: ratio to rloo on the same rollouts [95 % over prompts] · – undefined here",
+    )
+    for name in (
+        "estimator",
+        "energy",
+        "efficiency",
+        "equiv.",
+        "c",
+        "bias",
+        "SF ×rloo",
+        "variance ×rloo",
+        "variance",
+        "power",
+    ):
+        table.add_column(name, justify="left" if name in ("estimator", "energy") else "right")
+    for row in rows:
+        table.add_row(*_estimator_cells(row, ratios.get((row.estimator, row.energy_source))))
+    return table
+
+
+def _estimator_cells(row: GradientStatistics, ratio: PairedRatios | None) -> list[str]:
+    return [
+        row.estimator,
+        row.energy_source,
+        _cell(row.efficiency),
+        _cell(row.rollout_equivalents, ".0f"),
+        _cell(row.projection),
+        _cell(row.relative_bias),
+        _interval(ratio.sf if ratio else None),
+        _interval(ratio.variance if ratio else None),
+        _cell(row.variance, ".3g"),
+        _cell(row.total_power, ".3g"),
+    ]
+
+
+def _cell(value: float | None, form: str = ".2f") -> str:
+    if value is None:
+        return NOT_MEASURED
+    return "∞" if np.isinf(value) else format(value, form)
+
+
+def _interval(value: Interval | None) -> str:
+    if value is None or value.estimate is None:
+        return NOT_MEASURED
+    if value.low is None or value.high is None:
+        return f"{value.estimate:.2f}"
+    return f"{value.estimate:.2f} [{value.low:.2f}, {value.high:.2f}]"
+
+
+def fidelity_rows(store: RunStore) -> list[tuple[str, str, Fidelity]]:
+    """Return how well the proxy follows exact norms in one run, for single tokens and for what OTB weights by."""
+    steps = store.sql("select distinct step from tokens where grad_norm_sq is not null order by step")["step"].tolist()
+    if not steps:
+        return []
+    proxy, exact, cells = [], [], []
+    for step in steps:
+        arrays = store.token_arrays(step).measured_groups()
+        mask = arrays.mask
+        proxy.append((masked(arrays.energy_proxy, mask)[mask], realized_energy(arrays.energy_proxy, mask)[mask]))
+        exact.append((masked(arrays.grad_norm_sq, mask)[mask], realized_energy(arrays.grad_norm_sq, mask)[mask]))
+        cells.append(position_cells(arrays.group, mask.shape[1])[mask] + step * CELLS_OF_A_STEP)
+    cell = np.concatenate(cells)
+    return [
+        (
+            store.path.name,
+            name,
+            fidelity(np.concatenate([p[i] for p in proxy]), np.concatenate([e[i] for e in exact]), cell=cell),
+        )
+        for i, name in enumerate(("token energy w_t", "realized energy W_t"))
+    ]
+
+
+def fidelity_table(runs: Sequence[Sequence[tuple[str, str, Fidelity]]]) -> Table:
+    """Return the proxy's fidelity, pooled and within (prompt, t), where baseline weights are normalised."""
+    table = Table(
+        title="Proxy against exact norms", title_justify="left", caption="within: inside one (prompt, t) cell"
+    )
+    for name in ("run", "of", "tokens", "Pearson", "log-Pearson", "Spearman", "Pearson within", "Spearman within"):
+        table.add_column(name, justify="left" if name in ("run", "of") else "right")
+    for run, name, found in (row for rows in runs for row in rows):
+        pooled, within = found.pooled, found.within
+        table.add_row(
+            run,
+            name,
+            f"{found.n:,}",
+            _cell(pooled.pearson),
+            _cell(pooled.log_pearson),
+            _cell(pooled.spearman),
+            _cell(within.pearson if within else None),
+            _cell(within.spearman if within else None),
+        )
+    return table

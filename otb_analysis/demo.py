@@ -1,0 +1,151 @@
+"""The main job in one command: one warm start, two instrumented trainings on the same prompts, one comparison."""
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
+from pathlib import Path
+from queue import Empty
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from otb_analysis.config import EstimatorConfig, MeasureConfig, OptimizeConfig, Schedule, TrainConfig
+from otb_analysis.errors import STOPS, StoreError
+from otb_analysis.store import RunStore
+from otb_analysis.training.loop import plain_config, train
+from otb_analysis.training.warm_start import warm_started
+
+ESTIMATORS_COMPARED = ("group_mean", "otb")
+STEPS = 61
+MEASURED_EVERY = 20
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Train a small model twice with every measurement, print the comparison, serve the dashboard."""
+
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+    seed: int = 0
+    """Seed of the prompts, the sampling and the model, the same for both runs."""
+    serve: bool = True
+    """Serve the dashboard afterwards."""
+    port: int = 8501
+    """Port of the dashboard, on loopback."""
+
+
+def demo_configs(config: DemoConfig) -> list[TrainConfig]:
+    """Return the two runs of the demo: they differ in the estimator and in nothing else."""
+    return [
+        TrainConfig(
+            run=f"demo-{name}-s{config.seed}",
+            root=config.root,
+            if_exists="replace",
+            seed=config.seed,
+            estimator=EstimatorConfig(name=name),
+            optimize=OptimizeConfig(steps=STEPS),
+            measure=MeasureConfig(exact=Schedule(every=MEASURED_EVERY, prompts=0)),
+        )
+        for name in ESTIMATORS_COMPARED
+    ]
+
+
+def run_demo(config: DemoConfig, console: Console) -> list[Path]:
+    """Make what is missing and return the runs' directories; complete runs of the same configuration are reused.
+
+    Raises:
+        InputError, StoreError, NonFiniteError: What stopped one of the two trainings.
+    """
+    configs = demo_configs(config)
+    missing = [c for c in configs if not is_complete(c)]
+    for reused in (c for c in configs if c not in missing):
+        console.print(f"[dim]{reused.run_name} is complete in {config.root}; reused[/dim]")
+    if missing:
+        with progress_bars(console) as bars:
+            task = bars.add_task("warm start", total=1.0)
+            warm_started(
+                missing[0], lambda done, total, text: bars.update(task, completed=done, total=total, description=text)
+            )
+            bars.update(task, completed=1.0, total=1.0, description="warm start: done")
+            train_together(missing, bars)
+    return [c.root / c.run_name for c in configs]
+
+
+def is_complete(config: TrainConfig) -> bool:
+    """Return True when the run exists, ended well, and was made with this very configuration."""
+    path = config.root / config.run_name
+    if not path.is_dir():
+        return False
+    try:
+        info = RunStore(path).info
+    except StoreError:
+        return False
+    same = {k: v for k, v in plain_config(config).items() if k not in PLACE}
+    return info.get("status") == "complete" and same == {k: v for k, v in info["config"].items() if k not in PLACE}
+
+
+PLACE = ("root", "if_exists")
+"""Fields that say where a run lies, not what it is."""
+
+
+def train_together(configs: Sequence[TrainConfig], bars: Progress) -> None:
+    """Train each configuration in a process of its own, one thread each, showing a bar for each.
+
+    Raises:
+        InputError, StoreError, NonFiniteError: What stopped a run; the others are stopped too.
+    """
+    context = multiprocessing.get_context("spawn")
+    news: Queue = context.Queue()
+    threads = max(1, (os.cpu_count() or 1) // len(configs))
+    tasks = {c.run_name: bars.add_task(c.run_name, total=c.optimize.steps) for c in configs}
+    workers = [context.Process(target=_work, args=(c, threads, news), daemon=True) for c in configs]
+    for worker in workers:
+        worker.start()
+    try:
+        _watch(workers, news, bars, tasks)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def _work(config: TrainConfig, threads: int, news: Queue) -> None:
+    torch.set_num_threads(threads)
+    try:
+        train(config, lambda done, total, text: news.put((config.run_name, done, total, text)))
+        news.put((config.run_name, None))
+    except STOPS as error:
+        news.put((config.run_name, error))
+
+
+def _watch(workers: Sequence, news: Queue, bars: Progress, tasks: dict[str, TaskID]) -> None:
+    """Draw what the workers report until all have ended; raise what one of them reports as its end."""
+    running = set(tasks)
+    while running:
+        try:
+            run, *report = news.get(timeout=1.0)
+        except Empty:
+            if not any(worker.is_alive() for worker in workers):
+                raise StoreError(
+                    f"training {', '.join(sorted(running))} ended without a word; run it with otb train."
+                ) from None
+            continue
+        if len(report) == 3:
+            done, total, text = report
+            bars.update(tasks[run], completed=done, total=total, description=text)
+        elif report[0] is None:
+            running.discard(run)
+        else:
+            raise report[0]
+
+
+@contextmanager
+def progress_bars(console: Console) -> Iterator[Progress]:
+    """Show progress bars with elapsed times."""
+    columns = (BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as bars:
+        yield bars
