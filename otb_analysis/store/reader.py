@@ -16,7 +16,13 @@ from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_
 from otb_analysis.store.views import broken_part, column_names, literal, quoted, select
 from otb_analysis.types import Gram
 
-_ASKED_WRONG = (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.PermissionException)
+_ASKED_WRONG = (
+    duckdb.BinderException,
+    duckdb.CatalogException,
+    duckdb.ConversionException,
+    duckdb.ParserException,
+    duckdb.PermissionException,
+)
 """The query is at fault for certain; behind any other error there may be a broken part, and all are read to find it."""
 
 Parameters = Sequence[object] | Mapping[str, object]
