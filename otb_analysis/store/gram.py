@@ -1,9 +1,11 @@
 """The Gram matrix of group gradients as a long table, each unordered pair once, and back."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import pandas as pd
 
-from otb_analysis.types import Gram
+from otb_analysis.types import Gram, Int
 
 
 def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
@@ -34,33 +36,35 @@ def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
     }
 
 
-def rebuild_gram(rows: pd.DataFrame) -> Gram | None:
-    """Return the Gram matrix of one step's rows of `grams`, or None when there are none.
+def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
+    """Return the Gram matrix of one step's rows of `grams`.
 
     Rows and groups come in the order in which `gram_rows` wrote them. A pair that is not in the table (two groups
     measured by different processes) is NaN.
 
     Args:
-        rows: Rows of one step, all columns.
+        rows: Rows of one step, all columns; at least one.
+        prompt_of: Group → name of its prompt; unless it knows all of them, prompts stay unnamed.
     """
-    if rows.empty:
-        return None
-    labels = _both(rows, ["other_estimator", "other_energy_source"], ["estimator", "energy_source"])
-    groups = _both(rows, ["other_group"], ["group"])
-    (label_code, label_names), (group_code, group_names) = labels.factorize(), groups.factorize()
-    m_other, m = np.split(label_code, 2)
-    p_other, p = np.split(group_code, 2)
-    gram = np.full((len(label_names),) * 2 + (len(group_names),) * 2, np.nan)
-    gram[m, m_other, p, p_other] = gram[m_other, m, p_other, p] = rows["inner_product"].to_numpy(np.float64)
+    # The first of each pair changes slowest, so the order of `gram_rows` is that in which the others appear.
+    name, names = _factorize(rows, "other_estimator", "estimator")
+    source, sources = _factorize(rows, "other_energy_source", "energy_source")
+    label, labels = pd.factorize(name * len(sources) + source)
+    group, groups = _factorize(rows, "other_group", "group")
+    (m_other, m), (p_other, p) = np.split(label, 2), np.split(group, 2)
+    inner = np.full((len(labels),) * 2 + (len(groups),) * 2, np.nan)
+    inner[m, m_other, p, p_other] = inner[m_other, m, p_other, p] = rows["inner_product"].to_numpy(np.float64)
+    known = all(int(g) in prompt_of for g in groups)
     return Gram(
-        inner=gram,
-        labels=tuple((str(name), str(source)) for name, source in label_names),
+        inner=inner,
+        labels=tuple((str(names[code // len(sources)]), str(sources[code % len(sources)])) for code in labels),
         n_rollouts=int(rows["n_rollouts"].iloc[0]),
-        groups=np.array([group for (group,) in group_names], dtype=np.int64),
+        prompt=tuple(prompt_of[int(g)] for g in groups) if known else None,
+        groups=groups.astype(np.int64),
     )
 
 
-def _both(rows: pd.DataFrame, first: list[str], second: list[str]) -> pd.MultiIndex:
-    """Return the keys of the pairs' second members, then of their first: the order of `gram_rows` appears that way."""
-    pairs = [zip(*(rows[name] for name in names), strict=True) for names in (first, second)]
-    return pd.MultiIndex.from_tuples([key for pair in pairs for key in pair], names=first)
+def _factorize(rows: pd.DataFrame, first: str, second: str) -> tuple[Int, np.ndarray]:
+    """Return codes of one column's values followed by another's, and the values in order of appearance."""
+    codes, values = pd.factorize(np.concatenate([rows[first].to_numpy(), rows[second].to_numpy()]))
+    return codes, np.asarray(values)

@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -17,7 +16,13 @@ from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_
 from otb_analysis.store.views import broken_part, column_names, literal, quoted, select
 from otb_analysis.types import Gram
 
-_ASKED_WRONG = (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.PermissionException)
+_ASKED_WRONG = (
+    duckdb.BinderException,
+    duckdb.CatalogException,
+    duckdb.ConversionException,
+    duckdb.ParserException,
+    duckdb.PermissionException,
+)
 """The query is at fault for certain; behind any other error there may be a broken part, and all are read to find it."""
 
 Parameters = Sequence[object] | Mapping[str, object]
@@ -133,21 +138,32 @@ class RunStore:
     def gram(self, step: int) -> Gram | None:
         """Return the Gram matrix of group gradients at one step, or None where it was not measured.
 
-        Prompts carry their `prompt_id` where the rollouts were stored with it.
-
         Args:
             step: A step.
 
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        gram = rebuild_gram(self.grams_df(steps=[step]))
-        if gram is None:
-            return None
-        names = self.rollouts_df(steps=[step], columns=["group", "prompt_id"]).dropna().drop_duplicates("group")
-        by_group = dict(zip(names["group"], names["prompt_id"], strict=True))
-        known = all(group in by_group for group in gram.group_index.tolist())
-        return replace(gram, prompt=tuple(by_group[g] for g in gram.group_index.tolist()) if known else None)
+        return self.grams([step]).get(step)
+
+    def grams(self, steps: Sequence[int] | None = None) -> dict[int, Gram]:
+        """Return the Gram matrices of all measured steps, in order; one query instead of one per step.
+
+        Prompts carry their `prompt_id` where the rollouts were stored with it.
+
+        Args:
+            steps: Only these steps; None means all complete ones.
+
+        Raises:
+            StoreError: A part is broken or lacks a key column.
+        """
+        rows = self.grams_df(steps)
+        by_step = {int(str(step)): part for step, part in rows.groupby("step")}
+        named = self.rollouts_df(list(by_step), ["step", "group", "prompt_id"], "prompt_id IS NOT NULL")
+        prompts: dict[int, dict[int, object]] = {step: {} for step in by_step}
+        for step, group, prompt in zip(named["step"], named["group"], named["prompt_id"], strict=True):
+            prompts[step][group] = prompt
+        return {step: rebuild_gram(part, prompts[step]) for step, part in by_step.items()}
 
     def token_arrays(self, step: int) -> TokenArrays:
         """Return one step's tokens as [N, T] arrays, from which any estimator can be computed again.

@@ -19,7 +19,7 @@ RESERVE = ".reserve"
 """A file of no use but its room: given up when a run ends, so that a full disk can still record how it ended."""
 
 PACKAGES = ("otb-analysis", "torch", "transformers", "numpy", "pandas", "pyarrow", "duckdb")
-STATUSES = ("running", "complete", "failed")
+ENDINGS = ("complete", "failed")
 MAX_DIFF_BYTES = 1_000_000
 
 

@@ -16,8 +16,8 @@ from otb_analysis.schema import TABLES
 from otb_analysis.store.encode import Columns, encode, encode_scalars
 from otb_analysis.store.layout import check_run_name, is_run, part_path
 from otb_analysis.store.runfile import (
+    ENDINGS,
     RESERVE,
-    STATUSES,
     atomic_file,
     new_run,
     now,
@@ -143,8 +143,8 @@ class RunWriter:
             InputError: The status is unknown.
             StoreError: run.json cannot be read or written.
         """
-        if status not in STATUSES:
-            raise InputError(f"status {status!r} is unknown; {nearest(status, STATUSES)}")
+        if status not in ENDINGS:
+            raise InputError(f"status {status!r} is unknown; {nearest(status, ENDINGS)}")
         if self.rank:
             return
         info = read_run_file(self.path) | {"status": status, "reason": reason, "updated": now()}

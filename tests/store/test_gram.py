@@ -75,3 +75,15 @@ def test_prompts_are_named_from_the_rollouts_so_that_a_returning_prompt_is_one_c
     rollouts = {"group": [7, 2], "rollout": [0, 1], "prompt_id": ["a", "b"]}
     writer.write_step(0, StepTables(rollouts=rollouts, grams=gram_rows(0, random_gram())))
     assert RunStore(writer.path).gram(0).prompt == ("a", "b")
+
+
+def test_all_grams_at_once_are_those_of_each_step(writer):
+    for step in (0, 3):
+        writer.write_step(step, StepTables(grams=gram_rows(step, random_gram(seed=step))))
+    writer.write_step(1, StepTables())
+    store = RunStore(writer.path)
+    grams = store.grams()
+    assert list(grams) == [0, 3]
+    for step, gram in grams.items():
+        np.testing.assert_array_equal(gram.inner, store.gram(step).inner)
+        assert gram.prompt is None

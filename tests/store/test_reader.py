@@ -209,7 +209,7 @@ def test_memory_limit_that_is_no_amount_is_refused(store):
 def test_answer_beyond_the_memory_limit_is_a_sentence(store):
     small = RunStore(store.path, memory_limit="16MB")
     with pytest.raises(StoreError, match="needs more memory than allowed"):
-        small.sql("SELECT list(a.range) FROM range(10000000) a GROUP BY a.range % 3")
+        small.sql("SELECT list(a.range) FROM range(3000000) a GROUP BY a.range % 3")
 
 
 def test_threads_share_a_store_while_a_writer_adds_steps(store, writer, tables):
@@ -223,13 +223,13 @@ def test_threads_share_a_store_while_a_writer_adds_steps(store, writer, tables):
             if (counts["n"] != 10).any() or len(counts) < 3:
                 failures.append(counts)
 
-    threads = [threading.Thread(target=read) for _ in range(3)]
+    threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for step in range(3, 40):
+    for step in range(3, 20):
         writer.write_step(step, tables(step))
     stop.set()
     for thread in threads:
         thread.join()
     assert not failures
-    assert len(store.steps_df()) == 40
+    assert len(store.steps_df()) == 20

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from otb_analysis.errors import InputError, StoreError
+from otb_analysis.estimators import available, estimate
 from otb_analysis.store import RunStore, StepTables
+from otb_analysis.types import EstimatorInputs
 
 NAN = np.nan
 
@@ -63,14 +65,28 @@ def test_inputs_carry_the_asked_energy_and_only_complete_optional_columns(writer
     assert inputs.ratio is None
 
 
-def test_baseline_of_group_means_from_disk_equals_that_from_memory(writer, tables):
-    written = tables(3)
-    writer.write_step(3, written)
-    inputs = RunStore(writer.path).token_arrays(3).estimator_inputs()
-    from_disk = [inputs.reward.sum(axis=1)[inputs.group == g].mean() for g in (0, 1)]
-    reward, group = np.float32(written.tokens["reward"]).astype(np.float64), written.tokens["group"]
-    # Both groups of the small run have two rollouts.
-    np.testing.assert_allclose(from_disk, [reward[group == g].sum() / 2 for g in (0, 1)], rtol=1e-15)
+def test_every_estimator_from_disk_is_the_one_from_memory(writer, tables):
+    writer.write_step(3, tables(3))
+    from_disk = RunStore(writer.path).token_arrays(3).estimator_inputs()
+    from_memory = _inputs(tables(3).tokens)
+    names = available(from_memory)
+    assert names == available(from_disk)
+    assert {"none", "rloo", "otb", "otb_loo", "sequence_optimal"} <= set(names)
+    for name in names:
+        expected, read = estimate(name, from_memory), estimate(name, from_disk)
+        np.testing.assert_array_equal(read.baseline, expected.baseline, err_msg=name)
+        np.testing.assert_array_equal(read.advantage, expected.advantage, err_msg=name)
+
+
+def _inputs(tokens):
+    """The [N, T] inputs of the small run, filled token by token, in the float32 of the disk."""
+    shape = (4, 4)
+    reward, energy, mask = np.zeros(shape), np.full(shape, NAN), np.zeros(shape, dtype=bool)
+    token_id, turn, group = np.full(shape, -1), np.full(shape, -1), np.zeros(4, dtype=np.int64)
+    for i, (n, t) in enumerate(zip(tokens["rollout"], tokens["t"], strict=True)):
+        reward[n, t], energy[n, t] = np.float32(tokens["reward"][i]), np.float32(tokens["energy_proxy"][i])
+        token_id[n, t], turn[n, t], mask[n, t], group[n] = tokens["token_id"][i], 0, True, tokens["group"][i]
+    return EstimatorInputs(reward=reward, mask=mask, group=group, energy=energy, token_id=token_id, turn=turn)
 
 
 def test_exact_energy_needs_every_policy_token_and_measured_groups_give_those(writer):
