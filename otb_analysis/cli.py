@@ -27,6 +27,9 @@ otb – the gradient-variance microscope for LLM reinforcement learning
 `otb COMMAND --help` explains itself.
 """
 
+TABLE_WIDTH = 124
+"""Characters that the widest table needs; a narrower terminal wraps its lines rather than losing numbers."""
+
 Config = TypeVar("Config")
 
 
@@ -50,22 +53,26 @@ class CompareConfig:
     """Directory that holds the runs."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; what the user can mend ends as one sentence on stderr and exit code 2, Ctrl-C as 130."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    What the user can mend ends as one sentence on stderr and code 2, Ctrl-C as 130; a bug keeps its traceback.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(USAGE)
-        sys.exit(0 if words else 2)
+        return 0 if words else 2
     try:
         if words[0] not in COMMANDS:
             raise InputError(f"command {words[0]!r} does not exist; {nearest(words[0], COMMANDS)}")
         COMMANDS[words[0]](words[1:])
     except STOPS as error:
         sys.stderr.write(f"otb: {error}\n")
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
         sys.stderr.write("otb: stopped; complete steps are kept.\n")
-        sys.exit(130)
+        return 130
+    return 0
 
 
 def train_command(words: Sequence[str]) -> None:
@@ -74,13 +81,13 @@ def train_command(words: Sequence[str]) -> None:
     default = TrainConfig() if file is None else from_toml(TrainConfig, file)
     config = _parsed(TrainConfig, "train", words, default)
     _quiet()
-    from otb_analysis.demo import progress_bars
+    from otb_analysis.demo import drawn, progress_bars
     from otb_analysis.training.loop import train
 
     console = Console()
     with progress_bars(console) as bars:
         task = bars.add_task("starting", total=None)
-        path = train(config, lambda done, total, text: bars.update(task, completed=done, total=total, description=text))
+        path = train(config, drawn(bars, task))
     console.print(f"{path} is complete; look at it with: otb compare {path.name} --root {path.parent}", soft_wrap=True)
 
 
@@ -212,7 +219,7 @@ def _print_comparison(paths: Sequence[Path], console: Console) -> None:
 
     for table in comparison(paths):
         console.print()
-        console.print(table)
+        console.print(table, width=max(console.width, TABLE_WIDTH), crop=False, no_wrap=True, overflow="ignore")
 
 
 def _quiet() -> None:

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from otb_analysis.arrays import masked
@@ -38,7 +40,7 @@ def comparison(paths: Sequence[Path]) -> list[Table]:
         StoreError: A run cannot be read.
     """
     stores = [RunStore(path) for path in paths]
-    grams = [gram for store in stores for gram in measured_grams(store)]
+    grams = [gram for store in stores for gram in store.grams().values()]
     tables = [learning_table(stores)]
     if grams:
         tables.append(estimator_table(grams))
@@ -46,15 +48,14 @@ def comparison(paths: Sequence[Path]) -> list[Table]:
     return tables + ([fidelity_table(measured)] if measured else [])
 
 
-def measured_grams(store: RunStore) -> list[Gram]:
-    """Return the Gram matrices of a run's measured steps."""
-    steps = store.sql("select distinct step from grams order by step")["step"].tolist()
-    return [gram for step in steps if (gram := store.gram(step)) is not None]
-
-
 def learning_table(stores: Sequence[RunStore]) -> Table:
     """Return one row per run: what it learned, how large its gradients were, where its time went."""
-    table = Table(title="Runs", title_justify="left", caption="‖ḡ‖ before clipping, median over steps; s = seconds")
+    table = Table(
+        box=SIMPLE_HEAD,
+        title="Runs",
+        title_justify="left",
+        caption="‖ḡ‖ before clipping, median over steps; s = seconds",
+    )
     for name in (
         "run",
         "estimator",
@@ -75,10 +76,9 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
             raise InputError(f"run {store.path.name} has no complete step yet; wait for one, or train it again.")
         heldout = steps["heldout_reward"].dropna()
         edge = max(1, len(steps) // 10)
-        config = store.info["config"]["estimator"]
         table.add_row(
             store.path.name,
-            config["name"],
+            _estimator_name(store),
             str(len(steps)),
             f"{heldout.iloc[0]:.3f} → {heldout.iloc[-1]:.3f}" if len(heldout) else NOT_MEASURED,
             f"{steps['reward_mean'].head(edge).mean():.3f} → {steps['reward_mean'].tail(edge).mean():.3f}",
@@ -90,34 +90,37 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
     return table
 
 
+def _estimator_name(store: RunStore) -> str:
+    config: Any = store.info.get("config") or {}
+    own = config.get("estimator") or {}
+    return str(own.get("name", NOT_MEASURED)) if isinstance(own, dict) else str(own)
+
+
 def estimator_table(grams: Sequence[Gram]) -> Table:
     """Return one row per estimator on the same rollouts, all measured steps of all runs pooled; raw variance last."""
     rows = sorted(pooled_statistics(grams), key=lambda r: -(r.efficiency or 0.0))
     ratios = {(r.estimator, r.energy_source): r for r in paired_ratios(grams)}
     first = rows[0]
     table = Table(
+        box=SIMPLE_HEAD,
         title=f"Every estimator on the same rollouts: one update of {first.n_prompts} prompts "
         f"({first.n_rollouts} rollouts), {first.n_clusters} prompts over {len(grams)} measured steps",
         title_justify="left",
         caption="efficiency: share of the update along ∇J · equiv.: rollouts RLOO would need for it · c: projection on "
         "∇J · SF: variance/c² · ×rloo: ratio to rloo on the same rollouts [95 % over prompts] · – undefined here",
     )
-    for name in (
-        "estimator",
-        "energy",
-        "efficiency",
-        "equiv.",
-        "c",
-        "bias",
-        "SF ×rloo",
-        "variance ×rloo",
-        "variance",
-        "power",
-    ):
-        table.add_column(name, justify="left" if name in ("estimator", "energy") else "right")
+    _add_columns(table, ("estimator", "energy"), ("efficiency", "equiv.", "c", "bias"))
+    _add_columns(table, (), ("SF ×rloo", "variance ×rloo", "variance", "power"))
     for row in rows:
         table.add_row(*_estimator_cells(row, ratios.get((row.estimator, row.energy_source))))
     return table
+
+
+def _add_columns(table: Table, texts: Sequence[str], numbers: Sequence[str]) -> None:
+    for name in texts:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
 
 
 def _estimator_cells(row: GradientStatistics, ratio: PairedRatios | None) -> list[str]:
@@ -177,14 +180,14 @@ def fidelity_table(runs: Sequence[Sequence[tuple[str, str, Fidelity]]]) -> Table
     table = Table(
         title="Proxy against exact norms", title_justify="left", caption="within: inside one (prompt, t) cell"
     )
-    for name in ("run", "of", "tokens", "Pearson", "log-Pearson", "Spearman", "Pearson within", "Spearman within"):
-        table.add_column(name, justify="left" if name in ("run", "of") else "right")
+    _add_columns(table, ("run", "of"), ("tokens", "Pearson", "log-Pearson", "Spearman"))
+    _add_columns(table, (), ("Pearson within", "Spearman within"))
     for run, name, found in (row for rows in runs for row in rows):
         pooled, within = found.pooled, found.within
         table.add_row(
             run,
             name,
-            f"{found.n:,}",
+            f"{pooled.n:,}",
             _cell(pooled.pearson),
             _cell(pooled.log_pearson),
             _cell(pooled.spearman),

@@ -2,12 +2,13 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from pathlib import Path
 from queue import Empty
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,6 +18,7 @@ from otb_analysis.config import EstimatorConfig, MeasureConfig, OptimizeConfig, 
 from otb_analysis.errors import STOPS, StoreError
 from otb_analysis.store import RunStore
 from otb_analysis.training.loop import plain_config, train
+from otb_analysis.training.progress import Bar
 from otb_analysis.training.warm_start import warm_started
 
 ESTIMATORS_COMPARED = ("group_mean", "otb")
@@ -84,8 +86,12 @@ def is_complete(config: TrainConfig) -> bool:
         info = RunStore(path).info
     except StoreError:
         return False
-    same = {k: v for k, v in plain_config(config).items() if k not in PLACE}
-    return info.get("status") == "complete" and same == {k: v for k, v in info["config"].items() if k not in PLACE}
+    stored: Any = info.get("config") or {}
+    return info.get("status") == "complete" and _what(stored) == _what(plain_config(config))
+
+
+def _what(config: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in config.items() if name not in PLACE}
 
 
 PLACE = ("root", "if_exists")
@@ -141,6 +147,11 @@ def _watch(workers: Sequence, news: Queue, bars: Progress, tasks: dict[str, Task
             running.discard(run)
         else:
             raise report[0]
+
+
+def drawn(bars: Progress, task: TaskID) -> Bar:
+    """Return the function that draws progress on one of the bars."""
+    return lambda done, total, text: bars.update(task, completed=done, total=total, description=text)
 
 
 @contextmanager
