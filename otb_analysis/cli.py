@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import tomllib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -80,10 +79,11 @@ def train_command(words: Sequence[str]) -> None:
     words, file = _without_config(words)
     default = TrainConfig() if file is None else from_toml(TrainConfig, file)
     config = _parsed(TrainConfig, "train", words, default)
-    _quiet()
     from otb_analysis.demo import drawn, progress_bars
+    from otb_analysis.models import quiet_loading
     from otb_analysis.training.loop import train
 
+    quiet_loading()
     console = Console()
     with progress_bars(console) as bars:
         task = bars.add_task("starting", total=None)
@@ -94,9 +94,10 @@ def train_command(words: Sequence[str]) -> None:
 def demo_command(words: Sequence[str]) -> None:
     """Train twice, compare, serve."""
     from otb_analysis.demo import DemoConfig, run_demo
+    from otb_analysis.models import quiet_loading
 
     config = _parsed(DemoConfig, "demo", words, DemoConfig())
-    _quiet()
+    quiet_loading()
     console = Console()
     _print_comparison(run_demo(config, console), console)
     if config.serve:
@@ -217,15 +218,7 @@ def _parsed(kind: type[Config], command: str, words: Sequence[str], default: Con
 def _print_comparison(paths: Sequence[Path], console: Console) -> None:
     from otb_analysis.compare import comparison
 
+    wide = Console(width=max(console.width, TABLE_WIDTH))
     for table in comparison(paths):
-        console.print()
-        console.print(table, width=max(console.width, TABLE_WIDTH), crop=False, no_wrap=True, overflow="ignore")
-
-
-def _quiet() -> None:
-    """Leave the terminal to our own bars."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    warnings.filterwarnings("ignore", module="transformers")
+        wide.print()
+        wide.print(table)

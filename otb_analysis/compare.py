@@ -52,24 +52,13 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
     """Return one row per run: what it learned, how large its gradients were, where its time went."""
     table = Table(
         box=SIMPLE_HEAD,
+        padding=(0, 1),
         title="Runs",
         title_justify="left",
         caption="‖ḡ‖ before clipping, median over steps; s = seconds",
     )
-    for name in (
-        "run",
-        "estimator",
-        "steps",
-        "held-out reward",
-        "reward",
-        "‖ḡ‖",
-        "clipped",
-        "tokens",
-        "sample s",
-        "update s",
-        "measure s",
-    ):
-        table.add_column(name, justify="left" if name in ("run", "estimator") else "right")
+    _add_columns(table, ("run", "estimator"), ("steps", "held-out reward", "reward", "‖ḡ‖", "clipped", "tokens"))
+    _add_columns(table, (), ("sample/update/measure s",))
     for store in stores:
         steps = store.steps_df()
         if steps.empty:
@@ -85,7 +74,7 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
             f"{steps['grad_norm'].median():.3g}",
             f"{steps['clipped'].mean():.0%}",
             f"{steps['n_tokens'].sum():,}",
-            *(f"{steps[f'seconds_{phase}'].sum():.0f}" for phase in ("sample", "update", "measure")),
+            "/".join(f"{steps[f'seconds_{phase}'].sum():.0f}" for phase in ("sample", "update", "measure")),
         )
     return table
 
@@ -103,6 +92,7 @@ def estimator_table(grams: Sequence[Gram]) -> Table:
     first = rows[0]
     table = Table(
         box=SIMPLE_HEAD,
+        padding=(0, 1),
         title=f"Every estimator on the same rollouts: one update of {first.n_prompts} prompts "
         f"({first.n_rollouts} rollouts), {first.n_clusters} prompts over {len(grams)} measured steps",
         title_justify="left",

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from otb_analysis.config import EstimatorConfig, MeasureConfig, OptimizeConfig, Schedule, TrainConfig
 from otb_analysis.errors import STOPS, StoreError
+from otb_analysis.models import quiet_loading
 from otb_analysis.store import RunStore
 from otb_analysis.training.loop import plain_config, train
 from otb_analysis.training.progress import Bar
@@ -121,6 +122,7 @@ def train_together(configs: Sequence[TrainConfig], bars: Progress) -> None:
 
 def _work(config: TrainConfig, threads: int, news: Queue) -> None:
     torch.set_num_threads(threads)
+    quiet_loading()
     try:
         train(config, lambda done, total, text: news.put((config.run_name, done, total, text)))
         news.put((config.run_name, None))

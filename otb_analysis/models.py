@@ -15,6 +15,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils import logging as transformers_logging
 
 from otb_analysis.config import SmallModelConfig
 from otb_analysis.errors import InputError
@@ -132,3 +133,9 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     if model.dtype in (torch.float16, torch.bfloat16):
         model = model.float()
     return model.eval(), tokenizer
+
+
+def quiet_loading() -> None:
+    """Keep the loading library's own bars and notes off the terminal; errors still come."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
