@@ -9,11 +9,11 @@ from typing import Literal
 class ChainSumConfig:
     """`chain_sum`: add a chain of numbers, one partial sum at a time. The number of terms sets the horizon."""
 
-    terms_min: int = 3
+    terms_min: int = 2
     """Fewest terms of a prompt."""
-    terms_max: int = 5
+    terms_max: int = 4
     """Most terms of a prompt."""
-    largest: int = 49
+    largest: int = 19
     """Terms are drawn from 1 … largest."""
 
 

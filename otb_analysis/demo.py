@@ -24,7 +24,8 @@ from otb_analysis.training.warm_start import warm_started
 
 ESTIMATORS_COMPARED = ("group_mean", "otb")
 STEPS = 61
-MEASURED_EVERY = 20
+MEASURED_EVERY = 15
+LEARNING_RATE = 3e-4
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def demo_configs(config: DemoConfig) -> list[TrainConfig]:
             if_exists="replace",
             seed=config.seed,
             estimator=EstimatorConfig(name=name),
-            optimize=OptimizeConfig(steps=STEPS),
+            optimize=OptimizeConfig(steps=STEPS, learning_rate=LEARNING_RATE),
             measure=MeasureConfig(exact=Schedule(every=MEASURED_EVERY, prompts=0)),
         )
         for name in ESTIMATORS_COMPARED
