@@ -135,7 +135,7 @@ def check(config: TrainConfig) -> None:
     path = config.root / config.run_name
     if config.if_exists == "error" and path.exists():  # said before minutes are spent on a warm start
         raise InputError(
-            f"run {config.run_name!r} already exists in {config.root}; choose another --run or pass --if-exists replace."
+            f"run {config.run_name!r} already exists in {config.root}; pass another --run or --if-exists replace."
         )
     entry = entry_of(config.estimator.name)
     unmet = [need for need in entry.needs if need not in TRAINABLE_NEEDS]
