@@ -1,0 +1,47 @@
+"""The dashboard's router: which pages there are, which runs they look at. Start it with `streamlit run app`."""
+
+import data
+import streamlit as st
+from widgets import choose_runs, follow, page, plain
+
+from otb_analysis.errors import STOPS
+
+EMPTY = """Make some in five minutes with `make demo`, train with `otb train`, or point the dashboard at another folder:
+`streamlit run app -- --root <folder>` or the variable `OTB_RUNS`."""
+
+
+def pages() -> list[st.Page]:
+    """Return the pages in the order of the menu."""
+    return [
+        st.Page("views/overview.py", title="Overview", icon="🔭", default=True),
+        st.Page("views/variance.py", title="Variance", icon="🎯"),
+        st.Page("views/fidelity.py", title="Fidelity", icon="⚖️"),
+        st.Page("views/collapse.py", title="Collapse", icon="📉"),
+        st.Page("views/tokens.py", title="Tokens", icon="🔤"),
+    ]
+
+
+def main() -> None:
+    """Choose the runs, then hand over to the page."""
+    st.set_page_config(page_title="otb-analysis", page_icon="🔬", layout="wide")
+    chosen_page = st.navigation(pages())
+    folder = data.root()
+    try:
+        table = data.runs(str(folder), data.stamps())
+    except STOPS as error:
+        st.warning(plain(str(error)), icon="⚠️")
+        return
+    runs = data.readable(table)
+    if table.empty:
+        with page("No runs yet", plain(str(folder))):
+            st.info(("There are no runs in this folder. " if folder.is_dir() else "This folder does not exist. ") + EMPTY)
+        return
+    chosen = choose_runs(runs)
+    st.session_state["_runs"], st.session_state["_selection"] = table, chosen
+    follow(chosen)
+    st.sidebar.caption(f"{len(table)} runs in {plain(str(folder))}")
+    st.sidebar.button("Look again", help="Reads the folder again.", type="tertiary", icon="🔄")
+    chosen_page.run()
+
+
+main()

@@ -1,0 +1,74 @@
+"""Overview: which runs there are, how they differ, whether they learn."""
+
+import data
+import pandas as pd
+import streamlit as st
+from widgets import chart, curves_table, download, page, plain, selection
+
+from otb_analysis.figures import Headline, config_differences, learning_info, number, plot_learning
+
+STATUS = {"running": "🔵 running", "complete": "🟢 complete", "failed": "🔴 failed", "broken": "⚫ broken"}
+
+
+def card(headline: Headline, status: str) -> None:
+    """Show one run in four numbers."""
+    with st.container(border=True):
+        st.markdown(f"**{plain(headline.run)}**")
+        st.caption(f"{plain(headline.estimator) or 'estimator unknown'} · {headline.steps} steps · {status}")
+        left, right = st.columns(2)
+        gain = None if headline.reward_gain is None else f"{headline.reward_gain:+.3f}"
+        left.metric("Reward", number(headline.reward), gain, help="Mean of the last 20 steps; change since the first 20.")
+        gain = None if headline.heldout_gain is None else f"{headline.heldout_gain:+.3f}"
+        right.metric("Held-out", number(headline.heldout), gain, help="Last evaluation; change since the first.")
+        left.metric("Gradient norm", number(headline.grad_norm), help="Median ‖ḡ‖ of the last 20 steps.")
+        share = "–" if headline.clipped is None else f"{headline.clipped:.0%}"
+        right.metric("Clipped", share, help="Share of the last 20 steps whose gradient was clipped.")
+
+
+def run_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the run list as it is shown."""
+    shown = pd.DataFrame({"run": table["run"], "status": table["status"].map(STATUS).fillna(table["status"])})
+    shown["estimator"] = table["run"].map(data.estimator_names(table)).fillna("–")
+    shown["steps"] = table["n_steps"]
+    for name in ("reward_first", "reward_last", "heldout_reward", "grad_norm_median", "n_tokens", "seconds", "created"):
+        shown[name] = table[name]
+    return shown.assign(reason=table["reason"].fillna(""))
+
+
+with page("Overview", "Which runs are there, do they learn, and in what do they differ?"):
+    table = st.session_state["_runs"]
+    st.dataframe(
+        run_table(table),
+        hide_index=True,
+        height=min(36 * len(table) + 39, 330),
+        column_config={
+            "reward_first": st.column_config.NumberColumn("reward, first", format="%.3f", help="First tenth of steps."),
+            "reward_last": st.column_config.NumberColumn("reward, last", format="%.3f", help="Last tenth of steps."),
+            "heldout_reward": st.column_config.NumberColumn("held-out", format="%.3f"),
+            "grad_norm_median": st.column_config.NumberColumn("‖ḡ‖, median", format="%.3g"),
+            "n_tokens": st.column_config.NumberColumn("tokens", format="localized"),
+            "seconds": st.column_config.NumberColumn("seconds", format="%.0f"),
+            "created": st.column_config.DatetimeColumn("created", format="YYYY-MM-DD HH:mm"),
+            "reason": st.column_config.TextColumn("reason", width="large"),
+        },
+    )
+    chosen = selection()
+    for columns in (chosen[i : i + 4] for i in range(0, len(chosen), 4)):
+        for place, run in zip(st.columns(max(2, len(columns))), columns, strict=False):
+            with place:
+                card(data.headline(run), run.status)
+
+    st.subheader("Learning curves", anchor=False)
+    window = st.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
+    info = learning_info(data.steps(chosen), {run.name: run.estimator for run in chosen}, window)
+    chart(plot_learning(info), "learning", curves_table(info))
+
+    st.subheader("Configuration differences", anchor=False)
+    differences = config_differences({run.name: data.config(run) for run in chosen})
+    if len(chosen) < 2:
+        st.caption("Choose two or more runs to compare their configurations.")
+    elif differences.empty:
+        st.caption("These runs have the same configuration.")
+    else:
+        st.dataframe(differences, hide_index=True)
+        download(differences, "config-differences")
