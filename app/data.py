@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -82,13 +83,14 @@ def runs(folder: str, stamps: str) -> pd.DataFrame:
 
 
 def readable(table: pd.DataFrame) -> list[Run]:
-    """Return the runs that can be opened and have at least one complete step, newest first.
+    """Return the runs that can be opened and have at least one complete step: whole ones first, newest first.
 
     Args:
         table: From `runs`.
     """
-    usable = table[(table["status"] != "broken") & (table["n_steps"].fillna(0) > 0)]
-    usable = usable.sort_values("created", ascending=False, kind="stable", na_position="last")
+    usable: Any = table[(table["status"] != "broken") & (table["n_steps"].fillna(0) > 0)]
+    rank = usable["status"].map({"complete": 0, "running": 1}).fillna(2)
+    usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
     estimators = estimator_names(table)
     folder = root()
     return [
@@ -211,7 +213,7 @@ def _fidelity(path: str, stamp: str, kind: str) -> MeasuredTokens:
     columns = ["step", "group", "rollout", "t", "mask", "energy_proxy", "grad_norm_sq"]
     groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {measured} AND hash(step, "group") % 1000 < {share}'
     names = ", ".join(f'"{c}"' for c in columns)
-    table = store.sql(f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})')
+    table: Any = store.sql(f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})')
     return MeasuredTokens(fidelity_info(table, kind), int(table["grad_norm_sq"].notna().sum()), total)
 
 
@@ -283,4 +285,3 @@ def tokens(run: Run, step: int, group: int) -> pd.DataFrame:
         group: Index of the prompt within the step.
     """
     return _tokens(run.path, run.stamp, step, group)
-

@@ -13,11 +13,11 @@ EMPTY = """Make some in five minutes with `make demo`, train with `otb train`, o
 def pages() -> list[st.Page]:
     """Return the pages in the order of the menu."""
     return [
-        st.Page("views/overview.py", title="Overview", icon="🔭", default=True),
-        st.Page("views/variance.py", title="Variance", icon="🎯"),
-        st.Page("views/fidelity.py", title="Fidelity", icon="⚖️"),
-        st.Page("views/collapse.py", title="Collapse", icon="📉"),
-        st.Page("views/tokens.py", title="Tokens", icon="🔤"),
+        st.Page("views/overview.py", title="Overview", icon=":material/monitoring:", default=True),
+        st.Page("views/variance.py", title="Variance", icon=":material/target:"),
+        st.Page("views/fidelity.py", title="Fidelity", icon=":material/balance:"),
+        st.Page("views/collapse.py", title="Collapse", icon=":material/trending_down:"),
+        st.Page("views/tokens.py", title="Tokens", icon=":material/abc:"),
     ]
 
 
@@ -29,18 +29,20 @@ def main() -> None:
     try:
         table = data.runs(str(folder), data.stamps())
     except STOPS as error:
-        st.warning(plain(str(error)), icon="⚠️")
+        st.warning(plain(str(error)), icon=":material/warning:")
         return
     runs = data.readable(table)
     if table.empty:
         with page("No runs yet", plain(str(folder))):
-            st.info(("There are no runs in this folder. " if folder.is_dir() else "This folder does not exist. ") + EMPTY)
+            st.info(
+                ("There are no runs in this folder. " if folder.is_dir() else "This folder does not exist. ") + EMPTY
+            )
         return
     chosen = choose_runs(runs)
     st.session_state["_runs"], st.session_state["_selection"] = table, chosen
     follow(chosen)
     st.sidebar.caption(f"{len(table)} runs in {plain(str(folder))}")
-    st.sidebar.button("Look again", help="Reads the folder again.", type="tertiary", icon="🔄")
+    st.sidebar.button("Look again", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
     chosen_page.run()
 
 

@@ -4,10 +4,10 @@ Token text is model output. It reaches the browser as JSON and the page through 
 as HTML, Markdown or a template.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
-import streamlit as st
+from streamlit.components.v2 import component
 
 from otb_analysis.figures import TokensInfo, number
 
@@ -24,8 +24,8 @@ CSS = """
 .head b { font-weight: 600; }
 .head span { opacity: .75; }
 .head .paid { margin-left: auto; font-weight: 600; opacity: 1; }
-.text { font-family: var(--st-code-font, monospace); font-size: 13px; line-height: 1.85; max-height: 21em; overflow: auto;
-  direction: ltr; }
+.text { font-family: var(--st-code-font, monospace); font-size: 13px; line-height: 1.85; direction: ltr;
+  max-height: 21em; overflow: auto; }
 .tok { display: inline-block; unicode-bidi: isolate; white-space: pre; padding: 0 2px; margin: 0 1px 1px 0;
   border: 1px solid transparent; border-radius: 3px; line-height: 1.45; cursor: pointer; max-width: 100%;
   overflow: hidden; text-overflow: ellipsis; vertical-align: bottom; }
@@ -114,11 +114,15 @@ export default function (component) {
 }
 """
 
-_component = st.components.v2.component("otb_analysis.tokens", css=CSS, js=JS)
+_component = component("otb_analysis.tokens", css=CSS, js=JS)
 
 
 def token_view(
-    info: TokensInfo, tokens: pd.DataFrame, finish: pd.Series, columns: Sequence[str], chosen: tuple[int, int] | None
+    info: TokensInfo,
+    tokens: pd.DataFrame,
+    finish: Mapping[int, object],
+    columns: Sequence[str],
+    chosen: tuple[int, int] | None,
 ) -> tuple[int, int] | None:
     """Show all rollouts of one prompt; return (rollout, t) of a token that was just clicked.
 
@@ -137,7 +141,11 @@ def token_view(
 
 
 def _payload(
-    info: TokensInfo, tokens: pd.DataFrame, finish: pd.Series, columns: Sequence[str], chosen: tuple[int, int] | None
+    info: TokensInfo,
+    tokens: pd.DataFrame,
+    finish: Mapping[int, object],
+    columns: Sequence[str],
+    chosen: tuple[int, int] | None,
 ) -> dict[str, object]:
     texts = [[number(v) if v == v else "" for v in tokens[c].astype(float)] for c in columns]
     values = dict(zip(zip(tokens["rollout"], tokens["t"], strict=True), zip(*texts, strict=True), strict=True))

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from otb_analysis.errors import STOPS
-from otb_analysis.figures import CONFIG
+from otb_analysis.figures import CONFIG, CurvesInfo, for_background
 
 DEFAULT_RUNS = 4
 _LIVE_SECONDS = 3
@@ -38,7 +38,7 @@ def page(title: str, question: str) -> Iterator[None]:
     try:
         yield
     except STOPS as error:
-        st.warning(plain(str(error)), icon="⚠️")
+        st.warning(plain(str(error)), icon=":material/warning:")
 
 
 def choose_runs(runs: Sequence[data.Run]) -> list[data.Run]:
@@ -58,7 +58,7 @@ def selection() -> list[data.Run]:
     """Return the runs chosen in the sidebar; without any the page ends with a hint."""
     chosen: list[data.Run] = st.session_state.get("_selection", [])
     if not chosen:
-        st.info("No run is chosen. Choose at least one in the sidebar.", icon="👈")
+        st.info("No run is chosen. Choose at least one in the sidebar.", icon=":material/arrow_back:")
         st.stop()
     return chosen
 
@@ -68,7 +68,7 @@ def one_run() -> data.Run:
     chosen = {run.name: run for run in selection()}
     if len(chosen) == 1:
         return next(iter(chosen.values()))
-    name = st.selectbox("Run", list(chosen), key="focus", bind="query-params", required=True)
+    name = st.selectbox("Run", list(chosen), key="focus", bind="query-params")
     return chosen[str(name)]
 
 
@@ -99,8 +99,9 @@ def chart(figure: go.Figure, key: str, table: pd.DataFrame | None = None) -> Non
         key: Unique on the page; also the name of the downloaded files.
         table: The numbers; no button without them.
     """
+    for_background(figure, st.context.theme.type == "dark")
     config = CONFIG | {"toImageButtonOptions": {**CONFIG["toImageButtonOptions"], "filename": f"otb-{key}"}}
-    st.plotly_chart(figure, width="stretch", key=key, config=config)
+    st.plotly_chart(figure, width="stretch", theme=None, key=key, config=config)
     if table is not None:
         download(table, key)
 
@@ -114,15 +115,15 @@ def download(table: pd.DataFrame, key: str) -> None:
     """
     st.download_button(
         "CSV", table.to_csv(index=False).encode(), f"otb-{key}.csv", "text/csv",
-        key=f"csv-{key}", on_click="ignore", type="tertiary", icon="⬇️",
+        key=f"csv-{key}", on_click="ignore", type="tertiary", icon=":material/download:",
     )  # fmt: skip
 
 
-def curves_table(info) -> pd.DataFrame:
+def curves_table(info: CurvesInfo) -> pd.DataFrame:
     """Return the curves of small multiples as one long table: run, quantity, step, value.
 
     Args:
-        info: A `CurvesInfo`.
+        info: From a `curves_info`.
     """
     parts = [
         pd.DataFrame({"run": c.run, "quantity": q.column, "step": c.step.astype(int), "value": c.value})

@@ -15,6 +15,6 @@ with page("Collapse", "Is training healthy: gradient, entropy, length, reward, a
     chart(plot_collapse(info, log_y=log_y), "collapse", curves_table(info))
     st.caption(
         "Lines are running means, recorded values stand faintly behind them. Pareto-k ≥ .5 on token energies makes the "
-        "standard error of a variance estimate unreliable; infinite gradient variance needs k ≥ 1. A group whose rewards "
-        "are all equal has no gradient under any group baseline."
+        "standard error of a variance estimate unreliable; infinite gradient variance needs k ≥ 1. A group whose "
+        "rewards are all equal has no gradient under any group baseline."
     )

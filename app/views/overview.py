@@ -1,5 +1,7 @@
 """Overview: which runs there are, how they differ, whether they learn."""
 
+from typing import Any
+
 import data
 import pandas as pd
 import streamlit as st
@@ -7,32 +9,38 @@ from widgets import chart, curves_table, download, page, plain, selection
 
 from otb_analysis.figures import Headline, config_differences, learning_info, number, plot_learning
 
-STATUS = {"running": "🔵 running", "complete": "🟢 complete", "failed": "🔴 failed", "broken": "⚫ broken"}
+REWARD = "Mean of the last 20 steps; change since the first 20."
+HELDOUT = "Last evaluation; change since the first."
 
 
 def card(headline: Headline, status: str) -> None:
     """Show one run in four numbers."""
-    with st.container(border=True):
+    with st.container(border=True, height="stretch"):
         st.markdown(f"**{plain(headline.run)}**")
         st.caption(f"{plain(headline.estimator) or 'estimator unknown'} · {headline.steps} steps · {status}")
-        left, right = st.columns(2)
-        gain = None if headline.reward_gain is None else f"{headline.reward_gain:+.3f}"
-        left.metric("Reward", number(headline.reward), gain, help="Mean of the last 20 steps; change since the first 20.")
-        gain = None if headline.heldout_gain is None else f"{headline.heldout_gain:+.3f}"
-        right.metric("Held-out", number(headline.heldout), gain, help="Last evaluation; change since the first.")
-        left.metric("Gradient norm", number(headline.grad_norm), help="Median ‖ḡ‖ of the last 20 steps.")
-        share = "–" if headline.clipped is None else f"{headline.clipped:.0%}"
-        right.metric("Clipped", share, help="Share of the last 20 steps whose gradient was clipped.")
+        upper, lower = st.columns(2), st.columns(2)
+        share = None if headline.clipped is None else f"{headline.clipped:.0%}"
+        upper[0].metric("Reward", number(headline.reward), **gain(headline.reward_gain), help=REWARD)
+        upper[1].metric("Held-out", number(headline.heldout), **gain(headline.heldout_gain), help=HELDOUT)
+        lower[0].metric("‖ḡ‖", number(headline.grad_norm), help="Median gradient norm of the last 20 steps.")
+        lower[1].metric("Clipped", share or "–", help="Share of the last 20 steps whose gradient was clipped.")
+
+
+def gain(change: float | None) -> dict[str, Any]:
+    """Return how a change since the start of the run is shown; a dash keeps the cards aligned."""
+    if change is None:
+        return {"delta": "–", "delta_arrow": "off", "delta_color": "off"}
+    return {"delta": f"{change:+.3f}"}
 
 
 def run_table(table: pd.DataFrame) -> pd.DataFrame:
     """Return the run list as it is shown."""
-    shown = pd.DataFrame({"run": table["run"], "status": table["status"].map(STATUS).fillna(table["status"])})
-    shown["estimator"] = table["run"].map(data.estimator_names(table)).fillna("–")
+    shown = pd.DataFrame({"run": table["run"], "status": table["status"]})
+    shown["estimator"] = [data.estimator_names(table).get(run) or "–" for run in table["run"]]
     shown["steps"] = table["n_steps"]
     for name in ("reward_first", "reward_last", "heldout_reward", "grad_norm_median", "n_tokens", "seconds", "created"):
         shown[name] = table[name]
-    return shown.assign(reason=table["reason"].fillna(""))
+    return shown
 
 
 with page("Overview", "Which runs are there, do they learn, and in what do they differ?"):
@@ -40,7 +48,8 @@ with page("Overview", "Which runs are there, do they learn, and in what do they 
     st.dataframe(
         run_table(table),
         hide_index=True,
-        height=min(36 * len(table) + 39, 330),
+        height="content" if len(table) < 10 else 390,
+        placeholder="–",
         column_config={
             "reward_first": st.column_config.NumberColumn("reward, first", format="%.3f", help="First tenth of steps."),
             "reward_last": st.column_config.NumberColumn("reward, last", format="%.3f", help="Last tenth of steps."),
@@ -49,9 +58,10 @@ with page("Overview", "Which runs are there, do they learn, and in what do they 
             "n_tokens": st.column_config.NumberColumn("tokens", format="localized"),
             "seconds": st.column_config.NumberColumn("seconds", format="%.0f"),
             "created": st.column_config.DatetimeColumn("created", format="YYYY-MM-DD HH:mm"),
-            "reason": st.column_config.TextColumn("reason", width="large"),
         },
     )
+    for name, reason in table.loc[table["reason"].fillna("") != "", ["run", "reason"]].itertuples(index=False):
+        st.caption(f":material/warning: **{plain(name)}**: {plain(reason)}")
     chosen = selection()
     for columns in (chosen[i : i + 4] for i in range(0, len(chosen), 4)):
         for place, run in zip(st.columns(max(2, len(columns))), columns, strict=False):

@@ -1,5 +1,7 @@
 """Tokens: all rollouts of one prompt side by side, coloured by any column."""
 
+from typing import Any
+
 import data
 import pandas as pd
 import streamlit as st
@@ -17,21 +19,19 @@ def choose_step(run: data.Run) -> int:
     """Let the page choose a step; the last one with exact norms to begin with, else the last one."""
     steps = data.token_steps(run)
     first = data.exact_steps(run)[-1:] or steps[-1:]
-    return int(
-        st.selectbox("Step", steps, index=steps.index(first[0]), key="step", bind="query-params", required=True) or 0
-    )
+    return int(st.selectbox("Step", steps, index=steps.index(first[0]), key="step", bind="query-params") or 0)
 
 
 def choose_prompt(rollouts: pd.DataFrame) -> int:
     """Let the page choose a prompt; labels say its mean reward."""
     groups = rollouts.groupby("group")
     labels = {
-        int(str(g)): f"{g} · {' '.join(str(part['prompt'].iloc[0]).split())[:60]} · mean reward {number(part['reward'].mean())}"
+        int(
+            str(g)
+        ): f"{g} · {' '.join(str(part['prompt'].iloc[0]).split())[:60]} · mean reward {number(float(part['reward'].mean()))}"
         for g, part in groups
     }
-    chosen = st.selectbox(
-        "Prompt", list(labels), format_func=lambda g: labels[g], key="prompt", bind="query-params", required=True
-    )
+    chosen = st.selectbox("Prompt", list(labels), format_func=lambda g: labels[g], key="prompt", bind="query-params")
     return int(chosen or 0)
 
 
@@ -44,7 +44,9 @@ def details(tokens: pd.DataFrame, chosen: tuple[int, int], estimator: str) -> No
         left, right = st.columns([1, 4])
         left.caption(f"token {found.t} of rollout {found.rollout}")
         left.code(found.text, language=None)
-        right.dataframe(pd.DataFrame(found.formulas, columns=["quantity", "with this token's numbers"]), hide_index=True)
+        right.dataframe(
+            pd.DataFrame(found.formulas, columns=["quantity", "with this token's numbers"]), hide_index=True
+        )
 
 
 with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one prompt, coloured by what you ask."):
@@ -56,23 +58,22 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
     with places[1]:
         group = choose_prompt(rollouts)
     tokens = data.tokens(run, step, group)
-    measured = [c for c in NUMERIC if c in tokens and tokens[c].notna().any() and c != "token_id"]
+    measured = [c for c in NUMERIC if c in tokens and bool(tokens[c].notna().any()) and c != "token_id"]
     with places[2]:
         name = st.selectbox(
             "Colour by", measured, index=measured.index("energy_proxy") if "energy_proxy" in measured else 0,
-            key="color", bind="query-params", required=True,
+            key="color", bind="query-params",
         )  # fmt: skip
     with places[3]:
-        order = st.selectbox(
-            "Order", list(ORDERS), format_func=lambda o: ORDERS[o], key="order", bind="query-params", required=True
-        )
-    own = rollouts[rollouts["group"] == group].set_index("rollout")
+        order = st.selectbox("Order", list(ORDERS), format_func=lambda o: ORDERS[o], key="order", bind="query-params")
+    chosen: Any = rollouts[rollouts["group"] == group]
+    own = chosen.set_index("rollout")
     info = tokens_info(tokens, own["reward"], str(name), str(order))
     described = column("tokens", str(name))
     unit = f" ({described.unit})" if described.unit else ""
     st.caption(plain(f"{described.name}{unit}: {described.meaning}") + " Hover for all values, click for the formulas.")
     st.code(str(own["prompt"].iloc[0]), language=None, wrap_lines=True)
-    clicked = token_view(info, tokens, own["finish_reason"], measured, st.session_state.get("_token"))
+    clicked = token_view(info, tokens, own["finish_reason"].to_dict(), measured, st.session_state.get("_token"))
     if clicked and clicked != st.session_state.get("_token"):
         st.session_state["_token"] = clicked
         st.rerun()

@@ -1,7 +1,8 @@
 """Variance: every estimator on the same rollouts, over steps and in one comparison."""
 
+from typing import Any
+
 import data
-import pandas as pd
 import streamlit as st
 from widgets import chart, one_run, page, plain
 
@@ -10,6 +11,7 @@ from otb_analysis.figures import (
     VarianceInfo,
     comparison_info,
     comparison_table,
+    display_table,
     plot_comparison,
     plot_variance,
     variance_info,
@@ -22,7 +24,7 @@ NOT_MEASURED = """This run has no gradient measurements yet. They are made at sc
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "both": "both"}
 
 
-def by_source(table: pd.DataFrame, source: str) -> pd.DataFrame:
+def by_source(table: Any, source: str) -> Any:
     """Keep estimators that read no energy, and those that read this kind."""
     return table if source == "both" else table[table["energy_source"].isin(["none", source])]
 
@@ -69,11 +71,11 @@ def compared(run: data.Run, source: str) -> None:
     """Draw the forest plot and its table."""
     grams = data.grams(run)
     if not grams:
-        st.info("A comparison needs the Gram matrices of measured steps; this run has none.", icon="📭")
+        st.info("A comparison needs the Gram matrices of measured steps; this run has none.", icon=":material/inbox:")
         return
     left, right = st.columns(2)
     steps = ["all measured steps", *map(str, grams)]
-    step = left.selectbox("Measured steps", steps, key="at", bind="query-params", required=True)
+    step = left.selectbox("Measured steps", steps, key="at", bind="query-params")
     names = list(dict.fromkeys(m for gram in grams.values() for m, _ in gram.labels))
     against = right.selectbox(
         "Compare with", names, index=names.index("rloo") if "rloo" in names else 0,
@@ -81,19 +83,18 @@ def compared(run: data.Run, source: str) -> None:
     )  # fmt: skip
     chosen = list(grams.values()) if step == steps[0] else [grams[int(str(step))]]
     info = comparison_info(chosen, str(against), source)
-    table = comparison_table(info)
-    chart(plot_comparison(info), "comparison")
+    chart(plot_comparison(info), "comparison", comparison_table(info))
     st.caption(info.estimand)
-    st.dataframe(
-        table, hide_index=True, height=36 * len(table) + 39,
-        column_config={c: st.column_config.NumberColumn(c.replace("_", " "), format="%.3g") for c in table.columns[1:]},
-    )  # fmt: skip
+    shown = display_table(info)
+    three = st.column_config.NumberColumn(format="%.3g")
+    numeric = dict.fromkeys(shown.select_dtypes("number").columns, three)
+    st.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=numeric)
 
 
 with page("Variance", "How noisy is the gradient under each baseline, on the same rollouts and at equal progress?"):
     run = one_run()
     if data.statistics(run, 1).empty:
-        st.info(NOT_MEASURED, icon="📭")
+        st.info(NOT_MEASURED, icon=":material/inbox:")
         st.stop()
     source = st.segmented_control(
         "Energies behind the weighted baselines", list(SOURCES), format_func=lambda s: SOURCES[s],

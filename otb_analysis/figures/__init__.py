@@ -1,7 +1,13 @@
 """Figures as pairs: `x_info(...)` holds the numbers, `plot_x(info)` draws them; pages and reports share both."""
 
 from otb_analysis.figures.collapse import collapse_info, plot_collapse
-from otb_analysis.figures.comparison import ComparisonInfo, comparison_info, comparison_table, plot_comparison
+from otb_analysis.figures.comparison import (
+    ComparisonInfo,
+    comparison_info,
+    comparison_table,
+    display_table,
+    plot_comparison,
+)
 from otb_analysis.figures.curves import CurvesInfo, Quantity, curves_info, plot_curves
 from otb_analysis.figures.fidelity import (
     FidelityInfo,
@@ -12,7 +18,7 @@ from otb_analysis.figures.fidelity import (
 )
 from otb_analysis.figures.learning import learning_info, plot_learning
 from otb_analysis.figures.runs import Headline, config_differences, headline_info
-from otb_analysis.figures.theme import CONFIG, TEMPLATE, Style, estimator_style, number, run_styles
+from otb_analysis.figures.theme import CONFIG, TEMPLATE, Style, estimator_style, for_background, number, run_styles
 from otb_analysis.figures.token_details import TokenDetails, token_details
 from otb_analysis.figures.tokens import TokensInfo, plot_tokens, tokens_info
 from otb_analysis.figures.variance import MEASURES, VarianceInfo, plot_variance, statistics_table, variance_info
@@ -35,9 +41,11 @@ __all__ = [
     "comparison_table",
     "config_differences",
     "curves_info",
+    "display_table",
     "estimator_style",
     "fidelity_info",
     "fidelity_table",
+    "for_background",
     "headline_info",
     "learning_info",
     "number",

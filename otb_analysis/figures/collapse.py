@@ -6,11 +6,12 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.figures.curves import CurvesInfo, Quantity, curves_info, plot_curves
+from otb_analysis.figures.theme import place
 
 QUANTITIES = (
     Quantity("Reward, mean", "reward_mean"),
     Quantity("Gradient norm ‖ḡ‖ before clipping", "grad_norm", from_zero=True),
-    Quantity("Share of steps clipped so far, last 20", "clipped_share", from_zero=True),
+    Quantity("Share of the last 20 steps clipped", "clipped_share", from_zero=True, smoothed=False),
     Quantity("Entropy, mean over tokens (nats)", "entropy_mean", from_zero=True),
     Quantity("Completion length, mean (tokens)", "length_mean", from_zero=True),
     Quantity("Share of groups with equal rewards", "zero_variance_share", from_zero=True),
@@ -25,7 +26,8 @@ HEAVY_TAIL = 0.5
 def derived(steps: pd.DataFrame) -> pd.DataFrame:
     """Return the steps table with the two shares that the panels need.
 
-    zero_variance_share = n_zero_variance_groups / n_prompts; clipped_share = mean of `clipped` over the last 20 steps.
+    zero_variance_share = n_zero_variance_groups / n_prompts; clipped_share = mean of `clipped` over the last 20 steps,
+    from the fifth on.
 
     Args:
         steps: Steps table of one run.
@@ -36,7 +38,7 @@ def derived(steps: pd.DataFrame) -> pd.DataFrame:
         shares["zero_variance_share"] = table["n_zero_variance_groups"].astype(float) / table["n_prompts"].astype(float)
     if "clipped" in table:
         clipped = table["clipped"].astype("Float64").astype(float)
-        shares["clipped_share"] = clipped.rolling(CLIP_WINDOW, min_periods=1).mean()
+        shares["clipped_share"] = clipped.rolling(CLIP_WINDOW, min_periods=5).mean()
     return table.assign(**shares)
 
 
@@ -62,7 +64,7 @@ def plot_collapse(info: CurvesInfo, *, log_y: bool = False) -> go.Figure:
     index = next(i for i, q in enumerate(info.quantities) if q.column == "energy_tail_k")
     if info.curves[index] and not log_y:
         figure.add_hline(
-            y=HEAVY_TAIL, line={"dash": "dot", "width": 1}, opacity=0.6, row=index // 3 + 1, col=index % 3 + 1,
+            y=HEAVY_TAIL, line={"dash": "dot", "width": 1}, opacity=0.6, **place(index, 3),
             annotation={"text": "heavy above .5", "font": {"size": 11}, "yanchor": "bottom"},
         )  # fmt: skip
     return figure

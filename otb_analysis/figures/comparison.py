@@ -1,4 +1,4 @@
-"""One comparison: every estimator's variance, SF and efficiency as ratios to another's, sorted, with paired intervals."""
+"""Side by side: every estimator's variance, SF and efficiency as ratios to another's, with paired intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.theme import Style, number, panels, place
-from otb_analysis.figures.variance import label, trace_style
+from otb_analysis.figures.theme import Style, log_axis, number, panels, place
+from otb_analysis.figures.variance import labels, trace_style
 from otb_analysis.statistics import MIN_CLUSTERS, Gram, Interval, paired_ratios, pooled_statistics
 
 RATIOS = (
@@ -56,9 +56,7 @@ class ComparisonInfo:
     estimand: str
 
 
-def comparison_info(
-    grams: Sequence[Gram], against: str = "rloo", energy_source: str = "both"
-) -> ComparisonInfo:
+def comparison_info(grams: Sequence[Gram], against: str = "rloo", energy_source: str = "both") -> ComparisonInfo:
     """Compare all estimators with one on the same rollouts, pooled over the steps that are passed.
 
     ratio = measure(estimator)/measure(against), sums over steps before anything is divided; the interval deletes one
@@ -73,21 +71,48 @@ def comparison_info(
         InputError: The estimator was not measured in any of the steps.
     """
     known = dict.fromkeys(found for gram in grams for found in gram.labels)
-    labels = [found for found in known if energy_source == "both" or found[1] in ("none", energy_source)]
-    base = next((found for found in labels if found[0] == against), None)
+    shown = [found for found in known if energy_source == "both" or found[1] in ("none", energy_source)]
+    base = next((found for found in shown if found[0] == against), None)
     if base is None:
-        raise InputError(f"against is {against!r}, which was not measured; {nearest(against, [m for m, _ in labels])}")
+        raise InputError(f"against is {against!r}, which was not measured; {nearest(against, [m for m, _ in shown])}")
     values = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams)}
     pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base)}
     rows = []
-    for found in labels:
+    names = labels(shown)
+    for found in shown:
         pair, own = pairs.get(found), values[found]
         ratios = (_ONE,) * 3 if found == base else tuple(getattr(pair, name, None) for name, _ in RATIOS)
         numbers = {n: getattr(own, n) for n in (*(n for n, _ in RATIOS), "projection", "rollout_equivalents")}
-        rows.append(Row(label(*found), trace_style(*found), ratios, numbers))
+        rows.append(Row(names[found], trace_style(*found), ratios, numbers))
     rows.sort(key=lambda row: -(row.ratios[0].estimate if row.ratios[0] else -np.inf))
     n_prompts = values[base].n_clusters
-    return ComparisonInfo(tuple(rows), label(*base), len(grams), n_prompts, _estimand(len(grams), n_prompts))
+    return ComparisonInfo(tuple(rows), names[base], len(grams), n_prompts, _estimand(len(grams), n_prompts))
+
+
+def display_table(info: ComparisonInfo) -> pd.DataFrame:
+    """Return the comparison as it is read: three significant digits, intervals in brackets behind their ratio.
+
+    Args:
+        info: From `comparison_info`.
+    """
+    records = []
+    for row in info.rows:
+        record: dict[str, object] = {"estimator": row.label}
+        record |= {_TITLES.get(name, name): value for name, value in row.values.items()}
+        for (name, _), ratio in zip(RATIOS, row.ratios, strict=True):
+            record[f"{_TITLES[name]} ÷ {info.against}"] = _bracketed(ratio)
+        records.append(record)
+    return pd.DataFrame(records)
+
+
+_TITLES = {"efficiency": "efficiency", "sf": "SF", "variance": "variance", "rollout_equivalents": "rollout equivalents"}
+
+
+def _bracketed(ratio: Interval | None) -> str:
+    if ratio is None:
+        return "–"
+    ends = "" if ratio.low is None else f" [{number(ratio.low)}, {number(ratio.high)}]"
+    return number(ratio.estimate) + ends
 
 
 def _estimand(n_steps: int, n_prompts: int) -> str:
@@ -132,18 +157,21 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
                 continue
             figure.add_scatter(
                 x=np.array([ratio.estimate], np.float32), y=[row.label], mode="markers", showlegend=False,
-                marker={"color": row.style.color, "symbol": row.style.symbol, "size": 9, "line": {"width": 1.5}},
+                marker={"color": row.style.color, "symbol": row.style.symbol, "size": 9},
                 error_x=_bar(ratio), **where,
                 hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{interval_text(ratio)}"
                 "<extra></extra>",
             )  # fmt: skip
         figure.add_vline(x=1, line={"width": 1, "dash": "dot"}, opacity=0.7, **where)
-        figure.update_xaxes(type="log", title_text=f"÷ {info.against}", title_standoff=6, **where)
+        found = [ratio for row in info.rows if (ratio := row.ratios[index])]
+        ends = [end for ratio in found for end in (ratio.low, ratio.high) if end is not None]
+        figure.update_xaxes(**log_axis([1.0, *(ratio.estimate for ratio in found)], ends), **where)
+        figure.update_xaxes(title_text=f"÷ {info.against}", title_standoff=6, **where)
         figure.update_yaxes(
             categoryorder="array", categoryarray=names, showticklabels=index == 0, range=[-0.6, len(names) - 0.4],
             **where,
         )  # fmt: skip
-    return figure.update_layout(margin={"l": 185, "t": 44})
+    return figure.update_layout(margin={"l": 175, "t": 44})
 
 
 def _bar(ratio: Interval) -> dict[str, object]:

@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from otb_analysis.figures.theme import number, panels, place, run_styles
+from otb_analysis.figures.theme import log_axis, number, panels, place, run_styles
 
 Array = NDArray[np.float32]
 
@@ -21,13 +21,15 @@ class Quantity:
         title: Panel title, with the unit in brackets.
         column: Column of the steps table, or of what was derived from it.
         from_zero: A linear axis starts at 0, so that heights compare as ratios.
-        markers: Draw points, for quantities that are measured rarely.
+        rare: Measured rarely: points are drawn, and nothing is smoothed.
+        smoothed: Takes part in the running mean; False for what is a running mean already.
     """
 
     title: str
     column: str
     from_zero: bool = False
-    markers: bool = False
+    rare: bool = False
+    smoothed: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def curves_info(
         window: Length of the running mean in recorded steps.
     """
     curves = tuple(
-        tuple(_curve(run, table, quantity.column, window) for run, table in steps.items() if _has(table, quantity))
+        tuple(_curve(run, table, quantity, window) for run, table in steps.items() if _has(table, quantity))
         for quantity in quantities
     )
     return CurvesInfo(tuple(quantities), curves, {run: estimators.get(run, "") for run in steps}, window)
@@ -94,10 +96,16 @@ def _has(table: pd.DataFrame, quantity: Quantity) -> bool:
     return quantity.column in table and bool(table[quantity.column].notna().any())
 
 
-def _curve(run: str, table: pd.DataFrame, column: str, window: int) -> Curve:
+def _curve(run: str, table: pd.DataFrame, quantity: Quantity, window: int) -> Curve:
+    column = quantity.column
     recorded = table.loc[table[column].notna(), ["step", column]].sort_values("step")
     value = recorded[column].to_numpy(np.float32)
-    return Curve(run, recorded["step"].to_numpy(np.float32), value, running_mean(value, window))
+    return Curve(
+        run,
+        recorded["step"].to_numpy(np.float32),
+        value,
+        running_mean(value, window if quantity.smoothed and not quantity.rare else 1),
+    )
 
 
 def plot_curves(info: CurvesInfo, *, columns: int = 3, log_y: bool = False) -> go.Figure:
@@ -115,7 +123,7 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, log_y: bool = False) -> g
         where = place(index, columns)
         for curve in curves:
             style = styles[curve.run]
-            if info.window > 1:
+            if info.window > 1 and quantity.smoothed and not quantity.rare:
                 faint = {"color": style.color, "width": 1}
                 figure.add_scatter(
                     x=curve.step, y=curve.value, mode="lines", line=faint, opacity=0.25, hoverinfo="skip",
@@ -123,7 +131,7 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, log_y: bool = False) -> g
                 )  # fmt: skip
             figure.add_scatter(
                 x=curve.step, y=curve.smooth, name=curve.run, legendgroup=curve.run,
-                showlegend=curve.run not in named, mode="lines+markers" if quantity.markers else "lines",
+                showlegend=curve.run not in named, mode="lines+markers" if quantity.rare else "lines",
                 line={"color": style.color, "width": 2, "dash": style.dash},
                 marker={"symbol": style.symbol, "size": 7},
                 text=[number(float(v)) for v in curve.value],
@@ -137,11 +145,10 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, log_y: bool = False) -> g
                 xref=f"x{axis} domain", yref=f"y{axis} domain", x=0.5, y=0.5,
             )  # fmt: skip
         if log_y:
-            figure.update_yaxes(type="log", **where)
+            figure.update_yaxes(**log_axis(np.concatenate([c.value for c in curves]) if curves else []), **where)
         elif quantity.from_zero:
             figure.update_yaxes(rangemode="tozero", **where)
     _step_titles(figure, len(info.quantities), columns)
-    figure.update_layout(legend={"y": 1, "yref": "container", "yanchor": "top"})
     return figure
 
 

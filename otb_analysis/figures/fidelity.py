@@ -1,6 +1,7 @@
 """Proxy against exact energies: where they agree, and whether they agree where the baseline looks."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -8,7 +9,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.theme import TEMPLATE, panels, place
+from otb_analysis.figures.theme import TEMPLATE, log_axis, panels, place, step_axis
 from otb_analysis.statistics import Association, Fidelity, fidelity
 
 Float = NDArray[np.float64]
@@ -94,7 +95,8 @@ def energies(tokens: pd.DataFrame, kind: str) -> pd.DataFrame:
         tokens: Token rows.
         kind: `token` or `realized`.
     """
-    policy = tokens[tokens["mask"].fillna(False).astype(bool)].sort_values(["step", "rollout", "t"])
+    chosen: Any = tokens[tokens["mask"].fillna(False).astype(bool)]
+    policy = chosen.sort_values(["step", "rollout", "t"])
     rollouts = policy.groupby(["step", "rollout"], sort=False)
     table = pd.DataFrame({"step": policy["step"], "proxy": policy["energy_proxy"], "exact": policy["grad_norm_sq"]})
     if kind == "realized":
@@ -156,9 +158,9 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
         hovertemplate="proxy %{x:.3g}<br>exact %{y:.3g}<br><b>%{customdata:.0f}</b> tokens<extra></extra>",
     )  # fmt: skip
     letter = "w" if info.kind == "token" else "W"
-    figure.update_xaxes(type="log", title_text=f"proxy {letter}_t in logit space (norm²)", exponentformat="power")
-    figure.update_yaxes(type="log", title_text=f"exact {letter}_t over the parameters (norm²)", exponentformat="power")
-    return figure.update_layout(height=430, margin={"l": 76, "t": 24})
+    figure.update_xaxes(**log_axis(10**info.proxy_edges), title_text=f"proxy {letter}_t in logit space (norm²)")
+    figure.update_yaxes(**log_axis(10**info.exact_edges), title_text=f"exact {letter}_t over the parameters (norm²)")
+    return figure.update_layout(height=450, margin={"l": 76, "t": 30})
 
 
 def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
@@ -168,18 +170,23 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
         info: From `fidelity_info`.
     """
     titles = ("Within (prompt, t): what the baseline sees", "Pooled over all tokens")
-    figure = panels(titles, 1, height=165)
+    figure = panels(titles, 1, height=190)
     step = np.array([s.step for s in info.steps], np.float32)
-    for index, found in enumerate([[s.fidelity.within for s in info.steps], [s.fidelity.pooled for s in info.steps]]):
+    both: list[list[Association | None]] = [
+        [s.fidelity.within for s in info.steps],
+        [s.fidelity.pooled for s in info.steps],
+    ]
+    for index, found in enumerate(both):
         for key, title in COEFFICIENTS:
             figure.add_scatter(
                 x=step, y=_coefficients(found, key), name=title, legendgroup=key, showlegend=index == 0,
                 mode="lines+markers", line={"color": _COLORS[key], "width": 1.6}, marker={"size": 6},
                 hovertemplate=f"step %{{x}}: {title} <b>%{{y:.3f}}</b><extra></extra>", **place(index, 1),
             )  # fmt: skip
+        figure.update_xaxes(**step_axis(step), row=index + 1, col=1)
     figure.update_yaxes(title_text="correlation")
-    figure.update_xaxes(title_text="step", row=2, col=1, title_standoff=6)
-    return figure.update_layout(height=430, legend={"y": 1, "yref": "container", "yanchor": "top"})
+    figure.update_xaxes(title_text=None, row=1, col=1)
+    return figure.update_layout(height=450)
 
 
 def _coefficients(found: list[Association | None], key: str) -> Array:

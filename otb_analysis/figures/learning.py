@@ -9,7 +9,7 @@ from otb_analysis.figures.curves import CurvesInfo, Quantity, curves_info, plot_
 
 QUANTITIES = (
     Quantity("Training reward, mean of the step's rollouts", "reward_mean"),
-    Quantity("Held-out reward, mean over prompts never trained on", "heldout_reward", markers=True),
+    Quantity("Held-out reward, mean over prompts never trained on", "heldout_reward", rare=True),
 )
 
 
@@ -19,11 +19,9 @@ def learning_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, st
     Args:
         steps: Steps table of each run.
         estimators: Training estimator of each run.
-        window: Length of the running mean in recorded steps; held-out reward is never smoothed further than 1.
+        window: Length of the running mean of the training reward, in recorded steps.
     """
-    smooth = curves_info(steps, QUANTITIES[:1], estimators, window)
-    rare = curves_info(steps, QUANTITIES[1:], estimators)
-    return CurvesInfo(QUANTITIES, smooth.curves + rare.curves, smooth.estimators, window)
+    return curves_info(steps, QUANTITIES, estimators, window)
 
 
 def plot_learning(info: CurvesInfo) -> go.Figure:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -67,7 +68,8 @@ def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
 def _recorded(table: pd.DataFrame, column: str) -> pd.Series:
     if column not in table:
         return pd.Series(dtype=float)
-    return table[column].dropna().astype(float)
+    recorded: Any = table[column].dropna().astype(float)
+    return recorded
 
 
 def _value(number: float | None) -> float | None:

@@ -8,8 +8,11 @@ import colorsys
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
+import numpy as np
 import plotly.graph_objects as go
+from numpy.typing import ArrayLike
 from plotly.subplots import make_subplots
 
 from otb_analysis.schema import TABLES
@@ -18,6 +21,9 @@ GREY = "#6F7782"
 GRID = "rgba(125, 130, 140, 0.18)"
 RULE = "rgba(125, 130, 140, 0.75)"
 BLUE, ORANGE, GREEN, PINK, AMBER, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C98A00", "#56B4E9"
+TOP = 74
+"""Pixels above the first row of panels: the legend in one line, then the panel titles."""
+
 FONT = "Source Sans, 'Source Sans Pro', system-ui, -apple-system, 'Segoe UI', sans-serif"
 
 
@@ -84,10 +90,16 @@ TEMPLATE = go.layout.Template(
         hovermode="closest",
         legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "title": {"text": ""}},
         margin={"l": 64, "r": 16, "t": 40, "b": 48},
-        xaxis={"gridcolor": GRID, "zeroline": False, "linecolor": RULE, "showline": True, "ticks": "outside"},
-        yaxis={"gridcolor": GRID, "zeroline": False, "ticks": "", "exponentformat": "power"},
+        xaxis={
+            "gridcolor": GRID, "zeroline": False, "linecolor": RULE, "showline": True, "ticks": "outside",
+            "ticklen": 4, "tickcolor": RULE, "tickfont": {"size": 12}, "title": {"font": {"size": 13}},
+        },
+        yaxis={
+            "gridcolor": GRID, "zeroline": False, "ticks": "", "exponentformat": "power",
+            "tickfont": {"size": 12}, "title": {"font": {"size": 13}},
+        },
     )
-)
+)  # fmt: skip
 
 
 def estimator_style(name: str) -> Style:
@@ -109,8 +121,10 @@ def run_styles(estimators: Mapping[str, str]) -> dict[str, Style]:
     styles = {}
     for run, estimator in estimators.items():
         base = estimator_style(estimator)
-        earlier = seen.get(base.color, 0)
-        seen[base.color] = earlier + 1
+        # Dash already tells a leave-one-out form from its twin; only like runs need another shade.
+        kind = base.color + base.dash
+        earlier = seen.get(kind, 0)
+        seen[kind] = earlier + 1
         styles[run] = Style(_shade(base.color, earlier), base.dash, base.symbol)
     return styles
 
@@ -153,7 +167,7 @@ def number(value: float | int | None) -> str:
     exponent = math.floor(math.log10(abs(float(f"{value:.2e}"))))
     if not -4 <= exponent < 6:
         mantissa = value / 10.0**exponent
-        return f"{mantissa:.2f}×10{str(exponent).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+        return f"{mantissa:.2f}×10{_power(exponent)}"
     rounded = round(value, 2 - exponent)
     return f"{rounded:,.{max(0, 2 - exponent)}f}"
 
@@ -182,24 +196,28 @@ def panels(titles: Sequence[str], columns: int, *, height: int = 250, shared_x: 
         shared_x: Zooming one panel zooms all.
     """
     rows = math.ceil(len(titles) / columns)
-    total = height * rows + 70
+    total = height * rows + TOP
     figure = make_subplots(
         rows=rows,
         cols=columns,
         subplot_titles=list(titles),
-        shared_xaxes="all" if shared_x else False,
+        shared_xaxes=cast(bool, "all") if shared_x else False,
         horizontal_spacing=0.09 if columns < 3 else 0.07,
-        vertical_spacing=min(0.9 / max(1, rows - 1), 64 / total) if rows > 1 else 0,
+        vertical_spacing=min(0.9 / max(1, rows - 1), 62 / (height * rows)) if rows > 1 else 0,
     )
-    figure.update_layout(template=TEMPLATE, height=total, margin={"t": 70, "b": 44, "l": 60, "r": 16})
+    figure.update_layout(
+        template=TEMPLATE, height=total, margin={"t": TOP, "b": 44, "l": 60, "r": 16},
+        legend={"y": 1, "yref": "container", "yanchor": "top"},
+    )  # fmt: skip
     figure.update_xaxes(showticklabels=True)
-    for index, note in enumerate(figure.layout.annotations):
-        axis = figure.layout[f"xaxis{index + 1 if index else ''}"]
-        note.update(x=axis.domain[0], xanchor="left", font={"size": 13}, yshift=4)
+    layout: Any = figure.layout
+    for index, note in enumerate(layout.annotations):
+        axis = layout[f"xaxis{index + 1 if index else ''}"]
+        note.update(x=axis.domain[0], xanchor="left", font={"size": 13}, yshift=5)
     return figure
 
 
-def place(index: int, columns: int) -> dict[str, int]:
+def place(index: int, columns: int) -> dict[str, Any]:
     """Return `row` and `col` of a panel, counted from its index.
 
     Args:
@@ -207,3 +225,68 @@ def place(index: int, columns: int) -> dict[str, int]:
         columns: Panels per row.
     """
     return {"row": index // columns + 1, "col": index % columns + 1}
+
+
+def log_axis(values: ArrayLike, ends: ArrayLike = ()) -> dict[str, Any]:
+    """Return a logarithmic axis with readable ticks: decades, or 1–2–5 where the values span less than two.
+
+    It spans all values and, up to a factor of five beyond them, the ends of their intervals: one interval that
+    knows next to nothing must not flatten all the others.
+
+    Args:
+        values: What is drawn along it; what is not positive has no place on it.
+        ends: Ends of the intervals.
+    """
+    drawn, reaching = (np.asarray(x, dtype=float) for x in (values, ends))
+    drawn, reaching = (x[np.isfinite(x) & (x > 0)] for x in (drawn, reaching))
+    if drawn.size == 0:
+        return {"type": "log"}
+    reaching = np.clip(np.append(reaching, drawn), drawn.min() / 5, drawn.max() * 5)
+    low, high = np.log10(reaching.min()), np.log10(reaching.max())
+    reach = max(0.06 * (high - low), 0.04)
+    low, high = low - reach, high + reach
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    leads = (1, 2, 5) if high - low < 2.2 else (1,)
+    ticks = [lead * 10.0**k for k in decades for lead in leads if low <= k + math.log10(lead) <= high]
+    if len(ticks) < 2:
+        ticks = [float(f"{10**at:.2g}") for at in np.linspace(low + reach, high - reach, 3)]
+    every = math.ceil(len(ticks) / 8)
+    ticks = ticks[::every]
+    text = [number(tick) if 1e-3 <= tick < 1e5 else f"10{_power(round(math.log10(tick)))}" for tick in ticks]
+    return {"type": "log", "range": [low, high], "tickvals": ticks, "ticktext": [_short(t) for t in text]}
+
+
+def _power(exponent: int) -> str:
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _short(text: str) -> str:
+    """Drop the zeros that a tick does not need: 0.100 → 0.1, 2.00 → 2."""
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def step_axis(steps: ArrayLike) -> dict[str, Any]:
+    """Return an axis of measured steps: ticks at steps that were measured, room on both sides.
+
+    Args:
+        steps: Measured steps, repeated or not.
+    """
+    measured = np.unique(np.asarray(steps, dtype=float))
+    if measured.size == 0:
+        return {}
+    gap = float(np.diff(measured).min()) if measured.size > 1 else 1.0
+    every = math.ceil(measured.size / 9)
+    reach = [float(measured[0] - 0.7 * gap), float(measured[-1] + 0.7 * gap)]
+    return {"tickvals": measured[::every].astype(np.float32), "range": reach, "title": {"text": "step", "standoff": 6}}
+
+
+def for_background(figure: go.Figure, dark: bool) -> go.Figure:
+    """Give a figure the ink that reads on a light or a dark page; returns the figure it was given.
+
+    Args:
+        figure: Any figure in house style.
+        dark: The page is dark.
+    """
+    ink, paper = ("#E6EAEE", "#1C232A") if dark else ("#1B2229", "#FFFFFF")
+    hover = {"bgcolor": paper, "bordercolor": RULE, "font": {"color": ink}}
+    return figure.update_layout(font={"color": ink}, hoverlabel=hover)

@@ -1,6 +1,7 @@
 """One token's numbers, each line a formula with this token's values in it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -38,11 +39,12 @@ def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str) ->
     Returns:
         None where there is no such token.
     """
-    line = tokens[tokens["rollout"] == rollout].sort_values("t")
+    found: Any = tokens[tokens["rollout"] == rollout]
+    line = found.sort_values("t")
     here = line[line["t"] == t]
     if here.empty:
         return None
-    token = {str(k): (None if pd.isna(v) else v) for k, v in here.iloc[0].items()}
+    token: dict[str, object] = {str(k): (None if pd.isna(v) else v) for k, v in here.iloc[0].items()}
     text = visible(str(token.get("token") or ""))
     if token.get("mask") is False or token.get("mask") == np.False_:
         tool = ("tool output", "not sampled by the policy: it has no score, no energy and no advantage")
@@ -71,7 +73,7 @@ def _probability(token: dict[str, object]) -> list[tuple[str, str]]:
     return lines
 
 
-def _energy(token: dict[str, object], policy: pd.DataFrame, t: int) -> list[tuple[str, str]]:
+def _energy(token: dict[str, object], policy: Any, t: int) -> list[tuple[str, str]]:
     lines = []
     logprob, proxy, exact = (_get(token, n) for n in ("logprob", "energy_proxy", "grad_norm_sq"))
     if proxy is not None and logprob is not None:
@@ -81,7 +83,9 @@ def _energy(token: dict[str, object], policy: pd.DataFrame, t: int) -> list[tupl
     if exact is not None:
         error = _get(token, "grad_norm_sq_stderr")
         spread = f" ± {number(error)} (standard error)" if error is not None else ""
-        lines.append(("exact energy", f"w = ‖∇ log π‖² = {number(exact)}{spread}, {token.get('measured_by') or 'exact'}"))
+        lines.append(
+            ("exact energy", f"w = ‖∇ log π‖² = {number(exact)}{spread}, {token.get('measured_by') or 'exact'}")
+        )
     column = "grad_norm_sq" if exact is not None else "energy_proxy"
     seen = policy.loc[policy["t"] <= t, column]
     if len(seen) and seen.notna().all():
@@ -91,7 +95,7 @@ def _energy(token: dict[str, object], policy: pd.DataFrame, t: int) -> list[tupl
     return lines
 
 
-def _advantage(token: dict[str, object], policy: pd.DataFrame, t: int, estimator: str) -> list[tuple[str, str]]:
+def _advantage(token: dict[str, object], policy: Any, t: int, estimator: str) -> list[tuple[str, str]]:
     baseline, advantage = _get(token, "baseline"), _get(token, "advantage")
     ahead = policy.loc[policy["t"] >= t, "reward"]
     if not ahead.notna().all():
@@ -108,7 +112,7 @@ def _advantage(token: dict[str, object], policy: pd.DataFrame, t: int, estimator
     return lines
 
 
-def _share(token: dict[str, object], tokens: pd.DataFrame) -> list[tuple[str, str]]:
+def _share(token: dict[str, object], tokens: Any) -> list[tuple[str, str]]:
     attribution = _get(token, "attribution")
     if attribution is None:
         return []

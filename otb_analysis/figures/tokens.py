@@ -6,6 +6,7 @@ would rearrange its neighbours; it is never markup.
 
 import unicodedata
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,8 +19,9 @@ from otb_analysis.figures.theme import TEMPLATE, number
 from otb_analysis.schema import TOKENS
 
 Array = NDArray[np.float32]
-SEQUENTIAL = ("#F4F6F8", "#CFE3EE", "#8FC1DA", "#3F93BF", "#0B6596", "#06395A")
+SEQUENTIAL = ("#EAF1F6", "#CFE3EE", "#8FC1DA", "#3F93BF", "#0B6596", "#06395A")
 DIVERGING = ("#A63C00", "#E07B39", "#F6C9A8", "#F4F6F8", "#A9CFE5", "#3F8FC0", "#0B5483")
+UNKNOWN = "rgba(125, 130, 140, 0.35)"
 ROBUST = 0.98
 """Share of the values that the colour scale spans; beyond it colours saturate, and the legend says so."""
 
@@ -54,7 +56,7 @@ class Token:
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """One rollout of the view: its number, its reward (None when not recorded), its policy tokens, and all its tokens."""
+    """One rollout of the view; `reward` is None when not recorded, `length` counts policy tokens."""
 
     rollout: int
     reward: float | None
@@ -70,6 +72,7 @@ class TokensInfo:
         column: The column that colours.
         rollouts: In the order asked for.
         values: The column as a grid [rollouts, T] float32, NaN where not measured or beyond the end.
+        unknown: 1 where there is a token without a value, NaN elsewhere [rollouts, T] float32.
         low: Value at the lower end of the colour scale.
         high: Value at the upper end.
         diverging: The scale is symmetric around 0.
@@ -80,6 +83,7 @@ class TokensInfo:
     column: str
     rollouts: tuple[RolloutRow, ...]
     values: Array
+    unknown: Array
     low: float
     high: float
     diverging: bool
@@ -125,7 +129,7 @@ def tokens_info(tokens: pd.DataFrame, rewards: pd.Series, column: str, order: st
         raise InputError(f"column {column!r} cannot colour tokens; {nearest(column, known)}")
     if tokens.empty:
         raise InputError("tokens has 0 rows; pass the token rows of one step and one prompt.")
-    table = tokens.sort_values(["rollout", "t"])
+    table: Any = tokens.sort_values(["rollout", "t"])
     policy = table["mask"].fillna(True).to_numpy(bool) if "mask" in table else np.ones(len(table), bool)
     value = np.where(policy, table[column].to_numpy(np.float64, na_value=np.nan), np.nan)
     low, high, diverging = color_range(value)
@@ -135,8 +139,12 @@ def tokens_info(tokens: pd.DataFrame, rewards: pd.Series, column: str, order: st
     grid = np.full((len(rows), max(len(r.tokens) for r in rows)), np.nan, dtype=np.float32)
     for i, row in enumerate(rows):
         grid[i, : len(row.tokens)] = table.loc[table["rollout"] == row.rollout, "_value"]
+    ends = np.array([len(r.tokens) for r in rows])
+    exists = np.arange(grid.shape[1]) < ends[:, None]
+    unknown = np.where(exists & np.isnan(grid), 1, np.nan).astype(np.float32)
     beyond = int(((value < low) | (value > high)).sum())
-    return TokensInfo(column, tuple(rows), grid, low, high, diverging, int(np.isnan(value[policy]).sum()), beyond)
+    missing = int(np.isnan(value[policy]).sum())
+    return TokensInfo(column, tuple(rows), grid, unknown, low, high, diverging, missing, beyond)
 
 
 def _order(order: str):
@@ -168,7 +176,7 @@ def color_range(value: NDArray[np.float64]) -> tuple[float, float, bool]:
     return (low, high, False) if high > low else (low - 0.5, high + 0.5, False)
 
 
-def _row(rollout: int, part: pd.DataFrame, reward: float | None, scale: tuple[float, float, bool]) -> RolloutRow:
+def _row(rollout: int, part: Any, reward: float | None, scale: tuple[float, float, bool]) -> RolloutRow:
     colors = token_colors(part["_value"].to_numpy(np.float64), *scale)
     texts = part["token"].fillna("").astype(str) if "token" in part else part["token_id"].astype(str)
     tokens = tuple(
@@ -195,12 +203,13 @@ def token_colors(
     position = np.clip((value - low) / (high - low), 0, 1)
     seen = np.isfinite(position)
     # 64 levels are more than the eye tells apart, and keep one sampling for any number of tokens.
-    palette = sample_colorscale(stops, list(np.linspace(0, 1, 64)), colortype="tuple")
+    palette: Any = sample_colorscale(stops, list(np.linspace(0, 1, 64)), colortype="tuple")
     levels = np.round(np.where(seen, position, 0) * 63).astype(int)
-    return [_paint(palette[level]) if ok else (None, None) for level, ok in zip(levels, seen, strict=True)]
+    inks = [_paint(rgb) for rgb in palette]
+    return [inks[level] if ok else (None, None) for level, ok in zip(levels, seen, strict=True)]
 
 
-def _paint(rgb: tuple[float, float, float]) -> tuple[str, str]:
+def _paint(rgb: tuple[float, float, float]) -> tuple[str | None, str | None]:
     background = "#" + "".join(f"{round(255 * c):02X}" for c in rgb)
     luminance = 0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2]
     return background, "#14181D" if luminance > 0.48 else "#FFFFFF"
@@ -214,9 +223,17 @@ def plot_tokens(info: TokensInfo) -> go.Figure:
     """
     figure = go.Figure(layout={"template": TEMPLATE})
     scale = [[i / (len(info.colors) - 1), c] for i, c in enumerate(info.colors)]
+    where = {
+        "x": np.arange(info.values.shape[1], dtype=np.float32), "y": [f"rollout {r.rollout}" for r in info.rollouts],
+        "xgap": 1, "ygap": 2, "hoverongaps": False,
+    }  # fmt: skip
     figure.add_heatmap(
-        z=info.values, x=np.arange(info.values.shape[1], dtype=np.float32), y=[f"rollout {r.rollout}" for r in info.rollouts],
-        zmin=info.low, zmax=info.high, colorscale=scale, xgap=1, ygap=2, hoverongaps=False,
+        z=info.unknown, colorscale=[UNKNOWN, UNKNOWN], showscale=False,
+        hovertemplate="%{y}, t = %{x}<br>not measured<extra></extra>", **where,
+    )  # fmt: skip
+    figure.add_heatmap(
+        z=info.values, **where,
+        zmin=info.low, zmax=info.high, colorscale=scale,
         colorbar={"thickness": 10, "title": {"text": info.column, "side": "right"}, "exponentformat": "power"},
         text=[[number(float(v)) for v in row] for row in info.values],
         hovertemplate="%{y}, t = %{x}<br>" + info.column + " <b>%{text}</b><extra></extra>",

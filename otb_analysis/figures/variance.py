@@ -6,13 +6,14 @@ stand together: batch variance, projection c = ⟨m, ∇J⟩/‖∇J‖², SF = 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from otb_analysis.figures.theme import Style, estimator_style, number, panels, place
+from otb_analysis.figures.theme import Style, estimator_style, log_axis, number, panels, place, step_axis
 from otb_analysis.statistics import Gram, Interval, pooled_statistics
 
 Array = NDArray[np.float32]
@@ -105,14 +106,15 @@ class VarianceInfo:
         return any(bool(np.isfinite(t.low).any()) for traces in self.traces for t in traces)
 
 
-def label(estimator: str, energy_source: str) -> str:
-    """Return how an estimator is called in legends: `otb · proxy`, or just its name when it reads no energy.
+def labels(found: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return how estimators are called side by side: `otb · proxy` where several energy sources meet, else `otb`.
 
     Args:
-        estimator: Name in the estimator dictionary.
-        energy_source: Where its energies came from.
+        found: (estimator, energy source) of each.
     """
-    return estimator if energy_source == "none" else f"{estimator} · {energy_source}"
+    pairs = list(found)
+    several = len({source for _, source in pairs if source != "none"}) > 1
+    return {(e, s): f"{e} · {s}" if several and s != "none" else e for e, s in pairs}
 
 
 def trace_style(estimator: str, energy_source: str) -> Style:
@@ -164,25 +166,28 @@ def variance_info(gradients: pd.DataFrame, estimators: Iterable[str] | None = No
         gradients: From `statistics_table`, or the gradients table of a run without Gram matrices.
         estimators: Which estimators to show; all when left out.
     """
-    table = gradients.sort_values("step")
+    table: Any = gradients.sort_values("step")  # pandas' own annotations call every selection a Series or a frame
     if estimators is not None:
         table = table[table["estimator"].isin(list(estimators))]
     groups = [(str(e), str(s), part) for (e, s), part in table.groupby(["estimator", "energy_source"], sort=False)]
-    traces = tuple(tuple(_trace(e, s, part, m.column) for e, s, part in groups) for m in MEASURES)
+    names = labels((e, s) for e, s, _ in groups)
+    traces = tuple(
+        tuple(_trace(names[e, s], trace_style(e, s), part, m.column) for e, s, part in groups) for m in MEASURES
+    )
     hidden = tuple(int((table[m.column] <= 0).sum()) if m.log else 0 for m in MEASURES)
     reference = tuple(sorted(table["reference"].dropna().unique())) if "reference" in table else ()
     return VarianceInfo(traces, _span(table, "n_prompts"), _span(table, "n_rollouts"), reference, hidden)
 
 
-def _trace(estimator: str, source: str, part: pd.DataFrame, column: str) -> Trace:
+def _trace(name: str, style: Style, part: Any, column: str) -> Trace:
     part = part[part[column].notna()]
     missing = pd.Series(np.nan, index=part.index)
     low, high = (part.get(f"{column}_{end}", missing).to_numpy(np.float32) for end in ("low", "high"))
     step, value = part["step"].to_numpy(np.float32), part[column].to_numpy(np.float32)
-    return Trace(label(estimator, source), trace_style(estimator, source), step, value, low, high)
+    return Trace(name, style, step, value, low, high)
 
 
-def _span(table: pd.DataFrame, column: str) -> tuple[int, int]:
+def _span(table: Any, column: str) -> tuple[int, int]:
     if column not in table or table[column].isna().all():
         return (0, 0)
     return (int(table[column].min()), int(table[column].max()))
@@ -213,15 +218,21 @@ def plot_variance(info: VarianceInfo) -> go.Figure:
                 text=[_hover(*row) for row in zip(trace.step, trace.value, trace.low, trace.high, strict=True)],
                 hovertemplate="%{text}<extra>" + trace.label + "</extra>", **where,
             )  # fmt: skip
-        figure.update_yaxes(type="log" if measure.log else "linear", **where)
+        if measure.log:
+            values, ends = [t.value for t in traces], [end for t in traces for end in (t.low, t.high)]
+            figure.update_yaxes(**log_axis(_joined(values), _joined(ends)), **where)
         if measure.column == "projection":
             figure.add_hline(y=1, line={"dash": "dot", "width": 1}, opacity=0.6, **where)
         if measure.column == "efficiency":
             figure.update_yaxes(rangemode="tozero", **where)
+        figure.update_xaxes(**step_axis(_joined([t.step for t in traces])), **where)
     for column in (1, 2):
-        figure.update_xaxes(title_text="step", title_standoff=6, row=2, col=column)
-    figure.update_layout(legend={"y": 1, "yref": "container", "yanchor": "top"}, margin={"t": 110})
+        figure.update_xaxes(title_text=None, row=1, col=column)
     return figure
+
+
+def _joined(arrays: list[Array]) -> Array:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
 
 
 def _drawable(value: Array, log: bool) -> Array:

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from otb_analysis.store import RunWriter, StepTables, gram_rows
 from otb_analysis.statistics import gradient_statistics
+from otb_analysis.store import RunWriter, StepTables, gram_rows
 from otb_analysis.types import Gram
 
 HOSTILE = (
@@ -20,7 +20,12 @@ LABELS = (
     ("value", "none"),
 )  # fmt: skip
 SCALE = {"none": (1.0, 2.4), "group_mean": (0.88, 1.0), "grpo": (1.6, 1.9), "rloo": (1.0, 1.15), "value": (1.0, 1.1)}
-SCALE |= {"sequence_optimal": (0.6, 0.5), "sequence_optimal_loo": (1.0, 0.95), "otb": (0.55, 0.4), "otb_loo": (1.0, 0.9)}
+SCALE |= {
+    "sequence_optimal": (0.6, 0.5),
+    "sequence_optimal_loo": (1.0, 0.95),
+    "otb": (0.55, 0.4),
+    "otb_loo": (1.0, 0.9),
+}
 PROMPTS, GROUP_SIZE = 16, 8
 
 
@@ -94,7 +99,7 @@ def write_step(writer: RunWriter, step: int, seed: int, *, measured: int = PROMP
     rollouts = {
         "group": np.repeat(np.arange(PROMPTS), GROUP_SIZE), "rollout": np.arange(PROMPTS * GROUP_SIZE),
         "prompt_id": [f"s{step}-p{r // GROUP_SIZE}" for r in range(PROMPTS * GROUP_SIZE)],
-        "prompt": [HOSTILE_PROMPT if r < GROUP_SIZE else f"{r // GROUP_SIZE}+7+30=" for r in range(PROMPTS * GROUP_SIZE)],
+        "prompt": [HOSTILE_PROMPT] * GROUP_SIZE + ["12+7+30="] * (PROMPTS - 1) * GROUP_SIZE,
         "completion": ["…"] * (PROMPTS * GROUP_SIZE), "reward": rewards, "length": lengths,
         "finish_reason": ["length" if n == 21 else "stop" for n in lengths],
     }  # fmt: skip
@@ -117,7 +122,9 @@ def build_store(root: Path) -> Path:
     for step in range(12):
         write_step(failed, step, 7, measured=4)
     failed.finish("failed", "the loss is NaN at step 12, rollout 5; lower the learning rate.")
-    running = RunWriter.create(root, "running-otb_loo", {"seed": 2, "estimator": "otb_loo", "task": {"name": "chain_sum"}})
+    running = RunWriter.create(
+        root, "running-otb_loo", {"seed": 2, "estimator": "otb_loo", "task": {"name": "chain_sum"}}
+    )
     for step in range(3):
         write_step(running, step, 9, measured=4)
     half = running.path / "tokens" / "part-00000003-r0.parquet"
