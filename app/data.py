@@ -13,8 +13,8 @@ import streamlit as st
 
 from otb_analysis.figures import FidelityInfo, fidelity_info, headline_info, statistics_table
 from otb_analysis.figures.runs import Headline
-from otb_analysis.statistics import Gram
 from otb_analysis.store import RunStore, runs_df
+from otb_analysis.types import Gram
 
 MEMORY = "512MB"
 MAX_TOKENS = 1_000_000
@@ -105,7 +105,8 @@ def estimator_names(table: pd.DataFrame) -> dict[str, str]:
     Args:
         table: From `runs`.
     """
-    columns = sorted((c for c in table if c.rsplit(".", 1)[-1] == "estimator"), key=len)
+    names = [str(c) for c in table if str(c).removesuffix(".name").endswith(".estimator")]
+    columns = sorted(names, key=len)
     if not columns:
         return {}
     first = table[columns].bfill(axis=1).iloc[:, 0]
@@ -158,20 +159,12 @@ def headline(run: Run) -> Headline:
 @st.cache_data(max_entries=8, show_spinner="Reading the Gram matrices …")
 def _grams(path: str, stamp: str) -> dict[int, Gram]:
     store = _store(path)
-    found = store.sql("SELECT DISTINCT step FROM grams ORDER BY step")["step"]
-    names = store.sql('SELECT DISTINCT step, "group", prompt_id FROM rollouts WHERE prompt_id IS NOT NULL')
-    prompt = {(s, g): p for s, g, p in names.itertuples(index=False)}
-    grams = {}
-    for step in map(int, found):
-        gram = store.gram(step)
-        if gram is not None:
-            clusters = tuple(prompt.get((step, int(g)), (step, int(g))) for g in gram.groups)
-            grams[step] = Gram(gram.gram, gram.labels, gram.n_rollouts, clusters)
-    return grams
+    measured = store.sql("SELECT DISTINCT step FROM grams ORDER BY step")["step"]
+    return {int(step): gram for step in measured if (gram := store.gram(int(step))) is not None}
 
 
 def grams(run: Run) -> dict[int, Gram]:
-    """Return the Gram matrix of every measured step, prompts named so that one that comes back is one cluster.
+    """Return the Gram matrix of every measured step.
 
     Args:
         run: A readable run.

@@ -39,7 +39,7 @@ def main() -> None:
             )
         return
     chosen = choose_runs(runs)
-    st.session_state["_runs"], st.session_state["_selection"] = table, chosen
+    st.session_state.update(_runs=table, _selection=chosen, _any=bool(runs))
     follow(chosen)
     st.sidebar.caption(f"{len(table)} runs in {plain(str(folder))}")
     st.sidebar.button("Look again", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")

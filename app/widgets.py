@@ -57,10 +57,25 @@ def choose_runs(runs: Sequence[data.Run]) -> list[data.Run]:
 def selection() -> list[data.Run]:
     """Return the runs chosen in the sidebar; without any the page ends with a hint."""
     chosen: list[data.Run] = st.session_state.get("_selection", [])
-    if not chosen:
+    if chosen:
+        return chosen
+    if st.session_state.get("_any"):
         st.info("No run is chosen. Choose at least one in the sidebar.", icon=":material/arrow_back:")
-        st.stop()
-    return chosen
+    else:
+        st.info("None of the runs in this folder has a step that can be read.", icon=":material/inbox:")
+        reasons(st.session_state["_runs"])
+    st.stop()
+
+
+def reasons(table: pd.DataFrame) -> None:
+    """Say why runs are broken or failed, one line each.
+
+    Args:
+        table: From `data.runs`.
+    """
+    for name, reason in zip(table["run"], table["reason"].fillna(""), strict=True):
+        if reason:
+            st.caption(f":material/warning: **{plain(str(name))}**: {plain(str(reason))}")
 
 
 def one_run() -> data.Run:

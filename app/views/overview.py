@@ -5,7 +5,7 @@ from typing import Any
 import data
 import pandas as pd
 import streamlit as st
-from widgets import chart, curves_table, download, page, plain, selection
+from widgets import chart, curves_table, download, page, plain, reasons, selection
 
 from otb_analysis.figures import Headline, config_differences, learning_info, number, plot_learning
 
@@ -60,8 +60,8 @@ with page("Overview", "Which runs are there, do they learn, and in what do they 
             "created": st.column_config.DatetimeColumn("created", format="YYYY-MM-DD HH:mm"),
         },
     )
-    for name, reason in table.loc[table["reason"].fillna("") != "", ["run", "reason"]].itertuples(index=False):
-        st.caption(f":material/warning: **{plain(name)}**: {plain(reason)}")
+    if st.session_state["_any"]:
+        reasons(table)
     chosen = selection()
     for columns in (chosen[i : i + 4] for i in range(0, len(chosen), 4)):
         for place, run in zip(st.columns(max(2, len(columns))), columns, strict=False):

@@ -24,14 +24,17 @@ def choose_step(run: data.Run) -> int:
 
 def choose_prompt(rollouts: pd.DataFrame) -> int:
     """Let the page choose a prompt; labels say its mean reward."""
-    groups = rollouts.groupby("group")
-    labels = {
-        int(
-            str(g)
-        ): f"{g} · {' '.join(str(part['prompt'].iloc[0]).split())[:60]} · mean reward {number(float(part['reward'].mean()))}"
-        for g, part in groups
-    }
-    chosen = st.selectbox("Prompt", list(labels), format_func=lambda g: labels[g], key="prompt", bind="query-params")
+    labels = {}
+    for group, part in rollouts.groupby("group"):
+        rows: Any = part
+        text = " ".join(str(rows["prompt"].iloc[0]).split())[:60]
+        labels[int(str(group))] = f"{group} · {text} · mean reward {number(float(rows['reward'].mean()))}"
+    # Bound by hand: a bound box would put its labels, which hold the prompt's text, into the URL.
+    asked = st.query_params.get("prompt", "")
+    if st.session_state.get("prompt") not in labels:
+        st.session_state["prompt"] = int(asked) if asked.isdigit() and int(asked) in labels else next(iter(labels))
+    chosen = st.selectbox("Prompt", list(labels), format_func=lambda g: labels[g], key="prompt")
+    st.query_params["prompt"] = str(chosen)
     return int(chosen or 0)
 
 

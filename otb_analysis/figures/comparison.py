@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.theme import Style, log_axis, number, panels, place
 from otb_analysis.figures.variance import labels, trace_style
-from otb_analysis.statistics import MIN_CLUSTERS, Gram, Interval, paired_ratios, pooled_statistics
+from otb_analysis.statistics import MIN_CLUSTERS, Interval, paired_ratios, pooled_statistics
+from otb_analysis.types import Gram
 
 RATIOS = (
     ("efficiency", "Efficiency ratio → right of 1 is better"),

@@ -14,7 +14,8 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.figures.theme import Style, estimator_style, log_axis, number, panels, place, step_axis
-from otb_analysis.statistics import Gram, Interval, pooled_statistics
+from otb_analysis.statistics import Interval, pooled_statistics
+from otb_analysis.types import Gram
 
 Array = NDArray[np.float32]
 

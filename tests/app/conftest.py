@@ -39,7 +39,8 @@ def synthetic_gram(random: np.random.Generator, n_prompts: int) -> Gram:
         length, spread = SCALE[name]
         gradients.append(length * truth + spread * (0.9 * noise + 0.25 * own[row]) * 0.6)
     g = np.stack(gradients)
-    return Gram(LABELS, np.arange(n_prompts), np.einsum("mpd,nqd->mnpq", g, g), n_prompts * GROUP_SIZE)
+    inner = np.einsum("mpd,nqd->mnpq", g, g)
+    return Gram(inner, LABELS, n_prompts * GROUP_SIZE, groups=np.arange(n_prompts))
 
 
 def _tokens(random: np.random.Generator, step: int, measured: int, hostile: bool) -> tuple[dict, dict]:
@@ -105,7 +106,7 @@ def write_step(writer: RunWriter, step: int, seed: int, *, measured: int = PROMP
     }  # fmt: skip
     gradients = None
     if gram is not None:
-        rows = [found.as_row() for found in gradient_statistics(gram.gram, gram.labels, gram.n_rollouts)]
+        rows = [found.as_row() for found in gradient_statistics(gram.inner, gram.labels, gram.n_rollouts)]
         gradients = {name: [row[name] for row in rows] for name in rows[0]}
     grams = None if gram is None else gram_rows(step, gram)
     writer.write_step(step, StepTables(tokens, rollouts, scalars, gradients, grams))
@@ -114,16 +115,16 @@ def write_step(writer: RunWriter, step: int, seed: int, *, measured: int = PROMP
 def build_store(root: Path) -> Path:
     """Write the runs; deterministic but for the time stamps."""
     for seed, (name, estimator) in enumerate([("chain-group_mean-s0", "group_mean"), ("chain-otb-s0", "otb")]):
-        writer = RunWriter.create(root, name, {"seed": 0, "estimator": estimator, "task": {"name": "chain_sum"}})
+        writer = RunWriter.create(root, name, {"seed": 0, "estimator": {"name": estimator}, "task": "chain_sum"})
         for step in range(41):
             write_step(writer, step, seed, collapse=estimator == "group_mean")
         writer.finish()
-    failed = RunWriter.create(root, "failed-rloo", {"seed": 1, "estimator": "rloo", "task": {"name": "chain_sum"}})
+    failed = RunWriter.create(root, "failed-rloo", {"seed": 1, "estimator": {"name": "rloo"}, "task": "chain_sum"})
     for step in range(12):
         write_step(failed, step, 7, measured=4)
     failed.finish("failed", "the loss is NaN at step 12, rollout 5; lower the learning rate.")
     running = RunWriter.create(
-        root, "running-otb_loo", {"seed": 2, "estimator": "otb_loo", "task": {"name": "chain_sum"}}
+        root, "running-otb_loo", {"seed": 2, "estimator": {"name": "otb_loo"}, "task": "chain_sum"}
     )
     for step in range(3):
         write_step(running, step, 9, measured=4)
