@@ -140,3 +140,15 @@ def build_store(root: Path) -> Path:
 def store_root(tmp_path_factory) -> Path:
     """The synthetic store."""
     return build_store(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def write_next_step():
+    """The writer of one synthetic step: (writer, step, seed)."""
+    return write_step
+
+
+@pytest.fixture(scope="session")
+def hostile_texts() -> tuple[str, ...]:
+    """The token texts of the synthetic store."""
+    return HOSTILE
