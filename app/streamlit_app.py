@@ -8,6 +8,10 @@ from otb_analysis.errors import STOPS
 
 EMPTY = """Make some in five minutes with `make demo`, train with `otb train`, or point the dashboard at another folder:
 `streamlit run app -- --root <folder>` or the variable `OTB_RUNS`."""
+STYLE = """<style>
+.stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
+@media (max-width: 1100px) { .stMainBlockContainer { padding-left: 1.5rem; padding-right: 1.5rem; } }
+</style>"""
 
 
 def pages() -> list[st.Page]:
@@ -24,6 +28,7 @@ def pages() -> list[st.Page]:
 def main() -> None:
     """Choose the runs, then hand over to the page."""
     st.set_page_config(page_title="otb-analysis", page_icon="🔬", layout="wide")
+    st.html(STYLE)
     chosen_page = st.navigation(pages())
     folder = data.root()
     try:

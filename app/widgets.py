@@ -83,7 +83,7 @@ def one_run() -> data.Run:
     chosen = {run.name: run for run in selection()}
     if len(chosen) == 1:
         return next(iter(chosen.values()))
-    name = st.selectbox("Run", list(chosen), key="focus", bind="query-params")
+    name = st.selectbox("Run", list(chosen), key="focus", bind="query-params", width=420)
     return chosen[str(name)]
 
 

@@ -17,10 +17,16 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
     )  # fmt: skip
     found = data.fidelity(run, str(kind))
     info = found.info
-    for place, (key, title) in zip(st.columns(len(COEFFICIENTS) + 1), COEFFICIENTS, strict=False):
+    for place, (key, title) in zip(st.columns(len(COEFFICIENTS)), COEFFICIENTS, strict=True):
         within = getattr(info.overall.within, key) if info.overall.within else None
         pooled = getattr(info.overall.pooled, key)
-        place.metric(f"{title}, within (prompt, t)", number(within), f"{number(pooled)} pooled", delta_color="off")
+        place.metric(
+            f"{title}, within (prompt, t)",
+            number(within),
+            f"{number(pooled)} pooled",
+            delta_color="off",
+            delta_arrow="off",
+        )
     left, right = st.columns(2)
     with left:
         chart(plot_fidelity(info), "fidelity")

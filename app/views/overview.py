@@ -15,7 +15,7 @@ HELDOUT = "Last evaluation; change since the first."
 
 def card(headline: Headline, status: str) -> None:
     """Show one run in four numbers."""
-    with st.container(border=True, height="stretch"):
+    with st.container(border=True, width=258, height="stretch"):
         st.markdown(f"**{plain(headline.run)}**")
         st.caption(f"{plain(headline.estimator) or 'estimator unknown'} · {headline.steps} steps · {status}")
         upper, lower = st.columns(2), st.columns(2)
@@ -63,10 +63,9 @@ with page("Overview", "Which runs are there, do they learn, and in what do they 
     if st.session_state["_any"]:
         reasons(table)
     chosen = selection()
-    for columns in (chosen[i : i + 4] for i in range(0, len(chosen), 4)):
-        for place, run in zip(st.columns(max(2, len(columns))), columns, strict=False):
-            with place:
-                card(data.headline(run), run.status)
+    with st.container(horizontal=True):
+        for run in chosen:
+            card(data.headline(run), run.status)
 
     st.subheader("Learning curves", anchor=False)
     window = st.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)

@@ -39,13 +39,13 @@ def over_steps(run: data.Run, source: str) -> None:
     table = by_source(data.statistics(run, window), source)
     names = list(dict.fromkeys(table["estimator"]))
     usual = [n for n in names if n in USUAL] or names[:8]
-    shown = left.multiselect("Estimators", names, default=usual, key="estimator", bind="query-params")
+    shown = left.multiselect("Estimators", names, default=usual, key="estimator", bind="query-params", wrap=True)
     info = variance_info(table, shown)
     chart(plot_variance(info), "variance", table[table["estimator"].isin(shown)])
     st.caption(footnote(info, window))
     with st.expander("What these are"):
         for measure in MEASURES:
-            st.markdown(f"**{measure.title.split(':')[0]}** = {plain(measure.formula)}")
+            st.markdown(f"**{plain(measure.title)}** = {plain(measure.formula)}")
         st.markdown(
             "An estimator that shrinks the gradient has a smaller variance whether or not it is better: "
             "compare by SF and efficiency, and read the variance together with the projection."
@@ -79,7 +79,7 @@ def compared(run: data.Run, source: str) -> None:
     names = list(dict.fromkeys(m for gram in grams.values() for m, _ in gram.labels))
     against = right.selectbox(
         "Compare with", names, index=names.index("rloo") if "rloo" in names else 0,
-        key="against", bind="query-params", required=True,
+        key="against", bind="query-params",
     )  # fmt: skip
     chosen = list(grams.values()) if step == steps[0] else [grams[int(str(step))]]
     info = comparison_info(chosen, str(against), source)

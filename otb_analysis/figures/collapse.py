@@ -6,18 +6,18 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.figures.curves import CurvesInfo, Quantity, curves_info, plot_curves
-from otb_analysis.figures.theme import place
+from otb_analysis.figures.theme import RULE, place
 
 QUANTITIES = (
-    Quantity("Reward, mean", "reward_mean"),
-    Quantity("Gradient norm ‖ḡ‖ before clipping", "grad_norm", from_zero=True),
-    Quantity("Share of the last 20 steps clipped", "clipped_share", from_zero=True, smoothed=False),
-    Quantity("Entropy, mean over tokens (nats)", "entropy_mean", from_zero=True),
-    Quantity("Completion length, mean (tokens)", "length_mean", from_zero=True),
-    Quantity("Share of groups with equal rewards", "zero_variance_share", from_zero=True),
-    Quantity("Energy tail: Pareto-k", "energy_tail_k"),
-    Quantity("Energy held by the top 1 % of tokens (share)", "energy_max_share", from_zero=True),
-    Quantity("Sampler mismatch, largest (nats)", "mismatch_max", from_zero=True),
+    Quantity("Reward", "mean of the step", "reward_mean"),
+    Quantity("Gradient norm", "‖ḡ‖ before clipping", "grad_norm", from_zero=True),
+    Quantity("Clipped steps", "share of the last 20", "clipped_share", from_zero=True, smoothed=False),
+    Quantity("Entropy", "nats, mean over tokens", "entropy_mean", from_zero=True),
+    Quantity("Length", "tokens, mean", "length_mean", from_zero=True),
+    Quantity("Equal-reward groups", "share of groups", "zero_variance_share", from_zero=True),
+    Quantity("Energy tail", "Pareto-k", "energy_tail_k"),
+    Quantity("Top 1 % of tokens", "share of all energy", "energy_max_share", from_zero=True),
+    Quantity("Sampler mismatch", "nats, largest", "mismatch_max", from_zero=True),
 )
 CLIP_WINDOW = 20
 HEAVY_TAIL = 0.5
@@ -64,7 +64,7 @@ def plot_collapse(info: CurvesInfo, *, log_y: bool = False) -> go.Figure:
     index = next(i for i, q in enumerate(info.quantities) if q.column == "energy_tail_k")
     if info.curves[index] and not log_y:
         figure.add_hline(
-            y=HEAVY_TAIL, line={"dash": "dot", "width": 1}, opacity=0.6, **place(index, 3),
+            y=HEAVY_TAIL, line={"dash": "dot", "width": 1, "color": RULE}, opacity=0.6, **place(index, 3),
             annotation={"text": "heavy above .5", "font": {"size": 11}, "yanchor": "bottom"},
         )  # fmt: skip
     return figure

@@ -8,15 +8,15 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.theme import Style, log_axis, number, panels, place
+from otb_analysis.figures.theme import RULE, TITLE, Style, log_axis, number, panels, place
 from otb_analysis.figures.variance import labels, trace_style
 from otb_analysis.statistics import MIN_CLUSTERS, Interval, paired_ratios, pooled_statistics
 from otb_analysis.types import Gram
 
 RATIOS = (
-    ("efficiency", "Efficiency ratio → right of 1 is better"),
-    ("sf", "SF ratio ← left of 1 is better"),
-    ("variance", "Batch variance ratio: read it with c"),
+    ("efficiency", "Efficiency ratio", "right of 1 is better"),
+    ("sf", "SF ratio", "left of 1 is better"),
+    ("variance", "Variance ratio", "read it with c"),
 )
 _ONE = Interval(1.0, None, None, 0, "the estimator over itself", "by definition")
 
@@ -82,8 +82,8 @@ def comparison_info(grams: Sequence[Gram], against: str = "rloo", energy_source:
     names = labels(shown)
     for found in shown:
         pair, own = pairs.get(found), values[found]
-        ratios = (_ONE,) * 3 if found == base else tuple(getattr(pair, name, None) for name, _ in RATIOS)
-        numbers = {n: getattr(own, n) for n in (*(n for n, _ in RATIOS), "projection", "rollout_equivalents")}
+        ratios = (_ONE,) * 3 if found == base else tuple(getattr(pair, name, None) for name, *_ in RATIOS)
+        numbers = {n: getattr(own, n) for n in (*(n for n, *_ in RATIOS), "projection", "rollout_equivalents")}
         rows.append(Row(names[found], trace_style(*found), ratios, numbers))
     rows.sort(key=lambda row: -(row.ratios[0].estimate if row.ratios[0] else -np.inf))
     n_prompts = values[base].n_clusters
@@ -100,7 +100,7 @@ def display_table(info: ComparisonInfo) -> pd.DataFrame:
     for row in info.rows:
         record: dict[str, object] = {"estimator": row.label}
         record |= {_TITLES.get(name, name): value for name, value in row.values.items()}
-        for (name, _), ratio in zip(RATIOS, row.ratios, strict=True):
+        for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
             record[f"{_TITLES[name]} ÷ {info.against}"] = _bracketed(ratio)
         records.append(record)
     return pd.DataFrame(records)
@@ -133,7 +133,7 @@ def comparison_table(info: ComparisonInfo) -> pd.DataFrame:
     records = []
     for row in info.rows:
         record: dict[str, object] = {"estimator": row.label, **row.values}
-        for (name, _), ratio in zip(RATIOS, row.ratios, strict=True):
+        for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
             record[f"{name}_ratio"] = None if ratio is None else ratio.estimate
             record[f"{name}_ratio_low"] = None if ratio is None else ratio.low
             record[f"{name}_ratio_high"] = None if ratio is None else ratio.high
@@ -148,9 +148,11 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
     Args:
         info: From `comparison_info`.
     """
-    figure = panels([title for _, title in RATIOS], 3, height=max(180, 27 * len(info.rows) + 30), shared_x=False)
+    figure = panels(
+        [(title, line) for _, title, line in RATIOS], 3, height=max(180, 27 * len(info.rows) + 30), shared_x=False
+    )
     names = [row.label for row in reversed(info.rows)]
-    for index, (name, _) in enumerate(RATIOS):
+    for index, (name, *_) in enumerate(RATIOS):
         where = place(index, 3)
         for row in info.rows:
             ratio = row.ratios[index]
@@ -163,16 +165,16 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
                 hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{interval_text(ratio)}"
                 "<extra></extra>",
             )  # fmt: skip
-        figure.add_vline(x=1, line={"width": 1, "dash": "dot"}, opacity=0.7, **where)
+        figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
         found = [ratio for row in info.rows if (ratio := row.ratios[index])]
         ends = [end for ratio in found for end in (ratio.low, ratio.high) if end is not None]
-        figure.update_xaxes(**log_axis([1.0, *(ratio.estimate for ratio in found)], ends), **where)
+        figure.update_xaxes(**log_axis([1.0, *(ratio.estimate for ratio in found)], ends, most=4), **where)
         figure.update_xaxes(title_text=f"÷ {info.against}", title_standoff=6, **where)
         figure.update_yaxes(
             categoryorder="array", categoryarray=names, showticklabels=index == 0, range=[-0.6, len(names) - 0.4],
             **where,
         )  # fmt: skip
-    return figure.update_layout(margin={"l": 175, "t": 44})
+    return figure.update_layout(margin={"l": 150, "t": TITLE + 6}, height=27 * len(info.rows) + 130)
 
 
 def _bar(ratio: Interval) -> dict[str, object]:

@@ -18,7 +18,8 @@ class Quantity:
     """One panel of training curves.
 
     Attributes:
-        title: Panel title, with the unit in brackets.
+        title: Panel title.
+        line: Unit and reading, below the title.
         column: Column of the steps table, or of what was derived from it.
         from_zero: A linear axis starts at 0, so that heights compare as ratios.
         rare: Measured rarely: points are drawn, and nothing is smoothed.
@@ -26,6 +27,7 @@ class Quantity:
     """
 
     title: str
+    line: str
     column: str
     from_zero: bool = False
     rare: bool = False
@@ -108,15 +110,16 @@ def _curve(run: str, table: pd.DataFrame, quantity: Quantity, window: int) -> Cu
     )
 
 
-def plot_curves(info: CurvesInfo, *, columns: int = 3, log_y: bool = False) -> go.Figure:
+def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y: bool = False) -> go.Figure:
     """Draw the panels; the running mean is the line, the recorded values stand faintly behind it.
 
     Args:
         info: From `curves_info`.
         columns: Panels per row.
+        height: Height of one row in pixels.
         log_y: Logarithmic y axes.
     """
-    figure = panels([q.title for q in info.quantities], columns)
+    figure = panels([(q.title, q.line) for q in info.quantities], columns, height=height)
     styles = run_styles(info.estimators)
     named: set[str] = set()
     for index, (quantity, curves) in enumerate(zip(info.quantities, info.curves, strict=True)):

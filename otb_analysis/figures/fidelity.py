@@ -152,7 +152,8 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
         x=(10 ** middle[0]).astype(np.float32), y=(10 ** middle[1]).astype(np.float32), z=np.log10(info.count),
         customdata=info.count, colorscale=["#D9E8F1", "#8FC1DA", "#3F93BF", "#0B6596", "#06395A"], zmin=0,
         colorbar={
-            "title": {"text": "tokens", "side": "top"}, "thickness": 10, "tickvals": list(range(top)),
+            "title": {"text": "tokens", "side": "top", "font": {"size": 12}},
+            "thickness": 10, "tickvals": list(range(top)),
             "ticktext": [f"{10**k:,}" for k in range(top)],
         },
         hovertemplate="proxy %{x:.3g}<br>exact %{y:.3g}<br><b>%{customdata:.0f}</b> tokens<extra></extra>",
@@ -160,7 +161,7 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
     letter = "w" if info.kind == "token" else "W"
     figure.update_xaxes(**log_axis(10**info.proxy_edges), title_text=f"proxy {letter}_t in logit space (norm²)")
     figure.update_yaxes(**log_axis(10**info.exact_edges), title_text=f"exact {letter}_t over the parameters (norm²)")
-    return figure.update_layout(height=450, margin={"l": 76, "t": 30})
+    return figure.update_layout(height=470, margin={"l": 76, "t": 30})
 
 
 def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
@@ -169,8 +170,8 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
     Args:
         info: From `fidelity_info`.
     """
-    titles = ("Within (prompt, t): what the baseline sees", "Pooled over all tokens")
-    figure = panels(titles, 1, height=190)
+    titles = (("Within (prompt, t)", "correlation; what the baseline sees"), ("Pooled", "correlation over all tokens"))
+    figure = panels(titles, 1, height=205)
     step = np.array([s.step for s in info.steps], np.float32)
     both: list[list[Association | None]] = [
         [s.fidelity.within for s in info.steps],
@@ -184,9 +185,8 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
                 hovertemplate=f"step %{{x}}: {title} <b>%{{y:.3f}}</b><extra></extra>", **place(index, 1),
             )  # fmt: skip
         figure.update_xaxes(**step_axis(step), row=index + 1, col=1)
-    figure.update_yaxes(title_text="correlation")
     figure.update_xaxes(title_text=None, row=1, col=1)
-    return figure.update_layout(height=450)
+    return figure.update_layout(height=470)
 
 
 def _coefficients(found: list[Association | None], key: str) -> Array:

@@ -8,8 +8,8 @@ import plotly.graph_objects as go
 from otb_analysis.figures.curves import CurvesInfo, Quantity, curves_info, plot_curves
 
 QUANTITIES = (
-    Quantity("Training reward, mean of the step's rollouts", "reward_mean"),
-    Quantity("Held-out reward, mean over prompts never trained on", "heldout_reward", rare=True),
+    Quantity("Training reward", "mean of the step's rollouts", "reward_mean"),
+    Quantity("Held-out reward", "prompts never trained on", "heldout_reward", rare=True),
 )
 
 
@@ -30,4 +30,4 @@ def plot_learning(info: CurvesInfo) -> go.Figure:
     Args:
         info: From `learning_info`.
     """
-    return plot_curves(info, columns=2).update_layout(height=360)
+    return plot_curves(info, columns=2, height=290)

@@ -21,8 +21,8 @@ GREY = "#6F7782"
 GRID = "rgba(125, 130, 140, 0.18)"
 RULE = "rgba(125, 130, 140, 0.75)"
 BLUE, ORANGE, GREEN, PINK, AMBER, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C98A00", "#56B4E9"
-TOP = 74
-"""Pixels above the first row of panels: the legend in one line, then the panel titles."""
+TOP, TITLE, GAP = 76, 44, 84
+"""Pixels: from the first row of panels to the edge, the part of it that titles take, and between two rows."""
 
 FONT = "Source Sans, 'Source Sans Pro', system-ui, -apple-system, 'Segoe UI', sans-serif"
 
@@ -92,7 +92,7 @@ TEMPLATE = go.layout.Template(
         margin={"l": 64, "r": 16, "t": 40, "b": 48},
         xaxis={
             "gridcolor": GRID, "zeroline": False, "linecolor": RULE, "showline": True, "ticks": "outside",
-            "ticklen": 4, "tickcolor": RULE, "tickfont": {"size": 12}, "title": {"font": {"size": 13}},
+            "ticklen": 4, "tickangle": 0, "tickcolor": RULE, "tickfont": {"size": 12}, "title": {"font": {"size": 13}},
         },
         yaxis={
             "gridcolor": GRID, "zeroline": False, "ticks": "", "exponentformat": "power",
@@ -186,34 +186,37 @@ def axis_title(table: str, column: str, label: str | None = None) -> str:
     return f"{name} ({unit})" if unit else name
 
 
-def panels(titles: Sequence[str], columns: int, *, height: int = 250, shared_x: bool = True) -> go.Figure:
-    """Return an empty grid of panels in house style, titles flush left above each.
+def panels(titles: Sequence[tuple[str, str]], columns: int, *, height: int = 250, shared_x: bool = True) -> go.Figure:
+    """Return an empty grid of panels in house style: a title flush left above each, what it measures in a line below.
+
+    The legend stands above the first row and pushes the panels down when it needs several lines.
 
     Args:
-        titles: One title per panel, row by row.
+        titles: (title, unit and reading) of each panel, row by row; short enough for a third of a small window.
         columns: Panels per row.
         height: Height of one row in pixels.
         shared_x: Zooming one panel zooms all.
     """
     rows = math.ceil(len(titles) / columns)
-    total = height * rows + TOP
     figure = make_subplots(
         rows=rows,
         cols=columns,
-        subplot_titles=list(titles),
+        subplot_titles=[
+            f"{title}<br><span style='font-size:11px;color:{GREY}'>{line}</span>" for title, line in titles
+        ],
         shared_xaxes=cast(bool, "all") if shared_x else False,
         horizontal_spacing=0.09 if columns < 3 else 0.07,
-        vertical_spacing=min(0.9 / max(1, rows - 1), 62 / (height * rows)) if rows > 1 else 0,
+        vertical_spacing=GAP / (height * rows) if rows > 1 else 0,
     )
     figure.update_layout(
-        template=TEMPLATE, height=total, margin={"t": TOP, "b": 44, "l": 60, "r": 16},
-        legend={"y": 1, "yref": "container", "yanchor": "top"},
+        template=TEMPLATE, height=height * rows + TOP, margin={"t": TOP, "b": 44, "l": 56, "r": 12},
+        legend={"y": 1 + TITLE / (height * rows - 44), "yanchor": "bottom", "x": 0, "xanchor": "left"},
     )  # fmt: skip
     figure.update_xaxes(showticklabels=True)
     layout: Any = figure.layout
     for index, note in enumerate(layout.annotations):
         axis = layout[f"xaxis{index + 1 if index else ''}"]
-        note.update(x=axis.domain[0], xanchor="left", font={"size": 13}, yshift=5)
+        note.update(x=axis.domain[0], xanchor="left", align="left", font={"size": 13}, yshift=4)
     return figure
 
 
@@ -227,7 +230,7 @@ def place(index: int, columns: int) -> dict[str, Any]:
     return {"row": index // columns + 1, "col": index % columns + 1}
 
 
-def log_axis(values: ArrayLike, ends: ArrayLike = ()) -> dict[str, Any]:
+def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str, Any]:
     """Return a logarithmic axis with readable ticks: decades, or 1–2–5 where the values span less than two.
 
     It spans all values and, up to a factor of five beyond them, the ends of their intervals: one interval that
@@ -236,6 +239,7 @@ def log_axis(values: ArrayLike, ends: ArrayLike = ()) -> dict[str, Any]:
     Args:
         values: What is drawn along it; what is not positive has no place on it.
         ends: Ends of the intervals.
+        most: Most ticks.
     """
     drawn, reaching = (np.asarray(x, dtype=float) for x in (values, ends))
     drawn, reaching = (x[np.isfinite(x) & (x > 0)] for x in (drawn, reaching))
@@ -250,7 +254,7 @@ def log_axis(values: ArrayLike, ends: ArrayLike = ()) -> dict[str, Any]:
     ticks = [lead * 10.0**k for k in decades for lead in leads if low <= k + math.log10(lead) <= high]
     if len(ticks) < 2:
         ticks = [float(f"{10**at:.2g}") for at in np.linspace(low + reach, high - reach, 3)]
-    every = math.ceil(len(ticks) / 8)
+    every = math.ceil(len(ticks) / most)
     ticks = ticks[::every]
     text = [number(tick) if 1e-3 <= tick < 1e5 else f"10{_power(round(math.log10(tick)))}" for tick in ticks]
     return {"type": "log", "range": [low, high], "tickvals": ticks, "ticktext": [_short(t) for t in text]}

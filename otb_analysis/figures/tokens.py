@@ -234,7 +234,10 @@ def plot_tokens(info: TokensInfo) -> go.Figure:
     figure.add_heatmap(
         z=info.values, **where,
         zmin=info.low, zmax=info.high, colorscale=scale,
-        colorbar={"thickness": 10, "title": {"text": info.column, "side": "right"}, "exponentformat": "power"},
+        colorbar={
+            "thickness": 10, "title": {"text": info.column, "side": "right", "font": {"size": 12}},
+            "exponentformat": "power",
+        },
         text=[[number(float(v)) for v in row] for row in info.values],
         hovertemplate="%{y}, t = %{x}<br>" + info.column + " <b>%{text}</b><extra></extra>",
     )  # fmt: skip

@@ -13,7 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from otb_analysis.figures.theme import Style, estimator_style, log_axis, number, panels, place, step_axis
+from otb_analysis.figures.theme import RULE, Style, estimator_style, log_axis, number, panels, place, step_axis
 from otb_analysis.statistics import Interval, pooled_statistics
 from otb_analysis.types import Gram
 
@@ -26,7 +26,8 @@ class Measure:
 
     Attributes:
         column: Column of the gradients table.
-        title: Panel title with unit.
+        title: Panel title.
+        line: Unit and reading, below the title.
         formula: What it is, in one line.
         log: Drawn on a logarithmic axis.
         better: -1 when smaller is better, 1 when larger is, 0 when neither by itself.
@@ -34,6 +35,7 @@ class Measure:
 
     column: str
     title: str
+    line: str
     formula: str
     log: bool
     better: int
@@ -42,28 +44,32 @@ class Measure:
 MEASURES = (
     Measure(
         "efficiency",
-        "Efficiency (share, 0–1): higher is better",
+        "Efficiency",
+        "share of 1, higher is better",
         "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of this update of P prompts that points along ∇J.",
         False,
         1,
     ),
     Measure(
         "sf",
-        "SF = variance / c² (norm²): lower is better",
+        "SF = variance / c²",
+        "norm², lower is better",
         "Variance at equal progress: batch variance ÷ projection².",
         True,
         -1,
     ),
     Measure(
         "variance",
-        "Batch variance (norm²): read it with c",
+        "Batch variance",
+        "norm², read it with c",
         "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.",
         True,
         0,
     ),
     Measure(
         "projection",
-        "Projection c: 1 is the step of ∇J",
+        "Projection c",
+        "1 is the step of ∇J",
         "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from the reference estimator on other prompts.",
         False,
         0,
@@ -200,7 +206,7 @@ def plot_variance(info: VarianceInfo) -> go.Figure:
     Args:
         info: From `variance_info`.
     """
-    figure = panels([m.title for m in MEASURES], 2, height=290)
+    figure = panels([(m.title, m.line) for m in MEASURES], 2, height=300)
     for index, (measure, traces) in enumerate(zip(MEASURES, info.traces, strict=True)):
         where = place(index, 2)
         for rank, trace in enumerate(traces):
@@ -223,7 +229,7 @@ def plot_variance(info: VarianceInfo) -> go.Figure:
             values, ends = [t.value for t in traces], [end for t in traces for end in (t.low, t.high)]
             figure.update_yaxes(**log_axis(_joined(values), _joined(ends)), **where)
         if measure.column == "projection":
-            figure.add_hline(y=1, line={"dash": "dot", "width": 1}, opacity=0.6, **where)
+            figure.add_hline(y=1, line={"dash": "dot", "width": 1, "color": RULE}, **where)
         if measure.column == "efficiency":
             figure.update_yaxes(rangemode="tozero", **where)
         figure.update_xaxes(**step_axis(_joined([t.step for t in traces])), **where)

@@ -19,15 +19,8 @@ from otb_analysis.store import RunWriter
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+QUIET = ("quic", "background-networking", "component-update", "sync", "gpu")
+FLAGS = ["--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in QUIET)]
 PAGES = {"": "Overview", "variance": "Variance", "fidelity": "Fidelity", "collapse": "Collapse", "tokens": "Tokens"}
 PLOT = ".js-plotly-plot .main-svg"
 SECONDS = 1000

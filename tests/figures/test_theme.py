@@ -76,8 +76,8 @@ def test_step_axis_has_its_ticks_where_something_was_measured():
 
 
 def test_panel_titles_stand_flush_left_above_their_panel():
-    figure = panels(["a", "b", "c"], 2)
-    assert [note.text for note in figure.layout.annotations] == ["a", "b", "c"]
+    figure = panels([("a", "x"), ("b", "y"), ("c", "z")], 2)
+    assert [note.text[0] for note in figure.layout.annotations] == ["a", "b", "c"]
     assert figure.layout.annotations[1].x == figure.layout.xaxis2.domain[0]
 
 
@@ -87,5 +87,5 @@ def test_nothing_leaves_the_page():
 
 
 def test_dark_background_gets_light_ink():
-    dark = for_background(panels(["a"], 1), dark=True).layout.font.color
+    dark = for_background(panels([("a", "")], 1), dark=True).layout.font.color
     assert int(dark[1:3], 16) > 200

@@ -11,7 +11,8 @@ from otb_analysis.types import Gram
 
 def test_variance_never_stands_alone(grams):
     figure = plot_variance(variance_info(statistics_table(grams)))
-    assert [note.text for note in figure.layout.annotations[:4]] == [m.title for m in MEASURES]
+    titles = [note.text.split("<br>")[0] for note in figure.layout.annotations[:4]]
+    assert titles == [m.title for m in MEASURES]
     assert {m.column for m in MEASURES} == {"efficiency", "sf", "variance", "projection"}
 
 
