@@ -53,7 +53,8 @@ def runs_df(root: str | Path = "runs") -> pd.DataFrame:
     rows = [_row(path) for path in list_runs(Path(root))]
     extra = sorted({name for row in rows for name in row} - set(DTYPES))
     frame = pd.DataFrame(rows, columns=[*DTYPES, *extra])
-    frame["created"] = [_time(created) for created in frame["created"]]
+    # Said explicitly: where every run is broken there is no time that could tell pandas the zone.
+    frame["created"] = pd.Series([_time(created) for created in frame["created"]], dtype=DTYPES["created"])
     return frame.astype(DTYPES)
 
 

@@ -1,0 +1,280 @@
+"""Cached loads: the only door from the pages to the store. Every cache is bounded and forgets a run that grew."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from otb_analysis.figures import FidelityInfo, fidelity_info, headline_info, statistics_table
+from otb_analysis.figures.runs import Headline
+from otb_analysis.store import RunStore, runs_df
+from otb_analysis.types import Gram
+
+MEMORY = "512MB"
+MAX_TOKENS = 1_000_000
+"""Most measured tokens one page loads; beyond it a seeded choice of whole prompts is taken, and the page says so."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One readable run as pages hand it around.
+
+    Attributes:
+        path: Directory of the run.
+        stamp: Changes whenever the run grows or its run.json changes; part of every cache key.
+        name: Name of the run.
+        estimator: Name of the training estimator.
+        status: running, complete or failed.
+    """
+
+    path: str
+    stamp: str
+    name: str
+    estimator: str
+    status: str
+
+
+def root() -> Path:
+    """Return the folder of runs: `--root` after `--`, else the variable OTB_RUNS, else `runs`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--root", default=os.environ.get("OTB_RUNS", "runs"))
+    return Path(parser.parse_known_args(sys.argv[1:])[0].root).expanduser().resolve()
+
+
+def stamp(path: Path) -> str:
+    """Return a text that changes when a run grows, is replaced or ends: times and number of its files.
+
+    Args:
+        path: Directory of the run.
+    """
+    times = []
+    for watched in (path / "run.json", path / "steps"):
+        try:
+            times.append(watched.stat().st_mtime_ns)
+        except OSError:
+            times.append(0)
+    return "-".join(map(str, times))
+
+
+def stamps() -> str:
+    """Return a text that changes when any run of the root does."""
+    try:
+        names = sorted(entry for entry in os.listdir(root()) if not entry.startswith("."))
+    except OSError:
+        return ""
+    return " ".join(f"{name}:{stamp(root() / name)}" for name in names)
+
+
+@st.cache_data(max_entries=4, show_spinner=False)
+def runs(folder: str, stamps: str) -> pd.DataFrame:
+    """Return the table of all runs of a folder, broken ones with their reason.
+
+    Args:
+        folder: Folder of runs.
+        stamps: From `stamps`.
+    """
+    return runs_df(folder)
+
+
+def readable(table: pd.DataFrame) -> list[Run]:
+    """Return the runs that can be opened and have at least one complete step: whole ones first, newest first.
+
+    Args:
+        table: From `runs`.
+    """
+    usable: Any = table[(table["status"] != "broken") & (table["n_steps"].fillna(0) > 0)]
+    rank = usable["status"].map({"complete": 0, "running": 1}).fillna(2)
+    usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
+    estimators = estimator_names(table)
+    folder = root()
+    return [
+        Run(str(folder / name), stamp(folder / name), str(name), estimators.get(str(name), ""), str(status))
+        for name, status in zip(usable["run"], usable["status"], strict=True)
+    ]
+
+
+def estimator_names(table: pd.DataFrame) -> dict[str, str]:
+    """Return the training estimator of each run, wherever its configuration keeps it.
+
+    Args:
+        table: From `runs`.
+    """
+    names = [str(c) for c in table if str(c).removesuffix(".name").endswith(".estimator")]
+    columns = sorted(names, key=len)
+    if not columns:
+        return {}
+    first = table[columns].bfill(axis=1).iloc[:, 0]
+    return {str(run): "" if pd.isna(name) else str(name) for run, name in zip(table["run"], first, strict=True)}
+
+
+@st.cache_resource(max_entries=16, show_spinner=False)
+def _store(path: str) -> RunStore:
+    return RunStore(path, memory_limit=MEMORY)
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def _config(path: str, stamp: str) -> dict[str, object]:
+    config = _store(path).info.get("config")
+    return config if isinstance(config, dict) else {}
+
+
+def config(run: Run) -> dict[str, object]:
+    """Return a run's configuration, nested.
+
+    Args:
+        run: A readable run.
+    """
+    return _config(run.path, run.stamp)
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def _steps(path: str, stamp: str) -> pd.DataFrame:
+    return _store(path).steps_df()
+
+
+def steps(chosen: Sequence[Run]) -> dict[str, pd.DataFrame]:
+    """Return the steps table of each run.
+
+    Args:
+        chosen: Readable runs.
+    """
+    return {run.name: _steps(run.path, run.stamp) for run in chosen}
+
+
+def headline(run: Run) -> Headline:
+    """Return a run's headline numbers.
+
+    Args:
+        run: A readable run.
+    """
+    return headline_info(run.name, run.estimator, _steps(run.path, run.stamp))
+
+
+@st.cache_data(max_entries=8, show_spinner="Reading the Gram matrices …")
+def _grams(path: str, stamp: str) -> dict[int, Gram]:
+    store = _store(path)
+    measured = store.sql("SELECT DISTINCT step FROM grams ORDER BY step")["step"]
+    return {int(step): gram for step in measured if (gram := store.gram(int(step))) is not None}
+
+
+def grams(run: Run) -> dict[int, Gram]:
+    """Return the Gram matrix of every measured step.
+
+    Args:
+        run: A readable run.
+    """
+    return _grams(run.path, run.stamp)
+
+
+@st.cache_data(max_entries=16, show_spinner="Computing intervals …")
+def _statistics(path: str, stamp: str, window: int) -> pd.DataFrame:
+    return statistics_table(_grams(path, stamp), window)
+
+
+def statistics(run: Run, window: int) -> pd.DataFrame:
+    """Return the measures of every estimator over steps; without Gram matrices the stored points.
+
+    Args:
+        run: A readable run.
+        window: Measured steps pooled into one point.
+    """
+    table = _statistics(run.path, run.stamp, window)
+    return table if len(table) else _store(run.path).gradients_df()
+
+
+@dataclass(frozen=True)
+class MeasuredTokens:
+    """Agreement of proxy and exact energies, and how many of the run's measured tokens it rests on."""
+
+    info: FidelityInfo
+    loaded: int
+    total: int
+
+
+@st.cache_data(max_entries=8, show_spinner="Comparing proxy and exact norms …")
+def _fidelity(path: str, stamp: str, kind: str) -> MeasuredTokens:
+    store = _store(path)
+    measured = "measured_by = 'exact' AND grad_norm_sq IS NOT NULL"
+    total = int(store.sql(f"SELECT count(*) AS n FROM tokens WHERE {measured}")["n"].iloc[0])
+    share = min(1000, 1000 * MAX_TOKENS // max(total, 1))
+    columns = ["step", "group", "rollout", "t", "mask", "energy_proxy", "grad_norm_sq"]
+    groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {measured} AND hash(step, "group") % 1000 < {share}'
+    names = ", ".join(f'"{c}"' for c in columns)
+    table: Any = store.sql(f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})')
+    return MeasuredTokens(fidelity_info(table, kind), int(table["grad_norm_sq"].notna().sum()), total)
+
+
+def fidelity(run: Run, kind: str) -> MeasuredTokens:
+    """Return the agreement of proxy and exact energies over a run.
+
+    Args:
+        run: A readable run.
+        kind: `token` or `realized`.
+    """
+    return _fidelity(run.path, run.stamp, kind)
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def _token_steps(path: str, stamp: str) -> list[int]:
+    return [int(s) for s in _store(path).sql("SELECT DISTINCT step FROM tokens ORDER BY step")["step"]]
+
+
+def token_steps(run: Run) -> list[int]:
+    """Return the steps whose tokens are stored.
+
+    Args:
+        run: A readable run.
+    """
+    return _token_steps(run.path, run.stamp)
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def _exact_steps(path: str, stamp: str) -> list[int]:
+    query = "SELECT step FROM steps WHERE n_measured_prompts > 0 ORDER BY step"
+    return [int(s) for s in _store(path).sql(query)["step"]]
+
+
+def exact_steps(run: Run) -> list[int]:
+    """Return the steps at which some groups were measured exactly.
+
+    Args:
+        run: A readable run.
+    """
+    return _exact_steps(run.path, run.stamp)
+
+
+@st.cache_data(max_entries=32, show_spinner=False)
+def _rollouts(path: str, stamp: str, step: int) -> pd.DataFrame:
+    return _store(path).rollouts_df([step])
+
+
+def rollouts(run: Run, step: int) -> pd.DataFrame:
+    """Return the rollouts of one step.
+
+    Args:
+        run: A readable run.
+        step: A step.
+    """
+    return _rollouts(run.path, run.stamp, step)
+
+
+@st.cache_data(max_entries=32, show_spinner=False)
+def _tokens(path: str, stamp: str, step: int, group: int) -> pd.DataFrame:
+    return _store(path).tokens_df([step], where='"group" = ?', params=[group])
+
+
+def tokens(run: Run, step: int, group: int) -> pd.DataFrame:
+    """Return all tokens of one prompt.
+
+    Args:
+        run: A readable run.
+        step: A step.
+        group: Index of the prompt within the step.
+    """
+    return _tokens(run.path, run.stamp, step, group)

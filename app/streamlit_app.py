@@ -1,0 +1,54 @@
+"""The dashboard's router: which pages there are, which runs they look at. Start it with `streamlit run app`."""
+
+import data
+import streamlit as st
+from widgets import choose_runs, follow, page, plain
+
+from otb_analysis.errors import STOPS
+
+EMPTY = """Make some in five minutes with `make demo`, train with `otb train`, or point the dashboard at another folder:
+`streamlit run app -- --root <folder>` or the variable `OTB_RUNS`."""
+STYLE = """<style>
+.stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
+@media (max-width: 1100px) { .stMainBlockContainer { padding-left: 1.5rem; padding-right: 1.5rem; } }
+</style>"""
+
+
+def pages() -> list[st.Page]:
+    """Return the pages in the order of the menu."""
+    return [
+        st.Page("views/overview.py", title="Overview", icon=":material/monitoring:", default=True),
+        st.Page("views/variance.py", title="Variance", icon=":material/target:"),
+        st.Page("views/fidelity.py", title="Fidelity", icon=":material/balance:"),
+        st.Page("views/collapse.py", title="Collapse", icon=":material/trending_down:"),
+        st.Page("views/tokens.py", title="Tokens", icon=":material/abc:"),
+    ]
+
+
+def main() -> None:
+    """Choose the runs, then hand over to the page."""
+    st.set_page_config(page_title="otb-analysis", page_icon="🔬", layout="wide")
+    st.html(STYLE)
+    chosen_page = st.navigation(pages())
+    folder = data.root()
+    try:
+        table = data.runs(str(folder), data.stamps())
+    except STOPS as error:
+        st.warning(plain(str(error)), icon=":material/warning:")
+        return
+    runs = data.readable(table)
+    if table.empty:
+        with page("No runs yet", plain(str(folder))):
+            st.info(
+                ("There are no runs in this folder. " if folder.is_dir() else "This folder does not exist. ") + EMPTY
+            )
+        return
+    chosen = choose_runs(runs)
+    st.session_state.update(_runs=table, _selection=chosen, _any=bool(runs))
+    follow(chosen)
+    st.sidebar.caption(f"{len(table)} runs in {plain(str(folder))}")
+    st.sidebar.button("Look again", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
+    chosen_page.run()
+
+
+main()

@@ -1,0 +1,47 @@
+"""Fidelity: does the cheap proxy say what the exact norm says?"""
+
+import data
+import streamlit as st
+from widgets import chart, one_run, page
+
+from otb_analysis.figures import fidelity_table, number, plot_fidelity, plot_fidelity_steps
+from otb_analysis.figures.fidelity import COEFFICIENTS
+
+KINDS = {"token": "token energy w", "realized": "realized energy W"}
+
+with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the exact gradient norm of a token?"):
+    run = one_run()
+    kind = st.segmented_control(
+        "Energy", list(KINDS), format_func=lambda k: KINDS[k], default="token", key="kind", bind="query-params",
+        required=True, help="OTB weights by W_t, the sum of w_j over the tokens so far.",
+    )  # fmt: skip
+    found = data.fidelity(run, str(kind))
+    info = found.info
+    for place, (key, title) in zip(st.columns(len(COEFFICIENTS)), COEFFICIENTS, strict=True):
+        within = getattr(info.overall.within, key) if info.overall.within else None
+        pooled = getattr(info.overall.pooled, key)
+        place.metric(
+            f"{title}, within (prompt, t)",
+            number(within),
+            f"{number(pooled)} pooled",
+            delta_color="off",
+            delta_arrow="off",
+        )
+    left, right = st.columns(2)
+    with left:
+        chart(plot_fidelity(info), "fidelity")
+    with right:
+        chart(plot_fidelity_steps(info), "fidelity-steps")
+    share = "all" if found.loaded == found.total else f"{found.loaded:,} of"
+    st.caption(
+        f"{info.n_tokens:,} tokens compared, from {share} {found.total:,} with an exact norm. "
+        + (f"{info.n_zero:,} with a zero energy are not drawn on the logarithmic axes. " if info.n_zero else "")
+        + "A baseline normalises its weights within (prompt, t), so the correlations there decide; "
+        "the pooled ones also hold differences between positions and prompts that the baseline never sees."
+    )
+    table = fidelity_table(info)
+    with st.expander("Numbers by step"):
+        st.dataframe(
+            table, hide_index=True,
+            column_config={c: st.column_config.NumberColumn(format="%.3f") for c in table.columns[3:]},
+        )  # fmt: skip

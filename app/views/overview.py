@@ -1,0 +1,83 @@
+"""Overview: which runs there are, how they differ, whether they learn."""
+
+from typing import Any
+
+import data
+import pandas as pd
+import streamlit as st
+from widgets import chart, curves_table, download, page, plain, reasons, selection
+
+from otb_analysis.figures import Headline, config_differences, learning_info, number, plot_learning
+
+REWARD = "Mean of the last 20 steps; change since the first 20."
+HELDOUT = "Last evaluation; change since the first."
+
+
+def card(headline: Headline, status: str) -> None:
+    """Show one run in four numbers."""
+    with st.container(border=True, width=258, height="stretch"):
+        st.markdown(f"**{plain(headline.run)}**")
+        st.caption(f"{plain(headline.estimator) or 'estimator unknown'} · {headline.steps} steps · {status}")
+        upper, lower = st.columns(2), st.columns(2)
+        share = None if headline.clipped is None else f"{headline.clipped:.0%}"
+        upper[0].metric("Reward", number(headline.reward), **gain(headline.reward_gain), help=REWARD)
+        upper[1].metric("Held-out", number(headline.heldout), **gain(headline.heldout_gain), help=HELDOUT)
+        lower[0].metric("‖ḡ‖", number(headline.grad_norm), help="Median gradient norm of the last 20 steps.")
+        lower[1].metric("Clipped", share or "–", help="Share of the last 20 steps whose gradient was clipped.")
+
+
+def gain(change: float | None) -> dict[str, Any]:
+    """Return how a change since the start of the run is shown; a dash keeps the cards aligned."""
+    if change is None:
+        return {"delta": "–", "delta_arrow": "off", "delta_color": "off"}
+    return {"delta": f"{change:+.3f}"}
+
+
+def run_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the run list as it is shown."""
+    shown = pd.DataFrame({"run": table["run"], "status": table["status"]})
+    shown["estimator"] = [data.estimator_names(table).get(run) or "–" for run in table["run"]]
+    shown["steps"] = table["n_steps"]
+    for name in ("reward_first", "reward_last", "heldout_reward", "grad_norm_median", "n_tokens", "seconds", "created"):
+        shown[name] = table[name]
+    return shown
+
+
+with page("Overview", "Which runs are there, do they learn, and in what do they differ?"):
+    table = st.session_state["_runs"]
+    st.dataframe(
+        run_table(table),
+        hide_index=True,
+        height="content" if len(table) < 10 else 390,
+        placeholder="–",
+        column_config={
+            "reward_first": st.column_config.NumberColumn("reward, first", format="%.3f", help="First tenth of steps."),
+            "reward_last": st.column_config.NumberColumn("reward, last", format="%.3f", help="Last tenth of steps."),
+            "heldout_reward": st.column_config.NumberColumn("held-out", format="%.3f"),
+            "grad_norm_median": st.column_config.NumberColumn("‖ḡ‖, median", format="%.3g"),
+            "n_tokens": st.column_config.NumberColumn("tokens", format="localized"),
+            "seconds": st.column_config.NumberColumn("seconds", format="%.0f"),
+            "created": st.column_config.DatetimeColumn("created", format="YYYY-MM-DD HH:mm"),
+        },
+    )
+    if st.session_state["_any"]:
+        reasons(table)
+    chosen = selection()
+    with st.container(horizontal=True):
+        for run in chosen:
+            card(data.headline(run), run.status)
+
+    st.subheader("Learning curves", anchor=False)
+    window = st.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
+    info = learning_info(data.steps(chosen), {run.name: run.estimator for run in chosen}, window)
+    chart(plot_learning(info), "learning", curves_table(info))
+
+    st.subheader("Configuration differences", anchor=False)
+    differences = config_differences({run.name: data.config(run) for run in chosen})
+    if len(chosen) < 2:
+        st.caption("Choose two or more runs to compare their configurations.")
+    elif differences.empty:
+        st.caption("These runs have the same configuration.")
+    else:
+        st.dataframe(differences, hide_index=True)
+        download(differences, "config-differences")

@@ -1,0 +1,87 @@
+"""Tokens: all rollouts of one prompt side by side, coloured by any column."""
+
+from typing import Any
+
+import data
+import pandas as pd
+import streamlit as st
+from token_view import token_view
+from widgets import chart, download, one_run, page, plain
+
+from otb_analysis.figures import number, plot_tokens, token_details, tokens_info
+from otb_analysis.figures.tokens import NUMERIC
+from otb_analysis.schema import column
+
+ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
+
+
+def choose_step(run: data.Run) -> int:
+    """Let the page choose a step; the last one with exact norms to begin with, else the last one."""
+    steps = data.token_steps(run)
+    first = data.exact_steps(run)[-1:] or steps[-1:]
+    return int(st.selectbox("Step", steps, index=steps.index(first[0]), key="step", bind="query-params") or 0)
+
+
+def choose_prompt(rollouts: pd.DataFrame) -> int:
+    """Let the page choose a prompt; labels say its mean reward."""
+    labels = {}
+    for group, part in rollouts.groupby("group"):
+        rows: Any = part
+        text = " ".join(str(rows["prompt"].iloc[0]).split())[:60]
+        labels[int(str(group))] = f"{group} · {text} · mean reward {number(float(rows['reward'].mean()))}"
+    # Bound by hand: a bound box would put its labels, which hold the prompt's text, into the URL.
+    asked = st.query_params.get("prompt", "")
+    if st.session_state.get("prompt") not in labels:
+        st.session_state["prompt"] = int(asked) if asked.isdigit() and int(asked) in labels else next(iter(labels))
+    chosen = st.selectbox("Prompt", list(labels), format_func=lambda g: labels[g], key="prompt")
+    st.query_params["prompt"] = str(chosen)
+    return int(chosen or 0)
+
+
+def details(tokens: pd.DataFrame, chosen: tuple[int, int], estimator: str) -> None:
+    """Show one token's numbers and how they come about."""
+    found = token_details(tokens, *chosen, estimator)
+    if found is None:
+        return
+    with st.container(border=True):
+        left, right = st.columns([1, 4])
+        left.caption(f"token {found.t} of rollout {found.rollout}")
+        left.code(found.text, language=None)
+        right.dataframe(
+            pd.DataFrame(found.formulas, columns=["quantity", "with this token's numbers"]), hide_index=True
+        )
+
+
+with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one prompt, coloured by what you ask."):
+    run = one_run()
+    places = st.columns([1, 3, 2, 1.4])
+    with places[0]:
+        step = choose_step(run)
+    rollouts = data.rollouts(run, step)
+    with places[1]:
+        group = choose_prompt(rollouts)
+    tokens = data.tokens(run, step, group)
+    measured = [c for c in NUMERIC if c in tokens and bool(tokens[c].notna().any()) and c != "token_id"]
+    with places[2]:
+        name = st.selectbox(
+            "Colour by", measured, index=measured.index("energy_proxy") if "energy_proxy" in measured else 0,
+            key="color", bind="query-params",
+        )  # fmt: skip
+    with places[3]:
+        order = st.selectbox("Order", list(ORDERS), format_func=lambda o: ORDERS[o], key="order", bind="query-params")
+    chosen: Any = rollouts[rollouts["group"] == group]
+    own = chosen.set_index("rollout")
+    info = tokens_info(tokens, own["reward"], str(name), str(order))
+    described = column("tokens", str(name))
+    unit = f" ({described.unit})" if described.unit else ""
+    st.caption(plain(f"{described.name}{unit}: {described.meaning}") + " Hover for all values, click for the formulas.")
+    st.code(str(own["prompt"].iloc[0]), language=None, wrap_lines=True)
+    clicked = token_view(info, tokens, own["finish_reason"].to_dict(), measured, st.session_state.get("_token"))
+    if clicked and clicked != st.session_state.get("_token"):
+        st.session_state["_token"] = clicked
+        st.rerun()
+    if st.session_state.get("_token"):
+        details(tokens, st.session_state["_token"], run.estimator)
+    st.subheader("By position", anchor=False)
+    chart(plot_tokens(info), "tokens")
+    download(tokens, "tokens-of-one-prompt")

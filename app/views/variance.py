@@ -1,0 +1,106 @@
+"""Variance: every estimator on the same rollouts, over steps and in one comparison."""
+
+from typing import Any
+
+import data
+import streamlit as st
+from widgets import chart, one_run, page, plain
+
+from otb_analysis.figures import (
+    MEASURES,
+    VarianceInfo,
+    comparison_info,
+    comparison_table,
+    display_table,
+    plot_comparison,
+    plot_variance,
+    variance_info,
+)
+from otb_analysis.statistics import MIN_CLUSTERS
+
+USUAL = ("none", "group_mean", "rloo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "value")
+NOT_MEASURED = """This run has no gradient measurements yet. They are made at scheduled steps:
+`[measure] exact = {every = 10, prompts = 16}` measures whole groups exactly every 10 steps."""
+SOURCES = {"exact": "exact norms", "proxy": "proxy", "both": "both"}
+
+
+def by_source(table: Any, source: str) -> Any:
+    """Keep estimators that read no energy, and those that read this kind."""
+    return table if source == "both" else table[table["energy_source"].isin(["none", source])]
+
+
+def over_steps(run: data.Run, source: str) -> None:
+    """Draw the four measures over steps."""
+    left, right = st.columns([3, 1])
+    window = right.slider(
+        "Measured steps per point", 1, 10, 1, key="pool", bind="query-params",
+        help="Pools neighbouring measured steps: sums first, then ratios. More prompts, narrower intervals.",
+    )  # fmt: skip
+    table = by_source(data.statistics(run, window), source)
+    names = list(dict.fromkeys(table["estimator"]))
+    usual = [n for n in names if n in USUAL] or names[:8]
+    shown = left.multiselect("Estimators", names, default=usual, key="estimator", bind="query-params", wrap=True)
+    info = variance_info(table, shown)
+    chart(plot_variance(info), "variance", table[table["estimator"].isin(shown)])
+    st.caption(footnote(info, window))
+    with st.expander("What these are"):
+        for measure in MEASURES:
+            st.markdown(f"**{plain(measure.title)}** = {plain(measure.formula)}")
+        st.markdown(
+            "An estimator that shrinks the gradient has a smaller variance whether or not it is better: "
+            "compare by SF and efficiency, and read the variance together with the projection."
+        )
+
+
+def footnote(info: VarianceInfo, window: int) -> str:
+    """Say what a point rests on."""
+    low, high = info.n_prompts
+    prompts = f"{low}" if low == high else f"{low}–{high}"
+    intervals = (
+        "Bars: 95 % intervals clustered by prompt."
+        if info.has_intervals
+        else f"Points only: an interval needs {MIN_CLUSTERS} prompts; pool more measured steps or measure more prompts."
+    )
+    hidden = sum(info.hidden)
+    lost = f" {hidden} values at or below 0 have no place on a logarithmic axis." if hidden else ""
+    against = f" ∇J is estimated by {', '.join(info.reference)} on other prompts." if info.reference else ""
+    return f"{prompts} prompts a step, {window} measured step{'s' * (window > 1)} per point. {intervals}{against}{lost}"
+
+
+def compared(run: data.Run, source: str) -> None:
+    """Draw the forest plot and its table."""
+    grams = data.grams(run)
+    if not grams:
+        st.info("A comparison needs the Gram matrices of measured steps; this run has none.", icon=":material/inbox:")
+        return
+    left, right = st.columns(2)
+    steps = ["all measured steps", *map(str, grams)]
+    step = left.selectbox("Measured steps", steps, key="at", bind="query-params")
+    names = list(dict.fromkeys(m for gram in grams.values() for m, _ in gram.labels))
+    against = right.selectbox(
+        "Compare with", names, index=names.index("rloo") if "rloo" in names else 0,
+        key="against", bind="query-params",
+    )  # fmt: skip
+    chosen = list(grams.values()) if step == steps[0] else [grams[int(str(step))]]
+    info = comparison_info(chosen, str(against), source)
+    chart(plot_comparison(info), "comparison", comparison_table(info))
+    st.caption(info.estimand)
+    shown = display_table(info)
+    three = st.column_config.NumberColumn(format="%.3g")
+    numeric = dict.fromkeys(shown.select_dtypes("number").columns, three)
+    st.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=numeric)
+
+
+with page("Variance", "How noisy is the gradient under each baseline, on the same rollouts and at equal progress?"):
+    run = one_run()
+    if data.statistics(run, 1).empty:
+        st.info(NOT_MEASURED, icon=":material/inbox:")
+        st.stop()
+    source = st.segmented_control(
+        "Energies behind the weighted baselines", list(SOURCES), format_func=lambda s: SOURCES[s],
+        default="exact", key="energy", bind="query-params", required=True,
+    )  # fmt: skip
+    st.subheader("Over training", anchor=False)
+    over_steps(run, str(source))
+    st.subheader("Side by side", anchor=False)
+    compared(run, str(source))

@@ -1,0 +1,148 @@
+"""What pages share: the frame around a page, the choice of runs, charts with their data, text that stays text."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import data
+import pandas as pd
+import plotly.graph_objects as go
+import streamlit as st
+
+from otb_analysis.errors import STOPS
+from otb_analysis.figures import CONFIG, CurvesInfo, for_background
+
+DEFAULT_RUNS = 4
+_LIVE_SECONDS = 3
+
+
+def plain(text: str) -> str:
+    """Return text that Streamlit's Markdown shows as it is: no markup, directive, formula or link.
+
+    Args:
+        text: Anything: a name, an error sentence, model output.
+    """
+    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", text.replace("\n", " "))
+
+
+@contextmanager
+def page(title: str, question: str) -> Iterator[None]:
+    """Frame a page: its title, the question it answers, and one sentence instead of a traceback.
+
+    Args:
+        title: Page title.
+        question: What the page answers, in one sentence.
+    """
+    st.title(title, anchor=False)
+    st.caption(question)
+    try:
+        yield
+    except STOPS as error:
+        st.warning(plain(str(error)), icon=":material/warning:")
+
+
+def choose_runs(runs: Sequence[data.Run]) -> list[data.Run]:
+    """Let the sidebar choose runs, for all pages and in the URL; the newest are chosen to begin with.
+
+    Args:
+        runs: Readable runs.
+    """
+    names = [run.name for run in runs]
+    chosen = st.sidebar.multiselect(
+        "Runs", names, default=names[:DEFAULT_RUNS], key="run", bind="query-params", placeholder="Choose runs"
+    )
+    return [run for run in runs if run.name in chosen]
+
+
+def selection() -> list[data.Run]:
+    """Return the runs chosen in the sidebar; without any the page ends with a hint."""
+    chosen: list[data.Run] = st.session_state.get("_selection", [])
+    if chosen:
+        return chosen
+    if st.session_state.get("_any"):
+        st.info("No run is chosen. Choose at least one in the sidebar.", icon=":material/arrow_back:")
+    else:
+        st.info("None of the runs in this folder has a step that can be read.", icon=":material/inbox:")
+        reasons(st.session_state["_runs"])
+    st.stop()
+
+
+def reasons(table: pd.DataFrame) -> None:
+    """Say why runs are broken or failed, one line each.
+
+    Args:
+        table: From `data.runs`.
+    """
+    for name, reason in zip(table["run"], table["reason"].fillna(""), strict=True):
+        if reason:
+            st.caption(f":material/warning: **{plain(str(name))}**: {plain(str(reason))}")
+
+
+def one_run() -> data.Run:
+    """Let the page choose one of the chosen runs; the choice holds across pages and in the URL."""
+    chosen = {run.name: run for run in selection()}
+    if len(chosen) == 1:
+        return next(iter(chosen.values()))
+    name = st.selectbox("Run", list(chosen), key="focus", bind="query-params", width=420)
+    return chosen[str(name)]
+
+
+def follow(runs: Sequence[data.Run]) -> None:
+    """While a run is running, look every few seconds whether it grew, and draw the page again if it did.
+
+    Args:
+        runs: The chosen runs.
+    """
+    if not any(run.status == "running" for run in runs):
+        return
+    live = st.sidebar.toggle("Follow running runs", value=True, key="live", help="Looks for new steps every 3 seconds.")
+    seen = data.stamps()
+
+    @st.fragment(run_every=_LIVE_SECONDS if live else None)
+    def watch() -> None:
+        if live and data.stamps() != seen:
+            st.rerun(scope="app")
+
+    watch()
+
+
+def chart(figure: go.Figure, key: str, table: pd.DataFrame | None = None) -> None:
+    """Show a figure, with its numbers as CSV below it.
+
+    Args:
+        figure: From a `plot_x`.
+        key: Unique on the page; also the name of the downloaded files.
+        table: The numbers; no button without them.
+    """
+    for_background(figure, st.context.theme.type == "dark")
+    config = CONFIG | {"toImageButtonOptions": {**CONFIG["toImageButtonOptions"], "filename": f"otb-{key}"}}
+    st.plotly_chart(figure, width="stretch", theme=None, key=key, config=config)
+    if table is not None:
+        download(table, key)
+
+
+def download(table: pd.DataFrame, key: str) -> None:
+    """Offer a table as CSV.
+
+    Args:
+        table: The numbers.
+        key: Unique on the page; also the name of the file.
+    """
+    st.download_button(
+        "CSV", table.to_csv(index=False).encode(), f"otb-{key}.csv", "text/csv",
+        key=f"csv-{key}", on_click="ignore", type="tertiary", icon=":material/download:",
+    )  # fmt: skip
+
+
+def curves_table(info: CurvesInfo) -> pd.DataFrame:
+    """Return the curves of small multiples as one long table: run, quantity, step, value.
+
+    Args:
+        info: From a `curves_info`.
+    """
+    parts = [
+        pd.DataFrame({"run": c.run, "quantity": q.column, "step": c.step.astype(int), "value": c.value})
+        for q, curves in zip(info.quantities, info.curves, strict=True)
+        for c in curves
+    ]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["run", "quantity", "step", "value"])

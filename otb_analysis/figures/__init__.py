@@ -1,0 +1,65 @@
+"""Figures as pairs: `x_info(...)` holds the numbers, `plot_x(info)` draws them; pages and reports share both."""
+
+from otb_analysis.figures.collapse import collapse_info, plot_collapse
+from otb_analysis.figures.comparison import (
+    ComparisonInfo,
+    comparison_info,
+    comparison_table,
+    display_table,
+    plot_comparison,
+)
+from otb_analysis.figures.curves import CurvesInfo, Quantity, curves_info, plot_curves
+from otb_analysis.figures.fidelity import (
+    FidelityInfo,
+    fidelity_info,
+    fidelity_table,
+    plot_fidelity,
+    plot_fidelity_steps,
+)
+from otb_analysis.figures.learning import learning_info, plot_learning
+from otb_analysis.figures.runs import Headline, config_differences, headline_info
+from otb_analysis.figures.theme import CONFIG, TEMPLATE, Style, estimator_style, for_background, number, run_styles
+from otb_analysis.figures.token_details import TokenDetails, token_details
+from otb_analysis.figures.tokens import TokensInfo, plot_tokens, tokens_info
+from otb_analysis.figures.variance import MEASURES, VarianceInfo, plot_variance, statistics_table, variance_info
+
+__all__ = [
+    "CONFIG",
+    "MEASURES",
+    "TEMPLATE",
+    "ComparisonInfo",
+    "CurvesInfo",
+    "FidelityInfo",
+    "Headline",
+    "Quantity",
+    "Style",
+    "TokenDetails",
+    "TokensInfo",
+    "VarianceInfo",
+    "collapse_info",
+    "comparison_info",
+    "comparison_table",
+    "config_differences",
+    "curves_info",
+    "display_table",
+    "estimator_style",
+    "fidelity_info",
+    "fidelity_table",
+    "for_background",
+    "headline_info",
+    "learning_info",
+    "number",
+    "plot_collapse",
+    "plot_comparison",
+    "plot_curves",
+    "plot_fidelity",
+    "plot_fidelity_steps",
+    "plot_learning",
+    "plot_tokens",
+    "plot_variance",
+    "run_styles",
+    "statistics_table",
+    "token_details",
+    "tokens_info",
+    "variance_info",
+]

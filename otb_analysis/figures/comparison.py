@@ -1,0 +1,195 @@
+"""Side by side: every estimator's variance, SF and efficiency as ratios to another's, with paired intervals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.figures.theme import RULE, TITLE, Style, log_axis, number, panels, place
+from otb_analysis.figures.variance import labels, trace_style
+from otb_analysis.statistics import MIN_CLUSTERS, Interval, paired_ratios, pooled_statistics
+from otb_analysis.types import Gram
+
+RATIOS = (
+    ("efficiency", "Efficiency ratio", "right of 1 is better"),
+    ("sf", "SF ratio", "left of 1 is better"),
+    ("variance", "Variance ratio", "read it with c"),
+)
+_ONE = Interval(1.0, None, None, 0, "the estimator over itself", "by definition")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One estimator of the comparison.
+
+    Attributes:
+        label: How it is called.
+        style: How it is drawn.
+        ratios: Interval of each ratio in the order of `RATIOS`; None where the ratio is undefined.
+        values: Its own efficiency, SF, batch variance, projection and rollout-equivalents; None where undefined.
+    """
+
+    label: str
+    style: Style
+    ratios: tuple[Interval | None, ...]
+    values: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class ComparisonInfo:
+    """The numbers behind the forest plot.
+
+    Attributes:
+        rows: Best efficiency first, undefined ones last.
+        against: Label of the estimator whose ratios are 1.
+        n_steps: Measured steps that entered.
+        n_prompts: Independent prompts over those steps.
+        estimand: What points and intervals are, in words.
+    """
+
+    rows: tuple[Row, ...]
+    against: str
+    n_steps: int
+    n_prompts: int
+    estimand: str
+
+
+def comparison_info(grams: Sequence[Gram], against: str = "rloo", energy_source: str = "both") -> ComparisonInfo:
+    """Compare all estimators with one on the same rollouts, pooled over the steps that are passed.
+
+    ratio = measure(estimator)/measure(against), sums over steps before anything is divided; the interval deletes one
+    prompt at a time (paired, on the logarithm), from 16 prompts up.
+
+    Args:
+        grams: One Gram matrix per step.
+        against: Estimator whose ratios are 1; its first energy source is taken.
+        energy_source: Show only estimators that read no energy or this kind; `both` shows all.
+
+    Raises:
+        InputError: The estimator was not measured in any of the steps.
+    """
+    known = dict.fromkeys(found for gram in grams for found in gram.labels)
+    shown = [found for found in known if energy_source == "both" or found[1] in ("none", energy_source)]
+    base = next((found for found in shown if found[0] == against), None)
+    if base is None:
+        raise InputError(f"against is {against!r}, which was not measured; {nearest(against, [m for m, _ in shown])}")
+    values = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams)}
+    pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base)}
+    rows = []
+    names = labels(shown)
+    for found in shown:
+        pair, own = pairs.get(found), values[found]
+        ratios = (_ONE,) * 3 if found == base else tuple(getattr(pair, name, None) for name, *_ in RATIOS)
+        numbers = {n: getattr(own, n) for n in (*(n for n, *_ in RATIOS), "projection", "rollout_equivalents")}
+        rows.append(Row(names[found], trace_style(*found), ratios, numbers))
+    rows.sort(key=lambda row: -(row.ratios[0].estimate if row.ratios[0] else -np.inf))
+    n_prompts = values[base].n_clusters
+    return ComparisonInfo(tuple(rows), names[base], len(grams), n_prompts, _estimand(len(grams), n_prompts))
+
+
+def display_table(info: ComparisonInfo) -> pd.DataFrame:
+    """Return the comparison as it is read: three significant digits, intervals in brackets behind their ratio.
+
+    Args:
+        info: From `comparison_info`.
+    """
+    records = []
+    for row in info.rows:
+        record: dict[str, object] = {"estimator": row.label}
+        record |= {_TITLES.get(name, name): value for name, value in row.values.items()}
+        for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
+            record[f"{_TITLES[name]} ÷ {info.against}"] = _bracketed(ratio)
+        records.append(record)
+    return pd.DataFrame(records)
+
+
+_TITLES = {"efficiency": "efficiency", "sf": "SF", "variance": "variance", "rollout_equivalents": "rollout equivalents"}
+
+
+def _bracketed(ratio: Interval | None) -> str:
+    if ratio is None:
+        return "–"
+    ends = "" if ratio.low is None else f" [{number(ratio.low)}, {number(ratio.high)}]"
+    return number(ratio.estimate) + ends
+
+
+def _estimand(n_steps: int, n_prompts: int) -> str:
+    where = "one measured step" if n_steps == 1 else f"{n_steps} measured steps"
+    start = f"Ratio of the two expectations over {n_prompts} prompts of {where}, on the same rollouts"
+    if n_prompts < MIN_CLUSTERS:
+        return f"{start}; below {MIN_CLUSTERS} prompts these are points without intervals."
+    return f"{start}, with 95 % intervals clustered by prompt (paired jackknife on the log-ratio)."
+
+
+def comparison_table(info: ComparisonInfo) -> pd.DataFrame:
+    """Return the comparison as a table, one row per estimator: its own values, then each ratio with its interval.
+
+    Args:
+        info: From `comparison_info`.
+    """
+    records = []
+    for row in info.rows:
+        record: dict[str, object] = {"estimator": row.label, **row.values}
+        for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
+            record[f"{name}_ratio"] = None if ratio is None else ratio.estimate
+            record[f"{name}_ratio_low"] = None if ratio is None else ratio.low
+            record[f"{name}_ratio_high"] = None if ratio is None else ratio.high
+        records.append(record)
+    table = pd.DataFrame(records)
+    return table.astype({name: float for name in table if name != "estimator"})
+
+
+def plot_comparison(info: ComparisonInfo) -> go.Figure:
+    """Draw the forest: one line per estimator, one panel per ratio, logarithmic axes, a rule at 1.
+
+    Args:
+        info: From `comparison_info`.
+    """
+    figure = panels(
+        [(title, line) for _, title, line in RATIOS], 3, height=max(180, 27 * len(info.rows) + 30), shared_x=False
+    )
+    names = [row.label for row in reversed(info.rows)]
+    for index, (name, *_) in enumerate(RATIOS):
+        where = place(index, 3)
+        for row in info.rows:
+            ratio = row.ratios[index]
+            if ratio is None or ratio.estimate <= 0:
+                continue
+            figure.add_scatter(
+                x=np.array([ratio.estimate], np.float32), y=[row.label], mode="markers", showlegend=False,
+                marker={"color": row.style.color, "symbol": row.style.symbol, "size": 9},
+                error_x=_bar(ratio), **where,
+                hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{interval_text(ratio)}"
+                "<extra></extra>",
+            )  # fmt: skip
+        figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
+        found = [ratio for row in info.rows if (ratio := row.ratios[index])]
+        ends = [end for ratio in found for end in (ratio.low, ratio.high) if end is not None]
+        figure.update_xaxes(**log_axis([1.0, *(ratio.estimate for ratio in found)], ends, most=4), **where)
+        figure.update_xaxes(title_text=f"÷ {info.against}", title_standoff=6, **where)
+        figure.update_yaxes(
+            categoryorder="array", categoryarray=names, showticklabels=index == 0, range=[-0.6, len(names) - 0.4],
+            **where,
+        )  # fmt: skip
+    return figure.update_layout(margin={"l": 150, "t": TITLE + 6}, height=27 * len(info.rows) + 130)
+
+
+def _bar(ratio: Interval) -> dict[str, object]:
+    if ratio.low is None or ratio.high is None:
+        return {"type": "data", "array": [0], "visible": False}
+    ends = {"array": [ratio.high - ratio.estimate], "arrayminus": [ratio.estimate - ratio.low]}
+    return {"type": "data", "symmetric": False, "thickness": 1.5, "width": 0, **ends}
+
+
+def interval_text(interval: Interval) -> str:
+    """Return the interval as a line of a hover text, empty where there is none.
+
+    Args:
+        interval: A point with or without ends.
+    """
+    if interval.low is None:
+        return ""
+    return f"<br>95 % interval {number(interval.low)} to {number(interval.high)}"

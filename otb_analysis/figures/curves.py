@@ -1,0 +1,166 @@
+"""Training curves: any per-step quantities of any runs as small multiples with one shared axis of steps."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+
+from otb_analysis.figures.theme import log_axis, number, panels, place, run_styles
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One panel of training curves.
+
+    Attributes:
+        title: Panel title.
+        line: Unit and reading, below the title.
+        column: Column of the steps table, or of what was derived from it.
+        from_zero: A linear axis starts at 0, so that heights compare as ratios.
+        rare: Measured rarely: points are drawn, and nothing is smoothed.
+        smoothed: Takes part in the running mean; False for what is a running mean already.
+    """
+
+    title: str
+    line: str
+    column: str
+    from_zero: bool = False
+    rare: bool = False
+    smoothed: bool = True
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run in one panel: `step` [S], the recorded `value` [S] and its running mean `smooth` [S], all float32."""
+
+    run: str
+    step: Array
+    value: Array
+    smooth: Array
+
+
+@dataclass(frozen=True)
+class CurvesInfo:
+    """The numbers behind small multiples of training curves.
+
+    Attributes:
+        quantities: One entry per panel.
+        curves: The curves of each panel; a run that never recorded a quantity has none.
+        estimators: Training estimator of each run, which decides its colour.
+        window: Length of the running mean in recorded steps; 1 means none.
+    """
+
+    quantities: tuple[Quantity, ...]
+    curves: tuple[tuple[Curve, ...], ...]
+    estimators: Mapping[str, str]
+    window: int
+
+
+def running_mean(value: Array, window: int) -> Array:
+    """Return the trailing mean of the last `window` entries, of those there are at the start.
+
+    m_k = mean(v_{max(0, k−window+1)}, …, v_k); window 1 returns the values.
+
+    Args:
+        value: Recorded values [S].
+        window: Number of entries, at least 1.
+    """
+    total = np.concatenate([[0.0], np.cumsum(value, dtype=np.float64)])
+    end = np.arange(1, len(value) + 1)
+    start = np.maximum(0, end - window)
+    return ((total[end] - total[start]) / (end - start)).astype(np.float32)
+
+
+def curves_info(
+    steps: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity], estimators: Mapping[str, str], window: int = 1
+) -> CurvesInfo:
+    """Collect what each run recorded of each quantity; steps without a value are left out, never drawn as 0.
+
+    Args:
+        steps: Steps table of each run.
+        quantities: What to show, one per panel.
+        estimators: Training estimator of each run.
+        window: Length of the running mean in recorded steps.
+    """
+    curves = tuple(
+        tuple(_curve(run, table, quantity, window) for run, table in steps.items() if _has(table, quantity))
+        for quantity in quantities
+    )
+    return CurvesInfo(tuple(quantities), curves, {run: estimators.get(run, "") for run in steps}, window)
+
+
+def _has(table: pd.DataFrame, quantity: Quantity) -> bool:
+    return quantity.column in table and bool(table[quantity.column].notna().any())
+
+
+def _curve(run: str, table: pd.DataFrame, quantity: Quantity, window: int) -> Curve:
+    column = quantity.column
+    recorded = table.loc[table[column].notna(), ["step", column]].sort_values("step")
+    value = recorded[column].to_numpy(np.float32)
+    return Curve(
+        run,
+        recorded["step"].to_numpy(np.float32),
+        value,
+        running_mean(value, window if quantity.smoothed and not quantity.rare else 1),
+    )
+
+
+def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y: bool = False) -> go.Figure:
+    """Draw the panels; the running mean is the line, the recorded values stand faintly behind it.
+
+    Args:
+        info: From `curves_info`.
+        columns: Panels per row.
+        height: Height of one row in pixels.
+        log_y: Logarithmic y axes.
+    """
+    figure = panels([(q.title, q.line) for q in info.quantities], columns, height=height)
+    styles = run_styles(info.estimators)
+    named: set[str] = set()
+    for index, (quantity, curves) in enumerate(zip(info.quantities, info.curves, strict=True)):
+        where = place(index, columns)
+        for curve in curves:
+            style = styles[curve.run]
+            if info.window > 1 and quantity.smoothed and not quantity.rare:
+                faint = {"color": style.color, "width": 1}
+                figure.add_scatter(
+                    x=curve.step, y=curve.value, mode="lines", line=faint, opacity=0.25, hoverinfo="skip",
+                    showlegend=False, legendgroup=curve.run, **where,
+                )  # fmt: skip
+            figure.add_scatter(
+                x=curve.step, y=curve.smooth, name=curve.run, legendgroup=curve.run,
+                showlegend=curve.run not in named, mode="lines+markers" if quantity.rare else "lines",
+                line={"color": style.color, "width": 2, "dash": style.dash},
+                marker={"symbol": style.symbol, "size": 7},
+                text=[number(float(v)) for v in curve.value],
+                hovertemplate="step %{x}: <b>%{text}</b><extra>" + _plain(curve.run) + "</extra>", **where,
+            )  # fmt: skip
+            named.add(curve.run)
+        if not curves:
+            axis = str(index + 1) if index else ""
+            figure.add_annotation(
+                text="not recorded", showarrow=False, font={"size": 12}, opacity=0.6,
+                xref=f"x{axis} domain", yref=f"y{axis} domain", x=0.5, y=0.5,
+            )  # fmt: skip
+        if log_y:
+            figure.update_yaxes(**log_axis(np.concatenate([c.value for c in curves]) if curves else []), **where)
+        elif quantity.from_zero:
+            figure.update_yaxes(rangemode="tozero", **where)
+    _step_titles(figure, len(info.quantities), columns)
+    return figure
+
+
+def _step_titles(figure: go.Figure, count: int, columns: int) -> None:
+    """Name the shared axis under the lowest panel of each column only."""
+    for index in range(max(0, count - columns), count):
+        figure.update_xaxes(title_text="step", title_standoff=6, **place(index, columns))
+
+
+def _plain(text: str) -> str:
+    """Keep Plotly from reading markup or a template in a run's name."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("%{", "% {")

@@ -1,0 +1,194 @@
+"""Proxy against exact energies: where they agree, and whether they agree where the baseline looks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.figures.theme import TEMPLATE, log_axis, panels, place, step_axis
+from otb_analysis.statistics import Association, Fidelity, fidelity
+
+Float = NDArray[np.float64]
+Array = NDArray[np.float32]
+BINS = 60
+KINDS = {
+    "token": "token energy w_t = ‖s_t‖²",
+    "realized": "realized energy W_t = Σ_{j≤t} w_j",
+}
+COEFFICIENTS = (("pearson", "Pearson"), ("log_pearson", "log-Pearson"), ("spearman", "Spearman"))
+_COLORS = {"pearson": "#0072B2", "log_pearson": "#D55E00", "spearman": "#009E73"}
+
+
+@dataclass(frozen=True)
+class StepFidelity:
+    """Agreement at one measured step."""
+
+    step: int
+    fidelity: Fidelity
+
+
+@dataclass(frozen=True)
+class FidelityInfo:
+    """The numbers behind the fidelity page.
+
+    Attributes:
+        kind: A key of `KINDS`.
+        count: Tokens per cell of the density [B, B] float32, rows are exact, NaN where there are none.
+        proxy_edges: log₁₀ of the bin edges along the proxy [B + 1].
+        exact_edges: log₁₀ of the bin edges along the exact energy [B + 1].
+        overall: Agreement over all steps, pooled and within (step, prompt, t).
+        steps: Agreement at each measured step.
+        n_tokens: Tokens with both energies.
+        n_zero: Of these, tokens where one of them is 0 and the logarithmic axes cannot show them.
+    """
+
+    kind: str
+    count: Array
+    proxy_edges: Float
+    exact_edges: Float
+    overall: Fidelity
+    steps: tuple[StepFidelity, ...]
+    n_tokens: int
+    n_zero: int
+
+
+def fidelity_info(tokens: pd.DataFrame, kind: str = "token") -> FidelityInfo:
+    """Compare the proxy with exact energies on every token that has both.
+
+    Realized energies are running sums over policy tokens; a rollout counts up to its first token without an exact norm.
+
+    Args:
+        tokens: Token rows with step, group, rollout, t, mask, energy_proxy and grad_norm_sq.
+        kind: `token` or `realized`.
+
+    Raises:
+        InputError: The kind is unknown, or no token has both energies.
+    """
+    if kind not in KINDS:
+        raise InputError(f"kind is {kind!r}; {nearest(kind, KINDS)}")
+    table = energies(tokens, kind)
+    if table.empty:
+        raise InputError(
+            "No token has both energy_proxy and grad_norm_sq; schedule exact measurements, as in "
+            "[measure] exact = {every = 10, prompts = 2}."
+        )
+    proxy, exact = table["proxy"].to_numpy(np.float64), table["exact"].to_numpy(np.float64)
+    drawn = (proxy > 0) & (exact > 0)
+    count, proxy_edges, exact_edges = _density(np.log10(proxy[drawn]), np.log10(exact[drawn]))
+    per_step = tuple(StepFidelity(int(str(step)), _agreement(part)) for step, part in table.groupby("step"))
+    overall = per_step[0].fidelity if len(per_step) == 1 else _agreement(table)
+    return FidelityInfo(
+        kind, count, proxy_edges, exact_edges, overall, per_step, len(table), int(np.count_nonzero(~drawn))
+    )
+
+
+def energies(tokens: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """Return step, cell, proxy and exact of every policy token that has both energies.
+
+    `cell` numbers (step, prompt, position), position counting policy tokens.
+
+    Args:
+        tokens: Token rows.
+        kind: `token` or `realized`.
+    """
+    chosen: Any = tokens[tokens["mask"].fillna(False).astype(bool)]
+    policy = chosen.sort_values(["step", "rollout", "t"])
+    rollouts = policy.groupby(["step", "rollout"], sort=False)
+    table = pd.DataFrame({"step": policy["step"], "proxy": policy["energy_proxy"], "exact": policy["grad_norm_sq"]})
+    if kind == "realized":
+        keys = [policy["step"], policy["rollout"]]
+        for name in ("proxy", "exact"):
+            unknown = table[name].isna().groupby(keys).cumsum() > 0
+            table[name] = table[name].astype(float).fillna(0).groupby(keys).cumsum().mask(unknown)
+    cells = pd.DataFrame({"step": policy["step"], "group": policy["group"], "position": rollouts.cumcount()})
+    table["cell"] = cells.groupby(["step", "group", "position"], sort=False).ngroup()
+    return table.dropna(subset=["proxy", "exact"])
+
+
+def _agreement(table: pd.DataFrame) -> Fidelity:
+    return fidelity(table["proxy"].to_numpy(), table["exact"].to_numpy(), cell=table["cell"].to_numpy())
+
+
+def _density(x: Float, y: Float) -> tuple[Array, Float, Float]:
+    if x.size == 0:
+        edges = np.linspace(0.0, 1.0, BINS + 1)
+        return np.full((BINS, BINS), np.nan, np.float32), edges, edges
+    count, x_edges, y_edges = np.histogram2d(x, y, bins=BINS)
+    return np.where(count > 0, count, np.nan).T.astype(np.float32), x_edges, y_edges
+
+
+def fidelity_table(info: FidelityInfo) -> pd.DataFrame:
+    """Return the correlations as a table: one row per step and one for all, pooled and within (prompt, t).
+
+    Args:
+        info: From `fidelity_info`.
+    """
+    rows = [("all", info.overall), *((str(s.step), s.fidelity) for s in info.steps)]
+    records = []
+    for name, found in rows:
+        record: dict[str, object] = {"step": name, "tokens": found.pooled.n, "cells": found.n_cells}
+        for key, title in COEFFICIENTS:
+            record[f"{title}, pooled"] = getattr(found.pooled, key)
+            record[f"{title}, within"] = getattr(found.within, key) if found.within else None
+        records.append(record)
+    table = pd.DataFrame(records)
+    return table.astype({c: float for c in table if c not in ("step", "tokens", "cells")})
+
+
+def plot_fidelity(info: FidelityInfo) -> go.Figure:
+    """Draw the density of tokens over proxy and exact energy, both axes logarithmic, colour logarithmic in the count.
+
+    Args:
+        info: From `fidelity_info`.
+    """
+    figure = go.Figure(layout={"template": TEMPLATE})
+    middle = [(edges[1:] + edges[:-1]) / 2 for edges in (info.proxy_edges, info.exact_edges)]
+    top = int(np.log10(max(2.0, float(np.nanmax(info.count, initial=1))))) + 1
+    figure.add_heatmap(
+        x=(10 ** middle[0]).astype(np.float32), y=(10 ** middle[1]).astype(np.float32), z=np.log10(info.count),
+        customdata=info.count, colorscale=["#D9E8F1", "#8FC1DA", "#3F93BF", "#0B6596", "#06395A"], zmin=0,
+        colorbar={
+            "title": {"text": "tokens", "side": "top", "font": {"size": 12}},
+            "thickness": 10, "tickvals": list(range(top)),
+            "ticktext": [f"{10**k:,}" for k in range(top)],
+        },
+        hovertemplate="proxy %{x:.3g}<br>exact %{y:.3g}<br><b>%{customdata:.0f}</b> tokens<extra></extra>",
+    )  # fmt: skip
+    letter = "w" if info.kind == "token" else "W"
+    figure.update_xaxes(**log_axis(10**info.proxy_edges), title_text=f"proxy {letter}_t in logit space (norm²)")
+    figure.update_yaxes(**log_axis(10**info.exact_edges), title_text=f"exact {letter}_t over the parameters (norm²)")
+    return figure.update_layout(height=470, margin={"l": 76, "t": 30})
+
+
+def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
+    """Draw the three correlations over steps, within (prompt, t) and pooled.
+
+    Args:
+        info: From `fidelity_info`.
+    """
+    titles = (("Within (prompt, t)", "correlation; what the baseline sees"), ("Pooled", "correlation over all tokens"))
+    figure = panels(titles, 1, height=205)
+    step = np.array([s.step for s in info.steps], np.float32)
+    both: list[list[Association | None]] = [
+        [s.fidelity.within for s in info.steps],
+        [s.fidelity.pooled for s in info.steps],
+    ]
+    for index, found in enumerate(both):
+        for key, title in COEFFICIENTS:
+            figure.add_scatter(
+                x=step, y=_coefficients(found, key), name=title, legendgroup=key, showlegend=index == 0,
+                mode="lines+markers", line={"color": _COLORS[key], "width": 1.6}, marker={"size": 6},
+                hovertemplate=f"step %{{x}}: {title} <b>%{{y:.3f}}</b><extra></extra>", **place(index, 1),
+            )  # fmt: skip
+        figure.update_xaxes(**step_axis(step), row=index + 1, col=1)
+    figure.update_xaxes(title_text=None, row=1, col=1)
+    return figure.update_layout(height=470)
+
+
+def _coefficients(found: list[Association | None], key: str) -> Array:
+    values = [np.nan if a is None or getattr(a, key) is None else getattr(a, key) for a in found]
+    return np.array(values, np.float32)

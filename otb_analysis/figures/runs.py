@@ -1,0 +1,103 @@
+"""The run list in numbers: each run's headline, and what two runs' configurations do not share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+WINDOW = 20
+"""Recorded steps that a headline averages over, at the start and at the end of a run."""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One run in a few numbers; None where nothing was recorded.
+
+    Attributes:
+        run: Run name.
+        estimator: Name of the training estimator.
+        steps: Complete steps.
+        reward: Mean reward over the last `WINDOW` steps.
+        reward_gain: The same minus its value over the first `WINDOW` steps; None below twice that many steps.
+        heldout: Last recorded held-out reward.
+        heldout_gain: The same minus the first recorded one.
+        grad_norm: Median ‖ḡ‖ over the last `WINDOW` steps.
+        clipped: Share of the last `WINDOW` steps that were clipped.
+        reward_curve: Mean reward by step, thinned to at most 60 points.
+    """
+
+    run: str
+    estimator: str
+    steps: int
+    reward: float | None
+    reward_gain: float | None
+    heldout: float | None
+    heldout_gain: float | None
+    grad_norm: float | None
+    clipped: float | None
+    reward_curve: tuple[float, ...]
+
+
+def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
+    """Sum up one run.
+
+    Args:
+        run: Run name.
+        estimator: Name of the training estimator.
+        steps: Steps table.
+    """
+    table = steps.sort_values("step")
+    reward, heldout = _recorded(table, "reward_mean"), _recorded(table, "heldout_reward")
+    clipped, norm = _recorded(table, "clipped"), _recorded(table, "grad_norm")
+    gain = reward.tail(WINDOW).mean() - reward.head(WINDOW).mean() if len(reward) >= 2 * WINDOW else None
+    return Headline(
+        run=run,
+        estimator=estimator,
+        steps=len(table),
+        reward=_value(reward.tail(WINDOW).mean()),
+        reward_gain=_value(gain),
+        heldout=_value(heldout.iloc[-1]) if len(heldout) else None,
+        heldout_gain=_value(heldout.iloc[-1] - heldout.iloc[0]) if len(heldout) > 1 else None,
+        grad_norm=_value(norm.tail(WINDOW).median()),
+        clipped=_value(clipped.tail(WINDOW).mean()),
+        reward_curve=tuple(float(v) for v in reward.iloc[:: max(1, len(reward) // 60)]),
+    )
+
+
+def _recorded(table: pd.DataFrame, column: str) -> pd.Series:
+    if column not in table:
+        return pd.Series(dtype=float)
+    recorded: Any = table[column].dropna().astype(float)
+    return recorded
+
+
+def _value(number: float | None) -> float | None:
+    return None if number is None or number != number else float(number)
+
+
+def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return a nested configuration with dotted names: {"task": {"terms": 3}} → {"task.terms": 3}.
+
+    Args:
+        config: Nested mapping.
+        prefix: Put before every name.
+    """
+    flat: dict[str, object] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def config_differences(configs: Mapping[str, Mapping[str, object]]) -> pd.DataFrame:
+    """Return the settings in which some runs differ: one row per setting, one column per run, all as text.
+
+    Args:
+        configs: Configuration of each run, as stored.
+    """
+    flat = {run: flatten(config) for run, config in configs.items()}
+    names = list(dict.fromkeys(name for config in flat.values() for name in config))
+    rows = {name: {run: str(config.get(name, "–")) for run, config in flat.items()} for name in names}
+    differing = {name: row for name, row in rows.items() if len(set(row.values())) > 1}
+    return pd.DataFrame.from_dict(differing, orient="index", columns=list(flat)).rename_axis("setting").reset_index()

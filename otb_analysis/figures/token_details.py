@@ -1,0 +1,126 @@
+"""One token's numbers, each line a formula with this token's values in it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from otb_analysis.figures.theme import number
+from otb_analysis.figures.tokens import visible
+
+
+@dataclass(frozen=True)
+class TokenDetails:
+    """What a click on a token shows.
+
+    Attributes:
+        rollout: Its rollout.
+        t: Its index within the completion.
+        text: Its text with visible glyphs.
+        formulas: One line per quantity that was measured: (name, formula with numbers).
+    """
+
+    rollout: int
+    t: int
+    text: str
+    formulas: tuple[tuple[str, str], ...]
+
+
+def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str) -> TokenDetails | None:
+    """Write out how one token's probability, energy, return, baseline and advantage come about.
+
+    Args:
+        tokens: Token rows of one step and one prompt.
+        rollout: Rollout of the token.
+        t: Index of the token within the completion.
+        estimator: Name of the training estimator, whose baseline and advantage are stored.
+
+    Returns:
+        None where there is no such token.
+    """
+    found: Any = tokens[tokens["rollout"] == rollout]
+    line = found.sort_values("t")
+    here = line[line["t"] == t]
+    if here.empty:
+        return None
+    token: dict[str, object] = {str(k): (None if pd.isna(v) else v) for k, v in here.iloc[0].items()}
+    text = visible(str(token.get("token") or ""))
+    if token.get("mask") is False or token.get("mask") == np.False_:
+        tool = ("tool output", "not sampled by the policy: it has no score, no energy and no advantage")
+        return TokenDetails(rollout, t, text, (tool,))
+    policy = line[line["mask"].fillna(True).astype(bool)]
+    lines = [
+        *_probability(token),
+        *_energy(token, policy, t),
+        *_advantage(token, policy, t, estimator),
+        *_share(token, tokens),
+    ]
+    return TokenDetails(rollout, t, text, tuple(lines))
+
+
+def _probability(token: dict[str, object]) -> list[tuple[str, str]]:
+    lines = []
+    logprob, behavior = _get(token, "logprob"), _get(token, "behavior_logprob")
+    if logprob is not None:
+        lines.append(("probability", f"π = exp({number(logprob)}) = {number(np.exp(logprob))}"))
+    if logprob is not None and behavior is not None:
+        gap = logprob - behavior
+        lines.append(("sampler mismatch", f"{number(logprob)} − ({number(behavior)}) = {number(gap)} nats"))
+    entropy = _get(token, "entropy")
+    if entropy is not None:
+        lines.append(("entropy", f"H = {number(entropy)} nats"))
+    return lines
+
+
+def _energy(token: dict[str, object], policy: Any, t: int) -> list[tuple[str, str]]:
+    lines = []
+    logprob, proxy, exact = (_get(token, n) for n in ("logprob", "energy_proxy", "grad_norm_sq"))
+    if proxy is not None and logprob is not None:
+        own = (1 - np.exp(logprob)) ** 2
+        text = f"(1 − π)² + Σ_v≠y π_v² = {number(own)} + {number(max(proxy - own, 0.0))} = {number(proxy)}"
+        lines.append(("proxy energy", text))
+    if exact is not None:
+        error = _get(token, "grad_norm_sq_stderr")
+        spread = f" ± {number(error)} (standard error)" if error is not None else ""
+        lines.append(
+            ("exact energy", f"w = ‖∇ log π‖² = {number(exact)}{spread}, {token.get('measured_by') or 'exact'}")
+        )
+    column = "grad_norm_sq" if exact is not None else "energy_proxy"
+    seen = policy.loc[policy["t"] <= t, column]
+    if len(seen) and seen.notna().all():
+        total = policy[column].sum(min_count=len(policy))
+        share = "" if not total > 0 else f", {seen.sum() / total:.0%} of this rollout's {number(float(total))}"
+        lines.append(("realized energy", f"W = Σ w over {len(seen)} tokens = {number(float(seen.sum()))}{share}"))
+    return lines
+
+
+def _advantage(token: dict[str, object], policy: Any, t: int, estimator: str) -> list[tuple[str, str]]:
+    baseline, advantage = _get(token, "baseline"), _get(token, "advantage")
+    ahead = policy.loc[policy["t"] >= t, "reward"]
+    if not ahead.notna().all():
+        return []
+    paid = float(ahead.sum())
+    lines = [("return", f"G = Σ of rewards from here on = {number(paid)}")]
+    if baseline is None or advantage is None:
+        return lines
+    name = estimator or "training estimator"
+    lines.append((f"baseline of {name}", f"B = {number(baseline)}"))
+    plain = f"G − B = {number(paid)} − {number(baseline)} = {number(paid - baseline)}"
+    same = abs(paid - baseline - advantage) <= 1e-4 * max(1.0, abs(advantage))
+    lines.append(("advantage", plain if same else f"{plain}, rescaled by the estimator to A = {number(advantage)}"))
+    return lines
+
+
+def _share(token: dict[str, object], tokens: Any) -> list[tuple[str, str]]:
+    attribution = _get(token, "attribution")
+    if attribution is None:
+        return []
+    rank = int((tokens["attribution"].abs() > abs(attribution)).sum()) + 1
+    text = f"A/N · s·ḡ = {number(attribution)}: number {rank} of {tokens['attribution'].notna().sum()} by size here"
+    return [("share of ‖ḡ‖²", text)]
+
+
+def _get(token: dict[str, object], name: str) -> float | None:
+    value = token.get(name)
+    return None if value is None else float(str(value))

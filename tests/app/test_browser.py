@@ -1,0 +1,213 @@
+"""What only a browser can tell: text stays text, nothing is fetched from elsewhere, clicks and live runs work."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from otb_analysis.store import RunWriter
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+QUIET = ("quic", "background-networking", "component-update", "sync", "gpu")
+FLAGS = ["--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in QUIET)]
+PAGES = {"": "Overview", "variance": "Variance", "fidelity": "Fidelity", "collapse": "Collapse", "tokens": "Tokens"}
+PLOT = ".js-plotly-plot .main-svg"
+SECONDS = 1000
+
+
+def chromium() -> str:
+    """Path of the system's Chromium; without one the tests are skipped, or fail where they are required."""
+    found = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+    if found is None:
+        reason = "no Chromium on this machine: install Debian's package `chromium`"
+        if os.environ.get("OTB_REQUIRE_BROWSER") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    path = chromium()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        instance = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield instance
+        instance.close()
+
+
+@pytest.fixture(scope="module")
+def live_root(store_root, tmp_path_factory) -> Path:
+    """A copy of the store that a test may let grow."""
+    return shutil.copytree(store_root, tmp_path_factory.mktemp("live") / "runs")
+
+
+@pytest.fixture(scope="module")
+def address(live_root) -> Iterator[str]:
+    """`streamlit run app` as typed, on a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "streamlit",
+        "run",
+        "app",
+        "--server.port",
+        str(port),
+        "--",
+        "--root",
+        str(live_root),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as server:
+        try:
+            wait_for(f"http://127.0.0.1:{port}/_stcore/health")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+def wait_for(url: str) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(url, timeout=2).close()
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    pytest.fail(f"{url} did not answer within a minute")
+
+
+@dataclass
+class Watched:
+    """A page and what it should not do."""
+
+    page: object
+    foreign: list[str] = field(default_factory=list)
+    dialogs: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def tab(browser, address) -> Iterator[Watched]:
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    page = context.new_page()
+    watched = Watched(page)
+    local = (address, address.replace("http", "ws"), "data:", "blob:")
+    page.on("request", lambda r: None if r.url.startswith(local) else watched.foreign.append(r.url))
+    page.on("dialog", lambda d: (watched.dialogs.append(d.message), d.dismiss()))
+    page.on("pageerror", lambda e: watched.errors.append(str(e)))
+    yield watched
+    context.close()
+
+
+def visit(tab: Watched, url: str):
+    tab.page.goto(url)
+    tab.page.wait_for_selector("h1", timeout=60 * SECONDS)
+    tab.page.wait_for_selector(PLOT, timeout=60 * SECONDS)
+    return tab.page
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_page_draws_and_asks_nobody_else(path, tab, address):
+    page = visit(tab, f"{address}/{path}")
+    assert page.locator("h1").inner_text() == PAGES[path]
+    page.wait_for_timeout(1000)
+    assert not page.locator("[data-testid=stException]").count()
+    assert (tab.foreign, tab.dialogs, tab.errors) == ([], [], [])
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_no_page_is_wider_than_a_small_window(path, tab, address):
+    tab.page.set_viewport_size({"width": 900, "height": 900})
+    page = visit(tab, f"{address}/{path}")
+    page.wait_for_timeout(500)
+    wide = (
+        "(() => { const m = document.querySelector('[data-testid=stMain]'); return m.scrollWidth - m.clientWidth })()"
+    )
+    assert page.evaluate(wide) <= 0
+
+
+def test_hostile_tokens_stay_text(tab, address, hostile_texts):
+    page = visit(tab, f"{address}/tokens?run=chain-otb-s0&step=20&prompt=0")
+    page.wait_for_selector(".tok")
+    shown = set(page.locator(".tok").all_text_contents())
+    assert {"<script>alert(1)</script>", "**md**", ":red[x]", "$x$", "line↵", "∅", "⟨202E⟩abc", "אבג", "%{y}"} <= shown
+    assert len(shown) == len(hostile_texts)
+    # Nothing inside a token is an element, and no token became one elsewhere.
+    assert page.locator(".tok *").count() == 0
+    assert page.locator("img[src=x], .tok script, .stMarkdown b, .katex").count() == 0
+    page.locator(".tok").first.hover()
+    page.wait_for_timeout(500)
+    assert tab.dialogs == []
+
+
+def test_hostile_prompt_stays_text(tab, address):
+    page = visit(tab, f"{address}/tokens?run=chain-otb-s0&step=20&prompt=0")
+    prompt = page.locator("[data-testid=stCode]").first.inner_text()
+    assert prompt == "12+7= <b>bold</b> **md** :red[x] $x^2$ <script>alert(2)</script>"
+    assert tab.dialogs == []
+
+
+def test_hover_shows_all_values_and_click_the_formulas(tab, address):
+    page = visit(tab, f"{address}/tokens?run=chain-otb-s0&step=20&prompt=1")
+    token = page.locator(".tok:not(.tool)").nth(3)
+    token.hover()
+    tip = page.locator(".tip").inner_text()
+    assert "entropy" in tip
+    assert "grad_norm_sq" in tip
+    token.click()
+    page.wait_for_selector("text=of rollout")
+    assert page.locator(".tok.chosen").count() == 1
+
+
+def test_link_reproduces_the_view(tab, address, browser):
+    page = visit(tab, f"{address}/collapse")
+    page.locator("text=Logarithmic axes").click()
+    page.wait_for_url("**log=true**")
+    other = browser.new_context().new_page()
+    other.goto(page.url)
+    other.wait_for_selector(PLOT, timeout=60 * SECONDS)
+    assert other.locator("[data-testid=stCheckbox] input").last.is_checked()
+    other.context.close()
+
+
+def test_choice_of_runs_holds_across_pages(tab, address):
+    page = visit(tab, f"{address}/?run=chain-otb-s0")
+    page.locator("[data-testid=stSidebarNav] >> text=Collapse").click()
+    page.wait_for_selector("h1:has-text('Collapse')")
+    page.wait_for_selector(PLOT)
+    assert page.locator("[data-testid=stSidebar] [data-baseweb=tag], [data-testid=stSidebar] .stMultiSelect").count()
+    assert "run=chain-otb-s0" in page.url
+    assert page.locator(".legendtext").all_text_contents() == ["chain-otb-s0"]
+
+
+def test_running_run_is_followed(tab, address, live_root, write_next_step):
+    page = visit(tab, f"{address}/?run=running-otb_loo")
+    page.wait_for_selector("text=3 steps · running")
+    write_next_step(RunWriter(live_root / "running-otb_loo"), 3, 9, measured=4)
+    page.wait_for_selector("text=4 steps · running", timeout=20 * SECONDS)
+    assert tab.errors == []
+
+
+def test_numbers_of_a_chart_download_as_csv(tab, address):
+    page = visit(tab, f"{address}/?run=chain-otb-s0")
+    with page.expect_download() as download:
+        page.locator("[data-testid=stDownloadButton] button").first.click()
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert lines[0] == "run,quantity,step,value"
+    assert len(lines) == 1 + 41 + 5

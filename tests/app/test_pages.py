@@ -1,0 +1,139 @@
+import shutil
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from otb_analysis.store import RunWriter, StepTables
+
+APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
+PAGES = ("overview", "variance", "fidelity", "collapse", "tokens")
+
+
+def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: str | list[str]) -> AppTest:
+    monkeypatch.setenv("OTB_RUNS", str(root))
+    app = AppTest.from_file(APP, default_timeout=60)
+    for name, value in query.items():
+        app.query_params[name] = value
+    app.run()
+    return app if page == "overview" else app.switch_page(f"views/{page}.py").run()
+
+
+def texts(app: AppTest) -> str:
+    """Everything a page says, with the escapes of Markdown taken out."""
+    shown = [*app.info, *app.warning, *app.caption, *app.markdown, *app.error]
+    return " ".join(element.value for element in shown).replace("\\", "")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_of_a_whole_store_shows_no_warning_and_no_traceback(page, store_root, monkeypatch):
+    app = open_page(store_root, page, monkeypatch)
+    assert not app.exception
+    assert not app.warning
+    assert app.title[0].value == page.capitalize()
+    assert len(app.get("plotly_chart")) >= 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_missing_root_gets_a_sentence_with_a_remedy(page, tmp_path, monkeypatch):
+    app = open_page(tmp_path / "nowhere", page, monkeypatch)
+    assert not app.exception
+    assert "This folder does not exist" in texts(app)
+    assert "make demo" in texts(app)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_empty_root_gets_a_sentence_with_a_remedy(page, tmp_path, monkeypatch):
+    app = open_page(tmp_path, page, monkeypatch)
+    assert not app.exception
+    assert "There are no runs in this folder" in texts(app)
+
+
+def test_root_that_is_a_file_gets_a_sentence(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    app = open_page(file, "overview", monkeypatch)
+    assert not app.exception
+    assert str(file) in texts(app)
+
+
+def test_overview_says_why_a_run_is_broken_or_failed(store_root, monkeypatch):
+    said = texts(open_page(store_root, "overview", monkeypatch))
+    assert "run.json cannot be read" in said
+    assert "the loss is NaN at step 12" in said
+
+
+def test_overview_lists_only_settings_that_differ(store_root, monkeypatch):
+    app = open_page(store_root, "overview", monkeypatch)
+    differences = app.dataframe[1].value
+    assert set(differences["setting"]) == {"seed", "estimator.name"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_half_written_run_shows_its_complete_steps(page, store_root, monkeypatch):
+    app = open_page(store_root, page, monkeypatch, run="running-otb_loo")
+    assert not app.exception
+    assert not app.warning
+
+
+@pytest.mark.parametrize("page", ["overview", "collapse"])
+def test_broken_part_gets_a_sentence_that_names_the_file(page, store_root, monkeypatch, tmp_path):
+    shutil.copytree(store_root / "failed-rloo", tmp_path / "damaged")
+    part = tmp_path / "damaged" / "steps" / "part-00000004-r0.parquet"
+    part.write_bytes(part.read_bytes()[:100])
+    app = open_page(tmp_path, page, monkeypatch)
+    assert not app.exception
+    assert part.name in texts(app)
+
+
+def test_broken_token_part_spoils_only_its_page(store_root, monkeypatch, tmp_path):
+    shutil.copytree(store_root / "failed-rloo", tmp_path / "damaged")
+    part = tmp_path / "damaged" / "tokens" / "part-00000010-r0.parquet"
+    part.write_bytes(b"nothing")
+    assert not open_page(tmp_path, "collapse", monkeypatch).warning
+    app = open_page(tmp_path, "tokens", monkeypatch)
+    assert not app.exception
+    assert part.name in texts(app)
+
+
+def test_variance_below_sixteen_prompts_shows_points_and_says_so(store_root, monkeypatch):
+    app = open_page(store_root, "variance", monkeypatch, run="failed-rloo")
+    assert "Points only: an interval needs 16 prompts" in texts(app)
+    assert "points without intervals" in texts(app)
+
+
+def test_variance_with_sixteen_prompts_shows_clustered_intervals(store_root, monkeypatch):
+    app = open_page(store_root, "variance", monkeypatch, run="chain-otb-s0")
+    assert "95 % intervals clustered by prompt" in texts(app)
+
+
+def test_run_without_measurements_is_told_how_to_get_them(tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "plain", {"estimator": {"name": "rloo"}})
+    tokens = {"group": [0], "rollout": [0], "turn": [0], "t": [0], "token": ["a"], "mask": [True], "reward": [1.0]}
+    tokens |= {"energy_proxy": [0.4], "measured_by": ["none"]}
+    rollouts = {"group": [0], "rollout": [0], "prompt": ["1+1="], "reward": [1.0], "length": [1]}
+    writer.write_step(0, StepTables(tokens, rollouts, {"reward_mean": 1.0}))
+    writer.finish()
+    said = {page: texts(open_page(tmp_path, page, monkeypatch)) for page in ("variance", "fidelity", "tokens")}
+    assert "[measure] exact" in said["variance"].replace("`", "")
+    assert "schedule exact measurements" in said["fidelity"]
+    assert not open_page(tmp_path, "tokens", monkeypatch).exception
+
+
+def test_url_chooses_run_step_and_colour(store_root, monkeypatch):
+    query = {"run": "chain-otb-s0", "step": "20", "prompt": "3", "color": "entropy"}
+    app = open_page(store_root, "tokens", monkeypatch, **query)
+    assert [box.value for box in app.selectbox] == [20, 3, "entropy", "rollout"]
+
+
+def test_unknown_run_in_the_url_is_ignored(store_root, monkeypatch):
+    app = open_page(store_root, "overview", monkeypatch, run="../../etc")
+    assert not app.exception
+    assert "etc" not in app.multiselect[0].value
+
+
+def test_choosing_no_run_asks_for_one(store_root, monkeypatch):
+    app = open_page(store_root, "collapse", monkeypatch)
+    app.multiselect[0].set_value([]).run()
+    assert not app.exception
+    assert "Choose at least one in the sidebar" in texts(app)

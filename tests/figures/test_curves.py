@@ -1,0 +1,84 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from otb_analysis.figures.collapse import QUANTITIES, collapse_info, derived, plot_collapse
+from otb_analysis.figures.curves import Quantity, curves_info, plot_curves, running_mean
+from otb_analysis.figures.learning import learning_info, plot_learning
+
+
+@pytest.fixture
+def steps():
+    return pd.DataFrame(
+        {
+            "step": [2, 0, 1, 3], "reward_mean": [0.3, 0.1, 0.2, 0.4], "heldout_reward": [0.5, 0.4, None, None],
+            "n_zero_variance_groups": [1, 0, 2, 4], "n_prompts": [4, 4, 4, 4], "clipped": [True, False, True, None],
+            "grad_norm": [1.0, 2.0, 3.0, 4.0], "energy_tail_k": [0.1, 0.2, 0.3, 0.6],
+        }
+    )  # fmt: skip
+
+
+def test_running_mean_of_a_hand_worked_row():
+    # window 2: 1; (1+3)/2; (3+5)/2; (5+7)/2
+    assert running_mean(np.array([1, 3, 5, 7], np.float32), 2).tolist() == [1, 2, 4, 6]
+
+
+def test_running_mean_of_one_is_the_value():
+    assert running_mean(np.array([1, 3, 5], np.float32), 1).tolist() == [1, 3, 5]
+
+
+def test_curves_come_in_order_of_steps_and_as_float32(steps):
+    curve = curves_info({"a": steps}, [Quantity("r", "", "reward_mean")], {"a": "otb"}).curves[0][0]
+    assert curve.step.tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(curve.value, [0.1, 0.2, 0.3, 0.4], rtol=1e-6)
+    assert {curve.step.dtype, curve.value.dtype, curve.smooth.dtype} == {np.dtype(np.float32)}
+
+
+def test_step_without_a_value_is_left_out_not_drawn_as_zero(steps):
+    held = learning_info({"a": steps}, {"a": "otb"}).curves[1][0]
+    assert held.step.tolist() == [0, 2]
+
+
+def test_rare_quantity_is_never_smoothed(steps):
+    info = learning_info({"a": steps}, {"a": "otb"}, window=4)
+    assert info.curves[1][0].smooth.tolist() == info.curves[1][0].value.tolist()
+    assert info.curves[0][0].smooth.tolist() != info.curves[0][0].value.tolist()
+
+
+def test_run_that_never_recorded_a_quantity_has_no_curve(steps):
+    info = curves_info({"a": steps, "b": steps[["step"]]}, [Quantity("r", "", "reward_mean")], {})
+    assert [c.run for c in info.curves[0]] == ["a"]
+
+
+def test_derived_shares_of_a_hand_worked_table(steps):
+    table = derived(steps)
+    assert table["zero_variance_share"].tolist() == [0, 0.5, 0.25, 1]  # steps 0, 1, 2, 3
+    assert table["clipped_share"].isna().all()  # fewer than five recorded steps
+
+
+def test_clipped_share_is_the_mean_of_the_last_twenty():
+    table = pd.DataFrame({"step": range(25), "clipped": [True] * 5 + [False] * 20})
+    assert derived(table)["clipped_share"].iloc[[4, 9, 24]].tolist() == [1.0, 0.5, 0.0]
+
+
+def test_collapse_has_nine_titled_panels_and_one_legend_entry_a_run(steps):
+    figure = plot_collapse(collapse_info({"a": steps, "b": steps}, {"a": "otb", "b": "rloo"}, window=2))
+    titles = [note.text.split("<br>")[0] for note in figure.layout.annotations[: len(QUANTITIES)]]
+    assert titles == [q.title for q in QUANTITIES]
+    assert [t.name for t in figure.data if t.showlegend] == ["a", "b"]
+
+
+def test_panel_without_data_says_not_recorded(steps):
+    figure = plot_collapse(collapse_info({"a": steps}, {"a": "otb"}))
+    assert "not recorded" in [note.text for note in figure.layout.annotations]
+
+
+def test_log_axes_on_request(steps):
+    figure = plot_curves(curves_info({"a": steps}, [Quantity("r", "", "grad_norm")], {}), log_y=True)
+    assert figure.layout.yaxis.type == "log"
+
+
+def test_run_name_is_text_in_hover_and_template():
+    table = pd.DataFrame({"step": [0], "reward_mean": [1.0]})
+    figure = plot_learning(learning_info({"<b>%{x}": table}, {}))
+    assert figure.data[0].hovertemplate.endswith("<extra>&lt;b>% {x}</extra>")

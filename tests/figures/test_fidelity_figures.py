@@ -1,0 +1,85 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from otb_analysis.errors import InputError
+from otb_analysis.figures.fidelity import (
+    energies,
+    fidelity_info,
+    fidelity_table,
+    plot_fidelity,
+    plot_fidelity_steps,
+)
+
+
+def many(scale_of_position, steps=(0, 10)) -> pd.DataFrame:
+    """Two prompts of eight rollouts of six tokens at each step; exact = proxy · scale(position)."""
+    random = np.random.default_rng(0)
+    index = pd.MultiIndex.from_product([steps, range(16), range(6)], names=["step", "rollout", "t"])
+    table = index.to_frame(index=False).assign(mask=True, energy_proxy=random.uniform(0.1, 1, len(index)))
+    return table.assign(group=table["rollout"] // 8, grad_norm_sq=table["energy_proxy"] * scale_of_position(table["t"]))
+
+
+def test_scale_that_depends_on_position_spoils_the_pooled_figure_and_not_the_one_within():
+    info = fidelity_info(many(lambda t: 10.0**t))
+    assert info.overall.within.log_pearson == pytest.approx(1)
+    assert info.overall.within.spearman == pytest.approx(1)
+    assert info.overall.pooled.pearson < 0.6
+
+
+def test_every_measured_step_has_its_own_agreement():
+    info = fidelity_info(many(lambda t: 2.0))
+    assert [s.step for s in info.steps] == [0, 10]
+    assert fidelity_table(info)["step"].tolist() == ["all", "0", "10"]
+
+
+def test_density_counts_every_token_once():
+    info = fidelity_info(many(lambda t: 2.0))
+    assert np.nansum(info.count) == info.n_tokens == 192
+
+
+def test_zero_energy_is_counted_not_drawn():
+    table = many(lambda t: 2.0)
+    table.loc[0, "energy_proxy"] = 0.0
+    info = fidelity_info(table)
+    assert (info.n_zero, np.nansum(info.count)) == (1, 191)
+
+
+def test_tool_tokens_take_no_position_and_no_part(tokens):
+    found = energies(tokens, "token")
+    assert len(found) == 4
+    assert found["exact"].tolist() == [2, 6, 10, 4]
+
+
+def test_realized_energy_is_the_running_sum_up_to_the_first_unmeasured_token(tokens):
+    found = energies(tokens, "realized")
+    # rollout 0: 2, 2+6; rollout 1: 10, 10+4 (the tool token adds nothing); rollout 2 was not measured
+    assert found["exact"].tolist() == [2, 8, 10, 14]
+    np.testing.assert_allclose(found["proxy"], [0.02, 0.52, 0.9, 1.0])
+
+
+def test_value_in_padding_or_tool_tokens_changes_nothing(tokens):
+    tokens.loc[tokens["token"] == "tool", ["energy_proxy", "grad_norm_sq"]] = 1e9
+    assert energies(tokens, "realized")["exact"].tolist() == [2, 8, 10, 14]
+
+
+def test_nothing_measured_is_a_sentence_with_a_remedy(tokens):
+    with pytest.raises(InputError, match="schedule exact measurements"):
+        fidelity_info(tokens.assign(grad_norm_sq=np.nan))
+
+
+def test_unknown_kind_names_the_nearest(tokens):
+    with pytest.raises(InputError, match="did you mean 'realized'"):
+        fidelity_info(tokens, "realised")
+
+
+def test_both_axes_are_logarithmic_and_carry_their_unit():
+    figure = plot_fidelity(fidelity_info(many(lambda t: 2.0)))
+    assert (figure.layout.xaxis.type, figure.layout.yaxis.type) == ("log", "log")
+    assert "norm²" in figure.layout.xaxis.title.text
+
+
+def test_correlations_within_stand_above_the_pooled_ones():
+    figure = plot_fidelity_steps(fidelity_info(many(lambda t: 2.0)))
+    assert figure.layout.annotations[0].text.startswith("Within (prompt, t)")
+    assert len(figure.data) == 6

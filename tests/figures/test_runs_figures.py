@@ -1,0 +1,34 @@
+import pandas as pd
+import pytest
+
+from otb_analysis.figures.runs import config_differences, flatten, headline_info
+
+
+def test_headline_of_a_hand_worked_run():
+    steps = pd.DataFrame({"step": range(40), "reward_mean": [0.25] * 20 + [0.75] * 20, "grad_norm": [3.0] * 40})
+    steps = steps.assign(clipped=[False] * 30 + [True] * 10, heldout_reward=[0.2] + [None] * 38 + [0.6])
+    found = headline_info("a", "otb", steps)
+    assert (found.reward, found.reward_gain) == (0.75, 0.5)
+    assert (found.heldout, found.heldout_gain) == (0.6, pytest.approx(0.4))
+    assert (found.grad_norm, found.clipped) == (3.0, 0.5)
+
+
+def test_headline_of_a_run_that_just_started_has_no_change():
+    found = headline_info("a", "otb", pd.DataFrame({"step": [0], "reward_mean": [0.5]}))
+    assert (found.reward, found.reward_gain, found.heldout, found.clipped) == (0.5, None, None, None)
+
+
+def test_configuration_is_flattened_with_dots():
+    assert flatten({"a": 1, "task": {"name": "x", "n": {"m": 2}}}) == {"a": 1, "task.name": "x", "task.n.m": 2}
+
+
+def test_only_settings_that_differ_are_listed_and_missing_ones_show_a_dash():
+    table = config_differences({"x": {"seed": 0, "lr": 1e-4}, "y": {"seed": 1, "lr": 1e-4, "extra": True}})
+    assert table.to_dict("records") == [
+        {"setting": "seed", "x": "0", "y": "1"},
+        {"setting": "extra", "x": "–", "y": "True"},
+    ]
+
+
+def test_equal_configurations_have_no_differences():
+    assert config_differences({"x": {"seed": 0}, "y": {"seed": 0}}).empty

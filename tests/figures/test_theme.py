@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+
+from otb_analysis.figures.theme import (
+    CONFIG,
+    ESTIMATOR_STYLES,
+    axis_title,
+    estimator_style,
+    for_background,
+    log_axis,
+    number,
+    panels,
+    run_styles,
+    step_axis,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.012345, "0.0123"), (12345.6, "12,300"), (1.2e-7, "1.20×10⁻⁷"), (3.2e8, "3.20×10⁸"), (0.0, "0"),
+        (None, "–"), (float("nan"), "–"), (float("inf"), "∞"), (1234567, "1,234,567"), (-0.5, "-0.500"), (99.96, "100"),
+        (0.9999, "1.00"), (9.9996e-5, "0.000100"),
+    ],
+)  # fmt: skip
+def test_number_has_three_significant_digits(value, text):
+    assert number(value) == text
+
+
+def test_leave_one_out_form_is_the_dashed_twin_of_its_self_inclusive_form():
+    for name in ("sequence_optimal", "otb", "token_optimal"):
+        plain, loo = estimator_style(name), estimator_style(f"{name}_loo")
+        assert (plain.color, plain.dash, loo.dash) == (loo.color, "solid", "dash")
+
+
+def test_no_two_estimators_look_alike():
+    assert len(set(ESTIMATOR_STYLES.values())) == len(ESTIMATOR_STYLES)
+
+
+def test_unknown_estimator_always_gets_the_same_muted_style():
+    assert estimator_style("mine") == estimator_style("mine")
+
+
+def test_runs_of_one_estimator_differ_in_lightness_and_loo_keeps_its_twins_colour():
+    styles = run_styles({"a": "otb", "b": "otb", "c": "otb_loo", "d": "group_mean"})
+    assert styles["a"].color == styles["c"].color == estimator_style("otb").color
+    assert styles["a"].color != styles["b"].color
+    assert styles["d"] == estimator_style("group_mean")
+
+
+def test_axis_title_takes_the_unit_from_the_schema():
+    assert axis_title("steps", "entropy_mean", "Mean entropy") == "Mean entropy (nats)"
+    assert axis_title("steps", "reward_mean") == "reward mean"
+
+
+def test_log_axis_over_one_decade_has_ticks_at_one_two_five():
+    axis = log_axis([0.1, 1.0])
+    assert axis["ticktext"] == ["0.1", "0.2", "0.5", "1"]
+
+
+def test_log_axis_leaves_out_what_is_not_positive():
+    assert log_axis([-1.0, 0.0, np.nan, 1.0, 10.0]) == log_axis([1.0, 10.0])
+    assert log_axis([0.0]) == {"type": "log"}
+
+
+def test_one_endless_interval_does_not_flatten_the_others():
+    low, high = log_axis([1.0, 2.0], [1e-9, 1e9])["range"]
+    assert 10**low > 0.1
+    assert 10**high < 20
+
+
+def test_step_axis_has_its_ticks_where_something_was_measured():
+    axis = step_axis([20, 0, 10, 10])
+    assert list(axis["tickvals"]) == [0, 10, 20]
+    assert axis["range"] == [-7.0, 27.0]
+
+
+def test_panel_titles_stand_flush_left_above_their_panel():
+    figure = panels([("a", "x"), ("b", "y"), ("c", "z")], 2)
+    assert [note.text[0] for note in figure.layout.annotations] == ["a", "b", "c"]
+    assert figure.layout.annotations[1].x == figure.layout.xaxis2.domain[0]
+
+
+def test_nothing_leaves_the_page():
+    assert CONFIG["showSendToCloud"] is False
+    assert CONFIG["displaylogo"] is False
+
+
+def test_dark_background_gets_light_ink():
+    dark = for_background(panels([("a", "")], 1), dark=True).layout.font.color
+    assert int(dark[1:3], 16) > 200

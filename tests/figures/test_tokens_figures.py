@@ -1,0 +1,124 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from otb_analysis.errors import InputError
+from otb_analysis.figures.token_details import token_details
+from otb_analysis.figures.tokens import (
+    DIVERGING,
+    SEQUENTIAL,
+    color_range,
+    plot_tokens,
+    token_colors,
+    tokens_info,
+    visible,
+)
+
+REWARDS = pd.Series({0: 1.0, 1: 0.0, 2: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (" the", "·the"), ("a\n", "a↵"), ("\t", "⇥"), ("", "∅"), ("\u202eabc", "⟨202E⟩abc"), ("\x00", "⟨0000⟩"),
+        ("<script>", "<script>"), ("🙂", "🙂"), ("👩‍👩‍👧", "👩‍👩‍👧"), ("אב", "אב"), ("\u200b", "⟨200B⟩"),
+    ],
+)  # fmt: skip
+def test_invisible_characters_get_a_sign_and_the_rest_stays_text(text, shown):
+    assert visible(text) == shown
+
+
+def test_token_that_was_not_measured_has_no_colour(tokens):
+    info = tokens_info(tokens, REWARDS, "grad_norm_sq")
+    unmeasured = info.rollouts[2].tokens[0]
+    assert (unmeasured.color, unmeasured.ink, unmeasured.tool) == (None, None, False)
+    assert info.n_missing == 1
+    assert np.isnan(info.values[2, 0])
+    assert info.unknown[2, 0] == 1
+
+
+def test_tool_token_has_no_colour_even_where_the_column_has_a_value(tokens):
+    tokens.loc[tokens["token"] == "tool", "energy_proxy"] = 1.0
+    tool = tokens_info(tokens, REWARDS, "energy_proxy").rollouts[1].tokens[1]
+    assert tool.tool
+    assert tool.color is None
+
+
+def test_signed_column_gets_a_scale_symmetric_around_zero(tokens):
+    info = tokens_info(tokens, REWARDS, "advantage")
+    assert info.diverging
+    assert info.low == -info.high
+    assert info.colors == DIVERGING
+
+
+def test_unsigned_column_gets_a_sequential_scale(tokens):
+    assert tokens_info(tokens, REWARDS, "energy_proxy").colors == SEQUENTIAL
+
+
+def test_one_outlier_does_not_take_the_colours_from_the_rest():
+    _, high, diverging = color_range(np.append(np.linspace(0, 1, 1000), 1e6))
+    assert high < 1.1
+    assert not diverging
+
+
+def test_scale_ends_at_its_two_colours():
+    colors = [c for c, _ in token_colors(np.array([0.0, 1.0, 99.0, np.nan]), 0.0, 1.0, False)]
+    assert colors == [SEQUENTIAL[0], SEQUENTIAL[-1], SEQUENTIAL[-1], None]
+
+
+def test_constant_column_has_a_scale():
+    assert color_range(np.full(3, 2.0)) == (1.5, 2.5, False)
+
+
+@pytest.mark.parametrize(("order", "rollouts"), [("rollout", [0, 1, 2]), ("reward", [0, 2, 1]), ("length", [0, 1, 2])])
+def test_rollouts_come_in_the_order_asked_for(tokens, order, rollouts):
+    assert [r.rollout for r in tokens_info(tokens, REWARDS, "energy_proxy", order).rollouts] == rollouts
+
+
+def test_length_counts_policy_tokens(tokens):
+    assert [r.length for r in tokens_info(tokens, REWARDS, "energy_proxy").rollouts] == [2, 2, 1]
+
+
+def test_unknown_column_names_the_nearest(tokens):
+    with pytest.raises(InputError, match="did you mean 'energy_proxy'"):
+        tokens_info(tokens, REWARDS, "energy_prox")
+
+
+def test_text_cannot_colour(tokens):
+    with pytest.raises(InputError, match="cannot colour"):
+        tokens_info(tokens, REWARDS, "token")
+
+
+def test_heatmap_draws_unmeasured_tokens_grey_under_the_values(tokens):
+    figure = plot_tokens(tokens_info(tokens, REWARDS, "grad_norm_sq"))
+    assert len(figure.data) == 2
+    assert figure.data[1].z.dtype == np.float32
+
+
+def test_details_write_out_return_baseline_and_advantage(tokens):
+    formulas = dict(token_details(tokens, 0, 0, "otb").formulas)
+    assert formulas["return"] == "G = Σ of rewards from here on = 1.00"
+    assert formulas["advantage"] == "G − B = 1.00 − 0.250 = 0.750"
+    assert formulas["baseline of otb"] == "B = 0.250"
+
+
+def test_details_say_when_an_estimator_rescales(tokens):
+    tokens.loc[0, "advantage"] = 1.5
+    assert "rescaled by the estimator to A = 1.50" in dict(token_details(tokens, 0, 0, "grpo").formulas)["advantage"]
+
+
+def test_details_of_energies_are_hand_worked(tokens):
+    formulas = dict(token_details(tokens, 0, 1, "otb").formulas)
+    # W = 2 + 6 = 8, the whole rollout
+    assert formulas["realized energy"] == "W = Σ w over 2 tokens = 8.00, 100% of this rollout's 8.00"
+    # π = e^-0.7 = 0.497, (1 − π)² = 0.253, proxy 0.5
+    assert formulas["proxy energy"] == "(1 − π)² + Σ_v≠y π_v² = 0.253 + 0.247 = 0.500"
+
+
+def test_details_of_a_tool_token_say_it_has_no_score(tokens):
+    formulas = token_details(tokens, 1, 1, "otb").formulas
+    assert [name for name, _ in formulas] == ["tool output"]
+
+
+def test_details_of_a_token_that_is_not_there_are_none(tokens):
+    assert token_details(tokens, 0, 99, "otb") is None

@@ -1,0 +1,111 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from otb_analysis.errors import InputError
+from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
+from otb_analysis.figures.variance import MEASURES, labels, plot_variance, statistics_table, variance_info
+from otb_analysis.statistics import pooled_statistics
+from otb_analysis.types import Gram
+
+
+def test_variance_never_stands_alone(grams):
+    figure = plot_variance(variance_info(statistics_table(grams)))
+    titles = [note.text.split("<br>")[0] for note in figure.layout.annotations[:4]]
+    assert titles == [m.title for m in MEASURES]
+    assert {m.column for m in MEASURES} == {"efficiency", "sf", "variance", "projection"}
+
+
+def test_points_and_intervals_are_those_of_the_statistics(grams):
+    info = variance_info(statistics_table(grams))
+    expected = next(s for s in pooled_statistics([grams[10]]) if s.estimator == "group_mean")
+    index = [m.column for m in MEASURES].index("variance")
+    trace = next(t for t in info.traces[index] if t.label == "group_mean")
+    assert trace.value[1] == pytest.approx(expected.variance, rel=1e-6)
+    assert trace.low[1] == pytest.approx(expected.variance_low, rel=1e-6)
+    assert trace.step.tolist() == [0, 10, 20]
+
+
+def test_group_mean_has_the_variance_of_rloo_times_its_shrinkage_squared(grams):
+    # group_mean = 7/8 · rloo, so its variance is 49/64 of rloo's while SF and efficiency are the same.
+    rows = {row.label: row for row in comparison_info(list(grams.values())).rows}
+    efficiency, sf, variance = (ratio.estimate for ratio in rows["group_mean"].ratios)
+    assert variance == pytest.approx(49 / 64)
+    assert sf == pytest.approx(1)
+    assert efficiency == pytest.approx(1)
+
+
+def test_below_sixteen_prompts_there_are_points_and_no_intervals(vectors, grams):
+    inner = grams[0].inner[:, :, :15, :15]
+    few = {0: Gram(inner, grams[0].labels, 120)}
+    info = variance_info(statistics_table(few))
+    assert not info.has_intervals
+    assert info.n_prompts == (15, 15)
+    assert "without intervals" in comparison_info(list(few.values())).estimand
+
+
+def test_pooling_steps_gives_intervals_where_single_steps_have_none(grams):
+    few = {s: Gram(g.inner[:, :, :8, :8], g.labels, 64) for s, g in grams.items()}
+    assert not variance_info(statistics_table(few)).has_intervals
+    pooled = statistics_table(few, window=2)
+    assert pooled.loc[pooled["step"] == 0, "variance_low"].isna().all()
+    assert pooled.loc[pooled["step"] == 20, "variance_low"].notna().all()
+
+
+def test_chosen_estimators_only(grams):
+    info = variance_info(statistics_table(grams), ["rloo"])
+    assert [t.label for t in info.traces[0]] == ["rloo"]
+
+
+def test_gradients_table_without_grams_gives_points():
+    table = pd.DataFrame({"step": [0, 10], "estimator": "otb", "energy_source": "exact", "n_prompts": 4})
+    table = table.assign(n_rollouts=32, variance=[1.0, 2.0], sf=[-1.0, 2.0], projection=0.5, efficiency=0.4)
+    info = variance_info(table)
+    assert not info.has_intervals
+    assert sum(info.hidden) == 1  # SF −1 has no place on a logarithmic axis
+
+
+def test_energy_source_is_named_only_where_several_meet():
+    assert labels([("rloo", "none"), ("otb", "exact")]) == {("rloo", "none"): "rloo", ("otb", "exact"): "otb"}
+    both = labels([("otb", "exact"), ("otb", "proxy"), ("rloo", "none")])
+    assert both["otb", "proxy"] == "otb · proxy"
+    assert both["rloo", "none"] == "rloo"
+
+
+def test_comparison_puts_the_best_efficiency_first_and_the_reference_at_one(grams):
+    info = comparison_info(list(grams.values()))
+    assert info.rows[0].label == "otb · exact"
+    reference = next(row for row in info.rows if row.label == "rloo")
+    assert [ratio.estimate for ratio in reference.ratios] == [1, 1, 1]
+    assert info.n_prompts == 48
+
+
+def test_comparison_of_one_energy_source(grams):
+    info = comparison_info(list(grams.values()), energy_source="proxy")
+    assert {row.label for row in info.rows} == {"rloo", "group_mean", "otb"}
+
+
+def test_comparison_with_an_estimator_that_was_not_measured_names_the_nearest(grams):
+    with pytest.raises(InputError, match=r"did you mean 'rloo'\?"):
+        comparison_info(list(grams.values()), against="rlo")
+
+
+def test_tables_hold_one_row_per_estimator(grams):
+    info = comparison_info(list(grams.values()))
+    table = comparison_table(info)
+    assert table["estimator"].tolist() == [row.label for row in info.rows]
+    assert table.loc[0, "sf_ratio_low"] < table.loc[0, "sf_ratio"] < table.loc[0, "sf_ratio_high"]
+    assert " [" in display_table(info)["SF ÷ rloo"].iloc[0]
+
+
+def test_forest_draws_one_point_per_estimator_and_ratio(grams):
+    info = comparison_info(list(grams.values()))
+    assert len(plot_comparison(info).data) == 3 * len(info.rows)
+
+
+def test_estimators_are_set_apart_but_hover_says_the_true_step(grams):
+    figure = plot_variance(variance_info(statistics_table(grams)))
+    first = figure.data[0]
+    assert first.x[1] != 10
+    assert first.text[1].startswith("step 10:")
+    assert np.abs(first.x[1] - 10) < 10 / 3
