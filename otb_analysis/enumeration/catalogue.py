@@ -32,8 +32,8 @@ Exact moments of the group gradient without sampling noise, medians over
 {PERFORMED}.
 Bias is ‖m − ∇J‖/‖∇J‖ with m = E ḡ; for `grpo` the number in brackets is against its own target. Projection
 c = ⟨m, ∇J⟩/‖∇J‖². V and SF = V/c² are relative to `rloo`. Efficiency is the share of an update of P prompts that points
-along ∇J. A small V with a small c is a short step, not a quiet one. Here a batch is one prompt, so the batch means equal
-the group's.
+along ∇J. A small V with a small c is a short step, not a quiet one. Here a batch is one prompt, so the batch means
+equal the group's.
 """
 
 GAPS = f"""## How much of the gap each population baseline closes
