@@ -91,7 +91,26 @@ def masked(x: ArrayLike, mask: Bool) -> Float:
         x: Values [N, T].
         mask: True at policy tokens [N, T].
     """
-    return np.where(mask, np.asarray(x, np.float64), 0.0)
+    return keep_bits(x, bits_of(mask))
+
+
+def bits_of(mask: Bool) -> Int:
+    """Return all bits set where the mask is true and none elsewhere.
+
+    Args:
+        mask: Any shape.
+    """
+    return np.multiply(mask, -1, dtype=np.int64)
+
+
+def keep_bits(x: ArrayLike, bits: Int) -> Float:
+    """Return x where all bits are set and 0 where none is: `masked` without a branch, since NaN & 0 is 0 bit by bit.
+
+    Args:
+        x: Values.
+        bits: `bits_of` a mask of the same shape; worth keeping when several arrays share one mask.
+    """
+    return (np.asarray(x, np.float64).view(np.int64) & bits).view(np.float64)
 
 
 def returns_to_go(reward: ArrayLike, mask: Bool) -> Float:

@@ -9,8 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from otb_analysis.arrays import Groups, has_gaps, masked, squeeze, squeezed_mask
-from otb_analysis.energies import token_weight
+from otb_analysis.arrays import Groups, bits_of, has_gaps, keep_bits, masked, squeeze, squeezed_mask
 from otb_analysis.errors import InputError
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int
 
@@ -50,9 +49,19 @@ class Batch:
     value: Float | None = None
 
     @cached_property
+    def alive(self) -> Float:
+        """1 at policy tokens, 0 elsewhere [N, T]."""
+        return self.mask.astype(np.float64)
+
+    @cached_property
     def returns(self) -> Float:
         """G_{i,t} = Σ_{k≥t} r_{i,k} [N, T], zero outside the mask."""
-        return masked(np.cumsum(self.reward[:, ::-1], axis=1)[:, ::-1], self.mask)
+        if not self.reward.size:
+            return self.reward
+        last = self.reward[np.arange(len(self.mask)), np.maximum(self.length - 1, 0)]
+        if np.count_nonzero(self.reward) == np.count_nonzero(last):  # one terminal reward: G_t = R, no sum needed
+            return last[:, None] * self.alive
+        return np.cumsum(self.reward[:, ::-1], axis=1)[:, ::-1]
 
     @cached_property
     def total(self) -> Float:
@@ -62,7 +71,9 @@ class Batch:
     @cached_property
     def length(self) -> Int:
         """L_i, policy tokens of each rollout [N]."""
-        return np.count_nonzero(self.mask, axis=1)
+        if not self.mask.size:
+            return np.zeros(len(self.mask), np.int64)
+        return np.where(self.mask[:, -1], self.mask.shape[1], self.mask.argmin(axis=1))  # true comes first in a row
 
     @cached_property
     def present(self) -> Float:
@@ -77,7 +88,8 @@ class Batch:
     @cached_property
     def weight(self) -> Float:
         """ρ_t² w_t, or w_t without ratios [N, T]."""
-        return token_weight(given(self.energy), self.mask, self.ratio)
+        energy = given(self.energy)
+        return energy if self.ratio is None else energy * self.ratio**2
 
     @cached_property
     def realized(self) -> Float:
@@ -132,7 +144,7 @@ def check_shapes(inputs: EstimatorInputs, names: tuple[str, ...]) -> None:
             raise InputError(f"{name} has shape {shape} but mask has {mask.shape[0]} rollouts; {remedy}.")
 
 
-def prepare(inputs: EstimatorInputs, rows: Int, groups: Groups, names: tuple[str, ...]) -> tuple[Batch, Bool]:
+def prepare(inputs: EstimatorInputs, rows: Int, groups: Groups, names: tuple[str, ...]) -> tuple[Batch, Bool | None]:
     """Select rollouts, check what the estimator reads of them, and squeeze out what is not a policy token.
 
     Args:
@@ -142,32 +154,41 @@ def prepare(inputs: EstimatorInputs, rows: Int, groups: Groups, names: tuple[str
         names: Inputs the estimator reads, beyond mask and group.
 
     Returns:
-        The batch and the selected rows of the caller's mask [n, T].
+        The batch, and the selected rows of the caller's mask [n, T] when tokens had to move (None when they did not).
 
     Raises:
         InputError: A value inside the mask is NaN, infinite, or negative where it cannot be.
     """
-    mask = np.asarray(inputs.mask)[rows]
-    width = int(np.count_nonzero(mask, axis=1).max(initial=0))
+    take = selector(rows)
+    mask = np.asarray(inputs.mask)[take]
     gaps = has_gaps(mask)
-    inside = squeezed_mask(mask) if gaps else mask[:, :width]
-    fields = {}
+    inside = squeezed_mask(mask) if gaps else mask[:, : np.count_nonzero(mask.any(axis=0))]
+    bits, fields = bits_of(inside), {}
     for name in names:
-        x = np.asarray(getattr(inputs, name))[rows]
+        x = np.asarray(getattr(inputs, name))[take]
         if name == "rollout_norm_sq":
-            fields[name] = np.where(mask.any(axis=1), x.astype(np.float64), 0.0)
+            fields[name] = masked(x, np.count_nonzero(mask, axis=1) > 0)
         else:
-            fields[name] = squeeze(x, mask) if gaps else masked(x[:, :width], inside)
+            fields[name] = squeeze(x, mask) if gaps else keep_bits(x[:, : inside.shape[1]], bits)
         _check_values(name, fields[name], rows, mask)
-    return Batch(mask=inside, groups=groups, **fields), mask
+    return Batch(mask=inside, groups=groups, **fields), mask if gaps else None
+
+
+def selector(rows: Int) -> Int | slice:
+    """Return what selects these rows without a copy, if anything does.
+
+    Args:
+        rows: Row numbers [n].
+    """
+    together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows) and bool((np.diff(rows) == 1).all())
+    return slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
 
 
 def _check_values(name: str, x: Float, rows: Int, mask: Bool) -> None:
-    low = x.min(initial=0.0)  # NaN propagates, so one pass finds both
-    bad_sign = name in NON_NEGATIVE and not low >= 0
-    if not bad_sign and np.isfinite(x.sum()) and np.isfinite(low):
+    signed = name not in NON_NEGATIVE
+    if np.isfinite(x.sum()) and (signed or x.min(initial=0.0) >= 0):
         return
-    wrong = ~np.isfinite(x) | ((x < 0) & (name in NON_NEGATIVE))
+    wrong = ~np.isfinite(x) | ((x < 0) & (not signed))
     if not wrong.any():  # finite values whose sum overflows
         return
     i, *column = (int(k) for k in np.argwhere(wrong)[0])

@@ -84,3 +84,9 @@ class Entry:
     def reads_energy(self) -> bool:
         """True when the answer depends on token energies, and so on where they were measured."""
         return "energy" in self.needs
+
+    @property
+    def shown_by(self) -> str:
+        """The test that shows whether it is biased."""
+        claim = "unbiased_have_no_bias" if self.unbiased else "biased_have_a_bias"
+        return f"tests/enumeration/test_bias.py::test_entries_called_{claim}"

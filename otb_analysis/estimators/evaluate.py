@@ -8,10 +8,10 @@ import numpy as np
 
 from otb_analysis.arrays import Groups, has_gaps
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.estimators.batch import check_shapes, prepare
+from otb_analysis.estimators.batch import check_shapes, prepare, selector
 from otb_analysis.estimators.entry import Entry
 from otb_analysis.estimators.registry import ESTIMATORS
-from otb_analysis.types import Estimate, EstimatorInputs, Int
+from otb_analysis.types import Bool, Estimate, EstimatorInputs, Int
 
 BLOCK_ELEMENTS = 1 << 16
 """Entries of [rows, T] worked on at once; whole groups, so at least one group."""
@@ -104,8 +104,8 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
         )
     out = Estimate(np.zeros(mask.shape), np.zeros(mask.shape), np.zeros(mask.shape, bool))
     for rows, groups in _blocks(Groups.of(inputs.group), mask.shape[1], entry.batch_coupled):
-        batch, tokens = prepare(inputs, rows, groups, names)
-        _write(out, rows, tokens, batch.mask, entry.function(batch, options))
+        batch, moved = prepare(inputs, rows, groups, names)
+        _write(out, rows, batch.mask, moved, entry.function(batch, options))
     return out
 
 
@@ -131,21 +131,22 @@ def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Grou
     """Yield rows and their groups, whole groups at a time; one block for everything when prompts are coupled."""
     if not len(groups.index):
         return
-    ends = np.cumsum(groups.count)
-    block = np.zeros(len(ends), np.int64) if whole else (ends - groups.count) * max(width, 1) // BLOCK_ELEMENTS
-    cuts = ends[np.flatnonzero(np.diff(block, append=-1))]
-    for start, stop in zip(np.concatenate([[0], cuts[:-1]]), cuts, strict=True):
-        rows = groups.order[start:stop]
-        yield rows, Groups.of(groups.index[rows])
+    count = groups.count
+    ends = np.cumsum(count)
+    block = np.zeros(len(ends), np.int64) if whole else (ends - count) * max(width, 1) // BLOCK_ELEMENTS
+    stops = np.flatnonzero(np.diff(block, append=-1)) + 1
+    for first, stop in zip(np.concatenate([[0], stops[:-1]]), stops, strict=True):
+        rows = groups.order[ends[first] - count[first] : ends[stop - 1]]
+        yield rows, Groups(groups.index[rows] - first, groups.labels[first:stop])
 
 
-def _write(out: Estimate, rows: Int, tokens: np.ndarray, inside: np.ndarray, part: Estimate) -> None:
-    """Put a block's answer where its rows and tokens are; without gaps position is column."""
-    contiguous = inside.shape[1] == 0 or bool((tokens[:, : inside.shape[1]] == inside).all())
+def _write(out: Estimate, rows: Int, inside: Bool, moved: Bool | None, part: Estimate) -> None:
+    """Put a block's answer where its rows and tokens are; `moved` is their mask when tokens were squeezed."""
+    take = selector(rows)
     for whole, piece in ((out.baseline, part.baseline), (out.advantage, part.advantage), (out.fallback, part.fallback)):
-        if contiguous:
-            whole[rows, : inside.shape[1]] = piece
+        if moved is None:
+            whole[take, : inside.shape[1]] = piece
         else:
-            placed = np.zeros(tokens.shape, piece.dtype)
-            placed[tokens] = piece[inside]
-            whole[rows] = placed
+            placed = np.zeros(moved.shape, piece.dtype)
+            placed[moved] = piece[inside]
+            whole[take] = placed

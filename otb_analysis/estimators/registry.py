@@ -35,7 +35,7 @@ ESTIMATORS: dict[str, Entry] = {
         batch_mean,
         "mean_j R_j over the batch",
         False,
-        SELF,
+        "(1 − 1/N)·∇J with N the rollouts of the whole batch: shorter, direction intact",
         "REINFORCE with a batch baseline",
         "code",
         batch_coupled=True,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from otb_analysis.arrays import Groups, masked
+from otb_analysis.arrays import Groups
 from otb_analysis.estimators.batch import Batch
 from otb_analysis.estimators.entry import Tail
 from otb_analysis.types import Bool, Estimate, Float
@@ -25,13 +25,18 @@ def weighted_mean(x: Float, weight: Float, groups: Groups, *, leave_one_out: boo
     Returns:
         The mean, and where it does not exist because all weights are zero (the mean is 0 there).
     """
+    mean, weightless = _means(x, weight, groups, leave_one_out)
+    return (mean, weightless) if leave_one_out else (groups.spread(mean), groups.spread(weightless))
+
+
+def _means(x: Float, weight: Float, groups: Groups, leave_one_out: bool) -> tuple[Float, Bool]:
+    """Mean and weightlessness, one row per rollout when each leaves itself out, else one row per group."""
     if leave_one_out:
         total, moment = _sums_of_others(weight, weight * x, groups)
     else:
         total, moment = groups.sum(weight), groups.sum(weight * x)
     weightless = total == 0
-    mean = np.where(weightless, 0.0, moment / np.where(weightless, 1.0, total))
-    return (mean, weightless) if leave_one_out else (groups.spread(mean), groups.spread(weightless))
+    return np.where(weightless, 0.0, moment / np.where(weightless, 1.0, total)), weightless
 
 
 def _sums_of_others(weight: Float, moment: Float, groups: Groups) -> tuple[Float, Float]:
@@ -92,23 +97,25 @@ def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: 
         tail: Policy where no other rollout is alive.
         leave_one_out: Leave rollout i out of its own baseline.
     """
-    alive = batch.mask.astype(np.float64)
-    groups = batch.groups
-    mean, weightless = weighted_mean(batch.returns, weight * alive, groups, leave_one_out=leave_one_out)
-    if (weightless & batch.mask).any():
-        plain, _ = weighted_mean(batch.returns, alive, groups, leave_one_out=leave_one_out)
-        mean = np.where(weightless, plain, mean)
-    lone = groups.spread(groups.sum(alive) == 1)
-    return centred(batch, _with_tail(batch, mean, lone & batch.mask, tail), weightless | lone)
+    alive, groups, returns = batch.alive, batch.groups, batch.returns
+    mean, weightless = _means(returns, weight * alive, groups, leave_one_out)
+    count = groups.sum(alive)
+    lone, taken = count == 1, count > 0
+    if leave_one_out:
+        lone, taken = groups.spread(lone), batch.mask
+    if (weightless & taken).any():
+        mean = np.where(weightless, _means(returns, alive, groups, leave_one_out)[0], mean)
+    mean, fallback = np.where(lone, 0.0, mean), weightless | lone
+    if not leave_one_out:
+        mean, fallback = groups.spread(mean), groups.spread(fallback)
+    return centred(batch, mean if tail == "own_return" else _with_tail(batch, mean, tail), fallback)
 
 
-def _with_tail(batch: Batch, mean: Float, lone: Bool, tail: Tail) -> Float:
-    if tail == "own_return":
-        return np.where(lone, 0.0, mean)
-    if tail == "zero":
-        return np.where(lone, np.where(batch.alone[:, None], 0.0, batch.returns), mean)
+def _with_tail(batch: Batch, mean: Float, tail: Tail) -> Float:
+    """Replace B where no other rollout is alive; a group of one keeps B = 0."""
     finished, _ = scalar_mean(batch, batch.final, leave_one_out=True)
-    return np.where(lone, np.where(batch.alone, 0.0, finished)[:, None], mean)
+    lone = batch.groups.spread(batch.groups.sum(batch.alive) == 1) & ~batch.alone[:, None]
+    return np.where(lone, batch.returns if tail == "zero" else finished[:, None], mean)
 
 
 def centred(batch: Batch, baseline: Float, fallback: Bool) -> Estimate:
@@ -119,5 +126,5 @@ def centred(batch: Batch, baseline: Float, fallback: Bool) -> Estimate:
         baseline: B [N, T]; values outside the mask are dropped.
         fallback: Where a fallback was used, broadcastable to [N, T].
     """
-    inside = masked(baseline, batch.mask)
+    inside = baseline * batch.alive
     return Estimate(baseline=inside, advantage=batch.returns - inside, fallback=batch.mask & fallback)

@@ -1,0 +1,1 @@
+"""What things cost on this machine, measured side by side."""

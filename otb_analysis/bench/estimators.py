@@ -1,0 +1,124 @@
+"""Time of every estimator on one large batch, beside a direct torch loop and beside one pass over the inputs.
+
+All candidates take turns in every repetition, so that a busy machine slows them alike; the best repetition counts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from otb_analysis.estimators import EstimatorInputs, available, estimate
+
+LOOP = "torch loop of otb"
+PASS = "multiply and sum"
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One line of the table.
+
+    Attributes:
+        name: Estimator, or one of the two yardsticks.
+        seconds: Best time of one call.
+        to_loop: The same relative to a per-group torch loop of `otb` in float64 on one thread.
+        to_pass: The same relative to one multiply-and-sum pass over rewards and energies.
+    """
+
+    name: str
+    seconds: float
+    to_loop: float
+    to_pass: float
+
+
+def bench_estimators(rows: int = 1024, tokens: int = 4096, group_size: int = 8, repeats: int = 5) -> list[BenchRow]:
+    """Time every estimator whose inputs can be made up.
+
+    Args:
+        rows: N rollouts.
+        tokens: T.
+        group_size: Rollouts per group.
+        repeats: Repetitions, of which the best counts.
+
+    Returns:
+        One row per estimator, in catalogue order, then the two yardsticks.
+    """
+    inputs = bench_inputs(rows, tokens, group_size)
+    reward, energy = inputs.reward, np.asarray(inputs.energy)
+    candidates: dict[str, Callable[[], object]] = {
+        name: lambda name=name: estimate(name, inputs) for name in available(inputs)
+    }
+    candidates[LOOP] = lambda: torch_loop(inputs)
+    candidates[PASS] = lambda: np.vdot(reward, energy)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        best = _best(candidates, repeats)
+    finally:
+        torch.set_num_threads(threads)
+    return [BenchRow(name, x, x / best[LOOP], x / best[PASS]) for name, x in best.items()]
+
+
+def bench_inputs(rows: int, tokens: int, group_size: int) -> EstimatorInputs:
+    """Return ragged rollouts with terminal rewards, a quarter to the whole of the length.
+
+    Args:
+        rows: N rollouts.
+        tokens: T.
+        group_size: Rollouts per group.
+    """
+    rng = np.random.default_rng(0)
+    length = rng.integers(max(tokens // 4, 1), tokens + 1, rows)
+    mask = np.arange(tokens) < length[:, None]
+    reward = np.zeros((rows, tokens))
+    reward[np.arange(rows), length - 1] = rng.random(rows) < 0.5
+    energy = rng.exponential(size=(rows, tokens))
+    return EstimatorInputs(
+        reward=reward,
+        mask=mask,
+        group=np.arange(rows) // group_size,
+        energy=energy,
+        rollout_norm_sq=energy.sum(axis=1),
+        position_baseline=np.full((rows, tokens), 0.5),
+        value=np.full((rows, tokens), 0.5),
+    )
+
+
+def torch_loop(inputs: EstimatorInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute `otb` the direct way: one group after another, in float64.
+
+    Args:
+        inputs: Rewards, mask, groups and energies.
+
+    Returns:
+        Baseline, advantage and fallback [N, T], as `estimate("otb", inputs)` gives them.
+    """
+    reward, energy = torch.as_tensor(inputs.reward), torch.as_tensor(inputs.energy)
+    mask, group = torch.as_tensor(inputs.mask), torch.as_tensor(inputs.group)
+    baseline, advantage = torch.zeros_like(reward), torch.zeros_like(reward)
+    fallback = torch.zeros_like(mask)
+    for label in torch.unique(group):
+        rows = torch.nonzero(group == label).squeeze(1)
+        alive = mask[rows].to(reward.dtype)
+        returns = (reward[rows] * alive).flip(1).cumsum(1).flip(1) * alive
+        weight = (energy[rows] * alive).cumsum(1) * alive
+        total, count = weight.sum(0), alive.sum(0)
+        plain = returns.sum(0) / count.clamp_min(1)
+        mean = torch.where(total > 0, (weight * returns).sum(0) / total, plain)
+        mean = torch.where(count == 1, 0.0, mean)
+        baseline[rows] = mean * alive
+        advantage[rows] = (returns - mean) * alive
+        fallback[rows] = ((count == 1) | (total == 0)) & mask[rows]
+    return baseline, advantage, fallback
+
+
+def _best(candidates: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    best = dict.fromkeys(candidates, float("inf"))
+    for _ in range(repeats):
+        for name, run in candidates.items():
+            start = perf_counter()
+            run()
+            best[name] = min(best[name], perf_counter() - start)
+    return best
