@@ -32,6 +32,17 @@ from otb_analysis.statistics.measures import (
     sf,
 )
 from otb_analysis.statistics.noise import GradientNoise, NoiseScale, NormTest, gradient_noise, noise_scale, norm_test
+from otb_analysis.statistics.pools import (
+    Partition,
+    PoolGram,
+    group_gradients,
+    held_out,
+    partitions,
+    pool_gram,
+    pool_statistics,
+    rollout_features,
+)
+from otb_analysis.statistics.regret import gain_lost, position_optimum, regret
 from otb_analysis.statistics.tail import pareto_k, top_share
 from otb_analysis.statistics.weights import WeightStatistics, weight_statistics
 from otb_analysis.types import Gram, Label
@@ -51,6 +62,8 @@ __all__ = [
     "NoiseScale",
     "NormTest",
     "PairedRatios",
+    "Partition",
+    "PoolGram",
     "WeightStatistics",
     "batch_variance",
     "cluster_bootstrap",
@@ -59,20 +72,29 @@ __all__ = [
     "discoveries",
     "efficiency",
     "fidelity",
+    "gain_lost",
     "gradient_noise",
     "gradient_statistics",
+    "group_gradients",
+    "held_out",
     "jackknife_interval",
     "log_ratio_t",
     "noise_scale",
     "norm_test",
     "paired_ratios",
     "pareto_k",
+    "partitions",
+    "pool_gram",
+    "pool_statistics",
     "pooled_statistics",
     "position_cells",
+    "position_optimum",
     "projection",
     "realized_fidelity",
+    "regret",
     "relative_bias",
     "rollout_equivalents",
+    "rollout_features",
     "sf",
     "top_share",
     "weight_statistics",
