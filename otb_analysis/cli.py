@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from rich.console import Console
@@ -22,6 +22,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb train        one instrumented training run        (--config FILE.toml, every field on the command line too)
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb dashboard    serve the dashboard on a folder of runs, on loopback
+  otb bench        what things cost on this machine     (otb bench estimators)
 
 `otb COMMAND --help` explains itself.
 """
@@ -40,6 +41,24 @@ class DashboardConfig:
     """Directory that holds the runs."""
     port: int = 8501
     """Port to listen on."""
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Time every estimator on a large ragged batch, on one thread, beside a torch loop and one pass over the inputs."""
+
+    what: Annotated[Literal["estimators"], tyro.conf.Positional] = "estimators"
+    """What to time."""
+    rows: int = 1024
+    """Rollouts."""
+    tokens: int = 4096
+    """Padded length."""
+    group_size: int = 8
+    """Rollouts per group."""
+    repeats: int = 5
+    """Repetitions, taking turns; the best counts."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +139,26 @@ def compare_command(words: Sequence[str]) -> None:
     _print_comparison([config.root / name for name in names], Console())
 
 
+def bench_command(words: Sequence[str]) -> None:
+    """Measure costs."""
+    config = _parsed(BenchConfig, "bench", words, BenchConfig())
+    for name in ("rows", "tokens", "group_size", "repeats"):
+        if getattr(config, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} is {getattr(config, name)}; pass at least 1.")
+    from otb_analysis.bench.estimators import bench_estimators
+    from otb_analysis.bench.publish import bench_table, publish
+
+    rows = bench_estimators(config.rows, config.tokens, config.group_size, config.repeats)
+    Console(width=TABLE_WIDTH).print(bench_table(rows))
+    if config.out is not None:
+        plain = {name: value for name, value in vars(config).items() if name not in ("what", "out")}
+        publish(config.out, "estimators", rows, f"otb bench estimators {_flags(plain)}", plain)
+
+
+def _flags(values: Mapping[str, object]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+
+
 def dashboard_command(words: Sequence[str]) -> None:
     """Serve the dashboard."""
     serve(_parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
@@ -151,6 +190,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": train_command,
     "compare": compare_command,
     "dashboard": dashboard_command,
+    "bench": bench_command,
 }
 
 

@@ -64,6 +64,7 @@ def run_demo(config: DemoConfig, console: Console) -> list[Path]:
     Raises:
         InputError, StoreError, NonFiniteError: What stopped one of the two trainings.
     """
+    torch.set_num_threads(1)  # a model this small gains nothing from a second thread, and loses to a busy machine
     configs = demo_configs(config)
     missing = [c for c in configs if not is_complete(c)]
     for reused in (c for c in configs if c not in missing):
