@@ -228,7 +228,7 @@ _MEANING: dict[str, Callable[[int], str]] = {
 def _interval(values: Float, name: str, batch: int, against: Label | None = None) -> Interval | None:
     estimand = _MEANING[name](batch)
     if against is None:
-        return jackknife_interval(values[0], values[1:], estimand, _SCALE[name], skewed=name != "projection")
+        return jackknife_interval(values[0], values[1:], estimand, _SCALE[name])
     return jackknife_interval(values[0], values[1:], f"ratio of the {estimand} to that of {against[0]}", "log")
 
 
