@@ -70,6 +70,11 @@ class GradientStatistics:
     sf_interval: Interval | None
     efficiency_interval: Interval | None
 
+    @property
+    def n_variance(self) -> float | None:
+        """Batch variance times rollouts: comparable between group sizes and numbers of prompts."""
+        return None if self.variance is None else self.variance * self.n_rollouts
+
     def as_row(self) -> dict[str, object]:
         """Return the columns of `schema.GRADIENTS` besides `step`, by name."""
         return {c.name: getattr(self, c.name) for c in schema.GRADIENTS if c is not schema.STEP}
