@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 from scipy import stats
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.statistics.gradients import PairedRatios
-from otb_analysis.statistics.intervals import LEVEL, Interval
+from otb_analysis.statistics.intervals import Interval
 
 MEASURES = ("variance", "sf", "efficiency")
 
@@ -61,38 +60,14 @@ def discoveries(
     if measure not in MEASURES:
         raise InputError(f"measure is {measure!r}; {nearest(measure, MEASURES)}")
     tested = [
-        (pair, ratio) for pair in pairs if (ratio := getattr(pair, measure)) is not None and ratio.low is not None
+        (pair, ratio) for pair in pairs if (ratio := getattr(pair, measure)) is not None and ratio.p_value is not None
     ]
     if not tested:
         return []
-    p_values = [ratio_p_value(ratio) for _, ratio in tested]
+    p_values = [ratio.p_value for _, ratio in tested]
     q_values = stats.false_discovery_control(p_values, method=method)
     found = [
         Discovery(pair.estimator, pair.energy_source, ratio, p, float(q), bool(q <= rate))
         for (pair, ratio), p, q in zip(tested, p_values, q_values, strict=True)
     ]
     return sorted(found, key=lambda d: (d.q_value, d.p_value))
-
-
-def ratio_p_value(ratio: Interval) -> float:
-    """Two-sided p-value of ratio = 1 from a Student interval that is symmetric on the log scale.
-
-    Below 1 − LEVEL exactly where the interval excludes 1.
-
-    Args:
-        ratio: A ratio with its interval, as in `PairedRatios`.
-
-    Returns:
-        A p-value; 1 for a ratio of exactly 1 and 0 for another ratio without any spread.
-
-    Raises:
-        InputError: There is no interval.
-    """
-    if ratio.low is None or ratio.high is None:
-        raise InputError(f"ratio has no interval ({ratio.n_clusters} clusters); test it with more prompts.")
-    degrees = ratio.n_clusters - 1
-    stderr = np.log(ratio.high / ratio.low) / 2 / stats.t.ppf((1 + LEVEL) / 2, degrees)
-    distance = abs(np.log(ratio.estimate))
-    if stderr <= 1e-12 * max(distance, 1e-3):
-        return 1.0 if distance < 1e-9 else 0.0
-    return float(2 * stats.t.sf(distance / stderr, degrees))

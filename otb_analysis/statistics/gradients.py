@@ -70,6 +70,11 @@ class GradientStatistics:
     sf_interval: Interval | None
     efficiency_interval: Interval | None
 
+    @property
+    def n_variance(self) -> float | None:
+        """Batch variance times rollouts: comparable between group sizes and numbers of prompts."""
+        return None if self.variance is None else self.variance * self.n_rollouts
+
     def as_row(self) -> dict[str, object]:
         """Return the columns of `schema.GRADIENTS` besides `step`, by name."""
         return {c.name: getattr(self, c.name) for c in schema.GRADIENTS if c is not schema.STEP}
@@ -228,7 +233,7 @@ _MEANING: dict[str, Callable[[int], str]] = {
 def _interval(values: Float, name: str, batch: int, against: Label | None = None) -> Interval | None:
     estimand = _MEANING[name](batch)
     if against is None:
-        return jackknife_interval(values[0], values[1:], estimand, _SCALE[name], skewed=name != "projection")
+        return jackknife_interval(values[0], values[1:], estimand, _SCALE[name])
     return jackknife_interval(values[0], values[1:], f"ratio of the {estimand} to that of {against[0]}", "log")
 
 

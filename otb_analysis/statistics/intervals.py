@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import special, stats
+from scipy import special
 
 from otb_analysis.errors import InputError, nearest
+from otb_analysis.statistics.studentized import Studentized
 from otb_analysis.types import Float
 
 MIN_CLUSTERS = 16
 """Below this many clusters no interval is given: measured coverage is too far from nominal to print one."""
 
 LEVEL = 0.95
-"""Nominal coverage of every interval."""
+"""Nominal coverage, unless a caller asks for another."""
 
 _SCALES: dict[str, tuple[Callable[[Float], Float], Callable[[Float], Float]]] = {
     "linear": (lambda x: x, lambda x: x),
@@ -38,6 +39,8 @@ class Interval:
         n_clusters: Independent clusters it rests on.
         estimand: What the interval covers, in words.
         method: How it was computed, in words.
+        p_value: Two-sided p-value of the estimand being 1, for positive quantities and ratios with an interval: below
+            1 − level exactly where the interval excludes 1.
     """
 
     estimate: float
@@ -46,27 +49,25 @@ class Interval:
     n_clusters: int
     estimand: str
     method: str
+    p_value: float | None = None
 
 
 def jackknife_interval(
-    estimate: float, replicates: ArrayLike, estimand: str, scale: str = "log", skewed: bool = False
+    estimate: float, replicates: ArrayLike, estimand: str, scale: str = "log", level: float = LEVEL
 ) -> Interval | None:
-    """95 % interval from delete-one-cluster replicates, on a transformed scale.
+    """Interval from delete-one-cluster replicates, on a transformed scale, safe for skewed and heavy-tailed clusters.
 
-    f⁻¹(f(θ̂) ± t_{K−1} · se), se² = (K−1)/K · Σ_k (f(θ̂_(k)) − mean)², with f the identity, log or logit.
-    For a mean on the linear scale this is Student's interval. On the log scale of a ratio of two means it is the paired
-    delta-method interval whose estimand is the ratio of expectations (not the mean of the clusters' ratios).
-
-    `skewed` replaces the two t quantiles by Hall's skewness-corrected ones (see `skew_corrected`), which single
-    variances need: with heavy tails a sample that lacks the tail gives too small a value *and* too small a standard
-    error. Paired ratios and projections do not need it; docs/coverage.md has the measured coverage of each.
+    f⁻¹(f(θ̂) ∓ q·se), se² = (K−1)/K · Σ_k (f(θ̂_(k)) − mean)², with f the identity, log or logit and q from
+    `Studentized`. For a mean of symmetric light-tailed clusters on the linear scale this is Student's interval. On the
+    log scale of a ratio of two means it is a paired interval whose estimand is the ratio of expectations (not the mean
+    of the clusters' ratios).
 
     Args:
         estimate: Full-sample value θ̂.
         replicates: θ̂_(k), the value without cluster k [K].
         estimand: What is estimated, in words.
         scale: `log` for positive quantities and ratios, `logit` for shares in (0, 1), `linear` otherwise.
-        skewed: Correct for skewness.
+        level: Nominal coverage.
 
     Returns:
         None when the estimate itself is not finite; a point without interval below `MIN_CLUSTERS` clusters or where
@@ -78,55 +79,27 @@ def jackknife_interval(
     if scale not in _SCALES:
         raise InputError(f"scale is {scale!r}; {nearest(scale, _SCALES)}")
     transform, inverse = _SCALES[scale]
-    replicates = np.asarray(replicates, dtype=float)
-    k = replicates.size
-    method = (
-        f"delete-one-cluster jackknife on the {scale} scale, "
-        f"{'skewness-corrected ' if skewed else ''}Student t with {k - 1} degrees of freedom"
-    )
+    values = np.asarray(replicates, dtype=float)
+    k = values.size
+    method = f"delete-one-cluster jackknife on the {scale} scale, Student t corrected for skewness and kurtosis"
     if not np.isfinite(estimate):
         return None
     point = Interval(float(estimate), None, None, k, estimand, method)
     if k < MIN_CLUSTERS:
         return point
     with np.errstate(divide="ignore", invalid="ignore"):
-        centre, values = transform(np.asarray(estimate, dtype=float)), transform(replicates)
+        centre, values = float(transform(np.asarray(estimate, dtype=float))), transform(values)
     if not (np.isfinite(centre) and np.isfinite(values).all()):
         return point
-    stderr = np.sqrt((k - 1) * values.var())
-    # Deleting a cluster with a large influence lowers the value, hence the sign.
-    quantiles = np.array([1, -1]) * stats.t.ppf((1 + LEVEL) / 2, k - 1)
-    if skewed:
-        quantiles = skew_corrected(quantiles, -values)
+    stderr = float(np.sqrt((k - 1) * values.var()))
+    law = Studentized.of(-values)  # deleting a cluster that pulls the value up lowers it
+    down, up = law.quantiles(level)
     with np.errstate(over="ignore"):
-        low, high = inverse(centre - quantiles * stderr)
+        low, high = inverse(np.array([centre - down * stderr, centre + up * stderr]))
     if not np.isfinite(high):
         return point
-    return Interval(float(estimate), float(low), float(high), k, estimand, method)
-
-
-def skew_corrected(quantiles: Float, influence: Float) -> Float:
-    """Map symmetric quantiles of a studentized mean to ones that allow for skewness, by Hall's monotone cubic.
-
-    With a = skewness/√K, g(T) = T + a·T²/3 + a²·T³/27 + a/6 is symmetric to second order, and
-    g⁻¹(q) = (3/a)·((1 + a·(q − a/6))^{1/3} − 1). Symmetric data leave the quantiles as they are. Source: Hall (1992),
-    On the removal of skewness by transformation.
-
-    Args:
-        quantiles: Quantiles of the symmetric law.
-        influence: One value per cluster, up to a shift and a positive factor [K].
-
-    Returns:
-        Quantiles of the studentized mean, shaped like `quantiles`.
-    """
-    k, spread = influence.size, influence.std()
-    if spread == 0:
-        return quantiles
-    skewness = np.mean(((influence - influence.mean()) / spread) ** 3) * np.sqrt(k * (k - 1)) / (k - 2)
-    a = skewness / np.sqrt(k)
-    if abs(a) < 1e-6:
-        return quantiles
-    return 3 / a * (np.cbrt(1 + a * (quantiles - a / 6)) - 1)
+    p_value = _p_value(law, centre, stderr) if scale == "log" else None
+    return Interval(float(estimate), float(low), float(high), k, estimand, method, p_value)
 
 
 def cluster_jackknife(
@@ -134,7 +107,7 @@ def cluster_jackknife(
     statistic: Callable[[Float], Float],
     estimand: str,
     scale: str = "log",
-    skewed: bool = False,
+    level: float = LEVEL,
 ) -> Interval | None:
     """Jackknife interval of a function of means, from one row of sufficient statistics per cluster.
 
@@ -143,7 +116,7 @@ def cluster_jackknife(
         statistic: Maps mean rows [..., S] to values [...], vectorised over the leading axes.
         estimand: What is estimated, in words.
         scale: See `jackknife_interval`.
-        skewed: See `jackknife_interval`.
+        level: Nominal coverage.
 
     Returns:
         As `jackknife_interval`; None for an empty table.
@@ -159,7 +132,7 @@ def cluster_jackknife(
     deleted = mean - (rows - mean) / max(len(rows) - 1, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         estimate, replicates = statistic(mean), statistic(deleted)
-    return jackknife_interval(float(estimate), replicates, estimand, scale, skewed)
+    return jackknife_interval(float(estimate), replicates, estimand, scale, level)
 
 
 def cluster_bootstrap(
@@ -225,18 +198,21 @@ def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio
         raise InputError(f"numerator has shape {a.shape} but denominator {b.shape}; pass one value per cluster, [K].")
     if a.size == 0 or not (np.isfinite(a).all() and np.isfinite(b).all() and (a > 0).all() and (b > 0).all()):
         return None
-    found = cluster_jackknife(np.log(a / b)[:, None], lambda row: row[..., 0], "", scale="linear")
-    if found is None:
-        return None
-    low, high = (None if end is None else float(np.exp(end)) for end in (found.low, found.high))
-    return Interval(
-        float(np.exp(found.estimate)),
-        low,
-        high,
-        a.size,
-        f"geometric mean over clusters of the {name}",
-        f"paired Student t on log-ratios with {a.size - 1} degrees of freedom",
-    )
+    logs, k = np.log(a / b), a.size
+    estimate, estimand = float(np.exp(logs.mean())), f"geometric mean over clusters of the {name}"
+    method = f"paired Student t on log-ratios with {k - 1} degrees of freedom"
+    if k < MIN_CLUSTERS:
+        return Interval(estimate, None, None, k, estimand, method)
+    law, stderr = Studentized(0.0, k - 1.0), float(logs.std(ddof=1) / np.sqrt(k))
+    half = law.quantiles(LEVEL)[0] * stderr
+    low, high = float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
+    return Interval(estimate, low, high, k, estimand, method, _p_value(law, float(logs.mean()), stderr))
+
+
+def _p_value(law: Studentized, centre: float, stderr: float) -> float:
+    if stderr <= 1e-12 * max(abs(centre), 1e-3):
+        return 1.0 if abs(centre) < 1e-9 else 0.0
+    return law.p_value(centre / stderr)
 
 
 def _rows(table: ArrayLike) -> Float:

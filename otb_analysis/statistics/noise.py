@@ -97,7 +97,7 @@ def gradient_noise(grams: Sequence[Gram], label: Label) -> GradientNoise | None:
     noise = np.maximum(moments.power - moments.mean_sq, 0)
     p = max(round(float(np.mean([gram.n_prompts for gram in having]))), 1)
     scale = _over(noise, moments.mean_sq)
-    interval = jackknife_interval(scale[0], scale[1:], "noise scale V/‖m‖² in prompts", skewed=True)
+    interval = jackknife_interval(scale[0], scale[1:], "noise scale V/‖m‖² in prompts")
     signal = float(p / scale[0]) if scale[0] > 0 else None
     return GradientNoise(float(moments.mean_sq[0]), float(noise[0]), interval, signal, p)
 

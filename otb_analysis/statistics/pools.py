@@ -121,7 +121,8 @@ def group_gradients(features: ArrayLike, weights: ArrayLike, partition: Partitio
     """Mean gradient of every group: g_{m,a} = (1/N) Σ_{i in a} Σ_t A_{m,i,t} f_{i,t}.
 
     Args:
-        features: Scores or sketches with E⟨f_t, f_k⟩ = s_t·s_k per token [R, T, K], or per rollout [R, K].
+        features: Scores or sketches with E⟨f_t, f_k⟩ = s_t·s_k per token [R, T, K], or per rollout [R, K]. A sketch
+            leaves every mean right and adds noise of its own, which intervals over prompts do not contain.
         weights: Advantage of each estimator per token [M, R, T], or per rollout [M, R].
         partition: The groups.
 

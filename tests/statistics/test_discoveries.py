@@ -4,7 +4,6 @@ from scipy import stats
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import Gram, Interval, PairedRatios, discoveries, log_ratio_t, paired_ratios
-from otb_analysis.statistics.discoveries import ratio_p_value
 
 
 def test_p_value_is_that_of_the_paired_t_test():
@@ -12,7 +11,7 @@ def test_p_value_is_that_of_the_paired_t_test():
     a, b = rng.gamma(9, size=20), rng.gamma(8, size=20)
     ratio = log_ratio_t(a, b)
     assert ratio is not None
-    assert ratio_p_value(ratio) == pytest.approx(stats.ttest_rel(np.log(a), np.log(b)).pvalue)
+    assert ratio.p_value == pytest.approx(stats.ttest_rel(np.log(a), np.log(b)).pvalue)
 
 
 def test_only_true_differences_stand(gram_of, noisy_prompts):
@@ -46,13 +45,12 @@ def test_comparisons_without_an_interval_are_left_out():
     assert discoveries([]) == []
 
 
-def test_ratios_without_spread():
-    assert ratio_p_value(Interval(1, 1, 1, 20, "", "")) == 1
-    assert ratio_p_value(Interval(0.5, 0.5, 0.5, 20, "", "")) == 0
+def test_ratios_without_spread_are_certain():
+    same, half = log_ratio_t(np.ones(20), np.ones(20)), log_ratio_t(np.ones(20), np.full(20, 2.0))
+    assert same is not None and half is not None
+    assert (same.p_value, half.p_value) == (1, 0)
 
 
 def test_unknown_measures_are_named():
     with pytest.raises(InputError, match="did you mean 'efficiency'"):
         discoveries([], "eficiency")
-    with pytest.raises(InputError, match="no interval"):
-        ratio_p_value(Interval(1, None, None, 5, "", ""))

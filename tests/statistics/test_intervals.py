@@ -4,7 +4,6 @@ from scipy import stats
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import cluster_bootstrap, cluster_jackknife, jackknife_interval, log_ratio_t
-from otb_analysis.statistics.intervals import skew_corrected
 
 
 def mean(rows):
@@ -15,14 +14,30 @@ def ratio(rows):
     return rows[..., 0] / rows[..., 1]
 
 
-def test_jackknife_of_a_mean_is_students_interval():
-    x = np.random.default_rng(0).normal(3, 2, size=20)
+def test_jackknife_of_a_mean_of_symmetric_light_tails_is_students_interval():
+    x = 3 + np.concatenate([np.arange(1.0, 11), -np.arange(1.0, 11)])
     found = cluster_jackknife(x[:, None], mean, "mean", scale="linear")
     expected = stats.t.interval(0.95, 19, loc=x.mean(), scale=stats.sem(x))
     assert found is not None
     assert (found.low, found.high) == pytest.approx(expected)
-    assert (found.estimate, found.n_clusters, found.estimand) == (pytest.approx(x.mean()), 20, "mean")
-    assert "19 degrees of freedom" in found.method
+    assert (found.estimate, found.n_clusters, found.estimand) == (pytest.approx(3), 20, "mean")
+
+
+def test_the_jackknife_is_never_shorter_than_students_interval():
+    rng = np.random.default_rng(0)
+    for x in (rng.normal(3, 2, size=20), rng.exponential(size=30), -rng.exponential(size=30), rng.standard_cauchy(24)):
+        found = cluster_jackknife(x[:, None], mean, "mean", scale="linear")
+        low, high = stats.t.interval(0.95, x.size - 1, loc=x.mean(), scale=stats.sem(x))
+        assert found is not None and found.low is not None and found.high is not None
+        assert found.low <= low + 1e-9 and found.high >= high - 1e-9
+
+
+def test_a_wider_level_gives_a_wider_interval():
+    rows = np.random.default_rng(6).gamma(2, size=(20, 2))
+    narrow, wide = cluster_jackknife(rows, ratio, "ratio"), cluster_jackknife(rows, ratio, "ratio", level=0.99)
+    assert narrow is not None and narrow.low is not None and narrow.high is not None
+    assert wide is not None and wide.low is not None and wide.high is not None
+    assert wide.low < narrow.low and wide.high > narrow.high
 
 
 def test_jackknife_equals_deleting_rows_one_by_one():
@@ -40,33 +55,6 @@ def test_log_scale_intervals_do_not_depend_on_the_unit():
     assert one is not None and one.low is not None and one.high is not None and thousand is not None
     assert (thousand.low, thousand.high) == pytest.approx((1000 * one.low, 1000 * one.high))
     assert one.low > 0
-
-
-def test_skewness_correction_inverts_halls_cubic():
-    influence = np.random.default_rng(4).exponential(size=20)
-    k, q = 20, np.array([2.0, -2.0])
-    skewness = stats.skew(influence, bias=False)
-    a = skewness / np.sqrt(k)
-    t = skew_corrected(q, influence)
-    assert t + a * t**2 / 3 + a**2 * t**3 / 27 + a / 6 == pytest.approx(q)
-    # Right-skewed data: the upper end, which uses the lower quantile, moves out and the lower end in.
-    assert t[1] < -2 and t[0] < 2
-
-
-def test_symmetric_data_need_no_skewness_correction():
-    symmetric = np.concatenate([np.arange(8.0), -np.arange(8.0)])
-    assert skew_corrected(np.array([2.0, -2.0]), symmetric) == pytest.approx([2, -2])
-    plain, skewed = (cluster_jackknife(symmetric[:, None], mean, "mean", "linear", s) for s in (False, True))
-    assert plain is not None and skewed is not None
-    assert (plain.low, plain.high) == pytest.approx((skewed.low, skewed.high))
-
-
-def test_a_heavy_upper_tail_moves_the_skewed_interval_up():
-    x = np.exp(np.random.default_rng(5).normal(size=(30, 1)))
-    plain, skewed = (cluster_jackknife(x, mean, "mean", "log", s) for s in (False, True))
-    assert plain is not None and skewed is not None
-    assert plain.low is not None and plain.high is not None and skewed.low is not None and skewed.high is not None
-    assert skewed.low > plain.low and skewed.high > plain.high
 
 
 def test_an_end_that_overflows_gives_a_point():
@@ -112,8 +100,8 @@ def test_bootstrap_is_seeded_and_close_to_the_jackknife():
     jackknife = cluster_jackknife(rows, ratio, "ratio")
     assert jackknife is not None and jackknife.low is not None and jackknife.high is not None
     width = jackknife.high - jackknife.low
-    assert abs(a.low - jackknife.low) < 0.2 * width
-    assert abs(a.high - jackknife.high) < 0.2 * width
+    assert abs(a.low - jackknife.low) < 0.25 * width
+    assert abs(a.high - jackknife.high) < 0.25 * width
 
 
 def test_paired_t_names_the_geometric_mean():

@@ -1,0 +1,83 @@
+"""Estimates from sampled rollouts against the exact values of enumerated policies, in standard errors."""
+
+import numpy as np
+import pytest
+
+from otb_analysis import enumeration
+from otb_analysis.enumeration import TreeSpec, group_moments, random_tree
+from otb_analysis.estimators import estimate
+from otb_analysis.statistics import (
+    batch_variance,
+    group_gradients,
+    partitions,
+    pool_gram,
+    position_optimum,
+    projection,
+    regret,
+)
+
+NAMES = ("rloo", "group_mean", "otb", "otb_loo", "token_optimal")
+LABELS = [(name, "none" if name in ("rloo", "group_mean") else "exact") for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def tree():
+    return random_tree(TreeSpec(vocabulary=3, horizon=3, shared=6), np.random.default_rng(0))
+
+
+def pool_of(tree, rng, n_rollouts, size, shuffles):
+    """One prompt's pool: sampled completions, every estimator on disjoint groups."""
+    rows = rng.choice(len(tree.prob), n_rollouts, p=tree.prob / tree.prob.sum())
+    cuts = partitions(np.zeros(n_rollouts, dtype=int), size, shuffles, seed=int(rng.integers(1 << 31)))
+    vectors = []
+    for cut in cuts:
+        inputs = tree.inputs(rows, cut.group)
+        weights = np.stack([estimate(name, inputs).advantage for name in NAMES])
+        vectors.append(group_gradients(tree.score[rows], weights, cut))
+    return pool_gram(vectors, cuts, LABELS)
+
+
+def test_pools_agree_with_enumeration(tree):
+    rng = np.random.default_rng(1)
+    pools = [pool_of(tree, rng, 32, 4, 2) for _ in range(400)]
+    for label in LABELS:
+        exact = group_moments(label[0], tree, 4)
+        given = [pool.given_prompts(label) for pool in pools]
+        found = {
+            "variance": [float(batch_variance(m, 1)) for m in given],
+            "mean_sq": [float(m.mean_sq) for m in given],
+            "along": [float(m.along) for m in given],
+            "truth_sq": [float(m.truth_sq) for m in given],
+        }
+        expected = {
+            "variance": exact.variance,
+            "mean_sq": exact.mean @ exact.mean,
+            "along": exact.mean @ exact.gradient,
+            "truth_sq": exact.gradient @ exact.gradient,
+        }
+        for name, values in found.items():
+            stderr = np.std(values, ddof=1) / np.sqrt(len(values))
+            assert abs(np.mean(values) - expected[name]) < 4 * stderr, (label, name)
+
+
+def test_one_large_pool_finds_the_projection(tree):
+    pool = pool_of(tree, np.random.default_rng(2), 40_000, 4, 1)
+    for label in LABELS:
+        exact = group_moments(label[0], tree, 4)
+        given = pool.given_prompts(label)
+        # 10,000 groups: the projection's standard error is of the order √(V/(10⁴‖∇J‖²)).
+        tolerance = 4 * np.sqrt(exact.variance / 1e4 / (exact.gradient @ exact.gradient))
+        assert float(projection(given)) == pytest.approx(exact.projection, abs=tolerance)
+
+
+def test_sampled_optimum_and_regret_tend_to_the_exact_ones(tree):
+    rng = np.random.default_rng(3)
+    rows = rng.choice(len(tree.prob), 100_000, p=tree.prob / tree.prob.sum())
+    optimum = position_optimum(tree.score[rows], tree.returns[rows], tree.mask[rows])
+    assert optimum == pytest.approx(enumeration.position_optimum(tree), abs=0.03)
+    mean = np.full(tree.mask.shape[1], tree.objective)
+    exact = enumeration.regret(tree, mean)
+    parts = tree.energy[rows] * (mean - enumeration.position_optimum(tree)) ** 2
+    stderr = parts.sum(axis=1).std() / np.sqrt(100_000)
+    found = regret(tree.energy[rows], mean, enumeration.position_optimum(tree), tree.mask[rows])
+    assert found == pytest.approx(exact, abs=4 * stderr)
