@@ -1,7 +1,7 @@
 """Policies: a small one made in code, and any local Hugging Face checkpoint directory, loaded the same way."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -130,9 +130,10 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise InputError(f"model directory {path} has no tokenizer; save one there with its save_pretrained.")
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
+        model, found = loaded
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(
@@ -160,7 +161,8 @@ def _refuse_bidirectional(model: PreTrainedModel, path: Path) -> None:
     first = model(input_ids=torch.tensor([[0, 0], [0, 1]]), use_cache=False).logits[:, 0]
     if float((first[0] - first[1]).abs().max()) > 1e-5 * float(first.abs().max()):
         raise InputError(
-            f"{path} holds a {type(model).__name__} whose tokens see what comes after them; pass a causal language model."
+            f"{path} holds a {type(model).__name__}, whose tokens see what comes after them; "
+            "pass a causal language model."
         )
 
 
