@@ -135,7 +135,10 @@ BAD = {
     "broken_config": (lambda p: _write(p / "config.json", "{"), "cannot be loaded"),
     "unknown_type": (lambda p: _edit(p, "config.json", lambda c: c.update(model_type="qwenn")), "cannot be loaded"),
     "encoder_decoder": (_t5, "T5Config.*cannot|cannot.*T5Config"),
-    "encoder": (lambda p: BertForMaskedLM(BertConfig(**BLOCK)).save_pretrained(p), "BertLMHeadModel.*what comes after"),
+    "encoder": (
+        lambda p: BertForMaskedLM(BertConfig(**BLOCK)).save_pretrained(p),
+        "BertLMHeadModel, whose tokens see what comes after",
+    ),
     "headless": (_headless, "no weights for lm_head.weight"),
     "no_weights": (lambda p: (p / "model.safetensors").unlink(), "no file named model.safetensors"),
     "broken_weights": (lambda p: (p / "model.safetensors").write_bytes(b"hello"), "cannot be loaded"),
