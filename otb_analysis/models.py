@@ -1,9 +1,10 @@
 """Policies: a small one made in code, and any local Hugging Face checkpoint directory, loaded the same way."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -22,6 +23,8 @@ from otb_analysis.errors import InputError
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 MAX_POSITIONS = 1024
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""A directory without any of them has no tokenizer, though the library would make an empty one."""
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -53,8 +56,11 @@ def small_model(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, se
         seed: Seed of the initial weights; the global random state is left as it was.
 
     Raises:
-        InputError: The width does not divide among the heads.
+        InputError: A size is not positive, or the width does not divide among the heads.
     """
+    for name in ("layers", "width", "heads", "key_value_heads", "feed_forward"):
+        if getattr(config, name) < 1:
+            raise InputError(f"small_model.{name} is {getattr(config, name)}; choose a number above 0.")
     if config.width % (2 * config.heads) or config.heads % config.key_value_heads:
         raise InputError(
             f"small_model.width is {config.width} with heads={config.heads} and key_value_heads="
@@ -114,25 +120,55 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
         The model in evaluation mode and float32 (as stored if wider), and its tokenizer with a padding token.
 
     Raises:
-        InputError: The directory is missing, holds no causal language model, or has no end token.
+        InputError: The directory is missing, holds no whole causal language model or no tokenizer with an end token.
     """
     path = Path(path)
     if not path.is_dir():
         raise InputError(f"model directory {path} does not exist; pass a directory written by save_pretrained.")
     if not (path / "config.json").is_file():
         raise InputError(f"model directory {path} has no config.json; pass a directory written by save_pretrained.")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(f"model directory {path} has no tokenizer; save one there with its save_pretrained.")
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(f"{path} cannot be loaded as a causal language model with its tokenizer: {reason}") from error
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+        model, found = loaded
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise InputError(
+            f"{path} cannot be loaded as a causal language model with its tokenizer ({_first_sentence(error)}); "
+            "pass another directory written by save_pretrained."
+        ) from error
+    if found["missing_keys"]:
+        name = min(found["missing_keys"])
+        raise InputError(
+            f"{path} holds no weights for {name}, which would be random; save the causal language model, head included."
+        )
     special_id(tokenizer, "eos")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.dtype in (torch.float16, torch.bfloat16):
         model = model.float()
-    return model.eval(), tokenizer
+    model.eval()
+    _refuse_bidirectional(model, path)
+    return model, tokenizer
+
+
+@torch.no_grad()
+def _refuse_bidirectional(model: PreTrainedModel, path: Path) -> None:
+    """Raise when what follows a token changes its logits: an encoder such as BERT loads as a "causal" model too."""
+    first = model(input_ids=torch.tensor([[0, 0], [0, 1]]), use_cache=False).logits[:, 0]
+    if float((first[0] - first[1]).abs().max()) > 1e-5 * float(first.abs().max()):
+        raise InputError(
+            f"{path} holds a {type(model).__name__}, whose tokens see what comes after them; "
+            "pass a causal language model."
+        )
+
+
+def _first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text.split(". ")[0].rstrip(".!")[:200]
 
 
 def quiet_loading() -> None:

@@ -40,6 +40,19 @@ class Generation:
     finished: bool
 
 
+class NonFiniteLogits(NonFiniteError):
+    """The policy's logits are NaN or infinite; raised by a generator, which knows contexts and not rollouts.
+
+    Attributes:
+        row: Index of the context.
+        token: Tokens generated before.
+    """
+
+    def __init__(self, row: int, token: int):
+        super().__init__(f"logits of context {row} are not finite at generated token {token}.")
+        self.row, self.token = row, token
+
+
 class Generator(Protocol):
     """Whatever can continue texts: transformers here, a serving engine elsewhere."""
 
@@ -104,11 +117,11 @@ class _Draft:
         self.turns: list[Turn] = []
         self.finish_reason: FinishReason | None = None
 
-    def extend(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Append tokens of the current turn: sampled ones with their log-probabilities, or the environment's."""
+    def extend(self, ids: Sequence[int], turn: int, logprobs: Sequence[float] | None = None) -> None:
+        """Append tokens of a turn: sampled ones with their log-probabilities, or the environment's reply to it."""
         self.ids += ids
         self.mask += [logprobs is not None] * len(ids)
-        self.turn += [len(self.turns)] * len(ids)
+        self.turn += [turn] * len(ids)
         self.logprob += logprobs if logprobs is not None else [float("nan")] * len(ids)
 
 
@@ -146,7 +159,15 @@ def sample(
         if not active:
             break
         contexts = [drafts[i].ids for i in active]
-        outputs = generator.generate(contexts, config.max_new_tokens, config.temperature)
+        try:
+            outputs = generator.generate(contexts, config.max_new_tokens, config.temperature)
+        except NonFiniteLogits as error:
+            n = active[error.row]
+            raise NonFiniteError(
+                f"logits of rollout {n} (group {group[n]}, prompt {prompts[group[n]].id!r}, turn "
+                f"{len(drafts[n].turns)}) are not finite at generated token {error.token}; "
+                "lower the learning rate or go back to an earlier checkpoint."
+            ) from error
         for i, output in zip(active, outputs, strict=True):
             _finish_turn(drafts[i], output, tokenizer, task, prompts[group[i]])
         active = [i for i in active if drafts[i].finish_reason is None]
@@ -164,7 +185,8 @@ def _finish_turn(
     draft: _Draft, output: Generation, tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt
 ) -> None:
     text = str(tokenizer.decode(output.token_ids[:-1] if output.finished else output.token_ids))
-    draft.extend(output.token_ids, output.logprobs)
+    turn = len(draft.turns)
+    draft.extend(output.token_ids, turn, output.logprobs)
     draft.turns.append(Turn(text, output.finished))
     if not output.finished:
         draft.finish_reason = "length"
@@ -174,7 +196,7 @@ def _finish_turn(
         draft.finish_reason = "stop"
         return
     draft.turns[-1] = Turn(text, output.finished, reply)
-    draft.extend(tokenizer(reply, add_special_tokens=False)["input_ids"])
+    draft.extend(tokenizer(reply, add_special_tokens=False)["input_ids"], turn)
 
 
 def _collate(drafts: list[_Draft], prompts: tuple[Prompt, ...], group: Int, pad: int) -> Rollouts:
@@ -212,11 +234,7 @@ class _Tempered(LogitsProcessor):
         scores = scores.float() / self.temperature
         finite = torch.isfinite(scores).all(dim=-1)
         if not bool(finite.all()):
-            row = int((~finite).nonzero()[0])
-            raise NonFiniteError(
-                f"logits of rollout {row} are not finite at generated token {len(self.drawn)}; "
-                "lower the learning rate or go back to an earlier checkpoint."
-            )
+            raise NonFiniteLogits(int((~finite).nonzero()[0]), len(self.drawn))
         self.pending = torch.log_softmax(scores, dim=-1)
         return scores
 

@@ -70,7 +70,18 @@ def options_from_dict(name: str, values: Mapping[str, Any]) -> Any:
         if key not in known:
             hint = nearest(key, known) if known else "it has no options."
             raise InputError(f"option {key!r} does not exist for {name}; {hint}")
-    return kind(**values)
+    return kind(**{key: _from_text(name, key, value, getattr(kind(), key)) for key, value in values.items()})
+
+
+def _from_text(name: str, key: str, value: Any, default: Any) -> Any:
+    """Return an option as its default's type: configurations and command lines give every option as text."""
+    if not isinstance(value, str) or isinstance(default, str):
+        return value
+    try:
+        return type(default)(value)
+    except ValueError as error:
+        kind = type(default).__name__
+        raise InputError(f"option {key!r} of {name} is {value!r}; pass a {kind}, such as {default!r}.") from error
 
 
 def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimate:

@@ -35,7 +35,8 @@ class ForwardPass:
 def forward_pass(model: PreTrainedModel, rollouts: Rollouts, temperature: float) -> ForwardPass:
     """Score every completion token once, keeping the graph for the update.
 
-    Position ids are cumsum(attention_mask) − 1: prompts start at column 0, so padding on the right changes nothing.
+    Prompts start at column 0 and padding is on the right, so that the model's own positions are
+    cumsum(attention_mask) − 1 at every token, also in architectures that take no position ids.
 
     Args:
         model: The policy.
@@ -56,7 +57,6 @@ def forward_pass(model: PreTrainedModel, rollouts: Rollouts, temperature: float)
         logits = model(
             input_ids=ids,
             attention_mask=attention.long(),
-            position_ids=(attention.long().cumsum(1) - 1).clamp(min=0),
             use_cache=False,
         ).logits
     before = (columns - 1).clamp(min=0)[..., None]

@@ -107,9 +107,18 @@ def columns_of(rows: Sequence[Mapping[str, object]]) -> dict[str, list[object]] 
 
 
 def _loss(logprob: torch.Tensor, advantage: Float, mask: torch.Tensor) -> torch.Tensor:
-    """Return −(1/N) Σ_i Σ_t A_{i,t} log π(y_{i,t}), whose gradient is −ḡ."""
+    """Return −(1/N) Σ_i Σ_t A_{i,t} log π(y_{i,t}), whose gradient is −ḡ.
+
+    Raises:
+        NonFiniteError: A rollout's part is not finite.
+    """
     weights = torch.as_tensor(advantage, dtype=logprob.dtype, device=logprob.device)
-    return -torch.where(mask, weights * logprob, 0.0).sum() / len(logprob)
+    parts = torch.where(mask, weights * logprob, 0.0).sum(dim=1)
+    bad = ~parts.detach().isfinite()
+    if bool(bad.any()):
+        n = int(bad.nonzero()[0])
+        raise NonFiniteError(f"the loss of rollout {n} is {float(parts[n].detach())}; scale the task's rewards down.")
+    return -parts.sum() / len(logprob)
 
 
 @contextmanager

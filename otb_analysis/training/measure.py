@@ -116,8 +116,11 @@ class Instrument:
         gram = _attempt(f"Gram matrix at step {step}", lambda: self.gram(rollouts, table, found, groups))
         if gram is None:
             return Measurement(norms=found, gaps=1)
-        rows = gradient_statistics(gram.inner, gram.labels, gram.n_rollouts)
-        return Measurement(found, gram, tuple(rows))
+        rows = _attempt(
+            f"gradient statistics at step {step}",
+            lambda: tuple(gradient_statistics(gram.inner, gram.labels, gram.n_rollouts)),
+        )
+        return Measurement(found, gram, rows or (), gaps=int(rows is None))
 
 
 def every_advantage(table: TokenTable, norms: ExactNorms, rows: Bool) -> dict[Label, Float]:

@@ -4,17 +4,21 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.arrays import returns_to_go
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError, NonFiniteError, StoreError
 from otb_analysis.estimators import entry_of, options_from_dict
+from otb_analysis.gradients import ENGINES
+from otb_analysis.gradients.scope import select_scope
 from otb_analysis.models import load_policy, output_layer
 from otb_analysis.sampling import TransformersGenerator
 from otb_analysis.tasks import Task, make_task
@@ -27,6 +31,18 @@ from otb_analysis.training.warm_start import warm_started
 
 TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value"}
 """Inputs the loop can provide at every step."""
+
+POSITIVE = (
+    *(f"sample.{name}" for name in ("prompts", "group_size", "max_new_tokens", "max_turns", "temperature")),
+    *(f"optimize.{name}" for name in ("steps", "learning_rate")),
+    *(f"critic.{name}" for name in ("width", "learning_rate", "updates")),
+    *(f"warm_start.{name}" for name in ("batch", "learning_rate", "max_steps", "check_every", "check_prompts")),
+    "evaluate.prompts",
+)
+NOT_NEGATIVE = (
+    *("seed", "optimize.max_grad_norm", "optimize.weight_decay"),
+    *("measure.exact.every", "measure.exact.prompts", "evaluate.every"),
+)
 
 
 class Trainer:
@@ -47,6 +63,7 @@ class Trainer:
             "energy" in entry.needs and config.estimator.energy == "exact"
         )
         self.generator = TransformersGenerator(model, tokenizer)
+        select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
         self.instrument = Instrument(model, config.measure, config.sample.temperature)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.optimize.learning_rate, weight_decay=config.optimize.weight_decay
@@ -118,9 +135,9 @@ class Trainer:
             self.model.save_pretrained(draft)
             self.tokenizer.save_pretrained(draft)
             draft.replace(path)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
-            reason = error.strerror or error
+            reason = getattr(error, "strerror", None) or error
             raise StoreError(
                 f"cannot write the trained model to {path} ({reason}); every step is stored, free some space."
             ) from error
@@ -146,18 +163,26 @@ def check(config: TrainConfig) -> None:
         )
     if "value" in entry.needs and not config.critic.enabled:
         raise InputError(f"estimator.name is {config.estimator.name!r}, which needs a critic; set critic.enabled.")
-    positive = {
-        "sample.prompts": config.sample.prompts,
-        "sample.group_size": config.sample.group_size,
-        "sample.max_new_tokens": config.sample.max_new_tokens,
-        "sample.max_turns": config.sample.max_turns,
-        "sample.temperature": config.sample.temperature,
-        "optimize.steps": config.optimize.steps,
-        "optimize.learning_rate": config.optimize.learning_rate,
-    }
-    for name, number in positive.items():
-        if not 0 < number < float("inf"):
-            raise InputError(f"{name} is {number}; choose a finite number above 0.")
+    if config.measure.engine not in (*ENGINES, "auto"):
+        raise InputError(
+            f"measure.engine is {config.measure.engine!r}; this version has {', '.join(ENGINES)}, or pass auto."
+        )
+    for name in POSITIVE:
+        _check_number(config, name, positive=True)
+    for name in NOT_NEGATIVE:
+        _check_number(config, name, positive=False)
+    start = config.warm_start
+    if not 0 <= start.success_low < start.success_high <= 1:
+        raise InputError(
+            f"warm_start.success_low is {start.success_low} and success_high is {start.success_high}; "
+            "choose 0 ≤ success_low < success_high ≤ 1."
+        )
+
+
+def _check_number(config: TrainConfig, name: str, positive: bool) -> None:
+    number = attrgetter(name)(config)
+    if not (number > 0 if positive else number >= 0) or number == float("inf"):
+        raise InputError(f"{name} is {number}; choose a finite number {'above' if positive else 'of at least'} 0.")
 
 
 def seed_of(*parts: int) -> int:

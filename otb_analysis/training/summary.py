@@ -36,7 +36,7 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "energy_proxy_mean": _mean(stats.energy[inside]),
         "energy_tail_k": pareto_k(energy),
         "energy_max_share": top_share(energy),
-        "n_measured_prompts": 0 if measurement.gram is None else measurement.gram.n_prompts,
+        "n_measured_prompts": _measured_groups(table, measurement),
         "measurement_gaps": measurement.gaps,
     }
 
@@ -57,6 +57,12 @@ def _degenerate(rollouts: Rollouts, table: TokenTable) -> dict[str, object]:
         "n_empty_completions": sum(not any(turn.text for turn in turns) for turns in rollouts.turns),
         "n_truncated": sum(reason == "length" for reason in rollouts.finish_reason),
     }
+
+
+def _measured_groups(table: TokenTable, measurement: Measurement) -> int:
+    if measurement.norms is None:
+        return 0
+    return len(np.unique(table.group[np.isfinite(measurement.norms.rollout_norm_sq)]))
 
 
 def _energies(table: TokenTable, measurement: Measurement) -> Float:

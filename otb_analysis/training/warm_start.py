@@ -9,16 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis import __version__
 from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig
-from otb_analysis.errors import InputError
+from otb_analysis.errors import InputError, StoreError
 from otb_analysis.models import character_tokenizer, output_layer, small_model, special_id
 from otb_analysis.sampling import TransformersGenerator, sample
 from otb_analysis.tasks import Prompt, Split, Task, make_task
 from otb_analysis.training.progress import Bar, silent
+from otb_analysis.training.table import pay
 
 CACHE = Path(".cache/warm")
 DEMONSTRATIONS_FROM = 10_000_000
@@ -41,6 +43,7 @@ def warm_started(config: TrainConfig, bar: Bar = silent, cache: Path = CACHE) ->
 
     Raises:
         InputError: The model did not reach the wanted success within the step budget.
+        StoreError: The made model cannot be kept.
     """
     path = cache / _key(config)
     if (path / "warm_start.json").is_file():
@@ -104,11 +107,7 @@ def success_rate(
     prompts = [task.prompt(split, first + i) for i in range(count)]
     one = SampleConfig(count, 1, config.max_new_tokens, config.max_turns, config.temperature)
     rollouts = sample(TransformersGenerator(model, tokenizer), tokenizer, task, prompts, one)
-    totals = [
-        sum(sum(parts.values()) for parts in task.reward(prompt, turns))
-        for prompt, turns in zip(prompts, rollouts.turns, strict=True)
-    ]
-    return sum(totals) / count
+    return float(pay(task, rollouts).total.mean())
 
 
 def _batches(
@@ -173,7 +172,7 @@ def _snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _key(config: TrainConfig) -> str:
     parts = {
         "task": config.task,
-        "task_config": asdict(getattr(config, config.task)),
+        "task_config": asdict(config).get(config.task),
         "model": asdict(config.small_model),
         "warm_start": asdict(config.warm_start),
         "sample": [config.sample.max_new_tokens, config.sample.max_turns, config.sample.temperature],
@@ -186,10 +185,17 @@ def _key(config: TrainConfig) -> str:
 
 def _save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, facts: dict[str, float]) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(draft)
-    tokenizer.save_pretrained(draft)
-    (draft / "warm_start.json").write_text(json.dumps(facts, indent=2) + "\n")
-    if path.exists():
-        shutil.rmtree(path)
-    draft.replace(path)
+    try:
+        draft.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        (draft / "warm_start.json").write_text(json.dumps(facts, indent=2) + "\n")
+        if path.exists():
+            shutil.rmtree(path)
+        draft.replace(path)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise StoreError(
+            f"cannot keep the warm-started model in {path} ({getattr(error, 'strerror', None) or error}); "
+            "free some space or make the directory writable."
+        ) from error
