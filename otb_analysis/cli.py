@@ -27,7 +27,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
 `otb COMMAND --help` explains itself.
 """
 
-TABLE_WIDTH = 124
+TABLE_WIDTH = 136
 """Characters that the widest table needs; a narrower terminal wraps its lines rather than losing numbers."""
 
 Config = TypeVar("Config")
