@@ -31,6 +31,13 @@ CELLS_OF_A_STEP = 10**9
 """Above every cell number within one step, so that cells of different steps differ."""
 
 
+EXPLAINED = """\
+efficiency: share of the update along ∇J · equiv.: rollouts rloo would need for it · c: projection on ∇J
+bias: ‖m − ∇J‖/‖∇J‖, 0 where the estimate of its square is negative · SF: variance/c²
+×rloo: ratio to rloo on the same rollouts [95 % over prompts] · –: undefined on these prompts
+"""
+
+
 def comparison(paths: Sequence[Path]) -> list[Table]:
     """Return the tables that `otb demo` and `otb compare` print.
 
@@ -92,9 +99,7 @@ def estimator_table(grams: Sequence[Gram]) -> Table:
     table = _table(
         f"Every estimator on the same rollouts: one update of {first.n_prompts} prompts ({first.n_rollouts} rollouts), "
         f"measured on {first.n_clusters} prompts over {len(grams)} steps of all runs",
-        "efficiency: share of the update along ∇J · equiv.: rollouts rloo would need for it · c: projection on ∇J · "
-        "bias: ‖m − ∇J‖/‖∇J‖, 0 where the estimate of its square is negative · SF: variance/c²\n×rloo: ratio to rloo on the same rollouts [95 % over prompts] · "
-        + "\n".join(verdict(list(ratios.values()), measure) for measure in ("sf", "variance")),
+        EXPLAINED + "\n".join(verdict(list(ratios.values()), measure) for measure in ("sf", "variance")),
         ("estimator", "energy"),
         ("efficiency", "equiv.", "c", "bias", "SF ×rloo", "variance ×rloo", "variance"),
     )
