@@ -181,4 +181,5 @@ def _by_prefix(tree: Tree, numerator: Float, denominator: Float) -> Float:
 def _batch(tree: Tree, source: str) -> Batch:
     energy = {"exact": tree.energy, "proxy": tree.proxy}[source]
     whole = Groups.of(np.zeros(len(tree.prob), np.int64))
-    return Batch(tree.reward, tree.mask, whole, energy=energy, ratio=masked(tree.ratio, tree.mask))
+    alive = tree.mask.astype(np.float64)
+    return Batch(tree.returns, tree.total, tree.mask, alive, whole, energy=energy, ratio=tree.ratio * alive)

@@ -124,7 +124,7 @@ def _read_inputs(name: str, entry: Entry, inputs: EstimatorInputs) -> tuple[str,
     lacking = missing(entry, inputs)
     if lacking:
         raise InputError(f"{name} needs {' and '.join(lacking)}, which is None; pass it in EstimatorInputs.")
-    return ("reward", *entry.needs, *(use for use in entry.uses if getattr(inputs, use) is not None))
+    return (*entry.needs, *(use for use in entry.uses if getattr(inputs, use) is not None))
 
 
 def _checked_options(name: str, entry: Entry, options: Any) -> Any:

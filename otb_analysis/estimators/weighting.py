@@ -42,11 +42,15 @@ def _means(x: Float, weight: Float, groups: Groups, leave_one_out: bool) -> tupl
 def _sums_of_others(weight: Float, moment: Float, groups: Groups) -> tuple[Float, Float]:
     """Sum both over j ≠ i without cancellation: a row that dominates its group gets the sum of the rest directly."""
     total = groups.spread(groups.sum(weight))
-    dominant = weight > DOMINANT * total
+    dominant = (weight > DOMINANT * total).reshape(len(weight), -1)
+    columns = dominant.any(axis=0)  # few positions have one, and only they need the second sum
+    dominant = dominant[:, columns]
 
     def others(x: Float, whole: Float) -> Float:
-        rest = groups.spread(groups.sum(np.where(dominant, 0.0, x)))
-        return np.where(dominant, rest, whole - x)
+        out = (whole - x).reshape(len(x), -1)
+        small = np.where(dominant, 0.0, x.reshape(len(x), -1)[:, columns])
+        out[:, columns] = np.where(dominant, groups.spread(groups.sum(small)), out[:, columns])
+        return out.reshape(x.shape)
 
     return others(weight, total), others(moment, groups.spread(groups.sum(moment)))
 
