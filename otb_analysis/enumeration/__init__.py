@@ -2,7 +2,7 @@
 
 from otb_analysis.enumeration.derailment import Derailment
 from otb_analysis.enumeration.groups import group_gradients, group_moments
-from otb_analysis.enumeration.moments import Moments, sampled_moments, weighted_moments
+from otb_analysis.enumeration.moments import GroupMoments, sampled_moments, weighted_moments
 from otb_analysis.enumeration.population import (
     gap_closed,
     population_baseline,
@@ -16,7 +16,7 @@ from otb_analysis.enumeration.trees import Tree, TreeSpec, random_tree
 
 __all__ = [
     "Derailment",
-    "Moments",
+    "GroupMoments",
     "Tree",
     "TreeSpec",
     "gap_closed",

@@ -6,7 +6,7 @@ import numpy as np
 
 from otb_analysis.enumeration.derailment import Derailment
 from otb_analysis.enumeration.groups import group_moments
-from otb_analysis.enumeration.moments import Moments
+from otb_analysis.enumeration.moments import GroupMoments
 from otb_analysis.enumeration.population import (
     gap_closed,
     population_baseline,
@@ -111,7 +111,7 @@ def derailment_figures() -> dict[str, float]:
     return {name: process.variance(process.baseline(name)) / best for name in names}
 
 
-def _off_target(moments: Moments, scale: float) -> float:
+def _off_target(moments: GroupMoments, scale: float) -> float:
     target = scale * moments.gradient
     return float(np.linalg.norm(moments.mean - target) / np.linalg.norm(target))
 

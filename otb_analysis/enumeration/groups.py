@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_array
 
-from otb_analysis.enumeration.moments import Moments, weighted_moments
+from otb_analysis.enumeration.moments import GroupMoments, weighted_moments
 from otb_analysis.enumeration.population import position_optimum, values
 from otb_analysis.enumeration.trees import Tree
 from otb_analysis.errors import InputError
@@ -69,7 +69,7 @@ def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, so
     return coefficient @ tree.score.reshape(-1, tree.score.shape[2])
 
 
-def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: str = "exact") -> Moments:
+def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: str = "exact") -> GroupMoments:
     """Return the exact moments of an estimator's group gradient.
 
     Args:
