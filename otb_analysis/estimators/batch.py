@@ -24,6 +24,9 @@ REMEDY = {
 NON_NEGATIVE = frozenset({"energy", "rollout_norm_sq", "ratio"})
 PER_ROLLOUT = frozenset({"rollout_norm_sq"})
 
+NOWHERE = np.zeros((1, 1), bool)
+"""The fallback of a formula that never needs one."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -83,6 +86,21 @@ class Batch:
     def final(self) -> Float:
         """W_{i,T}, the realized energy of the whole rollout [N]."""
         return self.weight.sum(axis=1)
+
+
+@dataclass(frozen=True)
+class Centre:
+    """What a formula answers: the baseline of each token, in any shape that broadcasts to [N, T].
+
+    Attributes:
+        baseline: B; values outside the mask are dropped.
+        fallback: Where the formula had nothing to stand on.
+        scale: What multiplies G − B, where the estimator rescales.
+    """
+
+    baseline: Float
+    fallback: Bool
+    scale: Float | None = None
 
 
 def given(x: Float | None) -> Float:
