@@ -91,26 +91,9 @@ def masked(x: ArrayLike, mask: Bool) -> Float:
         x: Values [N, T].
         mask: True at policy tokens [N, T].
     """
-    return keep_bits(x, bits_of(mask))
-
-
-def bits_of(mask: Bool) -> Int:
-    """Return all bits set where the mask is true and none elsewhere.
-
-    Args:
-        mask: Any shape.
-    """
-    return np.multiply(mask, -1, dtype=np.int64)
-
-
-def keep_bits(x: ArrayLike, bits: Int) -> Float:
-    """Return x where all bits are set and 0 where none is: `masked` without a branch, since NaN & 0 is 0 bit by bit.
-
-    Args:
-        x: Values.
-        bits: `bits_of` a mask of the same shape; worth keeping when several arrays share one mask.
-    """
-    return (np.asarray(x, np.float64).view(np.int64) & bits).view(np.float64)
+    bits = np.asarray(x, np.float64).view(np.int64)
+    keep = np.multiply(mask, -1, dtype=np.int64)  # all bits or none: a NaN outside is cleared, and no branch is taken
+    return (bits & keep).view(np.float64)
 
 
 def returns_to_go(reward: ArrayLike, mask: Bool) -> Float:
@@ -141,13 +124,25 @@ def policy_position(mask: Bool) -> Int:
     return np.where(mask, np.cumsum(mask, axis=1) - 1, -1)
 
 
+def prefix_length(mask: Bool) -> Int:
+    """Return the column of the first false entry of each row: its length, when no policy token comes later.
+
+    Args:
+        mask: True at policy tokens [N, T].
+    """
+    if not mask.shape[1]:
+        return np.zeros(len(mask), np.int64)
+    first_false = mask.argmin(axis=1)
+    return np.where((first_false == 0) & mask[:, 0], mask.shape[1], first_false)
+
+
 def has_gaps(mask: Bool) -> bool:
     """Return True when a policy token comes after a position that is none, so that column and position differ.
 
     Args:
         mask: True at policy tokens [N, T].
     """
-    return bool((mask[:, 1:] > mask[:, :-1]).any() or (mask.any(axis=1) > mask[:, :1].any(axis=1)).any())
+    return int(np.count_nonzero(mask)) != int(prefix_length(mask).sum())
 
 
 def squeezed_mask(mask: Bool) -> Bool:

@@ -1,8 +1,8 @@
 """Tiny softmax policies enumerated exactly: the ground truth that every estimator and statistic is held against."""
 
 from otb_analysis.enumeration.derailment import Derailment
-from otb_analysis.enumeration.groups import group_gradients, group_moments
-from otb_analysis.enumeration.moments import Moments, sampled_moments, weighted_moments
+from otb_analysis.enumeration.groups import group_gradients, group_moments, group_regret
+from otb_analysis.enumeration.moments import GroupMoments, sampled_moments, weighted_moments
 from otb_analysis.enumeration.population import (
     gap_closed,
     population_baseline,
@@ -16,12 +16,13 @@ from otb_analysis.enumeration.trees import Tree, TreeSpec, random_tree
 
 __all__ = [
     "Derailment",
-    "Moments",
+    "GroupMoments",
     "Tree",
     "TreeSpec",
     "gap_closed",
     "group_gradients",
     "group_moments",
+    "group_regret",
     "population_baseline",
     "population_moments",
     "position_optimum",

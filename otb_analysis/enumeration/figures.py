@@ -6,7 +6,7 @@ import numpy as np
 
 from otb_analysis.enumeration.derailment import Derailment
 from otb_analysis.enumeration.groups import group_moments
-from otb_analysis.enumeration.moments import Moments
+from otb_analysis.enumeration.moments import GroupMoments, sampled_moments
 from otb_analysis.enumeration.population import (
     gap_closed,
     population_baseline,
@@ -16,7 +16,8 @@ from otb_analysis.enumeration.population import (
     values,
 )
 from otb_analysis.enumeration.trees import TreeSpec, random_tree
-from otb_analysis.estimators import ESTIMATORS
+from otb_analysis.estimators import ESTIMATORS, estimate
+from otb_analysis.types import Float
 
 GROUP = TreeSpec(horizon=3, shared=5, end_token=True)
 GROUP_SIZE = 4
@@ -38,6 +39,20 @@ CLOSERS = (
     ("token_optimal", "proxy"),
 )
 POLICIES = 60
+
+SAMPLED = (
+    "none",
+    "group_mean",
+    "rloo",
+    "sequence_optimal",
+    "sequence_optimal_loo",
+    "otb",
+    "otb_loo",
+    "token_optimal",
+    "token_optimal_loo",
+)
+SAMPLED_GROUPS = ((4, 12, 400), (32, 6, 100))
+"""Group size, chunks, groups per chunk."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +126,33 @@ def derailment_figures() -> dict[str, float]:
     return {name: process.variance(process.baseline(name)) / best for name in names}
 
 
-def _off_target(moments: Moments, scale: float) -> float:
+def derailment_samples() -> dict[tuple[str, int], Float]:
+    """Return N·V and N·SF of group gradients on the derailment process, relative to the variance of B*.
+
+    Sampled: every estimator on the same rollouts, in chunks of independent groups, so that differences between
+    estimators have standard errors over chunks. c comes from all chunks together.
+
+    Returns:
+        (estimator, N) → [chunks, 2], the columns N·V and N·SF.
+    """
+    process, rng = Derailment(), np.random.default_rng(1)
+    best = process.variance(process.baseline("token_optimal"))
+    out = {}
+    for n, chunks, groups in SAMPLED_GROUPS:
+        moments = {name: [] for name in SAMPLED}
+        for _ in range(chunks):
+            state, token, reward = process.sample(n * groups, rng)
+            inputs = process.inputs(state, token, reward, n)
+            for name in SAMPLED:
+                gradients = process.group_gradients(state, token, estimate(name, inputs).advantage, n)
+                moments[name].append(sampled_moments(gradients, process.gradient, n))
+        for name, parts in moments.items():
+            step = np.mean([m.projection for m in parts])
+            out[name, n] = np.array([[m.n_variance, m.n_variance / step**2] for m in parts]) / best
+    return out
+
+
+def _off_target(moments: GroupMoments, scale: float) -> float:
     target = scale * moments.gradient
     return float(np.linalg.norm(moments.mean - target) / np.linalg.norm(target))
 

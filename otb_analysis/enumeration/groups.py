@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_array
 
-from otb_analysis.enumeration.moments import Moments, weighted_moments
-from otb_analysis.enumeration.population import position_optimum, values
+from otb_analysis.enumeration.moments import GroupMoments, weighted_moments
+from otb_analysis.enumeration.population import population_moments, position_optimum, values
 from otb_analysis.enumeration.trees import Tree
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, estimate
@@ -69,7 +69,7 @@ def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, so
     return coefficient @ tree.score.reshape(-1, tree.score.shape[2])
 
 
-def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: str = "exact") -> Moments:
+def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: str = "exact") -> GroupMoments:
     """Return the exact moments of an estimator's group gradient.
 
     Args:
@@ -81,6 +81,25 @@ def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: st
     """
     members, prob = multisets(tree, n)
     return weighted_moments(group_gradients(name, tree, members, options, source), prob, tree.gradient, n)
+
+
+def group_regret(name: str, tree: Tree, n: int, options: Any = None, source: str = "exact") -> float:
+    """Return what an estimator's groups of N cost in variance above the best constant per position.
+
+    N·V(ḡ) − Var(B*): zero for `position_optimal`, whose rollouts are independent. A biased estimator can go below
+    zero by shrinking; read it beside the projection.
+
+    Args:
+        name: A key of `ESTIMATORS`.
+        tree: The policy.
+        n: N rollouts per group.
+        options: Options of the estimator.
+        source: `exact` or `proxy` energies.
+    """
+    return (
+        group_moments(name, tree, n, options, source).n_variance
+        - population_moments(tree, position_optimum(tree)).variance
+    )
 
 
 def _advantage(name: str, tree: Tree, members: Int, options: Any, source: str) -> Float:

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from otb_analysis.statistics import measures
 from otb_analysis.types import Float
 
 
 @dataclass(frozen=True)
-class Moments:
+class GroupMoments:
     """First two moments of one prompt's group gradient ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t}.
 
     Attributes:
@@ -43,6 +44,24 @@ class Moments:
         """SF = V / c²: variance at equal progress."""
         return self.variance / self.projection**2
 
+    def measured(self, reference: "GroupMoments") -> measures.Moments:
+        """Return what a Gram matrix of infinitely many prompts would give: the ground truth of `statistics`.
+
+        Args:
+            reference: Exact moments of the estimator that stands for ∇J.
+        """
+        power, mean_sq, along, truth_sq = (
+            np.array(float(x))
+            for x in (
+                self.mean @ self.mean + self.variance,
+                self.mean @ self.mean,
+                self.mean @ reference.mean,
+                reference.mean @ reference.mean,
+            )
+        )
+        reference_power = np.array(float(reference.mean @ reference.mean + reference.variance))
+        return measures.Moments(power, mean_sq, along, truth_sq, reference_power)
+
     def efficiency(self, prompts: float) -> float:
         """Return the share of an update of P prompts that points along ∇J.
 
@@ -55,7 +74,7 @@ class Moments:
         return float(along / (self.mean @ self.mean + self.variance / prompts))
 
 
-def weighted_moments(gradients: Float, prob: Float, gradient: Float, n: int) -> Moments:
+def weighted_moments(gradients: Float, prob: Float, gradient: Float, n: int) -> GroupMoments:
     """Return exact moments from all outcomes and their probabilities.
 
     Args:
@@ -65,10 +84,10 @@ def weighted_moments(gradients: Float, prob: Float, gradient: Float, n: int) -> 
         n: N rollouts per group.
     """
     mean = prob @ gradients
-    return Moments(mean, float(prob @ ((gradients - mean) ** 2).sum(axis=1)), gradient, n)
+    return GroupMoments(mean, float(prob @ ((gradients - mean) ** 2).sum(axis=1)), gradient, n)
 
 
-def sampled_moments(gradients: Float, gradient: Float, n: int) -> Moments:
+def sampled_moments(gradients: Float, gradient: Float, n: int) -> GroupMoments:
     """Return moments estimated from independent groups (ddof 1).
 
     Args:
@@ -76,4 +95,4 @@ def sampled_moments(gradients: Float, gradient: Float, n: int) -> Moments:
         gradient: ∇J [D].
         n: N rollouts per group.
     """
-    return Moments(gradients.mean(axis=0), float(gradients.var(axis=0, ddof=1).sum()), gradient, n)
+    return GroupMoments(gradients.mean(axis=0), float(gradients.var(axis=0, ddof=1).sum()), gradient, n)

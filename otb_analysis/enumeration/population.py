@@ -7,7 +7,7 @@ import numpy as np
 
 from otb_analysis.arrays import Groups, masked
 from otb_analysis.energies import decayed_energy
-from otb_analysis.enumeration.moments import Moments, weighted_moments
+from otb_analysis.enumeration.moments import GroupMoments, weighted_moments
 from otb_analysis.enumeration.trees import Tree
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators.batch import Batch
@@ -114,7 +114,7 @@ def values(tree: Tree) -> Float:
     return _by_prefix(tree, tree.returns, np.ones(tree.mask.shape))
 
 
-def population_moments(tree: Tree, baseline: Float, ratio: Float | None = None) -> Moments:
+def population_moments(tree: Tree, baseline: Float, ratio: Float | None = None) -> GroupMoments:
     """Return the exact moments of one rollout's gradient with a baseline that does not depend on that rollout.
 
     Args:
@@ -181,4 +181,5 @@ def _by_prefix(tree: Tree, numerator: Float, denominator: Float) -> Float:
 def _batch(tree: Tree, source: str) -> Batch:
     energy = {"exact": tree.energy, "proxy": tree.proxy}[source]
     whole = Groups.of(np.zeros(len(tree.prob), np.int64))
-    return Batch(tree.reward, tree.mask, whole, energy=energy, ratio=masked(tree.ratio, tree.mask))
+    alive = tree.mask.astype(np.float64)
+    return Batch(tree.returns, tree.total, tree.mask, alive, whole, energy=energy, ratio=tree.ratio * alive)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from otb_analysis.arrays import Groups, bits_of, has_gaps, keep_bits, masked, squeeze, squeezed_mask
+from otb_analysis.arrays import Groups, has_gaps, masked, prefix_length, squeeze, squeezed_mask
 from otb_analysis.errors import InputError
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int
 
@@ -21,7 +21,11 @@ REMEDY = {
     "value": "pass the critic's finite value at every policy token",
     "position_baseline": "pass a finite baseline at every policy token",
 }
-NON_NEGATIVE = {"energy", "rollout_norm_sq", "ratio"}
+NON_NEGATIVE = frozenset({"energy", "rollout_norm_sq", "ratio"})
+PER_ROLLOUT = frozenset({"rollout_norm_sq"})
+
+NOWHERE = np.zeros((1, 1), bool)
+"""The fallback of a formula that never needs one."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,10 @@ class Batch:
     """Rollouts of whole groups, ready for the formulas.
 
     Attributes:
-        reward: Reward by policy position [N, T].
+        returns: G_{i,t} = Σ_{k≥t} r_{i,k} [N, T], zero outside the mask.
+        total: R_i, the total return [N]; zero for a rollout without policy tokens.
         mask: True at the first L_i columns of row i [N, T].
+        alive: The mask as 0 and 1 [N, T].
         groups: Which rollouts belong together.
         energy: Token energy w [N, T], where the estimator needs it.
         ratio: Importance ratio ρ [N, T], where given and used.
@@ -39,8 +45,10 @@ class Batch:
         value: V(h_t) [N, T], where needed.
     """
 
-    reward: Float
+    returns: Float
+    total: Float
     mask: Bool
+    alive: Float
     groups: Groups
     energy: Float | None = None
     ratio: Float | None = None
@@ -49,31 +57,9 @@ class Batch:
     value: Float | None = None
 
     @cached_property
-    def alive(self) -> Float:
-        """1 at policy tokens, 0 elsewhere [N, T]."""
-        return self.mask.astype(np.float64)
-
-    @cached_property
-    def returns(self) -> Float:
-        """G_{i,t} = Σ_{k≥t} r_{i,k} [N, T], zero outside the mask."""
-        if not self.reward.size:
-            return self.reward
-        last = self.reward[np.arange(len(self.mask)), np.maximum(self.length - 1, 0)]
-        if np.count_nonzero(self.reward) == np.count_nonzero(last):  # one terminal reward: G_t = R, no sum needed
-            return last[:, None] * self.alive
-        return np.cumsum(self.reward[:, ::-1], axis=1)[:, ::-1]
-
-    @cached_property
-    def total(self) -> Float:
-        """R_i, the total return [N]; zero for a rollout without policy tokens."""
-        return self.reward.sum(axis=1)
-
-    @cached_property
     def length(self) -> Int:
         """L_i, policy tokens of each rollout [N]."""
-        if not self.mask.size:
-            return np.zeros(len(self.mask), np.int64)
-        return np.where(self.mask[:, -1], self.mask.shape[1], self.mask.argmin(axis=1))  # true comes first in a row
+        return prefix_length(self.mask)
 
     @cached_property
     def present(self) -> Float:
@@ -102,6 +88,21 @@ class Batch:
         return self.weight.sum(axis=1)
 
 
+@dataclass(frozen=True)
+class Centre:
+    """What a formula answers: the baseline of each token, in any shape that broadcasts to [N, T].
+
+    Attributes:
+        baseline: B; values outside the mask are dropped.
+        fallback: Where the formula had nothing to stand on.
+        scale: What multiplies G − B, where the estimator rescales.
+    """
+
+    baseline: Float
+    fallback: Bool
+    scale: Float | None = None
+
+
 def given(x: Float | None) -> Float:
     """Return an input that `Entry.needs` guarantees.
 
@@ -116,12 +117,21 @@ def given(x: Float | None) -> Float:
     return x
 
 
+@dataclass
+class _BadValue(Exception):
+    """A value that cannot be, by row and position of the block; `prepare` says where that is for the caller."""
+
+    name: str
+    value: float
+    at: tuple[int, ...]
+
+
 def check_shapes(inputs: EstimatorInputs, names: tuple[str, ...]) -> None:
     """Raise unless every named input fits the mask and the group vector.
 
     Args:
         inputs: What the caller passed.
-        names: Inputs the estimator reads, beyond mask and group.
+        names: Inputs the estimator reads, beyond reward, mask and group.
 
     Raises:
         InputError: A shape does not fit, or the mask is not boolean.
@@ -135,11 +145,11 @@ def check_shapes(inputs: EstimatorInputs, names: tuple[str, ...]) -> None:
             f"group has shape {group.shape} and dtype {group.dtype} but mask has {mask.shape[0]} rollouts; "
             "pass one integer per rollout, shape [N]."
         )
-    for name in names:
+    for name in ("reward", *names):
         shape = np.shape(getattr(inputs, name))
-        expected = mask.shape[:1] if name == "rollout_norm_sq" else mask.shape
+        expected = mask.shape[:1] if name in PER_ROLLOUT else mask.shape
         if shape != expected:
-            axes = "one value per rollout, shape [N]" if name == "rollout_norm_sq" else f"shape [N, T] = {expected}"
+            axes = "one value per rollout, shape [N]" if name in PER_ROLLOUT else f"shape [N, T] = {expected}"
             remedy = REMEDY["reward"] if name == "reward" else f"pass {axes}"
             raise InputError(f"{name} has shape {shape} but mask has {mask.shape[0]} rollouts; {remedy}.")
 
@@ -151,7 +161,7 @@ def prepare(inputs: EstimatorInputs, rows: Int, groups: Groups, names: tuple[str
         inputs: Inputs whose shapes were checked.
         rows: Rollouts to take [n], whole groups.
         groups: Groups of those rollouts.
-        names: Inputs the estimator reads, beyond mask and group.
+        names: Inputs the estimator reads, beyond reward, mask and group.
 
     Returns:
         The batch, and the selected rows of the caller's mask [n, T] when tokens had to move (None when they did not).
@@ -162,16 +172,25 @@ def prepare(inputs: EstimatorInputs, rows: Int, groups: Groups, names: tuple[str
     take = selector(rows)
     mask = np.asarray(inputs.mask)[take]
     gaps = has_gaps(mask)
-    inside = squeezed_mask(mask) if gaps else mask[:, : np.count_nonzero(mask.any(axis=0))]
-    bits, fields = bits_of(inside), {}
-    for name in names:
+    inside = squeezed_mask(mask) if gaps else mask[:, : prefix_length(mask).max(initial=0)]
+    alive, present = inside.astype(np.float64), (prefix_length(inside) > 0).astype(np.float64)
+
+    def read(name: str) -> np.ndarray:
         x = np.asarray(getattr(inputs, name))[take]
-        if name == "rollout_norm_sq":
-            fields[name] = masked(x, np.count_nonzero(mask, axis=1) > 0)
-        else:
-            fields[name] = squeeze(x, mask) if gaps else keep_bits(x[:, : inside.shape[1]], bits)
-        _check_values(name, fields[name], rows, mask)
-    return Batch(mask=inside, groups=groups, **fields), mask if gaps else None
+        return squeeze(x, mask) if gaps else x
+
+    fields = {}
+    try:
+        returns, total = _returns(read("reward"), inside, alive)
+        for name in names:
+            if name in PER_ROLLOUT:
+                fields[name] = _cleared(name, np.asarray(getattr(inputs, name))[take], present)
+            else:
+                fields[name] = _cleared(name, read(name)[:, : inside.shape[1]], alive)
+    except _BadValue as bad:
+        where = [f"rollout {rows[bad.at[0]]}", *(f"token {np.flatnonzero(mask[bad.at[0]])[t]}" for t in bad.at[1:])]
+        raise InputError(f"{bad.name} is {bad.value} at {', '.join(where)}; {REMEDY[bad.name]}.") from None
+    return Batch(returns, total, inside, alive, groups, **fields), mask if gaps else None
 
 
 def selector(rows: Int) -> Int | slice:
@@ -184,15 +203,27 @@ def selector(rows: Int) -> Int | slice:
     return slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
 
 
-def _check_values(name: str, x: Float, rows: Int, mask: Bool) -> None:
-    signed = name not in NON_NEGATIVE
-    if np.isfinite(x.sum()) and (signed or x.min(initial=0.0) >= 0):
-        return
-    wrong = ~np.isfinite(x) | ((x < 0) & (not signed))
-    if not wrong.any():  # finite values whose sum overflows
-        return
-    i, *column = (int(k) for k in np.argwhere(wrong)[0])
-    where = f"rollout {rows[i]}"
-    if column:
-        where += f", token {np.flatnonzero(mask[i])[column[0]]}"
-    raise InputError(f"{name} is {x[(i, *column)]} at {where}; {REMEDY[name]}.")
+def _returns(reward: np.ndarray, inside: Bool, alive: Float) -> tuple[Float, Float]:
+    """G and R. With one terminal reward per rollout G_t = R, and one look at the rewards is enough."""
+    if not inside.size:
+        return np.zeros(inside.shape), np.zeros(len(inside))
+    length = prefix_length(inside)
+    last = np.where(length > 0, reward[np.arange(len(reward)), length - 1], 0.0).astype(np.float64)
+    if np.count_nonzero(reward) == np.count_nonzero(last) and np.isfinite(last).all():
+        return last[:, None] * alive, last
+    paid = _cleared("reward", reward[:, : inside.shape[1]], alive)
+    return np.cumsum(paid[:, ::-1], axis=1)[:, ::-1], paid.sum(axis=1)
+
+
+def _cleared(name: str, x: np.ndarray, alive: Float) -> Float:
+    """Checked values in float64, zero outside the mask."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        quick = x * alive  # a NaN or infinity outside the mask makes NaN; only then look entry by entry
+        if np.isfinite(quick.sum()) and (name not in NON_NEGATIVE or quick.min(initial=0.0) >= 0):
+            return quick
+    exact = masked(x, alive > 0)
+    wrong = ~np.isfinite(exact) | ((exact < 0) & (name in NON_NEGATIVE))
+    if wrong.any():
+        at = tuple(int(k) for k in np.argwhere(wrong)[0])
+        raise _BadValue(name, float(exact[at]), at)
+    return exact

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.estimators.batch import Batch
-from otb_analysis.types import Estimate
+from otb_analysis.estimators.batch import Batch, Centre
 
 Tail = Literal["own_return", "group", "zero"]
 
@@ -53,7 +52,7 @@ class Entry:
     """One row of the catalogue.
 
     Attributes:
-        function: (Batch, options) → Estimate, a pure function.
+        function: (Batch, options) → Centre, a pure function; `evaluate` turns it into an Estimate.
         formula: B_{i,t} in Unicode.
         unbiased: True when E ĝ is the gradient of the target under `conditions`.
         conditions: Under which conditions, or why not.
@@ -67,7 +66,7 @@ class Entry:
         takes_gaps: False when positions are columns, so that tool tokens in between cannot be had.
     """
 
-    function: Callable[[Batch, Any], Estimate]
+    function: Callable[[Batch, Any], Centre]
     formula: str
     unbiased: bool
     conditions: str

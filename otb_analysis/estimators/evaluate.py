@@ -8,7 +8,7 @@ import numpy as np
 
 from otb_analysis.arrays import Groups, has_gaps
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.estimators.batch import check_shapes, prepare, selector
+from otb_analysis.estimators.batch import Batch, Centre, check_shapes, prepare, selector
 from otb_analysis.estimators.entry import Entry
 from otb_analysis.estimators.registry import ESTIMATORS
 from otb_analysis.types import Bool, Estimate, EstimatorInputs, Int
@@ -116,7 +116,7 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     out = Estimate(np.zeros(mask.shape), np.zeros(mask.shape), np.zeros(mask.shape, bool))
     for rows, groups in _blocks(Groups.of(inputs.group), mask.shape[1], entry.batch_coupled):
         batch, moved = prepare(inputs, rows, groups, names)
-        _write(out, rows, batch.mask, moved, entry.function(batch, options))
+        _write(out, selector(rows), batch, moved, entry.function(batch, options))
     return out
 
 
@@ -124,7 +124,7 @@ def _read_inputs(name: str, entry: Entry, inputs: EstimatorInputs) -> tuple[str,
     lacking = missing(entry, inputs)
     if lacking:
         raise InputError(f"{name} needs {' and '.join(lacking)}, which is None; pass it in EstimatorInputs.")
-    return ("reward", *entry.needs, *(use for use in entry.uses if getattr(inputs, use) is not None))
+    return (*entry.needs, *(use for use in entry.uses if getattr(inputs, use) is not None))
 
 
 def _checked_options(name: str, entry: Entry, options: Any) -> Any:
@@ -151,13 +151,29 @@ def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Grou
         yield rows, Groups(groups.index[rows] - first, groups.labels[first:stop])
 
 
-def _write(out: Estimate, rows: Int, inside: Bool, moved: Bool | None, part: Estimate) -> None:
-    """Put a block's answer where its rows and tokens are; `moved` is their mask when tokens were squeezed."""
-    take = selector(rows)
-    for whole, piece in ((out.baseline, part.baseline), (out.advantage, part.advantage), (out.fallback, part.fallback)):
-        if moved is None:
-            whole[take, : inside.shape[1]] = piece
-        else:
-            placed = np.zeros(moved.shape, piece.dtype)
-            placed[moved] = piece[inside]
-            whole[take] = placed
+def _write(out: Estimate, take: Int | slice, batch: Batch, moved: Bool | None, centre: Centre) -> None:
+    """Put A = (G − B)·scale inside the mask, in place; `moved` is the block's own mask when tokens were squeezed."""
+    shape = batch.mask.shape
+    if moved is None and isinstance(take, slice):
+        at = (take, slice(shape[1]))
+        room = Estimate(out.baseline[at], out.advantage[at], out.fallback[at])
+    else:
+        room = Estimate(np.empty(shape), np.empty(shape), np.empty(shape, bool))
+    np.multiply(centre.baseline, batch.alive, out=room.baseline)
+    np.subtract(batch.returns, room.baseline, out=room.advantage)
+    if centre.scale is not None:
+        np.multiply(room.advantage, centre.scale, out=room.advantage)
+    np.logical_and(batch.mask, centre.fallback, out=room.fallback)
+    if room.baseline.base is not out.baseline:
+        _scatter(out.baseline, room.baseline, take, batch.mask, moved)
+        _scatter(out.advantage, room.advantage, take, batch.mask, moved)
+        _scatter(out.fallback, room.fallback, take, batch.mask, moved)
+
+
+def _scatter(whole: np.ndarray, piece: np.ndarray, take: Int | slice, inside: Bool, moved: Bool | None) -> None:
+    if moved is None:
+        whole[take, : inside.shape[1]] = piece
+    else:
+        placed = np.zeros(moved.shape, piece.dtype)
+        placed[moved] = piece[inside]
+        whole[take] = placed

@@ -1,14 +1,10 @@
 """Baselines that come from elsewhere: exact scores of other rollouts, or a critic."""
 
-import numpy as np
-
-from otb_analysis.estimators.batch import Batch, given
+from otb_analysis.estimators.batch import NOWHERE, Batch, Centre, given
 from otb_analysis.estimators.entry import NoOptions
-from otb_analysis.estimators.weighting import centred
-from otb_analysis.types import Estimate
 
 
-def position_optimal(batch: Batch, options: NoOptions) -> Estimate:
+def position_optimal(batch: Batch, options: NoOptions) -> Centre:
     """Centre by the variance-optimal constant of each position.
 
     B_t* = E[s_t · Σ_k s_k G_k] / E‖s_t‖², passed in as `position_baseline`; off-policy E[ρ_t s_t·g]/E[ρ_t²‖s_t‖²].
@@ -19,10 +15,10 @@ def position_optimal(batch: Batch, options: NoOptions) -> Estimate:
         batch: The rollouts, with `position_baseline`.
         options: None to set.
     """
-    return centred(batch, given(batch.position_baseline), np.zeros(batch.mask.shape, bool))
+    return Centre(given(batch.position_baseline), NOWHERE)
 
 
-def value(batch: Batch, options: NoOptions) -> Estimate:
+def value(batch: Batch, options: NoOptions) -> Centre:
     """Centre by the critic's value of the prefix.
 
     B_t = V(h_t), h_t the prefix before y_t; A_t = G_t − V(h_t), which is GAE with γ = λ = 1. Unbiased for any critic
@@ -33,4 +29,4 @@ def value(batch: Batch, options: NoOptions) -> Estimate:
         batch: The rollouts, with `value`.
         options: None to set.
     """
-    return centred(batch, given(batch.value), np.zeros(batch.mask.shape, bool))
+    return Centre(given(batch.value), NOWHERE)

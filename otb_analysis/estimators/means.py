@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 from otb_analysis.arrays import Groups
-from otb_analysis.estimators.batch import Batch
+from otb_analysis.estimators.batch import NOWHERE, Batch, Centre
 from otb_analysis.estimators.entry import NoOptions
-from otb_analysis.estimators.weighting import centred, rollout_average
-from otb_analysis.types import Estimate
+from otb_analysis.estimators.weighting import rollout_average
 
 GRPO_EPSILON = 1e-6
 """Added to the standard deviation by the published code."""
@@ -17,7 +16,7 @@ ROUNDING = 1e-12
 """A standard deviation below this share of the returns' size is rounding: equal totals summed in another order."""
 
 
-def none(batch: Batch, options: NoOptions) -> Estimate:
+def none(batch: Batch, options: NoOptions) -> Centre:
     """Return the return-to-go itself.
 
     B = 0, A_t = G_t. Unbiased; the yardstick a baseline has to beat.
@@ -26,10 +25,10 @@ def none(batch: Batch, options: NoOptions) -> Estimate:
         batch: The rollouts.
         options: None to set.
     """
-    return centred(batch, np.zeros(batch.mask.shape), np.zeros(batch.mask.shape, bool))
+    return Centre(np.zeros((1, 1)), NOWHERE)
 
 
-def batch_mean(batch: Batch, options: NoOptions) -> Estimate:
+def batch_mean(batch: Batch, options: NoOptions) -> Centre:
     """Centre by the mean total return of the whole batch.
 
     B = (1/N) Σ_j R_j over all rollouts of all prompts. Public code; the group mean when the batch is one group.
@@ -41,7 +40,7 @@ def batch_mean(batch: Batch, options: NoOptions) -> Estimate:
     return group_mean(_as_one_group(batch), options)
 
 
-def batch_mean_loo(batch: Batch, options: NoOptions) -> Estimate:
+def batch_mean_loo(batch: Batch, options: NoOptions) -> Centre:
     """Centre by the mean total return of all other rollouts in the batch.
 
     B_i = Σ_{j≠i} R_j / (N − 1) over all prompts; `rloo` when the batch is one group.
@@ -53,7 +52,7 @@ def batch_mean_loo(batch: Batch, options: NoOptions) -> Estimate:
     return rloo(_as_one_group(batch), options)
 
 
-def group_mean(batch: Batch, options: NoOptions) -> Estimate:
+def group_mean(batch: Batch, options: NoOptions) -> Centre:
     """Centre by the mean total return of the rollout's own group.
 
     B_i = (1/N) Σ_j R_j. Its expectation is (1 − 1/N)·∇J: shorter by 1/N, direction intact. Public code.
@@ -65,7 +64,7 @@ def group_mean(batch: Batch, options: NoOptions) -> Estimate:
     return rollout_average(batch, batch.present)
 
 
-def rloo(batch: Batch, options: NoOptions) -> Estimate:
+def rloo(batch: Batch, options: NoOptions) -> Centre:
     """Centre by the mean total return of the *other* rollouts of the group.
 
     B_i = Σ_{j≠i} R_j / (N − 1); with one terminal reward A = N/(N−1)·(R − mean). Unbiased. Public code.
@@ -77,7 +76,7 @@ def rloo(batch: Batch, options: NoOptions) -> Estimate:
     return rollout_average(batch, batch.present, leave_one_out=True)
 
 
-def opo(batch: Batch, options: NoOptions) -> Estimate:
+def opo(batch: Batch, options: NoOptions) -> Centre:
     """Centre by the length-weighted mean total return of the group.
 
     B = Σ_j L_j R_j / Σ_j L_j, L in policy tokens. Equal lengths give the group mean, and constant token energy turns
@@ -90,7 +89,7 @@ def opo(batch: Batch, options: NoOptions) -> Estimate:
     return rollout_average(batch, batch.length.astype(np.float64))
 
 
-def opo_loo(batch: Batch, options: NoOptions) -> Estimate:
+def opo_loo(batch: Batch, options: NoOptions) -> Centre:
     """Centre by the length-weighted mean total return of the other rollouts.
 
     B_i = Σ_{j≠i} L_j R_j / Σ_{j≠i} L_j. Equal lengths give `rloo`.
@@ -102,7 +101,7 @@ def opo_loo(batch: Batch, options: NoOptions) -> Estimate:
     return rollout_average(batch, batch.length.astype(np.float64), leave_one_out=True)
 
 
-def grpo(batch: Batch, options: NoOptions) -> Estimate:
+def grpo(batch: Batch, options: NoOptions) -> Centre:
     """Centre by the group mean and divide by the group's standard deviation.
 
     A_t = (G_t − mean_j R_j) / (std_j R_j + 1e-6), ddof 1. A group of one, or of equal total returns, has no scale:
@@ -119,12 +118,7 @@ def grpo(batch: Batch, options: NoOptions) -> Estimate:
     size = np.sqrt(groups.sum(batch.total**2) / np.maximum(n, 1))
     flat = batch.alone | groups.spread(std <= ROUNDING * size)
     scale = np.where(flat, 0.0, 1.0 / (groups.spread(std) + GRPO_EPSILON))
-    centred_returns = group_mean(batch, options)
-    return Estimate(
-        baseline=centred_returns.baseline,
-        advantage=centred_returns.advantage * scale[:, None],
-        fallback=batch.mask & flat[:, None],
-    )
+    return replace(group_mean(batch, options), fallback=flat[:, None], scale=scale[:, None])
 
 
 def _as_one_group(batch: Batch) -> Batch:

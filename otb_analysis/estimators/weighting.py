@@ -3,9 +3,9 @@
 import numpy as np
 
 from otb_analysis.arrays import Groups
-from otb_analysis.estimators.batch import Batch
+from otb_analysis.estimators.batch import Batch, Centre
 from otb_analysis.estimators.entry import Tail
-from otb_analysis.types import Bool, Estimate, Float
+from otb_analysis.types import Bool, Float
 
 DOMINANT = 0.75
 """Above this share of a group's weight (so at most one rollout per position), `total − own` would cancel."""
@@ -42,17 +42,21 @@ def _means(x: Float, weight: Float, groups: Groups, leave_one_out: bool) -> tupl
 def _sums_of_others(weight: Float, moment: Float, groups: Groups) -> tuple[Float, Float]:
     """Sum both over j ≠ i without cancellation: a row that dominates its group gets the sum of the rest directly."""
     total = groups.spread(groups.sum(weight))
-    dominant = weight > DOMINANT * total
+    dominant = (weight > DOMINANT * total).reshape(len(weight), -1)
+    columns = dominant.any(axis=0)  # few positions have one, and only they need the second sum
+    dominant = dominant[:, columns]
 
     def others(x: Float, whole: Float) -> Float:
-        rest = groups.spread(groups.sum(np.where(dominant, 0.0, x)))
-        return np.where(dominant, rest, whole - x)
+        out = (whole - x).reshape(len(x), -1)
+        small = np.where(dominant, 0.0, x.reshape(len(x), -1)[:, columns])
+        out[:, columns] = np.where(dominant, groups.spread(groups.sum(small)), out[:, columns])
+        return out.reshape(x.shape)
 
     return others(weight, total), others(moment, groups.spread(groups.sum(moment)))
 
 
-def rollout_average(batch: Batch, weight: Float, *, leave_one_out: bool = False) -> Estimate:
-    """Return the estimate whose baseline is one weighted mean of total returns per rollout.
+def rollout_average(batch: Batch, weight: Float, *, leave_one_out: bool = False) -> Centre:
+    """Return the baseline that is one weighted mean of total returns per rollout.
 
     B_i = Σ_j ω_j R_j / Σ_j ω_j; zero total weight gives the plain mean of the same rollouts, a group of one B = 0.
 
@@ -62,9 +66,7 @@ def rollout_average(batch: Batch, weight: Float, *, leave_one_out: bool = False)
         leave_one_out: Leave rollout i out of its own baseline.
     """
     baseline, weightless = scalar_mean(batch, weight, leave_one_out=leave_one_out)
-    fallback = weightless | batch.alone
-    baseline = np.where(batch.alone, 0.0, baseline)
-    return centred(batch, np.broadcast_to(baseline[:, None], batch.mask.shape), fallback[:, None])
+    return Centre(np.where(batch.alone, 0.0, baseline)[:, None], (weightless | batch.alone)[:, None])
 
 
 def scalar_mean(batch: Batch, weight: Float, *, leave_one_out: bool) -> tuple[Float, Bool]:
@@ -85,8 +87,8 @@ def scalar_mean(batch: Batch, weight: Float, *, leave_one_out: bool) -> tuple[Fl
     return mean, weightless
 
 
-def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: bool = False) -> Estimate:
-    """Return the estimate whose baseline is a weighted mean over the rollouts alive at the same policy position.
+def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: bool = False) -> Centre:
+    """Return the baseline that is a weighted mean over the rollouts alive at the same policy position.
 
     B_{i,t} = Σ_j ω_{j,t} G_{j,t} / Σ_j ω_{j,t} over j alive at t; zero total weight gives the plain mean of the same
     rollouts, a group of one B = 0, and where no other rollout is alive the tail policy decides.
@@ -108,7 +110,7 @@ def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: 
     mean, fallback = np.where(lone, 0.0, mean), weightless | lone
     if not leave_one_out:
         mean, fallback = groups.spread(mean), groups.spread(fallback)
-    return centred(batch, mean if tail == "own_return" else _with_tail(batch, mean, tail), fallback)
+    return Centre(mean if tail == "own_return" else _with_tail(batch, mean, tail), fallback)
 
 
 def _with_tail(batch: Batch, mean: Float, tail: Tail) -> Float:
@@ -116,15 +118,3 @@ def _with_tail(batch: Batch, mean: Float, tail: Tail) -> Float:
     finished, _ = scalar_mean(batch, batch.final, leave_one_out=True)
     lone = batch.groups.spread(batch.groups.sum(batch.alive) == 1) & ~batch.alone[:, None]
     return np.where(lone, batch.returns if tail == "zero" else finished[:, None], mean)
-
-
-def centred(batch: Batch, baseline: Float, fallback: Bool) -> Estimate:
-    """Return A = G − B inside the mask.
-
-    Args:
-        batch: The rollouts.
-        baseline: B [N, T]; values outside the mask are dropped.
-        fallback: Where a fallback was used, broadcastable to [N, T].
-    """
-    inside = baseline * batch.alive
-    return Estimate(baseline=inside, advantage=batch.returns - inside, fallback=batch.mask & fallback)

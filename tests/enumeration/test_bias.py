@@ -100,6 +100,7 @@ def test_variance_over_prompts_and_rollouts_adds_up(draw):
     assert abs(total - predicted) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dense", "sign"), [(False, 1), (True, -1)])
 def test_plain_rloo_beats_otb_loo_in_small_groups_unless_rewards_are_dense(dense, sign, draw):
     # terminal: RLOO quieter on every policy. Dense: its baseline is one total for all positions, OTB's a return-to-go

@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration import Derailment, population_moments, sampled_moments
+from otb_analysis.enumeration import Derailment, population_moments
+from otb_analysis.enumeration.figures import derailment_samples
 from otb_analysis.enumeration.trees import Tree
-from otb_analysis.estimators import estimate
-
-NAMES = ("none", "group_mean", "rloo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo")
 
 
 @pytest.mark.parametrize(("mistake", "success"), [(0.2, 0.76), (0.7, 0.50), (2.0, 0.20)])
@@ -76,21 +74,7 @@ def test_sampled_gradients_have_the_exact_mean_and_variance():
 @pytest.fixture(scope="module")
 def measured():
     """Per chunk of independent groups: N·V and N·SF of every estimator on the same rollouts, relative to B*."""
-    process, out = Derailment(), {}
-    best = process.variance(process.baseline("token_optimal"))
-    rng = np.random.default_rng(1)
-    for n, chunks, groups in ((4, 12, 400), (32, 6, 100)):
-        moments = {name: [] for name in NAMES}
-        for _ in range(chunks):
-            state, token, reward = process.sample(n * groups, rng)
-            inputs = process.inputs(state, token, reward, n)
-            for name in NAMES:
-                gradients = process.group_gradients(state, token, estimate(name, inputs).advantage, n)
-                moments[name].append(sampled_moments(gradients, process.gradient, n))
-        for name, parts in moments.items():
-            step = np.mean([m.projection for m in parts])
-            out[name, n] = np.array([[n * m.variance / best, n * m.variance / step**2 / best] for m in parts])
-    return out
+    return derailment_samples()
 
 
 def lower(a, b, column):

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from otb_analysis.enumeration import Moments, sampled_moments, weighted_moments
+from otb_analysis.enumeration import GroupMoments, sampled_moments, weighted_moments
 
 
 def test_measures_of_a_shrunk_estimate():
     # m = (3, 1), ∇J = (4, 0), V = 2, N = 4: bias √(1 + 1)/4, c = 12/16, SF = 2/(9/16), efficiency(2) = 144/16/(10 + 1)
-    m = Moments(np.array([3.0, 1.0]), 2.0, np.array([4.0, 0.0]), 4)
+    m = GroupMoments(np.array([3.0, 1.0]), 2.0, np.array([4.0, 0.0]), 4)
     assert abs(m.relative_bias - 2**0.5 / 4) < 1e-15
     assert m.projection == 0.75
     assert m.n_variance == 8
@@ -16,8 +16,8 @@ def test_measures_of_a_shrunk_estimate():
 
 
 def test_scaling_an_estimate_changes_neither_sf_nor_efficiency():
-    a = Moments(np.array([3.0, 1.0]), 2.0, np.array([4.0, 0.0]), 4)
-    b = Moments(0.5 * a.mean, 0.25 * a.variance, a.gradient, 4)
+    a = GroupMoments(np.array([3.0, 1.0]), 2.0, np.array([4.0, 0.0]), 4)
+    b = GroupMoments(0.5 * a.mean, 0.25 * a.variance, a.gradient, 4)
     assert abs(a.sf - b.sf) < 1e-14
     assert abs(a.efficiency(3) - b.efficiency(3)) < 1e-15
 

@@ -6,6 +6,7 @@ import pytest
 from otb_analysis.enumeration import (
     gap_closed,
     group_moments,
+    group_regret,
     population_baseline,
     population_moments,
     position_optimum,
@@ -112,6 +113,11 @@ def test_leave_one_out_variance_approaches_the_population(name, draw):
     excess = [group_moments(name, tree, n).n_variance - limit for n in (16, 32)]
     assert abs(excess[1]) < 0.15 * limit
     assert 0.4 < excess[1] / excess[0] < 0.6  # falls as 1/N
+
+
+def test_groups_with_the_optimal_constants_have_no_regret(tree):
+    assert abs(group_regret("position_optimal", tree, 3)) < 1e-12
+    assert group_regret("rloo", tree, 3) > 0
 
 
 def test_median_gap_closed_orders_the_baselines(draw):
