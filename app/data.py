@@ -158,9 +158,7 @@ def headline(run: Run) -> Headline:
 
 @st.cache_data(max_entries=8, show_spinner="Reading the Gram matrices …")
 def _grams(path: str, stamp: str) -> dict[int, Gram]:
-    store = _store(path)
-    measured = store.sql("SELECT DISTINCT step FROM grams ORDER BY step")["step"]
-    return {int(step): gram for step in measured if (gram := store.gram(int(step))) is not None}
+    return _store(path).grams()
 
 
 def grams(run: Run) -> dict[int, Gram]:

@@ -159,7 +159,7 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
         hovertemplate="proxy %{x:.3g}<br>exact %{y:.3g}<br><b>%{customdata:.0f}</b> tokens<extra></extra>",
     )  # fmt: skip
     letter = "w" if info.kind == "token" else "W"
-    figure.update_xaxes(**log_axis(10**info.proxy_edges), title_text=f"proxy {letter}_t in logit space (norm²)")
+    figure.update_xaxes(**log_axis(10**info.proxy_edges, most=5), title_text=f"proxy {letter}_t in logit space (norm²)")
     figure.update_yaxes(**log_axis(10**info.exact_edges), title_text=f"exact {letter}_t over the parameters (norm²)")
     return figure.update_layout(height=470, margin={"l": 76, "t": 30})
 
