@@ -167,8 +167,8 @@ def _payload(
         "column": info.column,
         "columns": list(columns),
         "colors": list(info.colors),
-        "low": ("≤ " if info.n_beyond else "") + number(info.low),
-        "high": ("≥ " if info.n_beyond else "") + number(info.high),
+        "low": ("≤ " if info.n_below else "") + number(info.low),
+        "high": ("≥ " if info.n_above else "") + number(info.high),
         "marks": _marks(info),
         "chosen": list(chosen) if chosen else None,
     }

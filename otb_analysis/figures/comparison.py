@@ -1,6 +1,6 @@
 """Side by side: every estimator's variance, SF and efficiency as ratios to another's, with paired intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,8 +8,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.theme import RULE, TITLE, Style, log_axis, number, panels, place
-from otb_analysis.figures.variance import labels, trace_style
+from otb_analysis.figures.theme import RULE, TITLE, Style, log_axis, note_in_panel, number, panels, place
+from otb_analysis.figures.variance import UNDEFINED, labels, trace_style
 from otb_analysis.statistics import MIN_CLUSTERS, Interval, paired_ratios, pooled_statistics
 from otb_analysis.types import Gram
 
@@ -57,7 +57,9 @@ class ComparisonInfo:
     estimand: str
 
 
-def comparison_info(grams: Sequence[Gram], against: str = "rloo", energy_source: str = "both") -> ComparisonInfo:
+def comparison_info(
+    grams: Sequence[Gram], against: str = "rloo", energy_source: str = "both", estimators: Iterable[str] | None = None
+) -> ComparisonInfo:
     """Compare all estimators with one on the same rollouts, pooled over the steps that are passed.
 
     ratio = measure(estimator)/measure(against), sums over steps before anything is divided; the interval deletes one
@@ -66,6 +68,7 @@ def comparison_info(grams: Sequence[Gram], against: str = "rloo", energy_source:
     Args:
         grams: One Gram matrix per step.
         against: Estimator whose ratios are 1; its first energy source is taken.
+        estimators: Which estimators to show besides that one; all when left out.
         energy_source: Show only estimators that read no energy or this kind; `both` shows all.
 
     Raises:
@@ -73,6 +76,8 @@ def comparison_info(grams: Sequence[Gram], against: str = "rloo", energy_source:
     """
     known = dict.fromkeys(found for gram in grams for found in gram.labels)
     shown = [found for found in known if energy_source == "both" or found[1] in ("none", energy_source)]
+    if estimators is not None:
+        shown = [found for found in shown if found[0] in {against, *estimators}]
     base = next((found for found in shown if found[0] == against), None)
     if base is None:
         raise InputError(f"against is {against!r}, which was not measured; {nearest(against, [m for m, _ in shown])}")
@@ -82,7 +87,10 @@ def comparison_info(grams: Sequence[Gram], against: str = "rloo", energy_source:
     names = labels(shown)
     for found in shown:
         pair, own = pairs.get(found), values[found]
-        ratios = (_ONE,) * 3 if found == base else tuple(getattr(pair, name, None) for name, *_ in RATIOS)
+        if found == base:
+            ratios = tuple(None if getattr(own, name) is None else _ONE for name, *_ in RATIOS)
+        else:
+            ratios = tuple(getattr(pair, name, None) for name, *_ in RATIOS)
         numbers = {n: getattr(own, n) for n in (*(n for n, *_ in RATIOS), "projection", "rollout_equivalents")}
         rows.append(Row(names[found], trace_style(*found), ratios, numbers))
     rows.sort(key=lambda row: -(row.ratios[0].estimate if row.ratios[0] else -np.inf))
@@ -165,6 +173,8 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
                 hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{interval_text(ratio)}"
                 "<extra></extra>",
             )  # fmt: skip
+        if not any(row.ratios[index] for row in info.rows):
+            note_in_panel(figure, UNDEFINED.replace(";", ";<br>"), where)
         figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
         found = [ratio for row in info.rows if (ratio := row.ratios[index])]
         ends = [end for ratio in found for end in (ratio.low, ratio.high) if end is not None]

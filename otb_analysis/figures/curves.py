@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from otb_analysis.figures.theme import log_axis, number, panels, place, run_styles
+from otb_analysis.figures.theme import log_axis, note_in_panel, number, panels, place, run_styles
 
 Array = NDArray[np.float32]
 
@@ -142,11 +142,7 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y:
             )  # fmt: skip
             named.add(curve.run)
         if not curves:
-            axis = str(index + 1) if index else ""
-            figure.add_annotation(
-                text="not recorded", showarrow=False, font={"size": 12}, opacity=0.6,
-                xref=f"x{axis} domain", yref=f"y{axis} domain", x=0.5, y=0.5,
-            )  # fmt: skip
+            note_in_panel(figure, "not recorded", where)
         if log_y:
             figure.update_yaxes(**log_axis(np.concatenate([c.value for c in curves]) if curves else []), **where)
         elif quantity.from_zero:

@@ -44,29 +44,35 @@ class Style:
 
 ESTIMATOR_STYLES: dict[str, Style] = {
     "none": Style(GREY, "dot", "x"),
-    "batch_mean": Style("#00436B", "dashdot", "square"),
+    "batch_mean": Style("#00436B", symbol="square"),
+    "batch_mean_loo": Style("#00436B", "dash", "square-open"),
     "group_mean": Style(BLUE),
     "rloo": Style(BLUE, "dash", "circle-open"),
     "grpo": Style(SKY, symbol="square"),
     "james_stein": Style(SKY, "dash", "square-open"),
-    "opo": Style("#3D5A98", symbol="diamond"),
+    "opo": Style("#3D5A98", symbol="diamond-tall"),
+    "opo_loo": Style("#3D5A98", "dash", "diamond-tall-open"),
     "classic_optimal": Style("#4C6B1F", symbol="triangle-up"),
+    "classic_optimal_loo": Style("#4C6B1F", "dash", "triangle-up-open"),
     "sequence_optimal": Style(GREEN, symbol="triangle-up"),
     "sequence_optimal_loo": Style(GREEN, "dash", "triangle-up-open"),
     "otb": Style(ORANGE, symbol="diamond"),
     "otb_loo": Style(ORANGE, "dash", "diamond-open"),
     "otb_carry": Style("#8F3B00", symbol="diamond"),
+    "otb_carry_loo": Style("#8F3B00", "dash", "diamond-open"),
     "otb_turn": Style("#F0905A", symbol="diamond"),
+    "otb_turn_loo": Style("#F0905A", "dash", "diamond-open"),
     "token_optimal": Style(AMBER, symbol="star"),
     "token_optimal_loo": Style(AMBER, "dash", "star-open"),
     "energy_ema": Style("#8A6A00", symbol="star"),
+    "energy_ema_loo": Style("#8A6A00", "dash", "star-open"),
     "position_optimal": Style("#5E4B00", symbol="hexagon"),
-    "opob": Style("#4C6B1F", "dash", "triangle-up-open"),
+    "opob": Style("#7C9440", symbol="triangle-down"),
     "value": Style(PINK, symbol="pentagon"),
     "tvm": Style("#8E4A75", symbol="pentagon"),
     "tempo": Style("#7A5CA8", symbol="hourglass"),
     "tempo_loo": Style("#7A5CA8", "dash", "hourglass-open"),
-    "trloo": Style("#00436B", "dash", "square-open"),
+    "trloo": Style("#2C7FB8", "dash", "cross-open"),
 }
 FALLBACK_STYLES = (Style("#5B6770"), Style("#93764A"), Style("#5F7F6B"), Style("#86607D"))
 
@@ -228,6 +234,20 @@ def place(index: int, columns: int) -> dict[str, Any]:
         columns: Panels per row.
     """
     return {"row": index // columns + 1, "col": index % columns + 1}
+
+
+def note_in_panel(figure: go.Figure, text: str, where: Mapping[str, int]) -> None:
+    """Say in the middle of an empty panel why it is empty.
+
+    Args:
+        figure: From `panels`.
+        text: A few words.
+        where: From `place`.
+    """
+    figure.add_annotation(
+        text=text, showarrow=False, font={"size": 12, "color": GREY}, xref="x domain", yref="y domain", x=0.5, y=0.5,
+        **dict(where),
+    )  # fmt: skip
 
 
 def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str, Any]:

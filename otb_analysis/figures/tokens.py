@@ -77,7 +77,8 @@ class TokensInfo:
         high: Value at the upper end.
         diverging: The scale is symmetric around 0.
         n_missing: Tokens without a value.
-        n_beyond: Tokens whose colour is saturated.
+        n_below: Tokens below the scale, drawn in its first colour.
+        n_above: Tokens above the scale, drawn in its last colour.
     """
 
     column: str
@@ -88,7 +89,8 @@ class TokensInfo:
     high: float
     diverging: bool
     n_missing: int
-    n_beyond: int
+    n_below: int
+    n_above: int
 
     @property
     def colors(self) -> tuple[str, ...]:
@@ -142,9 +144,9 @@ def tokens_info(tokens: pd.DataFrame, rewards: pd.Series, column: str, order: st
     ends = np.array([len(r.tokens) for r in rows])
     exists = np.arange(grid.shape[1]) < ends[:, None]
     unknown = np.where(exists & np.isnan(grid), 1, np.nan).astype(np.float32)
-    beyond = int(((value < low) | (value > high)).sum())
+    below, above = int((value < low).sum()), int((value > high).sum())
     missing = int(np.isnan(value[policy]).sum())
-    return TokensInfo(column, tuple(rows), grid, unknown, low, high, diverging, missing, beyond)
+    return TokensInfo(column, tuple(rows), grid, unknown, low, high, diverging, missing, below, above)
 
 
 def _order(order: str):
@@ -161,7 +163,8 @@ def _order(order: str):
 def color_range(value: NDArray[np.float64]) -> tuple[float, float, bool]:
     """Return the ends of the colour scale and whether it is diverging.
 
-    Signed values get ±the 98 % quantile of |v|, others the central 98 %; a constant column gets a scale of width 1.
+    Signed values get ±the 98 % quantile of |v|, others the central 98 %, from 0 where they come near it; a constant
+    column gets a scale of width 1.
 
     Args:
         value: Values, NaN where not measured.
@@ -173,6 +176,8 @@ def color_range(value: NDArray[np.float64]) -> tuple[float, float, bool]:
         reach = float(np.quantile(np.abs(seen), ROBUST)) or float(np.abs(seen).max())
         return (-reach, reach, True)
     low, high = (float(q) for q in np.quantile(seen, [(1 - ROBUST) / 2, (1 + ROBUST) / 2]))
+    if 0 <= low < high / 4:
+        low = 0.0
     return (low, high, False) if high > low else (low - 0.5, high + 0.5, False)
 
 

@@ -13,11 +13,22 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from otb_analysis.figures.theme import RULE, Style, estimator_style, log_axis, number, panels, place, step_axis
+from otb_analysis.figures.theme import (
+    RULE,
+    Style,
+    estimator_style,
+    log_axis,
+    note_in_panel,
+    number,
+    panels,
+    place,
+    step_axis,
+)
 from otb_analysis.statistics import Interval, pooled_statistics
 from otb_analysis.types import Gram
 
 Array = NDArray[np.float32]
+UNDEFINED = "undefined: ‖∇J‖² is lost in the noise;<br>measure more prompts or pool more steps"
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,9 @@ class VarianceInfo:
         n_rollouts: Fewest and most measured rollouts over the steps.
         reference: Estimators that stood for ∇J.
         hidden: Points that a logarithmic axis cannot show (SF or variance not above 0), per measure.
+        undefined: Points without SF, projection and efficiency: there the estimate of ‖∇J‖², from pairs of different
+            prompts, is not above 0, so that nothing can be measured against it.
+        n_points: Points in all, defined or not.
     """
 
     traces: tuple[tuple[Trace, ...], ...]
@@ -106,6 +120,8 @@ class VarianceInfo:
     n_rollouts: tuple[int, int]
     reference: tuple[str, ...]
     hidden: tuple[int, ...]
+    undefined: int
+    n_points: int
 
     @property
     def has_intervals(self) -> bool:
@@ -183,7 +199,9 @@ def variance_info(gradients: pd.DataFrame, estimators: Iterable[str] | None = No
     )
     hidden = tuple(int((table[m.column] <= 0).sum()) if m.log else 0 for m in MEASURES)
     reference = tuple(sorted(table["reference"].dropna().unique())) if "reference" in table else ()
-    return VarianceInfo(traces, _span(table, "n_prompts"), _span(table, "n_rollouts"), reference, hidden)
+    undefined = int(table["projection"].isna().sum())
+    prompts, rollouts = _span(table, "n_prompts"), _span(table, "n_rollouts")
+    return VarianceInfo(traces, prompts, rollouts, reference, hidden, undefined, len(table))
 
 
 def _trace(name: str, style: Style, part: Any, column: str) -> Trace:
@@ -207,6 +225,7 @@ def plot_variance(info: VarianceInfo) -> go.Figure:
         info: From `variance_info`.
     """
     figure = panels([(m.title, m.line) for m in MEASURES], 2, height=300)
+    named: set[str] = set()
     for index, (measure, traces) in enumerate(zip(MEASURES, info.traces, strict=True)):
         where = place(index, 2)
         for rank, trace in enumerate(traces):
@@ -214,7 +233,7 @@ def plot_variance(info: VarianceInfo) -> go.Figure:
             bars = np.isfinite(trace.low) & np.isfinite(trace.high)
             figure.add_scatter(
                 x=trace.step + shift, y=_drawable(trace.value, measure.log), name=trace.label, legendgroup=trace.label,
-                showlegend=index == 0, mode="lines+markers",
+                showlegend=trace.label not in named and trace.step.size > 0, mode="lines+markers",
                 line={"color": trace.style.color, "width": 1.6, "dash": trace.style.dash},
                 marker={"symbol": trace.style.symbol, "size": 7},
                 error_y={
@@ -225,6 +244,9 @@ def plot_variance(info: VarianceInfo) -> go.Figure:
                 text=[_hover(*row) for row in zip(trace.step, trace.value, trace.low, trace.high, strict=True)],
                 hovertemplate="%{text}<extra>" + trace.label + "</extra>", **where,
             )  # fmt: skip
+            named |= {trace.label} if trace.step.size else set()
+        if not any(trace.step.size for trace in traces):
+            note_in_panel(figure, UNDEFINED, where)
         if measure.log:
             values, ends = [t.value for t in traces], [end for t in traces for end in (t.low, t.high)]
             figure.update_yaxes(**log_axis(_joined(values), _joined(ends)), **where)

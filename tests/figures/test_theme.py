@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.figures.theme import (
     CONFIG,
     ESTIMATOR_STYLES,
@@ -28,9 +29,13 @@ def test_number_has_three_significant_digits(value, text):
 
 
 def test_leave_one_out_form_is_the_dashed_twin_of_its_self_inclusive_form():
-    for name in ("sequence_optimal", "otb", "token_optimal"):
+    for name in (n for n in ESTIMATORS if f"{n}_loo" in ESTIMATORS):
         plain, loo = estimator_style(name), estimator_style(f"{name}_loo")
         assert (plain.color, plain.dash, loo.dash) == (loo.color, "solid", "dash")
+
+
+def test_every_estimator_has_a_style_of_its_own():
+    assert set(ESTIMATORS) <= set(ESTIMATOR_STYLES)
 
 
 def test_no_two_estimators_look_alike():

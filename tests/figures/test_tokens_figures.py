@@ -122,3 +122,7 @@ def test_details_of_a_tool_token_say_it_has_no_score(tokens):
 
 def test_details_of_a_token_that_is_not_there_are_none(tokens):
     assert token_details(tokens, 0, 99, "otb") is None
+
+
+def test_scale_of_energies_starts_at_zero():
+    assert color_range(np.array([1e-9, 0.5, 1.0]))[0] == 0.0
