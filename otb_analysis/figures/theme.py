@@ -166,6 +166,8 @@ def number(value: float | int | None) -> str:
     """
     if value is None or value != value:
         return "–"
+    if value < 0:
+        return f"−{number(-value)}"
     if isinstance(value, int) or math.isinf(value):
         return f"{value:,}".replace("inf", "∞")
     if value == 0:
@@ -270,12 +272,13 @@ def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str
     reach = max(0.06 * (high - low), 0.04)
     low, high = low - reach, high + reach
     decades = range(math.floor(low), math.ceil(high) + 1)
-    leads = (1, 2, 5) if high - low < 2.2 else (1,)
+    leads = (1, 1.5, 2, 3, 4, 5, 6, 8) if high - low < 0.7 else (1, 2, 5) if high - low < 2.2 else (1,)
     ticks = [lead * 10.0**k for k in decades for lead in leads if low <= k + math.log10(lead) <= high]
     if len(ticks) < 2:
         ticks = [float(f"{10**at:.2g}") for at in np.linspace(low + reach, high - reach, 3)]
     every = math.ceil(len(ticks) / most)
-    ticks = ticks[::every]
+    # Where 1 is among the ticks it stays: ratios are read against it.
+    ticks = ticks[ticks.index(1.0) % every if 1.0 in ticks else 0 :: every]
     text = [number(tick) if 1e-3 <= tick < 1e5 else f"10{_power(round(math.log10(tick)))}" for tick in ticks]
     return {"type": "log", "range": [low, high], "tickvals": ticks, "ticktext": [_short(t) for t in text]}
 

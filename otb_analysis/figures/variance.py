@@ -225,11 +225,12 @@ def plot_variance(info: VarianceInfo) -> go.Figure:
         info: From `variance_info`.
     """
     figure = panels([(m.title, m.line) for m in MEASURES], 2, height=300)
+    steps = np.unique(_joined([trace.step for traces in info.traces for trace in traces]))
     named: set[str] = set()
     for index, (measure, traces) in enumerate(zip(MEASURES, info.traces, strict=True)):
         where = place(index, 2)
         for rank, trace in enumerate(traces):
-            shift = _dodge(traces, rank)
+            shift = _dodge(steps, rank, len(traces))
             bars = np.isfinite(trace.low) & np.isfinite(trace.high)
             figure.add_scatter(
                 x=trace.step + shift, y=_drawable(trace.value, measure.log), name=trace.label, legendgroup=trace.label,
@@ -254,7 +255,7 @@ def plot_variance(info: VarianceInfo) -> go.Figure:
             figure.add_hline(y=1, line={"dash": "dot", "width": 1, "color": RULE}, **where)
         if measure.column == "efficiency":
             figure.update_yaxes(rangemode="tozero", **where)
-        figure.update_xaxes(**step_axis(_joined([t.step for t in traces])), **where)
+        figure.update_xaxes(**step_axis(steps), **where)
     for column in (1, 2):
         figure.update_xaxes(title_text=None, row=1, col=column)
     return figure
@@ -273,8 +274,7 @@ def _hover(step: float, value: float, low: float, high: float) -> str:
     return f"step {step:.0f}: <b>{number(float(value))}</b>{interval}"
 
 
-def _dodge(traces: tuple[Trace, ...], rank: int) -> float:
+def _dodge(steps: Array, rank: int, count: int) -> float:
     """Offset along the step axis: all estimators together take up a third of the gap between measured steps."""
-    steps = np.unique(np.concatenate([t.step for t in traces])) if traces else np.zeros(0)
     gap = float(np.diff(steps).min()) if len(steps) > 1 else 1.0
-    return gap / 3 * (rank - (len(traces) - 1) / 2) / max(1, len(traces))
+    return gap / 3 * (rank - (count - 1) / 2) / max(1, count)

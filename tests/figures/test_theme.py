@@ -20,7 +20,7 @@ from otb_analysis.figures.theme import (
     ("value", "text"),
     [
         (0.012345, "0.0123"), (12345.6, "12,300"), (1.2e-7, "1.20×10⁻⁷"), (3.2e8, "3.20×10⁸"), (0.0, "0"),
-        (None, "–"), (float("nan"), "–"), (float("inf"), "∞"), (1234567, "1,234,567"), (-0.5, "-0.500"), (99.96, "100"),
+        (None, "–"), (float("nan"), "–"), (float("inf"), "∞"), (1234567, "1,234,567"), (-0.5, "−0.500"), (99.96, "100"),
         (0.9999, "1.00"), (9.9996e-5, "0.000100"),
     ],
 )  # fmt: skip
@@ -94,3 +94,8 @@ def test_nothing_leaves_the_page():
 def test_dark_background_gets_light_ink():
     dark = for_background(panels([("a", "")], 1), dark=True).layout.font.color
     assert int(dark[1:3], 16) > 200
+
+
+def test_ratio_axis_keeps_its_tick_at_one():
+    for low, high in ((0.1, 3.0), (0.2, 30.0), (0.8, 1.3)):
+        assert "1" in log_axis([low, 1.0, high], most=4)["ticktext"]
