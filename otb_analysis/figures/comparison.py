@@ -8,8 +8,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.theme import RULE, TITLE, Style, log_axis, note_in_panel, number, panels, place
-from otb_analysis.figures.variance import UNDEFINED, labels, trace_style
+from otb_analysis.figures.gradient_table import labels, trace_style
+from otb_analysis.figures.scales import log_axis, number
+from otb_analysis.figures.styles import Style
+from otb_analysis.figures.theme import RULE, TITLE, note_in_panel, panels, place
+from otb_analysis.figures.variance import UNDEFINED
 from otb_analysis.statistics import MIN_CLUSTERS, Interval, paired_ratios, pooled_statistics
 from otb_analysis.types import Gram
 

@@ -9,7 +9,8 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.theme import TEMPLATE, log_axis, panels, place, step_axis
+from otb_analysis.figures.scales import log_axis, step_axis
+from otb_analysis.figures.theme import TEMPLATE, panels, place
 from otb_analysis.statistics import Association, Fidelity, fidelity
 
 Float = NDArray[np.float64]

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.theme import TEMPLATE, number
+from otb_analysis.figures.scales import number
+from otb_analysis.figures.theme import TEMPLATE
 from otb_analysis.schema import TOKENS
 
 Array = NDArray[np.float32]

@@ -2,18 +2,9 @@ import numpy as np
 import pytest
 
 from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.figures.theme import (
-    CONFIG,
-    ESTIMATOR_STYLES,
-    axis_title,
-    estimator_style,
-    for_background,
-    log_axis,
-    number,
-    panels,
-    run_styles,
-    step_axis,
-)
+from otb_analysis.figures.scales import log_axis, number, step_axis
+from otb_analysis.figures.styles import ESTIMATOR_STYLES, estimator_style, run_styles
+from otb_analysis.figures.theme import CONFIG, for_background, panels
 
 
 @pytest.mark.parametrize(
@@ -51,11 +42,6 @@ def test_runs_of_one_estimator_differ_in_lightness_and_loo_keeps_its_twins_colou
     assert styles["a"].color == styles["c"].color == estimator_style("otb").color
     assert styles["a"].color != styles["b"].color
     assert styles["d"] == estimator_style("group_mean")
-
-
-def test_axis_title_takes_the_unit_from_the_schema():
-    assert axis_title("steps", "entropy_mean", "Mean entropy") == "Mean entropy (nats)"
-    assert axis_title("steps", "reward_mean") == "reward mean"
 
 
 def test_log_axis_over_one_decade_has_ticks_at_one_two_five():

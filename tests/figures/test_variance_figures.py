@@ -4,7 +4,8 @@ import pytest
 
 from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
-from otb_analysis.figures.variance import MEASURES, labels, plot_variance, statistics_table, variance_info
+from otb_analysis.figures.gradient_table import MEASURES, labels, statistics_table
+from otb_analysis.figures.variance import plot_variance, variance_info
 from otb_analysis.statistics import pooled_statistics
 from otb_analysis.types import Gram
 
