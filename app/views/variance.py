@@ -65,7 +65,7 @@ def footnote(info: VarianceInfo, window: int) -> str:
     if info.undefined:
         lost += (
             f" {info.undefined:,} of {info.n_points:,} points have no SF, projection or efficiency: there ‖∇J‖², "
-            "estimated from pairs of different prompts, is not above 0. Do not compare their variances."
+            "estimated from pairs of different prompts, is lost in the noise. Do not compare their variances."
         )
     return f"{prompts} prompts a step, {window} measured step{'s' * (window > 1)} per point. {intervals}{against}{lost}"
 

@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.gradient_table import labels, trace_style
+from otb_analysis.figures.gradient_table import is_defined, labels, trace_style
 from otb_analysis.figures.scales import log_axis, number
 from otb_analysis.figures.styles import Style
 from otb_analysis.figures.theme import RULE, TITLE, note_in_panel, panels, place
@@ -21,6 +21,7 @@ RATIOS = (
     ("sf", "SF ratio", "left of 1 is better"),
     ("variance", "Variance ratio", "read it with c"),
 )
+VALUES = ("efficiency", "sf", "variance", "projection", "rollout_equivalents")
 _ONE = Interval(1.0, None, None, 0, "the estimator over itself", "by definition")
 
 
@@ -90,11 +91,11 @@ def comparison_info(
     names = labels(shown)
     for found in shown:
         pair, own = pairs.get(found), values[found]
-        if found == base:
-            ratios = tuple(None if getattr(own, name) is None else _ONE for name, *_ in RATIOS)
-        else:
-            ratios = tuple(getattr(pair, name, None) for name, *_ in RATIOS)
-        numbers = {n: getattr(own, n) for n in (*(n for n, *_ in RATIOS), "projection", "rollout_equivalents")}
+        defined = is_defined(own) and is_defined(values[base])
+        known = [name == "variance" or defined for name, *_ in RATIOS]
+        found_ratios = [_ONE if found == base else getattr(pair, name, None) for name, *_ in RATIOS]
+        ratios = tuple(ratio if ok else None for ratio, ok in zip(found_ratios, known, strict=True))
+        numbers = {n: getattr(own, n) if n == "variance" or is_defined(own) else None for n in VALUES}
         rows.append(Row(names[found], trace_style(*found), ratios, numbers))
     rows.sort(key=lambda row: -(row.ratios[0].estimate if row.ratios[0] else -np.inf))
     n_prompts = values[base].n_clusters

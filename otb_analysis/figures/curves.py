@@ -135,6 +135,10 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y:
             note_in_panel(figure, "not recorded", where)
         if log_y:
             figure.update_yaxes(**log_axis(np.concatenate([c.value for c in curves]) if curves else []), **where)
+        elif curves and _flat(curves):
+            level = float(curves[0].value[0])
+            reach = 0.2 * abs(level) or 1.0
+            figure.update_yaxes(range=[level - reach, level + reach], **where)
         elif quantity.from_zero:
             figure.update_yaxes(rangemode="tozero", **where)
     _step_titles(figure, len(info.quantities), columns)
@@ -155,6 +159,11 @@ def _scatters(curve: Curve, quantity: Quantity, style: Style) -> list[Any]:
         hovertemplate="step %{x}: <b>%{text}</b><extra>" + _plain(curve.run) + "</extra>",
     )  # fmt: skip
     return [line] if np.array_equal(curve.value, curve.smooth) else [recorded, line]
+
+
+def _flat(curves: Sequence[Curve]) -> bool:
+    """True where all values are one: an automatic axis would then show more than there is."""
+    return float(np.ptp(np.concatenate([curve.value for curve in curves]))) == 0
 
 
 def _step_titles(figure: go.Figure, count: int, columns: int) -> None:

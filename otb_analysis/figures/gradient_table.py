@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from otb_analysis.figures.styles import Style, estimator_style
-from otb_analysis.statistics import Interval, pooled_statistics
+from otb_analysis.statistics import MIN_CLUSTERS, GradientStatistics, Interval, pooled_statistics
 from otb_analysis.types import Gram
 
 
@@ -91,11 +91,32 @@ def trace_style(estimator: str, energy_source: str) -> Style:
     return Style(style.color, "dot" if style.dash == "solid" else "dashdot", style.symbol)
 
 
+AGAINST_TRUTH = ("relative_bias", "projection", "sf", "efficiency")
+"""The columns that are measured against ∇J."""
+
+
+def is_defined(found: GradientStatistics) -> bool:
+    """Tell whether the estimate of ‖∇J‖² is far enough from 0 for anything to be measured against it.
+
+    It is an average over pairs of different prompts and can come out near 0 or below. It is not when the projection is
+    undefined, when there are prompts enough for an interval and leaving out one of them makes it undefined, or when the
+    efficiency, a share, comes out above 1.
+
+    Args:
+        found: Statistics of one estimator.
+    """
+    if found.projection is None or found.efficiency is None or found.efficiency > 1:
+        return False
+    interval = found.projection_interval
+    return found.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
+
+
 def statistics_table(grams: Mapping[int, Gram], window: int = 1) -> pd.DataFrame:
     """Return the four measures of every estimator at every measured step, with intervals clustered by prompt.
 
     Row (step, estimator) pools the last `window` measured steps: sums over steps first, then ratios. Where these hold
-    fewer than 16 prompts there is a point and no interval.
+    fewer than 16 prompts there is a point and no interval; where ‖∇J‖² is lost in the noise there is not even a point
+    of what is measured against it.
 
     Args:
         grams: Gram matrix of each measured step.
@@ -107,8 +128,10 @@ def statistics_table(grams: Mapping[int, Gram], window: int = 1) -> pd.DataFrame
         pooled = [grams[s] for s in steps[max(0, last + 1 - window) : last + 1]]
         for found in pooled_statistics(pooled):
             record: dict[str, object] = {"step": steps[last], **found.as_row(), "n_clusters": found.n_clusters}
+            record |= {} if is_defined(found) else dict.fromkeys(AGAINST_TRUTH)
             for measure in MEASURES:
-                interval: Interval | None = getattr(found, f"{measure.column}_interval")
+                known = measure.column not in AGAINST_TRUTH or is_defined(found)
+                interval: Interval | None = getattr(found, f"{measure.column}_interval") if known else None
                 record[f"{measure.column}_low"] = None if interval is None else interval.low
                 record[f"{measure.column}_high"] = None if interval is None else interval.high
             records.append(record)

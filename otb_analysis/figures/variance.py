@@ -45,7 +45,7 @@ class VarianceInfo:
         reference: Estimators that stood for ∇J.
         hidden: Points that a logarithmic axis cannot show (SF or variance not above 0), per measure.
         undefined: Points without SF, projection and efficiency: there the estimate of ‖∇J‖², from pairs of different
-            prompts, is not above 0, so that nothing can be measured against it.
+            prompts, is lost in the noise, so that nothing can be measured against it.
         n_points: Points in all, defined or not.
     """
 
