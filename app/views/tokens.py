@@ -14,6 +14,7 @@ from otb_analysis.figures.tokens import NUMERIC
 from otb_analysis.schema import column
 
 SCALE = "auto: logarithmic where a few values are far larger than the rest, else linear between robust ends."
+FIRST = ("grad_norm_sq", "energy_proxy")
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
 
 
@@ -66,7 +67,7 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
     measured = [c for c in NUMERIC if c in tokens and bool(tokens[c].notna().any()) and c != "token_id"]
     with places[2]:
         name = st.selectbox(
-            "Colour by", measured, index=measured.index("energy_proxy") if "energy_proxy" in measured else 0,
+            "Colour by", measured, index=next((measured.index(c) for c in FIRST if c in measured), 0),
             key="color", bind="query-params",
         )  # fmt: skip
     with places[3]:

@@ -105,7 +105,8 @@ with page("Variance", "How noisy is the gradient under each baseline, on the sam
         default="exact", key="energy", bind="query-params", required=True,
     )  # fmt: skip
     window = right.slider(
-        "Measured steps pooled into one point", 1, 10, 1, key="pool", bind="query-params",
+        "Measured steps pooled into one point", 1, data.MAX_WINDOW, data.default_window(run),
+        key="pool", bind="query-params",
         help="Pools neighbouring measured steps: sums first, then ratios. More prompts, narrower intervals.",
     )  # fmt: skip
     table = by_source(data.statistics(run, window), str(source))

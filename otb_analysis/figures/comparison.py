@@ -177,17 +177,16 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
                 hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{interval_text(ratio)}"
                 "<extra></extra>",
             )  # fmt: skip
-        if not any(row.ratios[index] for row in info.rows):
-            note_in_panel(figure, UNDEFINED.replace(";", ";<br>"), where)
+        empty = not any(row.ratios[index] for row in info.rows)
         figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
         found = [ratio for row in info.rows if (ratio := row.ratios[index])]
         ends = [end for ratio in found for end in (ratio.low, ratio.high) if end is not None]
         figure.update_xaxes(**log_axis([1.0, *(ratio.estimate for ratio in found)], ends, most=4), **where)
         figure.update_xaxes(title_text=f"÷ {info.against}", title_standoff=6, **where)
-        figure.update_yaxes(
-            categoryorder="array", categoryarray=names, showticklabels=index == 0, range=[-0.6, len(names) - 0.4],
-            **where,
-        )  # fmt: skip
+        order = {"categoryorder": "array", "categoryarray": names, "range": [-0.6, len(names) - 0.4]}
+        if empty:
+            note_in_panel(figure, UNDEFINED.replace(";", ";<br>"), where)
+        figure.update_yaxes(**order, showticklabels=index == 0, **where)
     return figure.update_layout(margin={"l": 150, "t": TITLE + 6}, height=27 * len(info.rows) + 130)
 
 

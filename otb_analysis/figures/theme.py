@@ -94,7 +94,7 @@ def place(index: int, columns: int) -> dict[str, Any]:
 
 
 def note_in_panel(figure: go.Figure, text: str, where: Mapping[str, int]) -> None:
-    """Say in the middle of an empty panel why it is empty.
+    """Say in the middle of an empty panel why it is empty, and take away the numbers of its empty axis.
 
     Args:
         figure: From `panels`.
@@ -105,6 +105,7 @@ def note_in_panel(figure: go.Figure, text: str, where: Mapping[str, int]) -> Non
         text=text, showarrow=False, font={"size": 12, "color": GREY}, xref="x domain", yref="y domain", x=0.5, y=0.5,
         **dict(where),
     )  # fmt: skip
+    figure.update_yaxes(showticklabels=False, row=where["row"], col=where["col"])
 
 
 def for_background(figure: go.Figure, dark: bool) -> go.Figure:
