@@ -16,6 +16,9 @@ from otb_analysis.figures.runs import Headline
 from otb_analysis.store import RunStore, runs_df
 from otb_analysis.types import Gram
 
+MAX_WINDOW = 10
+"""Most measured steps that one point pools."""
+
 MEMORY = "512MB"
 MAX_TOKENS = 1_000_000
 """Most measured tokens one page loads; beyond it a seeded choice of whole prompts is taken, and the page says so."""
@@ -158,9 +161,7 @@ def headline(run: Run) -> Headline:
 
 @st.cache_data(max_entries=8, show_spinner="Reading the Gram matrices …")
 def _grams(path: str, stamp: str) -> dict[int, Gram]:
-    store = _store(path)
-    measured = store.sql("SELECT DISTINCT step FROM grams ORDER BY step")["step"]
-    return {int(step): gram for step in measured if (gram := store.gram(int(step))) is not None}
+    return _store(path).grams()
 
 
 def grams(run: Run) -> dict[int, Gram]:
@@ -172,7 +173,7 @@ def grams(run: Run) -> dict[int, Gram]:
     return _grams(run.path, run.stamp)
 
 
-@st.cache_data(max_entries=16, show_spinner="Computing intervals …")
+@st.cache_data(max_entries=64, show_spinner="Computing intervals …")
 def _statistics(path: str, stamp: str, window: int) -> pd.DataFrame:
     return statistics_table(_grams(path, stamp), window)
 
@@ -186,6 +187,19 @@ def statistics(run: Run, window: int) -> pd.DataFrame:
     """
     table = _statistics(run.path, run.stamp, window)
     return table if len(table) else _store(run.path).gradients_df()
+
+
+def default_window(run: Run) -> int:
+    """Return the fewest measured steps to pool for which the last point has all its measures; at most `MAX_WINDOW`.
+
+    Args:
+        run: A readable run.
+    """
+    for window in (1, 2, 3, 5):
+        table: Any = statistics(run, window)
+        if table.empty or table.loc[table["step"] == table["step"].max(), "projection"].notna().any():
+            return window
+    return MAX_WINDOW
 
 
 @dataclass(frozen=True)

@@ -166,9 +166,9 @@ def _payload(
         "rows": rows,
         "column": info.column,
         "columns": list(columns),
-        "colors": list(info.colors),
-        "low": ("≤ " if info.n_beyond else "") + number(info.low),
-        "high": ("≥ " if info.n_beyond else "") + number(info.high),
+        "colors": list(info.scale.colors),
+        "low": ("≤ " if info.n_below else "") + number(info.scale.low),
+        "high": ("≥ " if info.n_above else "") + number(info.scale.high) + (" (log)" if info.scale.log else ""),
         "marks": _marks(info),
         "chosen": list(chosen) if chosen else None,
     }

@@ -15,7 +15,7 @@ HELDOUT = "Last evaluation; change since the first."
 
 def card(headline: Headline, status: str) -> None:
     """Show one run in four numbers."""
-    with st.container(border=True, width=258, height="stretch"):
+    with st.container(border=True, width=250, height="stretch"):
         st.markdown(f"**{plain(headline.run)}**")
         st.caption(f"{plain(headline.estimator) or 'estimator unknown'} · {headline.steps} steps · {status}")
         upper, lower = st.columns(2), st.columns(2)

@@ -9,9 +9,12 @@ from token_view import token_view
 from widgets import chart, download, one_run, page, plain
 
 from otb_analysis.figures import number, plot_tokens, token_details, tokens_info
+from otb_analysis.figures.token_colors import KINDS
 from otb_analysis.figures.tokens import NUMERIC
 from otb_analysis.schema import column
 
+SCALE = "auto: logarithmic where a few values are far larger than the rest, else linear between robust ends."
+FIRST = ("grad_norm_sq", "energy_proxy")
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
 
 
@@ -54,7 +57,7 @@ def details(tokens: pd.DataFrame, chosen: tuple[int, int], estimator: str) -> No
 
 with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one prompt, coloured by what you ask."):
     run = one_run()
-    places = st.columns([1, 3, 2, 1.4])
+    places = st.columns([1, 3, 2, 1.4, 1.1])
     with places[0]:
         step = choose_step(run)
     rollouts = data.rollouts(run, step)
@@ -64,14 +67,16 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
     measured = [c for c in NUMERIC if c in tokens and bool(tokens[c].notna().any()) and c != "token_id"]
     with places[2]:
         name = st.selectbox(
-            "Colour by", measured, index=measured.index("energy_proxy") if "energy_proxy" in measured else 0,
+            "Colour by", measured, index=next((measured.index(c) for c in FIRST if c in measured), 0),
             key="color", bind="query-params",
         )  # fmt: skip
     with places[3]:
         order = st.selectbox("Order", list(ORDERS), format_func=lambda o: ORDERS[o], key="order", bind="query-params")
     chosen: Any = rollouts[rollouts["group"] == group]
+    with places[4]:
+        scale = st.selectbox("Scale", KINDS, key="scale", bind="query-params", help=SCALE)
     own = chosen.set_index("rollout")
-    info = tokens_info(tokens, own["reward"], str(name), str(order))
+    info = tokens_info(tokens, own["reward"], str(name), str(order), str(scale))
     described = column("tokens", str(name))
     unit = f" ({described.unit})" if described.unit else ""
     st.caption(plain(f"{described.name}{unit}: {described.meaning}") + " Hover for all values, click for the formulas.")

@@ -29,19 +29,17 @@ def by_source(table: Any, source: str) -> Any:
     return table if source == "both" else table[table["energy_source"].isin(["none", source])]
 
 
-def over_steps(run: data.Run, source: str) -> None:
-    """Draw the four measures over steps."""
-    left, right = st.columns([3, 1])
-    window = right.slider(
-        "Measured steps per point", 1, 10, 1, key="pool", bind="query-params",
-        help="Pools neighbouring measured steps: sums first, then ratios. More prompts, narrower intervals.",
-    )  # fmt: skip
-    table = by_source(data.statistics(run, window), source)
+def choose_estimators(table: Any) -> list[str]:
+    """Let the page choose estimators, for both figures; the usual ones to begin with."""
     names = list(dict.fromkeys(table["estimator"]))
     usual = [n for n in names if n in USUAL] or names[:8]
-    shown = left.multiselect("Estimators", names, default=usual, key="estimator", bind="query-params", wrap=True)
-    info = variance_info(table, shown)
-    chart(plot_variance(info), "variance", table[table["estimator"].isin(shown)])
+    return st.multiselect("Estimators", names, default=usual, key="estimator", bind="query-params", wrap=True)
+
+
+def over_steps(table: Any, chosen: list[str], window: int) -> None:
+    """Draw the four measures over steps."""
+    info = variance_info(table, chosen)
+    chart(plot_variance(info), "variance", table[table["estimator"].isin(chosen)])
     st.caption(footnote(info, window))
     with st.expander("What these are"):
         for measure in MEASURES:
@@ -64,10 +62,15 @@ def footnote(info: VarianceInfo, window: int) -> str:
     hidden = sum(info.hidden)
     lost = f" {hidden} values at or below 0 have no place on a logarithmic axis." if hidden else ""
     against = f" ∇J is estimated by {', '.join(info.reference)} on other prompts." if info.reference else ""
+    if info.undefined:
+        lost += (
+            f" {info.undefined:,} of {info.n_points:,} points have no SF, projection or efficiency: there ‖∇J‖², "
+            "estimated from pairs of different prompts, is lost in the noise. Do not compare their variances."
+        )
     return f"{prompts} prompts a step, {window} measured step{'s' * (window > 1)} per point. {intervals}{against}{lost}"
 
 
-def compared(run: data.Run, source: str) -> None:
+def compared(run: data.Run, source: str, estimators: list[str]) -> None:
     """Draw the forest plot and its table."""
     grams = data.grams(run)
     if not grams:
@@ -82,7 +85,7 @@ def compared(run: data.Run, source: str) -> None:
         key="against", bind="query-params",
     )  # fmt: skip
     chosen = list(grams.values()) if step == steps[0] else [grams[int(str(step))]]
-    info = comparison_info(chosen, str(against), source)
+    info = comparison_info(chosen, str(against), source, estimators)
     chart(plot_comparison(info), "comparison", comparison_table(info))
     st.caption(info.estimand)
     shown = display_table(info)
@@ -96,11 +99,19 @@ with page("Variance", "How noisy is the gradient under each baseline, on the sam
     if data.statistics(run, 1).empty:
         st.info(NOT_MEASURED, icon=":material/inbox:")
         st.stop()
-    source = st.segmented_control(
+    left, right = st.columns([3, 2])
+    source = left.segmented_control(
         "Energies behind the weighted baselines", list(SOURCES), format_func=lambda s: SOURCES[s],
         default="exact", key="energy", bind="query-params", required=True,
     )  # fmt: skip
+    window = right.slider(
+        "Measured steps pooled into one point", 1, data.MAX_WINDOW, data.default_window(run),
+        key="pool", bind="query-params",
+        help="Pools neighbouring measured steps: sums first, then ratios. More prompts, narrower intervals.",
+    )  # fmt: skip
+    table = by_source(data.statistics(run, window), str(source))
+    estimators = choose_estimators(table)
     st.subheader("Over training", anchor=False)
-    over_steps(run, str(source))
+    over_steps(table, estimators, window)
     st.subheader("Side by side", anchor=False)
-    compared(run, str(source))
+    compared(run, str(source), estimators)

@@ -16,12 +16,15 @@ from otb_analysis.figures.fidelity import (
     plot_fidelity,
     plot_fidelity_steps,
 )
+from otb_analysis.figures.gradient_table import MEASURES, statistics_table
 from otb_analysis.figures.learning import learning_info, plot_learning
 from otb_analysis.figures.runs import Headline, config_differences, headline_info
-from otb_analysis.figures.theme import CONFIG, TEMPLATE, Style, estimator_style, for_background, number, run_styles
+from otb_analysis.figures.scales import number
+from otb_analysis.figures.styles import Style, estimator_style, run_styles
+from otb_analysis.figures.theme import CONFIG, TEMPLATE, for_background
 from otb_analysis.figures.token_details import TokenDetails, token_details
 from otb_analysis.figures.tokens import TokensInfo, plot_tokens, tokens_info
-from otb_analysis.figures.variance import MEASURES, VarianceInfo, plot_variance, statistics_table, variance_info
+from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_info
 
 __all__ = [
     "CONFIG",

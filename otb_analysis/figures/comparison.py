@@ -1,6 +1,6 @@
 """Side by side: every estimator's variance, SF and efficiency as ratios to another's, with paired intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,8 +8,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.theme import RULE, TITLE, Style, log_axis, number, panels, place
-from otb_analysis.figures.variance import labels, trace_style
+from otb_analysis.figures.gradient_table import is_defined, labels, trace_style
+from otb_analysis.figures.scales import log_axis, number
+from otb_analysis.figures.styles import Style
+from otb_analysis.figures.theme import RULE, TITLE, note_in_panel, panels, place
+from otb_analysis.figures.variance import UNDEFINED
 from otb_analysis.statistics import MIN_CLUSTERS, Interval, paired_ratios, pooled_statistics
 from otb_analysis.types import Gram
 
@@ -18,6 +21,7 @@ RATIOS = (
     ("sf", "SF ratio", "left of 1 is better"),
     ("variance", "Variance ratio", "read it with c"),
 )
+VALUES = ("efficiency", "sf", "variance", "projection", "rollout_equivalents")
 _ONE = Interval(1.0, None, None, 0, "the estimator over itself", "by definition")
 
 
@@ -57,7 +61,9 @@ class ComparisonInfo:
     estimand: str
 
 
-def comparison_info(grams: Sequence[Gram], against: str = "rloo", energy_source: str = "both") -> ComparisonInfo:
+def comparison_info(
+    grams: Sequence[Gram], against: str = "rloo", energy_source: str = "both", estimators: Iterable[str] | None = None
+) -> ComparisonInfo:
     """Compare all estimators with one on the same rollouts, pooled over the steps that are passed.
 
     ratio = measure(estimator)/measure(against), sums over steps before anything is divided; the interval deletes one
@@ -66,6 +72,7 @@ def comparison_info(grams: Sequence[Gram], against: str = "rloo", energy_source:
     Args:
         grams: One Gram matrix per step.
         against: Estimator whose ratios are 1; its first energy source is taken.
+        estimators: Which estimators to show besides that one; all when left out.
         energy_source: Show only estimators that read no energy or this kind; `both` shows all.
 
     Raises:
@@ -73,6 +80,8 @@ def comparison_info(grams: Sequence[Gram], against: str = "rloo", energy_source:
     """
     known = dict.fromkeys(found for gram in grams for found in gram.labels)
     shown = [found for found in known if energy_source == "both" or found[1] in ("none", energy_source)]
+    if estimators is not None:
+        shown = [found for found in shown if found[0] in {against, *estimators}]
     base = next((found for found in shown if found[0] == against), None)
     if base is None:
         raise InputError(f"against is {against!r}, which was not measured; {nearest(against, [m for m, _ in shown])}")
@@ -82,8 +91,11 @@ def comparison_info(grams: Sequence[Gram], against: str = "rloo", energy_source:
     names = labels(shown)
     for found in shown:
         pair, own = pairs.get(found), values[found]
-        ratios = (_ONE,) * 3 if found == base else tuple(getattr(pair, name, None) for name, *_ in RATIOS)
-        numbers = {n: getattr(own, n) for n in (*(n for n, *_ in RATIOS), "projection", "rollout_equivalents")}
+        defined = is_defined(own) and is_defined(values[base])
+        known = [name == "variance" or defined for name, *_ in RATIOS]
+        found_ratios = [_ONE if found == base else getattr(pair, name, None) for name, *_ in RATIOS]
+        ratios = tuple(ratio if ok else None for ratio, ok in zip(found_ratios, known, strict=True))
+        numbers = {n: getattr(own, n) if n == "variance" or is_defined(own) else None for n in VALUES}
         rows.append(Row(names[found], trace_style(*found), ratios, numbers))
     rows.sort(key=lambda row: -(row.ratios[0].estimate if row.ratios[0] else -np.inf))
     n_prompts = values[base].n_clusters
@@ -165,15 +177,16 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
                 hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{interval_text(ratio)}"
                 "<extra></extra>",
             )  # fmt: skip
+        empty = not any(row.ratios[index] for row in info.rows)
         figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
         found = [ratio for row in info.rows if (ratio := row.ratios[index])]
         ends = [end for ratio in found for end in (ratio.low, ratio.high) if end is not None]
         figure.update_xaxes(**log_axis([1.0, *(ratio.estimate for ratio in found)], ends, most=4), **where)
         figure.update_xaxes(title_text=f"÷ {info.against}", title_standoff=6, **where)
-        figure.update_yaxes(
-            categoryorder="array", categoryarray=names, showticklabels=index == 0, range=[-0.6, len(names) - 0.4],
-            **where,
-        )  # fmt: skip
+        order = {"categoryorder": "array", "categoryarray": names, "range": [-0.6, len(names) - 0.4]}
+        if empty:
+            note_in_panel(figure, UNDEFINED.replace(";", ";<br>"), where)
+        figure.update_yaxes(**order, showticklabels=index == 0, **where)
     return figure.update_layout(margin={"l": 150, "t": TITLE + 6}, height=27 * len(info.rows) + 130)
 
 

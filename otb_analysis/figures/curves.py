@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from otb_analysis.figures.theme import log_axis, number, panels, place, run_styles
+from otb_analysis.figures.scales import log_axis, number
+from otb_analysis.figures.styles import Style, run_styles
+from otb_analysis.figures.theme import note_in_panel, panels, place
 
 Array = NDArray[np.float32]
 
@@ -125,34 +128,42 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y:
     for index, (quantity, curves) in enumerate(zip(info.quantities, info.curves, strict=True)):
         where = place(index, columns)
         for curve in curves:
-            style = styles[curve.run]
-            if info.window > 1 and quantity.smoothed and not quantity.rare:
-                faint = {"color": style.color, "width": 1}
-                figure.add_scatter(
-                    x=curve.step, y=curve.value, mode="lines", line=faint, opacity=0.25, hoverinfo="skip",
-                    showlegend=False, legendgroup=curve.run, **where,
-                )  # fmt: skip
-            figure.add_scatter(
-                x=curve.step, y=curve.smooth, name=curve.run, legendgroup=curve.run,
-                showlegend=curve.run not in named, mode="lines+markers" if quantity.rare else "lines",
-                line={"color": style.color, "width": 2, "dash": style.dash},
-                marker={"symbol": style.symbol, "size": 7},
-                text=[number(float(v)) for v in curve.value],
-                hovertemplate="step %{x}: <b>%{text}</b><extra>" + _plain(curve.run) + "</extra>", **where,
-            )  # fmt: skip
+            for trace in _scatters(curve, quantity, styles[curve.run]):
+                figure.add_trace(trace.update(showlegend=trace.showlegend and curve.run not in named), **where)
             named.add(curve.run)
         if not curves:
-            axis = str(index + 1) if index else ""
-            figure.add_annotation(
-                text="not recorded", showarrow=False, font={"size": 12}, opacity=0.6,
-                xref=f"x{axis} domain", yref=f"y{axis} domain", x=0.5, y=0.5,
-            )  # fmt: skip
+            note_in_panel(figure, "not recorded", where)
         if log_y:
             figure.update_yaxes(**log_axis(np.concatenate([c.value for c in curves]) if curves else []), **where)
+        elif curves and _flat(curves):
+            level = float(curves[0].value[0])
+            reach = 0.2 * abs(level) or 1.0
+            figure.update_yaxes(range=[level - reach, level + reach], **where)
         elif quantity.from_zero:
             figure.update_yaxes(rangemode="tozero", **where)
     _step_titles(figure, len(info.quantities), columns)
     return figure
+
+
+def _scatters(curve: Curve, quantity: Quantity, style: Style) -> list[Any]:
+    """The recorded values faintly, where they differ from the line; then the line."""
+    recorded = go.Scatter(
+        x=curve.step, y=curve.value, mode="lines", line={"color": style.color, "width": 1}, opacity=0.25,
+        hoverinfo="skip", showlegend=False, legendgroup=curve.run,
+    )  # fmt: skip
+    line = go.Scatter(
+        x=curve.step, y=curve.smooth, name=curve.run, legendgroup=curve.run, showlegend=True,
+        mode="lines+markers" if quantity.rare else "lines",
+        line={"color": style.color, "width": 2, "dash": style.dash}, marker={"symbol": style.symbol, "size": 7},
+        text=[number(float(v)) for v in curve.value],
+        hovertemplate="step %{x}: <b>%{text}</b><extra>" + _plain(curve.run) + "</extra>",
+    )  # fmt: skip
+    return [line] if np.array_equal(curve.value, curve.smooth) else [recorded, line]
+
+
+def _flat(curves: Sequence[Curve]) -> bool:
+    """True where all values are one: an automatic axis would then show more than there is."""
+    return float(np.ptp(np.concatenate([curve.value for curve in curves]))) == 0
 
 
 def _step_titles(figure: go.Figure, count: int, columns: int) -> None:

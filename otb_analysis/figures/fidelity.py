@@ -9,7 +9,8 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.theme import TEMPLATE, log_axis, panels, place, step_axis
+from otb_analysis.figures.scales import log_axis, step_axis
+from otb_analysis.figures.theme import TEMPLATE, panels, place
 from otb_analysis.statistics import Association, Fidelity, fidelity
 
 Float = NDArray[np.float64]
@@ -159,7 +160,7 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
         hovertemplate="proxy %{x:.3g}<br>exact %{y:.3g}<br><b>%{customdata:.0f}</b> tokens<extra></extra>",
     )  # fmt: skip
     letter = "w" if info.kind == "token" else "W"
-    figure.update_xaxes(**log_axis(10**info.proxy_edges), title_text=f"proxy {letter}_t in logit space (norm²)")
+    figure.update_xaxes(**log_axis(10**info.proxy_edges, most=5), title_text=f"proxy {letter}_t in logit space (norm²)")
     figure.update_yaxes(**log_axis(10**info.exact_edges), title_text=f"exact {letter}_t over the parameters (norm²)")
     return figure.update_layout(height=470, margin={"l": 76, "t": 30})
 

@@ -93,11 +93,13 @@ def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, object]
 def config_differences(configs: Mapping[str, Mapping[str, object]]) -> pd.DataFrame:
     """Return the settings in which some runs differ: one row per setting, one column per run, all as text.
 
+    The setting `run` is the name of the run and never listed.
+
     Args:
         configs: Configuration of each run, as stored.
     """
     flat = {run: flatten(config) for run, config in configs.items()}
-    names = list(dict.fromkeys(name for config in flat.values() for name in config))
+    names = [name for name in dict.fromkeys(name for config in flat.values() for name in config) if name != "run"]
     rows = {name: {run: str(config.get(name, "–")) for run, config in flat.items()} for name in names}
     differing = {name: row for name, row in rows.items() if len(set(row.values())) > 1}
     return pd.DataFrame.from_dict(differing, orient="index", columns=list(flat)).rename_axis("setting").reset_index()

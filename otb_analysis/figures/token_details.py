@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from otb_analysis.figures.theme import number
+from otb_analysis.figures.scales import number
 from otb_analysis.figures.tokens import visible
 
 

@@ -12,19 +12,15 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
-from plotly.colors import sample_colorscale
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.theme import TEMPLATE, number
+from otb_analysis.figures.scales import number
+from otb_analysis.figures.theme import TEMPLATE
+from otb_analysis.figures.token_colors import ColorScale, color_scale, token_colors
 from otb_analysis.schema import TOKENS
 
 Array = NDArray[np.float32]
-SEQUENTIAL = ("#EAF1F6", "#CFE3EE", "#8FC1DA", "#3F93BF", "#0B6596", "#06395A")
-DIVERGING = ("#A63C00", "#E07B39", "#F6C9A8", "#F4F6F8", "#A9CFE5", "#3F8FC0", "#0B5483")
 UNKNOWN = "rgba(125, 130, 140, 0.35)"
-ROBUST = 0.98
-"""Share of the values that the colour scale spans; beyond it colours saturate, and the legend says so."""
-
 GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 NUMERIC = tuple(
     c.name
@@ -73,27 +69,20 @@ class TokensInfo:
         rollouts: In the order asked for.
         values: The column as a grid [rollouts, T] float32, NaN where not measured or beyond the end.
         unknown: 1 where there is a token without a value, NaN elsewhere [rollouts, T] float32.
-        low: Value at the lower end of the colour scale.
-        high: Value at the upper end.
-        diverging: The scale is symmetric around 0.
+        scale: Which value gets which colour.
         n_missing: Tokens without a value.
-        n_beyond: Tokens whose colour is saturated.
+        n_below: Tokens below the scale, drawn in its first colour.
+        n_above: Tokens above the scale, drawn in its last colour.
     """
 
     column: str
     rollouts: tuple[RolloutRow, ...]
     values: Array
     unknown: Array
-    low: float
-    high: float
-    diverging: bool
+    scale: ColorScale
     n_missing: int
-    n_beyond: int
-
-    @property
-    def colors(self) -> tuple[str, ...]:
-        """The colour scale, from low to high."""
-        return DIVERGING if self.diverging else SEQUENTIAL
+    n_below: int
+    n_above: int
 
 
 def visible(text: str) -> str:
@@ -112,7 +101,9 @@ def _shapeless(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in "\u200d\ufe0f"
 
 
-def tokens_info(tokens: pd.DataFrame, rewards: pd.Series, column: str, order: str = "rollout") -> TokensInfo:
+def tokens_info(
+    tokens: pd.DataFrame, rewards: pd.Series, column: str, order: str = "rollout", scale: str = "auto"
+) -> TokensInfo:
     """Lay out all rollouts of one prompt and colour them by one column.
 
     Args:
@@ -120,9 +111,10 @@ def tokens_info(tokens: pd.DataFrame, rewards: pd.Series, column: str, order: st
         rewards: Total reward by rollout.
         column: A numeric column of the tokens table.
         order: `rollout`, `reward` (best first) or `length` (longest first).
+        scale: `auto`, `linear` or `log`, see `color_scale`.
 
     Raises:
-        InputError: The column is not a numeric column of the table, or there are no tokens.
+        InputError: The column is not a numeric column of the table, there are no tokens, or order or scale is unknown.
     """
     known = [c for c in NUMERIC if c in tokens]
     if column not in known:
@@ -132,9 +124,9 @@ def tokens_info(tokens: pd.DataFrame, rewards: pd.Series, column: str, order: st
     table: Any = tokens.sort_values(["rollout", "t"])
     policy = table["mask"].fillna(True).to_numpy(bool) if "mask" in table else np.ones(len(table), bool)
     value = np.where(policy, table[column].to_numpy(np.float64, na_value=np.nan), np.nan)
-    low, high, diverging = color_range(value)
+    colors = color_scale(value, scale)
     table = table.assign(_value=value, _policy=policy)
-    rows = [_row(int(r), part, rewards.get(r), (low, high, diverging)) for r, part in table.groupby("rollout")]
+    rows = [_row(int(r), part, rewards.get(r), colors) for r, part in table.groupby("rollout")]
     rows.sort(key=_order(order))
     grid = np.full((len(rows), max(len(r.tokens) for r in rows)), np.nan, dtype=np.float32)
     for i, row in enumerate(rows):
@@ -142,9 +134,9 @@ def tokens_info(tokens: pd.DataFrame, rewards: pd.Series, column: str, order: st
     ends = np.array([len(r.tokens) for r in rows])
     exists = np.arange(grid.shape[1]) < ends[:, None]
     unknown = np.where(exists & np.isnan(grid), 1, np.nan).astype(np.float32)
-    beyond = int(((value < low) | (value > high)).sum())
+    below, above = int((value < colors.low).sum()), int((value > colors.high).sum())
     missing = int(np.isnan(value[policy]).sum())
-    return TokensInfo(column, tuple(rows), grid, unknown, low, high, diverging, missing, beyond)
+    return TokensInfo(column, tuple(rows), grid, unknown, colors, missing, below, above)
 
 
 def _order(order: str):
@@ -158,26 +150,8 @@ def _order(order: str):
     return keys[order]
 
 
-def color_range(value: NDArray[np.float64]) -> tuple[float, float, bool]:
-    """Return the ends of the colour scale and whether it is diverging.
-
-    Signed values get ±the 98 % quantile of |v|, others the central 98 %; a constant column gets a scale of width 1.
-
-    Args:
-        value: Values, NaN where not measured.
-    """
-    seen = value[np.isfinite(value)]
-    if seen.size == 0:
-        return (0.0, 1.0, False)
-    if seen.min() < 0 < seen.max():
-        reach = float(np.quantile(np.abs(seen), ROBUST)) or float(np.abs(seen).max())
-        return (-reach, reach, True)
-    low, high = (float(q) for q in np.quantile(seen, [(1 - ROBUST) / 2, (1 + ROBUST) / 2]))
-    return (low, high, False) if high > low else (low - 0.5, high + 0.5, False)
-
-
-def _row(rollout: int, part: Any, reward: float | None, scale: tuple[float, float, bool]) -> RolloutRow:
-    colors = token_colors(part["_value"].to_numpy(np.float64), *scale)
+def _row(rollout: int, part: Any, reward: float | None, scale: ColorScale) -> RolloutRow:
+    colors = token_colors(part["_value"].to_numpy(np.float64), scale)
     texts = part["token"].fillna("").astype(str) if "token" in part else part["token_id"].astype(str)
     tokens = tuple(
         Token(int(t), visible(text), text.endswith("\n"), not policy, color, ink)
@@ -187,34 +161,6 @@ def _row(rollout: int, part: Any, reward: float | None, scale: tuple[float, floa
     return RolloutRow(rollout, paid, int(part["_policy"].sum()), tokens)
 
 
-def token_colors(
-    value: NDArray[np.float64], low: float, high: float, diverging: bool
-) -> list[tuple[str | None, str | None]]:
-    """Return background and text colour of each value; (None, None) where there is no value.
-
-    Args:
-        value: Values [T], NaN where not measured.
-        low: Value of the first colour.
-        high: Value of the last colour.
-        diverging: Which of the two scales.
-    """
-    scale = DIVERGING if diverging else SEQUENTIAL
-    stops = [[i / (len(scale) - 1), color] for i, color in enumerate(scale)]
-    position = np.clip((value - low) / (high - low), 0, 1)
-    seen = np.isfinite(position)
-    # 64 levels are more than the eye tells apart, and keep one sampling for any number of tokens.
-    palette: Any = sample_colorscale(stops, list(np.linspace(0, 1, 64)), colortype="tuple")
-    levels = np.round(np.where(seen, position, 0) * 63).astype(int)
-    inks = [_paint(rgb) for rgb in palette]
-    return [inks[level] if ok else (None, None) for level, ok in zip(levels, seen, strict=True)]
-
-
-def _paint(rgb: tuple[float, float, float]) -> tuple[str | None, str | None]:
-    background = "#" + "".join(f"{round(255 * c):02X}" for c in rgb)
-    luminance = 0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2]
-    return background, "#14181D" if luminance > 0.48 else "#FFFFFF"
-
-
 def plot_tokens(info: TokensInfo) -> go.Figure:
     """Draw the grid rollouts × position as a heatmap; gaps are tokens that were not measured or do not exist.
 
@@ -222,7 +168,6 @@ def plot_tokens(info: TokensInfo) -> go.Figure:
         info: From `tokens_info`.
     """
     figure = go.Figure(layout={"template": TEMPLATE})
-    scale = [[i / (len(info.colors) - 1), c] for i, c in enumerate(info.colors)]
     where = {
         "x": np.arange(info.values.shape[1], dtype=np.float32), "y": [f"rollout {r.rollout}" for r in info.rollouts],
         "xgap": 1, "ygap": 2, "hoverongaps": False,
@@ -231,12 +176,13 @@ def plot_tokens(info: TokensInfo) -> go.Figure:
         z=info.unknown, colorscale=[UNKNOWN, UNKNOWN], showscale=False,
         hovertemplate="%{y}, t = %{x}<br>not measured<extra></extra>", **where,
     )  # fmt: skip
+    ticks = np.linspace(0, 1, 5)
     figure.add_heatmap(
-        z=info.values, **where,
-        zmin=info.low, zmax=info.high, colorscale=scale,
+        z=info.scale.position(info.values).astype(np.float32), **where,
+        zmin=0, zmax=1, colorscale=info.scale.stops,
         colorbar={
             "thickness": 10, "title": {"text": info.column, "side": "right", "font": {"size": 12}},
-            "exponentformat": "power",
+            "tickvals": ticks, "ticktext": [number(value) for value in info.scale.values(ticks)],
         },
         text=[[number(float(v)) for v in row] for row in info.values],
         hovertemplate="%{y}, t = %{x}<br>" + info.column + " <b>%{text}</b><extra></extra>",

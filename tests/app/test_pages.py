@@ -123,7 +123,7 @@ def test_run_without_measurements_is_told_how_to_get_them(tmp_path, monkeypatch)
 def test_url_chooses_run_step_and_colour(store_root, monkeypatch):
     query = {"run": "chain-otb-s0", "step": "20", "prompt": "3", "color": "entropy"}
     app = open_page(store_root, "tokens", monkeypatch, **query)
-    assert [box.value for box in app.selectbox] == [20, 3, "entropy", "rollout"]
+    assert [box.value for box in app.selectbox] == [20, 3, "entropy", "rollout", "auto"]
 
 
 def test_unknown_run_in_the_url_is_ignored(store_root, monkeypatch):

@@ -1,25 +1,17 @@
 import numpy as np
 import pytest
 
-from otb_analysis.figures.theme import (
-    CONFIG,
-    ESTIMATOR_STYLES,
-    axis_title,
-    estimator_style,
-    for_background,
-    log_axis,
-    number,
-    panels,
-    run_styles,
-    step_axis,
-)
+from otb_analysis.estimators import ESTIMATORS
+from otb_analysis.figures.scales import log_axis, number, step_axis
+from otb_analysis.figures.styles import ESTIMATOR_STYLES, estimator_style, run_styles
+from otb_analysis.figures.theme import CONFIG, for_background, panels
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
         (0.012345, "0.0123"), (12345.6, "12,300"), (1.2e-7, "1.20×10⁻⁷"), (3.2e8, "3.20×10⁸"), (0.0, "0"),
-        (None, "–"), (float("nan"), "–"), (float("inf"), "∞"), (1234567, "1,234,567"), (-0.5, "-0.500"), (99.96, "100"),
+        (None, "–"), (float("nan"), "–"), (float("inf"), "∞"), (1234567, "1,234,567"), (-0.5, "−0.500"), (99.96, "100"),
         (0.9999, "1.00"), (9.9996e-5, "0.000100"),
     ],
 )  # fmt: skip
@@ -28,9 +20,13 @@ def test_number_has_three_significant_digits(value, text):
 
 
 def test_leave_one_out_form_is_the_dashed_twin_of_its_self_inclusive_form():
-    for name in ("sequence_optimal", "otb", "token_optimal"):
+    for name in (n for n in ESTIMATORS if f"{n}_loo" in ESTIMATORS):
         plain, loo = estimator_style(name), estimator_style(f"{name}_loo")
         assert (plain.color, plain.dash, loo.dash) == (loo.color, "solid", "dash")
+
+
+def test_every_estimator_has_a_style_of_its_own():
+    assert set(ESTIMATORS) <= set(ESTIMATOR_STYLES)
 
 
 def test_no_two_estimators_look_alike():
@@ -46,11 +42,6 @@ def test_runs_of_one_estimator_differ_in_lightness_and_loo_keeps_its_twins_colou
     assert styles["a"].color == styles["c"].color == estimator_style("otb").color
     assert styles["a"].color != styles["b"].color
     assert styles["d"] == estimator_style("group_mean")
-
-
-def test_axis_title_takes_the_unit_from_the_schema():
-    assert axis_title("steps", "entropy_mean", "Mean entropy") == "Mean entropy (nats)"
-    assert axis_title("steps", "reward_mean") == "reward mean"
 
 
 def test_log_axis_over_one_decade_has_ticks_at_one_two_five():
@@ -89,3 +80,8 @@ def test_nothing_leaves_the_page():
 def test_dark_background_gets_light_ink():
     dark = for_background(panels([("a", "")], 1), dark=True).layout.font.color
     assert int(dark[1:3], 16) > 200
+
+
+def test_ratio_axis_keeps_its_tick_at_one():
+    for low, high in ((0.1, 3.0), (0.2, 30.0), (0.8, 1.3)):
+        assert "1" in log_axis([low, 1.0, high], most=4)["ticktext"]

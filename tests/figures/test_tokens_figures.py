@@ -3,16 +3,9 @@ import pandas as pd
 import pytest
 
 from otb_analysis.errors import InputError
+from otb_analysis.figures.token_colors import DIVERGING, SEQUENTIAL, ColorScale, color_scale, token_colors
 from otb_analysis.figures.token_details import token_details
-from otb_analysis.figures.tokens import (
-    DIVERGING,
-    SEQUENTIAL,
-    color_range,
-    plot_tokens,
-    token_colors,
-    tokens_info,
-    visible,
-)
+from otb_analysis.figures.tokens import plot_tokens, tokens_info, visible
 
 REWARDS = pd.Series({0: 1.0, 1: 0.0, 2: 1.0})
 
@@ -46,28 +39,44 @@ def test_tool_token_has_no_colour_even_where_the_column_has_a_value(tokens):
 
 def test_signed_column_gets_a_scale_symmetric_around_zero(tokens):
     info = tokens_info(tokens, REWARDS, "advantage")
-    assert info.diverging
-    assert info.low == -info.high
-    assert info.colors == DIVERGING
+    assert info.scale.low == -info.scale.high
+    assert info.scale.colors == DIVERGING
 
 
 def test_unsigned_column_gets_a_sequential_scale(tokens):
-    assert tokens_info(tokens, REWARDS, "energy_proxy").colors == SEQUENTIAL
+    assert tokens_info(tokens, REWARDS, "energy_proxy").scale.colors == SEQUENTIAL
 
 
-def test_one_outlier_does_not_take_the_colours_from_the_rest():
-    _, high, diverging = color_range(np.append(np.linspace(0, 1, 1000), 1e6))
-    assert high < 1.1
-    assert not diverging
+def test_on_a_linear_scale_one_outlier_does_not_take_the_colours_from_the_rest():
+    assert color_scale(np.append(np.linspace(0, 1, 1000), 1e6), "linear").high < 1.1
+
+
+def test_where_clipping_would_hide_the_tail_the_scale_is_logarithmic():
+    heavy = color_scale(np.append(np.linspace(0, 0.1, 1000), 2.0))
+    assert heavy.log
+    assert (heavy.low, heavy.high) == (pytest.approx(2e-4), 2.0)
+    assert not color_scale(np.linspace(0, 1, 1000)).log
+
+
+def test_position_on_a_logarithmic_scale_is_hand_worked():
+    scale = ColorScale(0.01, 100.0, log=True)
+    np.testing.assert_allclose(scale.position(np.array([0.0, 0.01, 1.0, 100.0, 1e9])), [0, 0, 0.5, 1, 1])
+    assert scale.values(np.array([0.0, 0.5, 1.0])) == pytest.approx([0.01, 1.0, 100.0])
 
 
 def test_scale_ends_at_its_two_colours():
-    colors = [c for c, _ in token_colors(np.array([0.0, 1.0, 99.0, np.nan]), 0.0, 1.0, False)]
+    colors = [c for c, _ in token_colors(np.array([0.0, 1.0, 99.0, np.nan]), ColorScale(0.0, 1.0))]
     assert colors == [SEQUENTIAL[0], SEQUENTIAL[-1], SEQUENTIAL[-1], None]
 
 
 def test_constant_column_has_a_scale():
-    assert color_range(np.full(3, 2.0)) == (1.5, 2.5, False)
+    assert color_scale(np.full(3, 2.0)) == ColorScale(1.5, 2.5)
+    assert color_scale(np.zeros(3), "log") == ColorScale(-0.5, 0.5)
+
+
+def test_unknown_scale_names_the_nearest():
+    with pytest.raises(InputError, match="did you mean 'linear'"):
+        color_scale(np.zeros(3), "liner")
 
 
 @pytest.mark.parametrize(("order", "rollouts"), [("rollout", [0, 1, 2]), ("reward", [0, 2, 1]), ("length", [0, 1, 2])])
@@ -122,3 +131,7 @@ def test_details_of_a_tool_token_say_it_has_no_score(tokens):
 
 def test_details_of_a_token_that_is_not_there_are_none(tokens):
     assert token_details(tokens, 0, 99, "otb") is None
+
+
+def test_scale_of_energies_starts_at_zero():
+    assert color_scale(np.array([1e-9, 0.5, 1.0])).low == 0.0

@@ -4,7 +4,8 @@ import pytest
 
 from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
-from otb_analysis.figures.variance import MEASURES, labels, plot_variance, statistics_table, variance_info
+from otb_analysis.figures.gradient_table import MEASURES, labels, statistics_table
+from otb_analysis.figures.variance import plot_variance, variance_info
 from otb_analysis.statistics import pooled_statistics
 from otb_analysis.types import Gram
 
@@ -109,3 +110,21 @@ def test_estimators_are_set_apart_but_hover_says_the_true_step(grams):
     assert first.x[1] != 10
     assert first.text[1].startswith("step 10:")
     assert np.abs(first.x[1] - 10) < 10 / 3
+
+
+def test_measures_are_undefined_and_said_to_be_where_the_gradient_is_lost_in_the_noise(grams):
+    gram = grams[0]
+    # Opposite gradients: every pair of different prompts has a negative inner product on average.
+    inner = np.einsum("pq,mn->mnpq", np.where(np.eye(4, dtype=bool), 1.0, -0.5), np.ones((4, 4)))
+    info = variance_info(statistics_table({0: Gram(inner, gram.labels, 32)}))
+    assert info.undefined == info.n_points == 4
+    notes = [note.text for note in plot_variance(info).layout.annotations]
+    assert sum("lost in the noise" in note for note in notes) == 3
+    compared = comparison_info([Gram(inner, gram.labels, 32)])
+    assert compared.rows[0].ratios[0] is None
+    assert sum("lost in the noise" in n.text for n in plot_comparison(compared).layout.annotations) == 2
+
+
+def test_comparison_shows_the_chosen_estimators_and_the_one_they_are_compared_with(grams):
+    info = comparison_info(list(grams.values()), estimators=["otb"])
+    assert {row.label for row in info.rows} == {"rloo", "otb · exact", "otb · proxy"}

@@ -1,0 +1,140 @@
+"""The four measures of gradient estimators as one table, with intervals, and what estimators are called in figures."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import pandas as pd
+
+from otb_analysis.figures.styles import Style, estimator_style
+from otb_analysis.statistics import MIN_CLUSTERS, GradientStatistics, Interval, pooled_statistics
+from otb_analysis.types import Gram
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One way to compare gradient estimators.
+
+    Attributes:
+        column: Column of the gradients table.
+        title: Panel title.
+        line: Unit and reading, below the title.
+        formula: What it is, in one line.
+        log: Drawn on a logarithmic axis.
+        better: -1 when smaller is better, 1 when larger is, 0 when neither by itself.
+    """
+
+    column: str
+    title: str
+    line: str
+    formula: str
+    log: bool
+    better: int
+
+
+MEASURES = (
+    Measure(
+        "efficiency",
+        "Efficiency",
+        "share of 1, higher is better",
+        "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of this update of P prompts that points along ∇J.",
+        False,
+        1,
+    ),
+    Measure(
+        "sf",
+        "SF = variance / c²",
+        "norm², lower is better",
+        "Variance at equal progress: batch variance ÷ projection².",
+        True,
+        -1,
+    ),
+    Measure(
+        "variance",
+        "Batch variance",
+        "norm², read it with c",
+        "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.",
+        True,
+        0,
+    ),
+    Measure(
+        "projection",
+        "Projection c",
+        "1 is the step of ∇J",
+        "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from the reference estimator on other prompts.",
+        False,
+        0,
+    ),
+)
+
+
+def labels(found: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return how estimators are called side by side: `otb · proxy` where several energy sources meet, else `otb`.
+
+    Args:
+        found: (estimator, energy source) of each.
+    """
+    pairs = list(found)
+    several = len({source for _, source in pairs if source != "none"}) > 1
+    return {(e, s): f"{e} · {s}" if several and s != "none" else e for e, s in pairs}
+
+
+def trace_style(estimator: str, energy_source: str) -> Style:
+    """Return the estimator's style; anything but exact energies is drawn dotted.
+
+    Args:
+        estimator: Name in the estimator dictionary.
+        energy_source: Where its energies came from.
+    """
+    style = estimator_style(estimator)
+    if energy_source in ("none", "exact"):
+        return style
+    return Style(style.color, "dot" if style.dash == "solid" else "dashdot", style.symbol)
+
+
+AGAINST_TRUTH = ("relative_bias", "projection", "sf", "efficiency")
+"""The columns that are measured against ∇J."""
+
+
+def is_defined(found: GradientStatistics) -> bool:
+    """Tell whether the estimate of ‖∇J‖² is far enough from 0 for anything to be measured against it.
+
+    It is an average over pairs of different prompts and can come out near 0 or below. It is not when the projection is
+    undefined, when there are prompts enough for an interval and leaving out one of them makes it undefined, or when the
+    efficiency, a share, comes out above 1.
+
+    Args:
+        found: Statistics of one estimator.
+    """
+    if found.projection is None or found.efficiency is None or found.efficiency > 1:
+        return False
+    interval = found.projection_interval
+    return found.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
+
+
+def statistics_table(grams: Mapping[int, Gram], window: int = 1) -> pd.DataFrame:
+    """Return the four measures of every estimator at every measured step, with intervals clustered by prompt.
+
+    Row (step, estimator) pools the last `window` measured steps: sums over steps first, then ratios. Where these hold
+    fewer than 16 prompts there is a point and no interval; where ‖∇J‖² is lost in the noise there is not even a point
+    of what is measured against it.
+
+    Args:
+        grams: Gram matrix of each measured step.
+        window: Measured steps pooled into one point.
+    """
+    records = []
+    steps = sorted(grams)
+    for last in range(len(steps)):
+        pooled = [grams[s] for s in steps[max(0, last + 1 - window) : last + 1]]
+        for found in pooled_statistics(pooled):
+            record: dict[str, object] = {"step": steps[last], **found.as_row(), "n_clusters": found.n_clusters}
+            record |= {} if is_defined(found) else dict.fromkeys(AGAINST_TRUTH)
+            for measure in MEASURES:
+                known = measure.column not in AGAINST_TRUTH or is_defined(found)
+                interval: Interval | None = getattr(found, f"{measure.column}_interval") if known else None
+                record[f"{measure.column}_low"] = None if interval is None else interval.low
+                record[f"{measure.column}_high"] = None if interval is None else interval.high
+            records.append(record)
+    table = pd.DataFrame(records)
+    numeric = [f"{m.column}{end}" for m in MEASURES for end in ("", "_low", "_high")]
+    return table.astype(dict.fromkeys(numeric, float)) if len(table) else table

@@ -1,0 +1,126 @@
+"""From a column's values to colours: robust ends, symmetric for signed values, logarithmic for heavy tails."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from plotly.colors import sample_colorscale
+
+from otb_analysis.errors import InputError, nearest
+
+Float = NDArray[np.float64]
+SEQUENTIAL = ("#EAF1F6", "#CFE3EE", "#8FC1DA", "#3F93BF", "#0B6596", "#06395A")
+DIVERGING = ("#A63C00", "#E07B39", "#F6C9A8", "#F4F6F8", "#A9CFE5", "#3F8FC0", "#0B5483")
+KINDS = ("auto", "linear", "log")
+ROBUST = 0.98
+"""Share of the values that a linear scale spans; beyond it colours saturate, and the legend says so."""
+
+HEAVY = 5.0
+"""`auto` is logarithmic where the largest value exceeds the 98 % quantile this many times: clipping would hide it."""
+
+DECADES = 4
+"""A logarithmic scale ends this many powers of ten below the largest value."""
+
+_LEVELS = 64
+
+
+@dataclass(frozen=True)
+class ColorScale:
+    """Which value gets which colour.
+
+    Attributes:
+        low: Value of the first colour.
+        high: Value of the last colour.
+        diverging: Symmetric around 0.
+        log: Logarithmic in between.
+    """
+
+    low: float
+    high: float
+    diverging: bool = False
+    log: bool = False
+
+    @property
+    def colors(self) -> tuple[str, ...]:
+        """The colours, from low to high."""
+        return DIVERGING if self.diverging else SEQUENTIAL
+
+    @property
+    def stops(self) -> list[list[Any]]:
+        """The colours as Plotly wants them."""
+        return [[i / (len(self.colors) - 1), color] for i, color in enumerate(self.colors)]
+
+    def position(self, value: NDArray[Any]) -> Float:
+        """Return where each value lies between the two ends, in [0, 1]; NaN where there is no value.
+
+        Args:
+            value: Values of any shape, NaN where not measured.
+        """
+        clipped = np.clip(np.asarray(value, dtype=float), self.low, self.high)
+        if self.log:
+            return np.log(clipped / self.low) / np.log(self.high / self.low)
+        return (clipped - self.low) / (self.high - self.low)
+
+    def values(self, position: Float) -> list[float]:
+        """Return the values at some positions, the inverse of `position`.
+
+        Args:
+            position: Numbers in [0, 1].
+        """
+        if self.log:
+            return [float(self.low * (self.high / self.low) ** p) for p in position]
+        return [float(self.low + (self.high - self.low) * p) for p in position]
+
+
+def color_scale(value: Float, kind: str = "auto") -> ColorScale:
+    """Choose a scale for a column.
+
+    Signed values: ±the 98 % quantile of |v|. Others linearly: the central 98 %, from 0 where they come near it. Others
+    logarithmically: from the largest value down, at most four powers of ten. A constant column gets a scale of width 1.
+
+    Args:
+        value: Values, NaN where not measured.
+        kind: `linear`, `log` (linear where values are signed or all 0), or `auto`: log where clipping would hide much.
+
+    Raises:
+        InputError: The kind is unknown.
+    """
+    if kind not in KINDS:
+        raise InputError(f"kind of scale is {kind!r}; {nearest(kind, KINDS)}")
+    seen = value[np.isfinite(value)]
+    if seen.size == 0:
+        return ColorScale(0.0, 1.0)
+    if seen.min() < 0 < seen.max():
+        reach = float(np.quantile(np.abs(seen), ROBUST)) or float(np.abs(seen).max())
+        return ColorScale(-reach, reach, diverging=True)
+    low, high = (float(q) for q in np.quantile(seen, [(1 - ROBUST) / 2, (1 + ROBUST) / 2]))
+    top = float(seen.max())
+    if seen.min() >= 0 and top > 0 and (kind == "log" or (kind == "auto" and top > HEAVY * np.quantile(seen, ROBUST))):
+        floor = max(float(seen[seen > 0].min()), top * 10.0**-DECADES)
+        return ColorScale(floor, top, log=True) if floor < top else ColorScale(0.0, top)
+    if 0 <= low < high / 4:
+        low = 0.0
+    return ColorScale(low, high) if high > low else ColorScale(low - 0.5, high + 0.5)
+
+
+def token_colors(value: Float, scale: ColorScale) -> list[tuple[str | None, str | None]]:
+    """Return background and text colour of each value; (None, None) where there is no value.
+
+    Args:
+        value: Values [T], NaN where not measured.
+        scale: From `color_scale`.
+    """
+    position = scale.position(value)
+    seen = np.isfinite(position)
+    # 64 levels are more than the eye tells apart, and keep one sampling for any number of tokens.
+    palette: Any = sample_colorscale(scale.stops, list(np.linspace(0, 1, _LEVELS)), colortype="tuple")
+    inks = [_paint(rgb) for rgb in palette]
+    levels = np.round(np.where(seen, position, 0) * (_LEVELS - 1)).astype(int)
+    return [inks[level] if ok else (None, None) for level, ok in zip(levels, seen, strict=True)]
+
+
+def _paint(rgb: tuple[float, float, float]) -> tuple[str | None, str | None]:
+    background = "#" + "".join(f"{round(255 * c):02X}" for c in rgb)
+    luminance = 0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2]
+    return background, "#14181D" if luminance > 0.48 else "#FFFFFF"
