@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 from rich.console import Console
@@ -205,22 +205,23 @@ def from_toml(kind: type[Config], file: Path) -> Config:
         InputError: The file cannot be read, names a field that does not exist, or holds a value of another type.
     """
     try:
-        values = tomllib.loads(file.read_text())
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror}); pass an existing TOML file.") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not valid TOML: {error}.") from error
     return _filled(kind(), values, str(file))
 
 
 def _filled(default: Any, values: Mapping[str, Any], where: str) -> Any:
-    known = [field.name for field in fields(default)]
+    known = {field.name: field.type for field in fields(default)}
     changes = {}
     for name, value in values.items():
         if name not in known:
             raise InputError(f"{where} has no field {name!r}; {nearest(name, known)}")
-        old = getattr(default, name)
-        changes[name] = _converted(old, value, f"{where}: {name}")
+        changes[name] = _converted(getattr(default, name), value, f"{where}: {name}")
+        if get_origin(known[name]) is Literal and value not in get_args(known[name]):
+            raise InputError(f"{where}: {name} is {value!r}; {nearest(str(value), get_args(known[name]))}")
     return replace(default, **changes)
 
 
@@ -234,7 +235,8 @@ def _converted(old: Any, value: Any, where: str) -> Any:
     if isinstance(old, dict) and isinstance(value, Mapping):
         return {key: str(item) for key, item in value.items()}
     if type(value) is not type(old):
-        raise InputError(f"{where} is {value!r}; it must be of type {type(old).__name__}.")
+        expected = "a table" if is_dataclass(old) or isinstance(old, dict) else f"of type {type(old).__name__}"
+        raise InputError(f"{where} is {value!r}; it must be {expected}.")
     return value
 
 

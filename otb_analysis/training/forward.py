@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from otb_analysis.errors import NonFiniteError
 from otb_analysis.logit_stats import logit_stats
 from otb_analysis.models import output_layer
 from otb_analysis.sampling import Rollouts
@@ -62,10 +63,21 @@ def forward_pass(model: PreTrainedModel, rollouts: Rollouts, temperature: float)
     before = (columns - 1).clamp(min=0)[..., None]
     logits = logits.gather(1, before.expand(-1, -1, logits.shape[-1]))
     hidden = seen[0].detach().gather(1, before.expand(-1, -1, seen[0].shape[-1]))
+    _refuse_non_finite(logits, mask)
     targets = ids.gather(1, columns)
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logprob = scaled.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     return ForwardPass(logprob, hidden, mask, _stats(logits.detach(), hidden, targets, mask, temperature))
+
+
+def _refuse_non_finite(logits: Tensor, mask: Tensor) -> None:
+    bad = mask & ~logits.detach().isfinite().all(-1)
+    if bool(bad.any()):
+        n, t = bad.nonzero()[0].tolist()
+        raise NonFiniteError(
+            f"logits are not finite at rollout {n}, token {t}; "
+            "lower the learning rate or go back to an earlier checkpoint."
+        )
 
 
 def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temperature: float) -> LogitStats:

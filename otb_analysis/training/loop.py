@@ -113,12 +113,12 @@ def _loss(logprob: torch.Tensor, advantage: Float, mask: torch.Tensor) -> torch.
         NonFiniteError: A rollout's part is not finite.
     """
     weights = torch.as_tensor(advantage, dtype=logprob.dtype, device=logprob.device)
-    parts = torch.where(mask, weights * logprob, 0.0).sum(dim=1)
+    parts = -torch.where(mask, weights * logprob, 0.0).sum(dim=1)
     bad = ~parts.detach().isfinite()
     if bool(bad.any()):
         n = int(bad.nonzero()[0])
         raise NonFiniteError(f"the loss of rollout {n} is {float(parts[n].detach())}; scale the task's rewards down.")
-    return -parts.sum() / len(logprob)
+    return parts.sum() / len(logprob)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from otb_analysis.gradients import ENGINES
 from otb_analysis.gradients.scope import select_scope
 from otb_analysis.models import load_policy, output_layer
 from otb_analysis.sampling import TransformersGenerator
+from otb_analysis.store.layout import check_run_name
 from otb_analysis.tasks import Task, make_task
 from otb_analysis.training.critic import Critic
 from otb_analysis.training.forward import ForwardPass
@@ -149,12 +150,13 @@ def check(config: TrainConfig) -> None:
     Raises:
         InputError: The first thing found, with its remedy.
     """
-    path = config.root / config.run_name
+    path = config.root / check_run_name(config.run_name)
     if config.if_exists == "error" and path.exists():  # said before minutes are spent on a warm start
         raise InputError(
             f"run {config.run_name!r} already exists in {config.root}; pass another --run or --if-exists replace."
         )
     entry = entry_of(config.estimator.name)
+    options_from_dict(config.estimator.name, config.estimator.options)
     unmet = [need for need in entry.needs if need not in TRAINABLE_NEEDS]
     if unmet:
         raise InputError(

@@ -1,0 +1,236 @@
+"""`otb`: exit codes, one sentence on stderr, TOML under the command line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from otb_analysis import cli
+from otb_analysis.cli import from_toml, main
+from otb_analysis.config import TrainConfig
+
+
+def sentence(capsys, words, code=2):
+    """Run a command that must fail and return its one line on stderr."""
+    assert main(words) == code
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert "Traceback" not in out + err
+    assert len(lines) == 1
+    return lines[0]
+
+
+def toml(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_without_a_command_the_usage_is_shown(capsys):
+    assert main([]) == 2
+    assert main(["--help"]) == main(["-h"]) == main(["help"]) == 0
+    shown = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert f"otb {command} " in shown
+
+
+def test_unknown_command_is_answered_with_the_nearest(capsys):
+    line = sentence(capsys, ["tarin"])
+    assert line.startswith("otb: command 'tarin' does not exist; did you mean 'train'? Known: demo, train,")
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_of_a_command_explains_its_fields(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"otb {command}" in shown
+    assert "--root" in shown or command == "bench"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--estimator.name", "otbb"], "estimator 'otbb' does not exist; did you mean 'otb'?"),
+        (["--task", "chain_sun"], "task 'chain_sun' does not exist; did you mean 'chain_sum'?"),
+        (["--model", "no/such/dir"], "model directory no/such/dir does not exist; pass a directory written by"),
+        (["--estimator.options", "tale", "zero"], "option 'tale' does not exist for otb; did you mean 'tail'?"),
+        (["--sample.prompts", "0"], "sample.prompts is 0; choose a finite number above 0."),
+        (["--run", "../escape"], "run name '../escape' cannot be a directory name"),
+        (["--small-model.width", "30"], "small_model.width is 30"),
+        (["--config", "no.toml"], "no.toml cannot be read (No such file or directory); pass an existing TOML file."),
+        (["--config"], "--config needs a file"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence_and_code_2(words, expected, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert expected in sentence(capsys, ["train", *words])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("estimater = {name = 'otb'}", "run.toml has no field 'estimater'; did you mean 'estimator'?"),
+        ("[sample]\nprompt = 3", "run.toml: sample has no field 'prompt'; did you mean 'prompts'?"),
+        ("[sample]\nprompts = 'many'", "run.toml: sample: prompts is 'many'; it must be of type int."),
+        ("[sample]\nprompts = 2.5", "prompts is 2.5; it must be of type int."),
+        ("[sample]\nprompts = true", "prompts is True; it must be of type int."),
+        ("sample = 3", "sample is 3; it must be a table."),
+        ("[critic]\nenabled = 1", "enabled is 1; it must be of type bool."),
+        ("seed = [1]", "seed is [1]; it must be of type int."),
+        ("[estimator]\nenergy = 'exakt'", "energy is 'exakt'; did you mean 'exact'? Known: proxy, exact."),
+        ("if_exists = 'overwrite'", "if_exists is 'overwrite'; Known: error, replace."),
+        ("seed = ", "is not valid TOML: "),
+    ],
+)
+def test_toml_that_does_not_fit_is_one_sentence_naming_file_and_field(text, expected, capsys, tmp_path):
+    assert expected in sentence(capsys, ["train", "--config", str(toml(tmp_path, text))])
+
+
+def test_file_that_is_no_text_is_one_sentence(capsys, tmp_path):
+    (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
+    assert "run.toml is not valid TOML" in sentence(capsys, ["train", "--config", str(tmp_path / "run.toml")])
+
+
+FULL = """
+run = "mine"
+root = "elsewhere"
+seed = 7
+[sample]
+prompts = 3
+temperature = 1
+[estimator]
+name = "energy_ema"
+energy = "exact"
+options = {decay = 0.5, tail = "group"}
+[measure.exact]
+every = 5
+"""
+
+
+def test_toml_fills_nested_fields_and_leaves_the_rest(tmp_path):
+    config = from_toml(TrainConfig, toml(tmp_path, FULL))
+    default = TrainConfig()
+    assert (config.run, config.root, config.seed) == ("mine", Path("elsewhere"), 7)
+    assert (config.sample.prompts, config.sample.group_size) == (3, default.sample.group_size)
+    assert isinstance(config.sample.temperature, float)
+    assert config.estimator.options == {"decay": "0.5", "tail": "group"}
+    assert (config.measure.exact.every, config.measure.exact.prompts) == (5, default.measure.exact.prompts)
+    assert config.optimize == default.optimize
+
+
+def trained_with(monkeypatch, words):
+    """The configuration that `otb train` would train."""
+    seen = []
+
+    def train(config, bar):
+        seen.append(config)
+        return Path("runs/x")
+
+    monkeypatch.setattr("otb_analysis.training.loop.train", train)
+    assert main(["train", *words]) == 0
+    return seen[0]
+
+
+@pytest.mark.parametrize("form", [["--config", "{}"], ["--config={}"]])
+def test_command_line_overrides_the_file_and_the_file_the_defaults(form, tmp_path, monkeypatch, capsys):
+    file = str(toml(tmp_path, FULL))
+    words = [word.format(file) for word in form]
+    config = trained_with(monkeypatch, ["--seed", "9", *words, "--sample.group-size", "2"])
+    assert (config.seed, config.run, config.sample.prompts, config.sample.group_size) == (9, "mine", 3, 2)
+    assert config.measure.exact.every == 5
+    assert "otb compare x" in capsys.readouterr().out
+
+
+def test_every_default_can_be_written_in_toml_and_comes_back(tmp_path):
+    # The reader is given each default by its own spelling.
+    from otb_analysis.training.loop import plain_config
+
+    def lines(table, prefix=""):
+        own = [
+            f"{k} = {str(v).lower() if isinstance(v, bool) else repr(v)}"
+            for k, v in table.items()
+            if not isinstance(v, dict)
+        ]
+        yield from [f"[{prefix}]", *own] if prefix else own
+        for name, value in table.items():
+            if isinstance(value, dict):
+                yield from lines(value, f"{prefix}.{name}" if prefix else name)
+
+    file = toml(tmp_path, "\n".join(lines(plain_config(TrainConfig()))))
+    assert from_toml(TrainConfig, file) == TrainConfig()
+
+
+def test_existing_run_is_one_sentence(otb_run, checkpoint, capsys):
+    words = ["train", "--root", str(otb_run.parent), "--run", otb_run.name, "--model", str(checkpoint)]
+    assert f"otb: run '{otb_run.name}' already exists in" in sentence(capsys, words)
+
+
+def test_interrupt_ends_with_130_and_a_sentence(monkeypatch, capsys):
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "train", interrupted)
+    assert sentence(capsys, ["train"], code=130) == "otb: stopped; complete steps are kept."
+
+
+def test_bug_keeps_its_traceback(monkeypatch):
+    def broken(words):
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(cli.COMMANDS, "train", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+def test_compare_on_a_root_without_runs_says_how_to_make_some(tmp_path, capsys):
+    for root in (tmp_path, tmp_path / "missing"):
+        line = sentence(capsys, ["compare", "--root", str(root)])
+        assert line == f"otb: {root} holds no complete run; make some with make demo or otb train."
+
+
+def test_compare_with_a_name_that_is_no_run_is_one_sentence(tmp_path, capsys):
+    assert "nothing" in sentence(capsys, ["compare", "nothing", "--root", str(tmp_path)])
+
+
+def test_compare_prints_every_complete_run_and_leaves_broken_ones_out(otb_run, tmp_path, capsys):
+    import json
+    import shutil
+
+    shutil.copytree(otb_run, tmp_path / "good")
+    half = shutil.copytree(otb_run, tmp_path / "half")
+    (half / "run.json").write_text(json.dumps(json.loads((half / "run.json").read_text()) | {"status": "running"}))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    assert main(["compare", "--root", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "good" in shown
+    assert "half" not in shown
+    for name in ("rloo", "otb_loo", "realized energy W_t"):
+        assert name in shown
+
+
+def test_dashboard_is_served_on_loopback_and_its_failure_names_the_port(tmp_path, monkeypatch, capsys):
+    seen = []
+
+    def call(command, env):
+        seen.append(command)
+        return 1
+
+    app = tmp_path / "app"
+    app.mkdir()
+    (app / "streamlit_app.py").write_text("")
+    (tmp_path / "package").mkdir()
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "package" / "cli.py"))
+    monkeypatch.setattr(cli.subprocess, "call", call)
+    assert main(["dashboard", "--port", "8777", "--root", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert "http://127.0.0.1:8777" in out
+    assert "is port 8777 taken? Choose one with --port." in err
+    (command,) = seen
+    assert command[0] == sys.executable
+    assert command[command.index("--server.address") + 1] == "127.0.0.1"
+    assert command[command.index("--server.port") + 1] == "8777"
+    assert command[-2:] == ["--root", str(tmp_path.resolve())]
