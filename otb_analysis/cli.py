@@ -1,7 +1,5 @@
 """`otb`: one command per job. `otb COMMAND --help` explains each field."""
 
-import os
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +12,7 @@ from rich.console import Console
 
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import STOPS, InputError, nearest
+from otb_analysis.serve import DashboardConfig, serve
 
 USAGE = """\
 otb – the gradient-variance microscope for LLM reinforcement learning
@@ -31,16 +30,6 @@ TABLE_WIDTH = 136
 """Characters that the widest table needs; a narrower terminal wraps its lines rather than losing numbers."""
 
 Config = TypeVar("Config")
-
-
-@dataclass(frozen=True)
-class DashboardConfig:
-    """Serve the dashboard on a folder of runs, on loopback only."""
-
-    root: Path = Path("runs")
-    """Directory that holds the runs."""
-    port: int = 8501
-    """Port to listen on."""
 
 
 @dataclass(frozen=True)
@@ -162,27 +151,6 @@ def _flags(values: Mapping[str, object]) -> str:
 def dashboard_command(words: Sequence[str]) -> None:
     """Serve the dashboard."""
     serve(_parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
-
-
-def serve(config: DashboardConfig) -> None:
-    """Run Streamlit on the app until it is stopped.
-
-    Raises:
-        InputError: The app is not part of this installation, or Streamlit could not be started.
-    """
-    here = Path(__file__).parent
-    app = next((p for p in (here.parent / "app", here / "_app") if (p / "streamlit_app.py").is_file()), None)
-    if app is None:
-        raise InputError("the dashboard's files are missing from this installation; install otb-analysis again.")
-    sys.stdout.write(f"Dashboard: http://127.0.0.1:{config.port}  (Ctrl-C stops it)\n")
-    sys.stdout.flush()
-    command = [sys.executable, "-m", "streamlit", "run", str(app), "--server.port", str(config.port)]
-    command += ["--server.address", "127.0.0.1", "--browser.gatherUsageStats", "false", "--server.headless", "true"]
-    code = subprocess.call([*command, "--", "--root", str(config.root.resolve())], env=os.environ | {"PYTHONUTF8": "1"})
-    if code not in (0, -2, 130):
-        raise InputError(
-            f"the dashboard stopped with code {code}; is port {config.port} taken? Choose one with --port."
-        )
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

@@ -42,7 +42,7 @@ class WarmStartConfig:
     """… and step back if it overshot this one."""
     batch: int = 16
     """Demonstrations per step."""
-    learning_rate: float = 6e-3
+    learning_rate: float = 3e-3
     """Of AdamW, which trains embeddings and norms; the matrices between them are trained by Muon."""
     max_steps: int = 4000
     check_every: int = 25

@@ -22,7 +22,7 @@ MATHS = {
 }
 TORCH_ROOMS = {"logit_stats", "gradients", "models", "tasks", "sampling"}
 UPPER = {"training", "integrations"}
-EDGE = {"report", "demo", "compare", "cli", "bench"}
+EDGE = {"serve", "report", "demo", "compare", "cli", "bench"}
 
 ALLOWED_ROOMS = (
     dict.fromkeys(LEAVES, LEAVES)

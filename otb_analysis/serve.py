@@ -1,0 +1,61 @@
+"""The dashboard as a process: Streamlit on loopback, on the first free port."""
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from otb_analysis.errors import InputError
+
+PORTS_TRIED = 20
+STOPPED = (0, -2, 130)
+"""Exit codes of a dashboard that was stopped, not broken."""
+
+
+@dataclass(frozen=True)
+class DashboardConfig:
+    """Serve the dashboard on a folder of runs, on loopback only."""
+
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+    port: int = 8501
+    """Port to listen on; the next free one when it is taken."""
+
+
+def serve(config: DashboardConfig) -> None:
+    """Run Streamlit on the app until it is stopped, after printing the link.
+
+    Raises:
+        InputError: The app is not part of this installation, no port is free, or Streamlit ended by itself.
+    """
+    here = Path(__file__).parent
+    app = next((p for p in (here.parent / "app", here / "_app") if (p / "streamlit_app.py").is_file()), None)
+    if app is None:
+        raise InputError("the dashboard's files are missing from this installation; install otb-analysis again.")
+    port = free_port(config.port)
+    sys.stdout.write(f"Dashboard: http://127.0.0.1:{port}  (Ctrl-C stops it)\n")
+    sys.stdout.flush()
+    command = [sys.executable, "-m", "streamlit", "run", str(app), "--server.port", str(port)]
+    command += ["--server.address", "127.0.0.1", "--browser.gatherUsageStats", "false", "--server.headless", "true"]
+    code = subprocess.call([*command, "--", "--root", str(config.root.resolve())], env=os.environ | {"PYTHONUTF8": "1"})
+    if code not in STOPPED:
+        raise InputError(f"the dashboard ended with code {code}; what it said above names the cause.")
+
+
+def free_port(wanted: int) -> int:
+    """Return the first free loopback port from the wanted one up.
+
+    Raises:
+        InputError: That is no port, or it and those after it are taken.
+    """
+    if not 1 <= wanted <= 65535:
+        raise InputError(f"--port is {wanted}; pass a number from 1 to 65535.")
+    for port in range(wanted, min(wanted + PORTS_TRIED, 65536)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise InputError(f"ports {wanted} to {wanted + PORTS_TRIED - 1} are taken; pass another --port.")
