@@ -53,7 +53,7 @@ T = 64, J = .50: one mistake leads into a noisy state that pays nothing. Exact p
 """
 
 
-SAMPLES = """Groups of N on the same process, sampled: N·V and N·SF relative to the variance of B*, ± one standard error.
+SAMPLES = """Groups of N on the same process, sampled: N·V and N·SF relative to the variance of B*, ± a standard error.
 OTB at N = 4 has about the raw variance per update of the group mean at N = 32 (divide by N), and three times its SF.
 """
 
