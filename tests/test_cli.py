@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from otb_analysis import cli
+from otb_analysis import cli, serve
 from otb_analysis.cli import from_toml, main
 from otb_analysis.config import TrainConfig
 
@@ -212,7 +212,7 @@ def test_compare_prints_every_complete_run_and_leaves_broken_ones_out(otb_run, t
         assert name in shown
 
 
-def test_dashboard_is_served_on_loopback_and_its_failure_names_the_port(tmp_path, monkeypatch, capsys):
+def test_dashboard_is_served_on_loopback_and_says_how_it_ended(tmp_path, monkeypatch, capsys):
     seen = []
 
     def call(command, env):
@@ -223,12 +223,12 @@ def test_dashboard_is_served_on_loopback_and_its_failure_names_the_port(tmp_path
     app.mkdir()
     (app / "streamlit_app.py").write_text("")
     (tmp_path / "package").mkdir()
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "package" / "cli.py"))
-    monkeypatch.setattr(cli.subprocess, "call", call)
+    monkeypatch.setattr(serve, "__file__", str(tmp_path / "package" / "serve.py"))
+    monkeypatch.setattr(serve.subprocess, "call", call)
     assert main(["dashboard", "--port", "8777", "--root", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert "http://127.0.0.1:8777" in out
-    assert "is port 8777 taken? Choose one with --port." in err
+    assert "the dashboard ended with code 1" in err
     (command,) = seen
     assert command[0] == sys.executable
     assert command[command.index("--server.address") + 1] == "127.0.0.1"
