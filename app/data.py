@@ -13,6 +13,7 @@ import streamlit as st
 
 from otb_analysis.figures import FidelityInfo, fidelity_info, headline_info, statistics_table
 from otb_analysis.figures.runs import Headline
+from otb_analysis.statistics import Interval, gain_lost
 from otb_analysis.store import RunStore, runs_df
 from otb_analysis.types import Gram
 
@@ -232,6 +233,21 @@ def fidelity(run: Run, kind: str) -> MeasuredTokens:
         kind: `token` or `realized`.
     """
     return _fidelity(run.path, run.stamp, kind)
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def _gain_lost(path: str, stamp: str, estimator: str) -> Interval | None:
+    return gain_lost(list(_grams(path, stamp).values()), (estimator, "proxy"), (estimator, "exact"))
+
+
+def lost_by_proxy(run: Run, estimator: str = "otb") -> Interval | None:
+    """Return the share of an estimator's efficiency gain that proxy energies lose, over all measured steps.
+
+    Args:
+        run: A readable run.
+        estimator: One that was measured with exact and with proxy energies.
+    """
+    return _gain_lost(run.path, run.stamp, estimator)
 
 
 @st.cache_data(max_entries=64, show_spinner=False)

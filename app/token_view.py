@@ -87,7 +87,8 @@ export default function (component) {
   for (const row of data.rows) {
     const card = element("div", "card");
     const head = element("div", "head");
-    head.append(element("b", "", "rollout " + row.rollout), element("span", "", row.length + " tokens"));
+    const count = row.length + (row.length === 1 ? " token" : " tokens");
+    head.append(element("b", "", "rollout " + row.rollout), element("span", "", count));
     if (row.finish) head.append(element("span", "", row.finish));
     head.append(element("span", "paid", "reward " + row.reward));
     const text = element("div", "text");

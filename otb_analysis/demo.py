@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from time import monotonic
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from otb_analysis.config import EstimatorConfig, MeasureConfig, OptimizeConfig, Schedule, TrainConfig
-from otb_analysis.errors import STOPS, StoreError
+from otb_analysis.errors import STOPS, InputError, StoreError
 from otb_analysis.models import quiet_loading
 from otb_analysis.store import RunStore
 from otb_analysis.training.loop import plain_config, train
@@ -87,10 +87,11 @@ def is_complete(config: TrainConfig) -> bool:
         return False
     try:
         info = RunStore(path).info
-    except StoreError:
+    except (InputError, StoreError):
         return False
-    stored: Any = info.get("config") or {}
-    return info.get("status") == "complete" and _what(stored) == _what(plain_config(config))
+    stored = info.get("config")
+    same = isinstance(stored, dict) and _what(stored) == _what(plain_config(config))
+    return same and info.get("status") == "complete"
 
 
 def _what(config: Mapping[str, object]) -> dict[str, object]:
@@ -132,17 +133,25 @@ def _work(config: TrainConfig, threads: int, news: Queue) -> None:
         news.put((config.run_name, error))
 
 
+LAST_WORDS = 2.0
+"""Seconds in which what a worker said before it ended is still on its way."""
+
+
 def _watch(workers: Sequence, news: Queue, bars: Progress, tasks: dict[str, TaskID]) -> None:
     """Draw what the workers report until all have ended; raise what one of them reports as its end."""
-    running = set(tasks)
+    running: set[str] = set(tasks)
+    died: dict[str, float] = {}
     while running:
+        for run, worker in zip(tasks, workers, strict=True):
+            if (
+                run in running
+                and not worker.is_alive()
+                and monotonic() - died.setdefault(run, monotonic()) > LAST_WORDS
+            ):
+                raise StoreError(f"training {run} ended without a word; run it with otb train.")
         try:
-            run, *report = news.get(timeout=1.0)
+            run, *report = news.get(timeout=0.5)
         except Empty:
-            if not any(worker.is_alive() for worker in workers):
-                raise StoreError(
-                    f"training {', '.join(sorted(running))} ended without a word; run it with otb train."
-                ) from None
             continue
         if len(report) == 3:
             done, total, text = report

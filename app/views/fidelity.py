@@ -6,8 +6,24 @@ from widgets import chart, one_run, page
 
 from otb_analysis.figures import fidelity_table, number, plot_fidelity, plot_fidelity_steps
 from otb_analysis.figures.fidelity import COEFFICIENTS
+from otb_analysis.statistics import Interval
 
 KINDS = {"token": "token energy w", "realized": "realized energy W"}
+
+LOST = (
+    "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency of otb over all measured steps: 0 when the proxy costs "
+    "nothing, 1 when the gain over rloo is gone. This, not a correlation, is what a proxy is judged by."
+)
+
+
+def spread(lost: Interval | None) -> str:
+    """Say how far the share is known."""
+    if lost is None:
+        return "no gain to lose, or lost in the noise"
+    if lost.low is None:
+        return f"{lost.n_clusters} prompts, no interval"
+    return f"95 %: {number(lost.low)} to {number(lost.high)}"
+
 
 with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the exact gradient norm of a token?"):
     run = one_run()
@@ -17,16 +33,19 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
     )  # fmt: skip
     found = data.fidelity(run, str(kind))
     info = found.info
-    for place, (key, title) in zip(st.columns(len(COEFFICIENTS)), COEFFICIENTS, strict=True):
+    places = st.columns(len(COEFFICIENTS) + 1)
+    for place, (key, title) in zip(places, COEFFICIENTS, strict=False):
         within = getattr(info.overall.within, key) if info.overall.within else None
         pooled = getattr(info.overall.pooled, key)
         place.metric(
-            f"{title}, within (prompt, t)",
-            number(within),
-            f"{number(pooled)} pooled",
-            delta_color="off",
-            delta_arrow="off",
-        )
+            f"{title} within", number(within), f"{number(pooled)} pooled",
+            delta_color="off", delta_arrow="off", help="Within (prompt, t), and pooled over all tokens.",
+        )  # fmt: skip
+    lost = data.lost_by_proxy(run)
+    places[-1].metric(
+        "Gain lost", number(lost.estimate if lost else None), spread(lost),
+        delta_color="off", delta_arrow="off", help=LOST,
+    )  # fmt: skip
     left, right = st.columns(2)
     with left:
         chart(plot_fidelity(info), "fidelity")

@@ -14,6 +14,7 @@ from otb_analysis.figures.tokens import NUMERIC
 from otb_analysis.schema import column
 
 SCALE = "auto: logarithmic where a few values are far larger than the rest, else linear between robust ends."
+WIDTHS = (110, 380, 210, 150, 120)
 FIRST = ("grad_norm_sq", "energy_proxy")
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
 
@@ -57,7 +58,8 @@ def details(tokens: pd.DataFrame, chosen: tuple[int, int], estimator: str) -> No
 
 with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one prompt, coloured by what you ask."):
     run = one_run()
-    places = st.columns([1, 3, 2, 1.4, 1.1])
+    controls = st.container(horizontal=True)
+    places = [controls.container(width=width) for width in WIDTHS]
     with places[0]:
         step = choose_step(run)
     rollouts = data.rollouts(run, step)

@@ -62,6 +62,23 @@ def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str
     return {"type": "log", "range": [low, high], "tickvals": ticks, "ticktext": [_short(t) for t in text]}
 
 
+def linear_range(values: ArrayLike, ends: ArrayLike, around: float) -> list[float]:
+    """Return the range of a linear axis: all values and one mark, and of their intervals no more than as much again.
+
+    Args:
+        values: What is drawn along it.
+        ends: Ends of the intervals.
+        around: A value that is always in view.
+    """
+    drawn, reaching = (np.asarray(x, dtype=float) for x in (values, ends))
+    drawn = np.append(drawn[np.isfinite(drawn)], around)
+    low, high = drawn.min(), drawn.max()
+    reach = max(high - low, abs(around), 1e-12)
+    reaching = np.clip(np.append(reaching[np.isfinite(reaching)], drawn), low - reach, high + reach)
+    margin = 0.06 * (reaching.max() - reaching.min())
+    return [float(reaching.min() - margin), float(reaching.max() + margin)]
+
+
 def _power(exponent: int) -> str:
     return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 

@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.figures.gradient_table import MEASURES, Measure, labels, trace_style
-from otb_analysis.figures.scales import log_axis, number, step_axis
+from otb_analysis.figures.scales import linear_range, log_axis, number, step_axis
 from otb_analysis.figures.styles import Style
 from otb_analysis.figures.theme import RULE, note_in_panel, panels, place
 
@@ -144,10 +144,12 @@ def _scatter(trace: Trace, shift: float, log: bool) -> go.Scatter:
 
 
 def _finish_axes(figure: go.Figure, measure: Measure, traces: tuple[Trace, ...], where: dict[str, Any]) -> None:
+    values = _joined([trace.value for trace in traces])
+    ends = _joined([end for trace in traces for end in (trace.low, trace.high)])
     if measure.log:
-        ends = [end for trace in traces for end in (trace.low, trace.high)]
-        figure.update_yaxes(**log_axis(_joined([t.value for t in traces]), _joined(ends)), **where)
+        figure.update_yaxes(**log_axis(values, ends), **where)
     if measure.column == "projection":
+        figure.update_yaxes(range=linear_range(values, ends, around=1.0), **where)
         figure.add_hline(y=1, line={"dash": "dot", "width": 1, "color": RULE}, **where)
     if measure.column == "efficiency":
         figure.update_yaxes(rangemode="tozero", **where)

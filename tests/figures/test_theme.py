@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.figures.scales import log_axis, number, step_axis
+from otb_analysis.figures.scales import linear_range, log_axis, number, step_axis
 from otb_analysis.figures.styles import ESTIMATOR_STYLES, estimator_style, run_styles
 from otb_analysis.figures.theme import CONFIG, for_background, panels
 
@@ -85,3 +85,10 @@ def test_dark_background_gets_light_ink():
 def test_ratio_axis_keeps_its_tick_at_one():
     for low, high in ((0.1, 3.0), (0.2, 30.0), (0.8, 1.3)):
         assert "1" in log_axis([low, 1.0, high], most=4)["ticktext"]
+
+
+def test_linear_range_keeps_its_mark_in_view_and_bounds_endless_intervals():
+    # Values 1 to 2 and a mark at 1: one more unit on each side for the intervals, and 6 % of margin.
+    assert linear_range([1.0, 2.0], [-50.0, 50.0], around=1.0) == pytest.approx([-0.18, 3.18])
+    low, high = linear_range([2.0], [], around=1.0)
+    assert low < 1 < 2 < high

@@ -223,6 +223,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_system_that_refuses_to_write_more_ends_otb_train_with_a_sentence(checkpoint, tmp_path):
     words = f"train --root {tmp_path} --run full --model {checkpoint} --sample.prompts 4 --sample.group-size 2 "
     words += "--sample.max-new-tokens 8 --optimize.steps 3 --measure.exact.every 0 --evaluate.every 0"

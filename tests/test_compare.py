@@ -1,0 +1,108 @@
+"""The comparison in the terminal: every estimator, the fidelity rows, and no crash on runs that lack either."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from otb_analysis.compare import comparison, fidelity_rows
+from otb_analysis.config import CriticConfig, EvaluateConfig, MeasureConfig, Schedule
+from otb_analysis.errors import InputError
+from otb_analysis.store import RunStore, RunWriter, StepTables
+
+UNMEASURED = {"measure": MeasureConfig(exact=Schedule(0, 0)), "evaluate": EvaluateConfig(every=0)}
+
+
+def printed(paths):
+    console = Console(file=io.StringIO(), width=200)
+    for table in comparison(paths):
+        console.print(table)
+    return console.file.getvalue()
+
+
+def cells(text, *first):
+    """The row that begins with these words, split at two blanks."""
+    (line,) = [s for s in text.splitlines() if s.split()[: len(first)] == list(first)]
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_every_measured_estimator_has_a_row_and_the_group_mean_is_rloo_shrunk(otb_run):
+    text = printed([otb_run])
+    rows = RunStore(otb_run).sql("select distinct estimator, energy_source from gradients")
+    for name, source in zip(rows["estimator"], rows["energy_source"], strict=True):
+        assert cells(text, name, source)
+    # Groups of 3: the group mean's advantages are 2/3 of RLOO's, so its variance is 4/9.
+    assert "0.44" in cells(text, "group_mean", "none")
+
+
+def test_learning_row_holds_what_the_steps_table_holds(otb_run):
+    steps = RunStore(otb_run).steps_df()
+    heldout = steps["heldout_reward"].dropna()
+    row = cells(printed([otb_run]), "otb", "otb")
+    assert "3" in row
+    assert f"{heldout.iloc[0]:.3f} → {heldout.iloc[-1]:.3f}" in row
+    assert f"{steps['reward_mean'].iloc[0]:.3f} → {steps['reward_mean'].iloc[-1]:.3f}" in row
+    assert f"{steps['n_tokens'].sum():,}" in row
+
+
+def test_fidelity_is_of_single_tokens_and_of_what_otb_weights_by(otb_run):
+    rows = fidelity_rows(RunStore(otb_run))
+    assert [name for _, name, _ in rows] == ["token energy w_t", "realized energy W_t"]
+    tokens = RunStore(otb_run).tokens_df(where="grad_norm_sq is not null")
+    expected = np.corrcoef(tokens["energy_proxy"], tokens["grad_norm_sq"])[0, 1]
+    assert rows[0][2].pooled.n == len(tokens)
+    assert rows[0][2].pooled.pearson == pytest.approx(expected, abs=1e-6)
+    text = printed([otb_run])
+    assert "token energy w_t" in text
+    assert "realized energy W_t" in text
+
+
+def test_run_without_measurement_has_only_a_learning_row(trained):
+    text = printed([trained("quiet", **UNMEASURED)])
+    assert "quiet" in text
+    assert "Every estimator" not in text
+    assert "Proxy" not in text
+
+
+def test_runs_with_unlike_estimators_stand_side_by_side(otb_run, trained):
+    # Without a critic there is no `value` in one of them.
+    alone = trained("no_critic", critic=CriticConfig(enabled=False))
+    text = printed([otb_run, alone, trained("quiet", **UNMEASURED)])
+    assert cells(text, "value", "none")
+    assert text.count("token energy w_t") == 2
+
+
+def test_single_measured_prompt_is_shown_without_variance(trained):
+    text = printed([trained("one_prompt", measure=MeasureConfig(exact=Schedule(every=2, prompts=1)))])
+    assert "–" in cells(text, "rloo", "none")
+
+
+def test_run_written_by_someone_else_with_few_columns_is_shown(tmp_path):
+    writer = RunWriter.create(tmp_path, "foreign", {})
+    keys = {name: np.zeros(2, np.int64) for name in ("group", "rollout", "turn")}
+    tokens = keys | {"t": np.arange(2), "mask": [True, True], "reward": [0.0, 1.0], "grad_norm_sq": [1.0, 2.0]}
+    writer.write_step(0, StepTables(tokens=tokens, rollouts={"group": [0], "rollout": [0]}, steps={"reward_mean": 1.0}))
+    writer.finish()
+    assert "foreign" in printed([writer.path])
+
+
+def test_partly_measured_groups_count_only_where_they_are_whole(tmp_path):
+    # Group 0: both tokens measured; group 1: one of two. Then none at all is whole at step 1.
+    writer = RunWriter.create(tmp_path, "partly", {})
+    base = {"turn": np.zeros(4, np.int64), "t": [0, 1, 0, 1], "group": [0, 0, 1, 1], "rollout": [0, 0, 1, 1]}
+    base |= {"mask": [True] * 4, "reward": [0.0, 1.0, 0.0, 0.0], "energy_proxy": [0.1, 0.2, 0.3, 0.4]}
+    for step, known in enumerate(([True, True, True, False], [True, False, True, False])):
+        norms = np.ma.array([1.0, 2.0, 3.0, 4.0], mask=~np.array(known))
+        writer.write_step(step, StepTables(tokens=base | {"grad_norm_sq": norms}, steps={"reward_mean": 0.5}))
+    writer.finish()
+    rows = fidelity_rows(RunStore(writer.path))
+    assert rows[0][2].pooled.n == 2
+    assert "partly" in printed([writer.path])
+
+
+def test_run_without_a_complete_step_is_one_sentence(tmp_path):
+    writer = RunWriter.create(tmp_path, "begun", {})
+    with pytest.raises(InputError, match="run begun has no complete step yet"):
+        comparison([writer.path])

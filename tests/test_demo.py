@@ -1,0 +1,141 @@
+"""The demo: complete runs are reused, half-made ones replaced, and a worker's error becomes the demo's."""
+
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from otb_analysis import demo
+from otb_analysis.config import EstimatorConfig, OptimizeConfig, SampleConfig
+from otb_analysis.demo import DemoConfig, demo_configs, is_complete, progress_bars, run_demo, train_together
+from otb_analysis.errors import InputError, StoreError
+from otb_analysis.store import RunStore
+from otb_analysis.training.loop import plain_config
+
+
+@pytest.fixture
+def finished(otb_run, tiny_config, tmp_path):
+    """A configuration whose run is complete, in a root of its own."""
+    shutil.copytree(otb_run, tmp_path / "otb")
+    return replace(tiny_config, run="otb", root=tmp_path)
+
+
+def edit(made, **changes):
+    path = made.root / made.run / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def silent():
+    return Console(file=io.StringIO())
+
+
+def test_the_two_runs_differ_in_the_estimator_and_in_nothing_else():
+    first, second = (plain_config(c) for c in demo_configs(DemoConfig(seed=4)))
+    assert {key for key in first if first[key] != second[key]} == {"run", "estimator"}
+    assert [first["estimator"]["name"], second["estimator"]["name"]] == ["group_mean", "otb"]
+    assert first["estimator"] | {"name": "otb"} == second["estimator"]
+    assert first["seed"] == 4
+    assert first["if_exists"] == "replace"
+
+
+def test_complete_run_of_the_same_configuration_is_complete_wherever_it_lies(finished):
+    assert is_complete(finished)
+    assert is_complete(replace(finished, if_exists="replace"))
+
+
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_half_made_run_is_not_complete(finished, status):
+    edit(finished, status=status)
+    assert not is_complete(finished)
+
+
+def test_run_of_another_configuration_is_not_complete(finished):
+    assert not is_complete(replace(finished, seed=1))
+    assert not is_complete(replace(finished, optimize=OptimizeConfig(steps=4)))
+    assert not is_complete(replace(finished, run="other"))
+
+
+@pytest.mark.parametrize("damage", ["empty", "no_run_file", "broken", "newer", "config_of_another_kind"])
+def test_damaged_run_is_not_complete_and_never_an_error(finished, damage):
+    path = finished.root / finished.run
+    if damage == "empty":
+        shutil.rmtree(path)
+        path.mkdir()
+    elif damage == "no_run_file":
+        (path / "run.json").unlink()
+    elif damage == "broken":
+        (path / "run.json").write_text("{")
+    elif damage == "newer":
+        edit(finished, schema_version=999)
+    else:
+        edit(finished, config=["a", "list"])
+    assert not is_complete(finished)
+
+
+def with_runs(monkeypatch, configs):
+    """Let the demo run other configurations, in this process and without a warm start."""
+    from otb_analysis.training.loop import train
+
+    made = []
+
+    def together(missing, bars):
+        made.extend(c.run_name for c in missing)
+        for config in missing:
+            train(config)
+
+    monkeypatch.setattr(demo, "demo_configs", lambda config: configs)
+    monkeypatch.setattr(demo, "warm_started", lambda config, bar: Path())
+    monkeypatch.setattr(demo, "train_together", together)
+    return made
+
+
+def test_demo_makes_what_is_missing_and_reuses_what_is_complete(finished, monkeypatch, one_thread):
+    again = replace(finished, if_exists="replace")
+    other = replace(again, run="short", optimize=OptimizeConfig(steps=1))
+    made = with_runs(monkeypatch, [again, other])
+    before = (finished.root / "otb" / "run.json").read_bytes()
+    paths = run_demo(DemoConfig(root=finished.root), silent())
+    assert paths == [finished.root / "otb", finished.root / "short"]
+    assert made == ["short"]
+    assert (finished.root / "otb" / "run.json").read_bytes() == before
+    run_demo(DemoConfig(root=finished.root), silent())
+    assert made == ["short"]
+    # A half-made run is made again from its first step.
+    edit(other, status="running")
+    run_demo(DemoConfig(root=finished.root), silent())
+    assert made == ["short", "short"]
+    assert RunStore(finished.root / "short").info["status"] == "complete"
+
+
+@pytest.mark.slow
+def test_runs_are_trained_side_by_side(finished):
+    plain = replace(finished, task="chain_sum", optimize=OptimizeConfig(steps=2))
+    configs = [replace(plain, run=f"side_{n}", estimator=EstimatorConfig(name=n)) for n in ("rloo", "otb")]
+    with progress_bars(silent()) as bars:
+        train_together(configs, bars)
+        assert all(task.completed == 2 for task in bars.tasks)
+    for config in configs:
+        assert is_complete(config)
+
+
+@pytest.mark.slow
+def test_error_of_one_worker_is_the_demos_and_stops_the_other(finished):
+    plain = replace(finished, task="chain_sum")
+    endless = replace(plain, run="endless", optimize=OptimizeConfig(steps=100_000))
+    doomed = replace(plain, run="doomed", model=str(finished.root / "nowhere"))
+    with pytest.raises(InputError, match="nowhere does not exist"), progress_bars(silent()) as bars:
+        train_together([endless, doomed], bars)
+    assert not is_complete(endless)
+
+
+@pytest.mark.slow
+def test_worker_that_dies_without_a_word_stops_the_demo_at_once(finished, monkeypatch):
+    plain = replace(finished, task="chain_sum")
+    endless = replace(plain, run="endless", optimize=OptimizeConfig(steps=100_000))
+    broken = replace(plain, run="broken", sample=SampleConfig(prompts=1.5))  # a float where a count belongs: a bug
+    with pytest.raises(StoreError, match=r"training broken ended without a word"), progress_bars(silent()) as bars:
+        train_together([endless, broken], bars)
