@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,6 +126,8 @@ def train_together(configs: Sequence[TrainConfig], bars: Progress) -> None:
 
 
 def _work(config: TrainConfig, threads: int, news: Queue) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    signal.signal(signal.SIGTERM, _interrupt)
     torch.set_num_threads(threads)
     quiet_loading()
     try:
@@ -131,6 +135,12 @@ def _work(config: TrainConfig, threads: int, news: Queue) -> None:
         news.put((config.run_name, None))
     except STOPS as error:
         news.put((config.run_name, error))
+    except KeyboardInterrupt:
+        sys.exit(1)  # the run has recorded that it was interrupted
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 LAST_WORDS = 2.0

@@ -148,7 +148,7 @@ def sample(
         P·group_size rollouts, group by group.
 
     Raises:
-        InputError: A prompt has no tokens.
+        InputError: A prompt has no tokens, or prompt and budget exceed the model's positions.
         NonFiniteError: The policy's logits are NaN or infinite.
     """
     group = np.repeat(np.arange(len(prompts)), config.group_size)
@@ -262,6 +262,7 @@ class TransformersGenerator:
     def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
         """Continue each context; see `Generator.generate`."""
         width = max(len(c) for c in contexts)
+        self._check_room(width, max_new_tokens)
         ids = torch.tensor([[self.pad] * (width - len(c)) + list(c) for c in contexts], device=self.model.device)
         attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=self.model.device)
         tempered = _Tempered(temperature)
@@ -277,6 +278,14 @@ class TransformersGenerator:
         tokens = output[:, width:].tolist()
         logprobs = torch.stack(tempered.drawn, dim=1).double().tolist()
         return [self._cut(t, p) for t, p in zip(tokens, logprobs, strict=True)]
+
+    def _check_room(self, width: int, max_new_tokens: int) -> None:
+        room = getattr(self.model.config, "max_position_embeddings", None)
+        if isinstance(room, int) and width + max_new_tokens > room:
+            raise InputError(
+                f"a prompt of {width} tokens and sample.max_new_tokens={max_new_tokens} need more than the {room} "
+                "positions of the model; shorten the prompts or lower sample.max_new_tokens."
+            )
 
     @contextmanager
     def _plain_settings(self) -> Iterator[None]:

@@ -196,3 +196,12 @@ def test_same_seed_draws_the_same_rollouts(tiny_model, tokenizer, task):
     first, second = (drawn(tiny_model, tokenizer, task) for _ in range(2))
     assert np.array_equal(first.input_ids, second.input_ids)
     assert np.array_equal(first.behavior_logprob, second.behavior_logprob, equal_nan=True)
+
+
+def test_prompt_and_budget_beyond_the_models_positions_are_refused_in_one_sentence(tiny_model, tokenizer):
+    generator = TransformersGenerator(tiny_model, tokenizer)
+    room = tiny_model.config.max_position_embeddings
+    with pytest.raises(
+        InputError, match=rf"prompt of 5 tokens and sample.max_new_tokens={room} need more than the {room}"
+    ):
+        generator.generate([[3, 4, 5, 3, 4]], room, 1.0)

@@ -1,9 +1,9 @@
 """The level `exact`: norms of every token's score on whole groups, and the Gram matrix of every estimator there."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -53,7 +53,14 @@ class Measurement:
 class Instrument:
     """Measures rollouts under one model and configuration; leaves parameters, gradients and random state alone."""
 
-    def __init__(self, model: PreTrainedModel, config: MeasureConfig, temperature: float):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: MeasureConfig,
+        temperature: float,
+        options: Mapping[str, Any] | None = None,
+    ):
+        self.options = options
         self.model = model
         self.config = config
         self.settings = {"engine": config.engine, "scope": config.scope, "temperature": temperature}
@@ -82,7 +89,7 @@ class Instrument:
     def gram(self, rollouts: Rollouts, table: TokenTable, norms: ExactNorms, groups: Int) -> Gram:
         """Return ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ of the groups' mean gradients under every estimator whose inputs exist."""
         rows = np.isin(rollouts.group, groups)
-        advantages = every_advantage(table, norms, rows)
+        advantages = every_advantage(table, norms, rows, self.options)
         sizes = np.bincount(rollouts.group)[rollouts.group[rows]]
         stacked = np.stack([a / sizes[:, None] for a in advantages.values()])
         different, back = np.unique(stacked.reshape(len(stacked), -1), axis=0, return_inverse=True)
@@ -123,12 +130,16 @@ class Instrument:
         return Measurement(found, gram, rows or (), gaps=int(rows is None))
 
 
-def every_advantage(table: TokenTable, norms: ExactNorms, rows: Bool) -> dict[Label, Float]:
+def every_advantage(
+    table: TokenTable, norms: ExactNorms, rows: Bool, options: Mapping[str, Any] | None = None
+) -> dict[Label, Float]:
     """Return the advantages [n, T] of every estimator whose inputs exist, by (estimator, energy source), on some rows.
 
     Estimators that read the proxy or no energy see the whole batch, as they would in training, so that entries which
-    couple prompts are what they are; those that read exact norms see the measured rows.
+    couple prompts are what they are; those that read exact norms see the measured rows. `options` holds the options of
+    estimators that do not run with their defaults: those of the one that trains.
     """
+    options = options or {}
     proxy = table.inputs(table.stats.energy)
     part = _rows_of(table.inputs(norms.grad_norm_sq, norms.rollout_norm_sq), rows)
     exact_only = {name for name in available(part) if name not in available(proxy)}
@@ -136,9 +147,9 @@ def every_advantage(table: TokenTable, norms: ExactNorms, rows: Bool) -> dict[La
     for name in available(part):
         reads_energy = "energy" in ESTIMATORS[name].needs
         if name not in exact_only:
-            found[name, "proxy" if reads_energy else "none"] = estimate(name, proxy).advantage[rows]
+            found[name, "proxy" if reads_energy else "none"] = estimate(name, proxy, options.get(name)).advantage[rows]
         if reads_energy or name in exact_only:
-            found[name, "exact"] = estimate(name, part).advantage
+            found[name, "exact"] = estimate(name, part, options.get(name)).advantage
     return found
 
 

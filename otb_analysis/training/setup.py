@@ -65,7 +65,8 @@ class Trainer:
         )
         self.generator = TransformersGenerator(model, tokenizer)
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
-        self.instrument = Instrument(model, config.measure, config.sample.temperature)
+        trained = {config.estimator.name: self.options}
+        self.instrument = Instrument(model, config.measure, config.sample.temperature, trained)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.optimize.learning_rate, weight_decay=config.optimize.weight_decay
         )

@@ -311,3 +311,10 @@ def test_run_with_a_failing_instrument_is_the_run_without_it(otb_run, tiny_confi
         path = loop.train(replace(tiny_config, run="blind", root=tmp_path))
     assert same_weights(otb_run, path)
     assert RunStore(path).steps_df()["measurement_gaps"].tolist() == [1, 1, 1]
+
+
+def test_row_of_the_training_estimator_uses_its_options(trained):
+    path = trained("tail", estimator=EstimatorConfig(name="otb", options={"tail": "zero"}))
+    store = RunStore(path)
+    rows = store.gradients_df(where="estimator = 'otb' and energy_source = 'proxy'")
+    np.testing.assert_allclose(np.sqrt(rows["mean_norm_sq"]), store.steps_df()["grad_norm"], rtol=1e-4)
