@@ -1,5 +1,6 @@
 """A small synthetic store: three whole runs, a failed one, a running one, a broken one; hostile text throughout."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,14 @@ import pytest
 from otb_analysis.statistics import gradient_statistics
 from otb_analysis.store import RunWriter, StepTables, gram_rows
 from otb_analysis.types import Gram
+
+
+@pytest.fixture(autouse=True)
+def main_module_kept(monkeypatch):
+    """Undo what AppTest leaves behind: a page as `__main__`, which a later test's spawned process would run."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
 
 HOSTILE = (
     "<script>alert(1)</script>", "**md**", ":red[x]", "$x$", "line\n", "\t", "🙂", "אבג", "\u202eabc", "</span>",
