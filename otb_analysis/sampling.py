@@ -263,6 +263,7 @@ class TransformersGenerator:
         """Continue each context; see `Generator.generate`."""
         width = max(len(c) for c in contexts)
         self._check_room(width, max_new_tokens)
+        self._check_vocabulary(max(self.pad, *map(max, contexts)))
         ids = torch.tensor([[self.pad] * (width - len(c)) + list(c) for c in contexts], device=self.model.device)
         attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=self.model.device)
         tempered = _Tempered(temperature)
@@ -285,6 +286,14 @@ class TransformersGenerator:
             raise InputError(
                 f"a prompt of {width} tokens and sample.max_new_tokens={max_new_tokens} need more than the {room} "
                 "positions of the model; shorten the prompts or lower sample.max_new_tokens."
+            )
+
+    def _check_vocabulary(self, largest: int) -> None:
+        entries = getattr(self.model.get_input_embeddings(), "num_embeddings", largest + 1)
+        if largest >= entries:
+            raise InputError(
+                f"the tokenizer gives token id {largest} but the model has {entries} embeddings; "
+                "save the model's own tokenizer beside it."
             )
 
     @contextmanager

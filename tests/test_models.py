@@ -149,6 +149,13 @@ BAD = {
     "other_shapes": (lambda p: _edit(p, "config.json", lambda c: c.update(vocab_size=30)), "cannot be loaded"),
     "no_tokenizer": (lambda p: [f.unlink() for f in p.glob("tokenizer*")], "has no tokenizer"),
     "broken_tokenizer": (lambda p: _write(p / "tokenizer.json", "{"), "cannot be loaded"),
+    "tokenizer_of_another_kind": (lambda p: _write(p / "tokenizer.json", "[]"), "cannot be loaded"),
+    "size_as_text": (lambda p: _edit(p, "config.json", lambda c: c.update(hidden_size="big")), "cannot be loaded"),
+    "no_heads": (lambda p: _edit(p, "config.json", lambda c: c.update(num_attention_heads=0)), "cannot be loaded"),
+    "empty_pickle": (
+        lambda p: [(p / "model.safetensors").unlink(), (p / "pytorch_model.bin").write_bytes(b"")],
+        r"cannot be loaded .*\(EOFError\)",
+    ),
     "no_end_token": (lambda p: _edit(p, "tokenizer_config.json", lambda c: c.pop("eos_token")), "no eos_token"),
     "own_code": (
         lambda p: _edit(

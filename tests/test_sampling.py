@@ -96,8 +96,10 @@ def test_tokens_are_drawn_as_often_as_the_policy_says(tiny_model, tokenizer, tas
 def test_settings_come_back_and_no_gradient_is_left_after_an_exception(tiny_model, tokenizer):
     own = tiny_model.generation_config
     generator = TransformersGenerator(tiny_model, tokenizer)
-    with pytest.raises(IndexError):
-        generator.generate([[10_000]], 2, 1.0)
+    with torch.no_grad():
+        tiny_model.get_input_embeddings().weight[3] = float("nan")
+    with pytest.raises(NonFiniteError):
+        generator.generate([[3]], 2, 1.0)
     assert tiny_model.generation_config is own
     assert torch.is_grad_enabled()
 
@@ -205,3 +207,10 @@ def test_prompt_and_budget_beyond_the_models_positions_are_refused_in_one_senten
         InputError, match=rf"prompt of 5 tokens and sample.max_new_tokens={room} need more than the {room}"
     ):
         generator.generate([[3, 4, 5, 3, 4]], room, 1.0)
+
+
+def test_tokenizer_of_a_larger_model_is_refused_in_one_sentence(tiny_model, tokenizer):
+    generator = TransformersGenerator(tiny_model, tokenizer)
+    entries = tiny_model.get_input_embeddings().num_embeddings
+    with pytest.raises(InputError, match=rf"token id {entries} but the model has {entries} embeddings"):
+        generator.generate([[3], [4, entries]], 4, 1.0)
