@@ -10,6 +10,7 @@ import duckdb
 import pandas as pd
 
 from otb_analysis.errors import InputError, StoreError
+from otb_analysis.schema import TABLES
 from otb_analysis.store.layout import find_run, list_runs, parts_of
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.views import broken_part, select
@@ -33,7 +34,7 @@ DTYPES = {
 }
 """The fixed columns of `runs_df`; those of the configurations follow."""
 
-_SECONDS = ("seconds_sample", "seconds_update", "seconds_measure", "seconds_store")
+_SECONDS = tuple(c.name for c in TABLES["steps"] if c.name.startswith("seconds_"))
 _COLUMNS = ("step", "reward_mean", "heldout_reward", "grad_norm", "n_tokens", *_SECONDS)
 
 

@@ -21,7 +21,7 @@ def test_headline_numbers_are_those_of_the_first_and_last_tenth(tmp_path, writer
     # 20 steps: a tenth is two of them. Rewards 0, 1, …, 19: means 0.5 and 18.5; norms 1, …, 20: median 10.5.
     for step in range(20):
         scalars = {"reward_mean": step, "grad_norm": step + 1, "n_tokens": 10, "seconds_sample": 0.5}
-        held_out = {"heldout_reward": 0.25} if step == 10 else {}
+        held_out = {"heldout_reward": 0.25, "seconds_evaluate": 3.0} if step == 10 else {}
         writer.write_step(step, StepTables(steps=scalars | held_out))
     writer.finish()
     row = row_of(tmp_path)
@@ -29,7 +29,7 @@ def test_headline_numbers_are_those_of_the_first_and_last_tenth(tmp_path, writer
     assert (row["n_steps"], row["last_step"], row["n_tokens"]) == (20, 19, 200)
     assert (row["reward_first"], row["reward_last"]) == (0.5, 18.5)
     assert (row["grad_norm_median"], row["grad_norm_last"]) == (10.5, 20)
-    assert (row["heldout_reward"], row["seconds"]) == (0.25, 10)
+    assert (row["heldout_reward"], row["seconds"]) == (0.25, 20 * 0.5 + 3)
 
 
 def test_configuration_is_flattened_with_dots(tmp_path, writer):
