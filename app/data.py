@@ -252,11 +252,12 @@ def lost_by_proxy(run: Run, estimator: str = "otb") -> Interval | None:
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def _token_steps(path: str, stamp: str) -> list[int]:
-    return [int(s) for s in _store(path).sql("SELECT DISTINCT step FROM tokens ORDER BY step")["step"]]
+    query = "SELECT DISTINCT step FROM tokens WHERE step IN (SELECT step FROM rollouts) ORDER BY step"
+    return [int(s) for s in _store(path).sql(query)["step"]]
 
 
 def token_steps(run: Run) -> list[int]:
-    """Return the steps whose tokens are stored.
+    """Return the steps whose tokens and rollouts are stored.
 
     Args:
         run: A readable run.

@@ -16,6 +16,9 @@ from otb_analysis.schema import column
 SCALE = "auto: logarithmic where a few values are far larger than the rest, else linear between robust ends."
 WIDTHS = (110, 380, 210, 150, 120)
 FIRST = ("grad_norm_sq", "energy_proxy")
+NOTHING = (
+    "This run has no step whose tokens and rollouts are both stored; a run of `otb train` stores them at every step."
+)
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
 
 
@@ -58,6 +61,9 @@ def details(tokens: pd.DataFrame, chosen: tuple[int, int], estimator: str) -> No
 
 with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one prompt, coloured by what you ask."):
     run = one_run()
+    if not data.token_steps(run):
+        st.info(NOTHING, icon=":material/inbox:")
+        st.stop()
     controls = st.container(horizontal=True)
     places = [controls.container(width=width) for width in WIDTHS]
     with places[0]:

@@ -1,6 +1,6 @@
 """Figures as pairs: `x_info(...)` holds the numbers, `plot_x(info)` draws them; pages and reports share both."""
 
-from otb_analysis.figures.collapse import collapse_info, plot_collapse
+from otb_analysis.figures.collapse import collapse_info, degenerate_table, plot_collapse
 from otb_analysis.figures.comparison import (
     ComparisonInfo,
     comparison_info,
@@ -44,6 +44,7 @@ __all__ = [
     "comparison_table",
     "config_differences",
     "curves_info",
+    "degenerate_table",
     "display_table",
     "estimator_style",
     "fidelity_info",

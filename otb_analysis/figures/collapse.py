@@ -15,27 +15,42 @@ QUANTITIES = (
     Quantity("Entropy", "nats, mean over tokens", "entropy_mean", from_zero=True),
     Quantity("Length", "tokens, mean", "length_mean", from_zero=True),
     Quantity("Equal-reward groups", "share of groups", "zero_variance_share", from_zero=True),
-    Quantity("Energy tail", "Pareto-k", "energy_tail_k"),
-    Quantity("Top 1 % of tokens", "share of all energy", "energy_max_share", from_zero=True),
+    Quantity("Energy tail", "Pareto-k of the proxy", "energy_tail_k"),
+    Quantity("Top 1 % of tokens", "share of all proxy energy", "energy_max_share", from_zero=True),
     Quantity("Sampler mismatch", "nats, largest", "mismatch_max", from_zero=True),
+    Quantity("Cut completions", "share of rollouts", "truncated_share", from_zero=True),
+    Quantity("Empty completions", "share of rollouts", "empty_share", from_zero=True),
+    Quantity("Baseline fallback", "share of tokens", "fallback_share", from_zero=True),
 )
+SHARES = {
+    "zero_variance_share": ("n_zero_variance_groups", "n_prompts"),
+    "truncated_share": ("n_truncated", "n_rollouts"),
+    "empty_share": ("n_empty_completions", "n_rollouts"),
+}
+DEGENERATE = {
+    "n_zero_variance_groups": "groups of equal reward",
+    "n_singleton_groups": "groups of one",
+    "n_empty_completions": "empty completions",
+    "n_truncated": "cut completions",
+    "measurement_gaps": "measurement gaps",
+}
+"""What is legal and yet nothing to learn or to measure from; counted, never an error."""
 CLIP_WINDOW = 20
 HEAVY_TAIL = 0.5
 
 
 def derived(steps: pd.DataFrame) -> pd.DataFrame:
-    """Return the steps table with the two shares that the panels need.
+    """Return the steps table with the shares that the panels need.
 
-    zero_variance_share = n_zero_variance_groups / n_prompts; clipped_share = mean of `clipped` over the last 20 steps,
-    from the fifth on.
+    zero_variance_share = n_zero_variance_groups / n_prompts, the others of `SHARES` alike; clipped_share = mean of
+    `clipped` over the last 20 steps, from the fifth on.
 
     Args:
         steps: Steps table of one run.
     """
     table = steps.sort_values("step")
-    shares = {}
-    if {"n_zero_variance_groups", "n_prompts"} <= set(table):
-        shares["zero_variance_share"] = table["n_zero_variance_groups"].astype(float) / table["n_prompts"].astype(float)
+    known = {name: pair for name, pair in SHARES.items() if set(pair) <= set(table)}
+    shares = {name: table[part].astype(float) / table[of].astype(float) for name, (part, of) in known.items()}
     if "clipped" in table:
         clipped = table["clipped"].astype("Float64").astype(float)
         shares["clipped_share"] = clipped.rolling(CLIP_WINDOW, min_periods=5).mean()
@@ -53,8 +68,20 @@ def collapse_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, st
     return curves_info({run: derived(table) for run, table in steps.items()}, QUANTITIES, estimators, window)
 
 
+def degenerate_table(steps: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return how often each run met degenerate input, summed over its steps; a count never recorded is missing.
+
+    Args:
+        steps: Steps table of each run.
+    """
+    rows = [table.reindex(columns=list(DEGENERATE)).sum(min_count=1) for table in steps.values()]
+    counts = pd.DataFrame(rows, columns=list(DEGENERATE)).astype("Float64").astype("Int64").rename(columns=DEGENERATE)
+    counts.insert(0, "run", list(steps))
+    return counts.reset_index(drop=True)
+
+
 def plot_collapse(info: CurvesInfo, *, log_y: bool = False) -> go.Figure:
-    """Draw nine small multiples; the Pareto-k panel marks .5, above which a variance's standard error means little.
+    """Draw small multiples; the Pareto-k panel marks .5, above which a variance's standard error means little.
 
     Args:
         info: From `collapse_info`.

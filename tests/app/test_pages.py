@@ -120,6 +120,34 @@ def test_run_without_measurements_is_told_how_to_get_them(tmp_path, monkeypatch)
     assert not open_page(tmp_path, "tokens", monkeypatch).exception
 
 
+PARTIAL = {
+    "no_tokens_nor_rollouts": StepTables(steps={"reward_mean": 1.0}),
+    "no_tokens": StepTables(rollouts={"group": [0], "rollout": [0], "prompt": ["1="], "reward": [0.0]}),
+    "no_rollouts": StepTables(tokens={"group": [0], "rollout": [0], "turn": [0], "t": [0], "mask": [True]}),
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("kind", PARTIAL)
+def test_run_that_stored_only_some_tables_gets_a_sentence(kind, page, tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "plain", {"estimator": {"name": "rloo"}})
+    writer.write_step(0, PARTIAL[kind])
+    writer.finish()
+    app = open_page(tmp_path, page, monkeypatch)
+    assert not app.exception
+    assert page != "tokens" or "no step whose tokens and rollouts are both stored" in texts(app)
+
+
+def test_collapse_counts_degenerate_input(tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "plain", {"estimator": {"name": "rloo"}})
+    for step in range(2):
+        counts = {"n_singleton_groups": 2, "n_empty_completions": 0, "n_truncated": 1, "measurement_gaps": step}
+        writer.write_step(step, StepTables(steps=counts | {"n_zero_variance_groups": 3, "n_prompts": 4}))
+    writer.finish()
+    table = open_page(tmp_path, "collapse", monkeypatch).dataframe[0].value
+    assert table.iloc[0].tolist() == ["plain", 6, 4, 0, 2, 1]
+
+
 def test_url_chooses_run_step_and_colour(store_root, monkeypatch):
     query = {"run": "chain-otb-s0", "step": "20", "prompt": "3", "color": "entropy"}
     app = open_page(store_root, "tokens", monkeypatch, **query)

@@ -2,7 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from otb_analysis.figures.collapse import QUANTITIES, collapse_info, derived, plot_collapse
+from otb_analysis.figures.collapse import QUANTITIES, collapse_info, degenerate_table, derived, plot_collapse
 from otb_analysis.figures.curves import Quantity, curves_info, plot_curves, running_mean
 from otb_analysis.figures.learning import learning_info, plot_learning
 
@@ -56,12 +56,19 @@ def test_derived_shares_of_a_hand_worked_table(steps):
     assert table["clipped_share"].isna().all()  # fewer than five recorded steps
 
 
+def test_degenerate_input_is_summed_over_steps_and_missing_where_never_counted(steps):
+    table = degenerate_table({"a": steps, "b": steps.assign(n_truncated=[0, 3, None, 1])})
+    assert table["groups of equal reward"].tolist() == [7, 7]
+    assert table["cut completions"].tolist() == [pd.NA, 4]
+    assert table["measurement gaps"].isna().all()
+
+
 def test_clipped_share_is_the_mean_of_the_last_twenty():
     table = pd.DataFrame({"step": range(25), "clipped": [True] * 5 + [False] * 20})
     assert derived(table)["clipped_share"].iloc[[4, 9, 24]].tolist() == [1.0, 0.5, 0.0]
 
 
-def test_collapse_has_nine_titled_panels_and_one_legend_entry_a_run(steps):
+def test_collapse_has_titled_panels_and_one_legend_entry_a_run(steps):
     figure = plot_collapse(collapse_info({"a": steps, "b": steps}, {"a": "otb", "b": "rloo"}, window=2))
     titles = [note.text.split("<br>")[0] for note in figure.layout.annotations[: len(QUANTITIES)]]
     assert titles == [q.title for q in QUANTITIES]
