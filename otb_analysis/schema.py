@@ -105,10 +105,11 @@ STEPS = (
     Column("n_truncated", "BIGINT", "", "Completions cut by the length budget."),
     Column("fallback_share", "DOUBLE", "", "Share of policy tokens where the training estimator used its fallback."),
     Column("energy_proxy_mean", "DOUBLE", "norm²", "Mean proxy energy over policy tokens."),
-    Column(
-        "energy_tail_k", "DOUBLE", "", "Pareto-k of the token energies' upper tail (exact where measured, else proxy)."
-    ),
-    Column("energy_max_share", "DOUBLE", "", "Share of the total energy held by the top 1 % of tokens."),
+    Column("energy_tail_k", "DOUBLE", "", "Pareto-k of the upper tail of all policy tokens' proxy energies."),
+    Column("energy_max_share", "DOUBLE", "", "Share of the total proxy energy held by the top 1 % of policy tokens."),
+    Column("exact_tail_k", "DOUBLE", "", "Pareto-k of the measured tokens' grad_norm_sq; null where none was."),
+    Column("certificate_prob_z", "DOUBLE", "", "z-score of Σ(π_y − Σ_v π_v²); large if π did not draw the tokens."),
+    Column("certificate_logprob_z", "DOUBLE", "", "z-score of Σ(log π_y + H): the same certificate, in nats."),
     Column("critic_loss", "DOUBLE", "", "Mean squared error of the critic before its update."),
     Column("heldout_reward", "DOUBLE", "", "Mean reward on held-out prompts, where evaluated."),
     Column("n_measured_prompts", "BIGINT", "", "Groups measured exactly in this step."),

@@ -6,7 +6,7 @@ from otb_analysis.sampling import Rollouts
 from otb_analysis.statistics import pareto_k, top_share
 from otb_analysis.training.measure import Measurement
 from otb_analysis.training.table import TokenTable
-from otb_analysis.types import Bool, Estimate, Float
+from otb_analysis.types import Bool, Estimate, Float, LogitStats
 
 
 def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measurement: Measurement) -> dict[str, object]:
@@ -17,7 +17,7 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
     inside, stats, reward = table.mask, table.stats, table.rewards.total
     length = inside.sum(axis=1)
     mismatch = (stats.logprob - table.behavior_logprob)[inside]
-    energy = _energies(table, measurement)
+    energy = stats.energy[inside]
     return {
         "reward_mean": reward.mean(),
         "reward_std": reward.std(),
@@ -33,9 +33,11 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "n_tokens": int(inside.sum()),
         **_degenerate(rollouts, table),
         "fallback_share": _mean(estimate.fallback[inside].astype(float)),
-        "energy_proxy_mean": _mean(stats.energy[inside]),
+        "energy_proxy_mean": _mean(energy),
         "energy_tail_k": pareto_k(energy),
         "energy_max_share": top_share(energy),
+        "exact_tail_k": _exact_tail(table, measurement),
+        **certificate(stats, inside),
         "n_measured_prompts": _measured_groups(table, measurement),
         "measurement_gaps": measurement.gaps,
     }
@@ -65,12 +67,34 @@ def _measured_groups(table: TokenTable, measurement: Measurement) -> int:
     return len(np.unique(table.group[np.isfinite(measurement.norms.rollout_norm_sq)]))
 
 
-def _energies(table: TokenTable, measurement: Measurement) -> Float:
-    """Return the exact energies where the whole step's or some groups' were measured, else the proxy's."""
-    if measurement.norms is not None:
-        exact = measurement.norms.grad_norm_sq[table.mask]
-        return exact[np.isfinite(exact)]
-    return table.stats.energy[table.mask]
+def certificate(stats: LogitStats, mask: Bool) -> dict[str, float | None]:
+    """Return the two z-scores of the sampling certificate.
+
+    z = Σ(π_y − Σ_v π_v²)/√Σ Var(π_y) and z = Σ(log π_y + H)/√Σ Var(log π_y) over policy tokens. Both numerators are
+    martingales with these conditional variances if every token was drawn from the scored distribution, so a wrong
+    temperature, a filter or another engine's probabilities show as |z| far above 2. Proved.
+
+    Args:
+        stats: Forward statistics [N, T].
+        mask: True at policy tokens [N, T].
+
+    Returns:
+        Columns of `steps`; None where nothing was random.
+    """
+    sums = {
+        "certificate_prob_z": (np.exp(stats.logprob) - stats.sum_pi_sq, stats.pi_variance),
+        "certificate_logprob_z": (stats.logprob + stats.entropy, stats.logprob_variance),
+    }
+    totals = {name: (x[mask].sum(), variance[mask].sum()) for name, (x, variance) in sums.items()}
+    return {name: float(x / np.sqrt(variance)) if variance > 0 else None for name, (x, variance) in totals.items()}
+
+
+def _exact_tail(table: TokenTable, measurement: Measurement) -> float | None:
+    """Return the tail of the exact norms; the proxy's has its own column, so that no curve changes what it shows."""
+    if measurement.norms is None:
+        return None
+    exact = measurement.norms.grad_norm_sq[table.mask]
+    return pareto_k(exact[np.isfinite(exact)])
 
 
 def _mean(values: Float) -> float | None:

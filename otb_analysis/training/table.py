@@ -168,7 +168,9 @@ def token_rows(
     if grad_norm_sq is not None:
         columns["grad_norm_sq"] = np.ma.masked_array(grad_norm_sq[n, t], mask=~exact)
     columns["measured_by"] = np.where(exact, "exact", "none")
-    columns["inclusion_prob"] = np.ma.masked_array(np.ones(len(n)), mask=~exact)
+    # Prompts come in random order, so measuring the first groups is drawing that share of the step's groups.
+    share = len(np.unique(table.group[n[exact]])) / len(np.unique(table.group))
+    columns["inclusion_prob"] = np.ma.masked_array(np.full(len(n), share), mask=~exact)
     return columns
 
 

@@ -60,7 +60,7 @@ def test_every_column_of_the_schema_is_there_with_its_type(otb_run, table):
 
 
 NEVER_HERE = {
-    "steps": {"energy_tail_k"},  # too few tokens for a tail
+    "steps": {"energy_tail_k", "exact_tail_k"},  # too few tokens for a tail
     "tokens": {"grad_norm_sq_stderr", "path_norm_sq", "attribution"},
     "gradients": {"variance_low", "variance_high", "within", "between"},  # below 16 prompts, and without pools
 }
@@ -142,7 +142,9 @@ def test_exact_norms_are_kept_for_policy_tokens_of_measured_groups_only(trained)
     measured = tokens["step"].isin([0, 2]) & (tokens["group"] < 2)
     assert (tokens["grad_norm_sq"].notna() == measured).all()
     assert (tokens["measured_by"] == np.where(measured, "exact", "none")).all()
+    # Two of four groups in random order: every token of the step had one chance in two.
     assert (tokens["inclusion_prob"].notna() == measured).all()
+    assert set(tokens["inclusion_prob"].dropna()) == {0.5}
     assert store.rollouts_df()["score_norm_sq"].notna().sum() == 2 * 2 * 3
     assert store.steps_df()["n_measured_prompts"].tolist() == [2, 0, 2]
     assert store.gram(1) is None

@@ -1,5 +1,7 @@
 """A task of two turns and two reward parts, from texts to the rows of the store."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,10 +9,11 @@ import torch
 from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.estimators import available, estimate
-from otb_analysis.sampling import sample
+from otb_analysis.logit_stats import logit_stats
+from otb_analysis.sampling import TransformersGenerator, sample
 from otb_analysis.training.forward import forward_pass
-from otb_analysis.training.measure import Instrument, every_advantage
-from otb_analysis.training.summary import summarize, zero_variance_groups
+from otb_analysis.training.measure import ExactNorms, Instrument, Measurement, every_advantage
+from otb_analysis.training.summary import certificate, summarize, zero_variance_groups
 from otb_analysis.training.table import pay, rollout_rows, token_rows, token_table
 
 # Four rollouts of two prompts ("0+" wants #0, "1+" wants #1); "$" is the end token, the reply is "=" and the text:
@@ -121,8 +124,6 @@ def test_rows_of_the_store_leave_tool_tokens_unmeasured(tokenizer, rollouts, tab
 
 
 def test_degenerate_input_is_counted(rollouts, table):
-    from otb_analysis.training.measure import Measurement
-
     found = summarize(rollouts, table, estimate("rloo", table.inputs(None)), Measurement())
     assert found["n_truncated"] == 2
     assert found["n_empty_completions"] == 0  # rollout 2 wrote something in its second turn
@@ -132,8 +133,6 @@ def test_degenerate_input_is_counted(rollouts, table):
 
 
 def test_empty_completion_is_counted(echo, scripted, tokenizer, tiny_model):
-    from otb_analysis.training.measure import Measurement
-
     echo.reply = lambda prompt, turns: None
     prompts = [echo.prompt("train", 0)]
     rollouts = sample(scripted(["$", "1$"]), tokenizer, echo, prompts, SampleConfig(group_size=2))
@@ -170,3 +169,43 @@ def test_value_is_zero_outside_the_mask(echo, rollouts, forward):
     assert (table.value[~table.mask] == 0).all()
     assert np.isnan(table.value[table.mask]).all()
     assert torch.is_tensor(forward.logprob)
+
+
+def test_energy_tail_is_the_proxys_whether_or_not_exact_norms_were_measured(tiny_model, rollouts, table):
+    rng = np.random.default_rng(0)
+    shape = (4, 500)
+    names = ("logprob", "entropy", "sum_pi_sq", "energy", "pi_variance", "logprob_variance")
+    stats = replace(table.stats, **{name: rng.random(shape) for name in names})
+    rewards = replace(table.rewards, by_token=np.zeros(shape))
+    wide = replace(table, mask=np.ones(shape, bool), stats=stats, rewards=rewards, behavior_logprob=stats.logprob)
+    norms = ExactNorms(rng.pareto(1.0, (4, 500)), np.ones(4))
+    trained = estimate("rloo", wide.inputs(None))
+    plain = summarize(rollouts, wide, trained, Measurement())
+    measured = summarize(rollouts, wide, trained, Measurement(norms=norms))
+    assert plain["energy_tail_k"] == measured["energy_tail_k"]
+    assert plain["energy_max_share"] == measured["energy_max_share"]
+    assert plain["exact_tail_k"] is None
+    # 1/x with x uniform has tail index 1; uniform energies have a tail that ends.
+    assert measured["exact_tail_k"] > 0.5 > measured["energy_tail_k"]
+
+
+def test_certificate_of_one_token_is_its_deviation_over_its_standard_deviation():
+    # π = (.8, .2), drawn: the first. Σπ² = .68, Σπ³ = .52, Var(π_y) = .52 − .4624 = .0576 = .24²: z = .12/.24.
+    # log π = (−.2231, −1.6094), H = .5004, Σπ log²π = .03983 + .51805 = .55788, Var = .55788 − .25041 = .30748:
+    # z = (.5004 − .2231)/.5545 = .5 (with two outcomes any function of the token has the same z).
+    one = logit_stats(torch.tensor([[[0.8, 0.2]]], dtype=torch.float64).log(), token_ids=torch.tensor([[0]]))
+    found = certificate(one, np.array([[True]]))
+    assert found["certificate_prob_z"] == pytest.approx(0.5)
+    assert found["certificate_logprob_z"] == pytest.approx(0.5)
+
+
+def test_certificate_is_silent_about_what_was_sampled_and_loud_about_another_temperature(echo, tiny_model, tokenizer):
+    torch.manual_seed(0)
+    echo.reply = lambda prompt, turns: None
+    prompts = [echo.prompt("train", i) for i in range(8)]
+    generator = TransformersGenerator(tiny_model, tokenizer)
+    drawn = sample(generator, tokenizer, echo, prompts, SampleConfig(group_size=32, max_new_tokens=16))
+    for temperature, loud in ((1.0, False), (0.5, True)):
+        forward = forward_pass(tiny_model, drawn, temperature)
+        for z in certificate(forward.stats, forward.mask.numpy()).values():
+            assert (abs(z) > 6) if loud else (abs(z) < 4), (temperature, z)
