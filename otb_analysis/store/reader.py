@@ -124,7 +124,7 @@ class RunStore:
         """Return the answer to one SELECT over the views tokens, rollouts, steps, gradients and grams.
 
         Args:
-            query: One SELECT in DuckDB's SQL; it can reach no file but this run's parts and change nothing.
+            query: One SELECT in DuckDB's SQL; it can reach no file outside this run's directory and change nothing.
             params: Values for `?` or `$name` in it.
 
         Raises:
