@@ -8,9 +8,8 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from otb_analysis.arrays import masked
-from otb_analysis.energies import realized_energy
 from otb_analysis.errors import InputError
+from otb_analysis.figures.fidelity import agreement, energies
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     Fidelity,
@@ -18,18 +17,16 @@ from otb_analysis.statistics import (
     Interval,
     PairedRatios,
     discoveries,
-    fidelity,
     paired_ratios,
     pooled_statistics,
-    position_cells,
 )
 from otb_analysis.store import RunStore
 from otb_analysis.types import Gram
 
 NOT_MEASURED = "–"
-CELLS_OF_A_STEP = 10**9
-"""Above every cell number within one step, so that cells of different steps differ."""
-
+FIDELITY_OF = {"token": "token energy w_t", "realized": "realized energy W_t"}
+FIDELITY_COLUMNS = ("step", "group", "rollout", "t", "mask", "energy_proxy", "grad_norm_sq")
+MEASURED_GROUPS = '(step, "group") IN (SELECT step, "group" FROM tokens WHERE grad_norm_sq IS NOT NULL)'
 
 EXPLAINED = """\
 efficiency: share of the update along ∇J · equiv.: rollouts rloo would need for it · c: projection on ∇J
@@ -163,26 +160,14 @@ def _interval(value: Interval | None) -> str:
 
 
 def fidelity_rows(store: RunStore) -> list[tuple[str, str, Fidelity]]:
-    """Return how well the proxy follows exact norms in one run, for single tokens and for what OTB weights by."""
-    steps = store.sql("select distinct step from tokens where grad_norm_sq is not null order by step")["step"].tolist()
-    if not steps:
-        return []
-    proxy, exact, cells = [], [], []
-    for step in steps:
-        arrays = store.token_arrays(step).measured_groups()
-        mask = arrays.mask
-        proxy.append((masked(arrays.energy_proxy, mask)[mask], realized_energy(arrays.energy_proxy, mask)[mask]))
-        exact.append((masked(arrays.grad_norm_sq, mask)[mask], realized_energy(arrays.grad_norm_sq, mask)[mask]))
-        cells.append(position_cells(arrays.group, mask.shape[1])[mask] + step * CELLS_OF_A_STEP)
-    cell = np.concatenate(cells)
-    return [
-        (
-            store.path.name,
-            name,
-            fidelity(np.concatenate([p[i] for p in proxy]), np.concatenate([e[i] for e in exact]), cell=cell),
-        )
-        for i, name in enumerate(("token energy w_t", "realized energy W_t"))
-    ]
+    """Return how well the proxy follows exact norms in one run, for single tokens and for what OTB weights by.
+
+    The numbers are those of the dashboard's page: every policy token with both energies, each rollout's running sums up
+    to its first token without an exact norm.
+    """
+    tokens = store.tokens_df(columns=FIDELITY_COLUMNS, where=MEASURED_GROUPS)
+    tables = {title: energies(tokens, kind) for kind, title in FIDELITY_OF.items()}
+    return [(store.path.name, title, agreement(table)) for title, table in tables.items() if len(table)]
 
 
 def fidelity_table(runs: Sequence[Sequence[tuple[str, str, Fidelity]]]) -> Table:

@@ -10,6 +10,7 @@ from rich.console import Console
 from otb_analysis.compare import comparison, fidelity_rows
 from otb_analysis.config import CriticConfig, EvaluateConfig, MeasureConfig, Schedule
 from otb_analysis.errors import InputError
+from otb_analysis.figures import fidelity_info
 from otb_analysis.store import RunStore, RunWriter, StepTables
 
 UNMEASURED = {"measure": MeasureConfig(exact=Schedule(0, 0)), "evaluate": EvaluateConfig(every=0)}
@@ -59,6 +60,12 @@ def test_fidelity_is_of_single_tokens_and_of_what_otb_weights_by(otb_run):
     assert "realized energy W_t" in text
 
 
+def test_terminal_and_dashboard_say_the_same_about_the_proxy(otb_run):
+    tokens = RunStore(otb_run).tokens_df()
+    shown = [fidelity_info(tokens, kind).overall for kind in ("token", "realized")]
+    assert [row[2] for row in fidelity_rows(RunStore(otb_run))] == shown
+
+
 def test_run_without_measurement_has_only_a_learning_row(trained):
     text = printed([trained("quiet", **UNMEASURED)])
     assert "quiet" in text
@@ -88,17 +95,17 @@ def test_run_written_by_someone_else_with_few_columns_is_shown(tmp_path):
     assert "foreign" in printed([writer.path])
 
 
-def test_partly_measured_groups_count_only_where_they_are_whole(tmp_path):
-    # Group 0: both tokens measured; group 1: one of two. Then none at all is whole at step 1.
+def test_rollout_counts_up_to_its_first_token_without_an_exact_norm(tmp_path):
+    # Step 0: both tokens of rollout 0 and the first of rollout 1. Step 1: the second tokens only, so no sum W is known.
     writer = RunWriter.create(tmp_path, "partly", {})
     base = {"turn": np.zeros(4, np.int64), "t": [0, 1, 0, 1], "group": [0, 0, 1, 1], "rollout": [0, 0, 1, 1]}
     base |= {"mask": [True] * 4, "reward": [0.0, 1.0, 0.0, 0.0], "energy_proxy": [0.1, 0.2, 0.3, 0.4]}
-    for step, known in enumerate(([True, True, True, False], [True, False, True, False])):
+    for step, known in enumerate(([True, True, True, False], [False, True, False, True])):
         norms = np.ma.array([1.0, 2.0, 3.0, 4.0], mask=~np.array(known))
         writer.write_step(step, StepTables(tokens=base | {"grad_norm_sq": norms}, steps={"reward_mean": 0.5}))
     writer.finish()
     rows = fidelity_rows(RunStore(writer.path))
-    assert rows[0][2].pooled.n == 2
+    assert [row[2].pooled.n for row in rows] == [3 + 2, 3]
     assert "partly" in printed([writer.path])
 
 

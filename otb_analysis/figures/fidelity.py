@@ -80,8 +80,8 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token") -> FidelityInfo:
     proxy, exact = table["proxy"].to_numpy(np.float64), table["exact"].to_numpy(np.float64)
     drawn = (proxy > 0) & (exact > 0)
     count, proxy_edges, exact_edges = _density(np.log10(proxy[drawn]), np.log10(exact[drawn]))
-    per_step = tuple(StepFidelity(int(str(step)), _agreement(part)) for step, part in table.groupby("step"))
-    overall = per_step[0].fidelity if len(per_step) == 1 else _agreement(table)
+    per_step = tuple(StepFidelity(int(str(step)), agreement(part)) for step, part in table.groupby("step"))
+    overall = per_step[0].fidelity if len(per_step) == 1 else agreement(table)
     return FidelityInfo(
         kind, count, proxy_edges, exact_edges, overall, per_step, len(table), int(np.count_nonzero(~drawn))
     )
@@ -110,7 +110,12 @@ def energies(tokens: pd.DataFrame, kind: str) -> pd.DataFrame:
     return table.dropna(subset=["proxy", "exact"])
 
 
-def _agreement(table: pd.DataFrame) -> Fidelity:
+def agreement(table: pd.DataFrame) -> Fidelity:
+    """Return the correlations of proxy and exact energies, pooled and within (step, prompt, position).
+
+    Args:
+        table: From `energies`.
+    """
     return fidelity(table["proxy"].to_numpy(), table["exact"].to_numpy(), cell=table["cell"].to_numpy())
 
 
