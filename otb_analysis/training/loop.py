@@ -96,9 +96,8 @@ def evaluate(trainer: Trainer, step: int) -> float | None:
         return None
     with trainer.timed("evaluate"), torch.random.fork_rng():
         torch.manual_seed(seed_of(trainer.config.seed, EVALUATION))
-        return success_rate(
-            trainer.model, trainer.tokenizer, trainer.task, settings.prompts, trainer.config.sample, "heldout"
-        )
+        prompts = [trainer.task.prompt("heldout", i) for i in range(settings.prompts)]
+        return success_rate(trainer.model, trainer.tokenizer, trainer.task, prompts, trainer.config.sample)
 
 
 def columns_of(rows: Sequence[Mapping[str, object]]) -> dict[str, list[object]] | None:

@@ -4,8 +4,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.models import character_tokenizer, output_layer, small_model, special_id
 from otb_analysis.sampling import TransformersGenerator, sample
-from otb_analysis.tasks import Prompt, Split, Task, make_task
+from otb_analysis.tasks import Prompt, Task, make_task
 from otb_analysis.training.progress import Bar, silent
 from otb_analysis.training.table import pay
 
@@ -72,13 +72,14 @@ def fit(
     own = config.warm_start
     optimizers = _optimizers(model, own.learning_rate)
     torch.manual_seed(config.seed)
+    checks = [task.prompt("train", CHECKS_FROM + i) for i in range(own.check_prompts)]
     loss, success, below, every = float("inf"), 0.0, _snapshot(model), own.check_every
     for step, batch in enumerate(_batches(tokenizer, task, own), start=1):
         loss = 0.95 * loss + 0.05 * _supervised_step(model, optimizers, batch) if step > 1 else 3.0
         bar(success, own.success_low, f"warm start: step {step}, loss {loss:.2f} nats, success {success:.0%}")
         if loss > LEARNED_ENOUGH_TO_CHECK or step % every:
             continue
-        success = success_rate(model, tokenizer, task, own.check_prompts, config.sample, "train", CHECKS_FROM)
+        success = success_rate(model, tokenizer, task, checks, config.sample)
         if own.success_low <= success <= own.success_high:
             return step, success
         if success > own.success_high:
@@ -98,14 +99,11 @@ def success_rate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     task: Task,
-    count: int,
+    prompts: Sequence[Prompt],
     config: SampleConfig,
-    split: Split = "heldout",
-    first: int = 0,
 ) -> float:
-    """Return the mean total reward of one sampled answer to each of `count` prompts of a split."""
-    prompts = [task.prompt(split, first + i) for i in range(count)]
-    one = SampleConfig(count, 1, config.max_new_tokens, config.max_turns, config.temperature)
+    """Return the mean total reward of one sampled answer to each prompt."""
+    one = replace(config, prompts=len(prompts), group_size=1)
     rollouts = sample(TransformersGenerator(model, tokenizer), tokenizer, task, prompts, one)
     return float(pay(task, rollouts).total.mean())
 

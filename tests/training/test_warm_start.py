@@ -89,8 +89,9 @@ def test_cache_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
 def test_success_is_the_mean_reward_of_sampled_answers(scene, monkeypatch):
     model, tokenizer, task = scene
     monkeypatch.setattr(type(task), "reward", lambda self, prompt, turns: [{"correct": float(len(prompt.text) % 2)}])
-    expected = sum(len(task.prompt("heldout", i).text) % 2 for i in range(20)) / 20
-    assert success_rate(model, tokenizer, task, 20, EASY.sample) == pytest.approx(expected)
+    prompts = [task.prompt("heldout", i) for i in range(20)]
+    expected = sum(len(prompt.text) % 2 for prompt in prompts) / 20
+    assert success_rate(model, tokenizer, task, prompts, EASY.sample) == pytest.approx(expected)
 
 
 @pytest.mark.slow
@@ -99,4 +100,6 @@ def test_easy_task_is_learned_into_the_band(tmp_path):
     model, tokenizer = load_policy(path)
     torch.manual_seed(1)
     # 400 answers to other prompts: within four standard errors of the band.
-    assert success_rate(model, tokenizer, make_task(EASY), 400, EASY.sample) > 0.1 - 4 * 0.015
+    task = make_task(EASY)
+    prompts = [task.prompt("heldout", i) for i in range(400)]
+    assert success_rate(model, tokenizer, task, prompts, EASY.sample) > 0.1 - 4 * 0.015
