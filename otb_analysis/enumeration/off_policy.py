@@ -27,7 +27,7 @@ def cumulative(rho: Float, advantage: Float) -> Float:
         rho: Token ratios ρ [M, T].
         advantage: Not looked at.
     """
-    return np.cumprod(rho, axis=1)
+    return np.asarray(np.cumprod(rho, axis=1), np.float64)
 
 
 def minimum_prefix(rho: Float, advantage: Float) -> Float:

@@ -97,8 +97,8 @@ Quoted at N = 4: `rloo` 4.3, `otb_loo` and `sequence_optimal_loo` 2.8–3.4, `se
 unbiased constant.
 """
 
-UPDATE = """Raw variance per update says that `otb` with N = 4 equals the group mean with N = 32. At equal progress it does
-not.
+UPDATE = """Raw variance per update says that `otb` with N = 4 is as good as the group mean with N = 32. At equal
+progress it is not.
 """
 
 
