@@ -1,5 +1,6 @@
 """Runs side by side in the terminal: what they learned, every estimator on their rollouts, the proxy's fidelity."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ EXPLAINED = """\
 efficiency: share of the update along ∇J · equiv.: rollouts rloo would need for it · c: projection on ∇J
 bias: ‖m − ∇J‖/‖∇J‖, 0 where the estimate of its square is negative · SF: variance/c²
 ×rloo: ratio to rloo on the same rollouts [95 % over prompts] · –: undefined on these prompts
+Moments are averaged over steps and runs before anything is divided, so policies with larger gradients weigh more.
 """
 
 
@@ -46,10 +48,8 @@ def comparison(paths: Sequence[Path]) -> list[Table]:
         StoreError: A run cannot be read.
     """
     stores = [RunStore(path) for path in paths]
-    grams = [gram for store in stores for gram in store.grams().values()]
     tables = [learning_table(stores)]
-    if grams:
-        tables.append(estimator_table(grams))
+    tables += [estimator_table(grams, design) for design, grams in designs(stores).items()]
     measured = [table for store in stores if (table := fidelity_rows(store))]
     return tables + ([fidelity_table(measured)] if measured else [])
 
@@ -88,21 +88,46 @@ def _estimator_name(store: RunStore) -> str:
     return str(own.get("name", NOT_MEASURED)) if isinstance(own, dict) else str(own)
 
 
-def estimator_table(grams: Sequence[Gram]) -> Table:
-    """Return one row per estimator on the same rollouts, all measured steps of all runs pooled; raw variance last."""
+def designs(stores: Sequence[RunStore]) -> dict[str, list[Gram]]:
+    """Return every measured step under what makes steps comparable: the task and the group size.
+
+    Bias and variance depend on N, and tasks do not share a gradient, so steps that differ in either are never averaged.
+    Steps of different policies on one task are: the figures then describe an average policy of these runs.
+    """
+    found: dict[str, list[Gram]] = {}
+    for store in stores:
+        config: Any = store.info.get("config") or {}
+        for gram in store.grams().values():
+            size = round(gram.n_rollouts / max(gram.n_prompts, 1))
+            found.setdefault(f"{config.get('task', 'task not stored')}, groups of {size}", []).append(gram)
+    return found
+
+
+def estimator_table(grams: Sequence[Gram], design: str) -> Table:
+    """Return one row per estimator on the same rollouts, all measured steps of a design pooled; raw variance last."""
     rows = sorted(pooled_statistics(grams), key=lambda r: -(r.efficiency or 0.0))
     ratios = {(r.estimator, r.energy_source): r for r in paired_ratios(grams)}
-    first = rows[0]
+    most = max(rows, key=lambda r: r.n_clusters)
+    notes = [verdict(list(ratios.values()), measure) for measure in ("sf", "variance")] + _rarer(grams)
     table = _table(
-        f"Every estimator on the same rollouts: one update of {first.n_prompts} prompts ({first.n_rollouts} rollouts), "
-        f"measured on {first.n_clusters} prompts over {len(grams)} steps of all runs",
-        EXPLAINED + "\n".join(verdict(list(ratios.values()), measure) for measure in ("sf", "variance")),
+        f"Every estimator on the same rollouts ({design}): one update of {most.n_prompts} prompts "
+        f"({most.n_rollouts} rollouts), measured on {most.n_clusters} prompts over {len(grams)} steps of all runs",
+        EXPLAINED + "\n".join(notes),
         ("estimator", "energy"),
         ("efficiency", "equiv.", "c", "bias", "SF ×rloo", "variance ×rloo", "variance"),
     )
     for row in rows:
         table.add_row(*_estimator_cells(row, ratios.get((row.estimator, row.energy_source))))
     return table
+
+
+def _rarer(grams: Sequence[Gram]) -> list[str]:
+    """One line on estimators that were not measured at every step, whose figures are of other policies."""
+    steps = Counter(label for gram in grams for label in gram.labels)
+    fewer = [f"{'/'.join(label)} ({n} of {len(grams)} steps)" for label, n in steps.items() if n < len(grams)]
+    if not fewer:
+        return []
+    return [f"Not measured at every step, so only their ×rloo compares with the others: {', '.join(fewer)}."]
 
 
 def verdict(pairs: Sequence[PairedRatios], measure: str) -> str:

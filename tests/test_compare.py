@@ -2,16 +2,18 @@
 
 import io
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from otb_analysis.compare import comparison, fidelity_rows
+from otb_analysis.compare import comparison, designs, fidelity_rows
 from otb_analysis.config import CriticConfig, EvaluateConfig, MeasureConfig, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.figures import fidelity_info
 from otb_analysis.store import RunStore, RunWriter, StepTables
+from otb_analysis.types import Gram
 
 UNMEASURED = {"measure": MeasureConfig(exact=Schedule(0, 0)), "evaluate": EvaluateConfig(every=0)}
 
@@ -79,6 +81,21 @@ def test_runs_with_unlike_estimators_stand_side_by_side(otb_run, trained):
     text = printed([otb_run, alone, trained("quiet", **UNMEASURED)])
     assert cells(text, "value", "none")
     assert text.count("token energy w_t") == 2
+    assert text.count("Every estimator on the same rollouts") == 1
+    assert "only their ×rloo compares with the others: value/none (" in text
+
+
+def test_steps_of_another_task_or_group_size_are_not_averaged():
+    stores = [
+        SimpleNamespace(info={"config": config}, grams=lambda size=size: {0: gram_of_groups(size)})
+        for config, size in (({"task": "a"}, 4), ({"task": "a"}, 4), ({"task": "b"}, 4), ({"task": "a"}, 8), ({}, 8))
+    ]
+    found = {name: len(grams) for name, grams in designs(stores).items()}
+    assert found == {"a, groups of 4": 2, "b, groups of 4": 1, "a, groups of 8": 1, "task not stored, groups of 8": 1}
+
+
+def gram_of_groups(size):
+    return Gram(np.ones((1, 1, 3, 3)), (("rloo", "none"),), 3 * size)
 
 
 def test_single_measured_prompt_is_shown_without_variance(trained):

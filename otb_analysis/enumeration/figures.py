@@ -1,12 +1,13 @@
-"""Enumerated figures for the catalogue: bias and noise of every entry, and medians over random policies."""
+"""Figures of the enumerated policies: bias and noise of every entry, and what random policies say about each fact."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from otb_analysis.enumeration.derailment import Derailment
-from otb_analysis.enumeration.groups import group_moments
+from otb_analysis.enumeration.groups import dispersion_ratio, group_moments
 from otb_analysis.enumeration.moments import GroupMoments, sampled_moments
+from otb_analysis.enumeration.off_policy import KNOWN, MOVING, drifted, mean_shift
 from otb_analysis.enumeration.population import (
     gap_closed,
     population_baseline,
@@ -16,7 +17,7 @@ from otb_analysis.enumeration.population import (
     values,
 )
 from otb_analysis.enumeration.trees import TreeSpec, random_tree
-from otb_analysis.estimators import ESTIMATORS, estimate
+from otb_analysis.estimators import ESTIMATORS, TailOptions, estimate
 from otb_analysis.types import Float
 
 GROUP = TreeSpec(horizon=3, shared=5, end_token=True)
@@ -96,26 +97,62 @@ def bias_figures() -> dict[str, Bias]:
     return out
 
 
-def gap_figures() -> dict[str, dict[str, float]]:
-    """Return, per kind of policy, the median share of the gap from the mean to B* that each baseline closes.
+def gap_figures() -> dict[str, dict[str, Float]]:
+    """Return, per kind of policy, the share of the gap from the mean to B* that each baseline closes, policy by policy.
 
-    Also the median gap itself as a share of the mean's variance, how often OTB was worse than the mean, and the
-    median variance of V(h) and of the best function of the prefix relative to B*'s.
+    Also the gap itself as a share of the mean's variance, and the variance of V(h) and of the best function of the
+    prefix relative to B*'s.
+
+    Returns:
+        Setting → row → one value per policy.
     """
     out = {}
     for setting, spec in SETTINGS.items():
         trees = [random_tree(spec, np.random.default_rng(seed)) for seed in range(POLICIES)]
-        best = [population_moments(t, position_optimum(t)).variance for t in trees]
-        mean = [population_moments(t, population_baseline("group_mean", t)).variance for t in trees]
-        closed = {key: [gap_closed(key[0], t, key[1]) for t in trees] for key in CLOSERS}
-        row = {f"{name} ({source})": _median(closed[name, source]) for name, source in CLOSERS}
-        row["gap"] = _median([1 - b / m for b, m in zip(best, mean, strict=True)])
-        row["otb worse than mean"] = float(np.mean(np.array(closed["otb", "exact"]) < 0))
+        best = np.array([population_moments(t, position_optimum(t)).variance for t in trees])
+        mean = np.array([population_moments(t, population_baseline("group_mean", t)).variance for t in trees])
+        row = {f"`{n}`, {source}": np.array([gap_closed(n, t, source) for t in trees]) for n, source in CLOSERS}
+        row["gap"] = 1 - best / mean
         for label, function in (("V(h)", values), ("best of prefix", prefix_optimum)):
-            ratio = [population_moments(t, function(t)).variance / b for t, b in zip(trees, best, strict=True)]
-            row[f"{label} / B*"] = _median(ratio)
+            row[f"{label} / B*"] = np.array([population_moments(t, function(t)).variance for t in trees]) / best
         out[setting] = row
     return out
+
+
+def shift_figures() -> dict[str, dict[str, Float]]:
+    """Return, per kind of policy, how far the group mean as baseline moves E ĝ under each ratio, policy by policy."""
+    return {
+        setting: {
+            name: np.array([mean_shift(drifted(SETTINGS[setting], seed), factor) for seed in range(POLICIES)])
+            for name, factor in (KNOWN | MOVING).items()
+        }
+        for setting in ("tabular, terminal", "shared, terminal")
+    }
+
+
+def group_figures() -> dict[str, Float]:
+    """Return what groups of 4 do on the policies of the bias table, policy by policy.
+
+    Rows: bias of `otb_loo` with tail `zero`, `otb_loo`'s variance over `rloo`'s, and the dispersion of single rollouts
+    inside a group over N times the group's variance.
+    """
+    trees, level = (
+        [random_tree(spec, np.random.default_rng(seed)) for seed in range(GROUP_POLICIES)]
+        for spec in (GROUP, replace(GROUP, end_token=False))
+    )
+    zero = TailOptions(tail="zero")
+    out = {
+        "bias of `otb_loo` with tail `zero`": [
+            group_moments("otb_loo", t, GROUP_SIZE, zero).relative_bias for t in trees
+        ]
+    }
+    out["the same in groups of 2"] = [group_moments("otb_loo", t, 2, zero).relative_bias for t in trees]
+    for label, kind in (("ragged", trees), ("equal lengths", level)):
+        pairs = [[group_moments(n, t, GROUP_SIZE).variance for n in ("otb_loo", "rloo")] for t in kind]
+        out[f"V of `otb_loo` / `rloo`, {label}"] = [own / reference for own, reference in pairs]
+    for name in ("otb", "otb_loo"):
+        out[f"dispersion within a group / N·V, `{name}`"] = [dispersion_ratio(name, t, GROUP_SIZE) for t in trees]
+    return {name: np.array(found) for name, found in out.items()}
 
 
 def derailment_figures() -> dict[str, float]:
@@ -130,7 +167,8 @@ def derailment_samples() -> dict[tuple[str, int], Float]:
     """Return N·V and N·SF of group gradients on the derailment process, relative to the variance of B*.
 
     Sampled: every estimator on the same rollouts, in chunks of independent groups, so that differences between
-    estimators have standard errors over chunks. c comes from all chunks together.
+    estimators have standard errors over chunks. SF = V/c² is a ratio of means, so its column holds jackknife
+    pseudo-values, K·θ − (K−1)·θ_(k): their mean is the estimate, their standard error includes that of c.
 
     Returns:
         (estimator, N) → [chunks, 2], the columns N·V and N·SF.
@@ -147,9 +185,15 @@ def derailment_samples() -> dict[tuple[str, int], Float]:
                 gradients = process.group_gradients(state, token, estimate(name, inputs).advantage, n)
                 moments[name].append(sampled_moments(gradients, process.gradient, n))
         for name, parts in moments.items():
-            step = np.mean([m.projection for m in parts])
-            out[name, n] = np.array([[m.n_variance, m.n_variance / step**2] for m in parts]) / best
+            variance = np.array([m.n_variance for m in parts]) / best
+            out[name, n] = np.stack([variance, _sf_pseudo_values(variance, [m.projection for m in parts])], axis=1)
     return out
+
+
+def _sf_pseudo_values(variance: Float, projection: list[float]) -> Float:
+    k, c = len(variance), np.array(projection)
+    without = [(x.sum() - x) / (k - 1) for x in (variance, c)]
+    return k * variance.mean() / c.mean() ** 2 - (k - 1) * without[0] / without[1] ** 2
 
 
 def _off_target(moments: GroupMoments, scale: float) -> float:

@@ -102,6 +102,28 @@ def group_regret(name: str, tree: Tree, n: int, options: Any = None, source: str
     )
 
 
+def dispersion_ratio(name: str, tree: Tree, n: int) -> float:
+    """Return the dispersion of single rollouts inside a group over N times the group's variance.
+
+    E[(1/(N−1)) Σ_i ‖ĝ_i − ḡ‖²] / (N·V(ḡ)): 1 for rollouts whose baseline does not depend on the group, and not 1 where
+    a baseline couples them. Take the variance from groups, never from the rollouts of one.
+
+    Args:
+        name: A key of `ESTIMATORS`.
+        tree: The policy.
+        n: N rollouts per group, at least 2.
+    """
+    members, prob = multisets(tree, n)
+    factor = (_advantage(name, tree, members, None, "exact") * tree.ratio[members.reshape(-1)]).reshape(
+        *members.shape, -1
+    )
+    single = np.einsum("knt,kntd->knd", factor, tree.score[members])
+    power = prob @ (single**2).sum(axis=(1, 2)) / n
+    group = weighted_moments(single.mean(axis=1), prob, tree.gradient, n)
+    within = n / (n - 1) * (power - group.variance - group.mean @ group.mean)
+    return float(within / group.n_variance)
+
+
 def _advantage(name: str, tree: Tree, members: Int, options: Any, source: str) -> Float:
     rows = members.reshape(-1)
     group = np.repeat(np.arange(len(members)), members.shape[1])

@@ -74,18 +74,20 @@ def population_baseline(name: str, tree: Tree, source: str = "exact", decay: flo
     return masked(np.broadcast_to(tree.expect(weight * paid) / tree.expect(weight), tree.mask.shape), tree.mask)
 
 
-def position_optimum(tree: Tree) -> Float:
+def position_optimum(tree: Tree, ratio: Float | None = None) -> Float:
     """Return the variance-optimal constant of each position.
 
     B_t* = E[ρ_t s_t · g] / E[ρ_t² ‖s_t‖²], g = Σ_k ρ_k s_k G_k; without ratios E[s_t · Σ_k s_k G_k] / E‖s_t‖².
 
     Args:
         tree: The policy.
+        ratio: What multiplies each score, known at its token [M, T]; None means the exact token ratio.
 
     Returns:
         B* [T].
     """
-    return tree.expect(_alignment(tree)) / tree.expect(tree.ratio**2 * tree.energy)
+    rho = tree.ratio if ratio is None else ratio
+    return tree.expect(_alignment(tree, rho)) / tree.expect(rho**2 * tree.energy)
 
 
 def prefix_optimum(tree: Tree) -> Float:
@@ -99,7 +101,7 @@ def prefix_optimum(tree: Tree) -> Float:
     Returns:
         b*(h_t) of each completion [M, T], zero outside the mask.
     """
-    return _by_prefix(tree, _alignment(tree), tree.ratio**2 * tree.energy)
+    return _by_prefix(tree, _alignment(tree, tree.ratio), tree.ratio**2 * tree.energy)
 
 
 def values(tree: Tree) -> Float:
@@ -126,17 +128,20 @@ def population_moments(tree: Tree, baseline: Float, ratio: Float | None = None) 
     return weighted_moments(np.einsum("mt,mtd->md", factor, tree.score), tree.prob, tree.gradient, 1)
 
 
-def regret(tree: Tree, baseline: Float) -> float:
+def regret(tree: Tree, baseline: Float, ratio: Float | None = None) -> float:
     """Return what a position-dependent baseline costs in variance above the optimum.
 
-    Var(B) − Var(B*) = Σ_t E‖s_t‖² (B_t − B_t*)², exactly, since E[s_t·s_k] = 0 for t ≠ k.
+    Var(B) − Var(B*) = Σ_t E[ρ_t²‖s_t‖²] (B_t − B_t*)², exactly, since E[ρ_t s_t·ρ_k s_k] = 0 for t ≠ k wherever ρ_t is
+    known at token t.
 
     Args:
         tree: The policy.
         baseline: B [T], or [M, T] constant over the completions alive at each position.
+        ratio: What multiplies each score, known at its token [M, T]; None means the exact token ratio.
     """
-    off = masked_rows(baseline, tree) - masked_rows(position_optimum(tree), tree)
-    return float(tree.expect(tree.ratio**2 * tree.energy * off**2).sum())
+    rho = tree.ratio if ratio is None else ratio
+    off = masked_rows(baseline, tree) - masked_rows(position_optimum(tree, rho), tree)
+    return float(tree.expect(rho**2 * tree.energy * off**2).sum())
 
 
 def gap_closed(name: str, tree: Tree, source: str = "exact") -> float:
@@ -162,10 +167,10 @@ def masked_rows(baseline: Float, tree: Tree) -> Float:
     return masked(np.broadcast_to(baseline, tree.mask.shape), tree.mask)
 
 
-def _alignment(tree: Tree) -> Float:
+def _alignment(tree: Tree, rho: Float) -> Float:
     """ρ_t s_t · Σ_k ρ_k s_k G_k [M, T]."""
-    whole = np.einsum("mt,mtd->md", tree.ratio * tree.returns, tree.score)
-    return tree.ratio * np.einsum("mtd,md->mt", tree.score, whole)
+    whole = np.einsum("mt,mtd->md", rho * tree.returns, tree.score)
+    return rho * np.einsum("mtd,md->mt", tree.score, whole)
 
 
 def _by_prefix(tree: Tree, numerator: Float, denominator: Float) -> Float:

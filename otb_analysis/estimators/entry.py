@@ -62,7 +62,8 @@ class Entry:
         needs: Inputs beyond reward, mask and group that must be there.
         uses: Inputs that change the answer when they are there.
         options: Its frozen options dataclass.
-        batch_coupled: True when another prompt's rollouts change the answer; recompute it inside every resample.
+        batch_coupled: True when another prompt's rollouts change the answer; recompute it inside every resample, or see
+            `statistics.gradients` for what deleting prompts from a finished Gram matrix costs.
         takes_gaps: False when positions are columns, so that tool tokens in between cannot be had.
     """
 

@@ -2,6 +2,11 @@
 
 Prompts are the clusters of every interval. ‖∇J‖² is estimated from pairs of different prompts and can come out
 non-positive when few prompts are measured: bias, projection, SF and efficiency are then None, not a number.
+
+A Gram matrix holds advantages as they were. For a batch-coupled entry (`batch_mean`) deleting a prompt should also
+change the baseline of all others, which takes the rollouts: `estimate` without the prompt, then a new matrix. Leaving
+that out is an error of order 1/P, since the baseline's error multiplies a mean score that is 0 in expectation: against
+recomputing, standard errors of its ratio to `rloo` came out 10 % short with 8 prompts, 2 % with 24, under 1 % with 64.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,87 +3,106 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration import TreeSpec, population_moments, position_optimum, random_tree, regret
-from otb_analysis.enumeration.trees import Tree
+from otb_analysis.enumeration import TreeSpec, population_moments, position_optimum, regret
+from otb_analysis.enumeration.off_policy import KNOWN, MOVING, drifted, mean_gradient, mean_shift, whole_sequence
+
+SHARED = TreeSpec(shared=6)
+ALL = KNOWN | MOVING
 
 
-def drifted(seed, drift=0.2):
-    """A policy and the slightly older one that sampled: same features, parameters a step apart."""
-    spec = {"horizon": 4, "shared": 6}
-    target = random_tree(TreeSpec(**spec), np.random.default_rng(seed))
-    older = random_tree(TreeSpec(**spec, scale=1 + drift), np.random.default_rng(seed))
-    return target.sampled_by(older)
-
-
-def cumulative(rho):
-    return np.cumprod(rho, axis=1)
-
-
-def minimum_prefix(rho):
-    least = np.minimum.accumulate(np.concatenate([np.ones((len(rho), 1)), rho[:, :-1]], axis=1), axis=1)
-    return rho * least
-
-
-def ctpo(rho):
-    edge = np.sqrt(np.arange(1, rho.shape[1] + 1))
-    return np.exp(np.clip(np.log(cumulative(rho)), -0.025 * edge, 0.05 * edge))
-
-
-KNOWN = {"token": lambda rho: rho, "cumulative": cumulative, "minimum prefix": minimum_prefix}
-TRUNCATED = {
-    "TIS cap 1.2": lambda rho: np.minimum(rho, 1.2),
-    "CTPO clip": ctpo,
-    "PPO clip .05": lambda rho: np.clip(rho, 0.95, 1.05),
-    "sequence mask .05": lambda rho: rho * (np.abs(np.exp(np.log(rho).mean(axis=1)) - 1) < 0.05)[:, None],
-    "GSPO geometric mean": lambda rho: np.exp(np.log(rho).mean(axis=1))[:, None] * np.ones_like(rho),
-}
-
-
-def moved(tree, ratio):
-    """How far subtracting the constant 1 moves the mean, as a share of the gradient."""
-    zero = np.zeros(tree.mask.shape[1])
-    with_constant = population_moments(tree, zero + 1.0, ratio).mean
-    return np.linalg.norm(with_constant - population_moments(tree, zero, ratio).mean) / np.linalg.norm(tree.gradient)
+def weights(tree, name):
+    return ALL[name](tree.ratio, tree.returns)
 
 
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize("seed", range(3))
 def test_unclipped_ratio_known_at_its_token_takes_any_constant(name, seed):
-    tree = drifted(seed)
-    assert moved(tree, KNOWN[name](tree.ratio)) < 1e-12
+    tree = drifted(SHARED, seed)
+    assert mean_shift(tree, KNOWN[name]) < 1e-12
+    assert mean_shift(tree, KNOWN[name], 1.0) < 1e-12
 
 
-@pytest.mark.parametrize("name", TRUNCATED)
+@pytest.mark.parametrize("name", MOVING)
 def test_truncated_or_averaged_ratio_lets_a_constant_move_the_mean(name):
-    shift = [moved(tree, TRUNCATED[name](tree.ratio)) for tree in map(drifted, range(10))]
-    assert np.median(shift) > 0.005
+    shift = [mean_shift(tree, MOVING[name]) for tree in (drifted(SHARED, seed) for seed in range(10))]
+    assert np.median(shift) > 0.02
 
 
-def test_harder_truncation_moves_the_mean_further():
-    trees = list(map(drifted, range(20)))
-    shift = {name: np.median([moved(t, ratio(t.ratio)) for t in trees]) for name, ratio in TRUNCATED.items()}
-    assert shift["TIS cap 1.2"] < shift["CTPO clip"] < shift["sequence mask .05"]
-    assert shift["TIS cap 1.2"] < shift["PPO clip .05"] < shift["sequence mask .05"]
+def log_shift(name, spec, n=60):
+    return np.log([mean_shift(drifted(spec, seed), MOVING[name]) for seed in range(n)])
 
 
-def test_whole_sequence_ratio_recovers_the_gradient():
-    # E_μ[Πρ · S R] = ∇J
-    tree = drifted(4)
-    whole = np.broadcast_to(tree.ratio.prod(axis=1)[:, None], tree.mask.shape)
-    assert population_moments(tree, np.zeros(4), whole).relative_bias < 1e-12
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ("truncation at 1.2 (TIS)", "cumulative, clipped (CTPO)"),
+        ("cumulative, clipped (CTPO)", "clip at 1 ± .2 (PPO)"),
+        ("clip at 1 ± .2 (PPO)", "sequence mask ± .05"),
+    ],
+)
+def test_harder_truncation_moves_the_mean_further(less, more):
+    gap = log_shift(more, TreeSpec()) - log_shift(less, TreeSpec())
+    assert gap.mean() > 4 * gap.std(ddof=1) / len(gap) ** 0.5
 
 
-@pytest.mark.parametrize("ratio", KNOWN.values(), ids=list(KNOWN))
-def test_weighted_scores_stay_uncorrelated(ratio):
-    tree = drifted(5)
-    scaled = ratio(tree.ratio)[:, :, None] * tree.score
-    products = tree.expect(np.einsum("mtd,mkd->mtk", scaled, scaled))
-    np.testing.assert_allclose(products * (1 - np.eye(4)), 0, atol=1e-13)
+def test_without_drift_nothing_moves():
+    tree = drifted(SHARED, 1, drift=0.0)
+    assert max(mean_shift(tree, factor) for factor in ALL.values()) < 1e-12
 
 
-def test_regret_identity_holds_with_token_ratios():
-    tree: Tree = drifted(6)
-    best = population_moments(tree, position_optimum(tree)).variance
+def test_whole_sequence_ratio_recovers_the_gradient_with_any_constant():
+    # E_μ[Πρ · S (R − B)] = ∇J
+    tree = drifted(SHARED, 4)
+    for b in (0.0, 0.7):
+        np.testing.assert_allclose(mean_gradient(tree, whole_sequence, np.full(4, b)), tree.gradient, atol=1e-14)
+
+
+def correlations(tree, ratio):
+    scaled = ratio[:, :, None] * tree.score
+    return tree.expect(np.einsum("mtd,mkd->mtk", scaled, scaled)) * (1 - np.eye(4))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_weighted_scores_stay_uncorrelated(name):
+    tree = drifted(SHARED, 5)
+    np.testing.assert_allclose(correlations(tree, weights(tree, name)), 0, atol=1e-13)
+
+
+def test_whole_sequence_ratio_correlates_the_positions():
+    tree = drifted(SHARED, 5)
+    assert np.abs(correlations(tree, whole_sequence(tree.ratio, tree.returns))).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_regret_identity_holds_with_ratios_known_at_the_token(name):
+    tree = drifted(SHARED, 6)
+    ratio = weights(tree, name)
+    best = population_moments(tree, position_optimum(tree, ratio), ratio).variance
     for baseline in np.random.default_rng(0).normal(size=(4, 4)):
-        excess = population_moments(tree, baseline).variance - best
-        assert abs(excess - regret(tree, baseline)) < 1e-10
+        excess = population_moments(tree, baseline, ratio).variance - best
+        assert abs(excess - regret(tree, baseline, ratio)) < 1e-10
+
+
+def test_regret_identity_fails_for_the_whole_sequence_ratio():
+    tree = drifted(SHARED, 6)
+    ratio = whole_sequence(tree.ratio, tree.returns)
+    best = population_moments(tree, position_optimum(tree, ratio), ratio).variance
+    excess = population_moments(tree, np.ones(4), ratio).variance - best
+    assert abs(excess - regret(tree, np.ones(4), ratio)) > 1e-3
+
+
+def test_ratios_of_four_tokens_by_hand():
+    # ρ = .9 1.2 .5 1.1: products .9 1.08 .54 .594; minimum of what came before 1 .9 .9 .5; fourth root of .594 = .878
+    rho = np.array([[0.9, 1.2, 0.5, 1.1]])
+    expected = {
+        "cumulative": [0.9, 1.08, 0.54, 0.594],
+        "minimum prefix": [0.9, 1.08, 0.45, 0.55],
+        "cumulative, clipped (CTPO)": [0.975, 1.073, 0.958, 0.951],
+        "geometric mean (GSPO)": [0.878] * 4,
+        "clip at 1 ± .2 (PPO)": [0.9, 1.2, 0.5, 1.1],  # A > 0: only ρ > 1.2 is cut
+        "truncation at 1.2 (TIS)": [0.9, 1.2, 0.5, 1.1],
+        "sequence mask ± .05": [0.0] * 4,  # .878 is further than .05 from 1
+    }
+    for name, values in expected.items():
+        np.testing.assert_allclose(ALL[name](rho, np.ones((1, 4)))[0], values, atol=5e-4)
+    np.testing.assert_array_equal(MOVING["clip at 1 ± .2 (PPO)"](rho, -np.ones((1, 4)))[0], [0.9, 1.2, 0, 1.1])

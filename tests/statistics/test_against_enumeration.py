@@ -5,7 +5,7 @@ import pytest
 
 from otb_analysis import enumeration
 from otb_analysis.enumeration import TreeSpec, group_moments, random_tree
-from otb_analysis.estimators import estimate
+from otb_analysis.estimators import EstimatorInputs, estimate
 from otb_analysis.statistics import (
     batch_variance,
     group_gradients,
@@ -58,6 +58,36 @@ def test_pools_agree_with_enumeration(tree):
         for name, values in found.items():
             stderr = np.std(values, ddof=1) / np.sqrt(len(values))
             assert abs(np.mean(values) - expected[name]) < 4 * stderr, (label, name)
+
+
+def batch_gradients(trees, which, members, name):
+    """Group gradients of one batch whose prompts are drawn from a few policies [P, D]."""
+    reward = np.concatenate([trees[w].reward[rows] for w, rows in zip(which, members, strict=True)])
+    inputs = EstimatorInputs(reward, np.ones(reward.shape, bool), np.repeat(np.arange(len(which)), members.shape[1]))
+    advantage = estimate(name, inputs).advantage.reshape(*members.shape, -1)
+    scores = np.stack([trees[w].score[rows] for w, rows in zip(which, members, strict=True)])
+    return np.einsum("pnt,pntd->pd", advantage, scores) / members.shape[1]
+
+
+@pytest.mark.slow
+def test_batch_coupling_costs_the_jackknife_little_from_24_prompts_up():
+    # standard error of log(V_batch_mean / V_rloo): advantages as they were against advantages without the prompt
+    trees = [random_tree(TreeSpec(vocabulary=2, horizon=3, shared=6), np.random.default_rng(s)) for s in range(4)]
+    rng, p = np.random.default_rng(0), 24
+
+    def spread(g):
+        return ((g - g.mean(axis=0)) ** 2).sum()
+
+    fixed, again = [], []
+    for _ in range(100):
+        which = rng.integers(0, 4, p)
+        members = np.stack([rng.choice(8, 4, p=trees[w].prob / trees[w].prob.sum()) for w in which])
+        coupled, plain = (batch_gradients(trees, which, members, name) for name in ("batch_mean", "rloo"))
+        kept = [np.arange(p) != i for i in range(p)]
+        fixed.append(np.var([np.log(spread(coupled[k]) / spread(plain[k])) for k in kept]))
+        anew = [batch_gradients(trees, which[k], members[k], "batch_mean") for k in kept]
+        again.append(np.var([np.log(spread(g) / spread(plain[k])) for g, k in zip(anew, kept, strict=True)]))
+    assert 0.93 < np.sqrt(np.mean(fixed) / np.mean(again)) < 1.02
 
 
 def test_one_large_pool_finds_the_projection(tree):
