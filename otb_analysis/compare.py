@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -27,6 +28,10 @@ from otb_analysis.store import RunStore
 from otb_analysis.types import Gram
 
 NOT_MEASURED = "–"
+NO_SIGNAL = (
+    "at every step all rewards within a group were equal, so its gradients say nothing; "
+    "start from a policy that sometimes succeeds, or choose an easier task."
+)
 CELLS_OF_A_STEP = 10**9
 """Above every cell number within one step, so that cells of different steps differ."""
 
@@ -82,7 +87,19 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
             f"{steps['n_tokens'].sum():,}",
             *(f"{steps[f'seconds_{phase}'].sum():.0f}" for phase in ("sample", "update", "measure")),
         )
+        if without_signal(steps):
+            table.caption = f"{table.caption}\n{store.path.name}: {NO_SIGNAL}"
     return table
+
+
+def without_signal(steps: pd.DataFrame) -> bool:
+    """Return True when at every step the rewards within every group were equal, so that no group baseline can learn.
+
+    Args:
+        steps: Steps table of one run; a step that did not record it counts as having a signal.
+    """
+    equal = steps["n_zero_variance_groups"] >= steps["n_prompts"]
+    return bool(equal.fillna(False).all())
 
 
 def _estimator_name(store: RunStore) -> str:
