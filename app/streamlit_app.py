@@ -6,8 +6,8 @@ from widgets import choose_runs, follow, page, plain
 
 from otb_analysis.errors import STOPS
 
-EMPTY = """Make some in five minutes with `make demo`, train with `otb train`, or point the dashboard at another folder:
-`streamlit run app -- --root <folder>` or the variable `OTB_RUNS`."""
+EMPTY = """Make some in about three minutes with `make demo`, train with `otb train`, or point the dashboard at another
+folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` or the variable `OTB_RUNS`."""
 STYLE = """<style>
 .stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
 @media (max-width: 1100px) { .stMainBlockContainer { padding-left: 1.5rem; padding-right: 1.5rem; } }
@@ -46,7 +46,7 @@ def main() -> None:
     chosen = choose_runs(runs)
     st.session_state.update(_runs=table, _selection=chosen, _any=bool(runs))
     follow(chosen)
-    st.sidebar.caption(f"{len(table)} runs in {plain(str(folder))}")
+    st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(folder))}")
     st.sidebar.button("Look again", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
     chosen_page.run()
 

@@ -4,14 +4,15 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 from rich.console import Console
 
-from otb_analysis.config import TrainConfig
-from otb_analysis.errors import STOPS, InputError, nearest
+from otb_analysis.config import DemoConfig, TrainConfig
+from otb_analysis.errors import STOPS, InputError, StoreError, nearest
 from otb_analysis.serve import DashboardConfig, serve
 
 USAGE = """\
@@ -23,7 +24,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb dashboard    serve the dashboard on a folder of runs, on loopback
   otb bench        what things cost on this machine     (otb bench estimators)
 
-`otb COMMAND --help` explains itself.
+`otb COMMAND --help` explains itself; `otb --version` names the version.
 """
 
 TABLE_WIDTH = 136
@@ -69,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(USAGE)
         return 0 if words else 2
+    if words[0] == "--version":
+        sys.stdout.write(f"otb-analysis {version('otb-analysis')}\n")
+        return 0
     try:
         if words[0] not in COMMANDS:
             raise InputError(f"command {words[0]!r} does not exist; {nearest(words[0], COMMANDS)}")
@@ -101,10 +105,10 @@ def train_command(words: Sequence[str]) -> None:
 
 def demo_command(words: Sequence[str]) -> None:
     """Train twice, compare, serve."""
-    from otb_analysis.demo import DemoConfig, run_demo
+    config = _parsed(DemoConfig, "demo", words, DemoConfig())
+    from otb_analysis.demo import run_demo
     from otb_analysis.models import quiet_loading
 
-    config = _parsed(DemoConfig, "demo", words, DemoConfig())
     quiet_loading()
     console = Console()
     _print_comparison(run_demo(config, console), console)
@@ -115,17 +119,52 @@ def demo_command(words: Sequence[str]) -> None:
 
 
 def compare_command(words: Sequence[str]) -> None:
-    """Compare finished runs."""
+    """Compare finished runs; of those that were not asked for by name, one that cannot be read is left out."""
+    config = _parsed(CompareConfig, "compare", words, CompareConfig())
+    if config.runs:
+        _print_comparison([config.root / name for name in config.runs], Console())
+        return
+    paths = [config.root / name for name in _complete_runs(config.root)]
+    try:
+        _print_comparison(paths, Console())
+    except StoreError:
+        if not (readable := [path for path in paths if _can_be_read(path)]):
+            raise
+        _print_comparison(readable, Console())
+
+
+def _complete_runs(root: Path) -> list[str]:
+    """Return the names of the complete runs of a root.
+
+    Raises:
+        InputError: There are none; the sentence names one that began.
+    """
     from otb_analysis.store import runs_df
 
-    config = _parsed(CompareConfig, "compare", words, CompareConfig())
-    names = config.runs
-    if not names:
-        table = runs_df(config.root)
-        names = tuple(table.loc[table["status"] == "complete", "run"])
-    if not names:
-        raise InputError(f"{config.root} holds no complete run; make some with make demo or otb train.")
-    _print_comparison([config.root / name for name in names], Console())
+    table = runs_df(root)
+    complete = [str(name) for name in table.loc[table["status"] == "complete", "run"]]
+    if complete:
+        return complete
+    begun = table.loc[table["n_steps"].fillna(0) > 0, ["run", "status"]].astype(str).to_numpy().tolist()
+    if begun:
+        name, status = begun[0]
+        raise InputError(
+            f"{root} holds no complete run, but {name} is {status}; compare it by its name: otb compare "
+            f"{name} --root {root}."
+        )
+    raise InputError(f"{root} holds no complete run; make some with make demo or otb train.")
+
+
+def _can_be_read(path: Path) -> bool:
+    """Return whether a run can be compared; say on stderr why one cannot."""
+    from otb_analysis.compare import comparison
+
+    try:
+        comparison([path])
+    except StoreError as error:
+        sys.stderr.write(f"otb: {path.name} is left out: {error}\n")
+        return False
+    return True
 
 
 def bench_command(words: Sequence[str]) -> None:

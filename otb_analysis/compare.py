@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -28,6 +29,10 @@ NOT_MEASURED = "–"
 FIDELITY_OF = {"token": "token energy w_t", "realized": "realized energy W_t"}
 FIDELITY_COLUMNS = ("step", "group", "rollout", "t", "mask", "energy_proxy", "grad_norm_sq")
 MEASURED_GROUPS = '(step, "group") IN (SELECT step, "group" FROM tokens WHERE grad_norm_sq IS NOT NULL)'
+NO_SIGNAL = (
+    "at every step all rewards within a group were equal, so its gradients say nothing; "
+    "start from a policy that sometimes succeeds, or choose an easier task."
+)
 
 EXPLAINED = """\
 efficiency: share of the update along ∇J · equiv.: rollouts rloo would need for it · c: projection on ∇J
@@ -79,7 +84,19 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
             f"{steps['n_tokens'].sum():,}",
             *(f"{steps[f'seconds_{phase}'].sum():.0f}" for phase in ("sample", "update", "measure")),
         )
+        if without_signal(steps):
+            table.caption = f"{table.caption}\n{store.path.name}: {NO_SIGNAL}"
     return table
+
+
+def without_signal(steps: pd.DataFrame) -> bool:
+    """Return True when at every step the rewards within every group were equal, so that no group baseline can learn.
+
+    Args:
+        steps: Steps table of one run; a step that did not record it counts as having a signal.
+    """
+    equal = steps["n_zero_variance_groups"] >= steps["n_prompts"]
+    return bool(equal.fillna(False).all())
 
 
 def _estimator_name(store: RunStore) -> str:

@@ -1,4 +1,4 @@
-"""Typed configuration of a run: every field of `otb train`, on the command line and in TOML alike."""
+"""Typed configuration of runs: every field of `otb train`, on the command line and in TOML alike, and of `otb demo`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,3 +167,17 @@ class TrainConfig:
     def run_name(self) -> str:
         """Directory name of the run."""
         return self.run or f"{self.task}-{self.estimator.name}-s{self.seed}"
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Train a small model twice with every measurement, print the comparison, serve the dashboard."""
+
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+    seed: int = 0
+    """Seed of the prompts, the sampling and the model, the same for both runs."""
+    serve: bool = True
+    """Serve the dashboard afterwards."""
+    port: int = 8501
+    """Port of the dashboard, on loopback."""

@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from pathlib import Path
 from queue import Empty
@@ -16,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from otb_analysis.config import EstimatorConfig, MeasureConfig, OptimizeConfig, Schedule, TrainConfig
+from otb_analysis.config import DemoConfig, EstimatorConfig, MeasureConfig, OptimizeConfig, Schedule, TrainConfig
 from otb_analysis.errors import STOPS, InputError, StoreError
 from otb_analysis.models import quiet_loading
 from otb_analysis.store import RunStore
@@ -28,20 +27,6 @@ ESTIMATORS_COMPARED = ("group_mean", "otb")
 STEPS = 61
 MEASURED_EVERY = 15
 LEARNING_RATE = 3e-4
-
-
-@dataclass(frozen=True)
-class DemoConfig:
-    """Train a small model twice with every measurement, print the comparison, serve the dashboard."""
-
-    root: Path = Path("runs")
-    """Directory that holds the runs."""
-    seed: int = 0
-    """Seed of the prompts, the sampling and the model, the same for both runs."""
-    serve: bool = True
-    """Serve the dashboard afterwards."""
-    port: int = 8501
-    """Port of the dashboard, on loopback."""
 
 
 def demo_configs(config: DemoConfig) -> list[TrainConfig]:

@@ -1,6 +1,10 @@
 """`otb`: exit codes, one sentence on stderr, TOML under the command line."""
 
+import json
+import shutil
+import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -196,9 +200,6 @@ def test_compare_with_a_name_that_is_no_run_is_one_sentence(tmp_path, capsys):
 
 
 def test_compare_prints_every_complete_run_and_leaves_broken_ones_out(otb_run, tmp_path, capsys):
-    import json
-    import shutil
-
     shutil.copytree(otb_run, tmp_path / "good")
     half = shutil.copytree(otb_run, tmp_path / "half")
     (half / "run.json").write_text(json.dumps(json.loads((half / "run.json").read_text()) | {"status": "running"}))
@@ -210,6 +211,43 @@ def test_compare_prints_every_complete_run_and_leaves_broken_ones_out(otb_run, t
     assert "half" not in shown
     for name in ("rloo", "otb_loo", "realized energy W_t"):
         assert name in shown
+
+
+def test_compare_leaves_out_a_run_with_a_broken_part_and_says_why(otb_run, tmp_path, capsys):
+    for name in ("good", "torn"):
+        shutil.copytree(otb_run, tmp_path / name)
+    part = next((tmp_path / "torn" / "tokens").glob("part-*.parquet"))
+    part.write_bytes(b"not a table")
+    assert main(["compare", "--root", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "good" in out
+    assert "torn" not in out
+    assert err.startswith("otb: torn is left out: ")
+    assert part.name in err
+    assert part.name in sentence(capsys, ["compare", "good", "torn", "--root", str(tmp_path)])
+
+
+def test_compare_names_a_run_that_began_where_none_is_complete(otb_run, tmp_path, capsys):
+    file = shutil.copytree(otb_run, tmp_path / "half") / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"status": "failed"}))
+    assert f"half is failed; compare it by its name: otb compare half --root {tmp_path}." in sentence(
+        capsys, ["compare", "--root", str(tmp_path)]
+    )
+
+
+def test_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"otb-analysis {version('otb-analysis')}\n"
+
+
+@pytest.mark.parametrize("command", ["demo", "train", "compare", "dashboard", "bench"])
+def test_help_does_not_load_what_only_the_work_needs(command):
+    code = (
+        f"import sys; from otb_analysis.cli import main\ntry: main([{command!r}, '--help'])\nexcept SystemExit: pass\n"
+    )
+    code += "print(sorted({'torch', 'duckdb'} & set(sys.modules)), file=sys.stderr)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stderr.strip() == "[]"
 
 
 def test_dashboard_is_served_on_loopback_and_says_how_it_ended(tmp_path, monkeypatch, capsys):

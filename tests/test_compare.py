@@ -126,6 +126,18 @@ def test_rollout_counts_up_to_its_first_token_without_an_exact_norm(tmp_path):
     assert "partly" in printed([writer.path])
 
 
+def test_run_whose_groups_never_differ_in_reward_is_said_to_have_no_signal(tmp_path):
+    for name, equal in (("deaf", [2, 2]), ("hears", [2, 1])):
+        writer = RunWriter.create(tmp_path, name, {})
+        for step, groups in enumerate(equal):
+            scalars = {"reward_mean": 0.0, "n_prompts": 2, "n_zero_variance_groups": groups}
+            writer.write_step(step, StepTables(steps=scalars))
+        writer.finish()
+    text = printed([tmp_path / "deaf", tmp_path / "hears"])
+    assert text.count("all rewards within a group were equal") == 1
+    assert "deaf: at every step" in text
+
+
 def test_run_without_a_complete_step_is_one_sentence(tmp_path):
     writer = RunWriter.create(tmp_path, "begun", {})
     with pytest.raises(InputError, match="run begun has no complete step yet"):

@@ -12,14 +12,15 @@ KINDS = {"token": "token energy w", "realized": "realized energy W"}
 
 LOST = (
     "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency of otb over all measured steps: 0 when the proxy costs "
-    "nothing, 1 when the gain over rloo is gone. This, not a correlation, is what a proxy is judged by."
+    "nothing, 1 when the gain over rloo is gone; a dash when exact energies show no gain beyond the noise. "
+    "This, not a correlation, is what a proxy is judged by."
 )
 
 
 def spread(lost: Interval | None) -> str:
     """Say how far the share is known."""
     if lost is None:
-        return "no gain to lose, or lost in the noise"
+        return "no gain shown"
     if lost.low is None:
         return f"{lost.n_clusters} prompts, no interval"
     return f"95 %: {number(lost.low)} to {number(lost.high)}"

@@ -9,7 +9,7 @@ from widgets import chart, curves_table, download, page, plain, reasons, selecti
 
 from otb_analysis.figures import Headline, config_differences, learning_info, number, plot_learning
 
-REWARD = "Mean of the last 20 steps; change since the first 20."
+REWARD = "Mean of the last tenth of the steps; change since the first tenth."
 HELDOUT = "Last evaluation; change since the first."
 
 
@@ -22,7 +22,7 @@ def card(headline: Headline, status: str) -> None:
         share = None if headline.clipped is None else f"{headline.clipped:.0%}"
         upper[0].metric("Reward", number(headline.reward), **gain(headline.reward_gain), help=REWARD)
         upper[1].metric("Held-out", number(headline.heldout), **gain(headline.heldout_gain), help=HELDOUT)
-        lower[0].metric("‖ḡ‖", number(headline.grad_norm), help="Median gradient norm of the last 20 steps.")
+        lower[0].metric("Grad norm", number(headline.grad_norm), help="Median of ‖ḡ‖ before clipping, last 20 steps.")
         lower[1].metric("Clipped", share or "–", help="Share of the last 20 steps whose gradient was clipped.")
 
 
@@ -54,7 +54,9 @@ with page("Overview", "Which runs are there, do they learn, and in what do they 
             "reward_first": st.column_config.NumberColumn("reward, first", format="%.3f", help="First tenth of steps."),
             "reward_last": st.column_config.NumberColumn("reward, last", format="%.3f", help="Last tenth of steps."),
             "heldout_reward": st.column_config.NumberColumn("held-out", format="%.3f"),
-            "grad_norm_median": st.column_config.NumberColumn("‖ḡ‖, median", format="%.3g"),
+            "grad_norm_median": st.column_config.NumberColumn(
+                "grad norm, median", format="%.3g", help="‖ḡ‖ before clipping."
+            ),
             "n_tokens": st.column_config.NumberColumn("tokens", format="localized"),
             "seconds": st.column_config.NumberColumn("seconds", format="%.0f"),
             "created": st.column_config.DatetimeColumn("created", format="YYYY-MM-DD HH:mm"),

@@ -20,7 +20,7 @@ from otb_analysis.statistics import MIN_CLUSTERS
 
 USUAL = ("none", "group_mean", "rloo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "value")
 NOT_MEASURED = """This run has no gradient measurements yet. They are made at scheduled steps:
-`[measure] exact = {every = 10, prompts = 16}` measures whole groups exactly every 10 steps."""
+`otb train --measure.exact.every 10 --measure.exact.prompts 16` measures 16 whole groups exactly every 10 steps."""
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "both": "both"}
 
 
@@ -90,8 +90,9 @@ def compared(run: data.Run, source: str, estimators: list[str]) -> None:
     st.caption(info.estimand)
     shown = display_table(info)
     three = st.column_config.NumberColumn(format="%.3g")
-    numeric = dict.fromkeys(shown.select_dtypes("number").columns, three)
-    st.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=numeric)
+    columns: dict[str, Any] = dict.fromkeys(shown.select_dtypes("number").columns, three)
+    columns["estimator"] = st.column_config.TextColumn(width=170)
+    st.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
 
 
 with page("Variance", "How noisy is the gradient under each baseline, on the same rollouts and at equal progress?"):

@@ -92,6 +92,7 @@ def plot_collapse(info: CurvesInfo, *, log_y: bool = False) -> go.Figure:
     if info.curves[index] and not log_y:
         figure.add_hline(
             y=HEAVY_TAIL, line={"dash": "dot", "width": 1, "color": RULE}, opacity=0.6, **place(index, 3),
-            annotation={"text": "heavy above .5", "font": {"size": 11}, "yanchor": "bottom"},
+            annotation={"text": "heavy above .5", "font": {"size": 11}, "yanchor": "bottom", "xanchor": "left"},
+            annotation_position="top left",
         )  # fmt: skip
     return figure

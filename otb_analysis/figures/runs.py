@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 WINDOW = 20
-"""Recorded steps that a headline averages over, at the start and at the end of a run."""
+"""Last recorded steps that a headline takes gradient norm and clipping from."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Headline:
         run: Run name.
         estimator: Name of the training estimator.
         steps: Complete steps.
-        reward: Mean reward over the last `WINDOW` steps.
-        reward_gain: The same minus its value over the first `WINDOW` steps; None below twice that many steps.
+        reward: Mean reward over the last tenth of the steps (rounded down, at least one).
+        reward_gain: The same minus its value over the first tenth; None for a single step.
         heldout: Last recorded held-out reward.
         heldout_gain: The same minus the first recorded one.
         grad_norm: Median ‖ḡ‖ over the last `WINDOW` steps.
@@ -50,13 +50,14 @@ def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
     table = steps.sort_values("step")
     reward, heldout = _recorded(table, "reward_mean"), _recorded(table, "heldout_reward")
     clipped, norm = _recorded(table, "clipped"), _recorded(table, "grad_norm")
-    gain = reward.tail(WINDOW).mean() - reward.head(WINDOW).mean() if len(reward) >= 2 * WINDOW else None
+    tenth = max(1, len(reward) // 10)
+    last = reward.tail(tenth).mean()
     return Headline(
         run=run,
         estimator=estimator,
         steps=len(table),
-        reward=_value(reward.tail(WINDOW).mean()),
-        reward_gain=_value(gain),
+        reward=_value(last),
+        reward_gain=_value(last - reward.head(tenth).mean()) if len(reward) > 1 else None,
         heldout=_value(heldout.iloc[-1]) if len(heldout) else None,
         heldout_gain=_value(heldout.iloc[-1] - heldout.iloc[0]) if len(heldout) > 1 else None,
         grad_norm=_value(norm.tail(WINDOW).median()),

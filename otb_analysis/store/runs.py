@@ -1,7 +1,6 @@
 """All runs of a root as one table: how each ended, its configuration, its headline numbers."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -42,7 +41,8 @@ def runs_df(root: str | Path = "runs") -> pd.DataFrame:
     """Return one row per run, by name: status, headline numbers, and its configuration as `config.<dotted name>`.
 
     `reward_first` and `reward_last` are means of `reward_mean` over the first and last tenth of the complete steps
-    (at least one step); `heldout_reward` is the last one there is; `n_tokens` and `seconds` are sums over steps.
+    (rounded down, at least one step); `heldout_reward` is the last one there is; `n_tokens` and `seconds` are sums over
+    steps.
     A run that cannot be read has status `broken` and its `reason` says why.
 
     Args:
@@ -93,7 +93,7 @@ def _row(path: Path) -> dict[str, object]:
 def _headline(run_dir: Path, signature: tuple[tuple[int, int], ...]) -> dict[str, object]:
     """Return a run's numbers; the signature (steps and times of its parts) makes the cache forget a run that grew."""
     steps = _read_steps(run_dir)
-    tenth = max(1, math.ceil(len(steps) / 10))
+    tenth = max(1, len(steps) // 10)
     return {
         "n_steps": len(steps),
         "last_step": _last(steps, "step"),

@@ -127,6 +127,8 @@ def _ending_recorded(writer: RunWriter) -> Iterator[None]:
         yield
     except BaseException as error:
         reason = str(error) if isinstance(error, STOPS) else f"{type(error).__name__}: {error}".rstrip(": ")
+        if isinstance(error, KeyboardInterrupt):
+            reason = "interrupted; its complete steps can be read."
         with suppress(StoreError):  # a disk that refuses this too must not hide why the run ended
             writer.finish("failed", reason)
         raise

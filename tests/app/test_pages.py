@@ -115,7 +115,7 @@ def test_run_without_measurements_is_told_how_to_get_them(tmp_path, monkeypatch)
     writer.write_step(0, StepTables(tokens, rollouts, {"reward_mean": 1.0}))
     writer.finish()
     said = {page: texts(open_page(tmp_path, page, monkeypatch)) for page in ("variance", "fidelity", "tokens")}
-    assert "[measure] exact" in said["variance"].replace("`", "")
+    assert "--measure.exact.every" in said["variance"].replace("`", "")
     assert "schedule exact measurements" in said["fidelity"]
     assert not open_page(tmp_path, "tokens", monkeypatch).exception
 

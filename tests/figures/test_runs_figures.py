@@ -5,8 +5,10 @@ from otb_analysis.figures.runs import config_differences, flatten, headline_info
 
 
 def test_headline_of_a_hand_worked_run():
-    steps = pd.DataFrame({"step": range(40), "reward_mean": [0.25] * 20 + [0.75] * 20, "grad_norm": [3.0] * 40})
-    steps = steps.assign(clipped=[False] * 30 + [True] * 10, heldout_reward=[0.2] + [None] * 38 + [0.6])
+    # 49 steps: a tenth is four of them. Gradient norm and clipping: the last 20.
+    reward = [0.25] * 4 + [0.5] * 41 + [0.75] * 4
+    steps = pd.DataFrame({"step": range(49), "reward_mean": reward, "grad_norm": [9.0] * 29 + [3.0] * 20})
+    steps = steps.assign(clipped=[True] * 29 + [False] * 10 + [True] * 10, heldout_reward=[0.2] + [None] * 47 + [0.6])
     found = headline_info("a", "otb", steps)
     assert (found.reward, found.reward_gain) == (0.75, 0.5)
     assert (found.heldout, found.heldout_gain) == (0.6, pytest.approx(0.4))

@@ -191,7 +191,7 @@ def test_interrupt_is_recorded_and_goes_on(config):
     with pytest.raises(KeyboardInterrupt):
         loop.train(config, bar)
     store = RunStore(config.root / "doomed")
-    assert (store.info["status"], store.info["reason"]) == ("failed", "KeyboardInterrupt")
+    assert (store.info["status"], store.info["reason"]) == ("failed", "interrupted; its complete steps can be read.")
     assert store.complete_steps() == [0, 1]
 
 
