@@ -27,9 +27,9 @@ Exact moments of the group gradient without sampling noise, medians over
 {PERFORMED}.
 Bias is ‖m − ∇J‖/‖∇J‖ with m = E ḡ; for `grpo` the number in brackets is against its own target. Projection
 c = ⟨m, ∇J⟩/‖∇J‖². V and SF = V/c² are relative to `rloo`. Efficiency is the share of an update of P prompts that points
-along ∇J; the last column is where the ranking against `rloo` crosses as P grows: 0,
-`rloo` is ahead or level from the start; ∞, never. A small V with a small c is a short step, not a quiet one. Here a batch is one prompt, so the batch means
-equal the group's. What random policies say about the theory is in [enumeration.md](enumeration.md).
+along ∇J; the last column is where the ranking against `rloo` crosses as P grows: 0, `rloo` is ahead or level from the
+start; ∞, never. A small V with a small c is a short step, not a quiet one. Here a batch is one prompt, so the batch
+means equal the group's. What random policies say about the theory is in [enumeration.md](enumeration.md).
 """
 
 
