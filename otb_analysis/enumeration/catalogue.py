@@ -1,5 +1,6 @@
 """`docs/catalogue.md`, generated: `python -m otb_analysis.enumeration.catalogue` rewrites it."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -26,8 +27,9 @@ Exact moments of the group gradient without sampling noise, medians over
 {PERFORMED}.
 Bias is ‖m − ∇J‖/‖∇J‖ with m = E ḡ; for `grpo` the number in brackets is against its own target. Projection
 c = ⟨m, ∇J⟩/‖∇J‖². V and SF = V/c² are relative to `rloo`. Efficiency is the share of an update of P prompts that points
-along ∇J. A small V with a small c is a short step, not a quiet one. Here a batch is one prompt, so the batch means
-equal the group's. What random policies say about the theory is in [enumeration.md](enumeration.md).
+along ∇J; the last column is where the ranking against `rloo` crosses as P grows: 0, `rloo` is ahead or level from the
+start; ∞, never. A small V with a small c is a short step, not a quiet one. Here a batch is one prompt, so the batch
+means equal the group's. What random policies say about the theory is in [enumeration.md](enumeration.md).
 """
 
 
@@ -76,13 +78,17 @@ def _options(entry: Entry) -> str:
     return ", ".join(f"`{key} = {value!r}`" for key, value in vars(entry.options()).items())
 
 
+def _prompts(p: float) -> str:
+    return "∞" if math.isinf(p) else f"{p:.0f}"
+
+
 def _bias_table(figures: dict[str, Bias]) -> str:
-    head = ("estimator", "bias", "c", "V", "SF", "efficiency, P = 1", "P = 1000")
+    head = ("estimator", "bias", "c", "V", "SF", "efficiency, P = 1", "P = 1000", "`rloo` ahead above P")
     rows = []
     for name, b in figures.items():
         own = "" if ESTIMATORS[name].target == "∇J" else f" ({number(b.target_bias)})"
         numbers = (b.projection, b.variance, b.sf, *b.efficiency)
-        rows.append((f"`{name}`", number(b.relative_bias) + own, *map(number, numbers)))
+        rows.append((f"`{name}`", number(b.relative_bias) + own, *map(number, numbers), _prompts(b.crossing)))
     return table(head, rows)
 
 

@@ -18,6 +18,7 @@ from otb_analysis.enumeration.population import (
 )
 from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.estimators import ESTIMATORS, TailOptions, estimate
+from otb_analysis.statistics import measures
 from otb_analysis.types import Float
 
 GROUP = TreeSpec(horizon=3, shared=5, end_token=True)
@@ -67,6 +68,7 @@ class Bias:
         variance: V relative to `rloo`.
         sf: V/c² relative to `rloo`.
         efficiency: Efficiency of one prompt and of 1000.
+        crossing: Prompts above which `rloo` is more efficient.
     """
 
     relative_bias: float
@@ -75,6 +77,7 @@ class Bias:
     variance: float
     sf: float
     efficiency: tuple[float, float]
+    crossing: float
 
 
 def bias_figures() -> dict[str, Bias]:
@@ -93,6 +96,7 @@ def bias_figures() -> dict[str, Bias]:
             variance=_median([m.variance / r.variance for m, r in pairs]),
             sf=_median([m.sf / r.sf for m, r in pairs]),
             efficiency=(_median([m.efficiency(1) for m in moments]), _median([m.efficiency(1000) for m in moments])),
+            crossing=_median([float(measures.crossing(m.measured(r))) for m, r in pairs]),
         )
     return out
 

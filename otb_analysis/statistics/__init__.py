@@ -25,6 +25,7 @@ from otb_analysis.statistics.intervals import (
 from otb_analysis.statistics.measures import (
     Moments,
     batch_variance,
+    crossing,
     efficiency,
     projection,
     relative_bias,
@@ -68,6 +69,7 @@ __all__ = [
     "batch_variance",
     "cluster_bootstrap",
     "cluster_jackknife",
+    "crossing",
     "deleted_moments",
     "discoveries",
     "efficiency",

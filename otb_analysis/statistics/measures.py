@@ -135,6 +135,29 @@ def rollout_equivalents(moments: Moments, n_prompts: float, n_rollouts: float) -
     return n_rollouts * _ratio(noise, moments.truth_sq) * odds
 
 
+def crossing(moments: Moments) -> Float:
+    """Prompts P above which the reference is the more efficient of the two: where the two efficiencies are equal.
+
+    P = (⟨m,∇J⟩²·V_ref − ‖∇J‖⁴·V) / (‖∇J‖²·(‖∇J‖²·‖m‖² − ⟨m,∇J⟩²)). A biased but quiet estimator is ahead below it. ∞
+    where it is quieter at equal progress and its direction is right, so that it stays ahead; 0 where it never is.
+
+    Args:
+        moments: Moments of one estimator.
+
+    Returns:
+        A number of prompts, NaN where the estimate of ‖∇J‖² is not positive.
+    """
+    truth, along_sq = np.asarray(moments.truth_sq, dtype=float), np.asarray(moments.along, dtype=float) ** 2
+    noise = (np.maximum(a - b, 0) for a, b in ((moments.reference_power, truth), (moments.power, moments.mean_sq)))
+    reference_noise, own_noise = noise
+    lead = along_sq * reference_noise - truth**2 * own_noise
+    sideways = truth * moments.mean_sq - along_sq
+    straight = sideways <= 1e-12 * along_sq  # what rounding leaves of an unbiased direction
+    finite = _ratio(np.maximum(lead, 0), np.where(straight, np.nan, truth * sideways))
+    ahead = lead > 1e-12 * along_sq * reference_noise
+    return np.where(truth > 0, np.where(straight, np.where(ahead, np.inf, 0.0), finite), np.nan)
+
+
 def _ratio(numerator: Float, denominator: Float) -> Float:
     """Return the quotient where the denominator is positive, NaN elsewhere."""
     numerator, denominator = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)

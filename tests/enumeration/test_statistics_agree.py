@@ -43,6 +43,21 @@ def test_rollout_equivalents_of_exact_moments_reach_the_same_efficiency(policy):
     assert abs(reference.efficiency(rollouts / N) - exact.efficiency(7)) < 1e-12
 
 
+def test_rankings_by_efficiency_cross_where_stated(policy):
+    exact, reference = group_moments("otb", policy, N), group_moments("rloo", policy, N)
+    p = float(measures.crossing(exact.measured(reference)))
+    assert abs(exact.efficiency(p) - reference.efficiency(p)) < 1e-12
+    assert exact.efficiency(p / 2) > reference.efficiency(p / 2)
+    assert exact.efficiency(2 * p) < reference.efficiency(2 * p)
+
+
+def test_an_unbiased_direction_never_crosses(policy):
+    reference = group_moments("rloo", policy, N)
+    quieter, same = (group_moments(name, policy, N).measured(reference) for name in ("position_optimal", "group_mean"))
+    assert measures.crossing(quieter) == np.inf
+    assert measures.crossing(same) == 0
+
+
 @pytest.mark.parametrize("label", LABELS, ids=NAMES)
 def test_moments_of_sampled_groups_are_unbiased(label, policy):
     rng = np.random.default_rng(3)
