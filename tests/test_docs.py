@@ -1,0 +1,115 @@
+"""What the documents say can be done: links lead somewhere, commands exist, quoted output and snippets are real."""
+
+import re
+import shlex
+import shutil
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from otb_analysis.cli import COMMANDS, BenchConfig, CompareConfig, from_toml
+from otb_analysis.config import DemoConfig, TrainConfig
+from otb_analysis.serve import DashboardConfig
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONFIGS = {
+    "train": TrainConfig(),
+    "demo": DemoConfig(),
+    "compare": CompareConfig(),
+    "dashboard": DashboardConfig(),
+    "bench": BenchConfig(),
+}
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def blocks(language=""):
+    """The README's fenced blocks of one language, without their fences."""
+    return [text for kind, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S) if kind == language]
+
+
+def commands(program):
+    """Every call of a program that the README names, without comments: its words after the program's name."""
+    written = [*blocks(), *re.findall(r"`([^`\n]+)`", README)]
+    lines = [line.split("#")[0].strip() for text in written for line in text.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith(f"{program} ")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_relative_links_lead_to_files(document):
+    targets = re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8"))
+    local = [target.split("#")[0] for target in targets if "://" not in target]
+    assert [target for target in local if target and not (document.parent / target).exists()] == []
+
+
+def test_quoted_output_is_that_of_the_demo_line_by_line():
+    printed = (ROOT / "docs" / "results" / "demo.txt").read_text(encoding="utf-8").splitlines()
+    (quoted,) = blocks("text")
+    assert len(quoted.splitlines()) > 20
+    assert [line for line in quoted.splitlines() if line not in printed] == []
+
+
+def test_numbers_of_the_benchmark_are_those_of_its_table():
+    rows = (ROOT / "docs" / "results" / "estimators.md").read_text(encoding="utf-8").splitlines()
+    (row,) = [line.strip("| ").split(" | ") for line in rows if line.startswith("| otb |")]
+    seconds, loop, through = row[1:]
+    said = f"`otb` takes {float(loop):.2f} of the torch loop's time and {float(through):.0f} × the pass, "
+    assert f"{said}{float(seconds):.2f} s" in " ".join(README.split())
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    named = {word for call in commands("make") for word in call if "=" not in word}
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_commands_and_their_options_exist():
+    calls = commands("otb")
+    assert {"train", "compare", "dashboard", "bench"} <= {call[0] for call in calls} <= set(COMMANDS)
+    for name, *words in calls:
+        for word in words:
+            if word.startswith("--") and word not in ("--config", "--help"):
+                assert has_field(CONFIGS[name], word.removeprefix("--").replace("-", "_")), (name, word)
+
+
+def has_field(config, dotted):
+    """Whether a configuration has a field of this dotted name."""
+    name, _, rest = dotted.partition(".")
+    if name not in {field.name for field in fields(config)}:
+        return False
+    inner = getattr(config, name)
+    return has_field(inner, rest) if rest else not is_dataclass(inner)
+
+
+def test_streamlit_is_pointed_at_the_app():
+    assert (ROOT / "app" / "streamlit_app.py").is_file()
+    assert "streamlit run app" in README
+
+
+def test_toml_example_is_a_configuration(tmp_path):
+    (text,) = blocks("toml")
+    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    config = from_toml(TrainConfig, tmp_path / "run.toml")
+    assert (config.run, config.measure.exact.every) == ("mine", 10)
+
+
+def test_python_examples_run(otb_run, tiny_model, tmp_path, monkeypatch, capsys):
+    shutil.copytree(otb_run, tmp_path / "runs" / "demo-otb-s0")
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    names = {
+        "model": tiny_model,
+        "input_ids": torch.tensor([[3, 4, 5, 6]]),
+        "attention_mask": torch.ones(1, 4, dtype=torch.long),
+        "mask": torch.tensor([[False, False, True, True]]),
+    }
+    first, statistics, norms, estimators = blocks("python")
+    for code in (first, statistics, norms):
+        exec(code, names)
+    assert (names["norms"].norm_sq > 0).tolist() == [[False, False, True, True]]
+    names |= {"reward": rng.random((4, 3)), "energy": rng.random((4, 3)), "group": np.array([0, 0, 1, 1])}
+    exec(estimators, names | {"mask": np.ones((4, 3), bool)})
+    assert "otb_loo" in capsys.readouterr().out
