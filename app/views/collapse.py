@@ -20,5 +20,5 @@ with page("Collapse", "Is training healthy: gradient, entropy, length, reward, a
         "rewards are all equal has no gradient under any group baseline."
     )
     st.subheader("Degenerate input", anchor=False)
-    st.caption("Legal, counted over all steps, and without effect on the gradient or its measurement there.")
+    st.caption("Legal input that teaches little or cannot be measured, counted over all steps; never an error.")
     st.dataframe(degenerate_table(steps), hide_index=True, placeholder="–")

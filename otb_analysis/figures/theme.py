@@ -101,6 +101,8 @@ def note_in_panel(figure: go.Figure, text: str, where: Mapping[str, int]) -> Non
         text: A few words.
         where: From `place`.
     """
+    # A browser draws no axes for a panel without a trace, and would put the note into the first panel.
+    figure.add_scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip", **dict(where))
     figure.add_annotation(
         text=text, showarrow=False, font={"size": 12, "color": GREY}, xref="x domain", yref="y domain", x=0.5, y=0.5,
         **dict(where),

@@ -102,6 +102,8 @@ def write_step(writer: RunWriter, step: int, seed: int, *, measured: int = PROMP
         "mismatch_mean": 0.0, "mismatch_max": float(random.gamma(2, 0.01)), "length_mean": lengths.mean(),
         "length_max": int(lengths.max()), "n_prompts": PROMPTS, "n_rollouts": PROMPTS * GROUP_SIZE,
         "n_tokens": int(lengths.sum()), "n_zero_variance_groups": int(random.integers(0, 4) + bad // 2),
+        "n_singleton_groups": 0, "n_empty_completions": int(step % 7 == 0), "n_truncated": lengths.tolist().count(21),
+        "fallback_share": 0.02, "measurement_gaps": 0,
         "energy_tail_k": random.normal(0.3, 0.05) + 0.02 * bad, "energy_max_share": random.uniform(0.03, 0.06),
         "heldout_reward": 0.4 + 0.006 * step if due else None, "n_measured_prompts": measured if due else 0,
         "seconds_sample": 0.3, "seconds_update": 0.4,
