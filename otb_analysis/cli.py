@@ -271,3 +271,7 @@ def _print_comparison(paths: Sequence[Path], console: Console) -> None:
     for table in comparison(paths):
         wide.print()
         wide.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
