@@ -19,8 +19,8 @@ from otb_analysis.config import (
     SmallModelConfig,
     TrainConfig,
 )
+from otb_analysis.generation import Generation
 from otb_analysis.models import character_tokenizer, small_model
-from otb_analysis.sampling import Generation
 from otb_analysis.tasks import TASKS, Prompt, Turn, make_task
 from otb_analysis.training.loop import train
 

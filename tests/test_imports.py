@@ -20,7 +20,7 @@ MATHS = {
     "diagnostics",
     "enumeration",
 }
-TORCH_ROOMS = {"logit_stats", "gradients", "models", "tasks", "sampling"}
+TORCH_ROOMS = {"logit_stats", "gradients", "models", "tasks", "generation", "sampling"}
 UPPER = {"training", "integrations"}
 EDGE = {"serve", "report", "demo", "compare", "cli", "bench"}
 

@@ -7,7 +7,8 @@ from transformers import GenerationConfig
 
 from otb_analysis.config import ChainSumConfig, SampleConfig
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.sampling import TransformersGenerator, sample
+from otb_analysis.generation import NonFiniteLogits, TransformersGenerator
+from otb_analysis.sampling import sample
 from otb_analysis.tasks import ChainSum, Prompt, Turn
 
 ECHO = SampleConfig(prompts=2, group_size=2, max_new_tokens=8, max_turns=3)
@@ -118,8 +119,6 @@ def test_weights_that_are_not_finite_name_rollout_group_and_prompt(tiny_model, t
 
 
 def test_logits_that_fail_in_a_later_turn_name_the_rollout_and_not_the_row(echo, scripted, tokenizer):
-    from otb_analysis.sampling import NonFiniteLogits
-
     generator = scripted(["1", "2$", "3", "4$"])  # rollouts 0 and 2 are cut, 1 and 3 go on as contexts 0 and 1
     first = generator.generate
 

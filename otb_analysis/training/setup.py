@@ -17,10 +17,10 @@ from otb_analysis.arrays import returns_to_go
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError, NonFiniteError, StoreError
 from otb_analysis.estimators import entry_of, options_from_dict
+from otb_analysis.generation import TransformersGenerator
 from otb_analysis.gradients import ENGINES
 from otb_analysis.gradients.scope import select_scope
 from otb_analysis.models import load_policy, output_layer
-from otb_analysis.sampling import TransformersGenerator
 from otb_analysis.store.layout import check_run_name
 from otb_analysis.tasks import Task, make_task
 from otb_analysis.training.critic import Critic

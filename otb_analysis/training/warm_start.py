@@ -16,8 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from otb_analysis import __version__
 from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig
 from otb_analysis.errors import InputError, StoreError
+from otb_analysis.generation import TransformersGenerator
 from otb_analysis.models import character_tokenizer, output_layer, small_model, special_id
-from otb_analysis.sampling import TransformersGenerator, sample
+from otb_analysis.sampling import sample
 from otb_analysis.tasks import Prompt, Task, make_task
 from otb_analysis.training.progress import Bar, silent
 from otb_analysis.training.table import pay

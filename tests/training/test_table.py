@@ -9,8 +9,9 @@ import torch
 from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.estimators import available, estimate
+from otb_analysis.generation import TransformersGenerator
 from otb_analysis.logit_stats import logit_stats
-from otb_analysis.sampling import TransformersGenerator, sample
+from otb_analysis.sampling import sample
 from otb_analysis.training.forward import forward_pass
 from otb_analysis.training.measure import ExactNorms, Instrument, Measurement, every_advantage
 from otb_analysis.training.summary import certificate, summarize, zero_variance_groups
