@@ -44,6 +44,49 @@ class ScoreNorms:
 
 
 @dataclass(frozen=True)
+class Attribution:
+    """How far each token's score points along a direction, by default the batch gradient; made by `gradients`.
+
+    With ḡ = Σ weights·s and no other direction, Σ share = norm_sq = ‖ḡ‖²: each share is the token's signed part of the
+    squared gradient norm. Along another direction d, Σ share = ⟨ḡ, d⟩.
+
+    Attributes:
+        share: weights · alignment [N, L], zero outside the mask.
+        alignment: s_{n,t}·direction [N, L], zero outside the mask: the change of log π per unit step along it.
+        norm_sq: ‖direction‖², from the direction itself, so that it checks the shares.
+        method: What ran: "jvp", "difference" or "reference".
+        step: ε of the central differences, else None.
+        step_error: Relative distance between slopes at ε and at ε/2 on the steepest rollouts, else None.
+    """
+
+    share: Float
+    alignment: Float
+    norm_sq: float
+    method: str
+    step: float | None = None
+    step_error: float | None = None
+
+
+@dataclass(frozen=True)
+class SignalNoise:
+    """Each token's share of ‖ḡ‖², ḡ = Σ_p ḡ_p, split by whose gradient it points along; made by `gradients`.
+
+    signal + noise is the token's share; Σ noise = Σ_p ‖ḡ_p‖² and Σ signal = Σ_{p≠q} ⟨ḡ_p, ḡ_q⟩.
+
+    Attributes:
+        signal: weights · s·(ḡ − ḡ_p) [N, L]: did the token help the *other* prompts? Zero outside the mask.
+        noise: weights · s·ḡ_p [N, L]: its part in its own prompt's gradient only. Zero outside the mask.
+        norm_sq: ‖ḡ‖².
+        group_norm_sq: ‖ḡ_p‖² [P], by the sorted distinct values of the group vector.
+    """
+
+    signal: Float
+    noise: Float
+    norm_sq: float
+    group_norm_sq: Float
+
+
+@dataclass(frozen=True)
 class EstimatorInputs:
     """What an advantage estimator may look at; made by `training` and the store's readers, read by `estimate`.
 

@@ -1,8 +1,9 @@
-"""Exact norms and inner products of score gradients.
+"""Exact norms and inner products of score gradients, their sketches, and their attribution to tokens.
 
 The score of token t is s_t = ∇_θ log π(y_t | x, y_{<t}): the gradient of a *log-probability* (not of a loss) over the
 parameters in scope, without 1/N and without an advantage factor. Three questions are answered about it: how large each
 token's score is, how large any weighted sum of a rollout's scores is, and how the gradients of whole groups relate.
+`sketch` estimates the last for models of any size with a stated error; `attribution` says which tokens make a gradient.
 """
 
 from collections.abc import Callable
@@ -14,10 +15,29 @@ from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import reference
+from otb_analysis.gradients.attribution import (
+    batch_gradient,
+    gradient_attribution,
+    predicted_logprob_change,
+    signal_noise,
+)
 from otb_analysis.gradients.inputs import Batch, Problem, Weights, check_group, check_weights, pose
+from otb_analysis.gradients.sketch import count_sketch, gradient_sketch
 from otb_analysis.types import Float, Int, ScoreNorms
 
-__all__ = ["ENGINES", "Engine", "group_gradient_gram", "token_score_norms", "weighted_score_norms"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "batch_gradient",
+    "count_sketch",
+    "gradient_attribution",
+    "gradient_sketch",
+    "group_gradient_gram",
+    "predicted_logprob_change",
+    "signal_noise",
+    "token_score_norms",
+    "weighted_score_norms",
+]
 
 
 @dataclass(frozen=True)

@@ -30,3 +30,9 @@ def gram_matrix(gradients: Sequence[Sequence[Tensor]]) -> Float:
             block = torch.stack([part[start : start + CHUNK] for part in parts]).double()
             total += block @ block.T
     return total.cpu().numpy()
+
+
+def norm_sq_of(gradient: Sequence[Tensor]) -> float:
+    """‖·‖² over all tensors of a gradient together, accumulated in float64."""
+    norms = torch.stack([torch.linalg.vector_norm(t.detach(), dtype=torch.float64) for t in gradient])
+    return float(norms.square().sum())

@@ -1,6 +1,6 @@
 """Checks at the door, and the padding-free view of a batch from which every engine starts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +12,10 @@ from otb_analysis.gradients.scope import Scope, select_scope
 from otb_analysis.types import Bool, Float, Int
 
 Weights = Tensor | np.ndarray
+
+BATCH_POSITIONS = 1024
+"""Padded positions of one forward pass over several rollouts, few enough for a small model to stay in cache; a longer
+rollout has a pass of its own."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,33 @@ def pose(model: nn.Module, batch: Batch, scope: str, temperature: float) -> Prob
     return Problem(model, rollouts, shape, mask.numpy(), select_scope(model, scope), float(temperature))
 
 
+def microbatches(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, ...]]:
+    """Cut rollouts into batches of at most `BATCH_POSITIONS` padded positions, like lengths together."""
+    batch: tuple[Rollout, ...] = ()
+    for rollout in sorted(rollouts, key=lambda r: -int(r.targets[-1])):
+        if batch and (len(batch) + 1) * int(batch[0].targets[-1]) > BATCH_POSITIONS:
+            yield batch
+            batch = ()
+        batch = (*batch, rollout)
+    if batch:
+        yield batch
+
+
+def check_weight_row(weights: Weights, mask: Bool) -> Float:
+    """Return one row of weights per rollout [N, L] as float64 with zeros outside the mask.
+
+    Raises:
+        InputError: The shape does not fit the mask.
+        NonFiniteError: A weight inside the mask is NaN or infinite.
+    """
+    if tuple(weights.shape) != mask.shape:
+        raise InputError(
+            f"weights has shape {tuple(weights.shape)} but input_ids has shape {mask.shape}; "
+            "pass one weight per token, shape [N, L]."
+        )
+    return check_weights(weights[:, None], mask)[:, 0]
+
+
 def check_weights(weights: Weights, mask: Bool) -> Float:
     """Return weights [N, M, L] as float64 with zeros outside the mask, where they are never read.
 
@@ -114,8 +145,8 @@ def check_weights(weights: Weights, mask: Bool) -> Float:
     return array
 
 
-def check_group(group: Tensor | np.ndarray, n: int) -> Int:
-    """Return the prompt of each rollout as int64 [N].
+def check_group(group: Tensor | np.ndarray, n: int, name: str = "group") -> Int:
+    """Return the group (or whatever `name` calls it) of each rollout as int64 [N].
 
     Raises:
         InputError: It is not one integer per rollout.
@@ -123,7 +154,7 @@ def check_group(group: Tensor | np.ndarray, n: int) -> Int:
     array = group.detach().cpu().numpy() if isinstance(group, Tensor) else np.asarray(group)
     if array.shape != (n,) or array.dtype.kind not in "iu":
         raise InputError(
-            f"group has shape {array.shape} and dtype {array.dtype} but input_ids has {n} rollouts; "
+            f"{name} has shape {array.shape} and dtype {array.dtype} but input_ids has {n} rollouts; "
             "pass one integer per rollout, shape [N]."
         )
     return array.astype(np.int64)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from otb_analysis.gradients.forward import sampled_logprobs
-from otb_analysis.gradients.gram import gram_matrix
+from otb_analysis.gradients.gram import gram_matrix, norm_sq_of
 from otb_analysis.gradients.inputs import Problem
 from otb_analysis.types import Float, Int, ScoreNorms
 
@@ -36,11 +36,11 @@ def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
             logprob[block.row, block.columns] = values.detach().double().cpu().numpy()
             for column, unit in zip(block.columns, torch.eye(len(values)).to(values), strict=True):
                 score = _weighted_score(values, unit, problem.scope.parameters)
-                norm_sq[block.row, column] = _norm_sq(score)
+                norm_sq[block.row, column] = norm_sq_of(score)
                 if path:
                     for total, part in zip(running, score, strict=True):
                         total.add_(part)
-                    path_norm_sq[block.row, column] = _norm_sq(running)
+                    path_norm_sq[block.row, column] = norm_sq_of(running)
     return ScoreNorms(norm_sq, logprob, NAME, path_norm_sq if path else None)
 
 
@@ -55,7 +55,7 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
         values = sampled_logprobs(problem, (rollout,))
         for m in active:
             score = _weighted_score(values, torch.from_numpy(rows[m]).to(values), problem.scope.parameters)
-            result[rollout.row, m] = _norm_sq(score)
+            result[rollout.row, m] = norm_sq_of(score)
     return result
 
 
@@ -77,16 +77,28 @@ def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
     return _scatter_gram(gradients, weights.shape[1], len(prompts))
 
 
+def token_alignments(problem: Problem, direction: Sequence[Tensor]) -> Float:
+    """s_{n,t}·direction [N, L] by one `torch.autograd.grad` per token: the slow twin of `directional`.
+
+    Args:
+        problem: The checked batch.
+        direction: One tensor per tensor in scope.
+    """
+    result = np.zeros(problem.shape)
+    for rollout in problem.rollouts:
+        for block in rollout.blocks(BLOCK):
+            values = sampled_logprobs(problem, (block,))
+            for column, unit in zip(block.columns, torch.eye(len(values)).to(values), strict=True):
+                score = _weighted_score(values, unit, problem.scope.parameters)
+                dots = [(s.double() * d.double()).sum() for s, d in zip(score, direction, strict=True)]
+                result[block.row, column] = float(torch.stack(dots).sum())
+    return result
+
+
 def _weighted_score(logprob: Tensor, weights: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Σ_t weights[t] ∇ logprob[t], one tensor per parameter; the graph is kept for the next row."""
     grads = torch.autograd.grad(logprob, parameters, weights, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)]
-
-
-def _norm_sq(tensors: Sequence[Tensor]) -> float:
-    """‖·‖² over all tensors together, accumulated in float64."""
-    norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])
-    return float(norms.square().sum())
 
 
 def _scatter_gram(gradients: dict[tuple[int, int], list[Tensor]], rows: int, prompts: int) -> Float:
