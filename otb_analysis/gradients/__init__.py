@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
-from otb_analysis.gradients import reference
+from otb_analysis.gradients import generic, reference
 from otb_analysis.gradients.attribution import (
     batch_gradient,
     gradient_attribution,
@@ -50,9 +50,10 @@ class Engine:
 
 
 ENGINES: dict[str, Engine] = {
+    "generic": Engine(generic.token_score_norms, generic.weighted_score_norms, reference.group_gradient_gram),
     "reference": Engine(reference.token_score_norms, reference.weighted_score_norms, reference.group_gradient_gram),
 }
-"""Engines of this version, best first; "auto" is the first."""
+"""Engines of this version, best first. A Gram matrix takes M ordinary backward passes per prompt in each of them."""
 
 
 @torch.inference_mode(False)
@@ -96,8 +97,9 @@ def token_score_norms(
         InputError: Something passed does not fit; the sentence says what and what to do.
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
-    run = _engine(engine).token_score_norms
-    return run(pose(model, Batch(input_ids, mask, attention_mask), scope, temperature), path)
+    _known(engine)
+    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    return _engine(engine, problem).token_score_norms(problem, path)
 
 
 @torch.inference_mode(False)
@@ -138,9 +140,10 @@ def weighted_score_norms(
         InputError: Something passed does not fit; the sentence says what and what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
-    run = _engine(engine).weighted_score_norms
+    _known(engine)
     problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    return run(problem, check_weights(weights, problem.mask))
+    checked = check_weights(weights, problem.mask)
+    return _engine(engine, problem).weighted_score_norms(problem, checked)
 
 
 @torch.inference_mode(False)
@@ -185,14 +188,18 @@ def group_gradient_gram(
         InputError: Something passed does not fit; the sentence says what and what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
-    run = _engine(engine).group_gradient_gram
+    _known(engine)
     problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    return run(problem, check_weights(weights, problem.mask), check_group(group, problem.shape[0]))
+    checked = check_weights(weights, problem.mask), check_group(group, problem.shape[0])
+    return ENGINES["reference" if engine == "auto" else engine].group_gradient_gram(problem, *checked)
 
 
-def _engine(name: str) -> Engine:
-    if name == "auto":
-        return next(iter(ENGINES.values()))
-    if name not in ENGINES:
+def _known(name: str) -> None:
+    if name not in (*ENGINES, "auto"):
         raise InputError(f"engine {name!r} is not available in this version; pass one of: {', '.join(ENGINES)}, auto.")
+
+
+def _engine(name: str, problem: Problem) -> Engine:
+    if name == "auto":
+        return ENGINES["generic" if generic.fits(problem) else "reference"]
     return ENGINES[name]

@@ -1,0 +1,205 @@
+"""The exact engine for any causal language model whose layers have rules: hooks, batched signals, no weight gradients.
+
+One forward and one ordinary backward pass of a rollout give each token's own signal at and above the *cut*, the input of
+the first layer behind the last attention. From there the signals of several tokens go back together, on the prefix that
+they see, to the outputs of the layers below, where ‖Aᵀδ‖ = ‖Rδ‖ replaces every weight gradient.
+"""
+
+import logging
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from otb_analysis.gradients.inputs import Problem, Rollout
+from otb_analysis.gradients.layers import UnfitError
+from otb_analysis.gradients.passes import Apart, Mix
+from otb_analysis.gradients.plan import Plan, Use, find_plan, probe, reference_norms
+from otb_analysis.gradients.taps import traced
+from otb_analysis.types import Float, ScoreNorms
+
+NAME = "generic"
+BLOCK = 16
+"""Tokens whose signals travel together and share one forward graph on their common prefix; more spill the cache."""
+FEW = 3
+"""Up to so many sampled tokens per rollout the reference engine is no slower, and "auto" takes it."""
+
+_log = logging.getLogger(__name__)
+_PLANS: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], "Plan | UnfitError"]] = WeakKeyDictionary()
+
+
+def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
+    """Squared norm of every token's score, and with `path` of the running sums, without forming a gradient.
+
+    Args:
+        problem: The checked batch.
+        path: Also accumulate the signals' coordinates from token to token.
+
+    Raises:
+        UnfitError: A parameter in scope has no rule; the sentence names it.
+    """
+    plan = plan_for(problem)
+    norm_sq, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
+    for rollout in problem.rollouts:
+        where = rollout.row, rollout.columns
+        apart = Apart(problem, plan, rollout)
+        logprob[where] = apart.trace.logprob.detach().double().cpu().numpy()
+        single, running = _token_norms(apart, path)
+        norm_sq[where], path_norm_sq[where] = single.cpu().numpy(), running.cpu().numpy()
+    return ScoreNorms(norm_sq, logprob, NAME, path_norm_sq if path else None)
+
+
+def weighted_score_norms(problem: Problem, weights: Float) -> Float:
+    """‖Σ_t weights[n,m,t] s_{n,t}‖² with one backward signal per row that is not all zero.
+
+    Raises:
+        UnfitError: A parameter in scope has no rule; the sentence names it.
+    """
+    plan = plan_for(problem)
+    result = np.zeros(weights.shape[:2])
+    for rollout in problem.rollouts:
+        rows = weights[rollout.row][:, rollout.columns]
+        active = np.flatnonzero(rows.any(-1))
+        if len(active):
+            apart = Apart(problem, plan, rollout)
+            found = _weighted_norms(apart, torch.from_numpy(rows[active]).to(apart.own.device))
+            result[rollout.row, active] = found.cpu().numpy()
+    return result
+
+
+def fits(problem: Problem) -> bool:
+    """Whether "auto" should use this engine; a model that it cannot follow is logged once, with the reason."""
+    if max((len(r.columns) for r in problem.rollouts), default=0) <= FEW:
+        return False
+    known = _key(problem) in _PLANS.get(problem.model, {})
+    try:
+        plan_for(problem)
+    except UnfitError as reason:
+        if not known:
+            _log.warning('%s is measured by engine="reference": %s', type(problem.model).__name__, reason)
+        return False
+    return True
+
+
+def plan_for(problem: Problem) -> Plan:
+    """Plan of a model and scope, made and checked against the reference engine at first use.
+
+    Raises:
+        UnfitError: The model or the scope does not fit.
+    """
+    if not problem.rollouts:
+        return Plan((), (), None, 0)
+    plans, key = _PLANS.setdefault(problem.model, {}), _key(problem)
+    if key not in plans:
+        try:
+            plans[key] = find_plan(problem)
+            _check(problem, plans[key])
+        except UnfitError as reason:
+            plans[key] = UnfitError(str(reason))  # without the traceback, whose frames hold the model
+    found = plans[key]
+    if isinstance(found, UnfitError):
+        raise UnfitError(str(found))
+    return found
+
+
+def _key(problem: Problem) -> tuple[object, ...]:
+    """What a plan depends on besides the identity of the model: its layers, attention, dtypes and the scope."""
+    layers = tuple((name, type(module), module.training) for name, module in problem.model.named_modules())
+    attention = getattr(getattr(problem.model, "config", None), "_attn_implementation", None)
+    dtypes = tuple(p.dtype for p in problem.scope.parameters)
+    return problem.scope.names, problem.scope.head is None, attention, dtypes, layers
+
+
+def _check(problem: Problem, plan: Plan) -> None:
+    """Compare the probe's log-probabilities and, parameter by parameter, its norms with the reference computation."""
+    rollout = probe(problem)
+    apart = Apart(problem, plan, rollout)
+    expected, norms = reference_norms(problem, rollout)
+    coarse = problem.scope.parameters[0].dtype.itemsize < 4
+    logprob = apart.trace.logprob.detach().double()
+    if not torch.allclose(logprob, expected, rtol=0, atol=0.2 if coarse else 1e-4):
+        raise UnfitError('log-probabilities differ with plain attention kernels; pass engine="reference".')
+    parts = _parts(apart)
+    total = sum(norms.values())
+    for name, norm in norms.items():
+        got = parts.get(name, torch.zeros_like(norm))
+        off = (got - norm).abs() > (0.2 if coarse else 1e-3) * norm + (1e-2 if coarse else 1e-6) * total
+        if off.any():
+            raise UnfitError(
+                f"parameter {name} has squared score norms {got.tolist()} on a probe where the reference gives "
+                f'{norm.tolist()}; pass engine="reference" or leave it out of scope.'
+            )
+
+
+def _parts(apart: Apart) -> dict[str, Tensor]:
+    """‖s_t‖² parameter by parameter, in one block."""
+    parts: dict[str, Tensor] = {}
+    for use, (left, right) in apart.outer.items():
+        parts[use.parameter] = parts.get(use.parameter, 0.0) + _norm_sq(left) * _norm_sq(right)
+    size = len(apart.rollout.columns)
+    mix = Mix(torch.eye(size), slice(0, size))
+    for use, found in apart.coordinates(apart.trace, apart.rollout, mix):
+        parts[use.parameter] = parts.get(use.parameter, 0.0) + _norm_sq(found)
+    return parts
+
+
+def _token_norms(apart: Apart, path: bool) -> tuple[Tensor, Tensor]:
+    """‖s_t‖² and, if asked for, ‖Σ_{j≤t} s_j‖² of a rollout's K sampled tokens."""
+    norm_sq, path_norm_sq = _outer_norms(apart, path)
+    running: dict[Use, Tensor] = {}
+    start = 0
+    for block in apart.rollout.blocks(min(BLOCK, apart.block_size)) if apart.plan.cut else ():
+        span = slice(start, start := start + len(block.columns))
+        trace = traced(apart.problem, block, apart.plan.modules)
+        for use, found in apart.coordinates(trace, block, Mix(torch.eye(len(block.columns)), span)):
+            norm_sq[span] += _norm_sq(found)
+            if path:
+                path_norm_sq[span] += _norm_sq(_accumulate(running, use, found))
+    return norm_sq, path_norm_sq
+
+
+def _outer_norms(apart: Apart, path: bool) -> tuple[Tensor, Tensor]:
+    """The share of the layers above the cut; path norms are sums over the leading blocks of a K × K Gram matrix."""
+    norm_sq = torch.zeros(len(apart.rollout.columns), dtype=torch.float64, device=apart.own.device)
+    path_norm_sq = torch.zeros_like(norm_sq)
+    for left, right in apart.outer.values():
+        norm_sq += _norm_sq(left) * _norm_sq(right)
+        if path:
+            path_norm_sq += _gram(left, right).cumsum(0).cumsum(1).diagonal()
+    return norm_sq, path_norm_sq
+
+
+def _weighted_norms(apart: Apart, rows: Tensor) -> Tensor:
+    """‖Σ_k rows[m,k] s_k‖² of one rollout [M]."""
+    result = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    for left, right in apart.outer.values():
+        result += (rows @ _gram(left, right) * rows).sum(-1)
+    size = min(BLOCK, apart.block_size)
+    for start in range(0, len(rows), size):
+        mix = Mix(rows[start : start + size], slice(None))
+        for _, found in apart.coordinates(apart.trace, apart.rollout, mix):
+            result[start : start + size] += _norm_sq(found)
+    return result
+
+
+def _accumulate(running: dict[Use, Tensor], use: Use, found: Tensor) -> Tensor:
+    """Running sums of coordinates over the tokens so far; a longer prefix only appends coordinates."""
+    total = found.cumsum(0)
+    if use in running:
+        before = running[use]
+        total[:, : len(before)] += before
+    running[use] = total[-1].clone()
+    return total
+
+
+def _gram(left: Tensor, right: Tensor) -> Tensor:
+    """Inner products [K, K] of K outer products, float64."""
+    return (left @ left.T).double() * (right @ right.T).double()
+
+
+def _norm_sq(values: Tensor) -> Tensor:
+    """‖·‖² of each of C tensors, accumulated in float64 [C]."""
+    return torch.linalg.vector_norm(values, dim=-1).double().square().flatten(1).sum(-1) if values.ndim > 2 else (
+        values.double().square().sum(-1)
+    )

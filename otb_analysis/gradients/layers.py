@@ -1,0 +1,134 @@
+"""How a layer's inputs and the backward signal at its output give the gradient of its parameters, one rule per layer type.
+
+Below the last attention the signal δ of one token reaches every earlier position, and a rule turns it into *coordinates*:
+numbers that depend linearly on δ and have the gradient's inner products, but are fewer than its entries. Above it a token
+signals at its own position only, so its gradient is one outer product, left ⊗ right. A gradient is never formed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
+
+from otb_analysis.errors import InputError
+
+
+class UnfitError(InputError):
+    """The generic engine has no rule for this model; the sentence says which parameter and what to do."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter of one layer type is differentiated.
+
+    Attributes:
+        prepare: (module, input [1, T, ...]) → what is kept of the inputs of a whole rollout.
+        coordinates: (kept, δ [C, b, ...]) → coordinates [C, ...] of C gradients for a prefix of b ≤ T positions; along
+            the first coordinate axis they are nested in the prefix.
+        outer: (module, inputs [K, ...], δ [K, ...]) → (left [K, a], right [K, b]) of K tokens that signal at one position
+            each.
+    """
+
+    prepare: Callable[[nn.Module, Tensor], Tensor]
+    coordinates: Callable[[Tensor, Tensor], Tensor]
+    outer: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def rule_for(module: nn.Module, leaf: str) -> Rule | None:
+    """Return the rule for the parameter `leaf` of a module, or None if the table has none.
+
+    A subclass counts as its parent only where it computes the same function.
+    """
+    forward = type(module).forward
+    if forward in (nn.Linear.forward, Conv1D.forward):
+        return {"weight": MATRIX, "bias": BIAS}.get(leaf)
+    if isinstance(module, nn.Embedding) and forward is nn.Embedding.forward:
+        return None if leaf != "weight" or module.max_norm or module.scale_grad_by_freq else EMBEDDING
+    if forward is nn.LayerNorm.forward or type(module).__name__.endswith("RMSNorm"):
+        parameter = getattr(module, leaf)
+        return {"weight": SCALE, "bias": BIAS}.get(leaf) if parameter.ndim == 1 else None
+    return None
+
+
+def wide(values: Tensor) -> Tensor:
+    """The same values in float32 or better."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _triangle(_module: nn.Module, inputs: Tensor) -> Tensor:
+    """R [min(d_in, T), T] of Aᵀ = QR: ‖A_{:b}ᵀδ‖ = ‖R_{:b,:b} δ‖ for every prefix, in b·d_out numbers, not d_in·d_out."""
+    return torch.linalg.qr(wide(inputs[0]).T, mode="r").R
+
+
+def _matrix_coordinates(triangle: Tensor, signal: Tensor) -> Tensor:
+    length = signal.shape[1]
+    return triangle[:length, :length] @ wide(signal)
+
+
+def _matrix_outer(_module: nn.Module, inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+    return wide(inputs), wide(signal)
+
+
+def _nothing(_module: nn.Module, inputs: Tensor) -> Tensor:
+    return inputs[0]
+
+
+def _bias_coordinates(_kept: Tensor, signal: Tensor) -> Tensor:
+    return _summed(wide(signal))
+
+
+def _bias_outer(_module: nn.Module, _inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+    right = _summed(wide(signal)) if signal.ndim > 2 else wide(signal)
+    return torch.ones_like(right[:, :1]), right
+
+
+def _normalised(module: nn.Module, inputs: Tensor) -> Tensor:
+    """∂output/∂weight: the layer is affine in its weight, so weight one minus weight zero gives it, whatever it casts."""
+    own = dict(module.named_parameters())
+    zero = {name: torch.zeros_like(p) for name, p in own.items()}
+    one = zero | {"weight": torch.ones_like(own["weight"])}
+    with torch.no_grad():
+        return wide(functional_call(module, one, (inputs,)) - functional_call(module, zero, (inputs,)))
+
+
+def _scale_prepare(module: nn.Module, inputs: Tensor) -> Tensor:
+    return _normalised(module, inputs)[0]
+
+
+def _scale_coordinates(normalised: Tensor, signal: Tensor) -> Tensor:
+    return torch.einsum("t...d,ct...d->cd", normalised[: signal.shape[1]], wide(signal))
+
+
+def _scale_outer(module: nn.Module, inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+    return _bias_outer(module, inputs, _normalised(module, inputs) * signal)
+
+
+def _rows(module: nn.Module, ids: Tensor) -> Tensor:
+    """Each position's index among the rollout's distinct tokens, and whether the layer takes a gradient there [2, T]."""
+    ignored = getattr(module, "padding_idx", None)
+    index = ids[0].unique(return_inverse=True)[1]
+    return torch.stack([index, torch.ones_like(index) if ignored is None else (ids[0] != ignored).long()])
+
+
+def _embedding_coordinates(rows: Tensor, signal: Tensor) -> Tensor:
+    """One row for each distinct token of the whole rollout: they are shared by all its prefixes."""
+    index, counts = rows[:, : signal.shape[1]]
+    out = wide(signal).new_zeros(len(signal), int(rows[0].max()) + 1, signal.shape[-1])
+    return out.index_add_(1, index, wide(signal) * counts[:, None])
+
+
+def _embedding_outer(module: nn.Module, _ids: Tensor, _signal: Tensor) -> tuple[Tensor, Tensor]:
+    raise UnfitError(f'a {type(module).__name__} behind the last attention has no rule; pass engine="reference".')
+
+
+def _summed(signal: Tensor) -> Tensor:
+    return signal.flatten(1, -2).sum(1)
+
+
+MATRIX = Rule(_triangle, _matrix_coordinates, _matrix_outer)
+BIAS = Rule(_nothing, _bias_coordinates, _bias_outer)
+SCALE = Rule(_scale_prepare, _scale_coordinates, _scale_outer)
+EMBEDDING = Rule(_rows, _embedding_coordinates, _embedding_outer)
