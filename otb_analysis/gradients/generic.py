@@ -1,8 +1,8 @@
 """The exact engine for any causal language model whose layers have rules: hooks, batched signals, no weight gradients.
 
-One forward and one ordinary backward pass of a rollout give each token's own signal at and above the *cut*, the input of
-the first layer behind the last attention. From there the signals of several tokens go back together, on the prefix that
-they see, to the outputs of the layers below, where ‖Aᵀδ‖ = ‖Rδ‖ replaces every weight gradient.
+One forward and one ordinary backward pass of a rollout give each token's own signal at and above the *cut*, the input
+of the first layer behind the last attention. From there the signals of several tokens go back together, on the prefix
+that they see, to the outputs of the layers below, where ‖Aᵀδ‖ = ‖Rδ‖ replaces every weight gradient.
 """
 
 import logging
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from otb_analysis.gradients.inputs import Problem, Rollout
+from otb_analysis.errors import NonFiniteError
+from otb_analysis.gradients.inputs import Problem
 from otb_analysis.gradients.layers import UnfitError
 from otb_analysis.gradients.passes import Apart, Mix
 from otb_analysis.gradients.plan import Plan, Use, find_plan, probe, reference_norms
@@ -93,10 +94,16 @@ def plan_for(problem: Problem) -> Plan:
     plans, key = _PLANS.setdefault(problem.model, {}), _key(problem)
     if key not in plans:
         try:
-            plans[key] = find_plan(problem)
-            _check(problem, plans[key])
+            plan = find_plan(problem)
+            _check(problem, plan)
+            plans[key] = plan
         except UnfitError as reason:
             plans[key] = UnfitError(str(reason))  # without the traceback, whose frames hold the model
+        except NonFiniteError as error:  # says nothing about the model's layers, and the place is the probe's
+            raise UnfitError(
+                "logits are not finite on a probe of the vocabulary; check the model's weights for NaN or infinity, "
+                'or pass engine="reference".'
+            ) from error
     found = plans[key]
     if isinstance(found, UnfitError):
         raise UnfitError(str(found))
@@ -199,7 +206,6 @@ def _gram(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _norm_sq(values: Tensor) -> Tensor:
-    """‖·‖² of each of C tensors, accumulated in float64 [C]."""
-    return torch.linalg.vector_norm(values, dim=-1).double().square().flatten(1).sum(-1) if values.ndim > 2 else (
-        values.double().square().sum(-1)
-    )
+    """‖·‖² of each of C tensors, rows first and then, in float64, over the rows [C]."""
+    rows = torch.linalg.vector_norm(values, dim=-1).double().square()
+    return rows if rows.ndim == 1 else rows.flatten(1).sum(-1)

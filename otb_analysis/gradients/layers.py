@@ -1,8 +1,9 @@
-"""How a layer's inputs and the backward signal at its output give the gradient of its parameters, one rule per layer type.
+"""How a layer's inputs and the backward signal at its output give its parameters' gradient, one rule per layer type.
 
-Below the last attention the signal δ of one token reaches every earlier position, and a rule turns it into *coordinates*:
-numbers that depend linearly on δ and have the gradient's inner products, but are fewer than its entries. Above it a token
-signals at its own position only, so its gradient is one outer product, left ⊗ right. A gradient is never formed.
+Below the last attention the signal δ of one token reaches every earlier position, and a rule turns it into
+*coordinates*: numbers that depend linearly on δ and have the gradient's inner products, but are fewer than its entries.
+Above it a token signals at its own position only, so its gradient is one outer product, left ⊗ right. A matrix's
+gradient is never formed.
 """
 
 from collections.abc import Callable
@@ -28,8 +29,8 @@ class Rule:
         prepare: (module, input [1, T, ...]) → what is kept of the inputs of a whole rollout.
         coordinates: (kept, δ [C, b, ...]) → coordinates [C, ...] of C gradients for a prefix of b ≤ T positions; along
             the first coordinate axis they are nested in the prefix.
-        outer: (module, inputs [K, ...], δ [K, ...]) → (left [K, a], right [K, b]) of K tokens that signal at one position
-            each.
+        outer: (module, inputs [K, ...], δ [K, ...]) → (left [K, a], right [K, b]) of K tokens that signal at one
+            position each.
     """
 
     prepare: Callable[[nn.Module, Tensor], Tensor]
@@ -59,7 +60,7 @@ def wide(values: Tensor) -> Tensor:
 
 
 def _triangle(_module: nn.Module, inputs: Tensor) -> Tensor:
-    """R [min(d_in, T), T] of Aᵀ = QR: ‖A_{:b}ᵀδ‖ = ‖R_{:b,:b} δ‖ for every prefix, in b·d_out numbers, not d_in·d_out."""
+    """R [min(d_in, T), T] of Aᵀ = QR: for every prefix ‖A_{:b}ᵀδ‖ = ‖R_{:b,:b} δ‖, b·d_out numbers, not d_in·d_out."""
     return torch.linalg.qr(wide(inputs[0]).T, mode="r").R
 
 
@@ -72,7 +73,7 @@ def _matrix_outer(_module: nn.Module, inputs: Tensor, signal: Tensor) -> tuple[T
     return wide(inputs), wide(signal)
 
 
-def _nothing(_module: nn.Module, inputs: Tensor) -> Tensor:
+def _untouched(_module: nn.Module, inputs: Tensor) -> Tensor:
     return inputs[0]
 
 
@@ -86,7 +87,7 @@ def _bias_outer(_module: nn.Module, _inputs: Tensor, signal: Tensor) -> tuple[Te
 
 
 def _normalised(module: nn.Module, inputs: Tensor) -> Tensor:
-    """∂output/∂weight: the layer is affine in its weight, so weight one minus weight zero gives it, whatever it casts."""
+    """∂output/∂weight: the layer is affine in its weight, so output at one minus output at zero, with its own casts."""
     own = dict(module.named_parameters())
     zero = {name: torch.zeros_like(p) for name, p in own.items()}
     one = zero | {"weight": torch.ones_like(own["weight"])}
@@ -99,7 +100,7 @@ def _scale_prepare(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _scale_coordinates(normalised: Tensor, signal: Tensor) -> Tensor:
-    return torch.einsum("t...d,ct...d->cd", normalised[: signal.shape[1]], wide(signal))
+    return _summed(normalised[: signal.shape[1]] * wide(signal))
 
 
 def _scale_outer(module: nn.Module, inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +108,7 @@ def _scale_outer(module: nn.Module, inputs: Tensor, signal: Tensor) -> tuple[Ten
 
 
 def _rows(module: nn.Module, ids: Tensor) -> Tensor:
-    """Each position's index among the rollout's distinct tokens, and whether the layer takes a gradient there [2, T]."""
+    """Each position's index among the rollout's distinct tokens, and whether the layer is trained there [2, T]."""
     ignored = getattr(module, "padding_idx", None)
     index = ids[0].unique(return_inverse=True)[1]
     return torch.stack([index, torch.ones_like(index) if ignored is None else (ids[0] != ignored).long()])
@@ -129,6 +130,6 @@ def _summed(signal: Tensor) -> Tensor:
 
 
 MATRIX = Rule(_triangle, _matrix_coordinates, _matrix_outer)
-BIAS = Rule(_nothing, _bias_coordinates, _bias_outer)
+BIAS = Rule(_untouched, _bias_coordinates, _bias_outer)
 SCALE = Rule(_scale_prepare, _scale_coordinates, _scale_outer)
 EMBEDDING = Rule(_rows, _embedding_coordinates, _embedding_outer)

@@ -55,14 +55,15 @@ class Apart:
             at = own_rows(inputs, rollout)
             self.outer[use] = use.rule.outer(modules[use.module], inputs[0, at], signal[0, own_rows(signal, rollout)])
         self._separate_tied()
+        # Query, key and value read one tensor; what is kept of it is made once.
         made: dict[tuple[object, ...], Tensor] = {}
         for use in plan.below:
             # Query, key and value read one tensor; what is kept of it is made once.
             inputs = self.trace.inputs[use.module].detach()
-            key = inputs.data_ptr(), inputs.shape, inputs.stride(), use.module if use.rule is not MATRIX else None, use.rule
-            if key not in made:
-                made[key] = use.rule.prepare(modules[use.module], inputs)
-            self.kept[use] = made[key]
+            same = (inputs.data_ptr(), inputs.shape, inputs.stride()) if use.rule is MATRIX else (use,)
+            if same not in made:
+                made[same] = use.rule.prepare(modules[use.module], inputs)
+            self.kept[use] = made[same]
 
     def _signals(self, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         cut = [] if self.plan.cut is None else [self.trace.inputs[self.plan.cut]]

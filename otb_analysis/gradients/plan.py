@@ -92,7 +92,7 @@ def probe(problem: Problem) -> Rollout:
 
 
 def reference_norms(problem: Problem, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities [K] by the model's own kernels, and ‖s_t‖² [K] of each parameter by ordinary backward passes."""
+    """Log-probabilities [K] by the model's own kernels, and ‖s_t‖² [K] of each parameter by plain backward passes."""
     values = sampled_logprobs(problem, (rollout,))
     norms = torch.zeros(len(problem.scope.names), len(values), dtype=torch.float64, device=values.device)
     for k, value in enumerate(values):
@@ -188,4 +188,3 @@ def _stays(signal: Tensor, rollout: Rollout) -> bool:
 
 def _close(a: Tensor, b: Tensor) -> bool:
     return float((a - b).abs().max()) <= 1e-3 * float(b.abs().max())
-

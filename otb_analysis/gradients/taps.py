@@ -81,7 +81,7 @@ def own_rows(tensor: Tensor, rollout: Rollout) -> Tensor:
 
 @contextmanager
 def _watching(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[None]:
-    def watch(name: str):  # noqa: ANN202
+    def watch(name: str):
         def hook(_module: nn.Module, args: tuple[object, ...], output: object) -> None:
             if name in trace.outputs:
                 trace.repeated.add(name)

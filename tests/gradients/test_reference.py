@@ -1,10 +1,16 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-from otb_analysis.gradients import group_gradient_gram, token_score_norms, weighted_score_norms
+from otb_analysis import gradients
 from otb_analysis.gradients.reference import BLOCK
 from otb_analysis.logit_stats import logit_stats
+
+token_score_norms = partial(gradients.token_score_norms, engine="reference")
+weighted_score_norms = partial(gradients.weighted_score_norms, engine="reference")
+group_gradient_gram = partial(gradients.group_gradient_gram, engine="reference")
 
 # Hugging Face runs RMSNorm in float32 even inside a float64 model, so rounding stays at 1e-6 when shapes differ.
 CLOSE = {"rtol": 2e-5, "atol": 1e-10}

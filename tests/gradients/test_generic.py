@@ -1,0 +1,266 @@
+import logging
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.gradients import generic, group_gradient_gram, passes, token_score_norms, weighted_score_norms
+from otb_analysis.gradients.inputs import Batch, pose
+from otb_analysis.gradients.layers import rule_for
+
+# Both engines run the same float64 kernels, but Hugging Face casts RMSNorm to float32: the backward pass of a sum of
+# signals rounds differently there from the sum of their backward passes (1.6e-7); with LayerNorm only 1e-15 is left.
+CLOSE = {"rtol": 2e-6, "atol": 1e-12}
+FAMILIES = ["qwen2", "qwen3", "llama", "gpt2"]
+norms = partial(token_score_norms, engine="generic", path=True)
+twin = partial(token_score_norms, engine="reference", path=True)
+
+
+def agree(model, batch, **options):
+    got, expected = norms(model, *batch.args, **options), twin(model, *batch.args, **options)
+    assert got.engine == "generic" and expected.engine == "reference"
+    for name in ("norm_sq", "path_norm_sq", "logprob"):
+        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), **CLOSE)
+
+
+def long_batch(make_sample, length=2 * generic.BLOCK + 9):
+    generator = torch.Generator().manual_seed(4)
+    texts = [torch.randint(17, (length - k,), generator=generator).tolist() for k in (0, 5)]
+    masks = [[0, 0, 0] + [1] * (length - 3), [0] * 9 + [1] * 7 + [0] * 6 + [1] * (length - 27)]
+    return make_sample(texts, masks, "left", length=length + 2)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_token_and_path_norms_are_the_reference_ones(case, sample, side):
+    agree(case, sample[side], attention_mask=sample[side].attention_mask)
+
+
+@pytest.mark.parametrize("side", ["left", "both"])
+def test_token_norms_match_one_backward_per_prefix(case, sample, explicit_scores, dense, side):
+    batch = sample[side]
+    got = norms(case, *batch.args, batch.attention_mask)
+    scores = explicit_scores(case, batch)
+    # Prefixes of another length round differently in float32 RMSNorm.
+    np.testing.assert_allclose(
+        got.norm_sq, dense(batch.mask.shape, {key: s @ s for key, s in scores.items()}), rtol=2e-5, atol=1e-10
+    )
+
+
+def test_weighted_norms_are_the_reference_ones(case, sample):
+    batch = sample["both"]
+    weights = torch.randn(5, 4, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights[:, 2] = 0.0
+    got, expected = (
+        weighted_score_norms(case, *batch.args, weights, batch.attention_mask, engine=engine)
+        for engine in ("generic", "reference")
+    )
+    np.testing.assert_allclose(got, expected, **CLOSE)
+    assert (got[:, 2] == 0).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_of_any_size_and_gaps_give_the_same_norms(make_model, make_sample, family, monkeypatch):
+    model, batch = make_model(family), long_batch(make_sample)
+    agree(model, batch, attention_mask=batch.attention_mask)
+    monkeypatch.setattr(passes, "SIGNAL_BYTES", 1)  # one signal at a time
+    few = norms(model, *batch.args, batch.attention_mask)
+    monkeypatch.undo()
+    np.testing.assert_allclose(few.path_norm_sq, norms(model, *batch.args, batch.attention_mask).path_norm_sq, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "scope", ["lm_head", r"mlp|\.ln_", r"embed|wte", r"(layers|h)\.1\.", r"norm|ln_", r"bias|lm_head", "self_attn|attn"]
+)
+def test_every_scope_is_followed(case, sample, scope):
+    if scope == r"bias|lm_head" and not any("bias" in n or "lm_head" in n for n, _ in case.named_parameters()):
+        pytest.skip("no such parameter in this family")
+    agree(case, sample["left"], attention_mask=sample["left"].attention_mask, scope=scope)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_output_use_of_a_tied_matrix_adds_to_its_input_use(make_model, sample, family):
+    # ‖E + O‖² = ‖E‖² + ‖O‖² + 2⟨E, O⟩: the cross term is what untied copies of the same weights do not have.
+    tied, untied, batch = make_model(family), make_model(family, tied=False), sample["left"]
+    untied.load_state_dict(tied.state_dict())
+    whole = norms(tied, *batch.args, batch.attention_mask, scope=r"embed_tokens|wte").norm_sq
+    parts = sum(
+        norms(untied, *batch.args, batch.attention_mask, scope=s).norm_sq for s in (r"embed_tokens|wte", r"^lm_head")
+    )
+    expected = twin(tied, *batch.args, batch.attention_mask, scope=r"embed_tokens|wte").norm_sq
+    np.testing.assert_allclose(whole, expected, **CLOSE)
+    assert np.abs(whole - parts).max() > 1e-3 * whole.max()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_norms_follow_the_temperature(make_model, sample, temperature):
+    agree(make_model("qwen2"), sample["left"], temperature=temperature, attention_mask=sample["left"].attention_mask)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_float32_is_within_5e_6_of_the_largest_norm(make_model, make_sample, family, tied):
+    batch = long_batch(make_sample)
+    model = make_model(family, tied, dtype=torch.float32)
+    single = norms(model, *batch.args, batch.attention_mask)
+    double = twin(model.double(), *batch.args, batch.attention_mask)
+    for name in ("norm_sq", "path_norm_sq"):
+        got, expected = getattr(single, name), getattr(double, name)
+        assert np.abs(got - expected).max() < 5e-6 * expected.max()
+        assert abs(got.sum() - expected.sum()) < 5e-6 * expected.sum()
+
+
+def test_bfloat16_models_are_measured(make_model, make_sample):
+    batch = long_batch(make_sample)
+    half = norms(make_model("qwen3", dtype=torch.bfloat16), *batch.args, batch.attention_mask)
+    full = twin(make_model("qwen3").bfloat16().double(), *batch.args, batch.attention_mask)
+    assert 0.8 < half.norm_sq.sum() / full.norm_sq.sum() < 1.25
+
+
+def test_padding_is_never_read_and_rollouts_do_not_see_each_other(make_model, sample):
+    model, batch = make_model("qwen3"), sample["both"]
+    whole = norms(model, *batch.args, batch.attention_mask)
+    order = [4, 2, 0, 3, 1]
+    ids = batch.input_ids.masked_fill(batch.attention_mask == 0, -7)[order]
+    shuffled = norms(model, ids, batch.mask[order], batch.attention_mask[order])
+    np.testing.assert_array_equal(shuffled.path_norm_sq, whole.path_norm_sq[order])
+
+
+def test_the_padding_row_of_an_embedding_takes_no_gradient(make_model, sample):
+    model, batch = make_model("qwen2", tied=False), sample["left"]
+    model.model.embed_tokens.padding_idx = 3  # token 3 is real in three of the rollouts
+    agree(model, batch, attention_mask=batch.attention_mask)
+    tied = make_model("qwen2")
+    tied.model.embed_tokens.padding_idx = 3
+    agree(tied, batch, attention_mask=batch.attention_mask)
+
+
+def test_a_batch_without_sampled_tokens_has_only_zeros(make_model, sample):
+    ids = sample["left"].input_ids
+    assert not norms(make_model("qwen2"), ids, torch.zeros_like(ids)).norm_sq.any()
+
+
+def test_the_model_is_left_as_it_was_found(make_model, sample):
+    model, batch = make_model("qwen3"), sample["left"]
+    frozen = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    for scope in ("all", "lm_head"):
+        with torch.inference_mode():
+            norms(model, *batch.args, batch.attention_mask, scope=scope)
+    assert not frozen.requires_grad and not any(m._forward_hooks for m in model.modules())
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
+
+
+class Scaled(nn.Module):
+    """A layer of an unknown type behind a known one."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.gain = inner, nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.gain * self.inner(x)
+
+
+def test_a_parameter_without_a_rule_is_named_and_auto_says_why_it_falls_back(make_model, make_sample, caplog):
+    model, batch = make_model("llama", dtype=torch.float32), long_batch(make_sample)
+    model.model.layers[0].mlp.up_proj = Scaled(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(InputError, match=r"parameter model.layers.0.mlp.up_proj.gain of a Scaled has no rule"):
+        norms(model, *batch.args, batch.attention_mask)
+    agree(model.double(), batch, attention_mask=batch.attention_mask, scope="self_attn|inner")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            got = token_score_norms(model, *batch.args, batch.attention_mask)
+    assert got.engine == "reference"
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "up_proj.gain" in caplog.text
+
+
+def test_a_layer_that_only_looks_known_is_found_out(make_model, make_sample, caplog):
+    class OddRMSNorm(nn.Module):  # its weight enters squared: linear in the weight it is not
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x):
+            return self.weight**2 * x
+
+    model, batch = make_model("llama"), long_batch(make_sample)
+    model.model.layers[0].post_attention_layernorm = OddRMSNorm(model.model.layers[0].post_attention_layernorm.weight)
+    with pytest.raises(InputError, match=r"model.layers.0.post_attention_layernorm.weight has squared score norms"):
+        norms(model, *batch.args, batch.attention_mask)
+    with caplog.at_level(logging.WARNING):
+        assert token_score_norms(model, *batch.args, batch.attention_mask).engine == "reference"
+
+
+def test_shared_and_repeated_layers_are_refused(make_model, sample):
+    model, batch = make_model("qwen2"), sample["left"]
+    first, second = model.model.layers[0].mlp, model.model.layers[1].mlp
+    second.up_proj.weight = first.up_proj.weight
+    with pytest.raises(InputError, match=r"layers.0.mlp.up_proj.weight is shared by 2 layers"):
+        norms(model, *batch.args, batch.attention_mask)
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(InputError, match="is used more than once in one forward pass"):
+        norms(model, *batch.args, batch.attention_mask)
+
+
+def test_attention_kernels_that_cannot_be_batched_are_refused(make_model, sample):
+    model, batch = make_model("qwen2"), sample["left"]
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(InputError, match="attention is 'flex_attention'"):
+        norms(model, *batch.args, batch.attention_mask)
+
+
+def test_eager_attention_is_followed(make_model, sample):
+    model, batch = make_model("qwen3"), sample["left"]
+    model.set_attn_implementation("eager")
+    agree(model, batch, attention_mask=batch.attention_mask)
+
+
+def test_non_finite_logits_name_rollout_and_token(make_model, make_sample):
+    model, batch = make_model("qwen2"), long_batch(make_sample)
+    fresh = make_model("qwen2", seed=1)
+    norms(model, *batch.args, batch.attention_mask)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = fresh.model.embed_tokens.weight[7] = torch.nan
+    with pytest.raises(NonFiniteError, match="rollout 0, token"):
+        token_score_norms(fresh, *batch.args, batch.attention_mask)
+    with pytest.raises(InputError, match="not finite on a probe"):
+        norms(fresh, *batch.args, batch.attention_mask)
+    with pytest.raises(NonFiniteError, match="rollout 0, token"):
+        norms(model, *batch.args, batch.attention_mask)
+
+
+def test_the_cut_is_behind_the_last_attention(make_model, sample):
+    # Above it are the last layer's feed-forward part and its query, which only the own position reads.
+    model, batch = make_model("qwen3"), sample["left"]
+    plan = generic.plan_for(pose(model, Batch(*batch.args, batch.attention_mask), "all", 1.0))
+    assert plan.cut == "model.layers.1.post_attention_layernorm"
+    above = {u.module for u in plan.above}
+    assert {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.norm", "lm_head"} <= above
+    assert {"model.layers.1.self_attn.k_proj", "model.embed_tokens"} <= {u.module for u in plan.below}
+
+
+def test_the_gram_matrix_is_the_same_from_every_engine(make_model, sample):
+    model, batch = make_model("qwen2"), sample["left"]
+    weights, group = torch.ones(5, 2, 12), torch.tensor([0, 0, 1, 1, 1])
+    every = [
+        group_gradient_gram(model, *batch.args, weights, group, batch.attention_mask, engine=engine)
+        for engine in ("auto", "generic", "reference")
+    ]
+    assert all((gram == every[0]).all() for gram in every)
+
+
+def test_the_table_of_rules_takes_a_subclass_only_where_it_computes_the_same():
+    class Same(nn.Linear):
+        pass
+
+    class Other(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    assert rule_for(Same(2, 2), "weight") is rule_for(Conv1D(2, 2), "weight") is not None
+    assert rule_for(Other(2, 2), "weight") is None
+    assert rule_for(nn.Embedding(4, 2, scale_grad_by_freq=True), "weight") is None
