@@ -83,7 +83,8 @@ def token_score_norms(
         input_ids: Token ids [N, L].
         mask: True at the tokens the policy sampled, the end token included [N, L]; gaps are allowed.
         attention_mask: True at real tokens [N, L]; None means that nothing is padding.
-        engine: "reference" (one backward pass per token) or "auto" (the best of `ENGINES`).
+        engine: "generic" (batched signals, no weight gradients; raises where it has no rule), "reference" (one
+            backward pass per token) or "auto" (generic where it is verified and pays, else reference).
         scope: "all" is every parameter that requires grad, tied ones once; "lm_head" the output layer's own use, also
             when it is tied; anything else a regular expression searched in the parameter names.
         path: Whether to measure path norms too.
@@ -143,7 +144,7 @@ def weighted_score_norms(
     _known(engine)
     problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     checked = check_weights(weights, problem.mask)
-    return _engine(engine, problem).weighted_score_norms(problem, checked)
+    return _engine(engine, problem, checked.shape[1]).weighted_score_norms(problem, checked)
 
 
 @torch.inference_mode(False)
@@ -199,7 +200,7 @@ def _known(name: str) -> None:
         raise InputError(f"engine {name!r} is not available in this version; pass one of: {', '.join(ENGINES)}, auto.")
 
 
-def _engine(name: str, problem: Problem) -> Engine:
+def _engine(name: str, problem: Problem, rows: int | None = None) -> Engine:
     if name == "auto":
-        return ENGINES["generic" if generic.fits(problem) else "reference"]
+        return ENGINES["generic" if generic.fits(problem, rows) else "reference"]
     return ENGINES[name]

@@ -16,15 +16,16 @@ from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.inputs import Problem
 from otb_analysis.gradients.layers import UnfitError
 from otb_analysis.gradients.passes import Apart, Mix
-from otb_analysis.gradients.plan import Plan, Use, find_plan, probe, reference_norms
+from otb_analysis.gradients.plan import Plan, Use, find_plan, length, probe, reference_norms
 from otb_analysis.gradients.taps import traced
 from otb_analysis.types import Float, ScoreNorms
 
 NAME = "generic"
 BLOCK = 16
 """Tokens whose signals travel together and share one forward graph on their common prefix; more spill the cache."""
-FEW = 3
-"""Up to so many sampled tokens per rollout the reference engine is no slower, and "auto" takes it."""
+FEW, POSITIONS_PER_SIGNAL = 8, 32
+"""Up to 8 + positions / 32 signals per rollout the reference engine is no slower (measured with 15 to 256 prompt tokens
+on models of width 16 and 128): the whole rollout's own pass and the factors of its inputs must first be earned back."""
 
 _log = logging.getLogger(__name__)
 _PLANS: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], "Plan | UnfitError"]] = WeakKeyDictionary()
@@ -69,9 +70,15 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
     return result
 
 
-def fits(problem: Problem) -> bool:
-    """Whether "auto" should use this engine; a model that it cannot follow is logged once, with the reason."""
-    if max((len(r.columns) for r in problem.rollouts), default=0) <= FEW:
+def fits(problem: Problem, rows: int | None = None) -> bool:
+    """Whether "auto" should use this engine; a model that it cannot follow is logged once, with the reason.
+
+    Args:
+        problem: The checked batch.
+        rows: Weighted sums per rollout; None for every sampled token's own score.
+    """
+    signals = sum(len(r.columns) if rows is None else rows for r in problem.rollouts)
+    if signals <= sum(FEW + length(r) / POSITIONS_PER_SIGNAL for r in problem.rollouts):
         return False
     known = _key(problem) in _PLANS.get(problem.model, {})
     try:

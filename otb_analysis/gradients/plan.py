@@ -77,6 +77,7 @@ def find_plan(problem: Problem) -> Plan:
                 f"the layer of parameter {use.parameter} is used {often} in one forward pass; "
                 'pass engine="reference" or leave it out of scope.'
             )
+        _refuse_unplaced(use, trace, rollout)
     return _split(uses, trace, rollout)
 
 
@@ -114,6 +115,18 @@ def _refuse_unfollowed(model: nn.Module) -> None:
                 f"gradient checkpointing is on in {name or 'the model'}, which runs layers twice; "
                 'call model.gradient_checkpointing_disable() or pass engine="reference".'
             )
+
+
+def _refuse_unplaced(use: Use, trace: Trace, rollout: Rollout) -> None:
+    """Raise unless the layer keeps positions on its second axis, as a router on flattened tokens does not."""
+    inputs, output = trace.inputs[use.module], trace.outputs[use.module]
+    rows = (length(rollout), len(rollout.targets))
+    kept = all(x.ndim >= 2 and x.shape[0] == 1 and x.shape[1] in rows for x in (inputs, output))
+    if not kept or output.ndim < 3 or (use.rule is MATRIX and inputs.ndim != 3):
+        raise UnfitError(
+            f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)} where one row per position was "
+            'expected; pass engine="reference" or leave it out of scope.'
+        )
 
 
 def _uses(problem: Problem) -> tuple[Use, ...]:

@@ -5,6 +5,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.pytorch_utils import Conv1D
 
 from otb_analysis.errors import InputError, NonFiniteError
@@ -176,6 +184,64 @@ def test_a_parameter_without_a_rule_is_named_and_auto_says_why_it_falls_back(mak
             got = token_score_norms(model, *batch.args, batch.attention_mask)
     assert got.engine == "reference"
     assert [r.levelname for r in caplog.records] == ["WARNING"] and "up_proj.gain" in caplog.text
+
+
+def test_mixtures_of_experts_are_refused_by_name(make_sample):
+    config = MixtralConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, batch = MixtralForCausalLM(config).eval(), long_batch(make_sample)
+    with pytest.raises(InputError, match=r"parameter model.layers.0.mlp.\S+ of a \w+ has no rule"):
+        norms(model, *batch.args, batch.attention_mask)
+    assert token_score_norms(model, *batch.args, batch.attention_mask).engine == "reference"
+
+
+def test_a_layer_on_flattened_positions_is_refused_by_name(make_model, make_sample):
+    class Flat(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    model, batch = make_model("llama"), long_batch(make_sample)
+    model.model.layers[0].mlp.up_proj = Flat(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(InputError, match=r"up_proj.inner.weight is applied to shape \(8, 16\)"):
+        norms(model, *batch.args, batch.attention_mask)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+def test_sliding_windows_and_gemma_norms_are_followed(make_sample, name):
+    # Gemma's norm weight enters as 1 + w, its logits are capped, every second layer sees a window of 8 tokens;
+    # its scaled embedding has no rule and is refused by name.
+    shape = dict(vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=8)  # fmt: skip
+    torch.manual_seed(0)
+    kinds = {"gemma2": (Gemma2ForCausalLM, Gemma2Config), "mistral": (MistralForCausalLM, MistralConfig)}
+    make, config = kinds[name]
+    model, batch = make(config(**shape)).double().eval(), long_batch(make_sample)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    agree(model, batch, attention_mask=batch.attention_mask, scope="all" if name == "mistral" else r"layers|\.norm")
+    if name == "gemma2":
+        with pytest.raises(InputError, match=r"embed_tokens.weight of a Gemma2TextScaledWordEmbedding has no rule"):
+            norms(model, *batch.args, batch.attention_mask)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # from inside peft
+def test_lora_adapters_are_followed(make_model, make_sample):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    model, batch = peft.get_peft_model(make_model("qwen2"), config).double().eval(), long_batch(make_sample)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # B starts at zero, where A has no gradient
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    agree(model, batch, attention_mask=batch.attention_mask)
 
 
 def test_a_layer_that_only_looks_known_is_found_out(make_model, make_sample, caplog):
