@@ -68,7 +68,8 @@ def fidelity(
     """Agreement of proxy energies with exact ones, pooled and within cells.
 
     Within a cell c: corr(x − x̄_c, y − ȳ_c); the logarithms and the ranks likewise. A positive factor per cell on the
-    proxy's logarithm, or any increasing function per cell for the ranks, changes nothing within.
+    proxy's logarithm, or any increasing function per cell for the ranks, changes nothing within. For the ranks, values
+    are rounded to 0.1 % first: rollouts with the same prefix have the same energy, and rounding is not an order.
 
     Args:
         proxy: Proxy energies, any shape.
@@ -139,9 +140,15 @@ def _within(x: Float, y: Float, cells: Int, seed: int) -> tuple[Association, int
     x, y, cells = x[shared], y[shared], cells[shared]
     positive = (x > 0) & (y > 0)
     logs = [deviation(np.log(v[positive]), cells[positive]) for v in (x, y)]
-    ranks = _Ranks(deviation(rank_within(x, cells), cells), deviation(rank_within(y, cells), cells))
+    ranks = _Ranks(*(deviation(rank_within(_coarse(v), cells), cells) for v in (x, y)))
     found = _association(deviation(x, cells), deviation(y, cells), logs[0], logs[1], ranks, seed)
     return found, int(np.unique(cells).size)
+
+
+def _coarse(x: Float) -> Float:
+    """Round to a relative 2⁻¹⁰: rollouts that share a prefix share the energy up to rounding, which is not an order."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.round(mantissa * 1024) / 1024, exponent)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ def test_pooled_figures_by_hand():
 def test_a_proxy_that_misses_only_each_cells_scale_is_perfect_within_cells():
     rng = np.random.default_rng(0)
     exact = rng.gamma(2, size=(40, 30))
-    scale = np.exp(rng.normal(0, 2, size=(5, 30)))[np.repeat(np.arange(5), 8)]
+    # Powers of two, so that scaling moves no value across the edge of a tie.
+    scale = np.exp2(rng.integers(-6, 7, size=(5, 30)))[np.repeat(np.arange(5), 8)]
     found = fidelity(exact * scale, exact, cell=position_cells(np.repeat(np.arange(5), 8), 30))
     assert found.within is not None and found.n_cells == 150
     assert found.within.log_pearson == pytest.approx(1)
@@ -129,3 +130,12 @@ def test_shapes_that_differ_are_named():
         fidelity([1, 2], [1, 2], [True] * 3)
     with pytest.raises(InputError, match=r"\[N, T\]"):
         realized_fidelity([1.0, 2], [1.0, 2], [True, True], [0])
+
+
+def test_rounding_of_equal_energies_is_no_disagreement_in_rank():
+    # Five rollouts of a cell share a prefix, so proxy and exact energy are equal up to rounding; the sixth differs.
+    noise = 1e-6 * np.random.default_rng(0).normal(size=(2, 200, 6))
+    proxy, exact = np.ones((200, 6)) + noise[0], np.ones((200, 6)) + noise[1]
+    proxy[:, 5], exact[:, 5] = 2.0, 3.0
+    cell = np.repeat(np.arange(200), 6).reshape(200, 6)
+    assert fidelity(proxy, exact, cell=cell).within.spearman == pytest.approx(1.0)
