@@ -12,6 +12,8 @@ LEAVES = {"types", "schema", "config", "errors"}
 MATHS = {
     "arrays",
     "energies",
+    "formulas",
+    "importance",
     "estimators",
     "ratios",
     "aggregation",

@@ -6,13 +6,9 @@ from typing import Any, Literal, get_args
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators.batch import Batch, Centre
+from otb_analysis.formulas import NoOptions, Standing
 
 Tail = Literal["own_return", "group", "zero"]
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """An estimator without options."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Entry:
     unbiased: bool
     conditions: str
     source: str
-    standing: Literal["code", "proved", "abstract", "guess"]
+    standing: Standing
     target: str = "∇J"
     needs: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()

@@ -1,16 +1,16 @@
 """From a name and inputs to an estimate, a few groups at a time so that every intermediate stays in cache."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from otb_analysis.arrays import Groups, has_gaps
-from otb_analysis.errors import InputError, nearest
+from otb_analysis.errors import InputError
 from otb_analysis.estimators.batch import Batch, Centre, check_shapes, prepare, selector
 from otb_analysis.estimators.entry import Entry
 from otb_analysis.estimators.registry import ESTIMATORS
+from otb_analysis.formulas import checked_options, lookup, options_from_table
 from otb_analysis.types import Bool, Estimate, EstimatorInputs, Int
 
 BLOCK_ELEMENTS = 1 << 16
@@ -26,9 +26,7 @@ def entry_of(name: str) -> Entry:
     Raises:
         InputError: No estimator has that name.
     """
-    if name not in ESTIMATORS:
-        raise InputError(f"estimator {name!r} does not exist; {nearest(name, ESTIMATORS)}")
-    return ESTIMATORS[name]
+    return lookup("estimator", name, ESTIMATORS)
 
 
 def available(inputs: EstimatorInputs) -> list[str]:
@@ -64,24 +62,7 @@ def options_from_dict(name: str, values: Mapping[str, Any]) -> Any:
     Raises:
         InputError: The estimator or one of the options does not exist, or a value does not fit.
     """
-    kind = entry_of(name).options
-    known = [field.name for field in fields(kind)]
-    for key in values:
-        if key not in known:
-            hint = nearest(key, known) if known else "it has no options."
-            raise InputError(f"option {key!r} does not exist for {name}; {hint}")
-    return kind(**{key: _from_text(name, key, value, getattr(kind(), key)) for key, value in values.items()})
-
-
-def _from_text(name: str, key: str, value: Any, default: Any) -> Any:
-    """Return an option as its default's type: configurations and command lines give every option as text."""
-    if not isinstance(value, str) or isinstance(default, str):
-        return value
-    try:
-        return type(default)(value)
-    except ValueError as error:
-        kind = type(default).__name__
-        raise InputError(f"option {key!r} of {name} is {value!r}; pass a {kind}, such as {default!r}.") from error
+    return options_from_table(name, entry_of(name).options, values)
 
 
 def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimate:
@@ -105,7 +86,7 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     entry = entry_of(name)
     names = _read_inputs(name, entry, inputs)
     check_shapes(inputs, names)
-    options = _checked_options(name, entry, options)
+    options = checked_options(name, entry.options, options)
     mask = np.asarray(inputs.mask)
     if not entry.takes_gaps and has_gaps(mask):
         suffix = name.removeprefix("otb")
@@ -125,17 +106,6 @@ def _read_inputs(name: str, entry: Entry, inputs: EstimatorInputs) -> tuple[str,
     if lacking:
         raise InputError(f"{name} needs {' and '.join(lacking)}, which is None; pass it in EstimatorInputs.")
     return (*entry.needs, *(use for use in entry.uses if getattr(inputs, use) is not None))
-
-
-def _checked_options(name: str, entry: Entry, options: Any) -> Any:
-    if options is None:
-        return entry.options()
-    if type(options) is not entry.options:
-        raise InputError(
-            f"options of {name} are {type(options).__name__} but must be {entry.options.__name__}; "
-            "build them with options_from_dict."
-        )
-    return options
 
 
 def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Groups]]:

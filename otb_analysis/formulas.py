@@ -1,0 +1,174 @@
+"""What every registry of formulas shares: the row of metadata, looking a name up, options, and checked arrays.
+
+Ratios, aggregations and reward shapings are dict literals of `Formula`; estimators have a row of their own
+(`estimators.entry`) and the same options.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from otb_analysis.arrays import masked
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.types import Bool, Float, Int
+
+Row = TypeVar("Row")
+Standing = Literal["code", "proved", "abstract", "guess"]
+"""How well a source is known: read in public code, derived and enumerated, from an abstract, or a labelled reading."""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """A formula without options."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """One row of a registry.
+
+    Attributes:
+        function: (inputs, options) → the answer, a pure function; its docstring's first line is the summary.
+        formula: What it computes, in Unicode.
+        source: Where it comes from.
+        standing: code, proved, abstract or guess: how well that source is known.
+        needs: Inputs it reads beyond the mask.
+        options: Its frozen options dataclass; unknown fields raise.
+    """
+
+    function: Callable[[Any, Any], Any]
+    formula: str
+    source: str
+    standing: Standing
+    needs: tuple[str, ...] = ()
+    options: type = NoOptions
+
+    @property
+    def summary(self) -> str:
+        """The first line of the function's docstring."""
+        return (self.function.__doc__ or "").splitlines()[0]
+
+
+def lookup(kind: str, name: str, registry: Mapping[str, Row]) -> Row:
+    """Return a row of a registry.
+
+    Args:
+        kind: What the registry holds, for the error sentence.
+        name: A key.
+        registry: The dict literal.
+
+    Raises:
+        InputError: The name does not exist.
+    """
+    if name not in registry:
+        raise InputError(f"{kind} {name!r} does not exist; {nearest(name, registry)}")
+    return registry[name]
+
+
+def checked_options(name: str, kind: type, options: Any) -> Any:
+    """Return the options, or the defaults for None.
+
+    Args:
+        name: Of the formula.
+        kind: Its options dataclass.
+        options: What the caller passed.
+
+    Raises:
+        InputError: The options are of another type.
+    """
+    if options is None:
+        return kind()
+    if type(options) is not kind:
+        raise InputError(
+            f"options of {name} are {type(options).__name__} but must be {kind.__name__}; "
+            "build them with options_from_dict."
+        )
+    return options
+
+
+def options_from_table(name: str, kind: type, values: Mapping[str, Any]) -> Any:
+    """Return options from a configuration's table.
+
+    Args:
+        name: Of the formula.
+        kind: Its options dataclass.
+        values: Option name → value, as text or as what it is; what is left out keeps its default.
+
+    Raises:
+        InputError: An option does not exist, or a value does not fit.
+    """
+    known = [field.name for field in fields(kind)]
+    for key in values:
+        if key not in known:
+            hint = nearest(key, known) if known else "it has no options."
+            raise InputError(f"option {key!r} does not exist for {name}; {hint}")
+    return kind(**{key: _from_text(name, key, value, getattr(kind(), key)) for key, value in values.items()})
+
+
+def _from_text(name: str, key: str, value: Any, default: Any) -> Any:
+    """Return an option as its default's type: configurations and command lines give every option as text."""
+    if not isinstance(value, str) or isinstance(default, str):
+        return value
+    try:
+        return type(default)(value)
+    except ValueError as error:
+        kind = type(default).__name__
+        raise InputError(f"option {key!r} of {name} is {value!r}; pass a {kind}, such as {default!r}.") from error
+
+
+def boolean_mask(mask: ArrayLike) -> Bool:
+    """Return the mask.
+
+    Args:
+        mask: True at policy tokens [N, T].
+
+    Raises:
+        InputError: It is not boolean or not [N, T].
+    """
+    found = np.asarray(mask)
+    if found.ndim != 2 or found.dtype != np.bool_:
+        raise InputError(f"mask has shape {found.shape} and dtype {found.dtype}; pass booleans of shape [N, T].")
+    return found
+
+
+def group_vector(group: ArrayLike, rollouts: int) -> Int:
+    """Return the group of each rollout [N].
+
+    Args:
+        group: Any integers [N].
+        rollouts: N of the mask.
+
+    Raises:
+        InputError: The shape or the type does not fit.
+    """
+    found = np.asarray(group)
+    if found.shape != (rollouts,) or not np.issubdtype(found.dtype, np.integer):
+        raise InputError(
+            f"group has shape {found.shape} and dtype {found.dtype} but mask has {rollouts} rollouts; "
+            "pass one integer per rollout, shape [N]."
+        )
+    return found
+
+
+def policy_values(name: str, x: ArrayLike | None, mask: Bool) -> Float:
+    """Return a column in float64, zero outside the mask, whatever stands there.
+
+    Args:
+        name: Of the column, for the error sentence.
+        x: Values [N, T].
+        mask: True at policy tokens [N, T].
+
+    Raises:
+        InputError: It is None, of another shape, or NaN or infinite inside the mask.
+    """
+    if x is None or np.shape(x) != mask.shape:
+        given = "is None" if x is None else f"has shape {np.shape(x)}"
+        raise InputError(f"{name} {given} but mask has {len(mask)} rollouts; pass shape [N, T] = {mask.shape}.")
+    found = masked(x, mask)
+    wrong = np.argwhere(~np.isfinite(found))
+    if len(wrong):
+        n, t = map(int, wrong[0])
+        raise InputError(f"{name} is {found[n, t]} at rollout {n}, token {t}; pass a finite value per policy token.")
+    return found
