@@ -49,6 +49,7 @@ class Tree:
         score: s_t = ∇_θ log π(y_t | h_t) [M, T, D], zero outside the mask.
         proxy: ‖e_y − π(·|h_t)‖² [M, T].
         behavior_logprob: log-probability under the policy that samples [M, T]; the policy itself when on-policy.
+        token: Vocabulary index of y_t [M, T], −1 outside the mask.
     """
 
     logprob: Float
@@ -58,6 +59,7 @@ class Tree:
     score: Float
     proxy: Float
     behavior_logprob: Float
+    token: Int
 
     @cached_property
     def prob(self) -> Float:
@@ -111,6 +113,8 @@ class Tree:
     def inputs(self, rows: Int, group: Int, source: str = "exact") -> EstimatorInputs:
         """Return estimator inputs for chosen completions, with every input that can be known exactly but the critic's.
 
+        A turn is two tokens, so that entries which compare turns have some.
+
         Args:
             rows: Completion of each rollout [N].
             group: Group of each rollout [N].
@@ -123,7 +127,9 @@ class Tree:
             group=group,
             energy=energy[rows],
             rollout_norm_sq=(self.score.sum(axis=1) ** 2).sum(axis=1)[rows],
-            ratio=self.ratio[rows] if self.off_policy else None,
+            ratio=self.ratio[rows],
+            turn=np.broadcast_to(np.arange(self.mask.shape[1]) // 2, self.mask[rows].shape),
+            token_id=self.token[rows],
         )
 
     def sampled_by(self, behavior: "Tree") -> "Tree":
@@ -168,6 +174,7 @@ def random_tree(spec: TreeSpec, rng: np.random.Generator) -> Tree:
         score=np.where(mask[:, :, None], score_of[at], 0.0),
         proxy=masked(proxy_of[at], mask),
         behavior_logprob=logprob,
+        token=token,
     )
 
 

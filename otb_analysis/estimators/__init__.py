@@ -1,7 +1,8 @@
 """Advantage estimators: `estimate(name, EstimatorInputs(...))` for every name in `ESTIMATORS`."""
 
-from otb_analysis.estimators.entry import DecayOptions, Entry, NoOptions, TailOptions
+from otb_analysis.estimators.entry import DecayOptions, Entry, NoOptions, TailOptions, ValueOptions
 from otb_analysis.estimators.evaluate import available, entry_of, estimate, missing, options_from_dict
+from otb_analysis.estimators.prefixes import PrefixValues, prefix_values
 from otb_analysis.estimators.registry import ESTIMATORS
 from otb_analysis.types import Estimate, EstimatorInputs
 
@@ -12,10 +13,13 @@ __all__ = [
     "Estimate",
     "EstimatorInputs",
     "NoOptions",
+    "PrefixValues",
     "TailOptions",
+    "ValueOptions",
     "available",
     "entry_of",
     "estimate",
     "missing",
     "options_from_dict",
+    "prefix_values",
 ]

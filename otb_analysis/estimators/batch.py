@@ -20,6 +20,8 @@ REMEDY = {
     "ratio": "an importance ratio is finite and never negative inside the mask",
     "value": "pass the critic's finite value at every policy token",
     "position_baseline": "pass a finite baseline at every policy token",
+    "turn": "pass the index of its turn at every policy token",
+    "token_id": "pass a token id at every policy token",
 }
 NON_NEGATIVE = frozenset({"energy", "rollout_norm_sq", "ratio"})
 PER_ROLLOUT = frozenset({"rollout_norm_sq"})
@@ -43,6 +45,8 @@ class Batch:
         rollout_norm_sq: ‖Σ_t s_t‖² [N], where needed.
         position_baseline: B_t [N, T], where needed.
         value: V(h_t) [N, T], where needed.
+        turn: Index of the token's turn [N, T], where needed.
+        token_id: Token ids [N, T], where needed.
     """
 
     returns: Float
@@ -55,6 +59,8 @@ class Batch:
     rollout_norm_sq: Float | None = None
     position_baseline: Float | None = None
     value: Float | None = None
+    turn: Float | None = None
+    token_id: Float | None = None
 
     @cached_property
     def length(self) -> Int:

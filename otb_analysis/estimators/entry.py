@@ -44,6 +44,24 @@ class DecayOptions(TailOptions):
 
 
 @dataclass(frozen=True)
+class ValueOptions:
+    """Options of generalized advantage estimation.
+
+    Attributes:
+        discount: γ, the price of one token's delay; 1 is the task's own return.
+        decay: λ, how far rewards are believed before the critic: 1 is G − V(h_t), 0 the one-step surprise.
+    """
+
+    discount: float = 1.0
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("discount", "decay"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise InputError(f"{name} is {getattr(self, name)} but must lie in [0, 1]; 1 is unbiased.")
+
+
+@dataclass(frozen=True)
 class Entry:
     """One row of the catalogue.
 

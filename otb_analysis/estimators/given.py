@@ -1,7 +1,11 @@
 """Baselines that come from elsewhere: exact scores of other rollouts, or a critic."""
 
+import numpy as np
+
+from otb_analysis.energies import decayed_energy
 from otb_analysis.estimators.batch import NOWHERE, Batch, Centre, given
-from otb_analysis.estimators.entry import NoOptions
+from otb_analysis.estimators.entry import NoOptions, ValueOptions
+from otb_analysis.types import Float
 
 
 def position_optimal(batch: Batch, options: NoOptions) -> Centre:
@@ -18,15 +22,40 @@ def position_optimal(batch: Batch, options: NoOptions) -> Centre:
     return Centre(given(batch.position_baseline), NOWHERE)
 
 
-def value(batch: Batch, options: NoOptions) -> Centre:
-    """Centre by the critic's value of the prefix.
+def value(batch: Batch, options: ValueOptions) -> Centre:
+    """Centre by the critic's value of the prefix, or advance by generalized advantage estimation.
 
-    B_t = V(h_t), h_t the prefix before y_t; A_t = G_t − V(h_t), which is GAE with γ = λ = 1. Unbiased for any critic
-    that has not seen these rollouts. V is not variance-optimal: the best prefix function is E[s_t·g|h]/E[‖s_t‖²|h].
-    Public code.
+    A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V(h_{t+1}) − V(h_t), V = 0 after the end; B_t = G_t − A_t. The defaults
+    γ = λ = 1 give B_t = V(h_t), unbiased for any critic that has not seen these rollouts; with λ < 1 the critic's
+    error is bias, and γ < 1 has another target. V is not variance-optimal: the best prefix function is
+    E[s_t·g|h]/E[‖s_t‖²|h]. Public code.
 
     Args:
         batch: The rollouts, with `value`.
+        options: γ and λ.
+    """
+    v = given(batch.value)
+    if options.discount == options.decay == 1.0:
+        return Centre(v, NOWHERE)
+    reward = batch.returns - _next(batch.returns)
+    surprise = reward + options.discount * _next(v) - v
+    backwards = decayed_energy(surprise[:, ::-1], options.discount * options.decay)
+    return Centre(batch.returns - backwards[:, ::-1], NOWHERE)
+
+
+def tvm(batch: Batch, options: NoOptions) -> Centre:
+    """Centre by a critic fitted to the share of correct rollouts through each prefix.
+
+    B_t = V(h_t), as `value`; what differs is the critic's target, `prefix_values` of earlier groups. Fitted on these
+    very rollouts, the empirical share gives A = 0 wherever a prefix is unique. Abstract of TVM, arXiv 2407.12863.
+
+    Args:
+        batch: The rollouts, with `value` from such a critic.
         options: None to set.
     """
     return Centre(given(batch.value), NOWHERE)
+
+
+def _next(x: Float) -> Float:
+    """The value one position later, 0 after the last [N, T]."""
+    return np.concatenate([x[:, 1:], np.zeros((len(x), 1))], axis=1)[:, : x.shape[1]]

@@ -8,6 +8,7 @@ from otb_analysis.arrays import Groups
 from otb_analysis.estimators.batch import NOWHERE, Batch, Centre
 from otb_analysis.estimators.entry import NoOptions
 from otb_analysis.estimators.weighting import rollout_average
+from otb_analysis.types import Bool, Float
 
 GRPO_EPSILON = 1e-6
 """Added to the standard deviation by the published code."""
@@ -111,14 +112,28 @@ def grpo(batch: Batch, options: NoOptions) -> Centre:
         batch: The rollouts.
         options: None to set.
     """
+    flat, scale = group_scale(batch, ddof=1, epsilon=GRPO_EPSILON)
+    return replace(group_mean(batch, options), fallback=flat[:, None], scale=scale[:, None])
+
+
+def group_scale(batch: Batch, *, ddof: int, epsilon: float) -> tuple[Bool, Float]:
+    """Return one over the standard deviation of the group's total returns.
+
+    Args:
+        batch: The rollouts.
+        ddof: 0 or 1.
+        epsilon: Added to the standard deviation.
+
+    Returns:
+        Where there is no scale, a group of one or of equal returns up to rounding [N], and the scale, 0 there [N].
+    """
     groups, present = batch.groups, batch.present
     n = groups.sum(present)
     centre = groups.spread(groups.sum(batch.total) / np.maximum(n, 1))
-    std = np.sqrt(groups.sum(present * (batch.total - centre) ** 2) / np.maximum(n - 1, 1))
+    std = np.sqrt(groups.sum(present * (batch.total - centre) ** 2) / np.maximum(n - ddof, 1))
     size = np.sqrt(groups.sum(batch.total**2) / np.maximum(n, 1))
     flat = batch.alone | groups.spread(std <= ROUNDING * size)
-    scale = np.where(flat, 0.0, 1.0 / (groups.spread(std) + GRPO_EPSILON))
-    return replace(group_mean(batch, options), fallback=flat[:, None], scale=scale[:, None])
+    return flat, np.divide(1.0, groups.spread(std) + epsilon, out=np.zeros(len(flat)), where=~flat)
 
 
 def _as_one_group(batch: Batch) -> Batch:

@@ -1,11 +1,14 @@
 """Every estimator by name: the name in this dict is the name on disk, on axes and on the command line."""
 
-from otb_analysis.estimators.entry import DecayOptions, Entry, TailOptions
-from otb_analysis.estimators.given import position_optimal, value
+from otb_analysis.estimators.across import james_stein
+from otb_analysis.estimators.entry import DecayOptions, Entry, TailOptions, ValueOptions
+from otb_analysis.estimators.given import position_optimal, tvm, value
 from otb_analysis.estimators.means import batch_mean, batch_mean_loo, group_mean, grpo, none, opo, opo_loo, rloo
+from otb_analysis.estimators.prefixes import tempo, tempo_loo
 from otb_analysis.estimators.sequence import (
     classic_optimal,
     classic_optimal_loo,
+    opob,
     sequence_optimal,
     sequence_optimal_loo,
 )
@@ -21,6 +24,7 @@ from otb_analysis.estimators.token import (
     token_optimal,
     token_optimal_loo,
 )
+from otb_analysis.estimators.turns import trloo
 
 IID = "rollouts i.i.d. from the scored policy: no top-p or top-k, no filter on the group's outcome, no first-N-finished"
 IID_TAIL = f"{IID}; tail own_return or group"
@@ -56,6 +60,42 @@ ESTIMATORS: dict[str, Entry] = {
     "rloo": Entry(rloo, "mean_{j≠i} R_j", True, IID, "REINFORCE leave-one-out", "code"),
     "opo": Entry(opo, "Σ_j L_j R_j / Σ_j L_j", False, SELF, "OPO", "code"),
     "opo_loo": Entry(opo_loo, "Σ_{j≠i} L_j R_j / Σ_{j≠i} L_j", True, IID, "opo without i", "proved"),
+    "james_stein": Entry(
+        james_stein,
+        "(1 − λ)·mean_{j≠i} R_j + λ·m, m and λ = v²/(v² + s² + 1e-6) from the other prompts",
+        True,
+        f"{IID}; prompts independent",
+        "James–Stein shrinkage, arXiv 2511.03710",
+        "code",
+        batch_coupled=True,
+    ),
+    "trloo": Entry(
+        trloo,
+        "mean_{j≠i} G_j of the turn, j with that turn",
+        True,
+        IID,
+        "TRLOO of Dr. Kernel, arXiv 2602.05885",
+        "code",
+        needs=("turn",),
+    ),
+    "tempo": Entry(
+        tempo,
+        "mean_j R_j + V(h_t) − V(h_{t+1}), then A/(std_j R_j), ddof 0",
+        False,
+        "V(h_{t+1}) depends on y_t, V and the scale on rollout i",
+        "TEMPO (P2T), arXiv 2509.18314",
+        "guess",
+        needs=("token_id",),
+    ),
+    "tempo_loo": Entry(
+        tempo_loo,
+        "mean_{j≠i} R_j, j sharing h_t, or else the longest prefix that any shares",
+        True,
+        IID,
+        "the prefix value of tempo without i",
+        "proved",
+        needs=("token_id",),
+    ),
     "classic_optimal": Entry(
         classic_optimal,
         "Σ_j ‖S_j‖² R_j / Σ_j ‖S_j‖²",
@@ -73,6 +113,15 @@ ESTIMATORS: dict[str, Entry] = {
         "classic_optimal without i",
         "proved",
         needs=("rollout_norm_sq",),
+    ),
+    "opob": Entry(
+        opob,
+        "Σ_j ρ_j² ‖S_j‖² R_j / Σ_j ρ_j² ‖S_j‖², ρ_j = Π_t ρ_{j,t}",
+        False,
+        SELF,
+        "OPOB of VCPO, arXiv 2602.17616; learning rate × √(ESS/B)",
+        "code",
+        needs=("rollout_norm_sq", "ratio"),
     ),
     "sequence_optimal": Entry(
         sequence_optimal,
@@ -215,11 +264,21 @@ ESTIMATORS: dict[str, Entry] = {
     ),
     "value": Entry(
         value,
-        "V(h_t)",
+        "V(h_t); with γ or λ below 1, G_t − Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V(h_{t+1}) − V(h_t)",
+        True,
+        f"{IID}; a critic that has not seen these rollouts; γ = λ = 1",
+        "actor-critic, GAE",
+        "code",
+        needs=("value",),
+        options=ValueOptions,
+    ),
+    "tvm": Entry(
+        tvm,
+        "V(h_t), the critic fitted to the share of correct rollouts through h_t",
         True,
         f"{IID}; a critic that has not seen these rollouts",
-        "actor-critic",
-        "code",
+        "TVM, arXiv 2407.12863",
+        "abstract",
         needs=("value",),
     ),
 }

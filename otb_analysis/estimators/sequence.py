@@ -1,5 +1,7 @@
 """Energy-weighted baselines that are one number per rollout."""
 
+import numpy as np
+
 from otb_analysis.estimators.batch import Batch, Centre, given
 from otb_analysis.estimators.entry import NoOptions
 from otb_analysis.estimators.weighting import rollout_average
@@ -53,3 +55,22 @@ def sequence_optimal_loo(batch: Batch, options: NoOptions) -> Centre:
         options: None to set.
     """
     return rollout_average(batch, batch.final, leave_one_out=True)
+
+
+def opob(batch: Batch, options: NoOptions) -> Centre:
+    """Centre by the return weighted with the squared importance-weighted norm of each rollout's score.
+
+    B = Σ_j ρ_j² ‖S_j‖² R_j / Σ_j ρ_j² ‖S_j‖², ρ_j = Π_t ρ_{j,t}: the optimal scalar for gradients weighted with the
+    sequence ratio. On-policy it is `classic_optimal`. Its learning rate is scaled by
+    `ratios.learning_rate_factor`. Public code of VCPO, arXiv 2602.17616.
+
+    Args:
+        batch: The rollouts, with `ratio` and `rollout_norm_sq`.
+        options: None to set.
+    """
+    with np.errstate(divide="ignore"):  # a ratio of 0 makes the rollout weigh nothing
+        log = np.where(batch.mask, np.log(np.where(batch.mask, given(batch.ratio), 1.0)), 0.0).sum(axis=1)
+    top = np.full(len(batch.groups.labels), -np.inf)
+    np.maximum.at(top, batch.groups.index, np.where(batch.present > 0, log, -np.inf))
+    top = batch.groups.spread(np.where(np.isfinite(top), top, 0.0))  # only ratios of weights matter: none overflows
+    return rollout_average(batch, np.exp(2 * (log - top)) * given(batch.rollout_norm_sq))

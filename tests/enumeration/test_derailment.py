@@ -48,7 +48,7 @@ def as_tree(process):
     mask = np.ones(token.shape, bool)
     energy = process.energy[state, token]
     flat = score.reshape(len(token), t, -1)
-    return Tree(logprob, mask, np.zeros_like(token), reward, flat, energy, logprob), state
+    return Tree(logprob, mask, np.zeros_like(token), reward, flat, energy, logprob, token), state
 
 
 def test_dynamic_programming_equals_enumeration():

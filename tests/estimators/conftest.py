@@ -32,6 +32,8 @@ def random_inputs(seed, *, gaps=False, dense=True, dtype=np.float64, sizes=(1, 2
         position_baseline=column(rng.normal(size=mask.shape)),
         value=column(rng.normal(size=mask.shape)),
         ratio=column(rng.uniform(0.5, 1.5, mask.shape)),
+        turn=column(np.cumsum(rng.random(mask.shape) < 0.3, axis=1)),
+        token_id=column(rng.integers(5, 7, mask.shape)),
     )
 
 

@@ -97,6 +97,8 @@ def test_unknown_estimator_names_the_nearest():
         ("rloo", {"tail": "zero"}, "option 'tail' does not exist for rloo; it has no options"),
         ("otb", {"tail": "none"}, "tail is 'none'; .*own_return"),
         ("energy_ema", {"decay": 1.5}, r"decay is 1.5 but must lie in \[0, 1\]"),
+        ("value", {"decay": -0.1}, r"decay is -0.1 but must lie in \[0, 1\]"),
+        ("value", {"gamma": 0.9}, "option 'gamma' does not exist for value"),
         ("otbb", {}, "did you mean 'otb'"),
     ],
 )

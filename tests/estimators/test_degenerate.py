@@ -5,7 +5,8 @@ import pytest
 
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, estimate
 
-GROUP_BASED = sorted(set(ESTIMATORS) - {"none", "value", "position_optimal"})
+GROUP_BASED = sorted(set(ESTIMATORS) - {"none", "value", "tvm", "position_optimal"})
+SCALED = {"grpo", "tempo"}
 ZERO_WEIGHT = {"otb", "otb_turn", "token_optimal", "energy_ema", "sequence_optimal", "otb_carry"}
 
 
@@ -20,6 +21,9 @@ def inputs_of(reward, energy=None, group=None, mask=None):
         rollout_norm_sq=np.ones(n),
         value=np.zeros((n, t)),
         position_baseline=np.zeros((n, t)),
+        ratio=np.ones((n, t)),
+        turn=np.zeros((n, t), np.int64),
+        token_id=np.zeros((n, t), np.int64),
     )
 
 
@@ -28,15 +32,16 @@ def test_singleton_group_has_zero_baseline(name):
     got = estimate(name, inputs_of([[0, 0, 2]]))
     assert not got.baseline.any()
     assert got.fallback.all()
-    # GRPO divides by a standard deviation that one rollout does not have
-    np.testing.assert_array_equal(got.advantage, [[0, 0, 0]] if name == "grpo" else [[2, 2, 2]])
+    # these divide by a standard deviation that one rollout does not have
+    np.testing.assert_array_equal(got.advantage, [[0, 0, 0]] if name in SCALED else [[2, 2, 2]])
 
 
 @pytest.mark.parametrize("name", GROUP_BASED)
 def test_equal_rewards_leave_no_advantage(name):
     got = estimate(name, inputs_of([[0, 0.1], [0, 0.1], [0, 0.1]], energy=[[1, 2], [3, 1], [0.1, 5]]))
     np.testing.assert_allclose(got.advantage, 0, atol=1e-9)
-    assert got.fallback.all() == (name == "grpo")
+    # nothing to divide by; nobody to shrink towards
+    assert got.fallback.all() == (name in SCALED | {"james_stein"})
 
 
 def test_grpo_takes_totals_summed_in_another_order_for_equal():

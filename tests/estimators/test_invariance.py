@@ -10,13 +10,14 @@ from otb_analysis.estimators import (
     DecayOptions,
     EstimatorInputs,
     TailOptions,
+    ValueOptions,
     estimate,
     evaluate,
 )
 
 ENERGY_NAMES = [name for name, entry in ESTIMATORS.items() if entry.reads_energy]
 LOO = [name for name in ESTIMATORS if name.endswith("_loo") or name == "rloo"]
-SHIFT_EXEMPT = {"none", "value", "position_optimal"}
+SHIFT_EXEMPT = {"none", "value", "tvm", "position_optimal"}
 GAP_FREE = [name for name, entry in ESTIMATORS.items() if not entry.takes_gaps]
 
 
@@ -35,7 +36,8 @@ def full(seed, n=4, t=5):
     rng = np.random.default_rng(seed)
     reward = np.zeros((n, t))
     reward[:, -1] = rng.normal(size=n)
-    return EstimatorInputs(reward, np.ones((n, t), bool), np.zeros(n, np.int64), energy=rng.exponential(size=(n, t)))
+    mask, energy, token = np.ones((n, t), bool), rng.exponential(size=(n, t)), rng.integers(0, 2, (n, t))
+    return EstimatorInputs(reward, mask, np.zeros(n, np.int64), energy=energy, token_id=token)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -141,7 +143,7 @@ def test_constant_energy_gives_the_mean_of_the_alive(name):
     np.testing.assert_allclose(got.baseline, np.where(mask, 1.0, 0.0))
 
 
-@pytest.mark.parametrize("name", [n for n in LOO if n in ENERGY_NAMES or n in ("rloo", "opo_loo")])
+@pytest.mark.parametrize("name", [n for n in LOO if n in ENERGY_NAMES or n in ("rloo", "opo_loo", "tempo_loo")])
 def test_leave_one_out_of_two_is_the_other_return(name):
     inputs = full(9, n=2)
     other = inputs.reward[::-1, -1:]
@@ -151,6 +153,64 @@ def test_leave_one_out_of_two_is_the_other_return(name):
 @pytest.mark.parametrize(("plain", "reduced"), [("opo", "group_mean"), ("opo_loo", "rloo"), ("otb_carry", "otb")])
 def test_equal_lengths_reduce(plain, reduced):
     same(estimate(plain, full(10)), estimate(reduced, full(10)))
+
+
+@pytest.mark.parametrize("name", ["trloo", "tempo_loo"])
+def test_one_turn_or_nothing_shared_leaves_rloo(name):
+    inputs = random_terminal(15)
+    distinct = replace(inputs, token_id=np.arange(72).reshape(12, 6))
+    np.testing.assert_allclose(estimate(name, distinct).advantage, estimate("rloo", inputs).advantage, atol=1e-14)
+
+
+def test_nothing_shared_turns_tempo_into_the_group_mean_over_std():
+    inputs = replace(random_terminal(15), token_id=np.arange(72).reshape(12, 6))
+    got, centred = estimate("tempo", inputs), estimate("group_mean", inputs)
+    first = inputs.mask & (np.arange(6) == 0)
+    # the first token turns the mean into R: R − mean is counted twice there, and once after
+    for label in np.unique(inputs.group):
+        rows = inputs.group == label
+        std = np.where(inputs.mask, inputs.reward, 0.0).sum(axis=1)[rows].std()
+        expected = centred.advantage[rows] * np.where(first[rows], 2, 1) / std
+        np.testing.assert_allclose(got.advantage[rows], expected, atol=1e-12)
+
+
+def test_ratios_of_one_turn_opob_into_classic_optimal(make_inputs):
+    inputs = make_inputs(16)
+    on_policy = replace(inputs, ratio=np.ones(inputs.mask.shape))
+    same(estimate("opob", on_policy), estimate("classic_optimal", inputs))
+
+
+def test_scaling_all_ratios_of_a_rollout_by_thousands_of_nats_overflows_nowhere():
+    inputs = replace(full(17, n=3), rollout_norm_sq=np.ones(3), ratio=np.full((3, 5), 1e200))
+    same(estimate("opob", inputs), estimate("group_mean", inputs))
+
+
+def test_james_stein_of_one_prompt_is_rloo():
+    got = estimate("james_stein", full(18))
+    np.testing.assert_array_equal(got.advantage, estimate("rloo", full(18)).advantage)
+    assert got.fallback.all()
+
+
+def test_james_stein_of_prompts_alike_takes_the_others_mean():
+    # s² = 0 and v² ≫ 1e-6 among the others, so λ = 1 up to 1e-6/v²: with two prompts it is the other's mean
+    first, second = full(19), full(20)
+    both = EstimatorInputs(
+        *(np.concatenate([getattr(x, f) for x in (first, second)]) for f in ("reward", "mask")), np.repeat([0, 1], 4)
+    )
+    got = estimate("james_stein", both).baseline
+    np.testing.assert_allclose(got[:4], second.reward.sum(axis=1).mean(), atol=1e-5)
+    np.testing.assert_allclose(got[4:], first.reward.sum(axis=1).mean(), atol=1e-5)
+
+
+def test_gae_of_lambda_one_is_the_value_baseline_and_of_zero_the_one_step_surprise(make_inputs):
+    inputs = make_inputs(21)
+    v, r = (np.where(inputs.mask, x, 0.0) for x in (inputs.value, inputs.reward))
+    following = np.concatenate([v[:, 1:], np.zeros((len(v), 1))], axis=1)
+    same(estimate("value", inputs), estimate("value", inputs, ValueOptions(1.0, 1.0)), atol=0)
+    near = estimate("value", inputs, ValueOptions(1.0, 1 - 1e-12))
+    np.testing.assert_allclose(near.advantage, estimate("value", inputs).advantage, atol=1e-10)
+    surprise = np.where(inputs.mask, r + 0.9 * following - v, 0.0)
+    np.testing.assert_allclose(estimate("value", inputs, ValueOptions(0.9, 0.0)).advantage, surprise, atol=1e-12)
 
 
 @pytest.mark.parametrize("suffix", ["", "_loo"])
@@ -207,5 +267,13 @@ def random_terminal(seed):
     mask = np.arange(6) < length[:, None]
     reward = np.zeros((12, 6))
     reward[np.arange(12), length - 1] = rng.normal(size=12)
-    energy = rng.exponential(size=(12, 6))
-    return EstimatorInputs(reward, mask, group, energy=energy, rollout_norm_sq=rng.exponential(size=12))
+    return EstimatorInputs(
+        reward,
+        mask,
+        group,
+        energy=rng.exponential(size=(12, 6)),
+        rollout_norm_sq=rng.exponential(size=12),
+        ratio=rng.uniform(0.5, 1.5, (12, 6)),
+        turn=np.zeros((12, 6), np.int64),  # a turn that no other rollout has is not centred by trloo
+        token_id=rng.integers(0, 2, (12, 6)),
+    )

@@ -1,9 +1,19 @@
 """Values worked by hand on one group: w rows .02 .02 | .5 ×4 | .02 .02 1.28 1.28 | .02 .02, R = 1 0 0 1."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from otb_analysis.estimators import DecayOptions, EstimatorInputs, TailOptions, estimate
+from otb_analysis.errors import InputError
+from otb_analysis.estimators import (
+    DecayOptions,
+    EstimatorInputs,
+    TailOptions,
+    ValueOptions,
+    estimate,
+    prefix_values,
+)
 
 
 def baseline(name, inputs, options=None):
@@ -118,6 +128,127 @@ def test_given_baselines_are_subtracted():
     for name, field in (("value", "value"), ("position_optimal", "position_baseline")):
         got = estimate(name, EstimatorInputs(inputs.reward, inputs.mask, inputs.group, **{field: given}))
         np.testing.assert_array_equal(got.advantage, [[0.75, 0.5], [-0.75, -1.0]])
+
+
+def test_james_stein_shrinks_by_what_the_other_prompts_say():
+    # others of prompt 1: means ¼ and 1, variances ¼ and 0: v² = (¼/4 + 0)/2 = 1/32, s² = (3/8)² = 9/64,
+    # λ = 2/11 = .182; first sample: mean of the others 2/3, of the other prompts 5/8 → B = .659
+    reward = np.array([[1, 1, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1.0]]).T
+    inputs = EstimatorInputs(reward, np.ones((12, 1), bool), np.repeat([4, 2, 9], 4))
+    shrinkage = (1 / 32) / (1 / 32 + 9 / 64 + 1e-6)
+    got = baseline("james_stein", inputs)
+    assert abs(got[0, 0] - ((1 - shrinkage) * 2 / 3 + shrinkage * 5 / 8)) < 1e-15
+    assert abs(shrinkage - 0.182) < 5e-4 and abs(got[0, 0] - 0.659) < 5e-4
+    np.testing.assert_allclose(got[2, 0], (1 - shrinkage) * 1 + shrinkage * 5 / 8)
+
+
+def test_opob_weights_by_squared_sequence_ratios(worked):
+    # ρ = 2 .5 1 .1: (4·.04 + .01·.04)/(4·.04 + .25·2 + 2.6 + .01·.04) = .1604/3.2604 = .049; spread over two tokens
+    ratio = np.array([[4, 0.5, 9, 9], [0.5, 1, 1, 1], [1, 1, 1, 1], [0.2, 0.5, 9, 9]])
+    got = estimate("opob", replace(worked, ratio=ratio))
+    np.testing.assert_allclose(got.baseline[worked.mask], 0.1604 / 3.2604, rtol=1e-14)
+    none = estimate("opob", replace(worked, ratio=np.zeros((4, 4))))
+    np.testing.assert_allclose(none.baseline[worked.mask], 0.5)
+    assert none.fallback[worked.mask].all()
+
+
+TREE = EstimatorInputs(  # ab, ac, de, de paid 1 0 0 0, as token ids
+    reward=np.array([[0, 1], [0, 0], [0, 0], [0, 0.0]]),
+    mask=np.ones((4, 2), bool),
+    group=np.zeros(4, np.int64),
+    token_id=np.array([[10, 11], [10, 12], [13, 14], [13, 14]]),
+)
+
+
+def test_tempo_adds_the_change_of_the_prefix_value():
+    # V: root ¼, a ½, ab 1, ac 0, d 0, de 0; std √(3/16); y1: (¾ + ½ − ¼, ¾ + 1 − ½)/std
+    std = 3**0.5 / 4
+    got = estimate("tempo", TREE).advantage
+    np.testing.assert_allclose(got[0], [1 / std, 1.25 / std])
+    np.testing.assert_allclose(got, [[2.31, 2.89], [0, -1.73], [-1.15, -0.58], [-1.15, -0.58]], atol=6e-3)
+
+
+def test_tempo_loo_takes_the_others_that_share_the_prefix():
+    # first token: mean of the other three; after a: the other one that starts with a; after d: the other d
+    got = estimate("tempo_loo", TREE)
+    np.testing.assert_allclose(got.baseline, [[0, 0], [1 / 3, 1], [1 / 3, 0], [1 / 3, 0]])
+    assert not got.fallback.any()
+
+
+def test_tempo_loo_keeps_the_longest_prefix_that_is_shared():
+    # a b c | a b d | e f g paid 1 0 4: after ab both know the other; what e starts nobody shares, so it keeps ½
+    inputs = EstimatorInputs(
+        reward=np.array([[0, 0, 1], [0, 0, 0], [0, 0, 4.0]]),
+        mask=np.ones((3, 3), bool),
+        group=np.zeros(3, np.int64),
+        token_id=np.array([[1, 2, 3], [1, 2, 4], [5, 6, 7]]),
+    )
+    got = estimate("tempo_loo", inputs)
+    np.testing.assert_allclose(got.baseline, [[2, 0, 0], [2.5, 1, 1], [0.5, 0.5, 0.5]])
+    assert got.fallback.tolist() == [[False] * 3, [False] * 3, [False, True, True]]
+
+
+def test_prefix_values_are_the_targets_of_a_token_level_value_model():
+    # through a ½, ab 1, ac 0, d 0, de 0; before the first token the group's mean ¼
+    got = prefix_values(TREE)
+    np.testing.assert_allclose(got.after, [[0.5, 1], [0.5, 0], [0, 0], [0, 0]])
+    np.testing.assert_allclose(got.before, [[0.25, 0.5], [0.25, 0.5], [0.25, 0], [0.25, 0]])
+
+
+def test_prefix_values_skip_tool_tokens_and_padding():
+    nan = np.nan
+    mask = np.array([[True, False, True, False], [True, True, False, False]])
+    inputs = EstimatorInputs(
+        reward=np.where(mask, [[0, nan, 1, nan], [0, 0, nan, nan]], nan),
+        mask=mask,
+        group=np.zeros(2, np.int64),
+        token_id=np.where(mask, [[8, nan, 2, nan], [8, 3, nan, nan]], nan),
+    )
+    got = prefix_values(inputs)
+    np.testing.assert_allclose(got.after, [[0.5, 0, 1, 0], [0.5, 0, 0, 0]])
+    np.testing.assert_allclose(got.before, [[0.5, 0, 0.5, 0], [0.5, 0.5, 0, 0]])
+    short = replace(inputs, mask=np.array([[True, False, False, False], [True, False, False, False]]))
+    np.testing.assert_allclose(prefix_values(short).before, np.zeros((2, 4)))
+
+
+def test_prefix_values_need_token_ids():
+    with pytest.raises(InputError, match="prefix_values needs token_id, which is None"):
+        prefix_values(replace(TREE, token_id=None))
+
+
+def test_trloo_compares_turns_with_turns():
+    # turns 0 0 1 | 0 1 1 | 0: returns at turn 0: 3 1 4, at turn 1: 2 0; the third has no second turn
+    inputs = EstimatorInputs(
+        reward=np.array([[0, 1, 2], [1, 0, 0], [4, 0, 0.0]]),
+        mask=np.array([[True] * 3, [True] * 3, [True, False, False]]),
+        group=np.zeros(3, np.int64),
+        turn=np.array([[0, 0, 1], [0, 1, 1], [0, 7, 7]]),
+    )
+    got = estimate("trloo", inputs)
+    np.testing.assert_allclose(got.baseline, [[2.5, 2.5, 0], [3.5, 2, 2], [2, 0, 0]])
+    # inside a turn each token keeps its own return-to-go
+    np.testing.assert_allclose(got.advantage, [[0.5, 0.5, 2], [-2.5, -2, -2], [2, 0, 0]])
+    assert not got.fallback.any()
+    lone = estimate("trloo", replace(inputs, turn=np.array([[0, 0, 1], [0, 2, 2], [0, 0, 0]])))
+    assert lone.fallback.tolist() == [[False, False, True], [False, True, True], [False] * 3]
+    np.testing.assert_allclose(lone.advantage[0], [0.5, 0.5, 2])
+
+
+def test_generalized_advantages_by_hand():
+    # r = 0 1, V = .5 .8, γ = 1, λ = ½: δ = .3 .2, A = .3 + ½·.2 = .4, .2; γ = .9: δ = .22 .2, A = .22 + .45·.2
+    inputs = EstimatorInputs(
+        np.array([[0, 1.0]]), np.ones((1, 2), bool), np.zeros(1, np.int64), value=np.array([[0.5, 0.8]])
+    )
+    np.testing.assert_allclose(estimate("value", inputs, ValueOptions(decay=0.5)).advantage, [[0.4, 0.2]])
+    got = estimate("value", inputs, ValueOptions(discount=0.9, decay=0.5))
+    np.testing.assert_allclose(got.advantage, [[0.31, 0.2]])
+    np.testing.assert_allclose(got.baseline + got.advantage, [[1, 1]])
+
+
+def test_tvm_subtracts_what_its_critic_says():
+    inputs = replace(TREE, value=prefix_values(TREE).before)
+    # the critic that knows these rollouts by heart leaves nothing where a prefix is unique
+    np.testing.assert_allclose(estimate("tvm", inputs).advantage, [[0.75, 0.5], [-0.25, -0.5], [-0.25, 0], [-0.25, 0]])
 
 
 def two_rollouts(energy, reward, *, ratio=None, mask=None):

@@ -1,0 +1,44 @@
+"""Baselines that borrow from the other prompts of the batch."""
+
+import numpy as np
+
+from otb_analysis.estimators.batch import Batch, Centre
+from otb_analysis.estimators.entry import NoOptions
+from otb_analysis.estimators.means import rloo
+from otb_analysis.types import Bool, Float
+
+SHRINKAGE_EPSILON = 1e-6
+"""Added to the denominator of λ by the published code."""
+
+
+def james_stein(batch: Batch, options: NoOptions) -> Centre:
+    """Centre by the other rollouts' mean, shrunk towards the mean of the other prompts.
+
+    B_i = (1 − λ)·mean_{j≠i} R_j + λ·m with, over the *other* prompts q only, m = mean_q R̄_q, v² = mean_q var_q/n_q
+    (ddof 1; prompts with two rollouts or more), s² = mean_q (R̄_q − m)² and λ = v²/(v² + s² + 1e-6). Neither λ nor m
+    has seen rollout i, so it is unbiased. Equal means everywhere give λ near 1; one prompt alone gives `rloo`
+    (`fallback`). Public code; arXiv 2511.03710.
+
+    Args:
+        batch: All rollouts of all prompts.
+        options: None to set.
+    """
+    groups, n = batch.groups, batch.groups.sum(batch.present)
+    mean = groups.sum(batch.total) / np.maximum(n, 1)
+    away = batch.present * (batch.total - groups.spread(mean))
+    noise = groups.sum(away**2) / np.maximum(n - 1, 1) / np.maximum(n, 1)
+    centre, spread, lone = _others(mean, n > 0)
+    v_sq, _, _ = _others(noise, n > 1)
+    shrinkage = groups.spread(np.where(lone, 0.0, v_sq / (v_sq + spread + SHRINKAGE_EPSILON)))
+    own = rloo(batch, options).baseline[:, 0]
+    baseline = np.where(batch.alone, 0.0, (1 - shrinkage) * own + shrinkage * groups.spread(centre))
+    return Centre(baseline[:, None], (batch.alone | groups.spread(lone))[:, None])
+
+
+def _others(x: Float, counted: Bool) -> tuple[Float, Float, Bool]:
+    """Mean and variance (ddof 0) of x over the other counted prompts, 0 where there is none, and where that is [P]."""
+    origin = x[counted].mean() if counted.any() else 0.0
+    d = np.where(counted, x - origin, 0.0)
+    others = counted.sum() - counted
+    mean, square = ((part.sum() - part) / np.maximum(others, 1) for part in (d, d**2))
+    return np.where(others > 0, mean + origin, 0.0), np.maximum(square - mean**2, 0.0), others == 0

@@ -1,0 +1,139 @@
+"""Baselines from the tree that the rollouts of a group form: rollouts that share a prefix share its value.
+
+Prefixes are made of policy tokens; what a tool answered in between is taken to follow from them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from otb_analysis.arrays import Groups, has_gaps, unsqueeze
+from otb_analysis.errors import InputError
+from otb_analysis.estimators.batch import Batch, Centre, check_shapes, given, prepare
+from otb_analysis.estimators.entry import NoOptions
+from otb_analysis.estimators.means import group_scale
+from otb_analysis.types import EstimatorInputs, Float
+
+
+@dataclass(frozen=True)
+class PrefixSums:
+    """Who shares the prefix of each length, and what they were paid; column k is the prefix of k tokens.
+
+    Attributes:
+        total: Σ_j R_j over rollouts of the group with the same first k tokens, oneself included [N, T + 1].
+        count: How many they are [N, T + 1]; never grows along a row.
+    """
+
+    total: Float
+    count: Float
+
+
+@dataclass(frozen=True)
+class PrefixValues:
+    """Mean total return of the rollouts of a group that share a prefix: what a token-level critic is fitted to.
+
+    Attributes:
+        before: V(h_t), the prefix before y_t [N, T]: the regression target of `EstimatorInputs.value`.
+        after: V(h_{t+1}), the prefix with y_t [N, T]: the label of token t as published.
+    """
+
+    before: Float
+    after: Float
+
+
+def prefix_values(inputs: EstimatorInputs) -> PrefixValues:
+    """Return the share of correct rollouts through each prefix, oneself included.
+
+    V(h) = mean_j R_j over the rollouts of the group that start with h: with rewards 0 or 1 the target of token-level
+    value models (TVM, arXiv 2407.12863). Fit a critic to it; used as a baseline itself it leaves A = 0 wherever a
+    prefix is unique. Abstract.
+
+    Args:
+        inputs: Rewards, mask, groups and `token_id`.
+
+    Returns:
+        Values [N, T], zero outside the mask.
+
+    Raises:
+        InputError: There are no token ids, or a shape or value does not fit.
+    """
+    if inputs.token_id is None:
+        raise InputError("prefix_values needs token_id, which is None; pass it in EstimatorInputs.")
+    check_shapes(inputs, ("token_id",))
+    mask = np.asarray(inputs.mask)
+    batch, _ = prepare(inputs, np.arange(len(mask)), Groups.of(inputs.group), ("token_id",))
+    sums = prefix_sums(batch)
+    values = sums.total / np.maximum(sums.count, 1)
+    parts = [np.where(batch.mask, part, 0.0) for part in (values[:, :-1], values[:, 1:])]
+    if not has_gaps(mask):
+        wide = [np.zeros(mask.shape), np.zeros(mask.shape)]
+        for out, part in zip(wide, parts, strict=True):
+            out[:, : part.shape[1]] = part
+        return PrefixValues(*wide)
+    return PrefixValues(*(unsqueeze(part, mask) for part in parts))
+
+
+def tempo(batch: Batch, options: NoOptions) -> Centre:
+    """Centre by the group mean, add the change of the prefix's value, and divide by the standard deviation.
+
+    A_t = [G_t − mean_j R_j + V(h_{t+1}) − V(h_t)] / std_j R_j, ddof 0, V(h) the mean return of the group's rollouts
+    that start with h. Where nothing branches the change is zero: GRPO with ddof 0. With the true V the change has the
+    mean ∇J too, so the sum aims at up to 2∇J before the division. Scaling is a guess; arXiv 2509.18314.
+
+    Args:
+        batch: The rollouts, with `token_id`.
+        options: None to set.
+    """
+    sums = prefix_sums(batch)
+    values = sums.total / np.maximum(sums.count, 1)
+    flat, scale = group_scale(batch, ddof=0, epsilon=0.0)
+    baseline = values[:, :1] + values[:, :-1] - values[:, 1:]
+    return Centre(np.where(batch.alone[:, None], 0.0, baseline), flat[:, None], scale[:, None])
+
+
+def tempo_loo(batch: Batch, options: NoOptions) -> Centre:
+    """Centre by the mean return of the other rollouts that share the prefix.
+
+    B_{i,t} = mean_{j≠i} R_j over rollouts that start with h_{i,t}; where no other does (`fallback`), over those that
+    share the longest prefix anyone shares with it. It depends on h_t and on other rollouts, so it is unbiased, which
+    V(h_{t+1}) of `tempo` is not. Where nothing is shared but the prompt it is `rloo`. Proved.
+
+    Args:
+        batch: The rollouts, with `token_id`.
+        options: None to set.
+    """
+    sums = prefix_sums(batch)
+    shared = sums.count[:, :-1] > 1
+    others = (sums.total - batch.total[:, None]) / np.maximum(sums.count - 1, 1)
+    deepest = np.maximum(shared.sum(axis=1, keepdims=True) - 1, 0)
+    column = np.minimum(np.arange(shared.shape[1]), deepest)
+    baseline = np.where(batch.alone[:, None], 0.0, np.take_along_axis(others, column, axis=1))
+    return Centre(baseline, ~shared)
+
+
+def prefix_sums(batch: Batch) -> PrefixSums:
+    """Return, for every prefix of every rollout, what the rollouts of its group that start with it were paid.
+
+    One pass over positions that stops where no two rollouts share a prefix any more.
+
+    Args:
+        batch: The rollouts, with `token_id`.
+    """
+    n, t = batch.mask.shape
+    total = np.repeat(batch.total[:, None], t + 1, axis=1)
+    count = np.concatenate([batch.present[:, None], batch.alive], axis=1)
+    names, token = np.unique(given(batch.token_id), return_inverse=True)
+    token = token.reshape(n, t)
+    rows = np.flatnonzero(batch.present)
+    node = batch.groups.index[rows]
+    for k in range(t + 1):
+        if k:
+            longer = batch.mask[rows, k - 1]
+            rows = rows[longer]
+            node = node[longer] * len(names) + token[rows, k - 1]
+        _, node, size = np.unique(node, return_inverse=True, return_counts=True)
+        total[rows, k] = np.bincount(node, batch.total[rows], minlength=len(size))[node]
+        count[rows, k] = size[node]
+        if (size == 1).all():
+            break
+    return PrefixSums(total, count)
