@@ -161,12 +161,31 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_the_logits_of_all_rows_are_never_held():
-    hidden, weight, tokens = torch.randn(300, 2), torch.randn(1000, 2), torch.randint(1000, (300,))
+@pytest.mark.parametrize("bits", [torch.float32, torch.bfloat16])
+def test_no_tensor_holds_more_than_a_fiftieth_of_the_logits(bits):
+    hidden, weight, tokens = torch.randn(300, 2, dtype=bits), torch.randn(40_000, 2, dtype=bits), torch.arange(300)
     with Largest() as largest:
-        logit_stats(hidden=hidden, weight=weight, token_ids=tokens, chunk=(32, 64))
-    # Parts are near-equal and at least as large as asked: 300/9 ≤ 34 rows, 1000/15 ≤ 67 entries; the weight has 2,000.
-    assert 32 * 64 <= largest.entries <= 34 * 67
+        logit_stats(hidden=hidden, weight=weight, token_ids=tokens)
+    # Three buffers of one tile of 2^17 entries, 78 slices × 6 sums × 300 rows; all logits would be 12 million entries.
+    assert 3 * 2**17 <= largest.entries <= 300 * 40_000 / 25
+    with Largest() as largest:
+        logit_stats(hidden=hidden, weight=weight, token_ids=tokens, chunk=(32, 512))
+    assert 32 * 512 <= largest.entries <= 300 * 40_000 / 50
+
+
+def test_bfloat16_products_are_summed_in_float32_and_the_setting_is_put_back():
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(40, 64, generator=generator).bfloat16()
+    weight = torch.randn(700, 64, generator=generator).bfloat16()
+    tokens = torch.randint(700, (40,), generator=generator)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    got = logit_stats(hidden=hidden, weight=weight, token_ids=tokens)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    logits = hidden.double() @ weight.double().T
+    expected = slow(logits, tokens)
+    assert np.abs(got.logprob - expected["logprob"]).max() < 2e-6 * float(logits.abs().max())
+    # Logits that were rounded to bfloat16 would be off by up to 2^-9 of their size.
+    assert np.abs(slow(logits.bfloat16(), tokens)["logprob"] - expected["logprob"]).max() > 1e-2
 
 
 def test_energy_is_the_squared_norm_of_the_logit_gradient():

@@ -8,105 +8,14 @@ are enough: Σe, Σe², Σe³, Σe·d, Σe·d². Every term has one sign, so not
     H = −π_y log π_y + r·(ℓ·Σe − Σe·d)                Σ_v π_v log² π_v = π_y log² π_y + r·(Σe·d² − 2ℓ·Σe·d + ℓ²·Σe)
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.logit_stats.tiles import Others, Source, sum_over_tiles
 from otb_analysis.types import LogitStats
 
-CHUNK = (256, 512)
-"""Rows and vocabulary entries per tile: 512 kB in float32, which stays in a core's cache; a GPU wants larger ones."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the logits of R rows come from: a tensor [R, V], or hidden states [R, d] and an output layer [V, d]."""
-
-    logits: Tensor | None
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    temperature: float
-
-    @property
-    def given(self) -> Tensor:
-        """What has one row per token: the logits, or else the hidden states."""
-        given = self.hidden if self.logits is None else self.logits
-        assert given is not None
-        return given
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.given.shape[-1] if self.weight is None else self.weight.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the arithmetic: float32 or better, so bfloat16 and float16 are promoted."""
-        return torch.promote_types(self.given.dtype, torch.float32)
-
-    def columns(self, low: int, high: int) -> "Source":
-        """The part of the source for vocabulary entries low..high, promoted once for all rows."""
-        if self.logits is not None:
-            return Source(self.logits[:, low:high], None, None, None, self.temperature)
-        assert self.weight is not None
-        bias = None if self.bias is None else self.bias[low:high].to(self.dtype)
-        return Source(None, self.hidden, self.weight[low:high].to(self.dtype), bias, self.temperature)
-
-    def tile(self, rows: slice) -> Tensor:
-        """Logits of some rows divided by the temperature: a fresh tensor that may be overwritten."""
-        if self.logits is not None:
-            z = self.logits[rows].to(self.dtype, copy=True)
-        else:
-            assert self.weight is not None
-            z = torch.nn.functional.linear(self.given[rows].to(self.dtype), self.weight, self.bias)
-        return z if self.temperature == 1 else z.div_(self.temperature)
-
-
-@dataclass
-class Others:
-    """The five sums over v ≠ y, float64 [R] each, relative to `top`, the largest z_v among them; and z_y."""
-
-    top: Tensor
-    e: Tensor
-    e2: Tensor
-    e3: Tensor
-    ed: Tensor
-    ed2: Tensor
-    drawn: Tensor
-
-    @classmethod
-    def of_tile(cls, z: Tensor, y: Tensor) -> "Others":
-        """Sum over one tile, which is overwritten; `y` is the drawn token's column in it, or any other number."""
-        inside = ((y >= 0) & (y < z.shape[1])).nonzero()[:, 0]
-        at = (inside, y[inside])
-        drawn = torch.full_like(y, -torch.inf, dtype=torch.float64)
-        drawn[inside] = z[at].double()
-        z[at] = -torch.inf
-        top = z.amax(-1, keepdim=True)
-        e = z.sub_(top).exp()
-        z[at] = 0.0
-        square, slope = e * e, e * z
-        e_sum, e2, ed = e.sum(-1).double(), square.sum(-1).double(), slope.sum(-1).double()
-        e3, ed2 = square.mul_(e).sum(-1).double(), slope.mul_(z).sum(-1).double()
-        return cls(top[:, 0].double(), e_sum, e2, e3, ed, ed2, drawn)
-
-    def merged(self, other: "Others") -> "Others":
-        """The sums over both parts, relative to the larger top."""
-        top = torch.maximum(self.top, other.top)
-        a, b = self._relative_to(top), other._relative_to(top)
-        drawn = torch.maximum(self.drawn, other.drawn)
-        return Others(top, a.e + b.e, a.e2 + b.e2, a.e3 + b.e3, a.ed + b.ed, a.ed2 + b.ed2, drawn)
-
-    def _relative_to(self, top: Tensor) -> "Others":
-        c = self.top - top
-        f = c.exp()
-        ed, ed2 = self.ed + c * self.e, self.ed2 + 2 * c * self.ed + c * c * self.e
-        return Others(top, f * self.e, f**2 * self.e2, f**3 * self.e3, f * ed, f * ed2, self.drawn)
+__all__ = ["logit_stats"]
 
 
 @torch.no_grad()
@@ -118,7 +27,7 @@ def logit_stats(
     bias: Tensor | None = None,
     token_ids: Tensor,
     temperature: float = 1.0,
-    chunk: tuple[int, int] = CHUNK,
+    chunk: tuple[int, int] | None = None,
 ) -> LogitStats:
     """Log-probability, entropy, Σπ², logit-space energy and certificate variances of drawn tokens.
 
@@ -135,7 +44,7 @@ def logit_stats(
         bias: Output bias [V].
         token_ids: The drawn tokens [...].
         temperature: τ.
-        chunk: Rows and vocabulary entries held at once.
+        chunk: Rows and vocabulary entries per tile; None chooses tiles that stay in a core's cache.
 
     Returns:
         Float64 arrays of the shape of `token_ids`; logprob and entropy in nats, logprob_variance in nats²;
@@ -148,7 +57,7 @@ def logit_stats(
     shape = tuple(token_ids.shape)
     source = _source(logits, hidden, weight, bias, shape, temperature)
     y = _tokens(token_ids, source.vocabulary, shape)
-    others = _sum_over_tiles(source, y.to(source.given.device), chunk)
+    others = sum_over_tiles(source, y.to(source.given.device), chunk or source.chunk())
     _refuse_non_finite(others, shape)
     values = {name: value.reshape(shape).cpu().numpy() for name, value in _finish(others).items()}
     norm_sq = None if hidden is None else hidden.double().square().sum(-1).reshape(shape).cpu().numpy()
@@ -173,23 +82,6 @@ def _finish(s: Others) -> dict[str, Tensor]:
         "pi_variance": (pi**3 + r**3 * s.e3 - sum_pi_sq**2).clamp(min=0.0),
         "logprob_variance": (second - entropy**2).clamp(min=0.0),
     }
-
-
-def _sum_over_tiles(source: Source, y: Tensor, chunk: tuple[int, int]) -> Others:
-    """Vocabulary outside, rows inside: each slice of the output matrix is read and promoted once."""
-    per_slice: list[list[Others]] = []
-    for low, high in _spans(source.vocabulary, chunk[1]):
-        part = source.columns(low, high)
-        tiles = [(slice(a, b), y[a:b] - low) for a, b in _spans(len(y), chunk[0])]
-        new = [Others.of_tile(part.tile(rows), local) for rows, local in tiles]
-        per_slice = [[a.merged(b) for a, b in zip(per_slice[0], new, strict=True)] if per_slice else new]
-    return Others(*(torch.cat([getattr(o, name) for o in per_slice[0]]) for name in Others.__dataclass_fields__))
-
-
-def _spans(total: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cut 0..total into near-equal parts of at least `size` where possible, so that no part has a single entry."""
-    parts = max(1, total // max(size, 2))
-    return pairwise(total * k // parts for k in range(parts + 1))
 
 
 def _source(
