@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,7 +39,6 @@ class Apart:
         outer: By use above the cut, the tokens' gradients as outer products (left [K, a], right [K, b]); of a tied
             matrix only those rows that the rollout does not read as input.
         shared: By tied parameter, the other rows: (right [K, U], left [K, d]) for the U distinct tokens read.
-        kept: By use below the cut, what its rule keeps of the layer's inputs.
     """
 
     def __init__(self, problem: Problem, plan: Plan, rollout: Rollout) -> None:
@@ -46,7 +46,6 @@ class Apart:
         self.trace = traced(problem, rollout, plan.modules)
         self.outer: dict[Use, tuple[Tensor, Tensor]] = {}
         self.shared: dict[str, tuple[Tensor, Tensor]] = {}
-        self.kept: dict[Use, Tensor] = {}
         modules = dict(problem.model.named_modules())
         names = list(dict.fromkeys(u.module for u in plan.above))
         signals = self._signals([self.trace.outputs[n] for n in names])
@@ -55,15 +54,20 @@ class Apart:
             at = own_rows(inputs, rollout)
             self.outer[use] = use.rule.outer(modules[use.module], inputs[0, at], signal[0, own_rows(signal, rollout)])
         self._separate_tied()
+    @cached_property
+    def kept(self) -> dict[Use, Tensor]:
+        """By use below the cut, what its rule keeps of the layer's inputs; made when first asked for."""
+        modules = dict(self.problem.model.named_modules())
         # Query, key and value read one tensor; what is kept of it is made once.
         made: dict[tuple[object, ...], Tensor] = {}
-        for use in plan.below:
-            # Query, key and value read one tensor; what is kept of it is made once.
+        kept = {}
+        for use in self.plan.below:
             inputs = self.trace.inputs[use.module].detach()
             same = (inputs.data_ptr(), inputs.shape, inputs.stride()) if use.rule is MATRIX else (use,)
             if same not in made:
                 made[same] = use.rule.prepare(modules[use.module], inputs)
-            self.kept[use] = made[same]
+            kept[use] = made[same]
+        return kept
 
     def _signals(self, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         cut = [] if self.plan.cut is None else [self.trace.inputs[self.plan.cut]]

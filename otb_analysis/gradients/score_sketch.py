@@ -1,0 +1,222 @@
+"""Estimated norms of token scores from their projections on random directions, with standard errors."""
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.gradients import reference
+from otb_analysis.gradients.directional import jvp
+from otb_analysis.gradients.directions import Directions
+from otb_analysis.gradients.functional import functional
+from otb_analysis.gradients.inputs import Batch, Problem, Rollout, pose
+from otb_analysis.gradients.layers import UnfitError
+from otb_analysis.gradients.passes import Apart
+from otb_analysis.gradients.tangents import above, below, checked_plan, exact_above
+from otb_analysis.types import Float, ScoreNorms
+
+METHODS = ("hybrid", "rank_one", "gaussian")
+ENGINES = ("auto", "generic", "reference")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What is known of the scores s = a + b of one rollout's T sampled tokens, a measured and b projected.
+
+    Attributes:
+        rollout: The rollout.
+        logprob: log π in nats [T].
+        sketched: b·D_k [T, K].
+        tied: a·D_k on what a shares with b [T, K], or 0.
+        exact: ‖a‖² of single tokens [T], or 0.
+        exact_path: ‖Σ_{j≤t} a_j‖² [T], or 0.
+    """
+
+    rollout: Rollout
+    logprob: Float
+    sketched: Float
+    tied: Float | float = 0.0
+    exact: Float | float = 0.0
+    exact_path: Float | float = 0.0
+
+    @property
+    def terms(self) -> Float:
+        """Unbiased estimates of ‖s‖² − ‖a‖², one per direction [T, K]."""
+        return (2 * self.tied + self.sketched) * self.sketched
+
+    @property
+    def path_norm_sq(self) -> Float:
+        """Estimates of ‖Σ_{j≤t} s_j‖² [T]: projections add up as scores do."""
+        tied, sketched = np.cumsum(self.tied + 0 * self.sketched, 0), np.cumsum(self.sketched, 0)
+        return self.exact_path + ((2 * tied + sketched) * sketched).mean(1)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def sketch_score_norms(
+    model: nn.Module,
+    input_ids: Tensor,
+    mask: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    directions: int = 32,
+    method: str = "hybrid",
+    engine: str = "auto",
+    seed: int = 0,
+    path: bool = False,
+    features: bool = False,
+    scope: str = "all",
+    temperature: float = 1.0,
+) -> ScoreNorms:
+    """Unbiased estimate of every sampled token's squared score norm, with its standard error.
+
+    ŵ = (1/K) Σ_k (s·D_k)²,  E[D Dᵀ] = I, so E[ŵ] = ‖s‖²; s_{n,t} = ∇_θ log π(y_{n,t} | y_{n,<t}), a gradient of the
+    log-probability over the parameters in `scope`: no sign change, no 1/N, no advantage factor. Of the methods,
+    "gaussian" has independent normal entries in D (one forward-mode pass a direction, any model), "rank_one" has
+    D = u vᵀ with random signs u, v in each matrix and random signs in each vector (all directions share one pass), and
+    "hybrid" measures the layers above the last attention exactly and sketches only those below:
+
+    ŵ = ‖a‖² + (1/K) Σ_k (2 α_k β_k + β_k²),  s = a + b, β_k = b·D_k, α_k = a·D_k on the rows that a tied output
+    matrix shares with its use as embedding, 0 without such.
+
+    The relative error is √(2/K) for "gaussian", somewhat more for "rank_one", and for "hybrid" as much smaller as less
+    of the norm lies below; a hybrid estimate can come out negative. Where everything lies above the last attention, as
+    in scope "lm_head", hybrid is exact. All rollouts and all calls with one seed share the directions of a parameter.
+
+    Args:
+        model: A causal language model with the Hugging Face call convention.
+        input_ids: Token ids [N, L].
+        mask: True at the tokens the policy sampled [N, L].
+        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
+        directions: K ≥ 2.
+        method: "hybrid", "rank_one" or "gaussian".
+        engine: "auto" (the batched pass; a model without rules for it gets "rank_one" by one forward-mode pass a
+            direction instead, with a logged reason), "generic" (raises there) or "reference" (the same projections by
+            one backward pass per token; not for "hybrid").
+        seed: Seed of the directions.
+        path: Whether to estimate path norms ‖Σ_{j≤t} s_{n,j}‖² too.
+        features: Whether to return the projections, from which every s_t·s_k can be estimated; not with "hybrid".
+        scope: As in `token_score_norms`.
+        temperature: τ of the policy softmax(logits / τ).
+
+    Returns:
+        `norm_sq`, `norm_sq_stderr` and, if asked for, `path_norm_sq` [N, L] (norm²), `logprob` [N, L] (nats), float64,
+        zero outside the mask; with `features` also `features` [N, L, K], float32, s·D_k/√K, so that
+        E⟨f_t, f_k⟩ = s_t·s_k, across rollouts and calls; `engine` names the method that ran.
+
+    Raises:
+        InputError: Something passed does not fit, or so many directions do not fit in memory.
+        NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
+    """
+    _check_request(directions, method, engine, features)
+    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    drawn = Directions(problem, directions, seed)
+    _check_memory(drawn)
+    ran, parts = _projections(drawn, method, engine)
+    norm_sq, stderr, paths, logprob = (np.zeros(problem.shape) for _ in range(4))
+    kept = np.zeros((*problem.shape, directions), dtype=np.float32) if features else None
+    for part in parts:
+        where, terms = (part.rollout.row, part.rollout.columns), part.terms
+        norm_sq[where] = part.exact + terms.mean(1)
+        stderr[where] = terms.std(1, ddof=1) / np.sqrt(directions)
+        logprob[where] = part.logprob
+        if path:
+            paths[where] = part.path_norm_sq
+        if kept is not None:
+            kept[where] = part.sketched / np.sqrt(directions)
+    return ScoreNorms(norm_sq, logprob, ran, paths if path else None, stderr, kept)
+
+
+def _projections(directions: Directions, method: str, engine: str) -> tuple[str, Iterator[Projected]]:
+    """The method that runs and what it finds, rollout by rollout."""
+    if engine == "reference" or method == "gaussian":
+        return method, _one_by_one(directions, method, reference.token_alignments if engine == "reference" else _slopes)
+    try:
+        checked_plan(directions.problem)
+    except UnfitError as reason:
+        if engine == "generic":
+            raise
+        name = type(directions.problem.model).__name__
+        _log.warning('%s is sketched by method "rank_one", one pass a direction: %s', name, reason)
+        return "rank_one", _one_by_one(directions, "rank_one", _slopes)
+    return method, (_hybrid if method == "hybrid" else _rank_one)(directions)
+
+
+def _hybrid(directions: Directions) -> Iterator[Projected]:
+    for apart in _taken_apart(directions):
+        single, running = (x.cpu().numpy() for x in exact_above(apart))
+        tied = above(apart, directions)[1].cpu().numpy() if apart.shared else 0.0
+        sketched = below(apart, directions).cpu().numpy()
+        yield Projected(apart.rollout, _logprob(apart), sketched, tied, single, running)
+
+
+def _rank_one(directions: Directions) -> Iterator[Projected]:
+    for apart in _taken_apart(directions):
+        whole = above(apart, directions)[0] + below(apart, directions)
+        yield Projected(apart.rollout, _logprob(apart), whole.cpu().numpy())
+
+
+def _taken_apart(directions: Directions) -> Iterator[Apart]:
+    plan = checked_plan(directions.problem)
+    for rollout in directions.problem.rollouts:
+        yield Apart(directions.problem, plan, rollout)
+
+
+def _logprob(apart: Apart) -> Float:
+    return apart.trace.logprob.detach().double().cpu().numpy()
+
+
+def _slopes(problem: Problem, direction: Sequence[Tensor]) -> Float:
+    return jvp(functional(problem), problem.rollouts, direction).value
+
+
+def _one_by_one(
+    directions: Directions, method: str, slopes: Callable[[Problem, Sequence[Tensor]], Float]
+) -> Iterator[Projected]:
+    """One direction after the other, each formed in full."""
+    problem, draw = directions.problem, directions.gaussian if method == "gaussian" else directions.rank_one
+    found = np.zeros((*problem.shape, directions.count), dtype=np.float32)
+    for k in range(directions.count):
+        found[..., k] = slopes(problem, draw(k))
+    function = functional(problem)
+    logprob = function.evaluate(function.parameters, problem.rollouts)
+    for rollout in problem.rollouts:
+        where = rollout.row, rollout.columns
+        yield Projected(rollout, logprob[where], found[where].astype(np.float64))
+
+
+def _check_request(directions: int, method: str, engine: str, features: bool) -> None:
+    if method not in METHODS:
+        raise InputError(f"method is {method!r}; {nearest(method, METHODS)}")
+    if engine not in ENGINES:
+        raise InputError(f"engine {engine!r} does not sketch score norms; pass one of: {', '.join(ENGINES)}.")
+    if directions < 2:
+        raise InputError(f"directions is {directions}; pass at least 2, so that a standard error exists.")
+    if method == "hybrid" and features:
+        raise InputError('features=True needs every parameter projected, which "hybrid" avoids; pass method="rank_one".')
+    if method == "hybrid" and engine == "reference":
+        raise InputError('engine "reference" projects whole scores, which "hybrid" avoids; pass method="rank_one".')
+
+
+def _check_memory(directions: Directions) -> None:
+    """Refuse more directions than memory holds signs and projections of."""
+    signs = sum(sum(p.shape) for p in directions.problem.scope.parameters)
+    each = 4 * signs + 8 * math.prod(directions.problem.shape)
+    fit = memory_bytes() // each
+    if directions.count > fit:
+        raise InputError(
+            f"directions is {directions.count} but the memory of this machine holds {fit} of them "
+            f"({each:,} bytes each); pass at most {fit}."
+        )
+
+
+def memory_bytes() -> int:
+    """Main memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
