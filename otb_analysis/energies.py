@@ -1,7 +1,9 @@
-"""Token energies w_t = ‖s_t‖² as weights: proxies from stored columns, sums over the past, importance ratios.
+"""Token energies w_t = ‖s_t‖² as weights: proxies, their calibration, sums over the past, importance ratios.
 
-All functions take [N, T] arrays, return float64 and are zero outside the mask where they take one.
+Functions of arrays take [N, T], return float64 and are zero outside the mask where they take one.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -95,3 +97,97 @@ def decayed_energy(weight: Float, decay: float) -> Float:
         decay: λ in [0, 1].
     """
     return np.asarray(lfilter([1.0], [1.0, -decay], weight, axis=1))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A proxy turned into an estimate of the exact energy: ŵ = c·exp(a + γ·z)·proxy^b; made by `calibrate`.
+
+    Attributes:
+        intercept: a.
+        slope: b: 1 where the proxy only misses the scale.
+        effects: γ, one per covariate [C].
+        factor: c: makes the estimated total over the fitted sample that of the exact energies.
+        log_error: Standard deviation of log w around the fit, over the population the sample stands for.
+        n: Tokens fitted.
+    """
+
+    intercept: float
+    slope: float
+    effects: Float
+    factor: float
+    log_error: float
+    n: int
+
+    def predict(self, proxy: ArrayLike, covariates: ArrayLike | None = None) -> Float:
+        """Return ŵ of any tokens; a proxy of 0 gives 0.
+
+        Args:
+            proxy: Proxy energies, any shape.
+            covariates: As many as were fitted, on the last axis [..., C]; None when there were none.
+
+        Raises:
+            InputError: The number of covariates is not the one fitted.
+        """
+        x = np.asarray(proxy, np.float64)
+        z = np.zeros((*x.shape, 0)) if covariates is None else np.asarray(covariates, np.float64)
+        if z.shape != (*x.shape, len(self.effects)):
+            raise InputError(f"covariates has shape {z.shape}; pass shape {(*x.shape, len(self.effects))}.")
+        positive = x > 0
+        log_x = np.log(np.where(positive, x, 1.0))
+        fitted = np.exp(self.intercept + self.slope * log_x + z @ self.effects)
+        return np.where(positive, self.factor * fitted, 0.0)
+
+
+def calibrate(
+    exact: ArrayLike, proxy: ArrayLike, inclusion_prob: ArrayLike | None = None, covariates: ArrayLike | None = None
+) -> Calibration:
+    """Fit a proxy to exact energies on the tokens where both are known, for use on all others.
+
+    log w ≈ a + b·log proxy + γ·z by least squares with weights 1/π, then ŵ = c·exp(…) with
+    c = Σ_drawn (w/π) / Σ_drawn (exp(…)/π).
+
+    The weights make the sample stand for its population. The factor undoes what the logarithm loses (E e^ε > e^{E ε}):
+    with constant fitted values it is Duan's (1983) smearing mean of e^ε; as a ratio of totals it needs no equal spread
+    and makes Σ ŵ over all tokens the model-assisted estimate of Σ w (`statistics.difference_total` then adds nothing).
+    An exact power law w = k·proxy^b is found as it is.
+
+    Args:
+        exact: w, NaN where it was not measured, any shape.
+        proxy: Proxy energies, such as ‖e_y − π‖² or the norm above the cut, the same shape.
+        inclusion_prob: Probability with which each token was measured; None means all alike.
+        covariates: Further columns on the last axis, such as log ‖h‖² or the position [..., C].
+
+    Returns:
+        The fit; tokens where either energy is 0 or not measured have no part in its exponents.
+
+    Raises:
+        InputError: Shapes disagree, a probability of a measured token is not in (0, 1], or fewer tokens than
+            coefficients plus one are usable, or their proxies are all alike.
+    """
+    y, x = np.asarray(exact, np.float64), np.asarray(proxy, np.float64)
+    prob = np.ones(y.shape) if inclusion_prob is None else np.asarray(inclusion_prob, np.float64)
+    z = np.zeros((*y.shape, 0)) if covariates is None else np.asarray(covariates, np.float64)
+    if not y.shape == x.shape == prob.shape == z.shape[:-1]:
+        raise InputError(
+            f"exact has shape {y.shape}, proxy {x.shape}, inclusion_prob {prob.shape} and covariates {z.shape}; "
+            "pass one of each per token, covariates with one more axis."
+        )
+    seen = ~np.isnan(y)
+    if not ((prob[seen] > 0) & (prob[seen] <= 1)).all():
+        raise InputError("inclusion_prob of a measured token is outside (0, 1]; pass what it was drawn with.")
+    use = seen & (y > 0) & (x > 0)
+    design = np.column_stack([np.ones(use.sum()), np.log(x[use]), z[use]])
+    if len(design) <= design.shape[1] or np.ptp(design[:, 1]) < 1e-9:
+        raise InputError(
+            f"{len(design)} tokens with {len(np.unique(x[use]))} different proxies do not fix a calibration; "
+            "measure more of them."
+        )
+    root = np.sqrt(1 / prob[use])
+    found = np.linalg.lstsq(design * root[:, None], np.log(y[use]) * root, rcond=None)[0]
+    residual = np.log(y[use]) - design @ found
+    error = np.sqrt(np.average(residual**2, weights=1 / prob[use]))
+    raw = Calibration(float(found[0]), float(found[1]), found[2:].astype(np.float64), 1.0, float(error), len(design))
+    known = raw.predict(x[seen], z[seen])
+    factor = float((y[seen] / prob[seen]).sum() / (known / prob[seen]).sum())
+    return Calibration(raw.intercept, raw.slope, raw.effects, factor, raw.log_error, raw.n)

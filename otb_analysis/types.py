@@ -44,6 +44,28 @@ class ScoreNorms:
 
 
 @dataclass(frozen=True)
+class SampledNorms:
+    """Exact squared norms of a random part of the tokens; made by `gradients`, read by `statistics` and the store.
+
+    Attributes:
+        norm_sq: ‖s_{n,t}‖² [N, L] where the token was drawn, NaN at the other tokens of the mask, zero outside it.
+        inclusion_prob: Probability with which each token of the mask was drawn, in (0, 1]; zero outside it [N, L].
+        size: What the probabilities are proportional to, up to their uniform part, zero outside the mask [N, L].
+        engine: Which engine ran.
+    """
+
+    norm_sq: Float
+    inclusion_prob: Float
+    size: Float
+    engine: str
+
+    @property
+    def drawn(self) -> Bool:
+        """True at the tokens that were measured [N, L]."""
+        return (self.inclusion_prob > 0) & ~np.isnan(self.norm_sq)
+
+
+@dataclass(frozen=True)
 class Attribution:
     """How far each token's score points along a direction, by default the batch gradient; made by `gradients`.
 

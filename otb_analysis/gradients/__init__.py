@@ -22,6 +22,7 @@ from otb_analysis.gradients.attribution import (
     signal_noise,
 )
 from otb_analysis.gradients.inputs import Batch, Problem, Weights, check_group, check_weights, pose
+from otb_analysis.gradients.sampled import sampled_score_norms
 from otb_analysis.gradients.score_sketch import sketch_score_norms
 from otb_analysis.gradients.sketch import count_sketch, gradient_sketch
 from otb_analysis.types import Float, Int, ScoreNorms
@@ -35,6 +36,7 @@ __all__ = [
     "gradient_sketch",
     "group_gradient_gram",
     "predicted_logprob_change",
+    "sampled_score_norms",
     "signal_noise",
     "sketch_score_norms",
     "token_score_norms",

@@ -80,6 +80,11 @@ def fits(problem: Problem, rows: int | None = None) -> bool:
     signals = sum(len(r.columns) if rows is None else rows for r in problem.rollouts)
     if signals <= sum(FEW + length(r) / POSITIONS_PER_SIGNAL for r in problem.rollouts):
         return False
+    return has_plan(problem)
+
+
+def has_plan(problem: Problem) -> bool:
+    """Whether the model can be taken apart; one that cannot is logged once, with the reason."""
     known = _key(problem) in _PLANS.get(problem.model, {})
     try:
         plan_for(problem)

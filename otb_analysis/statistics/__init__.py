@@ -4,6 +4,7 @@ NumPy in, plain numbers out; a quantity that is undefined on the given data is N
 """
 
 from otb_analysis.statistics.cells import position_cells
+from otb_analysis.statistics.designs import inclusion_probabilities, systematic_sample
 from otb_analysis.statistics.discoveries import Discovery, discoveries
 from otb_analysis.statistics.fidelity import Association, Fidelity, fidelity, realized_fidelity
 from otb_analysis.statistics.gradients import (
@@ -45,6 +46,7 @@ from otb_analysis.statistics.pools import (
 )
 from otb_analysis.statistics.regret import gain_lost, position_optimum, regret
 from otb_analysis.statistics.tail import pareto_k, top_share
+from otb_analysis.statistics.totals import Totals, difference_total, hajek_mean, horvitz_thompson
 from otb_analysis.statistics.weights import WeightStatistics, weight_statistics
 from otb_analysis.types import Gram, Label
 
@@ -65,12 +67,14 @@ __all__ = [
     "PairedRatios",
     "Partition",
     "PoolGram",
+    "Totals",
     "WeightStatistics",
     "batch_variance",
     "cluster_bootstrap",
     "cluster_jackknife",
     "crossing",
     "deleted_moments",
+    "difference_total",
     "discoveries",
     "efficiency",
     "fidelity",
@@ -78,7 +82,10 @@ __all__ = [
     "gradient_noise",
     "gradient_statistics",
     "group_gradients",
+    "hajek_mean",
     "held_out",
+    "horvitz_thompson",
+    "inclusion_probabilities",
     "jackknife_interval",
     "log_ratio_t",
     "noise_scale",
@@ -98,6 +105,7 @@ __all__ = [
     "rollout_equivalents",
     "rollout_features",
     "sf",
+    "systematic_sample",
     "top_share",
     "weight_statistics",
 ]

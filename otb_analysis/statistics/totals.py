@@ -1,0 +1,149 @@
+"""Totals of a population from a sample with known inclusion probabilities, with standard errors.
+
+Variances use the fixed-size formula for designs of high entropy, which needs the first-order probabilities only (Hájek,
+1964; Deville, 1999). For equal probabilities it is exactly that of simple random sampling without replacement, and
+units with π = 1 contribute nothing. Sources: Horvitz and Thompson (1952); Särndal, Swensson and Wretman (1992).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from otb_analysis.errors import InputError
+from otb_analysis.types import Float, Int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Estimated totals, one per domain; made by `horvitz_thompson` and `difference_total`.
+
+    Attributes:
+        labels: Domains in ascending order [D]; a single 0 when none were given.
+        estimate: Estimated total of each [D].
+        stderr: Its standard error [D]: 0 where everything was measured; NaN where it cannot be known because fewer
+            than two units of the sample, or none of this domain's, were left to chance.
+        n_drawn: Units of each that were measured [D].
+    """
+
+    labels: Int
+    estimate: Float
+    stderr: Float
+    n_drawn: Int
+
+
+def horvitz_thompson(values: ArrayLike, inclusion_prob: ArrayLike, domain: ArrayLike | None = None) -> Totals:
+    """Estimate totals without bias, whatever the size measure was worth.
+
+    Ŷ_d = Σ_{k drawn, k in d} y_k/π_k.  With every π = 1 it is the plain sum, with standard error 0.
+
+    Its variance is small where y is nearly proportional to π; V̂ = Σ_k c_k (u_k − ū)²/(1 − Σ_k a_k²), u = y/π within the
+    domain and 0 elsewhere, c = 1 − π, a = c/Σc, ū = Σ a·u, sums over what was drawn.
+
+    Args:
+        values: y of each unit of the population, NaN where it was not drawn [K].
+        inclusion_prob: π of each unit in (0, 1] [K].
+        domain: Integer domain of each unit, such as its rollout [K]; None means one domain.
+
+    Returns:
+        One total per domain.
+
+    Raises:
+        InputError: Shapes disagree, or a drawn unit has no probability in (0, 1].
+    """
+    y, prob, index, labels = _checked(values, inclusion_prob, domain)
+    return _totals(y, prob, index, labels, np.zeros(len(labels)))
+
+
+def difference_total(
+    values: ArrayLike, predicted: ArrayLike, inclusion_prob: ArrayLike, domain: ArrayLike | None = None
+) -> Totals:
+    """Estimate totals with the help of a prediction for every unit.
+
+    Ŷ_d = Σ_{k in d} ŷ_k + Σ_{k drawn, k in d} (y_k − ŷ_k)/π_k.  With ŷ = 0 it is Horvitz–Thompson.
+
+    Unbiased for predictions that do not look at the sample, and nearly so for a fit of few parameters on it; the better
+    of the two where residuals y − ŷ vary less than y. It also speaks about domains with hardly a unit drawn, such as a
+    single rollout, where Horvitz–Thompson is all or nothing. The standard error is that of the residuals' total.
+
+    Args:
+        values: y of each unit of the population, NaN where it was not drawn [K].
+        predicted: ŷ of every unit [K].
+        inclusion_prob: π of each unit in (0, 1] [K].
+        domain: Integer domain of each unit [K]; None means one domain.
+
+    Returns:
+        One total per domain.
+
+    Raises:
+        InputError: Shapes disagree, a prediction is not finite, or a drawn unit has no probability in (0, 1].
+    """
+    y, prob, index, labels = _checked(values, inclusion_prob, domain)
+    guess = np.asarray(predicted, np.float64)
+    if guess.shape != y.shape or not np.isfinite(guess).all():
+        raise InputError(f"predicted has shape {guess.shape}; pass one finite prediction per unit, shape {y.shape}.")
+    return _totals(y - guess, prob, index, labels, np.bincount(index, guess, len(labels)).astype(np.float64))
+
+
+def hajek_mean(values: ArrayLike, inclusion_prob: ArrayLike) -> tuple[float, float]:
+    """Estimate a mean as a ratio, which does not need to know how many units there are.
+
+    ȳ = Σ (y_k/π_k) / Σ (1/π_k) over what was drawn, with the standard error of the residuals' total over Σ 1/π.
+
+    A constant has that mean, with standard error 0, in every sample; Horvitz–Thompson's total over K has not.
+    Source: Hájek (1971); linearised as in Särndal et al., §5.7.
+
+    Args:
+        values: y of each unit, NaN where it was not drawn [K].
+        inclusion_prob: π of each unit [K].
+
+    Returns:
+        Mean and standard error; NaN where nothing was drawn.
+
+    Raises:
+        InputError: Shapes disagree, or a drawn unit has no probability in (0, 1].
+    """
+    y, prob, index, labels = _checked(values, inclusion_prob, None)
+    weight = np.where(np.isnan(y), 0.0, 1 / np.where(prob > 0, prob, 1.0))
+    if not weight.sum() > 0:
+        return np.nan, np.nan
+    mean = float((weight * np.nan_to_num(y)).sum() / weight.sum())
+    return mean, float(_totals(y - mean, prob, index, labels, np.zeros(1)).stderr[0] / weight.sum())
+
+
+def _checked(values: ArrayLike, inclusion_prob: ArrayLike, domain: ArrayLike | None) -> tuple[Float, Float, Int, Int]:
+    y, prob = np.asarray(values, np.float64), np.asarray(inclusion_prob, np.float64)
+    where = np.zeros(y.shape, np.int64) if domain is None else np.asarray(domain)
+    if y.ndim != 1 or not y.shape == prob.shape == where.shape:
+        raise InputError(
+            f"values has shape {y.shape}, inclusion_prob {prob.shape} and domain {where.shape}; "
+            "pass one of each per unit of the population, shape [K]."
+        )
+    wrong = ~np.isnan(y) & ~((prob > 0) & (prob <= 1))
+    if wrong.any():
+        k = int(np.flatnonzero(wrong)[0])
+        raise InputError(
+            f"inclusion_prob is {prob[k]} at unit {k}, which was drawn; pass the probability it was drawn with."
+        )
+    labels, index = np.unique(where, return_inverse=True)
+    if domain is None:
+        labels = np.zeros(1, np.int64)
+    return y, prob, index.astype(np.int64), labels.astype(np.int64)
+
+
+def _totals(y: Float, prob: Float, index: Int, labels: Int, base: Float) -> Totals:
+    """Expand a sample by domain; `base` is what is known without it."""
+    count, drawn = len(labels), ~np.isnan(y)
+    expanded, own = y[drawn] / prob[drawn], index[drawn]
+    c = 1 - prob[drawn]  # 0 for what was certain to be taken
+    total = c.sum()
+    squares, linear = np.bincount(own, c * expanded**2, count), np.bincount(own, c * expanded, count)
+    chance = np.bincount(index[(prob < 1)], minlength=count) > 0
+    heard = np.bincount(own[c > 0], minlength=count) > 0
+    variance = np.where(chance, np.nan, 0.0)
+    freedom = 1 - ((c / total) ** 2).sum() if total > 0 else 0.0
+    if freedom > 1e-12:
+        known = np.maximum(squares - linear**2 / total, 0.0) / freedom
+        variance = np.where(chance & heard, known, variance)
+    n_drawn = np.bincount(own, minlength=count).astype(np.int64)
+    return Totals(labels, base + np.bincount(own, expanded, count), np.sqrt(variance), n_drawn)
