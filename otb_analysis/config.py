@@ -18,6 +18,70 @@ class ChainSumConfig:
 
 
 @dataclass(frozen=True)
+class CalculatorConfig:
+    """`calculator`: solve an expression by calls of a tool, one turn each; sample.max_turns is to exceed the calls."""
+
+    operations_min: int = 2
+    """Fewest operators of a prompt."""
+    operations_max: int = 3
+    """Most operators of a prompt."""
+    operators: str = "+-*"
+    """Operators of a prompt, some of + - * / ^; the calculator knows them all."""
+    largest: int = 19
+    """Numbers are drawn from 1 … largest."""
+    largest_result: int = 999
+    """Every result on the way is whole and from 0 to this."""
+    call_operations: int = 1
+    """Most operators of one call; 1 leaves their order to the policy."""
+
+
+@dataclass(frozen=True)
+class CountingConfig:
+    """`counting`: how often a letter occurs in a text."""
+
+    length_min: int = 4
+    """Shortest text."""
+    length_max: int = 12
+    """Longest text."""
+    letters: int = 4
+    """Letters the text is made of."""
+    show: Literal["running", "direct"] = "running"
+    """What demonstrations write: the text with a running count, or the number at once."""
+
+
+@dataclass(frozen=True)
+class GraphPathConfig:
+    """`graph_path`: any walk from start to goal along the edges of a random graph is right."""
+
+    nodes: int = 6
+    edges: int = 7
+    distance_min: int = 2
+    """Fewest edges between start and goal."""
+    directed: bool = False
+    """True allows an edge only from its first letter to its second."""
+
+
+@dataclass(frozen=True)
+class MathJsonlConfig:
+    """`math_jsonl`: prompts and answers from local JSON-lines or Parquet files, graded by math-verify."""
+
+    train: str = ""
+    """A .jsonl or .parquet file."""
+    heldout: str = ""
+    """Another one for the held-out split; by default a share of `train` is held out."""
+    heldout_share: float = 0.1
+    """Share of `train` held out when there is no other file; a hash of the prompt decides."""
+    prompt_column: str = "question"
+    answer_column: str = "answer"
+    answer_marker: str = "####"
+    """What stands before the final answer in the answer column, and may in a completion."""
+    template: str = "{prompt}"
+    """What the policy is given; {prompt} stands for the prompt column."""
+    chat: bool = True
+    """True wraps the prompt by the tokenizer's chat template, where it has one."""
+
+
+@dataclass(frozen=True)
 class SmallModelConfig:
     """The model made in code when no checkpoint is given: a Qwen3-type decoder over single characters."""
 
@@ -64,6 +128,10 @@ class SampleConfig:
     max_turns: int = 8
     """Policy turns after which an episode of a multi-turn task is cut."""
     temperature: float = 1.0
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Who samples; vllm needs the extra of that name and a GPU."""
+    vllm_memory: float = 0.3
+    """Share of the GPU's memory that vLLM may take."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +218,14 @@ class TrainConfig:
     model: str = ""
     """Local Hugging Face checkpoint directory; by default the small model below, made and warm-started in code."""
     task: str = "chain_sum"
-    """A name in TASKS."""
+    """A name in TASKS, or module:attribute for your own."""
     seed: int = 0
     """Seed of prompts, sampling and initial weights."""
     chain_sum: ChainSumConfig = field(default_factory=ChainSumConfig)
+    calculator: CalculatorConfig = field(default_factory=CalculatorConfig)
+    counting: CountingConfig = field(default_factory=CountingConfig)
+    graph_path: GraphPathConfig = field(default_factory=GraphPathConfig)
+    math_jsonl: MathJsonlConfig = field(default_factory=MathJsonlConfig)
     small_model: SmallModelConfig = field(default_factory=SmallModelConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
@@ -166,7 +238,7 @@ class TrainConfig:
     @property
     def run_name(self) -> str:
         """Directory name of the run."""
-        return self.run or f"{self.task}-{self.estimator.name}-s{self.seed}"
+        return self.run or f"{self.task.replace(':', '.')}-{self.estimator.name}-s{self.seed}"
 
 
 @dataclass(frozen=True)

@@ -88,16 +88,13 @@ class TransformersGenerator:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.model = model
         self.pad = special_id(tokenizer, "pad")
-        own = getattr(model.generation_config, "eos_token_id", None)
-        named = own if isinstance(own, list) else [own]
-        self.ends = sorted({special_id(tokenizer, "eos"), *(i for i in named if isinstance(i, int))})
+        self.ends = end_tokens(model, tokenizer)
 
     @torch.no_grad()
     def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
         """Continue each context; see `Generator.generate`."""
+        check_contexts(self.model, [*contexts, [self.pad]], max_new_tokens)
         width = max(len(c) for c in contexts)
-        self._check_room(width, max_new_tokens)
-        self._check_vocabulary(max(self.pad, *map(max, contexts)))
         ids = torch.tensor([[self.pad] * (width - len(c)) + list(c) for c in contexts], device=self.model.device)
         attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=self.model.device)
         tempered = _Tempered(temperature)
@@ -113,22 +110,6 @@ class TransformersGenerator:
         tokens = output[:, width:].tolist()
         logprobs = torch.stack(tempered.drawn, dim=1).double().tolist()
         return [self._cut(t, p) for t, p in zip(tokens, logprobs, strict=True)]
-
-    def _check_room(self, width: int, max_new_tokens: int) -> None:
-        room = getattr(self.model.config, "max_position_embeddings", None)
-        if isinstance(room, int) and width + max_new_tokens > room:
-            raise InputError(
-                f"a prompt of {width} tokens and sample.max_new_tokens={max_new_tokens} need more than the {room} "
-                "positions of the model; shorten the prompts or lower sample.max_new_tokens."
-            )
-
-    def _check_vocabulary(self, largest: int) -> None:
-        entries = getattr(self.model.get_input_embeddings(), "num_embeddings", largest + 1)
-        if largest >= entries:
-            raise InputError(
-                f"the tokenizer gives token id {largest} but the model has {entries} embeddings; "
-                "save the model's own tokenizer beside it."
-            )
 
     @contextmanager
     def _plain_settings(self) -> Iterator[None]:
@@ -156,3 +137,31 @@ class TransformersGenerator:
         end = next((i for i, token in enumerate(tokens) if token in self.ends), None)
         length = len(tokens) if end is None else end + 1
         return Generation(tokens[:length], logprobs[:length], end is not None)
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that end a text: the tokenizer's, and any that the checkpoint's generation settings name."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    named = own if isinstance(own, list) else [own]
+    return sorted({special_id(tokenizer, "eos"), *(i for i in named if isinstance(i, int))})
+
+
+def check_contexts(model: PreTrainedModel, contexts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse contexts that the model has no room or no embeddings for.
+
+    Raises:
+        InputError: Naming the length or the token.
+    """
+    width, largest = max(map(len, contexts)), max(map(max, contexts))
+    room = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(room, int) and width + max_new_tokens > room:
+        raise InputError(
+            f"a prompt of {width} tokens and sample.max_new_tokens={max_new_tokens} need more than the {room} "
+            "positions of the model; shorten the prompts or lower sample.max_new_tokens."
+        )
+    entries = getattr(model.get_input_embeddings(), "num_embeddings", largest + 1)
+    if largest >= entries:
+        raise InputError(
+            f"the tokenizer gives token id {largest} but the model has {entries} embeddings; "
+            "save the model's own tokenizer beside it."
+        )

@@ -13,6 +13,7 @@ from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.generation import Generation, Generator, NonFiniteLogits
 from otb_analysis.models import special_id
 from otb_analysis.tasks import Prompt, Task, Turn
+from otb_analysis.tasks.asking import ask_reply
 from otb_analysis.types import Bool, Float, Int
 
 FinishReason = Literal["stop", "length", "turns"]
@@ -109,7 +110,7 @@ def sample(
         NonFiniteError: The policy's logits are NaN or infinite.
     """
     group = np.repeat(np.arange(len(prompts)), config.group_size)
-    encoded = [_encode(tokenizer, prompt) for prompt in prompts]
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     drafts = [_Draft(encoded[g]) for g in group]
     active = list(range(len(drafts)))
     for _ in range(config.max_turns):
@@ -131,8 +132,18 @@ def sample(
     return _collate(drafts, tuple(prompts), group, special_id(tokenizer, "pad"))
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    ids = tokenizer(prompt.text)["input_ids"]
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Return a prompt's tokens; its text is a user's message where prompt and tokenizer have to do with chat.
+
+    Raises:
+        InputError: There are none.
+    """
+    if prompt.chat and getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": prompt.text}]
+        text = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes the special ones itself
+    else:
+        ids = tokenizer(prompt.text)["input_ids"]
     if not ids:
         raise InputError(f"prompt {prompt.id!r} has no tokens; a policy needs at least one token to condition on.")
     return list(ids)
@@ -148,7 +159,7 @@ def _finish_turn(
     if not output.finished:
         draft.finish_reason = "length"
         return
-    reply = task.reply(prompt, draft.turns)
+    reply = ask_reply(task, prompt, draft.turns)
     if reply is None:
         draft.finish_reason = "stop"
         return

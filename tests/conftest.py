@@ -86,7 +86,7 @@ class Scripted:
 @pytest.fixture
 def scripted(tokenizer):
     """Make a generator: one list of answers per call, one text per context; "$" at the end is the end token."""
-    return lambda *answers: Scripted(tokenizer, answers)
+    return lambda *answers, tokenizer=tokenizer: Scripted(tokenizer, answers)
 
 
 class Echo:

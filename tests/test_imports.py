@@ -22,7 +22,7 @@ MATHS = {
     "diagnostics",
     "enumeration",
 }
-TORCH_ROOMS = {"logit_stats", "gradients", "models", "tasks", "generation", "sampling"}
+TORCH_ROOMS = {"logit_stats", "gradients", "models", "tasks", "generation", "generation_vllm", "sampling"}
 UPPER = {"training", "integrations"}
 EDGE = {"serve", "report", "demo", "compare", "cli", "bench"}
 
@@ -35,11 +35,24 @@ ALLOWED_ROOMS = (
     | dict.fromkeys(UPPER, LEAVES | MATHS | TORCH_ROOMS | UPPER | {"store"})
     | dict.fromkeys(EDGE, LEAVES | MATHS | TORCH_ROOMS | UPPER | EDGE | {"store", "figures"})
 )
-HEAVY = {"torch", "transformers", "streamlit", "plotly", "pyarrow", "duckdb", "pandas", "accelerate", "peft", "trl"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "streamlit",
+    "plotly",
+    "pyarrow",
+    "duckdb",
+    "pandas",
+    "accelerate",
+    "peft",
+    "trl",
+    "vllm",
+}
 ALLOWED_PACKAGES = (
     {key: set() for key in LEAVES | MATHS}
     | {"figures": {"plotly", "pandas"}, "store": {"pyarrow", "duckdb", "pandas"}}
     | {key: {"torch", "transformers", "peft"} for key in TORCH_ROOMS}
+    | {"tasks": {"pyarrow"}}
     | {key: {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow", "trl"} for key in UPPER}
     | dict.fromkeys(EDGE, HEAVY - {"streamlit"})
 )

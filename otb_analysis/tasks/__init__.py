@@ -1,25 +1,67 @@
 """Verifiable tasks, by name."""
 
+from pathlib import Path
+
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.tasks.base import Prompt, Split, Task, Turn
+from otb_analysis.tasks.calculator import Calculator
 from otb_analysis.tasks.chain_sum import ChainSum
+from otb_analysis.tasks.counting import Counting
+from otb_analysis.tasks.graph_path import GraphPath
+from otb_analysis.tasks.math_jsonl import MathJsonl
+from otb_analysis.tasks.own import is_own, load_task, source_file
 
 TASKS = {
     "chain_sum": lambda config: ChainSum(config.chain_sum, config.seed),
+    "calculator": lambda config: Calculator(config.calculator, config.seed),
+    "counting": lambda config: Counting(config.counting, config.seed),
+    "graph_path": lambda config: GraphPath(config.graph_path, config.seed),
+    "math_jsonl": lambda config: MathJsonl(config.math_jsonl, config.seed),
 }
 """Name → constructor from a TrainConfig; the task's own settings are the section of the same name."""
 
 
 def make_task(config: TrainConfig) -> Task:
-    """Build the configured task.
+    """Build the configured task: one of the catalogue, or one's own by module:attribute.
 
     Raises:
         InputError: No task has that name, or its settings are impossible.
     """
+    if is_own(config.task):
+        return load_task(config)
     if config.task not in TASKS:
-        raise InputError(f"task {config.task!r} does not exist; {nearest(config.task, TASKS)}")
+        raise InputError(
+            f"task {config.task!r} does not exist; {nearest(config.task, TASKS)} Your own is named module:attribute."
+        )
     return TASKS[config.task](config)
 
 
-__all__ = ["TASKS", "ChainSum", "Prompt", "Split", "Task", "Turn", "make_task"]
+def task_files(config: TrainConfig) -> list[Path]:
+    """Return the files whose content the task depends on beside its configuration; what is cached is keyed by them.
+
+    Args:
+        config: The run; its task has been made.
+    """
+    if is_own(config.task):
+        file = source_file(config.task)
+        return [] if file is None else [file]
+    if config.task == "math_jsonl":
+        return [Path(name) for name in (config.math_jsonl.train, config.math_jsonl.heldout) if name]
+    return []
+
+
+__all__ = [
+    "TASKS",
+    "Calculator",
+    "ChainSum",
+    "Counting",
+    "GraphPath",
+    "MathJsonl",
+    "Prompt",
+    "Split",
+    "Task",
+    "Turn",
+    "make_task",
+    "task_files",
+]

@@ -15,11 +15,13 @@ class Prompt:
         id: Stable name, the same across steps, runs and machines; intervals cluster by it.
         text: What the policy is given.
         answer: The right final answer, in the task's own notation.
+        chat: True asks for the tokenizer's chat template around the text, where it has one.
     """
 
     id: str
     text: str
     answer: str
+    chat: bool = False
 
 
 @dataclass(frozen=True)

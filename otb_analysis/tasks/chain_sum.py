@@ -1,6 +1,5 @@
 """`chain_sum`: `12+7+30=` is answered by `12+7=19;19+30=49#49` and the end token."""
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -10,8 +9,8 @@ import numpy as np
 from otb_analysis.config import ChainSumConfig
 from otb_analysis.errors import InputError
 from otb_analysis.tasks.base import Prompt, Split, Turn
+from otb_analysis.tasks.splits import draw_prompt
 
-HELDOUT_SHARE = 0.1
 FINAL = re.compile(r"#([0-9]{1,12})\Z")
 
 
@@ -45,13 +44,13 @@ class ChainSum:
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """Return problem `index` of a split: drawn from (seed, split, index) until its hash falls into the split."""
-        rng = np.random.default_rng([self.seed, split == "heldout", index])
-        while True:
-            count = rng.integers(self.config.terms_min, self.config.terms_max + 1)
-            terms = [int(n) for n in rng.integers(1, self.config.largest + 1, size=count)]
-            text = "+".join(map(str, terms)) + "="
-            if _split_of(text) == split:
-                return Prompt(id=text, text=text, answer=str(sum(terms)))
+        return draw_prompt(self.name, self.seed, split, index, self._draw)
+
+    def _draw(self, rng: np.random.Generator) -> Prompt:
+        count = rng.integers(self.config.terms_min, self.config.terms_max + 1)
+        terms = [int(n) for n in rng.integers(1, self.config.largest + 1, size=count)]
+        text = "+".join(map(str, terms)) + "="
+        return Prompt(id=text, text=text, answer=str(sum(terms)))
 
     def demonstration(self, prompt: Prompt) -> Sequence[Turn]:
         """Return the solution with every partial sum."""
@@ -70,8 +69,3 @@ class ChainSum:
         found = FINAL.search(last.text)
         right = last.finished and found is not None and int(found[1]) == int(prompt.answer)
         return [{"correct": float(right)}]
-
-
-def _split_of(text: str) -> Split:
-    digest = hashlib.sha256(text.encode()).digest()
-    return "heldout" if int.from_bytes(digest[:8], "big") < HELDOUT_SHARE * 2**64 else "train"

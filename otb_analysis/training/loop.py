@@ -18,6 +18,7 @@ from otb_analysis.errors import STOPS, NonFiniteError, StoreError
 from otb_analysis.estimators import estimate
 from otb_analysis.sampling import sample
 from otb_analysis.store import RunWriter, StepTables, gram_rows
+from otb_analysis.tasks.asking import draw_prompts
 from otb_analysis.training.forward import forward_pass
 from otb_analysis.training.progress import Bar, silent
 from otb_analysis.training.setup import Trainer, seed_of
@@ -61,7 +62,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
     scalars: dict[str, object] = {"heldout_reward": evaluate(trainer, step)}
     with trainer.timed("sample"):
         torch.manual_seed(seed_of(config.seed, step))
-        prompts = [trainer.task.prompt("train", step * config.sample.prompts + i) for i in range(config.sample.prompts)]
+        prompts = draw_prompts(trainer.task, "train", step * config.sample.prompts, config.sample.prompts)
         rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample)
         rewards = pay(trainer.task, rollouts)
     with trainer.timed("update"):
@@ -96,8 +97,8 @@ def evaluate(trainer: Trainer, step: int) -> float | None:
         return None
     with trainer.timed("evaluate"), torch.random.fork_rng():
         torch.manual_seed(seed_of(trainer.config.seed, EVALUATION))
-        prompts = [trainer.task.prompt("heldout", i) for i in range(settings.prompts)]
-        return success_rate(trainer.model, trainer.tokenizer, trainer.task, prompts, trainer.config.sample)
+        prompts = draw_prompts(trainer.task, "heldout", 0, settings.prompts)
+        return success_rate(trainer.generator, trainer.tokenizer, trainer.task, prompts, trainer.config.sample)
 
 
 def columns_of(rows: Sequence[Mapping[str, object]]) -> dict[str, list[object]] | None:

@@ -17,7 +17,8 @@ from otb_analysis.arrays import returns_to_go
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError, NonFiniteError, StoreError
 from otb_analysis.estimators import entry_of, options_from_dict
-from otb_analysis.generation import TransformersGenerator
+from otb_analysis.generation import Generator, TransformersGenerator
+from otb_analysis.generation_vllm import VllmGenerator
 from otb_analysis.gradients import ENGINES
 from otb_analysis.gradients.scope import select_scope
 from otb_analysis.models import load_policy, output_layer
@@ -34,7 +35,10 @@ TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value"}
 """Inputs the loop can provide at every step."""
 
 POSITIVE = (
-    *(f"sample.{name}" for name in ("prompts", "group_size", "max_new_tokens", "max_turns", "temperature")),
+    *(
+        f"sample.{name}"
+        for name in ("prompts", "group_size", "max_new_tokens", "max_turns", "temperature", "vllm_memory")
+    ),
     *(f"optimize.{name}" for name in ("steps", "learning_rate")),
     *(f"critic.{name}" for name in ("width", "learning_rate", "updates")),
     *(f"warm_start.{name}" for name in ("batch", "learning_rate", "max_steps", "check_every", "check_prompts")),
@@ -63,7 +67,7 @@ class Trainer:
         self.trains_on_exact = "rollout_norm_sq" in entry.needs or (
             "energy" in entry.needs and config.estimator.energy == "exact"
         )
-        self.generator = TransformersGenerator(model, tokenizer)
+        self.generator = _generator(config, model, tokenizer)
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
         trained = {config.estimator.name: self.options}
         self.instrument = Instrument(model, config.measure, config.sample.temperature, trained)
@@ -143,6 +147,12 @@ class Trainer:
             raise StoreError(
                 f"cannot write the trained model to {path} ({reason}); every step is stored, free some space."
             ) from error
+
+
+def _generator(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Generator:
+    if config.sample.engine == "vllm":
+        return VllmGenerator(model, tokenizer, config.sample.vllm_memory)
+    return TransformersGenerator(model, tokenizer)
 
 
 def check(config: TrainConfig) -> None:

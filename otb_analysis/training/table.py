@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.errors import NonFiniteError
 from otb_analysis.sampling import Rollouts
 from otb_analysis.tasks import Task
+from otb_analysis.tasks.asking import ask_reward
 from otb_analysis.training.forward import ForwardPass
 from otb_analysis.types import Bool, Estimate, EstimatorInputs, Float, Int, LogitStats
 
@@ -71,20 +72,17 @@ def pay(task: Task, rollouts: Rollouts) -> Rewards:
     """Ask the task for every rollout's reward and put each turn's on that turn's last policy token.
 
     Raises:
-        InputError: The task does not pay every turn.
+        InputError: The task raises, does not pay every turn, or pays what is no number.
         NonFiniteError: A reward part is NaN or infinite; the message names rollout, group and part.
     """
     columns, present = rollouts.completion_columns(), rollouts.present()
     mask = np.take_along_axis(rollouts.mask, columns, axis=1) & present
     turn = np.take_along_axis(rollouts.turn, columns, axis=1)
     by_token = np.zeros(mask.shape)
-    paid = [task.reward(rollouts.prompts[g], turns) for g, turns in zip(rollouts.group, rollouts.turns, strict=True)]
-    for n, (given, turns) in enumerate(zip(paid, rollouts.turns, strict=True)):
-        if len(given) != len(turns):
-            raise InputError(
-                f"task {task.name!r} pays {len(given)} turns but rollout {n} has {len(turns)}; "
-                "return one mapping of reward parts per turn."
-            )
+    paid = [
+        ask_reward(task, rollouts.prompts[g], turns, n)
+        for n, (g, turns) in enumerate(zip(rollouts.group, rollouts.turns, strict=True))
+    ]
     names = dict.fromkeys(name for turns in paid for parts in turns for name in parts)
     parts = {name: np.array([sum(p.get(name, 0.0) for p in turns) for turns in paid]) for name in names}
     for name, values in parts.items():

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from otb_analysis import __version__
 from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.generation import TransformersGenerator
+from otb_analysis.generation import Generator, TransformersGenerator
 from otb_analysis.models import character_tokenizer, output_layer, small_model, special_id
-from otb_analysis.sampling import sample
-from otb_analysis.tasks import Prompt, Task, make_task
+from otb_analysis.sampling import encode_prompt, sample
+from otb_analysis.tasks import Prompt, Task, make_task, task_files
+from otb_analysis.tasks.asking import ask_demonstration, draw_prompts
 from otb_analysis.training.progress import Bar, silent
 from otb_analysis.training.table import pay
 
@@ -32,6 +33,8 @@ MUON_RATIO = 5.0
 IGNORED = -100
 LEARNED_ENOUGH_TO_CHECK = 0.2
 """Token loss in nats below which measuring success becomes worth its time."""
+CHECKED_ANYWAY = 8
+"""Every so many checks, success is measured whatever the loss: a demonstration that chooses at random keeps it high."""
 
 
 def warm_started(config: TrainConfig, bar: Bar = silent, cache: Path = CACHE) -> Path:
@@ -46,10 +49,10 @@ def warm_started(config: TrainConfig, bar: Bar = silent, cache: Path = CACHE) ->
         InputError: The model did not reach the wanted success within the step budget.
         StoreError: The made model cannot be kept.
     """
+    task = make_task(config)
     path = cache / _key(config)
     if (path / "warm_start.json").is_file():
         return path
-    task = make_task(config)
     tokenizer = character_tokenizer(task.alphabet)
     model = small_model(config.small_model, tokenizer, config.seed)
     steps, success = fit(model, tokenizer, task, config, bar)
@@ -70,17 +73,20 @@ def fit(
     Raises:
         InputError: The step budget ran out below the band.
     """
-    own = config.warm_start
+    own, generator = config.warm_start, TransformersGenerator(model, tokenizer)
     optimizers = _optimizers(model, own.learning_rate)
     torch.manual_seed(config.seed)
-    checks = [task.prompt("train", CHECKS_FROM + i) for i in range(own.check_prompts)]
+    checks = draw_prompts(task, "train", CHECKS_FROM, own.check_prompts)
     loss, success, below, every = float("inf"), 0.0, _snapshot(model), own.check_every
     for step, batch in enumerate(_batches(tokenizer, task, own), start=1):
         loss = 0.95 * loss + 0.05 * _supervised_step(model, optimizers, batch) if step > 1 else 3.0
         bar(success, own.success_low, f"warm start: step {step}, loss {loss:.2f} nats, success {success:.0%}")
-        if loss > LEARNED_ENOUGH_TO_CHECK or step % every:
+        if step % every or (loss > LEARNED_ENOUGH_TO_CHECK and step % (CHECKED_ANYWAY * own.check_every)):
             continue
-        success = success_rate(model, tokenizer, task, checks, config.sample)
+        with torch.random.fork_rng(
+            enabled=loss > LEARNED_ENOUGH_TO_CHECK
+        ):  # an early check leaves the later draws alone
+            success = success_rate(generator, tokenizer, task, checks, config.sample)
         if own.success_low <= success <= own.success_high:
             return step, success
         if success > own.success_high:
@@ -97,7 +103,7 @@ def fit(
 
 
 def success_rate(
-    model: PreTrainedModel,
+    generator: Generator,
     tokenizer: PreTrainedTokenizerBase,
     task: Task,
     prompts: Sequence[Prompt],
@@ -105,7 +111,7 @@ def success_rate(
 ) -> float:
     """Return the mean total reward of one sampled answer to each prompt."""
     one = replace(config, prompts=len(prompts), group_size=1)
-    rollouts = sample(TransformersGenerator(model, tokenizer), tokenizer, task, prompts, one)
+    rollouts = sample(generator, tokenizer, task, prompts, one)
     return float(pay(task, rollouts).total.mean())
 
 
@@ -114,16 +120,16 @@ def _batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     index = DEMONSTRATIONS_FROM
     for _ in range(config.max_steps):
-        prompts = [task.prompt("train", index + i) for i in range(config.batch)]
+        prompts = draw_prompts(task, "train", index, config.batch)
         index += config.batch
         yield _collate([_example(tokenizer, task, prompt) for prompt in prompts], special_id(tokenizer, "pad"))
 
 
 def _example(tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt) -> tuple[list[int], list[int]]:
     """Return token ids and labels; prompt and environment tokens carry no loss."""
-    ids: list[int] = list(tokenizer(prompt.text)["input_ids"])
+    ids = encode_prompt(tokenizer, prompt)
     labels = [IGNORED] * len(ids)
-    for turn in task.demonstration(prompt):
+    for turn in ask_demonstration(task, prompt):
         written = [*tokenizer(turn.text, add_special_tokens=False)["input_ids"], special_id(tokenizer, "eos")]
         reply = list(tokenizer(turn.reply, add_special_tokens=False)["input_ids"])
         ids += written + reply
@@ -178,8 +184,10 @@ def _key(config: TrainConfig) -> str:
         "seed": config.seed,
         "version": __version__,
     }
+    if files := task_files(config):
+        parts["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return f"{config.task}-{digest[:12]}"
+    return f"{config.task.replace(':', '.')}-{digest[:12]}"
 
 
 def _save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, facts: dict[str, float]) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig, WarmStartConfig
 from otb_analysis.errors import InputError, StoreError
+from otb_analysis.generation import TransformersGenerator
 from otb_analysis.models import character_tokenizer, load_policy, small_model
 from otb_analysis.tasks import make_task
 from otb_analysis.training import warm_start
@@ -31,8 +32,8 @@ def scripted_success(monkeypatch, values):
     """Let the measurements of success come out as given; keep the weights at each."""
     seen, left = [], list(values)
 
-    def measured(model, *args):
-        seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    def measured(generator, *args):
+        seen.append({name: tensor.clone() for name, tensor in generator.model.state_dict().items()})
         return left.pop(0)
 
     monkeypatch.setattr(warm_start, "success_rate", measured)
@@ -91,7 +92,9 @@ def test_success_is_the_mean_reward_of_sampled_answers(scene, monkeypatch):
     monkeypatch.setattr(type(task), "reward", lambda self, prompt, turns: [{"correct": float(len(prompt.text) % 2)}])
     prompts = [task.prompt("heldout", i) for i in range(20)]
     expected = sum(len(prompt.text) % 2 for prompt in prompts) / 20
-    assert success_rate(model, tokenizer, task, prompts, EASY.sample) == pytest.approx(expected)
+    assert success_rate(
+        TransformersGenerator(model, tokenizer), tokenizer, task, prompts, EASY.sample
+    ) == pytest.approx(expected)
 
 
 @pytest.mark.slow
@@ -102,4 +105,6 @@ def test_easy_task_is_learned_into_the_band(tmp_path):
     # 400 answers to other prompts: within four standard errors of the band.
     task = make_task(EASY)
     prompts = [task.prompt("heldout", i) for i in range(400)]
-    assert success_rate(model, tokenizer, task, prompts, EASY.sample) > 0.1 - 4 * 0.015
+    assert (
+        success_rate(TransformersGenerator(model, tokenizer), tokenizer, task, prompts, EASY.sample) > 0.1 - 4 * 0.015
+    )

@@ -1,0 +1,106 @@
+"""Every call into a task's own code: what comes back is checked, and what is raised is named, in one sentence."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from otb_analysis.errors import STOPS, InputError
+from otb_analysis.tasks.base import Prompt, Split, Task, Turn
+
+
+@contextmanager
+def blaming(task: Task, method: str, where: str) -> Iterator[None]:
+    """Turn whatever the task's code raises into one sentence; what already is one passes.
+
+    Args:
+        task: Whose code runs.
+        method: Which method.
+        where: For which prompt or rollout.
+
+    Raises:
+        InputError: Naming task, method, place and exception.
+    """
+    try:
+        yield
+    except STOPS:
+        raise
+    except Exception as error:  # someone else's code can fail in any way
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":. ")[:200]
+        raise InputError(f"task {task.name!r} failed in {method} for {where} ({reason}); mend the task.") from error
+
+
+def draw_prompts(task: Task, split: Split, start: int, count: int) -> list[Prompt]:
+    """Return problems `start` … `start + count − 1` of a split.
+
+    Raises:
+        InputError: The task raises, or returns something else than a prompt.
+    """
+    return [_prompt(task, split, start + i) for i in range(count)]
+
+
+def _prompt(task: Task, split: Split, index: int) -> Prompt:
+    where = f"{split} problem {index}"
+    with blaming(task, "prompt", where):
+        prompt = task.prompt(split, index)
+    if not isinstance(prompt, Prompt):
+        raise _unfit(task, "prompt", where, prompt, "return an otb_analysis.tasks.Prompt.")
+    return prompt
+
+
+def ask_demonstration(task: Task, prompt: Prompt) -> Sequence[Turn]:
+    """Return a right solution of a prompt.
+
+    Raises:
+        InputError: The task raises, or returns something else than turns.
+    """
+    with blaming(task, "demonstration", f"prompt {prompt.id!r}"):
+        turns = list(task.demonstration(prompt))
+    if not turns or not all(isinstance(turn, Turn) for turn in turns):
+        raise _unfit(
+            task, "demonstration", f"prompt {prompt.id!r}", turns, "return one otb_analysis.tasks.Turn a turn."
+        )
+    return turns
+
+
+def ask_reply(task: Task, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+    """Return the environment's answer to the last turn, or None when the episode is over.
+
+    Raises:
+        InputError: The task raises, or returns something else than a text or None.
+    """
+    with blaming(task, "reply", f"prompt {prompt.id!r}"):
+        reply = task.reply(prompt, tuple(turns))
+    if reply is not None and not isinstance(reply, str):
+        raise _unfit(task, "reply", f"prompt {prompt.id!r}", reply, "return a text, or None to end the episode.")
+    return reply
+
+
+def ask_reward(task: Task, prompt: Prompt, turns: Sequence[Turn], rollout: int) -> list[dict[str, float]]:
+    """Return the named reward parts of every turn, as plain numbers; they may be NaN.
+
+    Args:
+        task: Who pays.
+        prompt: What was asked.
+        turns: What was written.
+        rollout: Index of the rollout within its step, for the sentence.
+
+    Raises:
+        InputError: The task raises, does not pay every turn, or pays something that is no mapping of numbers.
+    """
+    where = f"rollout {rollout} (prompt {prompt.id!r})"
+    with blaming(task, "reward", where):
+        given = task.reward(prompt, tuple(turns))
+    if not isinstance(given, Sequence) or not all(isinstance(parts, Mapping) for parts in given):
+        remedy = 'return one mapping of reward parts per turn, as in [{"correct": 1.0}].'
+        raise _unfit(task, "reward", where, given, remedy)
+    if len(given) != len(turns):
+        raise InputError(
+            f"task {task.name!r} pays {len(given)} turns but rollout {rollout} has {len(turns)} "
+            f"(prompt {prompt.id!r}); return one mapping of reward parts per turn."
+        )
+    with blaming(task, "reward", where):
+        return [{str(name): float(value) for name, value in parts.items()} for parts in given]
+
+
+def _unfit(task: Task, method: str, where: str, given: object, remedy: str) -> InputError:
+    shown = " ".join(repr(given).split())[:60]
+    return InputError(f"task {task.name!r} returned {shown} from {method} for {where}; {remedy}")

@@ -1,0 +1,128 @@
+"""`math_jsonl`: any local file of prompts and answers, as GSM8K's, graded by math-verify."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from otb_analysis.config import MathJsonlConfig
+from otb_analysis.errors import InputError
+from otb_analysis.tasks.base import Prompt, Split, Turn
+from otb_analysis.tasks.rows import read_rows
+from otb_analysis.tasks.splits import split_of
+
+LONGEST_ANSWER = 300
+"""Characters of a final answer that are looked at."""
+SECONDS = 1
+"""Time after which reading or comparing an answer counts as wrong: 9^9^9^9 has no value in any time."""
+
+
+class MathJsonl:
+    """Prompts of a file in a seeded order, epoch after epoch; the reward is 1 for an ended text with the right answer.
+
+    The final answer is what follows the last `answer_marker`, or else what math-verify finds in the whole text (the
+    last boxed or stated expression). It is right when it is the reference answer's text or equals it mathematically.
+    A prompt of both files is held out; the same text is never in both splits.
+
+    Raises:
+        InputError: A file, a column or math-verify is missing, or a split is empty.
+    """
+
+    name = "math_jsonl"
+
+    def __init__(self, config: MathJsonlConfig, seed: int = 0):
+        if not config.train:
+            raise InputError("math_jsonl.train is empty; pass --math-jsonl.train FILE.jsonl (or .parquet).")
+        if "{prompt}" not in config.template:
+            raise InputError(f"math_jsonl.template is {config.template!r}; it must contain {{prompt}}.")
+        if not config.heldout and not 0 < config.heldout_share < 1:
+            raise InputError(f"math_jsonl.heldout_share is {config.heldout_share}; choose a share between 0 and 1.")
+        self.config, self.seed = config, seed
+        self.equal = _equality()
+        self.rows = self._split_rows()
+        texts = {text for rows in self.rows.values() for row in rows for text in row}
+        self.alphabet = "".join(sorted(set(config.template).union(*texts)))
+        self.solutions = {self._prompt(row).id: row[1] for rows in self.rows.values() for row in rows}
+
+    def _split_rows(self) -> dict[Split, list[tuple[str, str]]]:
+        own = self.config
+        columns = (own.prompt_column, own.answer_column)
+        train = read_rows(own.train, columns)
+        if own.heldout:
+            heldout = read_rows(own.heldout, columns)
+            kept = {prompt for prompt, _ in heldout}
+            train = [row for row in train if row[0] not in kept]
+        else:
+            heldout = [row for row in train if split_of(row[0], own.heldout_share) == "heldout"]
+            train = [row for row in train if split_of(row[0], own.heldout_share) == "train"]
+        for split, rows in (("train", train), ("heldout", heldout)):
+            if not rows:
+                raise InputError(f"math_jsonl has no {split} prompts in {own.train}; pass more rows or another share.")
+        return {"train": train, "heldout": heldout}
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """Return problem `index` of a split: held-out ones in the file's order, the others reshuffled every epoch."""
+        rows = self.rows[split]
+        epoch, place = divmod(index, len(rows))
+        if split == "heldout":
+            return self._prompt(rows[place])
+        return self._prompt(rows[int(np.random.default_rng([self.seed, epoch]).permutation(len(rows))[place])])
+
+    def _prompt(self, row: tuple[str, str]) -> Prompt:
+        question, solution = row
+        return Prompt(
+            id=hashlib.sha256(question.encode()).hexdigest()[:16],
+            text=self.config.template.replace("{prompt}", question),
+            answer=_after(solution, self.config.answer_marker),
+            chat=self.config.chat,
+        )
+
+    def demonstration(self, prompt: Prompt) -> Sequence[Turn]:
+        """Return the answer column as it is, solution and all."""
+        return [Turn(self.solutions[prompt.id], finished=True)]
+
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+        """Return None: one turn ends the episode."""
+        return None
+
+    def reward(self, prompt: Prompt, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
+        """Return {"correct": 1} when the text ends and its final answer is the reference's, else {"correct": 0}."""
+        last = turns[-1]
+        given = _after(last.text, self.config.answer_marker)
+        right = last.finished and (given == prompt.answer or self.equal(prompt.answer, given))
+        return [{"correct": float(right)}]
+
+
+def _after(text: str, marker: str) -> str:
+    """Return the line behind the last marker, or the whole text without one."""
+    if not marker or marker not in text:
+        return text.strip()
+    lines = text.rpartition(marker)[2].strip().splitlines()
+    return lines[0].strip() if lines else ""
+
+
+def _equality() -> Callable[[str, str], bool]:
+    """Return math-verify's comparison of a reference and an answer, with limits on length and time.
+
+    Raises:
+        InputError: It is not installed.
+    """
+    try:
+        from math_verify import parse, verify
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "task 'math_jsonl' is graded by math-verify, which is not installed; pip install 'otb-analysis[train]'."
+        ) from error
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a wrong answer is a reward of 0, not a message
+
+    def equal(reference: str, answer: str) -> bool:
+        answer = answer[-LONGEST_ANSWER:]
+        # A bare reference may be LaTeX without its signs: \frac{1}{2}.
+        wanted = parse(f"${reference}$", parsing_timeout=SECONDS) or parse(reference, parsing_timeout=SECONDS)
+        for form in (answer, f"${answer}$"):
+            if verify(wanted, parse(form, parsing_timeout=SECONDS), timeout_seconds=SECONDS):
+                return True
+        return False
+
+    return equal
