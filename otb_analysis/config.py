@@ -147,14 +147,76 @@ class EstimatorConfig:
 
 
 @dataclass(frozen=True)
+class ObjectiveConfig:
+    """What a batch of rollouts is optimised for: ĝ = Σ coefficient·∇log π, with every part of the catalogue.
+
+    The defaults are the plain on-policy policy gradient: one update per batch, token sums, mean over rollouts.
+    """
+
+    ratio: str = "none"
+    """Importance weighting against the policy that sampled: none, or a name in RATIOS."""
+    ratio_options: dict[str, str] = field(default_factory=dict)
+    """Options of that ratio, as name value pairs."""
+    aggregation: str = "sequence_sum"
+    """How tokens are weighed against each other: a name in AGGREGATIONS."""
+    aggregation_options: dict[str, str] = field(default_factory=dict)
+    """Options of that aggregation, as name value pairs."""
+    shaping: str = "none"
+    """How rewards are reshaped before the estimator sees them: none, or a name in SHAPINGS."""
+    shaping_options: dict[str, str] = field(default_factory=dict)
+    """Options of that shaping, as name value pairs."""
+    epochs: int = 1
+    """Passes over each batch."""
+    minibatches: int = 1
+    """Parts of whole groups that a batch is cut into; each takes one optimizer step per epoch."""
+    staleness: int = 0
+    """Rollouts are sampled from the policy of this many batches ago."""
+    kl_coefficient: float = 0.0
+    """Weight β of the divergence from the policy as it was at the start; 0 keeps no copy of it."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    """Per-token estimator of KL(π‖π_ref): log ratio, half its square, or π_ref/π − 1 + log ratio."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """A term of the loss (k2 and k3: k1 has no gradient in expectation), or a penalty on each token's reward."""
+    entropy_bonus: float = 0.0
+    """Weight of the mean token entropy, which is added to the objective."""
+
+
+@dataclass(frozen=True)
 class OptimizeConfig:
-    """The update: one AdamW step per batch of rollouts."""
+    """The update: AdamW."""
 
     steps: int = 60
+    """Batches of rollouts."""
     learning_rate: float = 1e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up: it stays, or falls to 0 at the last step."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's two moments."""
+    weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     """Clipping threshold for ‖ḡ‖; 0 turns clipping off."""
-    weight_decay: float = 0.0
+    scale_by_ess: bool = False
+    """Multiply the learning rate by √(ESS/N), the effective sample size of the sequence ratios (OPOB)."""
+    micro_batch: int = 0
+    """Rollouts per forward pass; 0 takes what fits into 16,384 positions and 1 GiB of logits."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of sampling and training passes; weights and optimizer stay float32, measurements too."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: slower, and less memory."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters through PEFT: only they are trained, and the scores are over them alone."""
+
+    rank: int = 0
+    """Rank r; 0 trains all weights."""
+    alpha: float = 16.0
+    """Scale: the adapter adds (alpha/r)·B·A."""
+    targets: tuple[str, ...] = ()
+    """Names of the layers that get one; by default every linear layer but the output."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +268,16 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """All that a stopped run needs to go on bit for bit: weights, optimizer, critic, random state, position."""
+
+    every: int = 50
+    """Steps between two checkpoints; the last step has one too; 0 writes none."""
+    keep: int = 1
+    """How many of the newest stay on the disk."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One instrumented training run."""
 
@@ -213,8 +285,8 @@ class TrainConfig:
     """Name of the run's directory; by default TASK-ESTIMATOR-sSEED."""
     root: Path = Path("runs")
     """Directory that holds the runs."""
-    if_exists: Literal["error", "replace"] = "error"
-    """What to do when the run's directory already exists."""
+    if_exists: Literal["error", "replace", "resume"] = "error"
+    """What to do when the run's directory already exists: refuse, begin anew, or go on from its newest checkpoint."""
     model: str = ""
     """Local Hugging Face checkpoint directory; by default the small model below, made and warm-started in code."""
     task: str = "chain_sum"
@@ -230,10 +302,13 @@ class TrainConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimize: OptimizeConfig = field(default_factory=OptimizeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     @property
     def run_name(self) -> str:

@@ -19,8 +19,9 @@ from otb_analysis.config import DemoConfig, EstimatorConfig, MeasureConfig, Opti
 from otb_analysis.errors import STOPS, InputError, StoreError
 from otb_analysis.models import quiet_loading
 from otb_analysis.store import RunStore
-from otb_analysis.training.loop import plain_config, train
+from otb_analysis.training.loop import train
 from otb_analysis.training.progress import Bar
+from otb_analysis.training.resume import plain_config
 from otb_analysis.training.warm_start import warm_started
 
 ESTIMATORS_COMPARED = ("group_mean", "otb")

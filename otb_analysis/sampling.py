@@ -1,7 +1,7 @@
 """From prompts to rollouts: groups, any number of turns, and what the environment inserts between them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -51,6 +51,23 @@ class Rollouts:
     def completion_length(self) -> Int:
         """Tokens after the prompt, tool tokens included [N]."""
         return self.attention_mask.sum(axis=1) - self.prompt_length
+
+    def take(self, rows: slice | Int) -> "Rollouts":
+        """Return some of the rollouts, as wide as the longest of them; every group keeps its number and its prompt.
+
+        Args:
+            rows: Which rollouts, a slice or indices [n].
+        """
+        index = np.arange(len(self.group))[rows]
+        width = int(self.attention_mask[index].sum(axis=1).max(initial=0))
+        by_token = ("input_ids", "attention_mask", "mask", "turn", "behavior_logprob")
+        return replace(
+            self,
+            **{name: getattr(self, name)[index, :width] for name in by_token},
+            **{name: getattr(self, name)[index] for name in ("group", "prompt_length")},
+            turns=tuple(self.turns[i] for i in index),
+            finish_reason=tuple(self.finish_reason[i] for i in index),
+        )
 
     def completion_columns(self) -> NDArray[np.int64]:
         """Return the column in [N, L] of each completion token, [N, T]; padding repeats the last column."""

@@ -14,7 +14,7 @@ from otb_analysis.config import EstimatorConfig, OptimizeConfig, SampleConfig
 from otb_analysis.demo import DemoConfig, demo_configs, is_complete, progress_bars, run_demo, train_together
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.store import RunStore
-from otb_analysis.training.loop import plain_config
+from otb_analysis.training.resume import plain_config
 
 
 @pytest.fixture

@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
 from otb_analysis.store.encode import Columns, encode, encode_scalars
-from otb_analysis.store.layout import check_run_name, is_run, part_path
+from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path, parts_of
 from otb_analysis.store.runfile import (
     ENDINGS,
     RESERVE,
     atomic_file,
+    git_state,
     new_run,
     now,
     read_run_file,
@@ -104,6 +105,31 @@ class RunWriter:
             raise StoreError(
                 f"cannot make {path} ({_why(error)}); make its parent writable or pass another."
             ) from error
+        return cls(path, rank)
+
+    @classmethod
+    def resume(cls, path: Path, from_step: int, *, rank: int = 0) -> "RunWriter":
+        """Return the writer of a run that goes on: the steps from `from_step` on are removed, whole or half written.
+
+        Args:
+            path: Directory of the run.
+            from_step: The step that will be written next.
+            rank: This process; ranks other than 0 must begin after rank 0 has returned.
+
+        Raises:
+            InputError: There is no such run.
+            StoreError: Its files cannot be read or removed.
+        """
+        if rank:
+            return cls(path, rank)
+        try:
+            _remove_from(find_run(path), from_step)
+            info = read_run_file(path) | {"status": "running", "reason": "", "updated": now()}
+            resumed = [*_as_list(info.get("resumed")), {"at": now(), "from_step": from_step, "git": git_state()}]
+            write_run_file(path, info | {"resumed": resumed})
+            write_reserve(path)
+        except OSError as error:
+            raise StoreError(f"cannot go on in {path} ({_why(error)}); free some space or permit writing.") from error
         return cls(path, rank)
 
     def write_step(self, step: int, tables: StepTables) -> None:
@@ -206,6 +232,21 @@ def _clear(path: Path, if_exists: str) -> None:
     old = path.with_name(f".{path.name}.{os.getpid()}.old")
     path.rename(old)
     shutil.rmtree(old)
+
+
+def _remove_from(path: Path, step: int) -> None:
+    """Remove what lies at or after a step: the `steps` parts first, so that no reader sees half of one."""
+    for table in ("steps", *TABLES):
+        for part in parts_of(path, table):
+            if part.step >= step:
+                part.path.unlink(missing_ok=True)
+    for left in path.glob("*/.*.tmp"):  # what a killed process had begun
+        left.unlink(missing_ok=True)
+
+
+def _as_list(value: object) -> list[object]:
+    """Return a list found in run.json, or an empty one."""
+    return list(value) if isinstance(value, list) else []
 
 
 def _is_empty(path: Path) -> bool:

@@ -50,3 +50,12 @@ class Critic(nn.Module):
             loss.backward()
             self.optimizer.step()
         return first
+
+    def state(self) -> dict[str, object]:
+        """Return weights and optimizer, for a checkpoint."""
+        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state(self, state: dict[str, dict]) -> None:
+        """Go back to a state that `state` returned."""
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])

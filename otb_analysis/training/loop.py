@@ -1,13 +1,14 @@
 """The instrumented loop: sample groups → reward → measure → estimate → step → record.
 
-On-policy policy gradient, one update per batch: ascend ḡ = (1/N) Σ_i Σ_t A_{i,t} ∇_θ log π(y_{i,t}), where the chosen
-estimator gives A and token sums are not divided by lengths. Everything recorded at a step describes the policy before
-that step's update.
+Policy gradient: ascend ĝ = Σ_i Σ_t c_{i,t} ∇_θ log π(y_{i,t}). The chosen estimator gives the advantages A, the
+objective turns them into coefficients c; by default c = A/N, one update per batch, and token sums are not divided by
+lengths.
+Everything recorded at a step describes the policy before that step's first update.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +20,16 @@ from otb_analysis.estimators import estimate
 from otb_analysis.sampling import sample
 from otb_analysis.store import RunWriter, StepTables, gram_rows
 from otb_analysis.tasks.asking import draw_prompts
-from otb_analysis.training.forward import forward_pass
+from otb_analysis.training.checkpoint import write_checkpoint
 from otb_analysis.training.progress import Bar, silent
+from otb_analysis.training.resume import begin
 from otb_analysis.training.setup import Trainer, seed_of
 from otb_analysis.training.summary import summarize
-from otb_analysis.training.table import pay, rollout_rows, token_rows, token_table
+from otb_analysis.training.table import pay, rollout_rows, token_rows
 from otb_analysis.training.warm_start import success_rate
-from otb_analysis.types import Float
 
+ORDER = 1
+"""Stands beside a step where the order of its mini-batches draws its seed."""
 EVALUATION = 2**31
 """Stands for a step where evaluation draws its seed: the same draws at every evaluation, unlike any step's."""
 
@@ -44,31 +47,44 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
         NonFiniteError: A logit, reward, loss or gradient is not finite; complete steps stay readable.
     """
     trainer = Trainer.from_config(config, bar)
-    writer = RunWriter.create(config.root, config.run_name, plain_config(config), if_exists=config.if_exists)
+    writer, first = begin(config, trainer)
     with _ending_recorded(writer):
-        for step in range(config.optimize.steps):
+        for step in range(first, config.optimize.steps):
             with _step_named(step):
                 tables = train_step(trainer, step)
             with trainer.timed("store"):
                 writer.write_step(step, tables)
+                keep_checkpoint(trainer, writer.path, step + 1)
             bar(step + 1, config.optimize.steps, _numbers(config.run_name, tables))
         trainer.save(writer.path / "model")
     return writer.path
 
 
+def keep_checkpoint(trainer: Trainer, run_dir: Path, done: int) -> None:
+    """Write a checkpoint where one is due: every so many steps, and after the last.
+
+    Raises:
+        StoreError: The disk refuses.
+    """
+    settings = trainer.config.checkpoint
+    if settings.every and (done % settings.every == 0 or done == trainer.config.optimize.steps):
+        write_checkpoint(run_dir, done, trainer.state(), settings.keep)
+
+
 def train_step(trainer: Trainer, step: int) -> StepTables:
     """Take one step and return everything to record about it."""
-    config = trainer.config
+    config, policy = trainer.config, trainer.policy
     scalars: dict[str, object] = {"heldout_reward": evaluate(trainer, step)}
     with trainer.timed("sample"):
         torch.manual_seed(seed_of(config.seed, step))
         prompts = draw_prompts(trainer.task, "train", step * config.sample.prompts, config.sample.prompts)
-        rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample)
+        with policy.past.sampling(), policy.arithmetic():
+            rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample)
         rewards = pay(trainer.task, rollouts)
     with trainer.timed("update"):
-        forward = forward_pass(trainer.model, rollouts, config.sample.temperature)
-        value = trainer.critic.value(forward.hidden).double().cpu().numpy() if trainer.critic else None
-        table = token_table(rollouts, forward, rewards, value)
+        forward = policy.forward(rollouts, keep_graph=trainer.one_update)
+        reference = policy.reference_logprob(rollouts)
+        table = trainer.table(rollouts, forward, rewards, reference)
     with trainer.timed("measure"):
         norms = trainer.instrument.norms(rollouts, np.arange(len(prompts))) if trainer.trains_on_exact else None
         measurement = trainer.instrument.measure(step, rollouts, table, norms)
@@ -77,7 +93,8 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         if norms is not None:
             inputs = table.inputs(norms.grad_norm_sq, norms.rollout_norm_sq)
         trained = estimate(config.estimator.name, inputs, trainer.options)
-        scalars |= trainer.update(_loss(forward.logprob, trained.advantage, forward.mask))
+        batch = trainer.objective.batch(rollouts, table, trained.advantage, reference)
+        scalars |= trainer.update(replace(batch, seed=seed_of(config.seed, step, ORDER)), forward)
         scalars |= trainer.update_critic(forward, table)
     scalars |= summarize(rollouts, table, trained, measurement) | trainer.take_seconds()
     exact = measurement.norms
@@ -104,21 +121,6 @@ def evaluate(trainer: Trainer, step: int) -> float | None:
 def columns_of(rows: Sequence[Mapping[str, object]]) -> dict[str, list[object]] | None:
     """Turn rows into columns; None when there are none."""
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else None
-
-
-def _loss(logprob: torch.Tensor, advantage: Float, mask: torch.Tensor) -> torch.Tensor:
-    """Return −(1/N) Σ_i Σ_t A_{i,t} log π(y_{i,t}), whose gradient is −ḡ.
-
-    Raises:
-        NonFiniteError: A rollout's part is not finite.
-    """
-    weights = torch.as_tensor(advantage, dtype=logprob.dtype, device=logprob.device)
-    parts = -torch.where(mask, weights * logprob, 0.0).sum(dim=1)
-    bad = ~parts.detach().isfinite()
-    if bool(bad.any()):
-        n = int(bad.nonzero()[0])
-        raise NonFiniteError(f"the loss of rollout {n} is {float(parts[n].detach())}; scale the task's rewards down.")
-    return parts.sum() / len(logprob)
 
 
 @contextmanager
@@ -149,15 +151,3 @@ def _numbers(run: str, tables: StepTables) -> str:
     """Return the numbers people watch."""
     s = tables.steps
     return f"{run}: reward {s['reward_mean']:.2f}, ‖ḡ‖ {s['grad_norm']:.1f}, entropy {s['entropy_mean'] or 0:.3f}"
-
-
-def plain_config(config: TrainConfig) -> dict[str, object]:
-    """Return a configuration as nested plain values, as run.json keeps it."""
-    return {key: _plain(value) for key, value in asdict(config).items()}
-
-
-def _plain(value: object) -> object:
-    """Turn paths into text, at any depth, so that the configuration can be written as JSON and TOML."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return str(value) if isinstance(value, Path) else value

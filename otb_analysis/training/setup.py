@@ -4,9 +4,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import attrgetter
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,39 +16,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.arrays import returns_to_go
 from otb_analysis.config import TrainConfig
-from otb_analysis.errors import InputError, NonFiniteError, StoreError
+from otb_analysis.errors import StoreError
 from otb_analysis.estimators import entry_of, options_from_dict
 from otb_analysis.generation import Generator, TransformersGenerator
 from otb_analysis.generation_vllm import VllmGenerator
-from otb_analysis.gradients import ENGINES
 from otb_analysis.gradients.scope import select_scope
+from otb_analysis.importance import learning_rate_factor
 from otb_analysis.models import load_policy, output_layer
-from otb_analysis.store.layout import check_run_name
+from otb_analysis.sampling import Rollouts
 from otb_analysis.tasks import Task, make_task
+from otb_analysis.training.check import check
 from otb_analysis.training.critic import Critic
 from otb_analysis.training.forward import ForwardPass
 from otb_analysis.training.measure import Instrument
+from otb_analysis.training.objective import Objective, TokenBatch
+from otb_analysis.training.optimizer import Stepper
+from otb_analysis.training.policy import Policy
 from otb_analysis.training.progress import Bar, silent
-from otb_analysis.training.table import TokenTable
+from otb_analysis.training.table import Rewards, TokenTable, token_ratio, token_table
+from otb_analysis.training.update import update
 from otb_analysis.training.warm_start import warm_started
-
-TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value"}
-"""Inputs the loop can provide at every step."""
-
-POSITIVE = (
-    *(
-        f"sample.{name}"
-        for name in ("prompts", "group_size", "max_new_tokens", "max_turns", "temperature", "vllm_memory")
-    ),
-    *(f"optimize.{name}" for name in ("steps", "learning_rate")),
-    *(f"critic.{name}" for name in ("width", "learning_rate", "updates")),
-    *(f"warm_start.{name}" for name in ("batch", "learning_rate", "max_steps", "check_every", "check_prompts")),
-    "evaluate.prompts",
-)
-NOT_NEGATIVE = (
-    *("seed", "optimize.max_grad_norm", "optimize.weight_decay"),
-    *("measure.exact.every", "measure.exact.prompts", "evaluate.every"),
-)
+from otb_analysis.types import Float
 
 
 class Trainer:
@@ -55,14 +44,21 @@ class Trainer:
 
     Attributes:
         config: The run's configuration.
-        model: The policy, in evaluation mode throughout: dropout would make scored and sampled policies differ.
+        policy: The policy and how it is run.
+        model: Its model.
+        objective: What a token's coefficient is.
+        stepper: Optimizer, clipping and schedule.
         trains_on_exact: True when the training estimator reads exact norms, so that every rollout is measured.
         seconds: Time spent since the last record, by phase.
     """
 
     def __init__(self, config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task):
         entry = entry_of(config.estimator.name)
-        self.config, self.model, self.tokenizer, self.task = config, model, tokenizer, task
+        self.config, self.tokenizer, self.task = config, tokenizer, task
+        self.policy = Policy(model, config)
+        self.model = self.policy.model
+        self.objective = Objective(config.objective)
+        self.stepper = Stepper(self.policy.parameters, config.optimize)
         self.options = options_from_dict(config.estimator.name, config.estimator.options)
         self.trains_on_exact = "rollout_norm_sq" in entry.needs or (
             "energy" in entry.needs and config.estimator.energy == "exact"
@@ -71,9 +67,6 @@ class Trainer:
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
         trained = {config.estimator.name: self.options}
         self.instrument = Instrument(model, config.measure, config.sample.temperature, trained)
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.optimize.learning_rate, weight_decay=config.optimize.weight_decay
-        )
         width = next(output_layer(model).parameters()).shape[1]
         self.critic = Critic(width, config.critic, config.seed).to(model.device) if config.critic.enabled else None
         self.seconds: dict[str, float] = {}
@@ -104,23 +97,33 @@ class Trainer:
         taken, self.seconds = self.seconds, {}
         return {f"seconds_{phase}": value for phase, value in taken.items()}
 
-    def update(self, loss: torch.Tensor) -> dict[str, object]:
-        """Take one optimizer step down the loss and return its scalars.
+    @property
+    def one_update(self) -> bool:
+        """True when a batch is updated on once and whole, so that one forward pass serves statistics and update."""
+        own = self.config.objective
+        return own.epochs * own.minibatches == 1 and own.entropy_bonus == 0
+
+    def table(self, rollouts: Rollouts, forward: ForwardPass, rewards: Rewards, reference: Float | None) -> TokenTable:
+        """Return the step's token table: what the estimator will see, after shaping, penalties and ratios."""
+        value = None if self.critic is None else self.critic.value(forward.hidden).double().cpu().numpy()
+        table = token_table(rollouts, forward, rewards, value)
+        penalty = self.objective.penalty(table.stats.logprob, reference, table.mask)
+        shaped = self.objective.shaped(rewards.by_token, table.mask, table.group, penalty)
+        ratio = token_ratio(table) if self.objective.off_policy else None
+        return replace(table, rewards=replace(rewards, by_token=shaped.reward), keep=shaped.keep, ratio=ratio)
+
+    def update(self, batch: TokenBatch, forward: ForwardPass) -> dict[str, object]:
+        """Take the updates of one batch and return their scalars.
 
         Raises:
-            NonFiniteError: The loss or its gradient is not finite; nothing was changed.
+            NonFiniteError: A loss or its gradient is not finite; the updates before it stay.
         """
-        settings = self.config.optimize
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm or float("inf"))
-        scalars = {"loss": float(loss.detach()), "grad_norm": float(norm), "learning_rate": settings.learning_rate}
-        for name in ("loss", "grad_norm"):
-            if not np.isfinite(scalars[name]):
-                raise NonFiniteError(f"{name} is {scalars[name]}; lower optimize.learning_rate.")
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return {**scalars, "clipped": 0 < settings.max_grad_norm < scalars["grad_norm"]}
+        self.policy.past.remember()
+        if self.config.optimize.scale_by_ess:
+            batch = replace(batch, rate_factor=learning_rate_factor(batch.sequence_ratio(forward.stats.logprob)))
+        scalars = update(self.policy, self.stepper, self.objective, batch, forward)
+        self.stepper.batch += 1
+        return scalars
 
     def update_critic(self, forward: ForwardPass, table: TokenTable) -> dict[str, object]:
         """Fit the critic to the step's returns, after its values were recorded."""
@@ -138,8 +141,9 @@ class Trainer:
         """
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            self.model.save_pretrained(draft)
+            self.policy.save(draft)
             self.tokenizer.save_pretrained(draft)
+            shutil.rmtree(path, ignore_errors=True)
             draft.replace(path)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
@@ -148,54 +152,35 @@ class Trainer:
                 f"cannot write the trained model to {path} ({reason}); every step is stored, free some space."
             ) from error
 
+    def state(self) -> dict[str, Any]:
+        """Return what a later process needs to go on bit for bit: tensors and plain values only."""
+        return {
+            "parameters": {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad},
+            "past": [[t.detach() for t in old] for old in self.policy.past.kept],
+            "optimizer": self.stepper.optimizer.state_dict(),
+            "batch": self.stepper.batch,
+            "critic": None if self.critic is None else self.critic.state(),
+            "random": torch.get_rng_state(),
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go back to a state that `state` returned, in place."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(state["parameters"][name])
+        self.policy.past.kept.extend(state["past"])
+        self.stepper.optimizer.load_state_dict(state["optimizer"])
+        self.stepper.batch = state["batch"]
+        if self.critic is not None:
+            self.critic.load_state(state["critic"])
+        torch.set_rng_state(state["random"])
+
 
 def _generator(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Generator:
     if config.sample.engine == "vllm":
         return VllmGenerator(model, tokenizer, config.sample.vllm_memory)
     return TransformersGenerator(model, tokenizer)
-
-
-def check(config: TrainConfig) -> None:
-    """Refuse a configuration that cannot work.
-
-    Raises:
-        InputError: The first thing found, with its remedy.
-    """
-    path = config.root / check_run_name(config.run_name)
-    if config.if_exists == "error" and path.exists():  # said before minutes are spent on a warm start
-        raise InputError(
-            f"run {config.run_name!r} already exists in {config.root}; pass another --run or --if-exists replace."
-        )
-    entry = entry_of(config.estimator.name)
-    options_from_dict(config.estimator.name, config.estimator.options)
-    unmet = [need for need in entry.needs if need not in TRAINABLE_NEEDS]
-    if unmet:
-        raise InputError(
-            f"estimator.name is {config.estimator.name!r}, which needs {unmet[0]}; training cannot provide it, "
-            "choose another."
-        )
-    if "value" in entry.needs and not config.critic.enabled:
-        raise InputError(f"estimator.name is {config.estimator.name!r}, which needs a critic; set critic.enabled.")
-    if config.measure.engine not in (*ENGINES, "auto"):
-        raise InputError(
-            f"measure.engine is {config.measure.engine!r}; this version has {', '.join(ENGINES)}, or pass auto."
-        )
-    for name in POSITIVE:
-        _check_number(config, name, positive=True)
-    for name in NOT_NEGATIVE:
-        _check_number(config, name, positive=False)
-    start = config.warm_start
-    if not 0 <= start.success_low < start.success_high <= 1:
-        raise InputError(
-            f"warm_start.success_low is {start.success_low} and success_high is {start.success_high}; "
-            "choose 0 ≤ success_low < success_high ≤ 1."
-        )
-
-
-def _check_number(config: TrainConfig, name: str, positive: bool) -> None:
-    number = attrgetter(name)(config)
-    if not (number > 0 if positive else number >= 0) or number == float("inf"):
-        raise InputError(f"{name} is {number}; choose a finite number {'above' if positive else 'of at least'} 0.")
 
 
 def seed_of(*parts: int) -> int:

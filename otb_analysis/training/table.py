@@ -6,6 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from otb_analysis.errors import NonFiniteError
+from otb_analysis.importance import LOG_LIMIT
 from otb_analysis.sampling import Rollouts
 from otb_analysis.tasks import Task
 from otb_analysis.tasks.asking import ask_reward
@@ -18,8 +19,9 @@ class Rewards:
     """What the task paid; made by `pay`, read by the table.
 
     Attributes:
-        by_token: Reward at each completion token [N, T]: a turn's reward sits on its last policy token.
-        total: Sum over the rollout [N].
+        by_token: Reward at each completion token [N, T]: a turn's reward sits on its last policy token. What the
+            estimator sees: after shaping and penalties, where a run has them.
+        total: What the task itself paid, summed over the rollout [N].
         parts: Name of a reward part → its sum over the rollout [N].
     """
 
@@ -42,6 +44,8 @@ class TokenTable:
         stats: Forward statistics [N, T].
         rewards: What the task paid.
         value: V(h_t) before y_t [N, T], or None without a critic.
+        ratio: Importance ratio π(y_t)/μ(y_t) [N, T], or None where the run weighs nothing by it.
+        keep: False for rollouts that take no part in the update [N].
     """
 
     mask: Bool
@@ -53,6 +57,8 @@ class TokenTable:
     stats: LogitStats
     rewards: Rewards
     value: Float | None
+    ratio: Float | None
+    keep: Bool
 
     def inputs(self, energy: Float | None, rollout_norm_sq: Float | None = None) -> EstimatorInputs:
         """Return what an estimator may look at, with the given energies [N, T]."""
@@ -65,6 +71,7 @@ class TokenTable:
             value=self.value,
             turn=self.turn,
             token_id=self.token_id,
+            ratio=self.ratio,
         )
 
 
@@ -119,7 +126,15 @@ def token_table(rollouts: Rollouts, forward: ForwardPass, rewards: Rewards, valu
         stats=forward.stats,
         rewards=rewards,
         value=None if value is None else np.where(mask, value, 0.0),
+        ratio=None,
+        keep=np.ones(len(mask), bool),
     )
+
+
+def token_ratio(table: TokenTable) -> Float:
+    """Return π(y_t)/μ(y_t) [N, T] from the scored and the sampler's log-probabilities, zero outside the mask."""
+    difference = np.where(table.mask, table.stats.logprob - np.nan_to_num(table.behavior_logprob), 0.0)
+    return np.where(table.mask, np.exp(np.clip(difference, -LOG_LIMIT, LOG_LIMIT)), 0.0)
 
 
 def token_rows(

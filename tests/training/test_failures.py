@@ -27,6 +27,7 @@ from otb_analysis.config import (
 from otb_analysis.errors import InputError, NonFiniteError, StoreError
 from otb_analysis.store import RunStore
 from otb_analysis.training import loop
+from otb_analysis.training.resume import plain_config
 from otb_analysis.training.setup import Trainer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -53,8 +54,8 @@ def poison_after(monkeypatch, step, poison):
     """Spoil the policy after some updates."""
     update, done = Trainer.update, []
 
-    def spoiling(self, loss):
-        scalars = update(self, loss)
+    def spoiling(self, batch, forward):
+        scalars = update(self, batch, forward)
         done.append(1)
         if len(done) == step:
             poison(self)
@@ -129,9 +130,9 @@ def test_loss_that_is_not_finite_names_step_and_rollout(config, monkeypatch):
 def test_gradient_that_is_not_finite_changes_nothing(trainer):
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     weight = next(trainer.model.parameters())
-    loss = (weight * 0.0).sum().sqrt()  # 0, with an infinite derivative times 0: NaN
+    (weight * 0.0).sum().sqrt().backward()  # 0, with an infinite derivative times 0: NaN
     with pytest.raises(NonFiniteError, match=r"grad_norm is nan; lower optimize\.learning_rate"):
-        trainer.update(loss)
+        trainer.stepper.step()
     assert all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
 
 
@@ -215,7 +216,7 @@ step = loop.train_step
 
 def limited(trainer, k):
     if k == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, 3_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))
     return step(trainer, k)
 
 loop.train_step = limited
@@ -229,7 +230,11 @@ def test_system_that_refuses_to_write_more_ends_otb_train_with_a_sentence(checkp
     words += "--sample.max-new-tokens 8 --optimize.steps 3 --measure.exact.every 0 --evaluate.every 0"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FULL), *words.split()], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(FULL), *words.split()],
+        env=environment,
+        cwd=tmp_path,  # outside of any repository, whose diff would be part of run.json
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -278,7 +283,7 @@ def test_configuration_that_cannot_work_is_refused_before_anything_is_written(co
 def test_plain_config_can_be_written_and_read_as_json(config):
     import json
 
-    plain = loop.plain_config(config)
+    plain = plain_config(config)
     assert json.loads(json.dumps(plain)) == plain
     assert plain["root"] == str(config.root)
     assert np.isfinite(plain["optimize"]["learning_rate"])

@@ -1,0 +1,70 @@
+"""What a configuration must satisfy before anything is loaded, made or written."""
+
+from operator import attrgetter
+
+from otb_analysis.config import TrainConfig
+from otb_analysis.errors import InputError
+from otb_analysis.estimators import entry_of, options_from_dict
+from otb_analysis.gradients import ENGINES
+from otb_analysis.store.layout import check_run_name
+
+TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value"}
+"""Inputs the loop can provide at every step."""
+
+POSITIVE = (
+    *(
+        f"sample.{name}"
+        for name in ("prompts", "group_size", "max_new_tokens", "max_turns", "temperature", "vllm_memory")
+    ),
+    *(f"optimize.{name}" for name in ("steps", "learning_rate")),
+    *(f"critic.{name}" for name in ("width", "learning_rate", "updates")),
+    *(f"warm_start.{name}" for name in ("batch", "learning_rate", "max_steps", "check_every", "check_prompts")),
+    "evaluate.prompts",
+)
+NOT_NEGATIVE = (
+    *("seed", "optimize.max_grad_norm", "optimize.weight_decay"),
+    *("measure.exact.every", "measure.exact.prompts", "evaluate.every"),
+)
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse a configuration that cannot work.
+
+    Raises:
+        InputError: The first thing found, with its remedy.
+    """
+    path = config.root / check_run_name(config.run_name)
+    if config.if_exists == "error" and path.exists():  # said before minutes are spent on a warm start
+        raise InputError(
+            f"run {config.run_name!r} already exists in {config.root}; pass another --run or --if-exists replace."
+        )
+    entry = entry_of(config.estimator.name)
+    options_from_dict(config.estimator.name, config.estimator.options)
+    unmet = [need for need in entry.needs if need not in TRAINABLE_NEEDS]
+    if unmet:
+        raise InputError(
+            f"estimator.name is {config.estimator.name!r}, which needs {unmet[0]}; training cannot provide it, "
+            "choose another."
+        )
+    if "value" in entry.needs and not config.critic.enabled:
+        raise InputError(f"estimator.name is {config.estimator.name!r}, which needs a critic; set critic.enabled.")
+    if config.measure.engine not in (*ENGINES, "auto"):
+        raise InputError(
+            f"measure.engine is {config.measure.engine!r}; this version has {', '.join(ENGINES)}, or pass auto."
+        )
+    for name in POSITIVE:
+        _check_number(config, name, positive=True)
+    for name in NOT_NEGATIVE:
+        _check_number(config, name, positive=False)
+    start = config.warm_start
+    if not 0 <= start.success_low < start.success_high <= 1:
+        raise InputError(
+            f"warm_start.success_low is {start.success_low} and success_high is {start.success_high}; "
+            "choose 0 ≤ success_low < success_high ≤ 1."
+        )
+
+
+def _check_number(config: TrainConfig, name: str, positive: bool) -> None:
+    number = attrgetter(name)(config)
+    if not (number > 0 if positive else number >= 0) or number == float("inf"):
+        raise InputError(f"{name} is {number}; choose a finite number {'above' if positive else 'of at least'} 0.")

@@ -1,0 +1,83 @@
+"""Checkpoints: all that a later process needs to go on bit for bit, in one file that appears whole or not at all."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from otb_analysis.errors import StoreError
+from otb_analysis.store.runfile import atomic_file
+
+FOLDER = "checkpoints"
+_NAME = re.compile(r"step-(\d+)\.pt")
+
+
+@dataclass(frozen=True, order=True)
+class Checkpoint:
+    """One file.
+
+    Attributes:
+        step: Steps that had been finished and stored when it was written: the next one has this number.
+        path: Where it lies.
+    """
+
+    step: int
+    path: Path
+
+
+def checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a run, oldest first.
+
+    Args:
+        run_dir: Directory of the run.
+    """
+    files = [(p, _NAME.fullmatch(p.name)) for p in (run_dir / FOLDER).glob("step-*.pt")]
+    return sorted(Checkpoint(int(m[1]), p) for p, m in files if m)
+
+
+def write_checkpoint(run_dir: Path, step: int, state: dict[str, Any], keep: int) -> None:
+    """Write a checkpoint, then remove all but the newest.
+
+    Args:
+        run_dir: Directory of the run.
+        step: Steps finished.
+        state: Tensors and plain values.
+        keep: How many to keep.
+
+    Raises:
+        StoreError: The disk refuses; the checkpoints before it are untouched.
+    """
+    folder = run_dir / FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+        with atomic_file(folder / f"step-{step:08d}.pt") as file:
+            torch.save(state, file)
+        for old in checkpoints(run_dir)[:-keep]:
+            old.path.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # torch's own writer reports a full disk as a RuntimeError
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise StoreError(
+            f"cannot write the checkpoint after step {step - 1} to {folder} ({reason}); the one before it is whole; "
+            "free some space and resume."
+        ) from error
+
+
+def read_checkpoint(checkpoint: Checkpoint, device: torch.device) -> dict[str, Any]:
+    """Return the state a checkpoint holds.
+
+    Args:
+        checkpoint: Which.
+        device: Where its tensors go.
+
+    Raises:
+        StoreError: The file cannot be read.
+    """
+    try:
+        return torch.load(checkpoint.path, map_location=device, weights_only=True)
+    except Exception as error:  # a damaged archive fails in as many ways as it has bytes
+        raise StoreError(
+            f"checkpoint {checkpoint.path} cannot be read ({str(error).splitlines()[0][:120]}); "
+            "delete it to resume from the one before it."
+        ) from error

@@ -1,0 +1,198 @@
+"""The policy as it trains: adapters, arithmetic, memory, its frozen start and its older selves."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from otb_analysis.config import LoraConfig, ObjectiveConfig, OptimizeConfig, TrainConfig
+from otb_analysis.errors import InputError
+from otb_analysis.models import output_layer
+from otb_analysis.sampling import Rollouts
+from otb_analysis.training.forward import ForwardPass, NonFiniteScore, Scored, forward_pass, score, stacked
+from otb_analysis.types import Float, Int
+
+POSITIONS, LOGIT_BYTES = 1 << 14, 1 << 30
+"""What one training pass may hold by default: padded positions, and bytes of float32 logits."""
+
+
+class Policy:
+    """A causal language model and how it is run; nothing here knows about rewards.
+
+    Attributes:
+        model: The model, in evaluation mode between passes: dropout would make scored and sampled policies differ.
+        adapter: The PEFT wrapper when adapters are trained, else None; its layers live inside `model`.
+        parameters: What is trained.
+        past: Older weights to sample from.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: TrainConfig):
+        self.temperature = config.sample.temperature
+        self.settings: OptimizeConfig = config.optimize
+        self.adapter = _adapted(model, config.lora)
+        self.model: PreTrainedModel = model
+        self._checkpointing = config.optimize.gradient_checkpointing
+        if self._checkpointing:
+            _refuse_dropout(model)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.past = Past(self.parameters, config.objective.staleness)
+        self._reference = _frozen_copy(model, self.adapter, config.objective)
+
+    def arithmetic(self) -> AbstractContextManager[object]:
+        """Return the context in which the policy runs: bfloat16 products where the run asks for them."""
+        if self.settings.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
+
+    def forward(self, rollouts: Rollouts, keep_graph: bool) -> ForwardPass:
+        """Score a batch once with every statistic of the level `forward`.
+
+        Args:
+            rollouts: N rollouts.
+            keep_graph: Keep the graph of the log-probabilities where one pass holds the whole batch, so that a first
+                update needs no second pass.
+        """
+        parts = list(self.micro_batches(rollouts))
+        if keep_graph and len(parts) == 1:
+            with self.arithmetic(), self._recomputing():
+                return forward_pass(self.model, rollouts, self.temperature)
+        passes = []
+        for rows in parts:
+            with self.arithmetic(), torch.no_grad(), _numbered(rows):
+                passes.append(forward_pass(self.model, rollouts.take(rows), self.temperature))
+        return ForwardPass.concatenate(passes, rollouts)
+
+    def score(self, rollouts: Rollouts, rows: Int, entropy: bool = False) -> Scored:
+        """Score some rollouts that fit one pass, with the graph.
+
+        Args:
+            rollouts: The batch.
+            rows: Which of them [n].
+            entropy: Also the entropies.
+        """
+        with self.arithmetic(), self._recomputing(), _numbered(rows):
+            return score(self.model, rollouts.take(rows), self.temperature, entropy)
+
+    def reference_logprob(self, rollouts: Rollouts) -> Float | None:
+        """Return log π_ref(y_t) in nats [N, T] under the policy as it was at the start; None when none was kept."""
+        if self._reference is None and self.adapter is None:
+            return None
+        off = self.adapter.disable_adapter() if self.adapter is not None else nullcontext()
+        model = self._reference or self.model
+        with torch.no_grad(), self.arithmetic(), off:
+            found = [score(model, rollouts.take(rows), self.temperature) for rows in self.micro_batches(rollouts)]
+        return stacked([part.logprob for part in found], rollouts.completion_columns().shape[1]).double().cpu().numpy()
+
+    def micro_batches(self, rollouts: Rollouts, rows: Int | None = None) -> list[Int]:
+        """Cut a batch, or some rows of it, into parts that one pass may hold."""
+        index = np.arange(len(rollouts.group)) if rows is None else rows
+        vocabulary = next(output_layer(self.model).parameters()).shape[0]
+        fits = min(POSITIONS, LOGIT_BYTES // (4 * vocabulary)) // max(rollouts.input_ids.shape[1], 1)
+        size = self.settings.micro_batch or max(1, fits)
+        return [index[start : start + size] for start in range(0, len(index), size)]
+
+    def save(self, path: Path) -> None:
+        """Write the model as plain `from_pretrained` loads it: adapters are merged, and kept beside it too."""
+        if self.adapter is None:
+            self.model.save_pretrained(path)
+            return
+        deepcopy(self.adapter).merge_and_unload().save_pretrained(path)  # pyright: ignore[reportCallIssue]
+        self.adapter.save_pretrained(str(path / "adapter"))
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """Recompute activations inside, where the run asks for it: the library does so in training mode only."""
+        if not self._checkpointing:
+            yield
+            return
+        self.model.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+
+@contextmanager
+def _numbered(rows: Int) -> Iterator[None]:
+    """Name a rollout by its number in the batch where it was scored as part of one."""
+    try:
+        yield
+    except NonFiniteScore as error:
+        raise NonFiniteScore(int(rows[error.row]), error.token) from error
+
+
+class Past:
+    """The weights of the last batches, so that rollouts can come from an older policy."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], staleness: int):
+        self.parameters = parameters
+        self.kept: deque[list[Tensor]] = deque(maxlen=staleness)
+
+    def remember(self) -> None:
+        """Keep the weights as they are now; called before a batch's first update."""
+        if self.kept.maxlen:
+            self.kept.append([p.detach().clone() for p in self.parameters])
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Put the oldest kept weights in place inside the block; the present ones come back untouched."""
+        if not self.kept:
+            yield
+            return
+        present = [p.data for p in self.parameters]
+        for parameter, old in zip(self.parameters, self.kept[0], strict=True):
+            parameter.data = old
+        try:
+            yield
+        finally:
+            for parameter, data in zip(self.parameters, present, strict=True):
+                parameter.data = data
+
+
+def _adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel | None:
+    """Put adapters into the model, in place, and freeze the rest."""
+    if config.rank == 0:
+        return None
+    targets = list(config.targets) or "all-linear"
+    settings = PeftLoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
+    try:
+        adapted = get_peft_model(model, settings)
+    except ValueError as error:
+        raise InputError(
+            f"lora.targets is {config.targets}, which {type(model).__name__} does not have "
+            f"({str(error).split('. ')[0]}); name some of its linear layers."
+        ) from error
+    adapted.eval()
+    assert isinstance(adapted, PeftModel)
+    return adapted
+
+
+def _frozen_copy(model: PreTrainedModel, adapter: PeftModel | None, config: ObjectiveConfig) -> PreTrainedModel | None:
+    """Return a copy of the starting policy where a divergence from it is wanted and adapters do not hold it already."""
+    if config.kl_coefficient == 0 or adapter is not None:
+        return None
+    return deepcopy(model).requires_grad_(False)
+
+
+def _refuse_dropout(model: PreTrainedModel) -> None:
+    for name, module in model.named_modules():
+        rate = (
+            getattr(module, "p", 0.0)
+            if isinstance(module, torch.nn.Dropout)
+            else getattr(module, "attention_dropout", 0.0)
+        )
+        if isinstance(rate, float) and rate > 0:
+            raise InputError(
+                f"optimize.gradient_checkpointing needs training mode but {name} has dropout {rate:g}; "
+                "set the dropout rates in the model's config.json to 0, or leave checkpointing off."
+            )

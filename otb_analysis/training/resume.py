@@ -1,0 +1,78 @@
+"""Beginning a run, or going on with one that was stopped."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from otb_analysis.config import TrainConfig
+from otb_analysis.errors import InputError
+from otb_analysis.store import RunStore, RunWriter
+from otb_analysis.training.checkpoint import checkpoints, read_checkpoint
+from otb_analysis.training.setup import Trainer
+
+PLACE = {"run", "root", "if_exists", "checkpoint"}
+"""Fields that may differ when a run goes on: they say where it lies, not what it is."""
+
+
+def begin(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, int]:
+    """Return the run's writer and its next step.
+
+    With `if_exists = "resume"` and such a run there, everything goes back to its newest checkpoint and later steps are
+    removed; without a checkpoint it begins anew at step 0, under the same name.
+
+    Raises:
+        InputError: The run exists and must not be touched, or was made with another configuration.
+        StoreError: The store or the checkpoint cannot be read or written.
+    """
+    path = config.root / config.run_name
+    if config.if_exists != "resume" or not path.exists():
+        policy = "error" if config.if_exists == "resume" else config.if_exists
+        return RunWriter.create(config.root, config.run_name, plain_config(config), if_exists=policy), 0
+    refuse_other_configuration(config)
+    found = checkpoints(path)
+    if not found:
+        return RunWriter.resume(path, 0), 0
+    state = read_checkpoint(found[-1], trainer.model.device)
+    writer = RunWriter.resume(path, found[-1].step)
+    trainer.load_state(state)
+    return writer, found[-1].step
+
+
+def refuse_other_configuration(config: TrainConfig) -> None:
+    """Raise when a run on disk was made with settings that differ from these.
+
+    More steps are allowed where the learning rate does not depend on their number.
+
+    Raises:
+        InputError: The first field that differs, with both values.
+    """
+    stored = RunStore(config.root / config.run_name).info.get("config")
+    old = dict(_flat(stored if isinstance(stored, Mapping) else {}))
+    for name, value in _flat(plain_config(config)):
+        longer = name == "optimize.steps" and config.optimize.schedule == "constant"
+        if name.split(".")[0] not in PLACE and not longer and old.get(name, value) != value:
+            raise InputError(
+                f"{name} is {value!r} but run {config.run_name!r} was made with {old[name]!r}; "
+                "pass the run's own configuration to resume it, or another --run."
+            )
+
+
+def plain_config(config: TrainConfig) -> dict[str, object]:
+    """Return a configuration as nested plain values, as run.json keeps it."""
+    return {key: _plain(value) for key, value in asdict(config).items()}
+
+
+def _plain(value: object) -> object:
+    """Turn paths into text and tuples into lists, at any depth, so that run.json gives back what was written."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    for key, value in config.items():
+        found += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return found
