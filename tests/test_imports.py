@@ -11,6 +11,7 @@ LIBRARY = ROOT / "otb_analysis"
 LEAVES = {"types", "schema", "config", "errors"}
 MATHS = {
     "arrays",
+    "divergence",
     "energies",
     "formulas",
     "importance",

@@ -7,8 +7,9 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import entry_of, options_from_dict
 from otb_analysis.gradients import ENGINES
 from otb_analysis.store.layout import check_run_name
+from otb_analysis.training.objective import Objective
 
-TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value"}
+TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value", "turn", "token_id", "ratio"}
 """Inputs the loop can provide at every step."""
 
 POSITIVE = (
@@ -17,12 +18,14 @@ POSITIVE = (
         for name in ("prompts", "group_size", "max_new_tokens", "max_turns", "temperature", "vllm_memory")
     ),
     *(f"optimize.{name}" for name in ("steps", "learning_rate")),
+    *(f"objective.{name}" for name in ("epochs", "minibatches")),
     *(f"critic.{name}" for name in ("width", "learning_rate", "updates")),
     *(f"warm_start.{name}" for name in ("batch", "learning_rate", "max_steps", "check_every", "check_prompts")),
-    "evaluate.prompts",
+    *("evaluate.prompts", "checkpoint.keep", "lora.alpha"),
 )
 NOT_NEGATIVE = (
-    *("seed", "optimize.max_grad_norm", "optimize.weight_decay"),
+    *("seed", "optimize.max_grad_norm", "optimize.weight_decay", "optimize.warmup_steps", "optimize.micro_batch"),
+    *("objective.staleness", "objective.kl_coefficient", "objective.entropy_bonus", "checkpoint.every", "lora.rank"),
     *("measure.exact.every", "measure.exact.prompts", "evaluate.every"),
 )
 
@@ -46,11 +49,22 @@ def check(config: TrainConfig) -> None:
             f"estimator.name is {config.estimator.name!r}, which needs {unmet[0]}; training cannot provide it, "
             "choose another."
         )
+    if "ratio" in entry.needs and config.objective.ratio == "none":
+        raise InputError(
+            f"estimator.name is {config.estimator.name!r}, which needs importance ratios; set objective.ratio."
+        )
     if "value" in entry.needs and not config.critic.enabled:
         raise InputError(f"estimator.name is {config.estimator.name!r}, which needs a critic; set critic.enabled.")
     if config.measure.engine not in (*ENGINES, "auto"):
         raise InputError(
             f"measure.engine is {config.measure.engine!r}; this version has {', '.join(ENGINES)}, or pass auto."
+        )
+    Objective(config.objective)  # refuses names and options that do not exist
+    own = config.objective
+    if own.kl_coefficient > 0 and (own.kl_estimator, own.kl_in) == ("k1", "loss"):
+        raise InputError(
+            "objective.kl_estimator is 'k1' in the loss, where its expected gradient is zero; "
+            "take k2 or k3, or set objective.kl_in to 'reward'."
         )
     for name in POSITIVE:
         _check_number(config, name, positive=True)

@@ -1,5 +1,6 @@
 """The policy as it trains: adapters, arithmetic, memory, its frozen start and its older selves."""
 
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,12 +38,12 @@ class Policy:
     def __init__(self, model: PreTrainedModel, config: TrainConfig):
         self.temperature = config.sample.temperature
         self.settings: OptimizeConfig = config.optimize
-        self.adapter = _adapted(model, config.lora)
+        self.adapter = _adapted(model, config.lora, config.seed)
         self.model: PreTrainedModel = model
         self._checkpointing = config.optimize.gradient_checkpointing
         if self._checkpointing:
             _refuse_dropout(model)
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.past = Past(self.parameters, config.objective.staleness)
@@ -159,14 +160,18 @@ class Past:
                 parameter.data = data
 
 
-def _adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel | None:
+def _adapted(model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel | None:
     """Put adapters into the model, in place, and freeze the rest."""
     if config.rank == 0:
         return None
     targets = list(config.targets) or "all-linear"
     settings = PeftLoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
     try:
-        adapted = get_peft_model(model, settings)
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            # PEFT still asks for an attribute under the name that transformers is giving up.
+            warnings.filterwarnings("ignore", r".*is_gradient_checkpointing", FutureWarning)
+            adapted = get_peft_model(model, settings)
     except ValueError as error:
         raise InputError(
             f"lora.targets is {config.targets}, which {type(model).__name__} does not have "

@@ -60,7 +60,8 @@ def test_every_column_of_the_schema_is_there_with_its_type(otb_run, table):
 
 
 NEVER_HERE = {
-    "steps": {"energy_tail_k", "exact_tail_k"},  # too few tokens for a tail
+    # Too few tokens for a tail; on-policy, and no divergence wanted.
+    "steps": {"energy_tail_k", "exact_tail_k", "ratio_mean", "ratio_clip_share", "kl_reference"},
     "tokens": {"grad_norm_sq_stderr", "path_norm_sq", "attribution"},
     "gradients": {"variance_low", "variance_high", "within", "between"},  # below 16 prompts, and without pools
 }

@@ -1,0 +1,128 @@
+"""A run that was stopped goes on bit for bit: same rollouts, same parameters as the run that was not."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+
+from otb_analysis.config import CheckpointConfig, LoraConfig, ObjectiveConfig, OptimizeConfig
+from otb_analysis.errors import InputError, StoreError
+from otb_analysis.models import load_policy
+from otb_analysis.store import RunStore
+from otb_analysis.training.checkpoint import checkpoints
+from otb_analysis.training.loop import train
+
+STEPS = OptimizeConfig(steps=5, learning_rate=0.01)
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process."""
+
+
+def interrupted(config, after):
+    """Train, and fall over once `after` steps are stored."""
+
+    def bar(done, total, text):
+        if done == after:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config, bar)
+
+
+def assert_same_run(a, b):
+    """Everything on disk but the clock is equal, and so are the final weights."""
+    for table in ("tokens", "rollouts", "gradients", "grams", "steps"):
+        frames = [RunStore(path).sql(f"select * from {table} order by all") for path in (a, b)]
+        clock = [c for c in frames[0] if c.startswith("seconds_")]
+        pd.testing.assert_frame_equal(*(f.drop(columns=clock) for f in frames), check_exact=True)
+    first, second = (load_policy(path / "model")[0].state_dict() for path in (a, b))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+VARIANTS = {
+    "plain": {},
+    "off_policy": {"objective": ObjectiveConfig(ratio="ppo", minibatches=2, epochs=2, staleness=2)},
+    "divergence": {"objective": ObjectiveConfig(kl_coefficient=0.1, entropy_bonus=0.01)},
+    "adapters": {"lora": LoraConfig(rank=2)},
+    "schedule": {"optimize": replace(STEPS, schedule="cosine", warmup_steps=2)},
+}
+
+
+@pytest.mark.parametrize("after", [1, 3, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resume_is_bit_for_bit_the_uninterrupted_run(tiny_config, tmp_path, one_thread, variant, after):
+    own = {"optimize": STEPS, "checkpoint": CheckpointConfig(every=2)} | VARIANTS[variant]
+    config = replace(tiny_config, run="run", **own)
+    whole = train(replace(config, root=tmp_path / "whole"))
+    broken = replace(config, root=tmp_path / "broken")
+    interrupted(broken, after)
+    again = train(replace(broken, if_exists="resume"))
+    assert_same_run(whole, again)
+    info = RunStore(again).info
+    assert info["status"] == "complete"
+    assert info["resumed"][0]["from_step"] == 2 * (after // 2)
+
+
+def test_resume_without_a_run_begins_one(tiny_config, tmp_path):
+    path = train(replace(tiny_config, run="new", root=tmp_path, if_exists="resume"))
+    assert RunStore(path).complete_steps() == [0, 1, 2]
+
+
+def test_resume_goes_on_to_more_steps_than_first_asked_for(tiny_config, tmp_path, one_thread):
+    config = replace(tiny_config, run="run", optimize=STEPS, checkpoint=CheckpointConfig(every=2))
+    whole = train(replace(config, root=tmp_path / "whole"))
+    short = replace(config, root=tmp_path / "short", optimize=replace(STEPS, steps=3))
+    train(short)
+    longer = train(replace(short, optimize=STEPS, if_exists="resume"))
+    assert RunStore(longer).complete_steps() == [0, 1, 2, 3, 4]
+    first, second = (load_policy(path / "model")[0].state_dict() for path in (whole, longer))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_resume_with_another_configuration_is_refused_and_changes_nothing(tiny_config, tmp_path):
+    config = replace(tiny_config, run="run", root=tmp_path)
+    path = train(config)
+    before = {p: p.stat().st_mtime_ns for p in path.rglob("*") if p.is_file()}
+    other = replace(config, if_exists="resume", optimize=replace(config.optimize, learning_rate=0.5))
+    with pytest.raises(InputError, match=r"optimize.learning_rate is 0.5 but run 'run' was made with") as caught:
+        train(other)
+    assert "\n" not in str(caught.value)
+    assert {p: p.stat().st_mtime_ns for p in path.rglob("*") if p.is_file()} == before
+
+
+def test_resume_from_a_damaged_checkpoint_names_the_file(tiny_config, tmp_path):
+    config = replace(tiny_config, run="run", root=tmp_path, checkpoint=CheckpointConfig(every=1, keep=2))
+    path = train(config)
+    newest = checkpoints(path)[-1].path
+    newest.write_bytes(newest.read_bytes()[:100])
+    with pytest.raises(StoreError, match=rf"checkpoint .*{newest.name} cannot be read .*delete it to resume"):
+        train(replace(config, if_exists="resume"))
+    newest.unlink()
+    assert RunStore(train(replace(config, if_exists="resume"))).info["status"] == "complete"
+
+
+def test_only_the_newest_checkpoints_stay(tiny_config, tmp_path):
+    config = replace(
+        tiny_config, run="run", root=tmp_path, optimize=STEPS, checkpoint=CheckpointConfig(every=1, keep=2)
+    )
+    assert [c.step for c in checkpoints(train(config))] == [4, 5]
+
+
+def test_full_disk_while_a_checkpoint_is_written_leaves_the_one_before(tiny_config, tmp_path, monkeypatch, one_thread):
+    config = replace(tiny_config, run="run", optimize=STEPS, checkpoint=CheckpointConfig(every=1))
+    whole = train(replace(config, root=tmp_path / "whole"))
+    real, broken = torch.save, replace(config, root=tmp_path / "broken")
+
+    def full(state, file):
+        if state["batch"] == 3:
+            raise OSError(28, "No space left on device")
+        real(state, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(StoreError, match="cannot write the checkpoint after step 2 .*No space left on device"):
+        train(broken)
+    assert [c.step for c in checkpoints(tmp_path / "broken" / "run")] == [2]
+    monkeypatch.setattr(torch, "save", real)
+    assert_same_run(whole, train(replace(broken, if_exists="resume")))
