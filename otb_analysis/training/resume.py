@@ -74,6 +74,8 @@ def _plain(value: object) -> object:
 def _flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
     found: list[tuple[str, object]] = []
     for key, value in config.items():
-        nested = isinstance(value, Mapping) and not key.endswith("options")  # options are one value, also when empty
-        found += _flat(value, f"{prefix}{key}.") if nested else [(f"{prefix}{key}", value)]
+        if isinstance(value, Mapping) and not key.endswith("options"):  # options are one value, also when empty
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", value))
     return found

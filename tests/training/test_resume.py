@@ -121,7 +121,7 @@ def test_full_disk_while_a_checkpoint_is_written_leaves_the_one_before(tiny_conf
         real(state, file)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(StoreError, match="cannot write the checkpoint after step 2 .*No space left on device"):
+    with pytest.raises(StoreError, match=r"cannot write the checkpoint after step 2 .*No space left on device"):
         train(broken)
     assert [c.step for c in checkpoints(tmp_path / "broken" / "run")] == [2]
     monkeypatch.setattr(torch, "save", real)

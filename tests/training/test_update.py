@@ -82,7 +82,7 @@ def test_default_update_follows_the_mean_over_rollouts_of_advantage_times_score(
 def test_clipped_objective_has_the_gradient_that_autograd_finds(made):
     """PPO's surrogate mean over tokens of min(ρA, clip(ρ, .8, 1.2)A), written with the ratio in the graph."""
     trainer = made(objective=ObjectiveConfig(ratio="ppo", aggregation="token_mean"))
-    rollouts, forward, batch = drawn(trainer)
+    _, forward, batch = drawn(trainer)
     drift = np.random.default_rng(0).normal(scale=0.3, size=batch.mask.shape)
     batch = replace(batch, behavior=np.where(batch.mask, forward.stats.logprob + drift, np.nan))
     behavior = torch.as_tensor(np.nan_to_num(batch.behavior), dtype=torch.float32)
