@@ -241,6 +241,8 @@ def _converted(old: Any, value: Any, where: str) -> Any:
         return float(value)
     if isinstance(old, dict) and isinstance(value, Mapping):
         return {key: str(item) for key, item in value.items()}
+    if isinstance(old, tuple) and isinstance(value, list):
+        return tuple(_converted(old[0] if old else "", item, where) for item in value)
     if type(value) is not type(old):
         expected = "a table" if is_dataclass(old) or isinstance(old, dict) else f"of type {type(old).__name__}"
         raise InputError(f"{where} is {value!r}; it must be {expected}.")
