@@ -20,6 +20,7 @@ from otb_analysis.sampling import sample
 from otb_analysis.store import RunWriter, StepTables, gram_rows
 from otb_analysis.tasks.asking import draw_prompts
 from otb_analysis.training.forward import forward_pass
+from otb_analysis.training.levels import energy_columns, level_columns
 from otb_analysis.training.progress import Bar, silent
 from otb_analysis.training.setup import Trainer, seed_of
 from otb_analysis.training.summary import summarize
@@ -77,13 +78,18 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         if norms is not None:
             inputs = table.inputs(norms.grad_norm_sq, norms.rollout_norm_sq)
         trained = estimate(config.estimator.name, inputs, trainer.options)
+    with trainer.timed("measure"):
+        measurement = trainer.instrument.attribute(step, rollouts, trained.advantage, measurement)
+    with trainer.timed("update"):
         scalars |= trainer.update(_loss(forward.logprob, trained.advantage, forward.mask))
         scalars |= trainer.update_critic(forward, table)
     scalars |= summarize(rollouts, table, trained, measurement) | trainer.take_seconds()
     exact = measurement.norms
     return StepTables(
-        tokens=token_rows(table, trained, exact.grad_norm_sq if exact else None, trainer.tokenizer),
-        rollouts=rollout_rows(rollouts, table, exact.rollout_norm_sq if exact else None),
+        tokens=token_rows(table, trained, exact.grad_norm_sq if exact else None, trainer.tokenizer)
+        | level_columns(table, measurement.sampled, measurement.shares),
+        rollouts=rollout_rows(rollouts, table, exact.rollout_norm_sq if exact else None)
+        | energy_columns(measurement.sampled),
         steps=scalars,
         gradients=columns_of([row.as_row() for row in measurement.statistics]),
         grams=gram_rows(step, measurement.gram) if measurement.gram else None,

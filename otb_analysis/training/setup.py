@@ -42,11 +42,12 @@ POSITIVE = (
     *(f"optimize.{name}" for name in ("steps", "learning_rate")),
     *(f"critic.{name}" for name in ("width", "learning_rate", "updates")),
     *(f"warm_start.{name}" for name in ("batch", "learning_rate", "max_steps", "check_every", "check_prompts")),
-    "evaluate.prompts",
+    *("evaluate.prompts", "measure.sampled.share"),
 )
 NOT_NEGATIVE = (
     *("seed", "optimize.max_grad_norm", "optimize.weight_decay"),
     *("measure.exact.every", "measure.exact.prompts", "evaluate.every"),
+    *("measure.sampled.every", "measure.sampled.prompts", "measure.attribution.every"),
 )
 
 
@@ -184,6 +185,8 @@ def check(config: TrainConfig) -> None:
         _check_number(config, name, positive=True)
     for name in NOT_NEGATIVE:
         _check_number(config, name, positive=False)
+    if config.measure.sampled.share > 1:
+        raise InputError(f"measure.sampled.share is {config.measure.sampled.share}; choose a share of at most 1.")
     start = config.warm_start
     if not 0 <= start.success_low < start.success_high <= 1:
         raise InputError(
