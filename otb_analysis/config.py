@@ -246,11 +246,40 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class SampledSchedule(Schedule):
+    """When exact norms of randomly drawn tokens are measured, of how many, and how they are drawn."""
+
+    share: float = 0.1
+    """Share of the policy tokens that is measured."""
+    by: Literal["above_cut", "proxy", "uniform"] = "above_cut"
+    """Tokens are drawn in proportion to the norm above the last attention, to the proxy, or all alike."""
+
+
+@dataclass(frozen=True)
+class AttributionSchedule:
+    """When every token's share of ‖ḡ‖² is measured."""
+
+    every: int = 0
+    """Steps between two measurements, counted from step 0; 0 turns the level off."""
+    split: bool = True
+    """Also split each share into signal (along the other prompts' gradients) and noise (along its own prompt's)."""
+
+    def due(self, step: int) -> bool:
+        """Return True when the level runs at this step."""
+        return self.every > 0 and step % self.every == 0
+
+
+@dataclass(frozen=True)
 class MeasureConfig:
     """Levels of measurement beyond `forward`, which always runs."""
 
     exact: Schedule = Schedule(every=20, prompts=2)
     """Exact norm of every token's score, and the Gram matrix of group gradients under every estimator."""
+    sampled: SampledSchedule = SampledSchedule()
+    """Exact norms of drawn tokens of the other groups, their totals with standard errors, and a calibrated proxy, which
+    estimators weigh by in the Gram matrix of the same step."""
+    attribution: AttributionSchedule = AttributionSchedule()
+    """Signed share of every token in ‖ḡ‖² of the estimator that trains."""
     engine: Literal["auto", "reference", "generic", "fast"] = "auto"
     """Which gradient engine measures."""
     scope: str = "all"

@@ -52,18 +52,21 @@ TOKENS = (
     Column("entropy", "FLOAT", "nats", "Entropy of the distribution the token was drawn from."),
     Column("sum_pi_sq", "FLOAT", "", "Σ_v π_v²."),
     Column("energy_proxy", "FLOAT", "norm²", "‖e_y − π‖² = (1 − π_y)² + Σ_{v≠y} π_v²: score norm in logit space."),
+    Column("energy_calibrated", "FLOAT", "norm²", "c·energy_proxy^b, fitted to this step's measured grad_norm_sq."),
     Column("hidden_norm_sq", "FLOAT", "", "‖h‖² of the final hidden state that predicts the token."),
     Column("grad_norm_sq", "FLOAT", "norm²", "‖∇_θ log π(y_t)‖² over the parameters in scope."),
     Column("grad_norm_sq_stderr", "FLOAT", "norm²", "Standard error of grad_norm_sq where it is an estimate."),
     Column("path_norm_sq", "FLOAT", "norm²", "‖Σ_{j≤t} ∇_θ log π(y_j)‖²."),
     Column("measured_by", "VARCHAR", "", "How grad_norm_sq was measured: none, exact, sketch, calibrated."),
-    Column("inclusion_prob", "FLOAT", "", "Probability with which this token was chosen for measurement."),
+    Column("inclusion_prob", "FLOAT", "", "Probability that this token was chosen for measurement, chosen or not."),
     Column("reward", "FLOAT", "", "Reward paid at this token."),
     Column("value", "FLOAT", "", "V(h_t) before y_t, from the critic before this step's update."),
     Column("baseline", "FLOAT", "", "B_t of the estimator that trains."),
     Column("advantage", "FLOAT", "", "A_t of the estimator that trains."),
     Column("mask", "BOOLEAN", "", "True where the policy sampled the token, false for tool output."),
-    Column("attribution", "FLOAT", "norm²", "Signed share of ‖ḡ‖² held by this token."),
+    Column("attribution", "FLOAT", "norm²", "Signed share of ‖ḡ‖² held by this token: (A/N)·s·ḡ; they sum to it."),
+    Column("signal", "FLOAT", "norm²", "Part of attribution along the other prompts' gradients: did it help them?"),
+    Column("noise", "FLOAT", "norm²", "Part of attribution along its own prompt's gradient only."),
 )
 
 ROLLOUTS = (
@@ -78,6 +81,13 @@ ROLLOUTS = (
     Column("turns", "INTEGER", "", "Policy turns."),
     Column("finish_reason", "VARCHAR", "", "stop (end token), length (budget used up) or turns (turn limit)."),
     Column("score_norm_sq", "DOUBLE", "norm²", "‖Σ_t ∇_θ log π(y_t)‖², exact, where measured."),
+    Column("energy_total", "DOUBLE", "norm²", "W_T = Σ_t ‖∇_θ log π(y_t)‖², estimated by the level sampled."),
+    Column(
+        "energy_total_stderr",
+        "DOUBLE",
+        "norm²",
+        "Its standard error; null where none of its tokens left to chance was drawn.",
+    ),
 )
 """Reward parts follow as further columns `reward_<part>`."""
 
@@ -113,6 +123,14 @@ STEPS = (
     Column("energy_tail_k", "DOUBLE", "", "Pareto-k of the upper tail of all policy tokens' proxy energies."),
     Column("energy_max_share", "DOUBLE", "", "Share of the total proxy energy held by the top 1 % of policy tokens."),
     Column("exact_tail_k", "DOUBLE", "", "Pareto-k of the measured tokens' grad_norm_sq; null where none was."),
+    Column("energy_total", "DOUBLE", "norm²", "Horvitz–Thompson estimate of Σ grad_norm_sq over all policy tokens."),
+    Column("energy_total_stderr", "DOUBLE", "norm²", "Its standard error."),
+    Column("n_sampled_tokens", "BIGINT", "tokens", "Tokens with an exact norm where the level sampled ran."),
+    Column("calibration_slope", "DOUBLE", "", "b of the calibration energy_calibrated = c·energy_proxy^b."),
+    Column("calibration_error", "DOUBLE", "", "Standard deviation of log grad_norm_sq around it."),
+    Column("attribution_top_share", "DOUBLE", "", "Share of Σ|attribution| held by the top 1 % of policy tokens."),
+    Column("signal_total", "DOUBLE", "norm²", "Σ signal: what different prompts' gradients have in common of ‖ḡ‖²."),
+    Column("noise_total", "DOUBLE", "norm²", "Σ noise: each prompt's own part of ‖ḡ‖²."),
     Column("certificate_prob_z", "DOUBLE", "", "z-score of Σ(π_y − Σ_v π_v²); large if π did not draw the tokens."),
     Column("certificate_logprob_z", "DOUBLE", "", "z-score of Σ(log π_y + H): the same certificate, in nats."),
     Column("critic_loss", "DOUBLE", "", "Mean squared error of the critic before its update."),

@@ -8,7 +8,7 @@ import pandas as pd
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int
 
-FLOAT_COLUMNS = ("energy_proxy", "grad_norm_sq", "logprob", "behavior_logprob", "value")
+FLOAT_COLUMNS = ("energy_proxy", "energy_calibrated", "grad_norm_sq", "logprob", "behavior_logprob", "value")
 TOKEN_COLUMNS = (
     "group",
     "rollout",
@@ -41,6 +41,7 @@ class TokenArrays:
         turn: Turn of each token [N, T], −1 at padding.
         token_id: Vocabulary index [N, T], −1 at padding.
         energy_proxy: ‖e_y − π‖² [N, T].
+        energy_calibrated: The same, calibrated on the step's measured tokens [N, T].
         grad_norm_sq: ‖∇_θ log π(y_t)‖² [N, T].
         exact: True where `grad_norm_sq` was measured exactly [N, T].
         logprob: log π(y_t) in nats [N, T].
@@ -56,6 +57,7 @@ class TokenArrays:
     turn: Int
     token_id: Int
     energy_proxy: Float
+    energy_calibrated: Float
     grad_norm_sq: Float
     exact: Bool
     logprob: Float
@@ -80,14 +82,15 @@ class TokenArrays:
         """Return what `estimate` takes; an optional input that is not there for every policy token is None.
 
         Args:
-            energy_source: `proxy` (energy_proxy) or `exact` (grad_norm_sq).
+            energy_source: `proxy` (energy_proxy), `calibrated` (energy_calibrated) or `exact` (grad_norm_sq).
 
         Raises:
             InputError: The source is another, or a policy token has no reward, or no energy of that source.
         """
-        if energy_source not in ("proxy", "exact"):
-            raise InputError(f"energy_source is {energy_source!r}; pass 'proxy' or 'exact'.")
-        energy = self.energy_proxy if energy_source == "proxy" else np.where(self.exact, self.grad_norm_sq, np.nan)
+        sources = {"proxy": self.energy_proxy, "calibrated": self.energy_calibrated}
+        if energy_source not in (*sources, "exact"):
+            raise InputError(f"energy_source is {energy_source!r}; pass 'proxy', 'calibrated' or 'exact'.")
+        energy = sources.get(energy_source, np.where(self.exact, self.grad_norm_sq, np.nan))
         self._check_measured("reward", self.reward, "store the rewards")
         self._check_measured(
             f"{energy_source} energy", energy, "take measured_groups() first or the other energy_source"

@@ -21,12 +21,13 @@ POSITIVE = (
     *(f"objective.{name}" for name in ("epochs", "minibatches")),
     *(f"critic.{name}" for name in ("width", "learning_rate", "updates")),
     *(f"warm_start.{name}" for name in ("batch", "learning_rate", "max_steps", "check_every", "check_prompts")),
-    *("evaluate.prompts", "checkpoint.keep", "lora.alpha"),
+    *("evaluate.prompts", "measure.sampled.share", "checkpoint.keep", "lora.alpha"),
 )
 NOT_NEGATIVE = (
     *("seed", "optimize.max_grad_norm", "optimize.weight_decay", "optimize.warmup_steps", "optimize.micro_batch"),
     *("objective.staleness", "objective.kl_coefficient", "objective.entropy_bonus", "checkpoint.every", "lora.rank"),
     *("measure.exact.every", "measure.exact.prompts", "evaluate.every"),
+    *("measure.sampled.every", "measure.sampled.prompts", "measure.attribution.every"),
 )
 
 
@@ -70,6 +71,8 @@ def check(config: TrainConfig) -> None:
         _check_number(config, name, positive=True)
     for name in NOT_NEGATIVE:
         _check_number(config, name, positive=False)
+    if config.measure.sampled.share > 1:
+        raise InputError(f"measure.sampled.share is {config.measure.sampled.share}; choose a share of at most 1.")
     start = config.warm_start
     if not 0 <= start.success_low < start.success_high <= 1:
         raise InputError(

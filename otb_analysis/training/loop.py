@@ -21,6 +21,7 @@ from otb_analysis.sampling import sample
 from otb_analysis.store import RunWriter, StepTables, gram_rows
 from otb_analysis.tasks.asking import draw_prompts
 from otb_analysis.training.checkpoint import write_checkpoint
+from otb_analysis.training.levels import energy_columns, level_columns
 from otb_analysis.training.progress import Bar, silent
 from otb_analysis.training.resume import begin
 from otb_analysis.training.setup import Trainer, seed_of
@@ -94,13 +95,20 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
             inputs = table.inputs(norms.grad_norm_sq, norms.rollout_norm_sq)
         trained = estimate(config.estimator.name, inputs, trainer.options)
         batch = trainer.objective.batch(rollouts, table, trained.advantage, reference)
-        scalars |= trainer.update(replace(batch, seed=seed_of(config.seed, step, ORDER)), forward)
+        batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
+    with trainer.timed("measure"):
+        coefficient = trainer.objective.first_coefficients(batch, table.stats.logprob)
+        measurement = trainer.instrument.attribute(step, rollouts, coefficient, measurement)
+    with trainer.timed("update"):
+        scalars |= trainer.update(batch, forward)
         scalars |= trainer.update_critic(forward, table)
     scalars |= summarize(rollouts, table, trained, measurement) | trainer.take_seconds()
     exact = measurement.norms
     return StepTables(
-        tokens=token_rows(table, trained, exact.grad_norm_sq if exact else None, trainer.tokenizer),
-        rollouts=rollout_rows(rollouts, table, exact.rollout_norm_sq if exact else None),
+        tokens=token_rows(table, trained, exact.grad_norm_sq if exact else None, trainer.tokenizer)
+        | level_columns(table, measurement.sampled, measurement.shares),
+        rollouts=rollout_rows(rollouts, table, exact.rollout_norm_sq if exact else None)
+        | energy_columns(measurement.sampled),
         steps=scalars,
         gradients=columns_of([row.as_row() for row in measurement.statistics]),
         grams=gram_rows(step, measurement.gram) if measurement.gram else None,

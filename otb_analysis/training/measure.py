@@ -1,4 +1,4 @@
-"""The level `exact`: norms of every token's score on whole groups, and the Gram matrix of every estimator there."""
+"""Everything scheduled at a step: exact norms and the Gram matrix of every estimator, drawn tokens, attribution."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from otb_analysis.config import MeasureConfig
@@ -14,6 +13,15 @@ from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, esti
 from otb_analysis.gradients import group_gradient_gram, token_score_norms, weighted_score_norms
 from otb_analysis.sampling import Rollouts
 from otb_analysis.statistics import GradientStatistics, gradient_statistics
+from otb_analysis.training.levels import (
+    Measured,
+    SampledEnergies,
+    TokenShares,
+    attribute,
+    batch_of,
+    by_column,
+    draw_energies,
+)
 from otb_analysis.training.table import TokenTable
 from otb_analysis.types import Bool, Float, Gram, Int, Label
 
@@ -41,12 +49,16 @@ class Measurement:
         norms: Exact norms of the measured groups.
         gram: Inner products of group mean gradients under every estimator.
         statistics: A row per estimator.
+        sampled: Exact norms of drawn tokens and what follows from them.
+        shares: Attribution of ‖ḡ‖² to tokens.
         gaps: Instruments that failed.
     """
 
     norms: ExactNorms | None = None
     gram: Gram | None = None
     statistics: tuple[GradientStatistics, ...] = ()
+    sampled: SampledEnergies | None = None
+    shares: TokenShares | None = None
     gaps: int = 0
 
 
@@ -64,6 +76,8 @@ class Instrument:
         self.model = model
         self.config = config
         self.settings = {"engine": config.engine, "scope": config.scope, "temperature": temperature}
+        self.policy = Measured(model, config.scope, temperature)
+        self.slopes = "jvp"  # until the model's attention turns out to have no forward mode
 
     def groups_due(self, step: int, n_groups: int) -> Int:
         """Return the indices of the groups to measure at a step: the first ones, since prompts come in random order."""
@@ -75,8 +89,7 @@ class Instrument:
         """Return exact norms of every token and of every whole rollout of some groups."""
         rows = np.isin(rollouts.group, groups)
         columns = rollouts.completion_columns()
-        batch = _batch(rollouts, rows, self.model.device)
-        ids, mask, attention = batch
+        ids, mask, attention = batch_of(rollouts, rows, self.model.device)
         found = token_score_norms(self.model, ids, mask, attention, **self.settings).norm_sq
         whole = weighted_score_norms(self.model, ids, mask, mask[:, None].float(), attention, **self.settings)[:, 0]
         norm_sq = np.full(columns.shape, np.nan)
@@ -86,15 +99,17 @@ class Instrument:
         total[rows] = whole
         return ExactNorms(norm_sq, total)
 
-    def gram(self, rollouts: Rollouts, table: TokenTable, norms: ExactNorms, groups: Int) -> Gram:
+    def gram(
+        self, rollouts: Rollouts, table: TokenTable, norms: ExactNorms, groups: Int, calibrated: Float | None = None
+    ) -> Gram:
         """Return ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ of the groups' mean gradients under every estimator whose inputs exist."""
         rows = np.isin(rollouts.group, groups)
-        advantages = every_advantage(table, norms, rows, self.options)
+        advantages = every_advantage(table, norms, rows, self.options, calibrated)
         sizes = np.bincount(rollouts.group)[rollouts.group[rows]]
         stacked = np.stack([a / sizes[:, None] for a in advantages.values()])
         different, back = np.unique(stacked.reshape(len(stacked), -1), axis=0, return_inverse=True)
-        weights = _by_column(different.reshape(-1, *stacked.shape[1:]), rollouts, rows)
-        ids, mask, attention = _batch(rollouts, rows, self.model.device)
+        weights = by_column(different.reshape(-1, *stacked.shape[1:]), rollouts, rows)
+        ids, mask, attention = batch_of(rollouts, rows, self.model.device)
         inner = group_gradient_gram(self.model, ids, mask, weights, rollouts.group[rows], attention, **self.settings)
         back = back.reshape(-1)
         return Gram(
@@ -115,29 +130,73 @@ class Instrument:
             norms: Exact norms of all groups when the training estimator needed them already.
         """
         groups = self.groups_due(step, len(rollouts.prompts))
-        if not len(groups):
-            return Measurement(norms=norms)
-        found = norms or _attempt(f"exact norms at step {step}", lambda: self.norms(rollouts, groups))
-        if found is None:
-            return Measurement(gaps=1)
-        gram = _attempt(f"Gram matrix at step {step}", lambda: self.gram(rollouts, table, found, groups))
+        if len(groups) and norms is None:
+            norms = _attempt(f"exact norms at step {step}", lambda: self.norms(rollouts, groups))
+        found = Measurement(norms=norms, gaps=int(len(groups) > 0 and norms is None))
+        if self.config.sampled.due(step):
+            sampled = _attempt(f"drawn tokens at step {step}", lambda: self.draw(step, rollouts, table, norms))
+            found = replace(found, sampled=sampled, gaps=found.gaps + (sampled is None))
+        return found if norms is None or not len(groups) else self._compared(step, rollouts, table, groups, found)
+
+    def _compared(
+        self, step: int, rollouts: Rollouts, table: TokenTable, groups: Int, found: Measurement
+    ) -> Measurement:
+        """Add the Gram matrix and its statistics to exact norms."""
+        norms, calibrated = found.norms, found.sampled.calibrated if found.sampled else None
+        if norms is None:
+            return found
+        gram = _attempt(f"Gram matrix at step {step}", lambda: self.gram(rollouts, table, norms, groups, calibrated))
         if gram is None:
-            return Measurement(norms=found, gaps=1)
+            return replace(found, gaps=found.gaps + 1)
         rows = _attempt(
             f"gradient statistics at step {step}",
             lambda: tuple(gradient_statistics(gram.inner, gram.labels, gram.n_rollouts)),
         )
-        return Measurement(found, gram, rows or (), gaps=int(rows is None))
+        return replace(found, gram=gram, statistics=rows or (), gaps=found.gaps + (rows is None))
+
+    def draw(self, step: int, rollouts: Rollouts, table: TokenTable, norms: ExactNorms | None) -> SampledEnergies:
+        """Return exact norms of drawn tokens of the groups that are not measured whole; the step seeds the draw."""
+        exact = None if norms is None else norms.grad_norm_sq
+        return draw_energies(self.policy, self.config.sampled, step, rollouts, table, exact)
+
+    def attribute(self, step: int, rollouts: Rollouts, weights: Float, found: Measurement) -> Measurement:
+        """Return a measurement with every token's share of ‖ḡ‖², ḡ = Σ weights·s, where that is due.
+
+        Args:
+            step: The step.
+            rollouts: Its rollouts.
+            weights: What multiplies each score in the first update [N, T], zero outside the mask; A/N by default.
+            found: What else was measured.
+        """
+        if not self.config.attribution.due(step):
+            return found
+        shares = _attempt(f"attribution at step {step}", lambda: self.shares(rollouts, weights))
+        return replace(found, shares=shares, gaps=found.gaps + (shares is None))
+
+    def shares(self, rollouts: Rollouts, weights: Float) -> TokenShares:
+        """Return every token's share of ‖Σ weights·s‖², by forward mode where the model's attention has one."""
+        split = self.config.attribution.split
+        try:
+            return attribute(self.policy, rollouts, weights, method=self.slopes, split=split)
+        except NotImplementedError:  # how torch says that an operation has no forward mode
+            if self.slopes == "difference":
+                raise
+            self.slopes = "difference"
+            return attribute(self.policy, rollouts, weights, method=self.slopes, split=split)
 
 
 def every_advantage(
-    table: TokenTable, norms: ExactNorms, rows: Bool, options: Mapping[str, Any] | None = None
+    table: TokenTable,
+    norms: ExactNorms,
+    rows: Bool,
+    options: Mapping[str, Any] | None = None,
+    calibrated: Float | None = None,
 ) -> dict[Label, Float]:
     """Return the advantages [n, T] of every estimator whose inputs exist, by (estimator, energy source), on some rows.
 
-    Estimators that read the proxy or no energy see the whole batch, as they would in training, so that entries which
-    couple prompts are what they are; those that read exact norms see the measured rows. `options` holds the options of
-    estimators that do not run with their defaults: those of the one that trains.
+    Estimators that read the proxy, calibrated or not, or no energy see the whole batch, as they would in training, so
+    that entries which couple prompts are what they are; those that read exact norms see the measured rows. `options`
+    holds the options of estimators that do not run with their defaults: those of the one that trains.
     """
     options = options or {}
     proxy = table.inputs(table.stats.energy)
@@ -148,6 +207,8 @@ def every_advantage(
         reads_energy = "energy" in ESTIMATORS[name].needs
         if name not in exact_only:
             found[name, "proxy" if reads_energy else "none"] = estimate(name, proxy, options.get(name)).advantage[rows]
+        if reads_energy and calibrated is not None:
+            found[name, "calibrated"] = estimate(name, table.inputs(calibrated), options.get(name)).advantage[rows]
         if reads_energy or name in exact_only:
             found[name, "exact"] = estimate(name, part, options.get(name)).advantage
     return found
@@ -156,21 +217,6 @@ def every_advantage(
 def _rows_of(inputs: EstimatorInputs, rows: Bool) -> EstimatorInputs:
     given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     return replace(inputs, **{name: x[rows] for name, x in given.items() if x is not None})
-
-
-def _batch(rollouts: Rollouts, rows: Bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    arrays = (rollouts.input_ids[rows], rollouts.mask[rows], rollouts.attention_mask[rows])
-    ids, mask, attention = (torch.as_tensor(x, device=device) for x in arrays)
-    return ids, mask, attention.long()
-
-
-def _by_column(weights: Float, rollouts: Rollouts, rows: Bool) -> Float:
-    """Turn weights by completion token [M, n, T] into weights by column [n, M, L]."""
-    columns, present = rollouts.completion_columns()[rows], rollouts.present()[rows]
-    out = np.zeros((weights.shape[1], weights.shape[0], rollouts.input_ids.shape[1]))
-    n, t = np.nonzero(present)
-    out[n, :, columns[n, t]] = weights[:, n, t].T
-    return out
 
 
 def _attempt(what: str, run: Callable[[], T]) -> T | None:

@@ -141,6 +141,14 @@ class Objective:
                 value = value - self.config.kl_coefficient * batch.weight * slope
         return Coefficients(value, by_token)
 
+    def first_coefficients(self, batch: TokenBatch, logprob: Float) -> Float:
+        """Return what multiplies each score in the gradient of a whole batch before its first update [N, T].
+
+        With several mini-batches it is their mean's, up to how each normalises its own part. The entropy bonus is left
+        out: its gradient is no sum of scores.
+        """
+        return self.coefficients(self.weighed(batch), logprob).value
+
     def penalty(self, logprob: Float, reference: Float | None, mask: Bool) -> Float | None:
         """Return what the divergence takes from each token's reward [N, T]; None where it takes nothing."""
         if reference is None or self.config.kl_in != "reward":

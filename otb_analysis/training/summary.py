@@ -37,6 +37,7 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "energy_tail_k": pareto_k(energy),
         "energy_max_share": top_share(energy),
         "exact_tail_k": _exact_tail(table, measurement),
+        **level_scalars(measurement),
         **certificate(stats, inside),
         "n_measured_prompts": _measured_groups(table, measurement),
         "measurement_gaps": measurement.gaps,
@@ -50,6 +51,25 @@ def zero_variance_groups(reward: Float, group: np.ndarray) -> Bool:
     np.minimum.at(low, group, reward)
     np.maximum.at(high, group, reward)
     return (low == high) & (size > 1)
+
+
+def level_scalars(measurement: Measurement) -> dict[str, object]:
+    """Return what the levels `sampled` and `attribution` say about the step as a whole; nothing where neither ran."""
+    found: dict[str, object] = {}
+    if (sampled := measurement.sampled) is not None:
+        total = sampled.total
+        found |= {
+            "energy_total": None if total is None else float(total.estimate[0]),
+            "energy_total_stderr": None if total is None or np.isnan(total.stderr[0]) else float(total.stderr[0]),
+            "n_sampled_tokens": int(np.isfinite(sampled.grad_norm_sq).sum()),
+            "calibration_slope": sampled.calibration.slope,
+            "calibration_error": sampled.calibration.log_error,
+        }
+    if (shares := measurement.shares) is not None:
+        found["attribution_top_share"] = top_share(np.abs(shares.share[np.isfinite(shares.share)]))
+        if shares.signal is not None and shares.noise is not None:
+            found |= {"signal_total": float(np.nansum(shares.signal)), "noise_total": float(np.nansum(shares.noise))}
+    return found
 
 
 def _degenerate(rollouts: Rollouts, table: TokenTable) -> dict[str, object]:

@@ -59,10 +59,15 @@ def test_every_column_of_the_schema_is_there_with_its_type(otb_run, table):
         assert kind in KINDS[column.dtype] or frame[column.name].isna().all(), (column.name, kind)
 
 
+OTHER_LEVELS = {
+    *("energy_total", "energy_total_stderr", "n_sampled_tokens", "calibration_slope", "calibration_error"),
+    *("attribution_top_share", "signal_total", "noise_total"),
+}
 NEVER_HERE = {
     # Too few tokens for a tail; on-policy, and no divergence wanted.
-    "steps": {"energy_tail_k", "exact_tail_k", "ratio_mean", "ratio_clip_share", "kl_reference"},
-    "tokens": {"grad_norm_sq_stderr", "path_norm_sq", "attribution"},
+    "steps": {"energy_tail_k", "exact_tail_k", "ratio_mean", "ratio_clip_share", "kl_reference", *OTHER_LEVELS},
+    "rollouts": {"energy_total", "energy_total_stderr"},  # of the level sampled
+    "tokens": {"grad_norm_sq_stderr", "path_norm_sq", "energy_calibrated", "attribution", "signal", "noise"},
     "gradients": {"variance_low", "variance_high", "within", "between"},  # below 16 prompts, and without pools
 }
 
