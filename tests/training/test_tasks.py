@@ -67,7 +67,7 @@ def test_task_is_trained_from_nothing_to_a_stored_run(config, task, one_thread):
 
 EASY = {
     "calculator": {"calculator": CalculatorConfig(operations_min=1, operations_max=1, operators="+", largest=5)},
-    "counting": {"counting": CountingConfig(length_min=3, length_max=4, letters=3)},
+    "counting": {"counting": CountingConfig(length_min=3, length_max=5, letters=3)},
     "graph_path": {"graph_path": GraphPathConfig(nodes=4, edges=3)},
     "math_jsonl": {"math_jsonl": MathJsonlConfig(train="sums.jsonl")},
 }
