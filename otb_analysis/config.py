@@ -19,7 +19,7 @@ class ChainSumConfig:
 
 @dataclass(frozen=True)
 class CalculatorConfig:
-    """`calculator`: solve an expression by calls of a tool, one turn each; sample.max_turns is to exceed the calls."""
+    """`calculator`: solve an expression by calls of a tool, one turn each."""
 
     operations_min: int = 2
     """Fewest operators of a prompt."""
@@ -53,7 +53,7 @@ class CountingConfig:
 class GraphPathConfig:
     """`graph_path`: any walk from start to goal along the edges of a random graph is right."""
 
-    nodes: int = 6
+    nodes: int = 5
     edges: int = 7
     distance_min: int = 2
     """Fewest edges between start and goal."""

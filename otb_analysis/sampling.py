@@ -150,7 +150,11 @@ def sample(
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Return a prompt's tokens; its text is a user's message where prompt and tokenizer have to do with chat.
+    """Return a prompt's tokens: the text's, or the chat template's with the text as the user's message.
+
+    Args:
+        tokenizer: Its chat template is used where it has one and the prompt asks for it.
+        prompt: Text, and whether it is a message.
 
     Raises:
         InputError: There are none.

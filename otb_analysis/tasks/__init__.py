@@ -12,9 +12,21 @@ from otb_analysis.tasks.graph_path import GraphPath
 from otb_analysis.tasks.math_jsonl import MathJsonl
 from otb_analysis.tasks.own import is_own, load_task, source_file
 
+
+def _calculator(config: TrainConfig) -> Calculator:
+    """Make the calculator; refuse a turn limit at which its longest prompts cannot be solved."""
+    task = Calculator(config.calculator, config.seed)
+    if task.turns_needed > config.sample.max_turns:
+        raise InputError(
+            f"sample.max_turns is {config.sample.max_turns} but calculator.operations_max="
+            f"{config.calculator.operations_max} takes {task.turns_needed} turns; raise the one or lower the other."
+        )
+    return task
+
+
 TASKS = {
     "chain_sum": lambda config: ChainSum(config.chain_sum, config.seed),
-    "calculator": lambda config: Calculator(config.calculator, config.seed),
+    "calculator": _calculator,
     "counting": lambda config: Counting(config.counting, config.seed),
     "graph_path": lambda config: GraphPath(config.graph_path, config.seed),
     "math_jsonl": lambda config: MathJsonl(config.math_jsonl, config.seed),

@@ -43,6 +43,8 @@ def _prompt(task: Task, split: Split, index: int) -> Prompt:
         prompt = task.prompt(split, index)
     if not isinstance(prompt, Prompt):
         raise _unfit(task, "prompt", where, prompt, "return an otb_analysis.tasks.Prompt.")
+    if not all(isinstance(part, str) for part in (prompt.id, prompt.text, prompt.answer)):
+        raise _unfit(task, "prompt", where, prompt, "its id, text and answer must be texts.")
     return prompt
 
 

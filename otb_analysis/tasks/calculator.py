@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from math import ceil
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class Calculator:
         _check(config)
         self.config, self.seed = config, seed
         self.limits = Limits(operations=config.call_operations)
+        self.turns_needed = ceil(config.operations_max / config.call_operations) + 1
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """Return problem `index` of a split; every result on the way is whole and from 0 to `largest_result`."""

@@ -16,8 +16,8 @@ from otb_analysis.tasks.splits import draw_prompt
 class GraphPath:
     """Walk from a start to a goal along given edges; any walk that arrives is paid 1, so right answers vary in length.
 
-    Demonstrations are paths without repetition, drawn at random from all of them and so of any length; the draw follows
-    from the problem's text.
+    A problem in another order of its edges is the same one, for the splits too. Demonstrations are paths without
+    repetition, drawn at random from all of them and so of any length; the draw follows from the problem's text.
 
     Raises:
         InputError: The configured graph cannot exist.
@@ -58,7 +58,12 @@ class GraphPath:
         path = nx.shortest_path(graph, start, goal)
         if len(path) - 1 < self.config.distance_min:
             return None
-        return Prompt(id=text, text=text, answer="".join(path))
+        return Prompt(id=self._name(turned, start, goal), text=text, answer="".join(path))
+
+    def _name(self, edges: Sequence[tuple[int, ...]], start: str, goal: str) -> str:
+        """Name a problem alike in any order of its edges, and of their ends where they lead both ways."""
+        ordered = edges if self.config.directed else [sorted(edge) for edge in edges]
+        return ",".join(sorted(ascii_lowercase[i] + ascii_lowercase[j] for i, j in ordered)) + f":{start}>{goal}"
 
     def _graph(self, text: str) -> nx.Graph:
         edges = text.partition(":")[0].split(",")

@@ -13,14 +13,14 @@ MOST_DRAWS = 20_000
 """Draws after which a split counts as empty."""
 
 
-def split_of(text: str, share: float = HELDOUT_SHARE) -> Split:
-    """Return the split of a problem: a hash of its text decides, so that it is the same for every seed and machine.
+def split_of(name: str, share: float = HELDOUT_SHARE) -> Split:
+    """Return the split of a problem: a hash of its name decides, so that it is the same for every seed and machine.
 
     Args:
-        text: What names the problem.
+        name: What the problem is called, alike however it is written.
         share: Share of all problems that is held out.
     """
-    digest = hashlib.sha256(text.encode()).digest()
+    digest = hashlib.sha256(name.encode()).digest()
     return "heldout" if int.from_bytes(digest[:8], "big") < share * 2**64 else "train"
 
 
@@ -34,7 +34,7 @@ def draw_prompt(
         seed: Of the run.
         split: Which problems.
         index: Which of them.
-        draw: Makes a problem from random numbers, or None when what came out is not fit.
+        draw: Makes a problem from random numbers, or None when what came out is not fit; its id decides the split.
 
     Raises:
         InputError: None of many draws was in the split.
@@ -42,7 +42,7 @@ def draw_prompt(
     rng = np.random.default_rng([seed, split == "heldout", index])
     for _ in range(MOST_DRAWS):
         prompt = draw(rng)
-        if prompt is not None and split_of(prompt.text) == split:
+        if prompt is not None and split_of(prompt.id) == split:
             return prompt
     raise InputError(
         f"{name} found no problem for the {split} split in {MOST_DRAWS} draws; widen the ranges of its settings."

@@ -61,6 +61,11 @@ def test_sentence_of_the_tasks_own_and_an_interrupt_pass(echo, method, error):
     ("method", "value", "named"),
     [
         ("prompt", "1+1=", "returned '1+1=' from prompt for train problem 7; return an otb_analysis.tasks.Prompt."),
+        (
+            "prompt",
+            Prompt(7, "1+1=", "2"),
+            "returned Prompt(id=7, text='1+1=', answer='2', chat=False) from prompt for train",
+        ),
         ("demonstration", [], "returned [] from demonstration for prompt 'p7'"),
         ("demonstration", ["2"], "returned ['2'] from demonstration for prompt 'p7'"),
         ("demonstration", 5, "failed in demonstration for prompt 'p7' (TypeError: 'int' object is not iterable)"),

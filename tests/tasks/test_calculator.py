@@ -1,13 +1,15 @@
 """The calculator: calls and answers as literals, masked tool tokens, and what a policy sees when it errs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from otb_analysis.config import CalculatorConfig, SampleConfig
+from otb_analysis.config import CalculatorConfig, SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.models import character_tokenizer, special_id
 from otb_analysis.sampling import sample
-from otb_analysis.tasks import Calculator, Prompt, Turn
+from otb_analysis.tasks import Calculator, Prompt, Turn, make_task, splits
 from otb_analysis.tasks.arithmetic import REFUSALS, evaluate
 from otb_analysis.training.table import pay
 from otb_analysis.training.warm_start import IGNORED, _example
@@ -172,9 +174,19 @@ def test_impossible_settings_are_refused_by_name(settings, named):
         Calculator(CalculatorConfig(**settings))
 
 
-def test_split_that_nothing_falls_into_is_one_sentence():
+@pytest.mark.parametrize(("operations", "per_call", "turns"), [(3, 1, 4), (3, 2, 3), (4, 2, 3), (1, 4, 2)])
+def test_turn_limit_below_the_calls_and_the_answer_is_refused(operations, per_call, turns):
+    own = CalculatorConfig(operations_min=1, operations_max=operations, call_operations=per_call)
+    config = TrainConfig(task="calculator", calculator=own, sample=SampleConfig(max_turns=turns))
+    assert make_task(config).turns_needed == turns
+    with pytest.raises(InputError, match=rf"sample.max_turns is {turns - 1} but .* takes {turns} turns"):
+        make_task(replace(config, sample=SampleConfig(max_turns=turns - 1)))
+
+
+def test_split_that_nothing_falls_into_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(splits, "MOST_DRAWS", 100)
     # 1+1 is the only problem, and its hash is in the training split.
     task = Calculator(CalculatorConfig(operations_min=1, operations_max=1, operators="+", largest=1))
     assert task.prompt("train", 0).text == "1+1="
-    with pytest.raises(InputError, match=r"calculator found no problem for the heldout split in 20000 draws"):
+    with pytest.raises(InputError, match=r"calculator found no problem for the heldout split in 100 draws"):
         task.prompt("heldout", 0)

@@ -4,7 +4,7 @@ import pytest
 
 from otb_analysis.config import GraphPathConfig
 from otb_analysis.errors import InputError
-from otb_analysis.tasks import GraphPath, Prompt, Turn
+from otb_analysis.tasks import GraphPath, Prompt, Turn, splits
 
 #   a – b – c – d,  a – c
 LITERAL = Prompt(id="ab,cb,cd,ac:a>d=", text="ab,cb,cd,ac:a>d=", answer="acd")
@@ -64,14 +64,23 @@ def test_settings_bound_the_graph_and_the_distance():
         assert len(prompt.answer) - 1 >= 3
 
 
+def canonical(text):
+    edges, ends = text.split(":")
+    return frozenset(frozenset(edge) for edge in edges.split(",")), ends
+
+
 def test_splits_share_no_problem_and_a_problem_is_always_the_same():
-    small = GraphPathConfig(nodes=3, edges=2)
+    small = GraphPathConfig(nodes=4, edges=4)
     split = {
-        name: {GraphPath(small, seed).prompt(name, i).text for seed in range(2) for i in range(300)}
+        name: {canonical(GraphPath(small, seed).prompt(name, i).text) for seed in range(2) for i in range(60)}
         for name in ("train", "heldout")
     }
     assert not split["train"] & split["heldout"]
     assert split["heldout"]
+    # Of 4 nodes and 4 edges 15 graphs can be drawn; with their ends some 100 problems, in 4!·2⁴ orders each.
+    task = GraphPath(small)
+    prompts = [task.prompt("train", i) for i in range(150)]
+    assert len({p.id for p in prompts}) == len({canonical(p.text) for p in prompts}) < len({p.text for p in prompts})
     assert GraphPath(small, 5).prompt("train", 13) == GraphPath(small, 5).prompt("train", 13)
 
 
@@ -91,7 +100,8 @@ def test_impossible_settings_are_refused_by_name(settings, named):
         GraphPath(GraphPathConfig(**settings))
 
 
-def test_distance_that_no_graph_of_this_size_has_is_one_sentence():
+def test_distance_that_no_graph_of_this_size_has_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(splits, "MOST_DRAWS", 100)
     # All 6 pairs of 4 nodes: every distance is 1.
     with pytest.raises(InputError, match="graph_path found no problem for the train split"):
         GraphPath(GraphPathConfig(nodes=4, edges=6)).prompt("train", 0)
