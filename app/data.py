@@ -12,6 +12,7 @@ import pandas as pd
 import streamlit as st
 
 from otb_analysis.figures import FidelityInfo, fidelity_info, headline_info, statistics_table
+from otb_analysis.figures.fidelity import SOURCES
 from otb_analysis.figures.runs import Headline
 from otb_analysis.statistics import Interval, gain_lost
 from otb_analysis.store import RunStore, runs_df
@@ -213,41 +214,59 @@ class MeasuredTokens:
 
 
 @st.cache_data(max_entries=8, show_spinner="Comparing proxy and exact norms …")
-def _fidelity(path: str, stamp: str, kind: str) -> MeasuredTokens:
+def _fidelity(path: str, stamp: str, kind: str, source: str) -> MeasuredTokens:
     store = _store(path)
     measured = "measured_by = 'exact' AND grad_norm_sq IS NOT NULL"
     total = int(store.sql(f"SELECT count(*) AS n FROM tokens WHERE {measured}")["n"].iloc[0])
     share = min(1000, 1000 * MAX_TOKENS // max(total, 1))
-    columns = ["step", "group", "rollout", "t", "mask", "energy_proxy", "grad_norm_sq"]
+    columns = ["step", "group", "rollout", "t", "mask", SOURCES[source], "grad_norm_sq", "inclusion_prob"]
     groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {measured} AND hash(step, "group") % 1000 < {share}'
     names = ", ".join(f'"{c}"' for c in columns)
     table: Any = store.sql(f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})')
-    return MeasuredTokens(fidelity_info(table, kind), int(table["grad_norm_sq"].notna().sum()), total)
+    return MeasuredTokens(fidelity_info(table, kind, source), int(table["grad_norm_sq"].notna().sum()), total)
 
 
-def fidelity(run: Run, kind: str) -> MeasuredTokens:
+def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
     """Return the agreement of proxy and exact energies over a run.
 
     Args:
         run: A readable run.
         kind: `token` or `realized`.
+        source: `proxy` or `calibrated`.
     """
-    return _fidelity(run.path, run.stamp, kind)
+    return _fidelity(run.path, run.stamp, kind, source)
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
-def _gain_lost(path: str, stamp: str, estimator: str) -> Interval | None:
-    return gain_lost(list(_grams(path, stamp).values()), (estimator, "proxy"), (estimator, "exact"))
+def _sources(path: str, stamp: str) -> list[str]:
+    counts = ", ".join(f'count("{column}") AS "{name}"' for name, column in SOURCES.items())
+    found = _store(path).sql(f"SELECT {counts} FROM tokens WHERE grad_norm_sq IS NOT NULL")
+    return [name for name in SOURCES if found[name].iloc[0]]
 
 
-def lost_by_proxy(run: Run, estimator: str = "otb") -> Interval | None:
+def cheap_sources(run: Run) -> list[str]:
+    """Return the energies that stand beside exact norms in a run: the proxy, and its calibration where it was fitted.
+
+    Args:
+        run: A readable run.
+    """
+    return _sources(run.path, run.stamp)
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def _gain_lost(path: str, stamp: str, estimator: str, source: str) -> Interval | None:
+    return gain_lost(list(_grams(path, stamp).values()), (estimator, source), (estimator, "exact"))
+
+
+def lost_by_proxy(run: Run, source: str = "proxy", estimator: str = "otb") -> Interval | None:
     """Return the share of an estimator's efficiency gain that proxy energies lose, over all measured steps.
 
     Args:
         run: A readable run.
-        estimator: One that was measured with exact and with proxy energies.
+        source: `proxy` or `calibrated`.
+        estimator: One that was measured with exact energies and with these.
     """
-    return _gain_lost(run.path, run.stamp, estimator)
+    return _gain_lost(run.path, run.stamp, estimator, source)
 
 
 @st.cache_data(max_entries=64, show_spinner=False)

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from otb_analysis.errors import InputError
-from otb_analysis.figures.fidelity import agreement, energies
+from otb_analysis.figures.fidelity import agreement, comparable, energies
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     Fidelity,
@@ -27,7 +27,7 @@ from otb_analysis.types import Gram
 
 NOT_MEASURED = "–"
 FIDELITY_OF = {"token": "token energy w_t", "realized": "realized energy W_t"}
-FIDELITY_COLUMNS = ("step", "group", "rollout", "t", "mask", "energy_proxy", "grad_norm_sq")
+FIDELITY_COLUMNS = ("step", "group", "rollout", "t", "mask", "energy_proxy", "grad_norm_sq", "inclusion_prob")
 MEASURED_GROUPS = '(step, "group") IN (SELECT step, "group" FROM tokens WHERE grad_norm_sq IS NOT NULL)'
 NO_SIGNAL = (
     "at every step all rewards within a group were equal, so its gradients say nothing; "
@@ -207,7 +207,7 @@ def fidelity_rows(store: RunStore) -> list[tuple[str, str, Fidelity]]:
     The numbers are those of the dashboard's page: every policy token with both energies, each rollout's running sums up
     to its first token without an exact norm.
     """
-    tokens = store.tokens_df(columns=FIDELITY_COLUMNS, where=MEASURED_GROUPS)
+    tokens, _ = comparable(store.tokens_df(columns=FIDELITY_COLUMNS, where=MEASURED_GROUPS))
     tables = {title: energies(tokens, kind) for kind, title in FIDELITY_OF.items()}
     return [(store.path.name, title, agreement(table)) for title, table in tables.items() if len(table)]
 

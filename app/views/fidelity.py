@@ -8,8 +8,16 @@ from otb_analysis.figures import fidelity_table, number, plot_fidelity, plot_fid
 from otb_analysis.figures.fidelity import COEFFICIENTS
 from otb_analysis.statistics import Interval
 
+SOURCES = {"proxy": "proxy", "calibrated": "calibrated"}
+CALIBRATED = (
+    "c·proxy^b, fitted at each step to the tokens measured there. A factor changes no baseline; the exponent does."
+)
 KINDS = {"token": "token energy w", "realized": "realized energy W"}
 
+DRAWN = (
+    "No group was measured whole: these tokens were drawn with unequal probabilities, so large energies are "
+    "over-represented in the figure and in the correlations. "
+)
 LOST = (
     "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency of otb over all measured steps: 0 when the proxy costs "
     "nothing, 1 when the gain over rloo is gone; a dash when exact energies show no gain beyond the noise. "
@@ -28,11 +36,19 @@ def spread(lost: Interval | None) -> str:
 
 with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the exact gradient norm of a token?"):
     run = one_run()
-    kind = st.segmented_control(
+    controls = st.container(horizontal=True)
+    kind = controls.segmented_control(
         "Energy", list(KINDS), format_func=lambda k: KINDS[k], default="token", key="kind", bind="query-params",
         required=True, help="OTB weights by W_t, the sum of w_j over the tokens so far.",
     )  # fmt: skip
-    found = data.fidelity(run, str(kind))
+    known = data.cheap_sources(run)
+    source = "proxy"
+    if len(known) > 1:
+        source = str(controls.segmented_control(
+            "Against exact", known, format_func=lambda s: SOURCES[s], default="proxy", key="source",
+            bind="query-params", required=True, help=CALIBRATED,
+        ))  # fmt: skip
+    found = data.fidelity(run, str(kind), source)
     info = found.info
     places = st.columns(len(COEFFICIENTS) + 1)
     for place, (key, title) in zip(places, COEFFICIENTS, strict=False):
@@ -42,7 +58,7 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
             f"{title} within", number(within), f"{number(pooled)} pooled",
             delta_color="off", delta_arrow="off", help="Within (prompt, t), and pooled over all tokens.",
         )  # fmt: skip
-    lost = data.lost_by_proxy(run)
+    lost = data.lost_by_proxy(run, source)
     places[-1].metric(
         "Gain lost", number(lost.estimate if lost else None), spread(lost),
         delta_color="off", delta_arrow="off", help=LOST,
@@ -56,6 +72,7 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
     st.caption(
         f"{info.n_tokens:,} tokens compared, from {share} {found.total:,} with an exact norm. "
         + (f"{info.n_zero:,} with a zero energy are not drawn on the logarithmic axes. " if info.n_zero else "")
+        + (DRAWN if info.drawn else "")
         + "A baseline normalises its weights within (prompt, t), so the correlations there decide; "
         "the pooled ones also hold differences between positions and prompts that the baseline never sees."
     )

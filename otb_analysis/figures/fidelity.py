@@ -20,7 +20,13 @@ KINDS = {
     "token": "token energy w_t = ‖s_t‖²",
     "realized": "realized energy W_t = Σ_{j≤t} w_j",
 }
+SOURCES = {
+    "proxy": "energy_proxy",
+    "calibrated": "energy_calibrated",
+}
+"""What is compared with exact energies, and its column."""
 COEFFICIENTS = (("pearson", "Pearson"), ("log_pearson", "log-Pearson"), ("spearman", "Spearman"))
+_CHEAP = {"proxy": "proxy {}_t in logit space (norm²)", "calibrated": "calibrated proxy {}_t (norm²)"}
 _COLORS = {"pearson": "#0072B2", "log_pearson": "#D55E00", "spearman": "#009E73"}
 
 
@@ -38,6 +44,7 @@ class FidelityInfo:
 
     Attributes:
         kind: A key of `KINDS`.
+        source: A key of `SOURCES`.
         count: Tokens per cell of the density [B, B] float32, rows are exact, NaN where there are none.
         proxy_edges: log₁₀ of the bin edges along the proxy [B + 1].
         exact_edges: log₁₀ of the bin edges along the exact energy [B + 1].
@@ -45,9 +52,11 @@ class FidelityInfo:
         steps: Agreement at each measured step.
         n_tokens: Tokens with both energies.
         n_zero: Of these, tokens where one of them is 0 and the logarithmic axes cannot show them.
+        drawn: True when they were drawn with unequal probabilities, so that large energies are over-represented.
     """
 
     kind: str
+    source: str
     count: Array
     proxy_edges: Float
     exact_edges: Float
@@ -55,39 +64,64 @@ class FidelityInfo:
     steps: tuple[StepFidelity, ...]
     n_tokens: int
     n_zero: int
+    drawn: bool = False
 
 
-def fidelity_info(tokens: pd.DataFrame, kind: str = "token") -> FidelityInfo:
+def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "proxy") -> FidelityInfo:
     """Compare the proxy with exact energies on every token that has both.
 
     Realized energies are running sums over policy tokens; a rollout counts up to its first token without an exact norm.
+    Groups whose tokens were drawn with unequal probabilities are left out unless there are no others.
 
     Args:
-        tokens: Token rows with step, group, rollout, t, mask, energy_proxy and grad_norm_sq.
+        tokens: Token rows with step, group, rollout, t, mask, the source's column, grad_norm_sq and, if tokens were
+            drawn, inclusion_prob.
         kind: `token` or `realized`.
+        source: `proxy` or `calibrated`.
 
     Raises:
-        InputError: The kind is unknown, or no token has both energies.
+        InputError: The kind or the source is unknown, or no token has both energies.
     """
     if kind not in KINDS:
         raise InputError(f"kind is {kind!r}; {nearest(kind, KINDS)}")
-    table = energies(tokens, kind)
+    if source not in SOURCES:
+        raise InputError(f"source is {source!r}; {nearest(source, SOURCES)}")
+    rows, drawn = comparable(tokens)
+    table = energies(rows, kind, source)
     if table.empty:
         raise InputError(
-            "No token has both energy_proxy and grad_norm_sq; schedule exact measurements, as in "
+            f"No token has both {SOURCES[source]} and grad_norm_sq; schedule exact measurements, as in "
             "[measure] exact = {every = 10, prompts = 2}."
         )
     proxy, exact = table["proxy"].to_numpy(np.float64), table["exact"].to_numpy(np.float64)
-    drawn = (proxy > 0) & (exact > 0)
-    count, proxy_edges, exact_edges = _density(np.log10(proxy[drawn]), np.log10(exact[drawn]))
+    positive = (proxy > 0) & (exact > 0)
+    count, proxy_edges, exact_edges = _density(np.log10(proxy[positive]), np.log10(exact[positive]))
     per_step = tuple(StepFidelity(int(str(step)), agreement(part)) for step, part in table.groupby("step"))
     overall = per_step[0].fidelity if len(per_step) == 1 else agreement(table)
     return FidelityInfo(
-        kind, count, proxy_edges, exact_edges, overall, per_step, len(table), int(np.count_nonzero(~drawn))
-    )
+        kind, source, count, proxy_edges, exact_edges, overall, per_step, len(table),
+        int(np.count_nonzero(~positive)), drawn,
+    )  # fmt: skip
 
 
-def energies(tokens: pd.DataFrame, kind: str) -> pd.DataFrame:
+def comparable(tokens: pd.DataFrame) -> tuple[pd.DataFrame, bool]:
+    """Leave out groups of which some tokens were likelier to be measured than others, unless nothing else was measured.
+
+    Args:
+        tokens: Token rows; without a column inclusion_prob nothing was drawn token by token.
+
+    Returns:
+        The rows to compare, and whether they were drawn with unequal probabilities.
+    """
+    if "inclusion_prob" not in tokens:
+        return tokens, False
+    groups = tokens.groupby(["step", "group"])["inclusion_prob"]
+    unequal = (groups.transform("max") > groups.transform("min")).fillna(False).astype(bool)
+    whole = tokens[~unequal]
+    return (whole, False) if bool(whole["grad_norm_sq"].notna().any()) else (tokens, bool(unequal.any()))
+
+
+def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataFrame:
     """Return step, cell, proxy and exact of every policy token that has both energies.
 
     `cell` numbers (step, prompt, position), position counting policy tokens.
@@ -95,11 +129,12 @@ def energies(tokens: pd.DataFrame, kind: str) -> pd.DataFrame:
     Args:
         tokens: Token rows.
         kind: `token` or `realized`.
+        source: A key of `SOURCES`, which stands in the column `proxy`.
     """
     chosen: Any = tokens[tokens["mask"].fillna(False).astype(bool)]
     policy = chosen.sort_values(["step", "rollout", "t"])
     rollouts = policy.groupby(["step", "rollout"], sort=False)
-    table = pd.DataFrame({"step": policy["step"], "proxy": policy["energy_proxy"], "exact": policy["grad_norm_sq"]})
+    table = pd.DataFrame({"step": policy["step"], "proxy": policy[SOURCES[source]], "exact": policy["grad_norm_sq"]})
     if kind == "realized":
         keys = [policy["step"], policy["rollout"]]
         for name in ("proxy", "exact"):
@@ -162,10 +197,10 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
             "thickness": 10, "tickvals": list(range(top)),
             "ticktext": [f"{10**k:,}" for k in range(top)],
         },
-        hovertemplate="proxy %{x:.3g}<br>exact %{y:.3g}<br><b>%{customdata:.0f}</b> tokens<extra></extra>",
+        hovertemplate=info.source + " %{x:.3g}<br>exact %{y:.3g}<br><b>%{customdata:.0f}</b> tokens<extra></extra>",
     )  # fmt: skip
     letter = "w" if info.kind == "token" else "W"
-    figure.update_xaxes(**log_axis(10**info.proxy_edges, most=5), title_text=f"proxy {letter}_t in logit space (norm²)")
+    figure.update_xaxes(**log_axis(10**info.proxy_edges, most=5), title_text=_CHEAP[info.source].format(letter))
     figure.update_yaxes(**log_axis(10**info.exact_edges), title_text=f"exact {letter}_t over the parameters (norm²)")
     return figure.update_layout(height=470, margin={"l": 76, "t": 30})
 

@@ -83,3 +83,41 @@ def test_correlations_within_stand_above_the_pooled_ones():
     figure = plot_fidelity_steps(fidelity_info(many(lambda t: 2.0)))
     assert figure.layout.annotations[0].text.startswith("Within (prompt, t)")
     assert len(figure.data) == 6
+
+
+def drawn(table):
+    """The same tokens, of which every third was drawn in the second prompt, with unequal chances."""
+    by_chance = table["group"] == 1
+    table = table.assign(inclusion_prob=np.where(by_chance, 0.1 + table["t"] / 10, 1.0))
+    return table.assign(grad_norm_sq=table["grad_norm_sq"].mask(by_chance & (table["t"] % 3 > 0)))
+
+
+def test_groups_drawn_with_unequal_chances_are_left_out_where_whole_ones_were_measured():
+    table = many(lambda t: 2.0)
+    info = fidelity_info(drawn(table))
+    assert (info.n_tokens, info.drawn) == (96, False)
+    whole = fidelity_info(table[table["group"] == 0])
+    assert info.overall == whole.overall
+
+
+def test_groups_drawn_with_unequal_chances_are_compared_and_named_where_there_are_no_others():
+    table = drawn(many(lambda t: 2.0))
+    info = fidelity_info(table[table["group"] == 1])
+    # Positions 0 and 3 of eight rollouts at two steps.
+    assert (info.n_tokens, info.drawn) == (32, True)
+
+
+def test_groups_drawn_with_equal_chances_are_a_fair_sample():
+    table = drawn(many(lambda t: 2.0)).assign(inclusion_prob=0.5)
+    info = fidelity_info(table)
+    assert (info.n_tokens, info.drawn) == (96 + 32, False)
+
+
+def test_calibrated_energies_take_the_place_of_the_proxy():
+    table = many(lambda t: 2.0)
+    table = table.assign(energy_calibrated=table["grad_norm_sq"], energy_proxy=1.0)
+    info = fidelity_info(table, source="calibrated")
+    assert (info.source, info.overall.pooled.pearson) == ("calibrated", pytest.approx(1))
+    assert "calibrated proxy" in plot_fidelity(info).layout.xaxis.title.text
+    with pytest.raises(InputError, match="source is 'calib'"):
+        fidelity_info(table, source="calib")
