@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
-from otb_analysis.gradients import generic, reference
+from otb_analysis.gradients import fast, generic, reference
 from otb_analysis.gradients.attribution import (
     batch_gradient,
     gradient_attribution,
@@ -54,6 +54,7 @@ class Engine:
 
 
 ENGINES: dict[str, Engine] = {
+    "fast": Engine(fast.token_score_norms, fast.weighted_score_norms, reference.group_gradient_gram),
     "generic": Engine(generic.token_score_norms, generic.weighted_score_norms, reference.group_gradient_gram),
     "reference": Engine(reference.token_score_norms, reference.weighted_score_norms, reference.group_gradient_gram),
 }
@@ -87,8 +88,10 @@ def token_score_norms(
         input_ids: Token ids [N, L].
         mask: True at the tokens the policy sampled, the end token included [N, L]; gaps are allowed.
         attention_mask: True at real tokens [N, L]; None means that nothing is padding.
-        engine: "generic" (batched signals, no weight gradients; raises where it has no rule), "reference" (one
-            backward pass per token) or "auto" (generic where it is verified and pays, else reference).
+        engine: "fast" (a backward pass written by hand for Llama, Mistral, Qwen2 and Qwen3; raises where it does not
+            follow the model), "generic" (batched signals, no weight gradients; raises where it has no rule),
+            "reference" (one backward pass per token) or "auto" (fast, else generic where it is verified and pays, else
+            reference; why an engine was passed over is logged).
         scope: "all" is every parameter that requires grad, tied ones once; "lm_head" the output layer's own use, also
             when it is tied; anything else a regular expression searched in the parameter names.
         path: Whether to measure path norms too.
@@ -206,5 +209,5 @@ def _known(name: str) -> None:
 
 def _engine(name: str, problem: Problem, rows: int | None = None) -> Engine:
     if name == "auto":
-        return ENGINES["generic" if generic.fits(problem, rows) else "reference"]
+        name = "fast" if fast.fits(problem) else "generic" if generic.fits(problem, rows) else "reference"
     return ENGINES[name]

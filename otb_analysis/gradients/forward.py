@@ -35,12 +35,27 @@ def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
     real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     with problem.scope.active():
         logits = _logits(problem.model, ids, None if bool(real.all()) else real.long(), keep)
-    z = _at_targets(logits, keep, rollouts)
-    z = z.to(torch.promote_types(z.dtype, torch.float32)) / problem.temperature
-    _refuse_non_finite(z, rollouts)
+    z = policy_logits(_at_targets(logits, keep, rollouts), rollouts, problem.temperature)
     targets = torch.cat([r.ids[r.targets] for r in rollouts])
-    _refuse_outside(targets, z.shape[-1])
     return z.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def policy_logits(logits: Tensor, rollouts: tuple[Rollout, ...], temperature: float) -> Tensor:
+    """Logits of the policy that sampled, z / τ in float32 or better [Σ K, V].
+
+    Args:
+        logits: The model's, at the positions that predict the sampled tokens of the rollouts [Σ K, V].
+        rollouts: Those that the rows belong to.
+        temperature: τ.
+
+    Raises:
+        NonFiniteError: A logit is NaN or infinite.
+        InputError: A sampled token lies outside the vocabulary of the output layer.
+    """
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    _refuse_non_finite(z, rollouts)
+    _refuse_outside(torch.cat([r.ids[r.targets] for r in rollouts]), z.shape[-1])
+    return z
 
 
 def _logits(model: nn.Module, ids: Tensor, real: Tensor | None, keep: Tensor) -> Tensor:
