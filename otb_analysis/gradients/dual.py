@@ -224,7 +224,7 @@ def _attention(
     weights = once(
         lambda: attention_weights(q.primal, k.primal, v.primal, _additive(attn_mask, q.primal), is_causal, factor)
     )
-    return dual(weights.output, attention_tangent(q, k, v, weights, factor))
+    return dual(weights.output, attention_tangent(q, k, v, weights))
 
 
 def _grouped(x: Any, repeats: int) -> Moving:

@@ -19,9 +19,16 @@ class Moving:
 
 @dataclass(frozen=True)
 class Weights:
-    """What attention computes without tangents: P by blocks of queries [1, H, b, keys] and the output [1, H, T, d]."""
+    """What attention computes without tangents.
+
+    Attributes:
+        blocks: P by blocks of queries [1, H, b, keys].
+        slopes: scale·P, likewise.
+        output: o [1, H, T, d].
+    """
 
     blocks: tuple[Tensor, ...]
+    slopes: tuple[Tensor, ...]
     output: Tensor
 
 
@@ -50,10 +57,10 @@ def attention_weights(
             scores = scores + bias[..., rows if bias.shape[-2] > 1 else slice(None), keys]
         blocks.append(scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(scores.dtype))
         outputs.append(blocks[-1] @ value[..., keys, :])
-    return Weights(tuple(blocks), torch.cat(outputs, -2))
+    return Weights(tuple(blocks), tuple(b * scale for b in blocks), torch.cat(outputs, -2))
 
 
-def attention_tangent(query: Moving, key: Moving, value: Moving, weights: Weights, scale: float) -> Tensor:
+def attention_tangent(query: Moving, key: Moving, value: Moving, weights: Weights) -> Tensor:
     """Derivative of attention along k directions [k, H, T, d].
 
     ȯ = (P∘Ṡ)v − rowsum(P∘Ṡ)·o + Pv̇,  Ṡ = scale·(q̇kᵀ + qk̇ᵀ).
@@ -63,20 +70,19 @@ def attention_tangent(query: Moving, key: Moving, value: Moving, weights: Weight
         key: Keys.
         value: Values.
         weights: P and o.
-        scale: Factor of the scores.
     """
     k = next(len(x.tangent) for x in (query, key, value) if x.tangent is not None)
     output = weights.output
     moved = output.new_zeros(k, *output.shape[1:])
     if query.tangent is not None or key.tangent is not None:
-        _through_scores(moved, _paired(query, key, k, scale), value.primal, weights)
+        _through_scores(moved, _paired(query, key, k), value.primal, weights)
     if value.tangent is not None:
         _through_values(moved, value.tangent, weights)
     return moved
 
 
-def _paired(query: Moving, key: Moving, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """[q̇, q] and [k, k̇], whose one product is Ṡ; a fixed operand leaves one term."""
+def _paired(query: Moving, key: Moving, k: int) -> tuple[Tensor, Tensor]:
+    """[q̇, q] and [k, k̇], whose one product is Ṡ/scale; a fixed operand leaves one term."""
     left, right = [], []
     if query.tangent is not None:
         left.append(query.tangent)
@@ -84,7 +90,7 @@ def _paired(query: Moving, key: Moving, k: int, scale: float) -> tuple[Tensor, T
     if key.tangent is not None:
         left.append(query.primal.expand(k, *query.primal.shape[1:]))
         right.append(key.tangent)
-    return torch.cat(left, -1) * scale, torch.cat(right, -1)
+    return torch.cat(left, -1), torch.cat(right, -1)
 
 
 def _through_scores(moved: Tensor, pair: tuple[Tensor, Tensor], value: Tensor, weights: Weights) -> None:
@@ -93,7 +99,7 @@ def _through_scores(moved: Tensor, pair: tuple[Tensor, Tensor], value: Tensor, w
     ones = value.new_ones(*value.shape[:-1], 1)
     summed = torch.cat([value, ones], -1).expand(len(moved), *value.shape[1:-1], -1).contiguous()
     start = 0
-    for block in weights.blocks:
+    for block in weights.slopes:
         rows, keys = slice(start, start := start + block.shape[-2]), slice(0, block.shape[-1])
         turned = (left[..., rows, :] @ right[..., keys, :].mT).mul_(block)
         through = turned @ summed[..., keys, :]
