@@ -5,14 +5,40 @@ An operation without a rule here raises with its name, so that no tangent is los
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as f
 from torch import Tensor
 
-from otb_analysis.gradients.dual_attention import Moving, attention_tangent
+from otb_analysis.gradients.dual_attention import Moving, attention_tangent, attention_weights
 from otb_analysis.gradients.layers import UnfitError
+
+
+class Tape:
+    """Activations of one text in the order in which they are needed: the first pass makes them, later ones replay."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._next = 0
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """One pass through the model, always over the same text."""
+        self._next, before = 0, Dual.tape
+        Dual.tape = self
+        try:
+            yield
+        finally:
+            Dual.tape = before
+
+    def once(self, compute: Callable[[], Any]) -> Any:
+        """What the first pass computed at this place."""
+        if self._next == len(self._values):
+            self._values.append(compute())
+        self._next += 1
+        return self._values[self._next - 1]
 
 
 class Dual(torch.Tensor):
@@ -20,6 +46,7 @@ class Dual(torch.Tensor):
 
     tangent: Tensor
     rules: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    tape: ClassVar[Tape | None] = None
 
     @classmethod
     def __torch_function__(
@@ -60,6 +87,11 @@ def tangent_of(x: Any) -> Tensor | None:
     return x.tangent if isinstance(x, Dual) else None
 
 
+def once(compute: Callable[[], Any]) -> Any:
+    """A value that does not depend on the directions: made in the first pass of a tape, replayed in later ones."""
+    return compute() if Dual.tape is None else Dual.tape.once(compute)
+
+
 def _fixed(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*map(primal_of, args), **kwargs)
 
@@ -70,6 +102,13 @@ def _linear(func: Any, x: Dual, *args: Any, **kwargs: Any) -> Any:
     if isinstance(out, Tensor):
         return dual(out, moved)
     return tuple(dual(o, m) for o, m in zip(out, moved, strict=True))
+
+
+def _item(func: Any, x: Dual, index: Any) -> Dual:
+    first = index[0] if isinstance(index, tuple) else index
+    if first is not Ellipsis and not (isinstance(first, slice) and first == slice(None)):
+        raise UnfitError('an index into the first axis has no rule for many directions; pass method="gaussian".')
+    return _linear(func, x, index)
 
 
 def _shaped(func: Any, x: Dual, *shape: Any) -> Dual:
@@ -83,12 +122,14 @@ def _joined(func: Any, parts: Any, dim: int = 0) -> Dual:
     moving = [tangent_of(p) for p in parts]
     k = next(len(t) for t in moving if t is not None)
     filled = [p.new_zeros(k, *p.shape[1:]) if t is None else t for p, t in zip(parts, moving, strict=True)]
-    return dual(func([primal_of(p) for p in parts], dim), func(filled, dim))
+    return dual(once(lambda: func([primal_of(p) for p in parts], dim)), func(filled, dim))
 
 
 def _sum(sign: int) -> Callable[..., Dual]:
-    def rule(func: Any, x: Any, y: Any) -> Dual:
-        out, a, b = func(primal_of(x), primal_of(y)), tangent_of(x), tangent_of(y)
+    def rule(_func: Any, x: Any, y: Any) -> Dual:
+        # Never in place, since the activations are kept for the next pass.
+        out = once(lambda: torch.add(primal_of(x), primal_of(y), alpha=sign))
+        a, b = tangent_of(x), tangent_of(y)
         if a is not None and b is not None:
             return dual(out, torch.add(a, b, alpha=sign))
         moved = a if b is None else b if sign > 0 else -b
@@ -98,14 +139,20 @@ def _sum(sign: int) -> Callable[..., Dual]:
     return rule
 
 
-def _product(func: Any, x: Any, y: Any) -> Dual:
-    """Any bilinear operation: elementwise and matrix products."""
+def _bilinear(func: Any, x: Any, y: Any) -> Dual:
     a, b, fixed_x, fixed_y = tangent_of(x), tangent_of(y), primal_of(x), primal_of(y)
     left = None if a is None else func(a, fixed_y)
     right = None if b is None else func(fixed_x, b)
     moved = left if right is None else right if left is None else left.add_(right)
     assert moved is not None
-    return dual(func(fixed_x, fixed_y), moved)
+    return dual(once(lambda: func(fixed_x, fixed_y)), moved)
+
+
+def _product(_func: Any, x: Any, y: Any) -> Dual:
+    if isinstance(x, Dual) and isinstance(y, Dual):
+        moved = (x.tangent * primal_of(y)).addcmul_(primal_of(x), y.tangent)
+        return dual(once(lambda: primal_of(x) * primal_of(y)), moved)
+    return _bilinear(torch.mul, x, y)
 
 
 def _quotient(func: Any, x: Dual, y: Any) -> Dual:
@@ -116,24 +163,28 @@ def _quotient(func: Any, x: Dual, y: Any) -> Dual:
 
 def _elementwise(func: Any, x: Dual, *args: Any, **kwargs: Any) -> Dual:
     """A function of each entry; its slope is taken from autograd on the activation alone."""
-    with torch.enable_grad():
-        leaf = primal_of(x).detach().requires_grad_()
-        out = func(leaf, *args, **kwargs)
-        (slope,) = torch.autograd.grad(out.sum(), leaf)
-    return dual(out.detach(), x.tangent * slope)
+
+    def slope() -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            leaf = primal_of(x).detach().requires_grad_()
+            out = func(leaf, *args, **kwargs)
+            return out.detach(), torch.autograd.grad(out.sum(), leaf)[0]
+
+    out, rate = once(slope)
+    return dual(out, x.tangent * rate)
 
 
 def _matrix(func: Any, x: Dual, weight: Tensor, bias: Tensor | None = None) -> Dual:
-    return dual(func(primal_of(x), weight, bias), func(x.tangent, weight))
+    return dual(once(lambda: func(primal_of(x), weight, bias)), func(x.tangent, weight))
 
 
 def _conv1d(func: Any, bias: Tensor, x: Dual, weight: Tensor) -> Dual:
-    return dual(func(bias, primal_of(x), weight), x.tangent @ weight)
+    return dual(once(lambda: func(bias, primal_of(x), weight)), x.tangent @ weight)
 
 
 def _softmax(func: Any, x: Dual, *args: Any, **kwargs: Any) -> Dual:
     """ṗ = p∘(ẋ − p·ẋ)."""
-    p = func(primal_of(x), *args, **kwargs)
+    p = once(lambda: func(primal_of(x), *args, **kwargs))
     dim = args[0] if args else kwargs["dim"]
     moved = x.tangent.to(p.dtype) * p
     return dual(p, moved.addcmul_(moved.sum(dim, keepdim=True), p, value=-1))
@@ -143,13 +194,17 @@ def _layer_norm(
     func: Any, x: Dual, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Dual:
     """The derivative of x̂ = (x − mean)/σ is (ẋ − mean ẋ − x̂·mean(x̂∘ẋ))/σ."""
-    primal = primal_of(x)
     axes = tuple(range(-len(shape), 0))
-    normal = func(primal, shape, None, None, eps)
-    rate = (primal.var(axes, correction=0, keepdim=True) + eps).rsqrt()
+
+    def parts() -> tuple[Tensor, Tensor, Tensor]:
+        primal = primal_of(x)
+        rate = (primal.var(axes, correction=0, keepdim=True) + eps).rsqrt()
+        return func(primal, shape, weight, bias, eps), func(primal, shape, None, None, eps), rate
+
+    out, normal, rate = once(parts)
     moved = x.tangent - x.tangent.mean(axes, keepdim=True)
-    moved = moved.addcmul_((normal * x.tangent).mean(axes, keepdim=True), normal, value=-1).mul_(rate)
-    return dual(func(primal, shape, weight, bias, eps), moved if weight is None else moved * weight)
+    moved = moved.addcmul_((normal * x.tangent).mean(axes, keepdim=True), normal, value=-1)
+    return dual(out, moved.mul_(rate if weight is None else rate * weight))
 
 
 def _attention(
@@ -163,15 +218,28 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Dual:
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
-    operands = []
-    for x in (query, key, value):
-        repeats = query.shape[1] // x.shape[1] if enable_gqa else 1
-        parts = [None if p is None else p.repeat_interleave(repeats, 1) for p in (primal_of(x), tangent_of(x))]
-        operands.append(Moving(parts[0], parts[1]))  # type: ignore[arg-type]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    return dual(*attention_tangent(*operands, attn_mask, is_causal, factor))
+    operands = [_grouped(x, query.shape[1] // x.shape[1] if enable_gqa else 1) for x in (query, key, value)]
+    q, k, v = operands
+    weights = once(
+        lambda: attention_weights(q.primal, k.primal, v.primal, _additive(attn_mask, q.primal), is_causal, factor)
+    )
+    return dual(weights.output, attention_tangent(q, k, v, weights))
+
+
+def _grouped(x: Any, repeats: int) -> Moving:
+    """Keys and values repeated for the query heads that share them."""
+    tangent = tangent_of(x)
+    if repeats == 1:
+        return Moving(primal_of(x), tangent)
+    moved = None if tangent is None else tangent.repeat_interleave(repeats, 1)
+    return Moving(primal_of(x).repeat_interleave(repeats, 1), moved)
+
+
+def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(~mask, -torch.inf)
 
 
 def _dropout(_func: Any, x: Dual, p: float = 0.5, training: bool = True, inplace: bool = False) -> Dual:
@@ -193,25 +261,17 @@ def _getters(*names: str) -> Iterator[Any]:
 
 
 def _table() -> dict[Any, Callable[..., Any]]:
-    shape_only = (
-        "transpose",
-        "permute",
-        "swapaxes",
-        "contiguous",
-        "unsqueeze",
-        "squeeze",
-        "__getitem__",
-        "chunk",
-        "split",
-    )
+    layout = "transpose", "permute", "swapaxes", "contiguous", "unsqueeze", "squeeze", "chunk", "split", "to", "float"
     rules: dict[Callable[..., Any], Iterator[Any]] = {
-        _linear: _named(*shape_only, "to", "float", "type", "type_as", "neg", "__neg__", "mean", "sum"),
+        _linear: _named(*layout, "type", "type_as", "neg", "__neg__", "mean", "sum"),
+        _item: _named("__getitem__"),
         _fixed: _named("size", "dim", "numel", "is_floating_point", "__len__", "is_contiguous"),
         _shaped: _named("view", "reshape", "expand"),
         _joined: _named("cat", "concat"),
         _sum(1): _named("add", "__add__", "__radd__", "__iadd__", "add_"),
         _sum(-1): _named("sub", "__sub__", "__isub__"),
-        _product: _named("mul", "__mul__", "__rmul__", "__imul__", "matmul", "__matmul__", "bmm"),
+        _product: _named("mul", "__mul__", "__rmul__", "__imul__"),
+        _bilinear: _named("matmul", "__matmul__", "bmm"),
         _quotient: _named("div", "__truediv__", "__itruediv__"),
         _elementwise: _named(
             "pow", "__pow__", "square", "rsqrt", "sqrt", "exp", "tanh", "sigmoid", "silu", "gelu", "relu", "erf",

@@ -5,7 +5,7 @@ layers below. They are carried only as far as the cut, the input of the first la
 they meet each token's own signal; above it a token's gradient is one outer product and s·D is two dot products.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,33 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from otb_analysis.gradients.directional import jvp
 from otb_analysis.gradients.directions import Directions
-from otb_analysis.gradients.dual import dual, primal_of, tangent_of
+from otb_analysis.gradients.dual import Tape, dual, primal_of, tangent_of
 from otb_analysis.gradients.forward import sampled_logprobs
-from otb_analysis.gradients.functional import functional
 from otb_analysis.gradients.generic import plan_for
-from otb_analysis.gradients.inputs import Problem, Rollout
-from otb_analysis.gradients.layers import BIAS, EMBEDDING, MATRIX, SCALE, Rule, UnfitError
+from otb_analysis.gradients.inputs import Problem
+from otb_analysis.gradients.layers import SCALE, UnfitError
+from otb_analysis.gradients.offsets import OFFSETS, Norm, Signs, norm_of, rms_tangent, sides
 from otb_analysis.gradients.passes import Apart
 from otb_analysis.gradients.plan import Plan, Use, length, probe
+from otb_analysis.gradients.reference import token_alignments
 from otb_analysis.gradients.taps import own_rows
 
-ROWS = 1024
-"""Positions times directions of one pass: enough for efficient matrix products, few enough to stay in cache."""
+ROWS = 4096
+"""Positions times directions of one pass: enough for efficient matrix products, few enough for memory."""
 
-Sides = tuple[Tensor, Tensor]
-"""Signs of k directions on a layer's input side and on its output side, [k, a] and [k, b]."""
 _CHECKED: WeakKeyDictionary[nn.Module, list[Plan]] = WeakKeyDictionary()
-
-
-def sides(use: Use, signs: dict[str, tuple[Tensor, ...]], module: nn.Module) -> Sides:
-    """Signs of a use's parameter in the order of its gradient's outer product."""
-    axes = signs[use.parameter]
-    if len(axes) == 1:
-        return torch.ones_like(axes[0][:, :1]), axes[0]
-    transposed = use.rule is MATRIX and not isinstance(module, nn.Linear)  # Conv1D keeps [in, out]
-    return (axes[0], axes[1]) if transposed else (axes[1], axes[0])
 
 
 def above(apart: Apart, directions: Directions) -> tuple[Tensor, Tensor]:
@@ -81,12 +70,13 @@ def below(apart: Apart, directions: Directions) -> Tensor:
         return found
     modules = dict(apart.problem.model.named_modules())
     scaled = [u for u in apart.plan.below if u.rule is SCALE]
-    normal = {u: u.rule.prepare(modules[u.module], apart.trace.inputs[u.module].detach()) for u in scaled}
-    size = max(1, ROWS // length(apart.rollout))
+    norms = {u.module: norm_of(u, modules[u.module], apart.trace.inputs[u.module].detach()) for u in scaled}
+    size, tape = max(1, ROWS // length(apart.rollout)), Tape()
     for start in range(0, directions.count, size):
         some = slice(start, min(start + size, directions.count))
         signs = {name: tuple(a[some] for a in axes) for name, axes in directions.signs.items()}
-        moved = _at_cut(apart, signs, normal)
+        with tape.playing(), _moving(apart, signs, norms):
+            moved = _at_cut(apart)
         if moved is not None:
             rows = moved[:, own_rows(moved[:1], apart.rollout)]
             found[:, some] = torch.einsum("ct...,t...->tc", rows, apart.own.to(rows))
@@ -94,7 +84,7 @@ def below(apart: Apart, directions: Directions) -> Tensor:
 
 
 def checked_plan(problem: Problem) -> Plan:
-    """Plan of a model and scope whose tangents agree on a probe with ordinary forward mode.
+    """Plan of a model and scope whose tangents agree on a probe with the reference engine.
 
     Raises:
         UnfitError: The model does something that has no rule here.
@@ -112,13 +102,13 @@ def _check(problem: Problem, plan: Plan) -> None:
     directions = Directions(problem, 2, 0)
     apart = Apart(problem, plan, rollout)
     got = (above(apart, directions)[0] + below(apart, directions)).cpu()
-    function = functional(replace(problem, rollouts=(rollout,), shape=(1, len(rollout.ids))))
-    slopes = [jvp(function, (rollout,), directions.rank_one(k)).value[0, rollout.columns] for k in (0, 1)]
+    one = replace(problem, rollouts=(rollout,), shape=(1, len(rollout.ids)))
+    slopes = [token_alignments(one, directions.rank_one(k))[0, rollout.columns] for k in (0, 1)]
     expected = torch.from_numpy(np.stack(slopes, 1))
     coarse = problem.scope.parameters[0].dtype.itemsize < 4
     if float((got - expected).norm()) > (0.2 if coarse else 1e-3) * float(expected.norm()):
         raise UnfitError(
-            f"scores along a direction are {got[:, 0].tolist()} on a probe where forward mode gives "
+            f"scores along a direction are {got[:, 0].tolist()} on a probe where the reference gives "
             f'{expected[:, 0].tolist()}; pass method="gaussian".'
         )
 
@@ -131,46 +121,28 @@ class _ReachedCut(Exception):
 
 
 @torch.no_grad()
-def _at_cut(apart: Apart, signs: dict[str, tuple[Tensor, ...]], normal: dict[Use, Tensor]) -> Tensor | None:
+def _at_cut(apart: Apart) -> Tensor | None:
     """Tangents [k, ...] of the cut, or None where no direction reaches it."""
-    with _moving(apart, signs, normal):
-        try:
-            sampled_logprobs(apart.problem, (apart.rollout,))
-        except _ReachedCut as reached:
-            return reached.moved
-        except RuntimeError as error:
-            raise UnfitError(
-                f'many directions at once do not pass through the model ({error}); pass method="gaussian".'
-            ) from error
+    try:
+        sampled_logprobs(apart.problem, (apart.rollout,))
+    except _ReachedCut as reached:
+        return reached.moved
+    except RuntimeError as error:
+        raise UnfitError(
+            f'many directions at once do not pass through the model ({error}); pass method="gaussian".'
+        ) from error
     raise UnfitError('the model did not call the layer behind its last attention; pass method="gaussian".')
 
 
 @contextmanager
-def _moving(apart: Apart, signs: dict[str, tuple[Tensor, ...]], normal: dict[Use, Tensor]) -> Iterator[None]:
+def _moving(apart: Apart, signs: Signs, norms: dict[str, Norm]) -> Iterator[None]:
     """Let the directions act on the layers below the cut, and stop at the cut."""
     modules = dict(apart.problem.model.named_modules())
-    uses: dict[str, list[Use]] = {}
-    for use in apart.plan.below:
-        uses.setdefault(use.module, []).append(use)
-
-    def moving(own: list[Use]) -> Callable[[nn.Module, tuple[Any, ...], Any], Tensor]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
-            total = tangent_of(output)
-            for use in own:
-                inputs = normal[use][None] if use in normal else primal_of(args[0])
-                offset = OFFSETS[use.rule](module, inputs, sides(use, signs, module))
-                total = offset if total is None else total + offset
-            primal = primal_of(output)
-            assert total is not None
-            return dual(primal, total.to(primal.dtype).expand(len(total), *primal.shape[1:]))
-
-        return hook
-
-    def stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        raise _ReachedCut(tangent_of(args[0]))
-
-    handles = [modules[name].register_forward_hook(moving(own)) for name, own in uses.items()]
-    handles.append(modules[str(apart.plan.cut)].register_forward_pre_hook(stop))
+    handles = [modules[str(apart.plan.cut)].register_forward_pre_hook(_stop)]
+    for name in dict.fromkeys(u.module for u in apart.plan.below):
+        acting = _Acting([u for u in apart.plan.below if u.module == name], signs, norms.get(name))
+        handles.append(modules[name].register_forward_pre_hook(acting.before))
+        handles.append(modules[name].register_forward_hook(acting.after))
     try:
         yield
     finally:
@@ -178,31 +150,31 @@ def _moving(apart: Apart, signs: dict[str, tuple[Tensor, ...]], normal: dict[Use
             handle.remove()
 
 
-def _matrix(_module: nn.Module, inputs: Tensor, along: Sides) -> Tensor:
-    inner, outer = along
-    return (inputs[0] @ inner.to(inputs).T).T[:, :, None] * outer.to(inputs)[:, None, :]
+def _stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
+    raise _ReachedCut(tangent_of(args[0]))
 
 
-def _bias(_module: nn.Module, inputs: Tensor, along: Sides) -> Tensor:
-    return along[1].reshape(len(along[1]), *[1] * (inputs.ndim - 2), -1)
+class _Acting:
+    """What the directions of one layer's own parameters do to its output."""
 
+    def __init__(self, uses: list[Use], signs: Signs, norm: Norm | None) -> None:
+        self.uses, self.signs, self.norm = uses, signs, norm
+        self.come: Tensor | None = None
 
-def _scale(module: nn.Module, normal: Tensor, along: Sides) -> Tensor:
-    return normal * _bias(module, normal, along)
+    def before(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Keep the tangents of an RMSNorm's input, for which there is a short formula."""
+        if self.norm is None or self.norm.gain is None:
+            return None
+        self.come = tangent_of(args[0])
+        return (primal_of(args[0]), *args[1:])
 
-
-def _embedding(module: nn.Module, ids: Tensor, along: Sides) -> Tensor:
-    inner, outer = along
-    ignored = getattr(module, "padding_idx", None)
-    rows = outer[:, ids[0]] if ignored is None else outer[:, ids[0]] * (ids[0] != ignored)
-    return rows[:, :, None] * inner[:, None, :]
-
-
-OFFSETS: dict[Rule, Callable[[nn.Module, Tensor, Sides], Tensor]] = {
-    MATRIX: _matrix,
-    BIAS: _bias,
-    SCALE: _scale,
-    EMBEDDING: _embedding,
-}
-"""How a layer's output moves along directions of one parameter, broadcastable to [k, T, ...], by the parameter's rule:
-(module, input [1, T, ...] or, for a norm's scale, its normalised input, signs)."""
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
+        primal, total = primal_of(output), tangent_of(output)
+        if self.norm is not None and self.come is not None:
+            total = rms_tangent(self.norm, self.come)
+        if total is None:
+            total = primal.new_zeros(len(self.signs[self.uses[0].parameter][0]), *primal.shape[1:])
+        for use in self.uses:
+            inputs = self.norm.normal if self.norm is not None and use.rule is SCALE else primal_of(args[0])
+            OFFSETS[use.rule](total, module, inputs, sides(use, self.signs, module))
+        return dual(primal, total)
