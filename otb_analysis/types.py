@@ -76,9 +76,12 @@ class Attribution:
         share: weights · alignment [N, L], zero outside the mask.
         alignment: s_{n,t}·direction [N, L], zero outside the mask: the change of log π per unit step along it.
         norm_sq: ‖direction‖², from the direction itself, so that it checks the shares.
-        method: What ran: "jvp", "difference" or "reference".
-        step: ε of the central differences, else None.
-        step_error: Relative distance between slopes at ε and at ε/2 on the steepest rollouts, else None.
+        method: What ran: "jvp", "difference", "stencil" or "reference".
+        step: ε of the differences, else None.
+        step_error: Relative distance between the slopes at ε and those of a trial at a longer step, on the trial's
+            tokens, else None; the trial's own error is part of it.
+        sum_error: (Σ share − norm_sq)/norm_sq, which exact shares would make 0, where the direction is ḡ itself and not
+            zero, else None. Shares are never rescaled by it.
     """
 
     share: Float
@@ -87,6 +90,7 @@ class Attribution:
     method: str
     step: float | None = None
     step_error: float | None = None
+    sum_error: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """The one place where log-probabilities are shifted: the logits at index t − 1 predict token t."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +11,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.inputs import Problem, Rollout
+
+SHARPENED = 16
+"""Likeliest logits per token that `sharp_logprobs` recomputes in float64, beside the sampled token's own."""
+BLOCK = 32
+"""Tokens whose rows of the output layer are widened to float64 at a time."""
 
 
 def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
@@ -28,16 +36,8 @@ def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
         NonFiniteError: A logit is NaN or infinite.
         InputError: A sampled token lies outside the vocabulary of the output layer.
     """
-    keep = torch.cat([r.targets for r in rollouts]).unique() - 1
-    prefixes = [r.ids[: int(r.targets[-1])] for r in rollouts]
-    ids = pad_sequence(prefixes, batch_first=True)
-    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=ids.device)
-    real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-    with problem.scope.active():
-        logits = _logits(problem.model, ids, None if bool(real.all()) else real.long(), keep)
-    z = policy_logits(_at_targets(logits, keep, rollouts), rollouts, problem.temperature)
-    targets = torch.cat([r.ids[r.targets] for r in rollouts])
-    return z.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    run = _run(problem, rollouts)
+    return (run.z / problem.temperature).log_softmax(-1).gather(-1, run.targets[:, None])[:, 0]
 
 
 def policy_logits(logits: Tensor, rollouts: tuple[Rollout, ...], temperature: float) -> Tensor:
@@ -58,19 +58,120 @@ def policy_logits(logits: Tensor, rollouts: tuple[Rollout, ...], temperature: fl
     return z
 
 
+@torch.no_grad()
+def sharp_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
+    """The same without a graph, in float64, free of most of the rounding of float32 logits.
+
+    log π(y) moves by δz_y − Σ_v π_v δz_v when logits round, so the logits of y and of the likeliest tokens matter.
+    Those are taken again as float64 products of the output layer's weight with its own input, and exponentials are
+    summed in float64: rounding falls several times at the price of a few rows of the product. A model whose logits are
+    not what a linear output layer returned (scaled, soft-capped, adapted, quantised) keeps them as they are.
+
+    Args:
+        problem: Model, scope and temperature.
+        rollouts: Those to run together.
+
+    Returns:
+        One vector [Σ K] as from `sampled_logprobs`, float64.
+    """
+    with _watched(problem) as calls:
+        run = _run(problem, rollouts)
+    likeliest = run.z.topk(min(SHARPENED, run.z.shape[-1])).indices
+    columns = torch.cat([run.targets[:, None], likeliest], dim=-1)
+    rough = run.z.gather(-1, columns).double()
+    sharp = calls[-1].at(columns, run, rollouts) if calls and calls[-1].made(run.logits) else rough
+    peak = run.z.amax(-1, keepdim=True)
+    total = ((run.z - peak) / problem.temperature).exp_().sum(-1, dtype=torch.float64)
+    sharp, rough = ((x - peak) / problem.temperature for x in (sharp, rough))
+    moved = sharp[:, 1:].exp() - rough[:, 1:].exp()
+    return sharp[:, 0] - (total + moved.sum(-1)).log()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One forward pass: logits as the model gave them, and at the sampled tokens."""
+
+    logits: Tensor
+    keep: Tensor
+    z: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class _OutputCall:
+    """What the output layer was given and returned."""
+
+    inputs: Tensor
+    output: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def made(self, logits: Tensor) -> bool:
+        """Whether these logits are the layer's output, untouched."""
+        return logits.data_ptr() == self.output.data_ptr() and logits.shape == self.output.shape
+
+    def at(self, columns: Tensor, run: _Run, rollouts: tuple[Rollout, ...]) -> Tensor:
+        """Logits of some vocabulary entries of every sampled token [Σ K, k] as float64 products."""
+        hidden = _at_targets(_kept(self.inputs, run.keep), run.keep, rollouts).double()
+        blocks = zip(columns.split(BLOCK), hidden.split(BLOCK), strict=True)  # of [BLOCK, k, d] each
+        logits = torch.cat([(self.weight[c].double() * h[:, None]).sum(-1) for c, h in blocks])
+        return logits if self.bias is None else logits + self.bias[columns].double()
+
+
+@contextmanager
+def _watched(problem: Problem) -> Iterator[list[_OutputCall]]:
+    """Note every call of a plain linear output layer inside the block, with the weights it used."""
+    calls: list[_OutputCall] = []
+    get_head = getattr(problem.model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    if type(head) is not nn.Linear:
+        yield calls
+        return
+
+    def note(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+        own = [module.weight, module.bias] if problem.scope.head is None else [*problem.scope.parameters, module.bias]
+        calls.append(_OutputCall(args[0], output, own[0], own[1]))
+
+    handle = head.register_forward_hook(note)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def _run(problem: Problem, rollouts: tuple[Rollout, ...]) -> _Run:
+    keep = torch.cat([r.targets for r in rollouts]).unique() - 1
+    prefixes = [r.ids[: int(r.targets[-1])] for r in rollouts]
+    ids = pad_sequence(prefixes, batch_first=True)
+    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=ids.device)
+    real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    with problem.scope.active():
+        logits = _logits(problem.model, ids, None if bool(real.all()) else real.long(), keep)
+    z = _at_targets(_kept(logits, keep), keep, rollouts)
+    z = policy_logits(z, rollouts, 1.0)
+    targets = torch.cat([r.ids[r.targets] for r in rollouts])
+    return _Run(logits, keep, z, targets)
+
+
 def _logits(model: nn.Module, ids: Tensor, real: Tensor | None, keep: Tensor) -> Tensor:
-    """Logits at the kept positions only [n, |keep|, V], without a key-value cache."""
+    """Logits without a key-value cache, at the kept positions only [n, |keep|, V] where the model can do that."""
     inputs = {"input_ids": ids, "use_cache": False} | ({} if real is None else {"attention_mask": real})
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         return model(**inputs, logits_to_keep=keep).logits
-    return model(**inputs).logits[:, keep]
+    return model(**inputs).logits
 
 
-def _at_targets(logits: Tensor, keep: Tensor, rollouts: tuple[Rollout, ...]) -> Tensor:
+def _kept(values: Tensor, keep: Tensor) -> Tensor:
+    """The kept positions of [n, ℓ, ·], which may be all there are."""
+    return values if values.shape[1] == len(keep) else values[:, keep]
+
+
+def _at_targets(values: Tensor, keep: Tensor, rollouts: tuple[Rollout, ...]) -> Tensor:
+    """One row per sampled token out of one per kept position."""
     if len(rollouts) == 1:
-        return logits[0]
+        return values[0]
     rows = [n * len(keep) + torch.searchsorted(keep, r.targets - 1) for n, r in enumerate(rollouts)]
-    return logits.flatten(0, 1).index_select(0, torch.cat(rows))
+    return values.flatten(0, 1).index_select(0, torch.cat(rows))
 
 
 def _where(index: int, rollouts: tuple[Rollout, ...]) -> str:

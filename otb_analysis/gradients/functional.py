@@ -1,6 +1,6 @@
 """Log-probabilities as a function of the scope's tensors: the model is evaluated at other weights, never written to."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -11,12 +11,13 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from otb_analysis.errors import InputError, NonFiniteError, nearest
-from otb_analysis.gradients.forward import sampled_logprobs
+from otb_analysis.gradients.forward import sampled_logprobs, sharp_logprobs
 from otb_analysis.gradients.inputs import Problem, Rollout, microbatches
 from otb_analysis.types import Float
 
 Direction = Mapping[str, Tensor]
 """One tensor per parameter name; parameters in scope that are left out do not move."""
+Forward = Callable[[Problem, tuple[Rollout, ...]], Tensor]
 PLAIN_ATTENTION = ("sdpa", "eager")
 """Kernels that take float32 and, with the math backend, differentiate in forward mode; others are replaced."""
 
@@ -37,24 +38,27 @@ class Functional:
 
     def logprobs(self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Tensor:
         """Log-probabilities [Σ K] of the rollouts' sampled tokens with `parameters` in place of the scope's."""
+        return self._call(sampled_logprobs, parameters, rollouts)
+
+    @torch.no_grad()
+    def evaluate(self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Float:
+        """The same without a graph and with as little rounding as is cheap, as float64 [N, L]; zero elsewhere."""
+        result = np.zeros(self.problem.shape)
+        for batch in microbatches(rollouts):
+            scatter(result, batch, self._call(sharp_logprobs, parameters, batch))
+        return result
+
+    def _call(self, forward: Forward, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Tensor:
         scope = self.problem.scope
         swapped = dict(self.fixed)
         if scope.head is None:
             swapped |= dict(zip(scope.names, parameters, strict=True))
         else:
             scope = replace(scope, parameters=tuple(parameters))
-        call = _Call(replace(self.problem, scope=scope))
+        call = _Call(replace(self.problem, scope=scope), forward)
         named = {f"model.{name}": tensor for name, tensor in swapped.items()}
         with _plain_attention(self.problem.model):
             return functional_call(call, named, (rollouts,), tie_weights=True)
-
-    @torch.no_grad()
-    def evaluate(self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Float:
-        """The same without a graph, in batches, as float64 [N, L]; zero where nothing was asked for."""
-        result = np.zeros(self.problem.shape)
-        for batch in microbatches(rollouts):
-            scatter(result, batch, self.logprobs(parameters, batch))
-        return result
 
     def gradient(self, weights: Float, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, ...]:
         """Σ weights[n, t] s_{n,t} over some rollouts by one ordinary backward pass; weights [N, L]."""
@@ -73,15 +77,16 @@ class Functional:
 
 
 class _Call(nn.Module):
-    """`sampled_logprobs` as a module, so that `functional_call` can swap the weights under it."""
+    """A forward pass as a module, so that `functional_call` can swap the weights under it."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, run: Forward) -> None:
         super().__init__()
         self.model = problem.model
         self.problem = problem
+        self.run = run
 
     def forward(self, rollouts: tuple[Rollout, ...]) -> Tensor:
-        return sampled_logprobs(self.problem, rollouts)
+        return self.run(self.problem, rollouts)
 
 
 def functional(problem: Problem) -> Functional:
@@ -121,7 +126,8 @@ def check_direction(direction: Direction, function: Functional, what: str = "dir
                 f"{what}[{name!r}] has shape {tuple(tensor.shape)} but the parameter has shape {tuple(like.shape)}; "
                 "pass one entry per parameter entry."
             )
-        if not bool(tensor.isfinite().all()):
+        # One pass that reads a tensor once: a norm in float64 is finite exactly when every entry is.
+        if not bool(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).isfinite()):
             raise NonFiniteError(f"{what}[{name!r}] is not finite; pass finite tensors.")
         moved = tensor.detach().to(like)
         if i in given and not torch.equal(given[i], moved):

@@ -12,9 +12,11 @@ from otb_analysis.gradients import (
     signal_noise,
     token_score_norms,
 )
+from otb_analysis.gradients.forward import sampled_logprobs, sharp_logprobs
+from otb_analysis.gradients.inputs import Batch, pose
 
 # Hugging Face runs RMSNorm in float32 even inside a float64 model, so rounding stays at 1e-6 of the largest.
-JVP, DIFFERENCE = 1e-6, 2e-3
+JVP, DIFFERENCE, STENCIL = 1e-6, 1e-3, 2e-4
 
 
 @pytest.fixture
@@ -37,8 +39,13 @@ def twin(scores, weights, shape, direction=None):
 
 @pytest.mark.parametrize(
     ("options", "tolerance"),
-    [({"method": "jvp"}, JVP), ({"method": "difference"}, DIFFERENCE), ({"engine": "reference"}, JVP)],
-    ids=["jvp", "difference", "reference"],
+    [
+        ({"method": "jvp"}, JVP),
+        ({"method": "difference"}, DIFFERENCE),
+        ({"method": "stencil"}, STENCIL),
+        ({"engine": "reference"}, JVP),
+    ],
+    ids=["jvp", "difference", "stencil", "reference"],
 )
 @pytest.mark.parametrize("side", ["left", "both"])
 def test_alignments_are_scores_dotted_with_the_batch_gradient(
@@ -53,15 +60,63 @@ def test_alignments_are_scores_dotted_with_the_batch_gradient(
     assert (got.share[~batch.mask.numpy()] == 0).all()
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gpt2"])
-def test_shares_sum_to_the_squared_norm_in_float32(make_model, sample, weights, family):
-    model, batch = make_model(family, dtype=torch.float32), sample["left"]
-    exact = gradient_attribution(model, *batch.args, weights, batch.attention_mask)
+def test_shares_sum_to_the_squared_norm_in_float32(make_model, sample, weights, family, tied):
+    model, batch = make_model(family, tied=tied, dtype=torch.float32), sample["left"]
+    args = (model, *batch.args, weights, batch.attention_mask)
+    exact = gradient_attribution(*args)
     assert exact.share.sum() == pytest.approx(exact.norm_sq, rel=1e-5)
     assert (exact.method, exact.step, exact.step_error) == ("jvp", None, None)
-    estimate = gradient_attribution(model, *batch.args, weights, batch.attention_mask, method="difference")
-    assert estimate.share.sum() == pytest.approx(exact.norm_sq, rel=2e-3)
-    assert estimate.method == "difference" and estimate.step > 0 and 0 <= estimate.step_error < 0.01
+    for method, within in (("difference", 3e-4), ("stencil", 1e-4)):
+        got = gradient_attribution(*args, method=method)
+        assert got.sum_error == pytest.approx(got.share.sum() / exact.norm_sq - 1, rel=0, abs=1e-12)
+        assert abs(got.sum_error) < within
+        assert got.method == method and got.step > 0 and 0 <= got.step_error < 0.01
+
+
+def test_a_sum_error_is_reported_only_along_the_own_gradient(make_model, sample, weights):
+    # Along another direction Σ share is ⟨ḡ, d⟩, which nothing else says; without a gradient there is nothing relative.
+    model, batch = make_model("llama"), sample["left"]
+    args = (model, *batch.args, weights, batch.attention_mask)
+    assert abs(gradient_attribution(*args).sum_error) < 1e-6
+    given = batch_gradient(*args)
+    assert gradient_attribution(*args, direction=given).sum_error is None
+    assert gradient_attribution(*args[:3], 0 * weights, args[-1]).sum_error is None
+
+
+def test_sharp_logprobs_round_less_than_float32_and_agree_with_float64(make_model, sample):
+    # Logits of size 30 round by 2e-6 each in float32; taken again in float64 only the layers below are left.
+    model, batch = make_model("qwen2", tied=False), sample["left"]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)
+    for temperature in (1.0, 0.6):
+        exact = sampled(sampled_logprobs, model, batch, temperature)
+        torch.testing.assert_close(sampled(sharp_logprobs, model, batch, temperature), exact, rtol=1e-12, atol=1e-12)
+    rough, sharp = (sampled(f, model.float(), batch, 0.6) - exact for f in (sampled_logprobs, sharp_logprobs))
+    assert sharp.dtype == torch.float64 and sharp.norm() < rough.norm()
+
+
+def test_logits_that_are_not_the_output_layers_own_stay_as_they_are(make_model, sample):
+    class Capped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+            self.get_output_embeddings = inner.get_output_embeddings
+
+        def forward(self, input_ids, attention_mask=None, use_cache=False):
+            output = self.inner(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
+            output.logits = 2 * torch.tanh(output.logits / 2)
+            return output
+
+    model, batch = Capped(make_model("qwen3")), sample["left"]
+    expected = sampled(sampled_logprobs, model, batch, 1.0)
+    torch.testing.assert_close(sampled(sharp_logprobs, model, batch, 1.0), expected)
+
+
+def sampled(forward, model, batch, temperature):
+    problem = pose(model, Batch(*batch.args, batch.attention_mask), "all", temperature)
+    return forward(problem, problem.rollouts).detach().double()
 
 
 def test_the_share_of_a_single_token_is_its_norm(make_model, sample):
@@ -194,7 +249,7 @@ def test_the_predicted_change_is_the_real_one_up_to_second_order(make_model, sam
     assert errors[1] == pytest.approx(errors[0] / 10, rel=0.5)  # relative errors are linear
 
 
-@pytest.mark.parametrize("method", ["jvp", "difference"])
+@pytest.mark.parametrize("method", ["jvp", "difference", "stencil"])
 def test_padding_is_never_read(make_model, sample, weights, method):
     model, plain = make_model("qwen3"), sample["right"]
     masks = plain.mask.numpy()
@@ -222,7 +277,7 @@ def test_half_precision_models_are_differentiated_in_float32(make_model, sample,
     args = (*batch.args, weights, batch.attention_mask)
     for scope in ("all", "self_attn", "lm_head"):
         exact = gradient_attribution(full, *args, scope=scope)
-        for method, tolerance in (("jvp", 1e-5), ("difference", DIFFERENCE)):
+        for method, tolerance in (("jvp", 1e-5), ("difference", DIFFERENCE), ("stencil", STENCIL)):
             got = gradient_attribution(half, *args, scope=scope, method=method)
             close(got.share, exact.share, tolerance)
     assert half.model.embed_tokens.weight.dtype == torch.bfloat16
