@@ -21,10 +21,11 @@ from otb_analysis.gradients.attribution import (
     predicted_logprob_change,
     signal_noise,
 )
+from otb_analysis.gradients.hashing import count_sketch
 from otb_analysis.gradients.inputs import Batch, Problem, Weights, check_group, check_weights, pose
 from otb_analysis.gradients.sampled import sampled_score_norms
 from otb_analysis.gradients.score_sketch import sketch_score_norms
-from otb_analysis.gradients.sketch import count_sketch, gradient_sketch
+from otb_analysis.gradients.sketch import gradient_sketch
 from otb_analysis.types import Float, Int, ScoreNorms
 
 __all__ = [

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.scope import Scope, select_scope
@@ -76,15 +77,25 @@ class Problem:
     temperature: float
 
 
-def pose(model: nn.Module, batch: Batch, scope: str, temperature: float) -> Problem:
+def pose(model: nn.Module, batch: Batch, scope: str, temperature: float, *, sharded: bool = False) -> Problem:
     """Check a batch against a model and strip its padding.
 
+    Args:
+        model: A causal language model.
+        batch: What the caller passed.
+        scope: As in `token_score_norms`.
+        temperature: τ.
+        sharded: Whether the caller knows what to do with parameters of which this process holds a part.
+
     Raises:
-        InputError: Shapes disagree, a sampled token is padding or has nothing before it, a token id is outside the
-            vocabulary, dropout is active, the temperature is not positive, or nothing trainable is in scope.
+        InputError: Parameters are shards, shapes disagree, a sampled token is padding or has nothing before it, a token
+            id is outside the vocabulary, dropout is active, the temperature is not positive, or nothing trainable is in
+            scope.
     """
     if not (np.isfinite(temperature) and temperature > 0):
         raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
+    if not sharded:
+        _refuse_shards(model)
     _refuse_dropout(model)
     ids, mask, real = _aligned(batch)
     rollouts = tuple(_strip(row, ids, mask, real, _device(model)) for row in range(len(ids)) if mask[row].any())
@@ -210,6 +221,15 @@ def _check_vocabulary(model: nn.Module, rollout: Rollout) -> None:
             f"input_ids of rollout {rollout.row} holds {low if low < 0 else high} but the model's vocabulary has "
             f"{size} entries; encode the text with this model's own tokenizer, and mark padding in attention_mask."
         )
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            raise InputError(
+                f"parameter {name!r} is a shard, of which this process holds a part; gather the model, or use "
+                "gradient_sketch, which adds shards up."
+            )
 
 
 def _refuse_dropout(model: nn.Module) -> None:

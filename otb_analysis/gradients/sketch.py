@@ -1,14 +1,15 @@
 """Count sketches of gradients: short vectors whose inner products estimate those of the gradients, at any size."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from otb_analysis.errors import InputError
 from otb_analysis.gradients.forward import sampled_logprobs
+from otb_analysis.gradients.hashing import Buckets, check_dim, count_sketch
 from otb_analysis.gradients.inputs import (
     Batch,
     Problem,
@@ -19,9 +20,10 @@ from otb_analysis.gradients.inputs import (
     microbatches,
     pose,
 )
+from otb_analysis.gradients.shards import Shards, is_sharded
 
-CHUNK = 1 << 15
-"""Entries hashed at a time: a few int64 arrays of this size, all the memory that hashing takes, stay in cache."""
+KEPT = 1 << 28
+"""Parameters up to which their buckets are kept during a call, at 4 bytes each; beyond, they are hashed every time."""
 
 
 @torch.inference_mode(False)
@@ -51,6 +53,11 @@ def gradient_sketch(
     shards add up. Costs one forward pass per cluster (per `microbatches` of it) and one ordinary backward pass per
     (cluster, row) that is not all zero: no hooks, any attention kernel, frozen parameters and adapters as they are.
 
+    A model cut up by `fully_shard` takes the same batch on every process: each sketches its own shards, the sketches
+    are summed over the processes, and all return that of the whole gradient; its forward pass is run anew for every
+    row. Inside `DistributedDataParallel` the wrapped model is measured on this process's batch: sketches of disjoint
+    rollouts add up, as gradients do.
+
     Source: Charikar, Chen and Farach-Colton (2002); used as feature hashing by Weinberger et al. (2009), whose
     variance is the one stated.
 
@@ -73,59 +80,32 @@ def gradient_sketch(
         InputError: Something passed does not fit; the sentence says what and what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
-    _check_dim(dim)
-    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    check_dim(dim)
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    shards = Shards(inner, scope) if is_sharded(inner) else None
+    problem = pose(inner, Batch(input_ids, mask, attention_mask), scope, temperature, sharded=shards is not None)
     rows = check_weights(weights, problem.mask)
     member = check_group(cluster, problem.shape[0], "cluster")
     clusters = np.unique(member)
+    if shards is not None:
+        shards.check_same(problem, rows)
+    sketch = _sketcher(problem, shards, dim, seed)
     result = np.zeros((len(clusters), rows.shape[1], dim), dtype=np.float32)
-    starts = _starts(problem)
     for c, name in enumerate(clusters):
-        sums = np.zeros((rows.shape[1], dim))
+        sums = torch.zeros(rows.shape[1], dim, dtype=torch.float64, device=problem.scope.parameters[0].device)
         for batch in microbatches([r for r in problem.rollouts if member[r.row] == name]):
             stacked = np.concatenate([rows[r.row][:, r.columns] for r in batch], axis=1)
-            _add_sketches(sums, problem, batch, stacked, starts, seed)
-        result[c] = sums
+            gradients = _gradients if shards is None else shards.gradients
+            for m, gradient in gradients(problem, batch, stacked):
+                sketch(sums[m], gradient)
+        result[c] = (sums if shards is None else shards.total(sums)).cpu().numpy()
     return result
 
 
-def count_sketch(values: Tensor, start: int, dim: int, seed: int = 0) -> Tensor:
-    """Count sketch of a piece of a long vector, such as one shard of a gradient; the pieces' sketches add up.
-
-    Bucket b holds Σ_{j: h(j)=b} σ(j) values[j − start] for the indices j = start, start + 1, … of the whole vector.
-    The hash is a fixed integer function of (seed, j), so it is the same in every process and on every device.
-
-    Args:
-        values: The piece, flattened in its order.
-        start: Index of its first entry in the whole vector.
-        dim: Buckets.
-        seed: Seed of the hash.
-
-    Returns:
-        The sketch [dim], float64, on the device of `values`.
-
-    Raises:
-        InputError: `dim` is not positive.
-    """
-    _check_dim(dim)
-    flat = values.detach().flatten()
-    signed = torch.zeros(2 * dim, dtype=torch.float64, device=flat.device)  # σ = +1 in the first half, −1 in the second
-    for first in range(0, len(flat), CHUNK):
-        piece = flat[first : first + CHUNK].double()
-        mixed = _mix(torch.arange(start + first, start + first + len(piece), device=flat.device), seed)
-        signed.index_add_(0, _shift(mixed, 1).remainder_(2 * dim), piece)
-    return signed[:dim] - signed[dim:]
-
-
-def _add_sketches(
-    sums: NDArray[np.float64],
-    problem: Problem,
-    batch: tuple[Rollout, ...],
-    weights: NDArray[np.float64],
-    starts: Sequence[int],
-    seed: int,
-) -> None:
-    """Add to sums [M, dim] the sketches of Σ_k weights[m, k] s_k, one backward pass per row that is not all zero."""
+def _gradients(
+    problem: Problem, batch: tuple[Rollout, ...], weights: NDArray[np.float64]
+) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
+    """Σ_k weights[m, k] s_k with its m, by one backward pass per row that is not all zero."""
     active = np.flatnonzero(weights.any(-1))
     if len(active) == 0:
         return
@@ -133,10 +113,30 @@ def _add_sketches(
     for m in active:
         row = torch.from_numpy(weights[m]).to(values)
         last = bool(m == active[-1])
-        grads = torch.autograd.grad(values, problem.scope.parameters, row, retain_graph=not last, allow_unused=True)
-        for start, grad in zip(starts, grads, strict=True):
-            if grad is not None:
-                sums[m] += count_sketch(grad, start, sums.shape[1], seed).cpu().numpy()
+        yield (
+            int(m),
+            torch.autograd.grad(values, problem.scope.parameters, row, retain_graph=not last, allow_unused=True),
+        )
+
+
+def _sketcher(
+    problem: Problem, shards: Shards | None, dim: int, seed: int
+) -> Callable[[Tensor, Sequence[Tensor | None]], None]:
+    """A function that adds the sketch of a gradient (of what this process holds of it) to a row of sums."""
+    whole = [(start, p.numel()) for start, p in zip(_starts(problem), problem.scope.parameters, strict=True)]
+    spans = whole if shards is None else shards.spans(problem.scope.parameters, _starts(problem))
+    kept: dict[int, Buckets] = {}
+    keep = sum(length for _, length in spans) <= KEPT
+
+    def add(into: Tensor, gradient: Sequence[Tensor | None]) -> None:
+        for i, (grad, (start, length)) in enumerate(zip(gradient, spans, strict=True)):
+            if grad is None or length == 0:
+                continue
+            if keep and i not in kept:
+                kept[i] = Buckets(start, length, dim, seed, grad.device)
+            into += kept[i].sketch(grad) if keep else count_sketch(grad, start, dim, seed)
+
+    return add
 
 
 def _starts(problem: Problem) -> list[int]:
@@ -150,39 +150,3 @@ def _starts(problem: Problem) -> list[int]:
         problem.scope.parameters if head is None else [head.weight, *([head.bias] if head.bias is not None else [])]
     )
     return [found[id(p)] for p in tensors[: len(problem.scope.parameters)]]
-
-
-_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-
-
-def _mix(index: Tensor, seed: int) -> Tensor:
-    """SplitMix64 of (seed, index), written into `index`, in int64 arithmetic that wraps."""
-    stride, first, second = (_signed(c) for c in _MIX)
-    x = index.mul_(stride).add_(_signed(_mix_int(seed)))
-    x.bitwise_xor_(_shift(x, 30)).mul_(first)
-    x.bitwise_xor_(_shift(x, 27)).mul_(second)
-    return x.bitwise_xor_(_shift(x, 31))
-
-
-def _mix_int(seed: int) -> int:
-    """SplitMix64 of a seed, so that neighbouring seeds are unrelated."""
-    word = (1 << 64) - 1
-    x = (seed + 1) * _MIX[0] & word
-    x = (x ^ (x >> 30)) * _MIX[1] & word
-    x = (x ^ (x >> 27)) * _MIX[2] & word
-    return x ^ (x >> 31)
-
-
-def _signed(word: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit word."""
-    return word - (1 << 64) if word >> 63 else word
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _check_dim(dim: int) -> None:
-    if dim < 1:
-        raise InputError(f"dim is {dim}; pass a positive number of buckets, 65536 by default.")

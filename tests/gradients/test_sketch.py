@@ -8,7 +8,7 @@ import torch
 
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients import batch_gradient, count_sketch, gradient_sketch, group_gradient_gram
-from otb_analysis.gradients.sketch import CHUNK, _mix, _mix_int
+from otb_analysis.gradients.hashing import CHUNK, _mix, _mix_int
 
 GROUP = np.array([7, -1, 7, 7, 2])  # sorted: −1, 2, 7
 

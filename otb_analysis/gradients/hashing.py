@@ -1,0 +1,103 @@
+"""Count sketches of long vectors by a hash of the entry's index, the same in every process and on every device."""
+
+import torch
+from torch import Tensor
+
+from otb_analysis.errors import InputError
+
+CHUNK = 1 << 15
+"""Entries hashed or summed at a time: a few int64 arrays of this size, all the memory it takes, stay in cache."""
+
+
+def count_sketch(values: Tensor, start: int, dim: int, seed: int = 0) -> Tensor:
+    """Count sketch of a piece of a long vector, such as one shard of a gradient; the pieces' sketches add up.
+
+    Bucket b holds Σ_{j: h(j)=b} σ(j) values[j − start] for the indices j = start, start + 1, … of the whole vector.
+    The hash is a fixed integer function of (seed, j), so it is the same in every process and on every device.
+
+    Args:
+        values: The piece, flattened in its order.
+        start: Index of its first entry in the whole vector.
+        dim: Buckets.
+        seed: Seed of the hash.
+
+    Returns:
+        The sketch [dim], float64, on the device of `values`.
+
+    Raises:
+        InputError: `dim` is not positive.
+    """
+    check_dim(dim)
+    flat = values.detach().flatten()
+    signed = torch.zeros(2 * dim, dtype=torch.float64, device=flat.device)
+    for first in range(0, len(flat), CHUNK):
+        piece = flat[first : first + CHUNK].double()
+        signed.scatter_add_(0, _signed_buckets(start + first, len(piece), dim, seed, flat.device), piece)
+    return signed[:dim] - signed[dim:]
+
+
+class Buckets:
+    """The hash of one piece of the vector, kept for many sketches: hashing takes three times as long as summing."""
+
+    def __init__(self, start: int, length: int, dim: int, seed: int, device: torch.device) -> None:
+        self.dim = dim
+        self.signed = torch.empty(length, dtype=torch.int32, device=device)
+        for first in range(0, length, CHUNK):
+            part = self.signed[first : first + CHUNK]
+            part.copy_(_signed_buckets(start + first, len(part), dim, seed, device))
+
+    def sketch(self, values: Tensor) -> Tensor:
+        """Return what `count_sketch` returns for the piece."""
+        flat = values.detach().flatten()
+        signed = torch.zeros(2 * self.dim, dtype=torch.float64, device=flat.device)
+        for piece, into in zip(flat.split(CHUNK), self.signed.split(CHUNK), strict=True):
+            signed.scatter_add_(0, into.long(), piece.double())
+        return signed[: self.dim] - signed[self.dim :]
+
+
+def check_dim(dim: int) -> None:
+    """Refuse a number of buckets that cannot be.
+
+    Raises:
+        InputError: `dim` is not positive.
+    """
+    if dim < 1:
+        raise InputError(f"dim is {dim}; pass a positive number of buckets, 65536 by default.")
+
+
+def _signed_buckets(start: int, length: int, dim: int, seed: int, device: torch.device) -> Tensor:
+    """h(j) where σ(j) = +1 and dim + h(j) where it is −1."""
+    mixed = _shift(_mix(torch.arange(start, start + length, device=device), seed), 1)
+    size = 2 * dim
+    return mixed.bitwise_and_(size - 1) if size & (size - 1) == 0 else mixed.remainder_(size)
+
+
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def _mix(index: Tensor, seed: int) -> Tensor:
+    """SplitMix64 of (seed, index), written into `index`, in int64 arithmetic that wraps."""
+    stride, first, second = (_signed(c) for c in _MIX)
+    x = index.mul_(stride).add_(_signed(_mix_int(seed)))
+    x.bitwise_xor_(_shift(x, 30)).mul_(first)
+    x.bitwise_xor_(_shift(x, 27)).mul_(second)
+    return x.bitwise_xor_(_shift(x, 31))
+
+
+def _mix_int(seed: int) -> int:
+    """SplitMix64 of a seed, so that neighbouring seeds are unrelated."""
+    word = (1 << 64) - 1
+    x = (seed + 1) * _MIX[0] & word
+    x = (x ^ (x >> 30)) * _MIX[1] & word
+    x = (x ^ (x >> 27)) * _MIX[2] & word
+    return x ^ (x >> 31)
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit word."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
