@@ -45,6 +45,7 @@ from otb_analysis.statistics.pools import (
     rollout_features,
 )
 from otb_analysis.statistics.regret import gain_lost, position_optimum, regret
+from otb_analysis.statistics.sketched import SketchNoise, gram_from_sketch, sketch_noise
 from otb_analysis.statistics.tail import pareto_k, top_share
 from otb_analysis.statistics.totals import Totals, difference_total, hajek_mean, horvitz_thompson
 from otb_analysis.statistics.weights import WeightStatistics, weight_statistics
@@ -67,6 +68,7 @@ __all__ = [
     "PairedRatios",
     "Partition",
     "PoolGram",
+    "SketchNoise",
     "Totals",
     "WeightStatistics",
     "batch_variance",
@@ -81,6 +83,7 @@ __all__ = [
     "gain_lost",
     "gradient_noise",
     "gradient_statistics",
+    "gram_from_sketch",
     "group_gradients",
     "hajek_mean",
     "held_out",
@@ -105,6 +108,7 @@ __all__ = [
     "rollout_equivalents",
     "rollout_features",
     "sf",
+    "sketch_noise",
     "systematic_sample",
     "top_share",
     "weight_statistics",
