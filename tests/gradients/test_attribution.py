@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from otb_analysis.errors import InputError, NonFiniteError
@@ -374,3 +375,51 @@ def test_what_does_not_fit_is_named(make_model, sample, weights):
         with pytest.raises(error, match=match) as caught:
             gradient_attribution(model, *batch.args, **options)
         assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+def lora(model):
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:  # B starts at zero, where A has no gradient
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    return adapted.eval()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # a library's own
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_are_attributed_over_what_trains(make_model, sample, weights, tied):
+    model, batch = lora(make_model("qwen2", tied=tied)), sample["left"]
+    args = (model, *batch.args, weights, batch.attention_mask)
+    slow = gradient_attribution(*args, engine="reference")
+    for method, tolerance in (("jvp", JVP), ("difference", DIFFERENCE), ("stencil", STENCIL)):
+        got = gradient_attribution(*args, method=method)
+        close(got.share, slow.share, tolerance)
+        assert got.norm_sq == pytest.approx(slow.norm_sq, rel=1e-6)
+    names = set(batch_gradient(*args))
+    assert names and all("lora_" in name for name in names)
+    with pytest.raises(InputError, match="which is not in scope"):
+        predicted_logprob_change(model, *batch.args, {"base_model.model.model.norm.weight": torch.ones(16)})
+
+
+@pytest.mark.parametrize("method", ["jvp", "difference", "stencil"])
+def test_a_small_adamw_step_changes_log_probabilities_as_predicted(make_model, sample, weights, method):
+    # Decay and adaptive scaling are part of the step, so Δθ is taken from the weights, not from the gradient.
+    model, batch = make_model("llama", tied=False), sample["both"]
+    args = (model, *batch.args)
+    gradient = batch_gradient(*args, weights, batch.attention_mask)
+    before = token_score_norms(*args, batch.attention_mask).logprob
+    old = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1)
+    for name, parameter in model.named_parameters():
+        parameter.grad = -gradient[name]
+    optimizer.step()
+    real = token_score_norms(*args, batch.attention_mask).logprob - before
+    step = {name: p.detach() - old[name] for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(old[name])
+    predicted = predicted_logprob_change(*args, step, batch.attention_mask, method=method)
+    assert np.abs(predicted - real).max() < 0.005 * np.abs(real).max()
+    assert (weights.numpy() * predicted)[batch.mask.numpy()].sum() > 0

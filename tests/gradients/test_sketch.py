@@ -5,10 +5,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients import batch_gradient, count_sketch, gradient_sketch, group_gradient_gram
-from otb_analysis.gradients.hashing import CHUNK, _mix, _mix_int
+from otb_analysis.gradients.hashing import CHUNK, Buckets, _mix, _mix_int
 
 GROUP = np.array([7, -1, 7, 7, 2])  # sorted: −1, 2, 7
 
@@ -218,3 +219,34 @@ def test_what_does_not_fit_is_named(make_model, sample, weights):
         with pytest.raises(error, match=match) as caught:
             gradient_sketch(model, *batch.args, **options)
         assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # a library's own
+def test_adapters_are_sketched_over_what_trains_at_their_place_among_all_parameters(make_model, sample, weights):
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model, batch = get_peft_model(make_model("qwen3"), config).eval(), sample["left"]
+    got = gradient_sketch(model, *batch.args, weights, GROUP, batch.attention_mask, dim=90, seed=2)
+    rows = [0, 2, 3]  # of prompt 7
+    args = (batch.input_ids[rows], batch.mask[rows], weights[rows, 1], batch.attention_mask[rows])
+    gradient, start, expected = batch_gradient(model, *args), 0, 0
+    for name, parameter in model.named_parameters():
+        if name in gradient:
+            expected = expected + count_sketch(gradient[name], start, 90, 2).numpy()
+        start += parameter.numel()
+    assert len(gradient) == 8
+    np.testing.assert_allclose(got[2, 1], expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dim", [64, 90])
+def test_kept_buckets_sketch_as_count_sketch_does(dim):
+    values = torch.randn(CHUNK + 123, generator=torch.Generator().manual_seed(4))
+    kept = Buckets(77, len(values), dim, 3, values.device)
+    torch.testing.assert_close(kept.sketch(values), count_sketch(values, 77, dim, 3), rtol=0, atol=0)
+
+
+def test_parameters_too_many_for_kept_buckets_are_hashed_anew(make_model, sample, weights, monkeypatch):
+    model, batch = make_model("llama"), sample["left"]
+    args = (model, *batch.args, weights, GROUP, batch.attention_mask)
+    kept = gradient_sketch(*args, dim=100)
+    monkeypatch.setattr("otb_analysis.gradients.sketch.KEPT", 0)
+    np.testing.assert_array_equal(gradient_sketch(*args, dim=100), kept)
