@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from otb_analysis.cli import COMMANDS, BenchConfig, CompareConfig, from_toml
+from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig
+from otb_analysis.cli import COMMANDS, CompareConfig, from_toml
 from otb_analysis.config import DemoConfig, TrainConfig
 from otb_analysis.serve import DashboardConfig
 
@@ -21,7 +22,9 @@ CONFIGS = {
     "demo": DemoConfig(),
     "compare": CompareConfig(),
     "dashboard": DashboardConfig(),
-    "bench": BenchConfig(),
+    "bench estimators": EstimatorsConfig(),
+    "bench logits": LogitsConfig(),
+    "bench engine": EngineConfig(),
 }
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
@@ -70,6 +73,8 @@ def test_commands_and_their_options_exist():
     calls = commands("otb")
     assert {"train", "compare", "dashboard", "bench"} <= {call[0] for call in calls} <= set(COMMANDS)
     for name, *words in calls:
+        if name == "bench":
+            name = f"bench {words[0]}"
         for word in words:
             if word.startswith("--") and word not in ("--config", "--help"):
                 assert has_field(CONFIGS[name], word.removeprefix("--").replace("-", "_")), (name, word)
