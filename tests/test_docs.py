@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig
+from otb_analysis.bench.quote import TABLES, quoted
 from otb_analysis.cli import COMMANDS, CompareConfig, from_toml
 from otb_analysis.config import DemoConfig, TrainConfig
 from otb_analysis.serve import DashboardConfig
@@ -61,6 +62,21 @@ def test_numbers_of_the_benchmark_are_those_of_its_table():
     seconds, loop, through = row[1:]
     said = f"`otb` takes {float(loop):.2f} of the torch loop's time and {float(through):.0f} × the pass, "
     assert f"{said}{float(seconds):.2f} s" in " ".join(README.split())
+
+
+def test_quoted_rows_are_those_of_the_result_files():
+    assert quoted(README, ROOT / "docs" / "results") == README
+    for name in TABLES:
+        page = (ROOT / "docs" / "results" / name).read_text(encoding="utf-8").splitlines()
+        rows = [line for line in README.splitlines() if line.startswith("| ") and line in page]
+        assert len(rows) > 3, name
+
+
+def test_measured_rows_of_the_readme_are_all_in_a_result_file():
+    pages = [(ROOT / "docs" / "results" / name).read_text(encoding="utf-8").splitlines() for name in TABLES]
+    (section,) = re.findall(r"^## What it costs\n(.*?)^## ", README, re.M | re.S)
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
+    assert [row for row in rows if not any(row in page for page in pages)] == []
 
 
 def test_make_targets_exist():

@@ -111,9 +111,7 @@ def candidates(case: Case) -> dict[str, Callable[[], Any]]:
             found[f"{name}, {ROWS} weighted rows"] = lambda name=name: gradients.weighted_score_norms(
                 *args, case.weights, engine=name
             )
-    sketch = getattr(gradients, "sketch_score_norms", None)
-    if sketch is not None:
-        found[f"sketch hybrid, K={DIRECTIONS}"] = lambda: sketch(*args, directions=DIRECTIONS)
+    found[f"sketch hybrid, K={DIRECTIONS}"] = lambda: gradients.sketch_score_norms(*args, directions=DIRECTIONS)
     row, cluster = case.weights[:, 0], np.zeros(1, dtype=np.int64)
     for method in ("jvp", "difference"):
         found[f"attribution, {method}"] = lambda method=method: gradients.gradient_attribution(

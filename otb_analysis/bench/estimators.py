@@ -87,7 +87,7 @@ def bench_estimators(rows: int = 1024, tokens: int = 4096, group_size: int = 8, 
 
 
 def bench_inputs(rows: int, tokens: int, group_size: int) -> EstimatorInputs:
-    """Return ragged rollouts with terminal rewards, a quarter to the whole of the length.
+    """Return ragged rollouts of up to four turns with terminal rewards, a quarter to the whole of the length.
 
     Args:
         rows: N rollouts.
@@ -108,6 +108,9 @@ def bench_inputs(rows: int, tokens: int, group_size: int) -> EstimatorInputs:
         rollout_norm_sq=energy.sum(axis=1),
         position_baseline=np.full((rows, tokens), 0.5),
         value=np.full((rows, tokens), 0.5),
+        turn=np.broadcast_to(np.arange(tokens) * 4 // tokens, (rows, tokens)),
+        token_id=rng.integers(0, 8, (rows, tokens)),
+        ratio=rng.uniform(0.8, 1.25, (rows, tokens)),
     )
 
 

@@ -193,7 +193,17 @@ def _getters(*names: str) -> Iterator[Any]:
 
 
 def _table() -> dict[Any, Callable[..., Any]]:
-    shape_only = "transpose", "permute", "swapaxes", "contiguous", "unsqueeze", "squeeze", "__getitem__", "chunk", "split"
+    shape_only = (
+        "transpose",
+        "permute",
+        "swapaxes",
+        "contiguous",
+        "unsqueeze",
+        "squeeze",
+        "__getitem__",
+        "chunk",
+        "split",
+    )
     rules: dict[Callable[..., Any], Iterator[Any]] = {
         _linear: _named(*shape_only, "to", "float", "type", "type_as", "neg", "__neg__", "mean", "sum"),
         _fixed: _named("size", "dim", "numel", "is_floating_point", "__len__", "is_contiguous"),

@@ -54,6 +54,7 @@ class Apart:
             at = own_rows(inputs, rollout)
             self.outer[use] = use.rule.outer(modules[use.module], inputs[0, at], signal[0, own_rows(signal, rollout)])
         self._separate_tied()
+
     @cached_property
     def kept(self) -> dict[Use, Tensor]:
         """By use below the cut, what its rule keeps of the layer's inputs; made when first asked for."""

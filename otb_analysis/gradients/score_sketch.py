@@ -200,7 +200,9 @@ def _check_request(directions: int, method: str, engine: str, features: bool) ->
     if directions < 2:
         raise InputError(f"directions is {directions}; pass at least 2, so that a standard error exists.")
     if method == "hybrid" and features:
-        raise InputError('features=True needs every parameter projected, which "hybrid" avoids; pass method="rank_one".')
+        raise InputError(
+            'features=True needs every parameter projected, which "hybrid" avoids; pass method="rank_one".'
+        )
     if method == "hybrid" and engine == "reference":
         raise InputError('engine "reference" projects whole scores, which "hybrid" avoids; pass method="rank_one".')
 
