@@ -5,8 +5,9 @@ STAMP := .venv/.installed
 SERVE ?= 1
 RUNS ?= runs
 PORT ?= 8501
+PEERS ?= 1
 
-.PHONY: help install demo test test-all check format dashboard clean
+.PHONY: help install demo test test-all check format bench dashboard clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -37,6 +38,18 @@ check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.cache/trl/.installed .cache/opacus/.installed)  ## measure docs/results/engine and logits on an idle machine, update the README's rows (PEERS=0 leaves TRL and Opacus out)
+	$(BIN)/otb bench logits --out docs/results $(if $(filter 0,$(PEERS)),,--trl-python .cache/trl/bin/python)
+	$(BIN)/otb bench engine --out docs/results $(if $(filter 0,$(PEERS)),,--opacus-python .cache/opacus/bin/python)
+	$(BIN)/python -m otb_analysis.bench.quote
+
+.cache/trl/.installed: PACKAGES = 'trl>=1.15,<1.17'
+.cache/opacus/.installed: PACKAGES = 'opacus>=1.5'
+.cache/%/.installed: constraints.txt
+	$(PYTHON) -m venv .cache/$*
+	.cache/$*/bin/python -m pip install --quiet $(shell grep -E '^(torch|transformers)==' constraints.txt) $(PACKAGES)
+	@touch $@
 
 format: $(STAMP)  ## rewrite the files as `check` wants them
 	$(BIN)/ruff format .

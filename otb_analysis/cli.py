@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import tyro
 from rich.console import Console
 
+from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig
 from otb_analysis.config import DemoConfig, TrainConfig
 from otb_analysis.errors import STOPS, InputError, StoreError, nearest
 from otb_analysis.serve import DashboardConfig, serve
@@ -22,7 +23,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb train        one instrumented training run        (--config FILE.toml, every field on the command line too)
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb dashboard    serve the dashboard on a folder of runs, on loopback
-  otb bench        what things cost on this machine     (otb bench estimators)
+  otb bench        what things cost on this machine     (otb bench estimators|logits|engine)
 
 `otb COMMAND --help` explains itself; `otb --version` names the version.
 """
@@ -33,22 +34,12 @@ TABLE_WIDTH = 136
 Config = TypeVar("Config")
 
 
-@dataclass(frozen=True)
-class BenchConfig:
-    """Time every estimator on a large ragged batch, on one thread, beside a torch loop and one pass over the inputs."""
-
-    what: Annotated[Literal["estimators"], tyro.conf.Positional] = "estimators"
-    """What to time."""
-    rows: int = 1024
-    """Rollouts."""
-    tokens: int = 4096
-    """Padded length."""
-    group_size: int = 8
-    """Rollouts per group."""
-    repeats: int = 5
-    """Repetitions, taking turns; the best counts."""
-    out: Path | None = None
-    """Directory for the table as Markdown and JSON."""
+BenchConfig = (
+    Annotated[EstimatorsConfig, tyro.conf.subcommand("estimators")]
+    | Annotated[LogitsConfig, tyro.conf.subcommand("logits")]
+    | Annotated[EngineConfig, tyro.conf.subcommand("engine")]
+)
+"""What `otb bench` can measure."""
 
 
 @dataclass(frozen=True)
@@ -169,22 +160,16 @@ def _can_be_read(path: Path) -> bool:
 
 def bench_command(words: Sequence[str]) -> None:
     """Measure costs."""
-    config = _parsed(BenchConfig, "bench", words, BenchConfig())
-    for name in ("rows", "tokens", "group_size", "repeats"):
-        if getattr(config, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} is {getattr(config, name)}; pass at least 1.")
-    from otb_analysis.bench.estimators import bench_estimators
+    config: EstimatorsConfig | LogitsConfig | EngineConfig = tyro.cli(
+        cast(Any, BenchConfig), prog="otb bench", description=bench_command.__doc__, args=list(words), config=()
+    )
     from otb_analysis.bench.publish import bench_table, publish
+    from otb_analysis.bench.run import run_bench
 
-    rows = bench_estimators(config.rows, config.tokens, config.group_size, config.repeats)
-    Console(width=TABLE_WIDTH).print(bench_table(rows))
+    report = run_bench(config)
+    Console(width=TABLE_WIDTH).print(bench_table(report))
     if config.out is not None:
-        plain = {name: value for name, value in vars(config).items() if name not in ("what", "out")}
-        publish(config.out, "estimators", rows, f"otb bench estimators {_flags(plain)}", plain)
-
-
-def _flags(values: Mapping[str, object]) -> str:
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+        publish(config.out, report)
 
 
 def dashboard_command(words: Sequence[str]) -> None:

@@ -272,3 +272,25 @@ def test_dashboard_is_served_on_loopback_and_says_how_it_ended(tmp_path, monkeyp
     assert command[command.index("--server.address") + 1] == "127.0.0.1"
     assert command[command.index("--server.port") + 1] == "8777"
     assert command[-2:] == ["--root", str(tmp_path.resolve())]
+
+
+@pytest.mark.parametrize("what", ["estimators", "logits", "engine"])
+def test_help_of_a_benchmark_explains_its_fields(what, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["bench", what, "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"otb bench {what}" in shown and "--out" in shown and "--repeats" in shown
+
+
+def test_benchmark_prints_its_table_and_writes_its_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("otb_analysis.bench.logits.fresh_peaks", lambda module, spec: {})
+    assert main(["bench", "logits", "--quick", "--out", str(tmp_path)]) == 0
+    assert "logit_stats, from hidden states" in capsys.readouterr().out
+    page = (tmp_path / "logits.md").read_text()
+    assert page.startswith("# `otb bench logits --vocabularies 500 900 --rows 12 ")
+    assert str(tmp_path) not in page + (tmp_path / "logits.json").read_text()
+
+
+def test_benchmark_with_a_size_of_zero_is_one_sentence(capsys):
+    assert "--rows is 0; pass at least 1." in sentence(capsys, ["bench", "estimators", "--rows", "0"])

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from otb_analysis.cli import COMMANDS, BenchConfig, CompareConfig, from_toml
+from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig
+from otb_analysis.bench.quote import TABLES, quoted
+from otb_analysis.cli import COMMANDS, CompareConfig, from_toml
 from otb_analysis.config import DemoConfig, TrainConfig
 from otb_analysis.serve import DashboardConfig
 
@@ -21,7 +23,9 @@ CONFIGS = {
     "demo": DemoConfig(),
     "compare": CompareConfig(),
     "dashboard": DashboardConfig(),
-    "bench": BenchConfig(),
+    "bench estimators": EstimatorsConfig(),
+    "bench logits": LogitsConfig(),
+    "bench engine": EngineConfig(),
 }
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
@@ -60,6 +64,21 @@ def test_numbers_of_the_benchmark_are_those_of_its_table():
     assert f"{said}{float(seconds):.2f} s" in " ".join(README.split())
 
 
+def test_quoted_rows_are_those_of_the_result_files():
+    assert quoted(README, ROOT / "docs" / "results") == README
+    for name in TABLES:
+        page = (ROOT / "docs" / "results" / name).read_text(encoding="utf-8").splitlines()
+        rows = [line for line in README.splitlines() if line.startswith("| ") and line in page]
+        assert len(rows) > 3, name
+
+
+def test_measured_rows_of_the_readme_are_all_in_a_result_file():
+    pages = [(ROOT / "docs" / "results" / name).read_text(encoding="utf-8").splitlines() for name in TABLES]
+    (section,) = re.findall(r"^## What it costs\n(.*?)^## ", README, re.M | re.S)
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
+    assert [row for row in rows if not any(row in page for page in pages)] == []
+
+
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     named = {word for call in commands("make") for word in call if "=" not in word}
@@ -70,6 +89,8 @@ def test_commands_and_their_options_exist():
     calls = commands("otb")
     assert {"train", "compare", "dashboard", "bench"} <= {call[0] for call in calls} <= set(COMMANDS)
     for name, *words in calls:
+        if name == "bench":
+            name = f"bench {words[0]}"
         for word in words:
             if word.startswith("--") and word not in ("--config", "--help"):
                 assert has_field(CONFIGS[name], word.removeprefix("--").replace("-", "_")), (name, word)

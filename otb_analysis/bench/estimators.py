@@ -10,12 +10,14 @@ loop's time would leave a tenth of it for the formula. Blocks of 2^15 to 2^17 en
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from time import perf_counter
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
+from otb_analysis.bench.config import EstimatorsConfig, check_positive
+from otb_analysis.bench.publish import Report, flags
+from otb_analysis.bench.timing import interleaved, threads, timed
 from otb_analysis.estimators import EstimatorInputs, available, estimate
 
 LOOP = "torch loop of otb"
@@ -39,6 +41,26 @@ class BenchRow:
     to_pass: float
 
 
+def run_estimators(config: EstimatorsConfig) -> Report:
+    """Time every estimator and return the report.
+
+    Raises:
+        InputError: A size is not positive.
+    """
+    sizes = {name: value for name, value in vars(config).items() if name != "out"}
+    check_positive(**sizes)
+    rows = bench_estimators(config.rows, config.tokens, config.group_size, config.repeats)
+    return Report(
+        name="estimators",
+        command=f"otb bench estimators {flags(sizes)}",
+        settings=sizes,
+        title="One call on one thread, best of the repetitions",
+        headers=("estimator", "seconds", "÷ torch loop of otb", "÷ multiply and sum"),
+        cells=[(r.name, f"{r.seconds:.3f}", f"{r.to_loop:.2f}", f"{r.to_pass:.1f}") for r in rows],
+        rows=[asdict(row) for row in rows],
+    )
+
+
 def bench_estimators(rows: int = 1024, tokens: int = 4096, group_size: int = 8, repeats: int = 5) -> list[BenchRow]:
     """Time every estimator whose inputs can be made up.
 
@@ -58,17 +80,14 @@ def bench_estimators(rows: int = 1024, tokens: int = 4096, group_size: int = 8, 
     }
     candidates[LOOP] = lambda: torch_loop(inputs)
     candidates[PASS] = lambda: np.vdot(reward, energy)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        best = _best(candidates, repeats)
-    finally:
-        torch.set_num_threads(threads)
+    with threads(1):
+        found = interleaved({name: timed(run) for name, run in candidates.items()}, repeats)
+    best = {name: timing.minimum for name, timing in found.items()}
     return [BenchRow(name, x, x / best[LOOP], x / best[PASS]) for name, x in best.items()]
 
 
 def bench_inputs(rows: int, tokens: int, group_size: int) -> EstimatorInputs:
-    """Return ragged rollouts with terminal rewards, a quarter to the whole of the length.
+    """Return ragged rollouts of up to four turns with terminal rewards, a quarter to the whole of the length.
 
     Args:
         rows: N rollouts.
@@ -89,6 +108,9 @@ def bench_inputs(rows: int, tokens: int, group_size: int) -> EstimatorInputs:
         rollout_norm_sq=energy.sum(axis=1),
         position_baseline=np.full((rows, tokens), 0.5),
         value=np.full((rows, tokens), 0.5),
+        turn=np.broadcast_to(np.arange(tokens) * 4 // tokens, (rows, tokens)),
+        token_id=rng.integers(0, 8, (rows, tokens)),
+        ratio=rng.uniform(0.8, 1.25, (rows, tokens)),
     )
 
 
@@ -118,13 +140,3 @@ def torch_loop(inputs: EstimatorInputs) -> tuple[torch.Tensor, torch.Tensor, tor
         advantage[rows] = (returns - mean) * alive
         fallback[rows] = ((count == 1) | (total == 0)) & mask[rows]
     return baseline, advantage, fallback
-
-
-def _best(candidates: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    best = dict.fromkeys(candidates, float("inf"))
-    for _ in range(repeats):
-        for name, run in candidates.items():
-            start = perf_counter()
-            run()
-            best[name] = min(best[name], perf_counter() - start)
-    return best

@@ -1,9 +1,9 @@
-"""Benchmark rows as a terminal table, and as Markdown and JSON files that a document can quote."""
+"""A finished benchmark as a terminal table, and as Markdown and JSON files that a document can quote."""
 
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,46 +11,99 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from otb_analysis.bench.estimators import BenchRow
 from otb_analysis.errors import StoreError
 
-HEADERS = ("estimator", "seconds", "÷ torch loop of otb", "÷ multiply and sum")
+
+@dataclass(frozen=True)
+class Report:
+    """One benchmark, measured; made by each benchmark's module.
+
+    Attributes:
+        name: Of the benchmark and of its files.
+        command: What measured it.
+        settings: Its options.
+        title: What the table shows.
+        headers: Its columns.
+        cells: Its rows, formatted.
+        rows: The same rows as plain facts, for JSON.
+        notes: Sentences on how to read it.
+    """
+
+    name: str
+    command: str
+    settings: Mapping[str, object]
+    title: str
+    headers: Sequence[str]
+    cells: Sequence[Sequence[str]]
+    rows: Sequence[Mapping[str, object]]
+    notes: Sequence[str] = ()
 
 
-def bench_table(rows: Sequence[BenchRow]) -> Table:
-    """Return the rows as a terminal table."""
-    table = Table(box=SIMPLE_HEAD, title="One call on one thread, best of the repetitions", title_justify="left")
-    for i, name in enumerate(HEADERS):
-        table.add_column(name, justify="right" if i else "left")
-    for row in rows:
-        table.add_row(*_cells(row))
+def bench_table(report: Report) -> Table:
+    """Return the rows as a terminal table, its notes below."""
+    caption = "\n".join(report.notes) or None
+    table = Table(box=SIMPLE_HEAD, title=report.title, title_justify="left", caption=caption, caption_justify="left")
+    words = [all(_is_word(row[i]) for row in report.cells) for i in range(len(report.headers))]
+    for name, word in zip(report.headers, words, strict=True):
+        table.add_column(name, justify="left" if word else "right")
+    for row in report.cells:
+        table.add_row(*row)
     return table
 
 
-def publish(folder: Path, name: str, rows: Sequence[BenchRow], command: str, settings: Mapping[str, object]) -> None:
+def publish(folder: Path, report: Report) -> None:
     """Write NAME.md and NAME.json: the numbers, the command that made them, and the machine.
 
     Raises:
         StoreError: The folder cannot be written.
     """
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "torch": torch.__version__,
-        "threads": 1,
+    facts = {
+        "command": report.command,
+        "settings": dict(report.settings),
+        "machine": machine(),
+        "rows": [dict(row) for row in report.rows],
     }
-    facts = {"command": command, "settings": dict(settings), "machine": machine, "rows": [asdict(r) for r in rows]}
-    lines = [f"# `{command}`", "", ", ".join(f"{k} {v}" for k, v in machine.items()), ""]
-    lines += ["| " + " | ".join(HEADERS) + " |", "|---|---|---|---|"]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n")
-        (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+        (folder / f"{report.name}.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
+        (folder / f"{report.name}.md").write_text(markdown(report))
     except OSError as error:
         raise StoreError(f"cannot write the benchmark to {folder} ({error.strerror}); pass another --out.") from error
 
 
-def _cells(row: BenchRow) -> tuple[str, str, str, str]:
-    return row.name, f"{row.seconds:.3f}", f"{row.to_loop:.2f}", f"{row.to_pass:.1f}"
+def markdown(report: Report) -> str:
+    """Return the report as a Markdown page."""
+    lines = [f"# `{report.command}`", "", ", ".join(f"{k} {v}" for k, v in machine().items()), ""]
+    lines += [f"{report.title}.", ""]
+    lines += ["| " + " | ".join(report.headers) + " |", "|" + "---|" * len(report.headers)]
+    lines += ["| " + " | ".join(row) + " |" for row in report.cells]
+    lines += [line for note in report.notes for line in ("", note)]
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> dict[str, str]:
+    """Return what the figures depend on besides the code."""
+    found = {
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+    }
+    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+
+
+def flags(values: Mapping[str, object]) -> str:
+    """Return settings as command-line options, those that are not set left out."""
+    return " ".join(part for name, value in values.items() if (part := _flag(name.replace("_", "-"), value)))
+
+
+def _flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else ""
+    if isinstance(value, tuple):
+        return f"--{name} {' '.join(map(str, value))}" if value else ""
+    return "" if value is None else f"--{name} {value}"
+
+
+def _is_word(cell: str) -> bool:
+    return not cell.replace("–", "").replace("×", "").strip() or not cell[0].isdigit()

@@ -1,0 +1,97 @@
+"""What each benchmark can be told; read by the command line, so nothing heavy is imported here."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from otb_analysis.errors import InputError
+
+Device = Literal["cpu", "cuda"]
+TOKENS = {"S": (32, 128, 512), "M": (32, 128), "L": (128, 512, 1024)}
+"""Sampled tokens per rollout by size of the model; `--long` adds 512 for M."""
+
+
+@dataclass(frozen=True)
+class EstimatorsConfig:
+    """Time every estimator on a large ragged batch, on one thread, beside a torch loop and one pass over the inputs."""
+
+    rows: int = 1024
+    """Rollouts."""
+    tokens: int = 4096
+    """Padded length."""
+    group_size: int = 8
+    """Rollouts per group."""
+    repeats: int = 5
+    """Repetitions, taking turns; the best counts."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+
+
+@dataclass(frozen=True)
+class LogitsConfig:
+    """Time `logit_stats` beside a plain log-softmax and gather, and beside TRL's fused head."""
+
+    vocabularies: tuple[int, ...] = (32_000, 152_000)
+    """Vocabulary sizes V."""
+    rows: int = 512
+    """Rows R: tokens of all rollouts together."""
+    width: int = 896
+    """Features d of a hidden state."""
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    """What logits, hidden states and output matrix are held in."""
+    threads: tuple[int, ...] = (1, 2)
+    """Threads, one part of the table each."""
+    repeats: int = 7
+    """Repetitions, taking turns; the best counts, the median is shown."""
+    device: Device = "cpu"
+    """Where to run."""
+    trl_python: Path | None = None
+    """An interpreter with torch and trl >= 1.15, for the rows of TRL's fused head."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+    quick: bool = False
+    """A few seconds at tiny sizes: does it run at all?"""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Time every score-gradient engine beside a plain loop of one autograd.grad per token over one kept graph."""
+
+    sizes: tuple[Literal["S", "M", "L"], ...] = ("S", "M")
+    """Models: S 4 layers d128 vocabulary 512, M 8 layers d512 vocabulary 8192, L 12 layers d768 vocabulary 32768."""
+    tokens: tuple[int, ...] = ()
+    """Sampled tokens T for every size; by default 32, 128, 512 for S, 32, 128 for M and 128, 512, 1024 for L."""
+    long: bool = False
+    """Time M at T=512 too, where one turn of the loop takes minutes."""
+    repeats: int = 5
+    """Repetitions at most, taking turns; the best counts, the median is shown."""
+    seconds: float = 60.0
+    """After three repetitions, a size and T gets no further one once this much time is spent on it."""
+    device: Device = "cpu"
+    """Where to run."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights."""
+    opacus_python: Path | None = None
+    """An interpreter with torch, transformers and opacus, for the rows of Opacus."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+    quick: bool = False
+    """A few seconds at T=8 of S, without memory: does it run at all?"""
+
+    def cases(self) -> list[tuple[str, int]]:
+        """Every (size, T) of the table."""
+        if self.quick:
+            return [("S", 8)]
+        extra = {"M": (512,)} if self.long and not self.tokens else {}
+        return [(size, t) for size in self.sizes for t in (self.tokens or TOKENS[size] + extra.get(size, ()))]
+
+
+def check_positive(**values: float) -> None:
+    """Refuse settings below 1.
+
+    Raises:
+        InputError: One is; the sentence names its option.
+    """
+    for name, value in values.items():
+        if value < 1:
+            raise InputError(f"--{name.replace('_', '-')} is {value}; pass at least 1.")

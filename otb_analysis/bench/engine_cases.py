@@ -1,0 +1,129 @@
+"""What `otb bench engine` runs: models made in code, the plain loop, and every way to the same quantities."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from otb_analysis import gradients
+from otb_analysis.bench.timing import synchronize
+from otb_analysis.gradients.gram import norm_sq_of
+from otb_analysis.types import Float
+
+SIZES: dict[str, dict[str, int]] = {
+    "S": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 512},
+    "M": {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 8192},
+    "L": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 32768},
+}
+LOOP = "plain loop"
+STEP = "forward + backward"
+ROWS, DIRECTIONS = 8, 32
+"""Rows of `weighted_score_norms`; directions of `sketch_score_norms`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and one rollout of T sampled tokens after a prompt of one.
+
+    Attributes:
+        model: Qwen2-type, tied, at its initial weights with every bias and gain moved off zero and one.
+        input_ids: Token ids [1, T + 1].
+        mask: True at all but the first [1, T + 1].
+        weights: Random rows of weights [1, 8, T + 1].
+        direction: The gradient along the first of them, by parameter name.
+    """
+
+    model: Qwen2ForCausalLM
+    input_ids: Tensor
+    mask: Tensor
+    weights: Float
+    direction: Mapping[str, Tensor]
+
+
+def model_config(size: str) -> dict[str, Any]:
+    """Return the fields of the Qwen2 configuration of a size; the peer builds the same model from them."""
+    base = SIZES[size]
+    return base | {
+        "intermediate_size": 3 * base["hidden_size"],
+        "num_key_value_heads": base["num_attention_heads"] // 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    }
+
+
+def make_model(size: str, device: str, dtype: str) -> Qwen2ForCausalLM:
+    """Return the model of a size, the same in every process; it has no dropout."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**model_config(size)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.to(device=torch.device(device), dtype=getattr(torch, dtype))  # pyright: ignore[reportCallIssue]
+    return model.eval()
+
+
+def make_case(model: Qwen2ForCausalLM, tokens: int) -> Case:
+    """Return a rollout for a model, the same in every process."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(model.config.vocab_size, (1, tokens + 1), generator=generator)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 0] = False
+    weights = torch.randn(1, ROWS, tokens + 1, generator=generator).double().numpy() / tokens
+    direction = gradients.batch_gradient(model, ids, mask, weights[:, 0])
+    return Case(model, ids, mask, weights, direction)
+
+
+def plain_loop(case: Case, device: str) -> tuple[float, Float]:
+    """One `autograd.grad` per token over one kept graph: the denominator of every ratio.
+
+    Returns:
+        Seconds without the forward pass, and ‖s_t‖² [1, T + 1], zero outside the mask.
+    """
+    values, parameters = _logprobs(case), list(case.model.parameters())
+    found = np.zeros(case.mask.shape)
+    synchronize(device)
+    start = perf_counter()
+    for t, value in enumerate(values):
+        found[0, t + 1] = norm_sq_of(torch.autograd.grad(value, parameters, retain_graph=True))
+    synchronize(device)
+    return perf_counter() - start, found
+
+
+def forward_backward(case: Case) -> list[Tensor]:
+    """One forward pass and one backward pass of Σ_t log π(y_t): the yardstick of attribution and sketches."""
+    return list(torch.autograd.grad(_logprobs(case).sum(), list(case.model.parameters())))
+
+
+def candidates(case: Case) -> dict[str, Callable[[], Any]]:
+    """Return every engine and instrument by the name of its row, engines of the registry first."""
+    args = (case.model, case.input_ids, case.mask)
+    found: dict[str, Callable[[], Any]] = {}
+    for name in gradients.ENGINES:
+        found[name] = lambda name=name: gradients.token_score_norms(*args, engine=name)
+        if name != "reference":
+            found[f"{name}, path=True"] = lambda name=name: gradients.token_score_norms(*args, engine=name, path=True)
+            found[f"{name}, {ROWS} weighted rows"] = lambda name=name: gradients.weighted_score_norms(
+                *args, case.weights, engine=name
+            )
+    found[f"sketch hybrid, K={DIRECTIONS}"] = lambda: gradients.sketch_score_norms(*args, directions=DIRECTIONS)
+    row, cluster = case.weights[:, 0], np.zeros(1, dtype=np.int64)
+    for method in ("jvp", "difference"):
+        found[f"attribution, {method}"] = lambda method=method: gradients.gradient_attribution(
+            *args, row, direction=case.direction, method=method
+        )
+    found["gradient_sketch"] = lambda: gradients.gradient_sketch(*args, case.weights[:, :1], cluster)
+    return found
+
+
+def _logprobs(case: Case) -> Tensor:
+    """Log π(y_t) of the T sampled tokens [T], with its graph."""
+    ids = case.input_ids.to(next(case.model.parameters()).device)
+    logits = case.model(input_ids=ids[:, :-1], use_cache=False).logits[0]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]

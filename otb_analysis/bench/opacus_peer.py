@@ -1,0 +1,139 @@
+"""Opacus on the token-as-sample trick, for `otb bench engine`; needs torch, transformers and opacus, nothing of ours.
+
+Sample t of a batch is the same text with the loss log π(y_t), so the per-sample gradients are the tokens' scores; a
+batch holds a few tokens at a time, because `GradSampleModule` forms their gradients. Ghost norms refuse tied weights:
+for them the output layer is a copy. Started by `bench.peer`: one JSON argument, one line of facts, one line of seconds
+per turn.
+"""
+
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BATCH = 16
+"""Samples per batch, as many as our engines take together."""
+
+
+def make_model(spec: dict[str, Any]) -> nn.Module:
+    """Return the model that `bench.engine_cases` makes, in training mode (it has no dropout), as the hooks ask."""
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(**spec["model"])
+    model = transformers.Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    if spec["ghost"]:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+    return model.to(device=spec["device"], dtype=getattr(torch, spec["dtype"])).train()
+
+
+def make_ids(spec: dict[str, Any]) -> Tensor:
+    """Return the token ids that `bench.engine_cases` makes [1, T + 1]."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(spec["model"]["vocab_size"], (1, spec["tokens"] + 1), generator=generator)
+
+
+def grad_sample_norms(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function from a batch and its targets' places to ‖s‖², by per-sample gradients."""
+    wrapped = importlib.import_module("opacus").GradSampleModule(model, loss_reduction="sum")
+
+    def norms(ids: Tensor, at: Tensor) -> Tensor:
+        logprobs(wrapped, ids, at).sum().backward()
+        samples = [p.grad_sample for p in wrapped.parameters()]
+        found = torch.stack([g.flatten(1).norm(dim=1).double().square() for g in samples]).sum(0)
+        wrapped.zero_grad(set_to_none=True)
+        return found
+
+    return norms
+
+
+def ghost_norms(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function from a batch and its targets' places to ‖s‖², by ghost norms where Opacus has them."""
+    opacus = importlib.import_module("opacus.grad_sample")
+    wrapped = opacus.GradSampleModuleFastGradientClipping(model, loss_reduction="sum", use_ghost_clipping=True)
+
+    def norms(ids: Tensor, at: Tensor) -> Tensor:
+        logprobs(wrapped, ids, at).sum().backward()
+        found = wrapped.get_norm_sample().double().square()
+        wrapped.zero_grad(set_to_none=True)
+        return found
+
+    return norms
+
+
+def logprobs(model: Any, ids: Tensor, at: Tensor) -> Tensor:
+    """Log π(y_t) of sample t at its own place, from its own copy of the text."""
+    logits = model(input_ids=ids[:, :-1].contiguous(), use_cache=False).logits
+    own = logits[torch.arange(len(ids)), at].float().log_softmax(-1)
+    return own.gather(-1, ids[torch.arange(len(ids)), at + 1][:, None])[:, 0]
+
+
+def sweep(norms: Callable[[Tensor, Tensor], Tensor], ids: Tensor) -> Tensor:
+    """‖s_t‖² of all T tokens, a batch of prefixes at a time: what comes after a batch's last token is left out."""
+    places = torch.arange(ids.shape[1] - 1, device=ids.device)
+    found = []
+    for at in places.split(BATCH):
+        text = ids[:, : int(at[-1]) + 2].expand(len(at), -1).contiguous()
+        found.append(norms(text, at))
+    return torch.cat(found)
+
+
+def peak(run: Callable[[], object], device: str) -> int | None:
+    """Peak extra bytes of one call, as `bench.memory` measures them."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    status = Path("/proc/self/status")
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    before = _kilobytes(status, "VmRSS")
+    run()
+    return 1024 * (_kilobytes(status, "VmHWM") - before)
+
+
+def main() -> None:
+    """Prepare, say so, then run once per line."""
+    warnings.simplefilter("ignore")
+    spec = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    norms = (ghost_norms if spec["ghost"] else grad_sample_norms)(make_model(spec))
+    ids = make_ids(spec).to(spec["device"])
+    sweep(norms, ids[:, :4])
+    found: list[Tensor] = []
+    held = peak(lambda: found.append(sweep(norms, ids)), spec["device"])
+    say({"norm_sq": found[0].tolist(), "bytes": held})
+    for _ in sys.stdin:
+        start = perf_counter()
+        sweep(norms, ids)
+        if spec["device"] == "cuda":
+            torch.cuda.synchronize()
+        say({"seconds": perf_counter() - start})
+
+
+def say(facts: dict[str, Any]) -> None:
+    """Print one line of JSON."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def _kilobytes(status: Path, field: str) -> int:
+    return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1])
+
+
+if __name__ == "__main__":
+    main()

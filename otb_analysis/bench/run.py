@@ -1,0 +1,21 @@
+"""From a benchmark's settings to its report."""
+
+from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig
+from otb_analysis.bench.estimators import run_estimators
+from otb_analysis.bench.logits import run_logits
+from otb_analysis.bench.publish import Report
+
+
+def run_bench(config: EstimatorsConfig | LogitsConfig | EngineConfig) -> Report:
+    """Run the benchmark that a configuration belongs to.
+
+    Raises:
+        InputError: A setting does not fit.
+    """
+    if isinstance(config, EstimatorsConfig):
+        return run_estimators(config)
+    if isinstance(config, LogitsConfig):
+        return run_logits(config)
+    from otb_analysis.bench.engine import run_engine
+
+    return run_engine(config)

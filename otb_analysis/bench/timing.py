@@ -1,0 +1,78 @@
+"""Side-by-side timings: all candidates take turns in every repetition, so that a busy machine slows them alike."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+
+AT_LEAST = 3
+"""Repetitions that a time limit does not cut."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call.
+
+    Attributes:
+        minimum: Of all repetitions.
+        median: Of all repetitions.
+        repeats: How many there were.
+    """
+
+    minimum: float
+    median: float
+    repeats: int
+
+
+def interleaved(
+    candidates: Mapping[str, Callable[[], float]], repeats: int, limit: float = math.inf
+) -> dict[str, Timing]:
+    """Let candidates take turns.
+
+    Args:
+        candidates: By name, what runs once and returns the seconds that count, as `timed` makes it.
+        repeats: Repetitions at most.
+        limit: Seconds after which no repetition begins, three excepted.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    start = perf_counter()
+    for done in range(repeats):
+        if done >= AT_LEAST and perf_counter() - start > limit:
+            break
+        for name, run in candidates.items():
+            seconds[name].append(run())
+    return {name: Timing(min(s), median(s), len(s)) for name, s in seconds.items() if s}
+
+
+def timed(run: Callable[[], object], device: str = "cpu") -> Callable[[], float]:
+    """Wrap a call so that it returns its wall time, a GPU's queue drained before and after."""
+
+    def measure() -> float:
+        synchronize(device)
+        start = perf_counter()
+        run()
+        synchronize(device)
+        return perf_counter() - start
+
+    return measure
+
+
+def synchronize(device: str) -> None:
+    """Wait until a GPU has done what was asked of it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Let torch use this many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

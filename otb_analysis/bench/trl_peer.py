@@ -1,0 +1,114 @@
+"""TRL's fused head on given hidden states, for `otb bench logits`; needs torch and trl>=1.15 and nothing of ours.
+
+Started by `bench.peer`: one JSON argument, one line of facts, then one line of seconds for every line on the input.
+"""
+
+import gc
+import importlib
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs")
+
+
+class Backbone(nn.Module):
+    """Returns given hidden states, whatever its input."""
+
+    def __init__(self, hidden: Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
+        """Return the hidden states under the name that TRL reads."""
+        return SimpleNamespace(last_hidden_state=self.hidden)
+
+
+class Head(nn.Module):
+    """The least that `add_fused_lm_head` asks of a model: a backbone, an output layer and a configuration."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor):
+        super().__init__()
+        self.base_model = Backbone(hidden)
+        self.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, device="meta")
+        self.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="none"))
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the output layer."""
+        return self.lm_head
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Never called: the fused head takes its place."""
+        return self.lm_head(self.base_model(input_ids).last_hidden_state)
+
+
+def made(spec: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs that `bench.logits` makes from the same seed: hidden states, output matrix, drawn tokens."""
+    torch.manual_seed(0)
+    hidden = torch.randn(spec["rows"], spec["width"])
+    weight = torch.randn(spec["vocabulary"], spec["width"]) * (3 / spec["width"] ** 0.5)
+    to = {"dtype": getattr(torch, spec["dtype"]), "device": spec["device"]}
+    return hidden.to(**to), weight.to(**to), torch.randint(spec["vocabulary"], (spec["rows"],)).to(spec["device"])
+
+
+def peak(run: Any, device: str) -> int | None:
+    """Peak extra bytes of one call, as `bench.memory` measures them."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    status = Path("/proc/self/status")
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    before = _kilobytes(status, "VmRSS")
+    run()
+    return 1024 * (_kilobytes(status, "VmHWM") - before)
+
+
+def headed(add_fused_lm_head: Any, hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Any:
+    """Return the call to be timed."""
+    model: Any = Head(hidden[None], weight)
+    add_fused_lm_head(model, outputs=OUTPUTS)
+    return torch.no_grad()(lambda: model(token_ids[None], shift_labels=token_ids[None], fused_lm_head=True))
+
+
+def main() -> None:
+    """Prepare, say so, then run once per line."""
+    spec = json.loads(sys.argv[1])
+    torch.set_num_threads(spec["threads"])
+    add_fused_lm_head = importlib.import_module("trl.trainer.utils").add_fused_lm_head
+    headed(add_fused_lm_head, *made(spec | {"rows": 4, "vocabulary": 300}))()
+    run = headed(add_fused_lm_head, *made(spec))
+    held = peak(run, spec["device"])
+    say({"logprob": run().log_probs[0, : spec["checked"]].double().tolist(), "bytes": held})
+    for _ in sys.stdin:
+        start = perf_counter()
+        run()
+        if spec["device"] == "cuda":
+            torch.cuda.synchronize()
+        say({"seconds": perf_counter() - start})
+
+
+def say(facts: dict[str, Any]) -> None:
+    """Print one line of JSON."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def _kilobytes(status: Path, field: str) -> int:
+    return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The engine table: the loop is right, every engine of the registry is in it, refusals are rows."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from otb_analysis.bench import engine, engine_cases
+from otb_analysis.bench.config import EngineConfig
+from otb_analysis.bench.engine_cases import LOOP, STEP, candidates, make_case, make_model, plain_loop
+from otb_analysis.bench.engine_error import Exact, error_of
+from otb_analysis.errors import InputError
+from otb_analysis.gradients import ENGINES, Engine, token_score_norms
+
+TINY = EngineConfig(sizes=("S",), tokens=(6,), repeats=1)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """S made of one layer of width 16, and no fresh processes."""
+    small = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 19}
+    monkeypatch.setitem(engine_cases.SIZES, "S", small)
+    monkeypatch.setattr(engine, "fresh_peaks", lambda module, spec: {"S 6": 3 << 20})
+
+
+@pytest.fixture
+def case(tiny):
+    return make_case(make_model("S", "cpu", "float64"), 6)
+
+
+def test_plain_loop_gives_the_norms_of_the_reference(case):
+    seconds, norm_sq = plain_loop(case, "cpu")
+    expected = token_score_norms(case.model, case.input_ids, case.mask, engine="reference").norm_sq
+    np.testing.assert_allclose(norm_sq, expected, rtol=1e-6)
+    assert seconds > 0 and (expected[:, 1:] > 0).all()
+
+
+def test_sizes_have_the_parameters_that_the_table_says():
+    for size, millions in (("S", 0.85), ("M", 29.4), ("L", 110.0)):
+        with torch.device("meta"):
+            model = engine_cases.Qwen2ForCausalLM(engine_cases.Qwen2Config(**engine_cases.model_config(size)))
+        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_the_same_case_is_made_every_time(tiny):
+    first, second = (make_case(make_model("S", "cpu", "float32"), 6) for _ in range(2))
+    assert torch.equal(first.input_ids, second.input_ids)
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_every_engine_is_a_row_with_ratios_memory_and_error(tiny):
+    report = engine.run_engine(TINY)
+    rows = {row["name"]: row for row in report.rows}
+    assert {LOOP, STEP, *ENGINES, *engine.OPACUS} <= set(rows)
+    generic, loop, step = rows["generic"], rows[LOOP], rows[STEP]
+    assert generic["loop_ratio"] == pytest.approx(loop["seconds"] / generic["seconds"])
+    assert generic["step_ratio"] == pytest.approx(generic["seconds"] / step["seconds"])
+    assert (loop["loop_ratio"], step["step_ratio"]) == (1, 1)
+    assert generic["memory"] == 3 << 20
+    for name in (LOOP, "generic", "generic, path=True", "generic, 8 weighted rows", "reference", "attribution, jvp"):
+        assert 0 <= rows[name]["error"] < 5e-6, name
+    assert 0 < rows["attribution, difference"]["error"] < 1e-2
+    assert report.cells[-1][2:4] == ("Opacus ghost norms (untied)", "not measured")
+
+
+def test_an_engine_added_to_the_registry_is_measured_without_further_ado(tiny, monkeypatch):
+    monkeypatch.setitem(ENGINES, "twin", ENGINES["generic"])
+    names = {row["name"] for row in engine.run_engine(TINY).rows}
+    assert {"twin", "twin, path=True", "twin, 8 weighted rows"} <= names
+
+
+def test_an_engine_that_refuses_the_model_is_a_row_that_says_why(tiny, monkeypatch):
+    def refuse(*_):
+        raise InputError("parameter x has no rule; pass engine='reference'.")
+
+    monkeypatch.setitem(ENGINES, "picky", Engine(refuse, refuse, refuse))
+    (row,) = [row for row in engine.run_engine(TINY).rows if row["name"] == "picky"]
+    assert row["seconds"] is None and row["remark"].startswith("parameter x has no rule")
+
+
+def test_errors_are_zero_for_the_exact_values_and_grow_with_the_distance(case):
+    exact = Exact.of(case)
+    runs = candidates(case)
+    for name in ("reference", "generic", "generic, path=True", "generic, 8 weighted rows", "attribution, jvp"):
+        assert error_of(name, runs[name](), exact) < 1e-6
+    found = runs["reference"]()
+    off = replace(found, norm_sq=found.norm_sq * 1.5)
+    assert error_of("reference", off, exact) == pytest.approx(0.5, rel=1e-5)
+    assert error_of("sketch", off, exact) == pytest.approx(0.5, rel=1e-5)
+    assert error_of("gradient_sketch", runs["gradient_sketch"](), exact) is None
+
+
+def test_memory_jobs_go_from_small_to_large(tiny):
+    spec = {"name": "generic", "cases": [["S", 3], ["S", 6]], "device": "cpu", "dtype": "float32"}
+    jobs = [(label, run().norm_sq.shape) for label, run, _ in engine.memory_jobs(spec)]
+    assert jobs == [("S 3", (1, 4)), ("S 6", (1, 7))]
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(InputError, match="torch sees no GPU"):
+        engine.run_engine(replace(TINY, device="cuda"))
+
+
+def test_default_cases_and_the_long_one():
+    assert EngineConfig().cases() == [("S", 32), ("S", 128), ("S", 512), ("M", 32), ("M", 128)]
+    assert EngineConfig(long=True).cases()[-1] == ("M", 512)
+    assert EngineConfig(sizes=("L",), tokens=(7,)).cases() == [("L", 7)]

@@ -1,0 +1,40 @@
+"""The peer protocol, with a peer that needs no package."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from otb_analysis.bench.peer import peer
+from otb_analysis.errors import InputError
+
+SCRIPT = """
+import json, sys
+spec = json.loads(sys.argv[1])
+print("a library says hello")
+print(json.dumps({"ready": spec["n"]}), flush=True)
+for i, _ in enumerate(sys.stdin):
+    print(json.dumps({"seconds": spec["n"] + i}), flush=True)
+"""
+
+
+def test_a_peer_answers_one_turn_at_a_time(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with peer(Path(sys.executable), tmp_path / "script.py", {"n": 5}) as found:
+        assert found.facts == {"ready": 5}
+        assert [found.turn(), found.turn()] == [5.0, 6.0]
+    assert found.process.returncode is not None
+
+
+def test_a_peer_that_fails_says_why_in_one_sentence(tmp_path):
+    (tmp_path / "script.py").write_text("import no_such_package")
+    with (
+        pytest.raises(InputError, match=r"script.py ended early: ModuleNotFoundError.*no_such_package"),
+        peer(Path(sys.executable), tmp_path / "script.py", {}),
+    ):
+        pass
+
+
+def test_an_interpreter_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(InputError, match="no/python cannot be run"), peer(Path("no/python"), tmp_path / "x.py", {}):
+        pass

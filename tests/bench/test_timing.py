@@ -1,0 +1,50 @@
+"""Turns, minima and medians; memory above what was held before."""
+
+import math
+
+import pytest
+import torch
+
+from otb_analysis.bench.memory import peak_extra_bytes
+from otb_analysis.bench.timing import Timing, interleaved, threads, timed
+
+
+def scripted(*seconds):
+    """A candidate that reports these times, one after the other."""
+    left = list(seconds)
+    return lambda: left.pop(0)
+
+
+def test_minimum_and_median_are_those_of_each_candidates_own_times():
+    found = interleaved({"a": scripted(3.0, 1.0, 5.0), "b": scripted(2.0, 2.0, 8.0)}, 3)
+    assert found == {"a": Timing(1.0, 3.0, 3), "b": Timing(2.0, 2.0, 3)}
+
+
+def test_candidates_take_turns():
+    order = []
+    interleaved({name: lambda name=name: order.append(name) or 0.0 for name in "ab"}, 2)
+    assert order == ["a", "b", "a", "b"]
+
+
+def test_a_time_limit_leaves_three_repetitions():
+    assert interleaved({"a": lambda: 1.0}, 9, limit=0.0)["a"].repeats == 3
+
+
+def test_timed_calls_once_and_returns_seconds():
+    calls = []
+    seconds = timed(lambda: calls.append(1))()
+    assert calls == [1] and 0 <= seconds < math.inf
+
+
+def test_threads_are_put_back():
+    before = torch.get_num_threads()
+    with threads(1):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+def test_peak_memory_is_that_of_what_the_call_held_and_let_go():
+    held = peak_extra_bytes(lambda: torch.ones(1 << 24).sum())
+    if held is None:
+        pytest.skip("this kernel does not let a process forget its high-water mark")
+    assert 60 << 20 < held < 80 << 20  # 2^24 float32 are 64 MiB
