@@ -10,13 +10,14 @@ loop's time would leave a tenth of it for the formula. Blocks of 2^15 to 2^17 en
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 import numpy as np
 import torch
 
-from otb_analysis.estimators import EstimatorInputs, available, estimate
+from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, estimate
 
 LOOP = "torch loop of otb"
 PASS = "multiply and sum"
@@ -52,9 +53,11 @@ def bench_estimators(rows: int = 1024, tokens: int = 4096, group_size: int = 8, 
         One row per estimator, in catalogue order, then the two yardsticks.
     """
     inputs = bench_inputs(rows, tokens, group_size)
+    off_policy = replace(inputs, ratio=np.ones(inputs.mask.shape))  # on-policy the others would only multiply by 1
     reward, energy = inputs.reward, np.asarray(inputs.energy)
     candidates: dict[str, Callable[[], object]] = {
-        name: lambda name=name: estimate(name, inputs) for name in available(inputs)
+        name: partial(estimate, name, off_policy if "ratio" in entry.needs else inputs)
+        for name, entry in ESTIMATORS.items()
     }
     candidates[LOOP] = lambda: torch_loop(inputs)
     candidates[PASS] = lambda: np.vdot(reward, energy)
@@ -89,6 +92,8 @@ def bench_inputs(rows: int, tokens: int, group_size: int) -> EstimatorInputs:
         rollout_norm_sq=energy.sum(axis=1),
         position_baseline=np.full((rows, tokens), 0.5),
         value=np.full((rows, tokens), 0.5),
+        turn=np.broadcast_to(np.arange(tokens) // 64, (rows, tokens)),
+        token_id=rng.integers(0, 1000, (rows, tokens)),
     )
 
 

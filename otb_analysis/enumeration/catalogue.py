@@ -37,7 +37,9 @@ Bias is ‖m − ∇J‖/‖∇J‖ with m = E ḡ; for `grpo` the number in bra
 c = ⟨m, ∇J⟩/‖∇J‖². V and SF = V/c² are relative to `rloo`. Efficiency is the share of an update of P prompts that points
 along ∇J; the last column is where the ranking against `rloo` crosses as P grows: 0, `rloo` is ahead or level from the
 start; ∞, never. A small V with a small c is a short step, not a quiet one. Here a batch is one prompt, so the batch
-means equal the group's. What random policies say about the theory is in [enumeration.md](enumeration.md).
+means equal the group's and `james_stein` is `rloo`; the policy samples for itself, so `opob` is `classic_optimal`; a
+turn is two tokens, and the critic of `value` and `tvm` is exact. What random policies say about the theory is in
+[enumeration.md](enumeration.md).
 """
 
 
