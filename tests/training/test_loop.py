@@ -115,8 +115,6 @@ def test_every_estimator_whose_inputs_exist_is_measured_with_both_energies(otb_r
             continue  # this run is on-policy and weighs nothing by a ratio
         if "energy" in entry.needs:
             expected |= {(name, "proxy"), (name, "exact")}
-        elif "ratio" in entry.needs:
-            continue  # a step that samples for itself has none, and opob would be classic_optimal
         elif "rollout_norm_sq" in entry.needs:
             expected.add((name, "exact"))
         elif "position_baseline" not in entry.needs:
