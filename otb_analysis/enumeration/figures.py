@@ -7,7 +7,7 @@ import numpy as np
 from otb_analysis.enumeration.derailment import Derailment
 from otb_analysis.enumeration.groups import dispersion_ratio, group_moments
 from otb_analysis.enumeration.moments import GroupMoments, sampled_moments
-from otb_analysis.enumeration.off_policy import KNOWN, MOVING, drifted, mean_shift
+from otb_analysis.enumeration.off_policy import CASES, drifted, mean_error, mean_shift, touched
 from otb_analysis.enumeration.population import (
     gap_closed,
     population_baseline,
@@ -123,15 +123,36 @@ def gap_figures() -> dict[str, dict[str, Float]]:
     return out
 
 
-def shift_figures() -> dict[str, dict[str, Float]]:
-    """Return, per kind of policy, how far the group mean as baseline moves E ĝ under each ratio, policy by policy."""
-    return {
-        setting: {
-            name: np.array([mean_shift(drifted(SETTINGS[setting], seed), factor) for seed in range(POLICIES)])
-            for name, factor in (KNOWN | MOVING).items()
+@dataclass(frozen=True)
+class Shift:
+    """What one ratio does to the mean of the gradient, policy by policy.
+
+    Attributes:
+        shift: ‖E g(B) − E g(0)‖/‖∇J‖ with B = J: how far a baseline moves the mean.
+        error: ‖E g(B) − ∇J‖/‖∇J‖ with B = J: how far the mean is from the gradient.
+        touched: Share of tokens that a clip or mask stops or a truncation changes.
+    """
+
+    shift: Float
+    error: Float
+    touched: Float
+
+    @property
+    def moved(self) -> int:
+        """Policies on which the mean moves."""
+        return int((self.shift > 1e-9).sum())
+
+
+def shift_figures() -> dict[str, dict[str, Shift]]:
+    """Return, per kind of policy, how far the group mean as baseline moves E ĝ under each ratio."""
+    out = {}
+    for setting in ("tabular, terminal", "shared, terminal"):
+        trees = [drifted(SETTINGS[setting], seed) for seed in range(POLICIES)]
+        out[setting] = {
+            label: Shift(*(np.array([f(tree, case) for tree in trees]) for f in (mean_shift, mean_error, touched)))
+            for label, case in CASES.items()
         }
-        for setting in ("tabular, terminal", "shared, terminal")
-    }
+    return out
 
 
 def group_figures() -> dict[str, Float]:

@@ -17,7 +17,7 @@ from otb_analysis.enumeration.figures import (
     group_figures,
     shift_figures,
 )
-from otb_analysis.enumeration.off_policy import DRIFT
+from otb_analysis.enumeration.off_policy import CASES, DRIFT
 from otb_analysis.enumeration.tables import number, spread, table
 from otb_analysis.types import Float
 
@@ -63,18 +63,9 @@ GROUPS_QUOTED = {
 SHIFTS = f"""## Importance ratios: how far a baseline moves the mean
 
 ‖E g(B) − E g(0)‖/‖∇J‖ with B = J, the limit of the group mean; the policy that sampled has parameters larger by
-{DRIFT:.0%}. The first three ratios are known at their token and leave the mean alone.
+{DRIFT:.0%}. The first four are known at their token, or that of the whole sequence, and leave the mean alone. Their
+formulas, how often they move the mean and what is left of the gradient are in [catalogue.md](catalogue.md).
 """
-SHIFTS_QUOTED = {
-    "token": "0",
-    "cumulative": "0",
-    "minimum prefix": "0",
-    "truncation at 1.2 (TIS)": ".04",
-    "cumulative, clipped (CTPO)": ".17",
-    "clip at 1 ± .2 (PPO)": ".23",
-    "sequence mask ± .05": ".60",
-    "geometric mean (GSPO)": "moves",
-}
 
 DERAILMENT = """## The derailment process
 
@@ -106,7 +97,7 @@ def report() -> str:
     """Return the whole page as Markdown."""
     samples = derailment_samples()
     parts = [HEAD, GAPS, _by_setting(gap_figures(), GAPS_QUOTED), GROUPS, _group_table()]
-    parts += [SHIFTS, _by_setting(shift_figures(), SHIFTS_QUOTED), _derailment()]
+    parts += [SHIFTS, _shift_table(), _derailment()]
     parts += [SAMPLES, _sample_table(samples), UPDATE, _update_table(samples)]
     return "\n".join(parts)
 
@@ -128,6 +119,12 @@ def _by_setting(figures: dict[str, dict[str, Float]], quoted: dict[str, str]) ->
         worse = [number(float((figures[s]["`otb`, exact"] < 0).mean())) for s in settings]
         rows.append(("share of policies where `otb` is worse than the mean", *worse, "0–.15 shared"))
     return table(("", *settings, "quoted"), rows)
+
+
+def _shift_table() -> str:
+    figures = shift_figures()
+    rows = [(label, *(spread(f[label].shift) for f in figures.values()), case.quoted) for label, case in CASES.items()]
+    return table(("", *figures, "quoted"), rows)
 
 
 def _group_table() -> str:

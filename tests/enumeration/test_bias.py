@@ -110,8 +110,8 @@ def test_plain_rloo_beats_otb_loo_in_small_groups_unless_rewards_are_dense(dense
     assert dense or (log > 0).all()
 
 
-@pytest.mark.parametrize(("name", "length"), [("batch_mean", 1 - 1 / 4), ("batch_mean_loo", 1.0)])
-def test_batch_mean_over_two_prompts_is_shorter_by_one_over_all_rollouts(name, length, draw):
+@pytest.mark.parametrize(("name", "length"), [("batch_mean", 1 - 1 / 4), ("batch_mean_loo", 1.0), ("james_stein", 1.0)])
+def test_only_the_batch_mean_of_two_prompts_is_shorter_and_by_one_over_all_rollouts(name, length, draw):
     # every pair of groups of two from two prompts, as one batch of four: (1 − 1/4)·∇J of each prompt
     trees = [draw(seed, vocabulary=2, horizon=2, shared=3) for seed in (0, 1)]
     (first, p), (second, q) = (multisets(tree, 2) for tree in trees)

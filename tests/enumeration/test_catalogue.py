@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from otb_analysis.enumeration.catalogue import catalogue, entries, main
+from otb_analysis.aggregation import AGGREGATIONS
+from otb_analysis.enumeration.catalogue import catalogue, entries, main, ratios, weights_and_rewards
+from otb_analysis.enumeration.off_policy import CASES
 from otb_analysis.estimators import ESTIMATORS
+from otb_analysis.ratios import RATIOS
+from otb_analysis.shaping import SHAPINGS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "catalogue.md"
@@ -20,6 +24,26 @@ def test_catalogue_page_is_not_stale():
 
 def test_catalogue_entries_are_not_stale():
     assert PAGE.read_text(encoding="utf-8").startswith(entries()), "run python -m otb_analysis.enumeration.catalogue"
+
+
+@pytest.mark.parametrize("section", [ratios, weights_and_rewards])
+def test_entries_of_the_other_registries_are_not_stale(section):
+    assert section() in PAGE.read_text(encoding="utf-8"), "run python -m otb_analysis.enumeration.catalogue"
+
+
+@pytest.mark.parametrize("registry", [RATIOS, AGGREGATIONS, SHAPINGS])
+def test_every_formula_is_summed_up_and_its_options_have_defaults(registry):
+    for name, row in registry.items():
+        assert row.function.__name__ == name
+        assert row.summary.endswith(".") and row.formula and row.source
+        row.options()
+
+
+def test_published_shifts_agree_with_the_metadata_and_cover_every_ratio():
+    section = PAGE.read_text(encoding="utf-8").split("### How far a baseline moves the mean")[1].split("\n## ")[0]
+    published = dict(re.findall(r"^\| (`.*?) \| ([\d.]+)", section, re.M))
+    assert {label: shift == "0" for label, shift in published.items()} == {c: CASES[c].keeps_mean for c in CASES}
+    assert {case.name for case in CASES.values()} == set(RATIOS)
 
 
 def test_catalogue_names_every_estimator_with_its_formula_and_conditions():

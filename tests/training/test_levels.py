@@ -12,8 +12,8 @@ from otb_analysis.estimators import estimate
 from otb_analysis.models import load_policy
 from otb_analysis.store import RunStore
 from otb_analysis.training import levels
-from otb_analysis.training.loop import train_step
 from otb_analysis.training.check import check
+from otb_analysis.training.loop import train_step
 
 OFF = Schedule(0, 0)
 DRAWN = SampledSchedule(every=1, share=0.25)
