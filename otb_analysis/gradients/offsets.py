@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from otb_analysis.gradients.layers import BIAS, EMBEDDING, MATRIX, SCALE, Rule
+from otb_analysis.gradients.layers import BIAS, EMBEDDING, MATRIX, SCALE, Rule, wide
 from otb_analysis.gradients.plan import Use
 
 Signs = dict[str, tuple[Tensor, ...]]
@@ -47,11 +47,11 @@ def norm_of(use: Use, module: nn.Module, inputs: Tensor) -> Norm:
 
     With x̂ = x·r and y = w∘x̂ the gain is w∘r, r = x̂·x/x·x; whether the layer is of this kind is tried out.
     """
-    normal = use.rule.prepare(module, inputs)[None]
-    rate = (normal * inputs).sum(-1, keepdim=True) / inputs.square().sum(-1, keepdim=True)
-    weight = module.get_parameter("weight")
-    simple = torch.allclose(inputs * rate, normal.to(inputs), rtol=1e-2, atol=1e-4)
-    plain = torch.allclose(module(inputs), (weight * normal).to(inputs), rtol=1e-2, atol=1e-4)
+    x, normal = wide(inputs), use.rule.prepare(module, inputs)[None]
+    rate = (normal * x).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
+    weight = wide(module.get_parameter("weight"))
+    simple = torch.allclose(x * rate, normal, rtol=1e-2, atol=1e-4)
+    plain = torch.allclose(wide(module(inputs)), weight * normal, rtol=1e-2, atol=1e-4)
     return Norm(normal.to(inputs), (weight * rate).to(inputs) if simple and plain else None)
 
 

@@ -27,7 +27,7 @@ from otb_analysis.gradients.plan import Plan, Use, length, probe
 from otb_analysis.gradients.reference import token_alignments
 from otb_analysis.gradients.taps import own_rows
 
-ROWS = 4096
+ROWS = 2048
 """Positions times directions of one pass: enough for efficient matrix products, few enough for memory."""
 
 _CHECKED: WeakKeyDictionary[nn.Module, list[Plan]] = WeakKeyDictionary()
