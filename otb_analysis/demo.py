@@ -15,7 +15,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from otb_analysis.config import DemoConfig, EstimatorConfig, MeasureConfig, OptimizeConfig, Schedule, TrainConfig
+from otb_analysis.config import (
+    AttributionSchedule,
+    DemoConfig,
+    EstimatorConfig,
+    MeasureConfig,
+    OptimizeConfig,
+    Schedule,
+    TrainConfig,
+)
 from otb_analysis.errors import STOPS, InputError, StoreError
 from otb_analysis.models import quiet_loading
 from otb_analysis.store import RunStore
@@ -40,7 +48,10 @@ def demo_configs(config: DemoConfig) -> list[TrainConfig]:
             seed=config.seed,
             estimator=EstimatorConfig(name=name),
             optimize=OptimizeConfig(steps=STEPS, learning_rate=LEARNING_RATE),
-            measure=MeasureConfig(exact=Schedule(every=MEASURED_EVERY, prompts=0)),
+            measure=MeasureConfig(
+                exact=Schedule(every=MEASURED_EVERY, prompts=0),
+                attribution=AttributionSchedule(every=MEASURED_EVERY),
+            ),
         )
         for name in ESTIMATORS_COMPARED
     ]

@@ -18,6 +18,7 @@ DRAWN = (
     "No group was measured whole: these tokens were drawn with unequal probabilities, so large energies are "
     "over-represented in the figure and in the correlations. "
 )
+LEFT_OUT = "Tokens that were drawn one by one, likelier where the energy is large, are left out. "
 LOST = (
     "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency of otb over all measured steps: 0 when the proxy costs "
     "nothing, 1 when the gain over rloo is gone; a dash when exact energies show no gain beyond the noise. "
@@ -72,7 +73,7 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
     st.caption(
         f"{info.n_tokens:,} tokens compared, from {share} {found.total:,} with an exact norm. "
         + (f"{info.n_zero:,} with a zero energy are not drawn on the logarithmic axes. " if info.n_zero else "")
-        + (DRAWN if info.drawn else "")
+        + (DRAWN if info.drawn else LEFT_OUT if info.n_tokens < found.loaded and len(known) > 1 else "")
         + "A baseline normalises its weights within (prompt, t), so the correlations there decide; "
         "the pooled ones also hold differences between positions and prompts that the baseline never sees."
     )

@@ -10,7 +10,7 @@ from widgets import chart, download, one_run, page, plain
 
 from otb_analysis.figures import number, plot_tokens, token_details, tokens_info
 from otb_analysis.figures.token_colors import KINDS
-from otb_analysis.figures.tokens import NUMERIC
+from otb_analysis.figures.tokens import NUMERIC, SIGNED
 from otb_analysis.schema import column
 
 SCALE = "auto: logarithmic where a few values are far larger than the rest, else linear between robust ends."
@@ -43,6 +43,17 @@ def choose_prompt(rollouts: pd.DataFrame) -> int:
     chosen = st.selectbox("Prompt", list(labels), format_func=lambda g: labels[g], key="prompt")
     st.query_params["prompt"] = str(chosen)
     return int(chosen or 0)
+
+
+def prompt_share(tokens: pd.DataFrame, name: str, steps: pd.DataFrame, step: int) -> str:
+    """Say what this prompt's tokens add up to, beside the step's whole ‖ḡ‖²."""
+    own = tokens[name].astype(float)
+    whole: Any = steps.loc[steps["step"] == step, "grad_norm"]
+    return (
+        f"Blue pushes along the update, orange against it. This prompt's tokens add up to {number(float(own.sum()))} "
+        f"({number(float(own[own > 0].sum()))} for, {number(float(-own[own < 0].sum()))} against) "
+        f"of ‖ḡ‖² = {number(float(whole.iloc[0]) ** 2)} of the whole step."
+    )
 
 
 def details(tokens: pd.DataFrame, chosen: tuple[int, int], estimator: str) -> None:
@@ -88,6 +99,8 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
     described = column("tokens", str(name))
     unit = f" ({described.unit})" if described.unit else ""
     st.caption(plain(f"{described.name}{unit}: {described.meaning}") + " Hover for all values, click for the formulas.")
+    if str(name) in SIGNED:
+        st.caption(plain(prompt_share(tokens, str(name), data.steps([run])[run.name], step)))
     st.code(str(own["prompt"].iloc[0]), language=None, wrap_lines=True)
     clicked = token_view(info, tokens, own["finish_reason"].to_dict(), measured, st.session_state.get("_token"))
     if clicked and clicked != st.session_state.get("_token"):

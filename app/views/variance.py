@@ -21,7 +21,7 @@ from otb_analysis.statistics import MIN_CLUSTERS
 USUAL = ("none", "group_mean", "rloo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "value")
 NOT_MEASURED = """This run has no gradient measurements yet. They are made at scheduled steps:
 `otb train --measure.exact.every 10 --measure.exact.prompts 16` measures 16 whole groups exactly every 10 steps."""
-SOURCES = {"exact": "exact norms", "proxy": "proxy", "both": "both"}
+SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
 
 
 def by_source(table: Any, source: str) -> Any:
@@ -101,8 +101,9 @@ with page("Variance", "How noisy is the gradient under each baseline, on the sam
         st.info(NOT_MEASURED, icon=":material/inbox:")
         st.stop()
     left, right = st.columns([3, 2])
+    calibrated = bool((data.statistics(run, 1)["energy_source"] == "calibrated").any())
     source = left.segmented_control(
-        "Energies behind the weighted baselines", list(SOURCES), format_func=lambda s: SOURCES[s],
+        "Energies behind the weighted baselines", [s for s in SOURCES if calibrated or s != "calibrated"], format_func=lambda s: SOURCES[s],
         default="exact", key="energy", bind="query-params", required=True,
     )  # fmt: skip
     window = right.slider(

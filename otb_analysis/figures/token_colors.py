@@ -73,7 +73,7 @@ class ColorScale:
         return [float(self.low + (self.high - self.low) * p) for p in position]
 
 
-def color_scale(value: Float, kind: str = "auto") -> ColorScale:
+def color_scale(value: Float, kind: str = "auto", signed: bool = False) -> ColorScale:
     """Choose a scale for a column.
 
     Signed values: ±the 98 % quantile of |v|. Others linearly: the central 98 %, from 0 where they come near it. Others
@@ -82,6 +82,7 @@ def color_scale(value: Float, kind: str = "auto") -> ColorScale:
     Args:
         value: Values, NaN where not measured.
         kind: `linear`, `log` (linear where values are signed or all 0), or `auto`: log where clipping would hide much.
+        signed: The sign matters, so that 0 has the middle colour also where all values have one sign.
 
     Raises:
         InputError: The kind is unknown.
@@ -91,8 +92,8 @@ def color_scale(value: Float, kind: str = "auto") -> ColorScale:
     seen = value[np.isfinite(value)]
     if seen.size == 0:
         return ColorScale(0.0, 1.0)
-    if seen.min() < 0 < seen.max():
-        reach = float(np.quantile(np.abs(seen), ROBUST)) or float(np.abs(seen).max())
+    if signed or seen.min() < 0 < seen.max():
+        reach = float(np.quantile(np.abs(seen), ROBUST)) or float(np.abs(seen).max()) or 1.0
         return ColorScale(-reach, reach, diverging=True)
     low, high = (float(q) for q in np.quantile(seen, [(1 - ROBUST) / 2, (1 + ROBUST) / 2]))
     top = float(seen.max())

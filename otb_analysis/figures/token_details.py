@@ -118,7 +118,12 @@ def _share(token: dict[str, object], tokens: Any) -> list[tuple[str, str]]:
         return []
     rank = int((tokens["attribution"].abs() > abs(attribution)).sum()) + 1
     text = f"A/N · s·ḡ = {number(attribution)}: number {rank} of {tokens['attribution'].notna().sum()} by size here"
-    return [("share of ‖ḡ‖²", text)]
+    lines = [("share of ‖ḡ‖²", text)]
+    signal, noise = _get(token, "signal"), _get(token, "noise")
+    if signal is not None and noise is not None:
+        parts = f"along other prompts' gradients {number(signal)} + along its own prompt's {number(noise)}"
+        lines.append(("signal and noise", f"{parts} = {number(signal + noise)}"))
+    return lines
 
 
 def _get(token: dict[str, object], name: str) -> float | None:

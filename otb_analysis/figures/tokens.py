@@ -28,6 +28,9 @@ NUMERIC = tuple(
     if c.dtype in ("FLOAT", "DOUBLE") or c.name == "token_id"
 )  # fmt: skip
 
+SIGNED = ("attribution", "signal", "noise")
+"""Columns in which a token can push for or against; 0 always has the middle colour."""
+
 
 @dataclass(frozen=True)
 class Token:
@@ -124,7 +127,7 @@ def tokens_info(
     table: Any = tokens.sort_values(["rollout", "t"])
     policy = table["mask"].fillna(True).to_numpy(bool) if "mask" in table else np.ones(len(table), bool)
     value = np.where(policy, table[column].to_numpy(np.float64, na_value=np.nan), np.nan)
-    colors = color_scale(value, scale)
+    colors = color_scale(value, scale, column in SIGNED)
     table = table.assign(_value=value, _policy=policy)
     rows = [_row(int(r), part, rewards.get(r), colors) for r, part in table.groupby("rollout")]
     rows.sort(key=_order(order))

@@ -135,3 +135,10 @@ def test_details_of_a_token_that_is_not_there_are_none(tokens):
 
 def test_scale_of_energies_starts_at_zero():
     assert color_scale(np.array([1e-9, 0.5, 1.0])).low == 0.0
+
+
+def test_signed_columns_keep_zero_in_the_middle_whatever_the_signs():
+    assert color_scale(np.array([1.0, 2.0]), signed=True).diverging
+    scale = color_scale(np.array([0.0, 0.0]), signed=True)
+    assert (scale.low, scale.high) == (-1, 1)
+    assert not color_scale(np.array([1.0, 2.0])).diverging
