@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 import tyro
 from rich.console import Console
 
-from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig
+from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig, SampledConfig
 from otb_analysis.config import DemoConfig, TrainConfig
 from otb_analysis.errors import STOPS, InputError, StoreError, nearest
 from otb_analysis.serve import DashboardConfig, serve
@@ -23,7 +23,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb train        one instrumented training run        (--config FILE.toml, every field on the command line too)
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb dashboard    serve the dashboard on a folder of runs, on loopback
-  otb bench        what things cost on this machine     (otb bench estimators|logits|engine)
+  otb bench        what things cost on this machine     (otb bench estimators|logits|engine|sampled)
 
 `otb COMMAND --help` explains itself; `otb --version` names the version.
 """
@@ -38,6 +38,7 @@ BenchConfig = (
     Annotated[EstimatorsConfig, tyro.conf.subcommand("estimators")]
     | Annotated[LogitsConfig, tyro.conf.subcommand("logits")]
     | Annotated[EngineConfig, tyro.conf.subcommand("engine")]
+    | Annotated[SampledConfig, tyro.conf.subcommand("sampled")]
 )
 """What `otb bench` can measure."""
 
@@ -160,7 +161,7 @@ def _can_be_read(path: Path) -> bool:
 
 def bench_command(words: Sequence[str]) -> None:
     """Measure costs."""
-    config: EstimatorsConfig | LogitsConfig | EngineConfig = tyro.cli(
+    config: EstimatorsConfig | LogitsConfig | EngineConfig | SampledConfig = tyro.cli(
         cast(Any, BenchConfig), prog="otb bench", description=bench_command.__doc__, args=list(words), config=()
     )
     from otb_analysis.bench.publish import bench_table, publish

@@ -102,8 +102,9 @@ with page("Variance", "How noisy is the gradient under each baseline, on the sam
         st.stop()
     left, right = st.columns([3, 2])
     calibrated = bool((data.statistics(run, 1)["energy_source"] == "calibrated").any())
+    offered = [s for s in SOURCES if calibrated or s != "calibrated"]
     source = left.segmented_control(
-        "Energies behind the weighted baselines", [s for s in SOURCES if calibrated or s != "calibrated"], format_func=lambda s: SOURCES[s],
+        "Energies behind the weighted baselines", offered, format_func=lambda s: SOURCES[s],
         default="exact", key="energy", bind="query-params", required=True,
     )  # fmt: skip
     window = right.slider(

@@ -86,6 +86,18 @@ class EngineConfig:
         return [(size, t) for size in self.sizes for t in (self.tokens or TOKENS[size] + extra.get(size, ()))]
 
 
+@dataclass(frozen=True)
+class SampledConfig:
+    """Cost and error of drawn tokens beside exact norms of every token, on the demo's warm-started model."""
+
+    prompts: int = 40
+    """Prompts, of eight rollouts each; 40 give more than 5,000 tokens."""
+    repeats: int = 3
+    """Repetitions, taking turns; the least processor time counts."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+
+
 def check_positive(**values: float) -> None:
     """Refuse settings below 1.
 

@@ -1,12 +1,12 @@
 """From a benchmark's settings to its report."""
 
-from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig
+from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig, SampledConfig
 from otb_analysis.bench.estimators import run_estimators
 from otb_analysis.bench.logits import run_logits
 from otb_analysis.bench.publish import Report
 
 
-def run_bench(config: EstimatorsConfig | LogitsConfig | EngineConfig) -> Report:
+def run_bench(config: EstimatorsConfig | LogitsConfig | EngineConfig | SampledConfig) -> Report:
     """Run the benchmark that a configuration belongs to.
 
     Raises:
@@ -16,6 +16,10 @@ def run_bench(config: EstimatorsConfig | LogitsConfig | EngineConfig) -> Report:
         return run_estimators(config)
     if isinstance(config, LogitsConfig):
         return run_logits(config)
+    if isinstance(config, SampledConfig):
+        from otb_analysis.bench.sampled import run_sampled
+
+        return run_sampled(config)
     from otb_analysis.bench.engine import run_engine
 
     return run_engine(config)
