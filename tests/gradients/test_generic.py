@@ -16,7 +16,14 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.gradients import generic, group_gradient_gram, passes, token_score_norms, weighted_score_norms
+from otb_analysis.gradients import (
+    attention,
+    generic,
+    group_gradient_gram,
+    passes,
+    token_score_norms,
+    weighted_score_norms,
+)
 from otb_analysis.gradients.inputs import Batch, pose
 from otb_analysis.gradients.layers import rule_for
 
@@ -214,7 +221,7 @@ def test_a_layer_on_flattened_positions_is_refused_by_name(make_model, make_samp
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral"])
-def test_sliding_windows_and_gemma_norms_are_followed(make_sample, name):
+def test_sliding_windows_and_gemma_norms_are_followed(make_sample, monkeypatch, name):
     # Gemma's norm weight enters as 1 + w, its logits are capped, every second layer sees a window of 8 tokens;
     # its scaled embedding has no rule and is refused by name.
     shape = dict(vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
@@ -226,6 +233,7 @@ def test_sliding_windows_and_gemma_norms_are_followed(make_sample, name):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
+    monkeypatch.setattr(attention, "TILED_FROM", 0)  # where there is no soft-cap
     agree(model, batch, attention_mask=batch.attention_mask, scope="all" if name == "mistral" else r"layers|\.norm")
     if name == "gemma2":
         with pytest.raises(InputError, match=r"embed_tokens.weight of a Gemma2TextScaledWordEmbedding has no rule"):
@@ -277,6 +285,12 @@ def test_attention_kernels_that_cannot_be_batched_are_refused(make_model, sample
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(InputError, match="attention is 'flex_attention'"):
         norms(model, *batch.args, batch.attention_mask)
+
+
+def test_tiled_attention_gives_the_reference_norms(case, sample, monkeypatch):
+    monkeypatch.setattr(attention, "TILED_FROM", 0)
+    monkeypatch.setattr(attention, "TILE_BYTES", 4096)
+    agree(case, sample["both"], attention_mask=sample["both"].attention_mask)
 
 
 def test_eager_attention_is_followed(make_model, sample):
