@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import NonFiniteError
+from otb_analysis.gradients import head, reference
 from otb_analysis.gradients.inputs import Problem
 from otb_analysis.gradients.layers import UnfitError
 from otb_analysis.gradients.passes import Apart, Mix
 from otb_analysis.gradients.plan import Plan, Use, find_plan, length, probe, reference_norms
 from otb_analysis.gradients.taps import traced
-from otb_analysis.types import Float, ScoreNorms
+from otb_analysis.types import Float, Int, ScoreNorms
 
 NAME = "generic"
 BLOCK = 16
@@ -41,6 +42,8 @@ def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
     Raises:
         UnfitError: A parameter in scope has no rule; the sentence names it.
     """
+    if problem.scope.head is not None:
+        return head.token_score_norms(problem, path, NAME)
     plan = plan_for(problem)
     norm_sq, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
     for rollout in problem.rollouts:
@@ -58,6 +61,8 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
     Raises:
         UnfitError: A parameter in scope has no rule; the sentence names it.
     """
+    if problem.scope.head is not None:
+        return head.weighted_score_norms(problem, weights)
     plan = plan_for(problem)
     result = np.zeros(weights.shape[:2])
     for rollout in problem.rollouts:
@@ -70,6 +75,14 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
     return result
 
 
+def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
+    """Gram matrix [M, M, P, P]: of the output layer from inner products of tokens, else by M backward passes a prompt.
+
+    A gradient of a whole prompt is no longer short of its weights, so that nothing is gained by not forming it.
+    """
+    return (reference if problem.scope.head is None else head).group_gradient_gram(problem, weights, group)
+
+
 def fits(problem: Problem, rows: int | None = None) -> bool:
     """Whether "auto" should use this engine; a model that it cannot follow is logged once, with the reason.
 
@@ -77,6 +90,8 @@ def fits(problem: Problem, rows: int | None = None) -> bool:
         problem: The checked batch.
         rows: Weighted sums per rollout; None for every sampled token's own score.
     """
+    if problem.scope.head is not None:
+        return True
     signals = sum(len(r.columns) if rows is None else rows for r in problem.rollouts)
     if signals <= sum(FEW + length(r) / POSITIONS_PER_SIGNAL for r in problem.rollouts):
         return False
