@@ -9,9 +9,9 @@ from otb_analysis import gradients
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients import head
 
-token_score_norms = partial(gradients.token_score_norms, scope="lm_head")
-weighted_score_norms = partial(gradients.weighted_score_norms, scope="lm_head")
-group_gradient_gram = partial(gradients.group_gradient_gram, scope="lm_head")
+token_score_norms = partial(gradients.token_score_norms, scope="lm_head", engine="generic")
+weighted_score_norms = partial(gradients.weighted_score_norms, scope="lm_head", engine="generic")
+group_gradient_gram = partial(gradients.group_gradient_gram, scope="lm_head", engine="generic")
 CLOSE = {"rtol": 2e-6, "atol": 1e-12}
 GROUP = torch.tensor([7, -1, 7, 7, 2])
 
