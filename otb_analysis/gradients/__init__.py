@@ -21,6 +21,7 @@ from otb_analysis.gradients.attribution import (
     predicted_logprob_change,
     signal_noise,
 )
+from otb_analysis.gradients.gram import gram_from_features
 from otb_analysis.gradients.hashing import count_sketch
 from otb_analysis.gradients.inputs import Batch, Problem, Weights, check_group, check_weights, pose
 from otb_analysis.gradients.sampled import sampled_score_norms
@@ -35,6 +36,7 @@ __all__ = [
     "count_sketch",
     "gradient_attribution",
     "gradient_sketch",
+    "gram_from_features",
     "group_gradient_gram",
     "predicted_logprob_change",
     "sampled_score_norms",
@@ -56,10 +58,11 @@ class Engine:
 
 ENGINES: dict[str, Engine] = {
     "fast": Engine(fast.token_score_norms, fast.weighted_score_norms, reference.group_gradient_gram),
-    "generic": Engine(generic.token_score_norms, generic.weighted_score_norms, reference.group_gradient_gram),
+    "generic": Engine(generic.token_score_norms, generic.weighted_score_norms, generic.group_gradient_gram),
     "reference": Engine(reference.token_score_norms, reference.weighted_score_norms, reference.group_gradient_gram),
 }
-"""Engines of this version, best first. A Gram matrix takes M ordinary backward passes per prompt in each of them."""
+"""Engines of this version, best first. A Gram matrix takes M ordinary backward passes per prompt in each of them,
+except in scope "lm_head", where `generic` needs none."""
 
 
 @torch.inference_mode(False)
@@ -177,7 +180,8 @@ def group_gradient_gram(
     no advantage factor beyond `weights`. Put 1/N_p into the weights (or divide by N_p N_p') for the mean gradient ḡ_p.
     Power, batch variance, bias, projection and paired intervals all follow from this matrix. With one rollout per
     prompt, G[m, m, p, p] is `weighted_score_norms`. A row that is zero on a whole prompt costs nothing there. M·P
-    gradients are held at once, in the model's dtype.
+    gradients are held at once, in the model's dtype, or as much of each as fits in 4 GiB together, with one more round
+    of passes for each further 4 GiB (`gram.GRADIENT_BYTES`); `gram_from_features` estimates the matrix without any.
 
     Args:
         model: A causal language model with the Hugging Face call convention.
@@ -200,7 +204,7 @@ def group_gradient_gram(
     _known(engine)
     problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     checked = check_weights(weights, problem.mask), check_group(group, problem.shape[0])
-    return ENGINES["reference" if engine == "auto" else engine].group_gradient_gram(problem, *checked)
+    return ENGINES["generic" if engine == "auto" else engine].group_gradient_gram(problem, *checked)
 
 
 def _known(name: str) -> None:

@@ -40,6 +40,17 @@ def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
     return (run.z / problem.temperature).log_softmax(-1).gather(-1, run.targets[:, None])[:, 0]
 
 
+def sampled_logits(problem: Problem, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, Tensor]:
+    """Logits z_t / τ [Σ K, V] behind `sampled_logprobs`, with their graph, and the sampled tokens y_t [Σ K].
+
+    Raises:
+        NonFiniteError: A logit is NaN or infinite.
+        InputError: A sampled token lies outside the vocabulary of the output layer.
+    """
+    run = _run(problem, rollouts)
+    return run.z / problem.temperature, run.targets
+
+
 def policy_logits(logits: Tensor, rollouts: tuple[Rollout, ...], temperature: float) -> Tensor:
     """Logits of the policy that sampled, z / τ in float32 or better [Σ K, V].
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import NonFiniteError
+from otb_analysis.gradients import head, reference
 from otb_analysis.gradients.inputs import Problem
 from otb_analysis.gradients.layers import UnfitError
 from otb_analysis.gradients.passes import Apart, Mix
 from otb_analysis.gradients.plan import Plan, Use, find_plan, length, probe, reference_norms
 from otb_analysis.gradients.taps import traced
-from otb_analysis.types import Float, ScoreNorms
+from otb_analysis.types import Float, Int, ScoreNorms
 
 NAME = "generic"
 BLOCK = 16
@@ -41,6 +42,8 @@ def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
     Raises:
         UnfitError: A parameter in scope has no rule; the sentence names it.
     """
+    if problem.scope.head is not None:
+        return head.token_score_norms(problem, path, NAME)
     plan = plan_for(problem)
     norm_sq, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
     for rollout in problem.rollouts:
@@ -58,6 +61,8 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
     Raises:
         UnfitError: A parameter in scope has no rule; the sentence names it.
     """
+    if problem.scope.head is not None:
+        return head.weighted_score_norms(problem, weights)
     plan = plan_for(problem)
     result = np.zeros(weights.shape[:2])
     for rollout in problem.rollouts:
@@ -70,6 +75,14 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
     return result
 
 
+def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
+    """Gram matrix [M, M, P, P]: of the output layer from inner products of tokens, else by M backward passes a prompt.
+
+    A gradient of a whole prompt is no longer short of its weights, so that nothing is gained by not forming it.
+    """
+    return (reference if problem.scope.head is None else head).group_gradient_gram(problem, weights, group)
+
+
 def fits(problem: Problem, rows: int | None = None) -> bool:
     """Whether "auto" should use this engine; a model that it cannot follow is logged once, with the reason.
 
@@ -77,6 +90,8 @@ def fits(problem: Problem, rows: int | None = None) -> bool:
         problem: The checked batch.
         rows: Weighted sums per rollout; None for every sampled token's own score.
     """
+    if problem.scope.head is not None:
+        return True
     signals = sum(len(r.columns) if rows is None else rows for r in problem.rollouts)
     if signals <= sum(FEW + length(r) / POSITIONS_PER_SIGNAL for r in problem.rollouts):
         return False
@@ -185,7 +200,8 @@ def _outer_norms(apart: Apart, path: bool) -> tuple[Tensor, Tensor]:
     for left, right in apart.outer.values():
         norm_sq += _norm_sq(left) * _norm_sq(right)
         if path:
-            path_norm_sq += _gram(left, right).cumsum(0).cumsum(1).diagonal()
+            gram = _gram(left, right)
+            path_norm_sq += (2 * gram.tril().sum(1) - gram.diagonal()).cumsum(0)
     return norm_sq, path_norm_sq
 
 
@@ -203,8 +219,12 @@ def _weighted_norms(apart: Apart, rows: Tensor) -> Tensor:
 
 
 def _accumulate(running: dict[Use, Tensor], use: Use, found: Tensor) -> Tensor:
-    """Running sums of coordinates over the tokens so far; a longer prefix only appends coordinates."""
-    total = found.cumsum(0)
+    """Running sums of coordinates over the tokens so far; a longer prefix only appends coordinates.
+
+    A product with a triangle of ones: on one thread `cumsum` along the first axis takes up to ten times as long.
+    """
+    ones = torch.ones(len(found), len(found), dtype=found.dtype, device=found.device).tril()
+    total = (ones @ found.flatten(1)).view_as(found)
     if use in running:
         before = running[use]
         total[:, : len(before)] += before

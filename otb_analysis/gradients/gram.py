@@ -1,14 +1,111 @@
-"""Inner products of many gradients, formed in parameter chunks and accumulated in float64."""
+"""Inner products of many gradients, in bounded memory and accumulated in float64, exact or from features."""
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.gradients.inputs import Weights, check_group, check_weights
 from otb_analysis.types import Float
 
 CHUNK = 1 << 14
 """Entries of each gradient per float64 block: small beside the gradients, large enough for one efficient product."""
+GRADIENT_BYTES = 4 << 30
+"""What all gradients of one Gram matrix may occupy together. Of R gradients of D entries that take more, R·D·itemsize /
+4 GiB stretches are formed one after the other, at the price of as many rounds of forward and (ever shorter) backward
+passes; the matrix itself, 8 R² bytes, must fit as well."""
+
+Stretch = list[tuple[int, slice]]
+"""Part of a gradient: indices of parameters and, of each, a range of its flattened entries."""
+
+
+def stretches(parameters: Sequence[Tensor], count: int) -> list[Stretch]:
+    """Cut the parameters so that `count` gradients of one stretch fit in `GRADIENT_BYTES`; in one piece if they do.
+
+    Stretches hold whole parameters where possible, because a cut one is formed again for each of its parts.
+    """
+    found: list[Stretch] = [[]]
+    free = GRADIENT_BYTES // count
+    for index, parameter in enumerate(parameters):
+        size = parameter.numel()
+        most = max(1, GRADIENT_BYTES // (count * parameter.element_size()))
+        pieces = -(-size // most)
+        for k in range(pieces):
+            span = slice(size * k // pieces, size * (k + 1) // pieces)
+            needed = (span.stop - span.start) * parameter.element_size()
+            if needed > free and found[-1]:
+                found.append([])
+                free = GRADIENT_BYTES // count
+            found[-1].append((index, span))
+            free -= needed
+    return found
+
+
+def held(gradient: Tensor, span: slice) -> Tensor:
+    """The entries of one parameter's gradient that a stretch keeps, without the rest of its memory."""
+    flat = gradient.flatten()
+    return flat if span.stop - span.start == len(flat) else flat[span].clone()
+
+
+def refuse_many(count: int) -> None:
+    """Raise where blocks of gradients do not help because the Gram matrix is too large itself."""
+    fit = math.isqrt(GRADIENT_BYTES // 8)
+    if count > fit:
+        raise InputError(
+            f"weights has {count} rows in use, counting each prompt's, whose Gram matrix exceeds the "
+            f"{GRADIENT_BYTES / 2**30:.3g} GiB allowed; pass at most {fit} (rows of weights times prompts)."
+        )
+
+
+def gram_from_features(features: Tensor | np.ndarray, weights: Weights, group: Tensor | np.ndarray) -> Float:
+    """Estimate the Gram matrix of group gradients from per-token features instead of gradients.
+
+    Ĝ[m, m', p, p'] = ⟨F_{m,p}, F_{m',p'}⟩,  F_{m,p} = Σ_{n in p} Σ_t weights[n,m,t] f_{n,t}.
+
+    With f = s·D_k/√K, E[D Dᵀ] = I, as `sketch_score_norms(..., features=True)` gives them, E⟨f_t, f_k⟩ = s_t·s_k for
+    t ≠ k *and* for t = k, because all tokens are projected on the same directions: every entry of Ĝ is unbiased, the
+    diagonals p = p' and m = m' included, and nothing is to be subtracted from them. (Features with noise of their own,
+    f_t = s_t + ε_t, would be biased by E‖ε‖² there; so would features from one seed per rollout everywhere off it.)
+    The entries share the noise of K directions: their standard error is that of K products, √(G_aa G_bb + G_ab²)/√K for
+    Gaussian directions, √(2/K)·‖g‖² on the diagonal, and ratios of entries are only consistent, with a bias of order
+    1/K. The gradients are those of the log-probability: no 1/N, no advantage factor beyond `weights`.
+
+    Args:
+        features: Per-token features [N, L, K]; read only where a weight is not zero.
+        weights: M rows of weights per rollout [N, M, L], zero at tokens that were not sampled.
+        group: Prompt of each rollout [N], any integers; axis p is ordered by the sorted distinct values.
+
+    Returns:
+        Estimated Gram matrix [M, M, P, P], float64, symmetric under exchange of (m, p) and (m', p').
+
+    Raises:
+        InputError: Shapes disagree.
+        NonFiniteError: A weight, or a feature that is read, is NaN or infinite.
+    """
+    values = features.detach().cpu().numpy() if isinstance(features, Tensor) else np.asarray(features)
+    if values.ndim != 3:
+        raise InputError(f"features has shape {values.shape}; pass one vector per token, shape [N, L, K].")
+    n, length, _ = values.shape
+    rows = check_weights(weights, np.ones((n, length), dtype=bool))
+    prompts, index = np.unique(check_group(group, n), return_inverse=True)
+    sums = np.zeros((rows.shape[1], len(prompts), values.shape[2]))
+    for rollout in range(n):
+        sums[:, index[rollout]] += _weighted_features(values, rows, rollout)
+    return np.einsum("mpk,nqk->mnpq", sums, sums, optimize=True)
+
+
+def _weighted_features(features: Float, rows: Float, rollout: int) -> Float:
+    read = np.flatnonzero(rows[rollout].any(0))
+    found = features[rollout, read].astype(np.float64)
+    if not np.isfinite(found).all():
+        token = read[np.argwhere(~np.isfinite(found))[0][0]]
+        raise NonFiniteError(
+            f"features is not finite at rollout {rollout}, token {token}; pass weight 0 where nothing was sampled."
+        )
+    return rows[rollout][:, read] @ found
 
 
 def gram_matrix(gradients: Sequence[Sequence[Tensor]]) -> Float:

@@ -46,7 +46,8 @@ def rule_for(module: nn.Module, leaf: str) -> Rule | None:
     forward = type(module).forward
     if forward in (nn.Linear.forward, Conv1D.forward):
         return {"weight": MATRIX, "bias": BIAS}.get(leaf)
-    if isinstance(module, nn.Embedding) and forward is nn.Embedding.forward:
+    scaled = type(module).__name__.endswith("ScaledWordEmbedding") and isinstance(_scale_of(module), Tensor)
+    if isinstance(module, nn.Embedding) and (forward is nn.Embedding.forward or scaled):
         return None if leaf != "weight" or module.max_norm or module.scale_grad_by_freq else EMBEDDING
     if forward is nn.LayerNorm.forward or type(module).__name__.endswith("RMSNorm"):
         parameter = getattr(module, leaf)
@@ -107,18 +108,29 @@ def _scale_outer(module: nn.Module, inputs: Tensor, signal: Tensor) -> tuple[Ten
     return _bias_outer(module, inputs, _normalised(module, inputs) * signal)
 
 
+def row_factors(module: nn.Module, ids: Tensor) -> Tensor:
+    """What an embedding multiplies each token's row by, as far as it is trained: Gemma's scale; 0 at the padding id."""
+    ignored, scale = getattr(module, "padding_idx", None), _scale_of(module)
+    trained = torch.ones(ids.shape, device=ids.device) if ignored is None else (ids != ignored).float()
+    # The layer multiplies by its scale as rounded to the dtype of its weight.
+    return trained if scale is None else trained * scale.to(next(module.parameters()).dtype)
+
+
+def _scale_of(module: nn.Module) -> Tensor | None:
+    return getattr(module, "embed_scale", None)
+
+
 def _rows(module: nn.Module, ids: Tensor) -> Tensor:
-    """Each position's index among the rollout's distinct tokens, and whether the layer is trained there [2, T]."""
-    ignored = getattr(module, "padding_idx", None)
+    """Each position's index among the rollout's distinct tokens, and its factor [2, T]; float64 holds both exactly."""
     index = ids[0].unique(return_inverse=True)[1]
-    return torch.stack([index, torch.ones_like(index) if ignored is None else (ids[0] != ignored).long()])
+    return torch.stack([index.double(), row_factors(module, ids[0]).double()])
 
 
 def _embedding_coordinates(rows: Tensor, signal: Tensor) -> Tensor:
     """One row for each distinct token of the whole rollout: they are shared by all its prefixes."""
-    index, counts = rows[:, : signal.shape[1]]
+    index, factors = rows[:, : signal.shape[1]]
     out = wide(signal).new_zeros(len(signal), int(rows[0].max()) + 1, signal.shape[-1])
-    return out.index_add_(1, index, wide(signal) * counts[:, None])
+    return out.index_add_(1, index.long(), wide(signal) * factors.to(out)[:, None])
 
 
 def _embedding_outer(module: nn.Module, _ids: Tensor, _signal: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from otb_analysis.gradients.layers import BIAS, EMBEDDING, MATRIX, SCALE, Rule, wide
+from otb_analysis.gradients.layers import BIAS, EMBEDDING, MATRIX, SCALE, Rule, row_factors, wide
 from otb_analysis.gradients.plan import Use
 
 Signs = dict[str, tuple[Tensor, ...]]
@@ -77,8 +77,7 @@ def _scale(total: Tensor, _module: nn.Module, normal: Tensor, along: Sides) -> N
 
 def _embedding(total: Tensor, module: nn.Module, ids: Tensor, along: Sides) -> None:
     inner, outer = (side.to(total) for side in along)
-    ignored = getattr(module, "padding_idx", None)
-    rows = outer[:, ids[0]] if ignored is None else outer[:, ids[0]] * (ids[0] != ignored)
+    rows = outer[:, ids[0]] * row_factors(module, ids[0]).to(outer)
     total.addcmul_(rows[:, :, None], inner[:, None, :])
 
 

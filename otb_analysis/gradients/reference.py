@@ -4,16 +4,17 @@ Every faster engine is compared with this one. Rollouts run one at a time withou
 its backward passes run. Gradients are formed in the model's dtype, squared norms are summed in float64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from otb_analysis.gradients.forward import sampled_logprobs
-from otb_analysis.gradients.gram import gram_matrix, norm_sq_of
-from otb_analysis.gradients.inputs import Problem
-from otb_analysis.types import Float, Int, ScoreNorms
+from otb_analysis.gradients.gram import Stretch, gram_matrix, held, norm_sq_of, refuse_many, stretches
+from otb_analysis.gradients.inputs import Problem, Rollout
+from otb_analysis.types import Bool, Float, Int, ScoreNorms
 
 NAME = "reference"
 BLOCK = 16
@@ -60,21 +61,53 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
 
 
 def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
-    """Gram matrix [M, M, P, P] by one forward per prompt and one backward per row that is not all zero there."""
-    prompts = np.unique(group)
-    gradients: dict[tuple[int, int], list[Tensor]] = {}
-    for p, prompt in enumerate(prompts):
-        members = tuple(r for r in problem.rollouts if group[r.row] == prompt)
-        rows = [weights[r.row][:, r.columns] for r in members]
-        stacked = np.concatenate([np.zeros((weights.shape[1], 0)), *rows], axis=1)
-        active = np.flatnonzero(stacked.any(-1))
-        if len(active) == 0:
-            continue
-        values = sampled_logprobs(problem, members)
-        for m in active:
-            row = torch.from_numpy(stacked[m]).to(values)
-            gradients[int(m), p] = _weighted_score(values, row, problem.scope.parameters)
-    return _scatter_gram(gradients, weights.shape[1], len(prompts))
+    """Gram matrix [M, M, P, P] by one forward per prompt and one backward per row that is not all zero there.
+
+    Where the gradients do not fit in `GRADIENT_BYTES` together, the parameters are taken a stretch at a time, with a
+    backward pass as far as that stretch for every row; the products of the stretches add up.
+
+    Raises:
+        InputError: The matrix itself does not fit in `GRADIENT_BYTES`.
+    """
+    prompts = [_prompt(problem, weights, group == p) for p in np.unique(group)]
+    where = [(m, p) for p, prompt in enumerate(prompts) for m in prompt.active]
+    gram = np.zeros((weights.shape[1], weights.shape[1], len(prompts), len(prompts)))
+    if where:
+        refuse_many(len(where))
+        total = sum(
+            gram_matrix([g for prompt in prompts for g in _stretch_gradients(problem, prompt, stretch)])
+            for stretch in stretches(problem.scope.parameters, len(where))
+        )
+        m, p = np.array(where).T
+        gram[m[:, None], m[None, :], p[:, None], p[None, :]] = total
+    return gram
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """The rollouts of one prompt that hold a sampled token, their weights side by side [M, Σ K], the rows in use."""
+
+    rollouts: tuple[Rollout, ...]
+    weights: Float
+    active: Int
+
+
+def _prompt(problem: Problem, weights: Float, member: Bool) -> _Prompt:
+    rollouts = tuple(r for r in problem.rollouts if member[r.row])
+    rows = [weights[r.row][:, r.columns] for r in rollouts]
+    stacked = np.concatenate([np.zeros((weights.shape[1], 0)), *rows], axis=1)
+    return _Prompt(rollouts, stacked, np.flatnonzero(stacked.any(-1)))
+
+
+def _stretch_gradients(problem: Problem, prompt: _Prompt, stretch: Stretch) -> Iterator[list[Tensor]]:
+    """The gradients of a prompt's rows, on a stretch of the parameters only."""
+    if len(prompt.active) == 0:
+        return
+    values = sampled_logprobs(problem, prompt.rollouts)
+    parameters = [problem.scope.parameters[index] for index, _ in stretch]
+    for m in prompt.active:
+        score = _weighted_score(values, torch.from_numpy(prompt.weights[m]).to(values), parameters)
+        yield [held(part, span) for part, (_, span) in zip(score, stretch, strict=True)]
 
 
 def token_alignments(problem: Problem, direction: Sequence[Tensor]) -> Float:
@@ -99,11 +132,3 @@ def _weighted_score(logprob: Tensor, weights: Tensor, parameters: Sequence[Tenso
     """Σ_t weights[t] ∇ logprob[t], one tensor per parameter; the graph is kept for the next row."""
     grads = torch.autograd.grad(logprob, parameters, weights, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)]
-
-
-def _scatter_gram(gradients: dict[tuple[int, int], list[Tensor]], rows: int, prompts: int) -> Float:
-    gram = np.zeros((rows, rows, prompts, prompts))
-    if gradients:
-        m, p = np.array(list(gradients)).T
-        gram[m[:, None], m[None, :], p[:, None], p[None, :]] = gram_matrix(list(gradients.values()))
-    return gram

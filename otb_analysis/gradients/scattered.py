@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from otb_analysis.gradients.forward import sampled_logprobs
 from otb_analysis.gradients.inputs import Problem, Rollout, microbatches
-from otb_analysis.gradients.layers import BIAS, EMBEDDING, MATRIX, SCALE, Rule, UnfitError, wide
+from otb_analysis.gradients.layers import BIAS, EMBEDDING, MATRIX, SCALE, Rule, UnfitError, row_factors, wide
 from otb_analysis.gradients.plan import Plan, Use
 from otb_analysis.gradients.taps import Trace
 from otb_analysis.types import Float
@@ -186,20 +186,17 @@ def _matrix(inputs: Tensor, signal: Tensor) -> Tensor:
 
 def _embedding(layer: _Layer) -> Tensor:
     """‖gradient‖² of an embedding [B]: signals of positions that read the same token add up."""
-    same = (layer.inputs[:, :, None] == layer.inputs[:, None, :]) & _trained(layer)[:, None, :]
-    signal = wide(layer.signal)
+    same = layer.inputs[:, :, None] == layer.inputs[:, None, :]
+    signal = wide(layer.signal) * row_factors(layer.module, layer.inputs)[..., None]
     return ((signal @ signal.mT).double() * same).flatten(1).sum(1).clamp(min=0.0)
 
 
 def _tied_cross(layer: _Layer, left: Tensor, right: Tensor) -> Tensor:
     """2⟨input use, output use⟩ of a tied matrix [B]: 2 Σ_t (δ_t·h) · (e_y − π)[x_t]."""
     along = (wide(layer.signal) * left[:, None, :]).sum(-1)
-    return 2 * (along.double() * right.gather(1, layer.inputs).double() * _trained(layer)).sum(1)
-
-
-def _trained(layer: _Layer) -> Tensor:
-    ignored = getattr(layer.module, "padding_idx", None)
-    return torch.ones_like(layer.inputs, dtype=torch.bool) if ignored is None else layer.inputs != ignored
+    return 2 * (along.double() * right.gather(1, layer.inputs).double() * row_factors(layer.module, layer.inputs)).sum(
+        1
+    )
 
 
 def _norm_sq(values: Tensor) -> Tensor:

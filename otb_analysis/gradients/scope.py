@@ -51,10 +51,7 @@ class Scope:
         finally:
             handle.remove()
         if not calls:
-            raise InputError(
-                f'scope "lm_head" was never reached because the model computes its logits without calling its '
-                f"{type(self.head).__name__} output layer; pass a regular expression over parameter names."
-            )
+            raise unreached(self.head)
 
 
 def select_scope(model: nn.Module, scope: str) -> Scope:
@@ -67,8 +64,11 @@ def select_scope(model: nn.Module, scope: str) -> Scope:
             (a tied parameter answers to each of its names and then counts in all its uses; frozen ones never count).
 
     Raises:
-        InputError: Nothing trainable is in scope, or the expression is invalid or matches no name.
+        InputError: Nothing trainable is in scope, the expression is invalid or matches no name, or weights in scope are
+            quantised (the frozen ones beneath adapters are not in scope).
     """
+    if scope != "lm_head" and not hasattr(model, "peft_config"):
+        _refuse_quantised(model, _compile("" if scope == "all" else scope))
     if scope == "all":
         return _trainable(scope, dict(model.named_parameters()))
     if scope == "lm_head":
@@ -83,6 +83,27 @@ def select_scope(model: nn.Module, scope: str) -> Scope:
             'pass "all", "lm_head" or a regular expression over parameter names.'
         )
     return _trainable(scope, matched)
+
+
+def unreached(head: nn.Module) -> InputError:
+    """What to say of an output layer that a forward pass did not call."""
+    return InputError(
+        f'scope "lm_head" was never reached because the model computes its logits without calling its '
+        f"{type(head).__name__} output layer; pass a regular expression over parameter names."
+    )
+
+
+def _refuse_quantised(model: nn.Module, pattern: re.Pattern[str]) -> None:
+    held = [*model.named_parameters(remove_duplicate=False)]
+    held += [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("qweight")]
+    for name, tensor in held:
+        packed = type(tensor.data).__module__.startswith("torchao") or not tensor.is_floating_point()
+        if (packed or tensor.element_size() < 2) and pattern.search(name):
+            kind = type(tensor.data).__name__ if tensor.element_size() > 1 else tensor.dtype
+            raise InputError(
+                f"{name} is quantised ({kind}), so there is no gradient by it; load the model in bfloat16 or float32, "
+                "or put trainable adapters on it."
+            )
 
 
 def _compile(scope: str) -> re.Pattern[str]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from otb_analysis.gradients.attention import TiledAttention
 from otb_analysis.gradients.forward import sampled_logprobs
 from otb_analysis.gradients.inputs import Problem, Rollout
 from otb_analysis.gradients.layers import UnfitError
@@ -30,13 +30,13 @@ class Trace:
 def traced(problem: Problem, rollout: Rollout, names: Iterable[str]) -> Trace:
     """Run one rollout up to its last sampled token while watching some modules.
 
-    Attention runs in its plain form, because the fused kernels have no rule for many backward signals at once.
+    Attention runs with a backward pass of its own, because the fused kernels have no rule for many signals at once.
     """
     modules = dict(problem.model.named_modules())
     trace = Trace()
     inner = replace(problem, scope=replace(problem.scope, head=None))
     # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
-    with problem.scope.active(), _watching({n: modules[n] for n in names}, trace), sdpa_kernel(SDPBackend.MATH):
+    with problem.scope.active(), _watching({n: modules[n] for n in names}, trace), TiledAttention():
         trace.logprob = sampled_logprobs(inner, (rollout,))
     return trace
 

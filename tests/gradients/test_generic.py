@@ -8,6 +8,10 @@ from torch import nn
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -16,7 +20,15 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.gradients import generic, group_gradient_gram, passes, token_score_norms, weighted_score_norms
+from otb_analysis.gradients import (
+    attention,
+    generic,
+    group_gradient_gram,
+    passes,
+    sketch_score_norms,
+    token_score_norms,
+    weighted_score_norms,
+)
 from otb_analysis.gradients.inputs import Batch, pose
 from otb_analysis.gradients.layers import rule_for
 
@@ -213,23 +225,67 @@ def test_a_layer_on_flattened_positions_is_refused_by_name(make_model, make_samp
         norms(model, *batch.args, batch.attention_mask)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mistral"])
-def test_sliding_windows_and_gemma_norms_are_followed(make_sample, name):
-    # Gemma's norm weight enters as 1 + w, its logits are capped, every second layer sees a window of 8 tokens;
-    # its scaled embedding has no rule and is refused by name.
-    shape = dict(vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=8)  # fmt: skip
+SLIDING = dict(vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
+               num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=None)  # fmt: skip
+GEMMAS = {
+    "gemma": (GemmaForCausalLM, GemmaConfig, {}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"sliding_window": 8, "final_logit_softcapping": 2.0}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 8, "layer_types": [
+        "full_attention", "sliding_attention", "full_attention"]}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
+}  # fmt: skip
+
+
+def gemma(name, tied=True):
     torch.manual_seed(0)
-    kinds = {"gemma2": (Gemma2ForCausalLM, Gemma2Config), "mistral": (MistralForCausalLM, MistralConfig)}
-    make, config = kinds[name]
-    model, batch = make(config(**shape)).double().eval(), long_batch(make_sample)
+    make, config, extra = GEMMAS[name]
+    model = make(config(**SLIDING, **extra, tie_word_embeddings=tied)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    agree(model, batch, attention_mask=batch.attention_mask, scope="all" if name == "mistral" else r"layers|\.norm")
-    if name == "gemma2":
-        with pytest.raises(InputError, match=r"embed_tokens.weight of a Gemma2TextScaledWordEmbedding has no rule"):
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", GEMMAS)
+def test_gemma_and_sliding_windows_are_followed(make_sample, monkeypatch, name, tied):
+    # Gemma: norm weights enter as 1 + w, embeddings are scaled by √d (rounded to the weight's dtype), the second and
+    # third generation have norms on both sides of a layer, windows of 8 tokens, and the second caps its logits.
+    model, batch = gemma(name, tied), long_batch(make_sample)
+    monkeypatch.setattr(attention, "TILED_FROM", 0)  # where there is no soft-cap in the attention
+    if name == "gemma3":  # its norms of query and key have the heads before the positions
+        with pytest.raises(InputError, match=r"parameter \S+q_norm.weight is applied to shape \(1, 4, 8, 8\)"):
             norms(model, *batch.args, batch.attention_mask)
+    scope = "proj|embed|lm_head|layernorm|model.norm" if name == "gemma3" else "all"
+    agree(model, batch, attention_mask=batch.attention_mask, scope=scope)
+
+
+def test_a_scaled_embedding_is_scaled_and_its_padding_row_untrained(make_sample):
+    model, batch = gemma("gemma3"), long_batch(make_sample)
+    model.model.embed_tokens.padding_idx = 3
+    agree(model, batch, attention_mask=batch.attention_mask, scope="embed")
+    # Twice the scale and half the weights compute the same model; the untied gradient by a row doubles.
+    untied = gemma("gemma3", tied=False)
+    before = norms(untied, *batch.args, batch.attention_mask, scope="embed").norm_sq
+    with torch.no_grad():
+        untied.model.embed_tokens.weight.div_(2)
+        untied.model.embed_tokens.embed_scale.mul_(2)
+    after = norms(untied, *batch.args, batch.attention_mask, scope="embed").norm_sq
+    np.testing.assert_allclose(after, 4 * before, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_the_rank_one_sketch_follows_scaled_embeddings(make_sample, name):
+    # The same directions by batched tangents and by one backward pass per token: equal projections, not only norms.
+    model, batch = gemma(name), make_sample([[3, 5, 7, 2, 3, 9]], [[0, 0, 1, 1, 1, 1]], "left", length=6)
+    options = {"method": "rank_one", "directions": 4, "features": True, "scope": "embed"}
+    try:
+        got = sketch_score_norms(model, *batch.args, engine="generic", **options)
+    except InputError as reason:
+        assert "has no rule for many directions at once" in str(reason)
+        return
+    expected = sketch_score_norms(model, *batch.args, engine="reference", **options)
+    np.testing.assert_allclose(got.features, expected.features, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # from inside peft
@@ -277,6 +333,12 @@ def test_attention_kernels_that_cannot_be_batched_are_refused(make_model, sample
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(InputError, match="attention is 'flex_attention'"):
         norms(model, *batch.args, batch.attention_mask)
+
+
+def test_tiled_attention_gives_the_reference_norms(case, sample, monkeypatch):
+    monkeypatch.setattr(attention, "TILED_FROM", 0)
+    monkeypatch.setattr(attention, "TILE_BYTES", 4096)
+    agree(case, sample["both"], attention_mask=sample["both"].attention_mask)
 
 
 def test_eager_attention_is_followed(make_model, sample):

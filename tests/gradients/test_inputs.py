@@ -98,6 +98,40 @@ def test_a_scope_without_parameters_is_refused(model):
     refuses('"lm_head" holds a weight that does not', token_score_norms, model, IDS, MASK, scope="lm_head")
 
 
+class Packed(torch.Tensor):
+    """Stands for a tensor subclass of torchao, which reports a floating dtype."""
+
+
+Packed.__module__ = "torchao.quantization"
+
+
+@pytest.mark.parametrize(
+    ("pack", "kind"),
+    [
+        (lambda w: (w * 9).to(torch.int8), "torch.int8"),
+        (lambda w: (w * 9).to(torch.uint8), "torch.uint8"),
+        (lambda w: w.to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
+        (lambda w: w.as_subclass(Packed), "Packed"),
+    ],
+)
+def test_quantised_weights_are_refused_by_name(model, pack, kind):
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(pack(layer.weight.detach()), requires_grad=False)
+    sentence = rf"layers.1.mlp.up_proj.weight is quantised \({kind}\)"
+    for scope in ("all", "mlp"):
+        refuses(sentence, token_score_norms, model, IDS, MASK, scope=scope)
+    refuses(sentence, group_gradient_gram, model, IDS, MASK, torch.ones(2, 1, 4), torch.tensor([0, 1]))
+    with pytest.raises(InputError, match="matches no parameter name"):
+        token_score_norms(model, IDS, MASK, scope="nothing")
+
+
+def test_packed_buffers_are_quantised_weights(model):
+    model.model.layers[0].mlp.register_buffer("qweight", torch.zeros(2, 2, dtype=torch.int32))
+    refuses(r"layers.0.mlp.qweight is quantised", token_score_norms, model, IDS, MASK)
+    # What is asked for without them is measured: the derivative by a norm's weight is what it is.
+    assert token_score_norms(model, IDS, MASK, scope=r"model\.norm").norm_sq[0, 2] > 0
+
+
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
 def test_temperature_is_positive(model, temperature):
     refuses("temperature is", token_score_norms, model, IDS, MASK, temperature=temperature)
