@@ -55,6 +55,7 @@ class Attention:
     mixed: Tensor
     query_pass: NormPass | None
     key_pass: NormPass | None
+    scaling: float
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,19 @@ class BlockPass:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """cos and sin of the rotary embedding [T, h], read backwards."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, index: Tensor | slice, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Those of some positions, times the scaling of attention scores, which queries carry [n, 1, 1, h]."""
+        cos, sin = self.cos[index, None, None], self.sin[index, None, None]
+        return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
+
+
+@dataclass(frozen=True)
 class Activations:
     """A whole forward pass.
 
@@ -76,14 +90,14 @@ class Activations:
         final: The last norm at the sampled tokens.
         hidden: Its output [K, d].
         logits: Of the output layer [K, V].
-        turns: cos and sin [T, h] of the rotary embedding.
+        turns: The rotary embedding.
     """
 
     blocks: tuple[BlockPass, ...]
     final: NormPass
     hidden: Tensor
     logits: Tensor
-    turns: tuple[Tensor, Tensor]
+    turns: Turns
 
 
 def run(anatomy: Anatomy, rollout: Rollout) -> Activations:
@@ -91,7 +105,7 @@ def run(anatomy: Anatomy, rollout: Rollout) -> Activations:
     at = rollout.targets - 1
     x = anatomy.embedding[rollout.ids[: int(rollout.targets[-1])]]
     cos, sin = anatomy.rotary(x[None], torch.arange(len(x), device=x.device)[None])
-    turns = cos[0], sin[0]
+    turns = Turns(cos[0], sin[0])
     blocks: list[BlockPass] = []
     for layer in anatomy.layers:
         before, normed = _norm(layer.before, x)
@@ -115,7 +129,7 @@ def _norm(norm: Norm, x: Tensor) -> tuple[NormPass, Tensor]:
     return NormPass(unit, norm.weight * rate, unit * (rate / x.shape[-1])), norm.weight * unit
 
 
-def _attend(layer: Layer, x: Tensor, turns: tuple[Tensor, Tensor], round_softmax: bool) -> Attention:
+def _attend(layer: Layer, x: Tensor, turns: Turns, round_softmax: bool) -> Attention:
     query, key, value = (
         dense(x).unflatten(-1, (-1, layer.head_dim)) for dense in (layer.query, layer.key, layer.value)
     )
@@ -123,19 +137,19 @@ def _attend(layer: Layer, x: Tensor, turns: tuple[Tensor, Tensor], round_softmax
     if layer.query_norm is not None and layer.key_norm is not None:
         (query_pass, query), (key_pass, key) = _norm(layer.query_norm, query), _norm(layer.key_norm, key)
     groups = query.shape[1] // key.shape[1]
-    query = rotate(query, *turns).mul_(layer.scaling).transpose(0, 1).contiguous()
-    key = rotate(key, *turns).transpose(0, 1).repeat_interleave(groups, 0)
+    query = rotate(query, turns).mul_(layer.scaling).transpose(0, 1).contiguous()
+    key = rotate(key, turns).transpose(0, 1).repeat_interleave(groups, 0)
     value = value.transpose(0, 1).repeat_interleave(groups, 0)
     scores = torch.bmm(query, key.transpose(1, 2)).masked_fill_(_hidden(len(x), layer.window, x.device), -torch.inf)
     weights = scores.softmax(-1, dtype=torch.float32 if round_softmax else None).to(x.dtype)
     mixed = torch.bmm(weights, value).transpose(0, 1).flatten(1)
-    return Attention(x, query, key, value, weights, mixed, query_pass, key_pass)
+    return Attention(x, query, key, value, weights, mixed, query_pass, key_pass, layer.scaling)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, turns: Turns) -> Tensor:
     """Turn heads [n, H, h] by their position."""
     first, second = x.chunk(2, -1)
-    return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+    return x * turns.cos[:, None] + torch.cat((-second, first), -1) * turns.sin[:, None]
 
 
 def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:
