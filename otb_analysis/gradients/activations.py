@@ -3,7 +3,7 @@
 Rows are positions. The last block goes on from attention only at the positions that predict a sampled token.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
@@ -23,11 +23,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class NormPass(Rows):
-    """What an RMSNorm leaves behind: x̂ = r·x, w·r and r·x̂ / d, with r = 1 / √(mean x² + ε) [n, ..., d]."""
+    """What an RMSNorm leaves behind: x̂ = r·x and w·r [n, ..., d], r / d [n, ..., 1], with r = 1 / √(mean x² + ε)."""
 
     unit: Tensor
     gain: Tensor
-    pull: Tensor
+    share: Tensor
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,12 @@ class Activations:
         blocks: By layer; `after` and `feed` of the last one have one row per sampled token.
         final: The last norm at the sampled tokens.
         hidden: Its output [K, d].
-        logits: Of the output layer [K, V].
         turns: The rotary embedding.
     """
 
     blocks: tuple[BlockPass, ...]
     final: NormPass
     hidden: Tensor
-    logits: Tensor
     turns: Turns
 
 
@@ -118,7 +116,18 @@ def run(anatomy: Anatomy, rollout: Rollout) -> Activations:
         x = x + out
         blocks.append(BlockPass(before, attention, after, feed))
     final, hidden = _norm(anatomy.norm, x)
-    return Activations(tuple(blocks), final, hidden, anatomy.head(hidden), turns)
+    return Activations(tuple(blocks), final, hidden, turns)
+
+
+def without_inputs(acts: Activations) -> Activations:
+    """The same pass without the inputs of linear layers, once what is needed of them has been made."""
+
+    def stripped(kept: BlockPass) -> BlockPass:
+        none = kept.attention.inputs[:0].clone()
+        feed = replace(kept.feed, inputs=none, act=none)
+        return replace(kept, feed=feed, attention=replace(kept.attention, inputs=none))
+
+    return replace(acts, blocks=tuple(stripped(kept) for kept in acts.blocks))
 
 
 def _norm(norm: Norm, x: Tensor) -> tuple[NormPass, Tensor]:
@@ -126,7 +135,7 @@ def _norm(norm: Norm, x: Tensor) -> tuple[NormPass, Tensor]:
     single = x.to(torch.float32)
     rate = torch.rsqrt(single.square().mean(-1, keepdim=True) + norm.eps)
     unit = (single * rate).to(x.dtype)
-    return NormPass(unit, norm.weight * rate, unit * (rate / x.shape[-1])), norm.weight * unit
+    return NormPass(unit, norm.weight * rate, (rate / x.shape[-1]).to(x.dtype)), norm.weight * unit
 
 
 def _attend(layer: Layer, x: Tensor, turns: Turns, round_softmax: bool) -> Attention:

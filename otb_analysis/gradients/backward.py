@@ -37,7 +37,7 @@ def feed_backward(layer: Layer, index: int, feed: FeedForward, signal: Tensor, t
     """Signal at the output of a feed-forward part [n, C, d] → at its input."""
     sink, work = tools
     n, count, width = signal.shape
-    inner = feed.act.shape[-1]
+    inner = len(layer.up.weight)
     sink.dense((index, "down"), (layer.down,), feed.act, signal)
     at_act = torch.mm(signal.view(-1, width), layer.down.weight, out=work.take("act", n * count, inner))
     both = work.take("gate_up", n, count, 2, inner)
@@ -61,7 +61,7 @@ def attention_backward(
     heads, size = len(kept.query), layer.head_dim
     sink.dense((index, "output"), (layer.output,), kept.mixed[:b], signal)
     by_head = layer.output.weight.view(width, heads, size).transpose(0, 1)
-    mixed = work.take("mixed", heads, b * count, size)
+    mixed = work.take("act", heads, b * count, size)
     torch.bmm(signal.view(1, b * count, width).expand(heads, -1, -1), by_head, out=mixed)
     layers = (layer.query, layer.key, layer.value)
     both = work.take("qkv", b, count, sum(len(dense.weight) for dense in layers))
@@ -84,14 +84,15 @@ def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[
     """
     heads, b, count, size = mixed.shape
     outputs = kept.mixed[:b].view(b, heads, size).transpose(0, 1)
-    mean = torch.mul(mixed, outputs[:, :, None], out=work.take("mean", *mixed.shape)).sum(-1, keepdim=True)
-    key = work.take("key", heads, count, b, size)
-    value = work.take("value", heads, b, count * size)
+    mean = torch.mul(mixed, outputs[:, :, None], out=work.take("product", *mixed.shape)).sum(-1, keepdim=True)
+    # Memory of other parts that is idle here: they never run at the same time.
+    key = work.take("gate_up", heads, count, b, size)
+    value = work.take("input", heads, b, count * size)
     step = slice_length(b, heads * count * b * mixed.element_size())
     for start in reversed(range(0, b, step)):
         stop = min(start + step, b)
         rows = mixed[:, start:stop].flatten(1, 2)
-        scores = work.take("scores", heads, stop - start, count, stop)
+        scores = work.take("coordinates", heads, stop - start, count, stop)
         flat = scores.view(heads, -1, stop)
         torch.bmm(rows, kept.value[:, :stop].transpose(1, 2), out=flat)
         weights = kept.weights[:, start:stop, :stop]
@@ -115,7 +116,7 @@ def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[
 
 
 def slice_length(b: int, row_bytes: int) -> int:
-    """Queries that go together: all of a short prefix, else about a quarter, fewer where their scores would be large."""
+    """Queries that go together: all of a short prefix, else a quarter, fewer where their scores would be large."""
     return max(1, min(max(SLICE, -(-b // 4)), SCORE_BYTES // max(row_bytes, 1)))
 
 
@@ -124,16 +125,16 @@ def norm_backward(norm: Norm, kept: NormPass, signal: Tensor, onto: Tensor, tool
     sink, work = tools
     product = torch.mul(signal, kept.unit[:, None], out=work.take("product", *signal.shape))
     sink.scale(norm, product)
-    mean = torch.mv(product.view(-1, product.shape[-1]), norm.weight).view(*signal.shape[:-1], 1)
-    onto.addcmul_(signal, kept.gain[:, None]).addcmul_(mean, kept.pull[:, None], value=-1)
+    mean = torch.mv(product.view(-1, product.shape[-1]), norm.weight).view(*signal.shape[:-1], 1) * kept.share[:, None]
+    onto.addcmul_(signal, kept.gain[:, None]).addcmul_(mean, kept.unit[:, None], value=-1)
 
 
 def head_norm_backward(norm: Norm, kept: NormPass, signal: Tensor, sink: Sink) -> None:
     """The same for a norm of heads [n, C, H, h], in place."""
     product = signal * kept.unit[:, None]
     sink.scale(norm, product)
-    mean = (product @ norm.weight)[..., None]
-    signal.mul_(kept.gain[:, None]).addcmul_(mean, kept.pull[:, None], value=-1)
+    mean = (product @ norm.weight)[..., None] * kept.share[:, None]
+    signal.mul_(kept.gain[:, None]).addcmul_(mean, kept.unit[:, None], value=-1)
 
 
 def unrotate(signal: Tensor, turn: tuple[Tensor, Tensor], out: Tensor) -> None:

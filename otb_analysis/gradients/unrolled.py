@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otb_analysis.gradients.activations import run
+from otb_analysis.gradients.activations import run, without_inputs
 from otb_analysis.gradients.anatomy import Anatomy
 from otb_analysis.gradients.backward import (
     block_backward,
@@ -62,8 +62,7 @@ class Unrolled:
         self.anatomy, self.rollout = anatomy, rollout
         self.acts = run(anatomy, rollout)
         self.work = Workspace(self.acts.hidden)
-        z = policy_logits(self.acts.logits, (rollout,), temperature)
-        log_probabilities = z.log_softmax(-1)
+        log_probabilities = policy_logits(anatomy.head(self.acts.hidden), (rollout,), temperature).log_softmax(-1)
         sampled = rollout.ids[rollout.targets][:, None]
         self.logprob = log_probabilities.gather(-1, sampled)[:, 0]
         signal = log_probabilities.exp_().neg_()
@@ -75,6 +74,7 @@ class Unrolled:
         self.outer = above.outer
         self.shared = self._separate_tied() if anatomy.tied else None
         self.factors = factors(anatomy, self.acts)
+        self.acts = without_inputs(self.acts)
 
     def _through_last_feed(self, at_logits: Tensor, above: Above) -> Tensor:
         anatomy, acts, tools = self.anatomy, self.acts, (above, self.work)
@@ -110,7 +110,7 @@ class Unrolled:
         place = next(i for i, (name, _, _) in enumerate(self.outer) if name == self.anatomy.embedding_name)
         name, signal, hidden = self.outer[place]
         shared = signal[:, self.tokens]
-        self.outer[place] = name, signal.index_fill(1, self.tokens, 0.0), hidden
+        self.outer[place] = name, signal.index_fill_(1, self.tokens, 0.0), hidden
         return shared, hidden
 
     def below(self, mix: Mix, tally: Tally) -> None:
