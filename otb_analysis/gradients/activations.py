@@ -3,7 +3,7 @@
 Rows are positions. The last block goes on from attention only at the positions that predict a sampled token.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
@@ -23,11 +23,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class NormPass(Rows):
-    """What an RMSNorm leaves behind: x̂ = r·x, w·r and r·x̂ / d, with r = 1 / √(mean x² + ε) [n, ..., d]."""
+    """What an RMSNorm leaves behind: x̂ = r·x and w·r [n, ..., d], r / d [n, ..., 1], with r = 1 / √(mean x² + ε)."""
 
     unit: Tensor
     gain: Tensor
-    pull: Tensor
+    share: Tensor
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Attention:
     mixed: Tensor
     query_pass: NormPass | None
     key_pass: NormPass | None
+    scaling: float
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,19 @@ class BlockPass:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """cos and sin of the rotary embedding [T, h], read backwards."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, index: Tensor | slice, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Those of some positions, times the scaling of attention scores, which queries carry [n, 1, 1, h]."""
+        cos, sin = self.cos[index, None, None], self.sin[index, None, None]
+        return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
+
+
+@dataclass(frozen=True)
 class Activations:
     """A whole forward pass.
 
@@ -75,15 +89,13 @@ class Activations:
         blocks: By layer; `after` and `feed` of the last one have one row per sampled token.
         final: The last norm at the sampled tokens.
         hidden: Its output [K, d].
-        logits: Of the output layer [K, V].
-        turns: cos and sin [T, h] of the rotary embedding.
+        turns: The rotary embedding.
     """
 
     blocks: tuple[BlockPass, ...]
     final: NormPass
     hidden: Tensor
-    logits: Tensor
-    turns: tuple[Tensor, Tensor]
+    turns: Turns
 
 
 def run(anatomy: Anatomy, rollout: Rollout) -> Activations:
@@ -91,7 +103,7 @@ def run(anatomy: Anatomy, rollout: Rollout) -> Activations:
     at = rollout.targets - 1
     x = anatomy.embedding[rollout.ids[: int(rollout.targets[-1])]]
     cos, sin = anatomy.rotary(x[None], torch.arange(len(x), device=x.device)[None])
-    turns = cos[0], sin[0]
+    turns = Turns(cos[0], sin[0])
     blocks: list[BlockPass] = []
     for layer in anatomy.layers:
         before, normed = _norm(layer.before, x)
@@ -104,7 +116,18 @@ def run(anatomy: Anatomy, rollout: Rollout) -> Activations:
         x = x + out
         blocks.append(BlockPass(before, attention, after, feed))
     final, hidden = _norm(anatomy.norm, x)
-    return Activations(tuple(blocks), final, hidden, anatomy.head(hidden), turns)
+    return Activations(tuple(blocks), final, hidden, turns)
+
+
+def without_inputs(acts: Activations) -> Activations:
+    """The same pass without the inputs of linear layers, once what is needed of them has been made."""
+
+    def stripped(kept: BlockPass) -> BlockPass:
+        none = kept.attention.inputs[:0].clone()
+        feed = replace(kept.feed, inputs=none, act=none)
+        return replace(kept, feed=feed, attention=replace(kept.attention, inputs=none))
+
+    return replace(acts, blocks=tuple(stripped(kept) for kept in acts.blocks))
 
 
 def _norm(norm: Norm, x: Tensor) -> tuple[NormPass, Tensor]:
@@ -112,10 +135,10 @@ def _norm(norm: Norm, x: Tensor) -> tuple[NormPass, Tensor]:
     single = x.to(torch.float32)
     rate = torch.rsqrt(single.square().mean(-1, keepdim=True) + norm.eps)
     unit = (single * rate).to(x.dtype)
-    return NormPass(unit, norm.weight * rate, unit * (rate / x.shape[-1])), norm.weight * unit
+    return NormPass(unit, norm.weight * rate, (rate / x.shape[-1]).to(x.dtype)), norm.weight * unit
 
 
-def _attend(layer: Layer, x: Tensor, turns: tuple[Tensor, Tensor], round_softmax: bool) -> Attention:
+def _attend(layer: Layer, x: Tensor, turns: Turns, round_softmax: bool) -> Attention:
     query, key, value = (
         dense(x).unflatten(-1, (-1, layer.head_dim)) for dense in (layer.query, layer.key, layer.value)
     )
@@ -123,19 +146,19 @@ def _attend(layer: Layer, x: Tensor, turns: tuple[Tensor, Tensor], round_softmax
     if layer.query_norm is not None and layer.key_norm is not None:
         (query_pass, query), (key_pass, key) = _norm(layer.query_norm, query), _norm(layer.key_norm, key)
     groups = query.shape[1] // key.shape[1]
-    query = rotate(query, *turns).mul_(layer.scaling).transpose(0, 1).contiguous()
-    key = rotate(key, *turns).transpose(0, 1).repeat_interleave(groups, 0)
+    query = rotate(query, turns).mul_(layer.scaling).transpose(0, 1).contiguous()
+    key = rotate(key, turns).transpose(0, 1).repeat_interleave(groups, 0)
     value = value.transpose(0, 1).repeat_interleave(groups, 0)
     scores = torch.bmm(query, key.transpose(1, 2)).masked_fill_(_hidden(len(x), layer.window, x.device), -torch.inf)
     weights = scores.softmax(-1, dtype=torch.float32 if round_softmax else None).to(x.dtype)
     mixed = torch.bmm(weights, value).transpose(0, 1).flatten(1)
-    return Attention(x, query, key, value, weights, mixed, query_pass, key_pass)
+    return Attention(x, query, key, value, weights, mixed, query_pass, key_pass, layer.scaling)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, turns: Turns) -> Tensor:
     """Turn heads [n, H, h] by their position."""
     first, second = x.chunk(2, -1)
-    return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+    return x * turns.cos[:, None] + torch.cat((-second, first), -1) * turns.sin[:, None]
 
 
 def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:

@@ -10,9 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from otb_analysis.gradients.activations import Attention, BlockPass, FeedForward, NormPass
+from otb_analysis.gradients.activations import Attention, BlockPass, FeedForward, NormPass, Turns
 from otb_analysis.gradients.anatomy import Dense, Layer, Norm
 from otb_analysis.gradients.tally import Workspace
+
+SLICE, SCORE_BYTES = 64, 1 << 26
+"""Queries below which an attention slice is not worth its calls, and what the scores of one slice may occupy."""
 
 Place = tuple[int, str]
 """Which input of which layer a weight is applied to."""
@@ -34,7 +37,7 @@ def feed_backward(layer: Layer, index: int, feed: FeedForward, signal: Tensor, t
     """Signal at the output of a feed-forward part [n, C, d] → at its input."""
     sink, work = tools
     n, count, width = signal.shape
-    inner = feed.act.shape[-1]
+    inner = len(layer.up.weight)
     sink.dense((index, "down"), (layer.down,), feed.act, signal)
     at_act = torch.mm(signal.view(-1, width), layer.down.weight, out=work.take("act", n * count, inner))
     both = work.take("gate_up", n, count, 2, inner)
@@ -48,7 +51,7 @@ def attention_backward(
     layer: Layer,
     index: int,
     kept: Attention,
-    turns: tuple[Tensor, Tensor],
+    turns: Turns,
     signal: Tensor,
     tools: tuple[Sink, Workspace],
 ) -> Tensor:
@@ -58,51 +61,63 @@ def attention_backward(
     heads, size = len(kept.query), layer.head_dim
     sink.dense((index, "output"), (layer.output,), kept.mixed[:b], signal)
     by_head = layer.output.weight.view(width, heads, size).transpose(0, 1)
-    mixed = work.take("mixed", heads, b * count, size)
+    mixed = work.take("act", heads, b * count, size)
     torch.bmm(signal.view(1, b * count, width).expand(heads, -1, -1), by_head, out=mixed)
-    query, key, value = _scores_backward(kept, mixed, b, count, work)
-    groups = heads * size // len(layer.key.weight)
-    both = work.take("qkv", b, count, heads * size + 2 * len(layer.key.weight))
-    at_query, at_key, at_value = (
-        part.unflatten(-1, (-1, size))
-        for part in both.split([len(d.weight) for d in (layer.query, layer.key, layer.value)], -1)
-    )
-    unrotate(query.permute(1, 2, 0, 3), *turns, out=at_query, scaling=layer.scaling)
-    unrotate(_grouped(key, groups).permute(2, 1, 0, 3), *turns, out=at_key)
-    at_value.copy_(_grouped(value, groups).permute(1, 2, 0, 3))
-    if layer.query_norm is not None and kept.query_pass is not None:
-        head_norm_backward(layer.query_norm, kept.query_pass.at(slice(b)), at_query, sink)
-    if layer.key_norm is not None and kept.key_pass is not None:
-        head_norm_backward(layer.key_norm, kept.key_pass.at(slice(b)), at_key, sink)
     layers = (layer.query, layer.key, layer.value)
+    both = work.take("qkv", b, count, sum(len(dense.weight) for dense in layers))
+    parts = [p.unflatten(-1, (-1, size)) for p in both.split([len(dense.weight) for dense in layers], -1)]
+    scores_backward(kept, mixed.view(heads, b, count, size), turns, parts, work)
+    for norm, passed, part in zip(
+        (layer.query_norm, layer.key_norm), (kept.query_pass, kept.key_pass), parts, strict=False
+    ):
+        if norm is not None and passed is not None:
+            head_norm_backward(norm, passed.at(slice(b)), part, sink)
     sink.dense((index, "attention"), layers, kept.inputs[:b], both)
     return through(both, layers, work)
 
 
-def _scores_backward(
-    kept: Attention, mixed: Tensor, b: int, count: int, work: Workspace
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Signals at query [H, b, C, h], key [H, C, b, h] and value [H, b, C, h] from those at the heads' outputs.
+def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[Tensor], work: Workspace) -> None:
+    """Signal at the heads' outputs δO [H, b, C, h] → at query, key and value before rotation, each [b, C, H', h].
 
-    δS = P ∘ (δO Vᵀ − δO·O) row by row.
+    δS = P ∘ (δO Vᵀ − δO·O) row by row, δQ = δS K, δK = δSᵀ Q, δV = Pᵀ δO. Queries go in slices, last one first, so that
+    a slice meets only the keys that it sees and its scores stay small.
     """
-    heads, _, size = mixed.shape
-    outputs = kept.mixed[:b].unflatten(-1, (heads, size)).transpose(0, 1)
-    mean = torch.mul(
-        mixed.view(heads, b, count, size), outputs[:, :, None], out=work.take("mean", heads, b, count, size)
-    ).sum(-1)
-    query = work.take("query", heads, b, count, size)
-    key = work.take("key", heads, count, b, size)
-    scores = work.take("scores", heads, b * count, b)
-    torch.bmm(mixed, kept.value[:, :b].transpose(1, 2), out=scores)
-    weights = kept.weights[:, :b, :b]
-    scores.view(heads, b, count, b).sub_(mean[..., None]).mul_(weights[:, :, None])
-    torch.bmm(scores, kept.key[:, :b], out=query.view(heads, b * count, size))
-    torch.bmm(scores.view(heads, b, count * b).transpose(1, 2), kept.query[:, :b], out=key.view(heads, count * b, size))
-    value = torch.bmm(
-        weights.transpose(1, 2), mixed.view(heads, b, count * size), out=work.take("value", heads, b, count * size)
-    )
-    return query, key, value.view(heads, b, count, size)
+    heads, b, count, size = mixed.shape
+    outputs = kept.mixed[:b].view(b, heads, size).transpose(0, 1)
+    mean = torch.mul(mixed, outputs[:, :, None], out=work.take("product", *mixed.shape)).sum(-1, keepdim=True)
+    # Memory of other parts that is idle here: they never run at the same time.
+    key = work.take("gate_up", heads, count, b, size)
+    value = work.take("input", heads, b, count * size)
+    step = slice_length(b, heads * count * b * mixed.element_size())
+    for start in reversed(range(0, b, step)):
+        stop = min(start + step, b)
+        rows = mixed[:, start:stop].flatten(1, 2)
+        scores = work.take("coordinates", heads, stop - start, count, stop)
+        flat = scores.view(heads, -1, stop)
+        torch.bmm(rows, kept.value[:, :stop].transpose(1, 2), out=flat)
+        weights = kept.weights[:, start:stop, :stop]
+        scores.sub_(mean[:, start:stop]).mul_(weights[:, :, None])
+        query = torch.bmm(flat, kept.key[:, :stop], out=work.take("query", heads, flat.shape[1], size))
+        query = query.view(heads, -1, count, size).permute(1, 2, 0, 3)
+        unrotate(query, turns.at(slice(start, stop), kept.scaling), out=out[0][start:stop])
+        scores, outer = scores.view(heads, -1, count * stop).transpose(1, 2), rows.view(heads, -1, count * size)
+        if stop == b:
+            torch.bmm(scores, kept.query[:, start:stop], out=key.view(heads, count * b, size))
+            torch.bmm(weights.transpose(1, 2), outer, out=value)
+        else:
+            part = torch.bmm(scores, kept.query[:, start:stop], out=work.take("part", heads, count * stop, size))
+            key[:, :, :stop] += part.view(heads, count, stop, size)
+            value[:, :stop] += torch.bmm(
+                weights.transpose(1, 2), outer, out=work.take("part", heads, stop, count * size)
+            )
+    groups = heads // out[1].shape[2]
+    unrotate(_grouped(key, groups).permute(2, 1, 0, 3), turns.at(slice(b)), out=out[1])
+    out[2].copy_(_grouped(value.view(heads, b, count, size), groups).permute(1, 2, 0, 3))
+
+
+def slice_length(b: int, row_bytes: int) -> int:
+    """Queries that go together: all of a short prefix, else a quarter, fewer where their scores would be large."""
+    return max(1, min(max(SLICE, -(-b // 4)), SCORE_BYTES // max(row_bytes, 1)))
 
 
 def norm_backward(norm: Norm, kept: NormPass, signal: Tensor, onto: Tensor, tools: tuple[Sink, Workspace]) -> None:
@@ -110,22 +125,22 @@ def norm_backward(norm: Norm, kept: NormPass, signal: Tensor, onto: Tensor, tool
     sink, work = tools
     product = torch.mul(signal, kept.unit[:, None], out=work.take("product", *signal.shape))
     sink.scale(norm, product)
-    mean = torch.mv(product.view(-1, product.shape[-1]), norm.weight).view(*signal.shape[:-1], 1)
-    onto.addcmul_(signal, kept.gain[:, None]).addcmul_(mean, kept.pull[:, None], value=-1)
+    mean = torch.mv(product.view(-1, product.shape[-1]), norm.weight).view(*signal.shape[:-1], 1) * kept.share[:, None]
+    onto.addcmul_(signal, kept.gain[:, None]).addcmul_(mean, kept.unit[:, None], value=-1)
 
 
 def head_norm_backward(norm: Norm, kept: NormPass, signal: Tensor, sink: Sink) -> None:
     """The same for a norm of heads [n, C, H, h], in place."""
     product = signal * kept.unit[:, None]
     sink.scale(norm, product)
-    mean = (product @ norm.weight)[..., None]
-    signal.mul_(kept.gain[:, None]).addcmul_(mean, kept.pull[:, None], value=-1)
+    mean = (product @ norm.weight)[..., None] * kept.share[:, None]
+    signal.mul_(kept.gain[:, None]).addcmul_(mean, kept.unit[:, None], value=-1)
 
 
-def unrotate(signal: Tensor, cos: Tensor, sin: Tensor, out: Tensor, scaling: float = 1.0) -> None:
-    """Turn the signal at rotated heads [n, C, H, h] back, and scale it."""
-    n, half = len(signal), signal.shape[-1] // 2
-    cos, sin = cos[:n, None, None] * scaling, sin[:n, None, None] * scaling
+def unrotate(signal: Tensor, turn: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """Turn the signal at rotated heads [n, C, H, h] back."""
+    half = signal.shape[-1] // 2
+    cos, sin = turn
     torch.mul(signal, cos, out=out)
     out[..., :half].addcmul_(signal[..., half:], sin[..., half:])
     out[..., half:].addcmul_(signal[..., :half], sin[..., :half], value=-1)
@@ -151,7 +166,7 @@ def block_backward(
     layer: Layer,
     index: int,
     kept: BlockPass,
-    turns: tuple[Tensor, Tensor],
+    turns: Turns,
     stream: Tensor,
     tools: tuple[Sink, Workspace],
 ) -> None:

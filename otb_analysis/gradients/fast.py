@@ -16,12 +16,14 @@ from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.anatomy import Anatomy, read
 from otb_analysis.gradients.inputs import Problem
 from otb_analysis.gradients.layers import UnfitError
-from otb_analysis.gradients.plan import probe, reference_norms
+from otb_analysis.gradients.plan import length, probe, reference_norms
 from otb_analysis.gradients.tally import Parts, Running, Single, norm_sq, outer_gram
 from otb_analysis.gradients.unrolled import Mix, Unrolled
 from otb_analysis.types import Float, ScoreNorms
 
 NAME = "fast"
+BLOCK, CACHE_BYTES, SIGNAL_BYTES = 8, 1 << 21, 1 << 27
+"""Tokens in a block, twice as many while their widest signal stays in cache, and what that signal may occupy."""
 
 _log = logging.getLogger(__name__)
 _VERDICTS: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], str | None]] = WeakKeyDictionary()
@@ -139,9 +141,12 @@ def _parts(unrolled: Unrolled) -> dict[str, Tensor]:
     return tally.by_name
 
 
-def block_size(anatomy: Anatomy) -> int:
-    """Tokens whose signals travel together."""
-    return 8
+def block_size(unrolled: Unrolled) -> int:
+    """Tokens whose signals travel together: fewer are slower to call, more waste the tail of their prefix."""
+    widest = max(2 * len(layer.up.weight) for layer in unrolled.anatomy.layers)
+    each = length(unrolled.rollout) * widest * unrolled.own.element_size()
+    wanted = BLOCK if each * 2 * BLOCK > CACHE_BYTES else 2 * BLOCK
+    return max(1, min(wanted, SIGNAL_BYTES // each))
 
 
 def _token_norms(unrolled: Unrolled, path: bool) -> tuple[Tensor, Tensor]:
@@ -153,7 +158,7 @@ def _token_norms(unrolled: Unrolled, path: bool) -> tuple[Tensor, Tensor]:
         norms += norm_sq(left) * norm_sq(right)
         if path:
             path_norms += outer_gram(left, right).cumsum(0).cumsum(1).diagonal()
-    size = block_size(unrolled.anatomy)
+    size = block_size(unrolled)
     tally = Running(unrolled.work) if path else Single(unrolled.work)
     for start in range(0, count, size) if unrolled.anatomy.reaches_below else ():
         span = slice(start, start + size)
@@ -172,7 +177,7 @@ def _weighted_norms(unrolled: Unrolled, rows: Tensor) -> Tensor:
     result = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     for _, left, right in unrolled.outer:
         result += (rows @ outer_gram(left, right) * rows).sum(-1)
-    size, tally = block_size(unrolled.anatomy), Single(unrolled.work)
+    size, tally = block_size(unrolled), Single(unrolled.work)
     for start in range(0, len(rows), size) if unrolled.anatomy.reaches_below else ():
         unrolled.below(Mix(rows[start : start + size], slice(None)), tally)
         result[start : start + size] += tally.total()

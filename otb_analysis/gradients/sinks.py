@@ -32,7 +32,7 @@ class Factor:
 def factor(inputs: Tensor) -> Factor:
     """Factor of a layer's inputs [T, d]."""
     if len(inputs) > 2 * inputs.shape[1]:
-        return Factor(inputs.T, False)
+        return Factor(inputs.T.contiguous(), False)
     return Factor(torch.linalg.qr(inputs.T, mode="r").R, True)
 
 
@@ -65,7 +65,8 @@ class Above:
     def dense(self, place: Place, layers: Sequence[Dense], inputs: Tensor, signal: Tensor) -> None:
         """See `Sink`; signal [K, 1, ΣD]."""
         for (name, _), part in _each([d.weight_name for d in layers], layers, signal):
-            self.outer.append((name, part[:, 0].clone(), inputs))  # the signal lies in memory that is used again
+            # Only the signal at the logits, the largest, does not lie in memory that is used again.
+            self.outer.append((name, part[:, 0] if place[1] == "head" else part[:, 0].clone(), inputs))
         for (name, _), part in _each([d.bias_name for d in layers], layers, signal):
             self.add_vector(name, part[:, 0].clone())
 

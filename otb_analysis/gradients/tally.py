@@ -15,7 +15,10 @@ Group = tuple[tuple[str, int], ...]
 
 
 class Workspace:
-    """Memory that is handed out by name again and again: fresh pages cost more than the arithmetic on them."""
+    """Memory that is handed out by name again and again: fresh pages cost more than the arithmetic on them.
+
+    Parts that are never alive at the same time use the same name.
+    """
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -28,6 +31,8 @@ class Workspace:
             size *= n
         held = self._held.get(name)
         if held is None or held.numel() < size:
+            self._held.pop(name, None)
+            held = None  # let go of the smaller one first
             held = self._held[name] = self._like.new_empty(size)
         return held[:size].view(shape)
 

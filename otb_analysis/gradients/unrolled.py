@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otb_analysis.gradients.activations import run
+from otb_analysis.gradients.activations import run, without_inputs
 from otb_analysis.gradients.anatomy import Anatomy
 from otb_analysis.gradients.backward import (
     block_backward,
@@ -62,8 +62,7 @@ class Unrolled:
         self.anatomy, self.rollout = anatomy, rollout
         self.acts = run(anatomy, rollout)
         self.work = Workspace(self.acts.hidden)
-        z = policy_logits(self.acts.logits, (rollout,), temperature)
-        log_probabilities = z.log_softmax(-1)
+        log_probabilities = policy_logits(anatomy.head(self.acts.hidden), (rollout,), temperature).log_softmax(-1)
         sampled = rollout.ids[rollout.targets][:, None]
         self.logprob = log_probabilities.gather(-1, sampled)[:, 0]
         signal = log_probabilities.exp_().neg_()
@@ -71,10 +70,11 @@ class Unrolled:
         above = Above()
         self.own = self._through_last_feed(signal, above)
         self.last = self._through_last_attention(above)
-        self.tokens, self.index = rollout.ids[: len(self.acts.turns[0])].unique(return_inverse=True)
+        self.tokens, self.index = rollout.ids[: len(self.acts.turns.cos)].unique(return_inverse=True)
         self.outer = above.outer
         self.shared = self._separate_tied() if anatomy.tied else None
         self.factors = factors(anatomy, self.acts)
+        self.acts = without_inputs(self.acts)
 
     def _through_last_feed(self, at_logits: Tensor, above: Above) -> Tensor:
         anatomy, acts, tools = self.anatomy, self.acts, (above, self.work)
@@ -98,8 +98,7 @@ class Unrolled:
         )
         signal = torch.empty_like(outputs.transpose(0, 1))[:, None]
         turned = torch.bmm(scores, kept.key).transpose(0, 1)[:, None]
-        cos, sin = (turn[at] for turn in self.acts.turns)
-        unrotate(turned, cos, sin, out=signal, scaling=layer.scaling)
+        unrotate(turned, self.acts.turns.at(at, layer.scaling), out=signal)
         if layer.query_norm is not None and kept.query_pass is not None:
             head_norm_backward(layer.query_norm, kept.query_pass.at(at), signal, above)
         signal = signal.flatten(2)
@@ -111,7 +110,7 @@ class Unrolled:
         place = next(i for i, (name, _, _) in enumerate(self.outer) if name == self.anatomy.embedding_name)
         name, signal, hidden = self.outer[place]
         shared = signal[:, self.tokens]
-        self.outer[place] = name, signal.index_fill(1, self.tokens, 0.0), hidden
+        self.outer[place] = name, signal.index_fill_(1, self.tokens, 0.0), hidden
         return shared, hidden
 
     def below(self, mix: Mix, tally: Tally) -> None:
@@ -143,7 +142,7 @@ class Unrolled:
 
         both = self.work.take("qkv", b, count, 2 * len(layer.key.weight))
         at_key, at_value = (part.unflatten(-1, (-1, size)) for part in both.chunk(2, -1))
-        unrotate(spread(self.last.scores, self.last.query), *self.acts.turns, out=at_key)
+        unrotate(spread(self.last.scores, self.last.query), self.acts.turns.at(slice(b)), out=at_key)
         at_value.copy_(spread(self.last.weights, self.last.mixed))
         if layer.key_norm is not None and kept.attention.key_pass is not None:
             head_norm_backward(layer.key_norm, kept.attention.key_pass.at(slice(b)), at_key, tools[0])

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.gradients import fast, group_gradient_gram, token_score_norms, weighted_score_norms
+from otb_analysis.gradients import backward, fast, group_gradient_gram, token_score_norms, weighted_score_norms
 
 # Hugging Face normalises in float32 inside a float64 model, forward and backward; the backward pass by hand does not
 # round there, which leaves 3e-7.
@@ -395,3 +395,18 @@ def test_blocks_of_any_size_give_the_same_norms(make_model, make_sample, monkeyp
         monkeypatch.setattr(fast, "block_size", lambda *_, size=size: size)
         got = norms(model, *batch.args, batch.attention_mask)
         np.testing.assert_allclose(got.path_norm_sq, whole.path_norm_sq, **CLOSE)
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_attention_slices_of_any_length_give_the_same_norms(make_model, make_sample, monkeypatch, size):
+    model, batch = make_model("llama"), long_batch(make_sample)
+    monkeypatch.setattr(backward, "slice_length", lambda *_: size)
+    agree(model, batch)
+
+
+def test_attention_slices_keep_to_the_memory_allowed():
+    # 1000 queries: a quarter is 250; rows of 2^20 bytes leave room for 2^26 / 2^20 = 64; short prefixes go in one slice.
+    assert backward.slice_length(1000, 1) == 250
+    assert backward.slice_length(1000, 1 << 20) == 64
+    assert backward.slice_length(1000, 1 << 30) == 1
+    assert backward.slice_length(40, 1) == 64
