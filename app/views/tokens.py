@@ -47,7 +47,7 @@ def choose_prompt(rollouts: pd.DataFrame) -> int:
 
 def prompt_share(tokens: pd.DataFrame, name: str, steps: pd.DataFrame, step: int) -> str:
     """Say what this prompt's tokens add up to, beside the step's whole ‖ḡ‖²."""
-    own = tokens[name].astype(float)
+    own = tokens[name].to_numpy(float, na_value=0.0)
     whole: Any = steps.loc[steps["step"] == step, "grad_norm"]
     return (
         f"Blue pushes along the update, orange against it. This prompt's tokens add up to {number(float(own.sum()))} "

@@ -116,9 +116,10 @@ def comparable(tokens: pd.DataFrame) -> tuple[pd.DataFrame, bool]:
     if "inclusion_prob" not in tokens:
         return tokens, False
     groups = tokens.groupby(["step", "group"])["inclusion_prob"]
-    unequal = (groups.transform("max") > groups.transform("min")).fillna(False).astype(bool)
-    whole = tokens[~unequal]
-    return (whole, False) if bool(whole["grad_norm_sq"].notna().any()) else (tokens, bool(unequal.any()))
+    high, low = (groups.transform(end).to_numpy(np.float64, na_value=np.nan) for end in ("max", "min"))
+    unequal = high > low  # NaN, where nothing was measured, is not
+    whole = tokens.loc[~unequal]
+    return (whole, False) if whole["grad_norm_sq"].count() > 0 else (tokens, bool(unequal.any()))
 
 
 def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataFrame:
