@@ -405,7 +405,7 @@ def test_attention_slices_of_any_length_give_the_same_norms(make_model, make_sam
 
 
 def test_attention_slices_keep_to_the_memory_allowed():
-    # 1000 queries: a quarter is 250; rows of 2^20 bytes leave room for 2^26 / 2^20 = 64; short prefixes go in one slice.
+    # 1000 queries: a quarter is 250; rows of 2^20 bytes leave room for 2^26 / 2^20 = 64; short ones go in one slice.
     assert backward.slice_length(1000, 1) == 250
     assert backward.slice_length(1000, 1 << 20) == 64
     assert backward.slice_length(1000, 1 << 30) == 1
