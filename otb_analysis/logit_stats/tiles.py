@@ -106,7 +106,8 @@ class Others:
     def of_slices(cls, sums: Tensor, drawn: Tensor) -> "Others":
         """Merge the sums of all slices of the vocabulary, [top, Σe, Σe², Σe³, Σe·d, Σe·d²] × slices × R."""
         merged = torch.cat([_merged(part) for part in sums.split(MERGED, dim=-1)], dim=-1)
-        return cls(*merged, drawn.double())
+        top, e, e2, e3, ed, ed2 = merged
+        return cls(top, e, e2, e3, ed, ed2, drawn.double())
 
 
 def _merged(sums: Tensor) -> Tensor:
