@@ -188,6 +188,15 @@ def test_bfloat16_products_are_summed_in_float32_and_the_setting_is_put_back():
     assert np.abs(slow(logits.bfloat16(), tokens)["logprob"] - expected["logprob"]).max() > 1e-2
 
 
+def test_entries_too_small_to_cube_are_left_out_without_a_trace():
+    # 150,000 others 30 nats below one: together e^-30 · 150,000 = 1.4e-8 of it, below float32's resolution.
+    logits = torch.full((1, 150_002), -30.0)
+    logits[0, 0], logits[0, 1] = 0.0, 1.0
+    got, expected = logit_stats(logits, token_ids=torch.tensor([1])), slow(logits, torch.tensor([1]))
+    for name in FIELDS:
+        np.testing.assert_allclose(getattr(got, name), expected[name], rtol=3e-7, err_msg=name)
+
+
 def test_energy_is_the_squared_norm_of_the_logit_gradient():
     logits, tokens = random((6,), 11)
     logits.requires_grad_()

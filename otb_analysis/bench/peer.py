@@ -7,10 +7,11 @@ input with one line of JSON, `{"seconds": …}`. Its packages may move torch, wh
 import json
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from otb_analysis.errors import InputError
 
@@ -22,17 +23,20 @@ class Peer:
     Attributes:
         facts: What its script printed once it was ready.
         process: The interpreter.
+        errors: What it writes to stderr, in a file so that it never waits for a reader.
     """
 
     facts: Mapping[str, Any]
     process: subprocess.Popen[str]
+    errors: IO[str]
 
     def turn(self) -> float:
         """Let it run once; return the seconds that it measured."""
         assert self.process.stdin is not None
-        self.process.stdin.write("run\n")
-        self.process.stdin.flush()
-        return float(_answer(self.process)["seconds"])
+        with suppress(BrokenPipeError):  # it has ended, which reading its answer will say
+            self.process.stdin.write("run\n")
+            self.process.stdin.flush()
+        return float(_answer(self.process, self.errors)["seconds"])
 
 
 @contextmanager
@@ -48,27 +52,30 @@ def peer(python: Path, script: Path, spec: Mapping[str, object]) -> Iterator[Pee
         InputError: The interpreter does not exist, or the script failed; the sentence ends with its last line.
     """
     command = [str(python), "-P", str(script), json.dumps(dict(spec))]
-    pipe = subprocess.PIPE
-    try:
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    except OSError as error:
-        raise InputError(
-            f"{python} cannot be run ({error.strerror}); pass the Python of the peer's environment."
-        ) from error
-    with process:
+    with TemporaryFile("w+") as errors:
         try:
-            yield Peer(_answer(process), process)
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+        except OSError as error:
+            raise InputError(
+                f"{python} cannot be run ({error.strerror}); pass the Python of the peer's environment."
+            ) from error
+        try:
+            yield Peer(_answer(process, errors), process, errors)
         finally:
             process.kill()
+            with suppress(BrokenPipeError):
+                process.communicate()
 
 
-def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+def _answer(process: subprocess.Popen[str], errors: IO[str]) -> dict[str, Any]:
     """The next line of JSON; whatever else its libraries print is passed over."""
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("{"):
             return json.loads(line)
-    said = process.stderr.read().strip().splitlines()
+    process.wait()
+    errors.seek(0)
+    said = errors.read().strip().splitlines()
     script = Path(str(process.args[2])).name if isinstance(process.args, list) else "the peer"
     raise InputError(
         f"{script} ended early: {said[-1] if said else 'it said nothing'}; install what its first lines name."

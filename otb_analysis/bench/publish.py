@@ -1,6 +1,7 @@
 """A finished benchmark as a terminal table, and as Markdown and JSON files that a document can quote."""
 
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,12 +83,13 @@ def markdown(report: Report) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Return what the figures depend on besides the code."""
+    """Return what the figures depend on besides the code; a load far above the threads that ran spoils them."""
     found = {
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "torch": torch.__version__,
+        "load": f"{os.getloadavg()[1]:.1f} on {os.cpu_count()} cores",
     }
     return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 

@@ -35,6 +35,15 @@ def test_a_peer_that_fails_says_why_in_one_sentence(tmp_path):
         pass
 
 
+def test_a_peer_that_dies_between_turns_says_so_although_it_wrote_much(tmp_path):
+    talk = "import sys\nprint('{}', flush=True)\nsys.stderr.write('x' * 200_000 + '\\nout of breath')\n"
+    (tmp_path / "script.py").write_text(talk)
+    with peer(Path(sys.executable), tmp_path / "script.py", {}) as found:
+        found.process.wait()
+        with pytest.raises(InputError, match=r"script.py ended early: out of breath;"):
+            found.turn()
+
+
 def test_an_interpreter_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(InputError, match="no/python cannot be run"), peer(Path("no/python"), tmp_path / "x.py", {}):
         pass
