@@ -8,16 +8,16 @@ output layer does most of the rounding, so `Functional.evaluate` takes the logit
 is that of the layers below, and four points can step further before they truncate.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from otb_analysis.errors import InputError
+from otb_analysis.gradients.forward_mode import derivative
 from otb_analysis.gradients.functional import Functional, scatter
 from otb_analysis.gradients.gram import norm_sq_of
 from otb_analysis.gradients.inputs import Rollout, microbatches
@@ -54,9 +54,8 @@ class Slopes:
     step_error: float | None = None
 
 
-@torch.no_grad()  # around forward mode this only drops the reverse graph
 def jvp(function: Functional, rollouts: tuple[Rollout, ...], direction: Sequence[Tensor]) -> Slopes:
-    """Exact slopes by one forward-mode pass, on the math attention kernel since the fused ones have no such derivative.
+    """Exact slopes by one forward-mode pass, with an attention that has such a derivative.
 
     Args:
         function: The log-probabilities.
@@ -64,16 +63,9 @@ def jvp(function: Functional, rollouts: tuple[Rollout, ...], direction: Sequence
         direction: One tensor per tensor in scope.
     """
     value = np.zeros(function.problem.shape)
-    primals, tangents = tuple(function.parameters), tuple(direction)
     for batch in microbatches(rollouts):
-
-        def logprobs(*parameters: Tensor, batch: tuple[Rollout, ...] = batch) -> Tensor:
-            return function.logprobs(parameters, batch)
-
-        with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-            # PyTorch scripts formulas of its own when forward mode first runs, and warns of that.
-            warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)
-            scatter(value, batch, torch.func.jvp(logprobs, primals, tangents)[1])
+        moved = derivative(partial(function.logprobs, rollouts=batch), function.parameters, direction)
+        scatter(value, batch, moved)
     return Slopes(value)
 
 

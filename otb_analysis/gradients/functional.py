@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from otb_analysis.errors import InputError, NonFiniteError, nearest
@@ -57,7 +58,7 @@ class Functional:
             scope = replace(scope, parameters=tuple(parameters))
         call = _Call(replace(self.problem, scope=scope), forward)
         named = {f"model.{name}": tensor for name, tensor in swapped.items()}
-        with _plain_attention(self.problem.model):
+        with _plain_attention(self.problem.model), _padding_rows_held(self.problem.model):
             return functional_call(call, named, (rollouts,), tie_weights=True)
 
     def gradient(self, weights: Float, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, ...]:
@@ -159,6 +160,27 @@ def _index(problem: Problem) -> dict[str, int]:
 def _wide(tensor: Tensor) -> Tensor:
     """A detached float32 (or wider) version; anything but half precision shares its storage."""
     return tensor.detach().float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.detach()
+
+
+@contextmanager
+def _padding_rows_held(model: nn.Module) -> Iterator[None]:
+    """Keep the padding token's embedding where it is: a text may hold that token, and no gradient reaches its row."""
+
+    def held(table: nn.Embedding, padding: int) -> RemovableHandle:
+        row = table.weight[padding].detach()
+
+        def hold(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return torch.where((args[0] == padding)[..., None], row.to(output), output)
+
+        return table.register_forward_hook(hold)
+
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    handles = [held(m, m.padding_idx) for m in tables if m.padding_idx is not None]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
