@@ -18,7 +18,7 @@ from otb_analysis.errors import InputError
 
 
 class UnfitError(InputError):
-    """The generic engine has no rule for this model; the sentence says which parameter and what to do."""
+    """An engine does not follow this model; the sentence says which part of it and what to do."""
 
 
 @dataclass(frozen=True)
