@@ -91,7 +91,9 @@ def _parts(x: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
     """Value and derivative [n, h, T, d] of an operand; keys and values are repeated for the heads that share them."""
     primal, tangent = fwd.unpack_dual(x)
     moved = torch.zeros_like(primal) if tangent is None else tangent
-    return (primal, moved) if repeats == 1 else tuple(p.repeat_interleave(repeats, 1) for p in (primal, moved))
+    if repeats == 1:
+        return primal, moved
+    return primal.repeat_interleave(repeats, 1), moved.repeat_interleave(repeats, 1)
 
 
 def _hidden(mask: Tensor | None, causal: bool, rows: slice, seen: slice, like: Tensor) -> Tensor | None:
