@@ -221,14 +221,33 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """A small value network on the policy's detached hidden states; it observes, and trains only for `value`."""
+    """A value network beside the policy; it observes, and trains only estimators that read its values.
+
+    γ and λ of its target stand here, those of the advantages in `estimator.options`; with `value` as the estimator that
+    trains, both must mean the same value: γ is 1 for the targets return and tvm, λ is free for return and 1 for tvm,
+    and gae has both alike on both sides.
+    """
 
     enabled: bool = True
+    kind: Literal["head", "model"] = "head"
+    """A two-layer head on the policy's detached hidden states, or a language model of its own with a scalar output."""
+    path: str = ""
+    """Local checkpoint directory that a model starts from; by default the policy's own starting weights."""
+    target: Literal["return", "gae", "tvm"] = "return"
+    """Fitted to return-to-go, to λ-returns of GAE(γ, λ), or to the mean reward of the group's rollouts that share the
+    prefix (TVM)."""
+    discount: float = 1.0
+    """γ of the target gae."""
+    decay: float = 0.95
+    """λ of the target gae."""
     width: int = 128
-    """Hidden units."""
-    learning_rate: float = 1e-3
+    """Hidden units of a head."""
+    learning_rate: float = 0.0
+    """Of its own AdamW, constant; 0 takes 0.001 for a head and optimize.learning_rate for a model."""
     updates: int = 4
     """Gradient steps on each batch, after its values were recorded."""
+    gradient_checkpointing: bool = False
+    """Recompute a model's activations in the backward pass: slower, and less memory."""
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ POSITIVE = (
     ),
     *(f"optimize.{name}" for name in ("steps", "learning_rate")),
     *(f"objective.{name}" for name in ("epochs", "minibatches")),
-    *(f"critic.{name}" for name in ("width", "learning_rate", "updates")),
+    *(f"critic.{name}" for name in ("width", "updates")),
     *(f"warm_start.{name}" for name in ("batch", "learning_rate", "max_steps", "check_every", "check_prompts")),
     *("evaluate.prompts", "measure.sampled.share", "checkpoint.keep", "lora.alpha"),
 )
 NOT_NEGATIVE = (
     *("seed", "optimize.max_grad_norm", "optimize.weight_decay", "optimize.warmup_steps", "optimize.micro_batch"),
     *("objective.staleness", "objective.kl_coefficient", "objective.entropy_bonus", "checkpoint.every", "lora.rank"),
+    "critic.learning_rate",
     *("measure.exact.every", "measure.exact.prompts", "evaluate.every"),
     *("measure.sampled.every", "measure.sampled.prompts", "measure.attribution.every"),
 )
@@ -56,6 +57,8 @@ def check(config: TrainConfig) -> None:
         )
     if "value" in entry.needs and not config.critic.enabled:
         raise InputError(f"estimator.name is {config.estimator.name!r}, which needs a critic; set critic.enabled.")
+    if config.critic.enabled:
+        _check_critic(config)
     if config.measure.engine not in (*ENGINES, "auto"):
         raise InputError(
             f"measure.engine is {config.measure.engine!r}; this version has {', '.join(ENGINES)}, or pass auto."
@@ -79,6 +82,43 @@ def check(config: TrainConfig) -> None:
             f"warm_start.success_low is {start.success_low} and success_high is {start.success_high}; "
             "choose 0 ≤ success_low < success_high ≤ 1."
         )
+
+
+def _check_critic(config: TrainConfig) -> None:
+    """Refuse settings of the critic that do not fit each other, or the estimator that trains on its values."""
+    own = config.critic
+    for name in ("discount", "decay"):
+        if not 0.0 <= getattr(own, name) <= 1.0:
+            raise InputError(f"critic.{name} is {getattr(own, name)}; choose a number from 0 to 1.")
+    for name in ("path", "gradient_checkpointing"):
+        if own.kind == "head" and getattr(own, name):
+            raise InputError(
+                f"critic.{name} is {getattr(own, name)!r}, which a head does not have; set critic.kind to 'model'."
+            )
+    if config.estimator.name == "tvm" and own.target != "tvm":
+        raise InputError(
+            f"estimator.name is 'tvm' but critic.target is {own.target!r}; set critic.target to 'tvm', or take the "
+            "estimator 'value'."
+        )
+    if config.estimator.name == "value":
+        _check_value(config)
+
+
+def _check_value(config: TrainConfig) -> None:
+    """Refuse advantages whose γ and λ are not those of the values; any λ takes the returns' own values."""
+    own, asked = config.critic, options_from_dict("value", config.estimator.options)
+    fitted: dict[str, dict[str, float]] = {
+        "return": {"discount": 1.0},
+        "gae": {"discount": own.discount, "decay": own.decay},
+        "tvm": {"discount": 1.0, "decay": 1.0},
+    }
+    for name, number in fitted[own.target].items():
+        if getattr(asked, name) != number:
+            remedy = f"set critic.{name} to the same" if own.target == "gae" else "set critic.target to 'gae' with both"
+            raise InputError(
+                f"estimator.options {name} is {getattr(asked, name)} but the critic is fitted with {number} "
+                f"(critic.target is {own.target!r}); {remedy}, or change the option to {number}."
+            )
 
 
 def _check_number(config: TrainConfig, name: str, positive: bool) -> None:

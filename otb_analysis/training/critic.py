@@ -1,61 +1,122 @@
-"""A small value network on the policy's hidden states, trained beside the policy and never through it."""
+"""A value network trained beside the policy and never through it: it observes, and trains only who reads `value`."""
 
+from typing import Any
+
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from otb_analysis.config import CriticConfig
+from otb_analysis.config import TrainConfig
+from otb_analysis.errors import InputError
+from otb_analysis.models import load_policy, output_layer
+from otb_analysis.training.critic_nets import BackboneNet, CriticBatch, HeadNet
+from otb_analysis.types import Float
+
+HEAD_RATE = 1e-3
+"""Learning rate of a head where none is set."""
 
 
-class Critic(nn.Module):
-    """V(h_t): a two-layer network on the detached final hidden state that predicts y_t; h_t precedes y_t.
+class Critic:
+    """V(h_t) and how it is fitted, by least squares; h_t precedes y_t.
 
-    It is fitted by least squares to the return-to-go G_t of the policy's tokens. A value that a step records comes from
-    the critic as it was before that step's update, so on-policy it has not seen the rollout it judges.
+    A value that a step records comes from the critic as it was before that step's update, so on-policy it has not seen
+    the rollout it judges.
+
+    Attributes:
+        net: What computes the values.
+        optimizer: AdamW without weight decay over all of its weights.
+        updates: Gradient steps on each batch.
     """
 
-    def __init__(self, hidden_size: int, config: CriticConfig, seed: int = 0):
-        super().__init__()
-        self.config = config
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.net = nn.Sequential(
-                nn.LayerNorm(hidden_size), nn.Linear(hidden_size, config.width), nn.SiLU(), nn.Linear(config.width, 1)
-            )
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.learning_rate)
+    def __init__(self, net: HeadNet | BackboneNet, learning_rate: float, updates: int):
+        self.net, self.updates = net, updates
+        self.optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate, weight_decay=0.0)
 
     @torch.no_grad()
-    def value(self, hidden: Tensor) -> Tensor:
-        """Return V(h_t) [N, T] of hidden states [N, T, d]."""
-        return self.net(hidden.float())[..., 0]
+    def value(self, batch: CriticBatch) -> Float:
+        """Return V(h_t) [N, T] in units of reward, zero outside the mask."""
+        out = np.zeros(tuple(batch.forward.mask.shape))
+        mask = batch.forward.mask.cpu().numpy()
+        for rows in self.net.parts(batch):
+            inside = np.zeros_like(mask)
+            inside[rows] = mask[rows]
+            out[inside] = self.net(batch, rows).double().cpu().numpy()
+        return out
 
-    def update(self, hidden: Tensor, return_to_go: Tensor, mask: Tensor) -> float:
-        """Take the configured number of least-squares steps on one batch.
+    def update(self, batch: CriticBatch, target: Float) -> float:
+        """Take the configured number of gradient steps on the mean of (V(h_t) − y_t)² over the batch's policy tokens.
 
         Args:
-            hidden: Detached hidden states [N, T, d].
-            return_to_go: G_t [N, T].
-            mask: True at policy tokens [N, T].
+            batch: The step.
+            target: y_t [N, T]; what stands outside the mask is never read.
 
         Returns:
-            Mean squared error before the first step; NaN when the batch has no policy token.
+            That mean before the first step; NaN when there is no policy token. Where it is not finite no step is taken.
         """
-        inputs, targets = hidden[mask].float(), return_to_go[mask].float()
+        goal = torch.as_tensor(target, dtype=torch.float32, device=batch.forward.mask.device)
         first = float("nan")
-        if not len(targets):
+        if not bool(batch.forward.mask.any()):
             return first
-        for i in range(self.config.updates):
-            loss = (self.net(inputs)[:, 0] - targets).square().mean()
-            first = float(loss.detach()) if i == 0 else first
+        for i in range(self.updates):
+            loss = self._accumulate(batch, goal)
+            first = loss if i == 0 else first
+            if np.isfinite(loss):
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            self.optimizer.step()
         return first
 
-    def state(self) -> dict[str, object]:
+    def _accumulate(self, batch: CriticBatch, goal: Tensor) -> float:
+        """Add the gradient of the loss to `.grad`, one part after the other; return the loss."""
+        total, count = 0.0, int(batch.forward.mask.sum())
+        for rows in self.net.parts(batch):
+            index = torch.as_tensor(rows, device=goal.device)
+            inside = batch.forward.mask[index]
+            if bool(inside.any()):
+                loss = (self.net(batch, rows) - goal[index][inside]).square().sum() / count
+                loss.backward()
+                total += float(loss.detach())
+        return total
+
+    def state(self) -> dict[str, Any]:
         """Return weights and optimizer, for a checkpoint."""
         return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def load_state(self, state: dict[str, dict]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Go back to a state that `state` returned."""
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+def make_critic(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Critic | None:
+    """Make a run's critic; None where it has none.
+
+    Args:
+        config: The run.
+        model: The policy as it starts, before adapters enter it; a critic with a backbone copies its weights unless
+            `critic.path` names others.
+        tokenizer: The policy's.
+
+    Raises:
+        InputError: `critic.path` holds no language model, or one with other tokens.
+    """
+    own = config.critic
+    if not own.enabled:
+        return None
+    if own.kind == "head":
+        width = next(output_layer(model).parameters()).shape[1]
+        head = HeadNet(width, own.width, config.seed).to(model.device)
+        return Critic(head, own.learning_rate or HEAD_RATE, own.updates)
+    start = _loaded(own.path, tokenizer).to(model.device) if own.path else model  # pyright: ignore[reportArgumentType]
+    net = BackboneNet(start, config.optimize.precision == "bfloat16", own.gradient_checkpointing)
+    return Critic(net, own.learning_rate or config.optimize.learning_rate, own.updates)
+
+
+def _loaded(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    model, other = load_policy(path)
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise InputError(
+            f"critic.path is {path!r}, whose tokenizer has other tokens than the policy's; "
+            "pass a model with the policy's tokenizer, or leave critic.path empty."
+        )
+    return model

@@ -122,6 +122,21 @@ def score(model: PreTrainedModel, rollouts: Rollouts, temperature: float, entrop
     return Scored(logprob, view.mask, _entropies(logits, temperature) if entropy else None)
 
 
+def hidden_states(backbone: PreTrainedModel, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+    """Return the final hidden states that precede the completion tokens, with their graph, and the mask.
+
+    Args:
+        backbone: The layers of a language model without its output layer.
+        rollouts: N rollouts.
+
+    Returns:
+        Hidden states [N, T, d], arbitrary outside the mask, and the mask of policy tokens [N, T].
+    """
+    view = _View.of(rollouts, backbone.device)
+    hidden = backbone(input_ids=view.ids, attention_mask=view.attention, use_cache=False).last_hidden_state
+    return hidden.gather(1, view.before.expand(-1, -1, hidden.shape[-1])), view.mask
+
+
 @dataclass(frozen=True)
 class _View:
     """A batch on the model's device, seen by completion token."""

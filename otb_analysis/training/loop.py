@@ -101,7 +101,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         measurement = trainer.instrument.attribute(step, rollouts, coefficient, measurement)
     with trainer.timed("update"):
         scalars |= trainer.update(batch, forward)
-        scalars |= trainer.update_critic(forward, table)
+        scalars |= trainer.update_critic(rollouts, forward, table)
     scalars |= summarize(rollouts, table, trained, measurement) | trainer.take_seconds()
     exact = measurement.norms
     return StepTables(

@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from otb_analysis.arrays import returns_to_go
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import StoreError
 from otb_analysis.estimators import entry_of, options_from_dict
@@ -22,11 +21,13 @@ from otb_analysis.generation import Generator, TransformersGenerator
 from otb_analysis.generation_vllm import VllmGenerator
 from otb_analysis.gradients.scope import select_scope
 from otb_analysis.importance import learning_rate_factor
-from otb_analysis.models import load_policy, output_layer
+from otb_analysis.models import load_policy
 from otb_analysis.sampling import Rollouts
 from otb_analysis.tasks import Task, make_task
 from otb_analysis.training.check import check
-from otb_analysis.training.critic import Critic
+from otb_analysis.training.critic import make_critic
+from otb_analysis.training.critic_nets import CriticBatch
+from otb_analysis.training.critic_targets import critic_target, explained_variance
 from otb_analysis.training.forward import ForwardPass
 from otb_analysis.training.measure import Instrument
 from otb_analysis.training.objective import Objective, TokenBatch
@@ -55,6 +56,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task):
         entry = entry_of(config.estimator.name)
         self.config, self.tokenizer, self.task = config, tokenizer, task
+        self.critic = make_critic(config, model, tokenizer)  # before adapters enter the model
         self.policy = Policy(model, config)
         self.model = self.policy.model
         self.objective = Objective(config.objective)
@@ -67,8 +69,6 @@ class Trainer:
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
         trained = {config.estimator.name: self.options}
         self.instrument = Instrument(model, config.measure, config.sample.temperature, trained)
-        width = next(output_layer(model).parameters()).shape[1]
-        self.critic = Critic(width, config.critic, config.seed).to(model.device) if config.critic.enabled else None
         self.seconds: dict[str, float] = {}
 
     @classmethod
@@ -105,7 +105,7 @@ class Trainer:
 
     def table(self, rollouts: Rollouts, forward: ForwardPass, rewards: Rewards, reference: Float | None) -> TokenTable:
         """Return the step's token table: what the estimator will see, after shaping, penalties and ratios."""
-        value = None if self.critic is None else self.critic.value(forward.hidden).double().cpu().numpy()
+        value = None if self.critic is None else self.critic.value(self._judged(rollouts, forward))
         table = token_table(rollouts, forward, rewards, value)
         penalty = self.objective.penalty(table.stats.logprob, reference, table.mask)
         shaped = self.objective.shaped(rewards.by_token, table.mask, table.group, penalty)
@@ -125,13 +125,19 @@ class Trainer:
         self.stepper.batch += 1
         return scalars
 
-    def update_critic(self, forward: ForwardPass, table: TokenTable) -> dict[str, object]:
-        """Fit the critic to the step's returns, after its values were recorded."""
+    def update_critic(self, rollouts: Rollouts, forward: ForwardPass, table: TokenTable) -> dict[str, object]:
+        """Fit the critic to the step's targets, after its values were recorded, and say how good those were."""
         if self.critic is None:
             return {}
-        target = torch.as_tensor(returns_to_go(table.rewards.by_token, table.mask), device=self.model.device)
-        loss = self.critic.update(forward.hidden, target, forward.mask)
-        return {"critic_loss": loss if np.isfinite(loss) else None}
+        target = critic_target(self.config.critic, table.inputs(None))
+        loss = self.critic.update(self._judged(rollouts, forward), target)
+        return {
+            "critic_loss": loss if np.isfinite(loss) else None,
+            "critic_explained_variance": explained_variance(table),
+        }
+
+    def _judged(self, rollouts: Rollouts, forward: ForwardPass) -> CriticBatch:
+        return CriticBatch(rollouts, forward, self.policy.micro_batches(rollouts))
 
     def save(self, path: Path) -> None:
         """Write the policy and its tokenizer so that plain `from_pretrained` loads them; whole or not at all.

@@ -19,7 +19,7 @@ from otb_analysis.errors import NonFiniteError
 from otb_analysis.logit_stats import logit_stats
 from otb_analysis.models import output_layer
 from otb_analysis.sampling import sample
-from otb_analysis.training.forward import forward_pass
+from otb_analysis.training.forward import forward_pass, hidden_states
 
 V = 17
 BLOCK = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -52,6 +52,15 @@ def rollouts(echo, scripted, tokenizer):
     prompts = [echo.prompt("train", i) for i in (3, 1234)]
     answers = (["7$", "12", "$", "56789+="], ["#3$", "1"])
     return sample(scripted(*answers), tokenizer, echo, prompts, SampleConfig(group_size=2))
+
+
+@pytest.mark.parametrize("family", ["qwen3", *FAMILIES])
+def test_hidden_states_of_the_layers_alone_are_what_enters_the_output_layer(family, tiny_model, rollouts):
+    model = build(family, tiny_model)
+    found, mask = hidden_states(model.base_model, rollouts)
+    whole = forward_pass(model, rollouts, 1.0)
+    assert torch.equal(mask, whole.mask)
+    assert torch.equal(found.detach()[mask], whole.hidden[mask])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -202,6 +202,16 @@ def test_critic_observes_and_changes_nothing_about_the_training(otb_run, trained
     assert RunStore(alone).tokens_df()["value"].isna().all()
 
 
+@pytest.mark.parametrize("target", ["gae", "tvm"])
+def test_critic_with_a_backbone_observes_and_changes_nothing_about_the_training(otb_run, trained, target):
+    own = CriticConfig(kind="model", target=target, updates=1, gradient_checkpointing=target == "gae")
+    beside = trained(f"beside_{target}", critic=own, **UNMEASURED)
+    assert same_weights(otb_run, beside)
+    values = RunStore(beside).tokens_df(columns=["step", "value"])
+    assert (values["value"][values["step"] == 0] == 0).all()  # it had seen nothing
+    assert (values["value"][values["step"] == 2] != 0).all()
+
+
 def test_two_estimators_meet_the_same_prompts_and_at_first_the_same_rollouts(otb_run, trained):
     mean = trained("group_mean", estimator=EstimatorConfig(name="group_mean"))
     first, second = RunStore(otb_run), RunStore(mean)

@@ -6,7 +6,14 @@ import pandas as pd
 import pytest
 import torch
 
-from otb_analysis.config import CheckpointConfig, LoraConfig, ObjectiveConfig, OptimizeConfig
+from otb_analysis.config import (
+    CheckpointConfig,
+    CriticConfig,
+    EstimatorConfig,
+    LoraConfig,
+    ObjectiveConfig,
+    OptimizeConfig,
+)
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.models import load_policy
 from otb_analysis.store import RunStore
@@ -46,6 +53,15 @@ VARIANTS = {
     "off_policy": {"objective": ObjectiveConfig(ratio="ppo", minibatches=2, epochs=2, staleness=2)},
     "divergence": {"objective": ObjectiveConfig(kl_coefficient=0.1, entropy_bonus=0.01)},
     "adapters": {"lora": LoraConfig(rank=2)},
+    # `value` trains on what the critic says, so the policy shows it when the critic does not go on as it was.
+    "critic_head": {
+        "critic": CriticConfig(width=8, updates=2, target="gae"),
+        "estimator": EstimatorConfig(name="value", options={"decay": "0.95"}),
+    },
+    "critic_model": {
+        "critic": CriticConfig(kind="model", updates=1, target="tvm"),
+        "estimator": EstimatorConfig(name="tvm"),
+    },
     "schedule": {"optimize": replace(STEPS, schedule="cosine", warmup_steps=2)},
 }
 
