@@ -84,6 +84,9 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
             f"{steps['n_tokens'].sum():,}",
             *(f"{steps[f'seconds_{phase}'].sum():.0f}" for phase in ("sample", "update", "measure")),
         )
+        status, reason = store.standing
+        if status != "complete":
+            table.caption = f"{table.caption}\n{store.path.name}: {status}{f': {reason}' if reason else ''}"
         if line := heldout_line(steps):
             table.caption = f"{table.caption}\n{store.path.name}: {line}"
         if without_signal(steps):
