@@ -44,8 +44,8 @@ def runs_df(root: str | Path = "runs") -> pd.DataFrame:
     `reward_first` and `reward_last` are means of `reward_mean` over the first and last tenth of the complete steps
     (rounded down, at least one step); `heldout_reward` is the last one there is; `n_tokens` and `seconds` are sums over
     steps.
-    A run that cannot be read has status `broken` and its `reason` says why; one that says it is running while its process
-    is gone has status `stopped`, and the reason of one on another machine says when it was last written to.
+    A run that cannot be read has status `broken` and its `reason` says why; one that says it is running while its
+    process is gone has status `stopped`, and the reason of one on another machine says when it was last written to.
 
     Args:
         root: Directory that holds runs; one that does not exist holds none.
