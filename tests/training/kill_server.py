@@ -88,7 +88,8 @@ def go_on(config, kept, out):
 def killed_at(config, target, pause):
     """Train in a fork, kill it some time after its step `target` is complete, and return whether it still ran."""
     pid, steps = child(train, config), config.root / config.run / "steps"
-    while target and not (steps / f"part-{target - 1:08d}-r0.parquet").exists():
+    over = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while target and not (steps / f"part-{target - 1:08d}-r0.parquet").exists() and not os.waitid(os.P_PID, pid, over):
         time.sleep(0.002)
     time.sleep(pause)
     os.kill(pid, signal.SIGKILL)
