@@ -102,12 +102,14 @@ def main(config: TrainConfig, root: Path) -> None:
     quiet_loading()
     random.seed(0)
     kept, out, total = root / "kept", root / "found.json", config.optimize.steps
-    start = time.perf_counter()
     assert ended(child(uninterrupted, replace(config, root=root / "whole"), kept)) == 0
-    step = (time.perf_counter() - start) / (total + 2)
+    marks = sorted(part.stat().st_mtime for part in (root / "whole" / config.run_name / "steps").glob("*.parquet"))
+    step = (marks[-1] - marks[0]) / (total - 1)
     for trial in range(TRIALS):
         own = replace(config, root=root / str(trial), if_exists="resume")
-        killed = killed_at(own, trial % (total + 1), random.random() * step)
+        target = trial % (total + 1)
+        pause = random.random() * step * (1 if target else 4)  # before the first step there is a model to load
+        killed = killed_at(own, target, pause)
         out.unlink(missing_ok=True)
         code = ended(child(go_on, own, kept, out))
         found = json.loads(out.read_text()) if code == 0 else {}

@@ -42,7 +42,7 @@ def test_kill_at_twenty_moments_leaves_whole_steps_and_resume_is_bit_for_bit(tin
     # Readable, resumed, equal to the uninterrupted run.
     assert [trial["code"] for trial in trials] == [0] * 20, done.stderr
     killed = [trial for trial in trials if trial["killed"]]
-    assert len(killed) >= 12  # of the moments after the last step, some lie after the end
+    assert len(killed) >= 10  # of the moments after the last step, some lie after the end
     assert {trial["status"] for trial in killed} <= {"stopped", "none", "complete"}
     assert "stopped" in {trial["status"] for trial in killed}
     assert len({trial["steps"] for trial in killed}) >= 3
