@@ -35,7 +35,7 @@ class Run:
         stamp: Changes whenever the run grows or its run.json changes; part of every cache key.
         name: Name of the run.
         estimator: Name of the training estimator.
-        status: running, complete or failed.
+        status: running, complete, failed or stopped.
     """
 
     path: str
@@ -76,7 +76,7 @@ def stamps() -> str:
     return " ".join(f"{name}:{stamp(root() / name)}" for name in names)
 
 
-@st.cache_data(max_entries=4, show_spinner=False)
+@st.cache_data(max_entries=4, show_spinner=False, ttl=20)  # a process that is killed changes no file
 def runs(folder: str, stamps: str) -> pd.DataFrame:
     """Return the table of all runs of a folder, broken ones with their reason.
 

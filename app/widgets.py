@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import data
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
@@ -135,14 +136,18 @@ def download(table: pd.DataFrame, key: str) -> None:
 
 
 def curves_table(info: CurvesInfo) -> pd.DataFrame:
-    """Return the curves of small multiples as one long table: run, quantity, step, value.
+    """Return the curves of small multiples as one long table: run, quantity, step, value, ends of its interval.
 
     Args:
         info: From a `curves_info`.
     """
     parts = [
-        pd.DataFrame({"run": c.run, "quantity": q.column, "step": c.step.astype(int), "value": c.value})
+        pd.DataFrame(
+            {"run": c.run, "quantity": q.column, "step": c.step.astype(int), "value": c.value}
+            | {name: np.nan if ends is None else ends for name, ends in (("low", c.low), ("high", c.high))}
+        )
         for q, curves in zip(info.quantities, info.curves, strict=True)
         for c in curves
     ]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["run", "quantity", "step", "value"])
+    columns = ["run", "quantity", "step", "value", "low", "high"]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)

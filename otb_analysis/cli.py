@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.metadata import version
+from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
@@ -79,10 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train_command(words: Sequence[str]) -> None:
-    """Train one policy."""
+    """Train one policy; --config FILE.toml gives any of the fields below, and the command line wins over it.
+
+    --if-exists resume goes on from the newest checkpoint of a run that was stopped, bit for bit. docs/train.toml is a
+    commented example.
+    """
     words, file = _without_config(words)
     default = TrainConfig() if file is None else from_toml(TrainConfig, file)
-    config = _parsed(TrainConfig, "train", words, default)
+    config = _parsed(TrainConfig, "train", words, default, getdoc(train_command))
     from otb_analysis.demo import drawn, progress_bars
     from otb_analysis.models import quiet_loading
     from otb_analysis.training.loop import train
@@ -92,6 +97,10 @@ def train_command(words: Sequence[str]) -> None:
     with progress_bars(console) as bars:
         task = bars.add_task("starting", total=None)
         path = train(config, drawn(bars, task))
+    from otb_analysis.compare import learning_table
+    from otb_analysis.store import RunStore
+
+    Console(width=max(console.width, TABLE_WIDTH)).print(learning_table([RunStore(path)]))
     console.print(f"{path} is complete; look at it with: otb compare {path.name} --root {path.parent}", soft_wrap=True)
 
 
@@ -248,8 +257,10 @@ def _without_config(words: Sequence[str]) -> tuple[list[str], Path | None]:
     return words, None
 
 
-def _parsed(kind: type[Config], command: str, words: Sequence[str], default: Config) -> Config:
-    return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=())
+def _parsed(
+    kind: type[Config], command: str, words: Sequence[str], default: Config, description: str | None = None
+) -> Config:
+    return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=(), description=description)
 
 
 def _print_comparison(paths: Sequence[Path], console: Console) -> None:

@@ -84,9 +84,36 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
             f"{steps['n_tokens'].sum():,}",
             *(f"{steps[f'seconds_{phase}'].sum():.0f}" for phase in ("sample", "update", "measure")),
         )
+        status, reason = store.standing
+        if status != "complete":
+            table.caption = f"{table.caption}\n{store.path.name}: {status}{f': {reason}' if reason else ''}"
+        if line := heldout_line(steps):
+            table.caption = f"{table.caption}\n{store.path.name}: {line}"
         if without_signal(steps):
             table.caption = f"{table.caption}\n{store.path.name}: {NO_SIGNAL}"
     return table
+
+
+def heldout_line(steps: pd.DataFrame) -> str:
+    """Return the last evaluation with its 95 % intervals over prompts in one line; empty where none has an interval.
+
+    Args:
+        steps: Steps table of one run.
+    """
+    evaluated: Any = steps.dropna(subset=["heldout_reward"])
+    if evaluated.empty:
+        return ""
+    last = evaluated.iloc[-1]
+    shown = {"reward": "heldout_reward"}
+    if last["heldout_samples"] > 1:
+        shown[f"avg@{last['heldout_samples']:.0f}"] = "heldout_success"
+        shown[f"pass@{last['heldout_pass_k']:.0f}"] = "heldout_pass_at_k"
+    parts = [
+        f"{name} {last[column]:.3f} [{last[f'{column}_low']:.3f}, {last[f'{column}_high']:.3f}]"
+        for name, column in shown.items()
+        if pd.notna(last[f"{column}_low"])
+    ]
+    return f"held-out prompts at step {last['step']:.0f}: {' · '.join(parts)}" if parts else ""
 
 
 def without_signal(steps: pd.DataFrame) -> bool:

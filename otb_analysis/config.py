@@ -312,7 +312,11 @@ class EvaluateConfig:
     every: int = 20
     """Steps between evaluations; the last step is always evaluated; 0 turns it off."""
     prompts: int = 128
-    """Held-out prompts, one sampled answer each."""
+    """Held-out prompts, the same at every evaluation."""
+    samples: int = 1
+    """Answers sampled to each: avg@samples, and pass@k for k = 1, 2, 4, … up to it, with intervals over prompts."""
+    threshold: float = 0.5
+    """An answer is a success when its total reward is at least this."""
 
 
 @dataclass(frozen=True)
@@ -341,6 +345,8 @@ class TrainConfig:
     """A name in TASKS, or module:attribute for your own."""
     seed: int = 0
     """Seed of prompts, sampling and initial weights."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where the scalars of every step go besides the store; TensorBoard's files lie in the run's own directory."""
     chain_sum: ChainSumConfig = field(default_factory=ChainSumConfig)
     calculator: CalculatorConfig = field(default_factory=CalculatorConfig)
     counting: CountingConfig = field(default_factory=CountingConfig)

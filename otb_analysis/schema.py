@@ -141,14 +141,26 @@ STEPS = (
         "1 − Var(G_t − value)/Var(G_t) over tokens; null if all G_t are equal.",
     ),
     Column("heldout_reward", "DOUBLE", "", "Mean reward on held-out prompts, where evaluated."),
+    Column("heldout_reward_low", "DOUBLE", "", "Lower end of its 95 % interval over prompts; null below 16 prompts."),
+    Column("heldout_reward_high", "DOUBLE", "", "Upper end of the same."),
+    Column("heldout_samples", "BIGINT", "", "Answers n sampled to each held-out prompt."),
+    Column("heldout_success", "DOUBLE", "", "avg@n: share of those answers whose total reward reached the threshold."),
+    Column("heldout_success_low", "DOUBLE", "", "Lower end of its 95 % interval over prompts; null below 16 prompts."),
+    Column("heldout_success_high", "DOUBLE", "", "Upper end of the same."),
+    Column("heldout_pass_k", "BIGINT", "", "k of heldout_pass_at_k: the largest power of two up to n."),
+    Column("heldout_pass_at_k", "DOUBLE", "", "Chance that one of k answers is a success, 1 − C(n−c, k)/C(n, k)."),
+    Column("heldout_pass_at_k_low", "DOUBLE", "", "Lower end of its 95 % interval over prompts; null below 16."),
+    Column("heldout_pass_at_k_high", "DOUBLE", "", "Upper end of the same."),
     Column("n_measured_prompts", "BIGINT", "", "Groups measured exactly in this step."),
     Column("measurement_gaps", "BIGINT", "", "Instruments that failed in this step."),
+    Column("tracker_gaps", "BIGINT", "", "Trackers that did not take this step; null without trackers."),
     Column("seconds_sample", "DOUBLE", "s", "Time spent generating."),
     Column("seconds_update", "DOUBLE", "s", "Time spent on forward, backward and the optimiser."),
     Column("seconds_measure", "DOUBLE", "s", "Time spent on scheduled measurements."),
     Column("seconds_evaluate", "DOUBLE", "s", "Time spent on held-out prompts."),
     Column("seconds_store", "DOUBLE", "s", "Time spent writing the step before this one."),
 )
+"""Evaluations add `heldout_pass_at_<k>` for every power of two k up to the answers per prompt."""
 
 ESTIMATOR = Column("estimator", "VARCHAR", "", "Name in ESTIMATORS.", key=True)
 SOURCE = Column("energy_source", "VARCHAR", "", "Where its energies came from; none when it reads none.", key=True)

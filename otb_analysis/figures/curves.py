@@ -27,6 +27,7 @@ class Quantity:
         from_zero: A linear axis starts at 0, so that heights compare as ratios.
         rare: Measured rarely: points are drawn, and nothing is smoothed.
         smoothed: Takes part in the running mean; False for what is a running mean already.
+        interval: The columns `<column>_low` and `<column>_high` are the ends of its interval, drawn as a band.
     """
 
     title: str
@@ -35,16 +36,22 @@ class Quantity:
     from_zero: bool = False
     rare: bool = False
     smoothed: bool = True
+    interval: bool = False
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run in one panel: `step` [S], the recorded `value` [S] and its running mean `smooth` [S], all float32."""
+    """One run in one panel: `step` [S], the recorded `value` [S] and its running mean `smooth` [S], all float32.
+
+    `low` and `high` [S] are the ends of the value's interval, NaN where none was given; None for quantities without.
+    """
 
     run: str
     step: Array
     value: Array
     smooth: Array
+    low: Array | None = None
+    high: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -103,13 +110,18 @@ def _has(table: pd.DataFrame, quantity: Quantity) -> bool:
 
 def _curve(run: str, table: pd.DataFrame, quantity: Quantity, window: int) -> Curve:
     column = quantity.column
-    recorded = table.loc[table[column].notna(), ["step", column]].sort_values("step")
+    recorded = table.loc[table[column].notna()].sort_values("step")
     value = recorded[column].to_numpy(np.float32)
+    ends = [f"{column}_low", f"{column}_high"]
+    known = quantity.interval and all(end in recorded for end in ends)
+    low, high = (recorded[end].to_numpy(np.float32, na_value=np.nan) if known else None for end in ends)
     return Curve(
         run,
         recorded["step"].to_numpy(np.float32),
         value,
         running_mean(value, window if quantity.smoothed and not quantity.rare else 1),
+        low,
+        high,
     )
 
 
@@ -128,6 +140,8 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y:
     for index, (quantity, curves) in enumerate(zip(info.quantities, info.curves, strict=True)):
         where = place(index, columns)
         for curve in curves:
+            for band in _bands(curve, styles[curve.run]):
+                figure.add_trace(band, **where)
             for trace in _scatters(curve, quantity, styles[curve.run]):
                 figure.add_trace(trace.update(showlegend=trace.showlegend and curve.run not in named), **where)
             named.add(curve.run)
@@ -155,10 +169,35 @@ def _scatters(curve: Curve, quantity: Quantity, style: Style) -> list[Any]:
         x=curve.step, y=curve.smooth, name=curve.run, legendgroup=curve.run, showlegend=True,
         mode="lines+markers" if quantity.rare else "lines",
         line={"color": style.color, "width": 2, "dash": style.dash}, marker={"symbol": style.symbol, "size": 7},
-        text=[number(float(v)) for v in curve.value],
+        text=_readings(curve),
         hovertemplate="step %{x}: <b>%{text}</b><extra>" + _plain(curve.run) + "</extra>",
     )  # fmt: skip
     return [line] if np.array_equal(curve.value, curve.smooth) else [recorded, line]
+
+
+def _readings(curve: Curve) -> list[str]:
+    """Each value as the hover shows it, with its interval where there is one."""
+    values = [number(float(v)) for v in curve.value]
+    if curve.low is None or curve.high is None:
+        return values
+    ends = zip(values, curve.low, curve.high, strict=True)
+    return [f"{v} [{number(float(a))}, {number(float(b))}]" if np.isfinite(a) else v for v, a, b in ends]
+
+
+def _bands(curve: Curve, style: Style) -> list[Any]:
+    """The intervals of a curve as one outline, of the steps that have one; nothing where none has."""
+    if curve.low is None or curve.high is None:
+        return []
+    given = np.isfinite(curve.low) & np.isfinite(curve.high)
+    if not given.any():
+        return []
+    step, low, high = curve.step[given], curve.low[given], curve.high[given]
+    outline = go.Scatter(
+        x=np.concatenate([step, step[::-1]]), y=np.concatenate([high, low[::-1]]), mode="lines", fill="toself",
+        fillcolor=style.color, line={"color": style.color, "width": 1}, opacity=0.2,
+        hoverinfo="skip", showlegend=False, legendgroup=curve.run,
+    )  # fmt: skip
+    return [outline]
 
 
 def _flat(curves: Sequence[Curve]) -> bool:

@@ -34,6 +34,7 @@ from otb_analysis.statistics.measures import (
     sf,
 )
 from otb_analysis.statistics.noise import GradientNoise, NoiseScale, NormTest, gradient_noise, noise_scale, norm_test
+from otb_analysis.statistics.passing import Passing, pass_at_k, passing
 from otb_analysis.statistics.pools import (
     Partition,
     PoolGram,
@@ -67,6 +68,7 @@ __all__ = [
     "NormTest",
     "PairedRatios",
     "Partition",
+    "Passing",
     "PoolGram",
     "SketchNoise",
     "Totals",
@@ -96,6 +98,8 @@ __all__ = [
     "paired_ratios",
     "pareto_k",
     "partitions",
+    "pass_at_k",
+    "passing",
     "pool_gram",
     "pool_statistics",
     "pooled_statistics",

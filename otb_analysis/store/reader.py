@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import duckdb
@@ -10,7 +11,8 @@ import pandas as pd
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
 from otb_analysis.store.gram import rebuild_gram
-from otb_analysis.store.layout import Part, complete_steps, find_run, visible_parts
+from otb_analysis.store.layout import Part, complete_steps, find_run, parts_of, visible_parts
+from otb_analysis.store.liveness import standing
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
 from otb_analysis.store.views import broken_part, column_names, literal, quoted, select
@@ -54,6 +56,14 @@ class RunStore:
     def info(self) -> dict[str, object]:
         """What run.json says now: config, seed, git, packages, status, reason and more."""
         return read_run_file(self.path)
+
+    @property
+    def standing(self) -> tuple[str, str]:
+        """Status as it is now, and why: `stopped` where run.json says running but the process is known to be gone."""
+        info = self.info
+        times = [part.path.stat().st_mtime for part in parts_of(self.path, "steps")[-1:]]
+        heard = datetime.fromtimestamp(times[0], UTC).strftime("%Y-%m-%d %H:%M UTC") if times else info.get("updated")
+        return standing(info, str(heard or ""))
 
     def complete_steps(self) -> list[int]:
         """Return the steps that can be read, in order."""

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import SCHEMA_VERSION
 from otb_analysis.store.layout import RUN_FILE
+from otb_analysis.store.liveness import this_process
 
 RESERVE = ".reserve"
 """A file of no use but its room: given up when a run ends, so that a full disk can still record how it ended."""
@@ -65,6 +66,7 @@ def new_run(run: str, config: Mapping[str, object]) -> dict[str, object]:
         "reason": "",
         "created": now(),
         "updated": now(),
+        "process": this_process(),
         "schema_version": SCHEMA_VERSION,
         "seed": config.get("seed"),
         "config": dict(config),

@@ -11,6 +11,7 @@ import pandas as pd
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.layout import find_run, list_runs, parts_of
+from otb_analysis.store.liveness import standing
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.views import broken_part, select
 
@@ -43,7 +44,8 @@ def runs_df(root: str | Path = "runs") -> pd.DataFrame:
     `reward_first` and `reward_last` are means of `reward_mean` over the first and last tenth of the complete steps
     (rounded down, at least one step); `heldout_reward` is the last one there is; `n_tokens` and `seconds` are sums over
     steps.
-    A run that cannot be read has status `broken` and its `reason` says why.
+    A run that cannot be read has status `broken` and its `reason` says why; one that says it is running while its
+    process is gone has status `stopped`, and the reason of one on another machine says when it was last written to.
 
     Args:
         root: Directory that holds runs; one that does not exist holds none.
@@ -82,9 +84,11 @@ def _row(path: Path) -> dict[str, object]:
     except (StoreError, InputError, OSError) as error:  # the last two: the run was replaced while it was being listed
         return {"run": path.name, "status": "broken", "reason": str(error)}
     config = info.get("config")
-    fixed = {name: info.get(name) for name in ("status", "created", "reason", "schema_version")}
+    fixed = {name: info.get(name) for name in ("created", "schema_version")}
     written = max((time for _, time in signature), default=0) / 1e9
     updated = max(_time(info.get("updated")), pd.Timestamp(written, unit="s", tz="UTC"))
+    status, reason = standing(info, f"{updated:%Y-%m-%d %H:%M} UTC")
+    fixed |= {"status": status, "reason": reason}
     settings = flat_config(config if isinstance(config, dict) else {})
     return {"run": path.name, "updated": updated} | fixed | numbers | dict(settings)
 

@@ -15,6 +15,7 @@ from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
 from otb_analysis.store.encode import Columns, encode, encode_scalars
 from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path, parts_of
+from otb_analysis.store.liveness import this_process
 from otb_analysis.store.runfile import (
     ENDINGS,
     RESERVE,
@@ -98,9 +99,7 @@ class RunWriter:
             return cls(path, rank)
         try:
             _clear(path, if_exists)
-            path.mkdir(parents=True)
-            write_run_file(path, new_run(run, config))
-            write_reserve(path)
+            _appear(path, new_run(run, config))
         except OSError as error:
             raise StoreError(
                 f"cannot make {path} ({_why(error)}); make its parent writable or pass another."
@@ -124,7 +123,9 @@ class RunWriter:
             return cls(path, rank)
         try:
             _remove_from(find_run(path), from_step)
-            info = read_run_file(path) | {"status": "running", "reason": "", "updated": now()}
+            info = read_run_file(path) | {
+                "status": "running", "reason": "", "updated": now(), "process": this_process()
+            }  # fmt: skip
             resumed = [*_as_list(info.get("resumed")), {"at": now(), "from_step": from_step, "git": git_state()}]
             write_run_file(path, info | {"resumed": resumed})
             write_reserve(path)
@@ -234,14 +235,30 @@ def _clear(path: Path, if_exists: str) -> None:
     shutil.rmtree(old)
 
 
+def _appear(path: Path, info: Mapping[str, object]) -> None:
+    """Make a run's directory with its run.json in it, or not at all: a process may be killed anywhere in between."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        draft.mkdir()
+        write_run_file(draft, info)
+        write_reserve(draft)
+        draft.rename(path)
+    except OSError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
 def _remove_from(path: Path, step: int) -> None:
     """Remove what lies at or after a step: the `steps` parts first, so that no reader sees half of one."""
     for table in ("steps", *TABLES):
         for part in parts_of(path, table):
             if part.step >= step:
                 part.path.unlink(missing_ok=True)
-    for left in path.glob("*/.*.tmp"):  # what a killed process had begun
+    for left in (*path.glob("*/.*.tmp"), *path.glob(".*.tmp")):  # what a killed process had begun
         left.unlink(missing_ok=True)
+    for left in path.glob(".model.*"):
+        shutil.rmtree(left)
 
 
 def _as_list(value: object) -> list[object]:

@@ -8,6 +8,7 @@ from otb_analysis.estimators import entry_of, options_from_dict
 from otb_analysis.gradients import ENGINES
 from otb_analysis.store.layout import check_run_name
 from otb_analysis.training.objective import Objective
+from otb_analysis.training.trackers import check_trackers
 
 TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value", "turn", "token_id", "ratio"}
 """Inputs the loop can provide at every step."""
@@ -21,7 +22,7 @@ POSITIVE = (
     *(f"objective.{name}" for name in ("epochs", "minibatches")),
     *(f"critic.{name}" for name in ("width", "updates")),
     *(f"warm_start.{name}" for name in ("batch", "learning_rate", "max_steps", "check_every", "check_prompts")),
-    *("evaluate.prompts", "measure.sampled.share", "checkpoint.keep", "lora.alpha"),
+    *("evaluate.prompts", "evaluate.samples", "measure.sampled.share", "checkpoint.keep", "lora.alpha"),
 )
 NOT_NEGATIVE = (
     *("seed", "optimize.max_grad_norm", "optimize.weight_decay", "optimize.warmup_steps", "optimize.micro_batch"),
@@ -43,6 +44,7 @@ def check(config: TrainConfig) -> None:
         raise InputError(
             f"run {config.run_name!r} already exists in {config.root}; pass another --run or --if-exists replace."
         )
+    check_trackers(config.trackers)
     entry = entry_of(config.estimator.name)
     options_from_dict(config.estimator.name, config.estimator.options)
     unmet = [need for need in entry.needs if need not in TRAINABLE_NEEDS]

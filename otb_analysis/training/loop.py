@@ -21,18 +21,17 @@ from otb_analysis.sampling import sample
 from otb_analysis.store import RunWriter, StepTables, gram_rows
 from otb_analysis.tasks.asking import draw_prompts
 from otb_analysis.training.checkpoint import write_checkpoint
+from otb_analysis.training.evaluation import evaluate
 from otb_analysis.training.levels import energy_columns, level_columns
-from otb_analysis.training.progress import Bar, silent
+from otb_analysis.training.progress import Bar, Watch, silent
 from otb_analysis.training.resume import begin
 from otb_analysis.training.setup import Trainer, seed_of
 from otb_analysis.training.summary import summarize
 from otb_analysis.training.table import pay, rollout_rows, token_rows
-from otb_analysis.training.warm_start import success_rate
+from otb_analysis.training.trackers import Trackers
 
 ORDER = 1
 """Stands beside a step where the order of its mini-batches draws its seed."""
-EVALUATION = 2**31
-"""Stands for a step where evaluation draws its seed: the same draws at every evaluation, unlike any step's."""
 
 
 def train(config: TrainConfig, bar: Bar = silent) -> Path:
@@ -49,14 +48,16 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
     """
     trainer = Trainer.from_config(config, bar)
     writer, first = begin(config, trainer)
-    with _ending_recorded(writer):
+    with _ending_recorded(writer), _tracking(config, writer, first) as trackers:
+        watch = Watch(config.run_name, first, config.optimize.steps)
         for step in range(first, config.optimize.steps):
             with _step_named(step):
                 tables = train_step(trainer, step)
+            tables = replace(tables, steps={**tables.steps, "tracker_gaps": trackers.log(step, tables.steps)})
             with trainer.timed("store"):
                 writer.write_step(step, tables)
                 keep_checkpoint(trainer, writer.path, step + 1)
-            bar(step + 1, config.optimize.steps, _numbers(config.run_name, tables))
+            bar(step + 1, config.optimize.steps, watch.line(step, tables.steps))
         trainer.save(writer.path / "model")
     return writer.path
 
@@ -75,7 +76,7 @@ def keep_checkpoint(trainer: Trainer, run_dir: Path, done: int) -> None:
 def train_step(trainer: Trainer, step: int) -> StepTables:
     """Take one step and return everything to record about it."""
     config, policy = trainer.config, trainer.policy
-    scalars: dict[str, object] = {"heldout_reward": evaluate(trainer, step)}
+    scalars = evaluate(trainer, step)
     with trainer.timed("sample"):
         torch.manual_seed(seed_of(config.seed, step))
         prompts = draw_prompts(trainer.task, "train", step * config.sample.prompts, config.sample.prompts)
@@ -115,17 +116,6 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
     )
 
 
-def evaluate(trainer: Trainer, step: int) -> float | None:
-    """Return mean reward on held-out prompts where it is due; the training's random state is not touched."""
-    settings, last = trainer.config.evaluate, trainer.config.optimize.steps - 1
-    if settings.every <= 0 or (step % settings.every and step != last):
-        return None
-    with trainer.timed("evaluate"), torch.random.fork_rng():
-        torch.manual_seed(seed_of(trainer.config.seed, EVALUATION))
-        prompts = draw_prompts(trainer.task, "heldout", 0, settings.prompts)
-        return success_rate(trainer.generator, trainer.tokenizer, trainer.task, prompts, trainer.config.sample)
-
-
 def columns_of(rows: Sequence[Mapping[str, object]]) -> dict[str, list[object]] | None:
     """Turn rows into columns; None when there are none."""
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else None
@@ -147,15 +137,19 @@ def _ending_recorded(writer: RunWriter) -> Iterator[None]:
 
 
 @contextmanager
+def _tracking(config: TrainConfig, writer: RunWriter, first: int) -> Iterator[Trackers]:
+    """Start the run's trackers, and let them write what they hold however the run ends."""
+    trackers = Trackers(config.trackers, writer.path, first)
+    try:
+        yield trackers
+    finally:
+        trackers.finish()
+
+
+@contextmanager
 def _step_named(step: int) -> Iterator[None]:
     """Put the step into the sentence of whatever is not finite."""
     try:
         yield
     except NonFiniteError as error:
         raise NonFiniteError(f"step {step}: {error}") from error
-
-
-def _numbers(run: str, tables: StepTables) -> str:
-    """Return the numbers people watch."""
-    s = tables.steps
-    return f"{run}: reward {s['reward_mean']:.2f}, ‖ḡ‖ {s['grad_norm']:.1f}, entropy {s['entropy_mean'] or 0:.3f}"

@@ -10,8 +10,8 @@ from otb_analysis.store import RunStore, RunWriter
 from otb_analysis.training.checkpoint import checkpoints, read_checkpoint
 from otb_analysis.training.setup import Trainer
 
-PLACE = {"run", "root", "if_exists", "checkpoint"}
-"""Fields that may differ when a run goes on: they say where it lies, not what it is."""
+PLACE = {"run", "root", "if_exists", "checkpoint", "trackers"}
+"""Fields that may differ when a run goes on: they say where it lies and who hears of it, not what it is."""
 
 
 def begin(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, int]:

@@ -109,11 +109,12 @@ def _backward(objective: Objective, batch: TokenBatch, rows: Int, scored: Scored
     """Back-propagate −Σ c·log π − bonus·Σ weight·entropy of some rollouts; return it."""
     part = batch.take(rows)
     found = objective.coefficients(part, scored.logprob.detach().double().cpu().numpy())
-    parts = -_weighted(found.value, scored.logprob, scored.mask)
+    terms = _weighted(found.value, scored.logprob, scored.mask)
+    parts = -terms.sum(dim=1)
     if scored.entropy is not None:
         share = objective.config.entropy_bonus * part.mask / batch.mask.sum()
-        parts = parts - _weighted(share, scored.entropy, scored.mask)
-    _refuse_non_finite(parts.detach(), part.number)
+        parts = parts - _weighted(share, scored.entropy, scored.mask).sum(dim=1)
+    _refuse_non_finite(parts.detach(), terms.detach(), part.number)
     parts.sum().backward()
     tally.tokens += int(part.mask.sum())
     for name, values in found.by_token.items():
@@ -122,13 +123,19 @@ def _backward(objective: Objective, batch: TokenBatch, rows: Int, scored: Scored
 
 
 def _weighted(weights: Float, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Σ_t weights·values of each rollout; what lies outside the mask is never read."""
+    """Return weights·values [N, T], zero outside the mask, where nothing is ever read."""
     constant = torch.as_tensor(weights, dtype=values.dtype, device=values.device)
-    return torch.where(mask, constant * values, 0.0).sum(dim=1)
+    return torch.where(mask, constant * values, 0.0)
 
 
-def _refuse_non_finite(parts: torch.Tensor, number: Int) -> None:
+def _refuse_non_finite(parts: torch.Tensor, terms: torch.Tensor, number: Int) -> None:
+    """Name the rollout whose loss is not finite, and its first token that makes it so, where a single one does."""
     bad = ~parts.isfinite()
     if bool(bad.any()):
         n = int(bad.nonzero()[0])
-        raise NonFiniteError(f"the loss of rollout {number[n]} is {float(parts[n])}; scale the task's rewards down.")
+        tokens = (~terms[n].isfinite()).nonzero()
+        token = f", token {int(tokens[0])}," if len(tokens) else ""
+        raise NonFiniteError(
+            f"the loss of rollout {number[n]}{token} is {float(parts[n])}; scale the task's rewards down, "
+            "or lower the learning rate and resume from the last checkpoint."
+        )

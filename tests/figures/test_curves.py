@@ -92,3 +92,40 @@ def test_run_name_is_text_in_hover_and_template():
     table = pd.DataFrame({"step": [0], "reward_mean": [1.0]})
     figure = plot_learning(learning_info({"<b>%{x}": table}, {}))
     assert figure.data[0].hovertemplate.endswith("<extra>&lt;b>% {x}</extra>")
+
+
+def evaluated(k):
+    """Three steps of which two were evaluated, and one of these without an interval."""
+    table = pd.DataFrame({"step": [0, 1, 2], "reward_mean": [0.1, 0.2, 0.3], "heldout_pass_k": [k, None, k]})
+    for column in ("heldout_reward", "heldout_success", "heldout_pass_at_k"):
+        table[column], table[f"{column}_low"], table[f"{column}_high"] = (
+            [0.4, None, 0.5], [0.3, None, None], [0.6, None, None],
+        )  # fmt: skip
+    return table
+
+
+def test_interval_is_a_band_over_the_steps_that_have_one():
+    info = learning_info({"a": evaluated(1)}, {"a": "otb"})
+    curve = info.curves[1][0]
+    np.testing.assert_array_equal(curve.low, np.array([0.3, np.nan], np.float32))
+    (band,) = [t for t in plot_learning(info).data if t.fill == "toself"]
+    np.testing.assert_allclose(band.x, [0, 0])
+    np.testing.assert_allclose(band.y, [0.6, 0.3], rtol=1e-6)
+
+
+def test_hover_reads_the_interval_beside_the_value():
+    figure = plot_learning(learning_info({"a": evaluated(1)}, {"a": "otb"}))
+    assert list(figure.data[-1].text) == ["0.400 [0.300, 0.600]", "0.500"]
+
+
+def test_run_from_before_intervals_has_a_curve_and_no_band(steps):
+    figure = plot_learning(learning_info({"a": steps}, {"a": "otb"}))
+    assert [t.fill for t in figure.data] == [None, None]
+
+
+def test_success_has_panels_of_its_own_only_with_several_answers(steps):
+    titles = [
+        [q.title for q in learning_info({"a": t, "b": steps}, {}).quantities] for t in (evaluated(1), evaluated(4))
+    ]
+    assert titles[0] == ["Training reward", "Held-out reward"]
+    assert titles[1] == [*titles[0], "Held-out success", "Held-out pass@k"]

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from otb_analysis.config import (
+    CheckpointConfig,
     CriticConfig,
     EstimatorConfig,
     EvaluateConfig,
@@ -25,8 +26,11 @@ from otb_analysis.config import (
     WarmStartConfig,
 )
 from otb_analysis.errors import InputError, NonFiniteError, StoreError
+from otb_analysis.models import load_policy
 from otb_analysis.store import RunStore
 from otb_analysis.training import loop
+from otb_analysis.training.checkpoint import checkpoints
+from otb_analysis.training.objective import Objective
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.setup import Trainer
 
@@ -123,8 +127,37 @@ def test_loss_that_is_not_finite_names_step_and_rollout(config, monkeypatch):
 
     monkeypatch.setitem(TASKS, "half", Huge)
     quiet = replace(config, estimator=EstimatorConfig(name="none"), critic=CriticConfig(enabled=False))
-    store = failed(quiet, NonFiniteError, r"^step 0: the loss of rollout 0 is inf; scale the task's rewards down\.$")
+    store = failed(
+        quiet, NonFiniteError, r"^step 0: the loss of rollout 0, token \d+, is inf; scale the task's rewards down"
+    )
     assert store.complete_steps() == []
+
+
+def test_nan_loss_names_step_rollout_and_token_and_leaves_the_last_checkpoint(config, monkeypatch, one_thread):
+    """Estimator, reward and logits are fine; one coefficient of step 3 is not."""
+    longer = replace(config, optimize=replace(config.optimize, steps=5), checkpoint=CheckpointConfig(every=2))
+    whole = loop.train(replace(longer, root=config.root / "whole"))
+    real = Objective.coefficients
+
+    def spoiled(self, batch, logprob):
+        found = real(self, batch, logprob)
+        calls.append(1)
+        if len(calls) == 8:  # two in each step: for the record, and for the update
+            rows, columns = np.nonzero(batch.mask)
+            place.extend((int(rows[-1]), int(columns[-1])))
+            found.value[rows[-1], columns[-1]] = np.nan
+        return found
+
+    calls, place = [], []
+    monkeypatch.setattr(Objective, "coefficients", spoiled)
+    store = failed(longer, NonFiniteError, r"^step 3: the loss of rollout \d+, token \d+, is nan; scale")
+    assert f"rollout {place[0]}, token {place[1]}," in store.info["reason"]
+    assert store.complete_steps() == [0, 1, 2]
+    assert [c.step for c in checkpoints(store.path)] == [2]
+    monkeypatch.undo()
+    again = loop.train(replace(longer, if_exists="resume"))
+    first, second = (load_policy(path / "model")[0].state_dict() for path in (whole, again))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_gradient_that_is_not_finite_changes_nothing(trainer):
@@ -262,6 +295,7 @@ def test_system_that_refuses_to_write_more_ends_otb_train_with_a_sentence(checkp
         ({"optimize": OptimizeConfig(max_grad_norm=-1.0)}, "optimize.max_grad_norm is -1"),
         ({"optimize": OptimizeConfig(weight_decay=-0.1)}, "optimize.weight_decay is -0.1"),
         ({"evaluate": EvaluateConfig(prompts=0)}, "evaluate.prompts is 0"),
+        ({"evaluate": EvaluateConfig(samples=0)}, "evaluate.samples is 0"),
         ({"critic": CriticConfig(width=0)}, "critic.width is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"measure": MeasureConfig(engine="fastest")}, "measure.engine is 'fastest'"),

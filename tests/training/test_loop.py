@@ -65,7 +65,10 @@ OTHER_LEVELS = {
 }
 NEVER_HERE = {
     # Too few tokens for a tail; on-policy, and no divergence wanted.
-    "steps": {"energy_tail_k", "exact_tail_k", "ratio_mean", "ratio_clip_share", "kl_reference", *OTHER_LEVELS},
+    "steps": {"energy_tail_k", "exact_tail_k", "ratio_mean", "ratio_clip_share", "kl_reference", *OTHER_LEVELS}
+    # Fewer than 16 held-out prompts, and no trackers.
+    | {f"heldout_{name}_{end}" for name in ("reward", "success", "pass_at_k") for end in ("low", "high")}
+    | {"tracker_gaps"},
     "rollouts": {"energy_total", "energy_total_stderr"},  # of the level sampled
     "tokens": {"grad_norm_sq_stderr", "path_norm_sq", "energy_calibrated", "attribution", "signal", "noise"},
     "gradients": {"variance_low", "variance_high", "within", "between"},  # below 16 prompts, and without pools

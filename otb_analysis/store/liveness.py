@@ -1,0 +1,60 @@
+"""Whether a run that says "running" still is: a process that was killed cannot say that it ended.
+
+Only a reader that sees the same processes as the writer can tell: the same host, since the same boot, in the same
+process namespace. Anywhere else a run is believed, and when it was last heard of is said beside it.
+"""
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+STOPPED = "its process ended without a word; its complete steps can be read, go on with --if-exists resume."
+_PROC = Path("/proc")
+
+
+def this_process() -> dict[str, object]:
+    """Return what tells this process from every other: host, the place its number means something in, number, start."""
+    pid = os.getpid()
+    return {"host": platform.node(), "place": _place(), "pid": pid, "start": _start(pid)}
+
+
+def standing(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
+    """Return the status of a run as it is now, and why.
+
+    A run that says it is running is `stopped` where its process is known to be gone, and `running` otherwise.
+
+    Args:
+        info: Content of run.json.
+        heard: When the run was last written to, in words.
+    """
+    status, reason = str(info.get("status") or ""), str(info.get("reason") or "")
+    process = info.get("process")
+    if status != "running" or not isinstance(process, Mapping):
+        return status, reason
+    if process.get("place") is None or process.get("place") != _place():
+        last = f", last seen {heard}" if heard else ""
+        return status, f"running on {process.get('host') or 'another machine'}{last}."
+    pid = process.get("pid")
+    if isinstance(pid, int) and process.get("start") is not None and _start(pid) == process["start"]:
+        return status, reason
+    return "stopped", STOPPED
+
+
+def _place() -> str | None:
+    """Return what two processes share exactly when they see each other by number; None where this cannot be told."""
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{platform.node()} {boot} {os.readlink(_PROC / 'self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _start(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None where there is none, or one that has ended."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if fields[0] in ("Z", "X") else int(fields[19])

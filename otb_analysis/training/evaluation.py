@@ -1,0 +1,63 @@
+"""Held-out prompts: how good the policy is on what it never trains on, without a trace in the training."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from otb_analysis.sampling import sample
+from otb_analysis.statistics import cluster_jackknife, passing
+from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.training.setup import Trainer, seed_of
+from otb_analysis.training.table import pay
+from otb_analysis.types import Float
+
+EVALUATION = 2**31
+"""Stands for a step where evaluation draws its seed: the same draws at every evaluation, unlike any step's."""
+
+
+def evaluate(trainer: Trainer, step: int) -> dict[str, object]:
+    """Return what held-out prompts say where that is due, as columns of `steps`; the random state is not touched.
+
+    Args:
+        trainer: The run.
+        step: The step; the last one is always evaluated, unless evaluation is off.
+
+    Raises:
+        InputError, NonFiniteError: The task or a logit fails, as in training.
+    """
+    settings, last = trainer.config.evaluate, trainer.config.optimize.steps - 1
+    if settings.every <= 0 or (step % settings.every and step != last):
+        return {}
+    answers = replace(trainer.config.sample, prompts=settings.prompts, group_size=settings.samples)
+    with trainer.timed("evaluate"), torch.random.fork_rng():
+        torch.manual_seed(seed_of(trainer.config.seed, EVALUATION))
+        prompts = draw_prompts(trainer.task, "heldout", 0, settings.prompts)
+        rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, answers)
+        total = pay(trainer.task, rollouts).total
+    return heldout_columns(total.reshape(settings.prompts, settings.samples), settings.threshold)
+
+
+def heldout_columns(reward: Float, threshold: float) -> dict[str, object]:
+    """Return the columns of `steps` that total rewards of held-out answers give.
+
+    Args:
+        reward: Total reward of each answer [P, n], one row per prompt.
+        threshold: From which total reward on an answer is a success.
+    """
+    success = passing(reward >= threshold)
+    by_prompt = reward.mean(axis=1, keepdims=True)
+    # Where all prompts pay the same, nothing is known of what others would: a reward has no bounds to argue from.
+    spread = bool(np.ptp(by_prompt) > 0)
+    mean = cluster_jackknife(by_prompt, lambda rows: rows[..., 0], "mean reward", scale="linear") if spread else None
+    shares = {"heldout_success": success.average, "heldout_pass_at_k": success.at[success.largest]}
+    columns: dict[str, object] = {
+        "heldout_reward": float(np.mean(reward)),
+        "heldout_samples": reward.shape[1],
+        "heldout_pass_k": success.largest,
+        **{f"heldout_pass_at_{k}": found.estimate for k, found in success.at.items()},
+    }
+    for name, found in ({"heldout_reward": mean} | shares).items():
+        columns[f"{name}_low"] = found.low if found else None
+        columns[f"{name}_high"] = found.high if found else None
+    return columns | {name: found.estimate for name, found in shares.items()}

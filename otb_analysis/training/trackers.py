@@ -1,0 +1,122 @@
+"""Scalars of every step to TensorBoard, wandb or trackio, through accelerate's trackers.
+
+A tracker is an instrument: one that cannot be reached or refuses a step is a warning, once, and a counted gap.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from otb_analysis.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
+"""Name of a tracker → the package it needs."""
+
+PROJECT = "otb-analysis"
+"""Project that runs appear under where the tracker has projects."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that do not exist or whose packages are missing.
+
+    Raises:
+        InputError: The first of them, with its remedy.
+    """
+    for name in names:
+        if name not in TRACKERS:
+            raise InputError(f"trackers holds {name!r}; {nearest(name, TRACKERS)}")
+        for package in ("accelerate", TRACKERS[name]):
+            if find_spec(package) is None:
+                raise InputError(
+                    f"trackers holds {name!r}, but {package} is not installed; pip install {package}, or leave it out."
+                )
+
+
+class Trackers:
+    """The trackers of one run; none of their failures goes any further.
+
+    Attributes:
+        running: Name → accelerate's tracker, of those that answered.
+    """
+
+    def __init__(self, names: Sequence[str], run_dir: Path, first: int = 0):
+        """Start trackers.
+
+        Args:
+            names: Which, keys of `TRACKERS`.
+            run_dir: Directory of the run; what trackers keep on disk lies in it.
+            first: First step that will be logged; TensorBoard forgets what it holds of this step and later ones.
+        """
+        self.names = tuple(dict.fromkeys(names))
+        self.running: dict[str, GeneralTracker] = {}
+        self._warned: set[str] = set()
+        for name in self.names:
+            self._attempt(name, "start", lambda name=name: self._start(name, run_dir, first))
+
+    def _start(self, name: str, run_dir: Path, first: int) -> None:
+        tracker = _make(name, run_dir, first)
+        tracker.start()
+        self.running[name] = tracker
+
+    def log(self, step: int, scalars: Mapping[str, object]) -> int | None:
+        """Log a step's finite numbers and return how many trackers did not take them; None without trackers.
+
+        Args:
+            step: The step.
+            scalars: Columns of `steps`; what was not measured is left out.
+        """
+        if not self.names:
+            return None
+        numbers = finite_numbers(scalars)
+        done = [
+            self._attempt(name, f"log step {step}", lambda tracker=tracker: tracker.log(numbers, step=step))
+            for name, tracker in self.running.items()
+        ]
+        return len(self.names) - sum(done)
+
+    def finish(self) -> None:
+        """Let every tracker write what it still holds."""
+        for name, tracker in self.running.items():
+            self._attempt(name, "finish", tracker.finish)
+
+    def _attempt(self, name: str, what: str, run: Callable[[], object]) -> bool:
+        """Return whether something worked; this is the edge at which a tracker's failure, whatever it is, ends."""
+        try:
+            run()
+        except Exception as error:
+            if name not in self._warned:
+                self._warned.add(name)
+                reason = str(error).split("\n")[0] or type(error).__name__
+                warnings.warn(
+                    f"tracker {name} could not {what} ({reason}); the run goes on, and its steps are in the store.",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            return False
+        return True
+
+
+def finite_numbers(scalars: Mapping[str, object]) -> dict[str, float]:
+    """Return the scalars that are finite numbers, booleans among them as 0 and 1."""
+    numbers = {name: float(value) for name, value in scalars.items() if isinstance(value, Real | np.bool_)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _make(name: str, run_dir: Path, first: int) -> "GeneralTracker":
+    from accelerate import tracking  # an extra, and half a second to import
+
+    if name == "tensorboard":
+        purge = {"purge_step": first} if first else {}
+        return tracking.TensorBoardTracker("tensorboard", run_dir, **purge)
+    if name == "wandb":
+        return tracking.WandBTracker(PROJECT, name=run_dir.name, dir=str(run_dir))
+    return tracking.TrackioTracker(PROJECT, name=run_dir.name)

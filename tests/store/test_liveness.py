@@ -1,0 +1,90 @@
+"""A run says "running" until it is known that its process is gone, and never the other way round."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from otb_analysis.store import RunStore, RunWriter, StepTables, liveness, runs_df
+from otb_analysis.store.liveness import standing, this_process
+
+
+@pytest.fixture
+def gone():
+    """What a process that has ended had said of itself."""
+    code = "import json; from otb_analysis.store.liveness import this_process; print(json.dumps(this_process()))"
+    path = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
+    return json.loads(done.stdout)
+
+
+def test_this_process_is_running():
+    assert standing({"status": "running", "reason": "", "process": this_process()}) == ("running", "")
+
+
+def test_process_that_has_ended_has_stopped(gone):
+    status, reason = standing({"status": "running", "process": gone})
+    assert status == "stopped" and "--if-exists resume" in reason
+
+
+def test_number_that_now_belongs_to_another_process_has_stopped():
+    assert standing({"status": "running", "process": this_process() | {"start": 1}})[0] == "stopped"
+
+
+def test_process_that_ended_and_was_not_waited_for_has_stopped():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = this_process() | {"pid": child.pid, "start": liveness._start(child.pid)}
+    assert standing({"status": "running", "process": process})[0] == "running"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended and is a zombie
+    assert standing({"status": "running", "process": process})[0] == "stopped"
+    child.communicate()
+
+
+@pytest.mark.parametrize("place", ["another machine", None])
+def test_run_elsewhere_is_believed_and_last_seen(gone, place):
+    told = {"status": "running", "process": gone | {"host": "far", "place": place}}
+    assert standing(told, "noon") == ("running", "running on far, last seen noon.")
+
+
+def test_reader_that_cannot_tell_believes(gone, monkeypatch):
+    monkeypatch.setattr(liveness, "_place", lambda: None)
+    assert standing({"status": "running", "process": gone})[0] == "running"
+
+
+def test_run_from_before_processes_were_named_is_believed():
+    assert standing({"status": "running", "reason": ""}) == ("running", "")
+
+
+@pytest.mark.parametrize("status", ["complete", "failed"])
+def test_how_a_run_ended_stays_whatever_became_of_its_process(gone, status):
+    assert standing({"status": status, "reason": "why", "process": gone}) == (status, "why")
+
+
+def test_table_of_runs_and_reader_tell_a_stopped_run(tmp_path, gone):
+    writer = RunWriter.create(tmp_path, "demo", {})
+    writer.write_step(0, StepTables(steps={"reward_mean": 0.5}))
+    file = writer.path / "run.json"
+    assert runs_df(tmp_path)["status"].tolist() == ["running"]
+    info = json.loads(file.read_text())
+    file.write_text(json.dumps(info | {"process": gone}))
+    assert runs_df(tmp_path)[["status", "reason"]].to_numpy().tolist() == [["stopped", liveness.STOPPED]]
+    assert RunStore(writer.path).standing == ("stopped", liveness.STOPPED)
+    file.write_text(json.dumps(info | {"process": gone | {"host": "far", "place": "there"}}))
+    assert runs_df(tmp_path)["status"].tolist() == ["running"]
+    assert runs_df(tmp_path)["reason"][0].startswith("running on far, last seen 20")
+    RunWriter.resume(writer.path, 1)
+    assert RunStore(writer.path).standing == ("running", "")
+
+
+def test_run_appears_with_its_file_or_not_at_all(tmp_path, monkeypatch):
+    def killed(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("otb_analysis.store.writer.write_run_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        RunWriter.create(tmp_path, "demo", {})
+    assert runs_df(tmp_path).empty
+    assert not (tmp_path / "demo").exists()
