@@ -218,7 +218,17 @@ def _fidelity(path: str, stamp: str, kind: str, source: str) -> MeasuredTokens:
     store = _store(path)
     total = int(store.sql(f"SELECT count(*) AS n FROM tokens WHERE {EXACT_ROWS}")["n"].iloc[0])
     share = min(1000, 1000 * MAX_TOKENS // max(total, 1))
-    columns = ["step", "group", "rollout", "t", "mask", SOURCES[source], "grad_norm_sq", "measured_by", "inclusion_prob"]
+    columns = [
+        "step",
+        "group",
+        "rollout",
+        "t",
+        "mask",
+        SOURCES[source],
+        "grad_norm_sq",
+        "measured_by",
+        "inclusion_prob",
+    ]
     groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {EXACT_ROWS} AND hash(step, "group") % 1000 < {share}'
     names = ", ".join(f'"{c}"' for c in columns)
     table: Any = store.sql(f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})')

@@ -48,9 +48,7 @@ def groups_to_sketch(
     return left[: plan.prompts or len(left)]
 
 
-def sketch_groups(
-    policy: Measured, plan: SketchSchedule, seed: int, rollouts: Rollouts, groups: Int
-) -> SketchedNorms:
+def sketch_groups(policy: Measured, plan: SketchSchedule, seed: int, rollouts: Rollouts, groups: Int) -> SketchedNorms:
     """Estimate the norm of every token's score in some groups.
 
     Args:

@@ -156,7 +156,9 @@ def test_details_of_a_sketched_token_say_estimate_and_standard_error(tokens):
 
 def test_details_split_a_share_into_signal_and_noise(tokens):
     # 0.5 − 0.2 = 0.3; by size 0.3 stands behind −0.4 among the two tokens that were attributed
-    table = tokens.assign(attribution=[0.3, -0.4] + [None] * 4, signal=[0.5, None] + [None] * 4, noise=[-0.2] + [None] * 5)
+    table = tokens.assign(
+        attribution=[0.3, -0.4] + [None] * 4, signal=[0.5, None] + [None] * 4, noise=[-0.2] + [None] * 5
+    )
     formulas = dict(token_details(table, 0, 0, "otb").formulas)
     assert formulas["share of ‖ḡ‖²"] == "A/N · s·ḡ = 0.300: number 2 of 2 by size here"
     assert formulas["signal and noise"] == (

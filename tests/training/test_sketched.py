@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from otb_analysis.compare import fidelity_rows
-from otb_analysis.config import EstimatorConfig, EvaluateConfig, MeasureConfig, SampledSchedule, Schedule, SketchSchedule
+from otb_analysis.config import (
+    EstimatorConfig,
+    EvaluateConfig,
+    MeasureConfig,
+    SampledSchedule,
+    Schedule,
+    SketchSchedule,
+)
 from otb_analysis.errors import InputError
 from otb_analysis.figures import fidelity_info
 from otb_analysis.models import load_policy
