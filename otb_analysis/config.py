@@ -262,7 +262,7 @@ class SketchSchedule(Schedule):
     directions: int = 32
     """Directions K; the cost grows with K, the standard error falls as 1/√K."""
     method: Literal["hybrid", "rank_one", "gaussian"] = "hybrid"
-    """Exact above the last attention and sketched below it, all sketched, or all by one pass a direction (any model)."""
+    """Exact above the last attention and sketched below, all sketched, or all by one pass a direction (any model)."""
 
 
 @dataclass(frozen=True)

@@ -105,14 +105,16 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
 
 
 def exact_norms(tokens: pd.DataFrame) -> pd.Series:
-    """Return grad_norm_sq where it was measured exactly, null elsewhere: an estimate is no standard to judge a proxy by.
+    """Return grad_norm_sq where it was measured exactly, null elsewhere: no proxy is judged by an estimate.
 
     Args:
         tokens: Token rows; without a column measured_by, or where it is null, all norms count as exact.
     """
+    norm_sq: Any = tokens["grad_norm_sq"]
     if "measured_by" not in tokens:
-        return tokens["grad_norm_sq"]
-    return tokens["grad_norm_sq"].where((tokens["measured_by"].fillna("exact") == "exact").astype(bool))
+        return norm_sq
+    by: Any = tokens["measured_by"]
+    return norm_sq.where((by.fillna("exact") == "exact").astype(bool))
 
 
 def comparable(tokens: pd.DataFrame) -> tuple[pd.DataFrame, bool]:

@@ -92,7 +92,8 @@ def _energy(token: dict[str, object], policy: Any, t: int) -> list[tuple[str, st
     if len(seen) and seen.notna().all():
         total = policy[column].sum(min_count=len(policy))
         share = "" if not total > 0 else f", {seen.sum() / total:.0%} of this rollout's {number(float(total))}"
-        sign = "=" if column == "energy_proxy" or exact_norms(policy)[seen.index].notna().all() else "≈"
+        exact: Any = exact_norms(policy).loc[seen.index]
+        sign = "=" if column == "energy_proxy" or exact.notna().all() else "≈"
         lines.append(("realized energy", f"W = Σ w over {len(seen)} tokens {sign} {number(float(seen.sum()))}{share}"))
     return lines
 

@@ -130,8 +130,8 @@ def _placed(use: Use, trace: Trace, rollout: Rollout) -> Use:
             return replace(use, rule=HEADED_SCALE)
         if on_third:
             raise UnfitError(
-                f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)}, where heads and positions cannot "
-                'be told apart; pass engine="reference" or leave it out of scope.'
+                f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)}, where heads and positions "
+                'cannot be told apart; pass engine="reference" or leave it out of scope.'
             )
     rows = (length(rollout), len(rollout.targets))
     kept = all(x.ndim >= 2 and x.shape[0] == 1 and x.shape[1] in rows for x in (inputs, output))
