@@ -12,10 +12,10 @@ import pandas as pd
 import streamlit as st
 
 from otb_analysis.figures import FidelityInfo, fidelity_info, headline_info, statistics_table
-from otb_analysis.figures.fidelity import SOURCES
+from otb_analysis.figures.fidelity import SOURCES, exact_norms
 from otb_analysis.figures.runs import Headline
 from otb_analysis.statistics import Interval, gain_lost
-from otb_analysis.store import RunStore, runs_df
+from otb_analysis.store import EXACT_ROWS, RunStore, runs_df
 from otb_analysis.types import Gram
 
 MAX_WINDOW = 10
@@ -216,14 +216,23 @@ class MeasuredTokens:
 @st.cache_data(max_entries=8, show_spinner="Comparing proxy and exact norms …")
 def _fidelity(path: str, stamp: str, kind: str, source: str) -> MeasuredTokens:
     store = _store(path)
-    measured = "measured_by = 'exact' AND grad_norm_sq IS NOT NULL"
-    total = int(store.sql(f"SELECT count(*) AS n FROM tokens WHERE {measured}")["n"].iloc[0])
+    total = int(store.sql(f"SELECT count(*) AS n FROM tokens WHERE {EXACT_ROWS}")["n"].iloc[0])
     share = min(1000, 1000 * MAX_TOKENS // max(total, 1))
-    columns = ["step", "group", "rollout", "t", "mask", SOURCES[source], "grad_norm_sq", "inclusion_prob"]
-    groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {measured} AND hash(step, "group") % 1000 < {share}'
+    columns = [
+        "step",
+        "group",
+        "rollout",
+        "t",
+        "mask",
+        SOURCES[source],
+        "grad_norm_sq",
+        "measured_by",
+        "inclusion_prob",
+    ]
+    groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {EXACT_ROWS} AND hash(step, "group") % 1000 < {share}'
     names = ", ".join(f'"{c}"' for c in columns)
     table: Any = store.sql(f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})')
-    return MeasuredTokens(fidelity_info(table, kind, source), int(table["grad_norm_sq"].notna().sum()), total)
+    return MeasuredTokens(fidelity_info(table, kind, source), int(exact_norms(table).count()), total)
 
 
 def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
@@ -240,7 +249,7 @@ def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
 @st.cache_data(max_entries=64, show_spinner=False)
 def _sources(path: str, stamp: str) -> list[str]:
     counts = ", ".join(f'count("{column}") AS "{name}"' for name, column in SOURCES.items())
-    found = _store(path).sql(f"SELECT {counts} FROM tokens WHERE grad_norm_sq IS NOT NULL")
+    found = _store(path).sql(f"SELECT {counts} FROM tokens WHERE {EXACT_ROWS}")
     return [name for name in SOURCES if found[name].iloc[0]]
 
 

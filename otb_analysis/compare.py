@@ -22,13 +22,16 @@ from otb_analysis.statistics import (
     paired_ratios,
     pooled_statistics,
 )
-from otb_analysis.store import RunStore
+from otb_analysis.store import EXACT_ROWS, RunStore
 from otb_analysis.types import Gram
 
 NOT_MEASURED = "–"
 FIDELITY_OF = {"token": "token energy w_t", "realized": "realized energy W_t"}
-FIDELITY_COLUMNS = ("step", "group", "rollout", "t", "mask", "energy_proxy", "grad_norm_sq", "inclusion_prob")
-MEASURED_GROUPS = '(step, "group") IN (SELECT step, "group" FROM tokens WHERE grad_norm_sq IS NOT NULL)'
+FIDELITY_COLUMNS = (
+    *("step", "group", "rollout", "t", "mask"),
+    *("energy_proxy", "grad_norm_sq", "measured_by", "inclusion_prob"),
+)
+MEASURED_GROUPS = f'(step, "group") IN (SELECT step, "group" FROM tokens WHERE {EXACT_ROWS})'
 NO_SIGNAL = (
     "at every step all rewards within a group were equal, so its gradients say nothing; "
     "start from a policy that sometimes succeeds, or choose an easier task."

@@ -275,6 +275,16 @@ class SampledSchedule(Schedule):
 
 
 @dataclass(frozen=True)
+class SketchSchedule(Schedule):
+    """When norms of whole groups are estimated from projections on random directions, and how precisely."""
+
+    directions: int = 32
+    """Directions K; the cost grows with K, the standard error falls as 1/√K."""
+    method: Literal["hybrid", "rank_one", "gaussian"] = "hybrid"
+    """Exact above the last attention and sketched below, all sketched, or all by one pass a direction (any model)."""
+
+
+@dataclass(frozen=True)
 class AttributionSchedule:
     """When every token's share of ‖ḡ‖² is measured."""
 
@@ -297,6 +307,8 @@ class MeasureConfig:
     sampled: SampledSchedule = SampledSchedule()
     """Exact norms of drawn tokens of the other groups, their totals with standard errors, and a calibrated proxy, which
     estimators weigh by in the Gram matrix of the same step."""
+    sketch: SketchSchedule = SketchSchedule()
+    """Estimated norms, with standard errors, of every token of groups that no other level measured at that step."""
     attribution: AttributionSchedule = AttributionSchedule()
     """Signed share of every token in ‖ḡ‖² of the estimator that trains."""
     engine: Literal["auto", "reference", "generic", "fast"] = "auto"

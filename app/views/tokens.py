@@ -16,6 +16,7 @@ from otb_analysis.schema import column
 SCALE = "auto: logarithmic where a few values are far larger than the rest, else linear between robust ends."
 WIDTHS = (110, 380, 210, 150, 120)
 FIRST = ("grad_norm_sq", "energy_proxy")
+SKETCHED = "Estimated from projections on random directions: a click shows each standard error; some are below 0."
 NOTHING = (
     "This run has no step whose tokens and rollouts are both stored; a run of `otb train` stores them at every step."
 )
@@ -99,6 +100,8 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
     described = column("tokens", str(name))
     unit = f" ({described.unit})" if described.unit else ""
     st.caption(plain(f"{described.name}{unit}: {described.meaning}") + " Hover for all values, click for the formulas.")
+    if str(name) == "grad_norm_sq" and bool((tokens["measured_by"] == "sketch").any()):
+        st.caption(SKETCHED)
     if str(name) in SIGNED:
         st.caption(plain(prompt_share(tokens, str(name), data.steps([run])[run.name], step)))
     st.code(str(own["prompt"].iloc[0]), language=None, wrap_lines=True)

@@ -74,8 +74,8 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     Groups whose tokens were drawn with unequal probabilities are left out unless there are no others.
 
     Args:
-        tokens: Token rows with step, group, rollout, t, mask, the source's column, grad_norm_sq and, if tokens were
-            drawn, inclusion_prob.
+        tokens: Token rows with step, group, rollout, t, mask, the source's column, grad_norm_sq, where some were
+            drawn inclusion_prob, and where some were sketched measured_by.
         kind: `token` or `realized`.
         source: `proxy` or `calibrated`.
 
@@ -104,6 +104,19 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     )  # fmt: skip
 
 
+def exact_norms(tokens: pd.DataFrame) -> pd.Series:
+    """Return grad_norm_sq where it was measured exactly, null elsewhere: no proxy is judged by an estimate.
+
+    Args:
+        tokens: Token rows; without a column measured_by, or where it is null, all norms count as exact.
+    """
+    norm_sq: Any = tokens["grad_norm_sq"]
+    if "measured_by" not in tokens:
+        return norm_sq
+    by: Any = tokens["measured_by"]
+    return norm_sq.where((by.fillna("exact") == "exact").astype(bool))
+
+
 def comparable(tokens: pd.DataFrame) -> tuple[pd.DataFrame, bool]:
     """Leave out groups of which some tokens were likelier to be measured than others, unless nothing else was measured.
 
@@ -119,7 +132,7 @@ def comparable(tokens: pd.DataFrame) -> tuple[pd.DataFrame, bool]:
     high, low = (groups.transform(end).to_numpy(np.float64, na_value=np.nan) for end in ("max", "min"))
     unequal = high > low  # NaN, where nothing was measured, is not
     whole = tokens.loc[~unequal]
-    return (whole, False) if whole["grad_norm_sq"].count() > 0 else (tokens, bool(unequal.any()))
+    return (whole, False) if exact_norms(whole).count() > 0 else (tokens, bool(unequal.any()))
 
 
 def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataFrame:
@@ -135,7 +148,7 @@ def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataF
     chosen: Any = tokens[tokens["mask"].fillna(False).astype(bool)]
     policy = chosen.sort_values(["step", "rollout", "t"])
     rollouts = policy.groupby(["step", "rollout"], sort=False)
-    table = pd.DataFrame({"step": policy["step"], "proxy": policy[SOURCES[source]], "exact": policy["grad_norm_sq"]})
+    table = pd.DataFrame({"step": policy["step"], "proxy": policy[SOURCES[source]], "exact": exact_norms(policy)})
     if kind == "realized":
         keys = [policy["step"], policy["rollout"]]
         for name in ("proxy", "exact"):

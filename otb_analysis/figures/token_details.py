@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from otb_analysis.figures.fidelity import exact_norms
 from otb_analysis.figures.scales import number
 from otb_analysis.figures.tokens import visible
 
@@ -75,23 +76,25 @@ def _probability(token: dict[str, object]) -> list[tuple[str, str]]:
 
 def _energy(token: dict[str, object], policy: Any, t: int) -> list[tuple[str, str]]:
     lines = []
-    logprob, proxy, exact = (_get(token, n) for n in ("logprob", "energy_proxy", "grad_norm_sq"))
+    logprob, proxy, norm_sq = (_get(token, n) for n in ("logprob", "energy_proxy", "grad_norm_sq"))
     if proxy is not None and logprob is not None:
         own = (1 - np.exp(logprob)) ** 2
         text = f"(1 − π)² + Σ_v≠y π_v² = {number(own)} + {number(max(proxy - own, 0.0))} = {number(proxy)}"
         lines.append(("proxy energy", text))
-    if exact is not None:
+    how = str(token.get("measured_by") or "exact")
+    if norm_sq is not None:
         error = _get(token, "grad_norm_sq_stderr")
         spread = f" ± {number(error)} (standard error)" if error is not None else ""
-        lines.append(
-            ("exact energy", f"w = ‖∇ log π‖² = {number(exact)}{spread}, {token.get('measured_by') or 'exact'}")
-        )
-    column = "grad_norm_sq" if exact is not None else "energy_proxy"
+        name = "exact energy" if how == "exact" else f"energy by {how}"
+        lines.append((name, f"w = ‖∇ log π‖² {'=' if how == 'exact' else '≈'} {number(norm_sq)}{spread}, {how}"))
+    column = "grad_norm_sq" if norm_sq is not None else "energy_proxy"
     seen = policy.loc[policy["t"] <= t, column]
     if len(seen) and seen.notna().all():
         total = policy[column].sum(min_count=len(policy))
         share = "" if not total > 0 else f", {seen.sum() / total:.0%} of this rollout's {number(float(total))}"
-        lines.append(("realized energy", f"W = Σ w over {len(seen)} tokens = {number(float(seen.sum()))}{share}"))
+        exact: Any = exact_norms(policy).loc[seen.index]
+        sign = "=" if column == "energy_proxy" or exact.notna().all() else "≈"
+        lines.append(("realized energy", f"W = Σ w over {len(seen)} tokens {sign} {number(float(seen.sum()))}{share}"))
     return lines
 
 

@@ -108,6 +108,14 @@ def _scale_outer(module: nn.Module, inputs: Tensor, signal: Tensor) -> tuple[Ten
     return _bias_outer(module, inputs, _normalised(module, inputs) * signal)
 
 
+def _headed_prepare(module: nn.Module, inputs: Tensor) -> Tensor:
+    return _scale_prepare(module, inputs).transpose(0, 1)
+
+
+def _headed_coordinates(normalised: Tensor, signal: Tensor) -> Tensor:
+    return _scale_coordinates(normalised, signal.transpose(1, 2))
+
+
 def row_factors(module: nn.Module, ids: Tensor) -> Tensor:
     """What an embedding multiplies each token's row by, as far as it is trained: Gemma's scale; 0 at the padding id."""
     ignored, scale = getattr(module, "padding_idx", None), _scale_of(module)
@@ -144,4 +152,6 @@ def _summed(signal: Tensor) -> Tensor:
 MATRIX = Rule(_triangle, _matrix_coordinates, _matrix_outer)
 BIAS = Rule(_untouched, _bias_coordinates, _bias_outer)
 SCALE = Rule(_scale_prepare, _scale_coordinates, _scale_outer)
+HEADED_SCALE = Rule(_headed_prepare, _headed_coordinates, _scale_outer)
+"""A scale on inputs with heads before positions, [1, heads, T, ...]: Gemma 3's norms of query and key."""
 EMBEDDING = Rule(_rows, _embedding_coordinates, _embedding_outer)

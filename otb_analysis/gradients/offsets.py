@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from otb_analysis.gradients.layers import BIAS, EMBEDDING, MATRIX, SCALE, Rule, row_factors, wide
+from otb_analysis.gradients.layers import BIAS, EMBEDDING, HEADED_SCALE, MATRIX, SCALE, Rule, row_factors, wide
 from otb_analysis.gradients.plan import Use
 
 Signs = dict[str, tuple[Tensor, ...]]
@@ -42,12 +42,12 @@ def sides(use: Use, signs: Signs, module: nn.Module) -> Sides:
 
 
 @torch.no_grad()
-def norm_of(use: Use, module: nn.Module, inputs: Tensor) -> Norm:
-    """Take apart what a layer with a scale makes of a text's inputs [1, T, ...].
+def norm_of(module: nn.Module, inputs: Tensor) -> Norm:
+    """Take apart what a layer with a scale makes of a text's inputs [1, T, ...], in the inputs' own layout.
 
     With x̂ = x·r and y = w∘x̂ the gain is w∘r, r = x̂·x/x·x; whether the layer is of this kind is tried out.
     """
-    x, normal = wide(inputs), use.rule.prepare(module, inputs)[None]
+    x, normal = wide(inputs), SCALE.prepare(module, inputs)[None]
     rate = (normal * x).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
     weight = wide(module.get_parameter("weight"))
     simple = torch.allclose(x * rate, normal, rtol=1e-2, atol=1e-4)
@@ -89,6 +89,7 @@ OFFSETS: dict[Rule, Callable[[Tensor, nn.Module, Tensor, Sides], None]] = {
     MATRIX: _matrix,
     BIAS: _bias,
     SCALE: _scale,
+    HEADED_SCALE: _scale,
     EMBEDDING: _embedding,
 }
 """By a parameter's rule: (tangents [k, T, ...] to add to, module, input [1, T, ...] or x̂ for a scale, signs)."""

@@ -6,7 +6,7 @@ layer's input separates those from the rest.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from otb_analysis.gradients.forward import sampled_logprobs
 from otb_analysis.gradients.inputs import Problem, Rollout
-from otb_analysis.gradients.layers import EMBEDDING, MATRIX, Rule, UnfitError, rule_for
+from otb_analysis.gradients.layers import EMBEDDING, HEADED_SCALE, MATRIX, SCALE, Rule, UnfitError, rule_for
 from otb_analysis.gradients.taps import Trace, own_rows, pull_back, traced
 
-PROBE_LENGTH, PROBE_TARGETS = 9, (3, 5, 8)
+PROBE_LENGTH, PROBE_TARGETS = 12, (3, 5, 11)
+"""The forward pass has 11 positions, which hardly a model has heads: the two axes cannot be mistaken."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ def find_plan(problem: Problem) -> Plan:
                 f"the layer of parameter {use.parameter} is used {often} in one forward pass; "
                 'pass engine="reference" or leave it out of scope.'
             )
-        _refuse_unplaced(use, trace, rollout)
-    return _split(uses, trace, rollout)
+    return _split(tuple(_placed(use, trace, rollout) for use in uses), trace, rollout)
 
 
 def probe(problem: Problem) -> Rollout:
@@ -117,9 +117,22 @@ def _refuse_unfollowed(model: nn.Module) -> None:
             )
 
 
-def _refuse_unplaced(use: Use, trace: Trace, rollout: Rollout) -> None:
-    """Raise unless the layer keeps positions on its second axis, as a router on flattened tokens does not."""
+def _placed(use: Use, trace: Trace, rollout: Rollout) -> Use:
+    """The use with the rule for its layout: positions on the second axis, or behind the heads on the third.
+
+    Raises:
+        UnfitError: Positions are on neither, as in a router on flattened tokens, or it is not clear on which.
+    """
     inputs, output = trace.inputs[use.module], trace.outputs[use.module]
+    if use.rule is SCALE and inputs.ndim == 4 and inputs.shape == output.shape and inputs.shape[0] == 1:
+        on_second, on_third = (size == length(rollout) for size in inputs.shape[1:3])
+        if on_third and not on_second:
+            return replace(use, rule=HEADED_SCALE)
+        if on_third:
+            raise UnfitError(
+                f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)}, where heads and positions "
+                'cannot be told apart; pass engine="reference" or leave it out of scope.'
+            )
     rows = (length(rollout), len(rollout.targets))
     kept = all(x.ndim >= 2 and x.shape[0] == 1 and x.shape[1] in rows for x in (inputs, output))
     if not kept or output.ndim < 3 or (use.rule is MATRIX and inputs.ndim != 3):
@@ -127,6 +140,7 @@ def _refuse_unplaced(use: Use, trace: Trace, rollout: Rollout) -> None:
             f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)} where one row per position was "
             'expected; pass engine="reference" or leave it out of scope.'
         )
+    return use
 
 
 def _uses(problem: Problem) -> tuple[Use, ...]:
@@ -168,7 +182,7 @@ def _split(uses: tuple[Use, ...], trace: Trace, rollout: Rollout) -> Plan:
     signals = pull_back(trace.logprob, [*outputs, *inputs.values()], seeds)
     at_output = dict(zip(modules, signals, strict=False))
     at_input = dict(zip(inputs, signals[len(modules) :], strict=True))
-    above = tuple(u for u in uses if u.rule is not EMBEDDING and _stays(at_output[u.module], rollout))
+    above = tuple(u for u in uses if u.rule not in (EMBEDDING, HEADED_SCALE) and _stays(at_output[u.module], rollout))
     below = tuple(u for u in uses if u not in above)
     if not below:
         return Plan(above, below, None, 0)

@@ -17,7 +17,17 @@ from torch import Tensor, nn
 
 from otb_analysis.gradients.forward import sampled_logprobs
 from otb_analysis.gradients.inputs import Problem, Rollout, microbatches
-from otb_analysis.gradients.layers import BIAS, EMBEDDING, MATRIX, SCALE, Rule, UnfitError, row_factors, wide
+from otb_analysis.gradients.layers import (
+    BIAS,
+    EMBEDDING,
+    HEADED_SCALE,
+    MATRIX,
+    SCALE,
+    Rule,
+    UnfitError,
+    row_factors,
+    wide,
+)
 from otb_analysis.gradients.plan import Plan, Use
 from otb_analysis.gradients.taps import Trace
 from otb_analysis.types import Float
@@ -165,7 +175,11 @@ def _below(layer: _Layer) -> Tensor:
     rule: Rule = layer.use.rule
     if rule is MATRIX:
         return _matrix(wide(layer.inputs), wide(layer.signal))
-    if rule in (BIAS, SCALE):  # their outer product sums over whatever lies between the first and the last axis
+    if rule in (
+        BIAS,
+        SCALE,
+        HEADED_SCALE,
+    ):  # their outer product sums over whatever lies between the first and the last axis
         left, right = rule.outer(layer.module, layer.inputs, layer.signal)
         return _norm_sq(left) * _norm_sq(right)
     if rule is EMBEDDING:

@@ -20,7 +20,7 @@ from otb_analysis.gradients.dual import Tape, dual, primal_of, tangent_of
 from otb_analysis.gradients.forward import sampled_logprobs
 from otb_analysis.gradients.generic import plan_for
 from otb_analysis.gradients.inputs import Problem
-from otb_analysis.gradients.layers import SCALE, UnfitError
+from otb_analysis.gradients.layers import HEADED_SCALE, SCALE, UnfitError
 from otb_analysis.gradients.offsets import OFFSETS, Norm, Signs, norm_of, rms_tangent, sides
 from otb_analysis.gradients.passes import Apart
 from otb_analysis.gradients.plan import Plan, Use, length, probe
@@ -29,6 +29,8 @@ from otb_analysis.gradients.taps import own_rows
 
 ROWS = 2048
 """Positions times directions of one pass: enough for efficient matrix products, few enough for memory."""
+
+SCALES = (SCALE, HEADED_SCALE)
 
 _CHECKED: WeakKeyDictionary[nn.Module, list[Plan]] = WeakKeyDictionary()
 
@@ -69,8 +71,8 @@ def below(apart: Apart, directions: Directions) -> Tensor:
     if apart.plan.cut is None:
         return found
     modules = dict(apart.problem.model.named_modules())
-    scaled = [u for u in apart.plan.below if u.rule is SCALE]
-    norms = {u.module: norm_of(u, modules[u.module], apart.trace.inputs[u.module].detach()) for u in scaled}
+    scaled = [u for u in apart.plan.below if u.rule in SCALES]
+    norms = {u.module: norm_of(modules[u.module], apart.trace.inputs[u.module].detach()) for u in scaled}
     size, tape = max(1, ROWS // length(apart.rollout)), Tape()
     for start in range(0, directions.count, size):
         some = slice(start, min(start + size, directions.count))
@@ -175,6 +177,6 @@ class _Acting:
         if total is None:
             total = primal.new_zeros(len(self.signs[self.uses[0].parameter][0]), *primal.shape[1:])
         for use in self.uses:
-            inputs = self.norm.normal if self.norm is not None and use.rule is SCALE else primal_of(args[0])
+            inputs = self.norm.normal if self.norm is not None and use.rule in SCALES else primal_of(args[0])
             OFFSETS[use.rule](total, module, inputs, sides(use, self.signs, module))
         return dual(primal, total)

@@ -22,6 +22,9 @@ TOKEN_COLUMNS = (
 )
 """The columns of `tokens` that the arrays are made of."""
 
+EXACT_ROWS = "grad_norm_sq IS NOT NULL AND coalesce(measured_by, 'exact') = 'exact'"
+"""SQL over `tokens`: rows whose norm is exact, not an estimate; a run that does not say is taken at its word."""
+
 PADDING = -1
 """`turn` and `token_id` where there is no token, or none was stored."""
 
@@ -42,7 +45,7 @@ class TokenArrays:
         token_id: Vocabulary index [N, T], −1 at padding.
         energy_proxy: ‖e_y − π‖² [N, T].
         energy_calibrated: The same, calibrated on the step's measured tokens [N, T].
-        grad_norm_sq: ‖∇_θ log π(y_t)‖² [N, T].
+        grad_norm_sq: ‖∇_θ log π(y_t)‖² [N, T], as measured or as estimated.
         exact: True where `grad_norm_sq` was measured exactly [N, T].
         logprob: log π(y_t) in nats [N, T].
         behavior_logprob: The sampler's log-probability in nats [N, T].

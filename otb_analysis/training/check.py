@@ -3,9 +3,10 @@
 from operator import attrgetter
 
 from otb_analysis.config import TrainConfig
-from otb_analysis.errors import InputError
+from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import entry_of, options_from_dict
 from otb_analysis.gradients import ENGINES
+from otb_analysis.gradients.score_sketch import METHODS
 from otb_analysis.store.layout import check_run_name
 from otb_analysis.training.objective import Objective
 from otb_analysis.training.trackers import check_trackers
@@ -30,6 +31,7 @@ NOT_NEGATIVE = (
     "critic.learning_rate",
     *("measure.exact.every", "measure.exact.prompts", "evaluate.every"),
     *("measure.sampled.every", "measure.sampled.prompts", "measure.attribution.every"),
+    *("measure.sketch.every", "measure.sketch.prompts"),
 )
 
 
@@ -78,6 +80,7 @@ def check(config: TrainConfig) -> None:
         _check_number(config, name, positive=False)
     if config.measure.sampled.share > 1:
         raise InputError(f"measure.sampled.share is {config.measure.sampled.share}; choose a share of at most 1.")
+    _check_sketch(config)
     start = config.warm_start
     if not 0 <= start.success_low < start.success_high <= 1:
         raise InputError(
@@ -120,6 +123,31 @@ def _check_value(config: TrainConfig) -> None:
             raise InputError(
                 f"estimator.options {name} is {getattr(asked, name)} but the critic is fitted with {number} "
                 f"(critic.target is {own.target!r}); {remedy}, or change the option to {number}."
+            )
+
+
+def _check_sketch(config: TrainConfig) -> None:
+    sketch = config.measure.sketch
+    if sketch.directions < 2:
+        raise InputError(
+            f"measure.sketch.directions is {sketch.directions}; choose at least 2, so that a standard error exists."
+        )
+    if sketch.method not in METHODS:
+        raise InputError(f"measure.sketch.method is {sketch.method!r}; {nearest(sketch.method, METHODS)}")
+    needs = entry_of(config.estimator.name).needs
+    exact = "rollout_norm_sq" in needs or ("energy" in needs and config.estimator.energy == "exact")
+    if sketch.every > 0 and exact:
+        raise InputError(
+            f"estimator.name is {config.estimator.name!r}, which trains on exact norms of every group and leaves "
+            "nothing to sketch; set measure.sketch.every to 0."
+        )
+    for name in ("exact", "sampled"):
+        level = getattr(config.measure, name)
+        whole = not 0 < level.prompts < config.sample.prompts
+        if sketch.every > 0 and level.every > 0 and whole and sketch.every % level.every == 0:
+            raise InputError(
+                f"measure.{name} takes every group at each step of measure.sketch, which leaves nothing to sketch; "
+                f"lower measure.{name}.prompts or raise measure.{name}.every."
             )
 
 

@@ -26,6 +26,7 @@ from otb_analysis.training.levels import energy_columns, level_columns
 from otb_analysis.training.progress import Bar, Watch, silent
 from otb_analysis.training.resume import begin
 from otb_analysis.training.setup import Trainer, seed_of
+from otb_analysis.training.sketched import sketch_columns
 from otb_analysis.training.summary import summarize
 from otb_analysis.training.table import pay, rollout_rows, token_rows
 from otb_analysis.training.trackers import Trackers
@@ -105,9 +106,10 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         scalars |= trainer.update_critic(rollouts, forward, table)
     scalars |= summarize(rollouts, table, trained, measurement) | trainer.take_seconds()
     exact = measurement.norms
+    tokens = token_rows(table, trained, exact.grad_norm_sq if exact else None, trainer.tokenizer)
+    tokens |= level_columns(table, measurement.sampled, measurement.shares)
     return StepTables(
-        tokens=token_rows(table, trained, exact.grad_norm_sq if exact else None, trainer.tokenizer)
-        | level_columns(table, measurement.sampled, measurement.shares),
+        tokens=tokens | sketch_columns(table, measurement.sketch, tokens),
         rollouts=rollout_rows(rollouts, table, exact.rollout_norm_sq if exact else None)
         | energy_columns(measurement.sampled),
         steps=scalars,

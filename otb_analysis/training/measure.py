@@ -1,4 +1,4 @@
-"""Everything scheduled at a step: exact norms and the Gram matrix of every estimator, drawn tokens, attribution."""
+"""Everything scheduled at a step: exact norms, every estimator's Gram matrix, drawn tokens, sketches, attribution."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,6 +22,7 @@ from otb_analysis.training.levels import (
     by_column,
     draw_energies,
 )
+from otb_analysis.training.sketched import SketchedNorms, groups_to_sketch, sketch_groups
 from otb_analysis.training.table import TokenTable
 from otb_analysis.types import Bool, Float, Gram, Int, Label
 
@@ -50,6 +51,7 @@ class Measurement:
         gram: Inner products of group mean gradients under every estimator.
         statistics: A row per estimator.
         sampled: Exact norms of drawn tokens and what follows from them.
+        sketch: Estimated norms of groups of which nothing was measured exactly.
         shares: Attribution of ‖ḡ‖² to tokens.
         gaps: Instruments that failed.
     """
@@ -58,6 +60,7 @@ class Measurement:
     gram: Gram | None = None
     statistics: tuple[GradientStatistics, ...] = ()
     sampled: SampledEnergies | None = None
+    sketch: SketchedNorms | None = None
     shares: TokenShares | None = None
     gaps: int = 0
 
@@ -136,7 +139,18 @@ class Instrument:
         if self.config.sampled.due(step):
             sampled = _attempt(f"drawn tokens at step {step}", lambda: self.draw(step, rollouts, table, norms))
             found = replace(found, sampled=sampled, gaps=found.gaps + (sampled is None))
+        if self.config.sketch.due(step):
+            found = self._sketched(step, rollouts, table, found)
         return found if norms is None or not len(groups) else self._compared(step, rollouts, table, groups, found)
+
+    def _sketched(self, step: int, rollouts: Rollouts, table: TokenTable, found: Measurement) -> Measurement:
+        """Add estimated norms of groups of which nothing was measured exactly, if any are left."""
+        exact = None if found.norms is None else found.norms.grad_norm_sq
+        groups = groups_to_sketch(self.config.sketch, table, exact, found.sampled)
+        if not len(groups):
+            return found
+        sketch = _attempt(f"sketched norms at step {step}", lambda: self.sketch(step, rollouts, groups))
+        return replace(found, sketch=sketch, gaps=found.gaps + (sketch is None))
 
     def _compared(
         self, step: int, rollouts: Rollouts, table: TokenTable, groups: Int, found: Measurement
@@ -158,6 +172,10 @@ class Instrument:
         """Return exact norms of drawn tokens of the groups that are not measured whole; the step seeds the draw."""
         exact = None if norms is None else norms.grad_norm_sq
         return draw_energies(self.policy, self.config.sampled, step, rollouts, table, exact)
+
+    def sketch(self, step: int, rollouts: Rollouts, groups: Int) -> SketchedNorms:
+        """Return estimated norms of every token of some groups; the step seeds the directions."""
+        return sketch_groups(self.policy, self.config.sketch, step, rollouts, groups)
 
     def attribute(self, step: int, rollouts: Rollouts, weights: Float, found: Measurement) -> Measurement:
         """Return a measurement with every token's share of ‖ḡ‖², ḡ = Σ weights·s, where that is due.

@@ -40,6 +40,7 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         **level_scalars(measurement),
         **certificate(stats, inside),
         "n_measured_prompts": _measured_groups(table, measurement),
+        "n_sketched_prompts": measurement.sketch.n_groups if measurement.sketch else 0,
         "measurement_gaps": measurement.gaps,
     }
 

@@ -121,3 +121,17 @@ def test_calibrated_energies_take_the_place_of_the_proxy():
     assert "calibrated proxy" in plot_fidelity(info).layout.xaxis.title.text
     with pytest.raises(InputError, match="source is 'calib'"):
         fidelity_info(table, source="calib")
+
+
+def test_sketched_norms_are_no_standard_to_compare_with():
+    table = many(lambda t: 2.0)
+    by = np.where(table["group"] == 1, "sketch", "exact")
+    wild = table["grad_norm_sq"].where(table["group"] == 0, -100.0)
+    for kind in ("token", "realized"):
+        info = fidelity_info(table.assign(grad_norm_sq=wild, measured_by=by), kind)
+        assert info.overall == fidelity_info(table[table["group"] == 0], kind).overall
+    # Sketched groups, all tokens alike, do not push aside groups of which tokens were drawn.
+    prob = np.where(by == "sketch", 0.5, 0.1 + table["t"] / 10)
+    assert fidelity_info(table.assign(measured_by=by, inclusion_prob=prob)).drawn
+    with pytest.raises(InputError, match="No token has both"):
+        fidelity_info(table.assign(measured_by="sketch"))

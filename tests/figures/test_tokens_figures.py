@@ -142,3 +142,26 @@ def test_signed_columns_keep_zero_in_the_middle_whatever_the_signs():
     scale = color_scale(np.array([0.0, 0.0]), signed=True)
     assert (scale.low, scale.high) == (-1, 1)
     assert not color_scale(np.array([1.0, 2.0])).diverging
+
+
+def test_details_of_a_sketched_token_say_estimate_and_standard_error(tokens):
+    table = tokens.assign(measured_by="sketch", grad_norm_sq_stderr=0.5)
+    formulas = dict(token_details(table, 0, 1, "otb").formulas)
+    assert formulas["energy by sketch"] == "w = ‖∇ log π‖² ≈ 6.00 ± 0.500 (standard error), sketch"
+    assert formulas["realized energy"] == "W = Σ w over 2 tokens ≈ 8.00, 100% of this rollout's 8.00"
+    assert "exact energy" not in formulas
+    exact = dict(token_details(tokens.assign(measured_by="exact"), 0, 1, "otb").formulas)
+    assert exact["exact energy"] == "w = ‖∇ log π‖² = 6.00, exact"
+
+
+def test_details_split_a_share_into_signal_and_noise(tokens):
+    # 0.5 − 0.2 = 0.3; by size 0.3 stands behind −0.4 among the two tokens that were attributed
+    table = tokens.assign(
+        attribution=[0.3, -0.4] + [None] * 4, signal=[0.5, None] + [None] * 4, noise=[-0.2] + [None] * 5
+    )
+    formulas = dict(token_details(table, 0, 0, "otb").formulas)
+    assert formulas["share of ‖ḡ‖²"] == "A/N · s·ḡ = 0.300: number 2 of 2 by size here"
+    assert formulas["signal and noise"] == (
+        "along other prompts' gradients 0.500 + along its own prompt's −0.200 = 0.300"
+    )
+    assert "signal and noise" not in dict(token_details(table, 0, 1, "otb").formulas)

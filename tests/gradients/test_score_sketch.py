@@ -62,6 +62,26 @@ def test_frozen_parameters_and_the_temperature_are_respected(make_model, sample)
     projected_alike(model, batch, temperature=0.7)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # from inside peft
+@pytest.mark.parametrize("tied", [True, False])
+def test_lora_adapters_are_sketched(make_model, sample, tied):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    model, batch = peft.get_peft_model(make_model("qwen2", tied), config).double().eval(), sample["both"]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # B starts at zero, where A has no gradient
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    projected_alike(model, batch)
+    # Below the last attention lie the first layer's adapters and q_proj of the last; above it its down_proj.
+    options = {"directions": 512, "attention_mask": batch.attention_mask}
+    got = sketch_score_norms(model, *batch.args, engine="generic", **options)
+    exact = token_score_norms(model, *batch.args, batch.attention_mask, engine="reference")
+    inside = batch.mask.numpy()
+    assert got.engine == "hybrid" and (got.norm_sq_stderr[inside] > 0).all()
+    assert np.abs((got.norm_sq - exact.norm_sq)[inside] / got.norm_sq_stderr[inside]).max() < 4
+
+
 @pytest.mark.parametrize("method", ["gaussian", "rank_one"])
 def test_features_are_inner_products_with_one_set_of_directions(make_model, sample, explicit_scores, method):
     model, batch = make_model("llama"), sample["left"]
