@@ -6,6 +6,9 @@ SERVE ?= 1
 RUNS ?= runs
 PORT ?= 8501
 PEERS ?= 1
+WORKERS ?= auto
+# One process a core and one thread each; a file's tests stay together, since they share trained runs.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: help install demo test test-all check format bench dashboard clean
 
@@ -29,10 +32,10 @@ dashboard: $(STAMP)  ## serve the dashboard on an existing root (RUNS=…)
 	$(BIN)/otb dashboard --root $(RUNS) --port $(PORT)
 
 test: $(STAMP)   ## the tests that take minutes
-	$(BIN)/python -m pytest -m 'not slow and not browser'
+	$(PYTEST) -m 'not slow and not browser'
 
 test-all: $(STAMP)  ## all tests, the long ones and the browser's too
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .
