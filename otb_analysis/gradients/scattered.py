@@ -32,6 +32,9 @@ from otb_analysis.gradients.plan import Plan, Use
 from otb_analysis.gradients.taps import Trace
 from otb_analysis.types import Float
 
+SUMMED = (BIAS, SCALE, HEADED_SCALE)
+"""Rules whose outer product already sums over whatever lies between the first and the last axis."""
+
 
 def norms_above_cut(problem: Problem, plan: Plan) -> Float:
     """The part of every token's squared score norm that lies in the layers above the last attention [N, L].
@@ -175,11 +178,7 @@ def _below(layer: _Layer) -> Tensor:
     rule: Rule = layer.use.rule
     if rule is MATRIX:
         return _matrix(wide(layer.inputs), wide(layer.signal))
-    if rule in (
-        BIAS,
-        SCALE,
-        HEADED_SCALE,
-    ):  # their outer product sums over whatever lies between the first and the last axis
+    if rule in SUMMED:
         left, right = rule.outer(layer.module, layer.inputs, layer.signal)
         return _norm_sq(left) * _norm_sq(right)
     if rule is EMBEDDING:
