@@ -33,7 +33,8 @@ def evaluate(trainer: Trainer, step: int) -> dict[str, object]:
     with trainer.timed("evaluate"), torch.random.fork_rng():
         torch.manual_seed(seed_of(trainer.config.seed, EVALUATION))
         prompts = draw_prompts(trainer.task, "heldout", 0, settings.prompts)
-        rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, answers)
+        with trainer.policy.arithmetic():
+            rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, answers)
         total = pay(trainer.task, rollouts).total
     return heldout_columns(total.reshape(settings.prompts, settings.samples), settings.threshold)
 

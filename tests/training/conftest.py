@@ -1,5 +1,7 @@
 """The state of the tiny run before its first step."""
 
+from dataclasses import replace
+
 import pytest
 
 from otb_analysis.models import load_policy
@@ -8,7 +10,18 @@ from otb_analysis.training.setup import Trainer
 
 
 @pytest.fixture
-def trainer(tiny_config):
+def made(tiny_config):
+    """Make the state of a run with some fields of its configuration changed."""
+
+    def make(**changes):
+        config = replace(tiny_config, **changes)
+        model, tokenizer = load_policy(config.model)
+        return Trainer(config, model, tokenizer, make_task(config))
+
+    return make
+
+
+@pytest.fixture
+def trainer(made):
     """The state of a run before its first step."""
-    model, tokenizer = load_policy(tiny_config.model)
-    return Trainer(tiny_config, model, tokenizer, make_task(tiny_config))
+    return made()

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from otb_analysis.compare import heldout_line
-from otb_analysis.config import EvaluateConfig, MeasureConfig, Schedule
+from otb_analysis.config import EvaluateConfig, MeasureConfig, OptimizeConfig, Schedule
+from otb_analysis.sampling import sample
 from otb_analysis.store import RunStore
+from otb_analysis.training import evaluation
 from otb_analysis.training.evaluation import evaluate, heldout_columns
 
 QUIET = {"measure": MeasureConfig(exact=Schedule(0, 0))}
@@ -45,6 +47,19 @@ def test_evaluation_leaves_the_random_state_alone_and_repeats_itself(trainer, sa
     assert torch.equal(torch.get_rng_state(), before)
     assert evaluate(trainer, 1) == first
     assert first["heldout_samples"] == samples
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_answers_are_sampled_in_the_arithmetic_of_the_run(made, monkeypatch, precision):
+    trainer, seen = made(optimize=OptimizeConfig(precision=precision), evaluate=EvaluateConfig(prompts=2)), []
+
+    def watched(*given):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return sample(*given)
+
+    monkeypatch.setattr(evaluation, "sample", watched)
+    evaluate(trainer, 0)
+    assert seen == [precision == "bfloat16"]
 
 
 def test_several_answers_are_stored_and_change_nothing_in_training(trained):

@@ -13,23 +13,9 @@ from otb_analysis.models import load_policy
 from otb_analysis.ratios import RATIOS
 from otb_analysis.sampling import sample
 from otb_analysis.store import RunStore
-from otb_analysis.tasks import make_task
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.optimizer import Stepper
-from otb_analysis.training.setup import Trainer
 from otb_analysis.training.update import minibatches
-
-
-@pytest.fixture
-def made(tiny_config):
-    """Make the state of a run with some fields of its configuration changed."""
-
-    def make(**changes):
-        config = replace(tiny_config, **changes)
-        model, tokenizer = load_policy(config.model)
-        return Trainer(config, model, tokenizer, make_task(config))
-
-    return make
 
 
 def drawn(trainer, seed=3):
