@@ -32,13 +32,31 @@ def standing(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
     process = info.get("process")
     if status != "running" or not isinstance(process, Mapping):
         return status, reason
-    if process.get("place") is None or process.get("place") != _place():
+    lives = _lives(process)
+    if lives is None:
         last = f", last seen {heard}" if heard else ""
         return status, f"running on {process.get('host') or 'another machine'}{last}."
+    return (status, reason) if lives else ("stopped", STOPPED)
+
+
+def other_writer(info: Mapping[str, object]) -> int | None:
+    """Return the number of another process that is known to be writing a run; None where none is known.
+
+    Args:
+        info: Content of run.json.
+    """
+    process = info.get("process")
+    if info.get("status") != "running" or not isinstance(process, Mapping) or not _lives(process):
+        return None
+    return None if process["pid"] == os.getpid() else process["pid"]
+
+
+def _lives(process: Mapping[str, object]) -> bool | None:
+    """Return whether a process is there; None where this one does not see it by number."""
+    if process.get("place") is None or process.get("place") != _place():
+        return None
     pid = process.get("pid")
-    if isinstance(pid, int) and process.get("start") is not None and _start(pid) == process["start"]:
-        return status, reason
-    return "stopped", STOPPED
+    return isinstance(pid, int) and process.get("start") is not None and _start(pid) == process["start"]
 
 
 def _place() -> str | None:

@@ -15,7 +15,7 @@ from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
 from otb_analysis.store.encode import Columns, encode, encode_scalars
 from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path, parts_of
-from otb_analysis.store.liveness import this_process
+from otb_analysis.store.liveness import other_writer, this_process
 from otb_analysis.store.runfile import (
     ENDINGS,
     RESERVE,
@@ -91,7 +91,8 @@ class RunWriter:
             rank: This process.
 
         Raises:
-            InputError: The name is no directory name, or a directory of that name exists.
+            InputError: The name is no directory name, a directory of that name exists, or the run to be replaced is
+                being written by another process.
             StoreError: The directory cannot be made.
         """
         path = Path(root) / check_run_name(run)
@@ -116,13 +117,14 @@ class RunWriter:
             rank: This process; ranks other than 0 must begin after rank 0 has returned.
 
         Raises:
-            InputError: There is no such run.
+            InputError: There is no such run, or another process is writing it.
             StoreError: Its files cannot be read or removed.
         """
         if rank:
             return cls(path, rank)
         try:
-            _remove_from(find_run(path), from_step)
+            _refuse_second_writer(find_run(path))
+            _remove_from(path, from_step)
             info = read_run_file(path) | {
                 "status": "running", "reason": "", "updated": now(), "process": this_process()
             }  # fmt: skip
@@ -229,10 +231,18 @@ def _clear(path: Path, if_exists: str) -> None:
         raise InputError(f"run {path.name!r} already exists in {path.parent}; choose another run name, or replace it.")
     if path.is_symlink() or not (is_run(path) or _is_empty(path)):
         raise InputError(f"{path} exists and is no run, so it will not be replaced; choose another run name.")
+    with suppress(StoreError):  # a broken run may be replaced
+        _refuse_second_writer(path)
     # Renamed first, so that no reader ever sees half a run.
     old = path.with_name(f".{path.name}.{os.getpid()}.old")
     path.rename(old)
     shutil.rmtree(old)
+
+
+def _refuse_second_writer(path: Path) -> None:
+    """Refuse to touch a run while another process writes it: the two would replace each other's steps."""
+    if pid := other_writer(read_run_file(path)):
+        raise InputError(f"run {path.name!r} is being written by process {pid}; end it first, or choose another name.")
 
 
 def _appear(path: Path, info: Mapping[str, object]) -> None:

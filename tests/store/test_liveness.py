@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore, RunWriter, StepTables, liveness, runs_df
 from otb_analysis.store.liveness import standing, this_process
 
@@ -88,3 +89,32 @@ def test_run_appears_with_its_file_or_not_at_all(tmp_path, monkeypatch):
         RunWriter.create(tmp_path, "demo", {})
     assert runs_df(tmp_path).empty
     assert not (tmp_path / "demo").exists()
+
+
+def test_run_that_another_process_writes_is_left_alone(tmp_path, gone):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        process = this_process() | {"pid": other.pid, "start": liveness._start(other.pid)}
+        path = RunWriter.create(tmp_path, "demo", {}).path
+        info = json.loads((path / "run.json").read_text())
+        (path / "run.json").write_text(json.dumps(info | {"process": process}))
+        before = sorted(path.rglob("*"))
+        refused = rf"^run 'demo' is being written by process {other.pid}; end it first, or choose another name\.$"
+        with pytest.raises(InputError, match=refused):
+            RunWriter.resume(path, 0)
+        with pytest.raises(InputError, match=refused):
+            RunWriter.create(tmp_path, "demo", {}, if_exists="replace")
+        assert sorted(path.rglob("*")) == before
+        other.kill()
+    assert RunStore(RunWriter.resume(path, 0).path).standing == ("running", "")
+
+
+@pytest.mark.parametrize(
+    "told", [{"status": "complete"}, {"process": None}, {"process": {"place": "there", "pid": 1}}, {"process": "gone"}]
+)
+def test_run_that_nobody_is_known_to_write_may_be_taken_over(tmp_path, gone, told):
+    path = RunWriter.create(tmp_path, "demo", {}).path
+    told = {"process": gone} if told.get("process") == "gone" else told
+    info = json.loads((path / "run.json").read_text()) | told
+    (path / "run.json").write_text(json.dumps(info))
+    RunWriter.resume(path, 0)
+    RunWriter.create(tmp_path, "demo", {}, if_exists="replace")
