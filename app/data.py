@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
+from otb_analysis.errors import STOPS
 from otb_analysis.figures import FidelityInfo, fidelity_info, headline_info, statistics_table
 from otb_analysis.figures.fidelity import SOURCES, exact_norms
 from otb_analysis.figures.runs import Headline
@@ -76,7 +77,7 @@ def stamps() -> str:
     return " ".join(f"{name}:{stamp(root() / name)}" for name in names)
 
 
-@st.cache_data(max_entries=4, show_spinner=False, ttl=20)  # a process that is killed changes no file
+@st.cache_data(max_entries=4, show_spinner=False, ttl=10)  # a process that is killed changes no file
 def runs(folder: str, stamps: str) -> pd.DataFrame:
     """Return the table of all runs of a folder, broken ones with their reason.
 
@@ -85,6 +86,15 @@ def runs(folder: str, stamps: str) -> pd.DataFrame:
         stamps: From `stamps`.
     """
     return runs_df(folder)
+
+
+def states() -> tuple[str, ...]:
+    """Return what changes when any run of the root grows, is replaced or ends, by a kill too."""
+    seen = stamps()
+    try:
+        return seen, *runs(str(root()), seen)["status"]
+    except STOPS:  # the page that is drawn again says why
+        return (seen,)
 
 
 def readable(table: pd.DataFrame) -> list[Run]:

@@ -89,7 +89,7 @@ def one_run() -> data.Run:
 
 
 def follow(runs: Sequence[data.Run]) -> None:
-    """While a run is running, look every few seconds whether it grew, and draw the page again if it did.
+    """While a run is running, look every few seconds whether it grew or was killed, and draw the page again then.
 
     Args:
         runs: The chosen runs.
@@ -97,11 +97,11 @@ def follow(runs: Sequence[data.Run]) -> None:
     if not any(run.status == "running" for run in runs):
         return
     live = st.sidebar.toggle("Follow running runs", value=True, key="live", help="Looks for new steps every 3 seconds.")
-    seen = data.stamps()
+    seen = data.states()
 
     @st.fragment(run_every=_LIVE_SECONDS if live else None)
     def watch() -> None:
-        if live and data.stamps() != seen:
+        if live and data.states() != seen:
             st.rerun(scope="app")
 
     watch()

@@ -15,9 +15,10 @@ HELDOUT = "Last evaluation; change since the first."
 
 def card(headline: Headline, status: str) -> None:
     """Show one run in four numbers."""
+    steps = f"{headline.steps} step{'s' * (headline.steps != 1)}"
     with st.container(border=True, width=250, height="stretch"):
         st.markdown(f"**{plain(headline.run)}**")
-        st.caption(f"{plain(headline.estimator) or 'estimator unknown'} · {headline.steps} steps · {status}")
+        st.caption(f"{plain(headline.estimator) or 'estimator unknown'} · {steps} · {status}")
         upper, lower = st.columns(2), st.columns(2)
         share = None if headline.clipped is None else f"{headline.clipped:.0%}"
         upper[0].metric("Reward", number(headline.reward), **gain(headline.reward_gain), help=REWARD)

@@ -209,5 +209,24 @@ def test_numbers_of_a_chart_download_as_csv(tab, address):
     with page.expect_download() as download:
         page.locator("[data-testid=stDownloadButton] button").first.click()
     lines = Path(download.value.path()).read_text().splitlines()
-    assert lines[0] == "run,quantity,step,value"
+    assert lines[0] == "run,quantity,step,value,low,high"
     assert len(lines) == 1 + 41 + 5
+
+
+WRITE_AND_WAIT = """import sys
+from otb_analysis.store import RunWriter, StepTables
+RunWriter.create(sys.argv[1], "doomed", {}).write_step(0, StepTables(steps={"reward_mean": 0.5, "grad_norm": 1.0}))
+print("written", flush=True)
+input()"""
+
+
+def test_run_whose_process_is_killed_is_shown_as_stopped(tab, address, live_root):
+    command = [sys.executable, "-c", WRITE_AND_WAIT, str(live_root)]
+    environment, pipe = os.environ | {"PYTHONPATH": str(ROOT)}, subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe) as writer:
+        assert writer.stdout.readline() == b"written\n"
+        page = visit(tab, f"{address}/?run=doomed")
+        page.wait_for_selector("text=1 step · running")
+        writer.kill()
+    page.wait_for_selector("text=1 step · stopped", timeout=30 * SECONDS)
+    assert tab.errors == []
