@@ -1,7 +1,11 @@
-"""Kills a training at random moments, each in a fork of this one process, which has imported everything once.
+"""Kills a training at twenty moments, each in a fork of this one process, which has imported everything once.
 
 Not a test: `test_kill.py` runs it in a process of its own, since only a process without threads may be forked.
 It prints one line of JSON per trial.
+
+Moments are shares of the processor time that a run spends between the appearance of its directory and its end, one in
+each twentieth of it: a busy machine moves none of them. A trial counts when the kill came before run.json said how the
+run ended; where a run was over first, its own time becomes the measure and the trial is drawn again.
 """
 
 import json
@@ -23,8 +27,10 @@ from otb_analysis.models import load_policy, quiet_loading
 from otb_analysis.store import RunStore, runs_df
 from otb_analysis.training.loop import train
 
-TRIALS = 20
-TABLES = ("tokens", "rollouts", "steps")
+KILLS = 20
+ATTEMPTS = 60
+TABLES = ("tokens", "rollouts", "steps", "gradients", "grams")
+PAUSE = 0.0005
 
 
 def child(work, *given):
@@ -43,8 +49,42 @@ def child(work, *given):
 
 
 def ended(pid):
-    """Wait for a fork and return its exit code."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    """Wait for a fork and return its exit code and the processor seconds of its life."""
+    _, status, used = os.wait4(pid, 0)
+    return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+
+
+def is_over(pid):
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def worked(pid):
+    """Processor seconds of a fork so far."""
+    return time.clock_gettime((~pid << 3) | 2)  # how Linux numbers the clock of another process
+
+
+def begun(config):
+    """Start a training in a fork; return its number and what it had worked when the run's directory appeared."""
+    pid = child(train, config)
+    while not (config.root / config.run).is_dir() and not is_over(pid):
+        time.sleep(PAUSE)
+    return pid, worked(pid)
+
+
+def killed_at(config, moment):
+    """Train, and kill -9 when that much work is done since the run appeared.
+
+    Returns:
+        Whether the run was killed before its end, and what it had worked by then.
+    """
+    pid, start = begun(config)
+    while worked(pid) < start + moment and not is_over(pid):
+        time.sleep(PAUSE)
+    os.kill(pid, signal.SIGKILL)  # without effect on one that is over
+    code, used = ended(pid)
+    assert code in (0, -signal.SIGKILL)
+    status = json.loads((config.root / config.run / "run.json").read_text())["status"]
+    return status == "running", used - start
 
 
 def contents(path):
@@ -57,9 +97,8 @@ def weights(path):
     return {name: tensor.numpy() for name, tensor in load_policy(path / "model")[0].state_dict().items()}
 
 
-def uninterrupted(config, kept):
-    """Train without a kill and keep what came out."""
-    path = train(config)
+def keep(path, kept):
+    """Keep what came out of a run that was not killed."""
     kept.write_bytes(pickle.dumps((contents(path), weights(path))))
 
 
@@ -67,53 +106,49 @@ def go_on(config, kept, out):
     """Read what a killed run left, resume it, and compare both with the uninterrupted run."""
     expected, final = pickle.loads(kept.read_bytes())
     path = config.root / config.run
-    found = {"steps": 0, "status": "none"}
-    if path.is_dir():
-        steps = RunStore(path).complete_steps()
-        assert steps == list(range(len(steps)))
-        for name, frame in contents(path).items():
-            there = expected[name][expected[name]["step"].isin(steps)].reset_index(drop=True)
-            # Without types: a column of whole numbers is one of floats as soon as a later step has none.
-            if len(frame) or len(there):
-                pd.testing.assert_frame_equal(frame[there.columns], there, check_exact=True, check_dtype=False)
-        found = {"steps": len(steps), "status": runs_df(path.parent)["status"].iloc[0]}
+    steps = RunStore(path).complete_steps()
+    assert steps == list(range(len(steps)))
+    for name, frame in contents(path).items():
+        there = expected[name][expected[name]["step"].isin(steps)].reset_index(drop=True)
+        # Without types: a column of whole numbers is one of floats as soon as a later step has none.
+        if len(frame) or len(there):
+            pd.testing.assert_frame_equal(frame[there.columns], there, check_exact=True, check_dtype=False)
+    found = {"steps": len(steps), "status": runs_df(path.parent)["status"].iloc[0]}
     train(config)
     for name, frame in contents(path).items():
         pd.testing.assert_frame_equal(frame, expected[name], check_exact=True)
-    assert all((final[name] == tensor).all() for name, tensor in weights(path).items())
-    assert RunStore(path).info["status"] == "complete"
-    out.write_text(json.dumps(found))
-
-
-def killed_at(config, target, pause):
-    """Train in a fork, kill it some time after its step `target` is complete, and return whether it still ran."""
-    pid, steps = child(train, config), config.root / config.run / "steps"
-    over = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    while target and not (steps / f"part-{target - 1:08d}-r0.parquet").exists() and not os.waitid(os.P_PID, pid, over):
-        time.sleep(0.002)
-    time.sleep(pause)
-    os.kill(pid, signal.SIGKILL)
-    return ended(pid) == -signal.SIGKILL
+    resumed = weights(path)
+    assert final.keys() == resumed.keys() and all((final[name] == resumed[name]).all() for name in final)
+    assert not [p for p in path.rglob(".*") if p.is_file() or p.name.startswith(".model")]  # nothing half-written
+    info = RunStore(path).info
+    assert info["status"] == "complete"
+    out.write_text(json.dumps(found | {"from_step": info["resumed"][0]["from_step"]}))
 
 
 def main(config: TrainConfig, root: Path) -> None:
-    """Run every trial."""
+    """Measure the uninterrupted run, then kill and resume until there are enough trials."""
     torch.set_num_threads(1)
     quiet_loading()
     random.seed(0)
-    kept, out, total = root / "kept", root / "found.json", config.optimize.steps
-    assert ended(child(uninterrupted, replace(config, root=root / "whole"), kept)) == 0
-    marks = sorted(part.stat().st_mtime for part in (root / "whole" / config.run_name / "steps").glob("*.parquet"))
-    step = (marks[-1] - marks[0]) / (total - 1)
-    for trial in range(TRIALS):
-        own = replace(config, root=root / str(trial), if_exists="resume")
-        target = trial % (total + 1)
-        pause = random.random() * step * (1 if target else 4)  # before the first step there is a model to load
-        killed = killed_at(own, target, pause)
+    kept, out, whole = root / "kept", root / "found.json", replace(config, root=root / "whole")
+    pid, start = begun(whole)
+    code, used = ended(pid)
+    assert code == 0 and ended(child(keep, whole.root / whole.run, kept))[0] == 0
+    span, done = used - start, 0
+    for attempt in range(ATTEMPTS):
+        if done == KILLS:
+            break
+        own = replace(config, root=root / str(attempt), if_exists="resume")
+        moment = span * (done + random.random()) / KILLS
+        killed, used = killed_at(own, moment)
+        if not killed:
+            span = min(span, used)
+            continue
         out.unlink(missing_ok=True)
-        code = ended(child(go_on, own, kept, out))
+        code, _ = ended(child(go_on, own, kept, out))
         found = json.loads(out.read_text()) if code == 0 else {}
-        print(json.dumps({"killed": killed, "code": code} | found), flush=True)
+        print(json.dumps({"moment": moment / span, "code": code} | found), flush=True)
+        done += 1
 
 
 if __name__ == "__main__":

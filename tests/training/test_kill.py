@@ -23,7 +23,7 @@ def test_kill_at_twenty_moments_leaves_whole_steps_and_resume_is_bit_for_bit(tin
         run="run",
         task="chain_sum",
         optimize=OptimizeConfig(steps=3, learning_rate=0.01),
-        measure=MeasureConfig(exact=Schedule(0, 0)),
+        measure=MeasureConfig(exact=Schedule(0, 0)),  # most of the time, and no part of what is claimed
         evaluate=EvaluateConfig(every=2, prompts=4, samples=2),
         checkpoint=CheckpointConfig(every=2),
     )
@@ -38,11 +38,9 @@ def test_kill_at_twenty_moments_leaves_whole_steps_and_resume_is_bit_for_bit(tin
     )
     assert done.returncode == 0, done.stderr
     trials = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(trials) == 20
-    # Readable, resumed, equal to the uninterrupted run.
+    # Each was killed before its end, readable, resumed, and then equal to the uninterrupted run.
     assert [trial["code"] for trial in trials] == [0] * 20, done.stderr
-    killed = [trial for trial in trials if trial["killed"]]
-    assert len(killed) >= 10  # of the moments after the last step, some lie after the end
-    assert {trial["status"] for trial in killed} <= {"stopped", "none", "complete"}
-    assert "stopped" in {trial["status"] for trial in killed}
-    assert len({trial["steps"] for trial in killed}) >= 3
+    assert {trial["status"] for trial in trials} == {"stopped"}
+    # Between the appearance of the run and its end there are kills in every step, before and after the checkpoint.
+    assert {trial["steps"] for trial in trials} >= {0, 1, 2}
+    assert {trial["from_step"] for trial in trials} >= {0, 2}
