@@ -11,11 +11,9 @@ QUANTITIES = (
     Quantity("Training reward", "mean of the step's rollouts", "reward_mean"),
     Quantity("Held-out reward", "prompts never trained on, 95 % interval", "heldout_reward", rare=True, interval=True),
 )
-SEVERAL = (
-    Quantity("Held-out success", "share of right answers, 95 % interval", "heldout_success", rare=True, interval=True),
-    Quantity("Held-out pass@k", "chance that one of k answers is right", "heldout_pass_at_k", rare=True, interval=True),
+SUCCESS = Quantity(
+    "Held-out success", "share of right answers, 95 % interval", "heldout_success", rare=True, interval=True
 )
-"""Shown where some run sampled several answers to each held-out prompt."""
 
 
 def learning_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, str], window: int = 1) -> CurvesInfo:
@@ -26,8 +24,16 @@ def learning_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, st
         estimators: Training estimator of each run.
         window: Length of the running mean of the training reward, in recorded steps.
     """
-    several = any("heldout_pass_k" in table and (table["heldout_pass_k"] > 1).any() for table in steps.values())
-    return curves_info(steps, QUANTITIES + (SEVERAL if several else ()), estimators, window)
+    found = {int(k) for t in steps.values() if "heldout_pass_k" in t for k in t["heldout_pass_k"].dropna()}
+    several = (SUCCESS, _passing(found)) if max(found, default=1) > 1 else ()
+    return curves_info(steps, (*QUANTITIES, *several), estimators, window)
+
+
+def _passing(found: set[int]) -> Quantity:
+    """Return the panel of pass@k, named after the one k that the runs have, if they have one."""
+    k = str(next(iter(found))) if len(found) == 1 else "k"
+    note = f"one of {k} answers is right, 95 % interval"
+    return Quantity(f"Held-out pass@{k}", note, "heldout_pass_at_k", rare=True, interval=True)
 
 
 def plot_learning(info: CurvesInfo) -> go.Figure:

@@ -128,4 +128,10 @@ def test_success_has_panels_of_its_own_only_with_several_answers(steps):
         [q.title for q in learning_info({"a": t, "b": steps}, {}).quantities] for t in (evaluated(1), evaluated(4))
     ]
     assert titles[0] == ["Training reward", "Held-out reward"]
-    assert titles[1] == [*titles[0], "Held-out success", "Held-out pass@k"]
+    assert titles[1] == [*titles[0], "Held-out success", "Held-out pass@4"]
+
+
+def test_runs_with_different_numbers_of_answers_share_a_panel_without_a_number():
+    info = learning_info({"a": evaluated(2), "b": evaluated(4)}, {})
+    assert info.quantities[-1].title == "Held-out pass@k"
+    assert info.quantities[-1].line == "one of k answers is right, 95 % interval"
