@@ -93,9 +93,9 @@ def pose(model: nn.Module, batch: Batch, scope: str, temperature: float, *, shar
         sharded: Whether the caller knows what to do with parameters of which this process holds a part.
 
     Raises:
-        InputError: Parameters are shards or were made in inference mode, shapes disagree, a sampled token is padding or has nothing before it, a token
-            id is outside the vocabulary, dropout is active, a rotary embedding depends on the length of a rollout, the
-            temperature is not positive, or nothing trainable is in scope.
+        InputError: Parameters are shards or were made in inference mode, shapes disagree, a sampled token is padding or
+            has nothing before it, a token id is outside the vocabulary, dropout is active, a rotary embedding depends
+            on the length of a rollout, the temperature is not positive, or nothing trainable is in scope.
     """
     if not (np.isfinite(temperature) and temperature > 0):
         raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
