@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MistralConfig
+from transformers import LlamaConfig, MistralConfig
 
 from otb_analysis.gradients.followed import ELSEWHERE, refuse_unfollowed
 from otb_analysis.gradients.inputs import Problem
@@ -222,8 +222,10 @@ class _Reader:
 
 
 def _window(config: Any, index: int) -> int | None:
-    """Positions that attention of a layer sees: every Mistral layer has the window, others say so layer by layer."""
+    """Positions that attention of a layer sees: every Mistral layer has the window, Qwen says so layer by layer."""
     if isinstance(config, MistralConfig):
         return config.sliding_window
+    if isinstance(config, LlamaConfig):
+        return None  # whatever else its configuration says, a Llama model reads no window
     kinds = getattr(config, "layer_types", None)
     return config.sliding_window if kinds and kinds[index] == "sliding_attention" else None

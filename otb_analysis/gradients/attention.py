@@ -6,6 +6,7 @@ computed again for one tile of queries at a time, all signals of the tile go thr
 in cache, and keys behind a causal mask or outside a sliding window, whose probability is zero, take no part.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,23 +23,38 @@ TILE_BYTES = 1 << 21
 """What the signals of one tile of queries may occupy at their keys: as much as a core's own cache."""
 
 
-class TiledAttention(TorchFunctionMode):
-    """Inside this context `scaled_dot_product_attention` has the tiled backward pass of this module.
+class ReplacedAttention(TorchFunctionMode):
+    """Inside this context `scaled_dot_product_attention` is another function.
 
-    Calls that are short or that it does not follow (dropout, several rollouts, a mask that is trained) run in PyTorch's
-    plain form.
+    Args:
+        attend: Takes the same arguments; where it returns None, PyTorch's plain form runs.
     """
+
+    def __init__(self, attend: Callable[..., Tensor | None]) -> None:
+        super().__init__()
+        self._attend = attend
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one PyTorch function."""
         kwargs = kwargs or {}
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        found = _attend(*args, **kwargs)
+        found = self._attend(*args, **kwargs)
         if found is not None:
             return found
         with sdpa_kernel(SDPBackend.MATH):
             return func(*args, **kwargs)
+
+
+class TiledAttention(ReplacedAttention):
+    """Inside this context `scaled_dot_product_attention` has the tiled backward pass of this module.
+
+    Calls that are short or that it does not follow (dropout, several rollouts, a mask that is trained) run in PyTorch's
+    plain form.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_attend)
 
 
 @dataclass(frozen=True)

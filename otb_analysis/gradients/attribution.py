@@ -43,7 +43,7 @@ def gradient_attribution(
     (none with a direction) and one forward-mode pass, or two or four forward passes by differences, beside a trial of a
     few tokens. Σ share meets ‖ḡ‖² to 1e-6 by forward mode in float32, to about 1e-5 by four points and 1e-4 by two:
     `sum_error` says how far it is. The model is evaluated at other weights but never written to; half-precision models
-    on float32 copies of their weights.
+    on float32 copies of their weights, attention kernels other than sdpa and eager replaced by eager meanwhile.
 
     Args:
         model: A causal language model with the Hugging Face call convention.
@@ -53,8 +53,8 @@ def gradient_attribution(
         attention_mask: True at real tokens [N, L]; None means that nothing is padding.
         direction: Tensors by parameter name, any of a tied parameter's names; a held-out gradient from
             `batch_gradient`, say. What is left out is zero; None means ḡ.
-        method: "jvp" (forward mode, exact, math attention), or differences with any attention kernel and a checked
-            step: "difference" (two points, correct to about 3e-4) or "stencil" (four points, to about 1e-4).
+        method: "jvp" (forward mode, exact), or differences, which take forward passes only and check their step:
+            "difference" (two points, correct to about 3e-4) or "stencil" (four points, to about 1e-4).
         engine: "auto" runs `method`; "reference" is its slow twin, one backward pass per token.
         scope: As in `token_score_norms`.
         temperature: τ of the policy softmax(logits / τ).

@@ -16,7 +16,7 @@ from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.anatomy import Anatomy, read
 from otb_analysis.gradients.inputs import Problem
 from otb_analysis.gradients.layers import UnfitError
-from otb_analysis.gradients.plan import length, probe, reference_norms
+from otb_analysis.gradients.plan import disagreement, length, probe, reference_norms
 from otb_analysis.gradients.tally import Parts, Running, Single, norm_sq, outer_gram
 from otb_analysis.gradients.unrolled import Mix, Unrolled
 from otb_analysis.types import Float, ScoreNorms
@@ -100,9 +100,11 @@ def fits(problem: Problem) -> bool:
 
 
 def _key(problem: Problem) -> tuple[object, ...]:
-    """What a verdict depends on besides the identity of the model: attention, dtypes and the scope."""
+    """What a verdict depends on besides the identity of the model: attention, dtypes, the scope and what layers run."""
     attention = getattr(getattr(problem.model, "config", None), "_attn_implementation", None)
-    return problem.scope.names, problem.scope.head is None, attention, tuple(p.dtype for p in problem.scope.parameters)
+    dtypes = tuple(p.dtype for p in problem.model.parameters())
+    code = frozenset(type(module).forward for module in problem.model.modules())
+    return problem.scope.names, problem.scope.head is None, attention, dtypes, code
 
 
 def _objection(problem: Problem, anatomy: Anatomy) -> str | None:
@@ -121,15 +123,8 @@ def _objection(problem: Problem, anatomy: Anatomy) -> str | None:
     off = float((unrolled.logprob.double() - expected).abs().max())
     if not off <= (0.2 if coarse else 1e-4):
         return f'log-probabilities by hand are {off:.2g} nats from the model\'s own; pass engine="generic".'
-    parts, total = _parts(unrolled), sum(norms.values())
-    for name, norm in norms.items():
-        got = parts.get(name, torch.zeros_like(norm))
-        if ((got - norm).abs() > (0.2 if coarse else 1e-3) * norm + (1e-2 if coarse else 1e-6) * total).any():
-            return (
-                f"parameter {name} has squared score norms {got.tolist()} by hand on a probe where the reference gives "
-                f'{norm.tolist()}; pass engine="generic".'
-            )
-    return None
+    found = disagreement(problem, _parts(unrolled), norms)
+    return f'{found}; pass engine="generic".' if found else None
 
 
 def _parts(unrolled: Unrolled) -> dict[str, Tensor]:

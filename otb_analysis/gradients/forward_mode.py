@@ -6,13 +6,12 @@ positions, positions] for keys that a causal mask hides. Here a block of queries
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwd
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
+
+from otb_analysis.gradients.attention import ReplacedAttention
 
 QUERIES = 64
 """Queries of one block: later keys are skipped, and the block's scores stay in cache."""
@@ -42,22 +41,14 @@ def derivative(
         return torch.zeros_like(value) if moved is None else moved.clone()
 
 
-class DualAttention(TorchFunctionMode):
+class DualAttention(ReplacedAttention):
     """Inside this context `scaled_dot_product_attention` has a forward-mode derivative.
 
     Calls that it does not follow (active dropout, a mask that itself moves) run in PyTorch's plain form, which has one.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run one PyTorch function."""
-        kwargs = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        found = _attend(*args, **kwargs)
-        if found is not None:
-            return found
-        with sdpa_kernel(SDPBackend.MATH):
-            return func(*args, **kwargs)
+    def __init__(self) -> None:
+        super().__init__(_attend)
 
 
 def _attend(

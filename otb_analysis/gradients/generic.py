@@ -17,7 +17,8 @@ from otb_analysis.gradients import head, reference
 from otb_analysis.gradients.inputs import Problem
 from otb_analysis.gradients.layers import UnfitError
 from otb_analysis.gradients.passes import Apart, Mix
-from otb_analysis.gradients.plan import Plan, Use, find_plan, length, probe, reference_norms
+from otb_analysis.gradients.plan import Plan, Use, disagreement, find_plan, length, probe, reference_norms
+from otb_analysis.gradients.tally import norm_sq, outer_gram
 from otb_analysis.gradients.taps import traced
 from otb_analysis.types import Float, Int, ScoreNorms
 
@@ -45,14 +46,14 @@ def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
     if problem.scope.head is not None:
         return head.token_score_norms(problem, path, NAME)
     plan = plan_for(problem)
-    norm_sq, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
+    norms, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
     for rollout in problem.rollouts:
         where = rollout.row, rollout.columns
         apart = Apart(problem, plan, rollout)
         logprob[where] = apart.trace.logprob.detach().double().cpu().numpy()
         single, running = _token_norms(apart, path)
-        norm_sq[where], path_norm_sq[where] = single.cpu().numpy(), running.cpu().numpy()
-    return ScoreNorms(norm_sq, logprob, NAME, path_norm_sq if path else None)
+        norms[where], path_norm_sq[where] = single.cpu().numpy(), running.cpu().numpy()
+    return ScoreNorms(norms, logprob, NAME, path_norm_sq if path else None)
 
 
 def weighted_score_norms(problem: Problem, weights: Float) -> Float:
@@ -154,67 +155,59 @@ def _check(problem: Problem, plan: Plan) -> None:
     logprob = apart.trace.logprob.detach().double()
     if not torch.allclose(logprob, expected, rtol=0, atol=0.2 if coarse else 1e-4):
         raise UnfitError('log-probabilities differ with plain attention kernels; pass engine="reference".')
-    parts = _parts(apart)
-    total = sum(norms.values())
-    for name, norm in norms.items():
-        got = parts.get(name, torch.zeros_like(norm))
-        off = (got - norm).abs() > (0.2 if coarse else 1e-3) * norm + (1e-2 if coarse else 1e-6) * total
-        if off.any():
-            raise UnfitError(
-                f"parameter {name} has squared score norms {got.tolist()} on a probe where the reference gives "
-                f'{norm.tolist()}; pass engine="reference" or leave it out of scope.'
-            )
+    if found := disagreement(problem, _parts(apart), norms):
+        raise UnfitError(f'{found}; pass engine="reference" or leave it out of scope.')
 
 
 def _parts(apart: Apart) -> dict[str, Tensor]:
     """‖s_t‖² parameter by parameter, in one block."""
     parts: dict[str, Tensor] = {}
     for use, (left, right) in apart.outer.items():
-        parts[use.parameter] = parts.get(use.parameter, 0.0) + _norm_sq(left) * _norm_sq(right)
+        parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(left) * norm_sq(right)
     size = len(apart.rollout.columns)
     mix = Mix(torch.eye(size), slice(0, size))
     for use, found in apart.coordinates(apart.trace, apart.rollout, mix):
-        parts[use.parameter] = parts.get(use.parameter, 0.0) + _norm_sq(found)
+        parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(found)
     return parts
 
 
 def _token_norms(apart: Apart, path: bool) -> tuple[Tensor, Tensor]:
     """‖s_t‖² and, if asked for, ‖Σ_{j≤t} s_j‖² of a rollout's K sampled tokens."""
-    norm_sq, path_norm_sq = _outer_norms(apart, path)
+    norms, path_norm_sq = _outer_norms(apart, path)
     running: dict[Use, Tensor] = {}
     start = 0
     for block in apart.rollout.blocks(min(BLOCK, apart.block_size)) if apart.plan.cut else ():
         span = slice(start, start := start + len(block.columns))
         trace = traced(apart.problem, block, apart.plan.modules)
         for use, found in apart.coordinates(trace, block, Mix(torch.eye(len(block.columns)), span)):
-            norm_sq[span] += _norm_sq(found)
+            norms[span] += norm_sq(found)
             if path:
-                path_norm_sq[span] += _norm_sq(_accumulate(running, use, found))
-    return norm_sq, path_norm_sq
+                path_norm_sq[span] += norm_sq(_accumulate(running, use, found))
+    return norms, path_norm_sq
 
 
 def _outer_norms(apart: Apart, path: bool) -> tuple[Tensor, Tensor]:
     """The share of the layers above the cut; path norms are sums over the leading blocks of a K × K Gram matrix."""
-    norm_sq = torch.zeros(len(apart.rollout.columns), dtype=torch.float64, device=apart.own.device)
-    path_norm_sq = torch.zeros_like(norm_sq)
+    norms = torch.zeros(len(apart.rollout.columns), dtype=torch.float64, device=apart.own.device)
+    path_norm_sq = torch.zeros_like(norms)
     for left, right in apart.outer.values():
-        norm_sq += _norm_sq(left) * _norm_sq(right)
+        norms += norm_sq(left) * norm_sq(right)
         if path:
-            gram = _gram(left, right)
+            gram = outer_gram(left, right)
             path_norm_sq += (2 * gram.tril().sum(1) - gram.diagonal()).cumsum(0)
-    return norm_sq, path_norm_sq
+    return norms, path_norm_sq
 
 
 def _weighted_norms(apart: Apart, rows: Tensor) -> Tensor:
     """‖Σ_k rows[m,k] s_k‖² of one rollout [M]."""
     result = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     for left, right in apart.outer.values():
-        result += (rows @ _gram(left, right) * rows).sum(-1)
+        result += (rows @ outer_gram(left, right) * rows).sum(-1)
     size = min(BLOCK, apart.block_size)
     for start in range(0, len(rows), size):
         mix = Mix(rows[start : start + size], slice(None))
         for _, found in apart.coordinates(apart.trace, apart.rollout, mix):
-            result[start : start + size] += _norm_sq(found)
+            result[start : start + size] += norm_sq(found)
     return result
 
 
@@ -230,14 +223,3 @@ def _accumulate(running: dict[Use, Tensor], use: Use, found: Tensor) -> Tensor:
         total[:, : len(before)] += before
     running[use] = total[-1].clone()
     return total
-
-
-def _gram(left: Tensor, right: Tensor) -> Tensor:
-    """Inner products [K, K] of K outer products, float64."""
-    return (left @ left.T).double() * (right @ right.T).double()
-
-
-def _norm_sq(values: Tensor) -> Tensor:
-    """‖·‖² of each of C tensors, rows first and then, in float64, over the rows [C]."""
-    rows = torch.linalg.vector_norm(values, dim=-1).double().square()
-    return rows if rows.ndim == 1 else rows.flatten(1).sum(-1)

@@ -1,5 +1,6 @@
 """Inner products of many gradients, in bounded memory and accumulated in float64, exact or from features."""
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ GRADIENT_BYTES = 4 << 30
 """What all gradients of one Gram matrix may occupy together. Of R gradients of D entries that take more, R·D·itemsize /
 4 GiB stretches are formed one after the other, at the price of as many rounds of forward and (ever shorter) backward
 passes; the matrix itself, 8 R² bytes, must fit as well."""
+
+_log = logging.getLogger(__name__)
 
 Stretch = list[tuple[int, slice]]
 """Part of a gradient: indices of parameters and, of each, a range of its flattened entries."""
@@ -55,8 +58,21 @@ def refuse_many(count: int) -> None:
     fit = math.isqrt(GRADIENT_BYTES // 8)
     if count > fit:
         raise InputError(
-            f"weights has {count} rows in use, counting each prompt's, whose Gram matrix exceeds the "
-            f"{GRADIENT_BYTES / 2**30:.3g} GiB allowed; pass at most {fit} (rows of weights times prompts)."
+            f"weights has {count} rows, counting each prompt's, whose Gram matrix exceeds the "
+            f"{GRADIENT_BYTES / 2**30:.3g} GiB allowed; pass at most {fit} (rows of weights times prompts), or measure "
+            "features once with sketch_score_norms(..., features=True) and take gram_from_features of a part at a time."
+        )
+
+
+def tell_rounds(rounds: int, count: int) -> None:
+    """Log that gradients do not fit in memory together, what that costs, and what does without."""
+    if rounds > 1:
+        _log.warning(
+            "%d gradients exceed %.3g GiB, so their Gram matrix takes %d rounds of backward passes; gram_from_features "
+            "estimates it from sketch_score_norms(..., features=True) in one.",
+            count,
+            GRADIENT_BYTES / 2**30,
+            rounds,
         )
 
 
@@ -82,7 +98,7 @@ def gram_from_features(features: Tensor | np.ndarray, weights: Weights, group: T
         Estimated Gram matrix [M, M, P, P], float64, symmetric under exchange of (m, p) and (m', p').
 
     Raises:
-        InputError: Shapes disagree.
+        InputError: Shapes disagree, or the matrix does not fit in `GRADIENT_BYTES`.
         NonFiniteError: A weight, or a feature that is read, is NaN or infinite.
     """
     values = features.detach().cpu().numpy() if isinstance(features, Tensor) else np.asarray(features)
@@ -91,6 +107,7 @@ def gram_from_features(features: Tensor | np.ndarray, weights: Weights, group: T
     n, length, _ = values.shape
     rows = check_weights(weights, np.ones((n, length), dtype=bool))
     prompts, index = np.unique(check_group(group, n), return_inverse=True)
+    refuse_many(rows.shape[1] * len(prompts))
     sums = np.zeros((rows.shape[1], len(prompts), values.shape[2]))
     for rollout in range(n):
         sums[:, index[rollout]] += _weighted_features(values, rows, rollout)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.forward import sampled_logits
+from otb_analysis.gradients.gram import refuse_many
 from otb_analysis.gradients.inputs import Problem, Rollout
 from otb_analysis.gradients.layers import wide
 from otb_analysis.gradients.scope import unreached
@@ -58,6 +59,7 @@ def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
     """Gram matrix [M, M, P, P] from the inner products of all pairs of tokens, block by block."""
     prompts, index = np.unique(group, return_inverse=True)
     count = weights.shape[1] * len(prompts)
+    refuse_many(count)
     gram = torch.zeros(count, count, dtype=torch.float64)
     rollouts = [r for r in problem.rollouts if weights[r.row][:, r.columns].any()]
     blocks = list(_blocks(rollouts, problem.scope.parameters[0]))

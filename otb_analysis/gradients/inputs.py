@@ -6,9 +6,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.gradients.model_checks import (
+    refuse_dropout,
+    refuse_inference,
+    refuse_length_dependence,
+    refuse_shards,
+)
 from otb_analysis.gradients.scope import Scope, select_scope
 from otb_analysis.types import Bool, Float, Int
 
@@ -88,19 +93,21 @@ def pose(model: nn.Module, batch: Batch, scope: str, temperature: float, *, shar
         sharded: Whether the caller knows what to do with parameters of which this process holds a part.
 
     Raises:
-        InputError: Parameters are shards, shapes disagree, a sampled token is padding or has nothing before it, a token
-            id is outside the vocabulary, dropout is active, the temperature is not positive, or nothing trainable is in
-            scope.
+        InputError: Parameters are shards or were made in inference mode, shapes disagree, a sampled token is padding or
+            has nothing before it, a token id is outside the vocabulary, dropout is active, a rotary embedding depends
+            on the length of a rollout, the temperature is not positive, or nothing trainable is in scope.
     """
     if not (np.isfinite(temperature) and temperature > 0):
         raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
     if not sharded:
-        _refuse_shards(model)
-    _refuse_dropout(model)
+        refuse_shards(model)
+    refuse_inference(model)
+    refuse_dropout(model)
     ids, mask, real = _aligned(batch)
     rollouts = tuple(_strip(row, ids, mask, real, _device(model)) for row in range(len(ids)) if mask[row].any())
     for rollout in rollouts:
         _check_vocabulary(model, rollout)
+        refuse_length_dependence(model, rollout.row, len(rollout.ids))
     shape = (ids.shape[0], ids.shape[1])
     return Problem(model, rollouts, shape, mask.numpy(), select_scope(model, scope), float(temperature))
 
@@ -176,6 +183,9 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _aligned(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    for name, given in vars(batch).items():
+        if not isinstance(given, Tensor) and (given is not None or name != "attention_mask"):
+            raise InputError(f"{name} is a {type(given).__name__}; pass a torch tensor, shape [N, L].")
     ids = batch.input_ids.detach().cpu()
     if ids.ndim != 2:
         raise InputError(f"input_ids has shape {tuple(ids.shape)}; pass one row per rollout, shape [N, L].")
@@ -221,25 +231,3 @@ def _check_vocabulary(model: nn.Module, rollout: Rollout) -> None:
             f"input_ids of rollout {rollout.row} holds {low if low < 0 else high} but the model's vocabulary has "
             f"{size} entries; encode the text with this model's own tokenizer, and mark padding in attention_mask."
         )
-
-
-def _refuse_shards(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
-            raise InputError(
-                f"parameter {name!r} is a shard, of which this process holds a part; gather the model, or use "
-                "gradient_sketch, which adds shards up."
-            )
-
-
-def _refuse_dropout(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if not module.training:
-            continue
-        rates = {"p": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module)
-        for attribute, rate in rates.items():
-            if (attribute == "p" or "dropout" in attribute) and isinstance(rate, float) and rate > 0:
-                raise InputError(
-                    f"model is in training mode with dropout {rate:g} at {name or 'its root'}, so its "
-                    "log-probabilities are random; call model.eval() first."
-                )

@@ -102,6 +102,27 @@ def reference_norms(problem: Problem, rollout: Rollout) -> tuple[Tensor, dict[st
     return values.detach().double(), dict(zip(problem.scope.names, norms, strict=True))
 
 
+def disagreement(problem: Problem, parts: dict[str, Tensor], norms: dict[str, Tensor]) -> str | None:
+    """The first parameter whose ‖s_t‖² on a probe are not the reference ones, in a clause; None where all agree.
+
+    Args:
+        problem: The checked batch; with weights of half precision only gross differences count.
+        parts: An engine's ‖s_t‖² by parameter.
+        norms: Those of `reference_norms`.
+    """
+    coarse = problem.scope.parameters[0].dtype.itemsize < 4
+    relative, absolute = (0.2, 1e-2) if coarse else (1e-3, 1e-6)
+    total = sum(norms.values())
+    for name, norm in norms.items():
+        got = parts.get(name, torch.zeros_like(norm))
+        if ((got - norm).abs() > relative * norm + absolute * total).any():
+            return (
+                f"parameter {name} has squared score norms {got.tolist()} on a probe where the reference gives "
+                f"{norm.tolist()}"
+            )
+    return None
+
+
 def _refuse_unfollowed(model: nn.Module) -> None:
     for name, module in model.named_modules():
         attention = getattr(getattr(module, "config", None), "_attn_implementation", None)

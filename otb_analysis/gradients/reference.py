@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otb_analysis.gradients.forward import sampled_logprobs
-from otb_analysis.gradients.gram import Stretch, gram_matrix, held, norm_sq_of, refuse_many, stretches
+from otb_analysis.gradients.gram import Stretch, gram_matrix, held, norm_sq_of, refuse_many, stretches, tell_rounds
 from otb_analysis.gradients.inputs import Problem, Rollout
 from otb_analysis.types import Bool, Float, Int, ScoreNorms
 
@@ -74,9 +74,11 @@ def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
     gram = np.zeros((weights.shape[1], weights.shape[1], len(prompts), len(prompts)))
     if where:
         refuse_many(len(where))
+        rounds = stretches(problem.scope.parameters, len(where))
+        tell_rounds(len(rounds), len(where))
         total = sum(
             gram_matrix([g for prompt in prompts for g in _stretch_gradients(problem, prompt, stretch)])
-            for stretch in stretches(problem.scope.parameters, len(where))
+            for stretch in rounds
         )
         m, p = np.array(where).T
         gram[m[:, None], m[None, :], p[:, None], p[None, :]] = total

@@ -62,8 +62,8 @@ def sampled_score_norms(
         `size` [N, L], zero outside the mask.
 
     Raises:
-        InputError: Something passed does not fit, or "above_cut" is asked of a model without rules; the sentence says
-            what to do.
+        InputError: Something passed does not fit, or "above_cut" is asked of a model without rules or of a scope with
+            nothing up there; the sentence says what to do.
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
     if by not in SIZES:
@@ -92,11 +92,17 @@ def _size(problem: Problem, by: str, proxy: Float | None) -> Float:
             )
         return np.where(problem.mask, proxy, 0.0)
     try:
-        return scattered.norms_above_cut(problem, generic.plan_for(problem))
+        plan = generic.plan_for(problem)
+        if plan.above:
+            return scattered.norms_above_cut(problem, plan)
     except UnfitError as reason:
         raise InputError(
             f'the norm above the cut is not available for this model, pass by="proxy": {reason}'
         ) from reason
+    raise InputError(
+        f'scope {problem.scope.name!r} holds no parameter above the last attention, where by="above_cut" measures; '
+        'pass by="proxy" with energies, or by="uniform".'
+    )
 
 
 def _restricted(problem: Problem, drawn: Bool) -> Problem:

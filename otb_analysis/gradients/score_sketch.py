@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from otb_analysis.gradients.directions import Directions
 from otb_analysis.gradients.functional import functional
 from otb_analysis.gradients.inputs import Batch, Problem, Rollout, pose
 from otb_analysis.gradients.layers import UnfitError
+from otb_analysis.gradients.memory import refuse_more_than_fit
 from otb_analysis.gradients.passes import Apart
 from otb_analysis.gradients.tangents import above, below, checked_plan, exact_above
 from otb_analysis.types import Float, ScoreNorms
@@ -209,16 +209,6 @@ def _check_request(directions: int, method: str, engine: str, features: bool) ->
 
 def _check_memory(directions: Directions) -> None:
     """Refuse more directions than memory holds signs and projections of."""
-    signs = sum(sum(p.shape) for p in directions.problem.scope.parameters)
-    each = 4 * signs + 8 * math.prod(directions.problem.shape)
-    fit = memory_bytes() // each
-    if directions.count > fit:
-        raise InputError(
-            f"directions is {directions.count} but the memory of this machine holds {fit} of them "
-            f"({each:,} bytes each); pass at most {fit}."
-        )
-
-
-def memory_bytes() -> int:
-    """Main memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parameters = directions.problem.scope.parameters
+    each = 4 * sum(sum(p.shape) for p in parameters) + 8 * math.prod(directions.problem.shape)
+    refuse_more_than_fit("directions", directions.count, each, parameters[0].device)

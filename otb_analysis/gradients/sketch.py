@@ -20,6 +20,7 @@ from otb_analysis.gradients.inputs import (
     microbatches,
     pose,
 )
+from otb_analysis.gradients.memory import refuse_more_than_fit
 from otb_analysis.gradients.shards import Shards, is_sharded
 
 KEPT = 1 << 28
@@ -77,7 +78,8 @@ def gradient_sketch(
         Sketches [C, M, dim], float32, accumulated in float64.
 
     Raises:
-        InputError: Something passed does not fit; the sentence says what and what to do.
+        InputError: Something passed does not fit, or so many buckets do not fit in memory; the sentence says what to
+            do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
     check_dim(dim)
@@ -87,6 +89,9 @@ def gradient_sketch(
     rows = check_weights(weights, problem.mask)
     member = check_group(cluster, problem.shape[0], "cluster")
     clusters = np.unique(member)
+    # Float64 sums of one cluster, what is added to them with both signs, and the float32 result.
+    each = 8 * (rows.shape[1] + 3) + 4 * len(clusters) * rows.shape[1]
+    refuse_more_than_fit("dim", dim, each, problem.scope.parameters[0].device)
     if shards is not None:
         shards.check_same(problem, rows)
     sketch = _sketcher(problem, shards, dim, seed)

@@ -131,8 +131,9 @@ def outer_gram(left: Tensor, right: Tensor) -> Tensor:
 
 
 def norm_sq(values: Tensor) -> Tensor:
-    """Squared norm of each row [K, n] → [K], float64."""
-    return torch.linalg.vector_norm(values, dim=-1).double().square()
+    """‖·‖² of each of K tensors [K, ...], rows first and then, in float64, over the rows [K]."""
+    rows = torch.linalg.vector_norm(values, dim=-1).double().square()
+    return rows if rows.ndim == 1 else rows.flatten(1).sum(-1)
 
 
 def _width(group: Group) -> int:

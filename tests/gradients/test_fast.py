@@ -410,3 +410,68 @@ def test_attention_slices_keep_to_the_memory_allowed():
     assert backward.slice_length(1000, 1 << 20) == 64
     assert backward.slice_length(1000, 1 << 30) == 1
     assert backward.slice_length(40, 1) == 64
+
+
+def test_a_llama_has_no_window_whatever_its_configuration_says(make_sample):
+    # A window longer than the probe, which only Mistral and Qwen models read.
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE, sliding_window=14, layer_types=["sliding_attention"] * 3)
+    agree(moved(LlamaForCausalLM(config)), long_batch(make_sample))
+
+
+def test_a_class_patched_after_the_first_use_is_found_out(make_model, sample, monkeypatch):
+    model, batch = make_model("llama"), sample["left"]
+    norms(model, *batch.args, batch.attention_mask)
+    kind = type(model.model.layers[0].mlp)
+    monkeypatch.setattr(
+        kind, "forward", lambda self, x: self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+    )
+    with pytest.raises(InputError, match="log-probabilities by hand are"):
+        norms(model, *batch.args, batch.attention_mask)
+    monkeypatch.undo()
+    agree(model, batch)
+
+
+def test_one_model_after_another_and_the_same_in_another_dtype_are_measured_anew(make_model, make_sample):
+    batch = long_batch(make_sample)
+    first, second = make_model("qwen3"), make_model("qwen3", seed=1)
+    for model in (first, second, first):
+        agree(model, batch)
+    half = norms(first.bfloat16(), *batch.args, batch.attention_mask)
+    back = twin(first.double(), *batch.args, batch.attention_mask)  # the rounded weights in float64
+    np.testing.assert_allclose(half.norm_sq, back.norm_sq, atol=5e-6 * back.norm_sq.max())
+    agree(first, batch)
+
+
+def test_parameters_frozen_and_freed_between_calls_are_followed(make_model, sample):
+    model, batch = make_model("qwen2"), sample["both"]
+    whole = norms(model, *batch.args, batch.attention_mask).norm_sq
+    for pattern in ("embed", "layers.0", "layers.1", "self_attn"):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(pattern not in name)
+        agree(model, batch)
+    model.requires_grad_(True)
+    np.testing.assert_array_equal(norms(model, *batch.args, batch.attention_mask).norm_sq, whole)
+
+
+def test_holes_in_the_attention_mask_are_closed(make_model):
+    # The same three tokens, with and without something unreadable between them.
+    model = make_model("llama")
+    ids, real = torch.tensor([[3, -9, 5, 99, 7]]), torch.tensor([[1, 0, 1, 0, 1]])
+    mask = torch.tensor([[0, 0, 1, 0, 1]], dtype=torch.bool)
+    got = norms(model, ids, mask, real)
+    plain = norms(model, ids[real.bool()][None], mask[real.bool()][None])
+    np.testing.assert_array_equal(got.path_norm_sq[real.bool().numpy()], plain.path_norm_sq[0])
+
+
+@pytest.mark.parametrize("engine", ["fast", "generic", "reference"])
+def test_tensors_made_in_inference_mode_are_measured_there(make_model, sample, engine):
+    model, batch = make_model("qwen3"), sample["left"]
+    expected = token_score_norms(model, *batch.args, batch.attention_mask, engine=engine)
+    with torch.inference_mode():
+        given = [x.clone() for x in (*batch.args, batch.attention_mask)]
+        got = token_score_norms(model, *given, engine=engine)
+        made_there = make_model("qwen3")
+    with pytest.raises(InputError, match=r"made inside torch\.inference_mode.*load the model outside"):
+        token_score_norms(made_there, *batch.args, batch.attention_mask, engine=engine)
+    np.testing.assert_array_equal(got.norm_sq, expected.norm_sq)

@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -38,7 +40,7 @@ def test_stretches_cover_every_entry_once_and_fit():
     assert len(gram.stretches(parameters, 2)) == 1
 
 
-def test_only_one_stretch_of_the_gradients_is_held(make_model, sample, monkeypatch):
+def test_only_one_stretch_of_the_gradients_is_held_and_the_rounds_are_told(make_model, sample, monkeypatch, caplog):
     model, batch = make_model("qwen2"), sample["both"]
     sizes = []
     real = gram.gram_matrix
@@ -51,16 +53,22 @@ def test_only_one_stretch_of_the_gradients_is_held(make_model, sample, monkeypat
     monkeypatch.setattr(gram, "GRADIENT_BYTES", 1 << 13)
     group_gradient_gram(model, *batch.args, weights_of(), GROUP, batch.attention_mask)
     assert len(sizes) > 10 and max(sizes) <= 1 << 13
+    assert re.search(r"6 gradients exceed .* rounds of backward passes; gram_from_features estimates it", caplog.text)
 
 
 def test_a_gram_matrix_larger_than_the_memory_allowed_is_refused(make_model, sample, monkeypatch):
-    # 128 bytes hold 16 float64 entries, a 4 × 4 matrix; two rows in use on three prompts are 6.
+    # 128 bytes hold 16 float64 entries, a 4 × 4 matrix; two rows in use on three prompts are 6,
+    # and with the row of zeros 9.
     model, batch = make_model("qwen2"), sample["both"]
     monkeypatch.setattr(gram, "GRADIENT_BYTES", 128)
     with pytest.raises(
-        InputError, match=r"weights has 6 rows in use.*pass at most 4 \(rows of weights times prompts\)"
+        InputError, match=r"weights has 6 rows, .*pass at most 4 \(rows of weights times prompts\).*from_features"
     ):
         group_gradient_gram(model, *batch.args, weights_of(), GROUP, batch.attention_mask)
+    with pytest.raises(InputError, match="weights has 9 rows, "):
+        group_gradient_gram(model, *batch.args, weights_of(), GROUP, batch.attention_mask, scope="lm_head")
+    with pytest.raises(InputError, match="weights has 9 rows, "):
+        gram_from_features(np.ones((5, 12, 2)), weights_of(), GROUP)
 
 
 def test_features_that_are_the_scores_give_the_gram_matrix():

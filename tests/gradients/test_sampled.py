@@ -174,6 +174,8 @@ def test_a_model_without_rules_is_measured_by_the_reference_engine_and_refused_a
         ({"tokens": 0}, "n is 0"),
         ({"by": "proxy"}, "proxy has shape None"),
         ({"by": "proxy", "proxy": np.zeros((2, 2))}, r"proxy has shape \(2, 2\)"),
+        ({"by": "proxy", "proxy": np.full((5, 12), np.nan)}, "size holds a value that is negative or not finite"),
+        ({"scope": "layers.0"}, r"scope 'layers.0' holds no parameter above the last attention.*pass by=\"proxy\""),
     ],
 )
 def test_bad_input_is_one_sentence(make_model, sample, wrong, said):

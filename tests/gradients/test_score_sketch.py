@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from otb_analysis.errors import InputError
-from otb_analysis.gradients import score_sketch, sketch_score_norms, tangents, token_score_norms
+from otb_analysis.gradients import memory, sketch_score_norms, tangents, token_score_norms
 from otb_analysis.gradients.directions import Directions
 from otb_analysis.gradients.dual import Dual, dual
 from otb_analysis.gradients.inputs import Batch, pose
@@ -251,7 +251,7 @@ def test_requests_that_cannot_be_met_are_refused(make_model, sample, options, me
 
 
 def test_more_directions_than_memory_holds_are_refused_with_the_number_that_fits(make_model, sample, monkeypatch):
-    monkeypatch.setattr(score_sketch, "memory_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(memory, "memory_bytes", lambda _device: 1_000_000)
     model, batch = make_model("llama"), sample["left"]
     signs = sum(sum(p.shape) for p in model.parameters())
     fit = 1_000_000 // (4 * signs + 8 * batch.mask.numel())

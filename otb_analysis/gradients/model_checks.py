@@ -1,0 +1,74 @@
+"""What about a model makes its log-probabilities, or what this process sees of them, unfit to be differentiated."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from otb_analysis.errors import InputError
+
+
+def refuse_shards(model: nn.Module) -> None:
+    """Raise where this process holds only a part of a parameter."""
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            raise InputError(
+                f"parameter {name!r} is a shard, of which this process holds a part; gather the model, or use "
+                "gradient_sketch, which adds shards up."
+            )
+
+
+def refuse_inference(model: nn.Module) -> None:
+    """Raise where a parameter was made in inference mode, which autograd may not touch."""
+    for name, p in model.named_parameters():
+        if p.is_inference():
+            raise InputError(
+                f"parameter {name!r} was made inside torch.inference_mode, so nothing can be differentiated by it; "
+                "load the model outside of it."
+            )
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Raise where dropout is active, under which log-probabilities are random."""
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        rates = {"p": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module)
+        for attribute, rate in rates.items():
+            if (attribute == "p" or "dropout" in attribute) and isinstance(rate, float) and rate > 0:
+                raise InputError(
+                    f"model is in training mode with dropout {rate:g} at {name or 'its root'}, so its "
+                    "log-probabilities are random; call model.eval() first."
+                )
+
+
+def refuse_length_dependence(model: nn.Module, row: int, length: int) -> None:
+    """Raise where a rotary embedding turns the first tokens of a text by the length of the whole.
+
+    Engines cut a text behind the token that they score, which changes nothing as long as no token looks ahead.
+
+    Args:
+        model: The model.
+        row: The longest rollout.
+        length: Its number of tokens.
+    """
+    for name, module in model.named_modules():
+        for kind, limit in _steady_lengths(module):
+            if length > limit:
+                raise InputError(
+                    f"rollout {row} has {length} tokens but beyond {limit} the {kind!r} rotary embedding {name} "
+                    "depends on the length of the whole text, so that no token has a score of its own; "
+                    f"pass at most {limit}."
+                )
+
+
+def _steady_lengths(module: Any) -> Iterator[tuple[str, int]]:
+    """Kinds of a rotary embedding that look at the text's length, and the positions up to which they stay put."""
+    kinds = getattr(module, "rope_type", None)
+    for layer, kind in kinds.items() if isinstance(kinds, Mapping) else ((None, kinds),):
+        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+            options = module.config.rope_parameters
+            options = options if layer is None else options[layer]
+            stated = options.get("original_max_position_embeddings") if kind == "longrope" else None
+            yield kind, int(stated or module.original_max_seq_len)
