@@ -125,13 +125,13 @@ def test_toml_fills_nested_fields_and_leaves_the_rest(tmp_path):
     assert config.optimize == default.optimize
 
 
-def trained_with(monkeypatch, words):
-    """The configuration that `otb train` would train."""
+def trained_with(monkeypatch, words, run):
+    """The configuration that `otb train` would train; `run` is what it is told came of it."""
     seen = []
 
     def train(config, bar):
         seen.append(config)
-        return Path("runs/x")
+        return run
 
     monkeypatch.setattr("otb_analysis.training.loop.train", train)
     assert main(["train", *words]) == 0
@@ -139,13 +139,15 @@ def trained_with(monkeypatch, words):
 
 
 @pytest.mark.parametrize("form", [["--config", "{}"], ["--config={}"]])
-def test_command_line_overrides_the_file_and_the_file_the_defaults(form, tmp_path, monkeypatch, capsys):
+def test_command_line_overrides_the_file_and_the_file_the_defaults(form, tmp_path, monkeypatch, capsys, otb_run):
     file = str(toml(tmp_path, FULL))
     words = [word.format(file) for word in form]
-    config = trained_with(monkeypatch, ["--seed", "9", *words, "--sample.group-size", "2"])
+    config = trained_with(monkeypatch, ["--seed", "9", *words, "--sample.group-size", "2"], otb_run)
     assert (config.seed, config.run, config.sample.prompts, config.sample.group_size) == (9, "mine", 3, 2)
     assert config.measure.exact.every == 5
-    assert "otb compare x" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "otb compare otb" in out
+    assert "held-out reward" in out  # the learning of the run that was just made
 
 
 def test_every_default_can_be_written_in_toml_and_comes_back(tmp_path):
