@@ -66,7 +66,8 @@ class EngineConfig:
     repeats: int = 5
     """Repetitions at most, taking turns; the best counts, the median is shown."""
     seconds: float = 60.0
-    """After three repetitions, a size and T gets no further one once this much time is spent on it."""
+    """After three repetitions, a size and T gets no further one once this much time is spent on it; what takes
+    more than half of it in its first turn, the plain loop excepted, takes no other."""
     device: Device = "cpu"
     """Where to run."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -149,7 +149,7 @@ def _measure(config: EngineConfig, size: str, case: Case) -> Iterator[EngineRow]
     turns[LOOP] = lambda: _loop_seconds(recorders[LOOP])
     with ExitStack() as stack:
         peers = _peers(config, size, tokens, stack)
-        found = interleaved(turns | {name: p.turn for name, p in peers.items()}, config.repeats, config.seconds)
+        found = interleaved(turns | {name: p.turn for name, p in peers.items()}, config.repeats, config.seconds, LOOP)
     exact = Exact.of(Case(deepcopy(case.model).double(), case.input_ids, case.mask, case.weights, case.direction))
     for name, recorder in recorders.items():
         if recorder.remark:

@@ -29,14 +29,16 @@ class Timing:
 
 
 def interleaved(
-    candidates: Mapping[str, Callable[[], float]], repeats: int, limit: float = math.inf
+    candidates: Mapping[str, Callable[[], float]], repeats: int, limit: float = math.inf, against: str = ""
 ) -> dict[str, Timing]:
     """Let candidates take turns.
 
     Args:
         candidates: By name, what runs once and returns the seconds that count, as `timed` makes it.
         repeats: Repetitions at most.
-        limit: Seconds after which no repetition begins, three excepted.
+        limit: Seconds after which no repetition begins, three excepted. A candidate whose first turn took longer than
+            half of it has had its only turn.
+        against: The candidate that the others are compared with: it takes every turn, however long.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     start = perf_counter()
@@ -44,7 +46,8 @@ def interleaved(
         if done >= AT_LEAST and perf_counter() - start > limit:
             break
         for name, run in candidates.items():
-            seconds[name].append(run())
+            if name == against or not done or seconds[name][0] <= limit / 2:
+                seconds[name].append(run())
     return {name: Timing(min(s), median(s), len(s)) for name, s in seconds.items() if s}
 
 

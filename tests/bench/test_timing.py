@@ -27,7 +27,13 @@ def test_candidates_take_turns():
 
 
 def test_a_time_limit_leaves_three_repetitions():
-    assert interleaved({"a": lambda: 1.0}, 9, limit=0.0)["a"].repeats == 3
+    assert interleaved({"a": lambda: 0.0}, 9, limit=0.0)["a"].repeats == 3
+
+
+def test_what_takes_more_than_half_the_limit_has_one_turn_unless_all_are_compared_with_it():
+    run = {"loop": lambda: 7.0, "slow": lambda: 6.0, "quick": lambda: 5.0}
+    found = interleaved(run, 4, limit=10.0, against="loop")
+    assert {name: timing.repeats for name, timing in found.items()} == {"loop": 4, "slow": 1, "quick": 4}
 
 
 def test_timed_calls_once_and_returns_seconds():
