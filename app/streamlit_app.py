@@ -1,6 +1,6 @@
 """The dashboard's router: which pages there are, which runs they look at. Start it with `streamlit run app`."""
 
-import data
+import listing
 import streamlit as st
 from widgets import choose_runs, follow, page, plain
 
@@ -30,13 +30,13 @@ def main() -> None:
     st.set_page_config(page_title="otb-analysis", page_icon="🔬", layout="wide")
     st.html(STYLE)
     chosen_page = st.navigation(pages())
-    folder = data.root()
+    folder = listing.root()
     try:
-        table = data.runs(str(folder), data.stamps())
+        table = listing.runs(str(folder), listing.stamps())
     except STOPS as error:
         st.warning(plain(str(error)), icon=":material/warning:")
         return
-    runs = data.readable(table)
+    runs = listing.readable(table)
     if table.empty:
         with page("No runs yet", plain(str(folder))):
             st.info(

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import data
+import listing
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -42,7 +42,7 @@ def page(title: str, question: str) -> Iterator[None]:
         st.warning(plain(str(error)), icon=":material/warning:")
 
 
-def choose_runs(runs: Sequence[data.Run]) -> list[data.Run]:
+def choose_runs(runs: Sequence[listing.Run]) -> list[listing.Run]:
     """Let the sidebar choose runs, for all pages and in the URL; the newest are chosen to begin with.
 
     Args:
@@ -55,9 +55,9 @@ def choose_runs(runs: Sequence[data.Run]) -> list[data.Run]:
     return [run for run in runs if run.name in chosen]
 
 
-def selection() -> list[data.Run]:
+def selection() -> list[listing.Run]:
     """Return the runs chosen in the sidebar; without any the page ends with a hint."""
-    chosen: list[data.Run] = st.session_state.get("_selection", [])
+    chosen: list[listing.Run] = st.session_state.get("_selection", [])
     if chosen:
         return chosen
     if st.session_state.get("_any"):
@@ -72,14 +72,14 @@ def reasons(table: pd.DataFrame) -> None:
     """Say why runs are broken or failed, one line each.
 
     Args:
-        table: From `data.runs`.
+        table: From `listing.runs`.
     """
     for name, reason in zip(table["run"], table["reason"].fillna(""), strict=True):
         if reason:
             st.caption(f":material/warning: **{plain(str(name))}**: {plain(str(reason))}")
 
 
-def one_run() -> data.Run:
+def one_run() -> listing.Run:
     """Let the page choose one of the chosen runs; the choice holds across pages and in the URL."""
     chosen = {run.name: run for run in selection()}
     if len(chosen) == 1:
@@ -88,7 +88,7 @@ def one_run() -> data.Run:
     return chosen[str(name)]
 
 
-def follow(runs: Sequence[data.Run]) -> None:
+def follow(runs: Sequence[listing.Run]) -> None:
     """While a run is running, look every few seconds whether it grew or was killed, and draw the page again then.
 
     Args:
@@ -97,11 +97,11 @@ def follow(runs: Sequence[data.Run]) -> None:
     if not any(run.status == "running" for run in runs):
         return
     live = st.sidebar.toggle("Follow running runs", value=True, key="live", help="Looks for new steps every 3 seconds.")
-    seen = data.states()
+    seen = listing.states()
 
     @st.fragment(run_every=_LIVE_SECONDS if live else None)
     def watch() -> None:
-        if live and data.states() != seen:
+        if live and listing.states() != seen:
             st.rerun(scope="app")
 
     watch()

@@ -3,6 +3,7 @@
 from typing import Any
 
 import data
+import listing
 import pandas as pd
 import streamlit as st
 from widgets import chart, curves_table, download, page, plain, reasons, selection
@@ -37,7 +38,7 @@ def gain(change: float | None) -> dict[str, Any]:
 def run_table(table: pd.DataFrame) -> pd.DataFrame:
     """Return the run list as it is shown."""
     shown = pd.DataFrame({"run": table["run"], "status": table["status"]})
-    shown["estimator"] = [data.estimator_names(table).get(run) or "–" for run in table["run"]]
+    shown["estimator"] = [listing.estimator_names(table).get(run) or "–" for run in table["run"]]
     shown["steps"] = table["n_steps"]
     for name in ("reward_first", "reward_last", "heldout_reward", "grad_norm_median", "n_tokens", "seconds", "created"):
         shown[name] = table[name]

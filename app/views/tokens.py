@@ -3,6 +3,7 @@
 from typing import Any
 
 import data
+import listing
 import pandas as pd
 import streamlit as st
 from token_view import token_view
@@ -23,7 +24,7 @@ NOTHING = (
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
 
 
-def choose_step(run: data.Run) -> int:
+def choose_step(run: listing.Run) -> int:
     """Let the page choose a step; the last one with exact norms to begin with, else the last one."""
     steps = data.token_steps(run)
     first = data.exact_steps(run)[-1:] or steps[-1:]

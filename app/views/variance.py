@@ -3,6 +3,7 @@
 from typing import Any
 
 import data
+import listing
 import streamlit as st
 from widgets import chart, one_run, page, plain
 
@@ -70,7 +71,7 @@ def footnote(info: VarianceInfo, window: int) -> str:
     return f"{prompts} prompts a step, {window} measured step{'s' * (window > 1)} per point. {intervals}{against}{lost}"
 
 
-def compared(run: data.Run, source: str, estimators: list[str]) -> None:
+def compared(run: listing.Run, source: str, estimators: list[str]) -> None:
     """Draw the forest plot and its table."""
     grams = data.grams(run)
     if not grams:

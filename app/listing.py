@@ -1,0 +1,115 @@
+"""Which runs there are: the folder that was asked for, what changes when a run does, and what can be opened."""
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from otb_analysis.errors import STOPS
+from otb_analysis.store import runs_df
+
+
+@dataclass(frozen=True)
+class Run:
+    """One readable run as pages hand it around.
+
+    Attributes:
+        path: Directory of the run.
+        stamp: Changes whenever the run grows or its run.json changes; part of every cache key.
+        name: Name of the run.
+        estimator: Name of the training estimator.
+        status: running, complete, failed or stopped.
+    """
+
+    path: str
+    stamp: str
+    name: str
+    estimator: str
+    status: str
+
+
+def root() -> Path:
+    """Return the folder of runs: `--root` after `--`, else the variable OTB_RUNS, else `runs`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--root", default=os.environ.get("OTB_RUNS", "runs"))
+    return Path(parser.parse_known_args(sys.argv[1:])[0].root).expanduser().resolve()
+
+
+def stamp(path: Path) -> str:
+    """Return a text that changes when a run grows, is replaced or ends: times and number of its files.
+
+    Args:
+        path: Directory of the run.
+    """
+    times = []
+    for watched in (path / "run.json", path / "steps"):
+        try:
+            times.append(watched.stat().st_mtime_ns)
+        except OSError:
+            times.append(0)
+    return "-".join(map(str, times))
+
+
+def stamps() -> str:
+    """Return a text that changes when any run of the root does."""
+    try:
+        names = sorted(entry for entry in os.listdir(root()) if not entry.startswith("."))
+    except OSError:
+        return ""
+    return " ".join(f"{name}:{stamp(root() / name)}" for name in names)
+
+
+@st.cache_data(max_entries=4, show_spinner=False, ttl=10)  # a process that is killed changes no file
+def runs(folder: str, stamps: str) -> pd.DataFrame:
+    """Return the table of all runs of a folder, broken ones with their reason.
+
+    Args:
+        folder: Folder of runs.
+        stamps: From `stamps`.
+    """
+    return runs_df(folder)
+
+
+def states() -> tuple[str, ...]:
+    """Return what changes when any run of the root grows, is replaced or ends, by a kill too."""
+    seen = stamps()
+    try:
+        return seen, *runs(str(root()), seen)["status"]
+    except STOPS:  # the page that is drawn again says why
+        return (seen,)
+
+
+def readable(table: pd.DataFrame) -> list[Run]:
+    """Return the runs that can be opened and have at least one complete step: whole ones first, newest first.
+
+    Args:
+        table: From `runs`.
+    """
+    usable: Any = table[(table["status"] != "broken") & (table["n_steps"].fillna(0) > 0)]
+    rank = usable["status"].map({"complete": 0, "running": 1}).fillna(2)
+    usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
+    estimators = estimator_names(table)
+    folder = root()
+    return [
+        Run(str(folder / name), stamp(folder / name), str(name), estimators.get(str(name), ""), str(status))
+        for name, status in zip(usable["run"], usable["status"], strict=True)
+    ]
+
+
+def estimator_names(table: pd.DataFrame) -> dict[str, str]:
+    """Return the training estimator of each run, wherever its configuration keeps it.
+
+    Args:
+        table: From `runs`.
+    """
+    names = [str(c) for c in table if str(c).removesuffix(".name").endswith(".estimator")]
+    columns = sorted(names, key=len)
+    if not columns:
+        return {}
+    first = table[columns].bfill(axis=1).iloc[:, 0]
+    return {str(run): "" if pd.isna(name) else str(name) for run, name in zip(table["run"], first, strict=True)}
