@@ -1,0 +1,45 @@
+"""Typed configuration of runs: every field of `otb train`, on the command line and in TOML alike, and of `otb demo`."""
+
+from otb_analysis.config.learning import CriticConfig, EstimatorConfig, LoraConfig, ObjectiveConfig, OptimizeConfig
+from otb_analysis.config.measuring import (
+    AttributionSchedule,
+    EvaluateConfig,
+    MeasureConfig,
+    SampledSchedule,
+    Schedule,
+    SketchSchedule,
+)
+from otb_analysis.config.tasks import CalculatorConfig, ChainSumConfig, CountingConfig, GraphPathConfig, MathJsonlConfig
+from otb_analysis.config.train import (
+    CheckpointConfig,
+    DemoConfig,
+    SampleConfig,
+    SmallModelConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
+
+__all__ = [
+    "AttributionSchedule",
+    "CalculatorConfig",
+    "ChainSumConfig",
+    "CheckpointConfig",
+    "CountingConfig",
+    "CriticConfig",
+    "DemoConfig",
+    "EstimatorConfig",
+    "EvaluateConfig",
+    "GraphPathConfig",
+    "LoraConfig",
+    "MathJsonlConfig",
+    "MeasureConfig",
+    "ObjectiveConfig",
+    "OptimizeConfig",
+    "SampleConfig",
+    "SampledSchedule",
+    "Schedule",
+    "SketchSchedule",
+    "SmallModelConfig",
+    "TrainConfig",
+    "WarmStartConfig",
+]

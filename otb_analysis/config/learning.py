@@ -1,0 +1,120 @@
+"""How a policy learns: advantages, objective, optimizer, adapters, critic."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class EstimatorConfig:
+    """Which estimator forms the advantages."""
+
+    name: str = "otb"
+    """A name in ESTIMATORS."""
+    energy: Literal["proxy", "exact"] = "proxy"
+    """Energies it weights by: the forward-only proxy, or exact norms, which measures every rollout at every step."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Options of that estimator, as name value pairs: `tail group`."""
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What a batch of rollouts is optimised for: ĝ = Σ coefficient·∇log π, with every part of the catalogue.
+
+    The defaults are the plain on-policy policy gradient: one update per batch, token sums, mean over rollouts.
+    """
+
+    ratio: str = "none"
+    """Importance weighting against the policy that sampled: none, or a name in RATIOS."""
+    ratio_options: dict[str, str] = field(default_factory=dict)
+    """Options of that ratio, as name value pairs."""
+    aggregation: str = "sequence_sum"
+    """How tokens are weighed against each other: a name in AGGREGATIONS."""
+    aggregation_options: dict[str, str] = field(default_factory=dict)
+    """Options of that aggregation, as name value pairs."""
+    shaping: str = "none"
+    """How rewards are reshaped before the estimator sees them: none, or a name in SHAPINGS."""
+    shaping_options: dict[str, str] = field(default_factory=dict)
+    """Options of that shaping, as name value pairs."""
+    epochs: int = 1
+    """Passes over each batch."""
+    minibatches: int = 1
+    """Parts of whole groups that a batch is cut into; each takes one optimizer step per epoch."""
+    staleness: int = 0
+    """Rollouts are sampled from the policy of this many batches ago."""
+    kl_coefficient: float = 0.0
+    """Weight β of the divergence from the policy as it was at the start; 0 keeps no copy of it."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    """Per-token estimator of KL(π‖π_ref): log ratio, half its square, or π_ref/π − 1 + log ratio."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """A term of the loss (k2 and k3: k1 has no gradient in expectation), or a penalty on each token's reward."""
+    entropy_bonus: float = 0.0
+    """Weight of the mean token entropy, which is added to the objective."""
+
+
+@dataclass(frozen=True)
+class OptimizeConfig:
+    """The update: AdamW."""
+
+    steps: int = 60
+    """Batches of rollouts."""
+    learning_rate: float = 1e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up: it stays, or falls to 0 at the last step."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's two moments."""
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """Clipping threshold for ‖ḡ‖; 0 turns clipping off."""
+    scale_by_ess: bool = False
+    """Multiply the learning rate by √(ESS/N), the effective sample size of the sequence ratios (OPOB)."""
+    micro_batch: int = 0
+    """Rollouts per forward pass; 0 takes what fits into 16,384 positions and 1 GiB of logits."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of sampling and training passes; weights and optimizer stay float32, measurements too."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: slower, and less memory."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters through PEFT: only they are trained, and the scores are over them alone."""
+
+    rank: int = 0
+    """Rank r; 0 trains all weights."""
+    alpha: float = 16.0
+    """Scale: the adapter adds (alpha/r)·B·A."""
+    targets: tuple[str, ...] = ()
+    """Names of the layers that get one; by default every linear layer but the output."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """A value network beside the policy; it observes, and trains only estimators that read its values.
+
+    γ and λ of its target stand here, those of the advantages in `estimator.options`; with `value` as the estimator that
+    trains, both must mean the same value: γ is 1 for the targets return and tvm, λ is free for return and 1 for tvm,
+    and gae has both alike on both sides.
+    """
+
+    enabled: bool = True
+    kind: Literal["head", "model"] = "head"
+    """A two-layer head on the policy's detached hidden states, or a language model of its own with a scalar output."""
+    path: str = ""
+    """Local checkpoint directory that a model starts from; by default the policy's own starting weights."""
+    target: Literal["return", "gae", "tvm"] = "return"
+    """Fitted to return-to-go, to λ-returns of GAE(γ, λ), or to the mean reward of the group's rollouts that share the
+    prefix (TVM)."""
+    discount: float = 1.0
+    """γ of the target gae."""
+    decay: float = 0.95
+    """λ of the target gae."""
+    width: int = 128
+    """Hidden units of a head."""
+    learning_rate: float = 0.0
+    """Of its own AdamW, constant; 0 takes 0.001 for a head and optimize.learning_rate for a model."""
+    updates: int = 4
+    """Gradient steps on each batch, after its values were recorded."""
+    gradient_checkpointing: bool = False
+    """Recompute a model's activations in the backward pass: slower, and less memory."""

@@ -1,0 +1,85 @@
+"""At which steps which quantity is measured, and with what it is evaluated."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a level of measurement runs, and on how many whole groups."""
+
+    every: int = 0
+    """Steps between two measurements, counted from step 0; 0 turns the level off."""
+    prompts: int = 0
+    """Groups measured; 0 means all of the step's groups."""
+
+    def due(self, step: int) -> bool:
+        """Return True when the level runs at this step."""
+        return self.every > 0 and step % self.every == 0
+
+
+@dataclass(frozen=True)
+class SampledSchedule(Schedule):
+    """When exact norms of randomly drawn tokens are measured, of how many, and how they are drawn."""
+
+    share: float = 0.1
+    """Share of the policy tokens that is measured."""
+    by: Literal["above_cut", "proxy", "uniform"] = "above_cut"
+    """Tokens are drawn in proportion to the norm above the last attention, to the proxy, or all alike."""
+
+
+@dataclass(frozen=True)
+class SketchSchedule(Schedule):
+    """When norms of whole groups are estimated from projections on random directions, and how precisely."""
+
+    directions: int = 32
+    """Directions K; the cost grows with K, the standard error falls as 1/√K."""
+    method: Literal["hybrid", "rank_one", "gaussian"] = "hybrid"
+    """Exact above the last attention and sketched below, all sketched, or all by one pass a direction (any model)."""
+
+
+@dataclass(frozen=True)
+class AttributionSchedule:
+    """When every token's share of ‖ḡ‖² is measured."""
+
+    every: int = 0
+    """Steps between two measurements, counted from step 0; 0 turns the level off."""
+    split: bool = True
+    """Also split each share into signal (along the other prompts' gradients) and noise (along its own prompt's)."""
+
+    def due(self, step: int) -> bool:
+        """Return True when the level runs at this step."""
+        return self.every > 0 and step % self.every == 0
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
+    """Levels of measurement beyond `forward`, which always runs."""
+
+    exact: Schedule = Schedule(every=20, prompts=2)
+    """Exact norm of every token's score, and the Gram matrix of group gradients under every estimator."""
+    sampled: SampledSchedule = SampledSchedule()
+    """Exact norms of drawn tokens of the other groups, their totals with standard errors, and a calibrated proxy, which
+    estimators weigh by in the Gram matrix of the same step."""
+    sketch: SketchSchedule = SketchSchedule()
+    """Estimated norms, with standard errors, of every token of groups that no other level measured at that step."""
+    attribution: AttributionSchedule = AttributionSchedule()
+    """Signed share of every token in ‖ḡ‖² of the estimator that trains."""
+    engine: Literal["auto", "reference", "generic", "fast"] = "auto"
+    """Which gradient engine measures."""
+    scope: str = "all"
+    """Parameters whose gradient is measured: all, lm_head, or a regular expression over parameter names."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Success on held-out prompts."""
+
+    every: int = 20
+    """Steps between evaluations; the last step is always evaluated; 0 turns it off."""
+    prompts: int = 128
+    """Held-out prompts, the same at every evaluation."""
+    samples: int = 1
+    """Answers sampled to each: avg@samples, and pass@k for k = 1, 2, 4, … up to it, with intervals over prompts."""
+    threshold: float = 0.5
+    """An answer is a success when its total reward is at least this."""

@@ -1,0 +1,127 @@
+"""A whole run: the policy it starts from, its rollouts, and everything the other files describe."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from otb_analysis.config.learning import CriticConfig, EstimatorConfig, LoraConfig, ObjectiveConfig, OptimizeConfig
+from otb_analysis.config.measuring import EvaluateConfig, MeasureConfig
+from otb_analysis.config.tasks import CalculatorConfig, ChainSumConfig, CountingConfig, GraphPathConfig, MathJsonlConfig
+
+
+@dataclass(frozen=True)
+class SmallModelConfig:
+    """The model made in code when no checkpoint is given: a Qwen3-type decoder over single characters."""
+
+    layers: int = 3
+    width: int = 128
+    """Hidden size; a multiple of 2 · heads."""
+    heads: int = 4
+    key_value_heads: int = 2
+    feed_forward: int = 320
+    """Inner size of the gated feed-forward block."""
+    tied: bool = True
+    """True shares the input embedding with the output matrix."""
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised start on demonstrations, stopped by measured success, cached by this configuration."""
+
+    success_low: float = 0.35
+    """Stop as soon as this share of sampled answers is right …"""
+    success_high: float = 0.60
+    """… and step back if it overshot this one."""
+    batch: int = 16
+    """Demonstrations per step."""
+    learning_rate: float = 3e-3
+    """Of AdamW, which trains embeddings and norms; the matrices between them are trained by Muon."""
+    max_steps: int = 4000
+    check_every: int = 25
+    """Steps between two measurements of success, once the loss has fallen."""
+    check_prompts: int = 192
+    """Prompts per measurement; one sampled answer each."""
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """How rollouts are drawn: plain sampling, temperature only."""
+
+    prompts: int = 16
+    """Prompts (groups) per step."""
+    group_size: int = 8
+    """Rollouts per prompt."""
+    max_new_tokens: int = 64
+    """Length budget of one policy turn, the end token included."""
+    max_turns: int = 8
+    """Policy turns after which an episode of a multi-turn task is cut."""
+    temperature: float = 1.0
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Who samples; vllm needs the extra of that name and a GPU."""
+    vllm_memory: float = 0.3
+    """Share of the GPU's memory that vLLM may take."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """All that a stopped run needs to go on bit for bit: weights, optimizer, critic, random state, position."""
+
+    every: int = 50
+    """Steps between two checkpoints; the last step has one too; 0 writes none."""
+    keep: int = 1
+    """How many of the newest stay on the disk."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One instrumented training run."""
+
+    run: str = ""
+    """Name of the run's directory; by default TASK-ESTIMATOR-sSEED."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+    if_exists: Literal["error", "replace", "resume"] = "error"
+    """What to do when the run's directory already exists: refuse, begin anew, or go on from its newest checkpoint."""
+    model: str = ""
+    """Local Hugging Face checkpoint directory; by default the small model below, made and warm-started in code."""
+    task: str = "chain_sum"
+    """A name in TASKS, or module:attribute for your own."""
+    seed: int = 0
+    """Seed of prompts, sampling and initial weights."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where the scalars of every step go besides the store; TensorBoard's files lie in the run's own directory."""
+    chain_sum: ChainSumConfig = field(default_factory=ChainSumConfig)
+    calculator: CalculatorConfig = field(default_factory=CalculatorConfig)
+    counting: CountingConfig = field(default_factory=CountingConfig)
+    graph_path: GraphPathConfig = field(default_factory=GraphPathConfig)
+    math_jsonl: MathJsonlConfig = field(default_factory=MathJsonlConfig)
+    small_model: SmallModelConfig = field(default_factory=SmallModelConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimize: OptimizeConfig = field(default_factory=OptimizeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def run_name(self) -> str:
+        """Directory name of the run."""
+        return self.run or f"{self.task.replace(':', '.')}-{self.estimator.name}-s{self.seed}"
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Train a small model twice with every measurement, print the comparison, serve the dashboard."""
+
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+    seed: int = 0
+    """Seed of the prompts, the sampling and the model, the same for both runs."""
+    serve: bool = True
+    """Serve the dashboard afterwards."""
+    port: int = 8501
+    """Port of the dashboard, on loopback."""
