@@ -63,7 +63,7 @@ class EngineConfig:
     """Sampled tokens T for every size; by default 32, 128, 512 for S, 32, 128 for M and 128, 512, 1024 for L."""
     long: bool = False
     """Time M at T=512 too, where one turn of the loop takes minutes."""
-    repeats: int = 5
+    repeats: int = 15
     """Repetitions at most, taking turns; the best counts, the median is shown."""
     seconds: float = 60.0
     """After three repetitions, a size and T gets no further one once this much time is spent on it; what takes

@@ -30,6 +30,8 @@ from otb_analysis.types import Float, SampledNorms
 DRAWS = 400
 CASES = (
     ("uniform", 0.15),
+    ("proxy", 0.05),
+    ("proxy", 0.06),
     ("proxy", 0.10),
     ("above_cut", 0.03),
     ("above_cut", 0.05),
