@@ -89,9 +89,15 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "torch": torch.__version__,
-        "load": f"{os.getloadavg()[1]:.1f} on {os.cpu_count()} cores",
+        "load": f"{os.getloadavg()[1]:.1f} on {os.cpu_count()} cores{_pinned()}",
     }
     return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+
+
+def _pinned() -> str:
+    """Where a benchmark is bound to some cores, others' load on the rest of them says little about it."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return "" if bound == os.cpu_count() else f", this on {bound} of its own"
 
 
 def flags(values: Mapping[str, object]) -> str:
