@@ -25,6 +25,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb dashboard    serve the dashboard on a folder of runs, on loopback
   otb bench        what things cost on this machine     (otb bench estimators|logits|engine|sampled)
+  otb study        repeat a study of studies/, or the cells of it that are missing
 
 `otb COMMAND --help` explains itself; `otb --version` names the version.
 """
@@ -52,6 +53,25 @@ class CompareConfig:
     """Names of runs; all complete runs of the root when none is given."""
     root: Path = Path("runs")
     """Directory that holds the runs."""
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """Run a study: measure the cells that are not finished yet, then write its tables, figures and README.
+
+    Stopped, it goes on with the same command; finished cells are kept in runs/studies/.
+    """
+
+    name: Annotated[str, tyro.conf.Positional]
+    """Name, number or slug of a study: 00_training, 0 or training."""
+    quick: bool = False
+    """Run all of it at reduced constants in less than two minutes, into --out or a temporary directory."""
+    out: Path | None = None
+    """Directory for README and results instead of the study's own folder."""
+    only: tuple[str, ...] = ()
+    """Measure these cells and no others; tables and README follow once none is missing."""
+    render: bool = False
+    """Measure nothing; write README, figures and index again from the result tables."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -182,6 +202,25 @@ def bench_command(words: Sequence[str]) -> None:
         publish(config.out, report)
 
 
+def study_command(words: Sequence[str]) -> None:
+    """Run a study."""
+    config: StudyConfig = tyro.cli(StudyConfig, prog="otb study", args=list(words), config=())
+    from otb_analysis.study.folder import find_studies_folder, find_study
+
+    folder = find_study(config.name, find_studies_folder())
+    from otb_analysis.demo import drawn, progress_bars
+    from otb_analysis.models import quiet_loading
+    from otb_analysis.study.run import Setting, run_study
+
+    quiet_loading()
+    console = Console()
+    setting = Setting(config.quick, config.out, config.only, config.render)
+    with progress_bars(console) as bars:
+        written = run_study(folder, setting, drawn(bars, bars.add_task("starting", total=None)))
+    told = f"{written / 'README.md'} is written." if written else "The cells are kept; others are still missing."
+    console.print(told, soft_wrap=True)
+
+
 def dashboard_command(words: Sequence[str]) -> None:
     """Serve the dashboard."""
     serve(_parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
@@ -193,6 +232,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "compare": compare_command,
     "dashboard": dashboard_command,
     "bench": bench_command,
+    "study": study_command,
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig
 from otb_analysis.bench.quote import TABLES, quoted
-from otb_analysis.cli import COMMANDS, CompareConfig, from_toml
+from otb_analysis.cli import COMMANDS, CompareConfig, StudyConfig, from_toml
 from otb_analysis.config import DemoConfig, TrainConfig
 from otb_analysis.serve import DashboardConfig
 
@@ -23,11 +23,12 @@ CONFIGS = {
     "demo": DemoConfig(),
     "compare": CompareConfig(),
     "dashboard": DashboardConfig(),
+    "study": StudyConfig("00_training"),
     "bench estimators": EstimatorsConfig(),
     "bench logits": LogitsConfig(),
     "bench engine": EngineConfig(),
 }
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "studies").rglob("*.md")])
 
 
 def blocks(language=""):

@@ -25,7 +25,7 @@ MATHS = {
 }
 TORCH_ROOMS = {"logit_stats", "gradients", "models", "tasks", "generation", "generation_vllm", "sampling"}
 UPPER = {"training", "integrations"}
-EDGE = {"serve", "report", "demo", "compare", "cli", "bench"}
+EDGE = {"serve", "report", "demo", "compare", "cli", "bench", "study"}
 
 ALLOWED_ROOMS = (
     dict.fromkeys(LEAVES, LEAVES)
@@ -98,3 +98,10 @@ def test_app_file_imports_only_readers_and_figures(path):
     names = imported(path)
     assert rooms_of(names) <= APP_ROOMS
     assert not {n.split(".")[0] for n in names} & {"torch", "transformers", "duckdb", "pyarrow"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "studies").rglob("*.py")), ids=lambda p: p.parent.name)
+def test_study_file_stands_alone_on_the_library(path):
+    names = imported(path)
+    assert rooms_of(names) <= set(ALLOWED_ROOMS)
+    assert not {n.split(".")[0] for n in names} & {"app", "studies", "tests"}

@@ -46,6 +46,7 @@ from otb_analysis.statistics.pools import (
     rollout_features,
 )
 from otb_analysis.statistics.regret import gain_lost, position_optimum, regret
+from otb_analysis.statistics.seeds import seed_mean
 from otb_analysis.statistics.sketched import SketchNoise, gram_from_sketch, sketch_noise
 from otb_analysis.statistics.tail import pareto_k, top_share
 from otb_analysis.statistics.totals import Totals, difference_total, hajek_mean, horvitz_thompson
@@ -111,6 +112,7 @@ __all__ = [
     "relative_bias",
     "rollout_equivalents",
     "rollout_features",
+    "seed_mean",
     "sf",
     "sketch_noise",
     "systematic_sample",

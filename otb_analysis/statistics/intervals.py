@@ -21,11 +21,12 @@ MIN_CLUSTERS = 16
 LEVEL = 0.95
 """Nominal coverage, unless a caller asks for another."""
 
-_SCALES: dict[str, tuple[Callable[[Float], Float], Callable[[Float], Float]]] = {
+SCALES: dict[str, tuple[Callable[[Float], Float], Callable[[Float], Float]]] = {
     "linear": (lambda x: x, lambda x: x),
     "log": (np.log, np.exp),
     "logit": (special.logit, special.expit),
 }
+"""Names of scales, with the map onto each and back."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ def jackknife_interval(
     Raises:
         InputError: The scale is unknown.
     """
-    if scale not in _SCALES:
-        raise InputError(f"scale is {scale!r}; {nearest(scale, _SCALES)}")
-    transform, inverse = _SCALES[scale]
+    if scale not in SCALES:
+        raise InputError(f"scale is {scale!r}; {nearest(scale, SCALES)}")
+    transform, inverse = SCALES[scale]
     values = np.asarray(replicates, dtype=float)
     k = values.size
     method = f"delete-one-cluster jackknife on the {scale} scale, Student t corrected for skewness and kurtosis"

@@ -1,0 +1,178 @@
+"""Curves with intervals as SVG text: for pages that are files, made without a browser, the same to the byte."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from otb_analysis.figures.styles import BLUE, GREY
+
+WIDTH, HEIGHT = 380, 250
+"""Pixels of one panel, its titles and axes included."""
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 46, 40
+"""Pixels from the panel's edges to its axes."""
+LEGEND = 26
+INK, PAPER, GRID = "#1B2229", "#FFFFFF", "#E3E6EA"
+STYLE = "font-family='system-ui, sans-serif' font-size='12'"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line; with `low` and `high` a band around it, or bars where it is drawn as points.
+
+    Attributes:
+        x, y: Points, in order of x.
+        name: In the legend; curves of one name share an entry, those without a name have none.
+        low, high: Ends of the interval at each point.
+        color: Hex colour.
+        width: Of the line in pixels; 0 draws points with bars instead.
+        dashed: Whether the line is.
+    """
+
+    x: Sequence[float]
+    y: Sequence[float]
+    name: str = ""
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    color: str = BLUE
+    width: float = 2.0
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes.
+
+    Attributes:
+        title: Above it.
+        note: The line below the title: what is drawn, in which unit.
+        x_label: Below the horizontal axis.
+        curves: What is drawn, the first at the bottom.
+        rules: (height, words) of horizontal dashed lines.
+        y_range: Ends of the vertical axis; by default those of the data.
+        percent: Whether heights are shares, written in percent.
+    """
+
+    title: str
+    note: str
+    x_label: str
+    curves: Sequence[Curve]
+    rules: Sequence[tuple[float, str]] = ()
+    y_range: tuple[float, float] | None = None
+    percent: bool = False
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """A linear map from [low, high] to pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """Return round numbers in the range: 1, 2 or 5 times a power of ten apart."""
+        rough = (self.high - self.low) / most
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough * (1 - 1e-9))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [k * step for k in range(first, last + 1)]
+
+
+def svg(panels: Sequence[Panel], columns: int = 2) -> str:
+    """Return a picture of panels, row by row, with one legend below them.
+
+    Args:
+        panels: At least one.
+        columns: Panels per row.
+    """
+    columns = min(columns, len(panels))
+    width, height = columns * WIDTH, math.ceil(len(panels) / columns) * HEIGHT
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height + LEGEND}' width='{width}' "
+        f"height='{height + LEGEND}' {STYLE} fill='{INK}'>",
+        f"<rect width='100%' height='100%' fill='{PAPER}'/>",
+    ]
+    for i, panel in enumerate(panels):
+        x, y = i % columns * WIDTH, i // columns * HEIGHT
+        parts += [f"<g transform='translate({x},{y})'>", *_panel(panel), "</g>"]
+    named = {curve.name: curve for panel in panels for curve in panel.curves if curve.name}
+    return "\n".join([*parts, *_legend(list(named.values()), height), "</svg>"]) + "\n"
+
+
+def _panel(panel: Panel) -> list[str]:
+    horizontal, vertical = _axes(panel)
+    parts = [
+        _text(LEFT, 18, panel.title, "font-weight='600' font-size='13'"),
+        _text(LEFT, 34, panel.note, f"fill='{GREY}' font-size='11'"),
+        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, panel.x_label, "text-anchor='middle'"),
+    ]
+    for tick in vertical.ticks():
+        parts.append(_line(LEFT, vertical(tick), WIDTH - RIGHT, vertical(tick), GRID))
+        label = f"{100 * tick:.4g} %" if panel.percent else f"{tick:.4g}"
+        parts.append(_text(LEFT - 6, vertical(tick) + 4, label, "text-anchor='end'"))
+    for tick in horizontal.ticks():
+        parts.append(_line(horizontal(tick), HEIGHT - BOTTOM, horizontal(tick), HEIGHT - BOTTOM + 4, GREY))
+        parts.append(_text(horizontal(tick), HEIGHT - BOTTOM + 17, f"{tick:.4g}", "text-anchor='middle'"))
+    parts.append(_line(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, GREY))
+    for level, words in panel.rules:
+        parts.append(_line(LEFT, vertical(level), WIDTH - RIGHT, vertical(level), GREY, "stroke-dasharray='5 4'"))
+        parts.append(
+            _text(WIDTH - RIGHT, vertical(level) - 4, words, f"text-anchor='end' fill='{GREY}' font-size='11'")
+        )
+    return parts + [part for curve in panel.curves for part in _curve(curve, horizontal, vertical)]
+
+
+def _axes(panel: Panel) -> tuple[_Axis, _Axis]:
+    x = [value for curve in panel.curves for value in curve.x]
+    y = [v for c in panel.curves for values in (c.y, c.low or (), c.high or ()) for v in values if math.isfinite(v)]
+    low, high = panel.y_range or _widened(min(y), max(y), 0.05)
+    return (
+        _Axis(*_widened(min(x), max(x), 0.0), LEFT, WIDTH - RIGHT),
+        _Axis(low, high, HEIGHT - BOTTOM, TOP),
+    )
+
+
+def _widened(low: float, high: float, share: float) -> tuple[float, float]:
+    margin = (high - low) * share if high > low else max(abs(high), 1.0) / 2
+    return low - margin, high + margin
+
+
+def _curve(curve: Curve, horizontal: _Axis, vertical: _Axis) -> list[str]:
+    points = [(horizontal(x), vertical(y)) for x, y in zip(curve.x, curve.y, strict=True)]
+    ends = [] if curve.low is None or curve.high is None else list(zip(curve.x, curve.low, curve.high, strict=True))
+    ends = [(horizontal(x), vertical(a), vertical(b)) for x, a, b in ends if math.isfinite(a) and math.isfinite(b)]
+    if not curve.width:
+        bars = [_line(x, a, x, b, curve.color, "stroke-width='1.5'") for x, a, b in ends]
+        return [*bars, *(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3.5' fill='{curve.color}'/>" for x, y in points)]
+    around = [(x, a) for x, a, _ in ends] + [(x, b) for x, _, b in reversed(ends)]
+    band = [f"<polygon points='{_path(around)}' fill='{curve.color}' fill-opacity='0.16'/>"] if around else []
+    dash = " stroke-dasharray='6 4'" if curve.dashed else ""
+    look = f"fill='none' stroke='{curve.color}' stroke-width='{curve.width:g}'{dash}"
+    return [*band, f"<polyline points='{_path(points)}' {look}/>"]
+
+
+def _legend(curves: Sequence[Curve], top: float) -> list[str]:
+    parts, x, y = [], float(LEFT), top + LEGEND / 2
+    for curve in curves:
+        dash = "stroke-dasharray='6 4'" if curve.dashed else ""
+        parts.append(_line(x, y, x + 22, y, curve.color, f"stroke-width='{curve.width or 4:g}' {dash}".rstrip()))
+        parts.append(_text(x + 28, y + 4, curve.name))
+        x += 28 + 7 * len(curve.name) + 22
+    return parts
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, color: str, look: str = "") -> str:
+    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{color}' {look}".rstrip() + "/>"
+
+
+def _text(x: float, y: float, words: str, look: str = "") -> str:
+    return f"<text x='{x:.1f}' y='{y:.1f}' {look}".rstrip() + f">{escape(words)}</text>"

@@ -1,0 +1,108 @@
+"""Finished cells: one JSON file each, which appears by rename, named after all that the result depends on."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from otb_analysis import __version__
+from otb_analysis.errors import StoreError
+from otb_analysis.study.record import Cell, Tables, Value
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A cell's result and what it took.
+
+    Attributes:
+        tables: What the study measured.
+        minutes: Wall clock.
+        peak_mib: The most memory that the process held meanwhile, in MiB; None where the system does not tell.
+        machine: Where, in words.
+    """
+
+    tables: Tables
+    minutes: float
+    peak_mib: int | None
+    machine: str
+
+
+class CellCache:
+    """The finished cells of one study and the directories in which its cells work.
+
+    Attributes:
+        path: runs/studies/NN_slug.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def work(self, cell: Cell) -> Path:
+        """Return the directory in which a cell works, whether it exists or not.
+
+        Args:
+            cell: The cell.
+        """
+        return self.path / "cells" / f"{cell.name}-{_digest(cell)}"
+
+    def file(self, cell: Cell) -> Path:
+        """Return the file in which a finished cell is kept, whether it exists or not.
+
+        Args:
+            cell: The cell.
+        """
+        return self.path / "results" / f"{cell.name}-{_digest(cell)}.json"
+
+    def load(self, cell: Cell) -> Finished | None:
+        """Return a finished cell, or None when it is not.
+
+        Args:
+            cell: The cell.
+
+        Raises:
+            StoreError: Its file cannot be read.
+        """
+        path = self.file(cell)
+        if not path.exists():
+            return None
+        try:
+            return Finished(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise StoreError(f"{path} cannot be read ({error}); delete it, and the cell is measured again.") from error
+
+    def keep(self, cell: Cell, finished: Finished) -> None:
+        """Keep a finished cell.
+
+        Args:
+            cell: The cell.
+            finished: Its result.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        path = self.file(cell)
+        draft = path.with_name(f".{path.name}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(asdict(finished), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            draft.replace(path)
+        except OSError as error:
+            raise StoreError(
+                f"cannot keep {path} ({error.strerror}); free some space or pass another --out."
+            ) from error
+
+
+def joined(results: Sequence[Finished]) -> dict[str, list[Mapping[str, Value]]]:
+    """Return the tables of all cells one below the other, in the cells' order.
+
+    Args:
+        results: One per cell.
+    """
+    names = dict.fromkeys(name for one in results for name in one.tables)
+    return {name: [row for one in results for row in one.tables.get(name, ())] for name in names}
+
+
+def _digest(cell: Cell) -> str:
+    facts = json.dumps({"settings": cell.settings, "version": __version__}, sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()[:12]

@@ -1,0 +1,86 @@
+"""Where studies are, and how one is loaded: by its path, as a script is, so that the library names none of them."""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import otb_analysis
+from otb_analysis.errors import InputError
+from otb_analysis.study.record import Study
+
+FOLDER, FILE = "studies", "study.py"
+NAME = re.compile(r"(\d\d)_(\w+)")
+
+
+def find_studies_folder(start: Path = Path()) -> Path:
+    """Return `studies/` of a directory or, failing that, of the repository that the package is installed from.
+
+    Args:
+        start: Where to look first; the current directory.
+
+    Raises:
+        InputError: There is none: the package was installed without its repository.
+    """
+    for root in (start, Path(otb_analysis.__file__).parent.parent):
+        if study_folders(root / FOLDER):
+            return root / FOLDER
+    raise InputError(
+        f"{start.resolve()} has no folder {FOLDER}/ with a study in it, and the installed package comes without one; "
+        "run otb study in a clone of the repository."
+    )
+
+
+def study_folders(studies: Path) -> list[Path]:
+    """Return the folders NN_slug of studies, in the order of their numbers.
+
+    Args:
+        studies: The folder that holds them.
+    """
+    found = [path.parent for path in studies.glob(f"*/{FILE}") if NAME.fullmatch(path.parent.name)]
+    return sorted(found, key=lambda path: path.name)
+
+
+def find_study(name: str, studies: Path) -> Path:
+    """Return a study's folder by its name (`00_training`), number (`00`, `0`) or slug (`training`).
+
+    Args:
+        name: What it is called.
+        studies: The folder that holds them.
+
+    Raises:
+        InputError: No study is called that; the sentence lists those there are.
+    """
+    folders = study_folders(studies)
+    for folder in folders:
+        number, slug = folder.name.split("_", 1)
+        if name in (folder.name, slug) or (name.isdigit() and int(name) == int(number)):
+            return folder
+    raise InputError(f"study {name!r} does not exist; those there are: {_listed(folders)}.")
+
+
+def load_study(folder: Path) -> Study:
+    """Run a study's file and return its `STUDY`.
+
+    Args:
+        folder: studies/NN_slug.
+
+    Raises:
+        InputError: The file defines no `STUDY`.
+    """
+    path = folder / FILE
+    spec = importlib.util.spec_from_file_location(f"study_{folder.name}", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} cannot be loaded; pass the folder of a study.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses of a module look their own module up
+    spec.loader.exec_module(module)
+    study = getattr(module, "STUDY", None)
+    if not isinstance(study, Study):
+        raise InputError(f"{path} defines no STUDY; assign an otb_analysis.study.Study to that name.")
+    return study
+
+
+def _listed(folders: Sequence[Path]) -> str:
+    return ", ".join(folder.name for folder in folders) or "none"

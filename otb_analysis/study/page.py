@@ -1,0 +1,106 @@
+"""The README of a study and the index of all, both made from committed tables and from nothing else."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from otb_analysis.errors import InputError
+from otb_analysis.study.folder import load_study, study_folders
+from otb_analysis.study.record import Findings, Rows, Study
+from otb_analysis.study.results import COST, distinct, read_tables
+
+INDEX = """\
+# Studies
+
+A study is a question, a command and committed result tables: `NN_slug/study.py` with its constants on top,
+`NN_slug/results/`, and a README made from them. Interrupted, it goes on where it stopped: finished cells are kept in
+`runs/studies/`. `--quick` runs all of one in less than two minutes at reduced constants, into a temporary folder;
+`--render` makes the pages again from the tables. What did not work is kept in [LOG.md](LOG.md).
+
+| study | question | verdict | command | cost |
+|---|---|---|---|---|
+{rows}
+
+What is established without sampling noise, by exact enumeration of tiny policies, stands in
+[docs/catalogue.md](../docs/catalogue.md); the coverage of the intervals in [docs/coverage.md](../docs/coverage.md);
+the demo's table in [docs/results/demo.txt](../docs/results/demo.txt).
+"""
+
+
+def study_page(folder: Path, study: Study, tables: Mapping[str, Rows]) -> tuple[str, Findings]:
+    """Return the README of a study, and what it found.
+
+    Args:
+        folder: studies/NN_slug; its name heads the page and stands in the command.
+        study: The study.
+        tables: Its result tables.
+    """
+    found = study.report(tables)
+    number = folder.name.split("_", 1)[0]
+    parts = [
+        f"# {number} · {study.title}",
+        f"**Question.** {study.question}",
+        f"**Verdict.** {found.verdict}",
+        *(f"![{Path(name).stem}](results/{name})" for name in found.figures),
+        found.body.strip(),
+        f"## How it was made\n\n```\n{command(folder)}\n```",
+        f"{cost_words(tables[COST])} Tables: {_links(tables)}. This page is made of them; it is not edited by hand.",
+    ]
+    return "\n\n".join(parts) + "\n", found
+
+
+def index_page(studies: Path) -> str:
+    """Return `studies/README.md`: question, verdict, command and cost of every study that has results.
+
+    Args:
+        studies: The folder that holds them.
+    """
+    rows = [_index_row(folder, tables) for folder in study_folders(studies) if (tables := _results(folder))]
+    return INDEX.format(rows="\n".join(rows))
+
+
+def command(folder: Path) -> str:
+    """Return what runs a study.
+
+    Args:
+        folder: studies/NN_slug.
+    """
+    return f"otb study {folder.name}"
+
+
+def cost_words(cost: Rows) -> str:
+    """Return the cost of a study in one sentence: minutes, cells, the most memory, machines.
+
+    Args:
+        cost: One row per cell.
+    """
+    known = [row["peak_mib"] for row in cost if row["peak_mib"] is not None]
+    peak = f"at most {max(known):,.0f} MiB of memory, " if known else ""
+    return f"{minutes_words(cost)} in {len(cost)} cells, {peak}each on {' and '.join(distinct(cost, 'machine'))}."
+
+
+def minutes_words(cost: Rows) -> str:
+    """Return the minutes of all cells together, as in `83 min`; one digit below ten.
+
+    Args:
+        cost: One row per cell.
+    """
+    minutes = sum(row["minutes"] for row in cost)
+    return f"{minutes:.1f} min" if minutes < 10 else f"{minutes:.0f} min"
+
+
+def _index_row(folder: Path, tables: Mapping[str, Rows]) -> str:
+    study = load_study(folder)
+    verdict = study.report(tables).verdict
+    link = f"[{folder.name}]({folder.name}/README.md)"
+    return f"| {link} | {study.question} | {verdict} | `{command(folder)}` | {minutes_words(tables[COST])} |"
+
+
+def _results(folder: Path) -> dict[str, Rows]:
+    tables = read_tables(folder / "results")
+    if tables and COST not in tables:
+        raise InputError(f"{folder}/results has no table {COST}.csv; run {command(folder)} again.")
+    return tables
+
+
+def _links(tables: Mapping[str, Rows]) -> str:
+    return ", ".join(f"[{name}.csv](results/{name}.csv)" for name in sorted(tables))

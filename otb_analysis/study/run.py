@@ -1,0 +1,126 @@
+"""Running a study: the cells that are missing, then tables, figures, page and index."""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from otb_analysis.errors import InputError, StoreError, nearest
+from otb_analysis.study.cache import CellCache, Finished, joined
+from otb_analysis.study.folder import load_study
+from otb_analysis.study.page import index_page, study_page
+from otb_analysis.study.record import Cell, Study
+from otb_analysis.study.results import COST, cost_rows, read_tables, write_tables
+from otb_analysis.study.words import forget_peak_memory, machine_words, peak_memory_mib
+from otb_analysis.training.progress import Bar, silent
+
+CACHE = Path("runs") / "studies"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a study is run.
+
+    Attributes:
+        quick: At reduced constants, into `out` or a temporary directory, and from the beginning.
+        out: Where page and results go instead of the study's own folder; `NN_slug` is added.
+        only: Names of the cells to measure; the pages are written once no cell is missing.
+        render: Measure nothing: make pages and figures from the tables there are.
+        cache: Where finished cells of the full setting are kept.
+    """
+
+    quick: bool = False
+    out: Path | None = None
+    only: Sequence[str] = ()
+    render: bool = False
+    cache: Path = CACHE
+
+
+def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
+    """Run a study and return the folder that its page went to, or None while cells are still missing.
+
+    Args:
+        folder: studies/NN_slug.
+        setting: How.
+        bar: Progress.
+
+    Raises:
+        InputError: A cell that was asked for does not exist, or there are no tables to render.
+        StoreError: The disk refuses; finished cells are kept.
+    """
+    study = load_study(folder)
+    target = _target(folder, setting)
+    if not setting.render:
+        cells = study.quick if setting.quick else study.cells
+        cache = CellCache(target / "cache" if setting.quick else setting.cache / folder.name)
+        if setting.quick:
+            shutil.rmtree(cache.path, ignore_errors=True)
+        results = _measured(study, cells, cache, setting.only, bar)
+        if len(results) < len(cells):
+            return None
+        write_tables(target / "results", joined(results) | {COST: cost_rows(cells, results)})
+    write_pages(folder, study, target)
+    if target == folder:
+        _write(folder.parent / "README.md", index_page(folder.parent))
+    return target
+
+
+def write_pages(folder: Path, study: Study, target: Path) -> None:
+    """Write README and figures of a study from its tables.
+
+    Args:
+        folder: studies/NN_slug, which names the study.
+        study: The study.
+        target: Where its results are, and the page goes.
+
+    Raises:
+        InputError: There are no tables.
+        StoreError: The disk refuses.
+    """
+    tables = read_tables(target / "results")
+    if COST not in tables:
+        raise InputError(f"{target} has no result tables; run otb study {folder.name} first.")
+    page, found = study_page(folder, study, tables)
+    for name, svg in found.figures.items():
+        _write(target / "results" / name, svg)
+    _write(target / "README.md", page)
+
+
+def _measured(study: Study, cells: Sequence[Cell], cache: CellCache, only: Sequence[str], bar: Bar) -> list[Finished]:
+    """Measure the missing cells that were asked for; return all finished ones, in order."""
+    names = [cell.name for cell in cells]
+    for name in only:
+        if name not in names:
+            raise InputError(f"cell {name!r} does not exist; {nearest(name, names)}")
+    for number, cell in enumerate(cells):
+        if (not only or cell.name in only) and cache.load(cell) is None:
+            bar(number, len(cells), f"{cell.name}: starting")
+            cache.keep(cell, _finish(study, cell, cache.work(cell), bar))
+        bar(number + 1, len(cells), cell.name)
+    return [found for cell in cells if (found := cache.load(cell)) is not None]
+
+
+def _finish(study: Study, cell: Cell, work: Path, bar: Bar) -> Finished:
+    """Measure a cell from its beginning, so that the minutes are those of all of it."""
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
+    forget_peak_memory()
+    start = perf_counter()
+    tables = study.measure(cell, work, bar)
+    return Finished(tables, (perf_counter() - start) / 60, peak_memory_mib(), machine_words())
+
+
+def _target(folder: Path, setting: Setting) -> Path:
+    if setting.out is not None:
+        return setting.out / folder.name
+    return Path(tempfile.mkdtemp(prefix="otb-study-")) / folder.name if setting.quick else folder
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot write {path} ({error.strerror}); pass another --out.") from error

@@ -1,0 +1,246 @@
+"""Real runs of the trainer on one core: from a supervised start to a policy that solves its task, three seeds a task.
+
+Each task's settings are a file beside this one, as `otb train --config` takes it; seeds differ in initial weights,
+demonstrations, training and held-out prompts, and sampling.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from otb_analysis.cli import from_toml
+from otb_analysis.config import CalculatorConfig, ChainSumConfig, SmallModelConfig, TrainConfig, WarmStartConfig
+from otb_analysis.errors import InputError
+from otb_analysis.figures.styles import BLUE, GREY
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.store import RunStore
+from otb_analysis.study import (
+    Cell,
+    Findings,
+    Rows,
+    Study,
+    Tables,
+    distinct,
+    markdown_table,
+    select,
+    share,
+    with_interval,
+)
+from otb_analysis.training.loop import train
+from otb_analysis.training.progress import Bar
+from otb_analysis.training.resume import plain_config
+from otb_analysis.training.warm_start import warm_started
+
+HERE = Path(__file__).parent
+SEEDS = (0, 1, 2)
+MINUTES = 20
+"""What a seed may take."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Held-out success that training is to reach, and to aim at."""
+
+    target: float
+    aim: float
+
+
+GOALS = {"chain_sum": Goal(0.75, 0.90), "calculator": Goal(0.80, 0.90)}
+
+HOW_TO_READ = """\
+A seed's success is the share of right answers to {prompts} held-out prompts, {samples} sampled to each at temperature
+1, the same prompts at every evaluation; its 95 % interval is over prompts. An evaluation at step k comes before that
+step's update: the one at step 0 is of the supervised start, the last one of the policy before its last update. The
+interval over seeds is Student's on the logit scale: with {seeds} seeds it is wide, and it trusts that seeds are about
+normal there.
+
+No prompt is in both splits: a hash of its text decides. Short ones are few (19² sums of two numbers), so that a
+held-out one has neighbours among those trained on. Seeds differ in initial weights, demonstrations, prompts and
+sampling. A supervised start stops by its own check, on other prompts of the training split, once 35 % to 60 % are
+right.
+
+Each run takes {steps} steps and {rollouts:,} rollouts. Settings: [chain_sum.toml](chain_sum.toml),
+[calculator.toml](calculator.toml); outside the study, `otb train --config studies/00_training/chain_sum.toml --seed 0`
+is the same run."""
+
+QUICK_SEEDS = (0, 1)
+QUICK_STEPS, QUICK_PROMPTS = 4, 32
+QUICK_MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
+QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
+
+
+def config_of(task: str, seed: int, quick: bool) -> TrainConfig:
+    """Return a run's configuration."""
+    config = replace(from_toml(TrainConfig, HERE / f"{task}.toml"), seed=seed, run=f"{task}-s{seed}")
+    if not quick:
+        return config
+    return replace(
+        config,
+        chain_sum=ChainSumConfig(terms_min=2, terms_max=2, largest=10),
+        calculator=CalculatorConfig(operations_min=1, operations_max=1, largest=9),
+        small_model=QUICK_MODEL,
+        warm_start=QUICK_START,
+        optimize=replace(config.optimize, steps=QUICK_STEPS),
+        evaluate=replace(config.evaluate, every=QUICK_STEPS - 1, prompts=QUICK_PROMPTS),
+    )
+
+
+def cells(seeds: tuple[int, ...], quick: bool) -> list[Cell]:
+    """Return one cell per task and seed."""
+    return [
+        Cell(f"{task}-s{seed}", {"task": task, "seed": seed, "quick": quick, "config": plain_config(config)})
+        for task in GOALS
+        for seed in seeds
+        for config in [config_of(task, seed, quick)]
+    ]
+
+
+def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
+    """Make the supervised start, train from it, and read the run's learning curve."""
+    torch.set_num_threads(1)  # a model this small gains nothing from a second thread
+    config = config_of(str(cell.settings["task"]), int(str(cell.settings["seed"])), bool(cell.settings["quick"]))
+    began = perf_counter()
+    start = warm_started(config, bar, work / "warm")
+    trained_from = perf_counter()
+    path = train(replace(config, root=work, model=str(start)), bar)
+    ended = perf_counter()
+    curve = heldout_curve(RunStore(path))
+    facts = {
+        "steps": config.optimize.steps,
+        "rollouts": config.sample.prompts * config.sample.group_size * config.optimize.steps,
+        "heldout_prompts": config.evaluate.prompts,
+        "heldout_samples": config.evaluate.samples,
+        "minutes_warm_start": round((trained_from - began) / 60, 2),
+        "minutes_training": round((ended - trained_from) / 60, 2),
+    }
+    key = {"task": config.task, "seed": config.seed}
+    return {"runs": [{"cell": cell.name} | key | facts], "curves": [key | row for row in curve]}
+
+
+def heldout_curve(store: RunStore) -> list[dict[str, Any]]:
+    """Return held-out success with its interval over prompts at each evaluation."""
+    query = """
+        SELECT step, heldout_success AS success, heldout_success_low AS low, heldout_success_high AS high
+        FROM steps WHERE heldout_success IS NOT NULL ORDER BY step
+    """
+    return [{str(name): value for name, value in row.items()} for row in store.sql(query).to_dict("records")]
+
+
+def report(tables: Mapping[str, Rows]) -> Findings:
+    """Say whether the goals were reached, by which seeds, in which time."""
+    curves, cost = tables["curves"], {row["cell"]: row for row in tables["cost"]}
+    runs = [{**run, **cost[run["cell"]], **_ends(run, curves)} for run in tables["runs"]]
+    parts = ["## Each seed", seeds_table(runs), "## Over seeds", pooled_table(curves), how_to_read(runs)]
+    return Findings(verdict(runs), "\n\n".join(parts), {"curves.svg": figure(curves)})
+
+
+def verdict(runs: Rows) -> str:
+    """Return the answer in one line: success before and after, and which seeds met target and time."""
+    slowest = max(run["minutes"] for run in runs)
+    said = "; ".join(_task_verdict(task, select(runs, task=task)) for task in distinct(runs, "task"))
+    late = "" if slowest < MINUTES else f", more than the {MINUTES} min allowed"
+    return f"{said}; in at most {slowest:.1f} min a seed on one core, supervised start included{late}."
+
+
+def _task_verdict(task: str, runs: Rows) -> str:
+    goal = GOALS[task]
+    met, aimed = (sum(run["after"]["success"] >= level for run in runs) for level in (goal.target, goal.aim))
+    outcome = "met" if met == len(runs) else "missed" if not met else f"met by {met} of {len(runs)} seeds"
+    before, after = (over_seeds([run[end]["success"] for run in runs]) for end in ("before", "after"))
+    return (
+        f"`{task}` goes from {share(before.estimate)} to {with_interval(after.estimate, after.low, after.high, 0)} "
+        f"held-out success (target {share(goal.target)}: {outcome}; "
+        f"aim {share(goal.aim)}: {aimed} of {len(runs)} seeds)"
+    )
+
+
+def over_seeds(values: Sequence[float]) -> Interval:
+    """Return the mean over seeds of a share, with Student's interval on the logit scale."""
+    found = seed_mean(values, "held-out success of a seed", scale="logit")
+    if found is None:
+        raise InputError("a seed has no held-out success; run the study again.")
+    return found
+
+
+def seeds_table(runs: Rows) -> str:
+    """Return success before and after with intervals over prompts, and cost, of each seed."""
+    headers = (
+        "task",
+        "seed",
+        "before RL",
+        "after RL",
+        "supervised start, min",
+        "RL, min",
+        "in all, min",
+        "memory, MiB",
+    )
+    rows = []
+    for run in runs:
+        ends = [with_interval(run[end]["success"], run[end]["low"], run[end]["high"]) for end in ("before", "after")]
+        spent = [f"{run[name]:.1f}" for name in ("minutes_warm_start", "minutes_training", "minutes")]
+        rows.append([f"`{run['task']}`", str(run["seed"]), *ends, *spent, f"{run['peak_mib'] or math.nan:,.0f}"])
+    return markdown_table(headers, rows)
+
+
+def pooled_table(curves: Rows) -> str:
+    """Return the mean learning curve over seeds with its interval."""
+    tasks = distinct(curves, "task")
+    rows = []
+    for step in sorted(distinct(curves, "step")):
+        means = [over_seeds([row["success"] for row in select(curves, task=task, step=step)]) for task in tasks]
+        rows.append([str(step), *(with_interval(mean.estimate, mean.low, mean.high) for mean in means)])
+    return markdown_table(["step", *(f"`{task}`" for task in tasks)], rows)
+
+
+def how_to_read(runs: Rows) -> str:
+    """Say what the numbers are, and what they are not."""
+    first = runs[0]
+    return HOW_TO_READ.format(
+        prompts=first["heldout_prompts"], samples=first["heldout_samples"], seeds=len(distinct(runs, "seed")),
+        rollouts=first["rollouts"], steps=first["steps"],
+    )  # fmt: skip
+
+
+def figure(curves: Rows) -> str:
+    """Draw each task's learning curves: the seeds thin, their mean with its interval."""
+    return svg([_panel(task, select(curves, task=task)) for task in distinct(curves, "task")])
+
+
+def _panel(task: str, curves: Rows) -> Panel:
+    steps = sorted(distinct(curves, "step"))
+    at = [over_seeds([row["success"] for row in select(curves, step=step)]) for step in steps]
+    low, high = ([_known(end) for end in ends] for ends in ([x.low for x in at], [x.high for x in at]))
+    mean = Curve(steps, [x.estimate for x in at], "mean over seeds, 95 % interval", low, high, BLUE)
+    seeds = [
+        Curve([row["step"] for row in own], [row["success"] for row in own], "one seed", color=GREY, width=1.0)
+        for own in (select(curves, seed=seed) for seed in distinct(curves, "seed"))
+    ]
+    rules = ((GOALS[task].target, "target"), (GOALS[task].aim, "aim"))
+    return Panel(task, "success on held-out prompts", "step", [mean, *seeds], rules, (0.0, 1.0), percent=True)
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _ends(run: Mapping[str, Any], curves: Rows) -> dict[str, Mapping[str, Any]]:
+    """Return the first and the last point of a run's curve."""
+    own = select(curves, task=run["task"], seed=run["seed"])
+    return {"before": own[0], "after": own[-1]}
+
+
+STUDY = Study(
+    title="Training",
+    question="Does the trainer take `chain_sum` from about 40 % to at least 75 % held-out success, and `calculator` to "
+    "at least 80 %, in less than 20 minutes a seed on a small machine?",
+    cells=cells(SEEDS, quick=False),
+    quick=cells(QUICK_SEEDS, quick=True),
+    measure=measure,
+    report=report,
+)

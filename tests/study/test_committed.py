@@ -1,0 +1,67 @@
+"""The committed studies: every page is what its tables say, and every study runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from otb_analysis.study import Setting, index_page, load_study, read_tables, run_study, study_folders, study_page
+
+ROOT = Path(__file__).parent.parent.parent
+STUDIES = ROOT / "studies"
+FOLDERS = study_folders(STUDIES)
+WITH_RESULTS = [folder for folder in FOLDERS if (folder / "results").is_dir()]
+
+
+@pytest.mark.parametrize("folder", WITH_RESULTS, ids=lambda path: path.name)
+def test_page_and_figures_are_those_of_the_tables_to_the_byte(folder):
+    page, found = study_page(folder, load_study(folder), read_tables(folder / "results"))
+    assert (folder / "README.md").read_text(encoding="utf-8") == page
+    for name, svg in found.figures.items():
+        assert (folder / "results" / name).read_text(encoding="utf-8") == svg
+
+
+@pytest.mark.parametrize("folder", WITH_RESULTS, ids=lambda path: path.name)
+def test_tables_are_small_and_cost_every_cell_of_the_study(folder):
+    cost = read_tables(folder / "results")["cost"]
+    assert [row["cell"] for row in cost] == [cell.name for cell in load_study(folder).cells]
+    assert sum(path.stat().st_size for path in (folder / "results").iterdir()) < 500_000
+
+
+def test_index_is_that_of_the_tables():
+    assert (STUDIES / "README.md").read_text(encoding="utf-8") == index_page(STUDIES)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_cells_have_names_that_can_be_file_names_and_differ(folder):
+    study = load_study(folder)
+    for cells in (study.cells, study.quick):
+        names = [cell.name for cell in cells]
+        assert len(set(names)) == len(names) > 0
+        assert all(re.fullmatch(r"[a-z0-9_-]+", name) for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_quick_study_runs_and_touches_nothing_that_is_committed(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for path in STUDIES.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    target = run_study(folder, Setting(quick=True, out=tmp_path / "out"))
+    assert target == tmp_path / "out" / folder.name
+    assert "**Verdict.** " in (target / "README.md").read_text(encoding="utf-8")
+    assert {
+        path: path.read_bytes() for path in STUDIES.rglob("*") if path.is_file() and path.suffix != ".pyc"
+    } == before
+
+
+def test_render_from_a_shell_leaves_the_repository_as_it_is(tmp_path):
+    if not WITH_RESULTS:
+        pytest.skip("no study has results")
+    folder = WITH_RESULTS[0]
+    before = (folder / "README.md").read_bytes()
+    done = subprocess.run(
+        [sys.executable, "-m", "otb_analysis.cli", "study", folder.name, "--render"], cwd=ROOT, capture_output=True
+    )
+    assert (done.returncode, (folder / "README.md").read_bytes()) == (0, before)

@@ -1,0 +1,234 @@
+import json
+import re
+
+import pytest
+
+from otb_analysis.cli import main
+from otb_analysis.errors import InputError, StoreError
+from otb_analysis.study import (
+    Setting,
+    distinct,
+    find_studies_folder,
+    find_study,
+    load_study,
+    read_tables,
+    run_study,
+    select,
+)
+from otb_analysis.study.cache import CellCache, Finished, joined
+from otb_analysis.study.results import write_tables
+
+PAGE = """\
+# 07 · Squares
+
+**Question.** How large are they?
+
+**Verdict.** they sum to 14
+
+![squares](results/squares.svg)
+
+| n | square |
+| --- | ---: |
+| 1 | 1 |
+| 2 | 4 |
+| 3 | 9 |
+
+## How it was made
+
+```
+otb study 07_squares
+```
+"""
+
+
+def setting(tmp_path, **changes):
+    return Setting(cache=tmp_path / "cache", **changes)
+
+
+def files(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_page_tables_figure_and_index_are_written_from_what_was_measured(squares, tmp_path):
+    assert run_study(squares, setting(tmp_path)) == squares
+    page = (squares / "README.md").read_text()
+    assert page.startswith(PAGE)
+    assert "in 3 cells" in page and "[squares.csv](results/squares.csv)" in page
+    assert (squares / "results" / "squares.csv").read_text() == "n,square\n1,1\n2,4\n3,9\n"
+    assert (squares / "results" / "squares.svg").read_text().startswith("<svg")
+    index = (squares.parent / "README.md").read_text()
+    assert (
+        "| [07_squares](07_squares/README.md) | How large are they? | they sum to 14 | `otb study 07_squares` |"
+        in index
+    )
+
+
+def test_finished_cells_are_not_measured_again(squares, asked, tmp_path):
+    run_study(squares, setting(tmp_path))
+    before = files(squares)
+    run_study(squares, setting(tmp_path))
+    assert asked.read_text().split() == ["cell-1", "cell-2", "cell-3"]
+    assert files(squares) == before
+
+
+def test_interrupting_loses_the_cell_that_was_measured_and_no_other(squares, asked, tmp_path):
+    (tmp_path / "break").touch()
+    with pytest.raises(KeyboardInterrupt):
+        run_study(squares, setting(tmp_path))
+    assert not (squares / "README.md").exists()
+    (tmp_path / "break").unlink()
+    run_study(squares, setting(tmp_path))
+    assert asked.read_text().split() == ["cell-1", "cell-2", "cell-2", "cell-3"]
+    assert (squares / "README.md").read_text().startswith(PAGE)
+
+
+def test_a_changed_constant_makes_it_another_cell(squares, asked, tmp_path):
+    run_study(squares, setting(tmp_path))
+    source = squares / "study.py"
+    source.write_text(source.read_text().replace("cells(1), cells(10)", "cells(2), cells(10)"))
+    run_study(squares, setting(tmp_path))
+    assert len(asked.read_text().split()) == 6
+    assert "they sum to 28" in (squares / "README.md").read_text()
+
+
+def test_cells_can_be_measured_one_at_a_time_and_the_last_one_writes_the_page(squares, asked, tmp_path):
+    for name in ("cell-3", "cell-1"):
+        assert run_study(squares, setting(tmp_path, only=[name])) is None
+    assert not (squares / "results").exists()
+    assert run_study(squares, setting(tmp_path, only=["cell-2"])) == squares
+    assert asked.read_text().split() == ["cell-3", "cell-1", "cell-2"]
+    assert (squares / "README.md").read_text().startswith(PAGE)
+
+
+def test_unknown_cell_is_one_sentence(squares, tmp_path):
+    with pytest.raises(InputError, match=r"cell 'cell-4' does not exist; did you mean 'cell-3'\? Known: cell-1, "):
+        run_study(squares, setting(tmp_path, only=["cell-4"]))
+
+
+def test_quick_writes_elsewhere_and_leaves_results_and_cache_alone(squares, tmp_path):
+    run_study(squares, setting(tmp_path))
+    before = files(squares.parent) | files(tmp_path / "cache")
+    target = run_study(squares, setting(tmp_path, quick=True))
+    assert target is not None and squares.parent not in target.parents
+    assert "they sum to 140" in (target / "README.md").read_text()
+    assert files(squares.parent) | files(tmp_path / "cache") == before
+
+
+def test_quick_begins_anew_in_the_directory_it_is_given(squares, asked, tmp_path):
+    quick = setting(tmp_path, quick=True, out=tmp_path / "out")
+    assert run_study(squares, quick) == run_study(squares, quick) == tmp_path / "out" / "07_squares"
+    assert len(asked.read_text().split()) == 6
+
+
+def test_out_takes_the_full_results_instead_of_the_studys_folder(squares, tmp_path):
+    run_study(squares, setting(tmp_path, out=tmp_path / "out"))
+    assert [path.name for path in squares.iterdir()] == ["study.py"]
+    assert (tmp_path / "out" / "07_squares" / "README.md").read_text().startswith(PAGE)
+
+
+def test_render_follows_the_tables_and_measures_nothing(squares, asked, tmp_path):
+    run_study(squares, setting(tmp_path))
+    table = squares / "results" / "squares.csv"
+    table.write_text(table.read_text().replace("3,9", "3,10"))
+    run_study(squares, setting(tmp_path, render=True))
+    assert "they sum to 15" in (squares / "README.md").read_text()
+    assert len(asked.read_text().split()) == 3
+
+
+def test_render_without_tables_says_what_to_run(squares, tmp_path):
+    with pytest.raises(InputError, match="has no result tables; run otb study 07_squares first"):
+        run_study(squares, setting(tmp_path, render=True))
+
+
+def test_values_come_back_from_the_tables_as_they_were(tmp_path):
+    # 0.1 + 0.2 is 0.30000000000000004: all of its 17 digits are needed.
+    rows = [
+        {"x": 0.1 + 0.2, "n": 3, "name": "a, b", "right": True, "sometimes": None},
+        {"x": 1e-300, "n": -4, "name": "“c”", "right": False, "sometimes": 2.5},
+    ]
+    write_tables(tmp_path, {"values": rows})
+    assert read_tables(tmp_path) == {"values": rows}
+
+
+def test_a_column_that_some_rows_lack_is_none_there(tmp_path):
+    write_tables(tmp_path, {"uneven": [{"a": 1}, {"a": 2, "b": 3.5}]})
+    assert read_tables(tmp_path)["uneven"] == [{"a": 1, "b": None}, {"a": 2, "b": 3.5}]
+
+
+def test_a_file_that_is_no_table_is_one_sentence(tmp_path):
+    (tmp_path / "broken.csv").write_text("a,b\n1\n")
+    with pytest.raises(StoreError, match=r"broken\.csv cannot be read .*; run the study again"):
+        read_tables(tmp_path)
+
+
+def test_rows_are_selected_by_values_and_values_listed_once():
+    rows = [{"task": "b", "n": 1}, {"task": "a", "n": 2}, {"task": "b", "n": 3}]
+    assert select(rows, task="b", n=3) == [{"task": "b", "n": 3}]
+    assert distinct(rows, "task") == ["b", "a"]
+
+
+def test_cost_has_minutes_memory_and_machine_of_each_cell(squares, tmp_path):
+    run_study(squares, setting(tmp_path))
+    cost = read_tables(squares / "results")["cost"]
+    assert distinct(cost, "cell") == ["cell-1", "cell-2", "cell-3"]
+    assert all(row["minutes"] >= 0 and row["peak_mib"] > 10 for row in cost)
+    assert all(re.fullmatch(r"\d+ cores? of .+, \d+ GiB of memory", row["machine"]) for row in cost)
+
+
+def test_tables_of_cells_are_joined_in_their_order():
+    first = Finished({"a": [{"n": 1}], "b": [{"m": 1}]}, 0.0, None, "here")
+    second = Finished({"a": [{"n": 2}, {"n": 3}]}, 0.0, None, "here")
+    assert joined([first, second]) == {"a": [{"n": 1}, {"n": 2}, {"n": 3}], "b": [{"m": 1}]}
+
+
+def test_broken_cell_file_names_itself_and_the_remedy(squares, tmp_path):
+    run_study(squares, setting(tmp_path))
+    cache = CellCache(tmp_path / "cache" / "07_squares")
+    cell = load_study(squares).cells[0]
+    cache.file(cell).write_text("{")
+    with pytest.raises(
+        StoreError, match=r"cell-1-\w+\.json cannot be read .*; delete it, and the cell is measured again"
+    ):
+        run_study(squares, setting(tmp_path))
+    cache.file(cell).write_text(json.dumps({"tables": {}}))
+    with pytest.raises(StoreError, match="cannot be read"):
+        cache.load(cell)
+
+
+@pytest.mark.parametrize("name", ["07_squares", "squares", "07", "7"])
+def test_a_study_is_found_by_name_number_and_slug(name, squares):
+    assert find_study(name, squares.parent) == squares
+
+
+def test_unknown_study_is_one_sentence_that_lists_those_there_are(squares, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", "triangles"]) == 2
+    assert capsys.readouterr().err == "otb: study 'triangles' does not exist; those there are: 07_squares.\n"
+
+
+def test_studies_are_looked_for_here_and_then_beside_the_package(squares, tmp_path, monkeypatch):
+    assert find_studies_folder(tmp_path) == squares.parent
+    elsewhere = find_studies_folder(tmp_path / "nowhere")
+    assert (elsewhere / "00_training" / "study.py").is_file()
+    monkeypatch.setattr("otb_analysis.__file__", str(tmp_path / "site-packages" / "otb_analysis" / "__init__.py"))
+    with pytest.raises(
+        InputError, match=r"nowhere has no folder studies/ with a study in it, and the installed package"
+    ):
+        find_studies_folder(tmp_path / "nowhere")
+
+
+def test_a_file_without_a_study_is_one_sentence(squares):
+    (squares / "study.py").write_text("STUDY = 3\n")
+    with pytest.raises(
+        InputError, match=re.escape("defines no STUDY; assign an otb_analysis.study.Study to that name.")
+    ):
+        load_study(squares)
+
+
+def test_the_command_runs_a_study_and_says_where_its_page_is(squares, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", "squares", "--only", "cell-1"]) == 0
+    assert "others are still missing" in capsys.readouterr().out
+    assert main(["study", "squares"]) == 0
+    assert "07_squares/README.md is written." in capsys.readouterr().out
+    assert (tmp_path / "runs" / "studies" / "07_squares" / "results").is_dir()
