@@ -87,7 +87,7 @@ CASES = (
     Case("length_drift", "length × 2.5 at once", _by(length_mean=2.5)),
     Case("length_drift", "length down 3 % a step", _ramp("length_mean", -0.03)),
     Case("zero_variance_groups", "80 % of groups of equal reward", _equal_groups),
-    Case("ratio_tails", "largest |log ratio| around 3", _drawn("mismatch_max", lambda r, n: r.gamma(10, 0.3, n))),
+    Case("ratio_tails", "largest log ratio around 3", _drawn("mismatch_max", lambda r, n: r.gamma(10, 0.3, n))),
     Case("ratio_tails", "half of the tokens clipped", _drawn("ratio_clip_share", lambda r, n: r.beta(20, 20, n))),
     Case("tail_index", "Pareto-k of the proxy up by 1", _shifted("energy_tail_k", 1.0)),
     Case("tail_index", "Pareto-k of exact norms up by 1, one record in ten steps", _shifted("exact_tail_k", 1.0)),
