@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 import tyro
 from rich.console import Console
 
-from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig, SampledConfig
+from otb_analysis.bench.config import AlarmsConfig, EngineConfig, EstimatorsConfig, LogitsConfig, SampledConfig
 from otb_analysis.config import DemoConfig, TrainConfig
 from otb_analysis.errors import STOPS, InputError, StoreError, nearest
 from otb_analysis.serve import DashboardConfig, serve
@@ -24,7 +24,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb train        one instrumented training run        (--config FILE.toml, every field on the command line too)
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb dashboard    serve the dashboard on a folder of runs, on loopback
-  otb bench        what things cost on this machine     (otb bench estimators|logits|engine|sampled)
+  otb bench        what things cost on this machine     (otb bench estimators|logits|engine|sampled|alarms)
   otb study        repeat a study of studies/, or the cells of it that are missing
 
 `otb COMMAND --help` explains itself; `otb --version` names the version.
@@ -41,6 +41,7 @@ BenchConfig = (
     | Annotated[LogitsConfig, tyro.conf.subcommand("logits")]
     | Annotated[EngineConfig, tyro.conf.subcommand("engine")]
     | Annotated[SampledConfig, tyro.conf.subcommand("sampled")]
+    | Annotated[AlarmsConfig, tyro.conf.subcommand("alarms")]
 )
 """What `otb bench` can measure."""
 
@@ -190,7 +191,7 @@ def _can_be_read(path: Path) -> bool:
 
 def bench_command(words: Sequence[str]) -> None:
     """Measure costs."""
-    config: EstimatorsConfig | LogitsConfig | EngineConfig | SampledConfig = tyro.cli(
+    config: AlarmsConfig | EstimatorsConfig | LogitsConfig | EngineConfig | SampledConfig = tyro.cli(
         cast(Any, BenchConfig), prog="otb bench", description=bench_command.__doc__, args=list(words), config=()
     )
     from otb_analysis.bench.publish import bench_table, publish

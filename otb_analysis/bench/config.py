@@ -99,6 +99,20 @@ class SampledConfig:
     """Directory for the table as Markdown and JSON."""
 
 
+@dataclass(frozen=True)
+class AlarmsConfig:
+    """False alarms of every detector on calm runs, and how soon it sees a change at a known step."""
+
+    series: int = 500
+    """Calm runs of each of the lengths 50, 100, 200 and 500."""
+    changed: int = 200
+    """Runs with each known change."""
+    seed: int = 0
+    """Seed of both."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+
+
 def check_positive(**values: float) -> None:
     """Refuse settings below 1.
 

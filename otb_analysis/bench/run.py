@@ -1,17 +1,21 @@
 """From a benchmark's settings to its report."""
 
-from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig, SampledConfig
+from otb_analysis.bench.config import AlarmsConfig, EngineConfig, EstimatorsConfig, LogitsConfig, SampledConfig
 from otb_analysis.bench.estimators import run_estimators
 from otb_analysis.bench.logits import run_logits
 from otb_analysis.bench.publish import Report
 
 
-def run_bench(config: EstimatorsConfig | LogitsConfig | EngineConfig | SampledConfig) -> Report:
+def run_bench(config: AlarmsConfig | EstimatorsConfig | LogitsConfig | EngineConfig | SampledConfig) -> Report:
     """Run the benchmark that a configuration belongs to.
 
     Raises:
         InputError: A setting does not fit.
     """
+    if isinstance(config, AlarmsConfig):
+        from otb_analysis.bench.alarms import run_alarms
+
+        return run_alarms(config)
     if isinstance(config, EstimatorsConfig):
         return run_estimators(config)
     if isinstance(config, LogitsConfig):

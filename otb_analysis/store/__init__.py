@@ -3,7 +3,17 @@
 from otb_analysis.store.gram import gram_rows
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.runs import runs_df
+from otb_analysis.store.series import step_series
 from otb_analysis.store.token_arrays import EXACT_ROWS, TokenArrays
 from otb_analysis.store.writer import RunWriter, StepTables
 
-__all__ = ["EXACT_ROWS", "RunStore", "RunWriter", "StepTables", "TokenArrays", "gram_rows", "runs_df"]
+__all__ = [
+    "EXACT_ROWS",
+    "RunStore",
+    "RunWriter",
+    "StepTables",
+    "TokenArrays",
+    "gram_rows",
+    "runs_df",
+    "step_series",
+]

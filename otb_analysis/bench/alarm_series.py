@@ -1,0 +1,139 @@
+"""Calm runs, and runs in which one thing changes at a known step: what the alarms are calibrated and tested on.
+
+A calm run is not a boring one. Its gradient norms are log-normal with heavy-tailed innovations, autocorrelated, with
+isolated spikes and a slow trend; entropy decays gently to a plateau; length and success drift as a policy learns;
+groups of equal reward are over-dispersed. Nothing in it wanders without bound. Ranges cover the demo's runs, which the
+comments quote.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from otb_analysis.diagnostics import StepSeries
+from otb_analysis.types import Float
+
+LENGTHS = (50, 500)
+EXACT_EVERY = 10
+
+
+def calm_series(random: np.random.Generator, length: int | None = None) -> StepSeries:
+    """Return the scalars of a run in which nothing goes wrong.
+
+    Args:
+        random: Where it comes from.
+        length: Steps; by default log-uniform between 50 and 500.
+    """
+    n = int(np.exp(random.uniform(*np.log(LENGTHS)))) if length is None else length
+    level = random.normal(0.5, 1.0) + _trend(random, n, 1.5)
+    # Demo: spread .2, lag-one correlation .1 to .2.
+    noise = heavy_noise(random, n, random.uniform(0.1, 0.5))
+    noise[random.random(n) < 0.005] += np.log(random.uniform(3, 10))  # a spike is no surge
+    groups = int(random.choice([8, 16, 32, 64]))
+    equal = random.uniform(0.02, 0.45) * np.exp(_trend(random, n, 1.25))
+    tail = random.normal(-0.1, 0.15)
+    exact = random.normal(0.0, 0.15) + random.normal(0, 0.2, n)
+    exact[np.arange(n) % EXACT_EVERY > 0] = np.nan
+    shared = random.normal(size=n)
+    columns = {
+        "grad_norm": np.exp(level + noise),
+        # Not from the level: a trend that crosses the threshold is a finding, not a false alarm.
+        "clipped": (noise > np.quantile(noise, random.uniform(0.5, 1.0))).astype(float),
+        # Demo: .10 nats falling to .08 over 61 steps, noise .08, lag-one correlation of the residuals −.05.
+        "entropy_mean": np.exp(random.uniform(-3, 0.5) + _decay(random, n, 0.5) + _noise(random, n, 0.03, 0.12)),
+        # Demo: 15 to 22 tokens, noise .08.
+        "length_mean": np.exp(random.uniform(2, 7) + _trend(random, n, 1.35) + _noise(random, n, 0.02, 0.12)),
+        "n_prompts": np.full(n, float(groups)),
+        "n_zero_variance_groups": _overdispersed(random, groups, equal),
+        "reward_mean": np.clip(0.3 + 0.3 * np.arange(n) / n + random.normal(0, 0.06, n), 0, 1),
+        "mismatch_max": 10 ** random.uniform(-6, -0.3) * np.exp(random.normal(0, 0.5, n)),
+        "ratio_clip_share": random.beta(2, 60 / random.uniform(0.5, 3), n),
+        # Demo: .05 to .55 around .25 with a standard deviation of .37 at 250 tail tokens, lag-one correlation .2.
+        "energy_tail_k": tail + 0.35 * _standard_ar(random, n, 0.2),
+        "exact_tail_k": exact,
+        "certificate_prob_z": _z(random, shared),
+        "certificate_logprob_z": _z(random, shared),
+    }
+    return StepSeries(np.arange(n), columns)
+
+
+def heavy_noise(random: np.random.Generator, n: int, spread: float) -> Float:
+    """Autocorrelated noise with Student-t innovations: x_t = φ·x_{t−1} + ε_t, φ up to .6, 4 to 12 degrees of freedom.
+
+    Args:
+        random: Where it comes from.
+        n: Steps.
+        spread: Standard deviation of x.
+    """
+    phi, df = random.uniform(0, 0.6), random.uniform(4, 12)
+    shocks = random.standard_t(df, n + 50) * np.sqrt((df - 2) / df) * np.sqrt(1 - phi**2)
+    x = np.zeros(n + 50)
+    for t in range(1, n + 50):
+        x[t] = phi * x[t - 1] + shocks[t]
+    return spread * x[50:]
+
+
+def changed(series: StepSeries, at: int, **factors: float) -> StepSeries:
+    """Return a series in which some columns are multiplied by a factor from a step index on.
+
+    Args:
+        series: A run.
+        at: Index of the first changed step.
+        factors: Column → factor.
+    """
+    columns = dict(series.columns)
+    for name, factor in factors.items():
+        columns[name] = np.where(np.arange(len(series.step)) < at, columns[name], columns[name] * factor)
+    return replace(series, columns=columns)
+
+
+def replaced(series: StepSeries, at: int, **values: Float) -> StepSeries:
+    """Return a series in which some columns have other values from a step index on.
+
+    Args:
+        series: A run.
+        at: Index of the first changed step.
+        values: Column → values [S], of which those from `at` on count; NaN stays where nothing was recorded.
+    """
+    columns = dict(series.columns)
+    late = np.arange(len(series.step)) >= at
+    for name, value in values.items():
+        columns[name] = np.where(late & np.isfinite(columns[name]), value, columns[name])
+    return replace(series, columns=columns)
+
+
+def _trend(random: np.random.Generator, n: int, most: float) -> Float:
+    """A slow, bounded trend of a logarithm: up to a factor `most` either way over the run, straight or settling."""
+    end, tau = random.uniform(-1, 1) * np.log(most), random.uniform(0.2, 3)
+    x = np.arange(n) / n
+    return end * -np.expm1(-x / tau) / -np.expm1(-1 / tau)
+
+
+def _decay(random: np.random.Generator, n: int, least: float) -> Float:
+    """The logarithm of a decay to between `least` and all of the start."""
+    floor, tau = random.uniform(least, 1), random.uniform(10, 2 * n)
+    return np.log(floor + (1 - floor) * np.exp(-np.arange(n) / tau))
+
+
+def _noise(random: np.random.Generator, n: int, low: float, high: float) -> Float:
+    return random.uniform(low, high) * _standard_ar(random, n, random.uniform(0, 0.5))
+
+
+def _standard_ar(random: np.random.Generator, n: int, phi: float) -> Float:
+    shocks, x = random.normal(size=n) * np.sqrt(1 - phi**2), np.zeros(n)
+    x[0] = random.normal()
+    for t in range(1, n):
+        x[t] = phi * x[t - 1] + shocks[t]
+    return x
+
+
+def _overdispersed(random: np.random.Generator, groups: int, share: Float) -> Float:
+    """Beta-binomial counts: prompts of a step are more alike than chance."""
+    share, strength = np.clip(share, 0.005, 0.5), random.uniform(10, 100)
+    return random.binomial(groups, random.beta(share * strength, (1 - share) * strength)).astype(float)
+
+
+def _z(random: np.random.Generator, shared: Float) -> Float:
+    """Standardised, slightly skewed sums, two of which have correlation .8."""
+    own = 0.8**0.5 * shared + 0.2**0.5 * random.normal(size=shared.size)
+    return (own + 0.08 * (own**2 - 1)) / np.sqrt(1 + 2 * 0.08**2)

@@ -1,0 +1,203 @@
+"""How often the alarms cry wolf on calm runs, and how soon they see a change at a known step."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from otb_analysis.bench.alarm_series import calm_series, changed, replaced
+from otb_analysis.bench.config import AlarmsConfig, check_positive
+from otb_analysis.bench.publish import Report, flags
+from otb_analysis.diagnostics import DETECTORS, StepSeries, change_points
+from otb_analysis.types import Float, Int
+
+LENGTHS = (50, 100, 200, 500)
+LENGTH, AT = 200, 100
+"""Steps of a run with a change, and the step of the change."""
+
+CHANGE_POINTS = "change_points"
+NEAR = 10
+"""Steps within which a change point must lie of the true one."""
+
+HEADERS = (
+    *("detector", "calm runs that ever fire [95 %]", "with an alarm", "worst length"),
+    *("known change", "found", "fired before", "median delay"),
+)
+NOTES = (
+    f"Calm runs of {', '.join(map(str, LENGTHS))} steps, equally many of each, from `calm_series`. Ever firing is "
+    "watch or alarm at any step; the worst length is the one with the highest rate. Intervals are Clopper–Pearson.",
+    f"Known changes: runs of {LENGTH} steps that change at step {AT}. The delay counts steps from the change to the "
+    "first firing, computed from the steps up to it alone; `found` is a share of the runs that had not fired before.",
+    f"A change point is found when one lies within {NEAR} steps of the change; it looks at later steps too, so it has "
+    "no delay.",
+)
+
+Change = Callable[[np.random.Generator, StepSeries], StepSeries]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One known change: for which detector, in words, and how a calm run gets it."""
+
+    detector: str
+    change: str
+    apply: Change
+
+
+def _by(**factors: float) -> Change:
+    return lambda random, series: changed(series, AT, **factors)
+
+
+def _ramp(name: str, rate: float) -> Change:
+    """Multiply a column by (1 + rate) once more at every step from the change on."""
+
+    def apply(random: np.random.Generator, series: StepSeries) -> StepSeries:
+        late = np.maximum(np.arange(len(series.step)) - AT + 1, 0)
+        return replaced(series, AT, **{name: series.columns[name] * (1 + rate) ** late})
+
+    return apply
+
+
+def _drawn(name: str, draw: Callable[[np.random.Generator, int], Float]) -> Change:
+    return lambda random, series: replaced(series, AT, **{name: draw(random, len(series.step))})
+
+
+def _shifted(name: str, by: float) -> Change:
+    return lambda random, series: replaced(series, AT, **{name: series.columns[name] + by})
+
+
+def _all_clipped(random: np.random.Generator, series: StepSeries) -> StepSeries:
+    """A run that clips one step in ten until it clips every one."""
+    columns = dict(series.columns) | {"clipped": (random.random(len(series.step)) < 0.1).astype(float)}
+    return replaced(StepSeries(series.step, columns), AT, clipped=np.ones(len(series.step)))
+
+
+def _equal_groups(random: np.random.Generator, series: StepSeries) -> StepSeries:
+    groups = series.columns["n_prompts"]
+    return replaced(series, AT, n_zero_variance_groups=random.binomial(groups.astype(int), 0.8).astype(float))
+
+
+CASES = (
+    Case("gradient_surge", "‖ḡ‖ × 5 at once", _by(grad_norm=5.0)),
+    Case("gradient_surge", "‖ḡ‖ up 10 % a step", _ramp("grad_norm", 0.1)),
+    Case("entropy_collapse", "entropy × .2 at once", _by(entropy_mean=0.2)),
+    Case("entropy_collapse", "entropy down 5 % a step", _ramp("entropy_mean", -0.05)),
+    Case("length_drift", "length × 2.5 at once", _by(length_mean=2.5)),
+    Case("length_drift", "length down 3 % a step", _ramp("length_mean", -0.03)),
+    Case("zero_variance_groups", "80 % of groups of equal reward", _equal_groups),
+    Case("ratio_tails", "largest log ratio around 3", _drawn("mismatch_max", lambda r, n: r.gamma(10, 0.3, n))),
+    Case("ratio_tails", "half of the tokens clipped", _drawn("ratio_clip_share", lambda r, n: r.beta(20, 20, n))),
+    Case("tail_index", "Pareto-k of the proxy up by 1", _shifted("energy_tail_k", 1.0)),
+    Case("tail_index", "Pareto-k of exact norms up by 1, one record in ten steps", _shifted("exact_tail_k", 1.0)),
+    Case("clip_fraction", "from 10 % of steps clipped to all", _all_clipped),
+    Case("sampling_certificate", "mean z of one column 2 (a wrong temperature)", _shifted("certificate_prob_z", 2.0)),
+    Case("sampling_certificate", "mean z of one column ½ (a slight filter)", _shifted("certificate_prob_z", 0.5)),
+)  # fmt: skip
+
+
+def run_alarms(config: AlarmsConfig) -> Report:
+    """Measure every detector on calm runs of several lengths and on runs with a known change.
+
+    Raises:
+        InputError: There are fewer than one series.
+    """
+    check_positive(series=config.series, changed=config.changed)
+    calm = calm_rates(config.series, config.seed)
+    rows = [{"detector": c.detector, "change": c.change} | calm[c.detector] | power(c, config) for c in CASES]
+    rows.append({"detector": CHANGE_POINTS, "change": "‖ḡ‖ × 3 at once"} | calm[CHANGE_POINTS] | dated(config))
+    settings = {"series": config.series, "changed": config.changed, "seed": config.seed}
+    return Report(
+        name="alarms",
+        command=f"otb bench alarms {flags(settings)}",
+        settings=settings,
+        title=f"Alarms on {config.series * len(LENGTHS):,} calm runs, and on {config.changed} runs with each change",
+        headers=HEADERS,
+        cells=[_cells(row) for row in rows],
+        rows=rows,
+        notes=NOTES,
+    )
+
+
+def calm_rates(series: int, seed: int) -> dict[str, dict[str, object]]:
+    """Return the rates of false alarms per calm run of every detector, with 95 % Clopper–Pearson intervals.
+
+    Args:
+        series: Runs of each of `LENGTHS`.
+        seed: Where they come from.
+    """
+    counts = {name: np.zeros((len(LENGTHS), 2), int) for name in (*DETECTORS, CHANGE_POINTS)}
+    for at, length in enumerate(LENGTHS):
+        for run in range(series):
+            calm = calm_series(np.random.default_rng([seed, length, run]), length)
+            for name, detect in DETECTORS.items():
+                found = detect(calm)
+                counts[name][at] += (found.fired, found.alarm_step is not None)
+            counts[CHANGE_POINTS][at] += (len(change_points(calm)) > 0, 0)
+    return {name: _rates(by_length, series) for name, by_length in counts.items()}
+
+
+def _rates(by_length: Int, series: int) -> dict[str, object]:
+    n = series * len(LENGTHS)
+    fired, alarms = (int(k) for k in by_length.sum(axis=0))
+    interval = stats.binomtest(fired, n).proportion_ci(method="exact")
+    worst = int(np.argmax(by_length[:, 0]))
+    return {
+        "calm": n,
+        "fired": fired,
+        "rate": fired / n,
+        "rate_low": float(interval.low),
+        "rate_high": float(interval.high),
+        "alarm_rate": alarms / n,
+        "worst_length": LENGTHS[worst],
+        "worst_rate": float(by_length[worst, 0] / series),
+    }
+
+
+def power(case: Case, config: AlarmsConfig) -> dict[str, object]:
+    """Return how often a detector sees a change, how often it had fired before it, and the median delay in steps.
+
+    Args:
+        case: The change.
+        config: How many runs, and their seed.
+    """
+    delays, before = [], 0
+    for random in _generators(config):
+        found = DETECTORS[case.detector](case.apply(random, calm_series(random, LENGTH)))
+        if found.watch_step is not None:
+            before += found.watch_step < AT
+            delays += [found.watch_step - AT] if found.watch_step >= AT else []
+    left = config.changed - before
+    delay = float(np.median(delays)) if delays else None
+    return {"found": len(delays) / max(left, 1), "before": before / config.changed, "delay": delay}
+
+
+def dated(config: AlarmsConfig) -> dict[str, object]:
+    """Return how often a change point of ‖ḡ‖ lies near a lasting threefold rise.
+
+    Args:
+        config: How many runs, and their seed.
+    """
+    found = 0
+    for random in _generators(config):
+        points = change_points(changed(calm_series(random, LENGTH), AT, grad_norm=3.0), ("grad_norm",))
+        found += any(abs(point.step - AT) <= NEAR for point in points)
+    return {"found": found / config.changed, "before": None, "delay": None}
+
+
+def _generators(config: AlarmsConfig) -> Iterator[np.random.Generator]:
+    return (np.random.default_rng([config.seed, LENGTH, run, AT]) for run in range(config.changed))
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    return [
+        row["detector"],
+        f"{row['rate']:.1%} [{row['rate_low']:.1%}, {row['rate_high']:.1%}]",
+        f"{row['alarm_rate']:.1%}",
+        f"{row['worst_rate']:.1%} at {row['worst_length']}",
+        row["change"],
+        f"{row['found']:.0%}",
+        "–" if row["before"] is None else f"{row['before']:.1%}",
+        "–" if row["delay"] is None else f"{row['delay']:.0f}",
+    ]

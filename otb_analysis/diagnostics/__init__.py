@@ -1,0 +1,10 @@
+"""Is this run about to collapse, and who is to blame: detectors, change points, attribution of a step, advice.
+
+NumPy in, frozen records out; a quantity that was not measured is a finding that says what measures it.
+"""
+
+from otb_analysis.diagnostics.change_points import ChangePoint, change_points
+from otb_analysis.diagnostics.findings import Evidence, Finding, Level, StepSeries
+from otb_analysis.diagnostics.registry import DETECTORS, diagnose
+
+__all__ = ["DETECTORS", "ChangePoint", "Evidence", "Finding", "Level", "StepSeries", "change_points", "diagnose"]

@@ -1,0 +1,94 @@
+"""Change points of a finished series, offline: where did its level change for good?
+
+Unlike a detector's first firing this looks at all steps, later ones too: it dates what happened, it does not warn.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import ruptures
+
+from otb_analysis.diagnostics.findings import StepSeries
+from otb_analysis.diagnostics.windows import MIN_SPREAD, NORMAL
+from otb_analysis.types import Float
+
+LOGARITHMIC = ("grad_norm", "entropy_mean", "length_mean")
+"""Columns whose changes are factors."""
+
+COLUMNS = (*LOGARITHMIC, "energy_tail_k")
+"""Columns that are searched by default. Not the reward: a learning curve is a ramp, which segments only cut up."""
+
+BLOCK = 5
+"""Steps averaged into one point: neighbours are alike, and a change within five steps is one change."""
+
+PENALTY = 8.0
+"""Price of one more change point in units of σ²·log n. 2 would be the Bayesian information criterion's for
+independent noise; autocorrelation and slow trends ask for more."""
+
+LEAST_JUMP = 3.5
+"""A change point counts where the levels on its sides differ by so many standard deviations σ of one point, and for
+logarithms by `LEAST_FACTOR` too: a slow decay would be cut into steps otherwise."""
+
+LEAST_FACTOR = 1.4
+
+
+@dataclass(frozen=True)
+class ChangePoint:
+    """One lasting change of level.
+
+    Attributes:
+        column: Which quantity.
+        step: First step of the new level, to within `BLOCK` steps.
+        before: Level of the segment before it, in the column's unit.
+        after: Level of the segment that begins here.
+    """
+
+    column: str
+    step: int
+    before: float
+    after: float
+
+
+def change_points(series: StepSeries, columns: tuple[str, ...] = COLUMNS) -> list[ChangePoint]:
+    """Find the lasting changes of some quantities by PELT with a squared-error cost on block medians.
+
+    Minimises Σ over segments of the squared deviations + penalty · number of changes, penalty = 8·σ²·log n, σ from the
+    differences of neighbouring points, robustly. Positive quantities are taken by their logarithm.
+
+    Args:
+        series: A run.
+        columns: Which of its columns.
+
+    Returns:
+        By step; nothing for columns with fewer than 30 recorded steps.
+    """
+    found = [point for name in columns for point in _of_one(series, name)]
+    return sorted(found, key=lambda point: (point.step, point.column))
+
+
+def _of_one(series: StepSeries, name: str) -> list[ChangePoint]:
+    step, (value,) = series.recorded(name)
+    log = name in LOGARITHMIC
+    step, value = (step[value > 0], np.log(value[value > 0])) if log else (step, value)
+    n = value.size // BLOCK
+    if n < 6:
+        return []
+    points = np.median(value[: n * BLOCK].reshape(n, BLOCK), axis=1)
+    sigma = _noise(points, MIN_SPREAD if log else 1e-9)
+    search = ruptures.KernelCPD(kernel="linear", min_size=2).fit(points[:, None])
+    ends: Any = search.predict(pen=PENALTY * sigma**2 * np.log(n))
+    edges = [0, *ends]
+    levels = [float(np.median(points[a:b])) for a, b in pairwise(edges)]
+    least = max(LEAST_JUMP * sigma, np.log(LEAST_FACTOR) if log else 0.0)
+    return [
+        ChangePoint(name, int(step[at * BLOCK]), *(float(np.exp(x)) if log else x for x in (before, after)))
+        for at, (before, after) in zip(ends, pairwise(levels), strict=False)
+        if abs(after - before) >= least
+    ]
+
+
+def _noise(points: Float, least: float) -> float:
+    """Standard deviation of one point, from neighbouring differences, which a change of level touches once."""
+    return max(NORMAL * float(np.median(np.abs(np.diff(points)))) / np.sqrt(2), least)

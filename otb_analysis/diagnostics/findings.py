@@ -1,0 +1,193 @@
+"""The records of a diagnosis: a run's scalars step by step, what a detector computed from them, what it says.
+
+Every statistic is causal: its value at a step is a function of that step and those before it, so the step at which it
+first reached a threshold is the step at which a watcher of the running run would have seen it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from otb_analysis.errors import InputError
+from otb_analysis.types import Float, Int
+
+Level = Literal["ok", "watch", "alarm", "not measured"]
+SEVERITY: dict[Level, int] = {"alarm": 0, "watch": 1, "not measured": 2, "ok": 3}
+"""Order in which findings are shown: the worst first."""
+
+
+@dataclass(frozen=True)
+class StepSeries:
+    """Scalars of one run; made by the store from its steps table, read by detectors.
+
+    Attributes:
+        step: Step numbers [S], ascending.
+        columns: Name in `schema.STEPS` → values [S]; NaN where a step did not record it.
+    """
+
+    step: Int
+    columns: Mapping[str, Float]
+
+    def __post_init__(self) -> None:
+        """Check the shapes and the order."""
+        if np.any(np.diff(self.step) <= 0):
+            raise InputError("step is not ascending; pass each step once, in order.")
+        for name, values in self.columns.items():
+            if np.shape(values) != np.shape(self.step):
+                raise InputError(
+                    f"{name} has shape {np.shape(values)} but there are {len(self.step)} steps; pass one value a step."
+                )
+
+    def recorded(self, *names: str) -> tuple[Int, list[Float]]:
+        """Return the steps that recorded all of some columns, and their values there.
+
+        Args:
+            names: Columns; one that is not there was recorded at no step.
+
+        Returns:
+            Steps [K] and one array [K] per name.
+        """
+        missing = np.full(len(self.step), np.nan)
+        values = [np.asarray(self.columns.get(name, missing), dtype=float) for name in names]
+        known = np.isfinite(values).all(axis=0) if values else np.zeros(len(self.step), bool)
+        return np.asarray(self.step)[known], [x[known] for x in values]
+
+    def until(self, step: int) -> "StepSeries":
+        """Return what was known when a step had been recorded, and nothing later.
+
+        Args:
+            step: A step number.
+        """
+        kept = np.asarray(self.step) <= step
+        return StepSeries(np.asarray(self.step)[kept], {name: np.asarray(x)[kept] for name, x in self.columns.items()})
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One causal statistic against its two thresholds.
+
+    Attributes:
+        column: Column of `schema.STEPS` it is computed from.
+        statistic: What `score` is, in words.
+        step: Steps that recorded the column [K].
+        value: The column there [K].
+        score: The statistic [K]; NaN while too few steps are known.
+        watch: Score from which on it is worth a look.
+        alarm: Score from which on something is wrong; ∞ where the statistic never calls for more than a look.
+    """
+
+    column: str
+    statistic: str
+    step: Int
+    value: Float
+    score: Float
+    watch: float
+    alarm: float
+
+    @property
+    def ready(self) -> bool:
+        """True when enough steps are known for a score."""
+        return bool(np.isfinite(self.score).any())
+
+    @property
+    def level(self) -> Level:
+        """The highest level reached so far, at whatever step."""
+        if not self.ready:
+            return "not measured"
+        if self.first(self.alarm) is not None:
+            return "alarm"
+        return "ok" if self.first(self.watch) is None else "watch"
+
+    def first(self, threshold: float) -> int | None:
+        """Return the index of the first score at or above a threshold, None where there is none.
+
+        Args:
+            threshold: A score.
+        """
+        with np.errstate(invalid="ignore"):
+            reached = np.flatnonzero(self.score >= threshold)
+        return int(reached[0]) if reached.size else None
+
+    def shown(self) -> int:
+        """Return the index whose numbers a reason quotes: the first at the level reached, else the last score."""
+        reached = self.first(self.alarm if self.level == "alarm" else self.watch)
+        return int(np.flatnonzero(np.isfinite(self.score))[-1]) if reached is None else reached
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one detector says about one run.
+
+    Attributes:
+        detector: Its name in `DETECTORS`.
+        level: `ok`, `watch`, `alarm`, the highest reached so far, or `not measured`.
+        reason: One sentence with the numbers; for `not measured`, what is missing and what measures it.
+        watch_step: The step at which it first reached `watch` or more, known at that step; None where it never did.
+        alarm_step: The same for `alarm`.
+        evidence: The statistics behind it, the one that decided first.
+    """
+
+    detector: str
+    level: Level
+    reason: str
+    watch_step: int | None = None
+    alarm_step: int | None = None
+    evidence: tuple[Evidence, ...] = ()
+
+    @property
+    def fired(self) -> bool:
+        """True when it ever called for a look."""
+        return self.watch_step is not None
+
+
+def deciding(evidence: Sequence[Evidence]) -> Evidence:
+    """Return the statistic that decides: the one of the worst level, among equals the one that got there first.
+
+    Args:
+        evidence: At least one that is ready.
+    """
+
+    def rank(one: Evidence) -> tuple[int, int]:
+        return SEVERITY[one.level], int(one.step[one.shown()])
+
+    return min((one for one in evidence if one.ready), key=rank)
+
+
+def judged(detector: str, evidence: Sequence[Evidence], reason: str) -> Finding:
+    """Return the finding of some statistics of which at least one is ready.
+
+    Args:
+        detector: Name in `DETECTORS`.
+        evidence: The statistics.
+        reason: The sentence about the one that decides.
+    """
+    ready = [one for one in evidence if one.ready]
+    first = deciding(ready)
+    ordered = (first, *(one for one in ready if one is not first))
+
+    def earliest(threshold: Literal["watch", "alarm"]) -> int | None:
+        found = [(one, one.first(getattr(one, threshold))) for one in ready]
+        return min((int(one.step[at]) for one, at in found if at is not None), default=None)
+
+    return Finding(detector, first.level, reason, earliest("watch"), earliest("alarm"), ordered)
+
+
+def unmeasured(detector: str, series: StepSeries, needed: int, columns: Sequence[str], remedy: str) -> Finding:
+    """Return the finding of a detector that has nothing, or too little, to look at.
+
+    Args:
+        detector: Name in `DETECTORS`.
+        series: The run.
+        needed: Steps it needs.
+        columns: Columns it can look at; one is enough.
+        remedy: Which level or command measures them, as the end of a sentence.
+    """
+    counts = {name: len(series.recorded(name)[0]) for name in columns}
+    most = max(counts, key=lambda name: counts[name])
+    if counts[most] == 0:
+        return Finding(detector, "not measured", f"{' and '.join(columns)} never recorded; {remedy}.")
+    return Finding(
+        detector, "not measured", f"{most} was recorded at {counts[most]} steps, {needed} are needed; {remedy}."
+    )

@@ -1,0 +1,73 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from otb_analysis.bench import alarms
+from otb_analysis.bench.alarm_series import calm_series, changed
+from otb_analysis.bench.config import AlarmsConfig
+from otb_analysis.bench.publish import markdown
+from otb_analysis.diagnostics import DETECTORS
+from otb_analysis.errors import InputError
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def test_committed_rates_of_false_alarms_are_at_most_5_percent_with_their_intervals():
+    rows = json.loads((RESULTS / "alarms.json").read_text())["rows"]
+    assert {row["detector"] for row in rows} == {*DETECTORS, "change_points"}
+    for row in rows:
+        assert row["calm"] >= 400
+        interval = stats.binomtest(row["fired"], row["calm"]).proportion_ci(method="exact")
+        assert (row["rate_low"], row["rate_high"]) == (pytest.approx(interval.low), pytest.approx(interval.high))
+        assert row["rate_high"] <= 0.05, row["detector"]
+
+
+def test_committed_page_shows_every_row_of_the_numbers():
+    rows = json.loads((RESULTS / "alarms.json").read_text())["rows"]
+    page = (RESULTS / "alarms.md").read_text()
+    assert all("| " + " | ".join(alarms._cells(row)) + " |" in page for row in rows)
+
+
+@pytest.mark.slow
+def test_detectors_keep_their_rate_on_other_calm_runs():
+    rates = alarms.calm_rates(100, seed=1)
+    assert all(found["calm"] == 400 for found in rates.values())
+    # A rate of 5 % is refuted by more than 30 of 400 (one-sided, 1 %).
+    assert {name: found["fired"] for name, found in rates.items() if found["fired"] > 30} == {}
+
+
+def test_every_detector_has_a_known_change():
+    assert {case.detector for case in alarms.CASES} == set(DETECTORS)
+
+
+def test_a_report_of_few_runs_has_a_row_per_change_and_names_its_command():
+    report = alarms.run_alarms(AlarmsConfig(series=1, changed=2))
+    assert report.command == "otb bench alarms --series 1 --changed 2 --seed 0"
+    assert len(report.rows) == len(report.cells) == len(alarms.CASES) + 1
+    assert "gradient_surge" in markdown(report)
+
+
+def test_no_series_are_refused():
+    with pytest.raises(InputError, match="series is 0"):
+        alarms.run_alarms(AlarmsConfig(series=0))
+
+
+def test_calm_runs_are_autocorrelated_heavy_tailed_and_bounded():
+    runs = [calm_series(np.random.default_rng(seed), 400) for seed in range(40)]
+    logs = [np.log(run.columns["grad_norm"]) for run in runs]
+    lag = [np.corrcoef(x[1:], x[:-1])[0, 1] for x in logs]
+    assert np.mean(lag) > 0.2
+    assert np.mean([stats.kurtosis(x) for x in logs]) > 0.5
+    falls = [run.columns["entropy_mean"] for run in runs]
+    assert min(np.median(x[-50:]) / np.median(x[:20]) for x in falls) > 0.45
+
+
+def test_same_seed_same_run_and_a_change_touches_only_what_follows():
+    run, again = (calm_series(np.random.default_rng(4), 60) for _ in range(2))
+    np.testing.assert_equal(dict(run.columns), dict(again.columns))
+    later = changed(run, 30, grad_norm=3.0)
+    np.testing.assert_allclose(later.columns["grad_norm"][:30], run.columns["grad_norm"][:30])
+    np.testing.assert_allclose(later.columns["grad_norm"][30:], 3 * run.columns["grad_norm"][30:])
