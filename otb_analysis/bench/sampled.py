@@ -136,7 +136,10 @@ def report(config: SampledConfig, rows: Sequence[SampledRow], seconds: float) ->
         headers=("drawn by", "tokens", "of all", "cost of exact", "error", "stated error", "95 % covers"),
         cells=cells,
         rows=[asdict(row) for row in rows],
-        notes=(f"Error and coverage of the Horvitz–Thompson total over {DRAWS} draws from the same exact norms.",),
+        notes=(
+            f"Error and coverage of the Horvitz–Thompson total over {DRAWS} draws from the same exact norms.",
+            "Not measured on a GPU.",
+        ),
     )
 
 
