@@ -1,4 +1,4 @@
-"""The three ways in which work stops, each carrying one sentence: what, where, what to do.
+"""The ways in which work stops, each carrying one sentence: what, where, what to do.
 
 An *instrument* that fails is none of them: it becomes a warning and a counted gap, and training goes on.
 """
@@ -19,7 +19,11 @@ class NonFiniteError(ArithmeticError):
     """A loss, reward or logit is NaN or infinite; the message names step, rollout and token."""
 
 
-STOPS = (InputError, StoreError, NonFiniteError)
+class ProcessError(RuntimeError):
+    """Another process of the run stopped, and so this one does; the sentence is the other's."""
+
+
+STOPS = (InputError, StoreError, NonFiniteError, ProcessError)
 """What a command turns into one sentence and a non-zero exit; everything else is a bug and keeps its traceback."""
 
 

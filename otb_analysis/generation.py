@@ -104,6 +104,7 @@ class TransformersGenerator:
                 attention_mask=attention,
                 generation_config=self._settings(max_new_tokens),
                 logits_processor=LogitsProcessorList([tempered]),
+                synced_gpus=False,  # processes sample different numbers of turns and tokens; none waits for another
             )
         assert isinstance(output, torch.Tensor)
         tempered.record(output[:, -1])

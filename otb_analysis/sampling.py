@@ -69,6 +69,33 @@ class Rollouts:
             finish_reason=tuple(self.finish_reason[i] for i in index),
         )
 
+    @classmethod
+    def concatenate(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
+        """Put parts of one batch together; they have the same prompts and number groups alike.
+
+        Args:
+            parts: In the order of their rollouts.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        width = max(part.input_ids.shape[1] for part in parts)
+        fills = {"input_ids": 0, "attention_mask": False, "mask": False, "turn": 0, "behavior_logprob": np.nan}
+
+        def padded(name: str) -> NDArray:
+            arrays = [getattr(part, name) for part in parts]
+            pads = [((0, 0), (0, width - x.shape[1])) for x in arrays]
+            return np.concatenate(
+                [np.pad(x, pad, constant_values=fills[name]) for x, pad in zip(arrays, pads, strict=True)]
+            )
+
+        return replace(
+            parts[0],
+            **{name: padded(name) for name in fills},
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in ("group", "prompt_length")},
+            turns=tuple(turns for part in parts for turns in part.turns),
+            finish_reason=tuple(reason for part in parts for reason in part.finish_reason),
+        )
+
     def completion_columns(self) -> NDArray[np.int64]:
         """Return the column in [N, L] of each completion token, [N, T]; padding repeats the last column."""
         offset = np.arange(int(self.completion_length.max(initial=0)))
@@ -106,6 +133,7 @@ def sample(
     task: Task,
     prompts: Sequence[Prompt],
     config: SampleConfig,
+    group: Int | None = None,
 ) -> Rollouts:
     """Draw `group_size` rollouts of every prompt.
 
@@ -118,15 +146,16 @@ def sample(
         task: Supplies replies.
         prompts: One per group [P].
         config: Group size, budgets, temperature.
+        group: Index of the prompt that each rollout answers [N], where only some of them are wanted.
 
     Returns:
-        P·group_size rollouts, group by group.
+        P·group_size rollouts, group by group, or those asked for.
 
     Raises:
         InputError: A prompt has no tokens, or prompt and budget exceed the model's positions.
         NonFiniteError: The policy's logits are NaN or infinite.
     """
-    group = np.repeat(np.arange(len(prompts)), config.group_size)
+    group = np.repeat(np.arange(len(prompts)), config.group_size) if group is None else group
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     drafts = [_Draft(encoded[g]) for g in group]
     active = list(range(len(drafts)))

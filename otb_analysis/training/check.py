@@ -35,8 +35,12 @@ NOT_NEGATIVE = (
 )
 
 
-def check(config: TrainConfig) -> None:
+def check(config: TrainConfig, processes: int = 1) -> None:
     """Refuse a configuration that cannot work.
+
+    Args:
+        config: The run.
+        processes: How many take part in it.
 
     Raises:
         InputError: The first thing found, with its remedy.
@@ -81,6 +85,16 @@ def check(config: TrainConfig) -> None:
     if config.measure.sampled.share > 1:
         raise InputError(f"measure.sampled.share is {config.measure.sampled.share}; choose a share of at most 1.")
     _check_sketch(config)
+    if config.sample.prompts * config.sample.group_size < processes:
+        raise InputError(
+            f"sample.prompts·group_size is {config.sample.prompts * config.sample.group_size} for {processes} "
+            "processes; sample at least one rollout on each."
+        )
+    if processes > 1 and config.sample.engine == "vllm":
+        raise InputError(
+            f"sample.engine is 'vllm' for {processes} processes, and its engine makes a process group of its own; "
+            "set it to 'transformers'."
+        )
     start = config.warm_start
     if not 0 <= start.success_low < start.success_high <= 1:
         raise InputError(

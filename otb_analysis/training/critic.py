@@ -11,6 +11,7 @@ from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.models import load_policy, output_layer
 from otb_analysis.training.critic_nets import BackboneNet, CriticBatch, HeadNet
+from otb_analysis.training.processes import ALONE, Processes
 from otb_analysis.types import Float
 
 HEAD_RATE = 1e-3
@@ -27,10 +28,13 @@ class Critic:
         net: What computes the values.
         optimizer: AdamW without weight decay over all of its weights.
         updates: Gradient steps on each batch.
+        processes: Who has other rollouts of the batch; each holds the whole net and takes the same steps.
     """
 
-    def __init__(self, net: HeadNet | BackboneNet, learning_rate: float, updates: int):
-        self.net, self.updates = net, updates
+    def __init__(
+        self, net: HeadNet | BackboneNet, learning_rate: float, updates: int, processes: Processes = ALONE
+    ) -> None:
+        self.net, self.updates, self.processes = net, updates, processes
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate, weight_decay=0.0)
 
     @torch.no_grad()
@@ -45,30 +49,38 @@ class Critic:
         return out
 
     def update(self, batch: CriticBatch, target: Float) -> float:
-        """Take the configured number of gradient steps on the mean of (V(h_t) − y_t)² over the batch's policy tokens.
+        """Take the configured number of gradient steps on the mean of (V(h_t) − y_t)² over the policy tokens of all.
 
         Args:
-            batch: The step.
-            target: y_t [N, T]; what stands outside the mask is never read.
+            batch: This process's rollouts of the step.
+            target: Their y_t [N, T]; what stands outside the mask is never read.
 
         Returns:
             That mean before the first step; NaN when there is no policy token. Where it is not finite no step is taken.
         """
         goal = torch.as_tensor(target, dtype=torch.float32, device=batch.forward.mask.device)
         first = float("nan")
-        if not bool(batch.forward.mask.any()):
+        count = sum(self.processes.gather(int(batch.forward.mask.sum())))
+        if not count:
             return first
         for i in range(self.updates):
-            loss = self._accumulate(batch, goal)
+            loss = sum(self.processes.gather(self._accumulate(batch, goal, count)))
+            self.processes.sum_gradients(self.net.parameters())
             first = loss if i == 0 else first
             if np.isfinite(loss):
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return first
 
-    def _accumulate(self, batch: CriticBatch, goal: Tensor) -> float:
-        """Add the gradient of the loss to `.grad`, one part after the other; return the loss."""
-        total, count = 0.0, int(batch.forward.mask.sum())
+    def _accumulate(self, batch: CriticBatch, goal: Tensor, count: int) -> float:
+        """Add the gradient of this process's share of the loss to `.grad`, one part after the other; return it.
+
+        Args:
+            batch: Its rollouts.
+            goal: Their targets [N, T].
+            count: Policy tokens of all processes.
+        """
+        total = 0.0
         for rows in self.net.parts(batch):
             index = torch.as_tensor(rows, device=goal.device)
             inside = batch.forward.mask[index]
@@ -88,7 +100,9 @@ class Critic:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def make_critic(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Critic | None:
+def make_critic(
+    config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, processes: Processes = ALONE
+) -> Critic | None:
     """Make a run's critic; None where it has none.
 
     Args:
@@ -96,6 +110,7 @@ def make_critic(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
         model: The policy as it starts, before adapters enter it; a critic with a backbone copies its weights unless
             `critic.path` names others.
         tokenizer: The policy's.
+        processes: Who else takes part in the run.
 
     Raises:
         InputError: `critic.path` holds no language model, or one with other tokens.
@@ -106,10 +121,10 @@ def make_critic(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
     if own.kind == "head":
         width = next(output_layer(model).parameters()).shape[1]
         head = HeadNet(width, own.width, config.seed).to(model.device)
-        return Critic(head, own.learning_rate or HEAD_RATE, own.updates)
+        return Critic(head, own.learning_rate or HEAD_RATE, own.updates, processes)
     start = _loaded(own.path, tokenizer).to(model.device) if own.path else model  # pyright: ignore[reportArgumentType]
     net = BackboneNet(start, config.optimize.precision == "bfloat16", own.gradient_checkpointing)
-    return Critic(net, own.learning_rate or config.optimize.learning_rate, own.updates)
+    return Critic(net, own.learning_rate or config.optimize.learning_rate, own.updates, processes)
 
 
 def _loaded(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

@@ -1,5 +1,6 @@
 """Held-out prompts: how good the policy is on what it never trains on, without a trace in the training."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -7,10 +8,11 @@ import torch
 
 from otb_analysis.sampling import sample
 from otb_analysis.statistics import cluster_jackknife, passing
+from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.asking import draw_prompts
 from otb_analysis.training.setup import Trainer, seed_of
 from otb_analysis.training.table import pay
-from otb_analysis.types import Float
+from otb_analysis.types import Float, Int
 
 EVALUATION = 2**31
 """Stands for a step where evaluation draws its seed: the same draws at every evaluation, unlike any step's."""
@@ -29,14 +31,23 @@ def evaluate(trainer: Trainer, step: int) -> dict[str, object]:
     settings, last = trainer.config.evaluate, trainer.config.optimize.steps - 1
     if settings.every <= 0 or (step % settings.every and step != last):
         return {}
-    answers = replace(trainer.config.sample, prompts=settings.prompts, group_size=settings.samples)
-    with trainer.timed("evaluate"), torch.random.fork_rng():
-        torch.manual_seed(seed_of(trainer.config.seed, EVALUATION))
+    with trainer.timed("evaluate"), torch.random.fork_rng(), trainer.policy.whole():
+        torch.manual_seed(seed_of(trainer.config.seed, EVALUATION, *trainer.processes.seed))
         prompts = draw_prompts(trainer.task, "heldout", 0, settings.prompts)
-        with trainer.policy.arithmetic():
-            rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, answers)
-        total = pay(trainer.task, rollouts).total
+        group = trainer.processes.share(np.repeat(np.arange(settings.prompts), settings.samples))
+        total = np.concatenate(trainer.processes.gather(_rewards(trainer, prompts, group)))
     return heldout_columns(total.reshape(settings.prompts, settings.samples), settings.threshold)
+
+
+def _rewards(trainer: Trainer, prompts: Sequence[Prompt], group: Int) -> Float:
+    """Return total rewards of this process's answers; `group` holds the prompt of each, and may be empty."""
+    if not len(group):
+        return np.zeros(0)
+    settings = trainer.config.evaluate
+    answers = replace(trainer.config.sample, prompts=settings.prompts, group_size=settings.samples)
+    with trainer.policy.arithmetic():
+        rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, answers, group)
+    return pay(trainer.task, rollouts).total
 
 
 def heldout_columns(reward: Float, threshold: float) -> dict[str, object]:

@@ -22,10 +22,13 @@ from otb_analysis.store import RunWriter, StepTables, gram_rows
 from otb_analysis.tasks.asking import draw_prompts
 from otb_analysis.training.checkpoint import write_checkpoint
 from otb_analysis.training.evaluation import evaluate
+from otb_analysis.training.gather import Share, own_rows, shared_norms
 from otb_analysis.training.levels import energy_columns, level_columns
+from otb_analysis.training.processes import Processes
 from otb_analysis.training.progress import Bar, Watch, silent
 from otb_analysis.training.resume import begin
 from otb_analysis.training.setup import Trainer, seed_of
+from otb_analysis.training.sharding import asked_for
 from otb_analysis.training.sketched import sketch_columns
 from otb_analysis.training.summary import summarize
 from otb_analysis.training.table import pay, rollout_rows, token_rows
@@ -46,21 +49,42 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
         InputError: The configuration names something that does not exist or cannot work; nothing was written.
         StoreError: The store cannot be written; complete steps stay readable.
         NonFiniteError: A logit, reward, loss or gradient is not finite; complete steps stay readable.
+        ProcessError: Another process of the run stopped; complete steps stay readable.
     """
-    trainer = Trainer.from_config(config, bar)
-    writer, first = begin(config, trainer)
-    with _ending_recorded(writer), _tracking(config, writer, first) as trackers:
+    processes = Processes.joined(asked_for())
+    bar = bar if processes.first else silent
+    with processes.together():
+        trainer = Trainer.from_config(config, bar, processes)
+        writer, first = begin(config, trainer)
+    processes.record = lambda reason: writer.finish("failed", reason)
+    names = config.trackers if processes.first else ()
+    with _ending_recorded(writer), _tracking(names, writer, first) as trackers, processes.together():
         watch = Watch(config.run_name, first, config.optimize.steps)
         for step in range(first, config.optimize.steps):
             with _step_named(step):
                 tables = train_step(trainer, step)
             tables = replace(tables, steps={**tables.steps, "tracker_gaps": trackers.log(step, tables.steps)})
             with trainer.timed("store"):
-                writer.write_step(step, tables)
+                write_step(writer, step, tables, processes)
                 keep_checkpoint(trainer, writer.path, step + 1)
             bar(step + 1, config.optimize.steps, watch.line(step, tables.steps))
         trainer.save(writer.path / "model")
+        processes.barrier()
+    processes.end()
     return writer.path
+
+
+def write_step(writer: RunWriter, step: int, tables: StepTables, processes: Processes) -> None:
+    """Write this process's parts of a step, the first process last: its `steps` part makes the step visible.
+
+    Raises:
+        StoreError: The disk refuses.
+    """
+    if not processes.first:
+        writer.write_step(step, tables)
+    processes.barrier()
+    if processes.first:
+        writer.write_step(step, tables)
 
 
 def keep_checkpoint(trainer: Trainer, run_dir: Path, done: int) -> None:
@@ -71,26 +95,32 @@ def keep_checkpoint(trainer: Trainer, run_dir: Path, done: int) -> None:
     """
     settings = trainer.config.checkpoint
     if settings.every and (done % settings.every == 0 or done == trainer.config.optimize.steps):
-        write_checkpoint(run_dir, done, trainer.state(), settings.keep)
+        state = trainer.state()
+        if trainer.processes.first:
+            write_checkpoint(run_dir, done, state, settings.keep)
 
 
 def train_step(trainer: Trainer, step: int) -> StepTables:
     """Take one step and return everything to record about it."""
-    config, policy = trainer.config, trainer.policy
+    config, policy, processes = trainer.config, trainer.policy, trainer.processes
     scalars = evaluate(trainer, step)
     with trainer.timed("sample"):
-        torch.manual_seed(seed_of(config.seed, step))
+        torch.manual_seed(seed_of(config.seed, step, *processes.seed))
         prompts = draw_prompts(trainer.task, "train", step * config.sample.prompts, config.sample.prompts)
-        with policy.past.sampling(), policy.arithmetic():
-            rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample)
-        rewards = pay(trainer.task, rollouts)
+        group = processes.share(np.repeat(np.arange(len(prompts)), config.sample.group_size))
+        with policy.sampling():
+            own = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample, group)
+        paid = pay(trainer.task, own)
     with trainer.timed("update"):
-        forward = policy.forward(rollouts, keep_graph=trainer.one_update)
-        reference = policy.reference_logprob(rollouts)
+        forward = policy.forward(own, keep_graph=trainer.one_update)
+        whole = Share(own, paid, forward.stats, policy.reference_logprob(own)).gathered(processes)
+        rollouts, rewards, reference = whole.rollouts, whole.rewards, whole.reference
+        forward = replace(forward, stats=whole.stats)
         table = trainer.table(rollouts, forward, rewards, reference)
     with trainer.timed("measure"):
-        norms = trainer.instrument.norms(rollouts, np.arange(len(prompts))) if trainer.trains_on_exact else None
-        measurement = trainer.instrument.measure(step, rollouts, table, norms)
+        instrument, groups = trainer.instrument, np.arange(len(prompts))
+        norms = shared_norms(instrument, processes, rollouts, groups) if trainer.trains_on_exact else None
+        measurement = processes.from_first(lambda: instrument.measure(step, rollouts, table, norms))
     with trainer.timed("update"):
         inputs = table.inputs(table.stats.energy if config.estimator.energy == "proxy" else None)
         if norms is not None:
@@ -100,21 +130,23 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
     with trainer.timed("measure"):
         coefficient = trainer.objective.first_coefficients(batch, table.stats.logprob)
-        measurement = trainer.instrument.attribute(step, rollouts, coefficient, measurement)
+        measurement = processes.from_first(lambda: instrument.attribute(step, rollouts, coefficient, measurement))
     with trainer.timed("update"):
         scalars |= trainer.update(batch, forward)
         scalars |= trainer.update_critic(rollouts, forward, table)
     scalars |= summarize(rollouts, table, trained, measurement) | trainer.take_seconds()
-    exact = measurement.norms
+    exact, first = measurement.norms, processes.first
     tokens = token_rows(table, trained, exact.grad_norm_sq if exact else None, trainer.tokenizer)
     tokens |= level_columns(table, measurement.sampled, measurement.shares)
+    tokens |= sketch_columns(table, measurement.sketch, tokens)
+    by_rollout = rollout_rows(rollouts, table, exact.rollout_norm_sq if exact else None)
+    by_rollout |= energy_columns(measurement.sampled)
     return StepTables(
-        tokens=tokens | sketch_columns(table, measurement.sketch, tokens),
-        rollouts=rollout_rows(rollouts, table, exact.rollout_norm_sq if exact else None)
-        | energy_columns(measurement.sampled),
+        tokens=own_rows(tokens, processes, len(table.mask)),
+        rollouts=own_rows(by_rollout, processes, len(table.mask)),
         steps=scalars,
-        gradients=columns_of([row.as_row() for row in measurement.statistics]),
-        grams=gram_rows(step, measurement.gram) if measurement.gram else None,
+        gradients=columns_of([row.as_row() for row in measurement.statistics]) if first else None,
+        grams=gram_rows(step, measurement.gram) if first and measurement.gram else None,
     )
 
 
@@ -139,9 +171,9 @@ def _ending_recorded(writer: RunWriter) -> Iterator[None]:
 
 
 @contextmanager
-def _tracking(config: TrainConfig, writer: RunWriter, first: int) -> Iterator[Trackers]:
-    """Start the run's trackers, and let them write what they hold however the run ends."""
-    trackers = Trackers(config.trackers, writer.path, first)
+def _tracking(names: Sequence[str], writer: RunWriter, first: int) -> Iterator[Trackers]:
+    """Start trackers, and let them write what they hold however the run ends."""
+    trackers = Trackers(names, writer.path, first)
     try:
         yield trackers
     finally:

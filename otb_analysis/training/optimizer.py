@@ -7,6 +7,7 @@ import torch
 
 from otb_analysis.config import OptimizeConfig
 from otb_analysis.errors import NonFiniteError
+from otb_analysis.training.processes import ALONE, Processes, full
 
 
 class Stepper:
@@ -17,8 +18,10 @@ class Stepper:
         batch: Batches finished; the schedule reads it.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], config: OptimizeConfig):
-        self.config, self.parameters, self.batch = config, parameters, 0
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], config: OptimizeConfig, processes: Processes = ALONE
+    ) -> None:
+        self.config, self.parameters, self.batch, self.processes = config, parameters, 0, processes
         self.optimizer = torch.optim.AdamW(
             parameters, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
         )
@@ -35,7 +38,7 @@ class Stepper:
         return own.learning_rate * max(0.0, fall)
 
     def step(self, factor: float = 1.0) -> tuple[float, float]:
-        """Clip what has gathered in `.grad`, step, and clear it; return ‖ĝ‖ before clipping and the learning rate.
+        """Clip the sum over processes of `.grad`, step, and clear it; return ‖ĝ‖ before clipping and the learning rate.
 
         Args:
             factor: Multiplies the scheduled learning rate of this step.
@@ -44,7 +47,10 @@ class Stepper:
             NonFiniteError: The gradient is not finite; nothing was changed.
         """
         rate = self.learning_rate(self.batch) * factor
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm or float("inf")))
+        if not self.processes.sharded:  # sharded gradients were summed on their way back
+            self.processes.sum_gradients(self.parameters)
+        clipping = self.config.max_grad_norm or float("inf")
+        norm = float(full(torch.nn.utils.clip_grad_norm_(self.parameters, clipping)))
         if not np.isfinite(norm):
             raise NonFiniteError(f"grad_norm is {norm}; lower optimize.learning_rate.")
         for group in self.optimizer.param_groups:

@@ -19,6 +19,8 @@ from otb_analysis.errors import InputError
 from otb_analysis.models import output_layer
 from otb_analysis.sampling import Rollouts
 from otb_analysis.training.forward import ForwardPass, NonFiniteScore, Scored, forward_pass, score, stacked
+from otb_analysis.training.processes import ALONE, Processes
+from otb_analysis.training.sharding import gathered, shard
 from otb_analysis.types import Float, Int
 
 POSITIONS, LOGIT_BYTES = 1 << 14, 1 << 30
@@ -35,7 +37,8 @@ class Policy:
         past: Older weights to sample from.
     """
 
-    def __init__(self, model: PreTrainedModel, config: TrainConfig):
+    def __init__(self, model: PreTrainedModel, config: TrainConfig, processes: Processes = ALONE):
+        self.processes = processes
         self.temperature = config.sample.temperature
         self.settings: OptimizeConfig = config.optimize
         self.adapter = _adapted(model, config.lora, config.seed)
@@ -45,15 +48,28 @@ class Policy:
             _refuse_dropout(model)
             model.activation_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
+        self._reference = _frozen_copy(model, self.adapter, config.objective)
+        for held in (model, self._reference) if processes.sharded else ():
+            if held is not None:
+                shard(held, processes)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.past = Past(self.parameters, config.objective.staleness)
-        self._reference = _frozen_copy(model, self.adapter, config.objective)
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Return the context in which the policy runs: bfloat16 products where the run asks for them."""
         if self.settings.precision == "float32":
             return nullcontext()
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Hold the weights that rollouts come from inside the block; every process enters it at the same time."""
+        with self.whole(), self.past.sampling(), self.arithmetic():
+            yield
+
+    def whole(self) -> AbstractContextManager[object]:
+        """Return the context in which every process holds all weights; each enters it at the same time."""
+        return gathered(self.model) if self.processes.sharded else nullcontext()
 
     def forward(self, rollouts: Rollouts, keep_graph: bool) -> ForwardPass:
         """Score a batch once with every statistic of the level `forward`.
@@ -63,14 +79,16 @@ class Policy:
             keep_graph: Keep the graph of the log-probabilities where one pass holds the whole batch, so that a first
                 update needs no second pass.
         """
-        parts = list(self.micro_batches(rollouts))
-        if keep_graph and len(parts) == 1:
+        parts = self.micro_batches(rollouts)
+        passes_made = self.passes(len(parts))
+        if keep_graph and passes_made == 1:
             with self.arithmetic(), self._recomputing():
                 return forward_pass(self.model, rollouts, self.temperature)
         passes = []
         for rows in parts:
             with self.arithmetic(), torch.no_grad(), _numbered(rows):
                 passes.append(forward_pass(self.model, rollouts.take(rows), self.temperature))
+        self.idle(rollouts, passes_made - len(parts), self.model)
         return ForwardPass.concatenate(passes, rollouts)
 
     def score(self, rollouts: Rollouts, rows: Int, entropy: bool = False) -> Scored:
@@ -88,11 +106,25 @@ class Policy:
         """Return log π_ref(y_t) in nats [N, T] under the policy as it was at the start; None when none was kept."""
         if self._reference is None and self.adapter is None:
             return None
+        parts = self.micro_batches(rollouts)
+        more = self.passes(len(parts)) - len(parts)
         off = self.adapter.disable_adapter() if self.adapter is not None else nullcontext()
         model = self._reference or self.model
         with torch.no_grad(), self.arithmetic(), off:
-            found = [score(model, rollouts.take(rows), self.temperature) for rows in self.micro_batches(rollouts)]
+            found = [score(model, rollouts.take(rows), self.temperature) for rows in parts]
+        self.idle(rollouts, more, model)
         return stacked([part.logprob for part in found], rollouts.completion_columns().shape[1]).double().cpu().numpy()
+
+    def passes(self, own: int) -> int:
+        """Return how many passes to make where this process needs `own`: all must make as many on sharded weights."""
+        return max(self.processes.gather(own)) if self.processes.sharded else own
+
+    @torch.no_grad()
+    def idle(self, rollouts: Rollouts, passes: int, model: PreTrainedModel) -> None:
+        """Take part in passes that only other processes need."""
+        for _ in range(passes):
+            with self.arithmetic():
+                score(model, rollouts.take(np.arange(1)), self.temperature)
 
     def micro_batches(self, rollouts: Rollouts, rows: Int | None = None) -> list[Int]:
         """Cut a batch, or some rows of it, into parts that one pass may hold."""
@@ -102,10 +134,15 @@ class Policy:
         size = self.settings.micro_batch or max(1, fits)
         return [index[start : start + size] for start in range(0, len(index), size)]
 
-    def save(self, path: Path) -> None:
-        """Write the model as plain `from_pretrained` loads it: adapters are merged, and kept beside it too."""
+    def save(self, path: Path, parameters: dict[str, Tensor] | None = None) -> None:
+        """Write the model as plain `from_pretrained` loads it: adapters are merged, and kept beside it too.
+
+        Args:
+            path: Directory.
+            parameters: Its whole parameters, where it holds parts of them.
+        """
         if self.adapter is None:
-            self.model.save_pretrained(path)
+            self.model.save_pretrained(path, state_dict=parameters)
             return
         deepcopy(self.adapter).merge_and_unload().save_pretrained(path)  # pyright: ignore[reportCallIssue]
         self.adapter.save_pretrained(str(path / "adapter"))

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore, RunWriter
-from otb_analysis.training.checkpoint import checkpoints, read_checkpoint
+from otb_analysis.training.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from otb_analysis.training.setup import Trainer
 
 PLACE = {"run", "root", "if_exists", "checkpoint", "trackers"}
@@ -24,18 +26,29 @@ def begin(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, int]:
         InputError: The run exists and must not be touched, or was made with another configuration.
         StoreError: The store or the checkpoint cannot be read or written.
     """
+    processes = trainer.processes
+    writer, found = processes.from_first(lambda: _opened(config, trainer))
+    writer.rank = processes.rank
+    if found is None:
+        return writer, 0
+    place = torch.device("cpu") if processes.sharded else trainer.model.device
+    trainer.load_state(read_checkpoint(found, place))
+    return writer, found.step
+
+
+def _opened(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, Checkpoint | None]:
+    """Make or reopen the run's directory; return its writer and the checkpoint from which it goes on."""
     path = config.root / config.run_name
     if config.if_exists != "resume" or not path.exists():
         policy = "error" if config.if_exists == "resume" else config.if_exists
-        return RunWriter.create(config.root, config.run_name, plain_config(config), if_exists=policy), 0
+        return RunWriter.create(config.root, config.run_name, plain_config(config), if_exists=policy), None
     refuse_other_configuration(config)
     found = checkpoints(path)
     if not found:
-        return RunWriter.resume(path, 0), 0
-    state = read_checkpoint(found[-1], trainer.model.device)
-    writer = RunWriter.resume(path, found[-1].step)
-    trainer.load_state(state)
-    return writer, found[-1].step
+        return RunWriter.resume(path, 0), None
+    # What cannot be used is refused before anything is removed.
+    trainer.refuse_other_sharding(read_checkpoint(found[-1], torch.device("cpu")))
+    return RunWriter.resume(path, found[-1].step), found[-1]
 
 
 def refuse_other_configuration(config: TrainConfig) -> None:

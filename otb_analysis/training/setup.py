@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.config import TrainConfig
-from otb_analysis.errors import StoreError
+from otb_analysis.errors import InputError, StoreError
 from otb_analysis.estimators import entry_of, options_from_dict
 from otb_analysis.generation import Generator, TransformersGenerator
 from otb_analysis.generation_vllm import VllmGenerator
@@ -33,7 +33,9 @@ from otb_analysis.training.measure import Instrument
 from otb_analysis.training.objective import Objective, TokenBatch
 from otb_analysis.training.optimizer import Stepper
 from otb_analysis.training.policy import Policy
+from otb_analysis.training.processes import ALONE, Processes
 from otb_analysis.training.progress import Bar, silent
+from otb_analysis.training.sharding import load_whole_state, refuse_unsharded_only, whole_parameters, whole_state
 from otb_analysis.training.table import Rewards, TokenTable, token_ratio, token_table
 from otb_analysis.training.update import update
 from otb_analysis.training.warm_start import warm_started
@@ -45,6 +47,7 @@ class Trainer:
 
     Attributes:
         config: The run's configuration.
+        processes: Who else takes part.
         policy: The policy and how it is run.
         model: Its model.
         objective: What a token's coefficient is.
@@ -53,18 +56,30 @@ class Trainer:
         seconds: Time spent since the last record, by phase.
     """
 
-    def __init__(self, config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task):
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        processes: Processes = ALONE,
+    ) -> None:
         entry = entry_of(config.estimator.name)
+        self.processes = processes
         self.config, self.tokenizer, self.task = config, tokenizer, task
-        self.critic = make_critic(config, model, tokenizer)  # before adapters enter the model
-        self.policy = Policy(model, config)
-        self.model = self.policy.model
-        self.objective = Objective(config.objective)
-        self.stepper = Stepper(self.policy.parameters, config.optimize)
-        self.options = options_from_dict(config.estimator.name, config.estimator.options)
         self.trains_on_exact = "rollout_norm_sq" in entry.needs or (
             "energy" in entry.needs and config.estimator.energy == "exact"
         )
+        if processes.sharded:
+            refuse_unsharded_only(config, self.trains_on_exact)
+        if processes.device is not None:
+            model.to(processes.device)  # pyright: ignore[reportArgumentType]
+        self.critic = make_critic(config, model, tokenizer, processes)  # before the model gets adapters or is cut up
+        self.policy = Policy(model, config, processes)
+        self.model = self.policy.model
+        self.objective = Objective(config.objective)
+        self.stepper = Stepper(self.policy.parameters, config.optimize, processes)
+        self.options = options_from_dict(config.estimator.name, config.estimator.options)
         self.generator = _generator(config, model, tokenizer)
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
         trained = {config.estimator.name: self.options}
@@ -72,16 +87,17 @@ class Trainer:
         self.seconds: dict[str, float] = {}
 
     @classmethod
-    def from_config(cls, config: TrainConfig, bar: Bar = silent) -> "Trainer":
+    def from_config(cls, config: TrainConfig, bar: Bar = silent, processes: Processes = ALONE) -> "Trainer":
         """Load or make everything a run needs; refuse what cannot work before anything is written.
 
         Raises:
             InputError: Task, estimator, options, sizes or model directory do not exist or do not fit.
         """
-        check(config)
+        check(config, processes.size)
+        processes.barrier()  # the first process makes the run's directory, which the others must not find there
         task = make_task(config)
-        model, tokenizer = load_policy(config.model or warm_started(config, bar))
-        return cls(config, model, tokenizer, task)
+        model, tokenizer = load_policy(config.model or processes.from_first(lambda: warm_started(config, bar)))
+        return cls(config, model, tokenizer, task, processes)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -105,7 +121,10 @@ class Trainer:
 
     def table(self, rollouts: Rollouts, forward: ForwardPass, rewards: Rewards, reference: Float | None) -> TokenTable:
         """Return the step's token table: what the estimator will see, after shaping, penalties and ratios."""
-        value = None if self.critic is None else self.critic.value(self._judged(rollouts, forward))
+        value = None
+        if self.critic is not None:
+            found = self.critic.value(self._judged(rollouts, forward))
+            value = self.processes.rows(found, rollouts.present().shape[1])
         table = token_table(rollouts, forward, rewards, value)
         penalty = self.objective.penalty(table.stats.logprob, reference, table.mask)
         shaped = self.objective.shaped(rewards.by_token, table.mask, table.group, penalty)
@@ -130,14 +149,17 @@ class Trainer:
         if self.critic is None:
             return {}
         target = critic_target(self.config.critic, table.inputs(None))
-        loss = self.critic.update(self._judged(rollouts, forward), target)
+        own = self.processes.share(np.arange(len(target)))
+        loss = self.critic.update(self._judged(rollouts, forward), target[own, : forward.mask.shape[1]])
         return {
             "critic_loss": loss if np.isfinite(loss) else None,
             "critic_explained_variance": explained_variance(table),
         }
 
     def _judged(self, rollouts: Rollouts, forward: ForwardPass) -> CriticBatch:
-        return CriticBatch(rollouts, forward, self.policy.micro_batches(rollouts))
+        """Return this process's share of all rollouts with its pass over them, as the critic sees them."""
+        own = rollouts.take(self.processes.share(np.arange(len(rollouts.group))))
+        return CriticBatch(own, forward, self.policy.micro_batches(own))
 
     def save(self, path: Path) -> None:
         """Write the policy and its tokenizer so that plain `from_pretrained` loads them; whole or not at all.
@@ -145,9 +167,12 @@ class Trainer:
         Raises:
             StoreError: The disk refuses.
         """
+        parameters = whole_parameters(self.model) if self.processes.sharded else None
+        if not self.processes.first:
+            return
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            self.policy.save(draft)
+            self.policy.save(draft, parameters)
             self.tokenizer.save_pretrained(draft)
             shutil.rmtree(path, ignore_errors=True)
             draft.replace(path)
@@ -160,23 +185,48 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return what a later process needs to go on bit for bit: tensors and plain values only."""
+        if self.processes.sharded:
+            weights = whole_state(self.model, self.stepper.optimizer)
+        else:
+            parameters = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+            weights = {"parameters": parameters, "optimizer": self.stepper.optimizer.state_dict()}
         return {
-            "parameters": {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad},
+            **weights,
+            "sharded": self.processes.sharded,
             "past": [[t.detach() for t in old] for old in self.policy.past.kept],
-            "optimizer": self.stepper.optimizer.state_dict(),
             "batch": self.stepper.batch,
             "critic": None if self.critic is None else self.critic.state(),
             "random": torch.get_rng_state(),
         }
 
+    def refuse_other_sharding(self, state: dict[str, Any]) -> None:
+        """Refuse a state of sharded parameters where these are not, or the other way round.
+
+        Raises:
+            InputError: It is one.
+        """
+        if state.get("sharded", False) != self.processes.sharded:
+            raise InputError(
+                f"the checkpoint was written {_launched(state.get('sharded', False))} and this run was launched "
+                f"{_launched(self.processes.sharded)}; resume it as it was begun."
+            )
+
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go back to a state that `state` returned, in place."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                parameter.copy_(state["parameters"][name])
+        """Go back to a state that `state` returned, in place.
+
+        Raises:
+            InputError: It is of sharded parameters and these are not, or the other way round.
+        """
+        self.refuse_other_sharding(state)
+        if self.processes.sharded:
+            load_whole_state(self.model, self.stepper.optimizer, state)
+        else:
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(state["parameters"][name])
+            self.stepper.optimizer.load_state_dict(state["optimizer"])
         self.policy.past.kept.extend(state["past"])
-        self.stepper.optimizer.load_state_dict(state["optimizer"])
         self.stepper.batch = state["batch"]
         if self.critic is not None:
             self.critic.load_state(state["critic"])
@@ -187,6 +237,10 @@ def _generator(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTraine
     if config.sample.engine == "vllm":
         return VllmGenerator(model, tokenizer, config.sample.vllm_memory)
     return TransformersGenerator(model, tokenizer)
+
+
+def _launched(sharded: bool) -> str:
+    return "with FSDP2" if sharded else "without FSDP2"
 
 
 def seed_of(*parts: int) -> int:

@@ -18,6 +18,7 @@ from otb_analysis.training.forward import ForwardPass, Scored
 from otb_analysis.training.objective import Objective, TokenBatch
 from otb_analysis.training.optimizer import Stepper
 from otb_analysis.training.policy import Policy
+from otb_analysis.training.processes import Processes, total_of
 from otb_analysis.types import Float, Int
 
 
@@ -32,11 +33,13 @@ class Tally:
     sums: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
 
-    def scalars(self) -> dict[str, object]:
+    def scalars(self, processes: Processes) -> dict[str, object]:
         """Return the columns of `steps`: loss and ‖ĝ‖ of the first update, which is the one of the policy recorded."""
-        means = {name: value / max(self.tokens, 1) for name, value in self.sums.items()}
+        sums = total_of(processes, self.sums | {"loss": self.losses[0], "tokens": self.tokens})
+        loss, tokens = sums.pop("loss"), sums.pop("tokens")
+        means = {name: value / max(tokens, 1) for name, value in sums.items()}
         return {
-            "loss": self.losses[0],
+            "loss": loss,
             "grad_norm": self.norms[0],
             "grad_norm_max": max(self.norms),
             "clipped": any(self.clipped),
@@ -55,8 +58,8 @@ def update(
         policy: Whose weights move.
         stepper: Optimizer, clipping and schedule.
         objective: What a token's coefficient is.
-        batch: Rollouts, advantages and the log-probabilities they are compared with.
-        forward: The pass made before the first update; used again where it kept its graph.
+        batch: Rollouts of all processes, advantages and the log-probabilities they are compared with.
+        forward: This process's pass before the first update; used again where it kept its graph.
 
     Raises:
         NonFiniteError: A loss or a gradient is not finite; the updates before it stay.
@@ -71,7 +74,7 @@ def update(
         tally.norms.append(norm)
         tally.rates.append(rate)
         tally.clipped.append(stepper.clips(norm))
-    return tally.scalars()
+    return tally.scalars(policy.processes)
 
 
 def minibatches(rollouts: Rollouts, config: ObjectiveConfig, seed: int) -> Iterator[Int]:
@@ -93,15 +96,21 @@ def minibatches(rollouts: Rollouts, config: ObjectiveConfig, seed: int) -> Itera
 def _accumulate(
     policy: Policy, objective: Objective, batch: TokenBatch, live: torch.Tensor | None, tally: Tally
 ) -> None:
-    """Add the gradient of one mini-batch's loss to `.grad`, one micro-batch after the other."""
+    """Add the gradient of this process's part of a mini-batch's loss to `.grad`, one micro-batch after the other."""
     total = 0.0
     with_entropy = objective.config.entropy_bonus > 0
+    own = policy.processes.share(np.arange(len(batch.mask)))
     if live is not None and not with_entropy:
-        mask = torch.as_tensor(batch.mask, device=live.device)
-        total = _backward(objective, batch, np.arange(len(batch.mask)), Scored(live, mask), tally)
+        mask = torch.as_tensor(batch.take(own).mask, device=live.device)
+        total = _backward(objective, batch, own, Scored(live, mask), tally)
     else:
-        for rows in policy.micro_batches(batch.rollouts):
+        parts = policy.micro_batches(batch.rollouts, own)
+        more = policy.passes(len(parts)) - len(parts)
+        for rows in parts:
             total += _backward(objective, batch, rows, policy.score(batch.rollouts, rows, with_entropy), tally)
+        for _ in range(more):  # others have more: gradients of sharded weights are summed on their way back
+            idle = policy.score(batch.rollouts, np.arange(1))
+            _weighted(np.zeros(idle.mask.shape), idle.logprob, idle.mask).sum().backward()
     tally.losses.append(total)
 
 

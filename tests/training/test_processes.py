@@ -1,0 +1,203 @@
+"""Several processes are one run: the same advantages and gradient as one process, one store, one end."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from otb_analysis.errors import InputError
+from otb_analysis.models import load_policy
+from otb_analysis.schema import TABLES
+from otb_analysis.store import RunStore
+from otb_analysis.training.gather import Share, own_rows
+from otb_analysis.training.processes import ALONE, Processes, total_of
+from otb_analysis.training.sharding import asked_for
+
+SCRIPT = Path(__file__).with_name("run_of_two.py")
+ROOT = SCRIPT.parents[2]
+
+
+def two(folder, checkpoint, what, **environment):
+    """Run the script on two processes that meet through gloo, as `accelerate launch --cpu` would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder), str(checkpoint), what],
+            env=os.environ | shared | own | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [process.returncode for process in running], errors
+
+
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory, checkpoint):
+    """One step of each case by two processes and by one, as either process saw it."""
+    folder = tmp_path_factory.mktemp("updates")
+    codes, errors = two(folder, checkpoint, "updates")
+    assert codes == [0, 0], "\n".join(errors)
+    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, checkpoint):
+    """A whole run and a resumed one, with whole and with sharded parameters."""
+    folder = tmp_path_factory.mktemp("runs")
+    codes, errors = two(folder, checkpoint, "runs")
+    assert codes == [0, 0], "\n".join(errors)
+    return folder
+
+
+CASES = [(sharded, case) for sharded in (False, True) for case in ("plain", "micro_batches", "off_policy")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharded", "case"), CASES)
+def test_two_processes_follow_the_gradient_of_one(updates, sharded, case):
+    for found in updates:
+        for name in ("grad_norm", "grad_norm_max", "loss", "critic_loss", "reward_mean", "n_tokens"):
+            one, many = (found[f"{sharded} {case} {who} {name}"] for who in ("one", "two"))
+            np.testing.assert_allclose(many, one, rtol=1e-5)
+        assert found[f"{sharded} {case} one grad_norm"] > 0.1
+        one, many = (found[f"{sharded} {case} {who} weights"] for who in ("one", "two"))
+        np.testing.assert_allclose(many, one, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharded", "case"), CASES)
+def test_two_processes_have_the_advantages_of_one_in_a_group_that_spans_both(updates, sharded, case):
+    first, second = updates
+    key = f"{sharded} {case}"
+    assert first[f"{key} two rollouts"].tolist() == [0, 1, 2, 3, 4]
+    assert second[f"{key} two rollouts"].tolist() == [5, 6, 7, 8]
+    for name in ("advantage", "rollout"):
+        together = np.concatenate([found[f"{key} two {name}"] for found in updates])
+        np.testing.assert_allclose(together, first[f"{key} one {name}"], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_exact_statistics_of_two_processes_are_those_of_one(updates):
+    first, second = updates
+    np.testing.assert_allclose(first["False plain two exact"], first["False plain one exact"], rtol=1e-5)
+    assert second["False plain two exact"].tolist() == [0.0]  # the first process records them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_parts_of_both_processes_make_every_step(runs, kind):
+    store = RunStore(runs / "whole" / kind)
+    assert store.info["status"] == "complete"
+    assert store.complete_steps() == [0, 1, 2]
+    for step in range(3):
+        rows = store.sql(f"select rollout from rollouts where step = {step} order by rollout")
+        assert rows["rollout"].tolist() == list(range(9))
+        n_tokens = store.sql(f"select sum(mask::int) as n from tokens where step = {step}")["n"][0]
+        assert store.steps_df().set_index("step").loc[step, "n_tokens"] == n_tokens
+    assert len(list((runs / "whole" / kind / "tokens").glob("*-r1.parquet"))) == 3
+    assert not list((runs / "whole" / kind / "steps").glob("*-r1.parquet"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_resume_as_if_they_had_not_stopped(runs, kind):
+    paths = [runs / where / kind for where in ("whole", "resumed")]
+    for table in TABLES:
+        frames = [RunStore(path).sql(f"select * from {table} order by all") for path in paths]
+        # The evaluation after a shorter run's last step is one more than the longer run has at that step.
+        left = [c for c in frames[0] if c.startswith("seconds_")]
+        pd.testing.assert_frame_equal(*(f.drop(columns=left) for f in frames), rtol=1e-6)
+    first, second = (load_policy(path / "model")[0].state_dict() for path in paths)
+    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", ["0", "1"])
+def test_a_failure_on_one_process_ends_both_with_its_sentence(tmp_path, checkpoint, fails):
+    codes, errors = two(tmp_path, checkpoint, "failure", FAILS=fails)
+    assert codes == [2, 2], "\n".join(errors)
+    for error in errors:
+        last = error.strip().splitlines()[-1]
+        assert last.startswith("otb: ")
+        assert "the grader is out" in last
+    info = RunStore(tmp_path / "failing").info
+    assert info["status"] == "failed"
+    assert "the grader is out" in str(info["reason"])
+
+
+def test_a_process_alone_shares_and_gathers_nothing():
+    rows, x = np.arange(5), np.ones((5, 2))
+    assert ALONE.share(rows).tolist() == [0, 1, 2, 3, 4]
+    assert ALONE.gather(x)[0] is x
+    assert ALONE.from_first(lambda: x) is x
+    assert total_of(ALONE, {"a": 1.5}) == {"a": 1.5}
+    assert ALONE.seed == ()
+
+
+def test_shares_are_consecutive_and_differ_by_at_most_one():
+    # 7 rows over 3 processes: 3 + 2 + 2.
+    parts = [Processes(rank, 3).share(np.arange(7)).tolist() for rank in range(3)]
+    assert parts == [[0, 1, 2], [3, 4], [5, 6]]
+
+
+def test_own_rows_are_those_of_the_own_rollouts():
+    columns = {"rollout": np.array([0, 0, 1, 2]), "text": ["a", "b", "c", "d"]}
+    columns["logprob"] = np.ma.masked_array([1.0, 2.0, 3.0, 4.0], mask=[False, True, False, True])
+    # 3 rollouts over 2 processes: 0 and 1 on the first, 2 on the second.
+    first, second = (own_rows(columns, Processes(rank, 2), 3) for rank in range(2))
+    assert first["text"] == ["a", "b", "c"]
+    assert second["text"] == ["d"]
+    assert first["logprob"].mask.tolist() == [False, True, False]
+    assert second["rollout"].tolist() == [2]
+
+
+def test_shares_cut_from_a_batch_join_to_the_batch(trainer, monkeypatch):
+    from otb_analysis.sampling import sample
+    from otb_analysis.training.table import pay
+
+    config = trainer.config.sample
+    prompts = [trainer.task.prompt("train", i) for i in range(config.prompts)]
+    torch.manual_seed(0)
+    whole = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config)
+
+    def share(rows):
+        part = whole.take(rows)
+        return Share(part, pay(trainer.task, part), trainer.policy.forward(part, keep_graph=False).stats, None)
+
+    parts = [share(np.arange(0, 5)), share(np.arange(5, 12))]
+    monkeypatch.setattr(Processes, "gather", lambda self, value: parts)
+    joined, expected = Processes(0, 2), share(np.arange(12))
+    found = parts[0].gathered(joined)
+    for name in ("attention_mask", "mask", "turn", "group", "prompt_length", "behavior_logprob"):
+        np.testing.assert_array_equal(getattr(found.rollouts, name), getattr(whole, name))
+    inside = whole.attention_mask
+    np.testing.assert_array_equal(found.rollouts.input_ids[inside], whole.input_ids[inside])
+    assert found.rollouts.turns == whole.turns
+    np.testing.assert_array_equal(found.rewards.by_token, expected.rewards.by_token)
+    np.testing.assert_array_equal(found.rewards.parts["odd"], expected.rewards.parts["odd"])
+    np.testing.assert_allclose(found.stats.energy, expected.stats.energy, rtol=1e-5, atol=1e-7)
+
+
+def test_fsdp_of_version_1_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(InputError, match="add --fsdp_version 2"):
+        asked_for()
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert asked_for()
