@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from otb_analysis.errors import ProcessError, StoreError
 from otb_analysis.types import Float, Int
@@ -49,7 +51,7 @@ class Processes:
     size: int = 1
     device: torch.device | None = None
     sharded: bool = False
-    host: dist.ProcessGroup | None = None
+    host: ProcessGroup | None = None
     record: Callable[[str], None] = field(default=lambda reason: None)
     _ended: threading.Event = field(default_factory=threading.Event)
 
@@ -67,6 +69,7 @@ class Processes:
         cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.accelerator.is_available()
         state = PartialState(cpu=cpu, timeout=PATIENCE)
         host = dist.new_group(backend="gloo", timeout=PATIENCE)
+        assert isinstance(host, ProcessGroup)
         found = cls(state.process_index, state.num_processes, state.device, sharded, host)
         threading.Thread(target=found._watch, args=(_store(),), daemon=True).start()
         return found
@@ -152,7 +155,7 @@ class Processes:
         """Stop watching the others: the run is over."""
         self._ended.set()
 
-    def _watch(self, store: dist.Store) -> None:
+    def _watch(self, store: Store) -> None:
         """End this process when another has failed and this one waits for it in vain."""
         while not self._ended.wait(LOOK):
             try:
@@ -195,12 +198,12 @@ def _gradient(parameter: torch.nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _store() -> dist.Store:
+def _store() -> Store:
     """The processes' common store, over a connection of its own so that a thread may use it."""
-    return dist.distributed_c10d._get_default_store().clone()
+    return _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _said(store: dist.Store) -> str | None:
+def _said(store: Store) -> str | None:
     return store.get(FAILED).decode() if store.check([FAILED]) else None
 
 

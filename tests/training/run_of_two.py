@@ -126,7 +126,7 @@ def runs(folder, checkpoint):
     for kind in ("ddp", "fsdp"):
         sharded = kind == "fsdp"
         os.environ |= {"ACCELERATE_USE_FSDP": str(sharded).lower(), "FSDP_VERSION": "2"}
-        config = settings(checkpoint, sharded, run=kind, evaluate=EvaluateConfig(every=2, prompts=5))
+        config = settings(checkpoint, sharded, run=kind, evaluate=EvaluateConfig(every=1, prompts=5))
         train(replace(config, root=folder / "whole"))
         short = replace(config, root=folder / "resumed", optimize=replace(config.optimize, steps=2))
         train(short)

@@ -121,7 +121,6 @@ def test_two_processes_resume_as_if_they_had_not_stopped(runs, kind):
     paths = [runs / where / kind for where in ("whole", "resumed")]
     for table in TABLES:
         frames = [RunStore(path).sql(f"select * from {table} order by all") for path in paths]
-        # The evaluation after a shorter run's last step is one more than the longer run has at that step.
         left = [c for c in frames[0] if c.startswith("seconds_")]
         pd.testing.assert_frame_equal(*(f.drop(columns=left) for f in frames), rtol=1e-6)
     first, second = (load_policy(path / "model")[0].state_dict() for path in paths)
