@@ -112,8 +112,12 @@ def train_command(words: Sequence[str]) -> None:
     from otb_analysis.demo import drawn, progress_bars
     from otb_analysis.models import quiet_loading
     from otb_analysis.training.loop import train
+    from otb_analysis.training.processes import leads
 
     quiet_loading()
+    if not leads():  # the first process speaks for all
+        train(config)
+        return
     console = Console()
     with progress_bars(console) as bars:
         task = bars.add_task("starting", total=None)

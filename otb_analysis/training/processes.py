@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,8 +31,10 @@ PROCESS = 2
 """Stands before a rank where a process draws its own seed."""
 FAILED = "otb/failed"
 """Where the first process that fails leaves its sentence."""
-LOOK, GRACE = 0.5, 5.0
-"""Seconds between two looks at that place, and what a process has to end by itself before it is ended."""
+HEARD = "otb/heard/{}"
+"""Where a process, by its rank, says that it has read that sentence."""
+LOOK, GRACE = 0.2, 5.0
+"""Seconds between two looks at such a place, and what a process has to end by itself before it is ended."""
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Processes:
     sharded: bool = False
     host: ProcessGroup | None = None
     record: Callable[[str], None] = field(default=lambda reason: None)
+    _heard: str | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
@@ -145,27 +149,51 @@ class Processes:
         try:
             yield
         except BaseException as error:
-            if self.size > 1:
-                first = _announced(self.rank, error)
-                if first is not None:
-                    raise ProcessError(first) from error
+            self.end()
+            first = self._agreed(error) if self.size > 1 else None
+            if first is not None:
+                raise ProcessError(first) from error
             raise
 
     def end(self) -> None:
         """Stop watching the others: the run is over."""
         self._ended.set()
 
+    def _agreed(self, error: BaseException) -> str | None:
+        """Leave this process's sentence for the others until they have read it; return another's that came before."""
+        if self._heard is not None:
+            return self._heard
+        own = f"process {self.rank} stopped: {str(error) or type(error).__name__}"
+        try:
+            store = _store()
+            said = store.compare_set(FAILED, "", str(error) if isinstance(error, ProcessError) else own).decode()
+            store.set(HEARD.format(self.rank), "")
+            if said != own:
+                return said
+            everyone, patience = [HEARD.format(rank) for rank in range(self.size)], monotonic() + GRACE
+            while not store.check(everyone) and monotonic() < patience:
+                sleep(LOOK)
+        except RuntimeError:  # the store is gone, and with it the process that kept it
+            return None
+        return None
+
     def _watch(self, store: Store) -> None:
-        """End this process when another has failed and this one waits for it in vain."""
+        """Record and pass on another's failure; end this process where it goes on waiting for the other in vain."""
         while not self._ended.wait(LOOK):
             try:
-                sentence = _said(store)
+                sentence = store.get(FAILED).decode() if store.check([FAILED]) else None
+                if sentence is None:
+                    continue
+                self._heard = sentence
+                with suppress(StoreError):
+                    self.record(sentence)
+                store.set(HEARD.format(self.rank), "")
             except RuntimeError:  # the store went with the process that kept it
-                sentence = "another process has ended without a word; look at its own output."
-            if sentence is None or self._ended.wait(GRACE):
-                continue
-            with suppress(StoreError):
-                self.record(sentence)
+                sentence = self._heard or "another process has ended without a word; look at its own output."
+                with suppress(StoreError):
+                    self.record(sentence)
+            if self._ended.wait(GRACE):
+                return
             sys.stderr.write(f"otb: {sentence}\n")
             sys.stderr.flush()
             os._exit(2)
@@ -173,6 +201,11 @@ class Processes:
 
 ALONE = Processes()
 """A run of one process."""
+
+
+def leads() -> bool:
+    """Return whether this process is the first of those that were launched together, or alone."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def widened(x: Float, width: int) -> Float:
@@ -201,23 +234,6 @@ def _gradient(parameter: torch.nn.Parameter) -> Tensor:
 def _store() -> Store:
     """The processes' common store, over a connection of its own so that a thread may use it."""
     return _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _said(store: Store) -> str | None:
-    return store.get(FAILED).decode() if store.check([FAILED]) else None
-
-
-def _announced(rank: int, error: BaseException) -> str | None:
-    """Leave this process's sentence for the others; return another's that was there before."""
-    if isinstance(error, ProcessError):
-        own = str(error)
-    else:
-        own = f"process {rank} stopped: {str(error) or type(error).__name__}"
-    try:
-        said = _store().compare_set(FAILED, "", own).decode()
-    except RuntimeError:  # the store is gone, and with it the process that kept it
-        return None
-    return None if said == own else said
 
 
 @contextmanager

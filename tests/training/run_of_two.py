@@ -1,10 +1,14 @@
-"""One of two processes of a run, started by `test_processes.py`: single updates, whole runs, failures.
+"""Two processes of a run, started by `test_processes.py`: single updates, whole runs, failures.
 
-Usage: run_of_two.py FOLDER CHECKPOINT updates|runs|failure, with the environment that `accelerate launch` sets.
+Usage: run_of_two.py FOLDER CHECKPOINT. Libraries are imported once, then each pair of processes is forked and meets
+through gloo, in the environment that `accelerate launch --cpu` sets. What a process says goes to FOLDER/WHAT-RANK.txt,
+how it ended to FOLDER/WHAT-RANK.code.
 """
 
 import os
+import socket
 import sys
+import traceback
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from otb_analysis import cli
 from otb_analysis.config import (
     CheckpointConfig,
     CriticConfig,
@@ -35,12 +40,15 @@ SHAPE = SampleConfig(prompts=3, group_size=3, max_new_tokens=6)
 CASES = {
     "plain": {},
     "micro_batches": {"optimize": OptimizeConfig(learning_rate=0.01, max_grad_norm=0.5, micro_batch=2)},
+    "tvm": {"critic": CriticConfig(kind="model", target="tvm")},
+    "gae": {"critic": CriticConfig(width=8, target="gae", discount=0.9, decay=0.5)},
     "off_policy": {
         "objective": ObjectiveConfig(
             ratio="ppo", aggregation="dapo", minibatches=2, epochs=2, kl_coefficient=0.1, entropy_bonus=0.01
         )
     },
 }
+SCALARS = ("grad_norm", "grad_norm_max", "loss", "critic_loss", "critic_explained_variance", "reward_mean", "n_tokens")
 
 
 class Odd:
@@ -100,56 +108,89 @@ def one_step(config, processes):
     trainer = Trainer(config, model, tokenizer, Odd(), processes)
     trainer.generator = Fixed(tokenizer.eos_token_id, processes)
     tables = train_step(trainer, 0)
-    names = ("grad_norm", "grad_norm_max", "loss", "critic_loss", "reward_mean", "n_tokens")
-    return {name: np.array(tables.steps[name]) for name in names} | {
+    return {name: np.array(tables.steps[name]) for name in SCALARS} | {
         "rollout": np.array(tables.tokens["rollout"]),
         "advantage": tables.tokens["advantage"].filled(np.nan),
         "rollouts": np.array(tables.rollouts["rollout"]),
         "exact": np.array([0.0]) if tables.gradients is None else np.array(tables.gradients["mean_norm_sq"]),
         "weights": torch.cat([full(p.detach()).flatten() for p in trainer.model.parameters()]).numpy(),
+        "critic": torch.cat([p.detach().flatten() for p in trainer.critic.net.parameters()]).numpy(),
     }
 
 
-def updates(folder, checkpoint, together):
-    results = {}
+def updates(folder, checkpoint):
+    together, results = Processes.joined(sharded=False), {}
     for sharded in (False, True):
-        many = replace(together, sharded=sharded)
         for case, changes in CASES.items():
             config = settings(checkpoint, sharded, **changes)
-            for name, processes in {"one": ALONE, "two": many}.items():
+            for name, processes in {"one": ALONE, "two": replace(together, sharded=sharded)}.items():
                 found = one_step(config, processes)
                 results |= {f"{sharded} {case} {name} {key}": value for key, value in found.items()}
     np.savez(folder / f"{together.rank}.npz", **results)
+    together.end()
 
 
 def runs(folder, checkpoint):
     for kind in ("ddp", "fsdp"):
         sharded = kind == "fsdp"
         os.environ |= {"ACCELERATE_USE_FSDP": str(sharded).lower(), "FSDP_VERSION": "2"}
-        config = settings(checkpoint, sharded, run=kind, evaluate=EvaluateConfig(every=1, prompts=5))
+        held_out = EvaluateConfig(every=2, prompts=3, samples=3)
+        config = settings(checkpoint, sharded, run=kind, evaluate=held_out, trackers=("tensorboard",))
         train(replace(config, root=folder / "whole"))
         short = replace(config, root=folder / "resumed", optimize=replace(config.optimize, steps=2))
         train(short)
         train(replace(short, optimize=config.optimize, if_exists="resume"))
 
 
+def failure(folder, checkpoint):
+    lines = f'task = "run_of_two:Odd"\nmodel = "{checkpoint}"\nroot = "{folder}"\nrun = "fails{os.environ["FAILS"]}"\n'
+    file = folder / f"{os.environ['FAILS']}-{os.environ['RANK']}.toml"
+    file.write_text(lines + "[sample]\nprompts = 3\ngroup_size = 3\nmax_new_tokens = 6\n[evaluate]\nevery = 0\n")
+    sys.exit(cli.main(["train", "--config", str(file)]))
+
+
+def forked(rank, port, folder, name, run, environment):
+    """Start one of two processes; return its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)} | environment
+    said = os.open(folder / f"{name}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    code = 0
+    try:
+        run()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def two(folder, name, run, **environment):
+    """Run a function in two processes and note how each ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = [forked(rank, port, folder, name, run, environment) for rank in range(2)]
+    for rank, pid in enumerate(started):
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        (folder / f"{name}-{rank}.code").write_text(str(code))
+
+
 def main():
-    folder, checkpoint, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    folder, checkpoint = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # whatever other libraries say about a process group on a CPU
-    if what == "updates":
-        together = Processes.joined(sharded=False)
-        updates(folder, checkpoint, together)
-        together.end()
-    elif what == "runs":
-        runs(folder, checkpoint)
-    else:
-        from otb_analysis import cli
-
-        lines = f'task = "run_of_two:Odd"\nmodel = "{checkpoint}"\nroot = "{folder}"\nrun = "failing"\n[sample]\n'
-        file = folder / f"{os.environ['RANK']}.toml"
-        file.write_text(lines + "prompts = 3\ngroup_size = 3\nmax_new_tokens = 6\n[evaluate]\nevery = 0\n")
-        sys.exit(cli.main(["train", "--config", str(file)]))
+    two(folder, "updates", lambda: updates(folder, checkpoint))
+    two(folder, "runs", lambda: runs(folder, checkpoint))
+    for rank in "01":
+        two(folder, f"fails{rank}", lambda: failure(folder, checkpoint), FAILS=rank)
 
 
 if __name__ == "__main__":

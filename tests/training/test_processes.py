@@ -1,9 +1,10 @@
 """Several processes are one run: the same advantages and gradient as one process, one store, one end."""
 
 import os
-import socket
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,64 +22,67 @@ from otb_analysis.training.sharding import asked_for
 
 SCRIPT = Path(__file__).with_name("run_of_two.py")
 ROOT = SCRIPT.parents[2]
-
-
-def two(folder, checkpoint, what, **environment):
-    """Run the script on two processes that meet through gloo, as `accelerate launch --cpu` would start them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder), str(checkpoint), what],
-            env=os.environ | shared | own | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    return [process.returncode for process in running], errors
+SCALARS = ("grad_norm", "grad_norm_max", "loss", "critic_loss", "critic_explained_variance", "reward_mean", "n_tokens")
 
 
 @pytest.fixture(scope="module")
-def updates(tmp_path_factory, checkpoint):
+def folder(tmp_path_factory, checkpoint):
+    """What pairs of processes left behind: results, runs, what each said and how it ended."""
+    folder = tmp_path_factory.mktemp("two")
+    running = subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(folder), str(checkpoint)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said = running.communicate(timeout=240)[1]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)  # the processes that it forked, too
+    assert running.returncode == 0, said
+    return folder
+
+
+def ends(folder, what):
+    """Return exit codes and words of two processes."""
+    words = [(folder / f"{what}-{rank}.txt").read_text() for rank in range(2)]
+    return [int((folder / f"{what}-{rank}.code").read_text()) for rank in range(2)], words
+
+
+@pytest.fixture(scope="module")
+def updates(folder):
     """One step of each case by two processes and by one, as either process saw it."""
-    folder = tmp_path_factory.mktemp("updates")
-    codes, errors = two(folder, checkpoint, "updates")
-    assert codes == [0, 0], "\n".join(errors)
+    codes, words = ends(folder, "updates")
+    assert codes == [0, 0], "\n".join(words)
     return [dict(np.load(folder / f"{rank}.npz")) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, checkpoint):
+def runs(folder):
     """A whole run and a resumed one, with whole and with sharded parameters."""
-    folder = tmp_path_factory.mktemp("runs")
-    codes, errors = two(folder, checkpoint, "runs")
-    assert codes == [0, 0], "\n".join(errors)
+    codes, words = ends(folder, "runs")
+    assert codes == [0, 0], "\n".join(words)
     return folder
 
 
-CASES = [(sharded, case) for sharded in (False, True) for case in ("plain", "micro_batches", "off_policy")]
+CASES = [
+    (sharded, case) for sharded in (False, True) for case in ("plain", "micro_batches", "tvm", "gae", "off_policy")
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sharded", "case"), CASES)
 def test_two_processes_follow_the_gradient_of_one(updates, sharded, case):
     for found in updates:
-        for name in ("grad_norm", "grad_norm_max", "loss", "critic_loss", "reward_mean", "n_tokens"):
+        for name in SCALARS:
             one, many = (found[f"{sharded} {case} {who} {name}"] for who in ("one", "two"))
             np.testing.assert_allclose(many, one, rtol=1e-5)
         assert found[f"{sharded} {case} one grad_norm"] > 0.1
-        one, many = (found[f"{sharded} {case} {who} weights"] for who in ("one", "two"))
-        np.testing.assert_allclose(many, one, atol=2e-6)
+        for name in ("weights", "critic"):
+            one, many = (found[f"{sharded} {case} {who} {name}"] for who in ("one", "two"))
+            np.testing.assert_allclose(many, one, atol=2e-6)
 
 
 @pytest.mark.slow
@@ -105,12 +109,16 @@ def test_exact_statistics_of_two_processes_are_those_of_one(updates):
 def test_parts_of_both_processes_make_every_step(runs, kind):
     store = RunStore(runs / "whole" / kind)
     assert store.info["status"] == "complete"
+    steps = store.steps_df().set_index("step")
+    assert steps["heldout_samples"].dropna().tolist() == [3, 3]  # steps 0 and 2
+    assert steps["tracker_gaps"].tolist() == [0, 0, 0]
+    assert len(list((runs / "whole" / kind).rglob("events.out.tfevents.*"))) == 1  # one process tells the tracker
     assert store.complete_steps() == [0, 1, 2]
     for step in range(3):
         rows = store.sql(f"select rollout from rollouts where step = {step} order by rollout")
         assert rows["rollout"].tolist() == list(range(9))
         n_tokens = store.sql(f"select sum(mask::int) as n from tokens where step = {step}")["n"][0]
-        assert store.steps_df().set_index("step").loc[step, "n_tokens"] == n_tokens
+        assert steps.loc[step, "n_tokens"] == n_tokens
     assert len(list((runs / "whole" / kind / "tokens").glob("*-r1.parquet"))) == 3
     assert not list((runs / "whole" / kind / "steps").glob("*-r1.parquet"))
 
@@ -129,14 +137,14 @@ def test_two_processes_resume_as_if_they_had_not_stopped(runs, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", ["0", "1"])
-def test_a_failure_on_one_process_ends_both_with_its_sentence(tmp_path, checkpoint, fails):
-    codes, errors = two(tmp_path, checkpoint, "failure", FAILS=fails)
-    assert codes == [2, 2], "\n".join(errors)
-    for error in errors:
+def test_a_failure_on_one_process_ends_both_with_its_sentence(folder, fails):
+    codes, words = ends(folder, f"fails{fails}")
+    assert codes == [2, 2], "\n".join(words)
+    for error in words:
         said = [line for line in error.splitlines() if line.startswith("otb: ")]
         assert len(said) == 1
         assert "the grader is out" in said[0]
-    info = RunStore(tmp_path / "failing").info
+    info = RunStore(folder / f"fails{fails}").info
     assert info["status"] == "failed"
     assert "the grader is out" in str(info["reason"])
 
