@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,15 @@ import pandas as pd
 import pytest
 import torch
 
+from otb_analysis.config import MeasureConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.models import load_policy
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore
+from otb_analysis.training.check import check
 from otb_analysis.training.gather import Share, own_rows
-from otb_analysis.training.processes import ALONE, Processes, total_of
-from otb_analysis.training.sharding import asked_for
+from otb_analysis.training.processes import ALONE, Processes, leads, total_of
+from otb_analysis.training.sharding import asked_for, refuse_unsharded_only
 
 SCRIPT = Path(__file__).with_name("run_of_two.py")
 ROOT = SCRIPT.parents[2]
@@ -208,3 +211,31 @@ def test_fsdp_of_version_1_is_refused(monkeypatch):
         asked_for()
     monkeypatch.setenv("FSDP_VERSION", "2")
     assert asked_for()
+
+
+@pytest.mark.parametrize("level", ["exact", "sampled", "sketch", "attribution"])
+def test_levels_that_need_whole_parameters_are_refused_under_fsdp(level):
+    never = {name: replace(getattr(MeasureConfig(), name), every=0) for name in ("exact", "sampled", "sketch")}
+    never["attribution"] = replace(MeasureConfig().attribution, every=0)
+    refuse_unsharded_only(TrainConfig(measure=MeasureConfig(**never)), exact=False)
+    due = MeasureConfig(**never | {level: replace(never[level], every=3)})
+    with pytest.raises(InputError, match=rf"measure\.{level}\.every is 3, which needs whole parameters"):
+        refuse_unsharded_only(TrainConfig(measure=due), exact=False)
+
+
+def test_more_processes_than_rollouts_are_refused(tiny_config):
+    with pytest.raises(InputError, match="sample at least one rollout on each"):
+        check(tiny_config, processes=tiny_config.sample.prompts * tiny_config.sample.group_size + 1)
+
+
+def test_vllm_on_several_processes_is_refused(tiny_config):
+    config = replace(tiny_config, sample=replace(tiny_config.sample, engine="vllm"))
+    with pytest.raises(InputError, match="set it to 'transformers'"):
+        check(config, processes=2)
+
+
+def test_the_first_process_leads(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert leads()
+    monkeypatch.setenv("RANK", "1")
+    assert not leads()
