@@ -134,7 +134,7 @@ def runs(folder, checkpoint):
     for kind in ("ddp", "fsdp"):
         sharded = kind == "fsdp"
         os.environ |= {"ACCELERATE_USE_FSDP": str(sharded).lower(), "FSDP_VERSION": "2"}
-        held_out = EvaluateConfig(every=2, prompts=3, samples=3)
+        held_out = EvaluateConfig(every=1, prompts=3, samples=3)
         config = settings(checkpoint, sharded, run=kind, evaluate=held_out, trackers=("tensorboard",))
         train(replace(config, root=folder / "whole"))
         short = replace(config, root=folder / "resumed", optimize=replace(config.optimize, steps=2))
