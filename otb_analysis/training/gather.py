@@ -6,6 +6,7 @@ then keeps its own rows.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -87,11 +88,17 @@ def _joined(parts: list[Share]) -> Share:
             for name in names
         },
     )
-    columns = [{f.name: getattr(part.stats, f.name) for f in fields(LogitStats)} for part in parts]
-    stats = LogitStats(
-        **{name: None if x is None else tokens([c[name] for c in columns]) for name, x in columns[0].items()}
-    )
+    columns: list[dict[str, Any]] = [
+        {f.name: getattr(part.stats, f.name) for f in fields(LogitStats)} for part in parts
+    ]
+    by_name: dict[str, Any] = {
+        name: None if x is None else tokens([c[name] for c in columns]) for name, x in columns[0].items()
+    }
     reference = [part.reference for part in parts if part.reference is not None]
     return replace(
-        parts[0], rollouts=rollouts, rewards=rewards, stats=stats, reference=tokens(reference) if reference else None
+        parts[0],
+        rollouts=rollouts,
+        rewards=rewards,
+        stats=LogitStats(**by_name),
+        reference=tokens(reference) if reference else None,
     )
