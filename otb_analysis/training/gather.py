@@ -4,7 +4,7 @@ Groups may span processes, so estimators, shapings and aggregations see all roll
 then keeps its own rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -72,7 +72,7 @@ def shared_norms(instrument: Instrument, processes: Processes, rollouts: Rollout
     )
 
 
-def _joined(parts: list[Share]) -> Share:
+def _joined(parts: Sequence[Share]) -> Share:
     rollouts = Rollouts.concatenate([part.rollouts for part in parts])
     width = rollouts.present().shape[1]
 

@@ -1,8 +1,8 @@
 """Two processes of a run, started by `test_processes.py`: single updates, whole runs, failures.
 
 Usage: run_of_two.py FOLDER CHECKPOINT. Libraries are imported once, then each pair of processes is forked and meets
-through gloo, in the environment that `accelerate launch --cpu` sets. What a process says goes to FOLDER/WHAT-RANK.txt,
-how it ended to FOLDER/WHAT-RANK.code.
+through gloo, in an environment like the one that `accelerate launch` sets. What a process says goes to
+FOLDER/WHAT-RANK.txt, how it ended to FOLDER/WHAT-RANK.code.
 """
 
 import os
