@@ -1,5 +1,6 @@
 """Figures of the enumerated policies: bias and noise of every entry, and what random policies say about each fact."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -188,20 +189,26 @@ def derailment_figures() -> dict[str, float]:
     return {name: process.variance(process.baseline(name)) / best for name in names}
 
 
-def derailment_samples() -> dict[tuple[str, int], Float]:
+def derailment_samples(
+    process: Derailment | None = None, sizes: Sequence[tuple[int, int, int]] = SAMPLED_GROUPS
+) -> dict[tuple[str, int], Float]:
     """Return N·V and N·SF of group gradients on the derailment process, relative to the variance of B*.
 
     Sampled: every estimator on the same rollouts, in chunks of independent groups, so that differences between
     estimators have standard errors over chunks. SF = V/c² is a ratio of means, so its column holds jackknife
     pseudo-values, K·θ − (K−1)·θ_(k): their mean is the estimate, their standard error includes that of c.
 
+    Args:
+        process: By default the one with J = .50.
+        sizes: Group size, chunks, groups per chunk, of each size.
+
     Returns:
         (estimator, N) → [chunks, 2], the columns N·V and N·SF.
     """
-    process, rng = Derailment(), np.random.default_rng(1)
+    process, rng = process or Derailment(), np.random.default_rng(1)
     best = process.variance(process.baseline("token_optimal"))
     out = {}
-    for n, chunks, groups in SAMPLED_GROUPS:
+    for n, chunks, groups in sizes:
         moments = {name: [] for name in SAMPLED}
         for _ in range(chunks):
             state, token, reward = process.sample(n * groups, rng)

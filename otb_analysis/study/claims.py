@@ -1,0 +1,94 @@
+"""Sentences that a study checks case by case: on how many they hold is what its verdict says."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy import stats
+
+from otb_analysis.study.words import markdown_table, share
+
+FEW = 10
+"""Below this many cases a share is written as a count, without an interval."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One checkable sentence.
+
+    Attributes:
+        fact: Number of the fact that it is part of.
+        words: The sentence.
+        holds: On how many of the cases it does.
+        cases: Policies, settings or intervals that were looked at.
+        numbers: What was found.
+        short: Words for it in the verdict where it does not hold everywhere; none where it is not worth them.
+    """
+
+    fact: int
+    words: str
+    holds: int
+    cases: int
+    numbers: str
+    short: str = ""
+
+    @property
+    def everywhere(self) -> bool:
+        """True where it holds on every case."""
+        return self.holds == self.cases
+
+    @property
+    def verdict(self) -> str:
+        """`holds`, `does not`, or the share of cases with its exact (Clopper–Pearson) 95 % interval."""
+        if self.holds in (0, self.cases):
+            return "does not" if not self.holds else "holds"
+        if self.cases < FEW:
+            return f"on {self.holds} of {self.cases}"
+        ends = stats.binomtest(self.holds, self.cases).proportion_ci(method="exact")
+        found = f"{share(self.holds / self.cases)} ({100 * ends.low:.0f}–{100 * ends.high:.0f})"
+        return f"on {found} of {self.cases}"
+
+
+def claims_verdict(claims: Sequence[Claim], facts: Mapping[int, str]) -> str:
+    """Return which facts hold in all their claims, and where the others do not, in one line.
+
+    Args:
+        claims: All of them.
+        facts: The facts in words, by number.
+    """
+    whole = [fact for fact in facts if all(c.everywhere for c in claims if c.fact == fact)]
+    part = [fact for fact in facts if fact not in whole]
+    held = f"{sum(c.everywhere for c in claims)} of {len(claims)} claims hold on every case"
+    listed = "; ".join(f"{c.short}: {c.verdict}" for c in claims if c.short and not c.everywhere)
+    rest = f"; {_numbers(part)} in part ({listed})" if part else ""
+    return f"{held}. {_numbers(whole)} hold{'s' * (len(whole) == 1)}{rest}."
+
+
+def facts_table(claims: Sequence[Claim], facts: Mapping[int, str]) -> str:
+    """Return one row per fact: it holds, does not, or holds in part.
+
+    Args:
+        claims: All of them.
+        facts: The facts in words, by number.
+    """
+    rows = []
+    for fact, words in facts.items():
+        own = [c for c in claims if c.fact == fact]
+        held = sum(c.everywhere for c in own)
+        said = "holds" if held == len(own) else "holds in part" if any(c.holds for c in own) else "does not"
+        rows.append([f"{fact}. {words}", said, f"{held} of {len(own)}"])
+    return markdown_table(["fact", "verdict", "claims that hold on every case"], rows)
+
+
+def claims_table(claims: Sequence[Claim]) -> str:
+    """Return one row per claim: the sentence, where it holds, what was found.
+
+    Args:
+        claims: In their order.
+    """
+    return markdown_table(
+        ["claim", "verdict", "found"], [[f"{c.fact}. {c.words}", c.verdict, c.numbers] for c in claims]
+    )
+
+
+def _numbers(facts: Sequence[int]) -> str:
+    return f"{'Fact' if len(facts) == 1 else 'Facts'} {', '.join(map(str, facts)) or 'none'}"

@@ -1,0 +1,32 @@
+from otb_analysis.study.claims import Claim, claims_table, claims_verdict, facts_table
+
+FACTS = {1: "One", 2: "Two", 3: "Three"}
+CLAIMS = [
+    Claim(1, "All", 60, 60, "0", short="never said"),
+    Claim(2, "Some", 6, 60, "x", short="some do"),
+    Claim(2, "Others", 5, 5, "y"),
+    Claim(3, "None", 0, 4, "z"),
+]
+
+
+def test_a_claim_says_on_how_many_cases_it_holds():
+    # Clopper–Pearson of 6 of 60: 3.8 % to 20.5 %
+    assert [c.verdict for c in CLAIMS] == ["holds", "on 10 % (4–21) of 60", "holds", "does not"]
+    assert Claim(1, "Few", 2, 3, "").verdict == "on 2 of 3"
+
+
+def test_the_verdict_names_facts_that_hold_and_the_claims_that_do_not():
+    assert claims_verdict(CLAIMS, FACTS) == (
+        "2 of 4 claims hold on every case. Fact 1 holds; Facts 2, 3 in part (some do: on 10 % (4–21) of 60)."
+    )
+    assert claims_verdict(CLAIMS[:1], {1: "One"}) == "1 of 1 claims hold on every case. Fact 1 holds."
+
+
+def test_a_fact_holds_where_all_of_its_claims_do():
+    lines = facts_table(CLAIMS, FACTS).splitlines()[2:]
+    assert lines == [
+        "| 1. One | holds | 1 of 1 |",
+        "| 2. Two | holds in part | 1 of 2 |",
+        "| 3. Three | does not | 0 of 1 |",
+    ]
+    assert claims_table(CLAIMS).splitlines()[2] == "| 1. All | holds | 0 |"
