@@ -40,11 +40,15 @@ def feed_backward(layer: Layer, index: int, feed: FeedForward, signal: Tensor, t
     inner = len(layer.up.weight)
     sink.dense((index, "down"), (layer.down,), feed.act, signal)
     at_act = torch.mm(signal.view(-1, width), layer.down.weight, out=work.take("act", n * count, inner))
-    both = work.take("gate_up", n, count, 2, inner)
-    torch.mul(at_act.view(n, count, 1, inner), feed.slopes[:, None], out=both)
-    both = both.view(n, count, 2 * inner)
-    sink.dense((index, "feed"), (layer.gate, layer.up), feed.inputs, both)
-    return through(both, (layer.gate, layer.up), work)
+    # One after the other: these are the widest signals, and what is read last is overwritten by its product.
+    at_act = at_act.view(n, count, inner)
+    at_gate = torch.mul(at_act, feed.slopes[:, None, 0], out=work.take("gate", n, count, inner))
+    sink.dense((index, "feed"), (layer.gate,), feed.inputs, at_gate)
+    out = through(at_gate, (layer.gate,), work)
+    at_up = at_act.mul_(feed.slopes[:, None, 1])
+    sink.dense((index, "feed"), (layer.up,), feed.inputs, at_up)
+    out.view(n * count, -1).addmm_(at_up.view(n * count, inner), layer.up.weight)
+    return out
 
 
 def attention_backward(
@@ -86,7 +90,7 @@ def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[
     outputs = kept.mixed[:b].view(b, heads, size).transpose(0, 1)
     mean = torch.mul(mixed, outputs[:, :, None], out=work.take("product", *mixed.shape)).sum(-1, keepdim=True)
     # Memory of other parts that is idle here: they never run at the same time.
-    key = work.take("gate_up", heads, count, b, size)
+    key = work.take("gate", heads, count, b, size)
     value = work.take("input", heads, b, count * size)
     step = slice_length(b, heads * count * b * mixed.element_size())
     for start in reversed(range(0, b, step)):

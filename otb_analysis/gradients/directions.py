@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property, reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,8 +32,8 @@ class Directions:
         """By parameter one Rademacher vector per axis and direction, ([K, n_0], [K, n_1], …); ±1 in float32 or 64."""
         found = {}
         for name, like in zip(self.problem.scope.names, self.problem.scope.parameters, strict=True):
-            generator = self._stream(name)
-            drawn = [torch.randint(2, (self.count, n), generator=generator) * 2 - 1 for n in like.shape]
+            bits = self._bits(name)
+            drawn = [_signs(bits, (self.count, n)) for n in like.shape]
             found[name] = tuple(x.to(like.device, _wide(like)) for x in drawn)
         return found
 
@@ -40,17 +41,37 @@ class Directions:
         """Direction k in full: of each tensor the outer product of the signs of its axes."""
         return [reduce(lambda whole, axis: whole[..., None] * axis[k], s[1:], s[0][k]) for s in self.signs.values()]
 
+    def rows(self, name: str, part: slice, shape: tuple[int, int]) -> Tensor:
+        """Independent signs in rows of an embedding, of some directions [k, *shape]."""
+        drawn = [_signs(self._bits(f"{name}:rows:{k}"), shape) for k in range(part.start, part.stop)]
+        return torch.stack(drawn) if drawn else torch.zeros(0, *shape, dtype=torch.int8)
+
     def gaussian(self, k: int) -> list[Tensor]:
         """Direction k with independent standard normal entries."""
         dense = []
         for name, like in zip(self.problem.scope.names, self.problem.scope.parameters, strict=True):
-            values = torch.randn(like.shape, generator=self._stream(f"{name}:{k}"), dtype=_wide(like))
+            values = torch.randn(like.shape, generator=self.stream(f"{name}:{k}"), dtype=_wide(like))
             dense.append(values.to(like.device))
         return dense
 
-    def _stream(self, name: str) -> torch.Generator:
+    def stream(self, name: str) -> torch.Generator:
+        """Random numbers that depend on the seed and this name only."""
+        return torch.Generator().manual_seed(self._key(name))
+
+    def _bits(self, name: str) -> np.random.Generator:
+        """The same for signs, which NumPy draws eight to a byte."""
+        return np.random.default_rng(self._key(name))
+
+    def _key(self, name: str) -> int:
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        return int.from_bytes(digest, "big") >> 1
+
+
+def _signs(bits: np.random.Generator, shape: tuple[int, int]) -> Tensor:
+    """Independent ±1 as int8."""
+    count = shape[0] * shape[1]
+    drawn = np.unpackbits(np.frombuffer(bits.bytes(-(-count // 8)), dtype=np.uint8), count=count)
+    return torch.from_numpy(drawn.view(np.int8)).reshape(shape) * 2 - 1
 
 
 def _wide(like: Tensor) -> torch.dtype:

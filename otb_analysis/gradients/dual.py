@@ -44,9 +44,17 @@ class Tape:
 class Dual(torch.Tensor):
     """An activation [1, ...] of one text with its derivatives along k directions [k, ...] as `tangent`."""
 
-    tangent: Tensor
+    _moved: Tensor
+    _rate: Tensor | None
     rules: ClassVar[dict[Any, Callable[..., Any]]] = {}
     tape: ClassVar[Tape | None] = None
+
+    @property
+    def tangent(self) -> Tensor:
+        """Derivatives along k directions [k, ...]; a slope put off by an elementwise function is applied now."""
+        if self._rate is not None:
+            self._moved, self._rate = self._moved * self._rate, None
+        return self._moved
 
     @classmethod
     def __torch_function__(
@@ -61,8 +69,13 @@ class Dual(torch.Tensor):
             return rule(func, *args, **(kwargs or {}))
 
 
-def dual(primal: Tensor, tangent: Tensor) -> Dual:
+def dual(primal: Tensor, tangent: Tensor, rate: Tensor | None = None) -> Dual:
     """Join an activation and its tangents.
+
+    Args:
+        primal: The activation [1, ...].
+        tangent: Its tangents [k, ...].
+        rate: What they are still to be multiplied by [1, ...], so that a gate's product is one pass, not two.
 
     Raises:
         UnfitError: An operation has moved the first axis, on which the directions lie.
@@ -73,7 +86,7 @@ def dual(primal: Tensor, tangent: Tensor) -> Dual:
             'pass method="gaussian".'
         )
     made = primal.as_subclass(Dual)
-    made.tangent = tangent
+    made._moved, made._rate = tangent, rate
     return made
 
 
@@ -150,8 +163,10 @@ def _bilinear(func: Any, x: Any, y: Any) -> Dual:
 
 def _product(_func: Any, x: Any, y: Any) -> Dual:
     if isinstance(x, Dual) and isinstance(y, Dual):
-        moved = (x.tangent * primal_of(y)).addcmul_(primal_of(x), y.tangent)
-        return dual(once(lambda: primal_of(x) * primal_of(y)), moved)
+        a, b = primal_of(x), primal_of(y)
+        rate = once(lambda: b if x._rate is None else x._rate * b)
+        moved = (x._moved * rate).addcmul_(a, y.tangent)
+        return dual(once(lambda: a * b), moved)
     return _bilinear(torch.mul, x, y)
 
 
@@ -171,7 +186,7 @@ def _elementwise(func: Any, x: Dual, *args: Any, **kwargs: Any) -> Dual:
             return out.detach(), torch.autograd.grad(out.sum(), leaf)[0]
 
     out, rate = once(slope)
-    return dual(out, x.tangent * rate)
+    return dual(out, x.tangent, rate)
 
 
 def _matrix(func: Any, x: Dual, weight: Tensor, bias: Tensor | None = None) -> Dual:

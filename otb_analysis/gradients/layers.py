@@ -154,4 +154,5 @@ BIAS = Rule(_untouched, _bias_coordinates, _bias_outer)
 SCALE = Rule(_scale_prepare, _scale_coordinates, _scale_outer)
 HEADED_SCALE = Rule(_headed_prepare, _headed_coordinates, _scale_outer)
 """A scale on inputs with heads before positions, [1, heads, T, ...]: Gemma 3's norms of query and key."""
+SCALES = (SCALE, HEADED_SCALE)
 EMBEDDING = Rule(_rows, _embedding_coordinates, _embedding_outer)

@@ -81,6 +81,12 @@ def _embedding(total: Tensor, module: nn.Module, ids: Tensor, along: Sides) -> N
     total.addcmul_(rows[:, :, None], inner[:, None, :])
 
 
+def embedding_offset(module: nn.Module, ids: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """Tangents [k, T, d] of an embedding whose rows of a text's distinct tokens move by `rows` [k, U, d]."""
+    index = ids[0].unique(return_inverse=True)[1]
+    return rows[:, index].to(like) * row_factors(module, ids[0]).to(like)[:, None]
+
+
 def _last(signs: Tensor, like: Tensor) -> Tensor:
     return signs.to(like).reshape(len(signs), *[1] * (like.ndim - 2), -1)
 

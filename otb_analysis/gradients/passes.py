@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from otb_analysis.gradients.inputs import Problem, Rollout
-from otb_analysis.gradients.layers import EMBEDDING, MATRIX
+from otb_analysis.gradients.layers import EMBEDDING, MATRIX, SCALES
+from otb_analysis.gradients.offsets import Norm, norm_of
 from otb_analysis.gradients.plan import Plan, Use, length
 from otb_analysis.gradients.taps import Trace, own_rows, pull_back, traced
 
@@ -69,6 +70,13 @@ class Apart:
                 made[same] = use.rule.prepare(modules[use.module], inputs)
             kept[use] = made[same]
         return kept
+
+    @cached_property
+    def norms(self) -> dict[str, Norm]:
+        """By module below the cut with a scale, what it does to the rollout's activations."""
+        modules = dict(self.problem.model.named_modules())
+        scaled = dict.fromkeys(u.module for u in self.plan.below if u.rule in SCALES)
+        return {name: norm_of(modules[name], self.trace.inputs[name].detach()) for name in scaled}
 
     def _signals(self, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         cut = [] if self.plan.cut is None else [self.trace.inputs[self.plan.cut]]

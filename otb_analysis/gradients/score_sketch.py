@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,10 +18,13 @@ from otb_analysis.gradients.inputs import Batch, Problem, Rollout, pose
 from otb_analysis.gradients.layers import UnfitError
 from otb_analysis.gradients.memory import refuse_more_than_fit
 from otb_analysis.gradients.passes import Apart
-from otb_analysis.gradients.tangents import above, below, checked_plan, exact_above
+from otb_analysis.gradients.tangents import Moves, above, below, checked_plan, exact_above, hybrid_moves
+from otb_analysis.gradients.tied import aligned
 from otb_analysis.types import Float, ScoreNorms
 
 METHODS = ("hybrid", "rank_one", "gaussian")
+TIED_SHARE = 5
+"""A hybrid spends one direction in so many, two at least, on what the two uses of a tied matrix have in common."""
 ENGINES = ("auto", "generic", "reference")
 _log = logging.getLogger(__name__)
 
@@ -34,28 +37,44 @@ class Projected:
         rollout: The rollout.
         logprob: log π in nats [T].
         sketched: b·D_k [T, K].
-        tied: a·D_k on what a shares with b [T, K], or 0.
         exact: ‖a‖² of single tokens [T], or 0.
         exact_path: ‖Σ_{j≤t} a_j‖² [T], or 0.
+        known: Of directions for ⟨a, b⟩, the known factors α_k [T, k]; none where a and b share no parameter.
+        found: Of these directions, b·D_k [T, k].
+        unseen: Share of a's span that they leave out.
     """
 
     rollout: Rollout
     logprob: Float
     sketched: Float
-    tied: Float | float = 0.0
     exact: Float | float = 0.0
     exact_path: Float | float = 0.0
+    known: Float | None = None
+    found: Float | None = None
+    unseen: float = 0.0
 
     @property
-    def terms(self) -> Float:
-        """Unbiased estimates of ‖s‖² − ‖a‖², one per direction [T, K]."""
-        return (2 * self.tied + self.sketched) * self.sketched
+    def norm_sq(self) -> Float:
+        """Unbiased estimates of ‖s‖² [T]."""
+        return self.exact + (self.sketched**2).mean(1) + self._products().mean(1)
+
+    @property
+    def norm_sq_stderr(self) -> Float:
+        """Their standard errors [T]: independent directions, and some of an orthonormal frame of a's span."""
+        own, both = self.sketched**2, self._products()
+        variance = own.var(1, ddof=1) / own.shape[1]
+        return np.sqrt(variance + both.var(1, ddof=1) / both.shape[1] * self.unseen if self.unseen else variance)
 
     @property
     def path_norm_sq(self) -> Float:
         """Estimates of ‖Σ_{j≤t} s_j‖² [T]: projections add up as scores do."""
-        tied, sketched = np.cumsum(self.tied + 0 * self.sketched, 0), np.cumsum(self.sketched, 0)
-        return self.exact_path + ((2 * tied + sketched) * sketched).mean(1)
+        return self.exact_path + (np.cumsum(self.sketched, 0) ** 2).mean(1) + self._products(np.cumsum).mean(1)
+
+    def _products(self, summed: Callable[[Float, int], Float] = lambda values, _axis: values) -> Float:
+        """2 α_k b·D_k [T, k], of single tokens or of sums over tokens."""
+        if self.known is None or self.found is None:
+            return np.zeros((len(self.sketched), 1))
+        return 2 * summed(self.known, 0) * summed(self.found, 0)
 
 
 @torch.inference_mode(False)
@@ -83,8 +102,11 @@ def sketch_score_norms(
     D = u vᵀ with random signs u, v in each matrix and random signs in each vector (all directions share one pass), and
     "hybrid" measures the layers above the last attention exactly and sketches only those below:
 
-    ŵ = ‖a‖² + (1/K) Σ_k (2 α_k β_k + β_k²),  s = a + b, β_k = b·D_k, α_k = a·D_k on the rows that a tied output
-    matrix shares with its use as embedding, 0 without such.
+    ŵ = ‖a‖² + mean_k (b·D_k)² + 2·mean_j α_j b·D'_j,  s = a + b,
+
+    the last term only where the output matrix is also the embedding: a fifth of the directions, D'_j, lies in the span
+    of what a has in the rows read as input, with known factors α_j (E[α_j b·D'_j] = ⟨a, b⟩). On an embedding D has
+    independent signs in all entries.
 
     The relative error is √(2/K) for "gaussian", somewhat more for "rank_one", and for "hybrid" as much smaller as less
     of the norm lies below; a hybrid estimate can come out negative. Where everything lies above the last attention, as
@@ -123,10 +145,8 @@ def sketch_score_norms(
     norm_sq, stderr, paths, logprob = (np.zeros(problem.shape) for _ in range(4))
     kept = np.zeros((*problem.shape, directions), dtype=np.float32) if features else None
     for part in parts:
-        where, terms = (part.rollout.row, part.rollout.columns), part.terms
-        norm_sq[where] = part.exact + terms.mean(1)
-        stderr[where] = terms.std(1, ddof=1) / np.sqrt(directions)
-        logprob[where] = part.logprob
+        where = part.rollout.row, part.rollout.columns
+        norm_sq[where], stderr[where], logprob[where] = part.norm_sq, part.norm_sq_stderr, part.logprob
         if path:
             paths[where] = part.path_norm_sq
         if kept is not None:
@@ -151,15 +171,23 @@ def _projections(directions: Directions, method: str, engine: str) -> tuple[str,
 
 def _hybrid(directions: Directions) -> Iterator[Projected]:
     for apart in _taken_apart(directions):
-        single, running = (x.cpu().numpy() for x in exact_above(apart))
-        tied = above(apart, directions)[1].cpu().numpy() if apart.shared else 0.0
-        sketched = below(apart, directions).cpu().numpy()
-        yield Projected(apart.rollout, _logprob(apart), sketched, tied, single, running)
+        single, running = exact_above(apart)
+        measured = single.cpu().numpy(), running.cpu().numpy()
+        kept = max(2, directions.count // TIED_SHARE) if apart.shared else 0
+        along = aligned(apart.shared, single, kept, directions.stream("tied")) if apart.shared else None
+        count = max(2, directions.count - kept)
+        sketched = below(apart, hybrid_moves(apart, directions, count, along)).cpu().numpy()
+        found = Projected(apart.rollout, _logprob(apart), sketched[:, :count], *measured)
+        if along is not None:
+            both = {"known": along.known.cpu().numpy(), "found": sketched[:, count:], "unseen": along.unseen}
+            found = replace(found, **both)
+        yield found
 
 
 def _rank_one(directions: Directions) -> Iterator[Projected]:
+    moves = Moves(directions.count, directions.signs, {})
     for apart in _taken_apart(directions):
-        whole = above(apart, directions)[0] + below(apart, directions)
+        whole = above(apart, directions) + below(apart, moves)
         yield Projected(apart.rollout, _logprob(apart), whole.cpu().numpy())
 
 

@@ -5,9 +5,9 @@ layers below. They are carried only as far as the cut, the input of the first la
 they meet each token's own signal; above it a token's gradient is one outer product and s·D is two dot products.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,29 +20,24 @@ from otb_analysis.gradients.dual import Tape, dual, primal_of, tangent_of
 from otb_analysis.gradients.forward import sampled_logprobs
 from otb_analysis.gradients.generic import plan_for
 from otb_analysis.gradients.inputs import Problem
-from otb_analysis.gradients.layers import HEADED_SCALE, SCALE, UnfitError
-from otb_analysis.gradients.offsets import OFFSETS, Norm, Signs, norm_of, rms_tangent, sides
+from otb_analysis.gradients.layers import EMBEDDING, SCALES, UnfitError
+from otb_analysis.gradients.offsets import OFFSETS, Norm, Signs, embedding_offset, rms_tangent, sides
 from otb_analysis.gradients.passes import Apart
 from otb_analysis.gradients.plan import Plan, Use, length, probe
 from otb_analysis.gradients.reference import token_alignments
 from otb_analysis.gradients.taps import own_rows
+from otb_analysis.gradients.tied import Aligned
 
 ROWS = 2048
 """Positions times directions of one pass: enough for efficient matrix products, few enough for memory."""
 
-SCALES = (SCALE, HEADED_SCALE)
-
 _CHECKED: WeakKeyDictionary[nn.Module, list[Plan]] = WeakKeyDictionary()
 
 
-def above(apart: Apart, directions: Directions) -> tuple[Tensor, Tensor]:
-    """s_t·D_k of the layers above the cut [K tokens, k], and of it what lies in rows also read as input.
-
-    Only the second part can correlate with what lies below: it belongs to a tied matrix.
-    """
+def above(apart: Apart, directions: Directions) -> Tensor:
+    """s_t·D_k of the layers above the cut [K tokens, k]."""
     modules = dict(apart.problem.model.named_modules())
     total = torch.zeros(len(apart.rollout.columns), directions.count, device=apart.own.device, dtype=torch.float64)
-    tied = torch.zeros_like(total)
     for use, (left, right) in apart.outer.items():
         inner, outer = sides(use, directions.signs, modules[use.module])
         total += (left @ inner.to(left).T) * (right @ outer.to(right).T)
@@ -50,8 +45,8 @@ def above(apart: Apart, directions: Directions) -> tuple[Tensor, Tensor]:
     for parameter, (right, left) in apart.shared.items():
         use = apart.plan.tied[parameter]
         inner, outer = sides(use, directions.signs, modules[use.module])
-        tied += (left @ inner.to(left).T) * (right @ outer[:, tokens].to(right).T)
-    return total + tied, tied
+        total += (left @ inner.to(left).T) * (right @ outer[:, tokens].to(right).T)
+    return total
 
 
 def exact_above(apart: Apart) -> tuple[Tensor, Tensor]:
@@ -65,19 +60,71 @@ def exact_above(apart: Apart) -> tuple[Tensor, Tensor]:
     return single, path
 
 
-def below(apart: Apart, directions: Directions) -> Tensor:
+@dataclass(frozen=True)
+class Moves:
+    """What k directions do to the parameters below the cut, for one rollout.
+
+    Attributes:
+        count: k.
+        signs: By parameter, signs along each axis of rank-one directions, the first of the k; the others move `rows`
+            only.
+        rows: By embedding, a function from a range of directions to their entries in the rows of the distinct tokens
+            read [k, U, d]; it goes before `signs`.
+    """
+
+    count: int
+    signs: Signs
+    rows: Mapping[str, Callable[[slice], Tensor]]
+
+    def some(self, part: slice) -> "Some":
+        """Some of the directions."""
+        signs = {name: tuple(a[part] for a in axes) for name, axes in self.signs.items() if name not in self.rows}
+        return Some(part.stop - part.start, signs, {name: rows(part) for name, rows in self.rows.items()})
+
+
+@dataclass(frozen=True)
+class Some:
+    """Those directions of a `Moves` that go through the model together; fields as there."""
+
+    count: int
+    signs: Signs
+    rows: dict[str, Tensor]
+
+
+def hybrid_moves(apart: Apart, directions: Directions, count: int, along: Aligned | None) -> Moves:
+    """`count` directions with independent signs in all entries of an embedding, then those that move only tied rows."""
+    more = 0 if along is None else along.known.shape[1]
+    signs = {name: tuple(a[:count] for a in axes) for name, axes in directions.signs.items()}
+
+    def entries(use: Use) -> Callable[[slice], Tensor]:
+        shape = len(apart.trace.inputs[use.module].unique()), directions.signs[use.parameter][1].shape[1]
+
+        def drawn(part: slice) -> Tensor:
+            start, stop = min(part.start, count), min(part.stop, count)
+            made = directions.rows(use.parameter, slice(start, stop), shape).to(apart.own.device)
+            if along is None or part.stop <= count:
+                return made
+            tied = along.rows.get(use.parameter)
+            last = slice(max(part.start - count, 0), part.stop - count)
+            rest = made.new_zeros(last.stop - last.start, *shape) if tied is None else tied[last]
+            return torch.cat([made.to(rest), rest])
+
+        return drawn
+
+    uses = [use for use in apart.plan.below if use.rule is EMBEDDING]
+    return Moves(count + more, signs, {use.parameter: entries(use) for use in uses})
+
+
+def below(apart: Apart, moves: Moves) -> Tensor:
     """s_t·D_k of the layers below the cut [K tokens, k], a few directions at a time."""
-    found = torch.zeros(len(apart.rollout.columns), directions.count, device=apart.own.device, dtype=torch.float64)
+    found = torch.zeros(len(apart.rollout.columns), moves.count, device=apart.own.device, dtype=torch.float64)
     if apart.plan.cut is None:
         return found
-    modules = dict(apart.problem.model.named_modules())
-    scaled = [u for u in apart.plan.below if u.rule in SCALES]
-    norms = {u.module: norm_of(modules[u.module], apart.trace.inputs[u.module].detach()) for u in scaled}
-    size, tape = max(1, ROWS // length(apart.rollout)), Tape()
-    for start in range(0, directions.count, size):
-        some = slice(start, min(start + size, directions.count))
-        signs = {name: tuple(a[some] for a in axes) for name, axes in directions.signs.items()}
-        with tape.playing(), _moving(apart, signs, norms):
+    passes, tape = -(-moves.count // max(1, ROWS // length(apart.rollout))), Tape()
+    size = -(-moves.count // passes)
+    for start in range(0, moves.count, size):
+        some = slice(start, min(start + size, moves.count))
+        with tape.playing(), _moving(apart, moves.some(some)):
             moved = _at_cut(apart)
         if moved is not None:
             rows = moved[:, own_rows(moved[:1], apart.rollout)]
@@ -103,7 +150,7 @@ def _check(problem: Problem, plan: Plan) -> None:
     rollout = probe(problem)
     directions = Directions(problem, 2, 0)
     apart = Apart(problem, plan, rollout)
-    got = (above(apart, directions)[0] + below(apart, directions)).cpu()
+    got = (above(apart, directions) + below(apart, Moves(2, directions.signs, {}))).cpu()
     one = replace(problem, rollouts=(rollout,), shape=(1, len(rollout.ids)))
     slopes = [token_alignments(one, directions.rank_one(k))[0, rollout.columns] for k in (0, 1)]
     expected = torch.from_numpy(np.stack(slopes, 1))
@@ -137,14 +184,18 @@ def _at_cut(apart: Apart) -> Tensor | None:
 
 
 @contextmanager
-def _moving(apart: Apart, signs: Signs, norms: dict[str, Norm]) -> Iterator[None]:
+def _moving(apart: Apart, some: Some) -> Iterator[None]:
     """Let the directions act on the layers below the cut, and stop at the cut."""
     modules = dict(apart.problem.model.named_modules())
     handles = [modules[str(apart.plan.cut)].register_forward_pre_hook(_stop)]
+    moving = {*some.signs, *some.rows}
     for name in dict.fromkeys(u.module for u in apart.plan.below):
-        acting = _Acting([u for u in apart.plan.below if u.module == name], signs, norms.get(name))
-        handles.append(modules[name].register_forward_pre_hook(acting.before))
-        handles.append(modules[name].register_forward_hook(acting.after))
+        uses = [u for u in apart.plan.below if u.module == name and u.parameter in moving]
+        norm = apart.norms.get(name)
+        if uses or norm is not None:
+            acting = _Acting(uses, some, norm)
+            handles.append(modules[name].register_forward_pre_hook(acting.before))
+            handles.append(modules[name].register_forward_hook(acting.after))
     try:
         yield
     finally:
@@ -159,8 +210,9 @@ def _stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
 class _Acting:
     """What the directions of one layer's own parameters do to its output."""
 
-    def __init__(self, uses: list[Use], signs: Signs, norm: Norm | None) -> None:
-        self.uses, self.signs, self.norm = uses, signs, norm
+    def __init__(self, uses: list[Use], some: Some, norm: Norm | None) -> None:
+        self.uses, self.norm = uses, norm
+        self.count, self.signs, self.rows = some.count, some.signs, some.rows
         self.come: Tensor | None = None
 
     def before(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -170,13 +222,18 @@ class _Acting:
         self.come = tangent_of(args[0])
         return (primal_of(args[0]), *args[1:])
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         primal, total = primal_of(output), tangent_of(output)
         if self.norm is not None and self.come is not None:
             total = rms_tangent(self.norm, self.come)
-        if total is None:
-            total = primal.new_zeros(len(self.signs[self.uses[0].parameter][0]), *primal.shape[1:])
         for use in self.uses:
+            if use.parameter in self.rows:
+                total = embedding_offset(module, args[0], self.rows[use.parameter], primal)
+                continue
+            if total is None:
+                total = primal.new_zeros(self.count, *primal.shape[1:])
             inputs = self.norm.normal if self.norm is not None and use.rule in SCALES else primal_of(args[0])
-            OFFSETS[use.rule](total, module, inputs, sides(use, self.signs, module))
-        return dual(primal, total)
+            along = sides(use, self.signs, module)
+            if len(along[1]):
+                OFFSETS[use.rule](total[: len(along[1])], module, inputs, along)
+        return output if total is None else dual(primal, total)

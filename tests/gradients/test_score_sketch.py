@@ -12,6 +12,7 @@ from otb_analysis.gradients.directions import Directions
 from otb_analysis.gradients.dual import Dual, dual
 from otb_analysis.gradients.inputs import Batch, pose
 from otb_analysis.gradients.layers import UnfitError
+from otb_analysis.gradients.tied import aligned
 
 rank_one = partial(sketch_score_norms, method="rank_one", engine="generic", features=True, path=True)
 FAMILIES = ["qwen2", "qwen3", "llama", "gpt2"]
@@ -146,24 +147,52 @@ def test_estimates_are_unbiased_and_their_standard_errors_calibrated(make_model,
     assert 0.82 < (np.abs(norms - truth) <= 1.96 * stderr + 1e-9 * truth).mean() <= 0.99
 
 
-def test_the_cross_term_of_a_tied_matrix_is_in_the_hybrid(make_model, sample, explicit_scores):
-    # With s = o + i, the output and input use of one matrix, ŵ = ‖o‖² + (1/K) Σ_k (2 o·D_k + i·D_k) i·D_k, where o·D_k
-    # is taken over the rows that the text reads, since i has no others.
+def tied_uses(make_model, sample, explicit_scores):
+    """A tied model and batch, and by token the score's two uses of the matrix [17, 16]: at the output, as embedding."""
     model, batch = make_model("qwen2"), sample["left"]
     untied = make_model("qwen2", tied=False)
     untied.load_state_dict(model.state_dict() | {"lm_head.weight": model.model.embed_tokens.weight})
-    found = sketch_score_norms(model, *batch.args, batch.attention_mask, directions=3, scope="embed_tokens")
-    drawn = Directions(pose(model, Batch(*batch.args, batch.attention_mask), "embed_tokens", 1.0), 3, 0)
-    along = torch.stack([drawn.rank_one(k)[0] for k in range(3)]).numpy()
     outputs = explicit_scores(untied, batch, {"w": untied.lm_head.weight})
     inputs = explicit_scores(untied, batch, {"w": untied.model.embed_tokens.weight})
-    for (n, t), o in outputs.items():
+    return model, batch, {key: (outputs[key].reshape(17, 16), inputs[key].reshape(17, 16)) for key in outputs}
+
+
+def test_the_cross_term_of_a_tied_matrix_is_exact_where_directions_fill_the_span(
+    make_model, sample, explicit_scores, monkeypatch
+):
+    # With s = o + i, the output and input use of one matrix, ŵ = ‖o‖² + 2⟨o, i⟩ + (1/K) Σ_k (i·D_k)²: the span of a
+    # rollout's o has as many dimensions as tokens, which eight directions fill; what is left is the sketch of i.
+    model, batch, uses = tied_uses(make_model, sample, explicit_scores)
+    monkeypatch.setattr("otb_analysis.gradients.score_sketch.TIED_SHARE", 1)
+    found = sketch_score_norms(model, *batch.args, batch.attention_mask, directions=8, scope="embed_tokens")
+    drawn = Directions(pose(model, Batch(*batch.args, batch.attention_mask), "embed_tokens", 1.0), 8, 0)
+    for (n, t), (o, i) in uses.items():
         last = int(batch.mask[n].nonzero().max())
-        read = batch.input_ids[n, :last][batch.attention_mask[n, :last] > 0].unique().numpy()
-        o, i = o.reshape(17, 16), inputs[n, t].reshape(17, 16)
-        alpha, beta = (along[:, read] * o[read]).sum((1, 2)), (along * i).sum((1, 2))
-        expected = (o**2).sum() + ((2 * alpha + beta) * beta).mean()
+        read = batch.input_ids[n, :last][batch.attention_mask[n, :last] > 0].unique()
+        rows = drawn.rows("model.embed_tokens.weight", slice(0, 2), (len(read), 16)).numpy()
+        beta = (rows * i[read]).sum((1, 2))
+        expected = (o**2).sum() + 2 * (o * i).sum() + (beta**2).mean()
         np.testing.assert_allclose(found.norm_sq[n, t], expected, rtol=1e-4, atol=1e-4)
+        stderr = np.abs(beta[0] ** 2 - beta[1] ** 2) / 2  # of the mean of two
+        np.testing.assert_allclose(found.norm_sq_stderr[n, t], stderr, rtol=1e-3, atol=1e-4)
+
+
+def test_a_few_directions_in_the_span_are_unbiased_with_the_variance_of_a_draw_without_replacement():
+    # ⟨A_t, B_t⟩ from two of the four dimensions that the A_t span, for B_t that lie mostly outside.
+    generator = torch.Generator().manual_seed(0)
+    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
+    right, left, other = normal(4, 5), normal(4, 6), normal(4, 5, 6)
+    truth = torch.einsum("tu,td,tud->t", right, left, other)
+    means, variances = [], []
+    for seed in range(4000):
+        drawn = aligned({"w": (right, left)}, torch.ones(4), 2, torch.Generator().manual_seed(seed))
+        products = drawn.known * torch.einsum("kud,tud->tk", drawn.rows["w"], other)
+        means.append(products.mean(1))
+        variances.append(products.var(1) / 2 * drawn.unseen)
+    assert drawn.dimension == 4 and drawn.unseen == 0.5
+    means, variances = torch.stack(means), torch.stack(variances).mean(0)
+    assert ((means.mean(0) - truth) / (means.std(0) / 4000**0.5)).abs().max() < 4
+    torch.testing.assert_close(variances, means.var(0), rtol=0.15, atol=0)
 
 
 def test_hybrid_is_exact_where_everything_is_above_the_last_attention(case, sample):
