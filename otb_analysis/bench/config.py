@@ -65,9 +65,9 @@ class EngineConfig:
     """Time M at T=512 too, where one turn of the loop takes minutes."""
     repeats: int = 15
     """Repetitions at most, taking turns; the best counts, the median is shown."""
-    seconds: float = 60.0
-    """After three repetitions, a size and T gets no further one once this much time is spent on it; what takes
-    more than half of it in its first turn, the plain loop excepted, takes no other."""
+    seconds: float = 45.0
+    """A size and T gets no further repetition once this much time is spent on it, up to three until twice that;
+    what takes more than half of it in its first turn, the plain loop excepted, takes no other."""
     device: Device = "cpu"
     """Where to run."""
     dtype: Literal["float32", "bfloat16"] = "float32"

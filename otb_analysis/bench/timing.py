@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 
 AT_LEAST = 3
-"""Repetitions that a time limit does not cut."""
+"""Repetitions that a time limit does not cut, as long as no more than twice of it is spent."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ def interleaved(
     Args:
         candidates: By name, what runs once and returns the seconds that count, as `timed` makes it.
         repeats: Repetitions at most.
-        limit: Seconds after which no repetition begins, three excepted. A candidate whose first turn took longer than
-            half of it has had its only turn.
+        limit: Seconds after which no repetition begins; the second and third may until twice that. A candidate whose
+            first turn took longer than half of it has had its only turn.
         against: The candidate that the others are compared with: it takes every turn, however long.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     start = perf_counter()
     for done in range(repeats):
-        if done >= AT_LEAST and perf_counter() - start > limit:
+        if done and perf_counter() - start > (limit if done >= AT_LEAST else 2 * limit):
             break
         for name, run in candidates.items():
             if name == against or not done or seconds[name][0] <= limit / 2:

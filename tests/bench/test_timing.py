@@ -26,8 +26,16 @@ def test_candidates_take_turns():
     assert order == ["a", "b", "a", "b"]
 
 
-def test_a_time_limit_leaves_three_repetitions():
-    assert interleaved({"a": lambda: 0.0}, 9, limit=0.0)["a"].repeats == 3
+@pytest.mark.parametrize("each, repeats", [(3.0, 4), (6.0, 3), (8.0, 3), (11.0, 2), (21.0, 1)])
+def test_no_repetition_begins_after_the_limit_nor_a_second_or_third_after_twice_of_it(monkeypatch, each, repeats):
+    now = [0.0]
+
+    def run():
+        now[0] += each
+        return 0.0
+
+    monkeypatch.setattr("otb_analysis.bench.timing.perf_counter", lambda: now[0])
+    assert interleaved({"a": run}, 9, limit=10.0)["a"].repeats == repeats
 
 
 def test_what_takes_more_than_half_the_limit_has_one_turn_unless_all_are_compared_with_it():
