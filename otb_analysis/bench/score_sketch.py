@@ -64,8 +64,8 @@ def bench_score_sketch(
             made = [sketch_score_norms(*args, directions=count, method=method, seed=seed) for seed in range(seeds)]
             off = np.stack([m.norm_sq[inside] / exact - 1 for m in made])
             stated = np.stack([np.zeros(0) if m.norm_sq_stderr is None else m.norm_sq_stderr[inside] for m in made])
-            rms = [float(np.sqrt((x**2).mean())) for x in (off, stated / exact)]
-            rows.append(ScoreSketchRow(method, count, len(exact), *rms, float(off.mean())))
+            error, claimed = (float(np.sqrt((x**2).mean())) for x in (off, stated / exact))
+            rows.append(ScoreSketchRow(method, count, len(exact), error, claimed, float(off.mean())))
     return rows
 
 

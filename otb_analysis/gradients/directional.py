@@ -31,8 +31,9 @@ LINEAR = 0.05
 """Truncation, relative to the slopes, up to which a trial is believed: its next term is of the order of the square."""
 TOLERANCE = 0.01
 """How far slopes may lie from the trial's, relative to their norm."""
-TRIED, TRIED_TOKENS = 4, 16
-"""Rollouts in a trial, evenly spread, and the first so many sampled tokens of each."""
+TRIED, TRIED_TOKENS, TRIED_OF = 4, 16, 2000
+"""Rollouts in a trial at most, evenly spread, the first so many sampled tokens of each, and tokens of the batch for
+every one of them: a trial takes four passes, which on a small batch would cost as much as the differences."""
 TWO_POINT_TRUNCATION, FOUR_POINT_TRUNCATION = 1e-5, 2e-4
 """Aimed-at truncation of a two-point difference, relative to the slopes; the four-point stencil removes it to the order
 of its square, so it may step further, where rounding weighs less."""
@@ -186,7 +187,8 @@ def _four_points(line: _Line, rollouts: tuple[Rollout, ...], step: float) -> Flo
 
 def _trial(line: _Line, rollouts: tuple[Rollout, ...], step: float) -> _Trial:
     """Third differences of a few tokens at the first step, from `step` down, that is short enough for them."""
-    spread = rollouts[:: -(-len(rollouts) // TRIED)]
+    tried = max(1, min(TRIED, sum(len(r.columns) for r in rollouts) // TRIED_OF))
+    spread = rollouts[:: -(-len(rollouts) // tried)]
     some = tuple(next(r.blocks(TRIED_TOKENS)) for r in spread)
     middle = line.function.evaluate(line.function.parameters, some)
     found = []
