@@ -29,6 +29,7 @@ from otb_analysis.gradients.layers import (
     wide,
 )
 from otb_analysis.gradients.plan import Plan, Use
+from otb_analysis.gradients.tally import norm_sq
 from otb_analysis.gradients.taps import Trace
 from otb_analysis.types import Float
 
@@ -46,16 +47,16 @@ def norms_above_cut(problem: Problem, plan: Plan) -> Float:
         problem: The checked batch.
         plan: How its model is taken apart.
     """
-    norm_sq = np.zeros(problem.shape)
+    found = np.zeros(problem.shape)
     modules = dict(problem.model.named_modules())
     for batch in microbatches(problem.rollouts):
         seen = _Pass(problem, plan.above, batch)
         total = torch.zeros(len(seen.row), dtype=torch.float64, device=seen.row.device)
         for use, inputs, signal in seen.layers():
             left, right = use.rule.outer(modules[use.module], inputs[seen.at(inputs)], signal[seen.at(signal)])
-            total += _norm_sq(left) * _norm_sq(right)
-        norm_sq[seen.places] = total.cpu().numpy()
-    return norm_sq
+            total += norm_sq(left) * norm_sq(right)
+        found[seen.places] = total.cpu().numpy()
+    return found
 
 
 def token_norms(problem: Problem, plan: Plan) -> Float:
@@ -67,12 +68,12 @@ def token_norms(problem: Problem, plan: Plan) -> Float:
         problem: The checked batch; its mask holds the tokens to measure.
         plan: How its model is taken apart.
     """
-    norm_sq = np.zeros(problem.shape)
+    found = np.zeros(problem.shape)
     copies = [one for rollout in problem.rollouts for one in rollout.blocks(1)]
     for batch in microbatches(copies):
         seen = _Pass(problem, (*plan.above, *plan.below), batch)
-        norm_sq[seen.places] = _row_norms(problem, plan, seen).cpu().numpy()
-    return norm_sq
+        found[seen.places] = _row_norms(problem, plan, seen).cpu().numpy()
+    return found
 
 
 class _Pass:
@@ -165,7 +166,7 @@ def _row_norms(problem: Problem, plan: Plan, seen: _Pass) -> Tensor:
         module = modules[use.module]
         if use in above:
             left, right = use.rule.outer(module, inputs[seen.at(inputs)], signal[seen.at(signal)])
-            total += _norm_sq(left) * _norm_sq(right)
+            total += norm_sq(left) * norm_sq(right)
             outer[use.parameter] = left, right
             continue
         total += _below(_Layer(use, module, inputs, signal))
@@ -180,11 +181,11 @@ def _below(layer: _Layer) -> Tensor:
         return _matrix(wide(layer.inputs), wide(layer.signal))
     if rule in SUMMED:
         left, right = rule.outer(layer.module, layer.inputs, layer.signal)
-        return _norm_sq(left) * _norm_sq(right)
+        return norm_sq(left) * norm_sq(right)
     if rule is EMBEDDING:
         return _embedding(layer)
     rows = zip(layer.inputs.split(1), layer.signal.split(1), strict=True)
-    return torch.cat([_norm_sq(rule.coordinates(rule.prepare(layer.module, a), s)) for a, s in rows])
+    return torch.cat([norm_sq(rule.coordinates(rule.prepare(layer.module, a), s)) for a, s in rows])
 
 
 def _matrix(inputs: Tensor, signal: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ def _matrix(inputs: Tensor, signal: Tensor) -> Tensor:
         # The sum over pairs of positions cancels, so it is taken in float64; the products are exact enough.
         pairs = (inputs @ inputs.mT).double() * (signal @ signal.mT).double()
         return pairs.flatten(1).sum(1).clamp(min=0.0)
-    return _norm_sq(inputs.mT @ signal)
+    return norm_sq(inputs.mT @ signal)
 
 
 def _embedding(layer: _Layer) -> Tensor:
@@ -210,9 +211,3 @@ def _tied_cross(layer: _Layer, left: Tensor, right: Tensor) -> Tensor:
     return 2 * (along.double() * right.gather(1, layer.inputs).double() * row_factors(layer.module, layer.inputs)).sum(
         1
     )
-
-
-def _norm_sq(values: Tensor) -> Tensor:
-    """‖·‖² of each of B tensors, in float64 beyond the last axis [B]."""
-    rows = torch.linalg.vector_norm(values, dim=-1).double().square()
-    return rows if rows.ndim == 1 else rows.flatten(1).sum(-1)
