@@ -1,0 +1,84 @@
+"""Where the time of one call goes, operator by operator.
+
+    python -m otb_analysis.bench.profile "sketch hybrid, K=32" S 128 docs/results
+
+A row of `otb bench engine` is profiled on one thread; shares are of the time spent in operators themselves, the rest
+of a call (Python, launching) is what the operators leave of its time without the profiler.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from otb_analysis.bench.engine_cases import candidates, make_case, make_model
+from otb_analysis.bench.publish import Report, publish
+from otb_analysis.errors import InputError, nearest
+
+REPEATS = 5
+SHOWN = 12
+"""Operators in the table; the others together make its last row."""
+
+
+def run_profile(name: str, size: str, tokens: int) -> Report:
+    """Profile one row of the engine benchmark.
+
+    Args:
+        name: A row's name, such as "fast".
+        size: Model: S, M or L.
+        tokens: Sampled tokens T.
+
+    Raises:
+        InputError: There is no row of that name.
+    """
+    torch.set_num_threads(1)
+    runs = candidates(make_case(make_model(size, "cpu", "float32"), tokens))
+    if name not in runs:
+        raise InputError(f"row is {name!r}; {nearest(name, runs)}")
+    seconds = _least(runs[name])
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        for _ in range(REPEATS):
+            runs[name]()
+    rows = _rows(seen.key_averages())
+    slug = re.sub(r"\W+", "_", f"profile {name} {size} {tokens}").strip("_").lower()
+    return Report(
+        name=slug,
+        command=f'python -m otb_analysis.bench.profile "{name}" {size} {tokens} docs/results',
+        settings={"row": name, "size": size, "tokens": tokens},
+        title=f"{name}, {size}, T = {tokens}: {1e3 * seconds:.0f} ms of processor time a call",
+        headers=("operator", "share", "calls"),
+        cells=[(row["operator"], f"{row['share']:.1%}", f"{row['calls']:,.0f}") for row in rows],
+        rows=rows,
+        notes=(
+            f"Shares of the time inside operators themselves, over {REPEATS} calls; calls are per call of the row.",
+            "Not measured on a GPU.",
+        ),
+    )
+
+
+def _least(run: Callable[[], object]) -> float:
+    least = float("inf")
+    for _ in range(REPEATS + 1):  # the first one looks at the model
+        start = process_time()
+        run()
+        least = min(least, process_time() - start)
+    return least
+
+
+def _rows(events: Any) -> list[dict[str, Any]]:
+    """The operators with the largest share, and the sum of all others."""
+    found = sorted(((e.self_cpu_time_total, e.key, e.count) for e in events), reverse=True)
+    total = sum(time for time, _, _ in found)
+    rows = [{"operator": name, "share": time / total, "calls": count / REPEATS} for time, name, count in found[:SHOWN]]
+    rest = found[SHOWN:]
+    others = {"share": sum(time for time, _, _ in rest) / total, "calls": sum(n for _, _, n in rest) / REPEATS}
+    return [*rows, {"operator": f"{len(rest)} others"} | others]
+
+
+if __name__ == "__main__":
+    publish(Path(sys.argv[4]), run_profile(sys.argv[1], sys.argv[2], int(sys.argv[3])))
