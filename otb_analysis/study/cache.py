@@ -17,13 +17,15 @@ class Finished:
 
     Attributes:
         tables: What the study measured.
-        minutes: Wall clock.
+        minutes: By the clock.
+        processor_minutes: Of this process, all its threads together; the fairer cost where the machine is shared.
         peak_mib: The most memory that the process held meanwhile, in MiB; None where the system does not tell.
         machine: Where, in words.
     """
 
     tables: Tables
     minutes: float
+    processor_minutes: float
     peak_mib: int | None
     machine: str
 

@@ -16,7 +16,7 @@ A study is a question, a command and committed result tables: `NN_slug/study.py`
 `runs/studies/`. `--quick` runs all of one in less than two minutes at reduced constants, into a temporary folder;
 `--render` makes the pages again from the tables. What did not work is kept in [LOG.md](LOG.md).
 
-| study | question | verdict | command | cost |
+| study | question | verdict | command | processor time |
 |---|---|---|---|---|
 {rows}
 
@@ -68,23 +68,28 @@ def command(folder: Path) -> str:
 
 
 def cost_words(cost: Rows) -> str:
-    """Return the cost of a study in one sentence: minutes, cells, the most memory, machines.
+    """Return the cost of a study in one sentence: minutes of processor time and by the clock, cells, memory, machines.
 
     Args:
         cost: One row per cell.
     """
     known = [row["peak_mib"] for row in cost if row["peak_mib"] is not None]
     peak = f"at most {max(known):,.0f} MiB of memory, " if known else ""
-    return f"{minutes_words(cost)} in {len(cost)} cells, {peak}each on {' and '.join(distinct(cost, 'machine'))}."
+    clock, machines = _minutes(sum(row["minutes"] for row in cost)), " and ".join(distinct(cost, "machine"))
+    spent = f"{minutes_words(cost)} of processor time ({clock} by the clock)"
+    return f"{spent} in {len(cost)} cells, {peak}each on {machines}."
 
 
 def minutes_words(cost: Rows) -> str:
-    """Return the minutes of all cells together, as in `83 min`; one digit below ten.
+    """Return the processor time of all cells together, as in `83 min`.
 
     Args:
         cost: One row per cell.
     """
-    minutes = sum(row["minutes"] for row in cost)
+    return _minutes(sum(row["processor_minutes"] for row in cost))
+
+
+def _minutes(minutes: float) -> str:
     return f"{minutes:.1f} min" if minutes < 10 else f"{minutes:.0f} min"
 
 

@@ -84,6 +84,12 @@ def cost_rows(cells: Sequence[Cell], results: Sequence[Finished]) -> list[dict[s
         results: One per cell.
     """
     return [
-        {"cell": cell.name, "minutes": round(one.minutes, 2), "peak_mib": one.peak_mib, "machine": one.machine}
+        {
+            "cell": cell.name,
+            "minutes": round(one.minutes, 2),
+            "processor_minutes": round(one.processor_minutes, 2),
+            "peak_mib": one.peak_mib,
+            "machine": one.machine,
+        }
         for cell, one in zip(cells, results, strict=True)
     ]

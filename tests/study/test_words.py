@@ -20,10 +20,15 @@ def test_a_table_has_its_words_left_and_its_numbers_right():
 
 
 def test_cost_is_the_sum_of_minutes_and_the_largest_memory():
-    cost = [{"minutes": 8.26, "peak_mib": 600, "machine": "M"}, {"minutes": 4.0, "peak_mib": 1200, "machine": "M"}]
-    assert cost_words(cost) == "12 min in 2 cells, at most 1,200 MiB of memory, each on M."
-    unknown = [{"minutes": 1.0, "peak_mib": None, "machine": m} for m in ("M", "K")]
-    assert cost_words(unknown) == "2.0 min in 2 cells, each on M and K."
+    cost = [row(8.26, 600, "M"), row(4.0, 1200, "M")]
+    wanted = "12 min of processor time (25 min by the clock) in 2 cells, at most 1,200 MiB of memory, each on M."
+    assert cost_words(cost) == wanted  # 8.26 + 4 = 12.26, and twice that
+    unknown = [row(1.0, None, "M"), row(1.0, None, "K")]
+    assert cost_words(unknown) == "2.0 min of processor time (4.0 min by the clock) in 2 cells, each on M and K."
+
+
+def row(minutes, peak, machine):
+    return {"minutes": 2 * minutes, "processor_minutes": minutes, "peak_mib": peak, "machine": machine}
 
 
 def test_peak_memory_is_that_since_it_was_forgotten():
