@@ -171,16 +171,8 @@ def over_seeds(values: Sequence[float]) -> Interval:
 
 def seeds_table(runs: Rows) -> str:
     """Return success before and after with intervals over prompts, and cost, of each seed."""
-    headers = (
-        "task",
-        "seed",
-        "before RL",
-        "after RL",
-        "supervised start, min",
-        "RL, min",
-        "in all, min",
-        "memory, MiB",
-    )
+    headers = ["task", "seed", "before RL", "after RL", "steps", "rollouts"]
+    headers += ["supervised start, min", "RL, min", "in all, min", "memory, MiB"]
     rows = []
     for run in runs:
         ends = [with_interval(run[end]["success"], run[end]["low"], run[end]["high"]) for end in ("before", "after")]
@@ -203,9 +195,8 @@ def pooled_table(curves: Rows) -> str:
 def how_to_read(runs: Rows) -> str:
     """Say what the numbers are, and what they are not."""
     first = runs[0]
-    return HOW_TO_READ.format(
-        prompts=first["heldout_prompts"], samples=first["heldout_samples"], seeds=len(distinct(runs, "seed")),
-    )  # fmt: skip
+    seeds = len(distinct(runs, "seed"))
+    return HOW_TO_READ.format(prompts=first["heldout_prompts"], samples=first["heldout_samples"], seeds=seeds)
 
 
 def figure(curves: Rows) -> str:

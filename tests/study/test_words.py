@@ -1,5 +1,6 @@
 import pytest
 
+from otb_analysis.errors import InputError
 from otb_analysis.study import markdown_table, share, with_interval
 from otb_analysis.study.page import cost_words
 from otb_analysis.study.words import forget_peak_memory, peak_memory_mib
@@ -17,6 +18,11 @@ def test_a_share_without_an_interval_stands_alone(missing):
 
 def test_a_table_has_its_words_left_and_its_numbers_right():
     assert markdown_table(["name", "n"], [["a", "1"]]) == "| name | n |\n| --- | ---: |\n| a | 1 |"
+
+
+def test_a_row_of_another_length_is_one_sentence():
+    with pytest.raises(InputError, match="a row has 1 cells but there are 2 headers; pass one cell for each"):
+        markdown_table(["name", "n"], [["a"]])
 
 
 def test_cost_is_the_sum_of_minutes_and_the_largest_memory():
