@@ -7,6 +7,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.study.folder import load_study, study_folders
 from otb_analysis.study.record import Findings, Rows, Study
 from otb_analysis.study.results import COST, distinct, read_tables
+from otb_analysis.training.progress import duration
 
 INDEX = """\
 # Studies
@@ -16,7 +17,7 @@ A study is a question, a command and committed result tables: `NN_slug/study.py`
 `runs/studies/`. `--quick` runs all of one in less than two minutes at reduced constants, into a temporary folder;
 `--render` makes the pages again from the tables. What did not work is kept in [LOG.md](LOG.md).
 
-| study | question | verdict | command | processor time |
+| study | question | verdict | command | cost |
 |---|---|---|---|---|
 {rows}
 
@@ -68,29 +69,27 @@ def command(folder: Path) -> str:
 
 
 def cost_words(cost: Rows) -> str:
-    """Return the cost of a study in one sentence: minutes of processor time and by the clock, cells, memory, machines.
+    """Return the cost of a study in one sentence: minutes, cells, the most memory, machines.
 
     Args:
         cost: One row per cell.
     """
     known = [row["peak_mib"] for row in cost if row["peak_mib"] is not None]
     peak = f"at most {max(known):,.0f} MiB of memory, " if known else ""
-    clock, machines = _minutes(sum(row["minutes"] for row in cost)), " and ".join(distinct(cost, "machine"))
-    spent = f"{minutes_words(cost)} of processor time ({clock} by the clock)"
-    return f"{spent} in {len(cost)} cells, {peak}each on {machines}."
+    return f"{minutes_words(cost)} in {len(cost)} cells, {peak}each on {' and '.join(distinct(cost, 'machine'))}."
 
 
 def minutes_words(cost: Rows) -> str:
-    """Return the processor time of all cells together, as in `83 min`.
+    """Return the minutes of all cells together, as in `83 min of processor time (2 h by the clock)`.
 
     Args:
-        cost: One row per cell.
+        cost: One row per cell; where one has no processor time, only the clock is told.
     """
-    return _minutes(sum(row["processor_minutes"] for row in cost))
-
-
-def _minutes(minutes: float) -> str:
-    return f"{minutes:.1f} min" if minutes < 10 else f"{minutes:.0f} min"
+    clock = duration(60 * sum(row["minutes"] for row in cost))
+    processor = [row.get("processor_minutes") for row in cost]
+    if None in processor:
+        return clock
+    return f"{duration(60 * sum(processor))} of processor time ({clock} by the clock)"
 
 
 def _index_row(folder: Path, tables: Mapping[str, Rows]) -> str:

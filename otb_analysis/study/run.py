@@ -109,8 +109,8 @@ def _finish(study: Study, cell: Cell, work: Path, bar: Bar) -> Finished:
     forget_peak_memory()
     clock, processor = perf_counter(), process_time()
     tables = study.measure(cell, work, bar)
-    spent = (perf_counter() - clock) / 60, (process_time() - processor) / 60
-    return Finished(tables, *spent, peak_memory_mib(), machine_words())
+    minutes, processor_minutes = (perf_counter() - clock) / 60, (process_time() - processor) / 60
+    return Finished(tables, minutes, peak_memory_mib(), machine_words(), processor_minutes)
 
 
 def _target(folder: Path, setting: Setting) -> Path:

@@ -143,7 +143,7 @@ def report(tables: Mapping[str, Rows]) -> Findings:
 
 def verdict(runs: Rows) -> str:
     """Return the answer in one line: success before and after, and which seeds met target and time."""
-    slowest = max(run["processor_minutes"] for run in runs)
+    slowest = max(run["processor_minutes"] or run["minutes"] for run in runs)
     said = "; ".join(_task_verdict(task, select(runs, task=task)) for task in distinct(runs, "task"))
     late = "" if slowest < MINUTES else f", more than the {MINUTES} min allowed"
     return f"{said}; in at most {slowest:.1f} min of one core's time a seed, supervised start included{late}."
