@@ -86,8 +86,8 @@ def minutes_words(cost: Rows) -> str:
         cost: One row per cell; where one has no processor time, only the clock is told.
     """
     clock = duration(60 * sum(row["minutes"] for row in cost))
-    processor = [row.get("processor_minutes") for row in cost]
-    if None in processor:
+    processor = [row["processor_minutes"] for row in cost if row.get("processor_minutes") is not None]
+    if len(processor) < len(cost):
         return clock
     return f"{duration(60 * sum(processor))} of processor time ({clock} by the clock)"
 
