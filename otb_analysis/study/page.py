@@ -7,7 +7,6 @@ from otb_analysis.errors import InputError
 from otb_analysis.study.folder import load_study, study_folders
 from otb_analysis.study.record import Findings, Rows, Study
 from otb_analysis.study.results import COST, distinct, read_tables
-from otb_analysis.training.progress import duration
 
 INDEX = """\
 # Studies
@@ -80,16 +79,20 @@ def cost_words(cost: Rows) -> str:
 
 
 def minutes_words(cost: Rows) -> str:
-    """Return the minutes of all cells together, as in `83 min of processor time (2 h by the clock)`.
+    """Return the minutes of all cells together, as in `83 min of processor time (120 min by the clock)`.
 
     Args:
         cost: One row per cell; where one has no processor time, only the clock is told.
     """
-    clock = duration(60 * sum(row["minutes"] for row in cost))
+    clock = _minutes(sum(row["minutes"] for row in cost))
     processor = [row["processor_minutes"] for row in cost if row.get("processor_minutes") is not None]
     if len(processor) < len(cost):
         return clock
-    return f"{duration(60 * sum(processor))} of processor time ({clock} by the clock)"
+    return f"{_minutes(sum(processor))} of processor time ({clock} by the clock)"
+
+
+def _minutes(minutes: float) -> str:
+    return f"{minutes:.1f} min" if minutes < 10 else f"{minutes:.0f} min"
 
 
 def _index_row(folder: Path, tables: Mapping[str, Rows]) -> str:

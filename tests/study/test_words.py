@@ -26,16 +26,16 @@ def test_a_row_of_another_length_is_one_sentence():
 
 
 def test_cost_is_the_sum_of_minutes_and_the_largest_memory():
-    cost = [row(8.25, 600, "M"), row(4.0, 1200, "M")]
-    wanted = "12:15 min of processor time (24:30 min by the clock) in 2 cells, at most 1,200 MiB of memory, each on M."
-    assert cost_words(cost) == wanted  # 8.25 + 4 = 12.25, and twice that
+    cost = [row(8.26, 600, "M"), row(4.0, 1200, "M")]
+    wanted = "12 min of processor time (25 min by the clock) in 2 cells, at most 1,200 MiB of memory, each on M."
+    assert cost_words(cost) == wanted  # 8.26 + 4 = 12.26, and twice that
     unknown = [row(1.0, None, "M"), row(1.0, None, "K")]
-    assert cost_words(unknown) == "2:00 min of processor time (4:00 min by the clock) in 2 cells, each on M and K."
+    assert cost_words(unknown) == "2.0 min of processor time (4.0 min by the clock) in 2 cells, each on M and K."
 
 
 def test_where_processor_time_was_not_measured_only_the_clock_is_told():
     old = {"minutes": 60.0, "peak_mib": None, "machine": "M"}
-    assert cost_words([old, old | {"processor_minutes": 3.0}]) == "2:00 h in 2 cells, each on M."
+    assert cost_words([old, old | {"processor_minutes": 3.0}]) == "120 min in 2 cells, each on M."
 
 
 def row(minutes, peak, machine):
