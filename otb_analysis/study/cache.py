@@ -17,15 +17,18 @@ class Finished:
 
     Attributes:
         tables: What the study measured.
-        minutes: Wall clock.
+        minutes: By the clock.
         peak_mib: The most memory that the process held meanwhile, in MiB; None where the system does not tell.
         machine: Where, in words.
+        processor_minutes: Of this process, all its threads together; None where it was not measured. The fairer cost
+            where the machine is shared.
     """
 
     tables: Tables
     minutes: float
     peak_mib: int | None
     machine: str
+    processor_minutes: float | None = None
 
 
 class CellCache:

@@ -79,12 +79,19 @@ def cost_words(cost: Rows) -> str:
 
 
 def minutes_words(cost: Rows) -> str:
-    """Return the minutes of all cells together, as in `83 min`; one digit below ten.
+    """Return the minutes of all cells together, as in `83 min of processor time (120 min by the clock)`.
 
     Args:
-        cost: One row per cell.
+        cost: One row per cell; where one has no processor time, only the clock is told.
     """
-    minutes = sum(row["minutes"] for row in cost)
+    clock = _minutes(sum(row["minutes"] for row in cost))
+    processor = [row["processor_minutes"] for row in cost if row.get("processor_minutes") is not None]
+    if len(processor) < len(cost):
+        return clock
+    return f"{_minutes(sum(processor))} of processor time ({clock} by the clock)"
+
+
+def _minutes(minutes: float) -> str:
     return f"{minutes:.1f} min" if minutes < 10 else f"{minutes:.0f} min"
 
 

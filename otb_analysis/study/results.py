@@ -83,7 +83,15 @@ def cost_rows(cells: Sequence[Cell], results: Sequence[Finished]) -> list[dict[s
         cells: In the order of the study.
         results: One per cell.
     """
-    return [
-        {"cell": cell.name, "minutes": round(one.minutes, 2), "peak_mib": one.peak_mib, "machine": one.machine}
-        for cell, one in zip(cells, results, strict=True)
-    ]
+    return [_cost(cell, one) for cell, one in zip(cells, results, strict=True)]
+
+
+def _cost(cell: Cell, one: Finished) -> dict[str, Value]:
+    processor = None if one.processor_minutes is None else round(one.processor_minutes, 2)
+    return {
+        "cell": cell.name,
+        "minutes": round(one.minutes, 2),
+        "processor_minutes": processor,
+        "peak_mib": one.peak_mib,
+        "machine": one.machine,
+    }

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.study.cache import CellCache, Finished, joined
@@ -107,9 +107,10 @@ def _finish(study: Study, cell: Cell, work: Path, bar: Bar) -> Finished:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
     forget_peak_memory()
-    start = perf_counter()
+    clock, processor = perf_counter(), process_time()
     tables = study.measure(cell, work, bar)
-    return Finished(tables, (perf_counter() - start) / 60, peak_memory_mib(), machine_words())
+    minutes, processor_minutes = (perf_counter() - clock) / 60, (process_time() - processor) / 60
+    return Finished(tables, minutes, peak_memory_mib(), machine_words(), processor_minutes)
 
 
 def _target(folder: Path, setting: Setting) -> Path:

@@ -5,6 +5,8 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
+from otb_analysis.errors import InputError
+
 CPU, STATUS, FORGET = Path("/proc/cpuinfo"), Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -14,7 +16,15 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     Args:
         headers: Of the columns.
         rows: Cells as text.
+
+    Raises:
+        InputError: A row has more or fewer cells than there are headers.
     """
+    for row in rows:
+        if len(row) != len(headers):
+            raise InputError(
+                f"a row has {len(row)} cells but there are {len(headers)} headers; pass one cell for each."
+            )
     lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -171,7 +171,7 @@ def test_cost_has_minutes_memory_and_machine_of_each_cell(squares, tmp_path):
     run_study(squares, setting(tmp_path))
     cost = read_tables(squares / "results")["cost"]
     assert distinct(cost, "cell") == ["cell-1", "cell-2", "cell-3"]
-    assert all(row["minutes"] >= 0 and row["peak_mib"] > 10 for row in cost)
+    assert all(row["minutes"] >= 0 and row["processor_minutes"] >= 0 and row["peak_mib"] > 10 for row in cost)
     assert all(re.fullmatch(r"\d+ cores? of .+, \d+ GiB of memory", row["machine"]) for row in cost)
 
 

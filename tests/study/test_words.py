@@ -1,5 +1,6 @@
 import pytest
 
+from otb_analysis.errors import InputError
 from otb_analysis.study import markdown_table, share, with_interval
 from otb_analysis.study.page import cost_words
 from otb_analysis.study.words import forget_peak_memory, peak_memory_mib
@@ -19,11 +20,26 @@ def test_a_table_has_its_words_left_and_its_numbers_right():
     assert markdown_table(["name", "n"], [["a", "1"]]) == "| name | n |\n| --- | ---: |\n| a | 1 |"
 
 
+def test_a_row_of_another_length_is_one_sentence():
+    with pytest.raises(InputError, match="a row has 1 cells but there are 2 headers; pass one cell for each"):
+        markdown_table(["name", "n"], [["a"]])
+
+
 def test_cost_is_the_sum_of_minutes_and_the_largest_memory():
-    cost = [{"minutes": 8.26, "peak_mib": 600, "machine": "M"}, {"minutes": 4.0, "peak_mib": 1200, "machine": "M"}]
-    assert cost_words(cost) == "12 min in 2 cells, at most 1,200 MiB of memory, each on M."
-    unknown = [{"minutes": 1.0, "peak_mib": None, "machine": m} for m in ("M", "K")]
-    assert cost_words(unknown) == "2.0 min in 2 cells, each on M and K."
+    cost = [row(8.26, 600, "M"), row(4.0, 1200, "M")]
+    wanted = "12 min of processor time (25 min by the clock) in 2 cells, at most 1,200 MiB of memory, each on M."
+    assert cost_words(cost) == wanted  # 8.26 + 4 = 12.26, and twice that
+    unknown = [row(1.0, None, "M"), row(1.0, None, "K")]
+    assert cost_words(unknown) == "2.0 min of processor time (4.0 min by the clock) in 2 cells, each on M and K."
+
+
+def test_where_processor_time_was_not_measured_only_the_clock_is_told():
+    old = {"minutes": 60.0, "peak_mib": None, "machine": "M"}
+    assert cost_words([old, old | {"processor_minutes": 3.0}]) == "120 min in 2 cells, each on M."
+
+
+def row(minutes, peak, machine):
+    return {"minutes": 2 * minutes, "processor_minutes": minutes, "peak_mib": peak, "machine": machine}
 
 
 def test_peak_memory_is_that_since_it_was_forgotten():
