@@ -1,5 +1,12 @@
 """Figures as pairs: `x_info(...)` holds the numbers, `plot_x(info)` draws them; pages and reports share both."""
 
+from otb_analysis.figures.attribution import (
+    AttributionInfo,
+    attribution_info,
+    attribution_line,
+    attribution_table,
+    plot_attribution,
+)
 from otb_analysis.figures.collapse import collapse_info, degenerate_table, plot_collapse
 from otb_analysis.figures.comparison import (
     ComparisonInfo,
@@ -30,6 +37,7 @@ __all__ = [
     "CONFIG",
     "MEASURES",
     "TEMPLATE",
+    "AttributionInfo",
     "ComparisonInfo",
     "CurvesInfo",
     "FidelityInfo",
@@ -39,6 +47,9 @@ __all__ = [
     "TokenDetails",
     "TokensInfo",
     "VarianceInfo",
+    "attribution_info",
+    "attribution_line",
+    "attribution_table",
     "collapse_info",
     "comparison_info",
     "comparison_table",
@@ -53,6 +64,7 @@ __all__ = [
     "headline_info",
     "learning_info",
     "number",
+    "plot_attribution",
     "plot_collapse",
     "plot_comparison",
     "plot_curves",
