@@ -21,6 +21,7 @@ from otb_analysis.reading import (
     compare_command,
     diagnose_command,
     print_comparison,
+    report_command,
 )
 from otb_analysis.serve import DashboardConfig, serve
 
@@ -32,6 +33,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb diagnose     alarms with reasons and first firings, change points, advice   (otb diagnose RUN…)
   otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
+  otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
   otb dashboard    serve the dashboard on a folder of runs, on loopback
   otb bench        what things cost on this machine     (otb bench estimators|logits|engine|sampled|alarms)
   otb study        repeat a study of studies/, or the cells of it that are missing
@@ -184,6 +186,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "compare": compare_command,
     "diagnose": diagnose_command,
     "attribution": attribution_command,
+    "report": report_command,
     "dashboard": dashboard_command,
     "bench": bench_command,
     "study": study_command,

@@ -1,5 +1,6 @@
-"""The commands that read finished or running runs and print what they say: compare, diagnose, attribution."""
+"""The commands that read finished or running runs and print what they say: compare, diagnose, attribution, report."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +52,18 @@ class AttributionConfig:
     """Directory that holds the runs."""
 
 
+@dataclass(frozen=True)
+class ReportConfig:
+    """Write what the dashboard and the terminal say about runs into one self-contained HTML file, or into Markdown."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names of runs; all complete runs of the root when none is given."""
+    out: Path = Path("report.html")
+    """File to write; its ending, .html or .md, decides the form."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+
+
 def compare_command(words: Sequence[str]) -> None:
     """Compare finished runs; of those that were not asked for by name, one that cannot be read is left out."""
     config = parsed(CompareConfig, "compare", words, CompareConfig())
@@ -85,6 +98,17 @@ def attribution_command(words: Sequence[str]) -> None:
     from otb_analysis.verdicts import attribution
 
     _print_all(attribution(config.root / config.run, config.step, config.top))
+
+
+def report_command(words: Sequence[str]) -> None:
+    """Report on runs."""
+    config = parsed(ReportConfig, "report", words, ReportConfig())
+    from otb_analysis.report import write_report
+
+    paths = [config.root / name for name in config.runs or _complete_runs(config.root)]
+    files = write_report(paths, config.out, shlex.join(["otb", "report", *words]))
+    more = f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""
+    sys.stdout.write(f"{files[0]} is written ({files[0].stat().st_size / 1e6:.1f} MB){more}.\n")
 
 
 def _print_all(parts: Sequence[object]) -> None:

@@ -1,5 +1,6 @@
 """Figures as pairs: `x_info(...)` holds the numbers, `plot_x(info)` draws them; pages and reports share both."""
 
+from otb_analysis.figures.alarms import SIGNS, Mark, alarm_marks, alarms_line, alarms_table
 from otb_analysis.figures.attribution import (
     AttributionInfo,
     attribution_info,
@@ -36,17 +37,22 @@ from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_
 __all__ = [
     "CONFIG",
     "MEASURES",
+    "SIGNS",
     "TEMPLATE",
     "AttributionInfo",
     "ComparisonInfo",
     "CurvesInfo",
     "FidelityInfo",
     "Headline",
+    "Mark",
     "Quantity",
     "Style",
     "TokenDetails",
     "TokensInfo",
     "VarianceInfo",
+    "alarm_marks",
+    "alarms_line",
+    "alarms_table",
     "attribution_info",
     "attribution_line",
     "attribution_table",

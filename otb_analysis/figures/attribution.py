@@ -53,7 +53,7 @@ def attribution_info(found: StepAttribution) -> AttributionInfo:
     """
     whole = found.norm_sq or 1.0
     prompts = found.prompts
-    names = [f"prompt {g}" for g in prompts.group[:MOST_PROMPTS]]
+    names = [str(g) for g in prompts.group[:MOST_PROMPTS]]
     if len(prompts) > MOST_PROMPTS:
         names.append(f"{len(prompts) - MOST_PROMPTS} others")
     first = prompts.share if prompts.signal is None else prompts.signal
@@ -93,7 +93,7 @@ def plot_attribution(info: AttributionInfo) -> go.Figure:
         figure.add_bar(
             x=list(info.prompt), y=values, name=name, marker={"color": color, "line": {"width": 0}},
             text=[f"{v:.1%}" for v in values], textposition="none",
-            hovertemplate="%{x}: <b>%{text}</b> of ‖ḡ‖²<extra>" + name.split(":")[0] + "</extra>", **place(0, 2),
+            hovertemplate="prompt %{x}: <b>%{text}</b> of ‖ḡ‖²<extra>" + name.split(":")[0] + "</extra>", **place(0, 2),
         )  # fmt: skip
     figure.add_scatter(
         x=info.count, y=info.held, mode="lines", line={"color": GREY, "width": 2}, showlegend=False,
@@ -102,7 +102,7 @@ def plot_attribution(info: AttributionInfo) -> go.Figure:
     figure.add_hline(y=1, line={"dash": "dot", "width": 1, "color": RULE}, **place(1, 2))
     figure.update_layout(barmode="relative", bargap=0.25)
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
-    figure.update_xaxes(tickangle=-45, tickfont={"size": 11}, **place(0, 2))
+    figure.update_xaxes(type="category", title_text="prompt", tickfont={"size": 11}, **place(0, 2))
     figure.update_xaxes(title_text="tokens", **place(1, 2))
     return figure
 

@@ -16,7 +16,7 @@ ROLLOUTS = pd.DataFrame({"group": [0, 0, 1], "rollout": [0, 1, 2], "prompt": PRO
 
 def test_bars_and_curve_are_shares_of_the_norm():
     info = attribution_info(FOUND)  # ‖ḡ‖² = 4; prompt 0: signal −.5, noise 4.5; prompt 1: signal 1, noise −1
-    assert info.prompt == ("prompt 0", "prompt 1")
+    assert info.prompt == ("0", "1")
     assert info.signal.tolist() == [-0.125, 0.25] and info.noise.tolist() == [1.125, -0.25]
     # Shares 4, 1.5, 1, −1, −1.5 from the largest down.
     assert info.held.tolist() == [1.0, 1.375, 1.625, 1.375, 1.0]
