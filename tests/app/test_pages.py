@@ -173,7 +173,7 @@ def test_collapse_lists_alarms_with_reasons_and_first_firings(store_root, monkey
     app = open_page(store_root, "collapse", monkeypatch, run=["chain-group_mean-s0"])
     fired, calm = (table.value for table in app.table)
     surge = fired[fired["detector"] == "Gradient\\-norm surge"].iloc[0]
-    assert surge["level"] == "■ alarm" and 25 < int(surge["first watch"]) <= int(surge["first alarm"])
+    assert (surge["level"], surge["first alarm"]) == ("▲ watch", "–") and 25 < int(surge["first watch"]) <= 40
     assert "times the usual" in surge["why"]
     assert set(calm["level"]) == {"· ok"} and len(fired) + len(calm) == 8
     assert "8 detectors on 1 run" in texts(app)
