@@ -14,7 +14,15 @@ from rich.console import Console
 
 from otb_analysis.bench.config import AlarmsConfig, EngineConfig, EstimatorsConfig, LogitsConfig, SampledConfig
 from otb_analysis.config import DemoConfig, TrainConfig
-from otb_analysis.errors import STOPS, InputError, StoreError, nearest
+from otb_analysis.errors import STOPS, InputError, nearest
+from otb_analysis.reading import (
+    TABLE_WIDTH,
+    attribution_command,
+    compare_command,
+    diagnose_command,
+    print_comparison,
+    report_command,
+)
 from otb_analysis.serve import DashboardConfig, serve
 
 USAGE = """\
@@ -23,15 +31,15 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb demo         train a small model twice with every measurement, compare, serve the dashboard
   otb train        one instrumented training run        (--config FILE.toml, every field on the command line too)
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
+  otb diagnose     alarms with reasons and first firings, change points, advice   (otb diagnose RUN…)
+  otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
+  otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
   otb dashboard    serve the dashboard on a folder of runs, on loopback
   otb bench        what things cost on this machine     (otb bench estimators|logits|engine|sampled|alarms)
   otb study        repeat a study of studies/, or the cells of it that are missing
 
 `otb COMMAND --help` explains itself; `otb --version` names the version.
 """
-
-TABLE_WIDTH = 136
-"""Characters that the widest table needs; a narrower terminal wraps its lines rather than losing numbers."""
 
 Config = TypeVar("Config")
 
@@ -44,16 +52,6 @@ BenchConfig = (
     | Annotated[AlarmsConfig, tyro.conf.subcommand("alarms")]
 )
 """What `otb bench` can measure."""
-
-
-@dataclass(frozen=True)
-class CompareConfig:
-    """Print learning, estimators and proxy fidelity of runs, side by side."""
-
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of runs; all complete runs of the root when none is given."""
-    root: Path = Path("runs")
-    """Directory that holds the runs."""
 
 
 @dataclass(frozen=True)
@@ -137,60 +135,11 @@ def demo_command(words: Sequence[str]) -> None:
 
     quiet_loading()
     console = Console()
-    _print_comparison(run_demo(config, console), console)
+    print_comparison(run_demo(config, console), console)
     if config.serve:
         serve(DashboardConfig(config.root, config.port))
     else:
         console.print(f"Dashboard: otb dashboard --root {config.root}")
-
-
-def compare_command(words: Sequence[str]) -> None:
-    """Compare finished runs; of those that were not asked for by name, one that cannot be read is left out."""
-    config = _parsed(CompareConfig, "compare", words, CompareConfig())
-    if config.runs:
-        _print_comparison([config.root / name for name in config.runs], Console())
-        return
-    paths = [config.root / name for name in _complete_runs(config.root)]
-    try:
-        _print_comparison(paths, Console())
-    except StoreError:
-        if not (readable := [path for path in paths if _can_be_read(path)]):
-            raise
-        _print_comparison(readable, Console())
-
-
-def _complete_runs(root: Path) -> list[str]:
-    """Return the names of the complete runs of a root.
-
-    Raises:
-        InputError: There are none; the sentence names one that began.
-    """
-    from otb_analysis.store import runs_df
-
-    table = runs_df(root)
-    complete = [str(name) for name in table.loc[table["status"] == "complete", "run"]]
-    if complete:
-        return complete
-    begun = table.loc[table["n_steps"].fillna(0) > 0, ["run", "status"]].astype(str).to_numpy().tolist()
-    if begun:
-        name, status = begun[0]
-        raise InputError(
-            f"{root} holds no complete run, but {name} is {status}; compare it by its name: otb compare "
-            f"{name} --root {root}."
-        )
-    raise InputError(f"{root} holds no complete run; make some with make demo or otb train.")
-
-
-def _can_be_read(path: Path) -> bool:
-    """Return whether a run can be compared; say on stderr why one cannot."""
-    from otb_analysis.compare import comparison
-
-    try:
-        comparison([path])
-    except StoreError as error:
-        sys.stderr.write(f"otb: {path.name} is left out: {error}\n")
-        return False
-    return True
 
 
 def bench_command(words: Sequence[str]) -> None:
@@ -235,6 +184,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "demo": demo_command,
     "train": train_command,
     "compare": compare_command,
+    "diagnose": diagnose_command,
+    "attribution": attribution_command,
+    "report": report_command,
     "dashboard": dashboard_command,
     "bench": bench_command,
     "study": study_command,
@@ -306,15 +258,6 @@ def _parsed(
     kind: type[Config], command: str, words: Sequence[str], default: Config, description: str | None = None
 ) -> Config:
     return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=(), description=description)
-
-
-def _print_comparison(paths: Sequence[Path], console: Console) -> None:
-    from otb_analysis.compare import comparison
-
-    wide = Console(width=max(console.width, TABLE_WIDTH))
-    for table in comparison(paths):
-        wide.print()
-        wide.print(table)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import torch
 
 from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig
 from otb_analysis.bench.quote import TABLES, quoted
-from otb_analysis.cli import COMMANDS, CompareConfig, StudyConfig, from_toml
+from otb_analysis.cli import COMMANDS, StudyConfig, from_toml
 from otb_analysis.config import DemoConfig, TrainConfig
+from otb_analysis.reading import AttributionConfig, CompareConfig, DiagnoseConfig, ReportConfig
 from otb_analysis.serve import DashboardConfig
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +23,9 @@ CONFIGS = {
     "train": TrainConfig(),
     "demo": DemoConfig(),
     "compare": CompareConfig(),
+    "diagnose": DiagnoseConfig(),
+    "report": ReportConfig(),
+    "attribution": AttributionConfig(),
     "dashboard": DashboardConfig(),
     "study": StudyConfig("00_training"),
     "bench estimators": EstimatorsConfig(),

@@ -25,7 +25,7 @@ MATHS = {
 }
 TORCH_ROOMS = {"logit_stats", "gradients", "models", "tasks", "generation", "generation_vllm", "sampling"}
 UPPER = {"training", "integrations"}
-EDGE = {"serve", "report", "demo", "compare", "cli", "bench", "study"}
+EDGE = {"serve", "report", "demo", "compare", "verdicts", "reading", "cli", "bench", "study"}
 
 ALLOWED_ROOMS = (
     dict.fromkeys(LEAVES, LEAVES)

@@ -1,24 +1,143 @@
-"""Collapse: what moves before, while and after a run falls apart."""
+"""Collapse: alarms with their reasons, what moves before, while and after a run falls apart, and who is to blame."""
+
+from urllib.parse import urlencode
 
 import data
+import pandas as pd
 import streamlit as st
-from widgets import chart, curves_table, page, selection
+from listing import Run
+from widgets import chart, curves_table, download, one_run, page, plain, selection
 
-from otb_analysis.figures import collapse_info, degenerate_table, plot_collapse
+from otb_analysis.diagnostics import LEVELS
+from otb_analysis.errors import STOPS
+from otb_analysis.figures import (
+    SIGNS,
+    alarm_marks,
+    alarms_line,
+    alarms_table,
+    attribution_info,
+    attribution_line,
+    attribution_table,
+    collapse_info,
+    degenerate_table,
+    plot_attribution,
+    plot_collapse,
+)
 
-with page("Collapse", "Is training healthy: gradient, entropy, length, reward, and how heavy the energy tail is?"):
+ROWS = 50  # holders listed per level; a string below a constant would be shown on the page
+
+HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
+FIRED = (
+    "First watch and first alarm are the steps at which a watcher of the running run would have seen it: they use the "
+    "steps up to there and none later. On calm runs no detector fires in more than 5 % (docs/results/alarms.md)."
+)
+NOT_ATTRIBUTED = """No step of this run says which tokens held its gradient. The level *attribution* does:
+`otb train --measure.attribution.every 1`."""
+SHARES = (
+    "Shares of ‖ḡ‖², the squared gradient that was followed; all tokens together are 100 %. Negative: it pushed "
+    "against the update. **Signal** points along other prompts' gradients, **noise** along its own prompt's only."
+)
+
+
+def alarms(chosen: list[Run]) -> None:
+    """Show what every detector says about the chosen runs, the worst first."""
+    found = data.findings(chosen)
+    st.subheader("Alarms", anchor=False)
+    st.caption(f"{alarms_line(found)} {FIRED}")
+    table = alarms_table(found)
+    calm = table["level"] == SIGNS["ok"]
+    if calm.all():
+        st.success("Nothing fired.", icon=":material/check:")
+    else:
+        st.table(shown(table[~calm], len(chosen) > 1), border="horizontal", hide_index=True)
+    with st.expander(f"What the other {int(calm.sum())} saw"):
+        st.table(shown(table[calm], len(chosen) > 1), border="horizontal", hide_index=True)
+    download(table, "alarms")
+
+
+def shown(table: pd.DataFrame, several: bool) -> pd.DataFrame:
+    """Return alarms as text that is no markup, a dash where nothing fired; the run only where there are several."""
+    cells = table.astype("string").fillna("–").map(plain)
+    return cells if several else cells.drop(columns="run")
+
+
+def attribution() -> None:
+    """Show who holds the gradient of one step of one run; a row leads to its tokens."""
+    st.subheader("Who is to blame", anchor=False)
+    run = one_run()
+    steps = data.attributed(run)
+    if not steps:
+        st.info(NOT_ATTRIBUTED, icon=":material/inbox:")
+        return
+    norms = data.steps([run])[run.name].set_index("step")["grad_norm"].reindex(steps)
+    first = steps[int(norms.fillna(0).to_numpy().argmax())]
+    left, right = st.columns([1, 3], vertical_alignment="bottom")
+    step = int(left.selectbox("Step", steps, index=steps.index(first), key="blame", bind="query-params") or 0)
+    level = right.segmented_control(
+        "Held by", list(LEVELS), format_func=lambda name: HELD[name], default="token", key="level",
+        bind="query-params", required=True,
+    )  # fmt: skip
+    found, texts = data.attribution(run, step)
+    st.caption(plain(attribution_line(found)))
+    chart(plot_attribution(attribution_info(found)), "attribution")
+    st.caption(SHARES)
+    holders = found.at(str(level))
+    table = attribution_table(found, holders.head(ROWS), texts, data.rollouts(run, step))
+    said = f"The {len(table)} of {len(holders):,} {HELD[str(level)]} with the largest share."
+    st.caption(f"{said} A link opens the tokens of that prompt, coloured by their share.")
+    st.dataframe(
+        linked(table, run.name, step), hide_index=True, height=330, key="blamed", placeholder="–",
+        column_config={
+            "tokens →": st.column_config.LinkColumn(display_text="open", width=80),
+            "reward": st.column_config.NumberColumn(format="%.3g"),
+            **dict.fromkeys(("share", "signal", "noise"), st.column_config.NumberColumn(format="percent")),
+        },
+    )  # fmt: skip
+    download(attribution_table(found, holders, texts, data.rollouts(run, step)), f"attribution-{level}s")
+
+
+def linked(table: pd.DataFrame, run: str, step: int) -> pd.DataFrame:
+    """Return the table with a link to each row's tokens in front; a token's row also names the token to outline."""
+    links = []
+    for row in table.to_dict("records"):
+        query = {"run": run, "step": step, "prompt": row["prompt"], "color": "attribution"}
+        if "t" in row:
+            query["token"] = f"{row['rollout']}.{row['t']}"
+        links.append(f"/tokens?{urlencode(query)}")
+    return pd.concat([pd.DataFrame({"tokens →": links}), table], axis=1)
+
+
+def advice(chosen: list[Run]) -> None:
+    """Say which estimator each run's own rollouts advise."""
+    st.subheader("Advice", anchor=False)
+    st.caption("Efficiency relative to the estimator that trains, on the same rollouts; all intervals hold together.")
+    for run in chosen:
+        said = data.advice(run) or "No step compared estimators; `otb train --measure.exact.every 10` does."
+        st.markdown(f"**{plain(run.name)}**: {said if '`' in said else plain(said)}")
+
+
+with page("Collapse", "Is training about to fall apart, since when, and which tokens are to blame?"):
     chosen = selection()
+    alarms(chosen)
+    st.subheader("Signs", anchor=False)
     left, right = st.columns([2, 1], vertical_alignment="bottom")
     window = left.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
     log_y = right.toggle("Logarithmic axes", key="log", bind="query-params")
     steps = data.steps(chosen)
     info = collapse_info(steps, {run.name: run.estimator for run in chosen}, window)
-    chart(plot_collapse(info, log_y=log_y), "collapse", curves_table(info))
+    marks = alarm_marks(data.findings(chosen), data.changes(chosen))
+    chart(plot_collapse(info, log_y=log_y, marks=marks), "collapse", curves_table(info))
     st.caption(
-        "Lines are running means, recorded values stand faintly behind them. Pareto-k ≥ .5 on token energies makes the "
+        "Lines are running means, recorded values stand faintly behind them; stars and crosses are first firings, "
+        "triangles change points, which are dated in hindsight. Pareto-k ≥ .5 on token energies makes the "
         "standard error of a variance estimate unreliable; infinite gradient variance needs k ≥ 1. A group whose "
         "rewards are all equal has no gradient under any group baseline."
     )
+    advice(chosen)
+    try:
+        attribution()
+    except STOPS as error:  # a broken part of the tokens is no reason to lose the rest of the page
+        st.warning(plain(str(error)), icon=":material/warning:")
     st.subheader("Degenerate input", anchor=False)
     st.caption("Legal input that teaches little or cannot be measured, counted over all steps; never an error.")
     st.dataframe(degenerate_table(steps), hide_index=True, placeholder="–")

@@ -47,6 +47,13 @@ def choose_prompt(rollouts: pd.DataFrame) -> int:
     return int(chosen or 0)
 
 
+def asked_token() -> None:
+    """Choose the token that a link names, as rollout.t, when the page is opened by it."""
+    rollout, _, t = st.query_params.get("token", "").partition(".")
+    if "_token" not in st.session_state and rollout.isdigit() and t.isdigit():
+        st.session_state["_token"] = (int(rollout), int(t))
+
+
 def prompt_share(tokens: pd.DataFrame, name: str, steps: pd.DataFrame, step: int) -> str:
     """Say what this prompt's tokens add up to, beside the step's whole ‖ḡ‖²."""
     own = tokens[name].to_numpy(float, na_value=0.0)
@@ -106,6 +113,7 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
     if str(name) in SIGNED:
         st.caption(plain(prompt_share(tokens, str(name), data.steps([run])[run.name], step)))
     st.code(str(own["prompt"].iloc[0]), language=None, wrap_lines=True)
+    asked_token()
     clicked = token_view(info, tokens, own["finish_reason"].to_dict(), measured, st.session_state.get("_token"))
     if clicked and clicked != st.session_state.get("_token"):
         st.session_state["_token"] = clicked

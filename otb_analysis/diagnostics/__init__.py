@@ -3,8 +3,30 @@
 NumPy in, frozen records out; a quantity that was not measured is a finding that says what measures it.
 """
 
+from otb_analysis.diagnostics.advice import Advice, Advised, Choice, advise, advise_sizes, trained_label
+from otb_analysis.diagnostics.attribution import LEVELS, AttributedTokens, Holders, StepAttribution, attribute_step
 from otb_analysis.diagnostics.change_points import ChangePoint, change_points
 from otb_analysis.diagnostics.findings import Evidence, Finding, Level, StepSeries
 from otb_analysis.diagnostics.registry import DETECTORS, diagnose
 
-__all__ = ["DETECTORS", "ChangePoint", "Evidence", "Finding", "Level", "StepSeries", "change_points", "diagnose"]
+__all__ = [
+    "DETECTORS",
+    "LEVELS",
+    "Advice",
+    "Advised",
+    "AttributedTokens",
+    "ChangePoint",
+    "Choice",
+    "Evidence",
+    "Finding",
+    "Holders",
+    "Level",
+    "StepAttribution",
+    "StepSeries",
+    "advise",
+    "advise_sizes",
+    "attribute_step",
+    "change_points",
+    "diagnose",
+    "trained_label",
+]

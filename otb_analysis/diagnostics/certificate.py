@@ -38,9 +38,13 @@ def sampling_certificate(series: StepSeries) -> Finding:
     recent = one.value[max(0, at - 19) : at + 1]
     said = (
         f"the z-scores of {one.column} averaged {recent.mean():+.2f} over the {recent.size} steps up to step "
-        f"{one.step[at]} (last {one.value[at]:+.1f}); evidence against exact sampling is 10^{one.score[at]:.1f}."
+        f"{one.step[at]} (last {one.value[at]:+.1f}): evidence of {_factor(one.score[at])} to 1 against exact sampling."
     )
     return judged("sampling_certificate", evidence, said)
+
+
+def _factor(log10: float) -> str:
+    return f"10^{log10:.0f}" if log10 > 3 else f"{10**log10:.2g}"
 
 
 def _evidence(series: StepSeries, name: str) -> Evidence:

@@ -1,5 +1,13 @@
 """Figures as pairs: `x_info(...)` holds the numbers, `plot_x(info)` draws them; pages and reports share both."""
 
+from otb_analysis.figures.alarms import SIGNS, Mark, alarm_marks, alarms_line, alarms_table
+from otb_analysis.figures.attribution import (
+    AttributionInfo,
+    attribution_info,
+    attribution_line,
+    attribution_table,
+    plot_attribution,
+)
 from otb_analysis.figures.collapse import collapse_info, degenerate_table, plot_collapse
 from otb_analysis.figures.comparison import (
     ComparisonInfo,
@@ -29,16 +37,25 @@ from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_
 __all__ = [
     "CONFIG",
     "MEASURES",
+    "SIGNS",
     "TEMPLATE",
+    "AttributionInfo",
     "ComparisonInfo",
     "CurvesInfo",
     "FidelityInfo",
     "Headline",
+    "Mark",
     "Quantity",
     "Style",
     "TokenDetails",
     "TokensInfo",
     "VarianceInfo",
+    "alarm_marks",
+    "alarms_line",
+    "alarms_table",
+    "attribution_info",
+    "attribution_line",
+    "attribution_table",
     "collapse_info",
     "comparison_info",
     "comparison_table",
@@ -53,6 +70,7 @@ __all__ = [
     "headline_info",
     "learning_info",
     "number",
+    "plot_attribution",
     "plot_collapse",
     "plot_comparison",
     "plot_curves",

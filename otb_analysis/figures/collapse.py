@@ -1,26 +1,30 @@
 """Signs of collapse: what moves before, while and after a run falls apart."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from otb_analysis.figures.alarms import Mark, add_marks
 from otb_analysis.figures.curves import CurvesInfo, Quantity, curves_info, plot_curves
 from otb_analysis.figures.theme import RULE, place
 
 QUANTITIES = (
     Quantity("Reward", "mean of the step", "reward_mean"),
     Quantity("Gradient norm", "‖ḡ‖ before clipping", "grad_norm", from_zero=True),
-    Quantity("Clipped steps", "share of the last 20", "clipped_share", from_zero=True, smoothed=False),
+    Quantity("Clipped steps", "share of the last 20", "clipped_share", share=True, smoothed=False),
     Quantity("Entropy", "nats, mean over tokens", "entropy_mean", from_zero=True),
     Quantity("Length", "tokens, mean", "length_mean", from_zero=True),
-    Quantity("Equal-reward groups", "share of groups", "zero_variance_share", from_zero=True),
+    Quantity("Equal-reward groups", "share of groups", "zero_variance_share", share=True),
     Quantity("Energy tail", "Pareto-k of the proxy", "energy_tail_k"),
-    Quantity("Top 1 % of tokens", "share of all proxy energy", "energy_max_share", from_zero=True),
+    Quantity("Energy tail, exact", "Pareto-k of exact norms", "exact_tail_k", rare=True),
+    Quantity("Top 1 % of tokens", "share of all proxy energy", "energy_max_share", share=True),
     Quantity("Sampler mismatch", "nats, largest", "mismatch_max", from_zero=True),
-    Quantity("Cut completions", "share of rollouts", "truncated_share", from_zero=True),
-    Quantity("Empty completions", "share of rollouts", "empty_share", from_zero=True),
-    Quantity("Baseline fallback", "share of tokens", "fallback_share", from_zero=True),
+    Quantity("Clipped tokens", "share, by the ratio", "ratio_clip_share", share=True),
+    Quantity("Certificate", "z of Σ(π_y − Σπ²)", "certificate_prob_z"),
+    Quantity("Cut completions", "share of rollouts", "truncated_share", share=True),
+    Quantity("Empty completions", "share of rollouts", "empty_share", share=True),
+    Quantity("Baseline fallback", "share of tokens", "fallback_share", share=True),
 )
 SHARES = {
     "zero_variance_share": ("n_zero_variance_groups", "n_prompts"),
@@ -80,14 +84,15 @@ def degenerate_table(steps: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     return counts.reset_index(drop=True)
 
 
-def plot_collapse(info: CurvesInfo, *, log_y: bool = False) -> go.Figure:
+def plot_collapse(info: CurvesInfo, *, log_y: bool = False, marks: Sequence[Mark] = ()) -> go.Figure:
     """Draw small multiples; the Pareto-k panel marks .5, above which a variance's standard error means little.
 
     Args:
         info: From `collapse_info`.
         log_y: Logarithmic y axes.
+        marks: First firings and change points, from `alarm_marks`.
     """
-    figure = plot_curves(info, columns=3, log_y=log_y)
+    figure = add_marks(plot_curves(info, columns=3, log_y=log_y), info, marks, 3)
     index = next(i for i, q in enumerate(info.quantities) if q.column == "energy_tail_k")
     if info.curves[index] and not log_y:
         figure.add_hline(

@@ -25,6 +25,7 @@ class Quantity:
         line: Unit and reading, below the title.
         column: Column of the steps table, or of what was derived from it.
         from_zero: A linear axis starts at 0, so that heights compare as ratios.
+        share: A share: as `from_zero`, and where it never changes the axis shows 0 to 1.
         rare: Measured rarely: points are drawn, and nothing is smoothed.
         smoothed: Takes part in the running mean; False for what is a running mean already.
         interval: The columns `<column>_low` and `<column>_high` are the ends of its interval, drawn as a band.
@@ -34,6 +35,7 @@ class Quantity:
     line: str
     column: str
     from_zero: bool = False
+    share: bool = False
     rare: bool = False
     smoothed: bool = True
     interval: bool = False
@@ -150,10 +152,8 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y:
         if log_y:
             figure.update_yaxes(**log_axis(np.concatenate([c.value for c in curves]) if curves else []), **where)
         elif curves and _flat(curves):
-            level = float(curves[0].value[0])
-            reach = 0.2 * abs(level) or 1.0
-            figure.update_yaxes(range=[level - reach, level + reach], **where)
-        elif quantity.from_zero:
+            figure.update_yaxes(range=_around(float(curves[0].value[0]), quantity), **where)
+        elif quantity.from_zero or quantity.share:
             figure.update_yaxes(rangemode="tozero", **where)
     _step_titles(figure, len(info.quantities), columns)
     return figure
@@ -203,6 +203,14 @@ def _bands(curve: Curve, style: Style) -> list[Any]:
 def _flat(curves: Sequence[Curve]) -> bool:
     """True where all values are one: an automatic axis would then show more than there is."""
     return float(np.ptp(np.concatenate([curve.value for curve in curves]))) == 0
+
+
+def _around(level: float, quantity: Quantity) -> list[float]:
+    """Ends of an axis for one value: 0 to 1 for a share, from 0 where heights compare, else a fifth around it."""
+    if quantity.share:
+        return [0.0, 1.03]
+    reach = 0.2 * abs(level) or 1.0
+    return [0.0 if quantity.from_zero else level - reach, level + reach]
 
 
 def _step_titles(figure: go.Figure, count: int, columns: int) -> None:

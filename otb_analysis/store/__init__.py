@@ -1,5 +1,6 @@
 """The only door to disk: one writer, read-only readers, and the table of all runs."""
 
+from otb_analysis.store.attribution import attributed_steps, largest_attributed_step, step_attribution
 from otb_analysis.store.gram import gram_rows
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.runs import runs_df
@@ -13,7 +14,10 @@ __all__ = [
     "RunWriter",
     "StepTables",
     "TokenArrays",
+    "attributed_steps",
     "gram_rows",
+    "largest_attributed_step",
     "runs_df",
+    "step_attribution",
     "step_series",
 ]

@@ -87,6 +87,16 @@ def _filled(random: np.random.Generator, tokens: dict, measured: int) -> dict:
     }  # fmt: skip
 
 
+def _attributed(random: np.random.Generator, tokens: dict, grad_norm: float) -> dict:
+    """Signed shares of policy tokens that add up to ‖ḡ‖², a few of them large."""
+    outside = ~np.array(tokens["mask"], bool)
+    share = random.standard_t(2, len(outside)) * ~outside
+    share += (grad_norm**2 - share.sum()) * ~outside / (~outside).sum()
+    signal = 0.3 * share + random.normal(0, 0.01, len(outside))
+    columns = {"attribution": share, "signal": signal, "noise": share - signal}
+    return {name: np.ma.array(values, mask=outside) for name, values in columns.items()}
+
+
 def write_step(writer: RunWriter, step: int, seed: int, *, measured: int = PROMPTS, collapse: bool = False) -> None:
     """Write one step; every tenth has exact norms and a Gram matrix."""
     random = np.random.default_rng([seed, step])
@@ -108,6 +118,8 @@ def write_step(writer: RunWriter, step: int, seed: int, *, measured: int = PROMP
         "heldout_reward": 0.4 + 0.006 * step if due else None, "n_measured_prompts": measured if due else 0,
         "seconds_sample": 0.3, "seconds_update": 0.4,
     }  # fmt: skip
+    if due:
+        tokens |= _attributed(random, tokens, scalars["grad_norm"])
     rollouts = {
         "group": np.repeat(np.arange(PROMPTS), GROUP_SIZE), "rollout": np.arange(PROMPTS * GROUP_SIZE),
         "prompt_id": [f"s{step}-p{r // GROUP_SIZE}" for r in range(PROMPTS * GROUP_SIZE)],

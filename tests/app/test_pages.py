@@ -90,7 +90,9 @@ def test_broken_token_part_spoils_only_its_page(store_root, monkeypatch, tmp_pat
     shutil.copytree(store_root / "failed-rloo", tmp_path / "damaged")
     part = tmp_path / "damaged" / "tokens" / "part-00000010-r0.parquet"
     part.write_bytes(b"nothing")
-    assert not open_page(tmp_path, "collapse", monkeypatch).warning
+    assert not open_page(tmp_path, "overview", monkeypatch).warning
+    collapse = open_page(tmp_path, "collapse", monkeypatch)
+    assert part.name in texts(collapse) and "Degenerate input" in [h.value for h in collapse.subheader]
     app = open_page(tmp_path, "tokens", monkeypatch)
     assert not app.exception
     assert part.name in texts(app)
@@ -165,3 +167,40 @@ def test_choosing_no_run_asks_for_one(store_root, monkeypatch):
     app.multiselect[0].set_value([]).run()
     assert not app.exception
     assert "Choose at least one in the sidebar" in texts(app)
+
+
+def test_collapse_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch):
+    app = open_page(store_root, "collapse", monkeypatch, run=["chain-group_mean-s0"])
+    fired, calm = (table.value for table in app.table)
+    surge = fired[fired["detector"] == "Gradient\\-norm surge"].iloc[0]
+    assert (surge["level"], surge["first alarm"]) == ("▲ watch", "–") and 25 < int(surge["first watch"]) <= 40
+    assert "times the usual" in surge["why"]
+    assert set(calm["level"]) == {"· ok"} and len(fired) + len(calm) == 8
+    assert "8 detectors on 1 run" in texts(app)
+
+
+def test_collapse_links_who_holds_the_gradient_to_the_tokens(store_root, monkeypatch):
+    app = open_page(store_root, "collapse", monkeypatch, run=["chain-otb-s0"], blame="20", level="token")
+    blamed = next(frame.value for frame in app.dataframe if "tokens →" in frame.value)
+    row = blamed.iloc[0]
+    link = (
+        f"/tokens?run=chain-otb-s0&step=20&prompt={row['prompt']}&color=attribution&token={row['rollout']}.{row['t']}"
+    )
+    assert row["tokens →"] == link
+    assert row["share"] == pytest.approx(row["signal"] + row["noise"])
+    opened = open_page(
+        store_root, "tokens", monkeypatch, run=["chain-otb-s0"], step="20", prompt=str(row["prompt"]),
+        color="attribution", token=f"{row['rollout']}.{row['t']}",
+    )  # fmt: skip
+    assert not opened.exception
+    assert f"token {row['t']} of rollout {row['rollout']}" in texts(opened)
+
+
+def test_collapse_of_a_run_without_attribution_says_what_measures_it(tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "bare", {})
+    for step in range(3):
+        writer.write_step(step, StepTables(steps={"reward_mean": 0.5, "grad_norm": 1.0}))
+    app = open_page(tmp_path, "collapse", monkeypatch)
+    assert not app.exception
+    assert "--measure.attribution.every 1" in texts(app) and "--measure.exact.every 10" in texts(app)
+    assert "recorded at 3 steps, 25 are needed" in " ".join(app.table[0].value["why"]).replace("\\", "")

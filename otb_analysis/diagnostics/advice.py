@@ -1,0 +1,228 @@
+"""Which estimator, and which group size, makes the best of a rollout, on one run's own rollouts.
+
+Every candidate is judged by its efficiency, the share of an update that points along ∇J, relative to what the run
+trains with, on the same prompts. With m other candidates each interval has level 1 − .05/m (Bonferroni), so all of them
+hold together with 95 % whichever is picked afterwards: the best of many noisy numbers is not mistaken for a better one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.estimators import ESTIMATORS
+from otb_analysis.statistics import (
+    MIN_CLUSTERS,
+    REFERENCE,
+    Interval,
+    PoolGram,
+    deleted_moments,
+    efficiency,
+    jackknife_interval,
+)
+from otb_analysis.types import Float, Gram, Label
+
+RISK = 0.05
+"""Chance that any interval misses, all candidates together."""
+
+NO_TRUTH = (
+    "on these prompts ‖∇J‖² is lost in the noise, so no efficiency is known; measure more prompts or steps "
+    "(--measure.exact.prompts 0, a smaller --measure.exact.every)"
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An estimator with its energies, in groups of one size."""
+
+    estimator: str
+    energy_source: str
+    size: int
+
+    def __str__(self) -> str:
+        """Return how it is named in a sentence."""
+        energies = "" if self.energy_source == "none" else f" ({self.energy_source} energies)"
+        return f"{self.estimator}{energies} in groups of {self.size}"
+
+
+@dataclass(frozen=True)
+class Advised:
+    """One candidate beside the present choice.
+
+    Attributes:
+        choice: The candidate.
+        efficiency: Share of an update that points along ∇J, None where it is undefined.
+        ratio: Efficiency over that of the present choice with its simultaneous interval, None where it is undefined.
+    """
+
+    choice: Choice
+    efficiency: float | None
+    ratio: Interval | None
+
+    @property
+    def better(self) -> bool:
+        """True when the simultaneous interval lies above 1."""
+        return self.ratio is not None and self.ratio.low is not None and self.ratio.low > 1
+
+    @property
+    def worse(self) -> bool:
+        """True when it lies below 1."""
+        return self.ratio is not None and self.ratio.high is not None and self.ratio.high < 1
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to train with instead, if anything was shown to be better.
+
+    Attributes:
+        present: What the run trains with.
+        best: The most efficient of the candidates shown to be better, None where none was.
+        candidates: All of them, most efficient first.
+        n_rollouts: Rollouts of one update, the same for all.
+        n_clusters: Prompts behind the intervals.
+        reason: One sentence.
+    """
+
+    present: Choice
+    best: Advised | None
+    candidates: tuple[Advised, ...]
+    n_rollouts: int
+    n_clusters: int
+    reason: str
+
+
+def advise(grams: Sequence[Gram], present: Label, reference: Label = REFERENCE) -> Advice:
+    """Judge every estimator that was measured at all of a run's measured steps, at the run's own group size.
+
+    Args:
+        grams: Gram matrices of group gradients, one per measured step, all of one design.
+        present: (estimator, energy source) that the run trains with.
+        reference: The unbiased estimator that stands for ∇J.
+
+    Raises:
+        InputError: No step has both `present` and the reference.
+    """
+    both = [gram for gram in grams if present in gram.labels and reference in gram.labels]
+    if not both:
+        known = dict.fromkeys("/".join(label) for gram in grams for label in gram.labels)
+        raise InputError(
+            f"no measured step has both {'/'.join(present)} and {'/'.join(reference)}; "
+            f"{nearest('/'.join(present), known) if known else 'measure some: --measure.exact.every 10.'}"
+        )
+    labels = [label for label in both[0].labels if all(label in gram.labels for gram in both)]
+    prompts = round(np.mean([gram.n_prompts for gram in both]))
+    rollouts = round(np.mean([gram.n_rollouts for gram in both]))
+    size = round(rollouts / prompts)
+    values = {
+        Choice(*label, size): efficiency(deleted_moments(both, label, reference), max(prompts, 1)) for label in labels
+    }
+    return judge(values, Choice(*present, size), rollouts)
+
+
+def advise_sizes(
+    pools: Sequence[PoolGram], n_rollouts: int, present: tuple[Label, int], reference: Label = REFERENCE
+) -> Advice:
+    """Judge every estimator at several group sizes at one budget: R rollouts are R/N prompts in groups of N.
+
+    Args:
+        pools: One per group size, from the same pools of rollouts, prompts in the same order.
+        n_rollouts: Rollouts R of one update.
+        present: ((estimator, energy source), N) that the run trains with; one of the pools has it.
+        reference: The unbiased estimator that stands for ∇J.
+
+    Raises:
+        InputError: The pools differ in their prompts, or none is that of `present`.
+    """
+    if len({pool.across.shape[-1] for pool in pools}) != 1:
+        raise InputError(
+            f"the pools have {[p.across.shape[-1] for p in pools]} prompts; cut the same pools at every group size."
+        )
+    values = {
+        Choice(*label, pool.size): efficiency(
+            deleted_moments([pool.gram()], label, reference), n_rollouts / pool.size
+        )
+        for pool in pools
+        for label in pool.labels
+    }  # fmt: skip
+    return judge(values, Choice(*present[0], present[1]), n_rollouts)
+
+
+def trained_label(config: Mapping[str, Any]) -> Label:
+    """Return (estimator, energy source) of the estimator that a run trains with, as its Gram matrices name it.
+
+    Args:
+        config: The run's configuration, nested.
+
+    Raises:
+        InputError: The configuration names no known estimator.
+    """
+    own = config.get("estimator")
+    name = str(own.get("name", "") if isinstance(own, Mapping) else own or "")
+    if name not in ESTIMATORS:
+        raise InputError(f"the run's configuration has the estimator {name!r}; {nearest(name, ESTIMATORS)}")
+    needs = ESTIMATORS[name].needs
+    if "energy" in needs:
+        return name, str(own.get("energy", "proxy") if isinstance(own, Mapping) else "proxy")
+    return name, "exact" if {"rollout_norm_sq", "position_baseline"} & set(needs) else "none"
+
+
+def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> Advice:
+    """Compare candidates with the present choice, all intervals together at 95 %.
+
+    Args:
+        values: Efficiency of each candidate [1 + K]: from all K prompts, then without each of them in turn.
+        present: One of the candidates.
+        n_rollouts: Rollouts of one update.
+
+    Raises:
+        InputError: `present` is not among the candidates.
+    """
+    if present not in values:
+        raise InputError(f"{present} was not measured; {nearest(str(present), map(str, values))}")
+    base = values[present]
+    # Entries that agree on these rollouts (otb and otb_turn in one turn) are one comparison.
+    others = {own.tobytes() for own in values.values()} - {base.tobytes()}
+    level = 1 - RISK / max(len(others), 1)
+    found = [
+        Advised(choice, _number(own[0]), None if choice == present else _ratio(own, base, level))
+        for choice, own in values.items()
+    ]
+    found.sort(key=lambda one: -np.inf if one.efficiency is None else one.efficiency, reverse=True)
+    better = [one for one in found if one.better]
+    n_clusters = base.size - 1
+    best = better[0] if better else None
+    together = f"95 % together with {len(others)} comparisons over {n_clusters} prompts"
+    return Advice(present, best, tuple(found), n_rollouts, n_clusters, _reason(present, best, found, together))
+
+
+def _ratio(own: Float, base: Float, level: float) -> Interval | None:
+    ratio = np.divide(own, base, out=np.full_like(own, np.nan), where=base > 0)
+    return jackknife_interval(ratio[0], ratio[1:], "ratio of the two efficiencies", "log", level)
+
+
+def _reason(present: Choice, best: Advised | None, found: Sequence[Advised], together: str) -> str:
+    now = next(one for one in found if one.choice == present)
+    tested = [one for one in found if one.ratio is not None and one.ratio.low is not None]
+    if now.efficiency is None or now.efficiency <= 0:
+        return f"Not known: {NO_TRUTH}."
+    if best is not None and best.ratio is not None and best.efficiency is not None:
+        return (
+            f"{best.choice} was {best.ratio.estimate:.2f} times as efficient as {present} "
+            f"[{best.ratio.low:.2f}, {best.ratio.high:.2f}] ({together}): {best.efficiency:.2f} against "
+            f"{now.efficiency:.2f} of an update along ∇J."
+        )
+    if not tested:
+        return f"Not tested: no comparison has an interval, which takes {MIN_CLUSTERS} prompts; measure more of them."
+    top = max(tested, key=lambda one: one.ratio.estimate if one.ratio else 0.0)
+    ratio = top.ratio
+    ends = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio else ""
+    return (
+        f"No difference shown: nothing was more efficient than {present} beyond chance; the highest estimate is "
+        f"{ratio.estimate if ratio else np.nan:.2f}{ends} for {top.choice} ({together})."
+    )
+
+
+def _number(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None

@@ -1,0 +1,194 @@
+"""Who holds ‖ḡ‖² at a step: tokens, rollouts and prompts, each share split into signal and noise.
+
+‖ḡ‖² = Σ_{i,t} c_{i,t} s_{i,t}·ḡ exactly, so shares add up at every level: a rollout's is the sum of its tokens', a
+prompt's the sum of its rollouts'. Shares are signed: a negative one pushes against the update. signal = c·s·(ḡ − ḡ_p),
+what the token did for *other* prompts; noise = c·s·ḡ_p, what it did for its own. The gradient engine measures the
+shares (`gradient_attribution`, `signal_noise`); here they are only added up.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.errors import InputError
+from otb_analysis.types import Float, Int
+
+LEVELS = ("prompt", "rollout", "token")
+
+
+@dataclass(frozen=True)
+class AttributedTokens:
+    """One step's policy tokens with their shares; made by the store, read by `attribute_step`.
+
+    Attributes:
+        group: Prompt of each token [n].
+        rollout: Its rollout within the step [n].
+        t: Its index within the completion [n].
+        share: Its signed share of ‖ḡ‖² [n].
+        signal: The part along other prompts' gradients [n], or None where it was not told apart.
+        noise: The part along its own prompt's [n], or None.
+    """
+
+    group: Int
+    rollout: Int
+    t: Int
+    share: Float
+    signal: Float | None = None
+    noise: Float | None = None
+
+    def __post_init__(self) -> None:
+        """Check shapes and values."""
+        columns = {
+            "group": self.group,
+            "rollout": self.rollout,
+            "t": self.t,
+            "signal": self.signal,
+            "noise": self.noise,
+        }
+        for name, values in columns.items():
+            if values is not None and np.shape(values) != np.shape(self.share):
+                raise InputError(
+                    f"{name} has shape {np.shape(values)} but share {np.shape(self.share)}; pass one value per token."
+                )
+        if (self.signal is None) != (self.noise is None):
+            raise InputError("only one of signal and noise is given; pass both, or neither.")
+        if not np.isfinite(self.share).all():
+            raise InputError("share has entries that are not finite; pass the tokens that were attributed only.")
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Who holds ‖ḡ‖² at one level, the largest |share| first.
+
+    Attributes:
+        level: `prompt`, `rollout` or `token`.
+        group: Prompt [K].
+        rollout: Rollout [K]; −1 at level prompt.
+        t: Token [K]; −1 above level token.
+        n_tokens: Policy tokens it has [K].
+        share: Signed share of ‖ḡ‖² [K].
+        signal: Part of it along other prompts' gradients [K], or None.
+        noise: Part of it along the own prompt's [K], or None.
+    """
+
+    level: str
+    group: Int
+    rollout: Int
+    t: Int
+    n_tokens: Int
+    share: Float
+    signal: Float | None
+    noise: Float | None
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    def head(self, n: int) -> "Holders":
+        """Return the n largest.
+
+        Args:
+            n: How many at most.
+        """
+        names = ("group", "rollout", "t", "n_tokens", "share", "signal", "noise")
+        kept: dict[str, Any] = {name: None if (x := getattr(self, name)) is None else x[:n] for name in names}
+        return replace(self, **kept)
+
+    def holding(self, part: float = 0.5) -> int:
+        """Return how many of the largest hold a part of Σ|share|.
+
+        Args:
+            part: A share in (0, 1].
+        """
+        size = np.abs(self.share)
+        if size.sum() == 0:
+            return 0
+        return int(np.searchsorted(np.cumsum(size), part * size.sum() * (1 - 1e-12))) + 1
+
+
+@dataclass(frozen=True)
+class StepAttribution:
+    """One step's attribution at every level.
+
+    Attributes:
+        step: The step.
+        norm_sq: Σ share = ‖ḡ‖².
+        signal_total: Σ signal, what different prompts' gradients have in common of it; None without the split.
+        noise_total: Σ noise, each prompt's own part; None without the split.
+        recorded_norm_sq: ‖ḡ‖² of the step's first update as the optimiser saw it, None where it was not recorded.
+        prompts: By prompt.
+        rollouts: By rollout.
+        tokens: By token.
+    """
+
+    step: int
+    norm_sq: float
+    signal_total: float | None
+    noise_total: float | None
+    recorded_norm_sq: float | None
+    prompts: Holders
+    rollouts: Holders
+    tokens: Holders
+
+    @property
+    def gap(self) -> float | None:
+        """(Σ share − recorded ‖ḡ‖²)/recorded ‖ḡ‖²; about 1e-6 where one update follows the attributed gradient."""
+        if not self.recorded_norm_sq:
+            return None
+        return self.norm_sq / self.recorded_norm_sq - 1
+
+    def at(self, level: str) -> Holders:
+        """Return the holders of a level.
+
+        Args:
+            level: `prompt`, `rollout` or `token`.
+        """
+        return {"prompt": self.prompts, "rollout": self.rollouts, "token": self.tokens}[level]
+
+
+def attribute_step(step: int, tokens: AttributedTokens, grad_norm: float | None = None) -> StepAttribution:
+    """Add a step's shares up by prompt and rollout, and rank every level by |share|.
+
+    Args:
+        step: The step.
+        tokens: Its tokens with their shares.
+        grad_norm: ‖ḡ‖ of the step's first update, where it was recorded: the check on the sum.
+
+    Raises:
+        InputError: There is no token.
+    """
+    if len(tokens.share) == 0:
+        raise InputError(f"step {step} has no attributed token; pass the tokens of a step that was attributed.")
+    share = np.asarray(tokens.share, dtype=float)
+    return StepAttribution(
+        step=step,
+        norm_sq=float(share.sum()),
+        signal_total=None if tokens.signal is None else float(tokens.signal.sum()),
+        noise_total=None if tokens.noise is None else float(tokens.noise.sum()),
+        recorded_norm_sq=None if grad_norm is None or not np.isfinite(grad_norm) else float(grad_norm) ** 2,
+        prompts=_by("prompt", tokens, np.stack([tokens.group])),
+        rollouts=_by("rollout", tokens, np.stack([tokens.group, tokens.rollout])),
+        tokens=_by("token", tokens, np.stack([tokens.group, tokens.rollout, tokens.t])),
+    )
+
+
+def _by(level: str, tokens: AttributedTokens, keys: Int) -> Holders:
+    """Sum the shares of tokens that have the same keys [1 to 3, n], and order by size."""
+    found, index = np.unique(keys, axis=1, return_inverse=True)
+    index = index.reshape(-1)
+    share = np.zeros(found.shape[1])
+    np.add.at(share, index, tokens.share)
+    order = np.lexsort((np.arange(share.size), -np.abs(share)))
+
+    def key(i: int) -> Int:
+        return found[i][order] if i < len(found) else np.full(share.size, -1)
+
+    def summed(x: Float | None) -> Float | None:
+        if x is None:
+            return None
+        total = np.zeros(share.size)
+        np.add.at(total, index, x)
+        return total[order]
+
+    count = np.bincount(index)[order]
+    return Holders(level, key(0), key(1), key(2), count, share[order], summed(tokens.signal), summed(tokens.noise))

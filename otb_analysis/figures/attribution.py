@@ -1,0 +1,159 @@
+"""Who holds ‖ḡ‖² at a step: prompts as bars of signal and noise, tokens as a curve of what the largest hold."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+
+from otb_analysis.diagnostics import Holders, StepAttribution
+from otb_analysis.figures.scales import number
+from otb_analysis.figures.styles import BLUE, GREY, ORANGE
+from otb_analysis.figures.theme import RULE, panels, place
+from otb_analysis.figures.tokens import visible
+
+Array = NDArray[np.float32]
+MOST_PROMPTS = 24
+"""Prompts drawn; the others are one bar."""
+
+TEXT = 60
+"""Characters of a prompt's text in a table."""
+
+
+@dataclass(frozen=True)
+class AttributionInfo:
+    """The numbers behind the picture of one step's attribution, as shares of ‖ḡ‖² (1 is all of it).
+
+    Attributes:
+        step: The step.
+        norm_sq: ‖ḡ‖².
+        prompt: Name of each bar [K], largest |share| first.
+        signal: Signal of each bar [K]; its whole share where the split was not measured.
+        noise: Noise of each bar [K], None without the split.
+        count: Tokens counted from the one with the largest share down, 1 … n.
+        held: Share of ‖ḡ‖² that so many tokens hold [n]; passes 1 and comes back where tokens push against the update.
+    """
+
+    step: int
+    norm_sq: float
+    prompt: tuple[str, ...]
+    signal: Array
+    noise: Array | None
+    count: Array
+    held: Array
+
+
+def attribution_info(found: StepAttribution) -> AttributionInfo:
+    """Collect bars and curve of one step.
+
+    Args:
+        found: From `attribute_step`.
+    """
+    whole = found.norm_sq or 1.0
+    prompts = found.prompts
+    names = [str(g) for g in prompts.group[:MOST_PROMPTS]]
+    if len(prompts) > MOST_PROMPTS:
+        names.append(f"{len(prompts) - MOST_PROMPTS} others")
+    first = prompts.share if prompts.signal is None else prompts.signal
+    held = np.cumsum(np.sort(found.tokens.share)[::-1]) / whole
+    return AttributionInfo(
+        found.step,
+        found.norm_sq,
+        tuple(names),
+        _bars(first, whole),
+        None if prompts.noise is None else _bars(prompts.noise, whole),
+        np.arange(1, len(held) + 1, dtype=np.float32),
+        held.astype(np.float32),
+    )
+
+
+def _bars(values: np.ndarray, whole: float) -> Array:
+    rest = values[MOST_PROMPTS:]
+    return (np.append(values[:MOST_PROMPTS], rest.sum() if rest.size else []) / whole).astype(np.float32)
+
+
+def plot_attribution(info: AttributionInfo) -> go.Figure:
+    """Draw prompts on the left, tokens on the right.
+
+    Args:
+        info: From `attribution_info`.
+    """
+    titles = [
+        ("Prompts", "share of ‖ḡ‖², largest first"),
+        ("Tokens", "share of ‖ḡ‖² that the largest so many hold"),
+    ]
+    figure = panels(titles, 2, height=330, shared_x=False)
+    named = "signal: along other prompts" if info.noise is not None else "share"
+    bars = [(named, info.signal, BLUE)]
+    if info.noise is not None:
+        bars.append(("noise: along its own", info.noise, ORANGE))
+    for name, values, color in bars:
+        figure.add_bar(
+            x=list(info.prompt), y=values, name=name, marker={"color": color, "line": {"width": 0}},
+            text=[f"{v:.1%}" for v in values], textposition="none",
+            hovertemplate="prompt %{x}: <b>%{text}</b> of ‖ḡ‖²<extra>" + name.split(":")[0] + "</extra>", **place(0, 2),
+        )  # fmt: skip
+    figure.add_scatter(
+        x=info.count, y=info.held, mode="lines", line={"color": GREY, "width": 2}, showlegend=False,
+        hovertemplate="the %{x} largest hold <b>%{y:.0%}</b><extra></extra>", **place(1, 2),
+    )  # fmt: skip
+    figure.add_hline(y=1, line={"dash": "dot", "width": 1, "color": RULE}, **place(1, 2))
+    figure.update_layout(barmode="relative", bargap=0.25)
+    figure.update_yaxes(tickformat=".0%", rangemode="tozero")
+    figure.update_xaxes(type="category", title_text="prompt", tickfont={"size": 11}, **place(0, 2))
+    figure.update_xaxes(title_text="tokens", **place(1, 2))
+    return figure
+
+
+def attribution_table(
+    found: StepAttribution, holders: Holders, tokens: pd.DataFrame, rollouts: pd.DataFrame
+) -> pd.DataFrame:
+    """Return holders with what they are: prompt, rollout's reward, token's text; shares of ‖ḡ‖² as fractions.
+
+    Args:
+        found: The step.
+        holders: One of its levels, or the head of one.
+        tokens: Token rows of the step with group, rollout, t, token.
+        rollouts: Rollout rows of the step with group, rollout, prompt, reward.
+    """
+    whole = found.norm_sq or 1.0
+    table = pd.DataFrame({"prompt": holders.group})
+    if holders.level != "prompt":
+        table["rollout"] = holders.rollout
+    if holders.level == "token":
+        table["t"] = holders.t
+        texts = {(r, t): text for r, t, text in zip(tokens["rollout"], tokens["t"], tokens["token"], strict=True)}
+        table["token"] = [visible(str(texts.get(key, ""))) for key in zip(holders.rollout, holders.t, strict=True)]
+    table["share"] = holders.share / whole
+    if holders.signal is not None and holders.noise is not None:
+        table["signal"], table["noise"] = holders.signal / whole, holders.noise / whole
+    if holders.level != "token":
+        table["tokens"] = holders.n_tokens
+    key = "group" if holders.level == "prompt" else "rollout"
+    rewards: Any = rollouts.groupby(key)["reward"].mean()
+    table["reward"] = rewards.reindex(table["prompt" if key == "group" else "rollout"]).to_numpy(float)
+    first = rollouts.drop_duplicates("group")
+    prompts = dict(zip(first["group"], first["prompt"].fillna("").astype(str), strict=True))
+    table["text"] = [" ".join(prompts.get(g, "").split())[:TEXT] for g in holders.group]
+    return table
+
+
+def attribution_line(found: StepAttribution) -> str:
+    """Return the step's attribution in two sentences.
+
+    Args:
+        found: From `attribute_step`.
+    """
+    tokens, total = found.tokens, len(found.tokens)
+    said = (
+        f"At step {found.step} ‖ḡ‖² = {number(found.norm_sq)}; {tokens.holding():,} of {total:,} tokens "
+        f"({tokens.holding() / total:.1%}) hold half of all |shares|"
+    )
+    if found.signal_total is None or found.noise_total is None:
+        return f"{said}; signal and noise were not told apart (--measure.attribution.split)."
+    return (
+        f"{said}. Signal, what prompts have in common, is {number(found.signal_total)}; noise, each prompt's own part, "
+        f"is {number(found.noise_total)}."
+    )

@@ -1,0 +1,181 @@
+"""The commands that read finished or running runs and print what they say: compare, diagnose, attribution, report."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import tyro
+from rich.console import Console
+
+from otb_analysis.errors import InputError, StoreError
+
+TABLE_WIDTH = 136
+"""Characters that the widest table needs; a narrower terminal wraps its lines rather than losing numbers."""
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Print learning, estimators and proxy fidelity of runs, side by side."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names of runs; all complete runs of the root when none is given."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+
+
+@dataclass(frozen=True)
+class DiagnoseConfig:
+    """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names of runs; all complete runs of the root when none is given."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+
+
+@dataclass(frozen=True)
+class AttributionConfig:
+    """Print who holds ‖ḡ‖² at a step: prompts, rollouts and tokens, each share split into signal and noise."""
+
+    run: Annotated[str, tyro.conf.Positional] = ""
+    """Name of a run that measured the level attribution."""
+    step: int | None = None
+    """A step; the attributed one with the largest gradient when none is given."""
+    top: int = 12
+    """Rows per table."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Write what the dashboard and the terminal say about runs into one self-contained HTML file, or into Markdown."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names of runs; all complete runs of the root when none is given."""
+    out: Path = Path("report.html")
+    """File to write; its ending, .html or .md, decides the form."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+
+
+def compare_command(words: Sequence[str]) -> None:
+    """Compare finished runs; of those that were not asked for by name, one that cannot be read is left out."""
+    config = parsed(CompareConfig, "compare", words, CompareConfig())
+    if config.runs:
+        print_comparison([config.root / name for name in config.runs], Console())
+        return
+    paths = [config.root / name for name in _complete_runs(config.root)]
+    try:
+        print_comparison(paths, Console())
+    except StoreError:
+        if not (readable := [path for path in paths if _can_be_read(path)]):
+            raise
+        print_comparison(readable, Console())
+
+
+def diagnose_command(words: Sequence[str]) -> None:
+    """Diagnose runs."""
+    config = parsed(DiagnoseConfig, "diagnose", words, DiagnoseConfig())
+    from otb_analysis.verdicts import diagnosis
+
+    for name in config.runs or _complete_runs(config.root):
+        _print_all(diagnosis(config.root / name))
+
+
+def attribution_command(words: Sequence[str]) -> None:
+    """Attribute a step."""
+    config = parsed(AttributionConfig, "attribution", words, AttributionConfig())
+    if not config.run:
+        raise InputError("otb attribution needs a run; pass its name, as in otb attribution demo-otb-s0.")
+    if config.top < 1:
+        raise InputError(f"--top is {config.top}; pass at least 1.")
+    from otb_analysis.verdicts import attribution
+
+    _print_all(attribution(config.root / config.run, config.step, config.top))
+
+
+def report_command(words: Sequence[str]) -> None:
+    """Report on runs."""
+    config = parsed(ReportConfig, "report", words, ReportConfig())
+    from otb_analysis.report import write_report
+
+    paths = [config.root / name for name in config.runs or _complete_runs(config.root)]
+    files = write_report(paths, config.out, shlex.join(["otb", "report", *words]))
+    more = f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""
+    sys.stdout.write(f"{files[0]} is written ({files[0].stat().st_size / 1e6:.1f} MB){more}.\n")
+
+
+def _print_all(parts: Sequence[object]) -> None:
+    """Print tables and sentences, each after an empty line."""
+    console = Console()
+    wide = Console(width=max(console.width, TABLE_WIDTH))
+    for part in parts:
+        wide.print()
+        wide.print(part, markup=False, highlight=False)
+
+
+def _complete_runs(root: Path) -> list[str]:
+    """Return the names of the complete runs of a root.
+
+    Raises:
+        InputError: There are none; the sentence names one that began.
+    """
+    from otb_analysis.store import runs_df
+
+    table = runs_df(root)
+    complete = [str(name) for name in table.loc[table["status"] == "complete", "run"]]
+    if complete:
+        return complete
+    begun = table.loc[table["n_steps"].fillna(0) > 0, ["run", "status"]].astype(str).to_numpy().tolist()
+    if begun:
+        name, status = begun[0]
+        raise InputError(
+            f"{root} holds no complete run, but {name} is {status}; compare it by its name: otb compare "
+            f"{name} --root {root}."
+        )
+    raise InputError(f"{root} holds no complete run; make some with make demo or otb train.")
+
+
+def _can_be_read(path: Path) -> bool:
+    """Return whether a run can be compared; say on stderr why one cannot."""
+    from otb_analysis.compare import comparison
+
+    try:
+        comparison([path])
+    except StoreError as error:
+        sys.stderr.write(f"otb: {path.name} is left out: {error}\n")
+        return False
+    return True
+
+
+def print_comparison(paths: Sequence[Path], console: Console) -> None:
+    """Print the tables of `otb compare`.
+
+    Args:
+        paths: Directories of runs.
+        console: Whose width counts, where it is wide enough.
+    """
+    from otb_analysis.compare import comparison
+
+    wide = Console(width=max(console.width, TABLE_WIDTH))
+    for table in comparison(paths):
+        wide.print()
+        wide.print(table)
+
+
+def parsed(kind: type[Config], command: str, words: Sequence[str], default: Config) -> Config:
+    """Return a command's configuration from the command line.
+
+    Args:
+        kind: Its dataclass.
+        command: Its name.
+        words: What follows the name.
+        default: What the words change.
+    """
+    return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=())

@@ -1,0 +1,69 @@
+"""`otb report`: runs as one self-contained HTML file or as Markdown, with tables, figures, formulas and the command."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from otb_analysis.errors import InputError, StoreError
+from otb_analysis.report.document import Document
+from otb_analysis.report.html import to_html
+from otb_analysis.report.markdown import to_markdown
+from otb_analysis.report.runs import open_runs
+from otb_analysis.report.sections import blame, collapse, estimators, fidelity, overview, provenance
+
+__all__ = ["report", "write_report"]
+
+
+def report(paths: Sequence[Path], command: str) -> Document:
+    """Return what there is to say about some runs.
+
+    Args:
+        paths: Directories of runs.
+        command: What made the report, as typed.
+
+    Raises:
+        InputError: A run does not exist or has no step, or the runs disagree in scope or schema.
+        StoreError: A run cannot be read.
+    """
+    runs = open_runs(paths)
+    each = [make(run) for make in (estimators, fidelity, blame) for run in runs]
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return Document(
+        title=" · ".join(run.name for run in runs),
+        command=command,
+        note=f"Made {made} by otb-analysis {version('otb-analysis')} from {len(runs)} run{'s' * (len(runs) != 1)}.",
+        sections=(overview(runs), collapse(runs), *each, provenance(runs)),
+    )
+
+
+def write_report(paths: Sequence[Path], out: Path, command: str) -> list[Path]:
+    """Write a report and return the files it is made of, the page first.
+
+    Args:
+        paths: Directories of runs.
+        out: A file ending in .html or .md; pictures of the latter lie in a folder beside it.
+        command: What made it, as typed.
+
+    Raises:
+        InputError: The ending is another, or as `report`.
+        StoreError: A run cannot be read, or the file cannot be written.
+    """
+    if out.suffix not in (".html", ".md"):
+        raise InputError(f"--out is {out}; pass a file that ends in .html or .md.")
+    document = report(paths, command)
+    folder = out.with_name(f"{out.stem}_files")
+    if out.suffix == ".html":
+        page, pictures = to_html(document), dict[str, str]()
+    else:
+        page, pictures = to_markdown(document, folder.name)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if pictures:
+            folder.mkdir(exist_ok=True)
+        for name, text in pictures.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot write the report to {out} ({error.strerror}); pass another --out.") from error
+    return [out, *(folder / name for name in pictures)]

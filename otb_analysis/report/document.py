@@ -1,0 +1,68 @@
+"""What a report is made of: sections of sentences, tables, pictures and formulas; two writers turn it into a file."""
+
+from dataclasses import dataclass
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from otb_analysis.figures.svg import Panel
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table with what it shows in a sentence; cells are text already, or numbers that `number` writes."""
+
+    caption: str
+    frame: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with its caption.
+
+    Attributes:
+        name: File name without an ending, unique in the report.
+        caption: What it shows.
+        figure: For pages that run plotly.js.
+        panels: The same curves for pages that cannot; empty where there is no such form.
+    """
+
+    name: str
+    caption: str
+    figure: go.Figure
+    panels: tuple[Panel, ...] = ()
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """Definitions: (name, formula) pairs."""
+
+    rows: tuple[tuple[str, str], ...]
+
+
+Part = str | Grid | Picture | Formulas
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands below it, in order."""
+
+    title: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A whole report.
+
+    Attributes:
+        title: Its heading.
+        command: What made it, as typed.
+        note: When, from what, by which version; one line.
+        sections: In order.
+    """
+
+    title: str
+    command: str
+    note: str
+    sections: tuple[Section, ...]

@@ -1,0 +1,81 @@
+"""A document as one HTML file that loads nothing: plotly.js inside it once, text escaped, no script of its own."""
+
+from html import escape
+
+import plotly.io
+from plotly.offline import get_plotlyjs
+
+from otb_analysis.figures import CONFIG, for_background
+from otb_analysis.figures.theme import FONT
+from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture
+from otb_analysis.report.sections import cell
+
+STYLE = f"""
+:root {{ color-scheme: light; }}
+body {{ font: 15px/1.55 {FONT}; color: #1B2229; background: #FFFFFF; margin: 0 auto;
+  max-width: 1180px; padding: 32px; }}
+h1 {{ font-size: 26px; margin: 0 0 4px; }} h2 {{ font-size: 20px; margin: 44px 0 10px; overflow-wrap: anywhere; }}
+.note, figcaption, caption {{ color: #5A636D; font-size: 13px; text-align: left; }}
+code, pre {{ font: 13px ui-monospace, monospace; background: #F2F4F6; border-radius: 4px; }}
+code {{ padding: 1px 5px; }}
+pre {{ padding: 10px 12px; overflow-x: auto; }}
+figure {{ margin: 18px 0; }} .scroll {{ overflow-x: auto; margin: 14px 0; }}
+table {{ border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }}
+caption {{ padding: 0 0 6px; }}
+th, td {{ padding: 4px 12px 4px 0; text-align: left; vertical-align: top; border-bottom: 1px solid #E3E6EA; }}
+th {{ font-weight: 600; white-space: nowrap; }} td.n, th.n {{ text-align: right; white-space: nowrap; }}
+nav ol {{ columns: 2; padding-left: 20px; font-size: 14px; }} dt {{ font-weight: 600; }} dd {{ margin: 0 0 8px; }}
+"""
+
+
+def to_html(document: Document) -> str:
+    """Return the file's text.
+
+    Args:
+        document: What it says.
+    """
+    titles = [escape(section.title) for section in document.sections]
+    contents = "".join(f'<li><a href="#s{i}">{title}</a></li>' for i, title in enumerate(titles))
+    body = "".join(
+        f'<section><h2 id="s{i}">{titles[i]}</h2>{"".join(map(_part, section.parts))}</section>'
+        for i, section in enumerate(document.sections)
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(document.title)}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script></head>\n"
+        f'<body><h1>{escape(document.title)}</h1><p class="note">{escape(document.note)}</p>'
+        f"<pre>{escape(document.command)}</pre><nav><ol>{contents}</ol></nav>\n{body}</body></html>\n"
+    )
+
+
+def _part(part: Part) -> str:
+    if isinstance(part, Grid):
+        return _table(part)
+    if isinstance(part, Picture):
+        return _figure(part)
+    if isinstance(part, Formulas):
+        rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(formula)}</dd>" for name, formula in part.rows)
+        return f"<details><summary>Formulas</summary><dl>{rows}</dl></details>"
+    return f"<p>{escape(part)}</p>"
+
+
+def _figure(part: Picture) -> str:
+    figure = for_background(part.figure, dark=False)
+    name = "".join(c if c.isalnum() or c in "-_" else "-" for c in part.name)
+    drawn = plotly.io.to_html(figure, include_plotlyjs=False, full_html=False, config=CONFIG, div_id=f"f-{name}")
+    return f"<figure>{drawn}<figcaption>{escape(part.caption)}</figcaption></figure>"
+
+
+def _table(part: Grid) -> str:
+    numeric = [str(dtype) not in ("object", "str", "string") for dtype in part.frame.dtypes]
+    classes = [' class="n"' if right else "" for right in numeric]
+    head = "".join(f"<th{c}>{escape(str(name))}</th>" for name, c in zip(part.frame, classes, strict=True))
+    rows = "".join(
+        "<tr>" + "".join(f"<td{c}>{escape(cell(x))}</td>" for x, c in zip(row, classes, strict=True)) + "</tr>"
+        for row in part.frame.itertuples(index=False)
+    )
+    return (
+        f'<div class="scroll"><table><caption>{escape(part.caption)}</caption><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )

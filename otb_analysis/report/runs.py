@@ -1,0 +1,88 @@
+"""The runs of a report: what is read of each, and whether they can stand in one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from otb_analysis.diagnostics import StepSeries
+from otb_analysis.errors import InputError
+from otb_analysis.store import RunStore, step_series
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """One run, opened.
+
+    Attributes:
+        name: Its name.
+        store: Its reader.
+        steps: Its steps table.
+        series: The same as series.
+        config: Its configuration, nested.
+        status: How it stands.
+    """
+
+    name: str
+    store: RunStore
+    steps: pd.DataFrame
+    series: StepSeries
+    config: dict[str, Any]
+    status: str
+
+    @property
+    def estimator(self) -> str:
+        """Name of the training estimator; empty where the configuration has none."""
+        own = self.config.get("estimator") or {}
+        return str(own.get("name", "") if isinstance(own, dict) else own)
+
+    @property
+    def scope(self) -> str:
+        """Parameters whose gradient was measured."""
+        measure = self.config.get("measure")
+        return str(measure.get("scope", "all")) if isinstance(measure, dict) else "all"
+
+
+def open_runs(paths: Sequence[Path]) -> list[ReportedRun]:
+    """Open runs that can stand in one report.
+
+    Args:
+        paths: Directories of runs.
+
+    Raises:
+        InputError: There is none, one has no step, or they disagree in scope or schema.
+        StoreError: One cannot be read.
+    """
+    if not paths:
+        raise InputError("there is no run to report on; pass names of runs, as in otb report demo-otb-s0.")
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        raise InputError(f"runs are {', '.join(names)}; pass each name once.")
+    runs = [_open(path) for path in paths]
+    first = runs[0]
+    for run in runs[1:]:
+        if run.scope != first.scope:
+            raise InputError(
+                f"{first.name} measured gradients of scope {first.scope!r} but {run.name} of {run.scope!r}, which do "
+                "not compare; report them apart, or train one again with the other's --measure.scope."
+            )
+        versions = [one.store.info.get("schema_version") for one in (first, run)]
+        if versions[0] != versions[1]:
+            raise InputError(
+                f"{first.name} was stored with schema {versions[0]} but {run.name} with {versions[1]}, so their "
+                "columns may differ in meaning; report them apart, or train the older one again with otb train."
+            )
+    return runs
+
+
+def _open(path: Path) -> ReportedRun:
+    store = RunStore(path)
+    steps = store.steps_df()
+    if steps.empty:
+        raise InputError(f"run {path.name} has no complete step yet; wait for one, or train it again.")
+    config = store.info.get("config")
+    status, reason = store.standing
+    said = f"{status}: {reason}" if reason else status
+    return ReportedRun(path.name, store, steps, step_series(steps), config if isinstance(config, dict) else {}, said)

@@ -1,0 +1,265 @@
+"""From runs to sections: the tables and figures of the dashboard and the terminal, from the same functions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from otb_analysis.diagnostics import LEVELS, certificate, change_points, changes, diagnose, shares
+from otb_analysis.errors import InputError
+from otb_analysis.figures import (
+    MEASURES,
+    alarm_marks,
+    alarms_line,
+    alarms_table,
+    attribution_info,
+    attribution_line,
+    attribution_table,
+    collapse_info,
+    comparison_info,
+    config_differences,
+    degenerate_table,
+    display_table,
+    fidelity_info,
+    fidelity_table,
+    headline_info,
+    learning_info,
+    number,
+    plot_attribution,
+    plot_collapse,
+    plot_comparison,
+    plot_fidelity,
+    plot_learning,
+)
+from otb_analysis.figures.curves import CurvesInfo
+from otb_analysis.figures.styles import run_styles
+from otb_analysis.figures.svg import Curve, Panel
+from otb_analysis.report.document import Formulas, Grid, Part, Picture, Section
+from otb_analysis.report.runs import ReportedRun
+from otb_analysis.store import attributed_steps, largest_attributed_step, step_attribution
+from otb_analysis.verdicts import advice_line, change_line
+
+WINDOW = 10
+"""Steps of the running means."""
+
+TOP = 12
+"""Holders listed per level."""
+
+FIDELITY_COLUMNS = (
+    *("step", "group", "rollout", "t", "mask"),
+    *("energy_proxy", "grad_norm_sq", "measured_by", "inclusion_prob"),
+)
+MEASURED = 'mask AND (step, "group") IN (SELECT step, "group" FROM tokens WHERE grad_norm_sq IS NOT NULL)'
+
+
+def _from(bounds: tuple[float, float]) -> str:
+    return f"≥ {bounds[0]:g}" + (f", {bounds[1]:g}" if np.isfinite(bounds[1]) else "")
+
+
+ALARM_FORMULAS = (
+    ("gradient_surge", f"exp(median₅ log‖ḡ‖ − median of the 20 to 100 steps before − 2·spread) {_from(changes.SURGE)}"),
+    ("entropy_collapse", f"exp(highest running median − median₁₀ − 1.5·spread) of log entropy {_from(changes.FALL)}"),
+    ("length_drift", f"exp(|median₁₀ − median of the first 20| − 1.5·spread) of log length {_from(changes.DRIFT)}"),
+    ("zero_variance_groups", f"lower 99 % bound of their share over 20 steps {_from(shares.NO_SIGNAL)}"),
+    ("ratio_tails", f"median₅ of max |log π/μ| {_from(shares.RATIO)}; mean₁₀ clipped {_from(shares.RATIO_CLIPPED)}"),
+    ("tail_index", f"lower 99 % bound of the mean Pareto-k over 10 records {_from(shares.HEAVY)}"),
+    ("clip_fraction", f"share of 20 steps clipped {_from(shares.CLIPPED)}; its rise {_from(shares.RISE)}"),
+    ("sampling_certificate", "a mixture martingale E of Σz with P(ever E ≥ 1/α) ≤ α = "
+     f"{certificate.RISK[0]:g}, {certificate.RISK[1]:g}"),
+)  # fmt: skip
+"""Score of each detector, and from which on it is a watch, and an alarm."""
+
+
+def overview(runs: Sequence[ReportedRun]) -> Section:
+    """Return what the runs are and whether they learn.
+
+    Args:
+        runs: The runs.
+    """
+    rows = [headline_info(run.name, run.estimator, run.steps) for run in runs]
+    table = pd.DataFrame(
+        {
+            "run": [row.run for row in rows],
+            "estimator": [row.estimator or "–" for row in rows],
+            "status": [run.status for run in runs],
+            "steps": [row.steps for row in rows],
+            "reward": [row.reward for row in rows],
+            "change": [row.reward_gain for row in rows],
+            "held-out reward": [row.heldout for row in rows],
+            "median ‖ḡ‖": [row.grad_norm for row in rows],
+            "clipped": [None if row.clipped is None else f"{row.clipped:.0%}" for row in rows],
+        }
+    )
+    info = learning_info({r.name: r.steps for r in runs}, {r.name: r.estimator for r in runs}, WINDOW)
+    differences = config_differences({run.name: run.config for run in runs})
+    parts: list[Part] = [
+        Grid("Reward: mean of the last tenth of the steps; change since the first tenth. ‖ḡ‖: last 20 steps.", table),
+        Picture("learning", f"Running means over {WINDOW} steps.", plot_learning(info), curve_panels(info)),
+    ]
+    if len(runs) > 1:
+        same = "The runs have the same configuration."
+        parts.append(same if differences.empty else Grid("Where the configurations differ.", differences))
+    return Section("Runs", tuple(parts))
+
+
+def collapse(runs: Sequence[ReportedRun]) -> Section:
+    """Return alarms, signs and change points.
+
+    Args:
+        runs: The runs.
+    """
+    findings = {run.name: diagnose(run.series) for run in runs}
+    points = {run.name: change_points(run.series) for run in runs}
+    steps = {run.name: run.steps for run in runs}
+    info = collapse_info(steps, {run.name: run.estimator for run in runs}, WINDOW)
+    fired = "First firings use the steps up to there and none later; change points are dated in hindsight."
+    return Section(
+        "Alarms and signs of collapse",
+        (
+            Grid(f"{alarms_line(findings)} {fired}", alarms_table(findings)),
+            *(f"{run}. {change_line(found)}" for run, found in points.items()),
+            Picture(
+                "collapse",
+                f"Running means over {WINDOW} steps; the interactive form marks first firings and change points.",
+                plot_collapse(info, marks=alarm_marks(findings, points)),
+                curve_panels(info),
+            ),
+            Grid("Degenerate input over all steps: legal, and nothing to learn from.", degenerate_table(steps)),
+            Formulas(ALARM_FORMULAS),
+        ),
+    )
+
+
+def estimators(run: ReportedRun) -> Section:
+    """Return every estimator on the run's own rollouts, and the advice.
+
+    Args:
+        run: A run.
+    """
+    title = f"Estimators on the rollouts of {run.name}"
+    grams = list(run.store.grams().values())
+    if not grams:
+        return Section(title, (f"{advice_line(run.store)}",))
+    names = {name for gram in grams for name, _ in gram.labels}
+    info = comparison_info(grams, "rloo" if "rloo" in names else sorted(names)[0])
+    picture = Picture(f"estimators-{run.name}", info.estimand, plot_comparison(info))
+    formulas = Formulas(tuple((measure.title, measure.formula) for measure in MEASURES))
+    table = Grid("Each estimator's own values, then its ratios with 95 % intervals.", display_table(info))
+    return Section(
+        title,
+        (f"Advice. {advice_line(run.store)}", picture, table, formulas),
+    )
+
+
+def fidelity(run: ReportedRun) -> Section:
+    """Return how well the proxy follows exact norms.
+
+    Args:
+        run: A run.
+    """
+    title = f"Proxy against exact norms in {run.name}"
+    try:
+        info = fidelity_info(run.store.tokens_df(columns=FIDELITY_COLUMNS, where=MEASURED))
+    except InputError as error:
+        return Section(title, (str(error),))
+    picture = Picture(f"fidelity-{run.name}", f"{info.n_tokens:,} tokens with both energies.", plot_fidelity(info))
+    caption = "Within: inside one (step, prompt, t) cell, where baseline weights are normalised."
+    return Section(title, (picture, Grid(caption, fidelity_table(info))))
+
+
+def blame(run: ReportedRun) -> Section:
+    """Return who holds the gradient at the attributed step where it was largest.
+
+    Args:
+        run: A run.
+    """
+    title = f"Who holds the gradient of {run.name}"
+    if not attributed_steps(run.store):
+        return Section(title, ("No step was attributed; otb train --measure.attribution.every 1 does.",))
+    step = largest_attributed_step(run.store)
+    found = step_attribution(run.store, step)
+    tokens = run.store.tokens_df([step], ["rollout", "t", "token"])
+    rollouts = run.store.rollouts_df([step], ["group", "rollout", "prompt", "reward"])
+    grids = [
+        Grid(f"The {level}s with the largest |share| of {len(found.at(level)):,}; shares of ‖ḡ‖².", percent(rows))
+        for level in LEVELS
+        for rows in [attribution_table(found, found.at(level).head(TOP), tokens, rollouts)]
+    ]
+    formulas = (
+        (
+            "share",
+            "c·s·ḡ of a token, ḡ = Σ c·s, c its coefficient in the update, s = ∇log π; their sum is ‖ḡ‖²",
+        ),
+        ("signal, noise", "c·s·(ḡ − ḡ_p) and c·s·ḡ_p, ḡ_p the part of the token's own prompt"),
+    )
+    picture = Picture(f"attribution-{run.name}", attribution_line(found), plot_attribution(attribution_info(found)))
+    return Section(title, (picture, *grids, Formulas(formulas)))
+
+
+def percent(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return a table of holders with its shares in per cent.
+
+    Args:
+        rows: From `attribution_table`.
+    """
+    shares = [name for name in ("share", "signal", "noise") if name in rows]
+    return rows.assign(**{name: [f"{value:.2%}" for value in rows[name]] for name in shares})
+
+
+def provenance(runs: Sequence[ReportedRun]) -> Section:
+    """Return what each run was made with.
+
+    Args:
+        runs: The runs.
+    """
+    rows = []
+    for run in runs:
+        info: Any = run.store.info
+        git, packages = info.get("git") or {}, info.get("packages") or {}
+        row = {"run": run.name, "created": info.get("created"), "seed": run.config.get("seed")}
+        row |= {"scope": run.scope, "schema": info.get("schema_version"), "commit": str(git.get("commit") or "–")[:12]}
+        rows.append(row | {"changed files": bool(git.get("diff")), "torch": packages.get("torch", "–")})
+    return Section("How the runs were made", (Grid("From each run's run.json.", pd.DataFrame(rows)),))
+
+
+def curve_panels(info: CurvesInfo) -> tuple[Panel, ...]:
+    """Return small multiples in a form that needs no browser to draw; panels without a curve are left out.
+
+    Args:
+        info: From a `curves_info`.
+    """
+    styles = run_styles(info.estimators)
+    return tuple(
+        Panel(
+            quantity.title,
+            quantity.line,
+            "step",
+            [
+                Curve(
+                    [float(x) for x in one.step], [float(y) for y in one.smooth], one.run,
+                    color=styles[one.run].color, dashed=styles[one.run].dash != "solid",
+                )
+                for one in curves
+            ],
+            y_range=(0.0, 1.0) if quantity.share else None,
+        )
+        for quantity, curves in zip(info.quantities, info.curves, strict=True)
+        if curves
+    )  # fmt: skip
+
+
+def cell(value: object) -> str:
+    """Return a table's cell as text: numbers with three digits, a dash where nothing is known.
+
+    Args:
+        value: Anything a table holds.
+    """
+    if value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and value != value):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return number(value)
+    item = getattr(value, "item", None)
+    return cell(item()) if callable(item) else str(value)

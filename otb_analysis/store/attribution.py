@@ -1,0 +1,69 @@
+"""The attribution of a step, from the shares its tokens were stored with."""
+
+import numpy as np
+import pandas as pd
+
+from otb_analysis.diagnostics import AttributedTokens, StepAttribution, attribute_step
+from otb_analysis.errors import InputError
+from otb_analysis.store.reader import RunStore
+
+MEASURED_BY = "the level attribution measures it: otb train --measure.attribution.every 1"
+
+
+def attributed_steps(store: RunStore) -> list[int]:
+    """Return the steps whose tokens carry their share of ‖ḡ‖², in order.
+
+    Args:
+        store: A run.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    query = "SELECT DISTINCT step FROM tokens WHERE attribution IS NOT NULL ORDER BY step"
+    return [int(step) for step in store.sql(query)["step"]]
+
+
+def largest_attributed_step(store: RunStore) -> int:
+    """Return the attributed step with the largest gradient, the one to look at first.
+
+    Args:
+        store: A run.
+
+    Raises:
+        InputError: No step was attributed; the sentence says what measures it.
+    """
+    steps = attributed_steps(store)
+    if not steps:
+        raise InputError(f"{store.path.name} has no attributed step; {MEASURED_BY}.")
+    norms = store.steps_df(steps, ["step", "grad_norm"]).dropna()
+    return steps[-1] if norms.empty else int(norms.loc[norms["grad_norm"].idxmax(), "step"])  # pyright: ignore
+
+
+def step_attribution(store: RunStore, step: int) -> StepAttribution:
+    """Return who holds ‖ḡ‖² at a step.
+
+    Args:
+        store: A run.
+        step: A step that was attributed.
+
+    Raises:
+        InputError: The step was not attributed; the sentence names those that were, or what measures them.
+        StoreError: A part is broken or lacks a key column.
+    """
+    columns = ["group", "rollout", "t", "attribution", "signal", "noise"]
+    tokens = store.tokens_df([step], columns, "attribution IS NOT NULL")
+    if tokens.empty:
+        steps = attributed_steps(store)
+        have = f"steps {', '.join(map(str, steps))} have" if steps else "no step of this run has"
+        raise InputError(f"step {step} of {store.path.name} has no attribution, {have}; {MEASURED_BY}.")
+    norm = store.steps_df([step], ["grad_norm"])["grad_norm"].to_numpy(np.float64, na_value=np.nan)
+    split = bool(tokens[["signal", "noise"]].notna().to_numpy().all())
+    found = AttributedTokens(
+        *(tokens[name].to_numpy(np.int64) for name in ("group", "rollout", "t")),
+        *(_floats(tokens, name) for name in ("attribution", "signal", "noise")[: 3 if split else 1]),
+    )
+    return attribute_step(step, found, float(norm[0]) if norm.size else None)
+
+
+def _floats(tokens: pd.DataFrame, name: str) -> np.ndarray:
+    return tokens[name].to_numpy(np.float64, na_value=np.nan)

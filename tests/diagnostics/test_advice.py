@@ -1,0 +1,115 @@
+import numpy as np
+import pytest
+
+from otb_analysis.diagnostics import Choice, advise, advise_sizes, trained_label
+from otb_analysis.diagnostics.advice import judge
+from otb_analysis.errors import InputError
+from otb_analysis.statistics import paired_ratios, partitions, pool_gram
+from otb_analysis.types import Gram
+
+RLOO, MEAN, QUIET = ("rloo", "none"), ("group_mean", "none"), ("otb", "proxy")
+
+
+def gram(seed, n_prompts=40, noise=(2.0, 2.0, 0.5), size=8):
+    """Group gradients around one truth of length 2: two estimators with their own noise, a third that is quieter."""
+    random = np.random.default_rng(seed)
+    truth = 2 * np.eye(12)[0]
+    shared = random.normal(size=(n_prompts, 12))
+    g = np.stack([truth + s * (0.9 * shared + 0.3 * random.normal(size=shared.shape)) for s in noise])
+    return Gram(np.einsum("mpd,nqd->mnpq", g, g), (RLOO, MEAN, QUIET), n_prompts * size)
+
+
+STEPS = [gram(seed, 16) for seed in range(8)]
+"""At 16 prompts an update of the noisy two has an efficiency of about .6, that of the quiet one of about .97."""
+
+
+def test_a_quieter_estimator_is_advised_with_the_ratio_that_statistics_give():
+    found = advise(STEPS, RLOO)
+    assert found.best is not None and found.best.choice == Choice("otb", "proxy", 8)
+    same = {p.estimator: p.efficiency for p in paired_ratios(STEPS)}["otb"]
+    assert found.best.ratio.estimate == pytest.approx(same.estimate)
+    # Two comparisons at 97.5 % each: wider than one at 95 %.
+    assert found.best.ratio.low < same.low and found.best.ratio.high > same.high
+    assert "otb (proxy energies) in groups of 8 was" in found.reason and "with 2 comparisons over 128" in found.reason
+
+
+def test_the_quietest_has_nothing_better_to_change_to():
+    found = advise(STEPS, QUIET)
+    assert found.best is None and found.reason.startswith("No difference shown: nothing was more efficient than otb")
+    assert any(one.worse for one in found.candidates)
+
+
+def test_alike_estimators_are_called_different_as_rarely_as_promised():
+    # 5 % of 100 at most, all comparisons together: more than 12 is beyond three standard errors.
+    shown = sum(advise([gram(seed, 20, (2.0, 2.0, 2.0))], RLOO).best is not None for seed in range(100))
+    assert shown <= 12
+
+
+def test_entries_that_agree_are_one_comparison():
+    one = gram(1)
+    twice = Gram(
+        np.pad(one.inner, ((0, 1), (0, 1), (0, 0), (0, 0)), mode="edge"),
+        (*one.labels, ("otb_turn", "proxy")),
+        one.n_rollouts,
+    )
+    assert "with 2 comparisons" in advise([twice], RLOO).reason
+
+
+def test_few_prompts_are_not_tested():
+    found = advise([gram(2, 8)], RLOO)
+    assert found.best is None and found.reason.startswith("Not tested") and "16 prompts" in found.reason
+
+
+def test_a_gradient_lost_in_noise_is_not_known():
+    values = {Choice("rloo", "none", 8): np.full(31, np.nan), Choice("otb", "proxy", 8): np.full(31, np.nan)}
+    found = judge(values, Choice("rloo", "none", 8), 128)
+    assert found.reason.startswith("Not known") and "--measure.exact" in found.reason
+
+
+def test_an_estimator_that_was_not_measured_is_named():
+    with pytest.raises(InputError, match="no measured step has both otb_loo/exact and rloo/none"):
+        advise([gram(0)], ("otb_loo", "exact"))
+
+
+def pools(sizes, prompts=32, rollouts=64):
+    """Rollouts whose prompts hardly differ but which are noisy themselves, averaged in groups of several sizes."""
+    random = np.random.default_rng(5)
+    own = np.eye(6)[0] + 0.05 * random.normal(size=(prompts, 6))
+    features = (own[:, None] + 1.5 * random.normal(size=(prompts, rollouts, 6))).reshape(-1, 6)
+    names = np.repeat(np.arange(prompts), rollouts)
+    found = []
+    for size in sizes:
+        cuts = partitions(names, size, shuffles=2)
+        means = [np.stack([features[cut.group == g].mean(axis=0) for g in range(len(cut.prompt))]) for cut in cuts]
+        found.append(pool_gram([m[None] for m in means], cuts, [RLOO]))
+    return found
+
+
+def test_group_sizes_are_compared_at_one_budget_of_rollouts():
+    # Means over R rollouts, whatever the grouping, have nearly the same variance where prompts hardly differ.
+    found = advise_sizes(pools([2, 4, 16]), 128, (RLOO, 4))
+    assert {one.choice.size for one in found.candidates} == {2, 4, 16}
+    assert found.n_rollouts == 128 and found.n_clusters == 32
+    ratios = [one.ratio.estimate for one in found.candidates if one.ratio]
+    assert ratios == pytest.approx([1, 1], abs=0.15)
+    with pytest.raises(InputError, match="in groups of 8 was not measured"):
+        advise_sizes(pools([2, 4]), 128, (RLOO, 8))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "label"),
+    [
+        ({"name": "otb", "energy": "exact"}, ("otb", "exact")),
+        ({"name": "otb"}, ("otb", "proxy")),
+        ({"name": "rloo", "energy": "proxy"}, ("rloo", "none")),
+        ({"name": "classic_optimal"}, ("classic_optimal", "exact")),
+        ("group_mean", ("group_mean", "none")),
+    ],
+)
+def test_the_training_estimator_is_named_as_its_gradients_are(estimator, label):
+    assert trained_label({"estimator": estimator}) == label
+
+
+def test_an_unknown_training_estimator_is_named():
+    with pytest.raises(InputError, match="estimator 'otbb'; did you mean 'otb'"):
+        trained_label({"estimator": {"name": "otbb"}})
