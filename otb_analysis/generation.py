@@ -1,4 +1,4 @@
-"""Who continues texts: one protocol, transformers' generation behind it; plain sampling, temperature only."""
+"""Who continues texts: one protocol, a transformers model behind it; plain sampling, temperature only."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from otb_analysis.decoding import Draw, decodable, decode
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.models import special_id
 
@@ -80,8 +81,9 @@ class _Tempered(LogitsProcessor):
 
 
 class TransformersGenerator:
-    """Sampling by `model.generate`, left-padded, with every filter off whatever the checkpoint's own settings say.
+    """Sampling with every filter off whatever the checkpoint's own settings say.
 
+    By `decode` where it can run the model, else by `model.generate`: both draw the same tokens from a seed.
     A generation ends with the tokenizer's end token or any other that the checkpoint's generation settings name.
     """
 
@@ -90,10 +92,19 @@ class TransformersGenerator:
         self.pad = special_id(tokenizer, "pad")
         self.ends = end_tokens(model, tokenizer)
 
-    @torch.no_grad()
     def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
         """Continue each context; see `Generator.generate`."""
         check_contexts(self.model, [*contexts, [self.pad]], max_new_tokens)
+        if not decodable(self.model):
+            return self.generate_plainly(contexts, max_new_tokens, temperature)
+        drawn = decode(self.model, contexts, Draw(max_new_tokens, temperature, self.ends, self.pad, _refuse))
+        return self._all_cut(drawn.token_ids, drawn.logprobs)
+
+    @torch.no_grad()
+    def generate_plainly(
+        self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float
+    ) -> list[Generation]:
+        """Continue each context by `model.generate`, left-padded: slower, and for every architecture."""
         width = max(len(c) for c in contexts)
         ids = torch.tensor([[self.pad] * (width - len(c)) + list(c) for c in contexts], device=self.model.device)
         attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=self.model.device)
@@ -108,9 +119,7 @@ class TransformersGenerator:
             )
         assert isinstance(output, torch.Tensor)
         tempered.record(output[:, -1])
-        tokens = output[:, width:].tolist()
-        logprobs = torch.stack(tempered.drawn, dim=1).double().tolist()
-        return [self._cut(t, p) for t, p in zip(tokens, logprobs, strict=True)]
+        return self._all_cut(output[:, width:], torch.stack(tempered.drawn, dim=1))
 
     @contextmanager
     def _plain_settings(self) -> Iterator[None]:
@@ -134,10 +143,17 @@ class TransformersGenerator:
             use_cache=True,
         )
 
+    def _all_cut(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> list[Generation]:
+        return [self._cut(t, p) for t, p in zip(tokens.tolist(), logprobs.double().tolist(), strict=True)]
+
     def _cut(self, tokens: list[int], logprobs: list[float]) -> Generation:
         end = next((i for i, token in enumerate(tokens) if token in self.ends), None)
         length = len(tokens) if end is None else end + 1
         return Generation(tokens[:length], logprobs[:length], end is not None)
+
+
+def _refuse(row: int, token: int) -> None:
+    raise NonFiniteLogits(row, token)
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

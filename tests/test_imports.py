@@ -23,7 +23,7 @@ MATHS = {
     "diagnostics",
     "enumeration",
 }
-TORCH_ROOMS = {"logit_stats", "gradients", "models", "tasks", "generation", "generation_vllm", "sampling"}
+TORCH_ROOMS = {"logit_stats", "gradients", "models", "tasks", "decoding", "generation", "generation_vllm", "sampling"}
 UPPER = {"training", "integrations"}
 EDGE = {"serve", "report", "demo", "compare", "verdicts", "reading", "cli", "bench", "study"}
 

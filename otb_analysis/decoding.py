@@ -1,0 +1,178 @@
+"""Token by token: what `generate` draws, at less cost where many short texts are drawn at once.
+
+Equal contexts are read once, keys and values grow in place instead of being copied for every token, and rows that have
+ended leave the batch. The tokens drawn from a seed are those of `model.generate` but for rounding: as `multinomial`
+does, y = argmax_v π_v / e_v with e ~ Exp(1), drawn for every row whether it has ended or not.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+ROOM, SHARE = 32, 4
+"""A full cache grows by ROOM columns or by one SHARE-th of its length, whichever is more."""
+SPARSE = 0.8
+"""Rows that have ended leave the batch once no more than this share of it goes on."""
+READ = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What `decode` drew; entries after a row's first end token are arbitrary.
+
+    Attributes:
+        token_ids: Drawn tokens [N, T].
+        logprobs: log-probability of each, in nats [N, T].
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How tokens are drawn.
+
+    Attributes:
+        max_new_tokens: Budget of each row.
+        temperature: τ of softmax(logits / τ).
+        ends: Tokens that end a row.
+        pad: Fills the left of shorter contexts, unseen.
+        refuse: Called with the row and the number of tokens before, where logits are not finite; raises.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    ends: Sequence[int]
+    pad: int
+    refuse: Callable[[int, int], None]
+
+
+def decodable(model: PreTrainedModel) -> bool:
+    """Return True for models that `decode` can run: every layer keeps all keys and values, positions are an input."""
+    layers = DynamicCache(config=model.config).layers
+    known = inspect.signature(model.forward).parameters
+    return len(layers) > 0 and all(type(layer) is DynamicLayer for layer in layers) and all(name in known for name in READ)
+
+
+@torch.no_grad()
+def decode(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw) -> Drawn:
+    """Continue contexts until each has ended or used its budget up.
+
+    y_t = argmax_v π_v / e_v with e ~ Exp(1), which is a draw from π = softmax(logits / τ).
+
+    Args:
+        model: A model that is `decodable`.
+        contexts: N token sequences.
+        draw: How.
+    """
+    batch = _Batch(model, contexts, draw.pad)
+    n, device = len(contexts), model.device
+    ends = torch.tensor(list(draw.ends), device=device)
+    rows, ended = torch.arange(n, device=device), torch.zeros(n, dtype=torch.bool, device=device)
+    tokens = torch.full((n, draw.max_new_tokens), draw.pad, device=device)
+    logprobs = torch.zeros(n, draw.max_new_tokens, device=device)
+    for t in range(draw.max_new_tokens):
+        scores = batch.logits.float() / draw.temperature
+        bad = ~scores.isfinite().all(-1) & ~ended
+        if bool(bad.any()):
+            draw.refuse(int(rows[bad][0]), t)
+        log_pi = scores.log_softmax(-1)
+        waiting = torch.empty(n, scores.shape[1], device=device).exponential_()
+        token = (log_pi.exp() / (waiting if len(rows) == n else waiting[rows])).argmax(-1)
+        tokens[rows, t], logprobs[rows, t] = token, log_pi.gather(1, token[:, None])[:, 0]
+        ended |= torch.isin(token, ends)
+        left = int((~ended).sum())
+        if left == 0 or t + 1 == draw.max_new_tokens:
+            return Drawn(tokens[:, : t + 1], logprobs[:, : t + 1])
+        if left <= SPARSE * len(rows):
+            kept = (~ended).nonzero()[:, 0]
+            batch.select(kept)
+            rows, ended, token = rows[kept], ended[kept], token[kept]
+        batch.append(token)
+    return Drawn(tokens, logprobs)
+
+
+class _Batch:
+    """Contexts in a model's cache, left-padded, and the logits that follow them.
+
+    Attributes:
+        logits: Of the next token [n, V].
+    """
+
+    def __init__(self, model: PreTrainedModel, contexts: Sequence[Sequence[int]], pad: int):
+        distinct = {context: i for i, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
+        width = max(map(len, distinct))
+        self.model, device = model, model.device
+        self.layers = [_InPlace() for _ in DynamicCache(config=model.config).layers]
+        self.cache = Cache(layers=self.layers)
+        ids = torch.tensor([[pad] * (width - len(c)) + list(c) for c in distinct], device=device)
+        self.real = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in distinct], device=device)
+        self.next = self.real.sum(1)
+        self.last_only: dict[str, Any] = (
+            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        )
+        self._read(ids, (self.real.cumsum(1) - 1).clamp(min=0))
+        if len(distinct) < len(contexts):
+            self.select(torch.tensor([distinct[tuple(c)] for c in contexts], device=device))
+
+    def append(self, token: Tensor) -> None:
+        """Put one token [n] behind every row."""
+        self.real = torch.cat([self.real, self.real.new_ones(len(token), 1)], dim=1)
+        self._read(token[:, None], self.next[:, None])
+        self.next = self.next + 1
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with some rows, or several copies of them."""
+        for layer in self.layers:
+            layer.select(rows)
+        self.real, self.next, self.logits = self.real[rows], self.next[rows], self.logits[rows]
+
+    def _read(self, ids: Tensor, positions: Tensor) -> None:
+        self.logits = self.model(
+            input_ids=ids,
+            attention_mask=self.real,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **self.last_only,
+        ).logits[:, -1]
+
+
+class _InPlace(DynamicLayer):
+    """Keys and values of one layer in buffers with room for more, so that a token is written and nothing moved."""
+
+    buffers: tuple[Tensor, Tensor]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values [n, heads, new, d]; return all of them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._hold(key_states, value_states)
+            return self.keys, self.values
+        start, end = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
+        if end > self.buffers[0].shape[-2]:
+            self._hold(self.keys, self.values)
+        for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = new
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with some rows."""
+        self._hold(self.keys[rows], self.values[rows])
+
+    def _hold(self, keys: Tensor, values: Tensor) -> None:
+        """Copy into new buffers with room."""
+        length = keys.shape[-2]
+        room = length + max(ROOM, length // SHARE)
+        self.buffers = tuple(x.new_empty(*x.shape[:2], room, x.shape[-1]) for x in (keys, values))  # pyright: ignore[reportAttributeAccessIssue]
+        for buffer, x in zip(self.buffers, (keys, values), strict=True):
+            buffer[:, :, :length] = x
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
