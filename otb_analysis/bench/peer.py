@@ -32,11 +32,15 @@ class Peer:
 
     def turn(self) -> float:
         """Let it run once; return the seconds that it measured."""
+        return float(self.answer()["seconds"])
+
+    def answer(self) -> Mapping[str, Any]:
+        """Let it run once; return all that it says about it."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which reading its answer will say
             self.process.stdin.write("run\n")
             self.process.stdin.flush()
-        return float(_answer(self.process, self.errors)["seconds"])
+        return _answer(self.process, self.errors)
 
 
 @contextmanager

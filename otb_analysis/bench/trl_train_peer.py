@@ -1,0 +1,147 @@
+"""TRL's GRPOTrainer, one step per turn, for `otb bench train`; needs torch, transformers and trl>=1.15, nothing of ours.
+
+Started by `bench.peer`: one JSON argument, one line of facts, then one line of seconds for every line on the input.
+The phases: `sample` is its generation alone, `update` is all that follows the scoring of a batch (loss, backward pass,
+clipping, optimizer); rewards, decoding and padding between them count for neither.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+STATUS, FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Clock:
+    """Seconds of the calls it wraps, and what they drew."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.tokens = 0
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call, timed under a name; a result of (token ids, …) is counted where that is what it returns."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = perf_counter()
+            found = call(*args, **kwargs)
+            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+            if name == "sample":
+                self.tokens += sum(map(len, found[0]))
+            return found
+
+        return timed
+
+
+class Turns(TrainerCallback):
+    """Waits for a line before every step after the first, and answers when the step is done."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.start, self.before, self.warm = clock, 0.0, None, False
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Wait; the first step warms up."""
+        if self.warm and not sys.stdin.readline():
+            sys.exit(0)
+        self.before = forget_peak()
+        self.clock.seconds, self.clock.tokens, self.start = {}, 0, perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Say what the step took."""
+        seconds = perf_counter() - self.start
+        phases, held = self.clock.seconds, None
+        if self.before is not None:
+            held = max(0, kilobytes("VmHWM") - self.before) * 1024
+        update = seconds - phases["batch"]
+        facts = {"seconds": seconds, "sample": phases["sample"], "update": update}
+        say(facts | {"tokens": self.clock.tokens, "bytes": held})
+        self.warm = True
+
+
+def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Pay something that differs within groups; its value is of no interest here."""
+    return [float(len(str(text)) % 2) for text in completions]
+
+
+def forget_peak() -> int | None:
+    """Forget the high-water mark; return resident kilobytes, None where the kernel does not allow it."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    try:
+        FORGET.write_text("5")
+    except OSError:
+        return None
+    return kilobytes("VmRSS")
+
+
+def kilobytes(field: str) -> int:
+    """One line of the process's status."""
+    return int(next(line for line in STATUS.read_text().splitlines() if line.startswith(field)).split()[1])
+
+
+def say(facts: dict[str, Any]) -> None:
+    """Print one line of JSON."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Make the trainer, warm it up, then take one step per line."""
+    spec = json.loads(sys.argv[1])
+    torch.set_num_threads(spec["threads"])
+    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = trl.GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=spec["prompts_per_step"] * spec["group_size"],
+            num_generations=spec["group_size"],
+            gradient_accumulation_steps=1,
+            max_completion_length=spec["max_new_tokens"],
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            beta=0.0,
+            num_iterations=1,
+            max_steps=spec["steps"],
+            learning_rate=spec["learning_rate"],
+            lr_scheduler_type="constant",
+            max_grad_norm=1.0,
+            bf16=False,
+            fp16=False,
+            gradient_checkpointing=False,
+            shuffle_dataset=False,
+            use_cpu=spec["device"] == "cpu",
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            seed=0,
+        )
+        trainer = trl.GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
+            reward_funcs=reward,
+            args=settings,
+            train_dataset=datasets.Dataset.from_dict({"prompt": spec["prompts"]}),
+            callbacks=[Turns(clock)],
+        )
+        trainer._generate_single_turn = clock.around("sample", trainer._generate_single_turn)
+        trainer._generate_and_score_completions = clock.around("batch", trainer._generate_and_score_completions)
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()
