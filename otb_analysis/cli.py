@@ -12,7 +12,15 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 import tyro
 from rich.console import Console
 
-from otb_analysis.bench.config import AlarmsConfig, EngineConfig, EstimatorsConfig, LogitsConfig, SampledConfig
+from otb_analysis.bench.config import (
+    AlarmsConfig,
+    AnyBenchConfig,
+    EngineConfig,
+    EstimatorsConfig,
+    LogitsConfig,
+    SampledConfig,
+    TrainBenchConfig,
+)
 from otb_analysis.config import DemoConfig, TrainConfig
 from otb_analysis.errors import STOPS, InputError, nearest
 from otb_analysis.reading import (
@@ -35,7 +43,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
   otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
   otb dashboard    serve the dashboard on a folder of runs, on loopback
-  otb bench        what things cost on this machine     (otb bench estimators|logits|engine|sampled|alarms)
+  otb bench        what things cost on this machine     (otb bench estimators|logits|engine|sampled|alarms|train)
   otb study        repeat a study of studies/, or the cells of it that are missing
 
 `otb COMMAND --help` explains itself; `otb --version` names the version.
@@ -50,6 +58,7 @@ BenchConfig = (
     | Annotated[EngineConfig, tyro.conf.subcommand("engine")]
     | Annotated[SampledConfig, tyro.conf.subcommand("sampled")]
     | Annotated[AlarmsConfig, tyro.conf.subcommand("alarms")]
+    | Annotated[TrainBenchConfig, tyro.conf.subcommand("train")]
 )
 """What `otb bench` can measure."""
 
@@ -144,12 +153,14 @@ def demo_command(words: Sequence[str]) -> None:
 
 def bench_command(words: Sequence[str]) -> None:
     """Measure costs."""
-    config: AlarmsConfig | EstimatorsConfig | LogitsConfig | EngineConfig | SampledConfig = tyro.cli(
+    config: AnyBenchConfig = tyro.cli(
         cast(Any, BenchConfig), prog="otb bench", description=bench_command.__doc__, args=list(words), config=()
     )
     from otb_analysis.bench.publish import bench_table, publish
     from otb_analysis.bench.run import run_bench
+    from otb_analysis.models import quiet_loading
 
+    quiet_loading()
     report = run_bench(config)
     Console(width=TABLE_WIDTH).print(bench_table(report))
     if config.out is not None:

@@ -58,7 +58,9 @@ def decodable(model: PreTrainedModel) -> bool:
     """Return True for models that `decode` can run: every layer keeps all keys and values, positions are an input."""
     layers = DynamicCache(config=model.config).layers
     known = inspect.signature(model.forward).parameters
-    return len(layers) > 0 and all(type(layer) is DynamicLayer for layer in layers) and all(name in known for name in READ)
+    return (
+        len(layers) > 0 and all(type(layer) is DynamicLayer for layer in layers) and all(name in known for name in READ)
+    )
 
 
 @torch.no_grad()
@@ -154,25 +156,33 @@ class _InPlace(DynamicLayer):
         """Append keys and values [n, heads, new, d]; return all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self._hold(key_states, value_states)
-            return self.keys, self.values
-        start, end = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
+            return self._hold(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
         if end > self.buffers[0].shape[-2]:
-            self._hold(self.keys, self.values)
+            self._hold(*self._show(start))
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = new
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
-        return self.keys, self.values
+        return self._show(end)
 
     def select(self, rows: Tensor) -> None:
-        """Go on with some rows."""
-        self._hold(self.keys[rows], self.values[rows])
+        """Go on with some rows, or several copies of them."""
+        keys, values = self._show(self.get_seq_length())
+        self._hold(keys[rows], values[rows])
 
-    def _hold(self, keys: Tensor, values: Tensor) -> None:
-        """Copy into new buffers with room."""
+    def _hold(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Move into new buffers with room."""
         length = keys.shape[-2]
-        room = length + max(ROOM, length // SHARE)
-        self.buffers = tuple(x.new_empty(*x.shape[:2], room, x.shape[-1]) for x in (keys, values))  # pyright: ignore[reportAttributeAccessIssue]
-        for buffer, x in zip(self.buffers, (keys, values), strict=True):
+
+        def roomy(x: Tensor) -> Tensor:
+            buffer = x.new_empty(*x.shape[:2], length + max(ROOM, length // SHARE), x.shape[-1])
             buffer[:, :, :length] = x
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
+            return buffer
+
+        self.buffers = roomy(keys), roomy(values)
+        return self._show(length)
+
+    def _show(self, length: int) -> tuple[Tensor, Tensor]:
+        keys, values = (buffer[:, :, :length] for buffer in self.buffers)
+        self.keys, self.values = keys, values
+        return keys, values

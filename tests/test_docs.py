@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig
+from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig, TrainBenchConfig
 from otb_analysis.bench.quote import TABLES, quoted
 from otb_analysis.cli import COMMANDS, StudyConfig, from_toml
 from otb_analysis.config import DemoConfig, TrainConfig
@@ -31,6 +31,7 @@ CONFIGS = {
     "bench estimators": EstimatorsConfig(),
     "bench logits": LogitsConfig(),
     "bench engine": EngineConfig(),
+    "bench train": TrainBenchConfig(),
 }
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "studies").rglob("*.md")])
 

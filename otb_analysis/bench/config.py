@@ -113,6 +113,26 @@ class AlarmsConfig:
     """Directory for the table as Markdown and JSON."""
 
 
+@dataclass(frozen=True)
+class TrainBenchConfig:
+    """Time sampling and update of a training step beside TRL's GRPOTrainer, and what every measurement adds to it."""
+
+    models: tuple[Literal["small", "M"], ...] = ("small", "M")
+    """Models: small is the demo's at its settings, M has 8 layers, d512, vocabulary 8192, and few long rollouts."""
+    repeats: int = 7
+    """Steps of each, taking turns, after one that warms up, three at most of M; the best counts."""
+    trl_python: Path | None = None
+    """An interpreter with torch, transformers and trl >= 1.15, for the rows of TRL."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+    quick: bool = False
+    """A few seconds at a few tokens of an untrained small model, without memory: does it run at all?"""
+
+
+AnyBenchConfig = AlarmsConfig | EstimatorsConfig | LogitsConfig | EngineConfig | SampledConfig | TrainBenchConfig
+"""The settings of any benchmark."""
+
+
 def check_positive(**values: float) -> None:
     """Refuse settings below 1.
 

@@ -1,12 +1,19 @@
 """From a benchmark's settings to its report."""
 
-from otb_analysis.bench.config import AlarmsConfig, EngineConfig, EstimatorsConfig, LogitsConfig, SampledConfig
+from otb_analysis.bench.config import (
+    AlarmsConfig,
+    AnyBenchConfig,
+    EstimatorsConfig,
+    LogitsConfig,
+    SampledConfig,
+    TrainBenchConfig,
+)
 from otb_analysis.bench.estimators import run_estimators
 from otb_analysis.bench.logits import run_logits
 from otb_analysis.bench.publish import Report
 
 
-def run_bench(config: AlarmsConfig | EstimatorsConfig | LogitsConfig | EngineConfig | SampledConfig) -> Report:
+def run_bench(config: AnyBenchConfig) -> Report:
     """Run the benchmark that a configuration belongs to.
 
     Raises:
@@ -24,6 +31,10 @@ def run_bench(config: AlarmsConfig | EstimatorsConfig | LogitsConfig | EngineCon
         from otb_analysis.bench.sampled import run_sampled
 
         return run_sampled(config)
+    if isinstance(config, TrainBenchConfig):
+        from otb_analysis.bench.train import run_train
+
+        return run_train(config)
     from otb_analysis.bench.engine import run_engine
 
     return run_engine(config)

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer, one step per turn, for `otb bench train`; needs torch, transformers and trl>=1.15, nothing of ours.
+"""TRL's GRPOTrainer, one step per turn, for `otb bench train`; needs torch and trl>=1.15 and nothing of ours.
 
 Started by `bench.peer`: one JSON argument, one line of facts, then one line of seconds for every line on the input.
 The phases: `sample` is its generation alone, `update` is all that follows the scoring of a batch (loss, backward pass,
@@ -46,22 +46,24 @@ class Clock:
 class Turns(TrainerCallback):
     """Waits for a line before every step after the first, and answers when the step is done."""
 
-    def __init__(self, clock: Clock):
-        self.clock, self.start, self.before, self.warm = clock, 0.0, None, False
+    def __init__(self, clock: Clock, memory: bool):
+        self.clock, self.memory = clock, memory
+        self.start, self.warm = 0.0, False
+        self.before: int | None = None
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Wait; the first step warms up."""
         if self.warm and not sys.stdin.readline():
             sys.exit(0)
-        self.before = forget_peak()
+        if self.memory:  # what it hands back to the kernel has to be asked for again, so such steps are not timed
+            self.before = forget_peak()
         self.clock.seconds, self.clock.tokens, self.start = {}, 0, perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Say what the step took."""
         seconds = perf_counter() - self.start
-        phases, held = self.clock.seconds, None
-        if self.before is not None:
-            held = max(0, kilobytes("VmHWM") - self.before) * 1024
+        phases = self.clock.seconds
+        held = None if self.before is None else max(0, kilobytes("VmHWM") - self.before) * 1024
         update = seconds - phases["batch"]
         facts = {"seconds": seconds, "sample": phases["sample"], "update": update}
         say(facts | {"tokens": self.clock.tokens, "bytes": held})
@@ -136,7 +138,7 @@ def main() -> None:
             reward_funcs=reward,
             args=settings,
             train_dataset=datasets.Dataset.from_dict({"prompt": spec["prompts"]}),
-            callbacks=[Turns(clock)],
+            callbacks=[Turns(clock, spec["memory"])],
         )
         trainer._generate_single_turn = clock.around("sample", trainer._generate_single_turn)
         trainer._generate_and_score_completions = clock.around("batch", trainer._generate_and_score_completions)

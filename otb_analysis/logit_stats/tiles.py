@@ -52,6 +52,8 @@ class Source:
         columns = ENTRIES["cpu" if self.given.device.type == "cpu" else "other"] // rows
         if self.weight is not None and self.weight.dtype != self.dtype:
             columns = min(columns, max(PROMOTED // self.weight.shape[1], 128))
+        if columns > self.vocabulary:  # a small vocabulary gets more rows, for the same reason
+            rows = max(rows, min(rows * columns // self.vocabulary, len(self.given)))
         return rows, columns
 
     def promoted(self) -> "Source":

@@ -13,7 +13,7 @@ from otb_analysis.errors import NonFiniteError
 from otb_analysis.logit_stats import logit_stats
 from otb_analysis.models import output_layer
 from otb_analysis.sampling import Rollouts
-from otb_analysis.types import LogitStats
+from otb_analysis.types import Int, LogitStats
 
 
 class NonFiniteScore(NonFiniteError):
@@ -37,7 +37,7 @@ class Scored:
     """Log-probabilities with their graph, by completion token; made by `score`, read by the update.
 
     Attributes:
-        logprob: log π(y_t) in nats [N, T], float32; arbitrary outside the mask.
+        logprob: log π(y_t) in nats [N, T], float32; zero outside the mask.
         mask: True at policy tokens [N, T], on the model's device.
         entropy: Entropy of each token's distribution in nats [N, T], or None if it was not asked for.
     """
@@ -46,15 +46,27 @@ class Scored:
     mask: Tensor
     entropy: Tensor | None = None
 
+    @classmethod
+    def concatenate(cls, parts: Sequence["Scored"], rollouts: Rollouts, rows: Sequence[Int]) -> "Scored":
+        """Put passes over parts of `rollouts` together, `rows` being the rollouts of each."""
+        width = rollouts.completion_columns().shape[1]
+        back = torch.as_tensor(np.argsort(np.concatenate(rows)), device=parts[0].mask.device)
+        entropies = [part.entropy for part in parts if part.entropy is not None]
+        return cls(
+            stacked([part.logprob for part in parts], width)[back],
+            stacked([part.mask for part in parts], width)[back],
+            stacked(entropies, width)[back] if entropies else None,
+        )
+
 
 @dataclass(frozen=True)
 class ForwardPass:
     """What one forward pass gives, by completion token; made by `forward_pass`, read by the loop and the critic.
 
     Attributes:
-        logprob: log π(y_t) in nats [N, T], float32, with its graph if one pass held the whole batch; arbitrary outside
-            the mask.
-        hidden: Final hidden state that predicts y_t [N, T, d], detached.
+        logprob: log π(y_t) in nats [N, T], float32, with its graph if memory held the whole batch; zero outside the
+            mask.
+        hidden: Final hidden state that predicts y_t [N, T, d], detached; zero outside the mask.
         mask: True at policy tokens [N, T], on the model's device.
         stats: Statistics of the distributions [N, T], zero outside the mask.
     """
@@ -65,13 +77,13 @@ class ForwardPass:
     stats: LogitStats
 
     @classmethod
-    def concatenate(cls, parts: Sequence["ForwardPass"], rollouts: Rollouts) -> "ForwardPass":
-        """Put passes over consecutive parts of `rollouts` together."""
+    def concatenate(cls, parts: Sequence["ForwardPass"], rollouts: Rollouts, rows: Sequence[Int]) -> "ForwardPass":
+        """Put passes over parts of `rollouts` together, `rows` being the rollouts of each."""
         stats = [{f.name: getattr(part.stats, f.name) for f in fields(LogitStats)} for part in parts]
-        width = rollouts.completion_columns().shape[1]
-        whole = {name: np.concatenate([_widened(s[name], width) for s in stats]) for name in stats[0]}
+        width, back = rollouts.completion_columns().shape[1], np.argsort(np.concatenate(rows))
+        whole = {name: np.concatenate([_widened(s[name], width) for s in stats])[back] for name in stats[0]}
         tensors = ([getattr(p, name) for p in parts] for name in ("logprob", "hidden", "mask"))
-        logprob, hidden, mask = (stacked(t, width) for t in tensors)
+        logprob, hidden, mask = (stacked(t, width)[torch.as_tensor(back, device=t[0].device)] for t in tensors)
         return cls(logprob, hidden, mask, LogitStats(**whole))
 
 
@@ -96,12 +108,11 @@ def forward_pass(model: PreTrainedModel, rollouts: Rollouts, temperature: float)
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
     """
     view = _View.of(rollouts, model.device)
-    with _output_input(model) as seen:
-        logits = view.logits(model)
-    hidden = seen[0].detach().gather(1, view.before.expand(-1, -1, seen[0].shape[-1]))
-    logprob = _logprobs(logits, view.targets, temperature)
-    stats = _stats(logits.detach(), hidden, view.targets, view.mask, temperature)
-    return ForwardPass(logprob, hidden, view.mask, stats)
+    logits, hidden = view.policy_tokens(model)
+    targets = view.targets[view.mask]
+    logprob = _log_pi(logits, temperature).gather(-1, targets[:, None])[:, 0]
+    stats = _stats(logits.detach(), hidden, targets, view.mask, temperature)
+    return ForwardPass(view.placed(logprob), view.placed(hidden), view.mask, stats)
 
 
 def score(model: PreTrainedModel, rollouts: Rollouts, temperature: float, entropy: bool = False) -> Scored:
@@ -117,9 +128,10 @@ def score(model: PreTrainedModel, rollouts: Rollouts, temperature: float, entrop
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
     """
     view = _View.of(rollouts, model.device)
-    logits = view.logits(model)
-    logprob = _logprobs(logits, view.targets, temperature)
-    return Scored(logprob, view.mask, _entropies(logits, temperature) if entropy else None)
+    log_pi = _log_pi(view.policy_tokens(model)[0], temperature)
+    logprob = log_pi.gather(-1, view.targets[view.mask][:, None])[:, 0]
+    own = -(log_pi.exp() * log_pi).sum(-1) if entropy else None
+    return Scored(view.placed(logprob), view.mask, None if own is None else view.placed(own))
 
 
 def hidden_states(backbone: PreTrainedModel, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
@@ -162,56 +174,70 @@ class _View:
         before = (columns - 1).clamp(min=0)[..., None]
         return cls(ids, attention.long(), mask.gather(1, columns) & present, ids.gather(1, columns), before)
 
-    def logits(self, model: PreTrainedModel) -> Tensor:
-        """Logits [N, T, V] that predict the completion tokens."""
-        logits = model(input_ids=self.ids, attention_mask=self.attention, use_cache=False).logits
-        logits = logits.gather(1, self.before.expand(-1, -1, logits.shape[-1]))
-        _refuse_non_finite(logits, self.mask)
-        return logits
+    def policy_tokens(self, model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+        """Logits [K, V] and detached final hidden states [K, d] before each of the K policy tokens.
+
+        The output layer sees only these: no logits of prompts, tool tokens or padding are ever made.
+        """
+        row, token = self.mask.nonzero(as_tuple=True)
+        with _chosen(model, row, self.before[row, token, 0]) as seen:
+            logits = model(input_ids=self.ids, attention_mask=self.attention, use_cache=False).logits[0]
+        bad = ~logits.detach().isfinite().all(-1)
+        if bool(bad.any()):
+            first = int(bad.nonzero()[0])
+            raise NonFiniteScore(int(row[first]), int(token[first]))
+        return logits, seen[0]
+
+    def placed(self, values: Tensor) -> Tensor:
+        """Numbers of the policy tokens [K, ...] as [N, T, ...], zero elsewhere."""
+        out = values.new_zeros(*self.mask.shape, *values.shape[1:])
+        return out.index_put(self.mask.nonzero(as_tuple=True), values)
 
 
-def _logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    return scaled.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-
-
-def _entropies(logits: Tensor, temperature: float) -> Tensor:
-    log_pi = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
-    return -(log_pi.exp() * log_pi).sum(-1)
+def _log_pi(logits: Tensor, temperature: float) -> Tensor:
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (scaled if temperature == 1 else scaled / temperature).log_softmax(-1)
 
 
 def _widened(x: np.ndarray, width: int) -> np.ndarray:
     return np.pad(x, ((0, 0), (0, width - x.shape[1])))
 
 
-def _refuse_non_finite(logits: Tensor, mask: Tensor) -> None:
-    bad = mask & ~logits.detach().isfinite().all(-1)
-    if bool(bad.any()):
-        raise NonFiniteScore(*bad.nonzero()[0].tolist())
-
-
 def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temperature: float) -> LogitStats:
-    """Return the statistics [N, T]; entries outside the mask are zero and were not looked at."""
-    clean = torch.where(mask[..., None], logits, 0.0)
-    stats = logit_stats(clean, token_ids=torch.where(mask, targets, 0), temperature=temperature)
+    """Return the statistics [N, T] of the policy tokens [K, ...]; entries outside the mask are zero."""
+    found = logit_stats(logits, token_ids=targets, temperature=temperature)
     inside = mask.cpu().numpy()
-    norm = hidden.double().square().sum(-1).cpu().numpy()
+
+    def placed(values: np.ndarray) -> np.ndarray:
+        out = np.zeros(inside.shape)
+        out[inside] = values
+        return out
+
     return LogitStats(
-        logprob=np.where(inside, stats.logprob, 0.0),
-        entropy=np.where(inside, stats.entropy, 0.0),
-        sum_pi_sq=np.where(inside, stats.sum_pi_sq, 0.0),
-        energy=np.where(inside, stats.energy, 0.0),
-        hidden_norm_sq=np.where(inside, norm, 0.0),
-        pi_variance=np.where(inside, stats.pi_variance, 0.0),
-        logprob_variance=np.where(inside, stats.logprob_variance, 0.0),
+        logprob=placed(found.logprob),
+        entropy=placed(found.entropy),
+        sum_pi_sq=placed(found.sum_pi_sq),
+        energy=placed(found.energy),
+        hidden_norm_sq=placed(hidden.double().square().sum(-1).cpu().numpy()),
+        pi_variance=placed(found.pi_variance),
+        logprob_variance=placed(found.logprob_variance),
     )
 
 
 @contextmanager
-def _output_input(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Collect what enters the output layer: the final hidden state, whatever the architecture calls it."""
+def _chosen(model: PreTrainedModel, row: Tensor, column: Tensor) -> Iterator[list[Tensor]]:
+    """Let the output layer see only some positions, as one row; collect what it sees, detached.
+
+    What enters the output layer is the final hidden state, whatever the architecture calls it.
+    """
     seen: list[Tensor] = []
-    hook = output_layer(model).register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+
+    def choose(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden = inputs[0][row, column]
+        seen.append(hidden.detach())
+        return (hidden[None], *inputs[1:])
+
+    hook = output_layer(model).register_forward_pre_hook(choose)
     try:
         yield seen
     finally:

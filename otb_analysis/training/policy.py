@@ -24,7 +24,9 @@ from otb_analysis.training.sharding import gathered, shard
 from otb_analysis.types import Float, Int
 
 POSITIONS, LOGIT_BYTES = 1 << 14, 1 << 30
-"""What one training pass may hold by default: padded positions, and bytes of float32 logits."""
+"""What may be held at once by default: padded positions, and bytes of float32 logits."""
+SHORT = 1 << 10
+"""Padded positions of one pass on a CPU: activations of more leave its cache before they are read again."""
 
 
 class Policy:
@@ -76,31 +78,31 @@ class Policy:
 
         Args:
             rollouts: N rollouts.
-            keep_graph: Keep the graph of the log-probabilities where one pass holds the whole batch, so that a first
+            keep_graph: Keep the graph of the log-probabilities where memory holds the whole batch, so that a first
                 update needs no second pass.
         """
         parts = self.micro_batches(rollouts)
         passes_made = self.passes(len(parts))
-        if keep_graph and passes_made == 1:
-            with self.arithmetic(), self._recomputing():
-                return forward_pass(self.model, rollouts, self.temperature)
-        passes = []
-        for rows in parts:
-            with self.arithmetic(), torch.no_grad(), _numbered(rows):
-                passes.append(forward_pass(self.model, rollouts.take(rows), self.temperature))
+        keeps = keep_graph and passes_made == 1
+        passes = [rows[own] for rows in parts for own in self._cut(rollouts.take(rows))]
+        found = []
+        with self.arithmetic(), self._recomputing() if keeps else torch.no_grad():
+            for rows in passes:
+                with _numbered(rows):
+                    found.append(forward_pass(self.model, rollouts.take(rows), self.temperature))
         self.idle(rollouts, passes_made - len(parts), self.model)
-        return ForwardPass.concatenate(passes, rollouts)
+        return ForwardPass.concatenate(found, rollouts, passes)
 
     def score(self, rollouts: Rollouts, rows: Int, entropy: bool = False) -> Scored:
-        """Score some rollouts that fit one pass, with the graph.
+        """Score some rollouts that fit into memory, with the graph.
 
         Args:
             rollouts: The batch.
             rows: Which of them [n].
             entropy: Also the entropies.
         """
-        with self.arithmetic(), self._recomputing(), _numbered(rows):
-            return score(self.model, rollouts.take(rows), self.temperature, entropy)
+        with self._recomputing():
+            return self._scored(self.model, rollouts, rows, entropy)
 
     def reference_logprob(self, rollouts: Rollouts) -> Float | None:
         """Return log π_ref(y_t) in nats [N, T] under the policy as it was at the start; None when none was kept."""
@@ -110,8 +112,8 @@ class Policy:
         more = self.passes(len(parts)) - len(parts)
         off = self.adapter.disable_adapter() if self.adapter is not None else nullcontext()
         model = self._reference or self.model
-        with torch.no_grad(), self.arithmetic(), off:
-            found = [score(model, rollouts.take(rows), self.temperature) for rows in parts]
+        with torch.no_grad(), off:
+            found = [self._scored(model, rollouts, rows) for rows in parts]
         self.idle(rollouts, more, model)
         return stacked([part.logprob for part in found], rollouts.completion_columns().shape[1]).double().cpu().numpy()
 
@@ -127,12 +129,26 @@ class Policy:
                 score(model, rollouts.take(np.arange(1)), self.temperature)
 
     def micro_batches(self, rollouts: Rollouts, rows: Int | None = None) -> list[Int]:
-        """Cut a batch, or some rows of it, into parts that one pass may hold."""
+        """Cut a batch, or some rows of it, into parts that fit into memory."""
         index = np.arange(len(rollouts.group)) if rows is None else rows
         vocabulary = next(output_layer(self.model).parameters()).shape[0]
         fits = min(POSITIONS, LOGIT_BYTES // (4 * vocabulary)) // max(rollouts.input_ids.shape[1], 1)
         size = self.settings.micro_batch or max(1, fits)
         return [index[start : start + size] for start in range(0, len(index), size)]
+
+    def _cut(self, rollouts: Rollouts) -> list[Int]:
+        """Cut what fits into memory into passes; over sharded weights every process makes one."""
+        return [np.arange(len(rollouts.group))] if self.processes.sharded else short_passes(rollouts, self.model.device)
+
+    def _scored(self, model: PreTrainedModel, rollouts: Rollouts, rows: Int, entropy: bool = False) -> Scored:
+        """Score some rollouts that fit into memory under a model."""
+        part = rollouts.take(rows)
+        passes, found = self._cut(part), []
+        with self.arithmetic():
+            for own in passes:
+                with _numbered(rows[own]):
+                    found.append(score(model, part.take(own), self.temperature, entropy))
+        return Scored.concatenate(found, part, passes)
 
     def save(self, path: Path, parameters: dict[str, Tensor] | None = None) -> None:
         """Write the model as plain `from_pretrained` loads it: adapters are merged, and kept beside it too.
@@ -158,6 +174,29 @@ class Policy:
             yield
         finally:
             self.model.eval()
+
+
+def short_passes(rollouts: Rollouts, device: torch.device) -> list[Int]:
+    """Cut a batch into passes of rollouts of like length: little padding, and activations that stay in a CPU's cache.
+
+    A GPU takes the batch as it is.
+
+    Args:
+        rollouts: N rollouts.
+        device: Where they are scored.
+
+    Returns:
+        Indices of the rollouts of each pass, shortest first; together each of 0 … N − 1 once.
+    """
+    length = rollouts.attention_mask.sum(axis=1)
+    if device.type != "cpu":
+        return [np.arange(len(length))]
+    passes: list[list[int]] = [[]]
+    for row in np.argsort(length, kind="stable").tolist():
+        if passes[-1] and (len(passes[-1]) + 1) * length[row] > SHORT:
+            passes.append([])
+        passes[-1].append(row)
+    return [np.array(rows) for rows in passes]
 
 
 @contextmanager

@@ -23,6 +23,7 @@ def test_a_peer_answers_one_turn_at_a_time(tmp_path):
     with peer(Path(sys.executable), tmp_path / "script.py", {"n": 5}) as found:
         assert found.facts == {"ready": 5}
         assert [found.turn(), found.turn()] == [5.0, 6.0]
+        assert found.answer() == {"seconds": 7}
     assert found.process.returncode is not None
 
 

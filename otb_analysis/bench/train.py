@@ -1,0 +1,256 @@
+"""Tokens per second of sampling and updating beside TRL's GRPOTrainer, and what every measurement adds to a step.
+
+Both train the same model on the same prompts, group by group, with one AdamW update per batch and no filter on what is
+drawn; they take turns, one step each. Ours is timed with everything it does in a phase: prompts, decoding and rewards
+belong to `sample`, statistics, advantages and the token table to `update`. Of TRL only generation is called sampling
+and only loss, backward pass and optimizer update; what it does in between counts for neither.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from otb_analysis.bench.config import TrainBenchConfig, check_positive
+from otb_analysis.bench.memory import fresh_peaks
+from otb_analysis.bench.peer import Peer, peer
+from otb_analysis.bench.publish import Report, flags
+from otb_analysis.bench.timing import Timing, interleaved, threads, timed
+from otb_analysis.bench.train_cases import (
+    BUDGETS,
+    LEARNING_RATE,
+    PHASES,
+    Steps,
+    Turn,
+    bench_config,
+    levels,
+    plain_config,
+)
+from otb_analysis.config import TrainConfig
+from otb_analysis.sampling import sample
+from otb_analysis.store import RunWriter
+from otb_analysis.tasks import make_task
+from otb_analysis.tasks.asking import draw_prompts
+
+OURS, TRL = "otb train", "TRL GRPOTrainer"
+SCRIPT = Path(__file__).with_name("trl_train_peer.py")
+REPEATS, SCORINGS, MEMORY_STEPS = {"M": 3}, {"small": 9, "M": 3}, {"small": 3, "M": 1}
+"""Steps at most; repetitions of one scoring, of which statistics are a small part; steps of the memory."""
+HEADERS = ("model", "what", "seconds", "tokens/s", "median", "× TRL", "medians", "% of step", "MiB")
+
+
+@dataclass(frozen=True)
+class TrainRow:
+    """One line of the table.
+
+    Attributes:
+        model: Model and settings.
+        what: Phase and whose, or what was measured.
+        seconds: Best time of a measurement; None for phases, whose steps differ in length.
+        rate: Best tokens per second over the steps.
+        rate_median: Their median.
+        to_trl: `rate` over TRL's; None where TRL was not measured.
+        to_trl_median: The same of medians.
+        share: `seconds` over the best time of a whole step without it.
+        memory: Peak extra bytes of a step.
+    """
+
+    model: str
+    what: str
+    seconds: float | None = None
+    rate: float | None = None
+    rate_median: float | None = None
+    to_trl: float | None = None
+    to_trl_median: float | None = None
+    share: float | None = None
+    memory: int | None = None
+
+
+def run_train(config: TrainBenchConfig) -> Report:
+    """Measure every model.
+
+    Raises:
+        InputError: A setting is not positive, or the peer's interpreter does not work.
+    """
+    check_positive(repeats=config.repeats)
+    rows: list[TrainRow] = []
+    with threads(1), TemporaryDirectory() as folder:
+        for model in ("small",) if config.quick else config.models:
+            rows += _measured(model, bench_config(model, Path(folder), config.quick), config)
+    settings = {k: v for k, v in vars(config).items() if k not in ("out", "trl_python")}
+    named = settings | {"trl_python": None if config.trl_python is None else "TRL_PYTHON"}
+    return Report(
+        name="train",
+        command=f"otb bench train {flags(named)}",
+        settings=settings,
+        title="A training step: sampling, update, measurement, one thread",
+        headers=HEADERS,
+        cells=[_cells(row) for row in rows],
+        rows=[asdict(row) for row in rows],
+        notes=_notes(config),
+    )
+
+
+def memory_jobs(spec: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], object], str]]:
+    """Yield (number, one step of ours, device) for a fresh process, after a step that warms up.
+
+    Args:
+        spec: "model", "path" of its weights, "steps".
+    """
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        config = replace(plain_config(spec["model"], Path(folder)), model=spec["path"])
+        steps = Steps(config)
+        steps.turn()
+        for number in range(spec["steps"]):
+            yield str(number), steps.turn, "cpu"
+
+
+def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Iterator[TrainRow]:
+    ours, outside, repeats = Steps(config), [], min(bench.repeats, REPEATS.get(model, bench.repeats))
+    ours.turn()
+    with ExitStack() as stack:
+        rivals: dict[str, Peer] = {}
+        if bench.trl_python is not None:
+            rivals[TRL] = stack.enter_context(peer(bench.trl_python, SCRIPT, _spec(config, repeats, memory=False)))
+        turns: dict[str, list[Turn]] = {OURS: []} | {name: [] for name in rivals}
+        for _ in range(repeats):
+            turns[OURS].append(ours.turn())
+            outside.append(ours.outside)
+            for name, rival in rivals.items():
+                turns[name].append(_rival_turn(rival))
+    memory = {} if bench.quick else _memory(model, config, bench.trl_python)
+    yield from _phase_rows(model, turns, memory)
+    yield from _level_rows(model, config, bench, ours, min(outside), min(t.sample + t.update for t in turns[OURS]))
+
+
+def _spec(config: TrainConfig, repeats: int, memory: bool) -> dict[str, object]:
+    """What the peer is told; it warms up with one step of its own."""
+    task, count = make_task(config), config.sample.prompts * (repeats + 1)
+    return {
+        "model": str(Path(config.model).absolute()),
+        "threads": 1,
+        "device": "cpu",
+        "prompts": [prompt.text for prompt in draw_prompts(task, "train", 0, count)],
+        "prompts_per_step": config.sample.prompts,
+        "group_size": config.sample.group_size,
+        "max_new_tokens": config.sample.max_new_tokens,
+        "steps": repeats + 1,
+        "learning_rate": LEARNING_RATE,
+        "memory": memory,
+    }
+
+
+def _rival_turn(rival: Peer) -> Turn:
+    said = rival.answer()
+    return Turn(said["sample"], said["update"], said["tokens"])
+
+
+def _memory(model: str, config: TrainConfig, trl_python: Path | None) -> dict[str, int | None]:
+    """Median peak of a step of each, in processes of their own that time nothing."""
+    steps = MEMORY_STEPS[model]
+    ours = {"model": model, "path": str(Path(config.model).absolute()), "steps": steps}
+    found = {OURS: _middle(list(fresh_peaks(__name__, ours).values()))}
+    if trl_python is not None:
+        with peer(trl_python, SCRIPT, _spec(config, steps, memory=True)) as rival:
+            found[TRL] = _middle([rival.answer()["bytes"] for _ in range(steps)])
+    return found
+
+
+def _middle(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return int(median(known)) if known else None
+
+
+def _phase_rows(model: str, turns: Mapping[str, list[Turn]], memory: Mapping[str, int | None]) -> Iterator[TrainRow]:
+    for phase in PHASES:
+        rates = {name: [turn.rate(phase) for turn in own] for name, own in turns.items()}
+        whole = phase == PHASES[-1]
+        for name, own in rates.items():
+            best, middle = max(own), median(own)
+            rival = rates.get(TRL)
+            ratios = (None, None) if rival is None else (best / max(rival), middle / median(rival))
+            yield TrainRow(
+                model, f"{phase}, {name}", None, best, middle, *ratios, memory=memory.get(name) if whole else None
+            )
+        if TRL not in rates:
+            yield TrainRow(model, f"{phase}, {TRL}")
+
+
+def _level_rows(
+    model: str, config: TrainConfig, bench: TrainBenchConfig, ours: Steps, outside: float, phases: float
+) -> Iterator[TrainRow]:
+    """What statistics, store and levels add to a step; of a step without any of it."""
+    found = _forward_and_store(config, bench, ours)
+    forward = max(0.0, found["forward"].minimum - found["score"].minimum)
+    store = outside + found["store"].minimum
+    step = phases - forward
+    yield TrainRow(model, "level forward", forward, share=forward / step)
+    yield TrainRow(model, "store", store, share=store / step)
+    yield TrainRow(model, "level forward and store", forward + store, share=(forward + store) / step)
+    for level in levels() if model == "small" else {}:
+        seconds = _level_seconds(config, level)
+        yield TrainRow(model, f"level {level}", seconds, share=seconds / step)
+
+
+def _forward_and_store(config: TrainConfig, bench: TrainBenchConfig, ours: Steps) -> dict[str, Timing]:
+    """Time one batch's scoring with and without its statistics, and the writing of one step."""
+    trainer = ours.trainer
+    policy = trainer.policy
+    prompts = draw_prompts(trainer.task, "train", 0, config.sample.prompts)
+    rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample)
+    writer = RunWriter.create(config.root, config.run_name, {}, if_exists="replace")
+    candidates = {
+        "forward": timed(lambda: policy.forward(rollouts, keep_graph=True)),
+        "score": timed(lambda: [policy.score(rollouts, rows) for rows in policy.micro_batches(rollouts)]),
+        "store": timed(lambda: writer.write_step(0, ours.tables)),
+    }
+    return interleaved(candidates, 1 if bench.quick else SCORINGS[config.run])
+
+
+def _level_seconds(config: TrainConfig, level: str) -> float:
+    """Time of a level at a step where it is due, after a step at which its engine looks at the model."""
+    steps = Steps(replace(config, measure=replace(config.measure, **{level: levels()[level]})))
+    steps.turn()
+    steps.turn()
+    return steps.measured
+
+
+def _cells(row: TrainRow) -> tuple[str, ...]:
+    def shown(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)
+
+    return (
+        row.model,
+        row.what,
+        shown(row.seconds, ".4f"),
+        shown(row.rate, ",.0f"),
+        shown(row.rate_median, ",.0f"),
+        shown(row.to_trl, ".2f"),
+        shown(row.to_trl_median, ".2f"),
+        shown(None if row.share is None else 100 * row.share, ".1f"),
+        shown(None if row.memory is None else row.memory / 2**20, ".0f"),
+    )
+
+
+def _notes(config: TrainBenchConfig) -> list[str]:
+    small, large = BUDGETS["small"], BUDGETS["M"]
+    notes = [
+        f"`small`: the demo's warm-started model (3 layers, d128, 17 characters), {small.prompts} prompts × "
+        f"{small.group_size} rollouts of at most {small.max_new_tokens} tokens; `M`: 8 layers, d512, vocabulary 8192 "
+        f"at its initial weights, {large.prompts} × {large.group_size} of {large.max_new_tokens}. Temperature 1, no "
+        "filter, one AdamW update per batch.",
+        "`tokens/s`: sampled tokens over the phase's time, best step; `median`: the median step; `× TRL`, `medians`: "
+        "over TRL's. Ours counts prompts, decoding and rewards as sampling, statistics and advantages as update; of "
+        f"{TRL} generation alone is sampling, loss, backward pass and optimizer alone are update.",
+        "`seconds`: what a measurement adds to a step at which it is due, best of its repetitions; `% of step`: over "
+        "the best step without it; levels that choose groups measure two. `MiB`: peak extra memory of one step, median.",
+    ]
+    if config.trl_python is None:
+        notes.append(f"{TRL} was not measured: pass `--trl-python` an interpreter with torch, transformers and trl.")
+    return notes

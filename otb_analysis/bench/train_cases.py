@@ -1,0 +1,129 @@
+"""What `otb bench train` runs: two models at fixed settings, and our trainer one step at a time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from otb_analysis.config import (
+    CheckpointConfig,
+    CriticConfig,
+    EvaluateConfig,
+    MeasureConfig,
+    OptimizeConfig,
+    SampleConfig,
+    Schedule,
+    TrainConfig,
+)
+from otb_analysis.models import character_tokenizer, load_policy, small_model
+from otb_analysis.tasks import make_task
+from otb_analysis.training.loop import train_step
+from otb_analysis.training.setup import Trainer
+from otb_analysis.training.warm_start import warm_started
+
+PHASES = ("sampling", "update", "sampling + update")
+LEARNING_RATE = 1e-6
+"""So small that the policy, and with it the length of what it writes, stays what it was."""
+QUICK = SampleConfig(prompts=3, group_size=4, max_new_tokens=8)
+BUDGETS = {"small": SampleConfig(), "M": SampleConfig(prompts=4, group_size=4, max_new_tokens=128)}
+"""What is drawn at each step, by model: the demo's settings, and a few long rollouts."""
+LARGE = {
+    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One step.
+
+    Attributes:
+        sample: Seconds of sampling.
+        update: Seconds of the update.
+        tokens: Sampled tokens.
+    """
+
+    sample: float
+    update: float
+    tokens: int
+
+    def rate(self, phase: str) -> float:
+        """Return the tokens per second of a phase of `PHASES`."""
+        seconds = {"sampling": self.sample, "update": self.update}.get(phase, self.sample + self.update)
+        return self.tokens / seconds
+
+
+def plain_config(model: str, folder: Path) -> TrainConfig:
+    """Return the run of a model in a folder of runs, nothing measured beyond the level `forward`."""
+    return TrainConfig(
+        run=model,
+        root=folder / "runs",
+        sample=BUDGETS[model],
+        optimize=OptimizeConfig(learning_rate=LEARNING_RATE),
+        critic=CriticConfig(enabled=False),
+        measure=MeasureConfig(exact=Schedule()),
+        evaluate=EvaluateConfig(every=0),
+        checkpoint=CheckpointConfig(every=0),
+    )
+
+
+def bench_config(model: str, folder: Path, quick: bool = False) -> TrainConfig:
+    """Return the run that is timed, with its model on disk.
+
+    Args:
+        model: `small`, the demo's warm-started model, or `M`, at its initial weights.
+        folder: Where models and runs may be written.
+        quick: At initial weights and a few tokens.
+    """
+    config = plain_config(model, folder)
+    if quick:
+        config = replace(config, sample=QUICK)
+    if model == "small" and not quick:
+        return replace(config, model=str(warm_started(config)))
+    tokenizer, path = character_tokenizer(make_task(config).alphabet), folder / model
+    shape = Qwen3Config(**LARGE, max_position_embeddings=1024, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = small_model(config.small_model, tokenizer) if quick else Qwen3ForCausalLM(shape)
+    made.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return replace(config, model=str(path))
+
+
+def levels() -> dict[str, Any]:
+    """Return every level that can be scheduled, due at each step, those that choose groups on two of them."""
+    default = MeasureConfig()
+    own = {field.name: getattr(default, field.name) for field in fields(default)}
+    scheduled = {name: replace(value, every=1) for name, value in own.items() if hasattr(value, "every")}
+    return {
+        name: replace(value, prompts=2) if isinstance(value, Schedule) else value for name, value in scheduled.items()
+    }
+
+
+class Steps:
+    """Our trainer, one step per turn, its tables kept for the store.
+
+    Attributes:
+        outside: Seconds of the last step that belong to no phase: its rows and scalars.
+        measured: Seconds of the last step's measurements.
+    """
+
+    def __init__(self, config: TrainConfig):
+        model, tokenizer = load_policy(config.model)
+        self.trainer = Trainer(config, model, tokenizer, make_task(config))
+        self.step, self.outside, self.measured = 0, 0.0, 0.0
+
+    def turn(self) -> Turn:
+        """Take one step."""
+        start = perf_counter()
+        self.tables = train_step(self.trainer, self.step)
+        seconds = perf_counter() - start
+        self.step += 1
+        scalars: Mapping[str, Any] = self.tables.steps
+        spent = {phase: float(scalars[f"seconds_{phase}"]) for phase in ("sample", "update", "measure")}
+        self.measured, self.outside = spent["measure"], seconds - sum(spent.values())
+        return Turn(spent["sample"], spent["update"], int(scalars["n_tokens"]))

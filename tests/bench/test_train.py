@@ -1,0 +1,63 @@
+"""The training table: rates by phase, ratios to a rival, and what every level adds."""
+
+from pathlib import Path
+
+import pytest
+
+from otb_analysis.bench import train
+from otb_analysis.bench.config import TrainBenchConfig
+from otb_analysis.bench.train_cases import PHASES, Turn, levels
+from otb_analysis.config import MeasureConfig
+from otb_analysis.errors import InputError
+
+
+def test_rate_of_a_phase_is_tokens_over_its_own_time():
+    # 120 tokens in 2 s of sampling and 4 s of update: 60, 30 and 20 a second.
+    assert [Turn(2.0, 4.0, 120).rate(phase) for phase in PHASES] == [60, 30, 20]
+
+
+def test_ratios_compare_best_with_best_and_median_with_median():
+    turns = {
+        train.OURS: [Turn(1.0, 1.0, 100), Turn(1.0, 1.0, 50), Turn(2.0, 1.0, 60)],  # sampling: 100, 50, 30
+        train.TRL: [Turn(2.0, 1.0, 80), Turn(2.0, 1.0, 50), Turn(4.0, 1.0, 40)],  # 40, 25, 10
+    }
+    rows = {row.what: row for row in train._phase_rows("small", turns, {train.OURS: 10, train.TRL: 20})}
+    ours = rows[f"sampling, {train.OURS}"]
+    assert (ours.rate, ours.rate_median, ours.to_trl, ours.to_trl_median) == (100, 50, 2.5, 2.0)
+    assert rows[f"sampling, {train.TRL}"].to_trl == 1
+    assert ours.memory is None
+    assert rows[f"sampling + update, {train.TRL}"].memory == 20
+
+
+@pytest.fixture(scope="module")
+def quick():
+    return train.run_train(TrainBenchConfig(quick=True, repeats=2))
+
+
+def test_every_phase_level_and_the_absent_rival_have_a_row(quick):
+    rows = {row["what"]: row for row in quick.rows}
+    phases = [f"{phase}, {name}" for phase in PHASES for name in (train.OURS, train.TRL)]
+    rest = ["level forward", "store", "level forward and store", *(f"level {name}" for name in levels())]
+    assert list(rows) == phases + rest
+    assert all(rows[f"{phase}, {train.OURS}"]["rate"] > 0 for phase in PHASES)
+    assert all(rows[f"{phase}, {train.TRL}"]["rate"] is None for phase in PHASES)
+    both = rows["level forward"]["seconds"] + rows["store"]["seconds"]
+    assert rows["level forward and store"]["seconds"] == pytest.approx(both)
+    assert rows["level exact"]["seconds"] > 0
+    assert any("--trl-python" in note for note in quick.notes)
+
+
+def test_every_schedule_of_the_configuration_is_a_level():
+    assert {"exact", "sampled", "attribution"} <= set(levels())
+    assert all(level.due(1) for level in levels().values())
+    assert not hasattr(MeasureConfig().engine, "every")
+
+
+def test_no_repetition_is_refused():
+    with pytest.raises(InputError, match="--repeats is 0"):
+        train.run_train(TrainBenchConfig(repeats=0))
+
+
+def test_an_interpreter_without_trl_is_named(tmp_path):
+    with pytest.raises(InputError, match="no/python cannot be run"):
+        train.run_train(TrainBenchConfig(quick=True, repeats=1, trl_python=Path("no/python")))
