@@ -249,7 +249,7 @@ def _notes(config: TrainBenchConfig) -> list[str]:
         "over TRL's. Ours counts prompts, decoding and rewards as sampling, statistics and advantages as update; of "
         f"{TRL} generation alone is sampling, loss, backward pass and optimizer alone are update.",
         "`seconds`: what a measurement adds to a step at which it is due, best of its repetitions; `% of step`: over "
-        "the best step without it; levels that choose groups measure two. `MiB`: peak extra memory of one step, median.",
+        "the best step without it; levels that choose groups take two. `MiB`: peak extra memory of one step, median.",
     ]
     if config.trl_python is None:
         notes.append(f"{TRL} was not measured: pass `--trl-python` an interpreter with torch, transformers and trl.")

@@ -29,8 +29,10 @@ def test_ratios_compare_best_with_best_and_median_with_median():
     assert rows[f"sampling + update, {train.TRL}"].memory == 20
 
 
-@pytest.fixture(scope="module")
-def quick():
+@pytest.fixture
+def quick(monkeypatch):
+    """A report without the levels' own time: every engine takes seconds to look at a model."""
+    monkeypatch.setattr(train, "_level_seconds", lambda config, level: 0.5)
     return train.run_train(TrainBenchConfig(quick=True, repeats=2))
 
 
@@ -43,7 +45,8 @@ def test_every_phase_level_and_the_absent_rival_have_a_row(quick):
     assert all(rows[f"{phase}, {train.TRL}"]["rate"] is None for phase in PHASES)
     both = rows["level forward"]["seconds"] + rows["store"]["seconds"]
     assert rows["level forward and store"]["seconds"] == pytest.approx(both)
-    assert rows["level exact"]["seconds"] > 0
+    step = rows["store"]["seconds"] / rows["store"]["share"]
+    assert rows["level exact"]["share"] == pytest.approx(0.5 / step)
     assert any("--trl-python" in note for note in quick.notes)
 
 
@@ -61,3 +64,8 @@ def test_no_repetition_is_refused():
 def test_an_interpreter_without_trl_is_named(tmp_path):
     with pytest.raises(InputError, match="no/python cannot be run"):
         train.run_train(TrainBenchConfig(quick=True, repeats=1, trl_python=Path("no/python")))
+
+
+@pytest.mark.slow
+def test_a_level_is_timed_at_a_step_where_it_is_due(tmp_path):
+    assert train._level_seconds(train.bench_config("small", tmp_path, quick=True), "exact") > 0
