@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 ROOM, SHARE = 32, 4
@@ -20,6 +20,8 @@ ROOM, SHARE = 32, 4
 SPARSE = 0.8
 """Rows that have ended leave the batch once no more than this share of it goes on."""
 READ = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+PREPARED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+"""What a model must take as input, and the methods by which `generate` would change that."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,20 @@ class Draw:
     refuse: Callable[[int, int], None]
 
 
-def decodable(model: PreTrainedModel) -> bool:
-    """Return True for models that `decode` can run: every layer keeps all keys and values, positions are an input."""
-    layers = DynamicCache(config=model.config).layers
+def refused(model: PreTrainedModel) -> str | None:
+    """Return why `decode` does not follow a model, None where it does.
+
+    It follows those whose layers all keep every key and value, and whose inputs are prepared as most models' are.
+    """
+    kinds = sorted({type(layer).__name__ for layer in DynamicCache(config=model.config).layers})
+    if kinds != [DynamicLayer.__name__]:
+        return f"its cache is of {' and '.join(kinds) or 'no layers'}, not of {DynamicLayer.__name__} alone"
     known = inspect.signature(model.forward).parameters
-    return (
-        len(layers) > 0 and all(type(layer) is DynamicLayer for layer in layers) and all(name in known for name in READ)
-    )
+    missing = [name for name in READ if name not in known]
+    if missing:
+        return f"its forward pass takes no {missing[0]}"
+    own = [name for name in PREPARED if getattr(type(model), name) is not getattr(GenerationMixin, name)]
+    return f"it has a {own[0]} of its own" if own else None
 
 
 @torch.no_grad()
@@ -70,7 +79,7 @@ def decode(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw
     y_t = argmax_v π_v / e_v with e ~ Exp(1), which is a draw from π = softmax(logits / τ).
 
     Args:
-        model: A model that is `decodable`.
+        model: A model that is not `refused`.
         contexts: N token sequences.
         draw: How.
     """

@@ -1,5 +1,6 @@
 """Who continues texts: one protocol, a transformers model behind it; plain sampling, temperature only."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,9 +15,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from otb_analysis.decoding import Draw, decodable, decode
+from otb_analysis.decoding import Draw, decode, refused
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.models import special_id
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ class _Tempered(LogitsProcessor):
 class TransformersGenerator:
     """Sampling with every filter off whatever the checkpoint's own settings say.
 
-    By `decode` where it can run the model, else by `model.generate`: both draw the same tokens from a seed.
+    By `decode` where it follows the model, else by `model.generate`, which is logged: both draw the same tokens from a
+    seed.
     A generation ends with the tokenizer's end token or any other that the checkpoint's generation settings name.
     """
 
@@ -91,11 +95,15 @@ class TransformersGenerator:
         self.model = model
         self.pad = special_id(tokenizer, "pad")
         self.ends = end_tokens(model, tokenizer)
+        reason = refused(model)
+        self.follows = reason is None
+        if reason is not None:
+            _log.info("%s is sampled by its own generate: %s.", type(model).__name__, reason)
 
     def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
         """Continue each context; see `Generator.generate`."""
         check_contexts(self.model, [*contexts, [self.pad]], max_new_tokens)
-        if not decodable(self.model):
+        if not self.follows:
             return self.generate_plainly(contexts, max_new_tokens, temperature)
         drawn = decode(self.model, contexts, Draw(max_new_tokens, temperature, self.ends, self.pad, _refuse))
         return self._all_cut(drawn.token_ids, drawn.logprobs)

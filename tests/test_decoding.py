@@ -1,10 +1,22 @@
 """The loop over tokens draws what `generate` draws, from any cache-keeping architecture, and does less for it."""
 
+import logging
+
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
-from otb_analysis.decoding import ROOM, decodable
+from otb_analysis.decoding import ROOM, refused
 from otb_analysis.generation import TransformersGenerator
 
 RAGGED = [[3, 4, 5], [7], [3, 4, 5], [9, 8, 7, 6, 5, 4, 3], [7], [12, 13]] * 3
@@ -23,6 +35,21 @@ def llama(tokenizer, kind=LlamaForCausalLM, config=LlamaConfig, **settings):
 
 def sliding(tokenizer):
     return llama(tokenizer, MistralForCausalLM, MistralConfig, sliding_window=4)
+
+
+def without_positions(tokenizer):
+    return BloomForCausalLM(BloomConfig(vocab_size=len(tokenizer), hidden_size=16, n_layer=2, n_head=2)).eval()
+
+
+class Particular(LlamaForCausalLM):
+    """Prepares its inputs in its own way."""
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+
+def particular(tokenizer):
+    return llama(tokenizer, Particular)
 
 
 def both(generator, contexts, max_new_tokens, temperature=1.0):
@@ -51,7 +78,7 @@ def test_a_seed_draws_the_tokens_that_generate_draws(tiny_model, tokenizer, temp
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_other_architectures_are_followed_too(build, tokenizer):
     model = build(tokenizer)
-    assert decodable(model)
+    assert refused(model) is None
     same(both(TransformersGenerator(model, tokenizer), RAGGED, 20))
 
 
@@ -63,10 +90,19 @@ def test_a_cache_that_is_full_grows(tiny_model, tokenizer):
     same(found)
 
 
-def test_layers_that_forget_keys_are_left_to_generate(tokenizer):
-    model = sliding(tokenizer)
-    assert not decodable(model)
-    same(both(TransformersGenerator(model, tokenizer), RAGGED, 12))
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (sliding, "MistralForCausalLM is sampled by its own generate: its cache is of DynamicSlidingWindowLayer"),
+        (without_positions, "BloomForCausalLM is sampled by its own generate: its forward pass takes no position_ids"),
+        (particular, "Particular is sampled by its own generate: it has a prepare_inputs_for_generation of its own"),
+    ],
+)
+def test_models_that_the_loop_does_not_follow_are_named_and_left_to_generate(build, reason, tokenizer, caplog):
+    with caplog.at_level(logging.INFO, "otb_analysis.generation"):
+        generator = TransformersGenerator(build(tokenizer), tokenizer)
+    assert [record.getMessage()[: len(reason)] for record in caplog.records] == [reason]
+    same(both(generator, RAGGED, 12))
 
 
 def test_equal_contexts_are_read_once_and_rows_that_ended_leave(tiny_model, tokenizer):
@@ -87,3 +123,23 @@ def test_equal_contexts_are_read_once_and_rows_that_ended_leave(tiny_model, toke
 
 def test_one_row_alone_draws_what_generate_draws(tiny_model, tokenizer):
     same(both(TransformersGenerator(tiny_model, tokenizer), [[3, 4, 5]], 20))
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_at_a_vanishing_temperature_every_row_is_greedy_search(build, tokenizer):
+    model = build(tokenizer)
+    generator = TransformersGenerator(model, tokenizer)
+    ours = generator.generate(RAGGED, 16, 1e-7)
+    settings = GenerationConfig(do_sample=False, max_new_tokens=16, eos_token_id=1, pad_token_id=generator.pad)
+    for context, found in zip(RAGGED, ours, strict=True):  # each alone: nothing is padded there
+        plain = model.generate(torch.tensor([context]), generation_config=settings)[0, len(context) :]
+        assert found.token_ids == plain.tolist()
+
+
+def test_a_row_that_draws_any_of_several_end_tokens_stops_there_and_others_go_on(tiny_model, tokenizer):
+    generator = TransformersGenerator(tiny_model, tokenizer)
+    generator.ends = [1, 5, 6]
+    found = both(generator, RAGGED * 4, 24)
+    lasts = {g.token_ids[-1] for g in found[0][0] if g.finished}
+    assert lasts == {1, 5, 6}
+    same(found)
