@@ -15,8 +15,8 @@ ENTRIES = {"cpu": 1 << 17, "other": 1 << 24}
 """Entries per tile: three buffers of 2^17, 1.5 MB in float32, stay in a core's cache; a GPU wants long calls."""
 PROMOTED = 1 << 19
 """Entries of the output matrix that are promoted to float32 at once where it is held in fewer bits."""
-MERGED = 32
-"""Rows whose slices are merged at once, in float64."""
+MERGED = 1 << 11
+"""Slices times rows that are merged at once, in float64."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class Others:
     @classmethod
     def of_slices(cls, sums: Tensor, drawn: Tensor) -> "Others":
         """Merge the sums of all slices of the vocabulary, [top, Σe, Σe², Σe³, Σe·d, Σe·d²] × slices × R."""
-        merged = torch.cat([_merged(part) for part in sums.split(MERGED, dim=-1)], dim=-1)
+        rows = max(1, MERGED // sums.shape[1])
+        merged = torch.cat([_merged(part) for part in sums.split(rows, dim=-1)], dim=-1)
         top, e, e2, e3, ed, ed2 = merged
         return cls(top, e, e2, e3, ed, ed2, drawn.double())
 

@@ -195,7 +195,7 @@ class RunWriter:
     def _write_part(self, path: Path, rows: pa.Table) -> None:
         path.parent.mkdir(exist_ok=True)
         with atomic_file(path) as file:
-            pq.write_table(rows, file, **_parquet_options(rows.schema))
+            pq.write_table(rows, file, **_parquet_options(rows))
 
     def _remove(self, step: int) -> None:
         for table in ("steps", *TABLES):  # `steps` first: from then on the step is invisible
@@ -210,11 +210,12 @@ class RunWriter:
         )
 
 
-def _parquet_options(schema: pa.Schema) -> dict[str, Any]:
-    floats = [c.name for c in schema if pa.types.is_floating(c.type)]
-    others = [c.name for c in schema if c.name not in floats]
+def _parquet_options(rows: pa.Table) -> dict[str, Any]:
+    floats = [c.name for c in rows.schema if pa.types.is_floating(c.type)]
+    others = [c.name for c in rows.schema if c.name not in floats]
     return {
-        "compression": "zstd",
+        # A compressor begins anew in every column, which is most of the time of a part of one row.
+        "compression": "zstd" if len(rows) > 1 else "none",
         "use_byte_stream_split": floats,
         "use_dictionary": others,
         # Parquet's minimum and maximum leave NaN out, and DuckDB concludes from them that there is none.
