@@ -29,6 +29,7 @@ from otb_analysis.bench.train_cases import (
     Turn,
     bench_config,
     levels,
+    measured_tokens,
     plain_config,
 )
 from otb_analysis.config import TrainConfig
@@ -41,6 +42,9 @@ OURS, TRL = "otb train", "TRL GRPOTrainer"
 SCRIPT = Path(__file__).with_name("trl_train_peer.py")
 REPEATS, SCORINGS, MEMORY_STEPS = {"M": 3}, {"small": 9, "M": 3}, {"small": 3, "M": 1}
 """Steps at most; repetitions of one scoring, of which statistics are a small part; steps of the memory."""
+FREE = "level forward and store"
+MOST_ADDED, LEAST_FASTER = 0.05, 1.5
+"""Aims: share of a step that is always measured and stored, and tokens per second over TRL's."""
 HEADERS = ("model", "what", "seconds", "tokens/s", "median", "× TRL", "medians", "% of step", "MiB")
 
 
@@ -92,7 +96,7 @@ def run_train(config: TrainBenchConfig) -> Report:
         headers=HEADERS,
         cells=[_cells(row) for row in rows],
         rows=[asdict(row) for row in rows],
-        notes=_notes(config),
+        notes=_notes(config, rows),
     )
 
 
@@ -189,13 +193,14 @@ def _level_rows(
     found = _forward_and_store(config, bench, ours)
     forward = max(0.0, found["forward"].minimum - found["score"].minimum)
     store = outside + found["store"].minimum
-    step = phases - forward
-    yield TrainRow(model, "level forward", forward, share=forward / step)
-    yield TrainRow(model, "store", store, share=store / step)
-    yield TrainRow(model, "level forward and store", forward + store, share=(forward + store) / step)
+    step, tokens = phases - forward, int(ours.tables.steps["n_tokens"])  # pyright: ignore[reportArgumentType]
+    added = {"level forward": forward, "store": store, FREE: forward + store}
+    for what, seconds in added.items():
+        rate = None if what == FREE or seconds <= 0 else tokens / seconds
+        yield TrainRow(model, what, seconds, rate, share=seconds / step)
     for level in levels() if model == "small" else {}:
-        seconds = _level_seconds(config, level)
-        yield TrainRow(model, f"level {level}", seconds, share=seconds / step)
+        seconds, count = _level_cost(config, level)
+        yield TrainRow(model, f"level {level}", seconds, count / seconds, share=seconds / step)
 
 
 def _forward_and_store(config: TrainConfig, bench: TrainBenchConfig, ours: Steps) -> dict[str, Timing]:
@@ -213,12 +218,12 @@ def _forward_and_store(config: TrainConfig, bench: TrainBenchConfig, ours: Steps
     return interleaved(candidates, 1 if bench.quick else SCORINGS[config.run])
 
 
-def _level_seconds(config: TrainConfig, level: str) -> float:
-    """Time of a level at a step where it is due, after a step at which its engine looks at the model."""
+def _level_cost(config: TrainConfig, level: str) -> tuple[float, int]:
+    """Time of a level at a step where it is due, after one at which its engine looks at the model; tokens measured."""
     steps = Steps(replace(config, measure=replace(config.measure, **{level: levels()[level]})))
     steps.turn()
     steps.turn()
-    return steps.measured
+    return steps.measured, measured_tokens(steps.tables, level)
 
 
 def _cells(row: TrainRow) -> tuple[str, ...]:
@@ -238,19 +243,43 @@ def _cells(row: TrainRow) -> tuple[str, ...]:
     )
 
 
-def _notes(config: TrainBenchConfig) -> list[str]:
+def _notes(config: TrainBenchConfig, rows: Sequence[TrainRow]) -> list[str]:
     small, large = BUDGETS["small"], BUDGETS["M"]
     notes = [
         f"`small`: the demo's warm-started model (3 layers, d128, 17 characters), {small.prompts} prompts × "
         f"{small.group_size} rollouts of at most {small.max_new_tokens} tokens; `M`: 8 layers, d512, vocabulary 8192 "
         f"at its initial weights, {large.prompts} × {large.group_size} of {large.max_new_tokens}. Temperature 1, no "
-        "filter, one AdamW update per batch.",
+        "filter, float32, one AdamW update of all parameters per batch; TRL's batch is one of its device batches.",
         "`tokens/s`: sampled tokens over the phase's time, best step; `median`: the median step; `× TRL`, `medians`: "
         "over TRL's. Ours counts prompts, decoding and rewards as sampling, statistics and advantages as update; of "
         f"{TRL} generation alone is sampling, loss, backward pass and optimizer alone are update.",
-        "`seconds`: what a measurement adds to a step at which it is due, best of its repetitions; `% of step`: over "
-        "the best step without it; levels that choose groups take two. `MiB`: peak extra memory of one step, median.",
+        "`seconds`: what a measurement adds to a step at which it is due, and `tokens/s` how many tokens it measures "
+        "in that time; `% of step`: over the best step without it; levels that choose groups take two. `MiB`: peak "
+        "extra memory of one step, median.",
+        *_reaches(rows),
+        "Not measured on a GPU.",
     ]
     if config.trl_python is None:
         notes.append(f"{TRL} was not measured: pass `--trl-python` an interpreter with torch, transformers and trl.")
     return notes
+
+
+def _reaches(rows: Sequence[TrainRow]) -> Iterator[str]:
+    """What was aimed at on the small model, and whether it was reached."""
+    found = {row.what: row for row in rows if row.model == "small"}
+    if not found:
+        return
+    share = found[FREE].share
+    if share is not None:
+        verdict = "reached" if share <= MOST_ADDED else "missed"
+        yield f"At most {MOST_ADDED:.0%} of a step of `small` for {FREE}: {verdict}, {share:.1%}."
+    ours, rival = found[f"{PHASES[-1]}, {OURS}"], found[f"{PHASES[-1]}, {TRL}"]
+    if ours.to_trl is not None and ours.to_trl_median is not None:
+        verdict = "reached" if min(ours.to_trl, ours.to_trl_median) >= LEAST_FASTER else "missed"
+        yield (
+            f"At least {LEAST_FASTER}× TRL's tokens per second of sampling and update on `small`: {verdict}, "
+            f"{ours.to_trl:.2f}× of best steps, {ours.to_trl_median:.2f}× of medians."
+        )
+    if ours.memory is not None and rival.memory is not None:
+        verdict = "reached" if ours.memory <= rival.memory else "missed"
+        yield f"No more memory than TRL on `small`: {verdict}, {ours.memory / rival.memory:.2f} of its."

@@ -6,6 +6,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -20,6 +21,7 @@ from otb_analysis.config import (
     TrainConfig,
 )
 from otb_analysis.models import character_tokenizer, load_policy, small_model
+from otb_analysis.store import StepTables
 from otb_analysis.tasks import make_task
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.setup import Trainer
@@ -102,6 +104,12 @@ def levels() -> dict[str, Any]:
     return {
         name: replace(value, prompts=2) if isinstance(value, Schedule) else value for name, value in scheduled.items()
     }
+
+
+def measured_tokens(tables: StepTables, level: str) -> int:
+    """Return of how many tokens a step holds what a level measures."""
+    values = tables.tokens["attribution" if level == "attribution" else "grad_norm_sq"]
+    return int(np.ma.count(np.ma.masked_invalid(np.ma.asarray(values))))
 
 
 class Steps:

@@ -1,11 +1,13 @@
 """The training table: rates by phase, ratios to a rival, and what every level adds."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from otb_analysis.bench import train
 from otb_analysis.bench.config import TrainBenchConfig
+from otb_analysis.bench.train import TrainRow
 from otb_analysis.bench.train_cases import PHASES, Turn, levels
 from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
@@ -29,10 +31,25 @@ def test_ratios_compare_best_with_best_and_median_with_median():
     assert rows[f"sampling + update, {train.TRL}"].memory == 20
 
 
+def test_notes_say_what_was_reached_and_what_was_missed():
+    rows = [
+        TrainRow("small", train.FREE, 0.06, share=0.06),
+        TrainRow("small", f"{PHASES[-1]}, {train.OURS}", to_trl=1.7, to_trl_median=1.6, memory=90),
+        TrainRow("small", f"{PHASES[-1]}, {train.TRL}", to_trl=1.0, to_trl_median=1.0, memory=100),
+    ]
+    share, faster, memory = train._reaches(rows)
+    assert "5% of a step" in share
+    assert "missed, 6.0%" in share
+    assert "reached, 1.70× of best steps, 1.60× of medians" in faster
+    assert "reached, 0.90 of its" in memory
+    slow = [rows[0], replace(rows[1], to_trl_median=1.4, memory=101), rows[2]]
+    assert ["missed" in note for note in train._reaches(slow)] == [True, True, True]
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """A report without the levels' own time: every engine takes seconds to look at a model."""
-    monkeypatch.setattr(train, "_level_seconds", lambda config, level: 0.5)
+    monkeypatch.setattr(train, "_level_cost", lambda config, level: (0.5, 30))
     return train.run_train(TrainBenchConfig(quick=True, repeats=2))
 
 
@@ -47,6 +64,7 @@ def test_every_phase_level_and_the_absent_rival_have_a_row(quick):
     assert rows["level forward and store"]["seconds"] == pytest.approx(both)
     step = rows["store"]["seconds"] / rows["store"]["share"]
     assert rows["level exact"]["share"] == pytest.approx(0.5 / step)
+    assert rows["level exact"]["rate"] == 60  # 30 tokens in half a second
     assert any("--trl-python" in note for note in quick.notes)
 
 
@@ -68,4 +86,6 @@ def test_an_interpreter_without_trl_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_level_is_timed_at_a_step_where_it_is_due(tmp_path):
-    assert train._level_seconds(train.bench_config("small", tmp_path, quick=True), "exact") > 0
+    seconds, tokens = train._level_cost(train.bench_config("small", tmp_path, quick=True), "exact")
+    assert seconds > 0
+    assert 8 <= tokens <= 64  # two groups of four rollouts of 1 to 8 tokens
