@@ -123,6 +123,8 @@ class TrainBenchConfig:
     """Steps of each, taking turns, after one that warms up, three at most of M; the best counts."""
     trl_python: Path | None = None
     """An interpreter with torch, transformers and trl >= 1.15, for the rows of TRL."""
+    clock: Literal["wall", "cpu"] = "wall"
+    """cpu counts the processor's time on each process: for a machine that has other work to do."""
     out: Path | None = None
     """Directory for the table as Markdown and JSON."""
     quick: bool = False

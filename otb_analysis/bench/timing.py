@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 
+CLOCKS: dict[str, Callable[[], float]] = {"wall": perf_counter, "cpu": process_time}
+"""What tells the time: of the day, or of the processor on this process, which other work can lengthen only a little."""
 AT_LEAST = 3
 """Repetitions that a time limit does not cut, as long as no more than twice of it is spent."""
 
@@ -51,15 +53,17 @@ def interleaved(
     return {name: Timing(min(s), median(s), len(s)) for name, s in seconds.items() if s}
 
 
-def timed(run: Callable[[], object], device: str = "cpu") -> Callable[[], float]:
-    """Wrap a call so that it returns its wall time, a GPU's queue drained before and after."""
+def timed(
+    run: Callable[[], object], device: str = "cpu", clock: Callable[[], float] = perf_counter
+) -> Callable[[], float]:
+    """Wrap a call so that it returns its time, a GPU's queue drained before and after."""
 
     def measure() -> float:
         synchronize(device)
-        start = perf_counter()
+        start = clock()
         run()
         synchronize(device)
-        return perf_counter() - start
+        return clock() - start
 
     return measure
 

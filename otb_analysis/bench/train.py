@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from otb_analysis.bench.config import TrainBenchConfig, check_positive
 from otb_analysis.bench.memory import fresh_peaks
 from otb_analysis.bench.peer import Peer, peer
 from otb_analysis.bench.publish import Report, flags
-from otb_analysis.bench.timing import Timing, interleaved, threads, timed
+from otb_analysis.bench.timing import CLOCKS, Timing, interleaved, threads, timed
 from otb_analysis.bench.train_cases import (
     BUDGETS,
     LEARNING_RATE,
@@ -116,12 +117,13 @@ def memory_jobs(spec: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], obj
 
 
 def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Iterator[TrainRow]:
-    ours, outside, repeats = Steps(config), [], min(bench.repeats, REPEATS.get(model, bench.repeats))
+    ours, outside = Steps(config, CLOCKS[bench.clock]), []
+    repeats = min(bench.repeats, REPEATS.get(model, bench.repeats))
     ours.turn()
     with ExitStack() as stack:
         rivals: dict[str, Peer] = {}
         if bench.trl_python is not None:
-            rivals[TRL] = stack.enter_context(peer(bench.trl_python, SCRIPT, _spec(config, repeats, memory=False)))
+            rivals[TRL] = stack.enter_context(peer(bench.trl_python, SCRIPT, _spec(config, repeats, bench.clock)))
         turns: dict[str, list[Turn]] = {OURS: []} | {name: [] for name in rivals}
         for _ in range(repeats):
             turns[OURS].append(ours.turn())
@@ -133,7 +135,7 @@ def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Itera
     yield from _level_rows(model, config, bench, ours, min(outside), min(t.sample + t.update for t in turns[OURS]))
 
 
-def _spec(config: TrainConfig, repeats: int, memory: bool) -> dict[str, object]:
+def _spec(config: TrainConfig, repeats: int, clock: str, memory: bool = False) -> dict[str, object]:
     """What the peer is told; it warms up with one step of its own."""
     task, count = make_task(config), config.sample.prompts * (repeats + 1)
     return {
@@ -146,6 +148,7 @@ def _spec(config: TrainConfig, repeats: int, memory: bool) -> dict[str, object]:
         "max_new_tokens": config.sample.max_new_tokens,
         "steps": repeats + 1,
         "learning_rate": LEARNING_RATE,
+        "clock": clock,
         "memory": memory,
     }
 
@@ -161,7 +164,7 @@ def _memory(model: str, config: TrainConfig, trl_python: Path | None) -> dict[st
     ours = {"model": model, "path": str(Path(config.model).absolute()), "steps": steps}
     found = {OURS: _middle(list(fresh_peaks(__name__, ours).values()))}
     if trl_python is not None:
-        with peer(trl_python, SCRIPT, _spec(config, steps, memory=True)) as rival:
+        with peer(trl_python, SCRIPT, _spec(config, steps, "wall", memory=True)) as rival:
             found[TRL] = _middle([rival.answer()["bytes"] for _ in range(steps)])
     return found
 
@@ -199,7 +202,7 @@ def _level_rows(
         rate = None if what == FREE or seconds <= 0 else tokens / seconds
         yield TrainRow(model, what, seconds, rate, share=seconds / step)
     for level in levels() if model == "small" else {}:
-        seconds, count = _level_cost(config, level)
+        seconds, count = _level_cost(config, level, ours.clock)
         yield TrainRow(model, f"level {level}", seconds, count / seconds, share=seconds / step)
 
 
@@ -210,17 +213,18 @@ def _forward_and_store(config: TrainConfig, bench: TrainBenchConfig, ours: Steps
     prompts = draw_prompts(trainer.task, "train", 0, config.sample.prompts)
     rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample)
     writer = RunWriter.create(config.root, config.run_name, {}, if_exists="replace")
-    candidates = {
-        "forward": timed(lambda: policy.forward(rollouts, keep_graph=True)),
-        "score": timed(lambda: [policy.score(rollouts, rows) for rows in policy.micro_batches(rollouts)]),
-        "store": timed(lambda: writer.write_step(0, ours.tables)),
+    runs: dict[str, Callable[[], object]] = {
+        "forward": lambda: policy.forward(rollouts, keep_graph=True),
+        "score": lambda: [policy.score(rollouts, rows) for rows in policy.micro_batches(rollouts)],
+        "store": lambda: writer.write_step(0, ours.tables),
     }
+    candidates = {name: timed(run, clock=ours.clock) for name, run in runs.items()}
     return interleaved(candidates, 1 if bench.quick else SCORINGS[config.run])
 
 
-def _level_cost(config: TrainConfig, level: str) -> tuple[float, int]:
+def _level_cost(config: TrainConfig, level: str, clock: Callable[[], float] = perf_counter) -> tuple[float, int]:
     """Time of a level at a step where it is due, after one at which its engine looks at the model; tokens measured."""
-    steps = Steps(replace(config, measure=replace(config.measure, **{level: levels()[level]})))
+    steps = Steps(replace(config, measure=replace(config.measure, **{level: levels()[level]})), clock)
     steps.turn()
     steps.turn()
     return steps.measured, measured_tokens(steps.tables, level)
@@ -259,6 +263,10 @@ def _notes(config: TrainBenchConfig, rows: Sequence[TrainRow]) -> list[str]:
         *_reaches(rows),
         "Not measured on a GPU.",
     ]
+    if config.clock == "cpu":
+        notes.append(
+            "Seconds are the processor's on each process: waits, as for the disk, and other work do not count."
+        )
     if config.trl_python is None:
         notes.append(f"{TRL} was not measured: pass `--trl-python` an interpreter with torch, transformers and trl.")
     return notes

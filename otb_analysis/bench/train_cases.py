@@ -1,6 +1,6 @@
 """What `otb bench train` runs: two models at fixed settings, and our trainer one step at a time."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter
@@ -120,16 +120,17 @@ class Steps:
         measured: Seconds of the last step's measurements.
     """
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, clock: Callable[[], float] = perf_counter):
         model, tokenizer = load_policy(config.model)
         self.trainer = Trainer(config, model, tokenizer, make_task(config))
+        self.trainer.clock = self.clock = clock
         self.step, self.outside, self.measured = 0, 0.0, 0.0
 
     def turn(self) -> Turn:
         """Take one step."""
-        start = perf_counter()
+        start = self.clock()
         self.tables = train_step(self.trainer, self.step)
-        seconds = perf_counter() - start
+        seconds = self.clock() - start
         self.step += 1
         scalars: Mapping[str, Any] = self.tables.steps
         spent = {phase: float(scalars[f"seconds_{phase}"]) for phase in ("sample", "update", "measure")}

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ STATUS, FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 class Clock:
     """Seconds of the calls it wraps, and what they drew."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.now = {"wall": perf_counter, "cpu": process_time}[name]
         self.seconds: dict[str, float] = {}
         self.tokens = 0
 
@@ -33,9 +34,9 @@ class Clock:
         """Return the call, timed under a name; a result of (token ids, …) is counted where that is what it returns."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = perf_counter()
+            start = self.now()
             found = call(*args, **kwargs)
-            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - start
             if name == "sample":
                 self.tokens += sum(map(len, found[0]))
             return found
@@ -57,11 +58,11 @@ class Turns(TrainerCallback):
             sys.exit(0)
         if self.memory:  # what it hands back to the kernel has to be asked for again, so such steps are not timed
             self.before = forget_peak()
-        self.clock.seconds, self.clock.tokens, self.start = {}, 0, perf_counter()
+        self.clock.seconds, self.clock.tokens, self.start = {}, 0, self.clock.now()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Say what the step took."""
-        seconds = perf_counter() - self.start
+        seconds = self.clock.now() - self.start
         phases = self.clock.seconds
         held = None if self.before is None else max(0, kilobytes("VmHWM") - self.before) * 1024
         update = seconds - phases["batch"]
@@ -104,7 +105,7 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     torch.set_num_threads(spec["threads"])
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
-    clock = Clock()
+    clock = Clock(spec["clock"])
     with tempfile.TemporaryDirectory() as folder:
         settings = trl.GRPOConfig(
             output_dir=folder,

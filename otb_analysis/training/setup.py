@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +54,7 @@ class Trainer:
         stepper: Optimizer, clipping and schedule.
         trains_on_exact: True when the training estimator reads exact norms, so that every rollout is measured.
         seconds: Time spent since the last record, by phase.
+        clock: What tells the time, in seconds.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Trainer:
         trained = {config.estimator.name: self.options}
         self.instrument = Instrument(model, config.measure, config.sample.temperature, trained)
         self.seconds: dict[str, float] = {}
+        self.clock: Callable[[], float] = perf_counter
 
     @classmethod
     def from_config(cls, config: TrainConfig, bar: Bar = silent, processes: Processes = ALONE) -> "Trainer":
@@ -102,11 +104,11 @@ class Trainer:
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the time of a block to a phase."""
-        start = perf_counter()
+        start = self.clock()
         try:
             yield
         finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + perf_counter() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self.clock() - start
 
     def take_seconds(self) -> dict[str, float]:
         """Return the phases timed since the last call, as columns of `steps`, and start again."""

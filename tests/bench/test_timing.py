@@ -1,12 +1,13 @@
 """Turns, minima and medians; memory above what was held before."""
 
 import math
+from time import sleep
 
 import pytest
 import torch
 
 from otb_analysis.bench.memory import peak_extra_bytes
-from otb_analysis.bench.timing import Timing, interleaved, threads, timed
+from otb_analysis.bench.timing import CLOCKS, Timing, interleaved, threads, timed
 
 
 def scripted(*seconds):
@@ -48,6 +49,11 @@ def test_timed_calls_once_and_returns_seconds():
     calls = []
     seconds = timed(lambda: calls.append(1))()
     assert calls == [1] and 0 <= seconds < math.inf
+
+
+def test_the_processors_clock_leaves_waiting_out():
+    assert timed(lambda: sleep(0.05))() >= 0.05
+    assert timed(lambda: sleep(0.05), clock=CLOCKS["cpu"])() < 0.04
 
 
 def test_threads_are_put_back():

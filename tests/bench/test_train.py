@@ -49,7 +49,7 @@ def test_notes_say_what_was_reached_and_what_was_missed():
 @pytest.fixture
 def quick(monkeypatch):
     """A report without the levels' own time: every engine takes seconds to look at a model."""
-    monkeypatch.setattr(train, "_level_cost", lambda config, level: (0.5, 30))
+    monkeypatch.setattr(train, "_level_cost", lambda config, level, clock: (0.5, 30))
     return train.run_train(TrainBenchConfig(quick=True, repeats=2))
 
 
