@@ -122,7 +122,7 @@ class _Batch:
         width = max(map(len, distinct))
         self.model, device = model, model.device
         self.layers = [_InPlace() for _ in DynamicCache(config=model.config).layers]
-        self.cache = Cache(layers=self.layers)
+        self.cache = Cache(layers=[*self.layers])
         ids = torch.tensor([[pad] * (width - len(c)) + list(c) for c in distinct], device=device)
         self.real = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in distinct], device=device)
         self.next = self.real.sum(1)

@@ -108,6 +108,7 @@ def levels() -> dict[str, Any]:
 
 def measured_tokens(tables: StepTables, level: str) -> int:
     """Return of how many tokens a step holds what a level measures."""
+    assert tables.tokens is not None
     values = tables.tokens["attribution" if level == "attribution" else "grad_norm_sq"]
     return int(np.ma.count(np.ma.masked_invalid(np.ma.asarray(values))))
 
