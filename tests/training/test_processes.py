@@ -40,7 +40,7 @@ def folder(tmp_path_factory, checkpoint):
         start_new_session=True,
     )
     try:
-        said = running.communicate(timeout=240)[1]
+        said = running.communicate(timeout=600)[1]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)  # the processes that it forked, too
