@@ -145,7 +145,8 @@ def verdict(runs: Rows) -> str:
     """Return the answer in one line: success before and after, and which seeds met target and time."""
     slowest = max(run["processor_minutes"] or run["minutes"] for run in runs)
     said = "; ".join(_task_verdict(task, select(runs, task=task)) for task in distinct(runs, "task"))
-    return f"{said}; a seed takes at most {slowest:.1f} of the {MINUTES} min it may, on one core, supervised start included."
+    spent = f"at most {slowest:.1f} of the {MINUTES} min it may, on one core, supervised start included"
+    return f"{said}; a seed takes {spent}."
 
 
 def _task_verdict(task: str, runs: Rows) -> str:
