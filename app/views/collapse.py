@@ -1,5 +1,6 @@
 """Collapse: alarms with their reasons, what moves before, while and after a run falls apart, and who is to blame."""
 
+from typing import Any
 from urllib.parse import urlencode
 
 import data
@@ -44,7 +45,7 @@ def alarms(chosen: list[Run]) -> None:
     found = data.findings(chosen)
     st.subheader("Alarms", anchor=False)
     st.caption(f"{alarms_line(found)} {FIRED}")
-    table = alarms_table(found)
+    table: Any = alarms_table(found)
     calm = table["level"] == SIGNS["ok"]
     if calm.all():
         st.success("Nothing fired.", icon=":material/check:")
