@@ -7,8 +7,8 @@ from plotly.offline import get_plotlyjs
 
 from otb_analysis.figures import CONFIG, for_background
 from otb_analysis.figures.theme import FONT
+from otb_analysis.report.cells import cell
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture
-from otb_analysis.report.sections import cell
 
 SHORT = 26
 """Characters up to which a text column is never broken into lines."""
