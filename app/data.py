@@ -8,21 +8,11 @@ import pandas as pd
 import streamlit as st
 from listing import Run
 
-from otb_analysis.diagnostics import (
-    ChangePoint,
-    Finding,
-    StepAttribution,
-    advise,
-    change_points,
-    diagnose,
-    trained_label,
-)
-from otb_analysis.errors import InputError
 from otb_analysis.figures import FidelityInfo, fidelity_info, headline_info, statistics_table
 from otb_analysis.figures.fidelity import SOURCES, exact_norms
 from otb_analysis.figures.runs import Headline
 from otb_analysis.statistics import Interval, gain_lost
-from otb_analysis.store import EXACT_ROWS, RunStore, attributed_steps, step_attribution, step_series
+from otb_analysis.store import EXACT_ROWS, RunStore
 from otb_analysis.types import Gram
 
 MAX_WINDOW = 10
@@ -36,6 +26,15 @@ MAX_TOKENS = 1_000_000
 @st.cache_resource(max_entries=16, show_spinner=False)
 def _store(path: str) -> RunStore:
     return RunStore(path, memory_limit=MEMORY)
+
+
+def store(run: Run) -> RunStore:
+    """Return the reader of a run.
+
+    Args:
+        run: A readable run.
+    """
+    return _store(run.path)
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
@@ -74,80 +73,6 @@ def headline(run: Run) -> Headline:
         run: A readable run.
     """
     return headline_info(run.name, run.estimator, _steps(run.path, run.stamp))
-
-
-@st.cache_data(max_entries=64, show_spinner=False)
-def _diagnosis(path: str, stamp: str) -> tuple[list[Finding], list[ChangePoint]]:
-    series = step_series(_steps(path, stamp))
-    return diagnose(series), change_points(series)
-
-
-def findings(chosen: Sequence[Run]) -> dict[str, list[Finding]]:
-    """Return what every detector says about each run.
-
-    Args:
-        chosen: Readable runs.
-    """
-    return {run.name: _diagnosis(run.path, run.stamp)[0] for run in chosen}
-
-
-def changes(chosen: Sequence[Run]) -> dict[str, list[ChangePoint]]:
-    """Return the change points of each run.
-
-    Args:
-        chosen: Readable runs.
-    """
-    return {run.name: _diagnosis(run.path, run.stamp)[1] for run in chosen}
-
-
-@st.cache_data(max_entries=64, show_spinner=False)
-def _attributed(path: str, stamp: str) -> list[int]:
-    return attributed_steps(_store(path))
-
-
-def attributed(run: Run) -> list[int]:
-    """Return the steps whose tokens carry their share of the gradient.
-
-    Args:
-        run: A readable run.
-    """
-    return _attributed(run.path, run.stamp)
-
-
-@st.cache_data(max_entries=8, show_spinner=False)
-def _attribution(path: str, stamp: str, step: int) -> tuple[StepAttribution, pd.DataFrame]:
-    store = _store(path)
-    return step_attribution(store, step), store.tokens_df([step], ["rollout", "t", "token"])
-
-
-def attribution(run: Run, step: int) -> tuple[StepAttribution, pd.DataFrame]:
-    """Return who holds a step's gradient, and the text of its tokens.
-
-    Args:
-        run: A readable run.
-        step: One of `attributed`.
-    """
-    return _attribution(run.path, run.stamp, step)
-
-
-@st.cache_data(max_entries=64, show_spinner="Comparing estimators …")
-def _advice(path: str, stamp: str) -> str | None:
-    grams = list(_grams(path, stamp).values())
-    if not grams:
-        return None
-    try:
-        return advise(grams, trained_label(_config(path, stamp))).reason
-    except InputError as error:
-        return f"Not known: {error}"
-
-
-def advice(run: Run) -> str | None:
-    """Return which estimator the run's own rollouts advise, None where no step compared estimators.
-
-    Args:
-        run: A readable run.
-    """
-    return _advice(run.path, run.stamp)
 
 
 @st.cache_data(max_entries=8, show_spinner="Reading the Gram matrices …")

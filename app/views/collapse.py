@@ -1,7 +1,9 @@
 """Collapse: alarms with their reasons, what moves before, while and after a run falls apart, and who is to blame."""
 
+from typing import Any
 from urllib.parse import urlencode
 
+import blame
 import data
 import pandas as pd
 import streamlit as st
@@ -41,10 +43,10 @@ SHARES = (
 
 def alarms(chosen: list[Run]) -> None:
     """Show what every detector says about the chosen runs, the worst first."""
-    found = data.findings(chosen)
+    found = blame.findings(chosen)
     st.subheader("Alarms", anchor=False)
     st.caption(f"{alarms_line(found)} {FIRED}")
-    table = alarms_table(found)
+    table: Any = alarms_table(found)
     calm = table["level"] == SIGNS["ok"]
     if calm.all():
         st.success("Nothing fired.", icon=":material/check:")
@@ -65,7 +67,7 @@ def attribution() -> None:
     """Show who holds the gradient of one step of one run; a row leads to its tokens."""
     st.subheader("Who is to blame", anchor=False)
     run = one_run()
-    steps = data.attributed(run)
+    steps = blame.attributed(run)
     if not steps:
         st.info(NOT_ATTRIBUTED, icon=":material/inbox:")
         return
@@ -77,7 +79,7 @@ def attribution() -> None:
         "Held by", list(LEVELS), format_func=lambda name: HELD[name], default="token", key="level",
         bind="query-params", required=True,
     )  # fmt: skip
-    found, texts = data.attribution(run, step)
+    found, texts = blame.attribution(run, step)
     st.caption(plain(attribution_line(found)))
     chart(plot_attribution(attribution_info(found)), "attribution")
     st.caption(SHARES)
@@ -112,7 +114,7 @@ def advice(chosen: list[Run]) -> None:
     st.subheader("Advice", anchor=False)
     st.caption("Efficiency relative to the estimator that trains, on the same rollouts; all intervals hold together.")
     for run in chosen:
-        said = data.advice(run) or "No step compared estimators; `otb train --measure.exact.every 10` does."
+        said = blame.advice(run) or "No step compared estimators; `otb train --measure.exact.every 10` does."
         st.markdown(f"**{plain(run.name)}**: {said if '`' in said else plain(said)}")
 
 
@@ -125,7 +127,7 @@ with page("Collapse", "Is training about to fall apart, since when, and which to
     log_y = right.toggle("Logarithmic axes", key="log", bind="query-params")
     steps = data.steps(chosen)
     info = collapse_info(steps, {run.name: run.estimator for run in chosen}, window)
-    marks = alarm_marks(data.findings(chosen), data.changes(chosen))
+    marks = alarm_marks(blame.findings(chosen), blame.changes(chosen))
     chart(plot_collapse(info, log_y=log_y, marks=marks), "collapse", curves_table(info))
     st.caption(
         "Lines are running means, recorded values stand faintly behind them; stars and crosses are first firings, "

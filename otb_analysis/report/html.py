@@ -7,8 +7,11 @@ from plotly.offline import get_plotlyjs
 
 from otb_analysis.figures import CONFIG, for_background
 from otb_analysis.figures.theme import FONT
+from otb_analysis.report.cells import cell
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture
-from otb_analysis.report.sections import cell
+
+SHORT = 26
+"""Characters up to which a text column is never broken into lines."""
 
 STYLE = f"""
 :root {{ color-scheme: light; }}
@@ -24,6 +27,7 @@ table {{ border-collapse: collapse; font-size: 13px; font-variant-numeric: tabul
 caption {{ padding: 0 0 6px; }}
 th, td {{ padding: 4px 12px 4px 0; text-align: left; vertical-align: top; border-bottom: 1px solid #E3E6EA; }}
 th {{ font-weight: 600; white-space: nowrap; }} td.n, th.n {{ text-align: right; white-space: nowrap; }}
+td.k {{ white-space: nowrap; }}
 nav ol {{ columns: 2; padding-left: 20px; font-size: 14px; }} dt {{ font-weight: 600; }} dd {{ margin: 0 0 8px; }}
 """
 
@@ -61,19 +65,22 @@ def _part(part: Part) -> str:
 
 
 def _figure(part: Picture) -> str:
-    figure = for_background(part.figure, dark=False)
+    # Fonts differ from machine to machine, and a label must not be cut.
+    figure = for_background(part.figure, dark=False).update_yaxes(automargin=True)
     name = "".join(c if c.isalnum() or c in "-_" else "-" for c in part.name)
     drawn = plotly.io.to_html(figure, include_plotlyjs=False, full_html=False, config=CONFIG, div_id=f"f-{name}")
     return f"<figure>{drawn}<figcaption>{escape(part.caption)}</figcaption></figure>"
 
 
 def _table(part: Grid) -> str:
+    texts = [[cell(value) for value in part.frame.iloc[:, i]] for i in range(part.frame.shape[1])]
     numeric = [str(dtype) not in ("object", "str", "string") for dtype in part.frame.dtypes]
-    classes = [' class="n"' if right else "" for right in numeric]
+    short = [max(map(len, column), default=0) <= SHORT for column in texts]
+    classes = [' class="n"' if n else ' class="k"' if k else "" for n, k in zip(numeric, short, strict=True)]
     head = "".join(f"<th{c}>{escape(str(name))}</th>" for name, c in zip(part.frame, classes, strict=True))
     rows = "".join(
-        "<tr>" + "".join(f"<td{c}>{escape(cell(x))}</td>" for x, c in zip(row, classes, strict=True)) + "</tr>"
-        for row in part.frame.itertuples(index=False)
+        "<tr>" + "".join(f"<td{c}>{escape(text)}</td>" for text, c in zip(row, classes, strict=True)) + "</tr>"
+        for row in zip(*texts, strict=True)
     )
     return (
         f'<div class="scroll"><table><caption>{escape(part.caption)}</caption><thead><tr>{head}</tr></thead>'

@@ -3,8 +3,8 @@
 import re
 
 from otb_analysis.figures.svg import svg
+from otb_analysis.report.cells import cell
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture
-from otb_analysis.report.sections import cell
 
 
 def to_markdown(document: Document, folder: str) -> tuple[str, dict[str, str]]:

@@ -25,16 +25,13 @@ from otb_analysis.figures import (
     fidelity_table,
     headline_info,
     learning_info,
-    number,
     plot_attribution,
     plot_collapse,
     plot_comparison,
     plot_fidelity,
     plot_learning,
 )
-from otb_analysis.figures.curves import CurvesInfo
-from otb_analysis.figures.styles import run_styles
-from otb_analysis.figures.svg import Curve, Panel
+from otb_analysis.report.cells import curve_panels, percent
 from otb_analysis.report.document import Formulas, Grid, Part, Picture, Section
 from otb_analysis.report.runs import ReportedRun
 from otb_analysis.store import attributed_steps, largest_attributed_step, step_attribution
@@ -197,16 +194,6 @@ def blame(run: ReportedRun) -> Section:
     return Section(title, (picture, *grids, Formulas(formulas)))
 
 
-def percent(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of holders with its shares in per cent.
-
-    Args:
-        rows: From `attribution_table`.
-    """
-    shares = [name for name in ("share", "signal", "noise") if name in rows]
-    return rows.assign(**{name: [f"{value:.2%}" for value in rows[name]] for name in shares})
-
-
 def provenance(runs: Sequence[ReportedRun]) -> Section:
     """Return what each run was made with.
 
@@ -221,45 +208,3 @@ def provenance(runs: Sequence[ReportedRun]) -> Section:
         row |= {"scope": run.scope, "schema": info.get("schema_version"), "commit": str(git.get("commit") or "–")[:12]}
         rows.append(row | {"changed files": bool(git.get("diff")), "torch": packages.get("torch", "–")})
     return Section("How the runs were made", (Grid("From each run's run.json.", pd.DataFrame(rows)),))
-
-
-def curve_panels(info: CurvesInfo) -> tuple[Panel, ...]:
-    """Return small multiples in a form that needs no browser to draw; panels without a curve are left out.
-
-    Args:
-        info: From a `curves_info`.
-    """
-    styles = run_styles(info.estimators)
-    return tuple(
-        Panel(
-            quantity.title,
-            quantity.line,
-            "step",
-            [
-                Curve(
-                    [float(x) for x in one.step], [float(y) for y in one.smooth], one.run,
-                    color=styles[one.run].color, dashed=styles[one.run].dash != "solid",
-                )
-                for one in curves
-            ],
-            y_range=(0.0, 1.0) if quantity.share else None,
-        )
-        for quantity, curves in zip(info.quantities, info.curves, strict=True)
-        if curves
-    )  # fmt: skip
-
-
-def cell(value: object) -> str:
-    """Return a table's cell as text: numbers with three digits, a dash where nothing is known.
-
-    Args:
-        value: Anything a table holds.
-    """
-    if value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and value != value):
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int | float):
-        return number(value)
-    item = getattr(value, "item", None)
-    return cell(item()) if callable(item) else str(value)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from otb_analysis.report import write_report
 from otb_analysis.store import RunWriter
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -230,3 +231,36 @@ def test_run_whose_process_is_killed_is_shown_as_stopped(tab, address, live_root
         writer.kill()
     page.wait_for_selector("text=1 step · stopped", timeout=30 * SECONDS)
     assert tab.errors == []
+
+
+def test_link_of_a_token_that_holds_the_gradient_opens_it_outlined(tab, address):
+    page = visit(tab, f"{address}/collapse?run=chain-otb-s0&blame=20")
+    page.wait_for_selector("text=A link opens the tokens")
+    table = page.locator("[data-testid=stDataFrame]").first
+    table.scroll_into_view_if_needed()
+    page.wait_for_timeout(2000)  # the table is a canvas, which nothing announces
+    box = table.bounding_box()
+    page.mouse.move(box["x"] + 22, box["y"] + 50)
+    page.wait_for_timeout(500)
+    with page.context.expect_page() as opened:
+        page.mouse.click(box["x"] + 22, box["y"] + 50)
+    tokens = opened.value
+    tokens.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
+    assert "color=attribution" in tokens.url and "step=20" in tokens.url
+    assert tab.errors == []
+
+
+def test_report_opens_without_a_network_and_fetches_nothing(browser, store_root, tmp_path):
+    write_report([store_root / "chain-otb-s0"], tmp_path / "r.html", "otb report chain-otb-s0")
+    context = browser.new_context(offline=True)
+    page, asked, errors = context.new_page(), [], []
+    page.on("request", lambda r: asked.append(r.url))
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    address = f"file://{tmp_path / 'r.html'}"
+    page.goto(address, timeout=60 * SECONDS)
+    page.wait_for_selector(PLOT, timeout=60 * SECONDS)
+    page.wait_for_timeout(1000)
+    assert (asked, errors) == ([address], [])
+    assert page.locator(".js-plotly-plot").count() == 5
+    assert page.locator("td script, td b, td img").count() == 0
+    context.close()

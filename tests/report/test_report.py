@@ -10,10 +10,10 @@ import pytest
 
 from otb_analysis.cli import main
 from otb_analysis.config import AttributionSchedule, MeasureConfig, Schedule
+from otb_analysis.report.cells import cell
 from otb_analysis.report.document import Document, Formulas, Grid, Section
 from otb_analysis.report.html import to_html
 from otb_analysis.report.markdown import to_markdown
-from otb_analysis.report.sections import cell
 
 HOSTILE = "<script>alert(1)</script> a|b *c* [d](http://e)"
 

@@ -1,0 +1,61 @@
+import numpy as np
+import pandas as pd
+
+from otb_analysis.diagnostics import StepSeries, change_points, diagnose
+from otb_analysis.figures import (
+    SIGNS,
+    alarm_marks,
+    alarms_line,
+    alarms_table,
+    collapse_info,
+    plot_collapse,
+)
+
+STEPS = pd.DataFrame({"step": np.arange(60), "grad_norm": [1.0] * 50 + [6.0] * 10, "clipped": [True] * 60})
+SERIES = StepSeries(np.arange(60), {"grad_norm": STEPS["grad_norm"].to_numpy(), "clipped": np.ones(60)})
+FINDINGS = {"mine": diagnose(SERIES)}
+
+
+def test_the_worst_alarm_comes_first_with_its_steps_and_reason():
+    table = alarms_table(FINDINGS)
+    assert table.columns.tolist() == ["run", "level", "detector", "first watch", "first alarm", "why"]
+    assert table["detector"].tolist()[:2] == ["Gradient-norm surge", "Clipped steps"]
+    assert table["level"].tolist()[:3] == [SIGNS["alarm"], SIGNS["watch"], SIGNS["not measured"]]
+    # The median of five steps is 6 from step 52 on; twenty steps are clipped at step 19.
+    assert table.loc[0, ["first watch", "first alarm"]].tolist() == [52, 52]
+    assert table.loc[1, "first watch"] == 19 and table.loc[1, "first alarm"] is pd.NA
+    assert "6 times the usual 1" in table.loc[0, "why"]
+
+
+def test_levels_are_counted_in_words():
+    assert alarms_line(FINDINGS) == "8 detectors on 1 run: 1 alarm, 1 watch, 6 not measured, 0 ok."
+
+
+def test_marks_stand_in_the_panel_of_their_quantity_at_their_step():
+    marks = alarm_marks(FINDINGS, {"mine": change_points(SERIES)})
+    found = {(m.column, m.kind, m.step) for m in marks}
+    assert found == {
+        ("grad_norm", "watch", 52), ("grad_norm", "alarm", 52), ("clipped_share", "watch", 19),
+        ("grad_norm", "change", 50),
+    }  # fmt: skip
+
+
+def test_marks_are_drawn_on_the_curve_once_in_the_legend():
+    info = collapse_info({"mine": STEPS}, {"mine": "otb"})
+    marks = alarm_marks(FINDINGS, {"mine": change_points(SERIES)})
+    plain, marked = plot_collapse(info), plot_collapse(info, marks=marks)
+    drawn = [t for t in marked.data if t.mode == "markers"]
+    assert len(marked.data) == len(plain.data) + 4 == len(plain.data) + len(drawn)
+    heights = {(t.name, t.x[0]): t.y[0] for t in drawn}
+    assert heights["first alarm", 52] == 6.0 and heights["first watch", 19] == 1.0
+    shown = [t.name for t in drawn if t.showlegend]
+    assert sorted(shown) == ["change point", "first alarm", "first watch"]
+
+
+def test_a_share_that_never_changes_is_drawn_on_an_axis_from_0_to_1():
+    steps = pd.DataFrame({"step": [0, 1], "n_truncated": [0, 0], "n_rollouts": [8, 8], "length_mean": [5.0, 5.0]})
+    info = collapse_info({"mine": steps}, {"mine": "otb"})
+    layout = plot_collapse(info).layout
+    axis = {q.column: layout[f"yaxis{i + 1 if i else ''}"].range for i, q in enumerate(info.quantities)}
+    assert axis["truncated_share"] == (0.0, 1.03)
+    assert axis["length_mean"] == (0.0, 6.0)
