@@ -2,8 +2,12 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
+from typing import Any
+
+from otb_analysis.statistics import Interval
 
 from otb_analysis.errors import InputError
 
@@ -51,6 +55,63 @@ def with_interval(value: float, low: float | None, high: float | None, digits: i
     if low is None or high is None or low != low or high != high:
         return share(value, digits)
     return f"{share(value, digits)} ({100 * low:.{digits}f}–{100 * high:.{digits}f})"
+
+
+def rounded(value: float | None, digits: int = 5) -> float | None:
+    """Return a number with so many significant digits, as a table keeps it; None where it is not finite.
+
+    Args:
+        value: Any number, or None.
+        digits: Significant ones.
+    """
+    return float(f"{value:.{digits}g}") if value is not None and isfinite(value) else None
+
+
+def interval_columns(name: str, found: Interval | None) -> dict[str, float | None]:
+    """Return an interval as the columns NAME, NAME_low and NAME_high of a row.
+
+    Args:
+        name: What it is of.
+        found: The interval, or None where there is none.
+    """
+    values = (None, None, None) if found is None else (found.estimate, found.low, found.high)
+    return dict(zip((name, f"{name}_low", f"{name}_high"), map(rounded, values), strict=True))
+
+
+def number_words(value: float | None, form: str = ".2f") -> str:
+    """Return a number, a dash where there is none, and only its order of magnitude where it has no other meaning.
+
+    Args:
+        value: Any number, or None.
+        form: How it is written.
+    """
+    if value is None:
+        return "–"
+    return format(value, form) if abs(value) < 1000 else (">" if value > 0 else "<−") + "999"
+
+
+def column_words(row: Mapping[str, Any], name: str, form: str = ".2f") -> str:
+    """Return the columns of an interval, as in `1.25 (1.10–1.42)`; without ends, the estimate alone.
+
+    Args:
+        row: With the columns of `interval_columns`; a dash where they are missing.
+        name: What it is of.
+        form: How each number is written.
+    """
+    if row.get(name) is None or row.get(f"{name}_low") is None:
+        return number_words(row.get(name), form)
+    low, high = (number_words(row[f"{name}_{end}"], form) for end in ("low", "high"))
+    return f"{number_words(row[name], form)} ({low}–{high})"
+
+
+def span_words(values: Sequence[float], form: str = ".2f") -> str:
+    """Return the least and the largest value, as in `0.35–0.59`; a dash without any.
+
+    Args:
+        values: Numbers.
+        form: How each is written.
+    """
+    return f"{min(values):{form}}–{max(values):{form}}" if values else "–"
 
 
 def machine_words() -> str:
