@@ -100,8 +100,7 @@ def column_words(row: Mapping[str, Any], name: str, form: str = ".2f") -> str:
     """
     if row.get(name) is None or row.get(f"{name}_low") is None:
         return number_words(row.get(name), form)
-    low, high = (number_words(row[f"{name}_{end}"], form) for end in ("low", "high"))
-    return f"{number_words(row[name], form)} ({low}–{high})"
+    return f"{number_words(row[name], form)} ({_from_to(row[f'{name}_low'], row[f'{name}_high'], form)})"
 
 
 def span_words(values: Sequence[float], form: str = ".2f") -> str:
@@ -111,7 +110,7 @@ def span_words(values: Sequence[float], form: str = ".2f") -> str:
         values: Numbers.
         form: How each is written.
     """
-    return f"{min(values):{form}}–{max(values):{form}}" if values else "–"
+    return _from_to(min(values), max(values), form) if values else "–"
 
 
 def machine_words() -> str:
@@ -133,6 +132,10 @@ def peak_memory_mib() -> int | None:
         return None
     (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
     return round(int(line.split()[1]) / 1024)
+
+
+def _from_to(low: float, high: float, form: str) -> str:
+    return f"{number_words(low, form)}{' to ' if low < 0 else '–'}{number_words(high, form)}"
 
 
 def _processor() -> str:

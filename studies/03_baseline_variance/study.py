@@ -243,7 +243,7 @@ def report(tables: Mapping[str, Rows]) -> Findings:
         f"## Which prompts: variance over that of `rloo` in groups of {REGIME_SIZE}", regimes_table(tables),
         how_to_read(policies, rows),
     ])  # fmt: skip
-    return Findings(verdict(rows, found, tables), body, {"sizes.svg": figure(rows)})
+    return Findings(verdict(rows, found), body, {"sizes.svg": figure(rows)})
 
 
 def _shown_sizes(rows: Rows) -> tuple[int, int]:
@@ -260,25 +260,33 @@ def _different(rows: Rows) -> dict[Label, float]:
     return {(r["estimator"], r["source"]): r[f"gain{HEAD}"] for r, x in zip(tested, q, strict=True) if x <= 0.05}
 
 
-def verdict(rows: Rows, found: Mapping[tuple[str, int], Mapping[Label, float]], tables: Mapping[str, Rows]) -> str:
+def verdict(rows: Rows, found: Mapping[tuple[str, int], Mapping[Label, float]]) -> str:
     """Return the answer in one line."""
-    small, large = _shown_sizes(rows)
     parts = []
     for policy in distinct(rows, "policy"):
-        said = []
-        for size in (small, large):
-            own = found[policy, size]
-            ahead = sorted((label for label, gain in own.items() if gain > 1), key=lambda label: -own[label])
-            behind = sum(gain < 1 for gain in own.values())
-            tested = len(select(rows, policy=policy, size=size)) - 1
-            best = f", most {_name(*ahead[0])} × {own[ahead[0]]:.2f}" if ahead else ""
-            said.append(f"at N = {size} {len(ahead)} of {tested} more efficient than `rloo`{best}, {behind} less")
-        parts.append(f"`{policy}`: {'; '.join(said)}")
+        for size in _shown_sizes(rows):
+            own = select(rows, policy=policy, size=size)
+            shown = [column_words(_named(own, name), f"gain{HEAD}") for name in ("otb", "otb_loo")]
+            said = f"`{policy}`, N = {size}: `otb` {shown[0]}, `otb_loo` {shown[1]}"
+            parts.append(f"{said}, {_differing(found[policy, size], len(own) - 1)}")
     reversals = sum(_known(r, "variance") < 1 < _known(r, "sf") for r in rows)
+    compared = sum(r["variance"] is not None for r in rows)
     return (
-        f"In updates of {HEAD} prompts, {'. '.join(parts)}. Raw variance calls {reversals} of "
-        f"{sum(r['variance'] is not None for r in rows)} rows calmer than `rloo` that are not at equal progress."
+        f"Efficiency over that of `rloo` in updates of {HEAD} prompts: {'; '.join(parts)}. Raw variance calls {reversals} "
+        f"of {compared} rows calmer than `rloo` that are not at equal progress."
     )
+
+
+def _named(rows: Rows, estimator: str) -> Mapping[str, Any]:
+    """The row of an estimator, with exact energies where it takes any."""
+    return next(row for row in rows if row["estimator"] == estimator and row["source"] != "proxy")
+
+
+def _differing(found: Mapping[Label, float], tested: int) -> str:
+    """Which estimators are shown to differ from `rloo`."""
+    ways = [[label for label, gain in found.items() if (gain > 1) == better] for better in (True, False)]
+    names = [", ".join(_name(*label) for label in way) or "none" for way in ways]
+    return f"of {tested} shown better {names[0]}, worse {names[1]}"
 
 
 def policies_table(policies: Rows, prompts: Rows) -> str:
@@ -332,8 +340,7 @@ def budget_table(rows: Rows) -> str:
         for name in ("rloo", "otb", "otb_loo", "sequence_optimal"):
             cells = []
             for size in sorted(distinct(rows, "size")):
-                every = select(rows, policy=policy, size=size, estimator=name)
-                row = next(r for r in every if r["source"] != "proxy")
+                row = _named(select(rows, policy=policy, size=size), name)
                 cells.append(number_words(_efficiency_at(row, budget / size), ".3f"))
             out.append([f"`{policy}`: `{name}`", *cells])
     return markdown_table(["estimator", *(f"N = {n}" for n in sorted(distinct(rows, "size")))], out)

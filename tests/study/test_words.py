@@ -38,6 +38,7 @@ def test_numbers_in_words_say_no_more_than_is_known():
     assert [number_words(x) for x in (None, 0.5, 2e7, -2e7)] == ["–", "0.50", ">999", "<−999"]
     assert [rounded(x) for x in (None, float("nan"), float("inf"), 123456.7)] == [None, None, None, 123460.0]
     assert [span_words(x) for x in ([], [0.59, 0.35])] == ["–", "0.35–0.59"]
+    assert span_words([-0.2, 0.1]) == "-0.20 to 0.10"
 
 
 def test_a_table_has_its_words_left_and_its_numbers_right():
