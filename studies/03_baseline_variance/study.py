@@ -272,8 +272,8 @@ def verdict(rows: Rows, found: Mapping[tuple[str, int], Mapping[Label, float]]) 
     reversals = sum(_known(r, "variance") < 1 < _known(r, "sf") for r in rows)
     compared = sum(r["variance"] is not None for r in rows)
     return (
-        f"Efficiency over that of `rloo` in updates of {HEAD} prompts: {'; '.join(parts)}. Raw variance calls {reversals} "
-        f"of {compared} rows calmer than `rloo` that are not at equal progress."
+        f"Efficiency over that of `rloo` in updates of {HEAD} prompts: {'; '.join(parts)}. "
+        f"Raw variance calls {reversals} of {compared} rows calmer than `rloo` that are not at equal progress."
     )
 
 
