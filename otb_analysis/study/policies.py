@@ -20,7 +20,7 @@ from otb_analysis.training.loop import train
 from otb_analysis.training.progress import Bar, silent
 from otb_analysis.training.table import TokenTable, pay, token_table
 from otb_analysis.training.warm_start import fit
-from otb_analysis.types import Float
+from otb_analysis.types import Float, Int
 
 ARCHITECTURES = ("qwen3", "gpt2")
 POSITIONS = 192
@@ -60,6 +60,13 @@ class Written:
     def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, policy mask and attention mask [N, L], as the gradient engine takes them."""
         return batch_of(self.rollouts, np.ones(len(self.rollouts.group), bool), torch.device("cpu"))
+
+    def distinct(self) -> tuple[Int, Int]:
+        """Return a row of each distinct rollout [U], and the distinct rollout of each row [N]: copies cost nothing."""
+        r = self.rollouts
+        key = np.concatenate([r.input_ids, r.mask, r.attention_mask], axis=1)
+        _, first, back = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        return first.astype(np.int64), back.reshape(-1).astype(np.int64)
 
     def by_token(self, x: Float) -> Float:
         """Return numbers by column [N, L] by completion token [N, T], zero outside the mask."""

@@ -104,13 +104,11 @@ def exact_norms(policy: Policy, written: Written) -> tuple[Float, Float]:
         written: The rollouts.
     """
     ids, mask, attention = written.batch
-    key = np.concatenate([ids.numpy(), mask.numpy(), attention.numpy()], axis=1)
-    _, first, back = np.unique(key, axis=0, return_index=True, return_inverse=True)
+    first, back = written.distinct()
     args = (policy.model, ids[first], mask[first])
     settings = {"attention_mask": attention[first], "temperature": written.temperature}
     token = token_score_norms(*args, **settings).norm_sq
     whole = weighted_score_norms(*args, mask[first][:, None].float(), **settings)[:, 0]
-    back = back.reshape(-1)
     return written.by_token(token[back]), whole[back]
 
 

@@ -25,7 +25,7 @@ from otb_analysis.config import (
     TrainConfig,
     WarmStartConfig,
 )
-from otb_analysis.energies import calibrate, realized_energy
+from otb_analysis.energies import calibrate, lm_head_energy, realized_energy
 from otb_analysis.estimators import estimate
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE
 from otb_analysis.figures.svg import Curve, Panel, svg
@@ -85,7 +85,7 @@ over all parameters of the model (`token_score_norms`).
 
 - `proxy`: ‖e_y − π‖², from the forward pass. `calibrated`: c·proxy^b, fitted on exact norms of {calibration:.0%} of the
   tokens. `sketch`: the layers above the last attention exactly, those below by {directions} random directions; what
-  comes out below 0 counts as 0. `lm_head`: the exact norm of the output layer's own use.
+  comes out below 0 counts as 0. `lm_head`: the exact norm of the output layer's own use, ‖e_y − π‖²·‖h‖²/τ².
 - *Within*: correlation of deviations from the mean of each (prompt, position), over the rollouts alive there, which is
   all that a baseline sees; *pooled*: over all tokens at once. W_t is the running sum that `otb` weighs by, w_t one
   token's energy. The 95 % intervals are over prompts (jackknife on Fisher's scale).
@@ -155,18 +155,23 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: dict[str, lis
 
 def energies_of(policy: Policy, written: Written, seed: int) -> dict[str, Float]:
     """Return every source's token energies [N, T], the exact ones first."""
-    ids, mask, attention = written.batch
-    args = (policy.model, ids, mask, attention)
-    exact = written.by_token(token_score_norms(*args, temperature=written.temperature).norm_sq)
-    head = token_score_norms(*args, temperature=written.temperature, scope="lm_head").norm_sq
-    sketch = sketch_score_norms(*args, temperature=written.temperature, directions=DIRECTIONS, seed=seed).norm_sq
-    proxy = np.where(written.table.mask, written.table.stats.energy, 0.0)
+    (first, back), stats = written.distinct(), written.table.stats
+    args = (policy.model, *(x[first] for x in written.batch))
+    exact, sketch = (
+        written.by_token(measured.norm_sq[back])
+        for measured in (
+            token_score_norms(*args, temperature=written.temperature),
+            sketch_score_norms(*args, temperature=written.temperature, directions=DIRECTIONS, seed=seed),
+        )
+    )
+    hidden = 0.0 if stats.hidden_norm_sq is None else stats.hidden_norm_sq
+    proxy, hidden = (np.where(written.table.mask, x, 0.0) for x in (stats.energy, hidden))
     return {
         "exact": exact,
         "proxy": proxy,
         "calibrated": calibrated(exact, proxy, written.table.mask, seed),
-        "sketch": np.maximum(written.by_token(sketch), 0.0),
-        "lm_head": written.by_token(head),
+        "sketch": np.maximum(sketch, 0.0),
+        "lm_head": lm_head_energy(proxy, hidden, written.temperature),
     }
 
 

@@ -43,7 +43,6 @@ from otb_analysis.types import Float, Label
 
 SETTINGS = {
     "chain_sum": ("chain_sum", WarmStartConfig(success_low=0.35, success_high=0.60)),
-    "chain_sum-high": ("chain_sum", WarmStartConfig(success_low=0.70, success_high=0.90)),
     "graph_path": ("graph_path", WarmStartConfig(success_low=0.35, success_high=0.60)),
 }
 """Task and how far its policy was taught."""
