@@ -51,12 +51,12 @@ from otb_analysis.types import Float, Gram, Label
 MODELS = {
     "qwen3-s": ("qwen3", SmallModelConfig(layers=2, width=48, feed_forward=120)),
     "qwen3-m": ("qwen3", SmallModelConfig(layers=2, width=80, feed_forward=200)),
-    "qwen3-l": ("qwen3", SmallModelConfig(layers=3, width=112, feed_forward=280)),
+    "qwen3-l": ("qwen3", SmallModelConfig(layers=3, width=96, feed_forward=240)),
     "gpt2-m": ("gpt2", SmallModelConfig(layers=2, width=80, feed_forward=320)),
 }
 TEMPERATURES = (0.7, 1.0, 1.3)
-PROMPTS, GROUP_SIZE = 20, 8
-RL_STEPS, RL_RATE = 30, 5e-4
+PROMPTS, GROUP_SIZE = 16, 8
+RL_STEPS, RL_RATE = 24, 5e-4
 DIRECTIONS = 32
 CALIBRATION_SHARE = 0.1
 """Tokens on which the calibrated proxy is fitted, drawn in proportion to the proxy."""

@@ -80,7 +80,8 @@ sometimes not. Qwen3-type models of {parameters:,} parameters.
 - Ratios to `rloo` are paired on the same rollouts; 95 % intervals are over prompts (jackknife). “≠” marks those that
   stand at a false-discovery rate of 5 % (Benjamini–Yekutieli) over all estimators of that policy and group size.
 - Energies: `exact` norms of all parameters' scores, or the forward-only `proxy`. B* of `position_optimal` comes from
-  the other half of the prompt's pool. `batch_mean`, `james_stein` and the like see batches of one group per prompt.
+  the other half of the prompt's pool and is a ratio of noisy means, worst where tokens are nearly certain: what is
+  listed is what it costs to estimate B*, not B* itself. `batch_mean`, `james_stein` and the like see batches of one group per prompt.
   No critic was trained, so `value` and `tvm` are missing; `opob` is `classic_optimal` on-policy, `trloo` is `rloo` and
   `otb_turn` is `otb` in one turn.
 - Inner products are of count sketches with {buckets:,} buckets: they add a standard error of at most {noise:.1%} to a
@@ -102,14 +103,14 @@ def config_of(name: str, quick: bool) -> TrainConfig:
 def cells(quick: bool) -> list[Cell]:
     """Return one cell per policy."""
     full = {"prompts": PROMPTS, "pool": POOL, "sizes": list(SIZES), "shuffles": SHUFFLES, "buckets": BUCKETS}
-    names = ["chain_sum", "graph_path"] if quick else list(SETTINGS)
-    return [
-        Cell(name, {
-            "quick": quick, "pilot": PILOT, "updates": list(UPDATES), **(QUICK if quick else full),
-            "model": asdict(config_of(name, quick).small_model), "start": asdict(config_of(name, quick).warm_start),
-        })
-        for name in names
-    ]  # fmt: skip
+    constants = {"quick": quick, "pilot": PILOT, "updates": list(UPDATES), **(QUICK if quick else full)}
+    return [Cell(name, constants | _learner(config_of(name, quick))) for name in SETTINGS]
+
+
+def _learner(config: TrainConfig) -> dict[str, Any]:
+    """Everything about the policy that its pools depend on."""
+    task = {"task": config.task, "task_settings": asdict(getattr(config, config.task)), "length": LENGTHS[config.task]}
+    return {**task, "model": asdict(config.small_model), "start": asdict(config.warm_start)}
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
