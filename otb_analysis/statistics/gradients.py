@@ -150,7 +150,7 @@ def pooled_statistics(
 
 
 def paired_ratios(
-    grams: Sequence[Gram], against: Label = REFERENCE, reference: Label = REFERENCE
+    grams: Sequence[Gram], against: Label = REFERENCE, reference: Label = REFERENCE, n_prompts: int | None = None
 ) -> list[PairedRatios]:
     """Every estimator over one of them on the same rollouts, with jackknife intervals on the log-ratio.
 
@@ -161,13 +161,15 @@ def paired_ratios(
         grams: One Gram matrix per step; those with both labels are used.
         against: The estimator in the denominator.
         reference: The unbiased estimator that stands for ∇J.
+        n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. Ratios of
+            variance and SF do not depend on it.
 
     Returns:
         One entry per other label that shares a step with `against`.
     """
     both = _judged(grams, against, reference)
     others = dict.fromkeys(label for gram in both for label in gram.labels if label != against)
-    return [_pair(_judged(both, label, reference), label, against, reference) for label in others]
+    return [_pair(_judged(both, label, reference), label, (against, reference), n_prompts) for label in others]
 
 
 def _one(grams: list[Gram], label: Label, reference: Label, n_prompts: int | None) -> GradientStatistics:
@@ -205,8 +207,9 @@ def _one(grams: list[Gram], label: Label, reference: Label, n_prompts: int | Non
     )
 
 
-def _pair(grams: list[Gram], label: Label, against: Label, reference: Label) -> PairedRatios:
-    batch = _typical([g.n_prompts for g in grams])
+def _pair(grams: list[Gram], label: Label, others: tuple[Label, Label], n_prompts: int | None) -> PairedRatios:
+    against, reference = others
+    batch = _typical([g.n_prompts for g in grams]) if n_prompts is None else n_prompts
     above = _measured(deleted_moments(grams, label, reference), batch)
     below = _measured(deleted_moments(grams, against, reference), batch)
     intervals = {}

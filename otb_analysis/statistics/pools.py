@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.sparse import csr_array
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics.gradients import GradientStatistics, pooled_statistics
@@ -138,7 +139,7 @@ def group_gradients(features: ArrayLike, weights: ArrayLike, partition: Partitio
             f"features has shape {f.shape} and weights {a.shape} for {partition.group.size} rollouts; pass [R, T, K] "
             "with [M, R, T], or [R, K] with [M, R]."
         )
-    per_rollout = a[..., None] * f if f.ndim == 2 else np.einsum("mrt,rtk->mrk", a, f, optimize=True)
+    per_rollout = a[..., None] * f if f.ndim == 2 else np.matmul(a.transpose(1, 0, 2), f).transpose(1, 0, 2)
     kept = partition.group >= 0
     size = np.bincount(partition.group[kept], minlength=partition.prompt.size)
     return _sum_by(per_rollout[:, kept], partition.group[kept], size.size) / size[:, None]
@@ -252,9 +253,9 @@ def _products(g: Float, cut: Partition, n_labels: int) -> tuple[Float, Float, Fl
 
 def _sum_by(x: Float, index: Int, size: int) -> Float:
     """Sum the middle axis of [M, n, K] by index: [M, size, K]."""
-    sums = np.zeros((size, x.shape[0], x.shape[2]))
-    np.add.at(sums, index, x.transpose(1, 0, 2))
-    return sums.transpose(1, 0, 2)
+    m, n, k = x.shape
+    member = csr_array((np.ones(n), (index, np.arange(n))), shape=(size, n))
+    return (member @ x.transpose(1, 0, 2).reshape(n, m * k)).reshape(size, m, k).transpose(1, 0, 2)
 
 
 def pool_statistics(

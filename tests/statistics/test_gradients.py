@@ -140,6 +140,19 @@ def test_paired_ratio_of_a_copy_is_one(gram_of, noisy_prompts):
         assert (ratio.estimate, ratio.low, ratio.high) == pytest.approx((1, 1, 1))
 
 
+def test_paired_efficiency_is_stated_for_any_size_of_update(gram_of, noisy_prompts):
+    rng = np.random.default_rng(9)
+    gram = Gram(gram_of(noisy_prompts(rng, [[3, 1], [3, 1.5]], 20)), (RLOO, OTB), 20)
+    for prompts in (5, 500):
+        (pair,) = paired_ratios([gram], n_prompts=prompts)
+        plain, other = pooled_statistics([gram], n_prompts=prompts)
+        assert pair.efficiency is not None and plain.efficiency and other.efficiency
+        assert pair.efficiency.estimate == pytest.approx(other.efficiency / plain.efficiency)
+        assert f"{prompts} prompts" in pair.efficiency.estimand
+    own, stated = paired_ratios([gram])[0], paired_ratios([gram], n_prompts=5)[0]
+    assert own.sf is not None and stated.sf is not None and stated.sf.low == pytest.approx(own.sf.low)
+
+
 def test_fifteen_prompts_give_points_and_sixteen_an_interval(gram_of, noisy_prompts):
     g = noisy_prompts(np.random.default_rng(8), [[3, 1]], 16)
     few = gradient_statistics(gram_of(g[:, :15]), [RLOO], 15)[0]

@@ -1,9 +1,18 @@
 import pytest
 
 from otb_analysis.errors import InputError
+from otb_analysis.statistics import Interval
 from otb_analysis.study import markdown_table, share, with_interval
 from otb_analysis.study.page import cost_words
-from otb_analysis.study.words import forget_peak_memory, peak_memory_mib
+from otb_analysis.study.words import (
+    column_words,
+    forget_peak_memory,
+    interval_columns,
+    number_words,
+    peak_memory_mib,
+    rounded,
+    span_words,
+)
 
 
 def test_a_share_is_written_in_percent_with_its_interval():
@@ -14,6 +23,22 @@ def test_a_share_is_written_in_percent_with_its_interval():
 @pytest.mark.parametrize("missing", [None, float("nan")])
 def test_a_share_without_an_interval_stands_alone(missing):
     assert with_interval(0.4142, missing, missing, digits=0) == "41 %"
+
+
+def test_an_interval_is_three_columns_and_comes_back_as_words():
+    columns = interval_columns("gain", Interval(1.2345678, 1.1, 1.42, 32, "gain", "jackknife"))
+    assert columns == {"gain": 1.2346, "gain_low": 1.1, "gain_high": 1.42}
+    assert column_words(columns, "gain") == "1.23 (1.10–1.42)"
+    few = interval_columns("gain", Interval(1.2, None, None, 4, "gain", "jackknife"))
+    assert column_words(few, "gain", ".1f") == "1.2"
+    assert column_words(interval_columns("gain", None), "gain") == column_words({}, "gain") == "–"
+
+
+def test_numbers_in_words_say_no_more_than_is_known():
+    assert [number_words(x) for x in (None, 0.5, 2e7, -2e7)] == ["–", "0.50", ">999", "<−999"]
+    assert [rounded(x) for x in (None, float("nan"), float("inf"), 123456.7)] == [None, None, None, 123460.0]
+    assert [span_words(x) for x in ([], [0.59, 0.35])] == ["–", "0.35–0.59"]
+    assert span_words([-0.2, 0.1]) == "-0.20 to 0.10"
 
 
 def test_a_table_has_its_words_left_and_its_numbers_right():

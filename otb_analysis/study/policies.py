@@ -1,0 +1,163 @@
+"""What studies of gradients measure: small policies of several architectures, and what they write."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
+
+from otb_analysis.config import SampleConfig, SmallModelConfig, TrainConfig
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.generation import TransformersGenerator
+from otb_analysis.models import character_tokenizer, load_policy, small_model, special_id
+from otb_analysis.sampling import Rollouts, sample
+from otb_analysis.tasks import Prompt, Task, make_task
+from otb_analysis.training.forward import forward_pass
+from otb_analysis.training.levels import batch_of, by_column
+from otb_analysis.training.loop import train
+from otb_analysis.training.progress import Bar, silent
+from otb_analysis.training.table import TokenTable, pay, token_table
+from otb_analysis.training.warm_start import fit
+from otb_analysis.types import Float, Int
+
+ARCHITECTURES = ("qwen3", "gpt2")
+POSITIONS = 192
+"""Learned positions of a GPT-2-type model: prompt and answer of every task here fit."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model with what it needs to be asked; made by `fresh_policy`.
+
+    Attributes:
+        model: In evaluation mode.
+        tokenizer: One token per character.
+        task: What it is asked.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a policy wrote and what one forward pass says about it; made by `write`.
+
+    Attributes:
+        rollouts: Groups of rollouts.
+        table: Their tokens, rewards and forward statistics [N, T].
+        temperature: They were sampled and are scored at.
+    """
+
+    rollouts: Rollouts
+    table: TokenTable
+    temperature: float
+
+    @property
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, policy mask and attention mask [N, L], as the gradient engine takes them."""
+        return batch_of(self.rollouts, np.ones(len(self.rollouts.group), bool), torch.device("cpu"))
+
+    def distinct(self) -> tuple[Int, Int]:
+        """Return a row of each distinct rollout [U], and the distinct rollout of each row [N]: copies cost nothing."""
+        r = self.rollouts
+        key = np.concatenate([r.input_ids, r.mask, r.attention_mask], axis=1)
+        _, first, back = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        return first.astype(np.int64), back.reshape(-1).astype(np.int64)
+
+    def by_token(self, x: Float) -> Float:
+        """Return numbers by column [N, L] by completion token [N, T], zero outside the mask."""
+        return np.where(self.table.mask, np.take_along_axis(x, self.rollouts.completion_columns(), axis=1), 0.0)
+
+    def by_column(self, x: Float) -> Float:
+        """Return rows of numbers by completion token [M, N, T] by column [N, M, L]."""
+        return by_column(x, self.rollouts, np.ones(len(self.rollouts.group), bool))
+
+
+def fresh_policy(config: TrainConfig, architecture: str = "qwen3") -> Policy:
+    """Return a randomly initialised policy of the configured sizes for the configured task.
+
+    Args:
+        config: Task, sizes and seed.
+        architecture: One of `ARCHITECTURES`.
+
+    Raises:
+        InputError: The architecture is not known.
+    """
+    if architecture not in ARCHITECTURES:
+        raise InputError(f"architecture is {architecture!r}; {nearest(architecture, ARCHITECTURES)}")
+    task = make_task(config)
+    tokenizer = character_tokenizer(task.alphabet)
+    make = small_model if architecture == "qwen3" else small_gpt2
+    return Policy(make(config.small_model, tokenizer, config.seed), tokenizer, task)
+
+
+def small_gpt2(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> GPT2LMHeadModel:
+    """Make a randomly initialised GPT-2-type model: learned positions, biases, layer norms, one head per key.
+
+    Args:
+        config: Sizes; `key_value_heads` has no counterpart.
+        tokenizer: Gives the vocabulary and the special ids.
+        seed: Seed of the initial weights; the global random state is left as it was.
+    """
+    shape = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=config.width, n_layer=config.layers,
+        n_head=config.heads, n_inner=config.feed_forward, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        tie_word_embeddings=config.tied, eos_token_id=special_id(tokenizer, "eos"), bos_token_id=None,
+        pad_token_id=special_id(tokenizer, "pad"),
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(shape).eval()
+
+
+def warm_start(policy: Policy, config: TrainConfig, bar: Bar = silent) -> float:
+    """Train a policy on demonstrations in place until its success lies in the configured band, and return it.
+
+    Args:
+        policy: From `fresh_policy`.
+        config: Of the same task and sizes.
+        bar: Progress.
+
+    Raises:
+        InputError: The step budget ran out below the band.
+    """
+    return fit(policy.model, policy.tokenizer, policy.task, config, bar)[1]
+
+
+def trained(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) -> Policy:
+    """Return a policy after reinforcement learning from where it is.
+
+    Args:
+        policy: Where to start; left as it is.
+        config: The run, of the same task.
+        work: Directory for the checkpoint and the run.
+        bar: Progress.
+    """
+    start = work / "start"
+    policy.model.save_pretrained(start)
+    policy.tokenizer.save_pretrained(start)
+    path = train(replace(config, root=work, run="rl", model=str(start)), bar)
+    model, tokenizer = load_policy(path / "model")
+    return Policy(model, tokenizer, policy.task)
+
+
+def write(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int) -> Written:
+    """Sample groups of rollouts and score every token once.
+
+    Args:
+        policy: Who writes.
+        prompts: One per group.
+        config: Group size, budget, temperature.
+        seed: Of the sampling; the global random state is left as it was.
+    """
+    generator = TransformersGenerator(policy.model, policy.tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        rollouts = sample(generator, policy.tokenizer, policy.task, prompts, config)
+    with torch.no_grad():
+        forward = forward_pass(policy.model, rollouts, config.temperature)
+    return Written(rollouts, token_table(rollouts, forward, pay(policy.task, rollouts), None), config.temperature)

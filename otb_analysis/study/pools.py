@@ -1,0 +1,261 @@
+"""Pools of rollouts measured once, token by token, so that every estimator and group size costs NumPy only."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from otb_analysis.arrays import returns_to_go
+from otb_analysis.config import SampleConfig
+from otb_analysis.errors import InputError
+from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate
+from otb_analysis.gradients import gradient_sketch, token_score_norms, weighted_score_norms
+from otb_analysis.statistics import Partition, PoolGram, group_gradients, held_out, pool_gram, position_optimum
+from otb_analysis.study.policies import Policy, Written, write
+from otb_analysis.tasks import Prompt
+from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.training.progress import Bar, silent
+from otb_analysis.types import Bool, Float, Int, Label
+
+BLOCK = 6
+"""Estimators whose Gram matrix is formed at once: their group gradients are held in float64."""
+REFERENCE: Label = ("rloo", "none")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Rollouts of several prompts with the score of every token as a count sketch; made by `measure_pool`.
+
+    Attributes:
+        written: The rollouts and their forward statistics.
+        inputs: Estimator inputs with exact energies, rollout norms and a cross-fitted B*; group = prompt.
+        proxy: Logit-space energies [N, T].
+        sketch: Sketches of the distinct scores [U, K], float32.
+        node: Row of `sketch` of each token [N, T], 0 outside the mask.
+    """
+
+    written: Written
+    inputs: EstimatorInputs
+    proxy: Float
+    sketch: NDArray[np.float32]
+    node: Int
+
+    def features(self, rows: Int) -> NDArray[np.float32]:
+        """Return the sketched scores of some rollouts, as wide as the longest [n, t, K], zero outside the mask."""
+        inside = self.inputs.mask[rows]
+        width = int(inside.sum(axis=1).max(initial=0))
+        return self.sketch[self.node[rows, :width]] * inside[:, :width, None].astype(np.float32)
+
+
+def promising_prompts(policy: Policy, first: int, count: int, config: SampleConfig, seed: int) -> list[Prompt]:
+    """Return prompts that a pilot of independent rollouts answers rightly sometimes, and sometimes not.
+
+    Elsewhere every estimator but those without a baseline gives 0. The pilot's rollouts are not used again, so that the
+    choice of prompts does not touch what is measured on them.
+
+    Args:
+        policy: Who is asked.
+        first: Index of the first candidate of the training split.
+        count: Prompts wanted; four times as many are tried.
+        config: Of the pilot; its group size is what decides.
+        seed: Of the pilot's sampling.
+
+    Raises:
+        InputError: Too few candidates qualify.
+    """
+    candidates = draw_prompts(policy.task, "train", first, 4 * count)
+    distinct = list({prompt.id: prompt for prompt in candidates}.values())
+    pilot = write(policy, distinct, config, seed).table
+    paid = pilot.rewards.total.reshape(len(distinct), -1)
+    chosen = [prompt for prompt, one in zip(distinct, paid, strict=True) if np.ptp(one) > 0][:count]
+    if len(chosen) < count:
+        raise InputError(
+            f"{len(chosen)} of {len(distinct)} prompts are answered rightly sometimes but {count} are wanted; "
+            "start from another success rate."
+        )
+    return chosen
+
+
+def measure_pool(policy: Policy, written: Written, dim: int, seed: int = 0, bar: Bar = silent) -> Pool:
+    """Measure every token of a pool: exact norms, and sketches of the scores.
+
+    Args:
+        policy: Who wrote it.
+        written: The pool, group = prompt.
+        dim: Buckets of the sketch.
+        seed: Of the hash, and of the halves for B*.
+        bar: Progress.
+    """
+    table = written.table
+    energy, whole = exact_norms(policy, written)
+    sketch, node = token_sketches(policy, written, dim, seed, bar)
+    inputs = table.inputs(energy, whole)
+    pool = Pool(written, inputs, np.where(table.mask, table.stats.energy, 0.0), sketch, node)
+    return replace(pool, inputs=replace(inputs, position_baseline=cross_fitted_optimum(pool, seed)))
+
+
+def exact_norms(policy: Policy, written: Written) -> tuple[Float, Float]:
+    """Return ‖s_{n,t}‖² [N, T] and ‖Σ_t s_{n,t}‖² [N], each distinct rollout measured once.
+
+    Args:
+        policy: Who wrote them.
+        written: The rollouts.
+    """
+    ids, mask, attention = written.batch
+    first, back = written.distinct()
+    args = (policy.model, ids[first], mask[first])
+    settings = {"attention_mask": attention[first], "temperature": written.temperature}
+    token = token_score_norms(*args, **settings).norm_sq
+    whole = weighted_score_norms(*args, mask[first][:, None].float(), **settings)[:, 0]
+    return written.by_token(token[back]), whole[back]
+
+
+def token_sketches(
+    policy: Policy, written: Written, dim: int, seed: int = 0, bar: Bar = silent
+) -> tuple[NDArray[np.float32], Int]:
+    """Return count sketches of all distinct scores [U, K] and the one of each token [N, T].
+
+    Tokens with the same prefix have the same score, so each is sketched once: one backward pass per distinct token.
+
+    Args:
+        policy: Who wrote them.
+        written: The rollouts.
+        dim: Buckets K.
+        seed: Of the hash.
+        bar: Progress.
+    """
+    ids, mask, attention = written.batch
+    node, first = distinct_tokens(ids.numpy(), mask.numpy())
+    found = np.zeros((int(node.max(initial=0)) + 1, dim), np.float32)
+    todo = np.flatnonzero(first.any(axis=1))
+    for done, n in enumerate(todo):
+        columns = np.flatnonzero(first[n])
+        rows = torch.zeros(1, len(columns), ids.shape[1])
+        rows[0, torch.arange(len(columns)), torch.as_tensor(columns)] = 1.0
+        one = slice(n, n + 1)
+        found[node[n, columns]] = gradient_sketch(
+            policy.model, ids[one], mask[one], rows, np.zeros(1, np.int64), attention[one], dim=dim, seed=seed,
+            temperature=written.temperature,
+        )[0]  # fmt: skip
+        bar(done + 1, len(todo), "sketching scores")
+    return found, np.where(
+        written.table.mask, np.take_along_axis(node, written.rollouts.completion_columns(), axis=1), 0
+    )
+
+
+def distinct_tokens(ids: Int, mask: Bool) -> tuple[Int, Bool]:
+    """Number tokens so that those with the same prefix and value share a number, and tell where each is met first.
+
+    Args:
+        ids: Token ids, padded on the right [N, L].
+        mask: True at policy tokens [N, L].
+
+    Returns:
+        Number of each policy token from 0, 0 elsewhere [N, L], and True where a number is new [N, L].
+    """
+    node, first, seen = np.zeros(ids.shape, np.int64), np.zeros(ids.shape, bool), {}
+    for n, row in enumerate(ids.tolist()):
+        for k in np.flatnonzero(mask[n]).tolist():
+            prefix = tuple(row[: k + 1])
+            first[n, k] = prefix not in seen
+            node[n, k] = seen.setdefault(prefix, len(seen))
+    return node, first
+
+
+def cross_fitted_optimum(pool: Pool, seed: int) -> Float:
+    """Return B_t* [N, T] of each rollout from the other half of its prompt's pool.
+
+    Args:
+        pool: With sketched scores.
+        seed: Of the halves.
+    """
+    inputs = pool.inputs
+    half, out = held_out(inputs.group, seed=seed), np.zeros(inputs.mask.shape)
+    returns = returns_to_go(inputs.reward, inputs.mask)
+    for prompt in np.unique(inputs.group):
+        for own in (half, ~half):
+            rows, others = (np.flatnonzero((inputs.group == prompt) & part) for part in (own, ~own))
+            features = pool.features(others)
+            width = features.shape[1]
+            out[rows, :width] = position_optimum(features, returns[others, :width], inputs.mask[others, :width])
+    return np.where(inputs.mask, out, 0.0)
+
+
+def every_estimate(pool: Pool, cut: Partition) -> dict[Label, Float]:
+    """Return advantages [N, T] of every estimator whose inputs exist, on the groups of one cut.
+
+    Estimators that weigh by energies run with exact norms and with the proxy. Those that couple prompts see batches of
+    one group per prompt, as a training step would hold them.
+
+    Args:
+        pool: The rollouts.
+        cut: Their groups; every rollout is in one.
+    """
+    exact = replace(pool.inputs, group=cut.group)
+    sources = {"exact": exact, "proxy": replace(exact, energy=pool.proxy)}
+    found: dict[Label, Float] = {}
+    for name in available(exact):
+        if ESTIMATORS[name].batch_coupled:
+            found[name, "none"] = _by_batch(name, exact, cut)
+        elif "energy" in ESTIMATORS[name].needs:
+            found |= {(name, source): estimate(name, inputs).advantage for source, inputs in sources.items()}
+        else:
+            found[name, "none"] = estimate(name, exact).advantage
+    return found
+
+
+def _by_batch(name: str, inputs: EstimatorInputs, cut: Partition) -> Float:
+    """Advantages where the k-th groups of all prompts are one batch."""
+    starts = np.searchsorted(cut.prompt, np.arange(cut.prompt.max() + 1))
+    batch = (np.arange(cut.prompt.size) - starts[cut.prompt])[cut.group]
+    out = np.zeros(inputs.mask.shape)
+    for k in np.unique(batch):
+        rows = np.flatnonzero(batch == k)
+        part = EstimatorInputs(inputs.reward[rows], inputs.mask[rows], inputs.group[rows])
+        out[rows] = estimate(name, part).advantage
+    return out
+
+
+def different(estimates: Mapping[Label, Float]) -> dict[Label, Label]:
+    """Return, for every label, the first label with the very same advantages.
+
+    Args:
+        estimates: Advantages by label.
+    """
+    seen: dict[bytes, Label] = {}
+    return {label: seen.setdefault(np.ascontiguousarray(a).tobytes(), label) for label, a in estimates.items()}
+
+
+def pool_grams(pool: Pool, cuts: Sequence[Partition]) -> Iterator[PoolGram]:
+    """Yield the Gram matrices of all estimators, a few at a time, each time with `rloo` as the first.
+
+    Estimators whose advantages are those of another one on every cut come with it, under the first one's name.
+
+    Args:
+        pool: With sketched scores.
+        cuts: Of one group size.
+    """
+    estimates = [every_estimate(pool, cut) for cut in cuts]
+    first = different({label: np.stack([e[label] for e in estimates]) for label in estimates[0]})
+    labels = [label for label, same in first.items() if label == same and label != REFERENCE]
+    every = [_gradients(pool, cut, e, [REFERENCE, *labels]) for cut, e in zip(cuts, estimates, strict=True)]
+    for start in range(1, len(labels) + 1, BLOCK):
+        chosen = [0, *range(start, min(start + BLOCK, len(labels) + 1))]
+        yield pool_gram([g[chosen] for g in every], cuts, [(REFERENCE, *labels)[m] for m in chosen])
+
+
+def _gradients(
+    pool: Pool, cut: Partition, estimates: Mapping[Label, Float], labels: Sequence[Label]
+) -> NDArray[np.float32]:
+    """Mean gradient of every group [M, G, K], prompt by prompt; float32, as the sketches are."""
+    out = np.zeros((len(labels), cut.prompt.size, pool.sketch.shape[1]), np.float32)
+    for prompt in range(int(cut.prompt.max()) + 1):
+        groups = np.flatnonzero(cut.prompt == prompt)
+        rows = np.flatnonzero(np.isin(cut.group, groups))
+        own = Partition(cut.group[rows] - groups[0], np.zeros(groups.size, np.int64))
+        features = pool.features(rows)
+        weights = np.stack([estimates[label][rows, : features.shape[1]] for label in labels])
+        out[:, groups] = group_gradients(features, weights, own)
+    return out

@@ -1,0 +1,131 @@
+"""Pools measured token by token: every shortcut against the plain way."""
+
+import numpy as np
+import pytest
+
+from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig
+from otb_analysis.errors import InputError
+from otb_analysis.estimators import estimate
+from otb_analysis.gradients import gradient_sketch, group_gradient_gram, token_score_norms
+from otb_analysis.statistics import partitions
+from otb_analysis.study.policies import fresh_policy, write
+from otb_analysis.study.pools import (
+    cross_fitted_optimum,
+    distinct_tokens,
+    every_estimate,
+    measure_pool,
+    pool_grams,
+    promising_prompts,
+)
+from otb_analysis.tasks.asking import draw_prompts
+
+CONFIG = TrainConfig(
+    small_model=SmallModelConfig(layers=1, width=16, heads=2, key_value_heads=1, feed_forward=32),
+    chain_sum=ChainSumConfig(terms_max=2, largest=10),
+)
+SAMPLE = SampleConfig(prompts=2, group_size=4, max_new_tokens=4)
+DIM = 4096
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gpt2"])
+def policy(request):
+    return fresh_policy(CONFIG, request.param)
+
+
+@pytest.fixture(scope="module")
+def pool(policy):
+    found = write(policy, draw_prompts(policy.task, "train", 0, 2), SAMPLE, seed=1)
+    found.table.rewards.by_token[:] = 0.0  # nothing is right by chance: pay every other rollout
+    ends = found.table.mask.cumsum(axis=1).argmax(axis=1)
+    found.table.rewards.by_token[np.arange(0, 8, 2), ends[::2]] = 1.0
+    return measure_pool(policy, found, DIM)
+
+
+def test_tokens_with_one_prefix_share_a_number():
+    ids = np.array([[5, 1, 2, 3], [5, 1, 2, 4], [5, 2, 2, 3]])
+    mask = np.array([[False, True, True, True]] * 3)
+    node, first = distinct_tokens(ids, mask)
+    assert node.tolist() == [[0, 0, 1, 2], [0, 0, 1, 3], [0, 4, 5, 6]]
+    assert first.sum() == 7 and not first[:, 0].any() and first[1].tolist() == [False, False, False, True]
+
+
+def test_features_are_the_sketches_of_the_tokens_own_scores(policy, pool):
+    ids, mask, attention = pool.written.batch
+    rows = np.arange(8)
+    features, columns = pool.features(rows), pool.written.rollouts.completion_columns()
+    for n in (0, 3, 7):
+        tokens = np.flatnonzero(pool.inputs.mask[n])
+        one = np.zeros((1, len(tokens), ids.shape[1]))
+        one[0, np.arange(len(tokens)), columns[n, tokens]] = 1.0
+        part = slice(n, n + 1)
+        plain = gradient_sketch(policy.model, ids[part], mask[part], one, np.zeros(1, int), attention[part], dim=DIM)
+        np.testing.assert_allclose(features[n, tokens], plain[0], rtol=1e-4, atol=1e-6)
+    assert (features[~pool.inputs.mask[:, : features.shape[1]]] == 0).all()
+
+
+def test_energies_are_the_exact_norms_and_the_proxy_is_another(policy, pool):
+    ids, mask, attention = pool.written.batch
+    plain = pool.written.by_token(token_score_norms(policy.model, ids, mask, attention).norm_sq)
+    np.testing.assert_allclose(pool.inputs.energy, plain, rtol=1e-5)
+    assert (pool.proxy[pool.inputs.mask] < pool.inputs.energy[pool.inputs.mask]).any()
+
+
+def test_grams_are_those_of_the_gradients_up_to_the_sketch(policy, pool):
+    cut = partitions(pool.inputs.group, 2, 1)[0]
+    blocks = list(pool_grams(pool, [cut]))
+    labels = [label for block in blocks for label in block.labels if label != ("rloo", "none")]
+    assert len(set(labels)) == len(labels) and all(block.labels[0] == ("rloo", "none") for block in blocks)
+    ids, mask, attention = pool.written.batch
+    for block in blocks:
+        for m, label in enumerate(block.labels):
+            weights = pool.written.by_column(every_estimate(pool, cut)[label][None] / 2)
+            exact = group_gradient_gram(policy.model, ids, mask, weights, cut.group, attention)[0, 0]
+            power = np.diag(exact).reshape(2, 2).mean(axis=1)
+            np.testing.assert_allclose(block.same[m, m], power, rtol=0.15, atol=0.1 * power.max())
+
+
+def test_estimators_that_couple_prompts_see_one_group_of_each(pool):
+    cut = partitions(pool.inputs.group, 2, 1, seed=3)[0]
+    found = every_estimate(pool, cut)["batch_mean", "none"]
+    total = pool.inputs.reward.sum(axis=1)
+    for k in (0, 1):  # the k-th group of either prompt: four rollouts in all
+        batch = np.isin(cut.group, [k, 2 + k])
+        inside = pool.inputs.mask[batch]
+        expected = (total[batch] - total[batch].mean())[:, None] * inside
+        np.testing.assert_allclose(np.where(inside, found[batch], 0), expected)
+
+
+def test_energy_sources_are_named_and_alike_estimators_measured_once(pool):
+    cut = partitions(pool.inputs.group, 2, 1)[0]
+    found = every_estimate(pool, cut)
+    assert {("otb", "exact"), ("otb", "proxy"), ("position_optimal", "none"), ("james_stein", "none")} <= found.keys()
+    np.testing.assert_array_equal(found["otb", "exact"], found["otb_turn", "exact"])
+    kept = [label for block in pool_grams(pool, [cut]) for label in block.labels]
+    assert ("otb", "exact") in kept and ("otb_turn", "exact") not in kept and ("trloo", "none") not in kept
+
+
+def test_best_baseline_comes_from_the_other_half_of_the_prompt(pool):
+    # changing the pay of the rollouts of one half changes B* of the other half only
+    from dataclasses import replace
+
+    from otb_analysis.statistics import held_out
+
+    half = held_out(pool.inputs.group, seed=0)
+    paid = pool.inputs.reward * np.where(half, 5.0, 1.0)[:, None]
+    before = cross_fitted_optimum(pool, 0)
+    after = cross_fitted_optimum(replace(pool, inputs=replace(pool.inputs, reward=paid)), 0)
+    np.testing.assert_array_equal(before[half], after[half])
+    np.testing.assert_allclose(after[~half], 5 * before[~half])
+    assert np.abs(before).max() > 0
+    inputs = replace(pool.inputs, position_baseline=before)
+    np.testing.assert_array_equal(estimate("position_optimal", inputs).baseline, before)
+
+
+def test_too_few_promising_prompts_are_one_sentence(policy):
+    with pytest.raises(InputError, match=r"prompts are answered rightly sometimes but 2 are wanted"):
+        promising_prompts(policy, 0, 2, SampleConfig(group_size=2, max_new_tokens=2), seed=0)
+
+
+def test_unknown_architecture_is_one_sentence():
+    with pytest.raises(InputError, match="architecture is 'rwkv'"):
+        fresh_policy(CONFIG, "rwkv")
