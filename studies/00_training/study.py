@@ -145,8 +145,9 @@ def verdict(runs: Rows) -> str:
     """Return the answer in one line: success before and after, and which seeds met target and time."""
     slowest = max(run["processor_minutes"] or run["minutes"] for run in runs)
     said = "; ".join(_task_verdict(task, select(runs, task=task)) for task in distinct(runs, "task"))
-    spent = f"at most {slowest:.1f} of the {MINUTES} min it may, on one core, supervised start included"
-    return f"{said}; a seed takes {spent}."
+    clock = max(run["minutes"] for run in runs)
+    spent = f"at most {slowest:.1f} min of one core's processor time (allowed: {MINUTES}), supervised start included"
+    return f"{said}; a seed takes {spent}, and up to {clock:.0f} min by the clock on a core shared with other work."
 
 
 def _task_verdict(task: str, runs: Rows) -> str:
