@@ -81,7 +81,8 @@ sometimes not. Qwen3-type models of {parameters:,} parameters.
   stand at a false-discovery rate of 5 % (Benjamini–Yekutieli) over all estimators of that policy and group size.
 - Energies: `exact` norms of all parameters' scores, or the forward-only `proxy`. B* of `position_optimal` comes from
   the other half of the prompt's pool and is a ratio of noisy means, worst where tokens are nearly certain: what is
-  listed is what it costs to estimate B*, not B* itself. `batch_mean`, `james_stein` and the like see batches of one group per prompt.
+  listed is what it costs to estimate B*, not B* itself. `batch_mean`, `james_stein` and the like see batches of one
+  group per prompt.
   No critic was trained, so `value` and `tvm` are missing; `opob` is `classic_optimal` on-policy, `trloo` is `rloo` and
   `otb_turn` is `otb` in one turn.
 - Inner products are of count sketches with {buckets:,} buckets: they add a standard error of at most {noise:.1%} to a
