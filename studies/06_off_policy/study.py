@@ -77,6 +77,10 @@ SHOWN = {
     "`gspo` without its clip": AMBER,
 }  # fmt: skip
 """Ratios that are drawn, and in which colour; the tables have all."""
+KINDS = {
+    "stale": "Rollouts from the policy of some updates ago",
+    "reused": "Rollouts that the policy has been updated on already",
+}
 BASELINES = ("rloo", "otb")
 TRUTH = ("on-policy", "rloo")
 PROMPTS_FROM, FRESH, OLD = 1_000_000, 1, 2
@@ -121,15 +125,10 @@ def config_of(kind: str, seed: int, quick: bool) -> TrainConfig:
 
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return one cell per kind of drift."""
-    exact = [
-        Cell(f"exact-{drift}", {"drift": drift, "instances": size.instances, "least_ess": LEAST_ESS})
-        for drift in DRIFTS
-    ]
-    kinds = {"stale": size.lags, "reused": size.epochs}
-    sampled = [
-        Cell(kind, {"quick": quick, "size": asdict(size), "config": plain_config(config_of(kind, 0, quick))})
-        for kind in kinds
-    ]
+    enumerated = {"spec": asdict(SPEC), "divergences": list(DIVERGENCES), "least_ess": LEAST_ESS, "ratios": list(CASES)}
+    exact = [Cell(f"exact-{drift}", {"drift": drift, "instances": size.instances} | enumerated) for drift in DRIFTS]
+    common = {"quick": quick, "size": asdict(size), "ratios": list(CASES), "baselines": list(BASELINES)}
+    sampled = [Cell(kind, common | {"config": plain_config(config_of(kind, 0, quick))}) for kind in KINDS]
     return exact + sampled
 
 
@@ -336,10 +335,6 @@ def report(tables: Mapping[str, Rows]) -> Findings:
 
 
 WORDS = {"behind": "behind along the gradient", "random": "off in a random direction"}
-KINDS = {
-    "stale": "Rollouts from the policy of some updates ago",
-    "reused": "Rollouts that the policy has been updated on already",
-}
 EXACT_NOTE = """\
 Random policies with shared parameters (three tokens, at most four long, success 0 or 1), each with a sampler μ at a
 chosen KL(μ‖π) of a whole completion; of {drawn} that were drawn, those that have a sampler at every distance, with an

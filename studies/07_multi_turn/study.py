@@ -56,11 +56,11 @@ from otb_analysis.training.warm_start import warm_started
 from otb_analysis.types import Gram
 
 COMPARED = (
-    "none", "group_mean", "grpo", "rloo", "opo", "opo_loo", "james_stein", "trloo", "tempo_loo", "sequence_optimal",
+    "none", "group_mean", "grpo", "rloo", "opo", "opo_loo", "trloo", "tempo_loo", "sequence_optimal",
     "sequence_optimal_loo", "otb_carry", "otb_carry_loo", "otb_turn", "otb_turn_loo", "token_optimal",
     "token_optimal_loo",
 )  # fmt: skip
-"""Everything that takes masks with gaps and needs nothing beyond a forward pass."""
+"""What takes masks with gaps, looks at one prompt at a time and needs nothing beyond a forward pass."""
 TRAINED = ("rloo", "trloo", "otb_turn", "otb_turn_loo")
 REFERENCE = ("rloo", "none")
 STAGES = {"start": "after the supervised start", "trained": "after {steps} steps of training"}
@@ -110,7 +110,7 @@ def config_of(seed: int, quick: bool) -> TrainConfig:
 
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return one cell per stage at which rollouts are pooled, and one per seed of the trainings."""
-    common = {"quick": quick, "size": asdict(size)}
+    common = {"quick": quick, "size": asdict(size), "compared": list(COMPARED), "trained": list(TRAINED)}
     pools = [Cell(f"pool-{stage}", common | {"config": plain_config(config_of(0, quick))}) for stage in STAGES]
     trainings = [
         Cell(f"train-s{seed}", common | {"seed": seed, "config": plain_config(config_of(seed, quick))})
