@@ -272,7 +272,8 @@ highest such mean so far, and so for 6 steps on end. A run that lasts counts wit
 Student's over seeds, those of differences over the same seeds."""
 LEAD = """\
 Lead: steps from a detector's first call to the collapse, over the runs that collapsed and that it called in time; a
-detector may only look back. `sampling_certificate` calls the old rollouts, which all runs have. Last column: runs that never collapsed, but that it called."""
+detector may only look back. `sampling_certificate` calls the old rollouts, which all runs have. Last column: runs that
+never collapsed, but that it called."""
 FATAL = """\
 The attributed step with the largest ‖ḡ‖ in the 12 steps up to the collapse; means over the runs that collapsed. Shares
 are of Σ|share| of the step's tokens, but for noise, the part of ‖ḡ‖² that prompts do not have in common."""
