@@ -1,7 +1,9 @@
-"""Training made to collapse: rollouts of an old policy, no correction for it, and steps that are too long.
+"""Training made to collapse: rollouts of an old policy, no correction for it, and steps that grow until it breaks.
 
-Every estimator meets the same conditions from the same supervised starts. What is asked: how many steps each survives,
-whether a shorter step alone would have done as well, which detector saw it coming, and who held the fatal gradient.
+The learning rate rises linearly from 0, so that every run begins calmly and the step at which it breaks says how long
+a step it bears. Every estimator meets the same conditions from the same supervised starts. What is asked: how many
+steps each survives, whether shorter steps alone would have done as well, which detector saw it coming, and who held the
+fatal gradient.
 """
 
 from collections.abc import Mapping
@@ -92,19 +94,21 @@ CONFIG = TrainConfig(
     small_model=SmallModelConfig(layers=2, width=64, feed_forward=160),
     sample=SampleConfig(prompts=8, group_size=8),
     objective=ObjectiveConfig(staleness=4),
-    optimize=OptimizeConfig(learning_rate=1e-3),
+    warm_start=WarmStartConfig(success_low=0.6, success_high=0.85),
+    optimize=OptimizeConfig(learning_rate=4e-3),
     critic=CriticConfig(enabled=False),
     evaluate=EvaluateConfig(every=0),
 )
 QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
 QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
-QUICK_RATE = 1e-2
+QUICK_RATE = 2e-2
 
 
 def config_of(seed: int, size: Size, quick: bool) -> TrainConfig:
     """Return what all arms of a seed share."""
     measured = MeasureConfig(exact=Schedule(), attribution=AttributionSchedule(every=size.attribute_every))
-    config = replace(CONFIG, seed=seed, measure=measured, optimize=replace(CONFIG.optimize, steps=size.steps))
+    rising = replace(CONFIG.optimize, steps=size.steps, warmup_steps=size.steps)
+    config = replace(CONFIG, seed=seed, measure=measured, optimize=rising)
     config = replace(config, checkpoint=replace(config.checkpoint, every=0))
     if not quick:
         return config
@@ -266,10 +270,10 @@ def report(tables: Mapping[str, Rows]) -> Findings:
 
 HOW = """\
 {seeds} seeds; the arms of a seed share start, prompts and conditions: rollouts from the policy of four batches ago, not
-corrected for, and one learning rate. `scaled` is `rloo` at c times that rate, c = {c} the projection of `otb` on
-rollouts of the starts: what shorter steps alone do. Collapsed means: the mean reward of 6 steps is at most half of the
-highest such mean so far, and so for 6 steps on end. A run that lasts counts with its {steps} steps. Intervals are
-Student's over seeds, those of differences over the same seeds."""
+corrected for, and a learning rate that rises from 0 to the one shown. `scaled` is `rloo` at c times that rate, c = {c}
+the projection of `otb` on rollouts of the starts: what shorter steps alone do. Collapsed means: the mean reward of 6
+steps is at most half of the highest such mean so far, and so for 6 steps on end. A run that lasts counts with its
+{steps} steps. Intervals are Student's over seeds, those of differences over the same seeds."""
 LEAD = """\
 Lead: steps from a detector's first call to the collapse, over the runs that collapsed and that it called in time; a
 detector may only look back. `sampling_certificate` calls the old rollouts, which all runs have. Last column: runs that
