@@ -6,6 +6,7 @@ the policy along its own gradient, as staleness does, or off it in a random dire
 """
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 from scipy.optimize import brentq
@@ -69,7 +70,7 @@ def sampled_at(tree: Tree, direction: Float, distance: float) -> Tree:
     far = 1.0
     while divergence(at(far)) < distance:
         far *= 2.0
-    return at(float(brentq(lambda length: divergence(at(length)) - distance, 0.0, far, xtol=1e-12)))
+    return at(cast(float, brentq(lambda length: divergence(at(length)) - distance, 0.0, far, xtol=1e-12)))
 
 
 def farthest(tree: Tree, direction: Float) -> float:

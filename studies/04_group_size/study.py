@@ -216,14 +216,14 @@ def trained(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path
     path = train(replace(config, root=work, run=f"{name}-{rate:g}-{seed}"), bar)
     query = "SELECT step, heldout_success AS success, n_tokens, n_rollouts, grad_norm, clipped FROM steps ORDER BY step"
     steps = RunStore(path).sql(query)
-    before = steps[["n_tokens", "n_rollouts"]].cumsum().shift(fill_value=0)  # an evaluation precedes its step's update
-    facts = {"clip_fraction": float(steps["clipped"].mean()), "grad_norm": float(steps["grad_norm"].mean())}
+    sampled = {name: np.cumsum(steps[name].to_numpy(np.int64)) for name in ("n_tokens", "n_rollouts")}
+    facts = {name: float(np.mean(steps[name].to_numpy(np.float64))) for name in ("clipped", "grad_norm")}
+    found = steps["success"].to_numpy(np.float64)
     return [
-        {"arm": name, "seed": seed, "rate": rate, "step": int(row.step), "success": float(row.success)}
-        | {"tokens": int(before["n_tokens"][i]), "rollouts": int(before["n_rollouts"][i])}
+        {"arm": name, "seed": seed, "rate": rate, "step": int(step), "success": float(found[step])}
+        | {key: int(total[step - 1]) if step else 0 for key, total in sampled.items()}  # before the step's own update
         | facts
-        for i, row in enumerate(steps.itertuples())
-        if row.success == row.success
+        for step in np.flatnonzero(np.isfinite(found))
     ]
 
 
@@ -284,7 +284,7 @@ evaluations after the first; intervals are Student's over seeds, those of differ
 
 def most_rollouts(curves: Rows) -> int:
     """Return the rollouts before the last evaluation of the arm with the smallest updates."""
-    return max(row["rollouts"] for row in curves)
+    return max(row["n_rollouts"] for row in curves)
 
 
 def words_of(name: str) -> str:
@@ -368,10 +368,10 @@ def training_table(curves: Rows) -> str:
         mean = seed_mean(list(per_seed(curves, name).values()), "mean held-out success", "logit")
         final = seed_mean([row["success"] for row in own if row["step"] == last], "final held-out success", "logit")
         gap = "" if name == AGAINST else gap_words(difference(curves, name, AGAINST))
-        facts = {key: float(np.mean([row[key] for row in own])) for key in ("rate", "grad_norm", "clip_fraction")}
+        facts = {key: float(np.mean([row[key] for row in own])) for key in ("rate", "grad_norm", "clipped")}
         lines.append([
             words_of(name), *(interval_words(interval_columns("x", found), "x") for found in (mean, final)), gap,
-            f"{facts['rate']:.2g}", str(last + 1), f"{facts['grad_norm']:.1f}", share(facts["clip_fraction"]),
+            f"{facts['rate']:.2g}", str(last + 1), f"{facts['grad_norm']:.1f}", share(facts["clipped"]),
         ])  # fmt: skip
     headers = ["arm", "mean success", "at the end", f"mean minus {words_of(AGAINST)}, points", "learning rate",
                "updates", "gradient norm", "clipped"]  # fmt: skip
@@ -386,7 +386,7 @@ def curves_table(curves: Rows) -> str:
         for number, step in enumerate(sorted(distinct(own, "step"))):
             at = select(own, step=step)
             mean = float(np.mean([row["success"] for row in at]))
-            tokens = float(np.mean([row["tokens"] for row in at]))
+            tokens = float(np.mean([row["n_tokens"] for row in at]))
             rows.append({"arm": words_of(name), "evaluation": number, "words": f"{share(mean)} ({tokens:,.0f})"})
     return "Held-out success (tokens sampled so far)\n\n" + grid(rows, "arm", "evaluation", lambda row: row["words"])
 
@@ -406,7 +406,7 @@ def mean_curve(rows: Rows) -> Curve:
     found = [seed_mean([row["success"] for row in point], "held-out success", "logit") for point in at]
     ends = [interval_columns("x", one) for one in found]
     y, low, high = ([known(end[f"x{side}"]) for end in ends] for side in ("", "_low", "_high"))
-    tokens = [float(np.mean([row["tokens"] for row in point])) / 1000 for point in at]
+    tokens = [float(np.mean([row["n_tokens"] for row in point])) / 1000 for point in at]
     return Curve(tokens, y, arm.words, low, high, arm.color, dashed=arm.group == LARGE_GROUP)
 
 

@@ -32,7 +32,7 @@ from otb_analysis.estimators import estimate
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, pooled_statistics, seed_mean, top_share
-from otb_analysis.store import RunStore, step_series
+from otb_analysis.store import RunStore, attributed_steps, step_attribution, step_series
 from otb_analysis.study import (
     Cell,
     Findings,
@@ -42,6 +42,7 @@ from otb_analysis.study import (
     distinct,
     interval_columns,
     interval_words,
+    known,
     markdown_table,
     select,
     share,
@@ -190,7 +191,9 @@ def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
         "collapse": end,
         "best": float(trailing_mean(reward).max()),
         "last": float(trailing_mean(reward)[-1]),
-        "clip_fraction": float(steps["clipped"].astype(float)[: len(reward) if end is None else end + 1].mean()),
+        "clip_fraction": float(
+            np.mean(steps["clipped"].to_numpy(np.float64)[: len(reward) if end is None else end + 1])
+        ),
         "grad_norm": float(steps["grad_norm"].to_numpy(np.float64)[:WINDOW].mean()),
     }
     fired = [
@@ -231,28 +234,28 @@ def collapse_step(reward: Float) -> int | None:
 
 
 def fatal_step(store: RunStore, end: int) -> dict[str, Any]:
-    """Return who held the largest attributed gradient before the collapse, as shares of Σ|share| or of ‖ḡ‖²."""
-    tokens = store.sql(
-        'SELECT k.step, k."group", k.attribution AS share, k.noise, k.entropy, r.reward FROM tokens k '
-        "JOIN rollouts r USING (step, rollout) WHERE k.attribution IS NOT NULL AND k.step BETWEEN ? AND ?",
-        [end - BEFORE, end],
-    )
-    norms = tokens.groupby("step")["share"].sum()
-    at = int(norms.idxmax())
-    own = tokens[tokens["step"] == at]
-    size, total = own["share"].abs(), float(norms[at])
-    by_prompt = own.groupby("group")["share"].sum().abs()
+    """Return who held the largest attributed gradient before the collapse."""
+    tried = [step for step in attributed_steps(store) if end - BEFORE <= step <= end]
+    found = {step: step_attribution(store, step) for step in tried}
+    at = max(found, key=lambda step: found[step].norm_sq)
+    own, norms = found[at], [one.norm_sq for one in found.values()]
+    tokens = np.abs(own.tokens.share)
     return {
         "step": at,
         "collapse": end,
-        "grad_norm": total**0.5,
-        "typical_norm": float(norms.median()) ** 0.5,
-        "top_tokens": top_share(size.to_numpy(np.float64)),
-        "top_prompt": float(by_prompt.max() / by_prompt.sum()),
-        "failed": float(size[own["reward"] < 0.5].sum() / size.sum()),
-        "noise": float(own["noise"].sum() / total),
-        "entropy_ratio": float(np.average(own["entropy"], weights=size) / own["entropy"].mean()),
+        "grad_norm": own.norm_sq**0.5,
+        "typical_norm": float(np.median(norms)) ** 0.5,
+        "top_tokens": top_share(tokens),
+        "top_prompt": float(np.abs(own.prompts.share).max() / np.abs(own.prompts.share).sum()),
+        "failed": float(tokens[~np.isin(own.tokens.rollout, succeeded(store, at))].sum() / tokens.sum()),
+        "noise": known(own.noise_total) / own.norm_sq,
     }
+
+
+def succeeded(store: RunStore, step: int) -> list[int]:
+    """Return the rollouts of a step that were paid."""
+    found = store.sql("SELECT rollout FROM rollouts WHERE step = ? AND reward >= 0.5", [step])
+    return [int(rollout) for rollout in found["rollout"]]
 
 
 def report(tables: Mapping[str, Rows]) -> Findings:
@@ -385,16 +388,9 @@ def fatal_table(fatal: Rows) -> str:
         own = select(fatal, arm=name)
         shares = [share(float(np.mean([row[key] for row in own]))) for key in columns]
         surge = float(np.mean([row["grad_norm"] / row["typical_norm"] for row in own]))
-        entropy = float(np.mean([row["entropy_ratio"] for row in own]))
         before = float(np.mean([row["collapse"] - row["step"] for row in own]))
-        lines.append([f"`{name}`", f"{before:.1f}", f"{surge:.1f}", *shares, f"{entropy:.1f}"])
-    headers = [
-        "arm",
-        "steps before",
-        "‖ḡ‖ over the median",
-        *columns.values(),
-        "entropy where it is held, over the mean",
-    ]
+        lines.append([f"`{name}`", f"{before:.1f}", f"{surge:.1f}", *shares])
+    headers = ["arm", "steps before", "‖ḡ‖ over the median", *columns.values()]
     return markdown_table(headers, lines)
 
 

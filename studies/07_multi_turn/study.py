@@ -217,10 +217,11 @@ def curves(seed: int, size: Size, quick: bool, work: Path, bar: Bar) -> list[dic
     for name in TRAINED:
         path = train(replace(config, root=work, run=name, estimator=EstimatorConfig(name=name)), bar)
         found = RunStore(path).sql("SELECT step, heldout_success AS success, grad_norm FROM steps ORDER BY step")
-        clipped = float((found["grad_norm"] > config.optimize.max_grad_norm).mean())
+        norms = found["grad_norm"].to_numpy(np.float64)
+        clipped = float(np.mean(norms > config.optimize.max_grad_norm))
         rows += [
             {"seed": seed, "estimator": name, "step": int(row["step"]), "success": float(row["success"])}
-            | {"clip_fraction": clipped, "norm": float(found["grad_norm"].mean())}
+            | {"clip_fraction": clipped, "norm": float(norms.mean())}
             for row in found.dropna(subset=["success"]).to_dict("records")
         ]
     return rows
