@@ -89,7 +89,7 @@ class Size:
 
 FULL = Size()
 SMALL = Size(
-    seeds=(0, 1), arms=("rloo", "scaled", "otb"), steps=14, attribute_every=4, pool_prompts=8, pool_seeds=(0,)
+    seeds=(0, 1), arms=("rloo", "scaled", "otb"), steps=16, attribute_every=3, pool_prompts=8, pool_seeds=(0,)
 )  # fmt: skip
 CONFIG = TrainConfig(
     small_model=SmallModelConfig(layers=2, width=64, feed_forward=160),
@@ -102,7 +102,7 @@ CONFIG = TrainConfig(
 )
 QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
 QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
-QUICK_RATE = 2e-2
+QUICK_RATE = 5e-2
 
 
 def config_of(seed: int, size: Size, quick: bool) -> TrainConfig:
