@@ -10,6 +10,7 @@ from typing import cast
 
 import numpy as np
 from scipy.optimize import brentq
+from scipy.special import logsumexp
 
 from otb_analysis.enumeration.moments import GroupMoments, weighted_moments
 from otb_analysis.enumeration.off_policy import Case
@@ -89,7 +90,8 @@ def effective_share(tree: Tree) -> float:
     Args:
         tree: The policy, with the one that samples.
     """
-    return float(1 / tree.expect(tree.ratio.prod(axis=1, where=tree.mask) ** 2))
+    policy, behavior = tree.logprob.sum(axis=1), tree.behavior_logprob.sum(axis=1)
+    return float(np.exp(-logsumexp(2 * policy - behavior)))  # E_μ[(π/μ)²] = Σ π²/μ, which may be too large a number
 
 
 def case_moments(tree: Tree, case: Case) -> GroupMoments:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.special import log_softmax
@@ -67,8 +69,14 @@ def test_effective_share_of_two_outcomes_by_hand():
     # μ = (1/2, 1/2), π = (3/4, 1/4): E_μ ρ² = (9/4 + 1/4)/2 = 5/4.
     one = tree(0, TreeSpec(vocabulary=2, horizon=1))
     logs = np.log([[0.75], [0.25]])
-    off = type(one)(**{**vars_of(one), "logprob": logs, "behavior_logprob": np.log([[0.5], [0.5]])})
+    off = replace(one, logprob=logs, behavior_logprob=np.log([[0.5], [0.5]]))
     assert effective_share(off) == pytest.approx(0.8)
+
+
+def test_effective_share_of_what_is_never_sampled_is_zero():
+    one = tree(7)
+    never = np.where(np.arange(len(one.mask))[:, None] == 0, -800.0, one.logprob) * one.mask
+    assert effective_share(replace(one, behavior_logprob=never)) == 0.0
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -88,7 +96,3 @@ def test_whole_sequence_ratio_has_no_bias_and_pays_in_variance():
     assert found.relative_bias < 1e-10
     assert found.variance > on.variance
     assert isinstance(found.measured(on), Moments)
-
-
-def vars_of(one):
-    return {name: getattr(one, name) for name in type(one).__dataclass_fields__}
