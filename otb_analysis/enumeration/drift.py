@@ -91,7 +91,8 @@ def effective_share(tree: Tree) -> float:
         tree: The policy, with the one that samples.
     """
     policy, behavior = tree.logprob.sum(axis=1), tree.behavior_logprob.sum(axis=1)
-    return float(np.exp(-logsumexp(2 * policy - behavior)))  # E_μ[(π/μ)²] = Σ π²/μ, which may be too large a number
+    total = cast(float, logsumexp(2 * policy - behavior))  # E_μ[(π/μ)²] = Σ π²/μ, which may be too large a number
+    return float(np.exp(-total))
 
 
 def case_moments(tree: Tree, case: Case) -> GroupMoments:
