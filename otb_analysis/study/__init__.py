@@ -1,5 +1,6 @@
 """Studies: a question, cells that can be interrupted, small committed tables, and a README that is made of them."""
 
+from otb_analysis.study.columns import grid, interval_columns, interval_curve, interval_words, known
 from otb_analysis.study.folder import find_studies_folder, find_study, load_study, study_folders
 from otb_analysis.study.page import index_page, study_page
 from otb_analysis.study.record import Cell, Findings, Rows, Study, Tables
@@ -17,7 +18,12 @@ __all__ = [
     "distinct",
     "find_studies_folder",
     "find_study",
+    "grid",
     "index_page",
+    "interval_columns",
+    "interval_curve",
+    "interval_words",
+    "known",
     "load_study",
     "markdown_table",
     "read_tables",

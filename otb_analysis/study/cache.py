@@ -107,5 +107,7 @@ def joined(results: Sequence[Finished]) -> dict[str, list[Mapping[str, Value]]]:
 
 
 def _digest(cell: Cell) -> str:
-    facts = json.dumps({"settings": cell.settings, "version": __version__}, sort_keys=True)
-    return hashlib.sha256(facts.encode()).hexdigest()[:12]
+    facts: dict[str, object] = {"settings": cell.settings, "version": __version__}
+    if cell.after:
+        facts["after"] = [[other.name, _digest(other)] for other in cell.after]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]

@@ -21,10 +21,15 @@ class Cell:
     Attributes:
         name: Unique in its study; lower-case letters, digits and dashes.
         settings: All that its result depends on, in JSON's types; a change makes it another cell.
+        after: Earlier cells of the study whose tables it reads: a comparison at the learning rate that a sweep chose.
+            What they depend on, it depends on.
+        given: Those tables, one below the other; filled in when it is measured.
     """
 
     name: str
     settings: Mapping[str, object]
+    after: tuple["Cell", ...] = ()
+    given: Tables = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, process_time
 
@@ -97,9 +97,18 @@ def _measured(study: Study, cells: Sequence[Cell], cache: CellCache, only: Seque
     for number, cell in enumerate(cells):
         if (not only or cell.name in only) and cache.load(cell) is None:
             bar(number, len(cells), f"{cell.name}: starting")
-            cache.keep(cell, _finish(study, cell, cache.work(cell), bar))
+            cache.keep(cell, _finish(study, _with_given(cell, cache), cache.work(cell), bar))
         bar(number + 1, len(cells), cell.name)
     return [found for cell in cells if (found := cache.load(cell)) is not None]
+
+
+def _with_given(cell: Cell, cache: CellCache) -> Cell:
+    """Fill in the tables of the cells that a cell comes after."""
+    found = {other.name: cache.load(other) for other in cell.after}
+    missing = [name for name, finished in found.items() if finished is None]
+    if missing:
+        raise InputError(f"cell {cell.name!r} comes after {', '.join(missing)}; measure those first.")
+    return replace(cell, given=joined([finished for finished in found.values() if finished is not None]))
 
 
 def _finish(study: Study, cell: Cell, work: Path, bar: Bar) -> Finished:

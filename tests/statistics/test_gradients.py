@@ -131,6 +131,20 @@ def test_paired_ratio_is_shorter_than_the_two_intervals_suggest(gram_of, noisy_p
     assert "ratio of the batch variance" in pair.variance.estimand
 
 
+def test_paired_efficiency_can_be_that_of_another_number_of_prompts(gram_of, noisy_prompts):
+    # As P grows both efficiencies tend to 1 when both are unbiased, and so does their ratio.
+    g = noisy_prompts(np.random.default_rng(8), [[2, 1], [2, 1]], 20)
+    gram = Gram(gram_of(g), (RLOO, OTB), 20)
+    (few,), (many,) = (paired_ratios([gram], n_prompts=p) for p in (20, 10**7))
+    assert few == paired_ratios([gram])[0]
+    assert few.efficiency is not None and many.efficiency is not None and many.variance is not None
+    own, base = (row.efficiency for row in reversed(pooled_statistics([gram], n_prompts=10**7)))
+    assert own is not None and base is not None
+    assert many.efficiency.estimate == pytest.approx(own / base)
+    assert many.efficiency.estimate != few.efficiency.estimate
+    assert few.variance is not None and many.variance.estimate == pytest.approx(few.variance.estimate)
+
+
 def test_paired_ratio_of_a_copy_is_one(gram_of, noisy_prompts):
     g = noisy_prompts(np.random.default_rng(7), [[2, 1], [2, 1]], 20)
     g[1] = g[0]

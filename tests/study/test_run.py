@@ -232,3 +232,50 @@ def test_the_command_runs_a_study_and_says_where_its_page_is(squares, tmp_path, 
     assert main(["study", "squares"]) == 0
     assert "07_squares/README.md is written." in capsys.readouterr().out
     assert (tmp_path / "runs" / "studies" / "07_squares" / "results").is_dir()
+
+
+CHAIN = """
+from otb_analysis.study import Cell, Findings, Study
+
+FIRST = [Cell(f"sweep-{n}", {"n": n}) for n in (2, 5, 3)]
+LAST = Cell("best", {"times": 10}, after=tuple(FIRST))
+
+def measure(cell, work, bar):
+    if cell.name == "best":
+        top = max(row["n"] for row in cell.given["tried"])
+        return {"found": [{"value": cell.settings["times"] * top, "tried": len(cell.given["tried"])}]}
+    return {"tried": [dict(cell.settings)]}
+
+def report(tables):
+    return Findings(str(tables["found"][0]), "")
+
+STUDY = Study("Chain", "Which?", [*FIRST, LAST], [*FIRST, LAST], measure, report)
+"""
+
+
+@pytest.fixture
+def chain(tmp_path):
+    """A study whose last cell reads what the others found."""
+    folder = tmp_path / "studies" / "08_chain"
+    folder.mkdir(parents=True)
+    (folder / "study.py").write_text(CHAIN)
+    return folder
+
+
+def test_a_cell_is_given_the_tables_of_those_it_comes_after(chain, tmp_path):
+    run_study(chain, setting(tmp_path))
+    assert read_tables(chain / "results")["found"] == [{"value": 50, "tried": 3}]
+
+
+def test_a_cell_asked_for_before_those_it_comes_after_is_one_sentence(chain, tmp_path):
+    run_study(chain, setting(tmp_path, only=["sweep-2"]))
+    with pytest.raises(InputError, match="cell 'best' comes after sweep-5, sweep-3; measure those first"):
+        run_study(chain, setting(tmp_path, only=["best"]))
+
+
+def test_a_change_in_an_earlier_cell_measures_the_later_one_again(chain, tmp_path):
+    run_study(chain, setting(tmp_path))
+    source = chain / "study.py"
+    source.write_text(source.read_text().replace("(2, 5, 3)", "(2, 7, 3)"))
+    run_study(chain, setting(tmp_path))
+    assert read_tables(chain / "results")["found"] == [{"value": 70, "tried": 3}]

@@ -1,0 +1,132 @@
+"""Group gradients of one policy over several batches of rollouts of the same prompts, compared prompt by prompt.
+
+A study of off-policy objectives needs the gradient that stale rollouts give beside the one that fresh rollouts give, at
+the same parameters; one of baselines needs all of them on the same rollouts. Both are one Gram matrix.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from otb_analysis.errors import InputError
+from otb_analysis.gradients import group_gradient_gram
+from otb_analysis.sampling import Rollouts, sample
+from otb_analysis.tasks import Prompt
+from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.training.levels import by_column
+from otb_analysis.training.setup import Trainer, seed_of
+from otb_analysis.training.table import TokenTable, pay
+from otb_analysis.types import Float, Gram, Int, Label
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """Rollouts and, under each name, what multiplies their tokens' scores; made by a study, read by `prompt_gram`.
+
+    Attributes:
+        rollouts: Groups of rollouts.
+        coefficient: Label → c [N, T]; the group gradient is (1/N_p) Σ_{n in p} Σ_t c_{n,t} s_{n,t}.
+    """
+
+    rollouts: Rollouts
+    coefficient: Mapping[Label, Float]
+
+
+def prompt_gram(model: PreTrainedModel, batches: Sequence[Weighed], temperature: float = 1.0) -> Gram:
+    """Return ⟨ḡ_{m,p}, ḡ_{m',q}⟩ of mean group gradients of the log-probability, m over the labels of all batches.
+
+    ḡ_{m,p} = (1/N_p) Σ_{n in p} Σ_t c_{m,n,t} ∇θ log π(y_{n,t}), θ all parameters that require grad; no other factor.
+    Group p of every batch belongs to the same prompt, whose id names it: groups of one prompt are one cluster.
+
+    Args:
+        model: The policy at whose parameters the scores are taken.
+        batches: Each with labels of its own.
+        temperature: τ of the policy softmax(logits / τ).
+
+    Returns:
+        The matrix [M, M, P, P], with the rollouts of the first batch as its count.
+
+    Raises:
+        InputError: The batches are not of the same prompts, or two share a label.
+    """
+    names = [tuple(prompt.id for prompt in batch.rollouts.prompts) for batch in batches]
+    if len(set(names)) != 1:
+        raise InputError(f"batches have prompts {names}; draw rollouts of the same prompts, in the same order.")
+    size, labels = len(names[0]), [label for batch in batches for label in batch.coefficient]
+    ids, mask, weights, group, attention = _side_by_side(batches, size, len(labels))
+    inner = group_gradient_gram(model, ids, mask, weights, group, attention, temperature=temperature)
+    own = np.repeat(np.arange(len(batches)), [len(batch.coefficient) for batch in batches])
+    rows = np.arange(len(labels))[:, None]
+    at = own[:, None] * size + np.arange(size)
+    picked = inner[rows[:, :, None, None], rows.T[:, :, None, None], at[:, None, :, None], at[None, :, None, :]]
+    return Gram(picked, tuple(labels), len(batches[0].rollouts.group), prompt=names[0])
+
+
+def _side_by_side(
+    batches: Sequence[Weighed], size: int, n_labels: int
+) -> tuple[torch.Tensor, torch.Tensor, Float, Int, torch.Tensor]:
+    """Return ids, mask, weights [n, M, L], groups and attention of all batches, padded to one width."""
+    width = max(batch.rollouts.input_ids.shape[1] for batch in batches)
+    columns: list[list[np.ndarray]] = [[], [], [], [], []]
+    first = 0
+    for number, batch in enumerate(batches):
+        own, every = batch.rollouts, np.ones(len(batch.rollouts.group), bool)
+        count = np.bincount(own.group, minlength=size)[own.group]
+        stacked = np.stack(list(batch.coefficient.values())) / count[:, None]
+        weights = np.zeros((len(every), n_labels, width))
+        weights[:, first : first + len(stacked), : own.input_ids.shape[1]] = by_column(stacked, own, every)
+        first += len(stacked)
+        wide = ((0, 0), (0, width - own.input_ids.shape[1]))
+        parts = (np.pad(own.input_ids, wide), np.pad(own.mask, wide), weights, number * size + own.group)
+        for column, part in zip(columns, (*parts, np.pad(own.attention_mask, wide)), strict=True):
+            column.append(part)
+    ids, mask, weights, group, attention = (np.concatenate(column) for column in columns)
+    return torch.as_tensor(ids), torch.as_tensor(mask), weights, group, torch.as_tensor(attention).long()
+
+
+def drawn(trainer: Trainer, start: int, n_prompts: int, group_size: int, seed: int) -> Rollouts:
+    """Sample groups of rollouts of training prompts `start` … from the trainer's policy as it is now.
+
+    Args:
+        trainer: Holds policy, task and sampler; its random state is left alone.
+        start: Index of the first prompt.
+        n_prompts: P.
+        group_size: Rollouts of each.
+        seed: Of the sampling.
+    """
+    prompts = draw_prompts(trainer.task, "train", start, n_prompts)
+    settings = replace(trainer.config.sample, prompts=n_prompts, group_size=group_size)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed_of(trainer.config.seed, seed))
+        return sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, settings)
+
+
+def scored(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
+    """Return the token table of rollouts under the trainer's policy as it is now, whoever sampled them.
+
+    Args:
+        trainer: Holds policy and task.
+        rollouts: Any of its task.
+    """
+    forward = trainer.policy.forward(rollouts, keep_graph=False)
+    return trainer.table(rollouts, forward, pay(trainer.task, rollouts), None)
+
+
+def regrouped(rollouts: Rollouts, size: int) -> Rollouts:
+    """Return the same rollouts in smaller groups: each prompt's are cut into disjoint ones of equal size.
+
+    Args:
+        rollouts: Group by group, as `sample` returns them.
+        size: Rollouts per group; a divisor of the present size.
+
+    Raises:
+        InputError: The present groups do not divide.
+    """
+    count = np.bincount(rollouts.group)
+    if (count % size).any() or (np.diff(rollouts.group) < 0).any():
+        raise InputError(f"groups have {np.unique(count)} rollouts; cut them into parts of a divisor, not of {size}.")
+    prompts: list[Prompt] = [p for p, n in zip(rollouts.prompts, count, strict=True) for _ in range(n // size)]
+    return replace(rollouts, prompts=tuple(prompts), group=np.arange(len(rollouts.group)) // size)

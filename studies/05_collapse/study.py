@@ -1,0 +1,423 @@
+"""Training made to collapse: rollouts of an old policy, no correction for it, and steps that grow until it breaks.
+
+The learning rate rises linearly from 0, so that every run begins calmly and the step at which it breaks says how long
+a step it bears. Every estimator meets the same conditions from the same supervised starts. What is asked: how many
+steps each survives, whether shorter steps alone would have done as well, which detector saw it coming, and who held the
+fatal gradient.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from otb_analysis.config import (
+    ChainSumConfig,
+    CriticConfig,
+    EstimatorConfig,
+    EvaluateConfig,
+    ObjectiveConfig,
+    OptimizeConfig,
+    SampleConfig,
+    SmallModelConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
+from otb_analysis.config.measuring import AttributionSchedule, MeasureConfig, Schedule
+from otb_analysis.diagnostics import DETECTORS, diagnose
+from otb_analysis.estimators import estimate
+from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.statistics import Interval, pooled_statistics, seed_mean, top_share
+from otb_analysis.store import RunStore, attributed_steps, step_attribution, step_series
+from otb_analysis.study import (
+    Cell,
+    Findings,
+    Rows,
+    Study,
+    Tables,
+    distinct,
+    interval_columns,
+    interval_words,
+    known,
+    markdown_table,
+    select,
+    share,
+)
+from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
+from otb_analysis.training.loop import train
+from otb_analysis.training.progress import Bar
+from otb_analysis.training.resume import plain_config
+from otb_analysis.training.setup import Trainer
+from otb_analysis.training.warm_start import warm_started
+from otb_analysis.types import Float
+
+ARMS = {
+    "rloo": BLUE,
+    "scaled": GREY,
+    "otb": ORANGE,
+    "otb_loo": AMBER,
+    "sequence_optimal_loo": GREEN,
+}
+"""Estimators and their colours; `scaled` is `rloo` with steps c times as long, c the projection of `otb`."""
+AGAINST = "rloo"
+CONDITION = "sampling_certificate"
+"""Calls old rollouts themselves, which every run has: no forecast."""
+LABELS = (("otb", "proxy"), ("rloo", "none"))
+REFERENCE = ("rloo", "none")
+WINDOW, DROP, LASTING = 6, 0.5, 6
+"""Collapsed: mean reward over 6 steps at most half of the highest such mean so far, and so for 6 steps on end."""
+BEFORE = 12
+"""The fatal step is the one with the largest gradient among those attributed in so many steps up to the collapse."""
+PROMPTS_FROM, POOL = 1_000_000, 1
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    arms: tuple[str, ...] = tuple(ARMS)
+    steps: int = 100
+    attribute_every: int = 2
+    pool_prompts: int = 64
+    pool_seeds: tuple[int, ...] = (0, 1, 2)
+
+
+FULL = Size()
+SMALL = Size(
+    seeds=(0, 1), arms=("rloo", "scaled", "otb"), steps=16, attribute_every=3, pool_prompts=8, pool_seeds=(0,)
+)  # fmt: skip
+CONFIG = TrainConfig(
+    small_model=SmallModelConfig(layers=2, width=64, feed_forward=160),
+    sample=SampleConfig(prompts=8, group_size=8),
+    objective=ObjectiveConfig(staleness=4),
+    warm_start=WarmStartConfig(success_low=0.6, success_high=0.85),
+    optimize=OptimizeConfig(learning_rate=4e-3),
+    critic=CriticConfig(enabled=False),
+    evaluate=EvaluateConfig(every=0),
+)
+QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
+QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
+QUICK_RATE = 5e-2
+
+
+def config_of(seed: int, size: Size, quick: bool) -> TrainConfig:
+    """Return what all arms of a seed share."""
+    measured = MeasureConfig(exact=Schedule(), attribution=AttributionSchedule(every=size.attribute_every))
+    rising = replace(CONFIG.optimize, steps=size.steps, warmup_steps=size.steps)
+    config = replace(CONFIG, seed=seed, measure=measured, optimize=rising)
+    config = replace(config, checkpoint=replace(config.checkpoint, every=0))
+    if not quick:
+        return config
+    fast = replace(config.optimize, learning_rate=QUICK_RATE)
+    return replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START, optimize=fast)
+
+
+def cells(size: Size, quick: bool) -> list[Cell]:
+    """Return the pool that gives c, and one cell per arm and seed, seed by seed."""
+    rule = {"window": WINDOW, "drop": DROP, "lasting": LASTING, "before": BEFORE}
+    common = {"quick": quick, "size": asdict(size), "rule": rule}
+    pool = Cell("projection", common | {"config": plain_config(config_of(0, size, quick))})
+    runs = [
+        Cell(
+            f"{name}-s{seed}",
+            common | {"arm": name, "seed": seed, "config": plain_config(config_of(seed, size, quick))},
+            after=(pool,) if name == "scaled" else (),
+        )
+        for seed in size.seeds
+        for name in size.arms
+    ]
+    return [pool, *runs]
+
+
+def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
+    """Measure the projection of `otb` at the starts, or let one arm of a seed run into its end."""
+    torch.set_num_threads(1)  # a model this small gains nothing from a second thread
+    quick = bool(cell.settings["quick"])
+    size = SMALL if quick else FULL
+    if cell.name == "projection":
+        return {"projection": projection_rows(size, quick, work, bar)}
+    name, seed = str(cell.settings["arm"]), int(str(cell.settings["seed"]))
+    config = started(seed, size, quick, work, bar)
+    if name == "scaled":
+        shorter = config.optimize.learning_rate * projection_of(cell.given["projection"])
+        config = replace(config, optimize=replace(config.optimize, learning_rate=shorter))
+    estimator = EstimatorConfig(name=AGAINST if name == "scaled" else name)
+    store = RunStore(train(replace(config, root=work, run=name, estimator=estimator), bar))
+    return run_tables({"arm": name, "seed": seed}, config.optimize.learning_rate, store)
+
+
+def started(seed: int, size: Size, quick: bool, work: Path, bar: Bar) -> TrainConfig:
+    """Return a seed's configuration with its supervised start, which all cells of the study share."""
+    config = config_of(seed, size, quick)
+    return replace(config, model=str(warm_started(config, bar, work.parent / "warm")))
+
+
+def projection_rows(size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[str, Any]]:
+    """Return the projection of `otb` on groups of 8 of the supervised starts' rollouts, with its interval."""
+    grams = []
+    for seed in size.pool_seeds:
+        trainer = Trainer.from_config(started(seed, size, quick, work, bar))
+        rollouts = drawn(trainer, PROMPTS_FROM, size.pool_prompts, CONFIG.sample.group_size, POOL)
+        table = scored(trainer, rollouts)
+        inputs = table.inputs(table.stats.energy)
+        advantage = {label: estimate(label[0], inputs).advantage for label in LABELS}
+        grams.append(prompt_gram(trainer.model, [Weighed(rollouts, advantage)]))
+    return [
+        {"estimator": found.estimator, "clusters": found.n_clusters, "projection": found.projection}
+        | interval_columns("projection", found.projection_interval)
+        for found in pooled_statistics(grams, REFERENCE)
+    ]
+
+
+def projection_of(rows: Rows) -> float:
+    """Return c of `otb`, held in [.1, 1] where the pools are too small to tell."""
+    (row,) = select(rows, estimator="otb")
+    return 1.0 if row["projection"] is None else float(np.clip(row["projection"], 0.1, 1.0))
+
+
+def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
+    """Return a run's collapse, its curves, its detectors' first firings and its fatal step."""
+    steps = store.steps_df().sort_values("step")
+    reward = steps["reward_mean"].to_numpy(np.float64)
+    end = collapse_step(reward)
+    facts = {
+        "rate": rate,
+        "steps": len(reward),
+        "collapse": end,
+        "best": float(trailing_mean(reward).max()),
+        "last": float(trailing_mean(reward)[-1]),
+        "clip_fraction": float(
+            np.mean(steps["clipped"].to_numpy(np.float64)[: len(reward) if end is None else end + 1])
+        ),
+        "grad_norm": float(steps["grad_norm"].to_numpy(np.float64)[:WINDOW].mean()),
+    }
+    fired = [
+        {"detector": found.detector, "level": found.level, "watch": found.watch_step, "alarm": found.alarm_step}
+        for found in diagnose(step_series(steps))
+    ]
+    curve = [
+        {"step": int(step), "reward": float(value)}
+        for step, value in zip(steps["step"], trailing_mean(reward), strict=True)
+    ]
+    tables: dict[str, list[dict[str, Any]]] = {
+        "runs": [key | facts],
+        "detectors": [key | row for row in fired],
+        "curves": [key | row for row in curve[:: max(1, len(curve) // 25)]],
+    }
+    return tables if end is None else tables | {"fatal": [key | fatal_step(store, end)]}
+
+
+def trailing_mean(reward: Float) -> Float:
+    """Return the mean over the last steps, of those there are at the beginning."""
+    total = np.concatenate([[0.0], np.cumsum(reward)])
+    ends = np.arange(1, len(reward) + 1)
+    begins = np.maximum(ends - WINDOW, 0)
+    return (total[ends] - total[begins]) / (ends - begins)
+
+
+def collapse_step(reward: Float) -> int | None:
+    """Return the first step of a lasting loss of half of the best trailing reward; None where there is none."""
+    mean = trailing_mean(reward)
+    low = mean <= DROP * np.maximum.accumulate(mean)
+    low[: WINDOW - 1] = False
+    run = 0
+    for step, is_low in enumerate(low):
+        run = run + 1 if is_low else 0
+        if run == LASTING:
+            return step - LASTING + 1
+    return None
+
+
+def fatal_step(store: RunStore, end: int) -> dict[str, Any]:
+    """Return who held the largest attributed gradient before the collapse."""
+    tried = [step for step in attributed_steps(store) if end - BEFORE <= step <= end]
+    found = {step: step_attribution(store, step) for step in tried}
+    at = max(found, key=lambda step: found[step].norm_sq)
+    own, norms = found[at], [one.norm_sq for one in found.values()]
+    tokens = np.abs(own.tokens.share)
+    return {
+        "step": at,
+        "collapse": end,
+        "grad_norm": own.norm_sq**0.5,
+        "typical_norm": float(np.median(norms)) ** 0.5,
+        "top_tokens": top_share(tokens),
+        "top_prompt": float(np.abs(own.prompts.share).max() / np.abs(own.prompts.share).sum()),
+        "failed": float(tokens[~np.isin(own.tokens.rollout, succeeded(store, at))].sum() / tokens.sum()),
+        "noise": known(own.noise_total) / own.norm_sq,
+    }
+
+
+def succeeded(store: RunStore, step: int) -> list[int]:
+    """Return the rollouts of a step that were paid."""
+    found = store.sql("SELECT rollout FROM rollouts WHERE step = ? AND reward >= 0.5", [step])
+    return [int(rollout) for rollout in found["rollout"]]
+
+
+def report(tables: Mapping[str, Rows]) -> Findings:
+    """Say how long each arm lasts, who saw it coming, and who held the fatal gradient."""
+    runs, detectors = tables["runs"], tables["detectors"]
+    fatal, projection = tables.get("fatal", []), tables["projection"]
+    parts = [
+        "## Survival",
+        HOW.format(steps=runs[0]["steps"], seeds=len(distinct(runs, "seed")), c=c_words(projection)),
+    ]
+    parts += [survival_table(runs), "## Detectors", LEAD, detectors_table(runs, detectors)]
+    parts += ["## The fatal step", FATAL, fatal_table(fatal)] if fatal else []
+    return Findings(verdict(runs, detectors), "\n\n".join(parts), {"reward.svg": figure(tables["curves"])})
+
+
+HOW = """\
+{seeds} seeds; the arms of a seed share start, prompts and conditions: rollouts from the policy of four batches ago, not
+corrected for, and a learning rate that rises from 0 to the one shown. `scaled` is `rloo` at c times that rate, c = {c}
+the projection of `otb` on rollouts of the starts: what shorter steps alone do. Collapsed means: the mean reward of 6
+steps is at most half of the highest such mean so far, and so for 6 steps on end. A run that lasts counts with its
+{steps} steps. Intervals are Student's over seeds, those of differences over the same seeds."""
+LEAD = """\
+Lead: steps from a detector's first call to the collapse, over the runs that collapsed and that it called in time; a
+detector may only look back. `sampling_certificate` calls the old rollouts, which all runs have. Last column: runs that
+never collapsed, but that it called."""
+FATAL = """\
+The attributed step with the largest ‖ḡ‖ in the 12 steps up to the collapse; means over the runs that collapsed. Shares
+are of Σ|share| of the step's tokens, but for noise, the part of ‖ḡ‖² that prompts do not have in common."""
+
+
+def c_words(projection: Rows) -> str:
+    """Return the projection of `otb` with its interval."""
+    (row,) = select(projection, estimator="otb")
+    return interval_words(row, "projection")
+
+
+def survived(runs: Rows, name: str) -> dict[int, float]:
+    """Return the steps that each seed lasted, all of them where it never collapsed."""
+    own = select(runs, arm=name)
+    return {row["seed"]: float(row["steps"] if row["collapse"] is None else row["collapse"]) for row in own}
+
+
+def longer(runs: Rows, name: str) -> Interval | None:
+    """Return by how many steps an arm outlasts `rloo`, seed by seed."""
+    own, base = survived(runs, name), survived(runs, AGAINST)
+    return seed_mean([own[seed] - base[seed] for seed in own], "steps survived beyond rloo")
+
+
+def verdict(runs: Rows, detectors: Rows) -> str:
+    """Return the answer in one line: runs that collapsed, steps gained over `rloo`, the earliest detector."""
+    arms = distinct(runs, "arm")
+    count = {name: sum(row["collapse"] is not None for row in select(runs, arm=name)) for name in arms}
+    seeds = len(distinct(runs, "seed"))
+    counted = ", ".join(f"`{name}` {count[name]}" for name in arms)
+    gained = ", ".join(f"`{name}` {steps_words(longer(runs, name))}" for name in arms if name != AGAINST)
+    leads = {name: lead_of(runs, detectors, name) for name in DETECTORS if name != CONDITION}
+    called = {name: lead for name, lead in leads.items() if lead}
+    said = f"of {seeds} runs collapsed: {counted}; steps survived beyond `rloo`'s: {gained}"
+    if not called:
+        return f"{said}; no detector called in time."
+    first = max(called, key=lambda name: (len(called[name]), np.median(called[name])))
+    total = sum(count.values())
+    return (
+        f"{said}; `{first}` called {len(called[first])} of {total} collapses beforehand, by a median of "
+        f"{np.median(called[first]):.0f} steps."
+    )
+
+
+def steps_words(found: Interval | None) -> str:
+    """Return a difference in steps with its interval."""
+    if found is None:
+        return "–"
+    ends = "" if found.low is None or found.high is None else f" ({found.low:+.0f} to {found.high:+.0f})"
+    return f"{found.estimate:+.0f}{ends}"
+
+
+def survival_table(runs: Rows) -> str:
+    """Return how often and when each arm collapsed, and how its steps were clipped until then."""
+    lines = []
+    for name in distinct(runs, "arm"):
+        own = select(runs, arm=name)
+        lasted = seed_mean(list(survived(runs, name).values()), "steps survived")
+        gap = "" if name == AGAINST else steps_words(longer(runs, name))
+        mean = {
+            key: float(np.mean([row[key] for row in own])) for key in ("clip_fraction", "grad_norm", "best", "last")
+        }
+        lines.append([
+            f"`{name}`", f"{sum(row['collapse'] is not None for row in own)} of {len(own)}",
+            interval_words(interval_columns("x", lasted), "x", 0), gap, share(mean["best"]), share(mean["last"]),
+            f"{own[0]['rate']:.2g}", share(mean["clip_fraction"]), f"{mean['grad_norm']:.1f}",
+        ])  # fmt: skip
+    headers = ["arm", "collapsed", "steps survived", "beyond `rloo`", "best reward", "at the end", "learning rate",
+               "clipped until then", "first gradient norms"]  # fmt: skip
+    return markdown_table(headers, lines)
+
+
+def lead_of(runs: Rows, detectors: Rows, name: str) -> list[int]:
+    """Return a detector's lead in every run that collapsed and that it called at or before the collapse."""
+    ends = {(row["arm"], row["seed"]): row["collapse"] for row in runs}
+    found = []
+    for row in select(detectors, detector=name):
+        end = ends[row["arm"], row["seed"]]
+        if end is not None and row["watch"] is not None and row["watch"] <= end:
+            found.append(end - row["watch"])
+    return found
+
+
+def detectors_table(runs: Rows, detectors: Rows) -> str:
+    """Return how often each detector called a collapse in time, how early, and how often it called without one."""
+    ends = {(row["arm"], row["seed"]): row["collapse"] for row in runs}
+    total = sum(end is not None for end in ends.values())
+    lines = []
+    for name in DETECTORS:
+        leads = lead_of(runs, detectors, name)
+        calm = [row for row in select(detectors, detector=name) if ends[row["arm"], row["seed"]] is None]
+        called = sum(row["watch"] is not None for row in calm)
+        words = f"{np.median(leads):.0f} ({min(leads)}–{max(leads)})" if leads else "–"
+        lines.append([f"`{name}`", f"{len(leads)} of {total}", words, f"{called} of {len(calm)}"])
+    return markdown_table(
+        ["detector", "called in time", "median lead (range), steps", "called without collapse"], lines
+    )
+
+
+def fatal_table(fatal: Rows) -> str:
+    """Return who held the fatal gradient, arm by arm."""
+    columns = {"failed": "failed rollouts", "top_tokens": "top 1 % of tokens", "top_prompt": "largest prompt",
+               "noise": "noise"}  # fmt: skip
+    lines = []
+    for name in distinct(fatal, "arm"):
+        own = select(fatal, arm=name)
+        shares = [share(float(np.mean([row[key] for row in own]))) for key in columns]
+        surge = float(np.mean([row["grad_norm"] / row["typical_norm"] for row in own]))
+        before = float(np.mean([row["collapse"] - row["step"] for row in own]))
+        lines.append([f"`{name}`", f"{before:.1f}", f"{surge:.1f}", *shares])
+    headers = ["arm", "steps before", "‖ḡ‖ over the median", *columns.values()]
+    return markdown_table(headers, lines)
+
+
+def figure(curves: Rows) -> str:
+    """Draw the trailing reward of every arm: the seeds thin, their mean."""
+    return svg([_panel(name, select(curves, arm=name)) for name in distinct(curves, "arm")])
+
+
+def _panel(name: str, curves: Rows) -> Panel:
+    steps = sorted(distinct(curves, "step"))
+    mean = [float(np.mean([row["reward"] for row in select(curves, step=step)])) for step in steps]
+    seeds = [
+        Curve([row["step"] for row in own], [row["reward"] for row in own], "one seed", color=GREY, width=1.0)
+        for own in (select(curves, seed=seed) for seed in distinct(curves, "seed"))
+    ]
+    drawn_mean = Curve(steps, mean, name, color=ARMS[name], width=3.0)
+    return Panel(
+        name, "mean reward of the last 6 steps", "step", [*seeds, drawn_mean], y_range=(0.0, 1.0), percent=True
+    )
+
+
+STUDY = Study(
+    title="Collapse",
+    question="When old rollouts and long steps drive training into collapse, does `otb` last longer than leave-one-out "
+    "means, longer than shorter steps alone explain, and who sees it coming?",
+    cells=cells(FULL, quick=False),
+    quick=cells(SMALL, quick=True),
+    measure=measure,
+    report=report,
+)

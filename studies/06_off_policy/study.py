@@ -1,0 +1,462 @@
+"""What importance ratios and their clips make of the gradient as the sampler falls behind the policy.
+
+Exactly, on enumerated policies whose sampler is a chosen divergence away; and on a small trained model, whose sampler
+is some steps behind (`stale`) or which has been updated on these very rollouts already (`reused`).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from otb_analysis.config import (
+    ChainSumConfig,
+    EvaluateConfig,
+    ObjectiveConfig,
+    OptimizeConfig,
+    SampleConfig,
+    SmallModelConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
+from otb_analysis.config.measuring import MeasureConfig, Schedule
+from otb_analysis.enumeration import Tree, TreeSpec, random_tree
+from otb_analysis.enumeration.drift import case_moments, effective_share, farthest, sampled_at
+from otb_analysis.enumeration.off_policy import CASES, mean_shift, touched
+from otb_analysis.estimators import estimate
+from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK, SKY
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.ratios import RatioInputs, effective_sample_size, importance_ratio
+from otb_analysis.sampling import Rollouts
+from otb_analysis.statistics import (
+    cluster_jackknife,
+    paired_ratios,
+    pooled_statistics,
+)
+from otb_analysis.study import (
+    Cell,
+    Findings,
+    Rows,
+    Study,
+    Tables,
+    distinct,
+    grid,
+    interval_columns,
+    interval_curve,
+    interval_words,
+    known,
+    markdown_table,
+    select,
+    share,
+)
+from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
+from otb_analysis.training.loop import train_step
+from otb_analysis.training.progress import Bar
+from otb_analysis.training.resume import plain_config
+from otb_analysis.training.setup import Trainer
+from otb_analysis.training.table import TokenTable, token_ratio
+from otb_analysis.training.warm_start import warm_started
+from otb_analysis.types import Float, Gram
+
+SPEC = TreeSpec(vocabulary=3, horizon=4, shared=8, end_token=True)
+DRIFTS = ("behind", "random")
+"""The sampler lies behind along ∇J, as with staleness, or off in a random direction."""
+DIVERGENCES = (0.003, 0.01, 0.03, 0.1, 0.3)
+"""KL(μ‖π) of a whole completion in nats."""
+LEAST_ESS = 0.01
+"""Policies whose sampler at the largest distance has a smaller ESS are left out: some completions are next to never
+sampled there, and the means would be theirs alone."""
+BUDGETS = (32, 1024)
+"""Rollouts of an update for which efficiency is stated on enumerated policies."""
+SHOWN = {
+    "`none`": GREY, "`token`": BLUE, "`sequence`": ORANGE, "`cumulative`": GREEN, "`ppo`": PINK, "`tis`, cap 1.2": SKY,
+    "`gspo` without its clip": AMBER,
+}  # fmt: skip
+"""Ratios that are drawn, and in which colour; the tables have all."""
+KINDS = {
+    "stale": "Rollouts from the policy of some updates ago",
+    "reused": "Rollouts that the policy has been updated on already",
+}
+BASELINES = ("rloo", "otb")
+TRUTH = ("on-policy", "rloo")
+PROMPTS_FROM, FRESH, OLD = 1_000_000, 1, 2
+"""Index of the first prompt that is measured, beyond those trained on; seeds of fresh and of old rollouts."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    instances: int = 120
+    seeds: tuple[int, ...] = (0, 1)
+    prompts: int = 64
+    group: int = 8
+    truth_group: int = 32
+    lags: tuple[int, ...] = (1, 4, 16)
+    epochs: tuple[int, ...] = (1, 4, 16)
+
+
+FULL = Size()
+SMALL = Size(instances=24, seeds=(0,), prompts=16, group=4, truth_group=4, lags=(1, 3), epochs=(1, 3))
+CONFIG = TrainConfig(
+    small_model=SmallModelConfig(layers=2, width=64, feed_forward=160),
+    sample=SampleConfig(prompts=16, group_size=8),
+    optimize=OptimizeConfig(steps=1000, learning_rate=1e-3),
+    measure=MeasureConfig(exact=Schedule()),
+    evaluate=EvaluateConfig(every=0),
+)
+QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
+QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
+
+
+def config_of(kind: str, seed: int, quick: bool) -> TrainConfig:
+    """Return the configuration of a seed's model; rollouts are reused under PPO's clip, as is usual."""
+    ratio = "ppo" if kind == "reused" else "none"
+    config = replace(CONFIG, seed=seed, objective=ObjectiveConfig(ratio=ratio))
+    config = replace(
+        config, estimator=replace(config.estimator, name="rloo"), critic=replace(config.critic, enabled=False)
+    )
+    return replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START) if quick else config
+
+
+def cells(size: Size, quick: bool) -> list[Cell]:
+    """Return one cell per kind of drift."""
+    enumerated = {"spec": asdict(SPEC), "divergences": list(DIVERGENCES), "least_ess": LEAST_ESS, "ratios": list(CASES)}
+    exact = [Cell(f"exact-{drift}", {"drift": drift, "instances": size.instances} | enumerated) for drift in DRIFTS]
+    common = {"quick": quick, "size": asdict(size), "ratios": list(CASES), "baselines": list(BASELINES)}
+    sampled = [Cell(kind, common | {"config": plain_config(config_of(kind, 0, quick))}) for kind in KINDS]
+    return exact + sampled
+
+
+def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
+    """Enumerate policies, or train a model and look back."""
+    torch.set_num_threads(1)  # a model this small gains nothing from a second thread
+    if "drift" in cell.settings:
+        return {"exact": exact_rows(str(cell.settings["drift"]), int(str(cell.settings["instances"])), bar)}
+    quick = bool(cell.settings["quick"])
+    return sampled_tables(cell.name, SMALL if quick else FULL, quick, work, bar)
+
+
+def exact_rows(drift: str, instances: int, bar: Bar) -> list[dict[str, Any]]:
+    """Return what each ratio does at each divergence, averaged over random policies, with intervals over them."""
+    found: dict[tuple[float, str], list[dict[str, float]]] = {}
+    for seed in range(instances):
+        tree, direction = policy_and_direction(drift, seed)
+        if not usable(tree, direction):
+            continue
+        for distance in DIVERGENCES:
+            for name, facts in one_policy(tree, sampled_at(tree, direction, distance)).items():
+                found.setdefault((distance, name), []).append(facts)
+        bar(seed + 1, instances, f"exact-{drift}: policies enumerated")
+    return [
+        {"drift": drift, "divergence": distance, "ratio": name, "policies": len(rows), "drawn": instances}
+        | {
+            key: value
+            for column in rows[0]
+            for key, value in mean_columns(column, [row[column] for row in rows]).items()
+        }
+        for (distance, name), rows in found.items()
+    ]
+
+
+def policy_and_direction(drift: str, seed: int) -> tuple[Tree, Float]:
+    """Return a random policy and the unit direction in which its sampler lies."""
+    rng = np.random.default_rng(seed)
+    tree = random_tree(SPEC, rng)
+    direction = -tree.gradient if drift == "behind" else rng.normal(size=tree.gradient.shape)
+    return tree, direction / np.linalg.norm(direction)
+
+
+def usable(tree: Tree, direction: Float) -> bool:
+    """Return True where there is a sampler at every distance, with something left of the sample at the largest."""
+    most = max(DIVERGENCES)
+    return farthest(tree, direction) >= most and effective_share(sampled_at(tree, direction, most)) >= LEAST_ESS
+
+
+def one_policy(tree: Tree, off: Tree) -> dict[str, dict[str, float]]:
+    """Return the exact figures of every ratio on a policy with its sampler.
+
+    Where a clip stops every token there is no update, and its efficiency is 0.
+    """
+    fresh, figures = case_moments(tree, CASES["`none`"]), {}
+    for name, case in CASES.items():
+        moments = case_moments(off, case)
+        figures[name] = {
+            "ess": effective_share(off),
+            "touched": touched(off, case),
+            "baseline_shift": mean_shift(off, case),
+            "bias": moments.relative_bias,
+            "projection": moments.projection,
+            "variance": moments.variance / fresh.variance,
+        } | {f"efficiency_{n}": moments.efficiency(n) if moments.mean.any() else 0.0 for n in BUDGETS}
+    return figures
+
+
+def mean_columns(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """Return a mean over policies and its interval; policies are the clusters."""
+    found = cluster_jackknife(np.array(values)[:, None], lambda rows: rows[..., 0], f"mean {name}", "linear")
+    return interval_columns(name, found)
+
+
+def sampled_tables(kind: str, size: Size, quick: bool, work: Path, bar: Bar) -> Tables:
+    """Train a model per seed, measure old rollouts at every lag, and pool the seeds' prompts."""
+    grams: dict[int, list[Gram]] = {}
+    facts: dict[int, list[dict[str, float]]] = {}
+    for seed in size.seeds:
+        config = config_of(kind, seed, quick)
+        start = warm_started(config, bar, work.parent / "warm")  # both kinds begin at the same supervised start
+        trainer = Trainer.from_config(replace(config, model=str(start)))
+        source = reused if kind == "reused" else stale
+        for lag, rollouts in source(trainer, size):
+            fresh = drawn(trainer, PROMPTS_FROM, size.prompts, size.truth_group, FRESH)
+            table = scored(trainer, rollouts)
+            grams.setdefault(lag, []).append(gram_of(trainer, rollouts, table, fresh))
+            facts.setdefault(lag, []).append(distance_facts(table))
+            bar(len(facts), len(size.lags), f"{kind}: seed {seed}, {lag} updates apart")
+    levels = [
+        {"kind": kind, "lag": lag, "seeds": len(rows)}
+        | {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+        for lag, rows in facts.items()
+    ]
+    return {"levels": levels, "sampled": [row for lag in grams for row in statistics_rows(kind, lag, grams[lag])]}
+
+
+def stale(trainer: Trainer, size: Size) -> Iterator[tuple[int, Rollouts]]:
+    """Train, and then sample from the weights of some updates ago."""
+    past = []
+    for step in range(max(size.lags)):
+        past.append([p.detach().clone() for p in trainer.policy.parameters])
+        train_step(trainer, step)
+    present = [p.data for p in trainer.policy.parameters]
+    for lag in size.lags:
+        put(trainer, past[-lag])
+        rollouts = drawn(trainer, PROMPTS_FROM, size.prompts, size.group, OLD)
+        put(trainer, present)
+        yield lag, rollouts
+
+
+def put(trainer: Trainer, weights: Sequence[torch.Tensor]) -> None:
+    """Let the policy hold these weights."""
+    for parameter, data in zip(trainer.policy.parameters, weights, strict=True):
+        parameter.data = data
+
+
+def reused(trainer: Trainer, size: Size) -> Iterator[tuple[int, Rollouts]]:
+    """Sample once, and update on the whole batch again and again."""
+    rollouts = drawn(trainer, PROMPTS_FROM, size.prompts, size.group, OLD)
+    table = scored(trainer, rollouts)
+    batch = trainer.objective.batch(rollouts, table, estimate("rloo", table.inputs(None)).advantage, None)
+    for epoch in range(1, max(size.epochs) + 1):
+        trainer.update(batch, trainer.policy.forward(rollouts, keep_graph=False))
+        if epoch in size.epochs:
+            yield epoch, rollouts
+
+
+def gram_of(trainer: Trainer, rollouts: Rollouts, table: TokenTable, fresh: Rollouts) -> Gram:
+    """Return the Gram matrix of every ratio with every baseline, beside the gradient of fresh rollouts."""
+    behavior = np.where(table.mask, table.behavior_logprob, 0.0)
+    inputs = RatioInputs(table.stats.logprob, behavior, table.mask)
+    coefficient: dict[tuple[str, str], Float] = {}
+    for name, case in CASES.items():
+        seen = table if name == "`none`" else replace(table, ratio=token_ratio(table))
+        ratio = importance_ratio(case.name, inputs, case.options)
+        for baseline in BASELINES:
+            advantage = estimate(baseline, seen.inputs(table.stats.energy)).advantage
+            coefficient[name, baseline] = ratio.coefficient(advantage)
+    truth = estimate("rloo", scored(trainer, fresh).inputs(None)).advantage
+    return prompt_gram(trainer.model, [Weighed(rollouts, coefficient), Weighed(fresh, {TRUTH: truth})])
+
+
+def distance_facts(table: TokenTable) -> dict[str, float]:
+    """Return how far policy and sampler are apart on their rollouts, and what each clip touches.
+
+    KL(μ‖π) is the mean of ρ − 1 − log ρ over the sampler's tokens: unbiased, and each term is at least 0.
+    """
+    behavior = np.where(table.mask, table.behavior_logprob, 0.0)
+    log_ratio = np.where(table.mask, table.stats.logprob - behavior, 0.0)
+    apart = np.expm1(log_ratio) - log_ratio
+    inputs = RatioInputs(table.stats.logprob, behavior, table.mask)
+    advantage = estimate("rloo", table.inputs(None)).advantage
+    stopped = {}
+    for name, case in CASES.items():
+        ratio = importance_ratio(case.name, inputs, case.options)
+        stopped[f"touched {name}"] = float((ratio.limited | ratio.clipped(advantage))[table.mask].mean())
+    return {
+        "kl_token": float(apart[table.mask].mean()),
+        "kl_rollout": float(apart.sum(axis=1).mean()),
+        "ess": effective_sample_size(np.exp(log_ratio.sum(axis=1))) / len(log_ratio),
+        "success": float(table.rewards.total.mean()),
+    } | stopped
+
+
+def statistics_rows(kind: str, lag: int, grams: Sequence[Gram]) -> list[dict[str, Any]]:
+    """Return a row per ratio and baseline: its statistics over all seeds' prompts, and its efficiency over `none`'s."""
+    pairs = {(p.estimator, p.energy_source): p for p in paired_ratios(grams, ("`none`", "rloo"), TRUTH)}
+    rows = []
+    for found in pooled_statistics(grams, TRUTH):
+        if (found.estimator, found.energy_source) == TRUTH:
+            continue
+        pair = pairs.get((found.estimator, found.energy_source))
+        rows.append(
+            {"kind": kind, "lag": lag, "ratio": found.estimator, "baseline": found.energy_source}
+            | {"prompts": found.n_prompts, "clusters": found.n_clusters, "bias": found.relative_bias}
+            | {"variance": found.variance, "sf": found.sf}
+            | interval_columns("projection", found.projection_interval)
+            | interval_columns("efficiency", found.efficiency_interval)
+            | interval_columns("against_none", None if pair is None else pair.efficiency)
+        )
+    return rows
+
+
+def report(tables: Mapping[str, Rows]) -> Findings:
+    """Say which ratio is worth what, at which distance."""
+    exact, levels, sampled = tables["exact"], tables["levels"], tables["sampled"]
+    parts = ["## Enumerated policies", EXACT_NOTE.format(**exact[0])]
+    for drift in DRIFTS:
+        rows = select(exact, drift=drift)
+        parts.append(f"### Sampler {WORDS[drift]}: {rows[0]['policies']} policies")
+        for budget in BUDGETS:
+            parts += [f"Efficiency of {budget} rollouts", exact_grid(rows, f"efficiency_{budget}", 2)]
+        parts += ["Bias of the mean, ‖m − ∇J‖/‖∇J‖", exact_grid(rows, "bias", 3)]
+    parts += ["### Clips", TOUCHED_NOTE, touched_grid(select(exact, drift="behind"))]
+    parts += ["## A trained model", SAMPLED_NOTE.format(**sampled[0])]
+    for kind in distinct(levels, "kind"):
+        own, rows = select(levels, kind=kind), select(sampled, kind=kind)
+        parts += [f"### {KINDS[kind]}", levels_table(own)]
+        for baseline in BASELINES:
+            parts += [f"Efficiency, baseline `{baseline}`", sampled_grid(select(rows, baseline=baseline), "efficiency")]
+        parts += ["Projection, baseline `rloo`", sampled_grid(select(rows, baseline="rloo"), "projection")]
+    picture = figure(exact, levels, sampled)
+    return Findings(verdict(exact, levels, sampled), "\n\n".join(parts), {"efficiency.svg": picture})
+
+
+WORDS = {"behind": "behind along the gradient", "random": "off in a random direction"}
+EXACT_NOTE = """\
+Random policies with shared parameters (three tokens, at most four long, success 0 or 1), each with a sampler μ at a
+chosen KL(μ‖π) of a whole completion; of {drawn} that were drawn, those that have a sampler at every distance, with an
+ESS of at least 1 %. Everything is a sum over all completions; a mean over policies has a 95 % interval over them. The
+baseline is the success rate J of the policy that is updated. Efficiency is the share of an update that points along ∇J:
+1 without noise and bias. It charges a ratio for its variance at few rollouts and for its bias at many, so rankings
+change with the budget."""
+TOUCHED_NOTE = """\
+Variance over that of as many fresh rollouts, and the share of tokens that a clip or mask stops or a truncation changes;
+sampler behind. A mean over policies, which few of them dominate where ratios multiply."""
+SAMPLED_NOTE = """\
+Efficiency of an update of {prompts} prompts, projection c, and intervals over {clusters} prompts; ∇J is the
+leave-one-out gradient of fresh rollouts of the *other* prompts at the same parameters. KL is in nats, the mean of
+ρ − 1 − log ρ; ESS is that of the whole rollouts' ratios, as a share."""
+
+
+def verdict(exact: Rows, levels: Rows, sampled: Rows) -> str:
+    """Return the answer in one line: the best ratio near and far, and which differ from none on a trained model."""
+    few, many = BUDGETS
+    said = [
+        f"enumerated, at {distance} nats a completion the most efficient ratio is {best(exact, distance, few)} with "
+        f"{few} rollouts and {best(exact, distance, many)} with {many}"
+        for distance in (DIVERGENCES[0], DIVERGENCES[-1])
+    ]
+    return "; ".join([*said, *(trained(kind, levels, sampled) for kind in distinct(levels, "kind"))]) + "."
+
+
+def best(exact: Rows, distance: float, budget: int) -> str:
+    """Return the most efficient ratio for a sampler behind, beside the plain gradient's efficiency."""
+    rows, name = select(exact, drift="behind", divergence=distance), f"efficiency_{budget}"
+    top = max(rows, key=lambda row: row[name])
+    (plain,) = select(rows, ratio="`none`")
+    beside = "" if top is plain else f" against {plain[name]:.2f} of `none`"
+    return f"{top['ratio']} ({top[name]:.2f}{beside})"
+
+
+def trained(kind: str, levels: Rows, sampled: Rows) -> str:
+    """Return which ratios differ from none at the largest lag of the trained model."""
+    level = select(levels, kind=kind)[-1]
+    rows = select(sampled, kind=kind, lag=level["lag"], baseline="rloo")
+    better = [row["ratio"] for row in rows if known(row["against_none_low"]) > 1]
+    worse = [row["ratio"] for row in rows if known(row["against_none_high"]) < 1]
+    said = [f"{', '.join(names)} {word}" for names, word in ((better, "more"), (worse, "less")) if names]
+    shown = f"{' and '.join(said)} efficient than no ratio" if said else "no ratio differs from none with certainty"
+    what = "on the same rollouts" if kind == "reused" else "later"
+    apart = f"{level['kl_token']:.3f} nats a token, ESS {share(level['ess'])}"
+    return f"on a trained model {level['lag']} updates {what} ({apart}): {shown}"
+
+
+def exact_grid(rows: Rows, name: str, digits: int) -> str:
+    """Return a quantity of every ratio at every divergence, with its interval."""
+    return grid(rows, "ratio", "divergence", lambda row: interval_words(row, name, digits), "{} nats")
+
+
+def touched_grid(rows: Rows) -> str:
+    """Return variance and share of touched tokens of every ratio at every divergence."""
+    return grid(rows, "ratio", "divergence", lambda row: f"{row['variance']:.2f}, {share(row['touched'])}", "{} nats")
+
+
+def sampled_grid(rows: Rows, name: str) -> str:
+    """Return a quantity of every ratio at every lag, with its interval over prompts."""
+    return grid(rows, "ratio", "lag", lambda row: interval_words(row, name), "{} updates")
+
+
+def levels_table(levels: Rows) -> str:
+    """Return how far policy and sampler are apart, and what every clip, mask or truncation touches there."""
+    facts = {
+        "KL a token": lambda row: f"{row['kl_token']:.4f}",
+        "KL a rollout": lambda row: f"{row['kl_rollout']:.3f}",
+        "ESS": lambda row: share(row["ess"]),
+        "success of the rollouts": lambda row: share(row["success"]),
+    } | {
+        f"touched by {name}": lambda row, name=name: share(row[f"touched {name}"])
+        for name in CASES
+        if any(row[f"touched {name}"] for row in levels)
+    }
+    lines = [[name, *(words(row) for row in levels)] for name, words in facts.items()]
+    return markdown_table(["", *(f"{row['lag']} updates" for row in levels)], lines)
+
+
+def figure(exact: Rows, levels: Rows, sampled: Rows) -> str:
+    """Draw efficiency over divergence: exact at both budgets, and of the trained model."""
+    panels = [
+        Panel(
+            f"Enumerated, {budget} rollouts",
+            "efficiency, sampler behind along ∇J",
+            "log₁₀ KL of a completion, nats",
+            [exact_curve(select(exact, drift="behind", ratio=name), budget) for name in SHOWN],
+            y_range=(0.0, 1.0),
+        )
+        for budget in BUDGETS
+    ]
+    for kind in distinct(levels, "kind"):
+        own = {row["lag"]: row["kl_rollout"] for row in select(levels, kind=kind)}
+        rows = select(sampled, kind=kind, baseline="rloo")
+        curves = [model_curve(select(rows, ratio=name), own) for name in SHOWN]
+        panels.append(Panel(KINDS[kind], "efficiency, trained model", "log₁₀ KL of a rollout, nats", curves))
+    return svg(panels)
+
+
+def exact_curve(rows: Rows, budget: int) -> Curve:
+    """Return one ratio's curve over divergences with its band."""
+    name = rows[0]["ratio"]
+    return interval_curve(
+        rows, lambda row: math.log10(row["divergence"]), f"efficiency_{budget}", name.replace("`", ""), SHOWN[name]
+    )
+
+
+def model_curve(rows: Rows, divergence: Mapping[int, float]) -> Curve:
+    """Return one ratio's curve over the measured divergences of each lag."""
+    name = rows[0]["ratio"]
+    return interval_curve(
+        rows, lambda row: math.log10(divergence[row["lag"]]), "efficiency", name.replace("`", ""), SHOWN[name]
+    )
+
+
+STUDY = Study(
+    title="Off-policy",
+    question="What do importance ratios and their clips make of mean and variance of the update as the sampler falls "
+    "behind the policy?",
+    cells=cells(FULL, quick=False),
+    quick=cells(SMALL, quick=True),
+    measure=measure,
+    report=report,
+)

@@ -1,0 +1,373 @@
+"""Baselines where the policy calls a tool: tool tokens lie between its own, and rollouts differ in their turns.
+
+Every estimator on the same rollouts of a calculator policy, after its supervised start and after some training; then
+short trainings that differ in nothing but the estimator.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from otb_analysis.config import (
+    CalculatorConfig,
+    CriticConfig,
+    EstimatorConfig,
+    EvaluateConfig,
+    OptimizeConfig,
+    SampleConfig,
+    SmallModelConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
+from otb_analysis.config.measuring import MeasureConfig, Schedule
+from otb_analysis.estimators import ESTIMATORS, estimate
+from otb_analysis.figures.styles import ESTIMATOR_STYLES
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.sampling import Rollouts
+from otb_analysis.statistics import Interval, paired_ratios, pooled_statistics, seed_mean, weight_statistics
+from otb_analysis.store import RunStore
+from otb_analysis.study import (
+    Cell,
+    Findings,
+    Rows,
+    Study,
+    Tables,
+    distinct,
+    grid,
+    interval_columns,
+    interval_words,
+    known,
+    markdown_table,
+    select,
+    share,
+)
+from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, regrouped, scored
+from otb_analysis.training.loop import train, train_step
+from otb_analysis.training.progress import Bar
+from otb_analysis.training.resume import plain_config
+from otb_analysis.training.setup import Trainer
+from otb_analysis.training.table import TokenTable
+from otb_analysis.training.warm_start import warm_started
+from otb_analysis.types import Gram
+
+COMPARED = (
+    "none", "group_mean", "grpo", "rloo", "opo", "opo_loo", "trloo", "tempo_loo", "sequence_optimal",
+    "sequence_optimal_loo", "otb_carry", "otb_carry_loo", "otb_turn", "otb_turn_loo", "token_optimal",
+    "token_optimal_loo",
+)  # fmt: skip
+"""What takes masks with gaps, looks at one prompt at a time and needs nothing beyond a forward pass."""
+TRAINED = ("rloo", "trloo", "otb_turn", "otb_turn_loo")
+REFERENCE = ("rloo", "none")
+STAGES = {"start": "after the supervised start", "trained": "after {steps} steps of training"}
+UPDATE_PROMPTS = 16
+"""Prompts of the update that efficiency is stated for: as in the training runs."""
+PROMPTS_FROM, POOL = 1_000_000, 1
+"""Index of the first prompt that is measured, beyond those trained on; seed of the sampling."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    prompts: int = 64
+    pool: int = 16
+    sizes: tuple[int, ...] = (4, 8, 16)
+    steps: int = 24
+    train_seeds: tuple[int, ...] = (0, 1, 2, 3)
+    train_steps: int = 40
+    heldout: int = 192
+
+
+FULL = Size()
+SMALL = Size(
+    seeds=(0,), prompts=20, pool=4, sizes=(2, 4), steps=1, train_seeds=(0, 1), train_steps=2, heldout=32
+)  # fmt: skip
+CONFIG = TrainConfig(
+    task="calculator",
+    small_model=SmallModelConfig(layers=2, width=64, feed_forward=160),
+    sample=SampleConfig(prompts=UPDATE_PROMPTS, group_size=8),
+    estimator=EstimatorConfig(name="rloo"),
+    optimize=OptimizeConfig(steps=1000, learning_rate=1e-3),
+    measure=MeasureConfig(exact=Schedule()),
+    critic=CriticConfig(enabled=False),
+    evaluate=EvaluateConfig(every=0),
+)
+QUICK_TASK = CalculatorConfig(operations_min=1, operations_max=1, largest=9)
+QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
+
+
+def config_of(seed: int, quick: bool) -> TrainConfig:
+    """Return the configuration from which a seed's policies come."""
+    config = replace(CONFIG, seed=seed)
+    return replace(config, calculator=QUICK_TASK, warm_start=QUICK_START) if quick else config
+
+
+def cells(size: Size, quick: bool) -> list[Cell]:
+    """Return one cell per stage at which rollouts are pooled, and one per seed of the trainings."""
+    common = {"quick": quick, "size": asdict(size), "compared": list(COMPARED), "trained": list(TRAINED)}
+    pools = [Cell(f"pool-{stage}", common | {"config": plain_config(config_of(0, quick))}) for stage in STAGES]
+    trainings = [
+        Cell(f"train-s{seed}", common | {"seed": seed, "config": plain_config(config_of(seed, quick))})
+        for seed in size.train_seeds
+    ]
+    return pools + trainings
+
+
+def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
+    """Pool rollouts of every seed's policy, or train a seed under every estimator."""
+    torch.set_num_threads(1)  # a model this small gains nothing from a second thread
+    quick = bool(cell.settings["quick"])
+    size = SMALL if quick else FULL
+    if cell.name.startswith("train"):
+        return {"curves": curves(int(str(cell.settings["seed"])), size, quick, work, bar)}
+    return pool_tables(cell.name.removeprefix("pool-"), size, quick, work, bar)
+
+
+def started(seed: int, quick: bool, work: Path, bar: Bar) -> TrainConfig:
+    """Return a seed's configuration with its supervised start, which all cells of the study share."""
+    config = config_of(seed, quick)
+    return replace(config, model=str(warm_started(config, bar, work.parent / "warm")))
+
+
+def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Tables:
+    """Return statistics of every estimator at every group size over all seeds' prompts, and what the rollouts are."""
+    grams: dict[int, list[Gram]] = {n: [] for n in size.sizes}
+    facts = []
+    for number, seed in enumerate(size.seeds):
+        trainer = Trainer.from_config(started(seed, quick, work, bar))
+        for step in range(size.steps if stage == "trained" else 0):
+            train_step(trainer, step)
+        rollouts = drawn(trainer, PROMPTS_FROM, size.prompts, size.pool, POOL)
+        table = scored(trainer, rollouts)
+        facts.append({"stage": stage, "seed": seed, "steps": size.steps} | rollout_facts(rollouts, table))
+        for n in size.sizes:
+            grams[n].append(gram_of(trainer, regrouped(rollouts, n), table))
+            bar(number + 1, len(size.seeds), f"{stage}: seed {seed}, groups of {n}")
+    rows = [{"stage": stage, "size": n} | row for n in size.sizes for row in statistics_rows(grams[n])]
+    return {"rollouts": facts, "estimators": rows}
+
+
+def gram_of(trainer: Trainer, rollouts: Rollouts, table: TokenTable) -> Gram:
+    """Return the Gram matrix of every estimator on rollouts in their present groups, with proxy energies."""
+    inputs = replace(table.inputs(table.stats.energy), group=rollouts.group)
+    advantage = {(name, source_of(name)): estimate(name, inputs).advantage for name in COMPARED}
+    return prompt_gram(trainer.model, [Weighed(rollouts, advantage)])
+
+
+def source_of(name: str) -> str:
+    """Return the energy source of an estimator's label."""
+    return "proxy" if ESTIMATORS[name].reads_energy else "none"
+
+
+def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | None]:
+    """Return what matters to a baseline about a pool: success, turns, tool tokens, corr(W_T, R)."""
+    weights = weight_statistics(
+        np.where(table.mask, table.stats.energy, 0), table.mask, table.rewards.total, table.group
+    )
+    turns = np.array([len(turns) for turns in rollouts.turns])
+    spread = [np.ptp(turns[rollouts.group == g]) > 0 for g in range(len(rollouts.prompts))]
+    known_corr = weights.total_reward_corr[np.isfinite(weights.total_reward_corr)]
+    return {
+        "success": float(table.rewards.total.mean()),
+        "turns": float(turns.mean()),
+        "turns_differ": float(np.mean(spread)),
+        "policy_tokens": float(table.mask.sum(axis=1).mean()),
+        "tool_share": float(1 - table.mask.sum() / table.present.sum()),
+        "corr_median": float(np.median(known_corr)) if known_corr.size else None,
+        "corr_pooled": weights.pooled_total_reward_corr,
+    }
+
+
+def statistics_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
+    """Return a row per estimator: its statistics, and its ratios to the reference, with intervals over prompts."""
+    pairs = {p.estimator: p for p in paired_ratios(grams, REFERENCE, REFERENCE, UPDATE_PROMPTS)}
+    rows = []
+    for found in pooled_statistics(grams, REFERENCE, UPDATE_PROMPTS):
+        pair = pairs.get(found.estimator)
+        rows.append(
+            {"estimator": found.estimator, "clusters": found.n_clusters, "bias": found.relative_bias}
+            | {"rollout_equivalents": found.rollout_equivalents, "rollouts": found.n_rollouts}
+            | interval_columns("variance", found.variance_interval)
+            | interval_columns("projection", found.projection_interval)
+            | interval_columns("sf", found.sf_interval)
+            | interval_columns("efficiency", found.efficiency_interval)
+            | interval_columns("variance_ratio", None if pair is None else pair.variance)
+            | interval_columns("sf_ratio", None if pair is None else pair.sf)
+            | interval_columns("efficiency_ratio", None if pair is None else pair.efficiency)
+        )
+    return rows
+
+
+def curves(seed: int, size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[str, Any]]:
+    """Train a seed under every estimator from the same start on the same prompts; return held-out success."""
+    config = started(seed, quick, work, bar)
+    config = replace(
+        config,
+        optimize=replace(config.optimize, steps=size.train_steps),
+        evaluate=EvaluateConfig(every=max(1, size.train_steps // 4), prompts=size.heldout, samples=2),
+        checkpoint=replace(config.checkpoint, every=0),
+    )
+    rows = []
+    for name in TRAINED:
+        path = train(replace(config, root=work, run=name, estimator=EstimatorConfig(name=name)), bar)
+        found = RunStore(path).sql("SELECT step, heldout_success AS success, grad_norm FROM steps ORDER BY step")
+        norms = found["grad_norm"].to_numpy(np.float64)
+        clipped = float(np.mean(norms > config.optimize.max_grad_norm))
+        rows += [
+            {"seed": seed, "estimator": name, "step": int(row["step"]), "success": float(row["success"])}
+            | {"clip_fraction": clipped, "norm": float(norms.mean())}
+            for row in found.dropna(subset=["success"]).to_dict("records")
+        ]
+    return rows
+
+
+def report(tables: Mapping[str, Rows]) -> Findings:
+    """Say what the estimators for turns are worth on the same rollouts, and whether training shows it."""
+    rollouts, rows, points = tables["rollouts"], tables["estimators"], tables["curves"]
+    parts = [
+        "## The rollouts",
+        rollouts_table(rollouts),
+        "## The same rollouts under every estimator",
+        HOW.format(**rows[0]),
+    ]
+    for stage in distinct(rows, "stage"):
+        own = select(rows, stage=stage)
+        words = STAGES[stage].format(steps=rollouts[0]["steps"])
+        parts.append(f"### {words[0].upper()}{words[1:]}")
+        for name, title in TITLES.items():
+            parts += [title, grid(own, "estimator", "size", lambda row, name=name: interval_words(row, name), "N = {}")]
+    parts += ["## Training", TRAINING.format(seeds=len(distinct(points, "seed"))), training_table(points)]
+    return Findings(verdict(rollouts, rows, points), "\n\n".join(parts), {"efficiency.svg": figure(rows, points)})
+
+
+TITLES = {
+    "efficiency_ratio": "Efficiency over that of `rloo`: above 1 is better",
+    "efficiency": "Efficiency",
+    "variance_ratio": "Raw variance over that of `rloo`",
+    "sf_ratio": "SF over that of `rloo`: below 1 is better",
+    "projection": "Projection c",
+}
+HOW = """\
+Groups of N are disjoint parts of the same pools. Efficiency is that of an update of 16 prompts, whatever N; ∇J is
+`rloo`'s on the other prompts. Intervals are over {clusters} prompts. Energies are the forward-only proxy. Tool tokens
+are masked: they have no score, no energy and no position."""
+TRAINING = """\
+{seeds} seeds; the estimators share start, prompts and held-out prompts. The mean over evaluations after the first, and
+its difference from `rloo`'s of the same seed, have Student's interval over seeds."""
+
+
+def verdict(rollouts: Rows, rows: Rows, points: Rows) -> str:
+    """Return the answer in one line: efficiency of both estimators for turns over `rloo`, then training."""
+    smallest = min(distinct(rows, "size"))
+    said = []
+    for stage in distinct(rows, "stage"):
+        own = [
+            select(rows, stage=stage, size=smallest, estimator=name)[0]
+            for name in ("otb_turn", "otb_turn_loo", "trloo")
+        ]
+        shown = ", ".join(f"`{row['estimator']}` {interval_words(row, 'efficiency_ratio')}" for row in own)
+        success = np.mean([row["success"] for row in select(rollouts, stage=stage)])
+        said.append(f"at {share(float(success))} success {shown}")
+    gaps = [difference(points, name) for name in TRAINED if name != "rloo"]
+    trained = ", ".join(f"`{name}` {gap_words(gap)}" for name, gap in zip(TRAINED[1:], gaps, strict=True))
+    return (
+        f"efficiency over `rloo` in groups of {smallest}: {'; '.join(said)}; "
+        f"held-out success in training minus `rloo`'s, in points: {trained}."
+    )
+
+
+def rollouts_table(rollouts: Rows) -> str:
+    """Return what the pools are, seed by seed."""
+    headers = ("stage", "seed", "success", "turns", "prompts whose rollouts differ in turns", "policy tokens",
+               "tool tokens", "corr(W_T, R), median over prompts")  # fmt: skip
+    lines = []
+    for row in rollouts:
+        shares = [share(row[name]) for name in ("success", "turns_differ", "tool_share")]
+        lines.append([row["stage"], str(row["seed"]), shares[0], f"{row['turns']:.2f}", shares[1],
+                      f"{row['policy_tokens']:.1f}", shares[2], f"{known(row['corr_median']):.2f}"])  # fmt: skip
+    return markdown_table(headers, lines)
+
+
+def mean_success(points: Rows, name: str) -> dict[int, float]:
+    """Return each seed's mean held-out success over the evaluations after the first, which no update preceded."""
+    later = [row for row in select(points, estimator=name) if row["step"] > 0]
+    return {
+        seed: float(np.mean([row["success"] for row in select(later, seed=seed)])) for seed in distinct(later, "seed")
+    }
+
+
+def difference(points: Rows, name: str) -> Interval | None:
+    """Return the paired difference of mean held-out success from `rloo`'s."""
+    own, base = mean_success(points, name), mean_success(points, "rloo")
+    return seed_mean([own[seed] - base[seed] for seed in own], "held-out success minus that of rloo")
+
+
+def gap_words(found: Interval | None) -> str:
+    """Return a difference of shares in points."""
+    if found is None:
+        return "–"
+    ends = "" if found.low is None or found.high is None else f" ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
+    return f"{100 * found.estimate:+.1f}{ends}"
+
+
+def training_table(points: Rows) -> str:
+    """Return success in training, its paired difference, gradient norm and clip fraction of every estimator."""
+    lines = []
+    for name in distinct(points, "estimator"):
+        own, means = select(points, estimator=name), list(mean_success(points, name).values())
+        found = seed_mean(means, "mean held-out success", "logit")
+        ends = [float(np.mean([row["success"] for row in own if row["step"] == step])) for step in (0, own[-1]["step"])]
+        norm, clipped = (float(np.mean([row[column] for row in own])) for column in ("norm", "clip_fraction"))
+        gap = "" if name == "rloo" else gap_words(difference(points, name))
+        mean = "–" if found is None else interval_words(interval_columns("mean", found), "mean")
+        lines.append([f"`{name}`", *(share(end) for end in ends), mean, gap, f"{norm:.1f}", share(clipped)])
+    headers = ("estimator", "success before", "after", "mean", "minus `rloo`, points", "gradient norm", "steps clipped")
+    return markdown_table(headers, lines)
+
+
+def figure(rows: Rows, points: Rows) -> str:
+    """Draw efficiency over `rloo`'s by group size for each stage, and the mean learning curves."""
+    shown = ("group_mean", "trloo", "otb_turn", "otb_turn_loo", "sequence_optimal_loo")
+    panels = []
+    for stage in distinct(rows, "stage"):
+        own = select(rows, stage=stage)
+        drawn_curves = [ratio_curve(select(own, estimator=name)) for name in shown]
+        if any(math.isfinite(y) for curve in drawn_curves for y in curve.y):
+            panels.append(Panel(f"Rollouts: {stage}", "efficiency over rloo's", "N", drawn_curves, ((1.0, "rloo"),)))
+    panels.append(
+        Panel("Training", "held-out success", "step", [learning_curve(points, n) for n in TRAINED], percent=True)
+    )
+    return svg(panels)
+
+
+def ratio_curve(rows: Rows) -> Curve:
+    """Return one estimator's efficiency over `rloo`'s with its band."""
+    name = rows[0]["estimator"]
+    style = ESTIMATOR_STYLES[name]
+    y, low, high = ([known(row[f"efficiency_ratio{end}"]) for row in rows] for end in ("", "_low", "_high"))
+    return Curve([row["size"] for row in rows], y, name, low, high, style.color, dashed=style.dash != "solid")
+
+
+def learning_curve(points: Rows, name: str) -> Curve:
+    """Return one estimator's mean learning curve over seeds."""
+    own, style = select(points, estimator=name), ESTIMATOR_STYLES[name]
+    steps = sorted(distinct(own, "step"))
+    means = [float(np.mean([row["success"] for row in select(own, step=step)])) for step in steps]
+    return Curve(steps, means, name, color=style.color, dashed=style.dash != "solid")
+
+
+STUDY = Study(
+    title="Many turns",
+    question="Where the policy calls a tool and tool tokens are masked, are the estimators for turns, `otb_turn` and "
+    "`trloo`, better than the rest on the same rollouts, and in training?",
+    cells=cells(FULL, quick=False),
+    quick=cells(SMALL, quick=True),
+    measure=measure,
+    report=report,
+)
