@@ -5,7 +5,6 @@ Energies are scaled within (prompt, position) by every baseline, so correlations
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from otb_analysis.study.policies import Policy, Written, fresh_policy, trained, 
 from otb_analysis.study.words import column_words, interval_columns, number_words, rounded, span_words
 from otb_analysis.tasks.asking import draw_prompts
 from otb_analysis.training.progress import Bar
+from otb_analysis.training.resume import plain_config
 from otb_analysis.types import Float, Gram, Label
 
 MODELS = {
@@ -114,8 +114,14 @@ def cells(quick: bool) -> list[Cell]:
     sizes = {"prompts": QUICK_PROMPTS if quick else PROMPTS, "group_size": GROUP_SIZE, "share": CALIBRATION_SHARE}
     steps = {"rl_steps": 2 if quick else RL_STEPS, "rl_rate": RL_RATE, "updates": list(UPDATES)}
     return [
-        Cell(name, {"architecture": kind, "model": asdict(model), "quick": quick, **constants, **sizes, **steps})
-        for name, (kind, model) in (QUICK_MODELS if quick else MODELS).items()
+        Cell(
+            name,
+            {"architecture": kind, "quick": quick, "config": plain_config(config_of(name, quick))}
+            | constants
+            | sizes
+            | steps,
+        )
+        for name, (kind, _) in (QUICK_MODELS if quick else MODELS).items()
     ]
 
 
