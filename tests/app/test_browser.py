@@ -194,7 +194,7 @@ def test_choice_of_runs_holds_across_pages(tab, address):
     page.wait_for_selector(PLOT)
     assert page.locator("[data-testid=stSidebar] [data-baseweb=tag], [data-testid=stSidebar] .stMultiSelect").count()
     assert "run=chain-otb-s0" in page.url
-    assert page.locator(".legendtext").all_text_contents() == ["chain-otb-s0"]
+    assert page.locator(".js-plotly-plot").first.locator(".legendtext").all_text_contents() == ["chain-otb-s0"]
 
 
 def test_running_run_is_followed(tab, address, live_root, write_next_step):
