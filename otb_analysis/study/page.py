@@ -49,12 +49,12 @@ def study_page(folder: Path, study: Study, tables: Mapping[str, Rows]) -> tuple[
 
 
 def index_page(studies: Path) -> str:
-    """Return `studies/README.md`: question, verdict, command and cost of every study that has results.
+    """Return `studies/README.md`: question, verdict, command and cost of every study; of one not yet run, no verdict.
 
     Args:
         studies: The folder that holds them.
     """
-    rows = [_index_row(folder, tables) for folder in study_folders(studies) if (tables := _results(folder))]
+    rows = [_index_row(folder, _results(folder)) for folder in study_folders(studies)]
     return INDEX.format(rows="\n".join(rows))
 
 
@@ -97,6 +97,8 @@ def _minutes(minutes: float) -> str:
 
 def _index_row(folder: Path, tables: Mapping[str, Rows]) -> str:
     study = load_study(folder)
+    if not tables:
+        return f"| [{folder.name}]({folder.name}/study.py) | {study.question} | not run yet | `{command(folder)}` | – |"
     verdict = study.report(tables).verdict
     link = f"[{folder.name}]({folder.name}/README.md)"
     return f"| {link} | {study.question} | {verdict} | `{command(folder)}` | {minutes_words(tables[COST])} |"

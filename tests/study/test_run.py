@@ -10,6 +10,7 @@ from otb_analysis.study import (
     distinct,
     find_studies_folder,
     find_study,
+    index_page,
     load_study,
     read_tables,
     run_study,
@@ -47,6 +48,14 @@ def setting(tmp_path, **changes):
 
 def files(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_index_says_of_a_study_without_results_that_it_was_not_run(squares):
+    index = index_page(squares.parent)
+    assert (
+        "| [07_squares](07_squares/study.py) | How large are they? | not run yet | `otb study 07_squares` | – |"
+        in index
+    )
 
 
 def test_page_tables_figure_and_index_are_written_from_what_was_measured(squares, tmp_path):
