@@ -38,7 +38,7 @@ from otb_analysis.training.resume import plain_config
 from otb_analysis.training.warm_start import warm_started
 
 HERE = Path(__file__).parent
-SEEDS = {"chain_sum": (0, 1, 2), "calculator": (0, 1)}
+SEEDS = {"chain_sum": (0, 1, 2), "calculator": (0, 1, 2)}
 MINUTES = 20
 """What a seed may take."""
 
