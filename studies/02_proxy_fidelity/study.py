@@ -30,6 +30,7 @@ from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.gradients import group_gradient_gram, sketch_score_norms, token_score_norms
 from otb_analysis.statistics import (
+    Interval,
     fidelity,
     inclusion_probabilities,
     paired_ratios,
@@ -46,7 +47,7 @@ from otb_analysis.study.words import column_words, interval_columns, number_word
 from otb_analysis.tasks.asking import draw_prompts
 from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
-from otb_analysis.types import Float, Gram, Label
+from otb_analysis.types import Float, Gram, Int, Label
 
 MODELS = {
     "qwen3-s": ("qwen3", SmallModelConfig(layers=2, width=48, feed_forward=120)),
@@ -87,8 +88,10 @@ over all parameters of the model (`token_score_norms`).
   tokens. `sketch`: the layers above the last attention exactly, those below by {directions} random directions; what
   comes out below 0 counts as 0. `lm_head`: the exact norm of the output layer's own use, ‖e_y − π‖²·‖h‖²/τ².
 - *Within*: correlation of deviations from the mean of each (prompt, position), over the rollouts alive there, which is
-  all that a baseline sees; *pooled*: over all tokens at once. W_t is the running sum that `otb` weighs by, w_t one
-  token's energy. The 95 % intervals are over prompts (jackknife on Fisher's scale).
+  all that a baseline sees; *log*: of logarithms, over tokens at which both energies are positive; *linear*: of the
+  energies themselves, which a few large ones decide, so that it comes without an interval here
+  ([agreement.csv](results/agreement.csv) has it, and the pooled correlations). W_t is the running sum that `otb` weighs
+  by, w_t one token's energy. The 95 % intervals are over prompts (jackknife on Fisher's scale).
 - *Efficiency* is the share of an update that points along ∇J, each prompt judged by other prompts' `rloo` gradient,
   gradients exact. Ratios are paired on the same rollouts, with jackknife intervals over prompts; those at all
   temperatures are pooled ({clusters} prompts). At random init no answer is right: there is no gradient to compare."""
@@ -222,10 +225,18 @@ def agreement_rows(written: Written, energies: Mapping[str, Float]) -> list[dict
                 "of": of,
                 **interval_columns("pooled", correlation(x, y, prompt)),
                 **interval_columns("within", correlation(x, y, prompt, cells[table.mask])),
+                **interval_columns("log_within", log_correlation(x, y, prompt, cells[table.mask])),
+                "positive": float(np.mean((x > 0) & (y > 0))),
                 "spearman": agree.pooled.spearman,
                 "spearman_within": agree.within.spearman if agree.within else None,
             })  # fmt: skip
     return rows
+
+
+def log_correlation(x: Float, y: Float, prompt: Int, cell: Int) -> Interval | None:
+    """Return the correlation of log x and log y within cells, over tokens at which both are positive."""
+    both = (x > 0) & (y > 0)
+    return correlation(np.log(x[both]), np.log(y[both]), prompt[both], cell[both])
 
 
 def gram_of(policy: Policy, written: Written, energies: Mapping[str, Float]) -> Gram:
@@ -282,7 +293,7 @@ def report(tables: Mapping[str, Rows]) -> Findings:
         agreement_table(agreement, "W"),
         "## Correlation with exact w_t within (prompt, t), temperature 1",
         agreement_table(agreement, "w"),
-        "## By temperature: proxy and exact W_t within (prompt, t)",
+        "## By temperature: logarithms of the proxy's and exact W_t within (prompt, t)",
         temperature_table(agreement),
         f"## Efficiency with each source over that with exact norms, update of {middle} prompts, all temperatures",
         efficiency_table(efficiency, middle),
@@ -297,13 +308,13 @@ def verdict(agreement: Rows, efficiency: Rows, update: int) -> str:
     """Return the answer in one line: correlations of each source, and the efficiency it costs."""
     rows = select(agreement, of="W")
     followed = "; ".join(
-        f"`{source}` {span_words(_known(select(rows, source=source), 'within'))}" for source in SOURCES
+        f"`{source}` {span_words(_known(select(rows, source=source), 'log_within'))}" for source in SOURCES
     )
     kept = _pooled(efficiency, update, "otb")
     costs = "; ".join(_cost_words(source, select(kept, source=source)) for source in SOURCES)
     return (
-        f"Within (prompt, t) the correlation with exact W_t is {followed}. As weights of `otb` in updates of {update} "
-        f"prompts, efficiency over that with exact norms is {costs}; {_exact_words(kept)}."
+        f"Within (prompt, t) the correlation of log W_t with its exact value is {followed}. As weights of `otb` in "
+        f"updates of {update} prompts, efficiency over that with exact norms is {costs}; {_exact_words(kept)}."
     )
 
 
@@ -337,7 +348,7 @@ def policies_table(policies: Rows) -> str:
 
 
 def agreement_table(agreement: Rows, of: str) -> str:
-    """Return correlations within (prompt, t), the pooled ones behind a bar."""
+    """Return correlations within (prompt, t): of logarithms, and of energies behind a bar."""
     rows = []
     for row in select(agreement, of=of, temperature=1.0, source=SOURCES[0]):
         name = f"`{row['model']}`, {STAGE_WORDS[row['stage']]}"
@@ -345,18 +356,18 @@ def agreement_table(agreement: Rows, of: str) -> str:
             select(agreement, of=of, temperature=1.0, source=s, model=row["model"], stage=row["stage"])[0]
             for s in SOURCES
         ]
-        rows.append([name, *(f"{column_words(one, 'within')} \\| {number_words(one['pooled'])}" for one in every)])
-    return markdown_table(["policy", *(f"`{s}`: within \\| pooled" for s in SOURCES)], rows)
+        rows.append([name, *(f"{column_words(one, 'log_within')} \\| {number_words(one['within'])}" for one in every)])
+    return markdown_table(["policy", *(f"`{s}`: log \\| linear" for s in SOURCES)], rows)
 
 
 def temperature_table(agreement: Rows) -> str:
-    """Return the proxy's correlation within (prompt, t) at each temperature."""
+    """Return the proxy's correlation of logarithms within (prompt, t) at each temperature."""
     own = [row for row in select(agreement, of="W", source="proxy") if row["stage"] != "init"]
     temperatures, rows = sorted(distinct(own, "temperature")), []
     for model in distinct(own, "model"):
         for stage in distinct(own, "stage"):
             found = [_one(own, model=model, stage=stage, temperature=t) for t in temperatures]
-            rows.append([f"`{model}`, {STAGE_WORDS[stage]}", *(column_words(row, "within") for row in found)])
+            rows.append([f"`{model}`, {STAGE_WORDS[stage]}", *(column_words(row, "log_within") for row in found)])
     return markdown_table(["policy", *(f"temperature {t:.1f}" for t in temperatures)], rows)
 
 
@@ -396,7 +407,7 @@ def how_to_read(policies: Rows, efficiency: Rows) -> str:
 
 
 def figure(agreement: Rows, policies: Rows) -> str:
-    """Draw the correlation within (prompt, t) at temperature 1 against the size of the Qwen3-type models, by stage."""
+    """Draw the correlation of log W_t within (prompt, t) at temperature 1 against Qwen3-type sizes, by stage."""
     size = {row["model"]: row["parameters"] / 1000 for row in policies}
     panels = []
     for stage in distinct(agreement, "stage"):
@@ -405,14 +416,14 @@ def figure(agreement: Rows, policies: Rows) -> str:
             _curve(source, [row for row in rows if row["source"] == source and row["model"].startswith("qwen3")], size)
             for source in SOURCES
         ]
-        note = "correlation with exact W_t within (prompt, t)"
+        note = "correlation of log W_t with the exact one within (prompt, t)"
         panels.append(Panel(STAGE_WORDS[stage], note, "thousand parameters, Qwen3 type", curves))
     return svg(panels, columns=3)
 
 
 def _curve(source: str, rows: Rows, size: Mapping[str, float]) -> Curve:
-    low, high = ([np.nan if (x := row[f"within_{end}"]) is None else x for row in rows] for end in ("low", "high"))
-    heights = [np.nan if row["within"] is None else row["within"] for row in rows]
+    low, high = ([np.nan if (x := row[f"log_within_{end}"]) is None else x for row in rows] for end in ("low", "high"))
+    heights = [np.nan if row["log_within"] is None else row["log_within"] for row in rows]
     return Curve([size[row["model"]] for row in rows], heights, source, low, high, COLORS[source])
 
 
