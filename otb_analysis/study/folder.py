@@ -1,16 +1,18 @@
 """Where studies are, and how one is loaded: by its path, as a script is, so that the library names none of them."""
 
-import importlib.util
+import importlib
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import otb_analysis
 from otb_analysis.errors import InputError
 from otb_analysis.study.record import Study
 
-FOLDER, FILE = "studies", "study.py"
+FOLDER, FILE, PAGE = "studies", "study.py", "page.py"
 NAME = re.compile(r"(\d\d)_(\w+)")
 
 
@@ -61,25 +63,33 @@ def find_study(name: str, studies: Path) -> Path:
 
 
 def load_study(folder: Path) -> Study:
-    """Run a study's file and return its `STUDY`.
+    """Run a study's file and return its `STUDY`, with the `report` of `page.py` where there is such a file.
 
     Args:
-        folder: studies/NN_slug.
+        folder: studies/NN_slug. Its files import one another relatively: `from .study import …`.
 
     Raises:
-        InputError: The file defines no `STUDY`.
+        InputError: The file defines no `STUDY`, or `page.py` no `report`.
     """
-    path = folder / FILE
-    spec = importlib.util.spec_from_file_location(f"study_{folder.name}", path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path} cannot be loaded; pass the folder of a study.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses of a module look their own module up
-    spec.loader.exec_module(module)
-    study = getattr(module, "STUDY", None)
+    package = ModuleType(f"study_{folder.name}")
+    package.__path__ = [str(folder)]
+    for name in [name for name in sys.modules if name == package.__name__ or name.startswith(f"{package.__name__}.")]:
+        del sys.modules[name]
+    sys.modules[package.__name__] = package
+    importlib.invalidate_caches()
+    study = getattr(_module(package, FILE), "STUDY", None)
     if not isinstance(study, Study):
-        raise InputError(f"{path} defines no STUDY; assign an otb_analysis.study.Study to that name.")
-    return study
+        raise InputError(f"{folder / FILE} defines no STUDY; assign an otb_analysis.study.Study to that name.")
+    if not (folder / PAGE).is_file():
+        return study
+    report = getattr(_module(package, PAGE), "report", None)
+    if report is None:
+        raise InputError(f"{folder / PAGE} defines no report; write one from tables to otb_analysis.study.Findings.")
+    return replace(study, report=report)
+
+
+def _module(package: ModuleType, file: str) -> ModuleType:
+    return importlib.import_module(f"{package.__name__}.{Path(file).stem}")
 
 
 def _listed(folders: Sequence[Path]) -> str:

@@ -1,10 +1,11 @@
-"""What a study is: `STUDY` in `studies/NN_slug/study.py`."""
+"""What a study is: `STUDY` in `studies/NN_slug/study.py`, told by `report` in `page.py` beside it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from otb_analysis.errors import InputError
 from otb_analysis.training.progress import Bar
 
 Value = float | int | str | bool | None
@@ -47,6 +48,15 @@ class Findings:
     figures: Mapping[str, str] = field(default_factory=dict)
 
 
+def untold(tables: Mapping[str, Rows]) -> Findings:
+    """Stand in for a page that nobody wrote.
+
+    Raises:
+        InputError: Always.
+    """
+    raise InputError(f"a study of {', '.join(tables)} has no report; define it in a page.py beside its study.py.")
+
+
 @dataclass(frozen=True)
 class Study:
     """A question and how it is answered.
@@ -58,7 +68,7 @@ class Study:
         quick: The same work at constants that take less than two minutes on two cores.
         measure: (cell, empty directory of its own, progress) → rows.
         report: Tables as read from the result files → what they say. It reads nothing else, so that the page can be
-            made again from what is committed.
+            made again from what is committed. Left out where `page.py` beside `study.py` defines it.
     """
 
     title: str
@@ -66,4 +76,4 @@ class Study:
     cells: Sequence[Cell]
     quick: Sequence[Cell]
     measure: Callable[[Cell, Path, Bar], Tables]
-    report: Callable[[Mapping[str, Rows]], Findings]
+    report: Callable[[Mapping[str, Rows]], Findings] = untold

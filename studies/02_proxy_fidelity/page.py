@@ -1,0 +1,193 @@
+"""What the page of the study says: Proxy fidelity."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.study import Findings, Rows, distinct, markdown_table, select
+from otb_analysis.study.words import column_words, number_words, span_words
+
+from .study import CALIBRATION_SHARE, DIRECTIONS, ESTIMATORS, SOURCES, UPDATES
+
+STAGE_WORDS = {"init": "random init", "warm": "supervised start", "rl": "during RL"}
+COLORS: dict[str, str] = dict(zip(SOURCES, (ORANGE, AMBER, GREEN, BLUE), strict=True))
+HOW_TO_READ = """\
+Task: `chain_sum`; {prompts} prompts with {group} rollouts each, other ones at every stage and temperature; rollouts are
+sampled and scored at that temperature. *During RL* is after {steps} steps of `rloo` at temperature 1. Exact norms are
+over all parameters of the model (`token_score_norms`).
+
+- `proxy`: ‖e_y − π‖², from the forward pass. `calibrated`: c·proxy^b, fitted on exact norms of {calibration:.0%} of the
+  tokens. `sketch`: the layers above the last attention exactly, those below by {directions} random directions; what
+  comes out below 0 counts as 0. `lm_head`: the exact norm of the output layer's own use, ‖e_y − π‖²·‖h‖²/τ².
+- *Within*: correlation of deviations from the mean of each (prompt, position), over the rollouts alive there, which is
+  all that a baseline sees; *log*: of logarithms, over tokens at which both energies are positive; *linear*: of the
+  energies themselves, which a few large ones decide, so that it comes without an interval here
+  ([agreement.csv](results/agreement.csv) has it, and the pooled correlations). W_t is the running sum that `otb` weighs
+  by, w_t one token's energy. The 95 % intervals are over prompts (jackknife on Fisher's scale).
+- *Efficiency* is the share of an update that points along ∇J, each prompt judged by other prompts' `rloo` gradient,
+  gradients exact. Ratios are paired on the same rollouts, with jackknife intervals over prompts; those at all
+  temperatures are pooled ({clusters} prompts). At random init no answer is right: there is no gradient to compare."""
+
+
+def report(tables: Mapping[str, Rows]) -> Findings:
+    """Say how well each source follows exact norms, and what it costs as a weight."""
+    agreement, efficiency, policies = tables["agreement"], tables["efficiency"], tables["policies"]
+    middle = UPDATES[1]
+    body = "\n\n".join([
+        "## Policies",
+        policies_table(policies),
+        "## Correlation with exact W_t within (prompt, t), temperature 1",
+        agreement_table(agreement, "W"),
+        "## Correlation with exact w_t within (prompt, t), temperature 1",
+        agreement_table(agreement, "w"),
+        "## By temperature: logarithms of the proxy's and exact W_t within (prompt, t)",
+        temperature_table(agreement),
+        f"## Efficiency with each source over that with exact norms, update of {middle} prompts, all temperatures",
+        efficiency_table(efficiency, middle),
+        "## Efficiency over that of `rloo`, by size of the update, all temperatures",
+        updates_table(efficiency),
+        how_to_read(policies, efficiency),
+    ])  # fmt: skip
+    return Findings(verdict(agreement, efficiency, middle), body, {"within.svg": figure(agreement, policies)})
+
+
+def verdict(agreement: Rows, efficiency: Rows, update: int) -> str:
+    """Return the answer in one line: correlations of each source, and the efficiency it costs."""
+    rows = select(agreement, of="W")
+    followed = "; ".join(
+        f"`{source}` {span_words(_known(select(rows, source=source), 'log_within'))}" for source in SOURCES
+    )
+    kept = _pooled(efficiency, update, "otb")
+    costs = "; ".join(_cost_words(source, select(kept, source=source)) for source in SOURCES)
+    return (
+        f"Within (prompt, t) the correlation of log W_t with its exact value is {followed}. As weights of `otb` in "
+        f"updates of {update} prompts, efficiency over that with exact norms is {costs}; {_exact_words(kept)}."
+    )
+
+
+def _cost_words(source: str, rows: Rows) -> str:
+    found = _known(rows, "to_exact")
+    worse = sum(row["to_exact_high"] is not None and row["to_exact_high"] < 1 for row in rows)
+    better = sum(row["to_exact_low"] is not None and row["to_exact_low"] > 1 for row in rows)
+    return f"`{source}` {span_words(found)} (lower on {worse}, higher on {better} of {len(rows)})"
+
+
+def _exact_words(rows: Rows) -> str:
+    own = select(rows, source="exact")
+    better = sum(row["to_rloo_low"] is not None and row["to_rloo_low"] > 1 for row in own)
+    worse = sum(row["to_rloo_high"] is not None and row["to_rloo_high"] < 1 for row in own)
+    return (
+        f"`otb` with exact norms itself is {span_words(_known(own, 'to_rloo'))} of `rloo`'s "
+        f"(more efficient on {better}, less on {worse} of {len(own)})"
+    )
+
+
+def policies_table(policies: Rows) -> str:
+    """Return success, tokens and corr(W_T, R) of each policy at each temperature."""
+    rows = [
+        [
+            f"`{row['model']}`, {STAGE_WORDS[row['stage']]}", f"{row['parameters']:,}", f"{row['temperature']:.1f}",
+            f"{100 * row['success']:.0f} %", f"{row['tokens']:,}", number_words(row["corr"], "+.2f"),
+        ]
+        for row in policies
+    ]  # fmt: skip
+    return markdown_table(["policy", "parameters", "temperature", "right", "tokens", "corr(W_T, R)"], rows)
+
+
+def agreement_table(agreement: Rows, of: str) -> str:
+    """Return correlations within (prompt, t): of logarithms, and of energies behind a bar."""
+    rows = []
+    for row in select(agreement, of=of, temperature=1.0, source=SOURCES[0]):
+        name = f"`{row['model']}`, {STAGE_WORDS[row['stage']]}"
+        every = [
+            select(agreement, of=of, temperature=1.0, source=s, model=row["model"], stage=row["stage"])[0]
+            for s in SOURCES
+        ]
+        rows.append([name, *(f"{column_words(one, 'log_within')} \\| {number_words(one['within'])}" for one in every)])
+    return markdown_table(["policy", *(f"`{s}`: log \\| linear" for s in SOURCES)], rows)
+
+
+def temperature_table(agreement: Rows) -> str:
+    """Return the proxy's correlation of logarithms within (prompt, t) at each temperature."""
+    own = [row for row in select(agreement, of="W", source="proxy") if row["stage"] != "init"]
+    temperatures, rows = sorted(distinct(own, "temperature")), []
+    for model in distinct(own, "model"):
+        for stage in distinct(own, "stage"):
+            found = [_one(own, model=model, stage=stage, temperature=t) for t in temperatures]
+            rows.append([f"`{model}`, {STAGE_WORDS[stage]}", *(column_words(row, "log_within") for row in found)])
+    return markdown_table(["policy", *(f"temperature {t:.1f}" for t in temperatures)], rows)
+
+
+def efficiency_table(efficiency: Rows, update: int) -> str:
+    """Return what each source keeps of the efficiency that exact norms give."""
+    rows = []
+    for name in ESTIMATORS:
+        kept = _pooled(efficiency, update, name)
+        for row in select(kept, source="exact"):
+            found = [_one(kept, model=row["model"], stage=row["stage"], source=s) for s in SOURCES]
+            words = f"`{name}`, `{row['model']}`, {STAGE_WORDS[row['stage']]}"
+            rows.append([words, *(column_words(one, "to_exact", ".3f") for one in found), column_words(row, "to_rloo")])
+    return markdown_table(["estimator, policy", *(f"`{s}`" for s in SOURCES), "exact over `rloo`"], rows)
+
+
+def updates_table(efficiency: Rows) -> str:
+    """Return the efficiency of `otb` over that of `rloo` with each source at each size of update."""
+    rows = []
+    for source in ("exact", *SOURCES):
+        for first in select(_pooled(efficiency, UPDATES[0], "otb"), source=source):
+            found = [
+                _one(_pooled(efficiency, p, "otb"), model=first["model"], stage=first["stage"], source=source)
+                for p in UPDATES
+            ]
+            words = f"`{source}`, `{first['model']}`, {STAGE_WORDS[first['stage']]}"
+            rows.append([words, *(column_words(row, "to_rloo") for row in found), column_words(first, "sf_to_rloo")])
+    return markdown_table(["source, policy", *(f"{p} prompts" for p in UPDATES), "SF"], rows)
+
+
+def how_to_read(policies: Rows, efficiency: Rows) -> str:
+    """Say what the numbers are."""
+    return HOW_TO_READ.format(
+        prompts=policies[0]["prompts"], group=policies[0]["group_size"], calibration=CALIBRATION_SHARE,
+        directions=DIRECTIONS, steps=policies[0]["rl_steps"],
+        clusters=max((row["prompts"] for row in efficiency), default=0),
+    )  # fmt: skip
+
+
+def figure(agreement: Rows, policies: Rows) -> str:
+    """Draw the correlation of log W_t within (prompt, t) at temperature 1 against Qwen3-type sizes, by stage."""
+    size = {row["model"]: row["parameters"] / 1000 for row in policies}
+    panels = []
+    for stage in distinct(agreement, "stage"):
+        rows = sorted(select(agreement, of="W", stage=stage, temperature=1.0), key=lambda row: size[row["model"]])
+        curves = [
+            _curve(source, [row for row in rows if row["source"] == source and row["model"].startswith("qwen3")], size)
+            for source in SOURCES
+        ]
+        note = "correlation of log W_t with the exact one within (prompt, t)"
+        panels.append(Panel(STAGE_WORDS[stage], note, "thousand parameters, Qwen3 type", curves))
+    return svg(panels, columns=3)
+
+
+def _curve(source: str, rows: Rows, size: Mapping[str, float]) -> Curve:
+    low, high = ([np.nan if (x := row[f"log_within_{end}"]) is None else x for row in rows] for end in ("low", "high"))
+    heights = [np.nan if row["log_within"] is None else row["log_within"] for row in rows]
+    return Curve([size[row["model"]] for row in rows], heights, source, low, high, COLORS[source])
+
+
+def _pooled(efficiency: Rows, update: int, name: str) -> Rows:
+    """The rows of an estimator pooled over temperatures, or at the only one there is."""
+    own = select(efficiency, update=update, estimator=name)
+    whole = {(row["model"], row["stage"]) for row in own if row["temperature"] is None}
+    return [r for r in own if r["temperature"] is None or (r["model"], r["stage"]) not in whole]
+
+
+def _one(rows: Rows, **values: Any) -> Mapping[str, Any]:
+    found = select(rows, **values)
+    return found[0] if found else {}
+
+
+def _known(rows: Rows, name: str) -> list[float]:
+    return [row[name] for row in rows if row[name] is not None]

@@ -1,0 +1,256 @@
+"""What the page of the study says: Baselines and variance."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from otb_analysis.figures.styles import estimator_style
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.statistics import (
+    Interval,
+    log_ratio_t,
+)
+from otb_analysis.study import Findings, Rows, distinct, markdown_table, select
+from otb_analysis.study.agreement import correlation
+from otb_analysis.study.words import column_words, interval_columns, number_words, span_words
+from otb_analysis.types import Label
+
+from .study import HEAD, REGIME_SIZE, UPDATES
+
+KINDS = {"success": "success rate", "corr": "corr(W_T, R)", "spread": "length spread (sd/mean)"}
+SHOWN = ("rloo", "none", "grpo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "token_optimal")
+HOW_TO_READ = """\
+{prompts} prompts a policy, each with a pool of {pool} rollouts at temperature 1, cut into disjoint groups of N
+({shuffles} shuffles); prompts are those that a separate pilot of {pilot} rollouts answered rightly sometimes, and
+sometimes not. Qwen3-type models of {parameters:,} parameters.
+
+- *Efficiency(P)*: share of an update of P prompts that points along ∇J, ⟨m,∇J⟩²/(‖∇J‖²·(‖m‖² + V/P)); ∇J is `rloo`'s
+  gradient on *other* prompts. *Equivalents*: rollouts with which `rloo` would reach the same, for every 100 used.
+- *SF* is variance at equal progress, V/c², c the projection on ∇J. *Raw variance* is shown beside it because a baseline
+  that includes its own rollout shrinks: read c.
+- Ratios to `rloo` are paired on the same rollouts; 95 % intervals are over prompts (jackknife). “≠” marks those that
+  stand at a false-discovery rate of 5 % (Benjamini–Yekutieli) over all estimators of that policy and group size.
+- Energies: `exact` norms of all parameters' scores, or the forward-only `proxy`. B* of `position_optimal` comes from
+  the other half of the prompt's pool and is a ratio of noisy means, worst where tokens are nearly certain: what is
+  listed is what it costs to estimate B*, not B* itself. `batch_mean`, `james_stein` and the like see batches of one
+  group per prompt.
+  No critic was trained, so `value` and `tvm` are missing; `opob` is `classic_optimal` on-policy, `trloo` is `rloo` and
+  `otb_turn` is `otb` in one turn.
+- Inner products are of count sketches with {buckets:,} buckets: they add a standard error of at most {noise:.1%} to a
+  ratio of batch variances, which the intervals do not contain."""
+
+
+def report(tables: Mapping[str, Rows]) -> Findings:
+    """Say which estimators are worth it, at which group size, on which prompts."""
+    rows, policies = tables["estimators"], tables["policies"]
+    found = {
+        (p, n): _different(select(rows, policy=p, size=n))
+        for p in distinct(rows, "policy")
+        for n in distinct(rows, "size")
+    }
+    small, large = _shown_sizes(rows)
+    body = "\n\n".join([
+        "## Policies", policies_table(policies, tables["prompts"]),
+        f"## Every estimator in groups of {small}, update of {HEAD} prompts",
+        whole_table(select(rows, size=small), found),
+        f"## Every estimator in groups of {large}, update of {HEAD} prompts",
+        whole_table(select(rows, size=large), found),
+        "## Efficiency over that of `rloo` at the same group size, by size of the update", updates_table(rows),
+        f"## The same rollouts in groups of another size: efficiency at {HEAD * small:,} rollouts", budget_table(rows),
+        f"## Which prompts: variance over that of `rloo` in groups of {REGIME_SIZE}", regimes_table(tables),
+        how_to_read(policies, rows),
+    ])  # fmt: skip
+    return Findings(verdict(rows, found), body, {"sizes.svg": figure(rows)})
+
+
+def _shown_sizes(rows: Rows) -> tuple[int, int]:
+    sizes = sorted(distinct(rows, "size"))
+    return (4 if 4 in sizes else sizes[0]), (16 if 16 in sizes else sizes[-1])
+
+
+def _different(rows: Rows) -> dict[Label, float]:
+    """Labels whose efficiency differs from that of `rloo` at a false-discovery rate of 5 %, with the ratio."""
+    tested = [row for row in rows if row["p_value"] is not None]
+    if not tested:
+        return {}
+    q = stats.false_discovery_control([row["p_value"] for row in tested], method="by")
+    return {(r["estimator"], r["source"]): r[f"gain{HEAD}"] for r, x in zip(tested, q, strict=True) if x <= 0.05}
+
+
+def verdict(rows: Rows, found: Mapping[tuple[str, int], Mapping[Label, float]]) -> str:
+    """Return the answer in one line."""
+    parts = []
+    for policy in distinct(rows, "policy"):
+        for size in _shown_sizes(rows):
+            own = select(rows, policy=policy, size=size)
+            shown = [column_words(_named(own, name), f"gain{HEAD}") for name in ("otb", "otb_loo")]
+            said = f"`{policy}`, N = {size}: `otb` {shown[0]}, `otb_loo` {shown[1]}"
+            parts.append(f"{said}, {_differing(found[policy, size], len(own) - 1)}")
+    reversals = sum(_known(r, "variance") < 1 < _known(r, "sf") for r in rows)
+    compared = sum(r["variance"] is not None for r in rows)
+    return (
+        f"Efficiency over that of `rloo` in updates of {HEAD} prompts: {'; '.join(parts)}. "
+        f"Raw variance calls {reversals} of {compared} rows calmer than `rloo` that are not at equal progress."
+    )
+
+
+def _named(rows: Rows, estimator: str) -> Mapping[str, Any]:
+    """The row of an estimator, with exact energies where it takes any."""
+    return next(row for row in rows if row["estimator"] == estimator and row["source"] != "proxy")
+
+
+def _differing(found: Mapping[Label, float], tested: int) -> str:
+    """Which estimators are shown to differ from `rloo`."""
+    ways = [[label for label, gain in found.items() if (gain > 1) == better] for better in (True, False)]
+    names = [", ".join(_name(*label) for label in way) or "none" for way in ways]
+    return f"of {tested} shown better {names[0]}, worse {names[1]}"
+
+
+def policies_table(policies: Rows, prompts: Rows) -> str:
+    """Return what the pools are."""
+    rows = []
+    for row in policies:
+        own = select(prompts, policy=row["policy"])
+        ranges = [
+            span_words([x[name] for x in own if x[name] is not None])
+            for name in ("success", "corr", "length", "spread")
+        ]
+        rows.append([f"`{row['policy']}`", f"{row['tokens']:,}", *ranges, f"{row['corr']:+.2f}"])
+    heads = ["policy", "tokens", "success", "corr(W_T, R)", "length", "length sd/mean", "corr(W_T, R), pooled"]
+    return markdown_table(heads, rows)
+
+
+def whole_table(rows: Rows, found: Mapping[tuple[str, int], Mapping[Label, float]]) -> str:
+    """Return every estimator of every policy, most efficient first."""
+    out = []
+    for policy in distinct(rows, "policy"):
+        own = sorted(select(rows, policy=policy), key=lambda r: -(r[f"efficiency{HEAD}"] or 0))
+        for row in own:
+            differs = " ≠" if (row["estimator"], row["source"]) in found[policy, row["size"]] else ""
+            out.append([
+                f"`{policy}`: {_name(row['estimator'], row['source'])}", column_words(row, "efficiency"),
+                column_words(row, f"gain{HEAD}") + differs, number_words(row["equivalents"], ".0f"),
+                column_words(row, "projection"),
+                column_words(row, "sf"), column_words(row, "variance"),
+            ])  # fmt: skip
+    heads = ["estimator", "efficiency", "× `rloo`", "equivalents of 100", "c", "SF × `rloo`", "raw variance × `rloo`"]
+    return markdown_table(heads, out)
+
+
+def updates_table(rows: Rows) -> str:
+    """Return the efficiency of the chosen estimators over that of `rloo` at each size of update."""
+    out = []
+    for policy in distinct(rows, "policy"):
+        for size in _shown_sizes(rows):
+            for row in select(rows, policy=policy, size=size):
+                if row["estimator"] in SHOWN and row["source"] != "proxy" and row["estimator"] != "rloo":
+                    cells = [column_words(row, f"gain{p}") for p in UPDATES]
+                    out.append([f"`{policy}`, N = {size}: {_name(row['estimator'], row['source'])}", *cells])
+    return markdown_table(["estimator", *(f"{p:,} prompts" for p in UPDATES)], out)
+
+
+def budget_table(rows: Rows) -> str:
+    """Return the efficiency at one number of rollouts, split into more or fewer groups."""
+    small = _shown_sizes(rows)[0]
+    budget, out = HEAD * small, []
+    for policy in distinct(rows, "policy"):
+        for name in ("rloo", "otb", "otb_loo", "sequence_optimal"):
+            cells = []
+            for size in sorted(distinct(rows, "size")):
+                row = _named(select(rows, policy=policy, size=size), name)
+                cells.append(number_words(_efficiency_at(row, budget / size), ".3f"))
+            out.append([f"`{policy}`: `{name}`", *cells])
+    return markdown_table(["estimator", *(f"N = {n}" for n in sorted(distinct(rows, "size")))], out)
+
+
+def _efficiency_at(row: Mapping[str, Any], prompts: float) -> float | None:
+    """Efficiency at any P from those at two: 1/e is linear in 1/P."""
+    low, high = UPDATES[0], UPDATES[-1]
+    if not row[f"efficiency{low}"] or not row[f"efficiency{high}"]:
+        return None
+    a, b = 1 / row[f"efficiency{low}"], 1 / row[f"efficiency{high}"]
+    slope = (a - b) / (1 / low - 1 / high)
+    return 1 / (b + slope * (1 / prompts - 1 / high))
+
+
+def regimes_table(tables: Mapping[str, Rows]) -> str:
+    """Return geometric mean variance ratios in thirds of the prompts, and rank correlations with them."""
+    table, out = _regimes(tables), []
+    for name in distinct(table, "estimator"):
+        own = select(table, estimator=name)
+        for kind, words in KINDS.items():
+            thirds, said = _thirds(own, kind)
+            out.append([f"`{name}` by {words}", *thirds, said])
+    return markdown_table(["estimator", "lowest third", "middle", "highest third", "rank correlation"], out)
+
+
+def _regimes(tables: Mapping[str, Rows]) -> list[dict[str, Any]]:
+    """Per prompt and estimator: the log of the variance ratio, and what kind of prompt it is."""
+    kinds = {(row["policy"], row["prompt"]): row for row in tables["prompts"]}
+    rows = []
+    for number, row in enumerate(tables["variances"]):
+        kind = kinds[row["policy"], row["prompt"]]
+        usable = row["variance"] is not None and row["rloo"] is not None and min(row["variance"], row["rloo"]) > 0
+        if usable and all(kind[name] is not None for name in KINDS):
+            rows.append(dict(row) | {name: kind[name] for name in KINDS} | {"cluster": number})
+    return rows
+
+
+def _thirds(rows: Rows, kind: str) -> tuple[list[str], str]:
+    value = np.array([row[kind] for row in rows])
+    order = np.argsort(value, kind="stable")
+    own, reference = (np.array([row[name] for row in rows])[order] for name in ("variance", "rloo"))
+    cells = []
+    for part in np.array_split(np.arange(len(order)), 3):
+        found = log_ratio_t(own[part], reference[part], "variance")
+        ends = span_words(value[order][part].tolist())
+        cells.append(f"{_interval(found)} at {ends}")
+    ranks = [stats.rankdata(x) for x in (value, np.array([row["variance"] / row["rloo"] for row in rows]))]
+    return cells, _interval(correlation(ranks[0], ranks[1], np.arange(len(rows))), "+.2f")
+
+
+def how_to_read(policies: Rows, rows: Rows) -> str:
+    """Say what the numbers are."""
+    first = policies[0]
+    return HOW_TO_READ.format(
+        prompts=first["prompts"], pool=first["pool"], shuffles=first["shuffles"], pilot=first["pilot"],
+        parameters=first["parameters"], buckets=first["buckets"],
+        noise=max(row["sketch_noise"] for row in rows if row["sketch_noise"] is not None),
+    )  # fmt: skip
+
+
+def figure(rows: Rows) -> str:
+    """Draw efficiency, and raw variance and SF over `rloo`'s, against the group size, for each policy."""
+    panels = []
+    for policy in distinct(rows, "policy"):
+        own = [r for r in select(rows, policy=policy) if r["source"] != "proxy" and r["estimator"] in SHOWN]
+        for name, note in (
+            (f"efficiency{HEAD}", f"efficiency, {HEAD} prompts"),
+            ("sf", "SF over rloo's"),
+            ("variance", "raw variance over rloo's"),
+        ):
+            curves = [_curve(e, [r for r in own if r["estimator"] == e], name) for e in SHOWN]
+            if any(c.x for c in curves):
+                panels.append(Panel(policy, note, "log₂ of the group size N", [c for c in curves if c.x]))
+    return svg(panels, columns=3)
+
+
+def _curve(name: str, rows: Rows, column: str) -> Curve:
+    known = [row for row in rows if row[column] is not None]
+    style = estimator_style(name)
+    x = [float(np.log2(row["size"])) for row in known]
+    return Curve(x, [row[column] for row in known], name, color=style.color, dashed=style.dash != "solid")
+
+
+def _name(estimator: str, source: str) -> str:
+    return f"`{estimator}`" + (f" ({source})" if source != "none" else "")
+
+
+def _known(row: Mapping[str, Any], name: str) -> float:
+    return np.nan if row[name] is None else row[name]
+
+
+def _interval(found: Interval | None, form: str = ".2f") -> str:
+    return "–" if found is None else column_words(interval_columns("x", found), "x", form)
