@@ -1,12 +1,12 @@
 """Studies: a question, cells that can be interrupted, small committed tables, and a README that is made of them."""
 
-from otb_analysis.study.columns import grid, interval_columns, interval_curve, interval_words, known
+from otb_analysis.study.columns import grid, interval_curve, known
 from otb_analysis.study.folder import find_studies_folder, find_study, load_study, study_folders
 from otb_analysis.study.page import index_page, study_page
 from otb_analysis.study.record import Cell, Findings, Rows, Study, Tables
 from otb_analysis.study.results import distinct, read_tables, select
 from otb_analysis.study.run import Setting, run_study
-from otb_analysis.study.words import markdown_table, share, with_interval
+from otb_analysis.study.words import column_words, interval_columns, markdown_table, share, with_interval
 
 __all__ = [
     "Cell",
@@ -15,6 +15,7 @@ __all__ = [
     "Setting",
     "Study",
     "Tables",
+    "column_words",
     "distinct",
     "find_studies_folder",
     "find_study",
@@ -22,7 +23,6 @@ __all__ = [
     "index_page",
     "interval_columns",
     "interval_curve",
-    "interval_words",
     "known",
     "load_study",
     "markdown_table",

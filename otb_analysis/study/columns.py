@@ -1,42 +1,15 @@
-"""Intervals as columns of a result table, and tables as grids of a page."""
+"""Tables as grids of a page, and their columns of intervals as curves."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from otb_analysis.figures.svg import Curve
-from otb_analysis.statistics import Interval
 from otb_analysis.study.record import Rows
 from otb_analysis.study.results import distinct, select
 from otb_analysis.study.words import markdown_table
 
 Row = Mapping[str, Any]
-
-
-def interval_columns(name: str, found: Interval | None) -> dict[str, float | None]:
-    """Return an interval as the columns `name`, `name_low` and `name_high`, None where it is undefined.
-
-    Args:
-        name: Of the quantity.
-        found: Its interval, or None.
-    """
-    ends = (None, None, None) if found is None else (found.estimate, found.low, found.high)
-    return dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
-
-
-def interval_words(row: Row, name: str, digits: int = 2) -> str:
-    """Return a quantity and its interval, as in `0.41 (0.36–0.47)`; a dash where it is undefined.
-
-    Args:
-        row: Of a table with the columns of `interval_columns`.
-        name: Of the quantity.
-        digits: Behind the point.
-    """
-    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-    if value is None:
-        return "–"
-    ends = "" if low is None or high is None else f" ({low:.{digits}f}–{high:.{digits}f})"
-    return f"{value:.{digits}f}{ends}"
 
 
 def grid(rows: Rows, down: str, across: str, words: Callable[[Row], str], head: str = "{}") -> str:

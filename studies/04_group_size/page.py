@@ -9,15 +9,16 @@ from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.study import (
     Findings,
     Rows,
+    column_words,
     distinct,
     grid,
     interval_columns,
-    interval_words,
     known,
     markdown_table,
     select,
     share,
 )
+from otb_analysis.study.seeds import difference_words, final_success, later_success, paired_difference
 
 from .study import ARMS, LARGE_GROUP, SMALL_GROUP, chosen_rate, pick
 
@@ -67,7 +68,7 @@ def verdict(pool: Rows, curves: Rows) -> str:
         for name, word in (("variance", "raw variance"), ("sf", "SF"), ("efficiency", "efficiency"))
     )
     gaps = ", ".join(
-        f"{words_of(name)} {gap_words(difference(curves, name, AGAINST))}"
+        f"{words_of(name)} {difference_words(gained(curves, name), 100, 1)}"
         for name in distinct(curves, "arm")
         if name != AGAINST
     )
@@ -83,8 +84,8 @@ def pool_table(pool: Rows) -> str:
     lines = []
     for row in pool:
         head = [f"`{row['estimator']}`", str(row["size"]), str(row["update"])]
-        digits = {"variance": 3, "projection": 2, "sf": 3, "efficiency": 2}
-        lines.append([*head, *(interval_words(row, name, d) for name, d in digits.items())])
+        forms = {"variance": ".3f", "projection": ".2f", "sf": ".3f", "efficiency": ".2f"}
+        lines.append([*head, *(column_words(row, name, form) for name, form in forms.items())])
     return markdown_table(["estimator", "N", "rollouts", "raw variance", "c", "SF", "efficiency"], lines)
 
 
@@ -99,24 +100,10 @@ def sweep_table(sweep: Rows) -> str:
     return markdown_table(["arm", *(f"{rate:g}" for rate in rates), "taken"], lines)
 
 
-def per_seed(curves: Rows, name: str) -> dict[int, float]:
-    """Return each seed's mean held-out success after the first evaluation."""
-    own = [row for row in select(curves, arm=name) if row["step"] > 0]
-    return {seed: float(np.mean([row["success"] for row in select(own, seed=seed)])) for seed in distinct(own, "seed")}
-
-
-def difference(curves: Rows, name: str, against: str) -> Interval | None:
-    """Return the paired difference of two arms' mean held-out success."""
-    own, base = per_seed(curves, name), per_seed(curves, against)
-    return seed_mean([own[seed] - base[seed] for seed in own], f"held-out success minus that of {against}")
-
-
-def gap_words(found: Interval | None) -> str:
-    """Return a difference of shares in points."""
-    if found is None:
-        return "–"
-    ends = "" if found.low is None or found.high is None else f" ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
-    return f"{100 * found.estimate:+.1f}{ends}"
+def gained(curves: Rows, name: str) -> Interval | None:
+    """Return the paired difference of an arm's mean held-out success from that of the large mean groups."""
+    own, base = (later_success(select(curves, arm=arm)) for arm in (name, AGAINST))
+    return paired_difference(own, base, f"held-out success minus that of {AGAINST}")
 
 
 def training_table(curves: Rows) -> str:
@@ -125,12 +112,12 @@ def training_table(curves: Rows) -> str:
     for name in distinct(curves, "arm"):
         own = select(curves, arm=name)
         last = max(row["step"] for row in own)
-        mean = seed_mean(list(per_seed(curves, name).values()), "mean held-out success", "logit")
-        final = seed_mean([row["success"] for row in own if row["step"] == last], "final held-out success", "logit")
-        gap = "" if name == AGAINST else gap_words(difference(curves, name, AGAINST))
+        mean = seed_mean(list(later_success(own).values()), "mean held-out success", "logit")
+        final = seed_mean(final_success(own), "final held-out success", "logit")
+        gap = "" if name == AGAINST else difference_words(gained(curves, name), 100, 1)
         facts = {key: float(np.mean([row[key] for row in own])) for key in ("rate", "grad_norm", "clipped")}
         lines.append([
-            words_of(name), *(interval_words(interval_columns("x", found), "x") for found in (mean, final)), gap,
+            words_of(name), *(column_words(interval_columns("x", found), "x") for found in (mean, final)), gap,
             f"{facts['rate']:.2g}", str(last + 1), f"{facts['grad_norm']:.1f}", share(facts["clipped"]),
         ])  # fmt: skip
     headers = ["arm", "mean success", "at the end", f"mean minus {words_of(AGAINST)}, points", "learning rate",

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from otb_analysis.config import (
-    ChainSumConfig,
     CriticConfig,
     EstimatorConfig,
     EvaluateConfig,
@@ -21,7 +20,6 @@ from otb_analysis.config import (
     SampleConfig,
     SmallModelConfig,
     TrainConfig,
-    WarmStartConfig,
 )
 from otb_analysis.config.measuring import MeasureConfig, Schedule
 from otb_analysis.estimators import estimate
@@ -38,11 +36,11 @@ from otb_analysis.study import (
     select,
 )
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, regrouped, scored
+from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.setup import Trainer
-from otb_analysis.training.warm_start import warm_started
 from otb_analysis.types import Gram
 
 
@@ -116,8 +114,6 @@ CONFIG = TrainConfig(
     critic=CriticConfig(enabled=False),
     measure=MeasureConfig(exact=Schedule()),
 )
-QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
-QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
 
 
 def base_config(seed: int, quick: bool) -> TrainConfig:
@@ -188,12 +184,6 @@ def projection_of(pool: Rows) -> float:
     return 1.0 if found is None else float(np.clip(found, 0.1, 1.0))
 
 
-def started(seed: int, quick: bool, work: Path, bar: Bar) -> TrainConfig:
-    """Return a seed's configuration with its supervised start, which all cells of the study share."""
-    config = base_config(seed, quick)
-    return replace(config, model=str(warm_started(config, bar, work.parent / "warm")))
-
-
 def swept(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path, Bar]) -> dict[str, Any]:
     """Return an arm's mean held-out success at one learning rate."""
     curve = trained(name, rate, seed, size, how)
@@ -204,7 +194,7 @@ def swept(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path, 
 def trained(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path, Bar]) -> list[dict[str, Any]]:
     """Train an arm from the seed's start; return held-out success by rollouts and tokens sampled so far."""
     quick, work, bar = how
-    config = arm_config(ARMS[name], rate, size, started(seed, quick, work, bar))
+    config = arm_config(ARMS[name], rate, size, started(base_config(seed, quick), work, bar))
     path = train(replace(config, root=work, run=f"{name}-{rate:g}-{seed}"), bar)
     query = "SELECT step, heldout_success AS success, n_tokens, n_rollouts, grad_norm, clipped FROM steps ORDER BY step"
     steps = RunStore(path).sql(query)
@@ -223,7 +213,7 @@ def pool_tables(size: Size, quick: bool, work: Path, bar: Bar) -> Tables:
     """Return the statistics of small and large groups on the same rollouts, at updates of 64 and of 512 rollouts."""
     grams: dict[int, list[Gram]] = {SMALL_GROUP: [], LARGE_GROUP: []}
     for number, seed in enumerate(size.pool_seeds):
-        trainer = Trainer.from_config(started(seed, quick, work, bar))
+        trainer = Trainer.from_config(started(base_config(seed, quick), work, bar))
         rollouts = drawn(trainer, PROMPTS_FROM, size.pool_prompts, size.pool, POOL)
         table = scored(trainer, rollouts)
         for n, found in grams.items():

@@ -11,13 +11,14 @@ from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.study import (
     Findings,
     Rows,
+    column_words,
     distinct,
     interval_columns,
-    interval_words,
     markdown_table,
     select,
     share,
 )
+from otb_analysis.study.seeds import difference_words, paired_difference
 
 from .study import AGAINST, ARMS
 
@@ -56,7 +57,7 @@ are of Σ|share| of the step's tokens, but for noise, the part of ‖ḡ‖² th
 def c_words(projection: Rows) -> str:
     """Return the projection of `otb` with its interval."""
     (row,) = select(projection, estimator="otb")
-    return interval_words(row, "projection")
+    return column_words(row, "projection")
 
 
 def survived(runs: Rows, name: str) -> dict[int, float]:
@@ -68,7 +69,7 @@ def survived(runs: Rows, name: str) -> dict[int, float]:
 def longer(runs: Rows, name: str) -> Interval | None:
     """Return by how many steps an arm outlasts `rloo`, seed by seed."""
     own, base = survived(runs, name), survived(runs, AGAINST)
-    return seed_mean([own[seed] - base[seed] for seed in own], "steps survived beyond rloo")
+    return paired_difference(own, base, "steps survived beyond rloo")
 
 
 def verdict(runs: Rows, detectors: Rows) -> str:
@@ -77,7 +78,7 @@ def verdict(runs: Rows, detectors: Rows) -> str:
     count = {name: sum(row["collapse"] is not None for row in select(runs, arm=name)) for name in arms}
     seeds = len(distinct(runs, "seed"))
     counted = ", ".join(f"`{name}` {count[name]}" for name in arms)
-    gained = ", ".join(f"`{name}` {steps_words(longer(runs, name))}" for name in arms if name != AGAINST)
+    gained = ", ".join(f"`{name}` {difference_words(longer(runs, name))}" for name in arms if name != AGAINST)
     leads = {name: lead_of(runs, detectors, name) for name in DETECTORS if name != CONDITION}
     called = {name: lead for name, lead in leads.items() if lead}
     said = f"of {seeds} runs collapsed: {counted}; steps survived beyond `rloo`'s: {gained}"
@@ -91,27 +92,19 @@ def verdict(runs: Rows, detectors: Rows) -> str:
     )
 
 
-def steps_words(found: Interval | None) -> str:
-    """Return a difference in steps with its interval."""
-    if found is None:
-        return "–"
-    ends = "" if found.low is None or found.high is None else f" ({found.low:+.0f} to {found.high:+.0f})"
-    return f"{found.estimate:+.0f}{ends}"
-
-
 def survival_table(runs: Rows) -> str:
     """Return how often and when each arm collapsed, and how its steps were clipped until then."""
     lines = []
     for name in distinct(runs, "arm"):
         own = select(runs, arm=name)
         lasted = seed_mean(list(survived(runs, name).values()), "steps survived")
-        gap = "" if name == AGAINST else steps_words(longer(runs, name))
+        gap = "" if name == AGAINST else difference_words(longer(runs, name))
         mean = {
             key: float(np.mean([row[key] for row in own])) for key in ("clip_fraction", "grad_norm", "best", "last")
         }
         lines.append([
             f"`{name}`", f"{sum(row['collapse'] is not None for row in own)} of {len(own)}",
-            interval_words(interval_columns("x", lasted), "x", 0), gap, share(mean["best"]), share(mean["last"]),
+            column_words(interval_columns("x", lasted), "x", ".0f"), gap, share(mean["best"]), share(mean["last"]),
             f"{own[0]['rate']:.2g}", share(mean["clip_fraction"]), f"{mean['grad_norm']:.1f}",
         ])  # fmt: skip
     headers = ["arm", "collapsed", "steps survived", "beyond `rloo`", "best reward", "at the end", "learning rate",

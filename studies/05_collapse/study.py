@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from otb_analysis.config import (
-    ChainSumConfig,
     CriticConfig,
     EstimatorConfig,
     EvaluateConfig,
@@ -41,11 +40,11 @@ from otb_analysis.study import (
     select,
 )
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
+from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.setup import Trainer
-from otb_analysis.training.warm_start import warm_started
 from otb_analysis.types import Float
 
 ARMS = {
@@ -91,8 +90,6 @@ CONFIG = TrainConfig(
     critic=CriticConfig(enabled=False),
     evaluate=EvaluateConfig(every=0),
 )
-QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
-QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
 QUICK_RATE = 5e-2
 
 
@@ -133,7 +130,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     if cell.name == "projection":
         return {"projection": projection_rows(size, quick, work, bar)}
     name, seed = str(cell.settings["arm"]), int(str(cell.settings["seed"]))
-    config = started(seed, size, quick, work, bar)
+    config = started(config_of(seed, size, quick), work, bar)
     if name == "scaled":
         shorter = config.optimize.learning_rate * projection_of(cell.given["projection"])
         config = replace(config, optimize=replace(config.optimize, learning_rate=shorter))
@@ -142,17 +139,11 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     return run_tables({"arm": name, "seed": seed}, config.optimize.learning_rate, store)
 
 
-def started(seed: int, size: Size, quick: bool, work: Path, bar: Bar) -> TrainConfig:
-    """Return a seed's configuration with its supervised start, which all cells of the study share."""
-    config = config_of(seed, size, quick)
-    return replace(config, model=str(warm_started(config, bar, work.parent / "warm")))
-
-
 def projection_rows(size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[str, Any]]:
     """Return the projection of `otb` on groups of 8 of the supervised starts' rollouts, with its interval."""
     grams = []
     for seed in size.pool_seeds:
-        trainer = Trainer.from_config(started(seed, size, quick, work, bar))
+        trainer = Trainer.from_config(started(config_of(seed, size, quick), work, bar))
         rollouts = drawn(trainer, PROMPTS_FROM, size.pool_prompts, CONFIG.sample.group_size, POOL)
         table = scored(trainer, rollouts)
         inputs = table.inputs(table.stats.energy)

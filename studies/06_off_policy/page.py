@@ -9,10 +9,10 @@ from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.study import (
     Findings,
     Rows,
+    column_words,
     distinct,
     grid,
     interval_curve,
-    interval_words,
     known,
     markdown_table,
     select,
@@ -36,8 +36,8 @@ def report(tables: Mapping[str, Rows]) -> Findings:
         rows = select(exact, drift=drift)
         parts.append(f"### Sampler {WORDS[drift]}: {rows[0]['policies']} policies")
         for budget in BUDGETS:
-            parts += [f"Efficiency of {budget} rollouts", exact_grid(rows, f"efficiency_{budget}", 2)]
-        parts += ["Bias of the mean, ‖m − ∇J‖/‖∇J‖", exact_grid(rows, "bias", 3)]
+            parts += [f"Efficiency of {budget} rollouts", exact_grid(rows, f"efficiency_{budget}", ".2f")]
+        parts += ["Bias of the mean, ‖m − ∇J‖/‖∇J‖", exact_grid(rows, "bias", ".3f")]
     parts += ["### Clips", TOUCHED_NOTE, touched_grid(select(exact, drift="behind"))]
     parts += ["## A trained model", SAMPLED_NOTE.format(**sampled[0])]
     for kind in distinct(levels, "kind"):
@@ -100,9 +100,9 @@ def trained(kind: str, levels: Rows, sampled: Rows) -> str:
     return f"on a trained model {level['lag']} updates {what} ({apart}): {shown}"
 
 
-def exact_grid(rows: Rows, name: str, digits: int) -> str:
+def exact_grid(rows: Rows, name: str, form: str) -> str:
     """Return a quantity of every ratio at every divergence, with its interval."""
-    return grid(rows, "ratio", "divergence", lambda row: interval_words(row, name, digits), "{} nats")
+    return grid(rows, "ratio", "divergence", lambda row: column_words(row, name, form), "{} nats")
 
 
 def touched_grid(rows: Rows) -> str:
@@ -112,7 +112,7 @@ def touched_grid(rows: Rows) -> str:
 
 def sampled_grid(rows: Rows, name: str) -> str:
     """Return a quantity of every ratio at every lag, with its interval over prompts."""
-    return grid(rows, "ratio", "lag", lambda row: interval_words(row, name), "{} updates")
+    return grid(rows, "ratio", "lag", lambda row: column_words(row, name), "{} updates")
 
 
 def levels_table(levels: Rows) -> str:

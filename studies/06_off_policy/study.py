@@ -13,14 +13,12 @@ import numpy as np
 import torch
 
 from otb_analysis.config import (
-    ChainSumConfig,
     EvaluateConfig,
     ObjectiveConfig,
     OptimizeConfig,
     SampleConfig,
     SmallModelConfig,
     TrainConfig,
-    WarmStartConfig,
 )
 from otb_analysis.config.measuring import MeasureConfig, Schedule
 from otb_analysis.enumeration import Tree, TreeSpec, random_tree
@@ -41,12 +39,12 @@ from otb_analysis.study import (
     interval_columns,
 )
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
+from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.setup import Trainer
 from otb_analysis.training.table import TokenTable, token_ratio
-from otb_analysis.training.warm_start import warm_started
 from otb_analysis.types import Float, Gram
 
 SPEC = TreeSpec(vocabulary=3, horizon=4, shared=8, end_token=True)
@@ -91,8 +89,6 @@ CONFIG = TrainConfig(
     measure=MeasureConfig(exact=Schedule()),
     evaluate=EvaluateConfig(every=0),
 )
-QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
-QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
 
 
 def config_of(kind: str, seed: int, quick: bool) -> TrainConfig:
@@ -189,9 +185,8 @@ def sampled_tables(kind: str, size: Size, quick: bool, work: Path, bar: Bar) -> 
     grams: dict[int, list[Gram]] = {}
     facts: dict[int, list[dict[str, float]]] = {}
     for seed in size.seeds:
-        config = config_of(kind, seed, quick)
-        start = warm_started(config, bar, work.parent / "warm")  # both kinds begin at the same supervised start
-        trainer = Trainer.from_config(replace(config, model=str(start)))
+        # both kinds begin at the same supervised start
+        trainer = Trainer.from_config(started(config_of(kind, seed, quick), work, bar))
         source = reused if kind == "reused" else stale
         for lag, rollouts in source(trainer, size):
             fresh = drawn(trainer, PROMPTS_FROM, size.prompts, size.truth_group, FRESH)

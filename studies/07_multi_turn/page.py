@@ -11,15 +11,16 @@ from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.study import (
     Findings,
     Rows,
+    column_words,
     distinct,
     grid,
     interval_columns,
-    interval_words,
     known,
     markdown_table,
     select,
     share,
 )
+from otb_analysis.study.seeds import difference_words, later_success, paired_difference
 
 from .study import STAGES, TRAINED
 
@@ -38,7 +39,7 @@ def report(tables: Mapping[str, Rows]) -> Findings:
         words = STAGES[stage].format(steps=rollouts[0]["steps"])
         parts.append(f"### {words[0].upper()}{words[1:]}")
         for name, title in TITLES.items():
-            parts += [title, grid(own, "estimator", "size", lambda row, name=name: interval_words(row, name), "N = {}")]
+            parts += [title, grid(own, "estimator", "size", lambda row, name=name: column_words(row, name), "N = {}")]
     parts += ["## Training", TRAINING.format(seeds=len(distinct(points, "seed"))), training_table(points)]
     return Findings(verdict(rollouts, rows, points), "\n\n".join(parts), {"efficiency.svg": figure(rows, points)})
 
@@ -68,11 +69,13 @@ def verdict(rollouts: Rows, rows: Rows, points: Rows) -> str:
             select(rows, stage=stage, size=smallest, estimator=name)[0]
             for name in ("otb_turn", "otb_turn_loo", "trloo")
         ]
-        shown = ", ".join(f"`{row['estimator']}` {interval_words(row, 'efficiency_ratio')}" for row in own)
+        shown = ", ".join(f"`{row['estimator']}` {column_words(row, 'efficiency_ratio')}" for row in own)
         success = np.mean([row["success"] for row in select(rollouts, stage=stage)])
         said.append(f"at {share(float(success))} success {shown}")
-    gaps = [difference(points, name) for name in TRAINED if name != "rloo"]
-    trained = ", ".join(f"`{name}` {gap_words(gap)}" for name, gap in zip(TRAINED[1:], gaps, strict=True))
+    gaps = [gained(points, name) for name in TRAINED if name != "rloo"]
+    trained = ", ".join(
+        f"`{name}` {difference_words(gap, 100, 1)}" for name, gap in zip(TRAINED[1:], gaps, strict=True)
+    )
     return (
         f"efficiency over `rloo` in groups of {smallest}: {'; '.join(said)}; "
         f"held-out success in training minus `rloo`'s, in points: {trained}."
@@ -91,38 +94,22 @@ def rollouts_table(rollouts: Rows) -> str:
     return markdown_table(headers, lines)
 
 
-def mean_success(points: Rows, name: str) -> dict[int, float]:
-    """Return each seed's mean held-out success over the evaluations after the first, which no update preceded."""
-    later = [row for row in select(points, estimator=name) if row["step"] > 0]
-    return {
-        seed: float(np.mean([row["success"] for row in select(later, seed=seed)])) for seed in distinct(later, "seed")
-    }
-
-
-def difference(points: Rows, name: str) -> Interval | None:
+def gained(points: Rows, name: str) -> Interval | None:
     """Return the paired difference of mean held-out success from `rloo`'s."""
-    own, base = mean_success(points, name), mean_success(points, "rloo")
-    return seed_mean([own[seed] - base[seed] for seed in own], "held-out success minus that of rloo")
-
-
-def gap_words(found: Interval | None) -> str:
-    """Return a difference of shares in points."""
-    if found is None:
-        return "–"
-    ends = "" if found.low is None or found.high is None else f" ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
-    return f"{100 * found.estimate:+.1f}{ends}"
+    own, base = (later_success(select(points, estimator=estimator)) for estimator in (name, "rloo"))
+    return paired_difference(own, base, "held-out success minus that of rloo")
 
 
 def training_table(points: Rows) -> str:
     """Return success in training, its paired difference, gradient norm and clip fraction of every estimator."""
     lines = []
     for name in distinct(points, "estimator"):
-        own, means = select(points, estimator=name), list(mean_success(points, name).values())
+        own, means = select(points, estimator=name), list(later_success(select(points, estimator=name)).values())
         found = seed_mean(means, "mean held-out success", "logit")
         ends = [float(np.mean([row["success"] for row in own if row["step"] == step])) for step in (0, own[-1]["step"])]
         norm, clipped = (float(np.mean([row[column] for row in own])) for column in ("norm", "clip_fraction"))
-        gap = "" if name == "rloo" else gap_words(difference(points, name))
-        mean = "–" if found is None else interval_words(interval_columns("mean", found), "mean")
+        gap = "" if name == "rloo" else difference_words(gained(points, name), 100, 1)
+        mean = "–" if found is None else column_words(interval_columns("mean", found), "mean")
         lines.append([f"`{name}`", *(share(end) for end in ends), mean, gap, f"{norm:.1f}", share(clipped)])
     headers = ("estimator", "success before", "after", "mean", "minus `rloo`, points", "gradient norm", "steps clipped")
     return markdown_table(headers, lines)

@@ -21,7 +21,6 @@ from otb_analysis.config import (
     SampleConfig,
     SmallModelConfig,
     TrainConfig,
-    WarmStartConfig,
 )
 from otb_analysis.config.measuring import MeasureConfig, Schedule
 from otb_analysis.estimators import ESTIMATORS, estimate
@@ -35,12 +34,12 @@ from otb_analysis.study import (
     interval_columns,
 )
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, regrouped, scored
+from otb_analysis.study.seeds import QUICK_START, started
 from otb_analysis.training.loop import train, train_step
 from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.setup import Trainer
 from otb_analysis.training.table import TokenTable
-from otb_analysis.training.warm_start import warm_started
 from otb_analysis.types import Gram
 
 COMPARED = (
@@ -87,7 +86,6 @@ CONFIG = TrainConfig(
     evaluate=EvaluateConfig(every=0),
 )
 QUICK_TASK = CalculatorConfig(operations_min=1, operations_max=1, largest=9)
-QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
 
 
 def config_of(seed: int, quick: bool) -> TrainConfig:
@@ -117,18 +115,12 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     return pool_tables(cell.name.removeprefix("pool-"), size, quick, work, bar)
 
 
-def started(seed: int, quick: bool, work: Path, bar: Bar) -> TrainConfig:
-    """Return a seed's configuration with its supervised start, which all cells of the study share."""
-    config = config_of(seed, quick)
-    return replace(config, model=str(warm_started(config, bar, work.parent / "warm")))
-
-
 def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Tables:
     """Return statistics of every estimator at every group size over all seeds' prompts, and what the rollouts are."""
     grams: dict[int, list[Gram]] = {n: [] for n in size.sizes}
     facts = []
     for number, seed in enumerate(size.seeds):
-        trainer = Trainer.from_config(started(seed, quick, work, bar))
+        trainer = Trainer.from_config(started(config_of(seed, quick), work, bar))
         for step in range(size.steps if stage == "trained" else 0):
             train_step(trainer, step)
         rollouts = drawn(trainer, PROMPTS_FROM, size.prompts, size.pool, POOL)
@@ -194,7 +186,7 @@ def statistics_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
 
 def curves(seed: int, size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[str, Any]]:
     """Train a seed under every estimator from the same start on the same prompts; return held-out success."""
-    config = started(seed, quick, work, bar)
+    config = started(config_of(seed, quick), work, bar)
     config = replace(
         config,
         optimize=replace(config.optimize, steps=size.train_steps),

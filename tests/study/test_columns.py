@@ -1,7 +1,7 @@
 import math
 
 from otb_analysis.statistics import Interval
-from otb_analysis.study import grid, interval_columns, interval_curve, interval_words, known
+from otb_analysis.study import column_words, grid, interval_columns, interval_curve, known
 
 FOUND = Interval(0.412, 0.361, 0.468, 20, "a share", "a method")
 
@@ -9,13 +9,13 @@ FOUND = Interval(0.412, 0.361, 0.468, 20, "a share", "a method")
 def test_an_interval_is_three_columns_and_reads_back_in_words():
     row = interval_columns("efficiency", FOUND)
     assert row == {"efficiency": 0.412, "efficiency_low": 0.361, "efficiency_high": 0.468}
-    assert interval_words(row, "efficiency") == "0.41 (0.36–0.47)"
+    assert column_words(row, "efficiency") == "0.41 (0.36–0.47)"
 
 
 def test_what_is_undefined_is_a_dash_and_a_point_stands_alone():
-    assert interval_words(interval_columns("sf", None), "sf") == "–"
+    assert column_words(interval_columns("sf", None), "sf") == "–"
     point = Interval(1.5, None, None, 3, "", "")
-    assert interval_words(interval_columns("sf", point), "sf", digits=1) == "1.5"
+    assert column_words(interval_columns("sf", point), "sf", form=".1f") == "1.5"
 
 
 def test_a_grid_keeps_the_order_of_its_rows_and_leaves_missing_pairs_empty():
