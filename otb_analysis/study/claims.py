@@ -58,9 +58,9 @@ def claims_verdict(claims: Sequence[Claim], facts: Mapping[int, str]) -> str:
     whole = [fact for fact in facts if all(c.everywhere for c in claims if c.fact == fact)]
     part = [fact for fact in facts if fact not in whole]
     held = f"{sum(c.everywhere for c in claims)} of {len(claims)} claims hold on every case"
-    listed = "; ".join(f"{c.short}: {c.verdict}" for c in claims if c.short and not c.everywhere)
-    rest = f"; {_numbers(part)} in part ({listed})" if part else ""
-    return f"{held}. {_numbers(whole)} hold{'s' * (len(whole) == 1)}{rest}."
+    listed = "".join(f"; {c.short}: {c.verdict}" for c in claims if c.short and not c.everywhere)
+    rest = f", {_numbers(part).lower()} in part" if part else ""
+    return f"{_numbers(whole)} hold{'s' * (len(whole) == 1)}{rest}: {held}{listed}."
 
 
 def facts_table(claims: Sequence[Claim], facts: Mapping[int, str]) -> str:

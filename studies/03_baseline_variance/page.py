@@ -81,17 +81,18 @@ def _different(rows: Rows) -> dict[Label, float]:
 
 def verdict(rows: Rows, found: Mapping[tuple[str, int], Mapping[Label, float]]) -> str:
     """Return the answer in one line."""
-    parts = []
-    for policy in distinct(rows, "policy"):
-        for size in _shown_sizes(rows):
-            own = select(rows, policy=policy, size=size)
-            shown = [column_words(_named(own, name), f"gain{HEAD}") for name in ("otb", "otb_loo")]
-            said = f"`{policy}`, N = {size}: `otb` {shown[0]}, `otb_loo` {shown[1]}"
-            parts.append(f"{said}, {_differing(found[policy, size], len(own) - 1)}")
+    policies, sizes = distinct(rows, "policy"), _shown_sizes(rows)
+    shown = [select(rows, policy=policy, size=size) for policy in policies for size in sizes]
+    ranges = "; ".join(
+        f"`{name}` {span_words([x for own in shown if (x := _named(own, name)[f'gain{HEAD}']) is not None])} of it"
+        for name in ("otb", "otb_loo")
+    )
+    where = f"(N = {' and '.join(map(str, sizes))}, {', '.join(f'`{policy}`' for policy in policies)})"
+    seen = {key: gains for key, gains in found.items() if key[1] in sizes}
     reversals = sum(_known(r, "variance") < 1 < _known(r, "sf") for r in rows)
     compared = sum(r["variance"] is not None for r in rows)
     return (
-        f"Efficiency over that of `rloo` in updates of {HEAD} prompts: {'; '.join(parts)}. "
+        f"{_differing(seen)} efficient than `rloo` in updates of {HEAD} prompts {where}: {ranges}. "
         f"Raw variance calls {reversals} of {compared} rows calmer than `rloo` that are not at equal progress."
     )
 
@@ -101,11 +102,15 @@ def _named(rows: Rows, estimator: str) -> Mapping[str, Any]:
     return next(row for row in rows if row["estimator"] == estimator and row["source"] != "proxy")
 
 
-def _differing(found: Mapping[Label, float], tested: int) -> str:
-    """Which estimators are shown to differ from `rloo`."""
-    ways = [[label for label, gain in found.items() if (gain > 1) == better] for better in (True, False)]
-    names = [", ".join(_name(*label) for label in way) or "none" for way in ways]
-    return f"of {tested} shown better {names[0]}, worse {names[1]}"
+def _differing(found: Mapping[tuple[str, int], Mapping[Label, float]]) -> str:
+    """Which estimators are shown to differ from `rloo`, and where."""
+    said = [
+        f"{', '.join(names)} {word} (`{policy}`, N = {size})"
+        for (policy, size), gains in found.items()
+        for word, better in (("more", True), ("less", False))
+        if (names := [_name(*label) for label, gain in gains.items() if (gain > 1) == better])
+    ]
+    return f"Shown: {'; '.join(said)}" if said else "No estimator is shown more or less"
 
 
 def policies_table(policies: Rows, prompts: Rows) -> str:

@@ -17,9 +17,9 @@ def test_a_claim_says_on_how_many_cases_it_holds():
 
 def test_the_verdict_names_facts_that_hold_and_the_claims_that_do_not():
     assert claims_verdict(CLAIMS, FACTS) == (
-        "2 of 4 claims hold on every case. Fact 1 holds; Facts 2, 3 in part (some do: on 10 % (4–21) of 60)."
+        "Fact 1 holds, facts 2, 3 in part: 2 of 4 claims hold on every case; some do: on 10 % (4–21) of 60."
     )
-    assert claims_verdict(CLAIMS[:1], {1: "One"}) == "1 of 1 claims hold on every case. Fact 1 holds."
+    assert claims_verdict(CLAIMS[:1], {1: "One"}) == "Fact 1 holds: 1 of 1 claims hold on every case."
 
 
 def test_a_fact_holds_where_all_of_its_claims_do():
