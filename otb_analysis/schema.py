@@ -157,6 +157,8 @@ STEPS = (
     Column("tracker_gaps", "BIGINT", "", "Trackers that did not take this step; null without trackers."),
     Column("seconds_sample", "DOUBLE", "s", "Time spent generating."),
     Column("seconds_update", "DOUBLE", "s", "Time spent on forward, backward and the optimiser."),
+    Column("seconds_forward", "DOUBLE", "s", "Time spent on the statistics of the level forward."),
+    Column("seconds_estimate", "DOUBLE", "s", "Time spent on rewards, the token table, baselines and advantages."),
     Column("seconds_measure", "DOUBLE", "s", "Time spent on scheduled measurements."),
     Column("seconds_evaluate", "DOUBLE", "s", "Time spent on held-out prompts."),
     Column("seconds_store", "DOUBLE", "s", "Time spent writing the step before this one."),

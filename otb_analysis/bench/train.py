@@ -1,14 +1,16 @@
 """Tokens per second of sampling and updating beside TRL's GRPOTrainer, and what every measurement adds to a step.
 
 Both train the same model on the same prompts, group by group, with one AdamW update per batch and no filter on what is
-drawn; they take turns, one step each. Ours is timed with everything it does in a phase: prompts, decoding and rewards
-belong to `sample`, statistics, advantages and the token table to `update`. Of TRL only generation is called sampling
-and only loss, backward pass and optimizer update; what it does in between counts for neither.
+drawn; they take turns, one step each, their phases timed apart. `sampling` is generation (ours with prompts and texts),
+`update` is one forward pass that keeps its graph, loss, backward pass, clipping and optimizer; all that lies between
+and behind them, rewards, statistics, advantages, rows and scalars of the record, has a row of its own for each, and
+so has the whole step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -44,6 +46,7 @@ SCRIPT = Path(__file__).with_name("trl_train_peer.py")
 REPEATS, SCORINGS, MEMORY_STEPS = {"M": 3}, {"small": 9, "M": 3}, {"small": 3, "M": 1}
 """Steps at most; repetitions of one scoring, of which statistics are a small part; steps of the memory."""
 FREE = "level forward and store"
+BOTH = PHASES[2]
 MOST_ADDED, LEAST_FASTER = 0.05, 1.5
 """Aims: share of a step that is always measured and stored, and tokens per second over TRL's."""
 HEADERS = ("model", "what", "seconds", "tokens/s", "median", "× TRL", "medians", "% of step", "MiB")
@@ -132,7 +135,7 @@ def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Itera
                 turns[name].append(_rival_turn(rival))
     memory = {} if bench.quick else _memory(model, config, bench.trl_python)
     yield from _phase_rows(model, turns, memory)
-    yield from _level_rows(model, config, bench, ours, min(outside), min(t.sample + t.update for t in turns[OURS]))
+    yield from _level_rows(model, config, bench, ours, min(outside), min(turn.whole for turn in turns[OURS]))
 
 
 def _spec(config: TrainConfig, repeats: int, clock: str, memory: bool = False) -> dict[str, object]:
@@ -155,7 +158,7 @@ def _spec(config: TrainConfig, repeats: int, clock: str, memory: bool = False) -
 
 def _rival_turn(rival: Peer) -> Turn:
     said = rival.answer()
-    return Turn(said["sample"], said["update"], said["tokens"])
+    return Turn(said["sample"], said["update"], said["seconds"], said["tokens"])
 
 
 def _memory(model: str, config: TrainConfig, trl_python: Path | None) -> dict[str, int | None]:
@@ -177,7 +180,7 @@ def _middle(values: Sequence[int | None]) -> int | None:
 def _phase_rows(model: str, turns: Mapping[str, list[Turn]], memory: Mapping[str, int | None]) -> Iterator[TrainRow]:
     for phase in PHASES:
         rates = {name: [turn.rate(phase) for turn in own] for name, own in turns.items()}
-        whole = phase == PHASES[-1]
+        whole = phase == BOTH
         for name, own in rates.items():
             best, middle = max(own), median(own)
             rival = rates.get(TRL)
@@ -190,13 +193,13 @@ def _phase_rows(model: str, turns: Mapping[str, list[Turn]], memory: Mapping[str
 
 
 def _level_rows(
-    model: str, config: TrainConfig, bench: TrainBenchConfig, ours: Steps, outside: float, phases: float
+    model: str, config: TrainConfig, bench: TrainBenchConfig, ours: Steps, outside: float, whole: float
 ) -> Iterator[TrainRow]:
     """What statistics, store and levels add to a step; of a step without any of it."""
     found = _forward_and_store(config, bench, ours)
     forward = max(0.0, found["forward"].minimum - found["score"].minimum)
     store = outside + found["store"].minimum
-    step, tokens = phases - forward, int(ours.tables.steps["n_tokens"])  # pyright: ignore[reportArgumentType]
+    step, tokens = whole - outside - forward, int(ours.tables.steps["n_tokens"])  # pyright: ignore[reportArgumentType]
     added = {"level forward": forward, "store": store, FREE: forward + store}
     for what, seconds in added.items():
         rate = None if what == FREE or seconds <= 0 else tokens / seconds
@@ -213,10 +216,11 @@ def _forward_and_store(config: TrainConfig, bench: TrainBenchConfig, ours: Steps
     prompts = draw_prompts(trainer.task, "train", 0, config.sample.prompts)
     rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample)
     writer = RunWriter.create(config.root, config.run_name, {}, if_exists="replace")
+    steps = count()  # a step that is written again costs its removal, which no step of a run does
     runs: dict[str, Callable[[], object]] = {
-        "forward": lambda: policy.forward(rollouts, keep_graph=True),
+        "forward": lambda: policy.forward(rollouts, True, trainer.wanted()),
         "score": lambda: [policy.score(rollouts, rows) for rows in policy.micro_batches(rollouts)],
-        "store": lambda: writer.write_step(0, ours.tables),
+        "store": lambda: writer.write_step(next(steps), ours.tables),
     }
     candidates = {name: timed(run, clock=ours.clock) for name, run in runs.items()}
     return interleaved(candidates, 1 if bench.quick else SCORINGS[config.run])
@@ -255,11 +259,15 @@ def _notes(config: TrainBenchConfig, rows: Sequence[TrainRow]) -> list[str]:
         f"at its initial weights, {large.prompts} × {large.group_size} of {large.max_new_tokens}. Temperature 1, no "
         "filter, float32, one AdamW update of all parameters per batch; TRL's batch is one of its device batches.",
         "`tokens/s`: sampled tokens over the phase's time, best step; `median`: the median step; `× TRL`, `medians`: "
-        "over TRL's. Ours counts prompts, decoding and rewards as sampling, statistics and advantages as update; of "
-        f"{TRL} generation alone is sampling, loss, backward pass and optimizer alone are update.",
+        "over TRL's. The phases are timed apart. Sampling is generation: ours also draws and encodes the prompts and "
+        "decodes the texts, TRL's does not. Update is, of both, one forward pass with its graph, loss, backward pass, "
+        f"clipping and AdamW; TRL's pass also takes entropies. `{PHASES[3]}` is everything else in a step: ours "
+        "rewards, statistics of the level `forward`, token table, advantages, rows and scalars of the record, not "
+        "its writing; TRL's encoding and decoding, rewards, advantages and its trainer's own bookkeeping. `whole step` is the sum.",
         "`seconds`: what a measurement adds to a step at which it is due, and `tokens/s` how many tokens it measures "
-        "in that time; `% of step`: over the best step without it; levels that choose groups take two. `MiB`: peak "
-        "extra memory of one step, median.",
+        "in that time; `% of step`: over the best whole step without record and statistics; `level forward`: a scoring "
+        "of the batch with its statistics less one without; `store`: rows and scalars, and writing one new step; "
+        "levels that choose groups take two. `MiB`: peak extra memory of one step, median.",
         *_reaches(rows),
         "Not measured on a GPU.",
     ]
@@ -281,7 +289,7 @@ def _reaches(rows: Sequence[TrainRow]) -> Iterator[str]:
     if share is not None:
         verdict = "reached" if share <= MOST_ADDED else "missed"
         yield f"At most {MOST_ADDED:.0%} of a step of `small` for {FREE}: {verdict}, {share:.1%}."
-    ours, rival = found[f"{PHASES[-1]}, {OURS}"], found[f"{PHASES[-1]}, {TRL}"]
+    ours, rival = found[f"{BOTH}, {OURS}"], found[f"{BOTH}, {TRL}"]
     if ours.to_trl is not None and ours.to_trl_median is not None:
         verdict = "reached" if min(ours.to_trl, ours.to_trl_median) >= LEAST_FASTER else "missed"
         yield (

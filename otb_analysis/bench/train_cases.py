@@ -27,7 +27,7 @@ from otb_analysis.training.loop import train_step
 from otb_analysis.training.setup import Trainer
 from otb_analysis.training.warm_start import warm_started
 
-PHASES = ("sampling", "update", "sampling + update")
+PHASES = ("sampling", "update", "sampling + update", "rewards, statistics, advantages", "whole step")
 LEARNING_RATE = 1e-6
 """So small that the policy, and with it the length of what it writes, stays what it was."""
 QUICK = SampleConfig(prompts=3, group_size=4, max_new_tokens=8)
@@ -45,18 +45,21 @@ class Turn:
 
     Attributes:
         sample: Seconds of sampling.
-        update: Seconds of the update.
+        update: Seconds of the update: forward pass, loss, backward pass, optimizer.
+        whole: Seconds of the whole step, all that lies between the two and after them included.
         tokens: Sampled tokens.
     """
 
     sample: float
     update: float
+    whole: float
     tokens: int
 
     def rate(self, phase: str) -> float:
         """Return the tokens per second of a phase of `PHASES`."""
-        seconds = {"sampling": self.sample, "update": self.update}.get(phase, self.sample + self.update)
-        return self.tokens / seconds
+        both = self.sample + self.update
+        seconds = (self.sample, self.update, both, self.whole - both, self.whole)
+        return self.tokens / seconds[PHASES.index(phase)]
 
 
 def plain_config(model: str, folder: Path) -> TrainConfig:
@@ -118,6 +121,7 @@ class Steps:
 
     Attributes:
         outside: Seconds of the last step that belong to no phase: its rows and scalars.
+        statistics: Seconds of the last step's statistics of the level `forward`.
         measured: Seconds of the last step's measurements.
     """
 
@@ -125,7 +129,7 @@ class Steps:
         model, tokenizer = load_policy(config.model)
         self.trainer = Trainer(config, model, tokenizer, make_task(config))
         self.trainer.clock = self.clock = clock
-        self.step, self.outside, self.measured = 0, 0.0, 0.0
+        self.step, self.outside, self.measured, self.statistics = 0, 0.0, 0.0, 0.0
 
     def turn(self) -> Turn:
         """Take one step."""
@@ -134,6 +138,8 @@ class Steps:
         seconds = self.clock() - start
         self.step += 1
         scalars: Mapping[str, Any] = self.tables.steps
-        spent = {phase: float(scalars[f"seconds_{phase}"]) for phase in ("sample", "update", "measure")}
-        self.measured, self.outside = spent["measure"], seconds - sum(spent.values())
-        return Turn(spent["sample"], spent["update"], int(scalars["n_tokens"]))
+        phases = ("sample", "update", "forward", "estimate", "measure")
+        spent = {phase: float(scalars[f"seconds_{phase}"]) for phase in phases}
+        self.measured, self.statistics = spent["measure"], spent["forward"]
+        self.outside = seconds - sum(spent.values())
+        return Turn(spent["sample"], spent["update"], seconds, int(scalars["n_tokens"]))

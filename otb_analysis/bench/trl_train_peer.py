@@ -2,7 +2,7 @@
 
 Started by `bench.peer`: one JSON argument, one line of facts, then one line of seconds for every line on the input.
 The phases: `sample` is its generation alone, `update` is all that follows the scoring of a batch (loss, backward pass,
-clipping, optimizer); rewards, decoding and padding between them count for neither.
+clipping, optimizer); rewards, decoding and padding between them count for neither, `seconds` is the whole step.
 """
 
 import ctypes

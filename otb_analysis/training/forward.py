@@ -1,7 +1,7 @@
 """Forward passes over rollouts: log-probabilities with their graph, and everything the level `forward` measures."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -13,6 +13,7 @@ from otb_analysis.errors import NonFiniteError
 from otb_analysis.logit_stats import logit_stats
 from otb_analysis.models import output_layer
 from otb_analysis.sampling import Rollouts
+from otb_analysis.training.prompts import Prompts
 from otb_analysis.types import Int, LogitStats
 
 
@@ -66,7 +67,8 @@ class ForwardPass:
     Attributes:
         logprob: log π(y_t) in nats [N, T], float32, with its graph if memory held the whole batch; zero outside the
             mask.
-        hidden: Final hidden state that predicts y_t [N, T, d], detached; zero outside the mask.
+        hidden: Final hidden state that predicts y_t [N, T, d], detached; zero outside the mask; d is 0 where nobody
+            asked for it.
         mask: True at policy tokens [N, T], on the model's device.
         stats: Statistics of the distributions [N, T], zero outside the mask.
     """
@@ -81,7 +83,7 @@ class ForwardPass:
         """Put passes over parts of `rollouts` together, `rows` being the rollouts of each."""
         stats = [{f.name: getattr(part.stats, f.name) for f in fields(LogitStats)} for part in parts]
         width, back = rollouts.completion_columns().shape[1], np.argsort(np.concatenate(rows))
-        whole = {name: np.concatenate([_widened(s[name], width) for s in stats])[back] for name in stats[0]}
+        whole = {name: _filled([s[name] for s in stats], rows, (len(back), width)) for name in stats[0]}
         tensors = ([getattr(p, name) for p in parts] for name in ("logprob", "hidden", "mask"))
         logprob, hidden, mask = (stacked(t, width)[torch.as_tensor(back, device=t[0].device)] for t in tensors)
         return cls(logprob, hidden, mask, LogitStats(**whole))
@@ -93,7 +95,26 @@ def stacked(parts: Sequence[Tensor], width: int) -> Tensor:
     return torch.cat([torch.cat([x, x.new_zeros(len(x), width - x.shape[1], *rest)], dim=1) for x in parts])
 
 
-def forward_pass(model: PreTrainedModel, rollouts: Rollouts, temperature: float) -> ForwardPass:
+@dataclass(frozen=True)
+class Wanted:
+    """What a forward pass gives besides log-probabilities and statistics.
+
+    Attributes:
+        hidden: True for the final hidden states.
+        timed: Context in which the statistics are computed, for whoever times them apart.
+    """
+
+    hidden: bool = True
+    timed: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+def forward_pass(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    temperature: float,
+    prompts: Prompts | None = None,
+    wanted: Wanted | None = None,
+) -> ForwardPass:
     """Score every completion token once, with every statistic of the level `forward`.
 
     Prompts start at column 0 and padding is on the right, so that the model's own positions are
@@ -103,19 +124,30 @@ def forward_pass(model: PreTrainedModel, rollouts: Rollouts, temperature: float)
         model: The policy.
         rollouts: N rollouts.
         temperature: τ of the policy softmax(logits / τ).
+        prompts: Their prompts, where the model has read them already.
+        wanted: What else it gives; hidden states by default.
 
     Raises:
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
     """
+    wanted = wanted or Wanted()
     view = _View.of(rollouts, model.device)
-    logits, hidden = view.policy_tokens(model)
+    logits, hidden = view.policy_tokens(model, prompts)
     targets = view.targets[view.mask]
     logprob = _log_pi(logits, temperature).gather(-1, targets[:, None])[:, 0]
-    stats = _stats(logits.detach(), hidden, targets, view.mask, temperature)
-    return ForwardPass(view.placed(logprob), view.placed(hidden), view.mask, stats)
+    with wanted.timed():
+        stats = _stats(logits.detach(), hidden, targets, view.mask, temperature)
+        kept = view.placed(hidden if wanted.hidden else hidden[:, :0])
+    return ForwardPass(view.placed(logprob), kept, view.mask, stats)
 
 
-def score(model: PreTrainedModel, rollouts: Rollouts, temperature: float, entropy: bool = False) -> Scored:
+def score(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    temperature: float,
+    entropy: bool = False,
+    prompts: Prompts | None = None,
+) -> Scored:
     """Score every completion token without the statistics, as an update needs it.
 
     Args:
@@ -123,12 +155,13 @@ def score(model: PreTrainedModel, rollouts: Rollouts, temperature: float, entrop
         rollouts: N rollouts.
         temperature: τ of the policy softmax(logits / τ).
         entropy: Also the entropies, with their graph.
+        prompts: Their prompts, where the model has read them already.
 
     Raises:
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
     """
     view = _View.of(rollouts, model.device)
-    log_pi = _log_pi(view.policy_tokens(model)[0], temperature)
+    log_pi = _log_pi(view.policy_tokens(model, prompts)[0], temperature)
     logprob = log_pi.gather(-1, view.targets[view.mask][:, None])[:, 0]
     own = -(log_pi.exp() * log_pi).sum(-1) if entropy else None
     return Scored(view.placed(logprob), view.mask, None if own is None else view.placed(own))
@@ -156,6 +189,7 @@ class _View:
     ids: Tensor
     attention: Tensor
     mask: Tensor
+    present: Tensor
     targets: Tensor
     before: Tensor
 
@@ -172,16 +206,23 @@ class _View:
             )
         )
         before = (columns - 1).clamp(min=0)[..., None]
-        return cls(ids, attention.long(), mask.gather(1, columns) & present, ids.gather(1, columns), before)
+        return cls(ids, attention.long(), mask.gather(1, columns) & present, present, ids.gather(1, columns), before)
 
-    def policy_tokens(self, model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    def policy_tokens(self, model: PreTrainedModel, prompts: Prompts | None) -> tuple[Tensor, Tensor]:
         """Logits [K, V] and detached final hidden states [K, d] before each of the K policy tokens.
 
         The output layer sees only these: no logits of prompts, tool tokens or padding are ever made.
         """
         row, token = self.mask.nonzero(as_tuple=True)
-        with _chosen(model, row, self.before[row, token, 0]) as seen:
-            logits = model(input_ids=self.ids, attention_mask=self.attention, use_cache=False).logits[0]
+        if prompts is None:
+            inputs = {"input_ids": self.ids, "attention_mask": self.attention, "use_cache": False}
+            column = self.before[row, token, 0]
+            choice = _chosen(model, lambda hidden: hidden[row, column])
+        else:
+            inputs = prompts.inputs(self.targets[:, :-1], self.present[:, :-1])
+            choice = _chosen(model, lambda hidden: prompts.predicting(hidden, row, token))
+        with choice as seen:
+            logits = model(**inputs).logits[0]
         bad = ~logits.detach().isfinite().all(-1)
         if bool(bad.any()):
             first = int(bad.nonzero()[0])
@@ -199,8 +240,12 @@ def _log_pi(logits: Tensor, temperature: float) -> Tensor:
     return (scaled if temperature == 1 else scaled / temperature).log_softmax(-1)
 
 
-def _widened(x: np.ndarray, width: int) -> np.ndarray:
-    return np.pad(x, ((0, 0), (0, width - x.shape[1])))
+def _filled(parts: Sequence[np.ndarray], rows: Sequence[Int], shape: tuple[int, int]) -> np.ndarray:
+    """Numbers [n, T'] of some rows each as one array [N, T], zero beyond their columns."""
+    out = np.zeros(shape)
+    for part, index in zip(parts, rows, strict=True):
+        out[index, : part.shape[1]] = part
+    return out
 
 
 def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temperature: float) -> LogitStats:
@@ -218,22 +263,22 @@ def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temper
         entropy=placed(found.entropy),
         sum_pi_sq=placed(found.sum_pi_sq),
         energy=placed(found.energy),
-        hidden_norm_sq=placed(hidden.double().square().sum(-1).cpu().numpy()),
+        hidden_norm_sq=placed(hidden.float().square().sum(-1, dtype=torch.float64).cpu().numpy()),
         pi_variance=placed(found.pi_variance),
         logprob_variance=placed(found.logprob_variance),
     )
 
 
 @contextmanager
-def _chosen(model: PreTrainedModel, row: Tensor, column: Tensor) -> Iterator[list[Tensor]]:
-    """Let the output layer see only some positions, as one row; collect what it sees, detached.
+def _chosen(model: PreTrainedModel, choice: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
+    """Let the output layer see only some states [K, d], as one row; collect what it sees, detached.
 
     What enters the output layer is the final hidden state, whatever the architecture calls it.
     """
     seen: list[Tensor] = []
 
     def choose(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden = inputs[0][row, column]
+        hidden = choice(inputs[0])
         seen.append(hidden.detach())
         return (hidden[None], *inputs[1:])
 

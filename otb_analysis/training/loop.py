@@ -110,10 +110,13 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         group = processes.share(np.repeat(np.arange(len(prompts)), config.sample.group_size))
         with policy.sampling():
             own = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample, group)
+    with trainer.timed("estimate"):
         paid = pay(trainer.task, own)
     with trainer.timed("update"):
-        forward = policy.forward(own, keep_graph=trainer.one_update)
-        whole = Share(own, paid, forward.stats, policy.reference_logprob(own)).gathered(processes)
+        forward = policy.forward(own, trainer.one_update, trainer.wanted())
+        own_reference = policy.reference_logprob(own)
+    with trainer.timed("estimate"):
+        whole = Share(own, paid, forward.stats, own_reference).gathered(processes)
         rollouts, rewards, reference = whole.rollouts, whole.rewards, whole.reference
         forward = replace(forward, stats=whole.stats)
         table = trainer.table(rollouts, forward, rewards, reference)
@@ -121,7 +124,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         instrument, groups = trainer.instrument, np.arange(len(prompts))
         norms = shared_norms(instrument, processes, rollouts, groups) if trainer.trains_on_exact else None
         measurement = processes.from_first(lambda: instrument.measure(step, rollouts, table, norms))
-    with trainer.timed("update"):
+    with trainer.timed("estimate"):
         inputs = table.inputs(table.stats.energy if config.estimator.energy == "proxy" else None)
         if norms is not None:
             inputs = table.inputs(norms.grad_norm_sq, norms.rollout_norm_sq)

@@ -18,14 +18,15 @@ from otb_analysis.config import LoraConfig, ObjectiveConfig, OptimizeConfig, Tra
 from otb_analysis.errors import InputError
 from otb_analysis.models import output_layer
 from otb_analysis.sampling import Rollouts
-from otb_analysis.training.forward import ForwardPass, NonFiniteScore, Scored, forward_pass, score, stacked
+from otb_analysis.training.forward import ForwardPass, NonFiniteScore, Scored, Wanted, forward_pass, score, stacked
 from otb_analysis.training.processes import ALONE, Processes
+from otb_analysis.training.prompts import Prompts, follows, read_prompts
 from otb_analysis.training.sharding import gathered, shard
 from otb_analysis.types import Float, Int
 
 POSITIONS, LOGIT_BYTES = 1 << 14, 1 << 30
 """What may be held at once by default: padded positions, and bytes of float32 logits."""
-SHORT = 1 << 10
+SHORT = 1 << 11
 """Padded positions of one pass on a CPU: activations of more leave its cache before they are read again."""
 
 
@@ -50,6 +51,7 @@ class Policy:
             _refuse_dropout(model)
             model.activation_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
+        self._shares = not (processes.sharded or self._checkpointing) and follows(model)
         self._reference = _frozen_copy(model, self.adapter, config.objective)
         for held in (model, self._reference) if processes.sharded else ():
             if held is not None:
@@ -73,25 +75,30 @@ class Policy:
         """Return the context in which every process holds all weights; each enters it at the same time."""
         return gathered(self.model) if self.processes.sharded else nullcontext()
 
-    def forward(self, rollouts: Rollouts, keep_graph: bool) -> ForwardPass:
+    def forward(self, rollouts: Rollouts, keep_graph: bool, wanted: Wanted | None = None) -> ForwardPass:
         """Score a batch once with every statistic of the level `forward`.
 
         Args:
             rollouts: N rollouts.
             keep_graph: Keep the graph of the log-probabilities where memory holds the whole batch, so that a first
                 update needs no second pass.
+            wanted: What else the pass gives; hidden states by default.
         """
+        wanted = wanted or Wanted()
         parts = self.micro_batches(rollouts)
         passes_made = self.passes(len(parts))
         keeps = keep_graph and passes_made == 1
-        passes = [rows[own] for rows in parts for own in self._cut(rollouts.take(rows))]
-        found = []
+        passes, found = [], []
         with self.arithmetic(), self._recomputing() if keeps else torch.no_grad():
-            for rows in passes:
-                with _numbered(rows):
-                    found.append(forward_pass(self.model, rollouts.take(rows), self.temperature))
+            for rows in parts:
+                part = rollouts.take(rows)
+                for own, prompts in self._cut(self.model, part):
+                    with _numbered(rows[own]):
+                        found.append(forward_pass(self.model, part.take(own), self.temperature, prompts, wanted))
+                    passes.append(rows[own])
         self.idle(rollouts, passes_made - len(parts), self.model)
-        return ForwardPass.concatenate(found, rollouts, passes)
+        with wanted.timed():
+            return ForwardPass.concatenate(found, rollouts, passes)
 
     def score(self, rollouts: Rollouts, rows: Int, entropy: bool = False) -> Scored:
         """Score some rollouts that fit into memory, with the graph.
@@ -136,18 +143,25 @@ class Policy:
         size = self.settings.micro_batch or max(1, fits)
         return [index[start : start + size] for start in range(0, len(index), size)]
 
-    def _cut(self, rollouts: Rollouts) -> list[Int]:
-        """Cut what fits into memory into passes; over sharded weights every process makes one."""
-        return [np.arange(len(rollouts.group))] if self.processes.sharded else short_passes(rollouts, self.model.device)
+    def _cut(self, model: PreTrainedModel, rollouts: Rollouts) -> Iterator[tuple[Int, Prompts | None]]:
+        """Cut what fits into memory into passes, prompts read before; over sharded weights every process makes one."""
+        if self.processes.sharded:
+            yield np.arange(len(rollouts.group)), None
+            return
+        prompts = read_prompts(model, rollouts) if self._shares else None
+        length = rollouts.attention_mask.sum(axis=1) if prompts is None else rollouts.completion_length
+        for rows in short_passes(length, model.device):
+            yield rows, None if prompts is None else prompts.take(rows)
 
     def _scored(self, model: PreTrainedModel, rollouts: Rollouts, rows: Int, entropy: bool = False) -> Scored:
         """Score some rollouts that fit into memory under a model."""
         part = rollouts.take(rows)
-        passes, found = self._cut(part), []
+        passes, found = [], []
         with self.arithmetic():
-            for own in passes:
+            for own, prompts in self._cut(model, part):
                 with _numbered(rows[own]):
-                    found.append(score(model, part.take(own), self.temperature, entropy))
+                    found.append(score(model, part.take(own), self.temperature, entropy, prompts))
+                passes.append(own)
         return Scored.concatenate(found, part, passes)
 
     def save(self, path: Path, parameters: dict[str, Tensor] | None = None) -> None:
@@ -176,27 +190,38 @@ class Policy:
             self.model.eval()
 
 
-def short_passes(rollouts: Rollouts, device: torch.device) -> list[Int]:
+def short_passes(length: Int, device: torch.device) -> list[Int]:
     """Cut a batch into passes of rollouts of like length: little padding, and activations that stay in a CPU's cache.
 
-    A GPU takes the batch as it is.
+    As few as `SHORT` allows, and the largest as small as that leaves it: a pass costs something however small it is. A
+    GPU takes the batch as it is.
 
     Args:
-        rollouts: N rollouts.
+        length: Positions of each rollout that are run [N].
         device: Where they are scored.
 
     Returns:
         Indices of the rollouts of each pass, shortest first; together each of 0 … N − 1 once.
     """
-    length = rollouts.attention_mask.sum(axis=1)
     if device.type != "cpu":
         return [np.arange(len(length))]
-    passes: list[list[int]] = [[]]
-    for row in np.argsort(length, kind="stable").tolist():
-        if passes[-1] and (len(passes[-1]) + 1) * length[row] > SHORT:
-            passes.append([])
-        passes[-1].append(row)
-    return [np.array(rows) for rows in passes]
+    order = np.argsort(length, kind="stable")
+    low, high = 0, SHORT
+    fewest = len(_passes(length, order, high))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_passes(length, order, middle)) == fewest else (middle, high)
+    return _passes(length, order, high)
+
+
+def _passes(length: Int, order: Int, most: int) -> list[Int]:
+    """Fill one pass after the other, in a given order, with `most` padded positions, or a single rollout of more."""
+    cuts, first = [], 0
+    for i, positions in enumerate(length[order].tolist()):
+        if i > first and (i + 1 - first) * positions > most:
+            cuts.append(i)
+            first = i
+    return np.split(order, cuts)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from otb_analysis.training.check import check
 from otb_analysis.training.critic import make_critic
 from otb_analysis.training.critic_nets import CriticBatch
 from otb_analysis.training.critic_targets import critic_target, explained_variance
-from otb_analysis.training.forward import ForwardPass
+from otb_analysis.training.forward import ForwardPass, Wanted
 from otb_analysis.training.measure import Instrument
 from otb_analysis.training.objective import Objective, TokenBatch
 from otb_analysis.training.optimizer import Stepper
@@ -103,12 +103,17 @@ class Trainer:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to a phase."""
-        start = self.clock()
+        """Add the time of a block to a phase; phases timed inside it count for themselves alone."""
+        start, before = self.clock(), sum(self.seconds.values())
         try:
             yield
         finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self.clock() - start
+            inside = sum(self.seconds.values()) - before
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self.clock() - start - inside
+
+    def wanted(self) -> Wanted:
+        """Return what the pass before an update gives: hidden states for a critic, its statistics timed apart."""
+        return Wanted(hidden=self.critic is not None, timed=lambda: self.timed("forward"))
 
     def take_seconds(self) -> dict[str, float]:
         """Return the phases timed since the last call, as columns of `steps`, and start again."""

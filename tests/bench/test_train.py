@@ -14,28 +14,32 @@ from otb_analysis.errors import InputError
 
 
 def test_rate_of_a_phase_is_tokens_over_its_own_time():
-    # 120 tokens in 2 s of sampling and 4 s of update: 60, 30 and 20 a second.
-    assert [Turn(2.0, 4.0, 120).rate(phase) for phase in PHASES] == [60, 30, 20]
+    # 120 tokens in 2 s of sampling, 4 s of update and 2 s of all the rest: 60, 30, 20, 60 and 15 a second.
+    assert [Turn(2.0, 4.0, 8.0, 120).rate(phase) for phase in PHASES] == [60, 30, 20, 60, 15]
 
 
 def test_ratios_compare_best_with_best_and_median_with_median():
     turns = {
-        train.OURS: [Turn(1.0, 1.0, 100), Turn(1.0, 1.0, 50), Turn(2.0, 1.0, 60)],  # sampling: 100, 50, 30
-        train.TRL: [Turn(2.0, 1.0, 80), Turn(2.0, 1.0, 50), Turn(4.0, 1.0, 40)],  # 40, 25, 10
+        train.OURS: [
+            Turn(1.0, 1.0, 9.0, 100),
+            Turn(1.0, 1.0, 9.0, 50),
+            Turn(2.0, 1.0, 9.0, 60),
+        ],  # sampling: 100, 50, 30
+        train.TRL: [Turn(2.0, 1.0, 9.0, 80), Turn(2.0, 1.0, 9.0, 50), Turn(4.0, 1.0, 9.0, 40)],  # 40, 25, 10
     }
     rows = {row.what: row for row in train._phase_rows("small", turns, {train.OURS: 10, train.TRL: 20})}
     ours = rows[f"sampling, {train.OURS}"]
     assert (ours.rate, ours.rate_median, ours.to_trl, ours.to_trl_median) == (100, 50, 2.5, 2.0)
     assert rows[f"sampling, {train.TRL}"].to_trl == 1
     assert ours.memory is None
-    assert rows[f"sampling + update, {train.TRL}"].memory == 20
+    assert rows[f"{train.BOTH}, {train.TRL}"].memory == 20
 
 
 def test_notes_say_what_was_reached_and_what_was_missed():
     rows = [
         TrainRow("small", train.FREE, 0.06, share=0.06),
-        TrainRow("small", f"{PHASES[-1]}, {train.OURS}", to_trl=1.7, to_trl_median=1.6, memory=90),
-        TrainRow("small", f"{PHASES[-1]}, {train.TRL}", to_trl=1.0, to_trl_median=1.0, memory=100),
+        TrainRow("small", f"{train.BOTH}, {train.OURS}", to_trl=1.7, to_trl_median=1.6, memory=90),
+        TrainRow("small", f"{train.BOTH}, {train.TRL}", to_trl=1.0, to_trl_median=1.0, memory=100),
     ]
     share, faster, memory = train._reaches(rows)
     assert "5% of a step" in share

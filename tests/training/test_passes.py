@@ -23,21 +23,29 @@ def rollouts(trainer):
 
 def test_passes_hold_every_rollout_once_and_no_more_positions_than_allowed(rollouts, monkeypatch):
     monkeypatch.setattr(module, "SHORT", 40)
-    passes = short_passes(rollouts, CPU)
+    length = rollouts.attention_mask.sum(axis=1)
+    passes = short_passes(length, CPU)
     assert len(passes) > 1
     assert sorted(np.concatenate(passes).tolist()) == list(range(12))
-    length = rollouts.attention_mask.sum(axis=1)
     assert all(len(rows) * length[rows].max() <= 40 for rows in passes)
     assert (np.diff(length[np.concatenate(passes)]) >= 0).all()
 
 
 def test_a_rollout_longer_than_a_pass_has_one_of_its_own(rollouts, monkeypatch):
     monkeypatch.setattr(module, "SHORT", 1)
-    assert [len(rows) for rows in short_passes(rollouts, CPU)] == [1] * 12
+    assert [len(rows) for rows in short_passes(rollouts.attention_mask.sum(axis=1), CPU)] == [1] * 12
+
+
+def test_passes_are_as_few_as_allowed_and_the_largest_as_small_as_that_leaves_it(monkeypatch):
+    # In order 2 2 2 2 3 4 with at most 10 positions: 4·2 = 8, then 2·4 = 8.
+    monkeypatch.setattr(module, "SHORT", 10)
+    assert [rows.tolist() for rows in short_passes(np.array([4, 2, 2, 3, 2, 2]), CPU)] == [[1, 2, 4, 5], [3, 0]]
+    # 1 2 2 2 2 2: five of 2 fill a pass of 10, and the last stands alone; cut in the middle, 6 and 6 positions.
+    assert [rows.tolist() for rows in short_passes(np.array([1, 2, 2, 2, 2, 2]), CPU)] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_gpu_takes_the_batch_as_it_is(rollouts):
-    (rows,) = short_passes(rollouts, torch.device("cuda"))
+    (rows,) = short_passes(rollouts.attention_mask.sum(axis=1), torch.device("cuda"))
     assert rows.tolist() == list(range(12))
 
 
