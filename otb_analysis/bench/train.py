@@ -263,7 +263,8 @@ def _notes(config: TrainBenchConfig, rows: Sequence[TrainRow]) -> list[str]:
         "decodes the texts, TRL's does not. Update is, of both, one forward pass with its graph, loss, backward pass, "
         f"clipping and AdamW; TRL's pass also takes entropies. `{PHASES[3]}` is everything else in a step: ours "
         "rewards, statistics of the level `forward`, token table, advantages, rows and scalars of the record, not "
-        "its writing; TRL's encoding and decoding, rewards, advantages and its trainer's own bookkeeping. `whole step` is the sum.",
+        "its writing; TRL's encoding and decoding, rewards, advantages and its trainer's bookkeeping. "
+        "`whole step` is the sum.",
         "`seconds`: what a measurement adds to a step at which it is due, and `tokens/s` how many tokens it measures "
         "in that time; `% of step`: over the best whole step without record and statistics; `level forward`: a scoring "
         "of the batch with its statistics less one without; `store`: rows and scalars, and writing one new step; "
