@@ -36,15 +36,14 @@ from otb_analysis.bench.train_cases import (
     plain_config,
 )
 from otb_analysis.config import TrainConfig
-from otb_analysis.sampling import sample
 from otb_analysis.store import RunWriter
 from otb_analysis.tasks import make_task
 from otb_analysis.tasks.asking import draw_prompts
 
 OURS, TRL = "otb train", "TRL GRPOTrainer"
 SCRIPT = Path(__file__).with_name("trl_train_peer.py")
-REPEATS, SCORINGS, MEMORY_STEPS = {"M": 3}, {"small": 9, "M": 3}, {"small": 3, "M": 1}
-"""Steps at most; repetitions of one scoring, of which statistics are a small part; steps of the memory."""
+REPEATS, WRITINGS, MEMORY_STEPS = {"M": 3}, 9, {"small": 3, "M": 1}
+"""Steps at most; repetitions of writing one; steps of the memory."""
 FREE = "level forward and store"
 BOTH = PHASES[2]
 MOST_ADDED, LEAST_FASTER = 0.05, 1.5
@@ -120,7 +119,7 @@ def memory_jobs(spec: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], obj
 
 
 def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Iterator[TrainRow]:
-    ours, outside = Steps(config, CLOCKS[bench.clock]), []
+    ours, outside, statistics = Steps(config, CLOCKS[bench.clock]), [], []
     repeats = min(bench.repeats, REPEATS.get(model, bench.repeats))
     ours.turn()
     with ExitStack() as stack:
@@ -131,11 +130,13 @@ def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Itera
         for _ in range(repeats):
             turns[OURS].append(ours.turn())
             outside.append(ours.outside)
+            statistics.append(ours.statistics)
             for name, rival in rivals.items():
                 turns[name].append(_rival_turn(rival))
     memory = {} if bench.quick else _memory(model, config, bench.trl_python)
     yield from _phase_rows(model, turns, memory)
-    yield from _level_rows(model, config, bench, ours, min(outside), min(turn.whole for turn in turns[OURS]))
+    least = min(statistics), min(outside), min(turn.whole for turn in turns[OURS])
+    yield from _level_rows(model, config, bench, ours, least)
 
 
 def _spec(config: TrainConfig, repeats: int, clock: str, memory: bool = False) -> dict[str, object]:
@@ -193,12 +194,14 @@ def _phase_rows(model: str, turns: Mapping[str, list[Turn]], memory: Mapping[str
 
 
 def _level_rows(
-    model: str, config: TrainConfig, bench: TrainBenchConfig, ours: Steps, outside: float, whole: float
+    model: str, config: TrainConfig, bench: TrainBenchConfig, ours: Steps, least: tuple[float, float, float]
 ) -> Iterator[TrainRow]:
-    """What statistics, store and levels add to a step; of a step without any of it."""
-    found = _forward_and_store(config, bench, ours)
-    forward = max(0.0, found["forward"].minimum - found["score"].minimum)
-    store = outside + found["store"].minimum
+    """What statistics, store and levels add to a step; of a step without any of it.
+
+    `least`: seconds of statistics, of rows and scalars, and of a whole step, the best of all steps each.
+    """
+    forward, outside, whole = least
+    store = outside + _store(config, bench, ours).minimum
     step, tokens = whole - outside - forward, int(ours.tables.steps["n_tokens"])  # pyright: ignore[reportArgumentType]
     added = {"level forward": forward, "store": store, FREE: forward + store}
     for what, seconds in added.items():
@@ -209,21 +212,11 @@ def _level_rows(
         yield TrainRow(model, f"level {level}", seconds, count / seconds, share=seconds / step)
 
 
-def _forward_and_store(config: TrainConfig, bench: TrainBenchConfig, ours: Steps) -> dict[str, Timing]:
-    """Time one batch's scoring with and without its statistics, and the writing of one step."""
-    trainer = ours.trainer
-    policy = trainer.policy
-    prompts = draw_prompts(trainer.task, "train", 0, config.sample.prompts)
-    rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample)
-    writer = RunWriter.create(config.root, config.run_name, {}, if_exists="replace")
-    steps = count()  # a step that is written again costs its removal, which no step of a run does
-    runs: dict[str, Callable[[], object]] = {
-        "forward": lambda: policy.forward(rollouts, True, trainer.wanted()),
-        "score": lambda: [policy.score(rollouts, rows) for rows in policy.micro_batches(rollouts)],
-        "store": lambda: writer.write_step(next(steps), ours.tables),
-    }
-    candidates = {name: timed(run, clock=ours.clock) for name, run in runs.items()}
-    return interleaved(candidates, 1 if bench.quick else SCORINGS[config.run])
+def _store(config: TrainConfig, bench: TrainBenchConfig, ours: Steps) -> Timing:
+    """Time the writing of one new step: one written again costs its removal too, which no step of a run does."""
+    writer, steps = RunWriter.create(config.root, config.run_name, {}, if_exists="replace"), count()
+    write = timed(lambda: writer.write_step(next(steps), ours.tables), clock=ours.clock)
+    return interleaved({"store": write}, 1 if bench.quick else WRITINGS)["store"]
 
 
 def _level_cost(config: TrainConfig, level: str, clock: Callable[[], float] = perf_counter) -> tuple[float, int]:
@@ -266,8 +259,8 @@ def _notes(config: TrainBenchConfig, rows: Sequence[TrainRow]) -> list[str]:
         "its writing; TRL's encoding and decoding, rewards, advantages and its trainer's bookkeeping. "
         "`whole step` is the sum.",
         "`seconds`: what a measurement adds to a step at which it is due, and `tokens/s` how many tokens it measures "
-        "in that time; `% of step`: over the best whole step without record and statistics; `level forward`: a scoring "
-        "of the batch with its statistics less one without; `store`: rows and scalars, and writing one new step; "
+        "in that time; `% of step`: over the best whole step without record and statistics; `level forward`: its "
+        "statistics, timed inside the step; `store`: rows and scalars, and writing one new step; "
         "levels that choose groups take two. `MiB`: peak extra memory of one step, median.",
         *_reaches(rows),
         "Not measured on a GPU.",
