@@ -63,7 +63,8 @@ def verdict(agreement: Rows, efficiency: Rows, update: int) -> str:
     stages = "; ".join(f"{STAGE_WORDS[stage]}: {_followed(agreement, stage)}" for stage in distinct(agreement, "stage"))
     return (
         f"Within (prompt, t) the correlation of log W_t with its exact value at temperature 1, {stages}. As weights "
-        f"of `otb` in updates of {update} prompts, efficiency over that with exact norms is {costs}; {_exact_words(kept)}."
+        f"of `otb` in updates of {update} prompts, efficiency over that with exact norms is {costs}; "
+        f"{_exact_words(kept)}."
     )
 
 
