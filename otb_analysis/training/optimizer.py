@@ -23,7 +23,7 @@ class Stepper:
     ) -> None:
         self.config, self.parameters, self.batch, self.processes = config, parameters, 0, processes
         self.optimizer = torch.optim.AdamW(
-            parameters, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+            parameters, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
 
     def learning_rate(self, batch: int) -> float:
