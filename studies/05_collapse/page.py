@@ -22,8 +22,8 @@ from otb_analysis.study.seeds import difference_words, paired_difference
 
 from .study import AGAINST, ARMS
 
-CONDITION = "sampling_certificate"
-"""Calls old rollouts themselves, which every run has: no forecast."""
+CONDITIONS = ("sampling_certificate", "ratio_tails")
+"""Call old rollouts themselves, which every run has: no forecast."""
 
 
 def report(tables: Mapping[str, Rows]) -> Findings:
@@ -47,8 +47,8 @@ steps is at most half of the highest such mean so far, and so for 6 steps on end
 {steps} steps. Intervals are Student's over seeds, those of differences over the same seeds."""
 LEAD = """\
 Lead: steps from a detector's first call to the collapse, over the runs that collapsed and that it called in time; a
-detector may only look back. `sampling_certificate` calls the old rollouts, which all runs have. Last column: runs that
-never collapsed, but that it called."""
+detector may only look back. `sampling_certificate` and `ratio_tails` call the old rollouts, which all runs have: no
+forecast of when. Last column: runs that never collapsed, but that it called."""
 FATAL = """\
 The attributed step with the largest ‖ḡ‖ in the 12 steps up to the collapse; means over the runs that collapsed. Shares
 are of Σ|share| of the step's tokens, but for noise, the part of ‖ḡ‖² that prompts do not have in common."""
@@ -79,7 +79,7 @@ def verdict(runs: Rows, detectors: Rows) -> str:
     seeds = len(distinct(runs, "seed"))
     counted = ", ".join(f"`{name}` {count[name]}" for name in arms)
     gained = ", ".join(f"`{name}` {difference_words(longer(runs, name))}" for name in arms if name != AGAINST)
-    leads = {name: lead_of(runs, detectors, name) for name in DETECTORS if name != CONDITION}
+    leads = {name: lead_of(runs, detectors, name) for name in DETECTORS if name not in CONDITIONS}
     called = {name: lead for name, lead in leads.items() if lead}
     said = f"of {seeds} runs collapsed: {counted}; steps survived beyond `rloo`'s: {gained}"
     if not called:
