@@ -9,6 +9,8 @@ from otb_analysis.errors import InputError
 Device = Literal["cpu", "cuda"]
 TOKENS = {"S": (32, 128, 512), "M": (32, 128), "L": (128, 512, 1024)}
 """Sampled tokens per rollout by size of the model; `--long` adds 512 for M."""
+BATCHES = {"S": ((8, 128), (4, 512)), "M": ((8, 128),), "L": ((8, 128),)}
+"""Rollouts and sampled tokens of each in the batches that are attributed whole, by size of the model."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,12 @@ class EngineConfig:
             return [("S", 8)]
         extra = {"M": (512,)} if self.long and not self.tokens else {}
         return [(size, t) for size in self.sizes for t in (self.tokens or TOKENS[size] + extra.get(size, ()))]
+
+    def batches(self) -> list[tuple[str, int, int]]:
+        """Every (size, N, T) that is attributed as a batch; none where T was asked for."""
+        if self.quick:
+            return [("S", 2, 8)]
+        return [] if self.tokens else [(size, n, t) for size in self.sizes for n, t in BATCHES[size]]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ in cache, and keys behind a causal mask or outside a sliding window, whose proba
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -55,6 +56,16 @@ class TiledAttention(ReplacedAttention):
 
     def __init__(self) -> None:
         super().__init__(_attend)
+
+
+def many_signals(queries: int) -> AbstractContextManager[object]:
+    """Inside this context attention has a backward pass that takes many signals at once, the tiled one where it pays.
+
+    Args:
+        queries: Positions of the rollout that runs. Where they are few the plain kernel is asked for, since watching
+            every call of PyTorch costs more than a short attention does.
+    """
+    return TiledAttention() if queries >= TILED_FROM else sdpa_kernel(SDPBackend.MATH)
 
 
 @dataclass(frozen=True)

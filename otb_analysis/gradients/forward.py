@@ -1,9 +1,11 @@
 """The one place where log-probabilities are shifted: the logits at index t − 1 predict token t."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,9 +170,15 @@ def _run(problem: Problem, rollouts: tuple[Rollout, ...]) -> _Run:
 def _logits(model: nn.Module, ids: Tensor, real: Tensor | None, keep: Tensor) -> Tensor:
     """Logits without a key-value cache, at the kept positions only [n, |keep|, V] where the model can do that."""
     inputs = {"input_ids": ids, "use_cache": False} | ({} if real is None else {"attention_mask": real})
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if _keeps(type(model).forward if "forward" not in vars(model) else model.forward):
         return model(**inputs, logits_to_keep=keep).logits
     return model(**inputs).logits
+
+
+@lru_cache(maxsize=16)
+def _keeps(forward: Callable[..., Any]) -> bool:
+    """Whether a model computes logits at chosen positions only; reading a signature takes longer than a small layer."""
+    return "logits_to_keep" in inspect.signature(forward).parameters
 
 
 def _kept(values: Tensor, keep: Tensor) -> Tensor:
