@@ -159,7 +159,8 @@ def _notes(config: EngineConfig) -> list[str]:
         "`medians`: the same of medians; `× fwd+bwd`: the row's best time over one forward and backward pass.",
         "`MiB`: peak extra memory of one call in a fresh process. `error`: largest difference from float64 over the "
         "largest value, of norms, path norms, weighted sums or alignments, at up to 32 tokens; of N × T tokens the "
-        "relative distance of the sum of all shares from ‖ḡ‖²; of a sketch the root mean square of relative errors (the model is untrained, where the hybrid gains nothing).",
+        "relative distance of the sum of all shares from ‖ḡ‖²; of a sketch the root mean square "
+        "of relative errors (the model is untrained, where the hybrid gains nothing).",
     ]
     if config.opacus_python is None:
         notes.append(
