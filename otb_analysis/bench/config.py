@@ -108,6 +108,36 @@ class SampledConfig:
 
 
 @dataclass(frozen=True)
+class SketchConfig:
+    """Batch variances from count sketches beside the exact Gram matrix, on the demo's warm-started model."""
+
+    prompts: int = 16
+    """Prompts, of eight rollouts each."""
+    dims: tuple[int, ...] = (4096, 65536)
+    """Buckets, one part of the table each."""
+    seeds: int = 10
+    """Sketches of each size."""
+    repeats: int = 7
+    """Repetitions of the timed calls, taking turns; the least processor time counts."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+
+
+@dataclass(frozen=True)
+class ScoreSketchConfig:
+    """Sketched norms of single scores beside exact ones, on the demo's warm-started model; nothing is timed."""
+
+    prompts: int = 4
+    """Prompts, of four rollouts each."""
+    directions: tuple[int, ...] = (8, 32, 128)
+    """Every number of directions K to try."""
+    repeats: int = 8
+    """Sketches of each kind, with a seed of their own each."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+
+
+@dataclass(frozen=True)
 class AlarmsConfig:
     """False alarms of every detector on calm runs, and how soon it sees a change at a known step."""
 
@@ -139,7 +169,16 @@ class TrainBenchConfig:
     """A few seconds at a few tokens of an untrained small model, without memory: does it run at all?"""
 
 
-AnyBenchConfig = AlarmsConfig | EstimatorsConfig | LogitsConfig | EngineConfig | SampledConfig | TrainBenchConfig
+AnyBenchConfig = (
+    AlarmsConfig
+    | EstimatorsConfig
+    | LogitsConfig
+    | EngineConfig
+    | SampledConfig
+    | ScoreSketchConfig
+    | SketchConfig
+    | TrainBenchConfig
+)
 """The settings of any benchmark."""
 
 
