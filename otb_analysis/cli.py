@@ -19,6 +19,8 @@ from otb_analysis.bench.config import (
     EstimatorsConfig,
     LogitsConfig,
     SampledConfig,
+    ScoreSketchConfig,
+    SketchConfig,
     TrainBenchConfig,
 )
 from otb_analysis.config import DemoConfig, TrainConfig
@@ -43,7 +45,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
   otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
   otb dashboard    serve the dashboard on a folder of runs, on loopback
-  otb bench        what things cost on this machine     (otb bench estimators|logits|engine|sampled|alarms|train)
+  otb bench        what things cost and how exact estimates are, measured on this machine     (otb bench --help)
   otb study        repeat a study of studies/, or the cells of it that are missing
 
 `otb COMMAND --help` explains itself; `otb --version` names the version.
@@ -57,6 +59,8 @@ BenchConfig = (
     | Annotated[LogitsConfig, tyro.conf.subcommand("logits")]
     | Annotated[EngineConfig, tyro.conf.subcommand("engine")]
     | Annotated[SampledConfig, tyro.conf.subcommand("sampled")]
+    | Annotated[SketchConfig, tyro.conf.subcommand("sketch")]
+    | Annotated[ScoreSketchConfig, tyro.conf.subcommand("score-sketch")]
     | Annotated[AlarmsConfig, tyro.conf.subcommand("alarms")]
     | Annotated[TrainBenchConfig, tyro.conf.subcommand("train")]
 )

@@ -276,7 +276,7 @@ def test_dashboard_is_served_on_loopback_and_says_how_it_ended(tmp_path, monkeyp
     assert command[-2:] == ["--root", str(tmp_path.resolve())]
 
 
-@pytest.mark.parametrize("what", ["estimators", "logits", "engine", "train"])
+@pytest.mark.parametrize("what", ["estimators", "logits", "engine", "sketch", "score-sketch", "train"])
 def test_help_of_a_benchmark_explains_its_fields(what, capsys):
     with pytest.raises(SystemExit) as left:
         main(["bench", what, "--help"])

@@ -9,6 +9,8 @@ from otb_analysis.errors import InputError
 Device = Literal["cpu", "cuda"]
 TOKENS = {"S": (32, 128, 512), "M": (32, 128), "L": (128, 512, 1024)}
 """Sampled tokens per rollout by size of the model; `--long` adds 512 for M."""
+BATCHES = {"S": ((8, 128), (4, 512)), "M": ((8, 128),), "L": ((8, 128),)}
+"""Rollouts and sampled tokens of each in the batches that are attributed whole, by size of the model."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,12 @@ class EngineConfig:
         extra = {"M": (512,)} if self.long and not self.tokens else {}
         return [(size, t) for size in self.sizes for t in (self.tokens or TOKENS[size] + extra.get(size, ()))]
 
+    def batches(self) -> list[tuple[str, int, int]]:
+        """Every (size, N, T) that is attributed as a batch; none where T was asked for."""
+        if self.quick:
+            return [("S", 2, 8)]
+        return [] if self.tokens else [(size, n, t) for size in self.sizes for n, t in BATCHES[size]]
+
 
 @dataclass(frozen=True)
 class SampledConfig:
@@ -95,6 +103,36 @@ class SampledConfig:
     """Prompts, of eight rollouts each; 40 give more than 5,000 tokens."""
     repeats: int = 3
     """Repetitions, taking turns; the least processor time counts."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+
+
+@dataclass(frozen=True)
+class SketchConfig:
+    """Batch variances from count sketches beside the exact Gram matrix, on the demo's warm-started model."""
+
+    prompts: int = 16
+    """Prompts, of eight rollouts each."""
+    dims: tuple[int, ...] = (4096, 65536)
+    """Buckets, one part of the table each."""
+    seeds: int = 10
+    """Sketches of each size."""
+    repeats: int = 7
+    """Repetitions of the timed calls, taking turns; the least processor time counts."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+
+
+@dataclass(frozen=True)
+class ScoreSketchConfig:
+    """Sketched norms of single scores beside exact ones, on the demo's warm-started model; nothing is timed."""
+
+    prompts: int = 4
+    """Prompts, of four rollouts each."""
+    directions: tuple[int, ...] = (8, 32, 128)
+    """Every number of directions K to try."""
+    repeats: int = 8
+    """Sketches of each kind, with a seed of their own each."""
     out: Path | None = None
     """Directory for the table as Markdown and JSON."""
 
@@ -131,7 +169,16 @@ class TrainBenchConfig:
     """A few seconds at a few tokens of an untrained small model, without memory: does it run at all?"""
 
 
-AnyBenchConfig = AlarmsConfig | EstimatorsConfig | LogitsConfig | EngineConfig | SampledConfig | TrainBenchConfig
+AnyBenchConfig = (
+    AlarmsConfig
+    | EstimatorsConfig
+    | LogitsConfig
+    | EngineConfig
+    | SampledConfig
+    | ScoreSketchConfig
+    | SketchConfig
+    | TrainBenchConfig
+)
 """The settings of any benchmark."""
 
 

@@ -28,13 +28,13 @@ ROWS, DIRECTIONS = 8, 32
 
 @dataclass(frozen=True)
 class Case:
-    """A model and one rollout of T sampled tokens after a prompt of one.
+    """A model and N rollouts, one as a rule, of T sampled tokens after a prompt of one.
 
     Attributes:
         model: Qwen2-type, tied, at its initial weights with every bias and gain moved off zero and one.
-        input_ids: Token ids [1, T + 1].
-        mask: True at all but the first [1, T + 1].
-        weights: Random rows of weights [1, 8, T + 1].
+        input_ids: Token ids [N, T + 1].
+        mask: True at all but the first [N, T + 1].
+        weights: Random rows of weights [N, 8, T + 1].
         direction: The gradient along the first of them, by parameter name.
     """
 
@@ -68,13 +68,13 @@ def make_model(size: str, device: str, dtype: str) -> Qwen2ForCausalLM:
     return model.eval()
 
 
-def make_case(model: Qwen2ForCausalLM, tokens: int) -> Case:
-    """Return a rollout for a model, the same in every process."""
+def make_case(model: Qwen2ForCausalLM, tokens: int, rollouts: int = 1) -> Case:
+    """Return rollouts for a model, the same in every process."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(model.config.vocab_size, (1, tokens + 1), generator=generator)
+    ids = torch.randint(model.config.vocab_size, (rollouts, tokens + 1), generator=generator)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
-    weights = torch.randn(1, ROWS, tokens + 1, generator=generator).double().numpy() / tokens
+    weights = torch.randn(rollouts, ROWS, tokens + 1, generator=generator).double().numpy() / tokens
     direction = gradients.batch_gradient(model, ids, mask, weights[:, 0])
     return Case(model, ids, mask, weights, direction)
 
@@ -85,7 +85,7 @@ def plain_loop(case: Case, device: str) -> tuple[float, Float]:
     Returns:
         Seconds without the forward pass, and ‖s_t‖² [1, T + 1], zero outside the mask.
     """
-    values, parameters = _logprobs(case), list(case.model.parameters())
+    values, parameters = _logprobs(case)[0], list(case.model.parameters())
     found = np.zeros(case.mask.shape)
     synchronize(device)
     start = perf_counter()
@@ -112,7 +112,7 @@ def candidates(case: Case) -> dict[str, Callable[[], Any]]:
                 *args, case.weights, engine=name
             )
     found[f"sketch hybrid, K={DIRECTIONS}"] = lambda: gradients.sketch_score_norms(*args, directions=DIRECTIONS)
-    row, cluster = case.weights[:, 0], np.zeros(1, dtype=np.int64)
+    row, cluster = case.weights[:, 0], np.zeros(len(case.mask), dtype=np.int64)
     for method in ("jvp", "difference"):
         found[f"attribution, {method}"] = lambda method=method: gradients.gradient_attribution(
             *args, row, direction=case.direction, method=method
@@ -122,8 +122,8 @@ def candidates(case: Case) -> dict[str, Callable[[], Any]]:
 
 
 def _logprobs(case: Case) -> Tensor:
-    """Log π(y_t) of the T sampled tokens [T], with its graph."""
+    """Log π(y_t) of the T sampled tokens [N, T], with its graph."""
     ids = case.input_ids.to(next(case.model.parameters()).device)
-    logits = case.model(input_ids=ids[:, :-1], use_cache=False).logits[0]
+    logits = case.model(input_ids=ids[:, :-1], use_cache=False).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]

@@ -12,12 +12,13 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from runpy import run_path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+SIDE = run_path(str(Path(__file__).with_name("peer_side.py")))
 BATCH = 16
 """Samples per batch, as many as our engines take together."""
 
@@ -89,23 +90,6 @@ def sweep(norms: Callable[[Tensor, Tensor], Tensor], ids: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def peak(run: Callable[[], object], device: str) -> int | None:
-    """Peak extra bytes of one call, as `bench.memory` measures them."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    status = Path("/proc/self/status")
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    before = _kilobytes(status, "VmRSS")
-    run()
-    return 1024 * (_kilobytes(status, "VmHWM") - before)
-
-
 def main() -> None:
     """Prepare, say so, then run once per line."""
     warnings.simplefilter("ignore")
@@ -115,24 +99,9 @@ def main() -> None:
     ids = make_ids(spec).to(spec["device"])
     sweep(norms, ids[:, :4])
     found: list[Tensor] = []
-    held = peak(lambda: found.append(sweep(norms, ids)), spec["device"])
-    say({"norm_sq": found[0].tolist(), "bytes": held})
-    for _ in sys.stdin:
-        start = perf_counter()
-        sweep(norms, ids)
-        if spec["device"] == "cuda":
-            torch.cuda.synchronize()
-        say({"seconds": perf_counter() - start})
-
-
-def say(facts: dict[str, Any]) -> None:
-    """Print one line of JSON."""
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
-
-
-def _kilobytes(status: Path, field: str) -> int:
-    return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1])
+    held = SIDE["peak"](lambda: found.append(sweep(norms, ids)), spec["device"])
+    SIDE["say"]({"norm_sq": found[0].tolist(), "bytes": held})
+    SIDE["take_turns"](lambda: sweep(norms, ids), spec["device"])
 
 
 if __name__ == "__main__":

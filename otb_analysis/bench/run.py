@@ -6,6 +6,8 @@ from otb_analysis.bench.config import (
     EstimatorsConfig,
     LogitsConfig,
     SampledConfig,
+    ScoreSketchConfig,
+    SketchConfig,
     TrainBenchConfig,
 )
 from otb_analysis.bench.estimators import run_estimators
@@ -31,6 +33,14 @@ def run_bench(config: AnyBenchConfig) -> Report:
         from otb_analysis.bench.sampled import run_sampled
 
         return run_sampled(config)
+    if isinstance(config, SketchConfig):
+        from otb_analysis.bench.sketch import run_sketch
+
+        return run_sketch(config)
+    if isinstance(config, ScoreSketchConfig):
+        from otb_analysis.bench.score_sketch import run_score_sketch
+
+        return run_score_sketch(config)
     if isinstance(config, TrainBenchConfig):
         from otb_analysis.bench.train import run_train
 

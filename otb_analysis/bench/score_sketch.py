@@ -1,25 +1,22 @@
 """How far sketched norms lie from exact ones on the demo's warm-started, tied model, and how far they say they do.
 
-    python -m otb_analysis.bench.score_sketch docs/results
-
 Relative errors of every sampled token's norm², root mean square over tokens and seeds, beside the stated standard
 errors. Scores of the model's rollouts; nothing is timed.
 """
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
-import torch
 
+from otb_analysis.bench.config import ScoreSketchConfig, check_positive
+from otb_analysis.bench.publish import Report, flags
 from otb_analysis.bench.sketch import SketchBatch, warm_batch
-from otb_analysis.errors import StoreError
+from otb_analysis.bench.timing import threads
 from otb_analysis.gradients import sketch_score_norms, token_score_norms
 
-COMMAND = "python -m otb_analysis.bench.score_sketch docs/results"
+ROLLOUTS = 4
+"""Of each prompt."""
 HEADERS = ("method", "K", "tokens", "error", "stated", "mean error")
 
 
@@ -69,25 +66,40 @@ def bench_score_sketch(
     return rows
 
 
-def publish_score_sketch(folder: Path, rows: list[ScoreSketchRow]) -> None:
-    """Write score_sketch.md and score_sketch.json: the numbers and the command that made them.
+def run_score_sketch(config: ScoreSketchConfig) -> Report:
+    """Run the benchmark and lay out its table.
 
     Raises:
-        StoreError: The folder cannot be written.
+        InputError: A setting is below 1.
     """
-    facts = {"command": COMMAND, "torch": torch.__version__, "rows": [asdict(r) for r in rows]}
-    lines = [f"# `{COMMAND}`", "", "| " + " | ".join(HEADERS) + " |", "|" + "---|" * len(HEADERS)]
-    for r in rows:
-        cells = r.method, r.directions, r.tokens, f"{r.error:.3f}", f"{r.stated:.3f}", f"{r.mean:+.3f}"
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "score_sketch.json").write_text(json.dumps(facts, indent=2) + "\n")
-        (folder / "score_sketch.md").write_text("\n".join(lines) + "\n")
-    except OSError as error:
-        raise StoreError(f"cannot write the benchmark to {folder} ({error.strerror}); pass another folder.") from error
+    check_positive(prompts=config.prompts, directions=min(config.directions, default=0), repeats=config.repeats)
+    with threads(1):
+        batch = warm_batch(config.prompts, ROLLOUTS)
+        return report(config, bench_score_sketch(batch, config.directions, config.repeats))
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    publish_score_sketch(Path(sys.argv[1]), bench_score_sketch(warm_batch(prompts=4, group_size=4)))
+def report(config: ScoreSketchConfig, rows: Sequence[ScoreSketchRow]) -> Report:
+    """Lay out the table.
+
+    Args:
+        config: What was asked for.
+        rows: From `bench_score_sketch`.
+    """
+    settings = {name: value for name, value in vars(config).items() if name != "out"}
+    cells = [
+        (r.method, str(r.directions), str(r.tokens), f"{r.error:.3f}", f"{r.stated:.3f}", f"{r.mean:+.3f}")
+        for r in rows
+    ]
+    return Report(
+        name="score_sketch",
+        command=f"otb bench score-sketch {flags(settings)}",
+        settings=settings,
+        title="Relative errors of sketched norms of single scores",
+        headers=HEADERS,
+        cells=cells,
+        rows=[asdict(row) for row in rows],
+        notes=(
+            f"Found and stated errors are root mean squares over tokens and {config.repeats} seeds; nothing is timed.",
+            "Not measured on a GPU.",
+        ),
+    )

@@ -1,24 +1,22 @@
 """Count sketches beside the exact Gram matrix, on the demo's warm-started model: do they agree as far as they say?
 
-    python -m otb_analysis.bench.sketch docs/results
-
 Group gradients of several estimators are sketched under several seeds. Every batch variance over that of `rloo` is
 compared with its value from the exact Gram matrix, in units of the error stated for the sketch. The cost of a row of
 weights is that of one more row in the call, over one forward and backward pass of the same rollouts.
 """
 
-import json
-import platform
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 
 import numpy as np
 import torch
 
+from otb_analysis.bench.config import SketchConfig, check_positive
+from otb_analysis.bench.publish import Report, flags
+from otb_analysis.bench.timing import interleaved, threads, timed
 from otb_analysis.config import SampleConfig, TrainConfig
-from otb_analysis.errors import StoreError
+from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.generation import TransformersGenerator
 from otb_analysis.gradients import batch_gradient, gradient_sketch, group_gradient_gram
@@ -32,7 +30,6 @@ from otb_analysis.training.warm_start import CACHE, warm_started
 from otb_analysis.types import Float, Int
 
 ESTIMATORS = ("rloo", "none", "group_mean", "otb", "token_optimal")
-COMMAND = "python -m otb_analysis.bench.sketch docs/results"
 HEADERS = (
     "estimator",
     "buckets",
@@ -146,47 +143,63 @@ def row_cost(batch: SketchBatch, repeats: int = 7) -> dict[str, float]:
         Ratios: "one row" for a call with one, hashing included, and "one more row" for what a further one adds.
     """
     own = batch.group == batch.group[0]
-    ids, mask, real, group = batch.ids[own], batch.mask[own], batch.real[own], batch.group[own]
-    weights = np.random.default_rng(0).normal(size=(len(group), 2, ids.shape[1]))  # no row of zeros, which is free
-
-    def seconds(rows: int | None) -> float:
-        start = perf_counter()
-        if rows is None:
-            batch_gradient(batch.model, ids, mask, weights[:, 0], real)
-        else:
-            gradient_sketch(batch.model, ids, mask, weights[:, :rows], group, real)
-        return perf_counter() - start
-
-    whole, one, two = np.min([[seconds(rows) for rows in (None, 1, 2)] for _ in range(repeats)], axis=0)
-    return {"one row": float(one / whole), "one more row": float((two - one) / whole)}
+    args = batch.model, batch.ids[own], batch.mask[own]
+    real, group = batch.real[own], batch.group[own]
+    weights = np.random.default_rng(0).normal(size=(len(group), 2, args[1].shape[1]))  # no row of zeros, which is free
+    turns = {
+        "whole": timed(lambda: batch_gradient(*args, weights[:, 0], real), clock=process_time),
+        "one": timed(lambda: gradient_sketch(*args, weights[:, :1], group, real), clock=process_time),
+        "two": timed(lambda: gradient_sketch(*args, weights, group, real), clock=process_time),
+    }
+    least = {name: found.minimum for name, found in interleaved(turns, repeats).items()}
+    return {"one row": least["one"] / least["whole"], "one more row": (least["two"] - least["one"]) / least["whole"]}
 
 
-def publish_sketch(folder: Path, rows: list[SketchRow], cost: dict[str, float]) -> None:
-    """Write sketch.md and sketch.json: the numbers and the command that made them.
+def run_sketch(config: SketchConfig) -> Report:
+    """Run the benchmark and lay out its table.
 
     Raises:
-        StoreError: The folder cannot be written.
+        InputError: A setting is below 1, or `prompts` below 2, of which there is no variance.
     """
-    facts = {"command": COMMAND, "torch": torch.__version__, "processor": platform.machine(), "cost": cost}
-    lines = [f"# `{COMMAND}`", "", *(f"{k}: {v:.2f} forward and backward passes" for k, v in cost.items()), ""]
-    lines += ["| " + " | ".join(HEADERS) + " |", "|" + "---|" * len(HEADERS)]
-    for r in rows:
-        cells = (r.estimator, r.dim, f"{r.ratio:.4f}", f"{r.sketched:.4f}", f"{r.stated:.4f}", f"{r.found:.4f}")
-        lines.append("| " + " | ".join(map(str, (*cells, f"{r.worst:.1f}"))) + " |")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "sketch.json").write_text(json.dumps(facts | {"rows": [asdict(r) for r in rows]}, indent=2) + "\n")
-        (folder / "sketch.md").write_text("\n".join(lines) + "\n")
-    except OSError as error:
-        raise StoreError(f"cannot write the benchmark to {folder} ({error.strerror}); pass another folder.") from error
+    check_positive(**{name: value for name, value in vars(config).items() if isinstance(value, int)})
+    check_positive(dims=min(config.dims, default=0))
+    if config.prompts == 1:
+        raise InputError("--prompts is 1; pass at least 2, of fewer there is no variance.")
+    with threads(1):
+        batch = warm_batch(config.prompts)
+        return report(config, bench_sketch(batch, config.dims, config.seeds), row_cost(batch, config.repeats))
+
+
+def report(config: SketchConfig, rows: list[SketchRow], cost: dict[str, float]) -> Report:
+    """Lay out the table.
+
+    Args:
+        config: What was asked for.
+        rows: From `bench_sketch`.
+        cost: From `row_cost`.
+    """
+    settings = {name: value for name, value in vars(config).items() if name != "out"}
+    cells = [
+        (r.estimator, str(r.dim), *(f"{x:.4f}" for x in (r.ratio, r.sketched, r.stated, r.found)), f"{r.worst:.1f}")
+        for r in rows
+    ]
+    costs = " and ".join(f"{name} takes {value:.2f}" for name, value in cost.items())
+    return Report(
+        name="sketch",
+        command=f"otb bench sketch {flags(settings)}",
+        settings=settings,
+        title="Batch variances from count sketches beside those of the exact Gram matrix",
+        headers=HEADERS,
+        cells=cells,
+        rows=[asdict(row) for row in rows] + [{"cost": cost}],
+        notes=(
+            f"{costs} times the processor time of one forward and backward pass of one prompt's rollouts.",
+            f"`found`: root mean square over {config.seeds} seeds; `worst`: the largest distance, in stated errors.",
+            "Not measured on a GPU.",
+        ),
+    )
 
 
 def _variances(gram: Float, n_rollouts: int) -> Float:
     rows = gradient_statistics(gram, [(name, "none") for name in ESTIMATORS], n_rollouts)
     return np.array([np.nan if row.variance is None else row.variance for row in rows])
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    found = warm_batch()
-    publish_sketch(Path(sys.argv[1]), bench_sketch(found), row_cost(found))

@@ -3,18 +3,18 @@
 Started by `bench.peer`: one JSON argument, one line of facts, then one line of seconds for every line on the input.
 """
 
-import gc
 import importlib
 import json
 import sys
 from pathlib import Path
-from time import perf_counter
+from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+SIDE = run_path(str(Path(__file__).with_name("peer_side.py")))
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs")
 
 
@@ -58,24 +58,6 @@ def made(spec: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.to(**to), weight.to(**to), torch.randint(spec["vocabulary"], (spec["rows"],)).to(spec["device"])
 
 
-def peak(run: Any, device: str) -> int | None:
-    """Peak extra bytes of one call, as `bench.memory` measures them."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    status = Path("/proc/self/status")
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    before = _kilobytes(status, "VmRSS")
-    run()
-    return 1024 * (_kilobytes(status, "VmHWM") - before)
-
-
 def headed(add_fused_lm_head: Any, hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Any:
     """Return the call to be timed."""
     model: Any = Head(hidden[None], weight)
@@ -90,24 +72,9 @@ def main() -> None:
     add_fused_lm_head = importlib.import_module("trl.trainer.utils").add_fused_lm_head
     headed(add_fused_lm_head, *made(spec | {"rows": 4, "vocabulary": 300}))()
     run = headed(add_fused_lm_head, *made(spec))
-    held = peak(run, spec["device"])
-    say({"logprob": run().log_probs[0, : spec["checked"]].double().tolist(), "bytes": held})
-    for _ in sys.stdin:
-        start = perf_counter()
-        run()
-        if spec["device"] == "cuda":
-            torch.cuda.synchronize()
-        say({"seconds": perf_counter() - start})
-
-
-def say(facts: dict[str, Any]) -> None:
-    """Print one line of JSON."""
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
-
-
-def _kilobytes(status: Path, field: str) -> int:
-    return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1])
+    held = SIDE["peak"](run, spec["device"])
+    SIDE["say"]({"logprob": run().log_probs[0, : spec["checked"]].double().tolist(), "bytes": held})
+    SIDE["take_turns"](run, spec["device"])
 
 
 if __name__ == "__main__":

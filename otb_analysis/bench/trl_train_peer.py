@@ -5,21 +5,20 @@ The phases: `sample` is its generation alone, `update` is all that follows the s
 clipping, optimizer); rewards, decoding and padding between them count for neither, `seconds` is the whole step.
 """
 
-import ctypes
-import gc
 import importlib
 import json
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from runpy import run_path
 from time import perf_counter, process_time
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-STATUS, FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+SIDE = run_path(str(Path(__file__).with_name("peer_side.py")))
 
 
 class Clock:
@@ -57,47 +56,23 @@ class Turns(TrainerCallback):
         if self.warm and not sys.stdin.readline():
             sys.exit(0)
         if self.memory:  # what it hands back to the kernel has to be asked for again, so such steps are not timed
-            self.before = forget_peak()
+            self.before = SIDE["forget_peak"]()
         self.clock.seconds, self.clock.tokens, self.start = {}, 0, self.clock.now()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Say what the step took."""
         seconds = self.clock.now() - self.start
         phases = self.clock.seconds
-        held = None if self.before is None else max(0, kilobytes("VmHWM") - self.before) * 1024
+        held = None if self.before is None else max(0, SIDE["kilobytes"]("VmHWM") - self.before) * 1024
         update = seconds - phases["batch"]
         facts = {"seconds": seconds, "sample": phases["sample"], "update": update}
-        say(facts | {"tokens": self.clock.tokens, "bytes": held})
+        SIDE["say"](facts | {"tokens": self.clock.tokens, "bytes": held})
         self.warm = True
 
 
 def reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """Pay something that differs within groups; its value is of no interest here."""
     return [float(len(str(text)) % 2) for text in completions]
-
-
-def forget_peak() -> int | None:
-    """Forget the high-water mark; return resident kilobytes, None where the kernel does not allow it."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    try:
-        FORGET.write_text("5")
-    except OSError:
-        return None
-    return kilobytes("VmRSS")
-
-
-def kilobytes(field: str) -> int:
-    """One line of the process's status."""
-    return int(next(line for line in STATUS.read_text().splitlines() if line.startswith(field)).split()[1])
-
-
-def say(facts: dict[str, Any]) -> None:
-    """Print one line of JSON."""
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ in cache, and keys behind a causal mask or outside a sliding window, whose proba
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,14 +24,33 @@ TILE_BYTES = 1 << 21
 """What the signals of one tile of queries may occupy at their keys: as much as a core's own cache."""
 
 
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of `scaled_dot_product_attention`; the fields are its parameters."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def factor(self) -> float:
+        """What scores are multiplied by."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+
 class ReplacedAttention(TorchFunctionMode):
     """Inside this context `scaled_dot_product_attention` is another function.
 
     Args:
-        attend: Takes the same arguments; where it returns None, PyTorch's plain form runs.
+        attend: Answers a call; where it returns None, PyTorch's plain form runs.
     """
 
-    def __init__(self, attend: Callable[..., Tensor | None]) -> None:
+    def __init__(self, attend: Callable[[AttentionCall], Tensor | None]) -> None:
         super().__init__()
         self._attend = attend
 
@@ -39,7 +59,7 @@ class ReplacedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        found = self._attend(*args, **kwargs)
+        found = self._attend(AttentionCall(*args, **kwargs))
         if found is not None:
             return found
         with sdpa_kernel(SDPBackend.MATH):
@@ -57,6 +77,16 @@ class TiledAttention(ReplacedAttention):
         super().__init__(_attend)
 
 
+def many_signals(queries: int) -> AbstractContextManager[object]:
+    """Inside this context attention has a backward pass that takes many signals at once, the tiled one where it pays.
+
+    Args:
+        queries: Positions of the rollout that runs. Where they are few the plain kernel is asked for, since watching
+            every call of PyTorch costs more than a short attention does.
+    """
+    return TiledAttention() if queries >= TILED_FROM else sdpa_kernel(SDPBackend.MATH)
+
+
 @dataclass(frozen=True)
 class _Read:
     """Who reads what: an additive mask [n, m] or [h, n, m], whether positions see only earlier ones, and the scale."""
@@ -66,22 +96,14 @@ class _Read:
     scale: float
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
+def _attend(call: AttentionCall) -> Tensor | None:
     """The attention of one rollout, or None where this module has no rule."""
-    trained = attn_mask is not None and attn_mask.requires_grad
-    if dropout_p or trained or query.ndim != 4 or query.shape[0] != 1 or query.shape[2] < TILED_FROM:
+    shape, mask = call.query.shape, call.attn_mask
+    trained = mask is not None and mask.requires_grad
+    if call.dropout_p or trained or len(shape) != 4 or shape[0] != 1 or shape[2] < TILED_FROM:
         return None
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return cast(Tensor, _Attention.apply(query, key, value, attn_mask, is_causal, scale, enable_gqa))
+    operands = call.query, call.key, call.value
+    return cast(Tensor, _Attention.apply(*operands, mask, call.is_causal, call.factor, call.enable_gqa))
 
 
 class _Attention(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 import torch.autograd.forward_ad as fwd
 from torch import Tensor
 
-from otb_analysis.gradients.attention import ReplacedAttention
+from otb_analysis.gradients.attention import AttentionCall, ReplacedAttention
 
 QUERIES = 64
 """Queries of one block: later keys are skipped, and the block's scores stay in cache."""
@@ -51,29 +51,20 @@ class DualAttention(ReplacedAttention):
         super().__init__(_attend)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    moving_mask = attn_mask is not None and fwd.unpack_dual(attn_mask).tangent is not None
-    if dropout_p or moving_mask or query.ndim != 4:
+def _attend(call: AttentionCall) -> Tensor | None:
+    query, mask, causal = call.query, call.attn_mask, call.is_causal
+    moving_mask = mask is not None and fwd.unpack_dual(mask).tangent is not None
+    if call.dropout_p or moving_mask or query.ndim != 4:
         return None
-    repeats = query.shape[1] // key.shape[1] if enable_gqa else 1
-    operands = [_parts(x, 1 if x is query else repeats) for x in (query, key, value)]
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    length, keys = query.shape[2], key.shape[2]
+    repeats = query.shape[1] // call.key.shape[1] if call.enable_gqa else 1
+    operands = [_parts(x, n) for x, n in ((query, 1), (call.key, repeats), (call.value, repeats))]
+    length, keys = query.shape[2], call.key.shape[2]
     blocks = []
     for start in range(0, length, QUERIES):
         rows = slice(start, min(start + QUERIES, length))
-        seen = slice(0, rows.stop if is_causal else keys)
-        hidden = _hidden(attn_mask, is_causal, rows, seen, query)
-        blocks.append(_block(operands, rows, seen, hidden, factor))
+        seen = slice(0, rows.stop if causal else keys)
+        hidden = _hidden(mask, causal, rows, seen, query)
+        blocks.append(_block(operands, rows, seen, hidden, call.factor))
     primal, tangent = (torch.cat(part, dim=2) for part in zip(*blocks, strict=True))
     return fwd.make_dual(primal, tangent)
 

@@ -6,6 +6,7 @@ that they see, to the outputs of the layers below, where ‖Aᵀδ‖ = ‖Rδ�
 """
 
 import logging
+from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,7 +20,7 @@ from otb_analysis.gradients.layers import UnfitError
 from otb_analysis.gradients.passes import Apart, Mix
 from otb_analysis.gradients.plan import Plan, Use, disagreement, find_plan, length, probe, reference_norms
 from otb_analysis.gradients.tally import norm_sq, outer_gram
-from otb_analysis.gradients.taps import traced
+from otb_analysis.gradients.taps import traced_to
 from otb_analysis.types import Float, Int, ScoreNorms
 
 NAME = "generic"
@@ -175,15 +176,39 @@ def _token_norms(apart: Apart, path: bool) -> tuple[Tensor, Tensor]:
     """‖s_t‖² and, if asked for, ‖Σ_{j≤t} s_j‖² of a rollout's K sampled tokens."""
     norms, path_norm_sq = _outer_norms(apart, path)
     running: dict[Use, Tensor] = {}
-    start = 0
+    for span, found in _blocks(apart):
+        single, sums = [], []
+        for use, part in found:
+            single.append(_rows(part))
+            if path:
+                sums.append(_rows(_accumulate(running, use, part)))
+        norms[span] += _total(single)
+        if path:
+            path_norm_sq[span] += _total(sums)
+    return norms, path_norm_sq
+
+
+def _blocks(apart: Apart) -> Iterator[tuple[slice, Iterator[tuple[Use, Tensor]]]]:
+    """Coordinates of a rollout's sampled tokens, some at a time: on the prefix they see, the last on the whole pass."""
+    start, count = 0, len(apart.rollout.columns)
     for block in apart.rollout.blocks(min(BLOCK, apart.block_size)) if apart.plan.cut else ():
         span = slice(start, start := start + len(block.columns))
-        trace = traced(apart.problem, block, apart.plan.modules)
-        for use, found in apart.coordinates(trace, block, Mix(torch.eye(len(block.columns)), span)):
-            norms[span] += norm_sq(found)
-            if path:
-                path_norm_sq[span] += norm_sq(_accumulate(running, use, found))
-    return norms, path_norm_sq
+        mix = Mix(torch.eye(len(block.columns)), span)
+        if start == count:
+            yield span, apart.coordinates(apart.trace, apart.rollout, mix)
+        else:
+            trace = traced_to(apart.plan.cut or "", apart.problem, block, apart.plan.modules)
+            yield span, apart.coordinates(trace, block, mix)
+
+
+def _rows(found: Tensor) -> Tensor:
+    """Norms along the last axis of coordinates [C, ...], flat [C, ·]."""
+    return torch.linalg.vector_norm(found, dim=-1).view(len(found), -1)
+
+
+def _total(rows: list[Tensor]) -> Tensor:
+    """‖·‖² [C] from the norms of all rows of coordinates, summed in float64."""
+    return torch.cat(rows, dim=1).double().square().sum(1)
 
 
 def _outer_norms(apart: Apart, path: bool) -> tuple[Tensor, Tensor]:

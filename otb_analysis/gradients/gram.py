@@ -19,6 +19,9 @@ GRADIENT_BYTES = 4 << 30
 4 GiB stretches are formed one after the other, at the price of as many rounds of forward and (ever shorter) backward
 passes; the matrix itself, 8 R² bytes, must fit as well."""
 
+TINY = 1e-20
+"""A sum of squares below which single squares may be too small for float32, however many they are."""
+
 _log = logging.getLogger(__name__)
 
 Stretch = list[tuple[int, slice]]
@@ -147,6 +150,15 @@ def gram_matrix(gradients: Sequence[Sequence[Tensor]]) -> Float:
 
 
 def norm_sq_of(gradient: Sequence[Tensor]) -> float:
-    """‖·‖² over all tensors of a gradient together, accumulated in float64."""
-    norms = torch.stack([torch.linalg.vector_norm(t.detach(), dtype=torch.float64) for t in gradient])
+    """‖·‖² over all tensors of a gradient together: rows in the tensors' own precision, their sum in float64.
+
+    A float32 norm of one row is off by a few 1e-8; in float64 throughout it would take four times as long, which is
+    done where squares leave the range of float32.
+    """
+    tensors = [t.detach() for t in gradient]
+    rows = [torch.linalg.vector_norm(t, dim=-1).flatten() for t in tensors]
+    total = float(torch.cat(rows).double().square().sum())
+    if TINY < total < math.inf:
+        return total
+    norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])
     return float(norms.square().sum())

@@ -155,4 +155,5 @@ def _kernel(a: _Outer, b: _Outer) -> Tensor:
 
 
 def _norm_sq(values: Tensor) -> Tensor:
+    """‖·‖² of each row, in float64 throughout: squares of the δ of a sure token are too small for float32."""
     return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float64).square()

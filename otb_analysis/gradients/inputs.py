@@ -107,7 +107,9 @@ def pose(model: nn.Module, batch: Batch, scope: str, temperature: float, *, shar
     rollouts = tuple(_strip(row, ids, mask, real, _device(model)) for row in range(len(ids)) if mask[row].any())
     for rollout in rollouts:
         _check_vocabulary(model, rollout)
-        refuse_length_dependence(model, rollout.row, len(rollout.ids))
+    if rollouts:
+        longest = max(rollouts, key=lambda r: len(r.ids))
+        refuse_length_dependence(model, longest.row, len(longest.ids))
     shape = (ids.shape[0], ids.shape[1])
     return Problem(model, rollouts, shape, mask.numpy(), select_scope(model, scope), float(temperature))
 

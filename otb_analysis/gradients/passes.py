@@ -103,16 +103,17 @@ class Apart:
         """Coordinates [C, ...] below the cut of several weighted scores.
 
         Args:
-            trace: A pass over `rollout`.
-            rollout: The rollout, or the prefix of it that ends with the tokens of the mix.
-            mix: The weights, over the sampled tokens of `rollout`.
+            trace: A pass over `rollout`, as far as the cut at least.
+            rollout: The rollout, or a prefix of it; it ends with the tokens of the mix.
+            mix: The weights, over the last sampled tokens of `rollout`.
         """
         if self.plan.cut is None:
             return
         source = trace.inputs[self.plan.cut]
         seeds = source.new_zeros(len(mix.weights), *source.shape)
         own = self.own[mix.span]
-        seeds[:, 0, own_rows(source, rollout)] = torch.einsum("ck,k...->ck...", mix.weights.to(own), own)
+        at = own_rows(source, rollout)[-len(own) :]  # the last block shares the whole rollout's pass
+        seeds[:, 0, at] = torch.einsum("ck,k...->ck...", mix.weights.to(own), own)
         names = list(dict.fromkeys(u.module for u in self.plan.below))
         signals = pull_back(source, [trace.outputs[n] for n in names], seeds)
         for use in self.plan.below:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from otb_analysis.gradients.attention import TiledAttention
+from otb_analysis.gradients.attention import many_signals
 from otb_analysis.gradients.forward import sampled_logprobs
 from otb_analysis.gradients.inputs import Problem, Rollout
 from otb_analysis.gradients.layers import UnfitError
@@ -27,6 +27,10 @@ class Trace:
     logprob: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
+class _ReachedCut(Exception):
+    """A pass has come as far as it must."""
+
+
 def traced(problem: Problem, rollout: Rollout, names: Iterable[str]) -> Trace:
     """Run one rollout up to its last sampled token while watching some modules.
 
@@ -35,9 +39,30 @@ def traced(problem: Problem, rollout: Rollout, names: Iterable[str]) -> Trace:
     modules = dict(problem.model.named_modules())
     trace = Trace()
     inner = replace(problem, scope=replace(problem.scope, head=None))
+    attention = many_signals(int(rollout.targets[-1]))
     # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
-    with problem.scope.active(), _watching({n: modules[n] for n in names}, trace), TiledAttention():
+    with problem.scope.active(), _watching({n: modules[n] for n in names}, trace), attention:
         trace.logprob = sampled_logprobs(inner, (rollout,))
+    return trace
+
+
+def traced_to(cut: str, problem: Problem, rollout: Rollout, names: Iterable[str]) -> Trace:
+    """The same of a rollout that was run before, as far as the input of the layer `cut`; no log-probabilities."""
+    modules = dict(problem.model.named_modules())
+    trace = Trace()
+
+    def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        trace.inputs[cut] = args[0]
+        raise _ReachedCut
+
+    handle = modules[cut].register_forward_pre_hook(stop)
+    try:
+        with _watching({n: modules[n] for n in names}, trace), many_signals(int(rollout.targets[-1])):
+            sampled_logprobs(problem, (rollout,))
+    except _ReachedCut:
+        pass
+    finally:
+        handle.remove()
     return trace
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from otb_analysis.bench import engine, engine_cases
+from otb_analysis.bench import config, engine, engine_cases
 from otb_analysis.bench.config import EngineConfig
-from otb_analysis.bench.engine_cases import LOOP, STEP, candidates, make_case, make_model, plain_loop
+from otb_analysis.bench.engine_cases import LOOP, STEP, candidates, forward_backward, make_case, make_model, plain_loop
 from otb_analysis.bench.engine_error import Exact, error_of
 from otb_analysis.errors import InputError
-from otb_analysis.gradients import ENGINES, Engine, token_score_norms
+from otb_analysis.gradients import ENGINES, Engine, batch_gradient, token_score_norms
 
 TINY = EngineConfig(sizes=("S",), tokens=(6,), repeats=1)
 
@@ -65,6 +65,29 @@ def test_every_engine_is_a_row_with_ratios_memory_and_error(tiny):
     assert report.cells[-1][2:4] == ("Opacus ghost norms (untied)", "not measured")
 
 
+def test_a_batch_is_attributed_beside_one_forward_and_backward_pass_of_it(tiny, monkeypatch):
+    monkeypatch.setitem(config.BATCHES, "S", ((3, 5),))
+    monkeypatch.setattr(EngineConfig, "cases", lambda self: [("S", 4)])
+    monkeypatch.setattr(engine, "fresh_peaks", lambda module, spec: {"S 3 × 5": 2 << 20})
+    rows = [row for row in engine.run_engine(EngineConfig(sizes=("S",), repeats=2)).rows if row["rollouts"] == 3]
+    step, jvp, difference = rows
+    assert [row["name"] for row in rows] == [STEP, "attribution, jvp", "attribution, difference"]
+    assert {(row["tokens"], row["repeats"], row["memory"], row["loop_ratio"]) for row in rows} == {
+        (5, 2, 2 << 20, None)
+    }
+    assert jvp["step_ratio"] == pytest.approx(jvp["seconds"] / step["seconds"])
+    # Shares sum to the squared norm of the batch's own gradient: to rounding, and as well as a step allows.
+    assert jvp["error"] < 1e-6 and difference["error"] < 1e-3 and step["error"] is None
+
+
+def test_the_yardstick_of_a_batch_is_the_gradient_of_all_its_rollouts(tiny):
+    case = make_case(make_model("S", "cpu", "float64"), 4, 3)
+    ones = np.ones(case.mask.shape)
+    expected = batch_gradient(case.model, case.input_ids, case.mask, ones)
+    for got, want in zip(forward_backward(case), expected.values(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
+
+
 def test_an_engine_added_to_the_registry_is_measured_without_further_ado(tiny, monkeypatch):
     monkeypatch.setitem(ENGINES, "twin", ENGINES["generic"])
     names = {row["name"] for row in engine.run_engine(TINY).rows}
@@ -93,7 +116,7 @@ def test_errors_are_zero_for_the_exact_values_and_grow_with_the_distance(case):
 
 
 def test_memory_jobs_go_from_small_to_large(tiny):
-    spec = {"name": "generic", "cases": [["S", 3], ["S", 6]], "device": "cpu", "dtype": "float32"}
+    spec = {"name": "generic", "places": [["S", 1, 3], ["S", 1, 6]], "device": "cpu", "dtype": "float32"}
     jobs = [(label, run().norm_sq.shape) for label, run, _ in engine.memory_jobs(spec)]
     assert jobs == [("S 3", (1, 4)), ("S 6", (1, 7))]
 
@@ -109,3 +132,5 @@ def test_default_cases_and_the_long_one():
     assert EngineConfig().cases() == [("S", 32), ("S", 128), ("S", 512), ("M", 32), ("M", 128)]
     assert EngineConfig(long=True).cases()[-1] == ("M", 512)
     assert EngineConfig(sizes=("L",), tokens=(7,)).cases() == [("L", 7)]
+    assert EngineConfig().batches() == [("S", 8, 128), ("S", 4, 512), ("M", 8, 128)]
+    assert EngineConfig(tokens=(7,)).batches() == [] and EngineConfig(quick=True).batches() == [("S", 2, 8)]

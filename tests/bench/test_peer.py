@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from otb_analysis.bench import peer_side
 from otb_analysis.bench.peer import peer
 from otb_analysis.errors import InputError
 
@@ -25,6 +26,19 @@ def test_a_peer_answers_one_turn_at_a_time(tmp_path):
         assert [found.turn(), found.turn()] == [5.0, 6.0]
         assert found.answer() == {"seconds": 7}
     assert found.process.returncode is not None
+
+
+def test_what_peers_scripts_load_by_path_answers_turns_and_measures_memory(tmp_path):
+    # 64 MiB of ones are resident at once, which a process's status shows.
+    side = Path(peer_side.__file__)
+    (tmp_path / "script.py").write_text(
+        f"import runpy, torch\nside = runpy.run_path({str(side)!r})\nrun = lambda: torch.ones(1 << 24).sum()\n"
+        "run()\nside['say']({'bytes': side['peak'](run, 'cpu')})\nside['take_turns'](run, 'cpu')\n"
+    )
+    with peer(Path(sys.executable), tmp_path / "script.py", {}) as found:
+        held = found.facts["bytes"]
+        assert held is None or 60 << 20 < held < 100 << 20
+        assert all(0 < found.turn() < 10 for _ in range(2))
 
 
 def test_a_peer_that_fails_says_why_in_one_sentence(tmp_path):

@@ -1,16 +1,19 @@
 """Errors of sketched norms: what is stated is what is found, and the table says which command made it."""
 
-import json
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from otb_analysis.bench.score_sketch import COMMAND, bench_score_sketch, publish_score_sketch
+from otb_analysis.bench.config import ScoreSketchConfig
+from otb_analysis.bench.score_sketch import ScoreSketchRow, bench_score_sketch, report, run_score_sketch
 from otb_analysis.bench.sketch import SketchBatch
+from otb_analysis.errors import InputError
 
 
-def test_rows_hold_found_and_stated_errors_and_are_published_with_their_command(tmp_path):
+def test_rows_hold_found_and_stated_errors():
     torch.manual_seed(0)
     config = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 17}
     model = Qwen2ForCausalLM(Qwen2Config(**config, num_key_value_heads=1, intermediate_size=24)).eval()
@@ -20,6 +23,17 @@ def test_rows_hold_found_and_stated_errors_and_are_published_with_their_command(
     rows = bench_score_sketch(batch, directions=(16,), seeds=6)
     assert [(r.method, r.directions, r.tokens) for r in rows] == [("hybrid", 16, 21), ("rank_one", 16, 21)]
     assert all(0.6 < r.error / r.stated < 1.6 and abs(r.mean) < r.error for r in rows)
-    publish_score_sketch(tmp_path, rows)
-    assert COMMAND in (tmp_path / "score_sketch.md").read_text()
-    assert json.loads((tmp_path / "score_sketch.json").read_text())["rows"][0]["error"] == rows[0].error
+
+
+def test_the_report_holds_the_rows_and_the_command_that_made_them():
+    row = ScoreSketchRow("hybrid", 8, 375, 0.2468, 0.2421, 0.0057)
+    found = report(ScoreSketchConfig(prompts=3, directions=(8,), repeats=2), [row])
+    assert found.command == "otb bench score-sketch --prompts 3 --directions 8 --repeats 2"
+    assert found.cells == [("hybrid", "8", "375", "0.247", "0.242", "+0.006")]
+    assert (found.name, found.notes[-1]) == ("score_sketch", "Not measured on a GPU.")
+
+
+@pytest.mark.parametrize("change", [{"prompts": 0}, {"repeats": 0}, {"directions": (8, 0)}, {"directions": ()}])
+def test_settings_below_one_are_refused(change):
+    with pytest.raises(InputError, match=f"--{next(iter(change))} is 0"):
+        run_score_sketch(replace(ScoreSketchConfig(), **change))

@@ -17,6 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from otb_analysis.gradients import token_score_norms
+
 VOCABULARY = 17
 BLOCK = {
     "vocab_size": VOCABULARY,
@@ -95,6 +97,37 @@ def sample():
 @pytest.fixture
 def make_sample():
     return pad
+
+
+@pytest.fixture
+def long_batch():
+    """Two ragged rollouts that fill several blocks, one of them of two turns."""
+
+    def long(length):
+        generator = torch.Generator().manual_seed(4)
+        texts = [torch.randint(VOCABULARY, (length - k,), generator=generator).tolist() for k in (0, 5)]
+        masks = [[0, 0, 0] + [1] * (length - 3), [0] * 9 + [1] * 7 + [0] * 6 + [1] * (length - 27)]
+        return pad(texts, masks, "left", length=length + 2)
+
+    return long
+
+
+@pytest.fixture
+def agree_with_reference():
+    """Compare the norms, path norms and log-probabilities of an engine with the reference ones.
+
+    Hugging Face casts RMSNorm to float32 inside a float64 model, forward and backward: a backward pass by hand, or of a
+    sum of signals, rounds differently there (1.6e-7 to 3e-7); with LayerNorm only 1e-15 is left.
+    """
+
+    def compare(engine, model, batch, **options):
+        options = {"attention_mask": batch.attention_mask, "path": True} | options
+        got, expected = (token_score_norms(model, *batch.args, engine=e, **options) for e in (engine, "reference"))
+        assert got.engine == engine and expected.engine == "reference"
+        for name in ("norm_sq", "path_norm_sq", "logprob"):
+            np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=2e-6, atol=1e-12)
+
+    return compare
 
 
 @pytest.fixture

@@ -423,3 +423,13 @@ def test_a_small_adamw_step_changes_log_probabilities_as_predicted(make_model, s
     predicted = predicted_logprob_change(*args, step, batch.attention_mask, method=method)
     assert np.abs(predicted - real).max() < 0.005 * np.abs(real).max()
     assert (weights.numpy() * predicted)[batch.mask.numpy()].sum() > 0
+
+
+@pytest.mark.parametrize("method", ["jvp", "difference"])
+def test_a_direction_whose_norm_overflows_float32_is_not_taken_for_infinite(make_model, sample, weights, method):
+    model, batch = make_model("qwen3", dtype=torch.float32), sample["left"]
+    args = (model, *batch.args, weights, batch.attention_mask)
+    direction = batch_gradient(*args)
+    small = gradient_attribution(*args, direction=direction, method="jvp").alignment
+    large = gradient_attribution(*args, direction={n: 1e25 * d for n, d in direction.items()}, method=method)
+    close(large.alignment / 1e25, small, JVP if method == "jvp" else DIFFERENCE)

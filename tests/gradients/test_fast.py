@@ -47,6 +47,8 @@ def mistral(tied=True, dtype=torch.float64, **changes):
     return moved(MistralForCausalLM(MistralConfig(**options)), dtype)
 
 
+LONG = 41
+"""Longer than a block and than a layer is wide."""
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
 
 
@@ -56,40 +58,30 @@ def case(request, make_model):
     return mistral(tied) if family == "mistral" else make_model(family, tied)
 
 
-def agree(model, batch, **options):
-    options = {"attention_mask": batch.attention_mask} | options
-    got, expected = norms(model, *batch.args, **options), twin(model, *batch.args, **options)
-    assert got.engine == "fast" and expected.engine == "reference"
-    for name in ("norm_sq", "path_norm_sq", "logprob"):
-        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), **CLOSE)
-
-
-def long_batch(make_sample, length=41):
-    generator = torch.Generator().manual_seed(4)
-    texts = [torch.randint(17, (length - k,), generator=generator).tolist() for k in (0, 5)]
-    masks = [[0, 0, 0] + [1] * (length - 3), [0] * 9 + [1] * 7 + [0] * 6 + [1] * (length - 27)]
-    return make_sample(texts, masks, "left", length=length + 2)
+@pytest.fixture
+def agree(agree_with_reference):
+    return partial(agree_with_reference, "fast")
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_token_and_path_norms_are_the_reference_ones(case, sample, side):
+def test_token_and_path_norms_are_the_reference_ones(case, sample, side, agree):
     # Ragged prompts, two turns, a completion of one token and a rollout without any sampled token.
     agree(case, sample[side])
 
 
-def test_norms_of_rollouts_longer_than_a_block_and_than_a_layer_is_wide_are_the_reference_ones(case, make_sample):
-    agree(case, long_batch(make_sample))
+def test_norms_of_rollouts_longer_than_a_block_and_than_a_layer_is_wide_are_the_reference_ones(case, agree, long_batch):
+    agree(case, long_batch(LONG))
 
 
 @pytest.mark.parametrize("length", [2, 13, 17, 33])
-def test_coordinates_serve_prompts_of_every_length(make_model, make_sample, length):
+def test_coordinates_serve_prompts_of_every_length(make_model, make_sample, length, agree):
     # Layers are 16 and 24 wide: R is square, then wider than tall, then replaced by the inputs themselves.
     text = torch.randint(17, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     agree(make_model("qwen3"), make_sample([text], [[0] + [1] * (length - 1)], "right", length=length))
 
 
-def test_weighted_norms_are_the_reference_ones(case, sample, make_sample):
-    for batch in (sample["both"], long_batch(make_sample)):
+def test_weighted_norms_are_the_reference_ones(case, sample, long_batch):
+    for batch in (sample["both"], long_batch(LONG)):
         n, length = batch.mask.shape
         weights = torch.randn(n, 11, length, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         weights[:, 2] = 0.0
@@ -106,13 +98,16 @@ def test_weighted_norms_are_the_reference_ones(case, sample, make_sample):
     ["lm_head", "mlp", "embed", r"layers\.2\.", r"layers\.1\.", "norm", "bias|lm_head", "self_attn", "[kq]_(proj|norm)",
      "up_proj", r"layers\.[12].*(q_proj|o_proj)", "v_proj"],
 )  # fmt: skip
-def test_every_scope_is_followed(case, sample, scope):
-    if scope != "lm_head" and not any(re.search(scope, name) for name, _ in case.named_parameters()):
-        pytest.skip("no such parameter in this family")
-    agree(case, sample["left"], scope=scope)
+def test_every_scope_is_followed(make_model, sample, scope, agree):
+    # Between them these have every kind of parameter: norms on heads, biases, an output layer of its own, three layers.
+    models = [make_model("qwen3"), make_model("qwen2", tied=False), mistral()]
+    named = [model for model in models if any(re.search(scope, name) for name, _ in model.named_parameters())]
+    assert named or scope == "lm_head"
+    for model in models if scope == "lm_head" else named:
+        agree(model, sample["left"], scope=scope)
 
 
-def test_frozen_parameters_do_not_count(make_model, sample):
+def test_frozen_parameters_do_not_count(make_model, sample, agree):
     model, batch = make_model("llama"), sample["left"]
     whole = norms(model, *batch.args, batch.attention_mask).norm_sq
     for parameter in (model.model.layers[0].self_attn.k_proj.weight, model.model.layers[1].mlp.gate_proj.weight):
@@ -140,18 +135,16 @@ def test_frozen_parameters_do_not_count(make_model, sample):
     ids=lambda c: ",".join(c) + str(next(iter(c.values())))[:24],
 )  # fmt: skip
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_a_configuration_may_change_is_followed(make_sample, changes, tied):
+def test_what_a_configuration_may_change_is_followed(changes, tied, agree, long_batch):
     torch.manual_seed(0)
-    agree(
-        moved(LlamaForCausalLM(LlamaConfig(**SHAPE | {"tie_word_embeddings": tied} | changes))), long_batch(make_sample)
-    )
+    agree(moved(LlamaForCausalLM(LlamaConfig(**SHAPE | {"tie_word_embeddings": tied} | changes))), long_batch(LONG))
 
 
-def test_sliding_windows_of_some_layers_are_followed(make_sample):
+def test_sliding_windows_of_some_layers_are_followed(agree, long_batch):
     # Layers 1 and 2 of 3 see five positions.
     torch.manual_seed(0)
     config = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1)
-    model, batch = moved(Qwen2ForCausalLM(config)), long_batch(make_sample)
+    model, batch = moved(Qwen2ForCausalLM(config)), long_batch(LONG)
     agree(model, batch)
     model.config.layer_types = ["full_attention"] * 3
     wide = norms(model, *batch.args, batch.attention_mask)
@@ -160,8 +153,8 @@ def test_sliding_windows_of_some_layers_are_followed(make_sample):
     assert np.abs(wide.norm_sq - norms(model, *batch.args, batch.attention_mask).norm_sq).max() > 1e-3
 
 
-def test_a_mistral_without_a_window_sees_everything(make_sample):
-    agree(mistral(sliding_window=None), long_batch(make_sample))
+def test_a_mistral_without_a_window_sees_everything(agree, long_batch):
+    agree(mistral(sliding_window=None), long_batch(LONG))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -178,14 +171,14 @@ def test_the_output_use_of_a_tied_matrix_adds_to_its_input_use(make_model, sampl
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_norms_follow_the_temperature(make_model, sample, temperature):
+def test_norms_follow_the_temperature(make_model, sample, temperature, agree):
     agree(make_model("qwen2"), sample["left"], temperature=temperature)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_float32_is_within_5e_6_of_the_largest_norm(make_model, make_sample, family, tied):
-    batch = long_batch(make_sample)
+def test_float32_is_within_5e_6_of_the_largest_norm(make_model, family, tied, long_batch):
+    batch = long_batch(LONG)
     model = mistral(tied, torch.float32) if family == "mistral" else make_model(family, tied, dtype=torch.float32)
     single = norms(model, *batch.args, batch.attention_mask)
     double = twin(model.double(), *batch.args, batch.attention_mask)
@@ -196,9 +189,9 @@ def test_float32_is_within_5e_6_of_the_largest_norm(make_model, make_sample, fam
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_weights_are_measured_in_float32(make_model, make_sample, dtype):
+def test_half_precision_weights_are_measured_in_float32(make_model, dtype, long_batch):
     # The same rounded weights in float64: only the weights are coarse, the arithmetic is not.
-    batch = long_batch(make_sample)
+    batch = long_batch(LONG)
     half = norms(make_model("qwen3", dtype=dtype), *batch.args, batch.attention_mask)
     full = twin(make_model("qwen3").to(dtype).double(), *batch.args, batch.attention_mask)
     np.testing.assert_allclose(half.norm_sq, full.norm_sq, atol=5e-6 * full.norm_sq.max())
@@ -229,7 +222,7 @@ def test_the_model_is_left_as_it_was_found(make_model, sample):
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
 
 
-def test_weights_that_change_are_read_again(make_model, sample):
+def test_weights_that_change_are_read_again(make_model, sample, agree):
     model, batch = make_model("llama"), sample["left"]
     agree(model, batch)
     with torch.no_grad():
@@ -237,8 +230,8 @@ def test_weights_that_change_are_read_again(make_model, sample):
     agree(model, batch)
 
 
-def test_eager_attention_is_followed(make_model, make_sample):
-    model, batch = make_model("qwen3"), long_batch(make_sample)
+def test_eager_attention_is_followed(make_model, agree, long_batch):
+    model, batch = make_model("qwen3"), long_batch(LONG)
     model.set_attn_implementation("eager")
     agree(model, batch)
 
@@ -326,8 +319,8 @@ def test_global_hooks_and_autocast_are_refused(make_model, sample):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # from inside peft
-def test_other_families_and_adapters_are_refused_and_auto_says_why(make_model, make_sample, caplog):
-    model, batch = make_model("gpt2"), long_batch(make_sample)
+def test_other_families_and_adapters_are_refused_and_auto_says_why(make_model, caplog, long_batch):
+    model, batch = make_model("gpt2"), long_batch(LONG)
     with pytest.raises(InputError, match="a GPT2LMHeadModel has no hand-written backward pass"):
         norms(model, *batch.args, batch.attention_mask)
     with caplog.at_level(logging.INFO):
@@ -340,8 +333,8 @@ def test_other_families_and_adapters_are_refused_and_auto_says_why(make_model, m
         norms(peft.get_peft_model(make_model("qwen2"), config).eval(), *batch.args, batch.attention_mask)
 
 
-def test_auto_is_fast_where_it_can_be(make_model, make_sample):
-    batch = long_batch(make_sample)
+def test_auto_is_fast_where_it_can_be(make_model, long_batch):
+    batch = long_batch(LONG)
     assert token_score_norms(make_model("qwen3"), *batch.args, batch.attention_mask).engine == "fast"
 
 
@@ -366,8 +359,8 @@ def test_a_backward_pass_that_differs_is_found_out_by_the_probe(make_model, samp
         norms(model, *batch.args, batch.attention_mask)
 
 
-def test_non_finite_logits_name_rollout_and_token(make_model, make_sample):
-    model, batch = make_model("qwen2"), long_batch(make_sample)
+def test_non_finite_logits_name_rollout_and_token(make_model, long_batch):
+    model, batch = make_model("qwen2"), long_batch(LONG)
     fresh = make_model("qwen2", seed=1)
     norms(model, *batch.args, batch.attention_mask)
     with torch.no_grad():
@@ -388,8 +381,8 @@ def test_the_gram_matrix_is_the_same_from_every_engine(make_model, sample):
     assert all((gram == grams[0]).all() for gram in grams)
 
 
-def test_blocks_of_any_size_give_the_same_norms(make_model, make_sample, monkeypatch):
-    model, batch = make_model("qwen3"), long_batch(make_sample)
+def test_blocks_of_any_size_give_the_same_norms(make_model, monkeypatch, long_batch):
+    model, batch = make_model("qwen3"), long_batch(LONG)
     whole = norms(model, *batch.args, batch.attention_mask)
     for size in (1, 5, 64):
         monkeypatch.setattr(fast, "block_size", lambda *_, size=size: size)
@@ -398,8 +391,8 @@ def test_blocks_of_any_size_give_the_same_norms(make_model, make_sample, monkeyp
 
 
 @pytest.mark.parametrize("size", [1, 7])
-def test_attention_slices_of_any_length_give_the_same_norms(make_model, make_sample, monkeypatch, size):
-    model, batch = make_model("llama"), long_batch(make_sample)
+def test_attention_slices_of_any_length_give_the_same_norms(make_model, monkeypatch, size, agree, long_batch):
+    model, batch = make_model("llama"), long_batch(LONG)
     monkeypatch.setattr(backward, "slice_length", lambda *_: size)
     agree(model, batch)
 
@@ -412,14 +405,14 @@ def test_attention_slices_keep_to_the_memory_allowed():
     assert backward.slice_length(40, 1) == 64
 
 
-def test_a_llama_has_no_window_whatever_its_configuration_says(make_sample):
+def test_a_llama_has_no_window_whatever_its_configuration_says(agree, long_batch):
     # A window longer than the probe, which only Mistral and Qwen models read.
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPE, sliding_window=14, layer_types=["sliding_attention"] * 3)
-    agree(moved(LlamaForCausalLM(config)), long_batch(make_sample))
+    agree(moved(LlamaForCausalLM(config)), long_batch(LONG))
 
 
-def test_a_class_patched_after_the_first_use_is_found_out(make_model, sample, monkeypatch):
+def test_a_class_patched_after_the_first_use_is_found_out(make_model, sample, monkeypatch, agree):
     model, batch = make_model("llama"), sample["left"]
     norms(model, *batch.args, batch.attention_mask)
     kind = type(model.model.layers[0].mlp)
@@ -432,8 +425,8 @@ def test_a_class_patched_after_the_first_use_is_found_out(make_model, sample, mo
     agree(model, batch)
 
 
-def test_one_model_after_another_and_the_same_in_another_dtype_are_measured_anew(make_model, make_sample):
-    batch = long_batch(make_sample)
+def test_one_model_after_another_and_the_same_in_another_dtype_are_measured_anew(make_model, agree, long_batch):
+    batch = long_batch(LONG)
     first, second = make_model("qwen3"), make_model("qwen3", seed=1)
     for model in (first, second, first):
         agree(model, batch)
@@ -443,7 +436,7 @@ def test_one_model_after_another_and_the_same_in_another_dtype_are_measured_anew
     agree(first, batch)
 
 
-def test_parameters_frozen_and_freed_between_calls_are_followed(make_model, sample):
+def test_parameters_frozen_and_freed_between_calls_are_followed(make_model, sample, agree):
     model, batch = make_model("qwen2"), sample["both"]
     whole = norms(model, *batch.args, batch.attention_mask).norm_sq
     for pattern in ("embed", "layers.0", "layers.1", "self_attn"):

@@ -38,28 +38,20 @@ from otb_analysis.gradients.layers import rule_for
 # Both engines run the same float64 kernels, but Hugging Face casts RMSNorm to float32: the backward pass of a sum of
 # signals rounds differently there from the sum of their backward passes (1.6e-7); with LayerNorm only 1e-15 is left.
 CLOSE = {"rtol": 2e-6, "atol": 1e-12}
+LONG = 2 * generic.BLOCK + 9
 FAMILIES = ["qwen2", "qwen3", "llama", "gpt2"]
 norms = partial(token_score_norms, engine="generic", path=True)
 twin = partial(token_score_norms, engine="reference", path=True)
 
 
-def agree(model, batch, **options):
-    got, expected = norms(model, *batch.args, **options), twin(model, *batch.args, **options)
-    assert got.engine == "generic" and expected.engine == "reference"
-    for name in ("norm_sq", "path_norm_sq", "logprob"):
-        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), **CLOSE)
-
-
-def long_batch(make_sample, length=2 * generic.BLOCK + 9):
-    generator = torch.Generator().manual_seed(4)
-    texts = [torch.randint(17, (length - k,), generator=generator).tolist() for k in (0, 5)]
-    masks = [[0, 0, 0] + [1] * (length - 3), [0] * 9 + [1] * 7 + [0] * 6 + [1] * (length - 27)]
-    return make_sample(texts, masks, "left", length=length + 2)
+@pytest.fixture
+def agree(agree_with_reference):
+    return partial(agree_with_reference, "generic")
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_token_and_path_norms_are_the_reference_ones(case, sample, side):
-    agree(case, sample[side], attention_mask=sample[side].attention_mask)
+def test_token_and_path_norms_are_the_reference_ones(case, sample, side, agree):
+    agree(case, sample[side])
 
 
 @pytest.mark.parametrize("side", ["left", "both"])
@@ -86,9 +78,9 @@ def test_weighted_norms_are_the_reference_ones(case, sample):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_blocks_of_any_size_and_gaps_give_the_same_norms(make_model, make_sample, family, monkeypatch):
-    model, batch = make_model(family), long_batch(make_sample)
-    agree(model, batch, attention_mask=batch.attention_mask)
+def test_blocks_of_any_size_and_gaps_give_the_same_norms(make_model, family, monkeypatch, agree, long_batch):
+    model, batch = make_model(family), long_batch(LONG)
+    agree(model, batch)
     monkeypatch.setattr(passes, "SIGNAL_BYTES", 1)  # one signal at a time
     few = norms(model, *batch.args, batch.attention_mask)
     monkeypatch.undo()
@@ -98,10 +90,12 @@ def test_blocks_of_any_size_and_gaps_give_the_same_norms(make_model, make_sample
 @pytest.mark.parametrize(
     "scope", ["lm_head", r"mlp|\.ln_", r"embed|wte", r"(layers|h)\.1\.", r"norm|ln_", r"bias|lm_head", "self_attn|attn"]
 )
-def test_every_scope_is_followed(case, sample, scope):
-    if scope == r"bias|lm_head" and not any("bias" in n or "lm_head" in n for n, _ in case.named_parameters()):
-        pytest.skip("no such parameter in this family")
-    agree(case, sample["left"], attention_mask=sample["left"].attention_mask, scope=scope)
+def test_every_scope_is_followed(make_model, sample, scope, agree):
+    # Between them these have every kind of parameter: norms on heads, biases everywhere, an output layer of its own.
+    models = {"qwen3": make_model("qwen3"), "qwen2": make_model("qwen2", tied=False), "gpt2": make_model("gpt2")}
+    for family, model in models.items():
+        if (family, scope) != ("qwen3", "bias|lm_head"):
+            agree(model, sample["left"], scope=scope)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,14 +113,14 @@ def test_the_output_use_of_a_tied_matrix_adds_to_its_input_use(make_model, sampl
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_norms_follow_the_temperature(make_model, sample, temperature):
-    agree(make_model("qwen2"), sample["left"], temperature=temperature, attention_mask=sample["left"].attention_mask)
+def test_norms_follow_the_temperature(make_model, sample, temperature, agree):
+    agree(make_model("qwen2"), sample["left"], temperature=temperature)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_float32_is_within_5e_6_of_the_largest_norm(make_model, make_sample, family, tied):
-    batch = long_batch(make_sample)
+def test_float32_is_within_5e_6_of_the_largest_norm(make_model, family, tied, long_batch):
+    batch = long_batch(LONG)
     model = make_model(family, tied, dtype=torch.float32)
     single = norms(model, *batch.args, batch.attention_mask)
     double = twin(model.double(), *batch.args, batch.attention_mask)
@@ -136,8 +130,8 @@ def test_float32_is_within_5e_6_of_the_largest_norm(make_model, make_sample, fam
         assert abs(got.sum() - expected.sum()) < 5e-6 * expected.sum()
 
 
-def test_bfloat16_models_are_measured(make_model, make_sample):
-    batch = long_batch(make_sample)
+def test_bfloat16_models_are_measured(make_model, long_batch):
+    batch = long_batch(LONG)
     half = norms(make_model("qwen3", dtype=torch.bfloat16), *batch.args, batch.attention_mask)
     full = twin(make_model("qwen3").bfloat16().double(), *batch.args, batch.attention_mask)
     assert 0.8 < half.norm_sq.sum() / full.norm_sq.sum() < 1.25
@@ -152,13 +146,13 @@ def test_padding_is_never_read_and_rollouts_do_not_see_each_other(make_model, sa
     np.testing.assert_array_equal(shuffled.path_norm_sq, whole.path_norm_sq[order])
 
 
-def test_the_padding_row_of_an_embedding_takes_no_gradient(make_model, sample):
+def test_the_padding_row_of_an_embedding_takes_no_gradient(make_model, sample, agree):
     model, batch = make_model("qwen2", tied=False), sample["left"]
     model.model.embed_tokens.padding_idx = 3  # token 3 is real in three of the rollouts
-    agree(model, batch, attention_mask=batch.attention_mask)
+    agree(model, batch)
     tied = make_model("qwen2")
     tied.model.embed_tokens.padding_idx = 3
-    agree(tied, batch, attention_mask=batch.attention_mask)
+    agree(tied, batch)
 
 
 def test_a_batch_without_sampled_tokens_has_only_zeros(make_model, sample):
@@ -188,12 +182,12 @@ class Scaled(nn.Module):
         return self.gain * self.inner(x)
 
 
-def test_a_parameter_without_a_rule_is_named_and_auto_says_why_it_falls_back(make_model, make_sample, caplog):
-    model, batch = make_model("llama", dtype=torch.float32), long_batch(make_sample)
+def test_a_parameter_without_a_rule_is_named_and_auto_says_why_it_falls_back(make_model, caplog, agree, long_batch):
+    model, batch = make_model("llama", dtype=torch.float32), long_batch(LONG)
     model.model.layers[0].mlp.up_proj = Scaled(model.model.layers[0].mlp.up_proj)
     with pytest.raises(InputError, match=r"parameter model.layers.0.mlp.up_proj.gain of a Scaled has no rule"):
         norms(model, *batch.args, batch.attention_mask)
-    agree(model.double(), batch, attention_mask=batch.attention_mask, scope="self_attn|inner")
+    agree(model.double(), batch, scope="self_attn|inner")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             got = token_score_norms(model, *batch.args, batch.attention_mask)
@@ -214,25 +208,25 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_of_experts_are_refused_by_name_and_right_without_their_experts(make_sample, name):
+def test_mixtures_of_experts_are_refused_by_name_and_right_without_their_experts(name, agree, long_batch):
     torch.manual_seed(0)
-    model, batch = MIXTURES[name]().double().eval(), long_batch(make_sample)
+    model, batch = MIXTURES[name]().double().eval(), long_batch(LONG)
     model.set_experts_implementation("eager")  # the grouped kernel knows no float64
     with pytest.raises(InputError, match=r"parameter model.layers.0.mlp.\S+ of a \w+ has no rule"):
         norms(model, *batch.args, batch.attention_mask)
     assert token_score_norms(model, *batch.args, batch.attention_mask).engine == "reference"
     # Signals still pass through the experts, those of a token's own choice.
-    agree(model, batch, attention_mask=batch.attention_mask, scope="self_attn|embed|lm_head|norm")
+    agree(model, batch, scope="self_attn|embed|lm_head|norm")
 
 
-def test_a_router_alone_is_refused_by_name(make_sample):
+def test_a_router_alone_is_refused_by_name(long_batch):
     torch.manual_seed(0)
-    model, batch = MIXTURES["qwen3_moe"]().double().eval(), long_batch(make_sample)
+    model, batch = MIXTURES["qwen3_moe"]().double().eval(), long_batch(LONG)
     with pytest.raises(InputError, match=r"parameter model.layers.0.mlp.gate.weight"):
         norms(model, *batch.args, batch.attention_mask, scope=r"mlp\.gate")
 
 
-def test_a_layer_on_flattened_positions_is_refused_by_name(make_model, make_sample):
+def test_a_layer_on_flattened_positions_is_refused_by_name(make_model, long_batch):
     class Flat(nn.Module):
         def __init__(self, inner):
             super().__init__()
@@ -241,7 +235,7 @@ def test_a_layer_on_flattened_positions_is_refused_by_name(make_model, make_samp
         def forward(self, x):
             return self.inner(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
-    model, batch = make_model("llama"), long_batch(make_sample)
+    model, batch = make_model("llama"), long_batch(LONG)
     model.model.layers[0].mlp.up_proj = Flat(model.model.layers[0].mlp.up_proj)
     with pytest.raises(InputError, match=r"up_proj.inner.weight is applied to shape \(11, 16\)"):
         norms(model, *batch.args, batch.attention_mask)
@@ -270,19 +264,19 @@ def gemma(name, tied=True, **changes):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", GEMMAS)
-def test_gemma_and_sliding_windows_are_followed(make_sample, monkeypatch, name, tied):
+def test_gemma_and_sliding_windows_are_followed(monkeypatch, name, tied, agree, long_batch):
     # Gemma: norm weights enter as 1 + w, embeddings are scaled by √d (rounded to the weight's dtype), the second and
     # third generation have norms on both sides of a layer, windows of 8 tokens, the second caps its logits, and the
     # third has norms of query and key with the heads before the positions.
-    model, batch = gemma(name, tied), long_batch(make_sample)
+    model, batch = gemma(name, tied), long_batch(LONG)
     monkeypatch.setattr(attention, "TILED_FROM", 0)  # where there is no soft-cap in the attention
-    agree(model, batch, attention_mask=batch.attention_mask)
+    agree(model, batch)
 
 
-def test_a_scaled_embedding_is_scaled_and_its_padding_row_untrained(make_sample):
-    model, batch = gemma("gemma3"), long_batch(make_sample)
+def test_a_scaled_embedding_is_scaled_and_its_padding_row_untrained(agree, long_batch):
+    model, batch = gemma("gemma3"), long_batch(LONG)
     model.model.embed_tokens.padding_idx = 3
-    agree(model, batch, attention_mask=batch.attention_mask, scope="embed")
+    agree(model, batch, scope="embed")
     # Twice the scale and half the weights compute the same model; the untied gradient by a row doubles.
     untied = gemma("gemma3", tied=False)
     before = norms(untied, *batch.args, batch.attention_mask, scope="embed").norm_sq
@@ -294,13 +288,13 @@ def test_a_scaled_embedding_is_scaled_and_its_padding_row_untrained(make_sample)
 
 
 @pytest.mark.parametrize("heads", [8, 3])
-def test_norms_on_heads_are_followed_whatever_the_number_of_heads(make_sample, heads):
+def test_norms_on_heads_are_followed_whatever_the_number_of_heads(heads, agree, long_batch):
     # 8 is the heads of a published checkpoint, 3 the probe's sampled tokens: axes are told apart by the positions.
     model, batch = (
         gemma("gemma3", hidden_size=24, num_attention_heads=heads, num_key_value_heads=1),
-        long_batch(make_sample, 30),
+        long_batch(30),
     )
-    agree(model, batch, attention_mask=batch.attention_mask, scope="q_norm|k_norm")
+    agree(model, batch, scope="q_norm|k_norm")
     with_eleven = gemma("gemma3", hidden_size=22, num_attention_heads=11, num_key_value_heads=11)
     with pytest.raises(InputError, match=r"q_norm.weight is applied to shape \(1, 11, 11, 8\), where heads and pos"):
         norms(with_eleven, *batch.args, batch.attention_mask)
@@ -331,18 +325,18 @@ def test_the_rank_one_sketch_of_gemma_is_the_reference_one(make_sample, name, sc
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # from inside peft
-def test_lora_adapters_are_followed(make_model, make_sample):
+def test_lora_adapters_are_followed(make_model, agree, long_batch):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
-    model, batch = peft.get_peft_model(make_model("qwen2"), config).double().eval(), long_batch(make_sample)
+    model, batch = peft.get_peft_model(make_model("qwen2"), config).double().eval(), long_batch(LONG)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:  # B starts at zero, where A has no gradient
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    agree(model, batch, attention_mask=batch.attention_mask)
+    agree(model, batch)
 
 
-def test_a_layer_that_only_looks_known_is_found_out(make_model, make_sample, caplog):
+def test_a_layer_that_only_looks_known_is_found_out(make_model, caplog, long_batch):
     class OddRMSNorm(nn.Module):  # its weight enters squared: linear in the weight it is not
         def __init__(self, weight):
             super().__init__()
@@ -351,7 +345,7 @@ def test_a_layer_that_only_looks_known_is_found_out(make_model, make_sample, cap
         def forward(self, x):
             return self.weight**2 * x
 
-    model, batch = make_model("llama"), long_batch(make_sample)
+    model, batch = make_model("llama"), long_batch(LONG)
     model.model.layers[0].post_attention_layernorm = OddRMSNorm(model.model.layers[0].post_attention_layernorm.weight)
     with pytest.raises(InputError, match=r"model.layers.0.post_attention_layernorm.weight has squared score norms"):
         norms(model, *batch.args, batch.attention_mask)
@@ -377,20 +371,20 @@ def test_attention_kernels_that_cannot_be_batched_are_refused(make_model, sample
         norms(model, *batch.args, batch.attention_mask)
 
 
-def test_tiled_attention_gives_the_reference_norms(case, sample, monkeypatch):
+def test_tiled_attention_gives_the_reference_norms(case, sample, monkeypatch, agree):
     monkeypatch.setattr(attention, "TILED_FROM", 0)
     monkeypatch.setattr(attention, "TILE_BYTES", 4096)
-    agree(case, sample["both"], attention_mask=sample["both"].attention_mask)
+    agree(case, sample["both"])
 
 
-def test_eager_attention_is_followed(make_model, sample):
+def test_eager_attention_is_followed(make_model, sample, agree):
     model, batch = make_model("qwen3"), sample["left"]
     model.set_attn_implementation("eager")
-    agree(model, batch, attention_mask=batch.attention_mask)
+    agree(model, batch)
 
 
-def test_non_finite_logits_name_rollout_and_token(make_model, make_sample):
-    model, batch = make_model("qwen2"), long_batch(make_sample)
+def test_non_finite_logits_name_rollout_and_token(make_model, long_batch):
+    model, batch = make_model("qwen2"), long_batch(LONG)
     fresh = make_model("qwen2", seed=1)
     norms(model, *batch.args, batch.attention_mask)
     with torch.no_grad():
@@ -434,3 +428,23 @@ def test_the_table_of_rules_takes_a_subclass_only_where_it_computes_the_same():
     assert rule_for(Same(2, 2), "weight") is rule_for(Conv1D(2, 2), "weight") is not None
     assert rule_for(Other(2, 2), "weight") is None
     assert rule_for(nn.Embedding(4, 2, scale_grad_by_freq=True), "weight") is None
+
+
+def test_only_the_first_pass_of_a_rollout_goes_beyond_the_cut(make_model, long_batch):
+    # Every block runs the layers below, but for the last of a rollout, which shares the rollout's first pass.
+    model, batch = make_model("llama"), long_batch(LONG)
+    norms(model, *batch.args, batch.attention_mask)  # looks at the model
+    entered = {"model.embed_tokens": 0, "model.layers.1.mlp": 0, "lm_head": 0}
+
+    def counting(name):
+        def count(*_):
+            entered[name] += 1
+
+        return count
+
+    for name in entered:
+        model.get_submodule(name).register_forward_hook(counting(name))
+    norms(model, *batch.args, batch.attention_mask)
+    sampled = batch.mask.sum(1).tolist()
+    blocks = sum(-(-count // generic.BLOCK) for count in sampled)
+    assert entered == {"model.embed_tokens": blocks, "model.layers.1.mlp": 2, "lm_head": 2} and blocks > 2

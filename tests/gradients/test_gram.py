@@ -126,3 +126,15 @@ def test_features_without_weight_are_never_read_and_bad_input_is_named():
         gram_from_features(features[..., 0], weights, group)
     with pytest.raises(InputError, match=r"weights has shape \(2, 1, 2\)"):
         gram_from_features(features, weights[..., 1:], group)
+
+
+@pytest.mark.parametrize("value", [1e-30, 3.0, 1e30])
+def test_a_squared_norm_of_float32_tensors_is_right_where_squares_leave_their_range(value):
+    # 3 · 4 + 5 + 1 entries of the same value; (1e-30)² and (1e30)² are no float32 numbers.
+    tensors = [torch.full((3, 4), value), torch.full((5,), value), torch.tensor(value)]
+    assert gram.norm_sq_of(tensors) == pytest.approx(18 * value**2, rel=1e-6)
+
+
+def test_a_squared_norm_of_float32_tensors_is_summed_in_float64():
+    # A float32 sum of ones stops growing at 2^24.
+    assert gram.norm_sq_of([torch.ones(20_000_000 // 40, 40)]) == pytest.approx(20_000_000, rel=1e-7)

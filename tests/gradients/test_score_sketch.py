@@ -52,8 +52,9 @@ def test_eager_attention_and_long_texts_are_followed(make_model, make_sample, fa
 @pytest.mark.parametrize(
     "scope", ["lm_head", r"mlp|\.ln_", r"embed|wte", r"(layers|h)\.1\.", r"norm|ln_", "self_attn|attn", "v_proj|c_attn"]
 )
-def test_every_scope_is_projected(case, sample, scope):
-    projected_alike(case, sample["left"], scope=scope)
+def test_every_scope_is_projected(make_model, sample, scope):
+    for family, tied in (("qwen3", True), ("qwen2", False), ("gpt2", True)):
+        projected_alike(make_model(family, tied), sample["left"], scope=scope)
 
 
 def test_frozen_parameters_and_the_temperature_are_respected(make_model, sample):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from otb_analysis.bench.sketch import ESTIMATORS, bench_sketch, publish_sketch, row_cost, warm_batch
+from otb_analysis.bench.sketch import ESTIMATORS, bench_sketch, warm_batch
 from otb_analysis.statistics import gram_from_sketch
 from otb_analysis.training.warm_start import CACHE
 
@@ -12,7 +12,7 @@ KEPT = Path(__file__).parents[2] / CACHE
 
 
 @pytest.mark.slow
-def test_variance_ratios_of_the_demo_model_agree_with_the_exact_gram_within_the_stated_error(tmp_path):
+def test_variance_ratios_of_the_demo_model_agree_with_the_exact_gram_within_the_stated_error():
     torch.set_num_threads(1)
     batch = warm_batch(prompts=16, group_size=8, cache=KEPT)
     seeds = 16
@@ -22,8 +22,6 @@ def test_variance_ratios_of_the_demo_model_agree_with_the_exact_gram_within_the_
         assert row.stated < 0.01 and row.worst < 5
         # A root mean square of 16 draws is known to 1/√32 = 18 %; rare collisions of large entries widen that.
         assert row.found < (1 + 4 / (2 * seeds) ** 0.5) * row.stated
-    publish_sketch(tmp_path, rows, row_cost(batch, repeats=1))
-    assert (tmp_path / "sketch.md").read_text().count("16384") == len(rows)
 
 
 def test_a_gram_from_exact_vectors_is_the_exact_gram():
