@@ -100,8 +100,9 @@ def test_app_file_imports_only_readers_and_figures(path):
     assert not {n.split(".")[0] for n in names} & {"torch", "transformers", "duckdb", "pyarrow"}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "studies").rglob("*.py")), ids=lambda p: p.parent.name)
-def test_study_file_stands_alone_on_the_library(path):
+@pytest.mark.parametrize("path", sorted((ROOT / "studies").rglob("*.py")), ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_study_file_imports_the_library_and_its_own_folder(path):
     names = imported(path)
     assert rooms_of(names) <= set(ALLOWED_ROOMS)
-    assert not {n.split(".")[0] for n in names} & {"app", "studies", "tests"}
+    others = {n for n in names if n.split(".")[0] in {"app", "studies", "tests"}}
+    assert all(n.startswith(f"studies.{path.parent.name}.") for n in others)
