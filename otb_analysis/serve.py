@@ -21,10 +21,10 @@ class DashboardConfig:
 
     root: Path = Path("runs")
     """Directory that holds the runs."""
-    studies: Path | None = None
-    """Directory that holds the studies; by default `studies` here, else the one beside the package."""
     port: int = 8501
     """Port to listen on; the next free one when it is taken."""
+    studies: Path | None = None
+    """Directory that holds the studies; by default `studies` here, else the one beside the package."""
 
 
 def serve(config: DashboardConfig) -> None:

@@ -1,7 +1,7 @@
 """The only door to disk: one writer, read-only readers, and the table of all runs."""
 
 from otb_analysis.store.attribution import attributed_steps, largest_attributed_step, step_attribution
-from otb_analysis.store.gram import gram_rows
+from otb_analysis.store.gram import gram_rows, subgroup_rows
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.runs import runs_df
 from otb_analysis.store.series import step_series
@@ -25,4 +25,5 @@ __all__ = [
     "step_series",
     "study_table",
     "study_tables",
+    "subgroup_rows",
 ]
