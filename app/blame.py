@@ -14,7 +14,7 @@ from otb_analysis.diagnostics import (
     ChangePoint,
     Finding,
     StepAttribution,
-    advise,
+    advise_run,
     change_points,
     diagnose,
     trained_label,
@@ -79,17 +79,18 @@ def attribution(run: Run, step: int) -> tuple[StepAttribution, pd.DataFrame]:
 
 @st.cache_data(max_entries=64, show_spinner="Comparing estimators …")
 def _advice(_run: Run, path: str, stamp: str) -> str | None:
-    grams = list(data.grams(_run).values())
+    grams = data.grams(_run)
     if not grams:
         return None
     try:
-        return advise(grams, trained_label(data.config(_run))).reason
+        found = advise_run(grams, data.store(_run).subgroup_grams(), trained_label(data.config(_run)))
     except InputError as error:
         return f"Not known: {error}"
+    return f"{found.reason} {found.sizes_line}"
 
 
 def advice(run: Run) -> str | None:
-    """Return which estimator the run's own rollouts advise, None where no step compared estimators.
+    """Return which estimator and group size the run's own rollouts advise, None where no step compared estimators.
 
     Args:
         run: A readable run.

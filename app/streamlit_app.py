@@ -1,6 +1,9 @@
 """The dashboard's router: which pages there are, which runs they look at. Start it with `streamlit run app`."""
 
+from pathlib import Path
+
 import listing
+import pandas as pd
 import streamlit as st
 from widgets import choose_runs, follow, page, plain
 
@@ -11,7 +14,11 @@ folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` 
 STYLE = """<style>
 .stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
 @media (max-width: 1100px) { .stMainBlockContainer { padding-left: 1.5rem; padding-right: 1.5rem; } }
+[data-testid="stMarkdownContainer"] > table { display: block; max-width: 100%; overflow-x: auto; border: none; }
 </style>"""
+
+
+STUDIES = "Studies"  # the page that needs no runs
 
 
 def pages() -> list[st.Page]:
@@ -22,7 +29,24 @@ def pages() -> list[st.Page]:
         st.Page("views/fidelity.py", title="Fidelity", icon=":material/balance:"),
         st.Page("views/collapse.py", title="Collapse", icon=":material/trending_down:"),
         st.Page("views/tokens.py", title="Tokens", icon=":material/abc:"),
+        st.Page("views/studies.py", title=STUDIES, icon=":material/menu_book:"),
     ]
+
+
+def offer_runs(folder: Path, table: pd.DataFrame) -> None:
+    """Let the sidebar choose among the runs of a folder, and leave the choice to the pages."""
+    runs = listing.readable(table)
+    chosen = choose_runs(runs)
+    st.session_state.update(_runs=table, _selection=chosen, _any=bool(runs))
+    follow(chosen)
+    st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(folder))}")
+    st.sidebar.button("Look again", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
+
+
+def no_runs(folder: Path) -> None:
+    """Say how runs are made."""
+    with page("No runs yet", plain(str(folder))):
+        st.info(("There are no runs in this folder. " if folder.is_dir() else "This folder does not exist. ") + EMPTY)
 
 
 def main() -> None:
@@ -30,25 +54,20 @@ def main() -> None:
     st.set_page_config(page_title="otb-analysis", page_icon="🔬", layout="wide")
     st.html(STYLE)
     chosen_page = st.navigation(pages())
-    folder = listing.root()
+    folder, without_runs = listing.root(), chosen_page.title == STUDIES
     try:
         table = listing.runs(str(folder), listing.stamps())
     except STOPS as error:
-        st.warning(plain(str(error)), icon=":material/warning:")
-        return
-    runs = listing.readable(table)
-    if table.empty:
-        with page("No runs yet", plain(str(folder))):
-            st.info(
-                ("There are no runs in this folder. " if folder.is_dir() else "This folder does not exist. ") + EMPTY
-            )
-        return
-    chosen = choose_runs(runs)
-    st.session_state.update(_runs=table, _selection=chosen, _any=bool(runs))
-    follow(chosen)
-    st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(folder))}")
-    st.sidebar.button("Look again", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
-    chosen_page.run()
+        if not without_runs:
+            st.warning(plain(str(error)), icon=":material/warning:")
+            return
+        table = pd.DataFrame()
+    if not table.empty:
+        offer_runs(folder, table)
+    if table.empty and not without_runs:
+        no_runs(folder)
+    else:
+        chosen_page.run()
 
 
 main()

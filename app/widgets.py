@@ -26,6 +26,24 @@ def plain(text: str) -> str:
     return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", text.replace("\n", " "))
 
 
+INTERVAL = re.compile(r"-?[\d.,]+(?: %)? \([^()\n|]{1,24}\)")
+
+
+def prose(markdown: str) -> str:
+    """Return Markdown as it reads below the headings of a page: no picture, link, formula or directive of Streamlit's.
+
+    A number and its interval stay on one line.
+
+    Args:
+        markdown: Of a file; links in it lead to its neighbours, which the dashboard does not serve.
+    """
+    text = re.sub(r"!\[[^]]*]\([^)]*\)|\[([^]]*)]\([^)]*\)", lambda found: found[1] or "", markdown)
+    text = re.sub(r"^(#+) ", r"##\1 ", text, flags=re.MULTILINE)
+    text = INTERVAL.sub(lambda found: found[0].replace(" ", "\u00a0").replace("–", "\u2060–\u2060"), text)
+    parts = re.split(r"(```.*?```|`[^`\n]*`)", text, flags=re.DOTALL)
+    return "".join(part if part.startswith("`") else re.sub(r"([$<]|:(?=\w))", r"\\\1", part) for part in parts)
+
+
 @contextmanager
 def page(title: str, question: str) -> Iterator[None]:
     """Frame a page: its title, the question it answers, and one sentence instead of a traceback.

@@ -202,12 +202,24 @@ GRAMS = (
     Column("n_rollouts", "BIGINT", "", "Measured rollouts of the step, all groups together.", key=True),
 )
 
+SUBGROUPS = (
+    STEP,
+    Column("size", "BIGINT", "rollouts", "Rollouts of each smaller group that a group is cut into.", key=True),
+    *GRAMS[1:-2],
+    Column(
+        "inner_product", "DOUBLE", "norm²",
+        "Between prompts that of the mean over their smaller groups; within one, the mean over those of ⟨ḡ_m, ḡ_m'⟩.",
+    ),
+    GRAMS[-1],
+)  # fmt: skip
+
 TABLES: dict[str, tuple[Column, ...]] = {
     "tokens": TOKENS,
     "rollouts": ROLLOUTS,
     "steps": STEPS,
     "gradients": GRADIENTS,
     "grams": GRAMS,
+    "subgroups": SUBGROUPS,
 }
 """Table name = folder name = view name."""
 

@@ -23,6 +23,8 @@ class DashboardConfig:
     """Directory that holds the runs."""
     port: int = 8501
     """Port to listen on; the next free one when it is taken."""
+    studies: Path | None = None
+    """Directory that holds the studies; by default `studies` here, else the one beside the package."""
 
 
 def serve(config: DashboardConfig) -> None:
@@ -40,7 +42,10 @@ def serve(config: DashboardConfig) -> None:
     sys.stdout.flush()
     command = [sys.executable, "-m", "streamlit", "run", str(app), "--server.port", str(port)]
     command += ["--server.address", "127.0.0.1", "--browser.gatherUsageStats", "false", "--server.headless", "true"]
-    code = subprocess.call([*command, "--", "--root", str(config.root.resolve())], env=os.environ | {"PYTHONUTF8": "1"})
+    command += ["--", "--root", str(config.root.resolve())]
+    if config.studies is not None:
+        command += ["--studies", str(config.studies.resolve())]
+    code = subprocess.call(command, env=os.environ | {"PYTHONUTF8": "1"})
     if code not in STOPPED:
         raise InputError(f"the dashboard ended with code {code}; what it said above names the cause.")
 

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from otb_analysis.diagnostics import LEVELS, ChangePoint, advise, change_points, diagnose, trained_label
+from otb_analysis.diagnostics import LEVELS, ChangePoint, advise_run, change_points, diagnose, trained_label
 from otb_analysis.errors import InputError
 from otb_analysis.figures import attribution_line, attribution_table, number
 from otb_analysis.store import RunStore, largest_attributed_step, step_attribution, step_series
@@ -18,10 +18,6 @@ NONE = "–"
 NO_GRAMS = (
     "Not known: no step measured every estimator's gradient; the level exact does: "
     "otb train --measure.exact.every 10 --measure.exact.prompts 16."
-)
-GROUP_SIZES = (
-    "Other group sizes are not known from a run, which keeps gradients of whole groups only: they take pools of "
-    "rollouts per prompt (statistics.partitions, diagnostics.advise_sizes)."
 )
 
 
@@ -62,7 +58,7 @@ def change_line(points: Sequence[ChangePoint]) -> str:
 
 
 def advice_line(store: RunStore) -> str:
-    """Return which estimator to train with, or why that is not known.
+    """Return which estimator and group size to train with, or why that is not known.
 
     Args:
         store: A run.
@@ -70,15 +66,15 @@ def advice_line(store: RunStore) -> str:
     Raises:
         StoreError: The run cannot be read.
     """
-    grams = list(store.grams().values())
+    grams = store.grams()
     config = store.info.get("config")
     if not grams:
         return NO_GRAMS
     try:
-        found = advise(grams, trained_label(config if isinstance(config, dict) else {}))
+        found = advise_run(grams, store.subgroup_grams(), trained_label(config if isinstance(config, dict) else {}))
     except InputError as error:
         return f"Not known: {error}"
-    return f"{found.reason} {GROUP_SIZES}"
+    return f"{found.reason} {found.sizes_line}"
 
 
 def attribution(path: Path, step: int | None, top: int) -> list[Table | str]:

@@ -110,7 +110,7 @@ def linked(table: pd.DataFrame, run: str, step: int) -> pd.DataFrame:
 
 
 def advice(chosen: list[Run]) -> None:
-    """Say which estimator each run's own rollouts advise."""
+    """Say which estimator and group size each run's own rollouts advise."""
     st.subheader("Advice", anchor=False)
     st.caption("Efficiency relative to the estimator that trains, on the same rollouts; all intervals hold together.")
     for run in chosen:

@@ -65,6 +65,9 @@ class MeasureConfig:
     """Estimated norms, with standard errors, of every token of groups that no other level measured at that step."""
     attribution: AttributionSchedule = AttributionSchedule()
     """Signed share of every token in ‖ḡ‖² of the estimator that trains."""
+    subgroups: tuple[str, ...] = ("otb",)
+    """Estimators, beside rloo and the one that trains, whose gradients are also measured at steps of the level exact on
+    groups of half and a quarter of the rollouts: which group size is best at the same cost; none turns it off."""
     engine: Literal["auto", "reference", "generic", "fast"] = "auto"
     """Which gradient engine measures."""
     scope: str = "all"

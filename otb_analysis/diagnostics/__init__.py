@@ -3,9 +3,10 @@
 NumPy in, frozen records out; a quantity that was not measured is a finding that says what measures it.
 """
 
-from otb_analysis.diagnostics.advice import Advice, Advised, Choice, advise, advise_sizes, trained_label
+from otb_analysis.diagnostics.advice import advise, advise_run, advise_sizes, trained_label
 from otb_analysis.diagnostics.attribution import LEVELS, AttributedTokens, Holders, StepAttribution, attribute_step
 from otb_analysis.diagnostics.change_points import ChangePoint, change_points
+from otb_analysis.diagnostics.choices import Advice, Advised, Choice
 from otb_analysis.diagnostics.findings import Evidence, Finding, Level, StepSeries
 from otb_analysis.diagnostics.registry import DETECTORS, diagnose
 
@@ -24,6 +25,7 @@ __all__ = [
     "StepAttribution",
     "StepSeries",
     "advise",
+    "advise_run",
     "advise_sizes",
     "attribute_step",
     "change_points",

@@ -6,11 +6,11 @@ hold together with 95 % whichever is picked afterwards: the best of many noisy n
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from otb_analysis.diagnostics.choices import Advice, Advised, Choice
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.statistics import (
@@ -33,76 +33,47 @@ NO_TRUTH = (
 )
 
 
-@dataclass(frozen=True)
-class Choice:
-    """An estimator with its energies, in groups of one size."""
-
-    estimator: str
-    energy_source: str
-    size: int
-
-    def __str__(self) -> str:
-        """Return how it is named in a sentence."""
-        energies = "" if self.energy_source == "none" else f" ({self.energy_source} energies)"
-        return f"{self.estimator}{energies} in groups of {self.size}"
-
-
-@dataclass(frozen=True)
-class Advised:
-    """One candidate beside the present choice.
-
-    Attributes:
-        choice: The candidate.
-        efficiency: Share of an update that points along ∇J, None where it is undefined.
-        ratio: Efficiency over that of the present choice with its simultaneous interval, None where it is undefined.
-    """
-
-    choice: Choice
-    efficiency: float | None
-    ratio: Interval | None
-
-    @property
-    def better(self) -> bool:
-        """True when the simultaneous interval lies above 1."""
-        return self.ratio is not None and self.ratio.low is not None and self.ratio.low > 1
-
-    @property
-    def worse(self) -> bool:
-        """True when it lies below 1."""
-        return self.ratio is not None and self.ratio.high is not None and self.ratio.high < 1
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What to train with instead, if anything was shown to be better.
-
-    Attributes:
-        present: What the run trains with.
-        best: The most efficient of the candidates shown to be better, None where none was.
-        candidates: All of them, most efficient first.
-        n_rollouts: Rollouts of one update, the same for all.
-        n_clusters: Prompts behind the intervals.
-        reason: One sentence.
-    """
-
-    present: Choice
-    best: Advised | None
-    candidates: tuple[Advised, ...]
-    n_rollouts: int
-    n_clusters: int
-    reason: str
-
-
-def advise(grams: Sequence[Gram], present: Label, reference: Label = REFERENCE) -> Advice:
-    """Judge every estimator that was measured at all of a run's measured steps, at the run's own group size.
+def advise_run(
+    grams: Mapping[int, Gram], subgroups: Mapping[int, Mapping[int, Gram]], present: Label, reference: Label = REFERENCE
+) -> Advice:
+    """Judge every estimator of a stored run at its own group size, and those measured on smaller groups too.
 
     Args:
-        grams: Gram matrices of group gradients, one per measured step, all of one design.
+        grams: Gram matrix of each measured step (`RunStore.grams`).
+        subgroups: Those of smaller groups, by size and step (`RunStore.subgroup_grams`). Where there are any, only
+            steps that have all sizes count, so that all candidates see the same prompts.
         present: (estimator, energy source) that the run trains with.
         reference: The unbiased estimator that stands for ∇J.
 
     Raises:
         InputError: No step has both `present` and the reference.
+    """
+    common = [step for step in grams if all(step in by_step for by_step in subgroups.values())]
+    if not subgroups or not common:
+        return advise(list(grams.values()), present, reference)
+    smaller = {size: [by_step[step] for step in common] for size, by_step in subgroups.items()}
+    return advise([grams[step] for step in common], present, reference, smaller)
+
+
+def advise(
+    grams: Sequence[Gram],
+    present: Label,
+    reference: Label = REFERENCE,
+    smaller: Mapping[int, Sequence[Gram]] | None = None,
+) -> Advice:
+    """Judge every estimator that was measured at all of a run's measured steps, at the run's own group size.
+
+    With the same steps' products of smaller groups it also judges those, at the same rollouts R of an update: R/n
+    prompts in groups of n.
+
+    Args:
+        grams: Gram matrices of group gradients, one per measured step, all of one design.
+        present: (estimator, energy source) that the run trains with.
+        reference: The unbiased estimator that stands for ∇J.
+        smaller: Gram matrices of smaller groups of the same prompts at the same steps, by their size.
+
+    Raises:
+        InputError: No step has both `present` and the reference, or smaller groups are of other prompts.
     """
     both = [gram for gram in grams if present in gram.labels and reference in gram.labels]
     if not both:
@@ -118,6 +89,10 @@ def advise(grams: Sequence[Gram], present: Label, reference: Label = REFERENCE) 
     values = {
         Choice(*label, size): efficiency(deleted_moments(both, label, reference), max(prompts, 1)) for label in labels
     }
+    for own, found in (smaller or {}).items():
+        values |= _smaller_values(own, found, rollouts, reference)
+    if len({value.size for value in values.values()}) > 1:
+        raise InputError("smaller groups were measured on other prompts than whole ones; pass those of the same steps.")
     return judge(values, Choice(*present, size), rollouts)
 
 
@@ -195,6 +170,15 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
     best = better[0] if better else None
     together = f"95 % together with {len(others)} comparisons over {n_clusters} prompts"
     return Advice(present, best, tuple(found), n_rollouts, n_clusters, _reason(present, best, found, together))
+
+
+def _smaller_values(size: int, grams: Sequence[Gram], n_rollouts: int, reference: Label) -> dict[Choice, Float]:
+    """Return the efficiency of R rollouts in groups of one smaller size, of every estimator that all steps have."""
+    labels = [label for label in grams[0].labels if all(label in gram.labels for gram in grams)]
+    return {
+        Choice(*label, size): efficiency(deleted_moments(grams, label, reference), n_rollouts / size)
+        for label in labels
+    }  # fmt: skip
 
 
 def _ratio(own: Float, base: Float, level: float) -> Interval | None:

@@ -28,6 +28,7 @@ from otb_analysis.figures.gradient_table import MEASURES, statistics_table
 from otb_analysis.figures.learning import learning_info, plot_learning
 from otb_analysis.figures.runs import Headline, config_differences, headline_info
 from otb_analysis.figures.scales import number
+from otb_analysis.figures.studies import for_dark, results_table
 from otb_analysis.figures.styles import Style, estimator_style, run_styles
 from otb_analysis.figures.theme import CONFIG, TEMPLATE, for_background
 from otb_analysis.figures.token_details import TokenDetails, token_details
@@ -67,6 +68,7 @@ __all__ = [
     "fidelity_info",
     "fidelity_table",
     "for_background",
+    "for_dark",
     "headline_info",
     "learning_info",
     "number",
@@ -79,6 +81,7 @@ __all__ = [
     "plot_learning",
     "plot_tokens",
     "plot_variance",
+    "results_table",
     "run_styles",
     "statistics_table",
     "token_details",

@@ -48,6 +48,7 @@ from otb_analysis.statistics.pools import (
 from otb_analysis.statistics.regret import gain_lost, position_optimum, regret
 from otb_analysis.statistics.seeds import seed_mean
 from otb_analysis.statistics.sketched import SketchNoise, gram_from_sketch, sketch_noise
+from otb_analysis.statistics.subgroups import cut_groups, mean_over_subgroups, smaller_sizes
 from otb_analysis.statistics.tail import pareto_k, top_share
 from otb_analysis.statistics.totals import Totals, difference_total, hajek_mean, horvitz_thompson
 from otb_analysis.statistics.weights import WeightStatistics, weight_statistics
@@ -78,6 +79,7 @@ __all__ = [
     "cluster_bootstrap",
     "cluster_jackknife",
     "crossing",
+    "cut_groups",
     "deleted_moments",
     "difference_total",
     "discoveries",
@@ -94,6 +96,7 @@ __all__ = [
     "inclusion_probabilities",
     "jackknife_interval",
     "log_ratio_t",
+    "mean_over_subgroups",
     "noise_scale",
     "norm_test",
     "paired_ratios",
@@ -115,6 +118,7 @@ __all__ = [
     "seed_mean",
     "sf",
     "sketch_noise",
+    "smaller_sizes",
     "systematic_sample",
     "top_share",
     "weight_statistics",

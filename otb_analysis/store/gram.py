@@ -36,6 +36,19 @@ def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
     }
 
 
+def subgroup_rows(step: int, grams: Mapping[int, Gram]) -> dict[str, np.ndarray]:
+    """Return the columns of the `subgroups` table for one step: those of `gram_rows`, and the size, for each size.
+
+    Args:
+        step: The step.
+        grams: Products of smaller groups (`statistics.mean_over_subgroups`) by their size; at least one.
+    """
+    parts = [gram_rows(step, gram) for gram in grams.values()]
+    sizes = [np.full(len(part["step"]), size) for size, part in zip(grams, parts, strict=True)]
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return joined | {"size": np.concatenate(sizes).astype(np.int64)}
+
+
 def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
     """Return the Gram matrix of one step's rows of `grams`.
 

@@ -130,8 +130,18 @@ class RunStore:
         """Return inner products of group gradients, each pair once; arguments and errors are those of `tokens_df`."""
         return self._frame("grams", steps, columns, where, params)
 
+    def subgroups_df(
+        self,
+        steps: Sequence[int] | None = None,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+        params: Parameters | None = None,
+    ) -> pd.DataFrame:
+        """Return products of smaller groups' gradients; arguments and errors are those of `tokens_df`."""
+        return self._frame("subgroups", steps, columns, where, params)
+
     def sql(self, query: str, params: Parameters | None = None) -> pd.DataFrame:
-        """Return the answer to one SELECT over the views tokens, rollouts, steps, gradients and grams.
+        """Return the answer to one SELECT over the views tokens, rollouts, steps, gradients, grams, subgroups.
 
         Args:
             query: One SELECT in DuckDB's SQL; it can reach no file outside this run's directory and change nothing.
@@ -167,7 +177,22 @@ class RunStore:
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        rows = self.grams_df(steps)
+        return self._rebuilt(self.grams_df(steps))
+
+    def subgroup_grams(self, steps: Sequence[int] | None = None) -> dict[int, dict[int, Gram]]:
+        """Return the Gram matrices of smaller groups, by size and then by step; empty where none were measured.
+
+        Args:
+            steps: Only these steps; None means all complete ones.
+
+        Raises:
+            StoreError: A part is broken or lacks a key column.
+        """
+        rows = self.subgroups_df(steps)
+        return {int(str(size)): self._rebuilt(part) for size, part in rows.groupby("size")}
+
+    def _rebuilt(self, rows: pd.DataFrame) -> dict[int, Gram]:
+        """Return the Gram matrix of every step among the rows of `grams` or of one size of `subgroups`."""
         by_step = {int(str(step)): part for step, part in rows.groupby("step")}
         named = self.rollouts_df(list(by_step), ["step", "group", "prompt_id"], "prompt_id IS NOT NULL")
         prompts: dict[int, dict[int, object]] = {step: {} for step in by_step}

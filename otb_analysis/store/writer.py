@@ -44,6 +44,7 @@ class StepTables:
         steps: The step's scalars; only rank 0's are written.
         gradients: One row per estimator, when the step was measured.
         grams: Inner products of group gradients (`gram_rows`), when the step was measured.
+        subgroups: The same of smaller groups cut from them (`subgroup_rows`).
     """
 
     tokens: Columns | None = None
@@ -51,6 +52,7 @@ class StepTables:
     steps: Mapping[str, object] = field(default_factory=dict)
     gradients: Columns | None = None
     grams: Columns | None = None
+    subgroups: Columns | None = None
 
 
 class RunWriter:

@@ -71,6 +71,8 @@ def check(config: TrainConfig, processes: int = 1) -> None:
         raise InputError(
             f"measure.engine is {config.measure.engine!r}; this version has {', '.join(ENGINES)}, or pass auto."
         )
+    for name in config.measure.subgroups:
+        entry_of(name)
     Objective(config.objective)  # refuses names and options that do not exist
     own = config.objective
     if own.kl_coefficient > 0 and (own.kl_estimator, own.kl_in) == ("k1", "loss"):

@@ -18,7 +18,7 @@ from otb_analysis.config import TrainConfig
 from otb_analysis.errors import STOPS, NonFiniteError, StoreError
 from otb_analysis.estimators import estimate
 from otb_analysis.sampling import sample
-from otb_analysis.store import RunWriter, StepTables, gram_rows
+from otb_analysis.store import RunWriter, StepTables, gram_rows, subgroup_rows
 from otb_analysis.tasks.asking import draw_prompts
 from otb_analysis.training.checkpoint import write_checkpoint
 from otb_analysis.training.evaluation import evaluate
@@ -150,6 +150,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         steps=scalars,
         gradients=columns_of([row.as_row() for row in measurement.statistics]) if first else None,
         grams=gram_rows(step, measurement.gram) if first and measurement.gram else None,
+        subgroups=subgroup_rows(step, measurement.subgroups) if first and measurement.subgroups else None,
     )
 
 

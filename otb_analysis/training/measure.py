@@ -2,17 +2,24 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from otb_analysis.config import MeasureConfig
-from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate
 from otb_analysis.gradients import group_gradient_gram, token_score_norms, weighted_score_norms
 from otb_analysis.sampling import Rollouts
-from otb_analysis.statistics import GradientStatistics, gradient_statistics
+from otb_analysis.statistics import (
+    REFERENCE,
+    GradientStatistics,
+    cut_groups,
+    gradient_statistics,
+    mean_over_subgroups,
+    smaller_sizes,
+)
+from otb_analysis.training.advantages import ExactNorms, every_advantage
 from otb_analysis.training.levels import (
     Measured,
     SampledEnergies,
@@ -30,25 +37,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ExactNorms:
-    """Exact squared norms of scores; NaN outside the measured groups.
-
-    Attributes:
-        grad_norm_sq: ‖s_{n,t}‖² [N, T].
-        rollout_norm_sq: ‖Σ_t s_{n,t}‖² [N].
-    """
-
-    grad_norm_sq: Float
-    rollout_norm_sq: Float
-
-
-@dataclass(frozen=True)
 class Measurement:
     """Everything scheduled that was measured at a step; empty where nothing was due.
 
     Attributes:
         norms: Exact norms of the measured groups.
         gram: Inner products of group mean gradients under every estimator.
+        subgroups: Inner products of smaller groups cut from the measured ones, by their size.
         statistics: A row per estimator.
         sampled: Exact norms of drawn tokens and what follows from them.
         sketch: Estimated norms of groups of which nothing was measured exactly.
@@ -58,6 +53,7 @@ class Measurement:
 
     norms: ExactNorms | None = None
     gram: Gram | None = None
+    subgroups: Mapping[int, Gram] = field(default_factory=dict)
     statistics: tuple[GradientStatistics, ...] = ()
     sampled: SampledEnergies | None = None
     sketch: SketchedNorms | None = None
@@ -108,20 +104,38 @@ class Instrument:
         """Return ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ of the groups' mean gradients under every estimator whose inputs exist."""
         rows = np.isin(rollouts.group, groups)
         advantages = every_advantage(table, norms, rows, self.options, calibrated)
-        sizes = np.bincount(rollouts.group)[rollouts.group[rows]]
+        inner = self._inner(rollouts, rows, rollouts.group, advantages)
+        return Gram(inner, tuple(advantages), int(rows.sum()), tuple(rollouts.prompts[g].id for g in groups), groups)
+
+    def subgroups(self, rollouts: Rollouts, table: TokenTable, norms: ExactNorms, groups: Int) -> dict[int, Gram]:
+        """Return the products of smaller groups cut from the measured ones, by size, under a few estimators.
+
+        Those are the configured ones, the one that trains and the unbiased reference; each is computed anew from the
+        rollouts of a smaller group. Empty where the groups cannot be cut evenly.
+        """
+        rows = np.isin(rollouts.group, groups)
+        names = {REFERENCE[0], *(self.options or ()), *self.config.subgroups}
+        found = {}
+        for size in smaller_sizes(rollouts.group[rows]):
+            cut = cut_groups(rollouts.group, size)
+            every = every_advantage(replace(table, group=cut), norms, rows, self.options)
+            own = {label: advantage for label, advantage in every.items() if label[0] in names}
+            inner = self._inner(rollouts, rows, cut, own)
+            whole = mean_over_subgroups(inner, inner.shape[-1] // len(groups))
+            prompts = tuple(rollouts.prompts[g].id for g in groups)
+            found[size] = Gram(whole, tuple(own), int(rows.sum()), prompts, groups)
+        return found
+
+    def _inner(self, rollouts: Rollouts, rows: Bool, group: Int, advantages: Mapping[Label, Float]) -> Float:
+        """Return inner products of mean gradients of some rows' groups; equal advantages are measured once."""
+        sizes = np.bincount(group)[group[rows]]
         stacked = np.stack([a / sizes[:, None] for a in advantages.values()])
         different, back = np.unique(stacked.reshape(len(stacked), -1), axis=0, return_inverse=True)
         weights = by_column(different.reshape(-1, *stacked.shape[1:]), rollouts, rows)
         ids, mask, attention = batch_of(rollouts, rows, self.model.device)
-        inner = group_gradient_gram(self.model, ids, mask, weights, rollouts.group[rows], attention, **self.settings)
+        inner = group_gradient_gram(self.model, ids, mask, weights, group[rows], attention, **self.settings)
         back = back.reshape(-1)
-        return Gram(
-            inner=inner[np.ix_(back, back)],
-            labels=tuple(advantages),
-            n_rollouts=int(rows.sum()),
-            prompt=tuple(rollouts.prompts[g].id for g in groups),
-            groups=groups,
-        )
+        return inner[np.ix_(back, back)]
 
     def measure(self, step: int, rollouts: Rollouts, table: TokenTable, norms: ExactNorms | None) -> Measurement:
         """Return what is due at a step; a failing instrument is a warning and a gap, never the end of the run.
@@ -162,11 +176,20 @@ class Instrument:
         gram = _attempt(f"Gram matrix at step {step}", lambda: self.gram(rollouts, table, norms, groups, calibrated))
         if gram is None:
             return replace(found, gaps=found.gaps + 1)
+        found = self._cut(step, rollouts, table, groups, found)
         rows = _attempt(
             f"gradient statistics at step {step}",
             lambda: tuple(gradient_statistics(gram.inner, gram.labels, gram.n_rollouts)),
         )
         return replace(found, gram=gram, statistics=rows or (), gaps=found.gaps + (rows is None))
+
+    def _cut(self, step: int, rollouts: Rollouts, table: TokenTable, groups: Int, found: Measurement) -> Measurement:
+        """Add the products of smaller groups, if any estimator is to be measured there."""
+        norms = found.norms
+        if norms is None or not self.config.subgroups:
+            return found
+        cut = _attempt(f"smaller groups at step {step}", lambda: self.subgroups(rollouts, table, norms, groups))
+        return replace(found, subgroups=cut or {}, gaps=found.gaps + (cut is None))
 
     def draw(self, step: int, rollouts: Rollouts, table: TokenTable, norms: ExactNorms | None) -> SampledEnergies:
         """Return exact norms of drawn tokens of the groups that are not measured whole; the step seeds the draw."""
@@ -201,40 +224,6 @@ class Instrument:
                 raise
             self.slopes = "difference"
             return attribute(self.policy, rollouts, weights, method=self.slopes, split=split)
-
-
-def every_advantage(
-    table: TokenTable,
-    norms: ExactNorms,
-    rows: Bool,
-    options: Mapping[str, Any] | None = None,
-    calibrated: Float | None = None,
-) -> dict[Label, Float]:
-    """Return the advantages [n, T] of every estimator whose inputs exist, by (estimator, energy source), on some rows.
-
-    Estimators that read the proxy, calibrated or not, or no energy see the whole batch, as they would in training, so
-    that entries which couple prompts are what they are; those that read exact norms see the measured rows. `options`
-    holds the options of estimators that do not run with their defaults: those of the one that trains.
-    """
-    options = options or {}
-    proxy = table.inputs(table.stats.energy)
-    part = _rows_of(table.inputs(norms.grad_norm_sq, norms.rollout_norm_sq), rows)
-    exact_only = {name for name in available(part) if name not in available(proxy)}
-    found: dict[Label, Float] = {}
-    for name in available(part):
-        reads_energy = "energy" in ESTIMATORS[name].needs
-        if name not in exact_only:
-            found[name, "proxy" if reads_energy else "none"] = estimate(name, proxy, options.get(name)).advantage[rows]
-        if reads_energy and calibrated is not None:
-            found[name, "calibrated"] = estimate(name, table.inputs(calibrated), options.get(name)).advantage[rows]
-        if reads_energy or name in exact_only:
-            found[name, "exact"] = estimate(name, part, options.get(name)).advantage
-    return found
-
-
-def _rows_of(inputs: EstimatorInputs, rows: Bool) -> EstimatorInputs:
-    given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    return replace(inputs, **{name: x[rows] for name, x in given.items() if x is not None})
 
 
 def _attempt(what: str, run: Callable[[], T]) -> T | None:

@@ -176,6 +176,28 @@ def test_hover_shows_all_values_and_click_the_formulas(tab, address):
     assert page.locator(".tok.chosen").count() == 1
 
 
+@pytest.mark.skipif(not (ROOT / "studies").is_dir(), reason="installed without its repository")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_study_opens_by_its_link_fits_a_small_window_and_asks_nobody_else(scheme, tab, address):
+    tab.page.emulate_media(color_scheme=scheme)
+    tab.page.set_viewport_size({"width": 800, "height": 900})
+    tab.page.goto(f"{address}/studies?study=01_enumeration")
+    page = tab.page
+    page.wait_for_selector("h2:has-text('01 ·')", timeout=60 * SECONDS)
+    page.wait_for_selector("[data-testid=stImage] img, [data-testid=stImage] svg", timeout=60 * SECONDS)
+    page.wait_for_selector("[data-testid=stDataFrame]", timeout=60 * SECONDS)
+    page.wait_for_timeout(1000)
+    wide = (
+        "(() => { const m = document.querySelector('[data-testid=stMain]'); return m.scrollWidth - m.clientWidth })()"
+    )
+    assert page.evaluate(wide) <= 0
+    assert not page.locator("[data-testid=stException], .katex").count()
+    page.locator("[data-testid=stButtonGroup] button:has-text('06 ·')").click()
+    page.wait_for_selector("h2:has-text('06 ·')", timeout=60 * SECONDS)
+    assert "study=06_off_policy" in page.url
+    assert (tab.foreign, tab.dialogs, tab.errors) == ([], [], [])
+
+
 def test_link_reproduces_the_view(tab, address, browser):
     page = visit(tab, f"{address}/collapse")
     page.locator("text=Logarithmic axes").click()

@@ -204,3 +204,94 @@ def test_collapse_of_a_run_without_attribution_says_what_measures_it(tmp_path, m
     assert not app.exception
     assert "--measure.attribution.every 1" in texts(app) and "--measure.exact.every 10" in texts(app)
     assert "recorded at 3 steps, 25 are needed" in " ".join(app.table[0].value["why"]).replace("\\", "")
+
+
+STUDY_PAGE = """\
+# 03 · Squares
+
+**Question.** How *large* are they, <b>really</b>?
+
+**Verdict.** They sum to 14 (13–15) :red[x] $y$.
+
+![squares](results/squares.svg)
+
+How to read it: [elsewhere](../nowhere.md).
+
+## How it was made
+
+```
+otb study 03_squares
+```
+
+1.5 min in 3 cells, each on a machine. Tables: [cost.csv](results/cost.csv).
+"""
+
+
+@pytest.fixture
+def studies_root(tmp_path, monkeypatch):
+    """Three studies: one whole, one with a broken table, one that was not run; no runs at all."""
+    for name in ("03_squares", "04_broken", "05_later"):
+        (tmp_path / "studies" / name / "results").mkdir(parents=True)
+        (tmp_path / "studies" / name / "study.py").write_text("raise RuntimeError")
+    for name in ("03_squares", "04_broken"):
+        folder = tmp_path / "studies" / name
+        (folder / "README.md").write_text(STUDY_PAGE.replace("03", name[:2]).replace("squares`", name))
+        (folder / "results" / "squares.csv").write_text("n,square,square_low,square_high\n1,1.5,1,2\n2,4.25,3,5\n")
+        (folder / "results" / "cost.csv").write_text("cell,minutes\na,1.5\n")
+    (tmp_path / "studies" / "04_broken" / "results" / "squares.csv").write_text("a\n1,2\n")
+    monkeypatch.setenv("OTB_STUDIES", str(tmp_path / "studies"))
+    return tmp_path
+
+
+def test_studies_are_shown_where_there_are_no_runs(studies_root, monkeypatch):
+    app = open_page(studies_root, "studies", monkeypatch)
+    assert not app.exception and not app.warning
+    assert app.title[0].value == "Studies"
+    listed = app.table[0].value
+    assert listed["state and cost"].tolist() == ["measured, 1.5 min", "measured, 1.5 min", "not run yet"]
+
+
+def test_study_shows_its_numbers_with_intervals_and_its_text_as_text(studies_root, monkeypatch):
+    app = open_page(studies_root, "studies", monkeypatch, study="03_squares")
+    numbers = app.dataframe[0].value
+    assert numbers["square"].tolist() == [1.5, 4.25] and numbers["square, interval"].tolist()[0] == "1.00 to 2.00"
+    verdict = next(m.value for m in app.markdown if "Verdict" in m.value)
+    assert "\\:red" in verdict and "\\$y\\$" in verdict and "14\u00a0(13\u2060–\u206015)" in verdict
+    assert "](" not in " ".join(m.value for m in app.markdown)
+    assert "otb study 03_squares" in [code.value for code in app.code]
+
+
+def test_broken_results_table_is_one_sentence_and_other_studies_are_still_shown(studies_root, monkeypatch):
+    app = open_page(studies_root, "studies", monkeypatch, study="04_broken")
+    assert not app.exception
+    assert "squares.csv cannot be read" in app.warning[0].value.replace("\\", "")
+    assert len(app.table[0].value) == 3 and app.header[0].value.replace("\\", "") == "04 · Squares"
+
+
+def test_study_that_was_not_run_says_how(studies_root, monkeypatch):
+    app = open_page(studies_root, "studies", monkeypatch, study="05_later")
+    assert not app.exception
+    assert "was not run yet. `otb study 05_later` runs it" in app.info[0].value
+
+
+def test_studies_page_without_studies_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("OTB_STUDIES", str(tmp_path / "nowhere"))
+    app = open_page(tmp_path, "studies", monkeypatch)
+    assert not app.exception
+    assert "comes without them: clone the repository" in texts(app) and "--studies" in texts(app)
+
+
+def test_unknown_study_in_the_url_is_ignored(studies_root, monkeypatch):
+    app = open_page(studies_root, "studies", monkeypatch, study="../../etc")
+    assert not app.exception and app.header[0].value.replace("\\", "") == "03 · Squares"
+
+
+@pytest.mark.skipif(not (APP.parents[1] / "studies").is_dir(), reason="installed without its repository")
+def test_every_committed_study_opens(store_root, monkeypatch):
+    names = sorted(path.parent.name for path in (APP.parents[1] / "studies").glob("*/study.py"))
+    monkeypatch.setenv("OTB_STUDIES", str(APP.parents[1] / "studies"))
+    app = open_page(store_root, "studies", monkeypatch)
+    for name in names:
+        app.button_group[0].set_value(name).run()
+        assert not app.exception and not app.warning
+        assert app.header[0].value.startswith(name[:2])

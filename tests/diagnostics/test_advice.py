@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from otb_analysis.diagnostics import Choice, advise, advise_sizes, trained_label
+from otb_analysis.diagnostics import Choice, advise, advise_run, advise_sizes, trained_label
 from otb_analysis.diagnostics.advice import judge
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import paired_ratios, partitions, pool_gram
@@ -94,6 +94,34 @@ def test_group_sizes_are_compared_at_one_budget_of_rollouts():
     assert ratios == pytest.approx([1, 1], abs=0.15)
     with pytest.raises(InputError, match="in groups of 8 was not measured"):
         advise_sizes(pools([2, 4]), 128, (RLOO, 8))
+
+
+def test_a_stored_runs_smaller_groups_are_judged_at_the_same_number_of_rollouts():
+    # 16 prompts of 8 rollouts. In the smaller groups of 2, of which an update has 64, the two are as noisy as in
+    # groups of 8: noise averaged over four times as many groups, so four times the prompts in the efficiency.
+    steps = {seed: gram(seed, 16) for seed in range(8)}
+    found = advise_run(steps, {2: steps}, RLOO)
+    assert found.sizes == (2, 8) and found.n_rollouts == 128
+    assert found.best.choice.size == 2 and found.best.ratio.low > 1
+    small = next(one for one in found.candidates if one.choice == Choice("rloo", "none", 2))
+    whole = next(one for one in found.candidates if one.choice == Choice("rloo", "none", 8))
+    # 1/e − 1 = V/(P‖∇J‖²) is a quarter at four times the prompts.
+    assert (1 / small.efficiency - 1) == pytest.approx((1 / whole.efficiency - 1) / 4)
+    assert "Groups of 2 and 8 were compared at the same 128 rollouts" in found.sizes_line
+
+
+def test_only_steps_that_have_every_size_are_judged():
+    steps = {seed: gram(seed, 16) for seed in range(4)}
+    found = advise_run(steps, {4: {1: steps[1], 3: steps[3]}}, RLOO)
+    assert found.n_clusters == 32
+    alone = advise_run(steps, {}, RLOO)
+    assert alone.n_clusters == 64 and alone.sizes == (8,)
+    assert "the level exact measures" in alone.sizes_line
+
+
+def test_smaller_groups_of_other_prompts_are_refused():
+    with pytest.raises(InputError, match="other prompts"):
+        advise([gram(0, 16)], RLOO, smaller={2: [gram(0, 20)]})
 
 
 @pytest.mark.parametrize(

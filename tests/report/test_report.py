@@ -59,6 +59,14 @@ def test_the_page_loads_nothing_and_holds_the_library_once(page):
     assert "@import" not in page.split("</style>")[0] and "url(" not in page.split("</style>")[0]
 
 
+def test_every_quantity_of_the_page_has_its_formula(page, runs):
+    for words in ("(1 − π_y)² + Σ_{v≠y} π_v²", "corr(x − x̄_c, y − ȳ_c)", "log-Pearson", "(e_exact − e_proxy)"):
+        assert page.count(words) >= len(runs), words
+    # Alarms once; estimators, fidelity and attribution for each run.
+    assert page.count("<summary>Formulas</summary>") == 1 + 3 * len(runs)
+    assert page.count("Gain lost by the proxy: ") == len(runs)
+
+
 def test_the_page_names_its_command_and_shows_every_section(page, runs):
     assert f"otb report {runs[0].name} {runs[1].name}" in page
     titles = re.findall(r'<h2 id="s\d+">(.*?)</h2>', page)

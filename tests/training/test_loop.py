@@ -38,11 +38,13 @@ def timeless(frame):
     return frame[[name for name in frame.columns if not name.startswith("seconds_")]]
 
 
-def test_run_ends_complete_with_all_five_tables_and_a_loadable_model(otb_run):
+def test_run_ends_complete_with_all_its_tables_and_a_loadable_model(otb_run):
     store = RunStore(otb_run)
     assert store.info["status"] == "complete"
     assert store.complete_steps() == [0, 1, 2]
     for table in TABLES:
+        if table == "subgroups":  # groups of 3 cannot be halved
+            continue
         assert store.sql(f"select distinct step from {table} order by step")["step"].tolist() == [0, 1, 2]
     model, tokenizer = load_policy(otb_run / "model")
     assert tokenizer("1+2=")["input_ids"]

@@ -1,0 +1,137 @@
+"""Studies: which questions were asked, what was found, with which numbers, and what it cost."""
+
+import re
+from typing import Any
+
+import listing
+import pandas as pd
+import streamlit as st
+from widgets import download, page, plain, prose
+
+from otb_analysis.errors import StoreError
+from otb_analysis.figures import for_dark, results_table
+from otb_analysis.store import CommittedStudy, committed_studies, study_table, study_tables
+from otb_analysis.store.studies import BROKEN, MEASURED, NOT_RUN
+
+SHORT = 220  # letters of a verdict in the list; a string below a constant would be shown on the page
+NONE = """There is no study in {folder}. The installed package comes without them: clone the repository and start
+`otb dashboard` there, or name the folder: `otb dashboard --studies <folder>`, the variable `OTB_STUDIES`."""
+LONG = 2500  # letters of a section that is closed to begin with
+SORTED = (
+    "As committed: a click on a heading sorts, three significant digits are shown, the file has all of them. "
+    "Interval: the two ends, of 95 % unless the text above says otherwise."
+)
+
+
+def label(study: CommittedStudy) -> str:
+    """Return what a study is called in a list."""
+    return f"{study.folder.name[:2]} · {study.title}"
+
+
+def short(text: str) -> str:
+    """Return the beginning of a text, cut between words."""
+    if len(text) <= SHORT:
+        return text
+    cut = text[:SHORT].rsplit(" ", 1)[0]
+    return (cut.rsplit("`", 1)[0] if cut.count("`") % 2 else cut).rstrip() + " …"
+
+
+def overview(studies: list[CommittedStudy]) -> None:
+    """Show all studies in one table, verdicts cut to their beginning."""
+    rows = [
+        {
+            "study": f"**{plain(label(study))}**",
+            "question": prose(study.question) or "–",
+            "verdict": prose(short(study.verdict)) or "–",
+            "state and cost": ", ".join(filter(None, [study.state, study.minutes])),
+        }
+        for study in studies
+    ]
+    st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
+
+
+def choose(studies: list[CommittedStudy]) -> CommittedStudy:
+    """Let the page choose a study, in the URL too; the first one that was run to begin with."""
+    by_name = {study.folder.name: study for study in studies}
+    # Bound by hand: a bound choice would put its labels into the URL, and titles change.
+    asked = st.query_params.get("study", "")
+    if st.session_state.get("study") not in by_name:
+        first = next((name for name, study in by_name.items() if study.state == MEASURED), next(iter(by_name)))
+        st.session_state["study"] = asked if asked in by_name else first
+    name = str(st.pills("Study", list(by_name), format_func=lambda n: label(by_name[n]), key="study", required=True))
+    st.query_params["study"] = name
+    return by_name[name]
+
+
+def results(study: CommittedStudy) -> None:
+    """Show the result tables, one at a time; one that cannot be read says so and leaves the others."""
+    names = study_tables(study.folder)
+    if not names:
+        return
+    st.subheader("Numbers", anchor=False)
+    key = f"table-{study.folder.name}"
+    name = str(st.segmented_control("Table", names, default=names[0], key=key, required=True))
+    try:
+        table = study_table(study.folder, name)
+    except StoreError as error:
+        st.warning(plain(str(error)), icon=":material/warning:")
+        return
+    st.caption(f"{len(table):,} rows × {len(table.columns)} columns. {SORTED}")
+    shown = results_table(table)
+    three = st.column_config.NumberColumn(format="%.3g")
+    whole = st.column_config.NumberColumn(format="%d")
+    columns: dict[str, Any] = {c: three for c in shown.select_dtypes("floating").columns}
+    columns |= {c: whole for c in shown.select_dtypes("integer").columns}
+    st.dataframe(
+        shown, hide_index=True, height="content" if len(shown) < 12 else 420, placeholder="–", column_config=columns,
+        key=f"rows-{study.folder.name}-{name}",
+    )  # fmt: skip
+    download(table, f"{study.folder.name}-{name}")
+
+
+def reading(study: CommittedStudy) -> None:
+    """Show the study's own page section by section, long ones closed: its tables in words and what they mean."""
+    if not study.body:
+        return
+    st.subheader("How to read them", anchor=False)
+    for section in re.split(r"^## ", study.body, flags=re.MULTILINE):
+        heading, _, text = section.partition("\n")
+        if section.startswith("#") or not text.strip():
+            st.markdown(prose(section))
+            continue
+        with st.expander(prose(heading), expanded=len(text) < LONG):
+            st.markdown(prose(text))
+
+
+def detail(study: CommittedStudy) -> None:
+    """Show one study: verdict, figures, numbers, how to read them, how they were made."""
+    st.header(plain(label(study)), anchor=False)
+    st.markdown(f"**Question.** {prose(study.question) or 'It stands in the file below.'}")
+    if study.state == NOT_RUN:
+        st.info(f"This study was not run yet. `{study.command}` runs it; `--quick` tries it in two minutes.")
+    elif study.state == BROKEN:
+        st.warning(plain(study.verdict), icon=":material/warning:")
+    else:
+        with st.container(border=True):
+            st.markdown(f"**Verdict.** {prose(study.verdict)}")
+    for figure in study.figures:
+        picture = figure.read_text(encoding="utf-8")
+        st.image(for_dark(picture) if st.context.theme.type == "dark" else picture)
+    results(study)
+    reading(study)
+    st.subheader("How it was made", anchor=False)
+    st.code(study.command, language=None)
+    if study.cost:
+        st.caption(plain(study.cost))
+    readme = study.folder / ("study.py" if study.state == NOT_RUN else "README.md")
+    st.markdown(f"Page and code: `{readme}`")
+
+
+with page("Studies", "Which claims about baselines were tested, what came out, and what did it cost?"):
+    folder = listing.studies_root()
+    studies = committed_studies(folder)
+    if not studies:
+        st.info(NONE.format(folder=plain(str(folder))), icon=":material/inbox:")
+        st.stop()
+    overview(studies)
+    detail(choose(studies))

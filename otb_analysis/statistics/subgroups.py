@@ -1,0 +1,79 @@
+"""Smaller groups of the same rollouts: whole groups cut into disjoint halves and quarters.
+
+Rollouts of a prompt are drawn independently, so its first N/2 are as good a group of N/2 as any. The baseline of a
+smaller group sees only that group's rollouts, so advantages are computed anew from the smaller group vector; an update
+of the same number of rollouts then has twice, or four times, as many prompts.
+"""
+
+import numpy as np
+
+from otb_analysis.errors import InputError
+from otb_analysis.types import Float, Int
+
+PARTS = (2, 4)
+"""Into how many smaller groups a whole one is cut."""
+
+
+def smaller_sizes(group: Int) -> list[int]:
+    """Return N/2 and N/4, largest first: those of at least 2 rollouts into which groups of N can be cut evenly.
+
+    Groups of 8 give [4, 2], groups of 6 give [3]; groups of unequal sizes give nothing, since an update of smaller ones
+    would not have the same number of rollouts.
+
+    Args:
+        group: Prompt of each rollout [N].
+    """
+    counts = np.unique(np.unique(group, return_counts=True)[1])
+    if counts.size != 1:
+        return []
+    whole = int(counts[0])
+    return [whole // parts for parts in PARTS if whole % parts == 0 and whole // parts >= 2]
+
+
+def cut_groups(group: Int, size: int) -> Int:
+    """Cut every group, in the order of its rollouts, into disjoint ones of `size`; what is left over is a smaller one.
+
+    Args:
+        group: Prompt of each rollout [N].
+        size: Rollouts of a smaller group.
+
+    Returns:
+        Smaller group of each rollout [N]; sorted by value, those of one group follow each other in its place.
+
+    Raises:
+        InputError: The size is below 1.
+    """
+    if size < 1:
+        raise InputError(f"size is {size}; pass groups of at least one rollout.")
+    _, codes, counts = np.unique(group, return_inverse=True, return_counts=True)
+    order = np.argsort(codes, kind="stable")
+    rank = np.empty(codes.size, dtype=np.int64)
+    rank[order] = np.arange(codes.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    return codes * (1 + int(counts.max(initial=0))) + rank // size
+
+
+def mean_over_subgroups(inner: Float, parts: int) -> Float:
+    """Products per prompt from those of its k smaller groups.
+
+    Between prompts p ≠ q: ⟨mean_a g_{m,a}, mean_b g_{m',b}⟩, the product of the means over a in p and b in q. Within a
+    prompt: mean_a ⟨g_{m,a}, g_{m',a}⟩, whose expectation is E‖g‖² of *one* smaller group. So moments, and all that
+    follows from them, are those of smaller groups, and each prompt is one cluster. With k = 1 nothing changes.
+
+    Args:
+        inner: ⟨g_{m,a}, g_{m',b}⟩ of smaller groups' mean gradients [M, M, kP, kP], those of one prompt side by side.
+        parts: k.
+
+    Returns:
+        [M, M, P, P], the matrix of a `Gram`.
+
+    Raises:
+        InputError: The number of smaller groups is no multiple of k.
+    """
+    rows, groups = inner.shape[0], inner.shape[-1]
+    if groups % parts:
+        raise InputError(f"inner has {groups} smaller groups; pass {parts} for each prompt.")
+    blocks = inner.reshape(rows, rows, groups // parts, parts, groups // parts, parts)
+    found = blocks.mean(axis=(3, 5))
+    place = np.arange(groups // parts)
+    found[:, :, place, place] = np.einsum("mnpapa->mnp", blocks) / parts
+    return found

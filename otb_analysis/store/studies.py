@@ -1,0 +1,128 @@
+"""Committed studies as they lie on disk: what was asked, found and measured, without running a study's own code."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from pyarrow import csv
+
+from otb_analysis.errors import StoreError
+
+NAME = re.compile(r"(\d\d)_(\w+)")
+MADE = "\n## How it was made\n"
+COST = "cost"
+
+MEASURED, NOT_RUN, BROKEN = "measured", "not run yet", "cannot be read"
+
+
+@dataclass(frozen=True)
+class CommittedStudy:
+    """One folder `NN_slug` of studies; made by `committed_studies`, read by the dashboard.
+
+    Attributes:
+        folder: The folder.
+        title: A few words.
+        question: One sentence; empty where neither page nor index has it.
+        verdict: The answer in one line; of a study that cannot be read, why; empty where it was not run.
+        body: The numbers and how to read them, as Markdown.
+        command: What runs it.
+        cost: Minutes, cells, memory and machines in one sentence; empty where it was not run.
+        state: `measured`, `not run yet` or `cannot be read`.
+        figures: The SVG files that its page shows, in its order.
+    """
+
+    folder: Path
+    title: str
+    question: str
+    verdict: str
+    body: str
+    command: str
+    cost: str
+    state: str
+    figures: tuple[Path, ...] = ()
+
+    @property
+    def minutes(self) -> str:
+        """The minutes alone, as in `2.9 min`; empty where it was not run."""
+        return " ".join(self.cost.split()[:2])
+
+
+def committed_studies(studies: Path) -> list[CommittedStudy]:
+    """Return every study of a folder in the order of their numbers; one that cannot be read says so itself.
+
+    Args:
+        studies: The folder that holds `NN_slug/`; without any study in it, or absent, nothing is returned.
+    """
+    folders = sorted(p for p in studies.glob("*") if NAME.fullmatch(p.name) and (p / "study.py").is_file())
+    questions = _index(studies / "README.md") if folders else {}
+    return [_study(folder, questions.get(folder.name, "")) for folder in folders]
+
+
+def study_tables(folder: Path) -> list[str]:
+    """Return the names of a study's result tables, that of the costs last.
+
+    Args:
+        folder: studies/NN_slug.
+    """
+    return sorted((path.stem for path in (folder / "results").glob("*.csv")), key=lambda name: (name == COST, name))
+
+
+def study_table(folder: Path, name: str) -> pd.DataFrame:
+    """Return one result table of a study.
+
+    Args:
+        folder: studies/NN_slug.
+        name: One of `study_tables`.
+
+    Raises:
+        StoreError: The file is no table.
+    """
+    path = folder / "results" / f"{name}.csv"
+    try:
+        return csv.read_csv(path).to_pandas()
+    except (OSError, ValueError) as error:  # ArrowInvalid and text that is no UTF-8 are ValueErrors
+        reason = " ".join(str(error).split())
+        raise StoreError(f"{path} cannot be read ({reason}); run otb study {folder.name} again.") from error
+
+
+def _study(folder: Path, question: str) -> CommittedStudy:
+    number, slug = folder.name.split("_", 1)
+    command = f"otb study {folder.name}"
+    blank = CommittedStudy(folder, slug.replace("_", " ").capitalize(), question, "", "", command, "", NOT_RUN)
+    page = folder / "README.md"
+    if not page.exists():
+        return blank
+    try:
+        text = page.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = f"{page} cannot be read ({error}); run {command} --render."
+        return CommittedStudy(folder, blank.title, question, reason, "", command, "", BROKEN)
+    return _page(text, blank, f"# {number} · ")
+
+
+def _page(text: str, blank: CommittedStudy, head: str) -> CommittedStudy:
+    """Take the parts of a page apart as `study.page` joined them."""
+    front, _, made = text.partition(MADE)
+    title, question, verdict, *rest = [part for part in front.strip().split("\n\n") if part.strip()] + [""] * 3
+    if not (title.startswith(head) and verdict.startswith("**Verdict.** ")):
+        reason = f"{blank.folder / 'README.md'} is no page of a study; run {blank.command} --render."
+        return CommittedStudy(blank.folder, blank.title, blank.question, reason, "", blank.command, "", BROKEN)
+    pictures = re.findall(r"^!\[[^]]*]\((results/[\w.-]+\.svg)\)$", front, re.MULTILINE)
+    body = "\n\n".join(part for part in rest if part and not part.startswith("!["))
+    cost = made.split("```")[-1].strip().partition(" Tables: ")[0]
+    figures = tuple(blank.folder / name for name in pictures if (blank.folder / name).is_file())
+    return CommittedStudy(
+        blank.folder, title.removeprefix(head), question.removeprefix("**Question.** "),
+        verdict.removeprefix("**Verdict.** "), body, blank.command, cost, MEASURED, figures,
+    )  # fmt: skip
+
+
+def _index(page: Path) -> dict[str, str]:
+    """Return the question of each study of the index: of one that was not run, no other page has it."""
+    try:
+        lines = page.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return {}
+    rows = [re.match(r"\| \[(\w+)]\([^)]*\) \| (.+?) \|", line) for line in lines]
+    return {row[1]: row[2] for row in rows if row}

@@ -1,0 +1,34 @@
+import pandas as pd
+
+from otb_analysis.figures import for_dark, results_table
+from otb_analysis.figures.svg import Curve, Panel, svg
+
+
+def test_ends_of_an_interval_become_one_column_behind_its_estimate():
+    table = pd.DataFrame(
+        {"arm": ["a", "b"], "sf": [1.5, None], "sf_low": [1.25, None], "sf_high": [-2.0, None], "low": [3, 4]}
+    )
+    shown = results_table(table)
+    assert list(shown) == ["arm", "sf", "sf, interval", "low"]
+    assert shown["sf, interval"].tolist() == ["1.25 to −2.00", pd.NA]
+    assert shown["sf"].dtype == float
+
+
+def test_bare_ends_belong_to_the_column_before_them():
+    shown = results_table(pd.DataFrame({"step": [0], "success": [0.5], "low": [0.25], "high": [0.75]}))
+    assert list(shown) == ["step", "success", "success, interval"]
+    assert shown["success, interval"].tolist() == ["0.250 to 0.750"]
+
+
+def test_table_without_intervals_stays_as_it_is():
+    table = pd.DataFrame({"cell": ["a"], "minutes": [1.5], "lowest": [1], "highest": [2]})
+    pd.testing.assert_frame_equal(results_table(table), table)
+
+
+def test_picture_on_a_dark_page_swaps_ink_and_paper_and_lightens_lines():
+    picture = svg([Panel("a", "b", "c", [Curve([0, 1], [0, 1], "d", color="#00436B")])])
+    dark = for_dark(picture)
+    assert "#FFFFFF" not in dark and "#1B2229" not in dark and "#00436B" not in dark
+    assert "fill='#12171C'" in dark and "fill='#E6EAEE'" in dark
+    # Hue of #00436B is kept, lightness 0.21 becomes 0.52: (0.04, ·, 1.0) scaled to full saturation.
+    assert "stroke='#0AA3FF'" in dark
