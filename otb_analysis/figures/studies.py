@@ -20,7 +20,7 @@ def results_table(table: pd.DataFrame) -> pd.DataFrame:
     """Return a result table with the two ends of every interval as one column of text behind its estimate.
 
     Columns `x`, `x_low`, `x_high` become `x` and `x, interval`; bare `low`, `high` belong to the column before them.
-    Numbers stay numbers, so that a column sorts by its estimate.
+    Numbers stay numbers, so that a column sorts by its estimate; backticks around names are left out.
 
     Args:
         table: As a study wrote it.
@@ -33,7 +33,9 @@ def results_table(table: pd.DataFrame) -> pd.DataFrame:
             columns[f"{of}, interval"] = _spans(table[name], table[high])
         elif not (name.endswith("high") and name[: -len("high")] + "low" in names):
             columns[name] = table[name]
-    return pd.DataFrame(columns)
+    shown = pd.DataFrame(columns).rename(columns=_plain)
+    text = shown.select_dtypes(["object", "str"]).columns
+    return shown.assign(**{name: shown[name].map(_plain) for name in text})
 
 
 def for_dark(svg: str) -> str:
@@ -43,6 +45,11 @@ def for_dark(svg: str) -> str:
         svg: Its text.
     """
     return re.sub(r"#[0-9A-Fa-f]{6}\b", lambda found: DARK.get(found[0].upper()) or _lighter(found[0]), svg)
+
+
+def _plain(value: Any) -> Any:
+    """Return text without the marks of Markdown's code, which a table would show."""
+    return value.replace("`", "") if isinstance(value, str) else value
 
 
 def _lighter(color: str) -> str:

@@ -53,7 +53,7 @@ MEASURED = 'mask AND (step, "group") IN (SELECT step, "group" FROM tokens WHERE 
 
 
 def _from(bounds: tuple[float, float]) -> str:
-    return f"≥ {bounds[0]:g}" + (f", {bounds[1]:g}" if np.isfinite(bounds[1]) else "")
+    return f"≥ {bounds[0]:.3g}" + (f", {bounds[1]:.3g}" if np.isfinite(bounds[1]) else "")
 
 
 ALARM_FORMULAS = (

@@ -32,3 +32,9 @@ def test_picture_on_a_dark_page_swaps_ink_and_paper_and_lightens_lines():
     assert "fill='#12171C'" in dark and "fill='#E6EAEE'" in dark
     # Hue of #00436B is kept, lightness 0.21 becomes 0.52: (0.04, ·, 1.0) scaled to full saturation.
     assert "stroke='#0AA3FF'" in dark
+
+
+def test_names_are_shown_without_the_marks_of_code():
+    shown = results_table(pd.DataFrame({"ratio": ["`tis`, cap 1.2", None], "touched `ppo`": [0.5, 0.25]}))
+    assert list(shown) == ["ratio", "touched ppo"]
+    assert shown["ratio"].iloc[0] == "tis, cap 1.2" and shown["ratio"].isna().tolist() == [False, True]
