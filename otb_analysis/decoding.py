@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -72,7 +73,6 @@ def refused(model: PreTrainedModel) -> str | None:
     return f"it has a {own[0]} of its own" if own else None
 
 
-@torch.no_grad()
 def decode(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw) -> Drawn:
     """Continue contexts until each has ended or used its budget up.
 
@@ -83,6 +83,14 @@ def decode(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw
         contexts: N token sequences.
         draw: How.
     """
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    # inference mode spares every small operation its bookkeeping; buffers of gathered shards are written in both modes
+    with torch.no_grad() if sharded else torch.inference_mode():
+        drawn = _draw(model, contexts, draw)
+    return Drawn(drawn.token_ids.clone(), drawn.logprobs.clone())  # tensors that may be used with gradients again
+
+
+def _draw(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw) -> Drawn:
     batch = _Batch(model, contexts, draw.pad)
     n, device = len(contexts), model.device
     ends = torch.tensor(list(draw.ends), device=device)
