@@ -12,6 +12,9 @@ WIDTH, HEIGHT = 380, 250
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 46, 40
 """Pixels from the panel's edges to its axes."""
 LEGEND = 26
+"""Pixels of one row of the legend."""
+GLYPH = 0.6
+"""Width of a letter over its size, on the safe side: there is no browser to measure text."""
 INK, PAPER, GRID = "#1B2229", "#FFFFFF", "#E3E6EA"
 STYLE = "font-family='system-ui, sans-serif' font-size='12'"
 
@@ -92,23 +95,24 @@ def svg(panels: Sequence[Panel], columns: int = 2) -> str:
     """
     columns = min(columns, len(panels))
     width, height = columns * WIDTH, math.ceil(len(panels) / columns) * HEIGHT
+    named = {curve.name: curve for panel in panels for curve in panel.curves if curve.name}
+    legend, rows = _legend(list(named.values()), width, height)
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height + LEGEND}' width='{width}' "
-        f"height='{height + LEGEND}' {STYLE} fill='{INK}'>",
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height + rows * LEGEND}' width='{width}' "
+        f"height='{height + rows * LEGEND}' {STYLE} fill='{INK}'>",
         f"<rect width='100%' height='100%' fill='{PAPER}'/>",
     ]
     for i, panel in enumerate(panels):
         x, y = i % columns * WIDTH, i // columns * HEIGHT
         parts += [f"<g transform='translate({x},{y})'>", *_panel(panel), "</g>"]
-    named = {curve.name: curve for panel in panels for curve in panel.curves if curve.name}
-    return "\n".join([*parts, *_legend(list(named.values()), height), "</svg>"]) + "\n"
+    return "\n".join([*parts, *legend, "</svg>"]) + "\n"
 
 
 def _panel(panel: Panel) -> list[str]:
     horizontal, vertical = _axes(panel)
     parts = [
-        _text(LEFT, 18, panel.title, "font-weight='600' font-size='13'"),
-        _text(LEFT, 34, panel.note, f"fill='{GREY}' font-size='11'"),
+        _text(LEFT, 18, panel.title, f"font-weight='600' font-size='{_fitting(panel.title, 13)}'"),
+        _text(LEFT, 34, panel.note, f"fill='{GREY}' font-size='{_fitting(panel.note, 11)}'"),
         _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, panel.x_label, "text-anchor='middle'"),
     ]
     for tick in vertical.ticks():
@@ -156,14 +160,24 @@ def _curve(curve: Curve, horizontal: _Axis, vertical: _Axis) -> list[str]:
     return [*band, f"<polyline points='{_path(points)}' {look}/>"]
 
 
-def _legend(curves: Sequence[Curve], top: float) -> list[str]:
-    parts, x, y = [], float(LEFT), top + LEGEND / 2
+def _fitting(words: str, size: float) -> str:
+    """Return the font size at which words fit above the axes, no more than this one."""
+    return f"{min(size, (WIDTH - LEFT - 4) / (GLYPH * max(1, len(words)))):.3g}"
+
+
+def _legend(curves: Sequence[Curve], width: float, top: float) -> tuple[list[str], int]:
+    """Return the entries, as many in a row as there is room for, and the number of rows."""
+    parts, x, row = [], float(LEFT), 0
     for curve in curves:
+        wide = 28 + 12 * GLYPH * len(curve.name)
+        if x > LEFT and x + wide > width:
+            x, row = float(LEFT), row + 1
+        y = top + (row + 0.5) * LEGEND
         dash = "stroke-dasharray='6 4'" if curve.dashed else ""
         parts.append(_line(x, y, x + 22, y, curve.color, f"stroke-width='{curve.width or 4:g}' {dash}".rstrip()))
         parts.append(_text(x + 28, y + 4, curve.name))
-        x += 28 + 7 * len(curve.name) + 22
-    return parts
+        x += wide + 22
+    return parts, row + 1
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
