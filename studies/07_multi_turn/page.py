@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from otb_analysis.figures.styles import ESTIMATOR_STYLES
+from otb_analysis.figures.styles import ESTIMATOR_STYLES, SKY
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.study import (
@@ -135,7 +135,7 @@ def ratio_curve(rows: Rows) -> Curve:
     name = rows[0]["estimator"]
     style = ESTIMATOR_STYLES[name]
     y, low, high = ([known(row[f"efficiency_ratio{end}"]) for row in rows] for end in ("", "_low", "_high"))
-    return Curve([row["size"] for row in rows], y, name, low, high, style.color, dashed=style.dash != "solid")
+    return Curve([row["size"] for row in rows], y, name, low, high, _color(name), dashed=style.dash != "solid")
 
 
 def learning_curve(points: Rows, name: str) -> Curve:
@@ -143,4 +143,9 @@ def learning_curve(points: Rows, name: str) -> Curve:
     own, style = select(points, estimator=name), ESTIMATOR_STYLES[name]
     steps = sorted(distinct(own, "step"))
     means = [float(np.mean([row["success"] for row in select(own, step=step)])) for step in steps]
-    return Curve(steps, means, name, color=style.color, dashed=style.dash != "solid")
+    return Curve(steps, means, name, color=_color(name), dashed=style.dash != "solid")
+
+
+def _color(name: str) -> str:
+    """An estimator's usual colour, but `trloo` beside its relative `rloo` has one of its own."""
+    return SKY if name == "trloo" else ESTIMATOR_STYLES[name].color
