@@ -1,8 +1,10 @@
 """What the page of the study says: Collapse."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+from scipy.stats import fisher_exact
 
 from otb_analysis.diagnostics import DETECTORS
 from otb_analysis.figures.styles import GREY
@@ -92,12 +94,15 @@ def forecast(runs: Rows, detectors: Rows) -> str:
         name: len(lead) / max(total, 1) - calls[name] / max(lasted, 1) for name, lead in leads.items() if len(lead)
     }
     if not apart or max(apart.values()) <= 0:
-        return "no detector told those from the others"
+        return "no detector tells those from the ones that lasted"
     best = max(apart, key=lambda name: apart[name])
-    return (
-        f"`{best}` told them best from the others: it called {len(leads[best])} of {total} collapses beforehand, by a "
-        f"median of {np.median(leads[best]):.0f} steps, and {calls[best]} of {lasted} runs that lasted"
-    )
+    hits, false = len(leads[best]), calls[best]
+    ahead = f"by a median of {np.median(leads[best]):.0f} steps"
+    said = f"{hits} of {total} called beforehand, {ahead}, against {false} of {lasted}"
+    found: Any = fisher_exact([[hits, total - hits], [false, lasted - false]], alternative="greater")
+    if found.pvalue > 0.05:
+        return f"no detector is shown to tell those from the ones that lasted (best `{best}`: {said})"
+    return f"`{best}` tells those best from the ones that lasted: {said}"
 
 
 def called_calm(runs: Rows, detectors: Rows, name: str) -> int:
