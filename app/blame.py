@@ -18,6 +18,7 @@ from otb_analysis.diagnostics import (
     change_points,
     diagnose,
     trained_label,
+    update_rollouts,
 )
 from otb_analysis.errors import InputError
 from otb_analysis.store import attributed_steps, step_attribution, step_series
@@ -83,7 +84,9 @@ def _advice(_run: Run, path: str, stamp: str) -> str | None:
     if not grams:
         return None
     try:
-        found = advise_run(grams, data.store(_run).subgroup_grams(), trained_label(data.config(_run)))
+        config = data.config(_run)
+        smaller = data.store(_run).subgroup_grams()
+        found = advise_run(grams, smaller, trained_label(config), n_rollouts=update_rollouts(config))
     except InputError as error:
         return f"Not known: {error}"
     return f"{found.reason} {found.sizes_line}"

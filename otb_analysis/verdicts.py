@@ -8,7 +8,15 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from otb_analysis.diagnostics import LEVELS, ChangePoint, advise_run, change_points, diagnose, trained_label
+from otb_analysis.diagnostics import (
+    LEVELS,
+    ChangePoint,
+    advise_run,
+    change_points,
+    diagnose,
+    trained_label,
+    update_rollouts,
+)
 from otb_analysis.errors import InputError
 from otb_analysis.figures import attribution_line, attribution_table, number
 from otb_analysis.store import RunStore, largest_attributed_step, step_attribution, step_series
@@ -71,7 +79,8 @@ def advice_line(store: RunStore) -> str:
     if not grams:
         return NO_GRAMS
     try:
-        found = advise_run(grams, store.subgroup_grams(), trained_label(config if isinstance(config, dict) else {}))
+        config = config if isinstance(config, dict) else {}
+        found = advise_run(grams, store.subgroup_grams(), trained_label(config), n_rollouts=update_rollouts(config))
     except InputError as error:
         return f"Not known: {error}"
     return f"{found.reason} {found.sizes_line}"

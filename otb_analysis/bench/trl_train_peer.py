@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer, one step per turn, for `otb bench train`; needs torch and trl>=1.15 and nothing of ours.
 
 Started by `bench.peer`: one JSON argument, one line of facts, then one line of seconds for every line on the input.
-The phases: `sample` is its generation alone, `update` is all that follows the scoring of a batch (loss, backward pass,
-clipping, optimizer); rewards, decoding and padding between them count for neither, `seconds` is the whole step.
+The phases: `sample` is its generation alone, `update` its forward pass and loss, backward pass, clipping and optimizer,
+each timed where it is called; all else counts for neither, `seconds` is the whole step.
 """
 
 import importlib
@@ -50,6 +50,7 @@ class Turns(TrainerCallback):
         self.clock, self.memory = clock, memory
         self.start, self.warm = 0.0, False
         self.before: int | None = None
+        self.optimizer: Any = None
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Wait; the first step warms up."""
@@ -57,6 +58,9 @@ class Turns(TrainerCallback):
             sys.exit(0)
         if self.memory:  # what it hands back to the kernel has to be asked for again, so such steps are not timed
             self.before = SIDE["forget_peak"]()
+        optimizer = kwargs["optimizer"]
+        if optimizer is not self.optimizer:  # made, and wrapped, when training begins
+            optimizer.step, self.optimizer = self.clock.around("update", optimizer.step), optimizer
         self.clock.seconds, self.clock.tokens, self.start = {}, 0, self.clock.now()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -64,8 +68,7 @@ class Turns(TrainerCallback):
         seconds = self.clock.now() - self.start
         phases = self.clock.seconds
         held = None if self.before is None else max(0, SIDE["kilobytes"]("VmHWM") - self.before) * 1024
-        update = seconds - phases["batch"]
-        facts = {"seconds": seconds, "sample": phases["sample"], "update": update}
+        facts = {"seconds": seconds, "sample": phases["sample"], "update": phases["update"]}
         SIDE["say"](facts | {"tokens": self.clock.tokens, "bytes": held})
         self.warm = True
 
@@ -117,7 +120,9 @@ def main() -> None:
             callbacks=[Turns(clock, spec["memory"])],
         )
         trainer._generate_single_turn = clock.around("sample", trainer._generate_single_turn)
-        trainer._generate_and_score_completions = clock.around("batch", trainer._generate_and_score_completions)
+        trainer.compute_loss = clock.around("update", trainer.compute_loss)
+        trainer.accelerator.backward = clock.around("update", trainer.accelerator.backward)
+        trainer.accelerator.clip_grad_norm_ = clock.around("update", trainer.accelerator.clip_grad_norm_)
         trainer.train()
 
 

@@ -3,7 +3,7 @@
 NumPy in, frozen records out; a quantity that was not measured is a finding that says what measures it.
 """
 
-from otb_analysis.diagnostics.advice import advise, advise_run, advise_sizes, trained_label
+from otb_analysis.diagnostics.advice import advise, advise_run, advise_sizes, trained_label, update_rollouts
 from otb_analysis.diagnostics.attribution import LEVELS, AttributedTokens, Holders, StepAttribution, attribute_step
 from otb_analysis.diagnostics.change_points import ChangePoint, change_points
 from otb_analysis.diagnostics.choices import Advice, Advised, Choice
@@ -31,4 +31,5 @@ __all__ = [
     "change_points",
     "diagnose",
     "trained_label",
+    "update_rollouts",
 ]

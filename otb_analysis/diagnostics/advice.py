@@ -34,7 +34,11 @@ NO_TRUTH = (
 
 
 def advise_run(
-    grams: Mapping[int, Gram], subgroups: Mapping[int, Mapping[int, Gram]], present: Label, reference: Label = REFERENCE
+    grams: Mapping[int, Gram],
+    subgroups: Mapping[int, Mapping[int, Gram]],
+    present: Label,
+    reference: Label = REFERENCE,
+    n_rollouts: int | None = None,
 ) -> Advice:
     """Judge every estimator of a stored run at its own group size, and those measured on smaller groups too.
 
@@ -44,15 +48,18 @@ def advise_run(
             steps that have all sizes count, so that all candidates see the same prompts.
         present: (estimator, energy source) that the run trains with.
         reference: The unbiased estimator that stands for ∇J.
+        n_rollouts: Rollouts R of one of the run's updates, of which the measured groups may be a few; those measured
+            by default.
 
     Raises:
         InputError: No step has both `present` and the reference.
     """
-    common = [step for step in grams if all(step in by_step for by_step in subgroups.values())]
+    whole = {step: gram for step, gram in grams.items() if {present, reference} <= set(gram.labels)} or dict(grams)
+    common = [step for step in whole if all(step in by_step for by_step in subgroups.values())]
     if not subgroups or not common:
-        return advise(list(grams.values()), present, reference)
+        return advise(list(whole.values()), present, reference, n_rollouts=n_rollouts)
     smaller = {size: [by_step[step] for step in common] for size, by_step in subgroups.items()}
-    return advise([grams[step] for step in common], present, reference, smaller)
+    return advise([whole[step] for step in common], present, reference, smaller, n_rollouts)
 
 
 def advise(
@@ -60,6 +67,7 @@ def advise(
     present: Label,
     reference: Label = REFERENCE,
     smaller: Mapping[int, Sequence[Gram]] | None = None,
+    n_rollouts: int | None = None,
 ) -> Advice:
     """Judge every estimator that was measured at all of a run's measured steps, at the run's own group size.
 
@@ -71,6 +79,7 @@ def advise(
         present: (estimator, energy source) that the run trains with.
         reference: The unbiased estimator that stands for ∇J.
         smaller: Gram matrices of smaller groups of the same prompts at the same steps, by their size.
+        n_rollouts: Rollouts R of one update, which efficiency is stated for; as many as were measured by default.
 
     Raises:
         InputError: No step has both `present` and the reference, or smaller groups are of other prompts.
@@ -83,14 +92,15 @@ def advise(
             f"{nearest('/'.join(present), known) if known else 'measure some: --measure.exact.every 10.'}"
         )
     labels = [label for label in both[0].labels if all(label in gram.labels for gram in both)]
-    prompts = round(np.mean([gram.n_prompts for gram in both]))
-    rollouts = round(np.mean([gram.n_rollouts for gram in both]))
-    size = round(rollouts / prompts)
-    values = {
-        Choice(*label, size): efficiency(deleted_moments(both, label, reference), max(prompts, 1)) for label in labels
-    }
+    measured = round(np.mean([gram.n_rollouts for gram in both]))
+    size = round(measured / np.mean([gram.n_prompts for gram in both]))
+    rollouts = n_rollouts or measured
+    values = _values(size, both, labels, rollouts, reference)
     for own, found in (smaller or {}).items():
-        values |= _smaller_values(own, found, rollouts, reference)
+        if [(gram.prompt, gram.n_prompts) for gram in found] != [(gram.prompt, gram.n_prompts) for gram in both]:
+            raise InputError(f"groups of {own} were measured on other prompts than whole ones; pass the same steps'.")
+        named = [label for label in found[0].labels if all(label in gram.labels for gram in found)]
+        values |= _values(own, found, named, rollouts, reference)
     if len({value.size for value in values.values()}) > 1:
         raise InputError("smaller groups were measured on other prompts than whole ones; pass those of the same steps.")
     return judge(values, Choice(*present, size), rollouts)
@@ -143,6 +153,19 @@ def trained_label(config: Mapping[str, Any]) -> Label:
     return name, "exact" if {"rollout_norm_sq", "position_baseline"} & set(needs) else "none"
 
 
+def update_rollouts(config: Mapping[str, Any]) -> int | None:
+    """Return the rollouts of one of a run's updates, None where its configuration does not say.
+
+    Args:
+        config: The run's configuration, nested.
+    """
+    own = config.get("sample")
+    counts = [own.get(name) for name in ("prompts", "group_size")] if isinstance(own, Mapping) else []
+    if not counts or not all(isinstance(count, int) and count > 0 for count in counts):
+        return None
+    return counts[0] * counts[1]
+
+
 def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> Advice:
     """Compare candidates with the present choice, all intervals together at 95 %.
 
@@ -172,9 +195,10 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
     return Advice(present, best, tuple(found), n_rollouts, n_clusters, _reason(present, best, found, together))
 
 
-def _smaller_values(size: int, grams: Sequence[Gram], n_rollouts: int, reference: Label) -> dict[Choice, Float]:
-    """Return the efficiency of R rollouts in groups of one smaller size, of every estimator that all steps have."""
-    labels = [label for label in grams[0].labels if all(label in gram.labels for gram in grams)]
+def _values(
+    size: int, grams: Sequence[Gram], labels: Sequence[Label], n_rollouts: int, reference: Label
+) -> dict[Choice, Float]:
+    """Return the efficiency of R rollouts in groups of one size, of some estimators."""
     return {
         Choice(*label, size): efficiency(deleted_moments(grams, label, reference), n_rollouts / size)
         for label in labels

@@ -9,6 +9,8 @@ SIZES_UNKNOWN = (
     "groups of at least 4 can be halved (--measure.exact.every 10 --measure.subgroups otb)."
 )
 
+NOT_HALVED = "Group sizes were not compared: groups of {} cannot be cut into equal groups of at least 2."
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -78,7 +80,8 @@ class Advice:
     def sizes_line(self) -> str:
         """One sentence: which group sizes were compared, or what measures them."""
         if len(self.sizes) < 2:
-            return SIZES_UNKNOWN
+            whole = self.present.size
+            return SIZES_UNKNOWN if whole >= 4 and whole % 2 == 0 else NOT_HALVED.format(whole)
         *smaller, own = self.sizes
         return (
             f"Groups of {', '.join(map(str, smaller))} and {own} were compared at the same {self.n_rollouts} rollouts, "

@@ -166,7 +166,8 @@ def _run(problem: Problem, rollouts: tuple[Rollout, ...]) -> _Run:
 def _logits(model: nn.Module, ids: Tensor, real: Tensor | None, keep: Tensor) -> Tensor:
     """Logits without a key-value cache, at the kept positions only [n, |keep|, V] where the model can do that."""
     inputs = {"input_ids": ids, "use_cache": False} | ({} if real is None else {"attention_mask": real})
-    if _keeps(type(model).forward if "forward" not in vars(model) else model.forward):
+    own = vars(model).get("forward")  # replaced on this object, which the memory below must not keep alive
+    if _takes_kept(own) if own else _keeps(type(model).forward):
         return model(**inputs, logits_to_keep=keep).logits
     return model(**inputs).logits
 
@@ -174,6 +175,10 @@ def _logits(model: nn.Module, ids: Tensor, real: Tensor | None, keep: Tensor) ->
 @lru_cache(maxsize=16)
 def _keeps(forward: Callable[..., Any]) -> bool:
     """Whether a model computes logits at chosen positions only; reading a signature takes longer than a small layer."""
+    return _takes_kept(forward)
+
+
+def _takes_kept(forward: Callable[..., Any]) -> bool:
     return "logits_to_keep" in inspect.signature(forward).parameters
 
 

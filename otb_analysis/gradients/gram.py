@@ -19,6 +19,8 @@ GRADIENT_BYTES = 4 << 30
 4 GiB stretches are formed one after the other, at the price of as many rounds of forward and (ever shorter) backward
 passes; the matrix itself, 8 R² bytes, must fit as well."""
 
+ROW = 100_000
+"""Numbers in a row of a tensor up to which its norm is taken in float32."""
 TINY = 1e-20
 """A sum of squares below which single squares may be too small for float32, however many they are."""
 
@@ -149,15 +151,22 @@ def gram_matrix(gradients: Sequence[Sequence[Tensor]]) -> Float:
     return total.cpu().numpy()
 
 
-def norm_sq_of(gradient: Sequence[Tensor]) -> float:
-    """‖·‖² over all tensors of a gradient together: rows in the tensors' own precision, their sum in float64.
+def _row_norms(tensor: Tensor) -> Tensor:
+    """Norms of a tensor's rows, flat."""
+    wide = torch.float64 if tensor.shape[-1:] > (ROW,) else torch.promote_types(tensor.dtype, torch.float32)
+    return torch.linalg.vector_norm(tensor, dim=-1, dtype=wide).flatten().double()
 
-    A float32 norm of one row is off by a few 1e-8; in float64 throughout it would take four times as long, which is
-    done where squares leave the range of float32.
+
+def norm_sq_of(gradient: Sequence[Tensor]) -> float:
+    """‖·‖² over all tensors of a gradient together: short rows in float32 at least, their sum in float64.
+
+    A float32 norm of a row of some thousand numbers is off by about 1e-7 of it, and by more the longer it is; so rows
+    beyond ROW are taken in float64, which takes four times as long, as is everything whose squares leave the range of
+    float32.
     """
     tensors = [t.detach() for t in gradient]
-    rows = [torch.linalg.vector_norm(t, dim=-1).flatten() for t in tensors]
-    total = float(torch.cat(rows).double().square().sum())
+    rows = [_row_norms(t) for t in tensors]
+    total = float(torch.cat(rows).square().sum())
     if TINY < total < math.inf:
         return total
     norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ class CellCache:
             StoreError: The disk refuses.
         """
         path = self.file(cell)
-        draft = path.with_name(f".{path.name}")
+        draft = path.with_name(f".{path.name}-{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             draft.write_text(json.dumps(asdict(finished), indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from scipy import stats
 
+from otb_analysis.errors import InputError
 from otb_analysis.study.words import markdown_table, share
 
 FEW = 10
@@ -30,6 +31,12 @@ class Claim:
     cases: int
     numbers: str
     short: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.holds <= self.cases or not self.cases:
+            raise InputError(
+                f"claim {self.words!r} holds on {self.holds} of {self.cases} cases; leave out a claim without cases."
+            )
 
     @property
     def everywhere(self) -> bool:

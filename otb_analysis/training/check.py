@@ -72,7 +72,10 @@ def check(config: TrainConfig, processes: int = 1) -> None:
             f"measure.engine is {config.measure.engine!r}; this version has {', '.join(ENGINES)}, or pass auto."
         )
     for name in config.measure.subgroups:
-        entry_of(name)
+        if "value" in entry_of(name).needs and not config.critic.enabled:
+            raise InputError(
+                f"measure.subgroups has {name!r}, which needs a critic; set critic.enabled or leave it out."
+            )
     Objective(config.objective)  # refuses names and options that do not exist
     own = config.objective
     if own.kl_coefficient > 0 and (own.kl_estimator, own.kl_in) == ("k1", "loss"):

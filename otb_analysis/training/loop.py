@@ -9,6 +9,7 @@ Everything recorded at a step describes the policy before that step's first upda
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -132,8 +133,10 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         batch = trainer.objective.batch(rollouts, table, trained.advantage, reference)
         batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
     with trainer.timed("measure"):
-        coefficient = trainer.objective.first_coefficients(batch, table.stats.logprob)
-        measurement = processes.from_first(lambda: instrument.attribute(step, rollouts, coefficient, measurement))
+        first_coefficients = partial(trainer.objective.first_coefficients, batch, table.stats.logprob)
+        measurement = processes.from_first(
+            lambda: instrument.attribute(step, rollouts, first_coefficients, measurement)
+        )
     with trainer.timed("update"):
         scalars |= trainer.update(batch, forward)
         scalars |= trainer.update_critic(rollouts, forward, table)

@@ -200,18 +200,19 @@ class Instrument:
         """Return estimated norms of every token of some groups; the step seeds the directions."""
         return sketch_groups(self.policy, self.config.sketch, step, rollouts, groups)
 
-    def attribute(self, step: int, rollouts: Rollouts, weights: Float, found: Measurement) -> Measurement:
+    def attribute(self, step: int, rollouts: Rollouts, weights: Callable[[], Float], found: Measurement) -> Measurement:
         """Return a measurement with every token's share of ‖ḡ‖², ḡ = Σ weights·s, where that is due.
 
         Args:
             step: The step.
             rollouts: Its rollouts.
-            weights: What multiplies each score in the first update [N, T], zero outside the mask; A/N by default.
+            weights: Gives what multiplies each score in the first update [N, T], zero outside the mask; A/N by
+                default. Asked only where attribution is due.
             found: What else was measured.
         """
         if not self.config.attribution.due(step):
             return found
-        shares = _attempt(f"attribution at step {step}", lambda: self.shares(rollouts, weights))
+        shares = _attempt(f"attribution at step {step}", lambda: self.shares(rollouts, weights()))
         return replace(found, shares=shares, gaps=found.gaps + (shares is None))
 
     def shares(self, rollouts: Rollouts, weights: Float) -> TokenShares:

@@ -151,7 +151,8 @@ class Policy:
         prompts = read_prompts(model, rollouts) if self._shares else None
         length = rollouts.attention_mask.sum(axis=1) if prompts is None else rollouts.completion_length
         for rows in short_passes(length, model.device):
-            yield rows, None if prompts is None else prompts.take(rows)
+            goes_on = prompts is not None and rollouts.completion_length[rows].max() > 1
+            yield rows, prompts.take(rows) if prompts is not None and goes_on else None  # else nothing follows a prompt
 
     def _scored(self, model: PreTrainedModel, rollouts: Rollouts, rows: Int, entropy: bool = False) -> Scored:
         """Score some rollouts that fit into memory under a model."""

@@ -23,6 +23,7 @@ from otb_analysis.gradients.scope import select_scope
 from otb_analysis.importance import learning_rate_factor
 from otb_analysis.models import load_policy
 from otb_analysis.sampling import Rollouts
+from otb_analysis.shaping import SHAPINGS
 from otb_analysis.tasks import Task, make_task
 from otb_analysis.training.check import check
 from otb_analysis.training.critic import make_critic
@@ -84,7 +85,9 @@ class Trainer:
         self.generator = _generator(config, model, tokenizer)
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
         trained = {config.estimator.name: self.options}
-        self.instrument = Instrument(model, config.measure, config.sample.temperature, trained)
+        by_group = "group" in SHAPINGS[config.objective.shaping].needs  # smaller groups would be paid differently
+        measured = replace(config.measure, subgroups=()) if by_group else config.measure
+        self.instrument = Instrument(model, measured, config.sample.temperature, trained)
         self.seconds: dict[str, float] = {}
         self.clock: Callable[[], float] = perf_counter
 

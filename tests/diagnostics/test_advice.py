@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from otb_analysis.diagnostics import Choice, advise, advise_run, advise_sizes, trained_label
+from otb_analysis.diagnostics import Choice, advise, advise_run, advise_sizes, trained_label, update_rollouts
 from otb_analysis.diagnostics.advice import judge
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import paired_ratios, partitions, pool_gram
@@ -141,3 +141,17 @@ def test_the_training_estimator_is_named_as_its_gradients_are(estimator, label):
 def test_an_unknown_training_estimator_is_named():
     with pytest.raises(InputError, match="estimator 'otbb'; did you mean 'otb'"):
         trained_label({"estimator": {"name": "otbb"}})
+
+
+def test_efficiency_is_stated_for_the_runs_updates_not_for_the_groups_that_were_measured():
+    # 1/e − 1 = V/(P‖∇J‖²): measured on 16 prompts of 8, stated for updates of 64 prompts it is a quarter.
+    steps = {seed: gram(seed, 16) for seed in range(8)}
+    few, many = (advise_run(steps, {}, RLOO, n_rollouts=n).candidates for n in (None, 512))
+    small, large = (next(one for one in found if one.choice == Choice("rloo", "none", 8)) for found in (few, many))
+    assert (1 / large.efficiency - 1) == pytest.approx((1 / small.efficiency - 1) / 4)
+
+
+@pytest.mark.parametrize("config", [{}, {"sample": {"prompts": 16}}, {"sample": None}])
+def test_a_configuration_without_counts_tells_no_rollouts(config):
+    assert update_rollouts(config) is None
+    assert update_rollouts({"sample": {"prompts": 16, "group_size": 8}}) == 128

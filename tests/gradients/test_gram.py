@@ -138,3 +138,12 @@ def test_a_squared_norm_of_float32_tensors_is_right_where_squares_leave_their_ra
 def test_a_squared_norm_of_float32_tensors_is_summed_in_float64():
     # A float32 sum of ones stops growing at 2^24.
     assert gram.norm_sq_of([torch.ones(20_000_000 // 40, 40)]) == pytest.approx(20_000_000, rel=1e-7)
+
+
+def test_squared_norms_of_bfloat16_and_of_long_rows_are_those_of_float64():
+    generator = torch.Generator().manual_seed(0)
+    narrow = torch.randn(40, 300, generator=generator).bfloat16()
+    long = torch.randn(3_000_000, generator=generator)
+    exact = float(narrow.double().square().sum() + long.double().square().sum())
+    assert gram.norm_sq_of([narrow, long]) == pytest.approx(exact, rel=1e-8)
+    assert gram.norm_sq_of([narrow]) == pytest.approx(float(narrow.double().square().sum()), rel=1e-6)

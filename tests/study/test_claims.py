@@ -1,3 +1,6 @@
+import pytest
+
+from otb_analysis.errors import InputError
 from otb_analysis.study.claims import Claim, claims_table, claims_verdict, facts_table
 
 FACTS = {1: "One", 2: "Two", 3: "Three"}
@@ -30,3 +33,9 @@ def test_a_fact_holds_where_all_of_its_claims_do():
         "| 3. Three | does not | 0 of 1 |",
     ]
     assert claims_table(CLAIMS).splitlines()[2] == "| 1. All | holds | 0 |"
+
+
+@pytest.mark.parametrize(("holds", "cases"), [(0, 0), (3, 2), (-1, 2)])
+def test_a_claim_without_cases_is_refused(holds, cases):
+    with pytest.raises(InputError, match="leave out a claim without cases"):
+        Claim(1, "None", holds, cases, "")

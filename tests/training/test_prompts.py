@@ -121,3 +121,21 @@ def test_logits_that_are_not_finite_name_rollout_and_token(trainer, rollouts, to
     # Only rollout 3 writes an 8, as its fourth token; its first is predicted by the prompt alone, which is finite.
     with pytest.raises(NonFiniteError, match=r"logits are not finite at rollout 3, token [1-4]"):
         trainer.policy.forward(rollouts, keep_graph=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", *FAMILIES])
+def test_a_pass_of_one_token_completions_alone_is_scored_like_any_other(
+    family, tiny_model, echo, scripted, tokenizer, made, monkeypatch
+):
+    # Answers of one token sort into passes of their own, where nothing follows a prompt.
+    monkeypatch.setattr(
+        module, "short_passes", lambda length, device: [np.flatnonzero(length == n) for n in set(length)]
+    )
+    prompts = [echo.prompt("train", i) for i in (3, 1234)]
+    rollouts = sample(scripted(["7", "1", "5678", "2"]), tokenizer, echo, prompts, SampleConfig(group_size=2))
+    policy = made().policy
+    policy.model = build(family, tiny_model)
+    passes = policy.forward(rollouts, keep_graph=False)
+    whole = forward_pass(policy.model, rollouts, policy.temperature)
+    found, expected = (np.where(rollouts.present(), f.stats.logprob, 0.0) for f in (passes, whole))
+    np.testing.assert_allclose(found, expected, atol=1e-12)

@@ -96,7 +96,7 @@ def test_run_without_smaller_groups_reads_as_such_and_names_what_measures_them(t
     assert store.subgroup_grams() == {}
     assert store.subgroups_df().empty
     found = advise_run(store.grams(), store.subgroup_grams(), ("otb", "proxy"))
-    assert found.sizes == (3,) and "--measure.subgroups otb" in found.sizes_line
+    assert found.sizes == (3,) and "groups of 3 cannot be cut" in found.sizes_line
 
 
 def test_turned_off_nothing_is_measured(step):
