@@ -69,7 +69,7 @@ def verdict(runs: Rows) -> str:
 def _task_verdict(task: str, runs: Rows) -> str:
     goal = GOALS[task]
     met, aimed = (sum(run["after"]["success"] >= level for run in runs) for level in (goal.target, goal.aim))
-    outcome = "met" if met == len(runs) else "missed" if not met else f"met by {met} of {len(runs)} seeds"
+    outcome = "met by every seed" if met == len(runs) else "missed" if not met else f"met by {met} of {len(runs)} seeds"
     before, after = (over_seeds([run[end]["success"] for run in runs]) for end in ("before", "after"))
     return (
         f"`{task}` goes from {share(before.estimate)} to {with_interval(after.estimate, after.low, after.high, 0)} "
