@@ -25,32 +25,33 @@ SHOWN = 12
 """Operators in the table; the others together make its last row."""
 
 
-def run_profile(name: str, size: str, tokens: int) -> Report:
+def run_profile(name: str, size: str, tokens: int, rollouts: int = 1) -> Report:
     """Profile one row of the engine benchmark.
 
     Args:
         name: A row's name, such as "fast".
         size: Model: S, M or L.
-        tokens: Sampled tokens T.
+        tokens: Sampled tokens T of each rollout.
+        rollouts: How many in one call.
 
     Raises:
         InputError: There is no row of that name.
     """
     torch.set_num_threads(1)
-    runs = candidates(make_case(make_model(size, "cpu", "float32"), tokens))
+    runs = candidates(make_case(make_model(size, "cpu", "float32"), tokens, rollouts))
     if name not in runs:
         raise InputError(f"row is {name!r}; {nearest(name, runs)}")
-    seconds = _least(runs[name])
+    seconds, place = _least(runs[name]), str(tokens) if rollouts == 1 else f"{rollouts}x{tokens}"
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(REPEATS):
             runs[name]()
     rows = _rows(seen.key_averages())
-    slug = re.sub(r"\W+", "_", f"profile {name} {size} {tokens}").strip("_").lower()
+    slug = re.sub(r"\W+", "_", f"profile {name} {size} {place}").strip("_").lower()
     return Report(
         name=slug,
-        command=f'python -m otb_analysis.bench.profile "{name}" {size} {tokens} docs/results',
-        settings={"row": name, "size": size, "tokens": tokens},
-        title=f"{name}, {size}, T = {tokens}: {1e3 * seconds:.0f} ms of processor time a call",
+        command=f'python -m otb_analysis.bench.profile "{name}" {size} {place} docs/results',
+        settings={"row": name, "size": size, "tokens": tokens, "rollouts": rollouts},
+        title=f"{name}, {size}, T = {place}: {1e3 * seconds:.0f} ms of processor time a call",
         headers=("operator", "share", "calls"),
         cells=[(row["operator"], f"{row['share']:.1%}", f"{row['calls']:,.0f}") for row in rows],
         rows=rows,
@@ -81,4 +82,5 @@ def _rows(events: Any) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    publish(Path(sys.argv[4]), run_profile(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    *several, length = map(int, sys.argv[3].split("x"))  # 128, or 8x128 for eight rollouts
+    publish(Path(sys.argv[4]), run_profile(sys.argv[1], sys.argv[2], length, *several))
