@@ -208,7 +208,9 @@ def test_compare_prints_every_complete_run_and_leaves_broken_ones_out(otb_run, t
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("{")
     assert main(["compare", "--root", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith(f"otb: broken is left out: {tmp_path / 'broken' / 'run.json'} cannot be read (")
     assert "good" in shown
     assert not [line for line in shown.splitlines() if line.split()[:1] == ["unfinished"]]
     for name in ("rloo", "otb_loo", "realized energy W_t"):
