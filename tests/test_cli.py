@@ -171,7 +171,9 @@ def test_every_default_can_be_written_in_toml_and_comes_back(tmp_path):
 
 def test_existing_run_is_one_sentence(otb_run, checkpoint, capsys):
     words = ["train", "--root", str(otb_run.parent), "--run", otb_run.name, "--model", str(checkpoint)]
-    assert f"otb: run '{otb_run.name}' already exists in" in sentence(capsys, words)
+    said = sentence(capsys, words)
+    assert f"otb: run '{otb_run.name}' already exists in" in said
+    assert said.endswith("; pass another --run, --if-exists resume or --if-exists replace.")
 
 
 def test_interrupt_ends_with_130_and_a_sentence(monkeypatch, capsys):
