@@ -23,9 +23,9 @@ from otb_analysis.figures import (
     display_table,
     fidelity_info,
     fidelity_table,
+    gain_lost_words,
     headline_info,
     learning_info,
-    number,
     plot_attribution,
     plot_collapse,
     plot_comparison,
@@ -192,8 +192,8 @@ def lost_line(run: ReportedRun) -> str:
     lost = gain_lost(list(run.store.grams().values()), ("otb", "proxy"), ("otb", "exact"))
     if lost is None:
         return "Gain lost by the proxy: not known, exact energies show no gain of otb over rloo on these rollouts."
-    ends = "" if lost.low is None else f" [{number(lost.low)}, {number(lost.high)}] with 95 %"
-    return f"Gain lost by the proxy: {number(lost.estimate)}{ends} of otb's gain over rloo, {lost.n_clusters} prompts."
+    share, rests_on = gain_lost_words(lost)
+    return f"Gain lost by the proxy: {share} of otb's gain over rloo ({rests_on})."
 
 
 def blame(run: ReportedRun) -> Section:
