@@ -108,7 +108,10 @@ def overview(runs: Sequence[ReportedRun]) -> Section:
     info = learning_info({r.name: r.steps for r in runs}, {r.name: r.estimator for r in runs}, WINDOW)
     differences = config_differences({run.name: run.config for run in runs})
     parts: list[Part] = [
-        Grid("Reward: mean of the last tenth of the steps; change since the first tenth. ‖ḡ‖: last 20 steps.", table),
+        Grid(
+            "Reward: mean of the last tenth of the steps; change since the first tenth. ‖ḡ‖, clipped: last 20 steps.",
+            table,
+        ),
         Picture("learning", f"Running means over {WINDOW} steps.", plot_learning(info), curve_panels(info)),
     ]
     if len(runs) > 1:
