@@ -108,7 +108,7 @@ def heldout_line(steps: pd.DataFrame) -> str:
         return ""
     last = evaluated.iloc[-1]
     shown = {"reward": "heldout_reward"}
-    if last["heldout_samples"] > 1:
+    if pd.notna(last["heldout_samples"]) and last["heldout_samples"] > 1:  # older runs answered each prompt once
         shown[f"avg@{last['heldout_samples']:.0f}"] = "heldout_success"
         shown[f"pass@{last['heldout_pass_k']:.0f}"] = "heldout_pass_at_k"
     parts = [

@@ -121,7 +121,7 @@ def _print_all(parts: Sequence[object]) -> None:
 
 
 def _complete_runs(root: Path) -> list[str]:
-    """Return the names of the complete runs of a root.
+    """Return the names of the complete runs of a root; say on stderr why one that cannot be read is left out.
 
     Raises:
         InputError: There are none; the sentence names one that began.
@@ -131,6 +131,8 @@ def _complete_runs(root: Path) -> list[str]:
     table = runs_df(root)
     complete = [str(name) for name in table.loc[table["status"] == "complete", "run"]]
     if complete:
+        for name, reason in table.loc[table["status"] == "broken", ["run", "reason"]].to_numpy().tolist():
+            _left_out(name, reason)
         return complete
     begun = table.loc[table["n_steps"].fillna(0) > 0, ["run", "status"]].astype(str).to_numpy().tolist()
     if begun:
@@ -149,9 +151,13 @@ def _can_be_read(path: Path) -> bool:
     try:
         comparison([path])
     except StoreError as error:
-        sys.stderr.write(f"otb: {path.name} is left out: {error}\n")
+        _left_out(path.name, str(error))
         return False
     return True
+
+
+def _left_out(run: str, reason: str) -> None:
+    sys.stderr.write(f"otb: {run} is left out: {reason}\n")
 
 
 def print_comparison(paths: Sequence[Path], console: Console) -> None:

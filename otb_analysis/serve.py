@@ -1,9 +1,11 @@
 """The dashboard as a process: Streamlit on loopback, on the first free port."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,9 @@ from otb_analysis.errors import InputError
 PORTS_TRIED = 20
 STOPPED = (0, -2, 130)
 """Exit codes of a dashboard that was stopped, not broken."""
+
+PATIENCE = 5.0
+"""Seconds that the dashboard has to end by itself once it is told to."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +43,45 @@ def serve(config: DashboardConfig) -> None:
     if app is None:
         raise InputError("the dashboard's files are missing from this installation; install otb-analysis again.")
     port = free_port(config.port)
-    sys.stdout.write(f"Dashboard: http://127.0.0.1:{port}  (Ctrl-C stops it)\n")
+    if not config.root.is_dir():
+        sys.stderr.write(
+            f"otb: {config.root} is no folder of runs; the pages are empty until runs are written there.\n"
+        )
+    taken = "" if port == config.port else f"{config.port} is taken; "
+    sys.stdout.write(f"Dashboard: {taken}http://127.0.0.1:{port}  (Ctrl-C stops it)\n")
     sys.stdout.flush()
     command = [sys.executable, "-m", "streamlit", "run", str(app), "--server.port", str(port)]
     command += ["--server.address", "127.0.0.1", "--browser.gatherUsageStats", "false", "--server.headless", "true"]
     command += ["--", "--root", str(config.root.resolve())]
     if config.studies is not None:
         command += ["--studies", str(config.studies.resolve())]
-    code = subprocess.call(command, env=os.environ | {"PYTHONUTF8": "1"})
+    code = supervised(command)
     if code not in STOPPED:
         raise InputError(f"the dashboard ended with code {code}; what it said above names the cause.")
+
+
+def supervised(command: Sequence[str]) -> int:
+    """Run a command to its end and return its exit code; Ctrl-C or SIGTERM to this process ends the command, too.
+
+    Args:
+        command: Program and arguments.
+    """
+    before = signal.signal(signal.SIGTERM, _terminated)
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONUTF8": "1"})
+    try:
+        return process.wait()
+    finally:
+        process.terminate()  # nothing happens where it has ended
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def free_port(wanted: int) -> int:

@@ -21,7 +21,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.figures import attribution_line, attribution_table, number
 from otb_analysis.store import RunStore, largest_attributed_step, step_attribution, step_series
 
-STYLE = {"alarm": "bold red", "watch": "yellow", "not measured": "dim", "ok": "green"}
+STYLE = {"alarm": "bold red", "watch": "yellow", "not measured": "dim", "too short": "dim", "ok": "green"}
 NONE = "–"
 NO_GRAMS = (
     "Not known: no step measured every estimator's gradient; the level exact does: "

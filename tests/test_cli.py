@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -171,7 +172,9 @@ def test_every_default_can_be_written_in_toml_and_comes_back(tmp_path):
 
 def test_existing_run_is_one_sentence(otb_run, checkpoint, capsys):
     words = ["train", "--root", str(otb_run.parent), "--run", otb_run.name, "--model", str(checkpoint)]
-    assert f"otb: run '{otb_run.name}' already exists in" in sentence(capsys, words)
+    said = sentence(capsys, words)
+    assert f"otb: run '{otb_run.name}' already exists in" in said
+    assert said.endswith("; pass another --run, --if-exists resume or --if-exists replace.")
 
 
 def test_interrupt_ends_with_130_and_a_sentence(monkeypatch, capsys):
@@ -208,7 +211,9 @@ def test_compare_prints_every_complete_run_and_leaves_broken_ones_out(otb_run, t
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("{")
     assert main(["compare", "--root", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith(f"otb: broken is left out: {tmp_path / 'broken' / 'run.json'} cannot be read (")
     assert "good" in shown
     assert not [line for line in shown.splitlines() if line.split()[:1] == ["unfinished"]]
     for name in ("rloo", "otb_loo", "realized energy W_t"):
@@ -255,7 +260,7 @@ def test_help_does_not_load_what_only_the_work_needs(command):
 def test_dashboard_is_served_on_loopback_and_says_how_it_ended(tmp_path, monkeypatch, capsys):
     seen = []
 
-    def call(command, env):
+    def supervised(command):
         seen.append(command)
         return 1
 
@@ -264,7 +269,7 @@ def test_dashboard_is_served_on_loopback_and_says_how_it_ended(tmp_path, monkeyp
     (app / "streamlit_app.py").write_text("")
     (tmp_path / "package").mkdir()
     monkeypatch.setattr(serve, "__file__", str(tmp_path / "package" / "serve.py"))
-    monkeypatch.setattr(serve.subprocess, "call", call)
+    monkeypatch.setattr(serve, "supervised", supervised)
     assert main(["dashboard", "--port", "8777", "--root", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert "http://127.0.0.1:8777" in out
@@ -274,6 +279,20 @@ def test_dashboard_is_served_on_loopback_and_says_how_it_ended(tmp_path, monkeyp
     assert command[command.index("--server.address") + 1] == "127.0.0.1"
     assert command[command.index("--server.port") + 1] == "8777"
     assert command[-2:] == ["--root", str(tmp_path.resolve())]
+
+
+def test_dashboard_says_that_a_port_is_taken_and_that_a_folder_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "supervised", lambda command: 0)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["dashboard", "--port", str(port), "--root", str(tmp_path / "none")]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"Dashboard: {port} is taken; http://127.0.0.1:")
+    assert err == f"otb: {tmp_path / 'none'} is no folder of runs; the pages are empty until runs are written there.\n"
+    assert main(["dashboard", "--root", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("what", ["estimators", "logits", "engine", "sketch", "score-sketch", "train"])

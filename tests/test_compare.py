@@ -112,6 +112,15 @@ def test_run_written_by_someone_else_with_few_columns_is_shown(tmp_path):
     assert "foreign" in printed([writer.path])
 
 
+def test_run_from_before_held_out_prompts_were_answered_several_times_is_shown(tmp_path):
+    # Its steps have no heldout_samples, so the intervals that do exist are of the reward alone.
+    writer = RunWriter.create(tmp_path, "older", {})
+    heldout = {"heldout_reward": 0.5, "heldout_reward_low": 0.4, "heldout_reward_high": 0.6}
+    writer.write_step(0, StepTables(steps={"reward_mean": 0.5} | heldout))
+    writer.finish()
+    assert "older: held-out prompts at step 0: reward 0.500 [0.400, 0.600]" in printed([writer.path])
+
+
 def test_rollout_counts_up_to_its_first_token_without_an_exact_norm(tmp_path):
     # Step 0: both tokens of rollout 0 and the first of rollout 1. Step 1: the second tokens only, so no sum W is known.
     writer = RunWriter.create(tmp_path, "partly", {})

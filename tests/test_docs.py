@@ -6,9 +6,7 @@ import shutil
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from otb_analysis.bench.config import EngineConfig, EstimatorsConfig, LogitsConfig, TrainBenchConfig
 from otb_analysis.bench.quote import TABLES, quoted
@@ -58,8 +56,23 @@ def test_relative_links_lead_to_files(document):
 def test_quoted_output_is_that_of_the_demo_line_by_line():
     printed = (ROOT / "docs" / "results" / "demo.txt").read_text(encoding="utf-8").splitlines()
     (quoted,) = blocks("text")
-    assert len(quoted.splitlines()) > 20
-    assert [line for line in quoted.splitlines() if line not in printed] == []
+    lines = [line for line in quoted.splitlines() if line.strip() != "…"]
+    assert len(lines) > 20
+    assert [line for line in lines if line not in printed] == []
+
+
+def test_quoted_output_shows_where_lines_are_left_out():
+    text = (ROOT / "docs" / "results" / "demo.txt").read_text(encoding="utf-8")
+    printed = [line for line in text.splitlines() if line]
+    quoted = [line for line in blocks("text")[0].splitlines() if line]
+    following, left_out = printed.index(quoted[0]), False
+    for line in quoted:
+        if line.strip() == "…":
+            left_out = True
+            continue
+        at = printed.index(line, following)
+        assert (at > following) == left_out, line
+        following, left_out = at + 1, False
 
 
 def test_numbers_of_the_benchmark_are_those_of_its_table():
@@ -123,20 +136,16 @@ def test_toml_example_is_a_configuration(tmp_path):
     assert (config.run, config.measure.exact.every) == ("mine", 10)
 
 
-def test_python_examples_run(otb_run, tiny_model, tmp_path, monkeypatch, capsys):
-    shutil.copytree(otb_run, tmp_path / "runs" / "demo-otb-s0")
+def test_each_python_example_runs_as_it_is_pasted(otb_run, checkpoint, tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(otb_run, tmp_path / "runs" / "demo-otb-s0")
+    shutil.copytree(checkpoint, run / "model", dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(0)
-    names = {
-        "model": tiny_model,
-        "input_ids": torch.tensor([[3, 4, 5, 6]]),
-        "attention_mask": torch.ones(1, 4, dtype=torch.long),
-        "mask": torch.tensor([[False, False, True, True]]),
-    }
-    first, statistics, norms, estimators = blocks("python")
-    for code in (first, statistics, norms):
-        exec(code, names)
-    assert (names["norms"].norm_sq > 0).tolist() == [[False, False, True, True]]
-    names |= {"reward": rng.random((4, 3)), "energy": rng.random((4, 3)), "group": np.array([0, 0, 1, 1])}
-    exec(estimators, names | {"mask": np.ones((4, 3), bool)})
-    assert "otb_loo" in capsys.readouterr().out
+    names = [{} for _ in blocks("python")]
+    for code, own in zip(blocks("python"), names, strict=True):
+        exec(code, own)
+        assert capsys.readouterr().out, code
+    tokens, statistics, norms, estimators = names
+    assert tokens["tokens"]["grad_norm_sq"].notna().all() and len(tokens["tokens"])
+    assert statistics["found"].variance > 0
+    assert ((norms["norms"].norm_sq > 0) == norms["mask"].numpy()).all()
+    assert estimators["advantage"].shape == (4, 3)

@@ -4,9 +4,8 @@ import data
 import streamlit as st
 from widgets import chart, one_run, page
 
-from otb_analysis.figures import fidelity_table, number, plot_fidelity, plot_fidelity_steps
+from otb_analysis.figures import fidelity_table, gain_lost_words, number, plot_fidelity, plot_fidelity_steps
 from otb_analysis.figures.fidelity import COEFFICIENTS
-from otb_analysis.statistics import Interval
 
 SOURCES = {"proxy": "proxy", "calibrated": "calibrated"}
 CALIBRATED = (
@@ -21,18 +20,9 @@ DRAWN = (
 LEFT_OUT = "Tokens that were drawn one by one, likelier where the energy is large, are left out. "
 LOST = (
     "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency of otb over all measured steps: 0 when the proxy costs "
-    "nothing, 1 when the gain over rloo is gone; a dash when exact energies show no gain beyond the noise. "
+    "nothing, 1 when the gain over rloo is gone; a dash without an interval, or when exact energies show no gain. "
     "This, not a correlation, is what a proxy is judged by."
 )
-
-
-def spread(lost: Interval | None) -> str:
-    """Say how far the share is known."""
-    if lost is None:
-        return "no gain shown"
-    if lost.low is None:
-        return f"{lost.n_clusters} prompts, no interval"
-    return f"95 %: {number(lost.low)} to {number(lost.high)}"
 
 
 with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the exact gradient norm of a token?"):
@@ -59,9 +49,9 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
             f"{title} within", number(within), f"{number(pooled)} pooled",
             delta_color="off", delta_arrow="off", help="Within (prompt, t), and pooled over all tokens.",
         )  # fmt: skip
-    lost = data.lost_by_proxy(run, source)
+    share, rests_on = gain_lost_words(data.lost_by_proxy(run, source))
     places[-1].metric(
-        "Gain lost", number(lost.estimate if lost else None), spread(lost),
+        "Gain lost", share, rests_on,
         delta_color="off", delta_arrow="off", help=LOST,
     )  # fmt: skip
     left, right = st.columns(2)
@@ -69,9 +59,9 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
         chart(plot_fidelity(info), "fidelity")
     with right:
         chart(plot_fidelity_steps(info), "fidelity-steps")
-    share = "all" if found.loaded == found.total else f"{found.loaded:,} of"
+    part = "all" if found.loaded == found.total else f"{found.loaded:,} of"
     st.caption(
-        f"{info.n_tokens:,} tokens compared, from {share} {found.total:,} with an exact norm. "
+        f"{info.n_tokens:,} tokens compared, from {part} {found.total:,} with an exact norm. "
         + (f"{info.n_zero:,} with a zero energy are not drawn on the logarithmic axes. " if info.n_zero else "")
         + (DRAWN if info.drawn else LEFT_OUT if info.n_tokens < found.loaded and len(known) > 1 else "")
         + "A baseline normalises its weights within (prompt, t), so the correlations there decide; "

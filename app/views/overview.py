@@ -9,9 +9,12 @@ import streamlit as st
 from widgets import chart, curves_table, download, page, plain, reasons, selection
 
 from otb_analysis.figures import Headline, config_differences, learning_info, number, plot_learning
+from otb_analysis.figures.runs import WINDOW
 
 REWARD = "Mean of the last tenth of the steps; change since the first tenth."
 HELDOUT = "Last evaluation; change since the first."
+DIGITS = 3
+"""Decimals of rewards, rounded here for cards and table alike: a browser rounds 0.5625 up, Python to even."""
 
 
 def card(headline: Headline, status: str) -> None:
@@ -20,12 +23,19 @@ def card(headline: Headline, status: str) -> None:
     with st.container(border=True, width=250, height="stretch"):
         st.markdown(f"**{plain(headline.run)}**")
         st.caption(f"{plain(headline.estimator) or 'estimator unknown'} · {steps} · {status}")
-        upper, lower = st.columns(2), st.columns(2)
+        upper = st.columns(2)
         share = None if headline.clipped is None else f"{headline.clipped:.0%}"
-        upper[0].metric("Reward", number(headline.reward), **gain(headline.reward_gain), help=REWARD)
-        upper[1].metric("Held-out", number(headline.heldout), **gain(headline.heldout_gain), help=HELDOUT)
-        lower[0].metric("Grad norm", number(headline.grad_norm), help="Median of ‖ḡ‖ before clipping, last 20 steps.")
-        lower[1].metric("Clipped", share or "–", help="Share of the last 20 steps whose gradient was clipped.")
+        upper[0].metric("Reward", reward(headline.reward), **gain(headline.reward_gain), help=REWARD)
+        upper[1].metric("Held-out", reward(headline.heldout), **gain(headline.heldout_gain), help=HELDOUT)
+        st.caption(f"last {min(WINDOW, headline.steps)} steps:")
+        lower = st.columns(2)
+        lower[0].metric("Grad norm", number(headline.grad_norm), help="Median of ‖ḡ‖ before clipping.")
+        lower[1].metric("Clipped", share or "–", help="Share of these steps whose gradient was clipped.")
+
+
+def reward(value: float | None) -> str:
+    """Return a reward as text; a dash where there is none."""
+    return "–" if value is None else f"{value:.{DIGITS}f}"
 
 
 def gain(change: float | None) -> dict[str, Any]:
@@ -41,7 +51,7 @@ def run_table(table: pd.DataFrame) -> pd.DataFrame:
     shown["estimator"] = [listing.estimator_names(table).get(run) or "–" for run in table["run"]]
     shown["steps"] = table["n_steps"]
     for name in ("reward_first", "reward_last", "heldout_reward", "grad_norm_median", "n_tokens", "seconds", "created"):
-        shown[name] = table[name]
+        shown[name] = [round(x, DIGITS) for x in table[name]] if "reward" in name else table[name]
     return shown
 
 
@@ -57,7 +67,7 @@ with page("Overview", "Which runs are there, do they learn, and in what do they 
             "reward_last": st.column_config.NumberColumn("reward, last", format="%.3f", help="Last tenth of steps."),
             "heldout_reward": st.column_config.NumberColumn("held-out", format="%.3f"),
             "grad_norm_median": st.column_config.NumberColumn(
-                "grad norm, median", format="%.3g", help="‖ḡ‖ before clipping."
+                "grad norm, all steps", format="%.3g", help="Median of ‖ḡ‖ before clipping."
             ),
             "n_tokens": st.column_config.NumberColumn("tokens", format="localized"),
             "seconds": st.column_config.NumberColumn("seconds", format="%.0f"),

@@ -13,8 +13,8 @@ import numpy as np
 from otb_analysis.errors import InputError
 from otb_analysis.types import Float, Int
 
-Level = Literal["ok", "watch", "alarm", "not measured"]
-SEVERITY: dict[Level, int] = {"alarm": 0, "watch": 1, "not measured": 2, "ok": 3}
+Level = Literal["ok", "watch", "alarm", "not measured", "too short"]
+SEVERITY: dict[Level, int] = {"alarm": 0, "watch": 1, "not measured": 2, "too short": 3, "ok": 4}
 """Order in which findings are shown: the worst first."""
 
 
@@ -122,8 +122,10 @@ class Finding:
 
     Attributes:
         detector: Its name in `DETECTORS`.
-        level: `ok`, `watch`, `alarm`, the highest reached so far, or `not measured`.
-        reason: One sentence with the numbers; for `not measured`, what is missing and what measures it.
+        level: `ok`, `watch`, `alarm`, the highest reached so far, or `not measured`, or `too short` where every step of
+            the run recorded what is needed and they are too few.
+        reason: One sentence with the numbers; for `not measured`, what is missing and what measures it; for
+            `too short`, how many steps are needed.
         watch_step: The step at which it first reached `watch` or more, known at that step; None where it never did.
         alarm_step: The same for `alarm`.
         evidence: The statistics behind it, the one that decided first.
@@ -188,6 +190,7 @@ def unmeasured(detector: str, series: StepSeries, needed: int, columns: Sequence
     most = max(counts, key=lambda name: counts[name])
     if counts[most] == 0:
         return Finding(detector, "not measured", f"{' and '.join(columns)} never recorded; {remedy}.")
-    return Finding(
-        detector, "not measured", f"{most} was recorded at {counts[most]} steps, {needed} are needed; {remedy}."
-    )
+    said = f"{most} was recorded at {counts[most]} steps, {needed} are needed"
+    if counts[most] == len(series.step) < needed:
+        return Finding(detector, "too short", f"{said}; the run has {counts[most]}.")
+    return Finding(detector, "not measured", f"{said}; {remedy}.")

@@ -21,6 +21,7 @@ from otb_analysis.figures.fidelity import (
     FidelityInfo,
     fidelity_info,
     fidelity_table,
+    gain_lost_words,
     plot_fidelity,
     plot_fidelity_steps,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "fidelity_table",
     "for_background",
     "for_dark",
+    "gain_lost_words",
     "headline_info",
     "learning_info",
     "number",

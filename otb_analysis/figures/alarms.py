@@ -13,7 +13,13 @@ from otb_analysis.figures.scales import number
 from otb_analysis.figures.styles import AMBER, run_styles
 from otb_analysis.figures.theme import place
 
-SIGNS = {"alarm": "■ alarm", "watch": "▲ watch", "not measured": "○ not measured", "ok": "· ok"}
+SIGNS = {
+    "alarm": "■ alarm",
+    "watch": "▲ watch",
+    "not measured": "○ not measured",
+    "too short": "○ too short",
+    "ok": "· ok",
+}
 """A level as a word with a sign that is found at a glance, and in any font."""
 
 TITLES = {
@@ -85,7 +91,7 @@ def alarms_line(findings: Mapping[str, Sequence[Finding]]) -> str:
         findings: From `diagnose`, by run.
     """
     levels = [found.level for several in findings.values() for found in several]
-    counts = [f"{levels.count(level)} {level}" for level in ("alarm", "watch", "not measured", "ok")]
+    counts = [f"{levels.count(level)} {level}" for level in SIGNS if level in levels or level != "too short"]
     return f"{len(DETECTORS)} detectors on {len(findings)} run{'s' * (len(findings) != 1)}: {', '.join(counts)}."
 
 

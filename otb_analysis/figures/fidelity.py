@@ -9,9 +9,9 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.scales import log_axis, step_axis
+from otb_analysis.figures.scales import log_axis, number, step_axis
 from otb_analysis.figures.theme import TEMPLATE, panels, place
-from otb_analysis.statistics import Association, Fidelity, fidelity
+from otb_analysis.statistics import MIN_CLUSTERS, Association, Fidelity, Interval, fidelity
 
 Float = NDArray[np.float64]
 Array = NDArray[np.float32]
@@ -247,3 +247,20 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
 def _coefficients(found: list[Association | None], key: str) -> Array:
     values = [np.nan if a is None or getattr(a, key) is None else getattr(a, key) for a in found]
     return np.array(values, np.float32)
+
+
+def gain_lost_words(lost: Interval | None) -> tuple[str, str]:
+    """Return the share of the gain that a proxy loses as it is shown, a dash without an interval, and what it rests on.
+
+    The share is a ratio of two differences, each within noise: a point alone says nothing.
+
+    Args:
+        lost: From `statistics.gain_lost`.
+    """
+    if lost is None:
+        return number(None), "no gain shown"
+    if lost.low is not None:
+        return number(lost.estimate), f"95 %: {number(lost.low)} to {number(lost.high)}, {lost.n_clusters} prompts"
+    if lost.n_clusters < MIN_CLUSTERS:
+        return number(None), f"needs {MIN_CLUSTERS} prompts, has {lost.n_clusters}"
+    return number(None), f"no interval on these {lost.n_clusters} prompts"

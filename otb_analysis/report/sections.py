@@ -23,9 +23,9 @@ from otb_analysis.figures import (
     display_table,
     fidelity_info,
     fidelity_table,
+    gain_lost_words,
     headline_info,
     learning_info,
-    number,
     plot_attribution,
     plot_collapse,
     plot_comparison,
@@ -108,7 +108,10 @@ def overview(runs: Sequence[ReportedRun]) -> Section:
     info = learning_info({r.name: r.steps for r in runs}, {r.name: r.estimator for r in runs}, WINDOW)
     differences = config_differences({run.name: run.config for run in runs})
     parts: list[Part] = [
-        Grid("Reward: mean of the last tenth of the steps; change since the first tenth. ‖ḡ‖: last 20 steps.", table),
+        Grid(
+            "Reward: mean of the last tenth of the steps; change since the first tenth. ‖ḡ‖, clipped: last 20 steps.",
+            table,
+        ),
         Picture("learning", f"Running means over {WINDOW} steps.", plot_learning(info), curve_panels(info)),
     ]
     if len(runs) > 1:
@@ -192,8 +195,8 @@ def lost_line(run: ReportedRun) -> str:
     lost = gain_lost(list(run.store.grams().values()), ("otb", "proxy"), ("otb", "exact"))
     if lost is None:
         return "Gain lost by the proxy: not known, exact energies show no gain of otb over rloo on these rollouts."
-    ends = "" if lost.low is None else f" [{number(lost.low)}, {number(lost.high)}] with 95 %"
-    return f"Gain lost by the proxy: {number(lost.estimate)}{ends} of otb's gain over rloo, {lost.n_clusters} prompts."
+    share, rests_on = gain_lost_words(lost)
+    return f"Gain lost by the proxy: {share} of otb's gain over rloo ({rests_on})."
 
 
 def blame(run: ReportedRun) -> Section:

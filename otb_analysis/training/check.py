@@ -48,7 +48,8 @@ def check(config: TrainConfig, processes: int = 1) -> None:
     path = config.root / check_run_name(config.run_name)
     if config.if_exists == "error" and path.exists():  # said before minutes are spent on a warm start
         raise InputError(
-            f"run {config.run_name!r} already exists in {config.root}; pass another --run or --if-exists replace."
+            f"run {config.run_name!r} already exists in {config.root}; pass another --run, --if-exists resume "
+            "or --if-exists replace."
         )
     check_trackers(config.trackers)
     entry = entry_of(config.estimator.name)

@@ -63,6 +63,21 @@ def test_overview_says_why_a_run_is_broken_or_failed(store_root, monkeypatch):
     assert "the loss is NaN at step 12" in said
 
 
+def test_cards_and_table_of_the_overview_round_alike_and_say_which_steps_they_are_of(tmp_path, monkeypatch):
+    # 0.5625 = 9/16 is a tie at three decimals: 0.562 to even.
+    writer = RunWriter.create(tmp_path, "tie", {})
+    for step in range(25):
+        norm = 1.0 if step < 15 else 9.0
+        writer.write_step(step, StepTables(steps={"reward_mean": 0.5, "heldout_reward": 0.5625, "grad_norm": norm}))
+    app = open_page(tmp_path, "overview", monkeypatch)
+    assert not app.exception
+    values = {metric.label: metric.value for metric in app.metric}
+    assert (values["Held-out"], app.dataframe[0].value["heldout_reward"][0]) == ("0.562", 0.562)
+    # Ten of the last 20 steps are 9, so their median is 5; of all 25 steps it is 1.
+    assert (values["Grad norm"], app.dataframe[0].value["grad_norm_median"][0]) == ("5.00", 1.0)
+    assert "last 20 steps" in texts(app)
+
+
 def test_overview_lists_only_settings_that_differ(store_root, monkeypatch):
     app = open_page(store_root, "overview", monkeypatch)
     differences = app.dataframe[1].value

@@ -84,7 +84,14 @@ def test_a_detector_without_its_columns_says_what_measures_them(name):
 
 def test_too_few_steps_are_counted(series):
     found = surge(series(grad_norm=np.ones(12)))
-    assert found.level == "not measured" and "recorded at 12 steps, 25 are needed" in found.reason
+    assert found.level == "too short" and not found.fired
+    assert found.reason == "grad_norm was recorded at 12 steps, 25 are needed; the run has 12."
+
+
+def test_a_long_run_that_recorded_too_little_is_not_measured_enough(series):
+    found = surge(series(grad_norm=[1.0] * 12 + [np.nan] * 20))
+    assert found.level == "not measured"
+    assert "recorded at 12 steps, 25 are needed; otb train records it at every step" in found.reason
 
 
 def test_an_empty_run_is_not_measured():
