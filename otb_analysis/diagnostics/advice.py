@@ -160,10 +160,10 @@ def update_rollouts(config: Mapping[str, Any]) -> int | None:
         config: The run's configuration, nested.
     """
     own = config.get("sample")
-    counts = [own.get(name) for name in ("prompts", "group_size")] if isinstance(own, Mapping) else []
-    if not counts or not all(isinstance(count, int) and count > 0 for count in counts):
+    prompts, size = (own.get(name) if isinstance(own, Mapping) else None for name in ("prompts", "group_size"))
+    if not isinstance(prompts, int) or not isinstance(size, int):
         return None
-    return counts[0] * counts[1]
+    return prompts * size or None
 
 
 def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> Advice:
