@@ -134,6 +134,8 @@ def _work(config: TrainConfig, threads: int, news: Queue) -> None:
         news.put((config.run_name, error))
     except KeyboardInterrupt:
         sys.exit(1)  # the run has recorded that it was interrupted
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to record: the parent may end it on its way out
 
 
 def _interrupt(number: int, frame: object) -> None:
