@@ -100,6 +100,12 @@ def test_app_file_imports_only_readers_and_figures(path):
     assert not {n.split(".")[0] for n in names} & {"torch", "transformers", "duckdb", "pyarrow"}
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "app" / "views").rglob("*.py")), ids=lambda p: p.name)
+def test_page_has_no_loose_text_which_streamlit_would_show(path):
+    body = ast.parse(path.read_text(encoding="utf-8")).body[1:]
+    assert not [n.lineno for n in body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "studies").rglob("*.py")), ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_study_file_imports_the_library_and_its_own_folder(path):
     names = imported(path)

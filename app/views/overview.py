@@ -13,8 +13,8 @@ from otb_analysis.figures.runs import WINDOW
 
 REWARD = "Mean of the last tenth of the steps; change since the first tenth."
 HELDOUT = "Last evaluation; change since the first."
+# Decimals of rewards, rounded here for cards and table alike: a browser rounds 0.5625 up, Python to even.
 DIGITS = 3
-"""Decimals of rewards, rounded here for cards and table alike: a browser rounds 0.5625 up, Python to even."""
 
 
 def card(headline: Headline, status: str) -> None:

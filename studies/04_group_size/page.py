@@ -73,7 +73,7 @@ def verdict(pool: Rows, curves: Rows) -> str:
         if name != AGAINST
     )
     return (
-        f"an update of 16 prompts with `otb` at N = 4 over one with the mean at N = 32 and eight times the rollouts: "
+        f"An update of 16 prompts with `otb` at N = 4 over one with the mean at N = 32 and eight times the rollouts: "
         f"{ratios}; trained on equally many rollouts, held-out success minus that of {words_of(AGAINST)}, in points: "
         f"{gaps}."
     )

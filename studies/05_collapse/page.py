@@ -81,7 +81,7 @@ def verdict(runs: Rows, detectors: Rows) -> str:
     seeds = len(distinct(runs, "seed"))
     counted = ", ".join(f"`{name}` {count[name]}" for name in arms)
     gained = ", ".join(f"`{name}` {difference_words(longer(runs, name))}" for name in arms if name != AGAINST)
-    said = f"of {seeds} runs collapsed: {counted}; steps survived beyond `rloo`'s: {gained}"
+    said = f"Of {seeds} runs each, collapsed: {counted}; steps survived beyond `rloo`'s: {gained}"
     return f"{said}; {forecast(runs, detectors)}."
 
 

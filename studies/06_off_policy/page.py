@@ -71,11 +71,15 @@ def verdict(exact: Rows, levels: Rows, sampled: Rows) -> str:
     """Return the answer in one line: the best ratio near and far, and which differ from none on a trained model."""
     few, many = BUDGETS
     said = [
-        f"enumerated, at {distance} nats a completion the most efficient ratio is {best(exact, distance, few)} with "
+        f"at {distance} nats a completion the most efficient ratio is {best(exact, distance, few)} with "
         f"{few} rollouts and {best(exact, distance, many)} with {many}"
         for distance in (DIVERGENCES[0], DIVERGENCES[-1])
     ]
-    return "; ".join([*said, *(trained(kind, levels, sampled) for kind in distinct(levels, "kind"))]) + "."
+    return (
+        "Enumerated, "
+        + "; ".join([*said, *(trained(kind, levels, sampled) for kind in distinct(levels, "kind"))])
+        + "."
+    )
 
 
 def best(exact: Rows, distance: float, budget: int) -> str:

@@ -77,7 +77,7 @@ def verdict(rollouts: Rows, rows: Rows, points: Rows) -> str:
         f"`{name}` {difference_words(gap, 100, 1)}" for name, gap in zip(TRAINED[1:], gaps, strict=True)
     )
     return (
-        f"efficiency over `rloo` in groups of {smallest}: {'; '.join(said)}; "
+        f"Efficiency over `rloo` in groups of {smallest}: {'; '.join(said)}; "
         f"held-out success in training minus `rloo`'s, in points: {trained}."
     )
 
