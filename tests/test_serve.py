@@ -28,12 +28,16 @@ def test_a_number_that_is_no_port_is_named(port):
 def test_the_dashboard_ends_with_the_command_that_serves_it(sent, code):
     # Only the command gets the signal, as from `kill PID`; a terminal's Ctrl-C reaches both.
     served = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
-    serving = [sys.executable, "-c", f"from otb_analysis.serve import supervised; supervised({served!r})"]
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # tests under nohup ignore it
+    serving = [sys.executable, "-c", f"{heed}; from otb_analysis.serve import supervised; supervised({served!r})"]
     with subprocess.Popen(serving, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as command:
         assert command.stdout is not None
         child = int(command.stdout.readline())
         command.send_signal(sent)
-        assert command.wait(30) == code
+        try:
+            assert command.wait(30) == code
+        finally:
+            command.kill()
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
 
