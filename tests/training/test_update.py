@@ -279,3 +279,13 @@ def test_effective_sample_size_scales_the_learning_rate(made):
     scalars = trainer.update(batch, forward)
     ess = (n + 2) ** 2 / (n + 8)  # (3 + n − 1)²/(9 + n − 1)
     assert scalars["learning_rate"] == pytest.approx(0.5 * np.sqrt(ess / n))
+
+
+def test_a_step_is_seen_in_the_version_of_every_parameter():
+    # Who holds a copy of the weights, as vLLM's engine does, asks the versions whether it is still theirs.
+    parameter = torch.nn.Parameter(torch.ones(3))
+    stepper = Stepper([parameter], OptimizeConfig())
+    before = parameter._version
+    parameter.grad = torch.ones(3)
+    stepper.step()
+    assert parameter._version > before
