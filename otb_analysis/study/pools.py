@@ -83,7 +83,7 @@ def measure_pool(policy: Policy, written: Written, dim: int, seed: int = 0, bar:
 
     Args:
         policy: Who wrote it.
-        written: The pool, group = prompt.
+        written: The pool, group = prompt; with a critic's values in its table `value` and `tvm` are measured too.
         dim: Buckets of the sketch.
         seed: Of the hash, and of the halves for B*.
         bar: Progress.

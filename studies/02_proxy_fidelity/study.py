@@ -56,7 +56,7 @@ MODELS = {
 STARTS = {"gpt2-m": WarmStartConfig(success_low=0.2)}
 """Bands of success at which supervision stops, where not the usual one: with learned positions sums come slowly."""
 TEMPERATURES = (0.7, 1.0, 1.3)
-PROMPTS, GROUP_SIZE = 16, 8
+PROMPTS, GROUP_SIZE = 64, 8
 RL_STEPS, RL_RATE = 24, 5e-4
 DIRECTIONS = 32
 CALIBRATION_SHARE = 0.1

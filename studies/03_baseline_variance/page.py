@@ -12,15 +12,15 @@ from otb_analysis.statistics import (
     Interval,
     log_ratio_t,
 )
-from otb_analysis.study import Findings, Rows, distinct, markdown_table, select
+from otb_analysis.study import Findings, Rows, distinct, markdown_table, select, share
 from otb_analysis.study.agreement import correlation
 from otb_analysis.study.words import column_words, interval_columns, number_words, span_words
 from otb_analysis.types import Label
 
-from .study import HEAD, REGIME_SIZE, UPDATES
+from .study import HEAD, LESSON, REGIME_SIZE, UPDATES
 
 KINDS = {"success": "success rate", "corr": "corr(W_T, R)", "spread": "length spread (sd/mean)"}
-SHOWN = ("rloo", "none", "grpo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "token_optimal")
+SHOWN = ("rloo", "none", "value", "grpo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "token_optimal")
 HOW_TO_READ = """\
 {prompts} prompts a policy, each with a pool of {pool} rollouts at temperature 1, cut into disjoint groups of N
 ({shuffles} shuffles); prompts are those that a separate pilot of {pilot} rollouts answered rightly sometimes, and
@@ -36,8 +36,10 @@ sometimes not. Qwen3-type models of {parameters:,} parameters.
   the other half of the prompt's pool and is a ratio of noisy means, worst where tokens are nearly certain: what is
   listed is what it costs to estimate B*, not B* itself. `batch_mean`, `james_stein` and the like see batches of one
   group per prompt.
-  No critic was trained, so `value` and `tvm` are missing; `opob` is `classic_optimal` on-policy, `trloo` is `rloo` and
-  `otb_turn` is `otb` in one turn.
+- `value` is a critic, a language model of its own that starts from the policy's weights, fitted to returns of
+  {lessons} batches of {lesson} other rollouts; of the pools' returns it explains {explained}. `tvm` is `value` here:
+  where all reward comes at the end, the mean over rollouts that share a prefix makes the same least squares.
+- `opob` is `classic_optimal` on-policy, `trloo` is `rloo` and `otb_turn` is `otb` in one turn.
 - Inner products are of count sketches with {buckets:,} buckets: they add a standard error of at most {noise:.1%} to a
   ratio of batch variances, which the intervals do not contain."""
 
@@ -223,7 +225,13 @@ def how_to_read(policies: Rows, rows: Rows) -> str:
         prompts=first["prompts"], pool=first["pool"], shuffles=first["shuffles"], pilot=first["pilot"],
         parameters=first["parameters"], buckets=first["buckets"],
         noise=max(row["sketch_noise"] for row in rows if row["sketch_noise"] is not None),
+        lessons=first["lessons"], lesson=LESSON.prompts * LESSON.group_size,
+        explained=", ".join(f"{_percent(row['explained'])} (`{row['policy']}`)" for row in policies),
     )  # fmt: skip
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else share(value)
 
 
 def figure(rows: Rows) -> str:

@@ -4,7 +4,7 @@ A pool's tokens are measured once (exact norms, and count sketches of the scores
 into groups is a sum of vectors.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from otb_analysis.config import (
     ChainSumConfig,
+    CriticConfig,
     GraphPathConfig,
     SampleConfig,
     SmallModelConfig,
@@ -28,21 +29,27 @@ from otb_analysis.statistics import (
     weight_statistics,
 )
 from otb_analysis.study import Cell, Study, Tables
+from otb_analysis.study.critics import fitted_critic, judged, lessons
 from otb_analysis.study.policies import fresh_policy, warm_start, write
 from otb_analysis.study.pools import REFERENCE, Pool, measure_pool, pool_grams, promising_prompts
 from otb_analysis.study.words import interval_columns, rounded
+from otb_analysis.training.critic_targets import explained_variance
 from otb_analysis.training.progress import Bar
 from otb_analysis.types import Float
 
 SETTINGS = {
     "chain_sum": ("chain_sum", WarmStartConfig(success_low=0.35, success_high=0.60)),
+    "chain_sum_high": ("chain_sum", WarmStartConfig(success_low=0.65, success_high=0.85)),
     "graph_path": ("graph_path", WarmStartConfig(success_low=0.35, success_high=0.60)),
 }
 """Task and how far its policy was taught."""
 MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
 LENGTHS = {"chain_sum": 32, "graph_path": 16}
 """Tokens an answer may have."""
-PROMPTS, POOL, PILOT = 32, 128, 16
+PROMPTS, POOL, PILOT = 64, 128, 16
+CRITIC = CriticConfig(kind="model", learning_rate=1e-3)
+LESSONS, LESSON = 24, SampleConfig(prompts=64, group_size=8)
+"""Batches that the critic of `value` and `tvm` is fitted to, and rollouts of each."""
 SIZES = (2, 4, 8, 16, 32)
 SHUFFLES = 2
 BUCKETS = 1024
@@ -52,8 +59,8 @@ HEAD = 32
 REGIME_SIZE = 4
 REGIMES = ("none", "opo_loo", "sequence_optimal_loo", "otb_loo", "token_optimal_loo")
 """Unbiased prompt by prompt, so that their raw variance may be compared with that of `rloo` there."""
-FIRST_PROMPT = 40_000_000
-QUICK = {"prompts": 16, "pool": 8, "sizes": [2, 4], "shuffles": 1, "buckets": 256}
+FIRST_PROMPT, FIRST_LESSON = 40_000_000, 60_000_000
+QUICK = {"prompts": 16, "pool": 8, "sizes": [2, 4], "shuffles": 1, "buckets": 256, "lessons": 2}
 QUICK_MODEL = SmallModelConfig(layers=1, width=32, heads=2, key_value_heads=1, feed_forward=64)
 QUICK_START = WarmStartConfig(success_low=0.2, success_high=1.0, check_prompts=64)
 
@@ -72,8 +79,12 @@ def config_of(name: str, quick: bool) -> TrainConfig:
 
 def cells(quick: bool) -> list[Cell]:
     """Return one cell per policy."""
-    full = {"prompts": PROMPTS, "pool": POOL, "sizes": list(SIZES), "shuffles": SHUFFLES, "buckets": BUCKETS}
-    constants = {"quick": quick, "pilot": PILOT, "updates": list(UPDATES), **(QUICK if quick else full)}
+    full = {
+        "prompts": PROMPTS, "pool": POOL, "sizes": list(SIZES), "shuffles": SHUFFLES, "buckets": BUCKETS,
+        "lessons": LESSONS,
+    }  # fmt: skip
+    critic = {"critic": asdict(CRITIC), "lesson": asdict(LESSON)}
+    constants = {"quick": quick, "pilot": PILOT, "updates": list(UPDATES), **critic, **(QUICK if quick else full)}
     return [Cell(name, constants | _learner(config_of(name, quick))) for name in SETTINGS]
 
 
@@ -94,7 +105,10 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     pilot = SampleConfig(group_size=settings["pilot"], max_new_tokens=length)
     prompts = promising_prompts(policy, FIRST_PROMPT, settings["prompts"], pilot, seed=1)
     sample = SampleConfig(prompts=len(prompts), group_size=settings["pool"], max_new_tokens=length)
-    pool = measure_pool(policy, write(policy, prompts, sample, seed=2), settings["buckets"], bar=bar)
+    lesson = replace(LESSON, max_new_tokens=length)
+    critic = fitted_critic(policy, CRITIC, lessons(policy, FIRST_LESSON, settings["lessons"], lesson, 1000, bar), bar)
+    written = judged(policy, critic, write(policy, prompts, sample, seed=2))
+    pool = measure_pool(policy, written, settings["buckets"], bar=bar)
     facts = prompt_facts(pool)
     estimators, by_prompt = [], []
     for done, size in enumerate(settings["sizes"]):
@@ -112,10 +126,11 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         "tokens": int(pool.inputs.mask.sum()),
         "distinct_tokens": len(pool.sketch),
         "success": float(np.mean([row["success"] for row in facts])),
+        "explained": rounded(explained_variance(pool.written.table)),
         "corr": weight_statistics(
             _energy(pool), pool.inputs.mask, pool.written.table.rewards.total, pool.inputs.group
         ).pooled_total_reward_corr,
-        **{name: settings[name] for name in ("prompts", "pool", "shuffles", "buckets", "pilot")},
+        **{name: settings[name] for name in ("prompts", "pool", "shuffles", "buckets", "pilot", "lessons")},
     }
     return {
         "policies": [key | whole],

@@ -1,0 +1,83 @@
+"""Critics fitted on rollouts of their own: what `value` and `tvm` centre by where a study compares baselines."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from otb_analysis.config import CriticConfig, SampleConfig, TrainConfig
+from otb_analysis.errors import InputError
+from otb_analysis.study.policies import Policy, Written, write
+from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.training.critic import Critic, make_critic
+from otb_analysis.training.critic_nets import CriticBatch
+from otb_analysis.training.critic_targets import critic_target
+from otb_analysis.training.forward import forward_pass
+from otb_analysis.training.progress import Bar, silent
+
+
+def lessons(
+    policy: Policy, first: int, batches: int, config: SampleConfig, seed: int, bar: Bar = silent
+) -> list[Written]:
+    """Return batches of rollouts of distinct prompts' groups for critics to be fitted on.
+
+    Args:
+        policy: Who writes.
+        first: Index of the first prompt of the training split; far from those that are measured.
+        batches: How many.
+        config: Prompts and group size of a batch, budget, temperature.
+        seed: Of the sampling.
+        bar: Progress.
+    """
+    found = []
+    for k in range(batches):
+        prompts = draw_prompts(policy.task, "train", first + k * config.prompts, config.prompts)
+        found.append(write(policy, prompts, config, seed=seed + k))
+        bar(k + 1, batches, "rollouts for critics")
+    return found
+
+
+def fitted_critic(policy: Policy, own: CriticConfig, batches: Sequence[Written], bar: Bar = silent) -> Critic:
+    """Return a critic fitted to each batch in turn, as a run fits the one beside its policy.
+
+    Where all reward comes at the end, the targets `return` and `tvm` make the same critic: rollouts that share a prefix
+    share its value, so their mean return gives the same gradient as each one's own.
+
+    Args:
+        policy: Whose completions are judged; a critic with a backbone starts from its weights.
+        own: Kind, target, width, rate and gradient steps on each batch.
+        batches: From `lessons`.
+        bar: Progress.
+
+    Raises:
+        InputError: There is no batch, or the critic is switched off.
+    """
+    critic = make_critic(TrainConfig(critic=own), policy.model, policy.tokenizer)
+    if critic is None or not batches:
+        raise InputError("a critic is fitted on at least one batch with critic.enabled true; pass both.")
+    for k, written in enumerate(batches):
+        seen = _as_critic_sees(policy, written)
+        table = replace(written.table, value=critic.value(seen))
+        critic.update(seen, critic_target(own, table.inputs(None)))
+        bar(k + 1, len(batches), f"fitting a critic to {own.target}")
+    return critic
+
+
+def judged(policy: Policy, critic: Critic, written: Written) -> Written:
+    """Return rollouts with a critic's values V(h_t) in their table.
+
+    Args:
+        policy: Who wrote them.
+        critic: From `fitted_critic`, on other rollouts.
+        written: The rollouts.
+    """
+    value = critic.value(_as_critic_sees(policy, written))
+    return replace(written, table=replace(written.table, value=value))
+
+
+def _as_critic_sees(policy: Policy, written: Written) -> CriticBatch:
+    with torch.no_grad():
+        forward = forward_pass(policy.model, written.rollouts, written.temperature)
+    rows = np.arange(len(written.rollouts.group))
+    return CriticBatch(written.rollouts, forward, np.array_split(rows, max(1, len(rows) // 512)))
