@@ -9,9 +9,7 @@ from otb_analysis.statistics.discoveries import Discovery, discoveries
 from otb_analysis.statistics.fidelity import Association, Fidelity, fidelity, realized_fidelity
 from otb_analysis.statistics.gradients import (
     GradientStatistics,
-    PairedRatios,
     gradient_statistics,
-    paired_ratios,
     pooled_statistics,
 )
 from otb_analysis.statistics.gram import REFERENCE, deleted_moments
@@ -34,6 +32,7 @@ from otb_analysis.statistics.measures import (
     sf,
 )
 from otb_analysis.statistics.noise import GradientNoise, NoiseScale, NormTest, gradient_noise, noise_scale, norm_test
+from otb_analysis.statistics.paired import PairedRatios, Update, paired_ratios, update_ratios
 from otb_analysis.statistics.passing import Passing, pass_at_k, passing
 from otb_analysis.statistics.pools import (
     Partition,
@@ -74,6 +73,7 @@ __all__ = [
     "PoolGram",
     "SketchNoise",
     "Totals",
+    "Update",
     "WeightStatistics",
     "batch_variance",
     "cluster_bootstrap",
@@ -121,5 +121,6 @@ __all__ = [
     "smaller_sizes",
     "systematic_sample",
     "top_share",
+    "update_ratios",
     "weight_statistics",
 ]

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from otb_analysis.enumeration.groups import group_gradients, multisets
 from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.statistics import measures
-from otb_analysis.statistics.gradients import paired_ratios, pooled_statistics
+from otb_analysis.statistics.gradients import pooled_statistics
 from otb_analysis.statistics.gram import REFERENCE
 from otb_analysis.statistics.intervals import Interval
 from otb_analysis.statistics.measures import Moments
+from otb_analysis.statistics.paired import paired_ratios
 from otb_analysis.types import Float, Gram, Label
 
 REPETITIONS = 2000

@@ -7,8 +7,8 @@ from typing import Literal
 from scipy import stats
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.statistics.gradients import PairedRatios
 from otb_analysis.statistics.intervals import Interval
+from otb_analysis.statistics.paired import PairedRatios
 
 MEASURES = ("variance", "sf", "efficiency")
 

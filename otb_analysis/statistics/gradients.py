@@ -1,4 +1,4 @@
-"""One row of gradient statistics per estimator, and paired comparisons, from Gram matrices of group gradients.
+"""One row of gradient statistics per estimator, from Gram matrices of group gradients.
 
 Prompts are the clusters of every interval. ‖∇J‖² is estimated from pairs of different prompts and can come out
 non-positive when few prompts are measured: bias, projection, SF and efficiency are then None, not a number.
@@ -10,7 +10,7 @@ enumerated prompts the standard error of its log-ratio to `rloo` is within 7 % o
 (`test_batch_coupling_costs_the_jackknife_little_from_24_prompts_up`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +18,10 @@ from numpy.typing import ArrayLike
 
 from otb_analysis import schema
 from otb_analysis.statistics import measures
-from otb_analysis.statistics.gram import REFERENCE, deleted_moments
-from otb_analysis.statistics.intervals import Interval, jackknife_interval
-from otb_analysis.statistics.measures import Moments
-from otb_analysis.types import Float, Gram, Label
+from otb_analysis.statistics.gram import REFERENCE, deleted_moments, judged, typical
+from otb_analysis.statistics.intervals import Interval
+from otb_analysis.statistics.paired import four_measures, measure_interval
+from otb_analysis.types import Gram, Label
 
 
 @dataclass(frozen=True)
@@ -86,27 +86,6 @@ class GradientStatistics:
         return {c.name: getattr(self, c.name) for c in schema.GRADIENTS if c is not schema.STEP}
 
 
-@dataclass(frozen=True)
-class PairedRatios:
-    """One estimator over another on the same rollouts, with intervals over the same prompts.
-
-    Attributes:
-        estimator: The numerator's name.
-        energy_source: Its energy source.
-        against: The denominator's (estimator, energy source).
-        variance: Ratio of batch variances.
-        sf: Ratio of SFs.
-        efficiency: Ratio of efficiencies; above 1 is better.
-    """
-
-    estimator: str
-    energy_source: str
-    against: Label
-    variance: Interval | None
-    sf: Interval | None
-    efficiency: Interval | None
-
-
 def gradient_statistics(
     gram: ArrayLike, labels: Sequence[Label], n_rollouts: int, reference: Label = REFERENCE
 ) -> list[GradientStatistics]:
@@ -146,39 +125,16 @@ def pooled_statistics(
         One entry per label, in order of first appearance.
     """
     seen = dict.fromkeys(label for gram in grams for label in gram.labels)
-    return [_one(_judged(grams, label, reference), label, reference, n_prompts) for label in seen]
-
-
-def paired_ratios(
-    grams: Sequence[Gram], against: Label = REFERENCE, reference: Label = REFERENCE, n_prompts: int | None = None
-) -> list[PairedRatios]:
-    """Every estimator over one of them on the same rollouts, with jackknife intervals on the log-ratio.
-
-    Pairing removes what the estimators share, so these intervals are much shorter than the two separate ones suggest.
-    The estimand is the ratio of the two expectations.
-
-    Args:
-        grams: One Gram matrix per step; those with both labels are used.
-        against: The estimator in the denominator.
-        reference: The unbiased estimator that stands for ∇J.
-        n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. Ratios of
-            variance and SF do not depend on it.
-
-    Returns:
-        One entry per other label that shares a step with `against`.
-    """
-    both = _judged(grams, against, reference)
-    others = dict.fromkeys(label for gram in both for label in gram.labels if label != against)
-    return [_pair(_judged(both, label, reference), label, (against, reference), n_prompts) for label in others]
+    return [_one(judged(grams, label, reference), label, reference, n_prompts) for label in seen]
 
 
 def _one(grams: list[Gram], label: Label, reference: Label, n_prompts: int | None) -> GradientStatistics:
     moments = deleted_moments(grams, label, reference)
-    groups = _typical([g.n_prompts for g in grams])
+    groups = typical([g.n_prompts for g in grams])
     batch = groups if n_prompts is None else n_prompts
-    rollouts = round(_typical([g.n_rollouts for g in grams]) * (batch / groups if groups else 1))
-    values = _measured(moments, batch)
-    interval = {name: _interval(value, name, batch) for name, value in values.items()}
+    rollouts = round(typical([g.n_rollouts for g in grams]) * (batch / groups if groups else 1))
+    values = four_measures(moments, batch)
+    interval = {name: measure_interval(value, name, batch) for name, value in values.items()}
     equivalents = measures.rollout_equivalents(moments, max(batch, 1), rollouts)[0]
     has_truth = all(reference in g.labels for g in grams)
     return GradientStatistics(
@@ -207,58 +163,9 @@ def _one(grams: list[Gram], label: Label, reference: Label, n_prompts: int | Non
     )
 
 
-def _pair(grams: list[Gram], label: Label, others: tuple[Label, Label], n_prompts: int | None) -> PairedRatios:
-    against, reference = others
-    batch = _typical([g.n_prompts for g in grams]) if n_prompts is None else n_prompts
-    above = _measured(deleted_moments(grams, label, reference), batch)
-    below = _measured(deleted_moments(grams, against, reference), batch)
-    intervals = {}
-    for name in ("variance", "sf", "efficiency"):
-        ratio = np.divide(above[name], below[name], out=np.full_like(above[name], np.nan), where=below[name] > 0)
-        intervals[name] = _interval(ratio, name, batch, against)
-    return PairedRatios(*label, against, **intervals)
-
-
-def _measured(moments: Moments, batch: int) -> dict[str, Float]:
-    """Return the four measures with intervals, each [1 + K]."""
-    p = max(batch, 1)
-    return {
-        "variance": measures.batch_variance(moments, p),
-        "projection": measures.projection(moments),
-        "sf": measures.sf(moments, p),
-        "efficiency": measures.efficiency(moments, p),
-    }
-
-
-_SCALE = {"variance": "log", "projection": "linear", "sf": "log", "efficiency": "logit"}
-_MEANING: dict[str, Callable[[int], str]] = {
-    "variance": lambda p: f"batch variance of an update of {p} prompts",
-    "projection": lambda p: "projection c = ⟨m, ∇J⟩/‖∇J‖²",
-    "sf": lambda p: f"SF of an update of {p} prompts",
-    "efficiency": lambda p: f"efficiency of an update of {p} prompts",
-}
-
-
-def _interval(values: Float, name: str, batch: int, against: Label | None = None) -> Interval | None:
-    estimand = _MEANING[name](batch)
-    if against is None:
-        return jackknife_interval(values[0], values[1:], estimand, _SCALE[name])
-    return jackknife_interval(values[0], values[1:], f"ratio of the {estimand} to that of {against[0]}", "log")
-
-
 def _mean_norm_sq(grams: list[Gram], label: Label) -> float | None:
     found = [g.blocks(label, label)[0].mean() for g in grams if g.n_prompts]
     return _number(float(np.mean(found))) if found else None
-
-
-def _judged(grams: Sequence[Gram], label: Label, reference: Label) -> list[Gram]:
-    """Return the steps that have the label, and the reference too wherever any of them has it."""
-    having = [gram for gram in grams if label in gram.labels]
-    return [gram for gram in having if reference in gram.labels] or having
-
-
-def _typical(counts: list[int]) -> int:
-    return round(sum(counts) / len(counts)) if counts else 0
 
 
 def _number(value: float) -> float | None:

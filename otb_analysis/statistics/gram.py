@@ -20,12 +20,8 @@ def clusters(grams: Sequence[Gram]) -> list[Int]:
     Returns:
         One int array [P_s] per step with values 0 … K−1.
     """
-    seen: dict[object, int] = {}
-    codes = []
-    for step, gram in enumerate(grams):
-        names = [(step, p) for p in range(gram.n_prompts)] if gram.prompt is None else [(p,) for p in gram.prompt]
-        codes.append(np.array([seen.setdefault(name, len(seen)) for name in names], dtype=np.int64))
-    return codes
+    number = {name: code for code, name in enumerate(prompts_of(grams))}
+    return [np.array([number[name] for name in _names(step, gram)], dtype=np.int64) for step, gram in enumerate(grams)]
 
 
 def deleted_moments(grams: Sequence[Gram], label: Label, reference: Label = REFERENCE) -> Moments:
@@ -61,3 +57,38 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Label = REFE
     counts = np.where(kept[:, [0, 4]] > 0, kept[:, [0, 4]], np.nan)
     power, mean = kept[:, 1:4] / counts[:, :1], kept[:, 5:] / counts[:, 1:]
     return Moments(power[:, 0], mean[:, 0], mean[:, 1], mean[:, 2], power[:, 2])
+
+
+def prompts_of(grams: Sequence[Gram]) -> list[object]:
+    """Return the clusters in the order in which `deleted_moments` leaves them out.
+
+    Args:
+        grams: One Gram matrix per step.
+    """
+    return list(dict.fromkeys(name for step, gram in enumerate(grams) for name in _names(step, gram)))
+
+
+def judged(grams: Sequence[Gram], label: Label, reference: Label) -> list[Gram]:
+    """Return the steps that have the label, and the reference too wherever any of them has it.
+
+    Args:
+        grams: One Gram matrix per step.
+        label: The estimator.
+        reference: The unbiased one that stands for ∇J.
+    """
+    having = [gram for gram in grams if label in gram.labels]
+    return [gram for gram in having if reference in gram.labels] or having
+
+
+def typical(counts: list[int]) -> int:
+    """Return the rounded mean of counts, 0 without any.
+
+    Args:
+        counts: Prompts or rollouts of each step.
+    """
+    return round(sum(counts) / len(counts)) if counts else 0
+
+
+def _names(step: int, gram: Gram) -> list[object]:
+    """What tells a step's prompts from all others: their names, or else step and place."""
+    return [(step, p) for p in range(gram.n_prompts)] if gram.prompt is None else [(p,) for p in gram.prompt]

@@ -46,7 +46,7 @@ SETTINGS = {
 MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
 LENGTHS = {"chain_sum": 32, "graph_path": 16}
 """Tokens an answer may have."""
-PROMPTS, POOL, PILOT = 64, 128, 16
+PROMPTS, POOL, PILOT = 192, 128, 16
 CRITIC = CriticConfig(kind="model", learning_rate=1e-3)
 LESSONS, LESSON = 24, SampleConfig(prompts=64, group_size=8)
 """Batches that the critic of `value` and `tvm` is fitted to, and rollouts of each."""

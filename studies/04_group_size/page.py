@@ -20,25 +20,31 @@ from otb_analysis.study import (
 )
 from otb_analysis.study.seeds import difference_words, final_success, later_success, paired_difference
 
-from .study import ARMS, LARGE_GROUP, SMALL_GROUP, chosen_rate, pick
+from .study import ARMS, LARGE_GROUP, chosen_rate
 
-AGAINST = "mean32"
+BASE = "otb4"
+"""The arm that the question is about: all others are measured against it."""
 
 
 def report(tables: Mapping[str, Rows]) -> Findings:
     """Say what an update of each arm is worth, and what training makes of the same number of rollouts."""
     pool, sweep, curves = tables["pool"], tables["sweep"], tables["curves"]
     parts = ["## The same rollouts", POOLS.format(**pool[0]), pool_table(pool)]
+    parts += ["### One update over another", RATIOS, ratios_table(tables["ratios"])]
     parts += ["## Learning rates", SWEEP.format(seeds=len(distinct(sweep, "seed"))), sweep_table(sweep)]
     parts += ["## Training", TRAINING.format(seeds=len(distinct(curves, "seed")), rollouts=most_rollouts(curves))]
     parts += [training_table(curves), "### Learning curves", curves_table(curves)]
-    return Findings(verdict(pool, curves), "\n\n".join(parts), {"learning.svg": figure(curves)})
+    return Findings(verdict(tables["ratios"], curves), "\n\n".join(parts), {"learning.svg": figure(curves)})
 
 
 POOLS = """\
 An update of 64 or of 512 rollouts, cut from the same pools into groups of 4 or of 32: more prompts, or more rollouts of
 each. Efficiency is the share of the update that points along ∇J. Raw variance rewards an estimator for taking smaller
 steps (c is their length along ∇J); SF and efficiency do not. Intervals are over {clusters} prompts."""
+RATIOS = """\
+Each arm's whole update over another's, on the same pools: a ratio of SFs or raw variances below 1, or of efficiencies
+above 1, is calmer. Intervals leave each prompt out of both. An update of 16 × 32 or 128 × 4 has 512 rollouts, one of
+16 × 4 has 64."""
 SWEEP = """\
 Mean held-out success over the run, on other seeds than the comparison's ({seeds}); each arm takes its best learning
 rate. `c·rloo` takes that of `otb` in groups of 4, times the projection c of `otb` measured above: under AdamW a factor
@@ -59,23 +65,23 @@ def words_of(name: str) -> str:
     return ARMS[name].words
 
 
-def verdict(pool: Rows, curves: Rows) -> str:
-    """Return the answer in one line: small `otb` groups against large mean groups, per update and in training."""
-    small = pick(pool, "otb", SMALL_GROUP, 64)
-    large = pick(pool, "group_mean", LARGE_GROUP, 512)
-    ratios = ", ".join(
-        f"{word} {small[name] / large[name]:.2f}" if small[name] and large[name] else f"{word} –"
-        for name, word in (("variance", "raw variance"), ("sf", "SF"), ("efficiency", "efficiency"))
-    )
-    gaps = ", ".join(
-        f"{words_of(name)} {difference_words(gained(curves, name), 100, 1)}"
-        for name in distinct(curves, "arm")
-        if name != AGAINST
-    )
+def verdict(ratios: Rows, curves: Rows) -> str:
+    """Return the answer in one line: what the small `otb` groups learn, and what one update of theirs is worth."""
+    (one,) = select(ratios, arm=BASE, against="mean32")
+    gaps = {name: gained(curves, name) for name in distinct(curves, "arm") if name != BASE}
+    kinds = {
+        "learns more than": lambda gap: gap.low is not None and gap.low > 0,
+        "learns less than": lambda gap: gap.high is not None and gap.high < 0,
+        "is not shown to differ from": lambda gap: gap.low is None or gap.high is None or gap.low <= 0 <= gap.high,
+    }
+    said = []
+    for words, holds in kinds.items():
+        own = [f"{words_of(n)} {difference_words(gap, 100, 1)}" for n, gap in gaps.items() if gap and holds(gap)]
+        said += [f"{words} {', '.join(own)}"] if own else []
     return (
-        f"An update of 16 prompts with `otb` at N = 4 over one with the mean at N = 32 and eight times the rollouts: "
-        f"{ratios}; trained on equally many rollouts, held-out success minus that of {words_of(AGAINST)}, in points: "
-        f"{gaps}."
+        f"On equally many rollouts {words_of(BASE)} {'; '.join(said)} (points of held-out success, mean over the run). "
+        f"One of its updates over one of {words_of('mean32')}, which has eight times the rollouts: raw variance "
+        f"{column_words(one, 'variance')}, SF {column_words(one, 'sf')}, efficiency {column_words(one, 'efficiency')}."
     )
 
 
@@ -87,6 +93,16 @@ def pool_table(pool: Rows) -> str:
         forms = {"variance": ".3f", "projection": ".2f", "sf": ".3f", "efficiency": ".2f"}
         lines.append([*head, *(column_words(row, name, form) for name, form in forms.items())])
     return markdown_table(["estimator", "N", "rollouts", "raw variance", "c", "SF", "efficiency"], lines)
+
+
+def ratios_table(ratios: Rows) -> str:
+    """Return ratios of raw variance, SF and efficiency of whole updates."""
+    lines = [
+        [f"{words_of(row['arm'])} over {words_of(row['against'])}",
+         *(column_words(row, name) for name in ("variance", "sf", "efficiency"))]
+        for row in ratios
+    ]  # fmt: skip
+    return markdown_table(["update", "raw variance", "SF", "efficiency"], lines)
 
 
 def sweep_table(sweep: Rows) -> str:
@@ -101,26 +117,26 @@ def sweep_table(sweep: Rows) -> str:
 
 
 def gained(curves: Rows, name: str) -> Interval | None:
-    """Return the paired difference of an arm's mean held-out success from that of the large mean groups."""
-    own, base = (later_success(select(curves, arm=arm)) for arm in (name, AGAINST))
-    return paired_difference(own, base, f"held-out success minus that of {AGAINST}")
+    """Return the paired difference of the small `otb` groups' mean held-out success from an arm's."""
+    own, other = (later_success(select(curves, arm=arm)) for arm in (BASE, name))
+    return paired_difference(own, other, f"held-out success of {BASE} minus that of {name}")
 
 
 def training_table(curves: Rows) -> str:
-    """Return each arm's success, its difference from the large mean groups, updates, norms and clipping."""
+    """Return each arm's success, that of the small `otb` groups minus it, updates, norms and clipping."""
     lines = []
     for name in distinct(curves, "arm"):
         own = select(curves, arm=name)
         last = max(row["step"] for row in own)
         mean = seed_mean(list(later_success(own).values()), "mean held-out success", "logit")
         final = seed_mean(final_success(own), "final held-out success", "logit")
-        gap = "" if name == AGAINST else difference_words(gained(curves, name), 100, 1)
+        gap = "" if name == BASE else difference_words(gained(curves, name), 100, 1)
         facts = {key: float(np.mean([row[key] for row in own])) for key in ("rate", "grad_norm", "clipped")}
         lines.append([
             words_of(name), *(column_words(interval_columns("x", found), "x") for found in (mean, final)), gap,
             f"{facts['rate']:.2g}", str(last + 1), f"{facts['grad_norm']:.1f}", share(facts["clipped"]),
         ])  # fmt: skip
-    headers = ["arm", "mean success", "at the end", f"mean minus {words_of(AGAINST)}, points", "learning rate",
+    headers = ["arm", "mean success", "at the end", f"{words_of(BASE)} minus it, points", "learning rate",
                "updates", "gradient norm", "clipped"]  # fmt: skip
     return markdown_table(headers, lines)
 

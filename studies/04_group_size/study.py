@@ -24,7 +24,7 @@ from otb_analysis.config import (
 from otb_analysis.config.measuring import MeasureConfig, Schedule
 from otb_analysis.estimators import estimate
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, SKY
-from otb_analysis.statistics import pooled_statistics
+from otb_analysis.statistics import Update, pooled_statistics, update_ratios
 from otb_analysis.store import RunStore
 from otb_analysis.study import (
     Cell,
@@ -83,6 +83,15 @@ RATES = (3e-4, 1e-3, 2e-3, 4e-3)
 """Learning rates of the sweep."""
 LABELS = (("otb", "proxy"), ("group_mean", "none"), ("rloo", "none"))
 REFERENCE = ("rloo", "none")
+PAIRS = (
+    ("otb4", "mean32"),
+    ("rloo4", "mean32"),
+    ("otb4", "rloo4"),
+    ("otb4-wide", "mean32"),
+    ("rloo4-wide", "mean32"),
+    ("otb4-wide", "rloo4-wide"),
+)
+"""Updates that are compared on the same pools."""
 SMALL_GROUP, LARGE_GROUP = 4, 32
 PROMPTS_FROM, POOL = 1_000_000, 1
 """Index of the first prompt that is measured, beyond those trained on; seed of the sampling."""
@@ -139,7 +148,8 @@ def cells(size: Size, quick: bool) -> list[Cell]:
     """Return the pools, the sweep of each arm that has one, and the comparison, which comes after both."""
     common = {"quick": quick, "size": asdict(size), "config": plain_config(base_config(0, quick))}
     arms = {name: asdict(ARMS[name]) for name in size.arms}
-    pool = Cell("pool", common | {"labels": [list(label) for label in LABELS]})
+    pairs = [[asdict(ARMS[name]) for name in pair] for pair in PAIRS]
+    pool = Cell("pool", common | {"labels": [list(label) for label in LABELS], "pairs": pairs})
     sweeps = {
         name: Cell(f"sweep-{name}", common | {"arm": name, "facts": facts})
         for name, facts in arms.items()
@@ -222,7 +232,10 @@ def pool_tables(size: Size, quick: bool, work: Path, bar: Bar) -> Tables:
             advantage = {label: estimate(label[0], inputs).advantage for label in LABELS}
             found.append(prompt_gram(trainer.model, [Weighed(cut, advantage)]))
             bar(number + 1, len(size.pool_seeds), f"pool: seed {seed}, groups of {n}")
-    return {"pool": [row for n in grams for row in pool_rows(grams[n], n)]}
+    return {
+        "pool": [row for n in grams for row in pool_rows(grams[n], n)],
+        "ratios": [ratio_row(grams, *pair) for pair in PAIRS],
+    }
 
 
 def pool_rows(grams: Sequence[Gram], n: int) -> list[dict[str, Any]]:
@@ -238,6 +251,24 @@ def pool_rows(grams: Sequence[Gram], n: int) -> list[dict[str, Any]]:
                 | interval_columns("efficiency", found.efficiency_interval)
             )
     return rows
+
+
+def ratio_row(grams: Mapping[int, Sequence[Gram]], name: str, other: str) -> dict[str, Any]:
+    """Return an arm's update over another arm's, each with its own number of rollouts."""
+    above, below = (update_of(grams, ARMS[arm]) for arm in (name, other))
+    found = update_ratios(above, below, REFERENCE)
+    return (
+        {"arm": name, "against": other}
+        | interval_columns("variance", found.variance)
+        | interval_columns("sf", found.sf)
+        | interval_columns("efficiency", found.efficiency)
+    )
+
+
+def update_of(grams: Mapping[int, Sequence[Gram]], arm: Arm) -> Update:
+    """Return an arm's update as the pools measure it."""
+    (label,) = (label for label in LABELS if label[0] == arm.estimator)
+    return Update(grams[arm.group], label, arm.prompts)
 
 
 def pick(pool: Rows, estimator: str, size: int, update: int) -> Mapping[str, Any]:
