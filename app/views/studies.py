@@ -1,6 +1,7 @@
 """Studies: which questions were asked, what was found, with which numbers, and what it cost."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import listing
@@ -10,12 +11,12 @@ from widgets import download, page, plain, prose
 
 from otb_analysis.errors import StoreError
 from otb_analysis.figures import for_dark, results_table
-from otb_analysis.store import CommittedStudy, committed_studies, study_table, study_tables
+from otb_analysis.store import CommittedStudy, committed_studies, study_figure, study_table, study_tables
 from otb_analysis.store.studies import BROKEN, MEASURED, NOT_RUN
 
 SHORT = 220  # letters of a verdict in the list; a string below a constant would be shown on the page
 NONE = """There is no study in {folder}. The installed package comes without them: clone the repository and start
-`otb dashboard` there, or name the folder: `otb dashboard --studies <folder>`, the variable `OTB_STUDIES`."""
+`otb dashboard` there, or name the folder: `otb dashboard --studies <folder>` or the variable `OTB_STUDIES`."""
 LONG = 2500  # letters of a section that is closed to begin with
 SORTED = (
     "As committed: a click on a heading sorts, three significant digits are shown, the file has all of them. "
@@ -61,6 +62,16 @@ def choose(studies: list[CommittedStudy]) -> CommittedStudy:
     name = str(st.pills("Study", list(by_name), format_func=lambda n: label(by_name[n]), key="study", required=True))
     st.query_params["study"] = name
     return by_name[name]
+
+
+def show_figure(path: Path) -> None:
+    """Show a picture, turned to the page's theme; one that cannot be read says so and leaves the rest."""
+    try:
+        picture = study_figure(path)
+    except StoreError as error:
+        st.warning(plain(str(error)), icon=":material/warning:")
+        return
+    st.image(for_dark(picture) if st.context.theme.type == "dark" else picture)
 
 
 def results(study: CommittedStudy) -> None:
@@ -115,8 +126,7 @@ def detail(study: CommittedStudy) -> None:
         with st.container(border=True):
             st.markdown(f"**Verdict.** {prose(study.verdict)}")
     for figure in study.figures:
-        picture = figure.read_text(encoding="utf-8")
-        st.image(for_dark(picture) if st.context.theme.type == "dark" else picture)
+        show_figure(figure)
     results(study)
     reading(study)
     st.subheader("How it was made", anchor=False)

@@ -5,7 +5,7 @@ from otb_analysis.store.gram import gram_rows, subgroup_rows
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.runs import runs_df
 from otb_analysis.store.series import step_series
-from otb_analysis.store.studies import CommittedStudy, committed_studies, study_table, study_tables
+from otb_analysis.store.studies import CommittedStudy, committed_studies, study_figure, study_table, study_tables
 from otb_analysis.store.token_arrays import EXACT_ROWS, TokenArrays
 from otb_analysis.store.writer import RunWriter, StepTables
 
@@ -23,6 +23,7 @@ __all__ = [
     "runs_df",
     "step_attribution",
     "step_series",
+    "study_figure",
     "study_table",
     "study_tables",
     "subgroup_rows",

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pandas as pd
 from pyarrow import csv
@@ -84,6 +85,24 @@ def study_table(folder: Path, name: str) -> pd.DataFrame:
     except (OSError, ValueError) as error:  # ArrowInvalid and text that is no UTF-8 are ValueErrors
         reason = " ".join(str(error).split())
         raise StoreError(f"{path} cannot be read ({reason}); run otb study {folder.name} again.") from error
+
+
+def study_figure(path: Path) -> str:
+    """Return the SVG text of a study's figure.
+
+    Args:
+        path: One of `CommittedStudy.figures`.
+
+    Raises:
+        StoreError: The file is no SVG.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if not ElementTree.fromstring(text).tag.endswith("svg"):
+            raise ValueError("it is another kind of document")
+    except (OSError, ValueError, ElementTree.ParseError) as error:
+        raise StoreError(f"{path} is no picture ({error}); run otb study {path.parts[-3]} --render.") from error
+    return text
 
 
 def _study(folder: Path, question: str) -> CommittedStudy:

@@ -283,6 +283,17 @@ def test_broken_results_table_is_one_sentence_and_other_studies_are_still_shown(
     assert len(app.table[0].value) == 3 and app.header[0].value.replace("\\", "") == "04 · Squares"
 
 
+@pytest.mark.parametrize("text", ["broken", "<p>text</p>", ""])
+def test_broken_figure_is_one_sentence_and_the_numbers_are_still_shown(studies_root, monkeypatch, text):
+    figure = studies_root / "studies" / "03_squares" / "results" / "squares.svg"
+    figure.write_text(text)
+    app = open_page(studies_root, "studies", monkeypatch, study="03_squares")
+    assert not app.exception
+    said = app.warning[0].value.replace("\\", "")
+    assert "squares.svg is no picture" in said and said.endswith("run otb study 03_squares --render.")
+    assert app.dataframe[0].value["square"].tolist() == [1.5, 4.25]
+
+
 def test_study_that_was_not_run_says_how(studies_root, monkeypatch):
     app = open_page(studies_root, "studies", monkeypatch, study="05_later")
     assert not app.exception
