@@ -14,10 +14,11 @@ from .study import CALIBRATION_SHARE, DIRECTIONS, ESTIMATORS, SOURCES, UPDATES
 
 STAGE_WORDS = {"init": "random init", "warm": "supervised start", "rl": "during RL"}
 COLORS: dict[str, str] = dict(zip(SOURCES, (ORANGE, AMBER, GREEN, BLUE), strict=True))
+PILOTED = "; but at random init they are prompts that {} other rollouts answer rightly sometimes, and sometimes not"
 HOW_TO_READ = """\
-Task: `chain_sum`; {prompts} prompts with {group} rollouts each, other ones at every stage and temperature; rollouts are
-sampled and scored at that temperature. *During RL* is after {steps} steps of `rloo` at temperature 1. Exact norms are
-over all parameters of the model (`token_score_norms`).
+Task: `chain_sum`; {prompts} prompts with {group} rollouts each, other ones at every stage and temperature{pilot};
+rollouts are sampled and scored at that temperature. *During RL* is after {steps} steps of `rloo` at temperature 1.
+Exact norms are over all parameters of the model (`token_score_norms`).
 
 - `proxy`: ‖e_y − π‖², from the forward pass. `calibrated`: c·proxy^b, fitted on exact norms of {calibration:.0%} of the
   tokens. `sketch`: the layers above the last attention exactly, those below by {directions} random directions; what
@@ -165,6 +166,7 @@ def how_to_read(policies: Rows, efficiency: Rows) -> str:
     return HOW_TO_READ.format(
         prompts=policies[0]["prompts"], group=policies[0]["group_size"], calibration=CALIBRATION_SHARE,
         directions=DIRECTIONS, steps=policies[0]["rl_steps"],
+        pilot=PILOTED.format(pilot) if (pilot := max(row["pilot"] for row in policies)) else "",
         clusters=max((row["prompts"] for row in efficiency), default=0),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ Energies are scaled within (prompt, position) by every baseline, so correlations
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ from otb_analysis.statistics import (
 from otb_analysis.study import Cell, Study, Tables
 from otb_analysis.study.agreement import correlation
 from otb_analysis.study.policies import Policy, Written, fresh_policy, trained, warm_start, write
+from otb_analysis.study.pools import promising_prompts
 from otb_analysis.study.words import interval_columns, rounded
+from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.asking import draw_prompts
 from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
@@ -56,7 +59,9 @@ MODELS = {
 STARTS = {"gpt2-m": WarmStartConfig(success_low=0.2)}
 """Bands of success at which supervision stops, where not the usual one: with learned positions sums come slowly."""
 TEMPERATURES = (0.7, 1.0, 1.3)
-PROMPTS, GROUP_SIZE = 64, 8
+PROMPTS, GROUP_SIZE, PILOT = 96, 8, 16
+"""Prompts, rollouts of each, and separate rollouts of which some must be right and some wrong for a prompt to be
+measured; at random init nothing is right, so there every prompt is taken."""
 RL_STEPS, RL_RATE = 24, 5e-4
 DIRECTIONS = 32
 CALIBRATION_SHARE = 0.1
@@ -94,6 +99,7 @@ def cells(quick: bool) -> list[Cell]:
     """Return one cell per model."""
     constants = {"temperatures": [1.0] if quick else list(TEMPERATURES), "directions": DIRECTIONS}
     sizes = {"prompts": QUICK_PROMPTS if quick else PROMPTS, "group_size": GROUP_SIZE, "share": CALIBRATION_SHARE}
+    sizes |= {"pilot": 0 if quick else PILOT}
     steps = {"rl_steps": 2 if quick else RL_STEPS, "rl_rate": RL_RATE, "updates": list(UPDATES)}
     return [
         Cell(
@@ -128,9 +134,10 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: dict[str, lis
         bar(k, len(temperatures), f"{cell.name}: {stage} at temperature {temperature}")
         sample = SampleConfig(prompts=prompts, group_size=GROUP_SIZE, temperature=temperature)
         first = FIRST_PROMPT + 10_000 * (STAGES.index(stage) * 10 + k)
-        written = write(policy, draw_prompts(policy.task, "train", first, prompts), sample, seed=k)
+        pilot = 0 if stage == "init" else int(str(cell.settings["pilot"]))
+        written = write(policy, chosen_prompts(policy, first, sample, pilot), sample, seed=k)
         energies = energies_of(policy, written, k)
-        facts = facts_of(policy, written, energies) | {"rl_steps": cell.settings["rl_steps"]}
+        facts = facts_of(policy, written, energies) | {"rl_steps": cell.settings["rl_steps"], "pilot": pilot}
         tables["policies"].append(key | facts)
         tables["agreement"] += [key | row for row in agreement_rows(written, energies)]
         if np.ptp(written.table.rewards.total) > 0:
@@ -139,6 +146,13 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: dict[str, lis
     if len(grams) > 1:
         pooled = {"model": cell.name, "stage": stage, "temperature": None}
         tables["efficiency"] += [pooled | row for row in efficiency_rows(grams)]
+
+
+def chosen_prompts(policy: Policy, first: int, sample: SampleConfig, pilot: int) -> list[Prompt]:
+    """Return prompts that a pilot of so many rollouts answers both rightly and wrongly; without a pilot, the first."""
+    if not pilot:
+        return draw_prompts(policy.task, "train", first, sample.prompts)
+    return promising_prompts(policy, first, sample.prompts, replace(sample, group_size=pilot), seed=1)
 
 
 def energies_of(policy: Policy, written: Written, seed: int) -> dict[str, Float]:
