@@ -228,22 +228,24 @@ def different(estimates: Mapping[Label, Float]) -> dict[Label, Label]:
     return {label: seen.setdefault(np.ascontiguousarray(a).tobytes(), label) for label, a in estimates.items()}
 
 
-def pool_grams(pool: Pool, cuts: Sequence[Partition]) -> Iterator[PoolGram]:
-    """Yield the Gram matrices of all estimators, a few at a time, each time with `rloo` as the first.
+def pool_grams(pool: Pool, cuts: Sequence[Partition], anchors: Sequence[Label] = (REFERENCE,)) -> Iterator[PoolGram]:
+    """Yield the Gram matrices of all estimators, a few at a time, each time with the same ones first.
 
     Estimators whose advantages are those of another one on every cut come with it, under the first one's name.
 
     Args:
         pool: With sketched scores.
         cuts: Of one group size.
+        anchors: What all others are compared with, `rloo` among them: the first labels of every matrix.
     """
     estimates = [every_estimate(pool, cut) for cut in cuts]
     first = different({label: np.stack([e[label] for e in estimates]) for label in estimates[0]})
-    labels = [label for label, same in first.items() if label == same and label != REFERENCE]
-    every = [_gradients(pool, cut, e, [REFERENCE, *labels]) for cut, e in zip(cuts, estimates, strict=True)]
-    for start in range(1, len(labels) + 1, BLOCK):
-        chosen = [0, *range(start, min(start + BLOCK, len(labels) + 1))]
-        yield pool_gram([g[chosen] for g in every], cuts, [(REFERENCE, *labels)[m] for m in chosen])
+    fixed = list(dict.fromkeys(first[label] for label in anchors))
+    labels = [*fixed, *(label for label, same in first.items() if label == same and label not in fixed)]
+    every = [_gradients(pool, cut, e, labels) for cut, e in zip(cuts, estimates, strict=True)]
+    for start in range(len(fixed), len(labels), BLOCK):
+        chosen = [*range(len(fixed)), *range(start, min(start + BLOCK, len(labels)))]
+        yield pool_gram([g[chosen] for g in every], cuts, [labels[m] for m in chosen])
 
 
 def _gradients(

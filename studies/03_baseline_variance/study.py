@@ -4,6 +4,7 @@ A pool's tokens are measured once (exact norms, and count sketches of the scores
 into groups is a sum of vectors.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from otb_analysis.study.pools import REFERENCE, Pool, measure_pool, pool_grams, 
 from otb_analysis.study.words import interval_columns, rounded
 from otb_analysis.training.critic_targets import explained_variance
 from otb_analysis.training.progress import Bar
-from otb_analysis.types import Float
+from otb_analysis.types import Float, Label
 
 SETTINGS = {
     "chain_sum": ("chain_sum", WarmStartConfig(success_low=0.35, success_high=0.60)),
@@ -56,8 +57,10 @@ BUCKETS = 1024
 UPDATES = (8, 32, 128, 1024)
 """Prompts of the update that efficiency is stated for; the second heads the page."""
 HEAD = 32
+ANCHORS: tuple[Label, ...] = (REFERENCE, ("none", "none"))
+"""What every estimator is compared with: `rloo`, and no baseline at all."""
 REGIME_SIZE = 4
-REGIMES = ("none", "opo_loo", "sequence_optimal_loo", "otb_loo", "token_optimal_loo")
+REGIMES = ("none", "value", "opo_loo", "sequence_optimal_loo", "otb_loo", "token_optimal_loo")
 """Unbiased prompt by prompt, so that their raw variance may be compared with that of `rloo` there."""
 FIRST_PROMPT, FIRST_LESSON = 40_000_000, 60_000_000
 QUICK = {"prompts": 16, "pool": 8, "sizes": [2, 4], "shuffles": 1, "buckets": 256, "lessons": 2}
@@ -84,7 +87,8 @@ def cells(quick: bool) -> list[Cell]:
         "lessons": LESSONS,
     }  # fmt: skip
     critic = {"critic": asdict(CRITIC), "lesson": asdict(LESSON)}
-    constants = {"quick": quick, "pilot": PILOT, "updates": list(UPDATES), **critic, **(QUICK if quick else full)}
+    fixed = {"pilot": PILOT, "updates": list(UPDATES), "anchors": [list(label) for label in ANCHORS]}
+    constants = {"quick": quick, **fixed, **critic, **(QUICK if quick else full)}
     return [Cell(name, constants | _learner(config_of(name, quick))) for name in SETTINGS]
 
 
@@ -113,12 +117,11 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     estimators, by_prompt = [], []
     for done, size in enumerate(settings["sizes"]):
         cuts = partitions(pool.inputs.group, size, settings["shuffles"], seed=size)
-        for gram in pool_grams(pool, cuts):
-            estimators += estimator_rows(
-                gram, settings["buckets"], len(estimators) > 0 and estimators[-1]["size"] == size
-            )
+        for block, gram in enumerate(pool_grams(pool, cuts, ANCHORS)):
+            known = ANCHORS if block else ()
+            estimators += estimator_rows(gram, settings["buckets"], known)
             if size == REGIME_SIZE:
-                by_prompt += variance_rows(gram)
+                by_prompt += variance_rows(gram, known)
         bar(done + 1, len(settings["sizes"]), f"{cell.name}: groups of {size}")
     key = {"policy": cell.name}
     whole = {
@@ -163,8 +166,9 @@ def prompt_facts(pool: Pool) -> list[dict[str, Any]]:
     return rows
 
 
-def estimator_rows(gram: PoolGram, buckets: int, has_reference: bool) -> list[dict[str, Any]]:
-    """Return every measure of every estimator of a block; `rloo` itself only where it is not there yet."""
+def estimator_rows(gram: PoolGram, buckets: int, without: Sequence[Label]) -> list[dict[str, Any]]:
+    """Return every measure of every estimator of a block but those that an earlier block had."""
+    bare = {(r.estimator, r.energy_source): r for r in paired_ratios([gram.gram()], ANCHORS[1], n_prompts=HEAD)}
     ratios = {
         p: {(r.estimator, r.energy_source): r for r in paired_ratios([gram.gram()], n_prompts=p)} for p in UPDATES
     }
@@ -172,7 +176,7 @@ def estimator_rows(gram: PoolGram, buckets: int, has_reference: bool) -> list[di
     noise = sketch_noise(gram.gram().inner, buckets).log_ratio[:, 0]
     rows = []
     for m, label in enumerate(gram.labels):
-        if label == REFERENCE and has_reference:
+        if label in without:
             continue
         one, pair = statistics[HEAD][m], ratios[HEAD].get(label)
         row = {"size": gram.size, "estimator": label[0], "source": label[1]}
@@ -181,6 +185,9 @@ def estimator_rows(gram: PoolGram, buckets: int, has_reference: bool) -> list[di
         row |= interval_columns("variance", pair.variance if pair else None) | interval_columns(
             "sf", pair.sf if pair else None
         )
+        other = bare.get(label)
+        row |= interval_columns("sf_bare", other.sf if other else None)
+        row |= interval_columns("gain_bare", other.efficiency if other else None)
         for p in UPDATES:
             own, ratio = statistics[p][m], ratios[p].get(label)
             row |= {f"efficiency{p}": rounded(own.efficiency)}
@@ -196,9 +203,9 @@ def _p(pair: Any) -> float | None:
     return None if pair is None or pair.efficiency is None else rounded(pair.efficiency.p_value)
 
 
-def variance_rows(gram: PoolGram) -> list[dict[str, Any]]:
+def variance_rows(gram: PoolGram, without: Sequence[Label]) -> list[dict[str, Any]]:
     """Return the group variance of the estimators that are unbiased prompt by prompt, for every prompt."""
-    kept = [label for label in gram.labels if label[0] in REGIMES and label[1] != "proxy"]
+    kept = [label for label in gram.labels if label[0] in REGIMES and label[1] != "proxy" and label not in without]
     reference = gram.group_variance(REFERENCE)
     return [
         {"prompt": p, "estimator": name, "source": source, "variance": rounded(own[p]), "rloo": rounded(reference[p])}
