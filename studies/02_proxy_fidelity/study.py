@@ -31,6 +31,7 @@ from otb_analysis.gradients import group_gradient_gram, sketch_score_norms, toke
 from otb_analysis.statistics import (
     Interval,
     fidelity,
+    gain_lost,
     inclusion_probabilities,
     paired_ratios,
     pooled_statistics,
@@ -247,7 +248,7 @@ def gram_of(policy: Policy, written: Written, energies: Mapping[str, Float]) -> 
 
 
 def efficiency_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
-    """Return efficiency of every source at each size of update, against exact norms and against `rloo`."""
+    """Return efficiency of every source at each size of update, against exact norms and against `rloo`, and gain lost."""
     rows = []
     for prompts in UPDATES:
         against = {
@@ -258,6 +259,7 @@ def efficiency_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
         for row in pooled_statistics(grams, n_prompts=prompts):
             label = (row.estimator, row.energy_source)
             exact = against.get(row.estimator, {}).get(label)
+            lost = gain_lost(grams, label, (row.estimator, "exact"), n_prompts=prompts) if exact else None
             rows.append({
                 "update": prompts,
                 "estimator": row.estimator,
@@ -268,6 +270,7 @@ def efficiency_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
                 "equivalents": rounded(row.rollout_equivalents),
                 "projection": row.projection,
                 **interval_columns("to_exact", exact.efficiency if exact else None),
+                **interval_columns("lost", lost),
                 **interval_columns("to_rloo", plain[label].efficiency if label in plain else None),
                 **interval_columns("sf_to_rloo", plain[label].sf if label in plain else None),
                 **interval_columns("variance_to_rloo", plain[label].variance if label in plain else None),
