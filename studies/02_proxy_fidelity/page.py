@@ -7,7 +7,7 @@ import numpy as np
 
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE
 from otb_analysis.figures.svg import Curve, Panel, svg
-from otb_analysis.study import Findings, Rows, distinct, markdown_table, select
+from otb_analysis.study import Findings, Rows, distinct, markdown_table, select, share
 from otb_analysis.study.words import column_words, number_words, span_words
 
 from .study import CALIBRATION_SHARE, DIRECTIONS, ESTIMATORS, SOURCES, UPDATES
@@ -25,13 +25,16 @@ Exact norms are over all parameters of the model (`token_score_norms`).
   comes out below 0 counts as 0. `lm_head`: the exact norm of the output layer's own use, ‖e_y − π‖²·‖h‖²/τ².
 - *Within*: correlation of deviations from the mean of each (prompt, position), over the rollouts alive there, which is
   all that a baseline sees; *log*: of logarithms, over tokens at which both energies are positive; *linear*: of the
-  energies themselves, which a few large ones decide, so that it comes without an interval here
-  ([agreement.csv](results/agreement.csv) has it, and the pooled correlations). W_t is the running sum that `otb` weighs
-  by, w_t one token's energy. The 95 % intervals are over prompts (jackknife on Fisher's scale).
+  energies themselves, which is what baselines weigh by and a few large ones decide; *pooled*: of energies, over all
+  tokens at once. The last two come without intervals here ([agreement.csv](results/agreement.csv) has them). W_t is
+  the running sum that `otb` weighs by, w_t one token's energy. The 95 % intervals are over prompts (jackknife on
+  Fisher's scale).
 - *Efficiency* is the share of an update that points along ∇J, each prompt judged by other prompts' `rloo` gradient,
   gradients exact. Ratios are paired on the same rollouts, with jackknife intervals over prompts; those at all
   temperatures are pooled ({clusters} prompts). Policies without a row had too few right answers for ‖∇J‖² to come out
-  positive; a ratio without an interval had it so in part only. All sources at every size of update are in
+  positive; a ratio without an interval had it so in part only. *Gain lost* is the share of what exact norms gain over
+  `rloo` that the proxy does not; without a gain there is none to lose. Every interval stands for itself: of forty, two
+  miss by chance. Each model is one seed. All sources at every size of update are in
   [efficiency.csv](results/efficiency.csv)."""
 
 
@@ -58,41 +61,62 @@ def report(tables: Mapping[str, Rows]) -> Findings:
 
 
 def verdict(agreement: Rows, efficiency: Rows, update: int) -> str:
-    """Return the answer in one line: correlations of each source, and the efficiency it costs."""
+    """Return the answer in one line: the efficiency that each source costs, and how well it follows exact norms."""
     kept = [row for row in _pooled(efficiency, update, "otb") if row["to_rloo"] is not None]
-    costs = "; ".join(_cost_words(source, select(kept, source=source)) for source in SOURCES)
-    stages = "; ".join(f"{STAGE_WORDS[stage]}: {_followed(agreement, stage)}" for stage in distinct(agreement, "stage"))
+    proxy = select(kept, source="proxy")
+    others = "; ".join(_cost_words(source, select(kept, source=source)) for source in SOURCES if source != "proxy")
+    stages = "; ".join(f"{STAGE_WORDS[stage]} {_followed(agreement, stage)}" for stage in distinct(agreement, "stage"))
     return (
-        f"Within (prompt, t) the correlation of log W_t with its exact value at temperature 1, {stages}. As weights "
-        f"of `otb` in updates of {update} prompts, efficiency over that with exact norms is {costs}; "
-        f"{_exact_words(kept)}."
+        f"{_answer(proxy, update)} Other sources: {others}. `otb` with exact norms itself has "
+        f"{_span(select(kept, source='exact'), 'to_rloo')} of `rloo`'s efficiency "
+        f"({_shown(select(kept, source='exact'), 'to_rloo')}). Correlation of W_t with the exact one within "
+        f"(prompt, t), linear (of logarithms), temperature 1: {stages}."
+    )
+
+
+def _answer(rows: Rows, update: int) -> str:
+    """Say whether the proxy is shown to cost efficiency, and what loss is excluded."""
+    tested = [row for row in rows if row["to_exact_low"] is not None]
+    if not tested:
+        return "Whether the proxy costs `otb` efficiency cannot be told: ‖∇J‖² did not come out positive."
+    lower = sum(row["to_exact_high"] < 1 for row in tested)
+    shown = f"is shown to cost `otb` efficiency on {lower} of {len(tested)} policies" if lower else (
+        f"is not shown to cost `otb` efficiency on any of {len(tested)} policies"
+    )  # fmt: skip
+    bounds = sorted(1 - row["to_exact_low"] for row in tested)
+    return (
+        f"The proxy {shown}: in updates of {update} prompts it keeps {_span(tested, 'to_exact')} of what exact norms "
+        f"give, and the intervals exclude a loss beyond {share(bounds[0])} on the best measured policy, beyond "
+        f"{share(float(np.median(bounds)))} on the median one."
     )
 
 
 def _followed(agreement: Rows, stage: str) -> str:
     rows = select(agreement, of="W", stage=stage, temperature=1.0)
-    return ", ".join(f"`{s}` {span_words(_known(select(rows, source=s), 'log_within'))}" for s in ("proxy", "sketch"))
+    return ", ".join(
+        f"`{s}` {span_words(_known(own, 'within'))} ({span_words(_known(own, 'log_within'))})"
+        for s in ("proxy", "sketch")
+        for own in [select(rows, source=s)]
+    )
 
 
 def _cost_words(source: str, rows: Rows) -> str:
-    return f"`{source}` {span_words(_known(rows, 'to_exact'))} ({_shown(rows, 'to_exact')})"
+    tested = [row for row in rows if row["to_exact_low"] is not None]
+    return f"`{source}` {_span(tested, 'to_exact')} ({_shown(rows, 'to_exact')})"
 
 
-def _exact_words(rows: Rows) -> str:
-    own = select(rows, source="exact")
-    return (
-        f"`otb` with exact norms itself is {span_words(_known(own, 'to_rloo'))} of `rloo`'s ({_shown(own, 'to_rloo')})"
-    )
+def _span(rows: Rows, name: str) -> str:
+    return span_words(_known(rows, name))
 
 
 def _shown(rows: Rows, name: str) -> str:
-    """On how many policies a ratio is shown to lie below or above 1."""
-    lower = sum(row[f"{name}_high"] is not None and row[f"{name}_high"] < 1 for row in rows)
-    higher = sum(row[f"{name}_low"] is not None and row[f"{name}_low"] > 1 for row in rows)
-    count = len(_known(rows, name))
-    return (
-        f"shown lower on {lower}, higher on {higher} of {count}" if lower or higher else f"0 of {count} shown different"
-    )
+    """On how many policies with an interval a ratio is shown to lie below or above 1."""
+    tested = [row for row in rows if row[f"{name}_low"] is not None]
+    lower = sum(row[f"{name}_high"] < 1 for row in tested)
+    higher = sum(row[f"{name}_low"] > 1 for row in tested)
+    if lower or higher:
+        return f"shown lower on {lower}, higher on {higher} of {len(tested)}"
+    return f"0 of {len(tested)} shown different"
 
 
 def policies_table(policies: Rows) -> str:
@@ -108,7 +132,7 @@ def policies_table(policies: Rows) -> str:
 
 
 def agreement_table(agreement: Rows, of: str) -> str:
-    """Return correlations within (prompt, t): of logarithms, and of energies behind a bar."""
+    """Return correlations: of logarithms within (prompt, t), of energies there, and of energies pooled."""
     rows = []
     for row in select(agreement, of=of, temperature=1.0, source=SOURCES[0]):
         name = f"`{row['model']}`, {STAGE_WORDS[row['stage']]}"
@@ -116,8 +140,12 @@ def agreement_table(agreement: Rows, of: str) -> str:
             select(agreement, of=of, temperature=1.0, source=s, model=row["model"], stage=row["stage"])[0]
             for s in SOURCES
         ]
-        rows.append([name, *(f"{column_words(one, 'log_within')} \\| {number_words(one['within'])}" for one in every)])
-    return markdown_table(["policy", *(f"`{s}`: log \\| linear" for s in SOURCES)], rows)
+        rows.append([name, *(_three(one) for one in every)])
+    return markdown_table(["policy", *(f"`{s}`: log \\| linear \\| pooled" for s in SOURCES)], rows)
+
+
+def _three(row: Mapping[str, Any]) -> str:
+    return f"{column_words(row, 'log_within')} \\| {number_words(row['within'])} \\| {number_words(row['pooled'])}"
 
 
 def temperature_table(agreement: Rows) -> str:
@@ -141,8 +169,11 @@ def efficiency_table(efficiency: Rows, update: int) -> str:
                 continue
             found = [_one(kept, model=row["model"], stage=row["stage"], source=s) for s in SOURCES]
             words = f"`{name}`, `{row['model']}`, {STAGE_WORDS[row['stage']]}"
-            rows.append([words, *(column_words(one, "to_exact", ".3f") for one in found), column_words(row, "to_rloo")])
-    return markdown_table(["estimator, policy", *(f"`{s}`" for s in SOURCES), "exact over `rloo`"], rows)
+            lost = column_words(found[SOURCES.index("proxy")], "lost")
+            kept_words = (column_words(one, "to_exact", ".3f") for one in found)
+            rows.append([words, *kept_words, column_words(row, "to_rloo"), lost])
+    heads = ["estimator, policy", *(f"`{s}`" for s in SOURCES), "exact over `rloo`", "gain lost by `proxy`"]
+    return markdown_table(heads, rows)
 
 
 def updates_table(efficiency: Rows) -> str:

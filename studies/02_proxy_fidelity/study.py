@@ -248,7 +248,7 @@ def gram_of(policy: Policy, written: Written, energies: Mapping[str, Float]) -> 
 
 
 def efficiency_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
-    """Return efficiency of every source at each size of update, against exact norms and against `rloo`, and gain lost."""
+    """Return efficiency of every source at each size of update, over exact norms and `rloo`, and the gain lost."""
     rows = []
     for prompts in UPDATES:
         against = {

@@ -8,18 +8,13 @@ from scipy import stats
 
 from otb_analysis.figures.styles import estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
-from otb_analysis.statistics import (
-    Interval,
-    log_ratio_t,
-)
 from otb_analysis.study import Findings, Rows, distinct, markdown_table, select, share
-from otb_analysis.study.agreement import correlation
-from otb_analysis.study.words import column_words, interval_columns, number_words, span_words
+from otb_analysis.study.words import column_words, number_words, span_words
 from otb_analysis.types import Label
 
-from .study import HEAD, LESSON, REGIME_SIZE, UPDATES
+from .regimes import regimes_table
+from .study import FAMILY, HEAD, LESSON, REGIME_SIZE, UPDATES
 
-KINDS = {"success": "success rate", "corr": "corr(W_T, R)", "spread": "length spread (sd/mean)"}
 SHOWN = ("rloo", "none", "value", "grpo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "token_optimal")
 HOW_TO_READ = """\
 {prompts} prompts a policy, each with a pool of {pool} rollouts at temperature 1, cut into disjoint groups of N
@@ -48,7 +43,7 @@ def report(tables: Mapping[str, Rows]) -> Findings:
     """Say which estimators are worth it, at which group size, on which prompts."""
     rows, policies = tables["estimators"], tables["policies"]
     found = {
-        (p, n): _different(select(rows, policy=p, size=n))
+        (p, n): _different(select(rows, policy=p, size=n), p)
         for p in distinct(rows, "policy")
         for n in distinct(rows, "size")
     }
@@ -64,7 +59,7 @@ def report(tables: Mapping[str, Rows]) -> Findings:
         f"## Which prompts: variance over that of `rloo` in groups of {REGIME_SIZE}", regimes_table(tables),
         how_to_read(policies, rows),
     ])  # fmt: skip
-    return Findings(verdict(rows, found), body, {"sizes.svg": figure(rows)})
+    return Findings(verdict(rows), body, {"sizes.svg": figure(rows)})
 
 
 def _shown_sizes(rows: Rows) -> tuple[int, int]:
@@ -72,47 +67,51 @@ def _shown_sizes(rows: Rows) -> tuple[int, int]:
     return (4 if 4 in sizes else sizes[0]), (16 if 16 in sizes else sizes[-1])
 
 
-def _different(rows: Rows) -> dict[Label, float]:
-    """Labels whose efficiency differs from that of `rloo` at a false-discovery rate of 5 %, with the ratio."""
+def _different(rows: Rows, policy: str) -> set[Label]:
+    """Labels of a policy whose efficiency differs from that of `rloo`, false-discovery rate 5 % over all rows."""
     tested = [row for row in rows if row["p_value"] is not None]
     if not tested:
-        return {}
+        return set()
     q = stats.false_discovery_control([row["p_value"] for row in tested], method="by")
-    return {(r["estimator"], r["source"]): r[f"gain{HEAD}"] for r, x in zip(tested, q, strict=True) if x <= 0.05}
+    kept = [row for row, x in zip(tested, q, strict=True) if x <= 0.05 and row["policy"] == policy]
+    return {(row["estimator"], row["source"]) for row in kept}
 
 
-def verdict(rows: Rows, found: Mapping[tuple[str, int], Mapping[Label, float]]) -> str:
-    """Return the answer in one line."""
-    policies, sizes = distinct(rows, "policy"), _shown_sizes(rows)
-    shown = [select(rows, policy=policy, size=size) for policy in policies for size in sizes]
-    ranges = "; ".join(
-        f"`{name}` {span_words([x for own in shown if (x := _named(own, name)[f'gain{HEAD}']) is not None])} of it"
-        for name in ("otb", "otb_loo")
-    )
-    where = f"(N = {' and '.join(map(str, sizes))}, {', '.join(f'`{policy}`' for policy in policies)})"
-    seen = {key: gains for key, gains in found.items() if key[1] in sizes}
-    reversals = sum(_known(r, "variance") < 1 < _known(r, "sf") for r in rows)
-    compared = sum(r["variance"] is not None for r in rows)
-    return (
-        f"{_differing(seen)} efficient than `rloo` in updates of {HEAD} prompts {where}: {ranges}. "
-        f"Raw variance calls {reversals} of {compared} rows calmer than `rloo` that are not at equal progress."
-    )
-
-
-def _named(rows: Rows, estimator: str) -> Mapping[str, Any]:
-    """The row of an estimator, with exact energies where it takes any."""
-    return next(row for row in rows if row["estimator"] == estimator and row["source"] != "proxy")
-
-
-def _differing(found: Mapping[tuple[str, int], Mapping[Label, float]]) -> str:
-    """Which estimators are shown to differ from `rloo`, and where."""
+def verdict(rows: Rows) -> str:
+    """Return the answer in one line: who differs from `rloo`, `otb` over no baseline, what raw variance says."""
+    size = _shown_sizes(rows)[0]
+    named = [row for row in rows if row["estimator"] in FAMILY and row["source"] != "proxy" and row["size"] == size]
+    found = {policy: _different(named, policy) for policy in distinct(rows, "policy")}
     said = [
-        f"{', '.join(names)} {word} (`{policy}`, N = {size})"
-        for (policy, size), gains in found.items()
-        for word, better in (("more", True), ("less", False))
-        if (names := [_name(*label) for label, gain in gains.items() if (gain > 1) == better])
+        f"`{row['estimator']}` {column_words(row, f'gain{HEAD}')} on `{row['policy']}`"
+        for row in named
+        if (row["estimator"], row["source"]) in found[row["policy"]]
     ]
-    return f"Shown: {'; '.join(said)}" if said else "No estimator is shown more or less"
+    family = ", ".join(f"`{name}`" for name in FAMILY)
+    answer = (
+        f"differing from that of `rloo` are {', '.join(said)}; the others of {family} are not shown to differ"
+        if said
+        else f"none of {family} is shown to differ from `rloo`"
+    )
+    bare = ", ".join(
+        f"{column_words(row, 'gain_bare')} (`{row['policy']}`)" for row in named if row["estimator"] == "otb"
+    )
+    return (
+        f"In efficiency of updates of {HEAD} prompts with groups of {size}, {answer} (false discovery rate 5 % over "
+        f"{len([r for r in named if r['p_value'] is not None])} comparisons). `otb` over no baseline at all: {bare}. "
+        f"{_raw_variance_words(rows)}"
+    )
+
+
+def _raw_variance_words(rows: Rows) -> str:
+    """Say how often raw variance is shown to be lower where SF, variance at equal progress, is not."""
+    compared = [row for row in rows if row["variance_high"] is not None and row["sf_high"] is not None]
+    lower = [row for row in compared if row["variance_high"] < 1]
+    return (
+        f"Raw variance is shown below that of `rloo` in {len(lower)} of {len(compared)} rows (all estimators, N, "
+        f"policies), variance at equal progress in {sum(row['sf_high'] < 1 for row in lower)} of those, and above it "
+        f"in {sum(row['sf_low'] > 1 for row in lower)}."
+    )
 
 
 def policies_table(policies: Rows, prompts: Rows) -> str:
@@ -129,7 +128,7 @@ def policies_table(policies: Rows, prompts: Rows) -> str:
     return markdown_table(heads, rows)
 
 
-def whole_table(rows: Rows, found: Mapping[tuple[str, int], Mapping[Label, float]]) -> str:
+def whole_table(rows: Rows, found: Mapping[tuple[str, int], set[Label]]) -> str:
     """Return every estimator of every policy, most efficient first."""
     out = []
     for policy in distinct(rows, "policy"):
@@ -144,6 +143,11 @@ def whole_table(rows: Rows, found: Mapping[tuple[str, int], Mapping[Label, float
             ])  # fmt: skip
     heads = ["estimator", "efficiency", "× `rloo`", "equivalents of 100", "c", "SF × `rloo`", "raw variance × `rloo`"]
     return markdown_table(heads, out)
+
+
+def _named(rows: Rows, estimator: str) -> Mapping[str, Any]:
+    """The row of an estimator, with exact energies where it takes any."""
+    return next(row for row in rows if row["estimator"] == estimator and row["source"] != "proxy")
 
 
 def updates_table(rows: Rows) -> str:
@@ -167,7 +171,7 @@ def budget_table(rows: Rows) -> str:
             cells = []
             for size in sorted(distinct(rows, "size")):
                 row = _named(select(rows, policy=policy, size=size), name)
-                cells.append(number_words(_efficiency_at(row, budget / size), ".3f"))
+                cells.append(number_words(_efficiency_at(row, budget / size)))
             out.append([f"`{policy}`: `{name}`", *cells])
     return markdown_table(["estimator", *(f"N = {n}" for n in sorted(distinct(rows, "size")))], out)
 
@@ -180,42 +184,6 @@ def _efficiency_at(row: Mapping[str, Any], prompts: float) -> float | None:
     a, b = 1 / row[f"efficiency{low}"], 1 / row[f"efficiency{high}"]
     slope = (a - b) / (1 / low - 1 / high)
     return 1 / (b + slope * (1 / prompts - 1 / high))
-
-
-def regimes_table(tables: Mapping[str, Rows]) -> str:
-    """Return geometric mean variance ratios in thirds of the prompts, and rank correlations with them."""
-    table, out = _regimes(tables), []
-    for name in distinct(table, "estimator"):
-        own = select(table, estimator=name)
-        for kind, words in KINDS.items():
-            thirds, said = _thirds(own, kind)
-            out.append([f"`{name}` by {words}", *thirds, said])
-    return markdown_table(["estimator", "lowest third", "middle", "highest third", "rank correlation"], out)
-
-
-def _regimes(tables: Mapping[str, Rows]) -> list[dict[str, Any]]:
-    """Per prompt and estimator: the log of the variance ratio, and what kind of prompt it is."""
-    kinds = {(row["policy"], row["prompt"]): row for row in tables["prompts"]}
-    rows = []
-    for number, row in enumerate(tables["variances"]):
-        kind = kinds[row["policy"], row["prompt"]]
-        usable = row["variance"] is not None and row["rloo"] is not None and min(row["variance"], row["rloo"]) > 0
-        if usable and all(kind[name] is not None for name in KINDS):
-            rows.append(dict(row) | {name: kind[name] for name in KINDS} | {"cluster": number})
-    return rows
-
-
-def _thirds(rows: Rows, kind: str) -> tuple[list[str], str]:
-    value = np.array([row[kind] for row in rows])
-    order = np.argsort(value, kind="stable")
-    own, reference = (np.array([row[name] for row in rows])[order] for name in ("variance", "rloo"))
-    cells = []
-    for part in np.array_split(np.arange(len(order)), 3):
-        found = log_ratio_t(own[part], reference[part], "variance")
-        ends = span_words(value[order][part].tolist())
-        cells.append(f"{_interval(found)} at {ends}")
-    ranks = [stats.rankdata(x) for x in (value, np.array([row["variance"] / row["rloo"] for row in rows]))]
-    return cells, _interval(correlation(ranks[0], ranks[1], np.arange(len(rows))), "+.2f")
 
 
 def how_to_read(policies: Rows, rows: Rows) -> str:
@@ -259,11 +227,3 @@ def _curve(name: str, rows: Rows, column: str) -> Curve:
 
 def _name(estimator: str, source: str) -> str:
     return f"`{estimator}`" + (f" ({source})" if source != "none" else "")
-
-
-def _known(row: Mapping[str, Any], name: str) -> float:
-    return np.nan if row[name] is None else row[name]
-
-
-def _interval(found: Interval | None, form: str = ".2f") -> str:
-    return "–" if found is None else column_words(interval_columns("x", found), "x", form)

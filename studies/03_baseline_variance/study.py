@@ -59,6 +59,8 @@ UPDATES = (8, 32, 128, 1024)
 HEAD = 32
 ANCHORS: tuple[Label, ...] = (REFERENCE, ("none", "none"))
 """What every estimator is compared with: `rloo`, and no baseline at all."""
+FAMILY = ("none", "value", "otb", "otb_loo", "sequence_optimal_loo")
+"""One of each kind, which the verdict speaks of: no baseline, a critic, weights with and without the own rollout."""
 REGIME_SIZE = 4
 REGIMES = ("none", "value", "opo_loo", "sequence_optimal_loo", "otb_loo", "token_optimal_loo")
 """Unbiased prompt by prompt, so that their raw variance may be compared with that of `rloo` there."""

@@ -20,7 +20,8 @@ from otb_analysis.study import (
 )
 from otb_analysis.study.seeds import difference_words, final_success, later_success, paired_difference
 
-from .study import ARMS, LARGE_GROUP, chosen_rate
+from .arms import ARMS, LARGE_GROUP
+from .study import chosen_rate
 
 BASE = "otb4"
 """The arm that the question is about: all others are measured against it."""
@@ -32,8 +33,8 @@ def report(tables: Mapping[str, Rows]) -> Findings:
     parts = ["## The same rollouts", POOLS.format(**pool[0]), pool_table(pool)]
     parts += ["### One update over another", RATIOS, ratios_table(tables["ratios"])]
     parts += ["## Learning rates", SWEEP.format(seeds=len(distinct(sweep, "seed"))), sweep_table(sweep)]
-    parts += ["## Training", TRAINING.format(seeds=len(distinct(curves, "seed")), rollouts=most_rollouts(curves))]
-    parts += [training_table(curves), "### Learning curves", curves_table(curves)]
+    parts += ["## Training", training_words(curves), training_table(curves)]
+    parts += ["### Learning curves", curves_table(curves)]
     return Findings(verdict(tables["ratios"], curves), "\n\n".join(parts), {"learning.svg": figure(curves)})
 
 
@@ -50,14 +51,26 @@ Mean held-out success over the run, on other seeds than the comparison's ({seeds
 rate. `c·rloo` takes that of `otb` in groups of 4, times the projection c of `otb` measured above: under AdamW a factor
 on the gradient would be lost, so that steps along ∇J are matched by the learning rate."""
 TRAINING = """\
-{seeds} seeds, other than the sweep's; arms of a seed share start and held-out prompts, and are evaluated at the same
-numbers of rollouts; the last evaluation stands before the last update, after {rollouts:,} at most. The mean is over the
-evaluations after the first; intervals are Student's over seeds, those of differences over the same seeds."""
+{seeds} seeds, other than the sweep's; arms of a seed share start and held-out prompts. The mean is over evaluations
+after {common} rollouts, where every arm has one; *at the end* is before the last update, after {ends} rollouts.
+Intervals are Student's over seeds, those of differences over the same seeds; each stands for itself."""
 
 
-def most_rollouts(curves: Rows) -> int:
-    """Return the rollouts before the last evaluation of the arm with the smallest updates."""
-    return max(row["n_rollouts"] for row in curves)
+def training_words(curves: Rows) -> str:
+    """Say how the arms were trained and evaluated."""
+    common = sorted({row["n_rollouts"] for row in shared_evaluations(curves) if row["step"] > 0})
+    ends = sorted({max(row["n_rollouts"] for row in select(curves, arm=name)) for name in distinct(curves, "arm")})
+    return TRAINING.format(
+        seeds=len(distinct(curves, "seed")),
+        common=", ".join(f"{n:,}" for n in common),
+        ends=" or ".join(f"{n:,}" for n in ends),
+    )
+
+
+def shared_evaluations(curves: Rows) -> Rows:
+    """Return the evaluations after numbers of rollouts at which every arm has one."""
+    at = [{row["n_rollouts"] for row in select(curves, arm=name)} for name in distinct(curves, "arm")]
+    return [row for row in curves if row["n_rollouts"] in set.intersection(*at)]
 
 
 def words_of(name: str) -> str:
@@ -67,7 +80,6 @@ def words_of(name: str) -> str:
 
 def verdict(ratios: Rows, curves: Rows) -> str:
     """Return the answer in one line: what the small `otb` groups learn, and what one update of theirs is worth."""
-    (one,) = select(ratios, arm=BASE, against="mean32")
     gaps = {name: gained(curves, name) for name in distinct(curves, "arm") if name != BASE}
     kinds = {
         "learns more than": lambda gap: gap.low is not None and gap.low > 0,
@@ -80,9 +92,16 @@ def verdict(ratios: Rows, curves: Rows) -> str:
         said += [f"{words} {', '.join(own)}"] if own else []
     return (
         f"On equally many rollouts {words_of(BASE)} {'; '.join(said)} (points of held-out success, mean over the run). "
-        f"One of its updates over one of {words_of('mean32')}, which has eight times the rollouts: raw variance "
-        f"{column_words(one, 'variance')}, SF {column_words(one, 'sf')}, efficiency {column_words(one, 'efficiency')}."
+        f"One update: {_ratio_words(ratios, BASE, 'mean32')}, an eighth of its rollouts; at as many rollouts "
+        f"{_ratio_words(ratios, 'otb4-wide', 'mean32')} and {_ratio_words(ratios, 'otb4-wide', 'rloo4-wide')}."
     )
+
+
+def _ratio_words(ratios: Rows, name: str, other: str) -> str:
+    (row,) = select(ratios, arm=name, against=other)
+    kinds = {"raw variance": "variance", "SF": "sf", "efficiency": "efficiency"}
+    found = ", ".join(f"{words} {column_words(row, kind)}" for words, kind in kinds.items())
+    return f"{words_of(name)} over {words_of(other)}: {found}"
 
 
 def pool_table(pool: Rows) -> str:
@@ -113,12 +132,15 @@ def sweep_table(sweep: Rows) -> str:
         own = select(sweep, arm=name)
         means = [float(np.mean([row["mean"] for row in select(own, rate=rate)])) for rate in rates]
         lines.append([words_of(name), *(share(mean) for mean in means), f"{chosen_rate(own):g}"])
-    return markdown_table(["arm", *(f"{rate:g}" for rate in rates), "taken"], lines)
+    table = markdown_table(["arm", *(f"{rate:g}" for rate in rates), "taken"], lines)
+    edge = [words_of(n) for n in distinct(sweep, "arm") if chosen_rate(select(sweep, arm=n)) in (rates[0], rates[-1])]
+    return f"{table}\n\nAt the edge of the sweep, so perhaps not its best: {', '.join(edge)}." if edge else table
 
 
 def gained(curves: Rows, name: str) -> Interval | None:
     """Return the paired difference of the small `otb` groups' mean held-out success from an arm's."""
-    own, other = (later_success(select(curves, arm=arm)) for arm in (BASE, name))
+    shared = shared_evaluations(curves)
+    own, other = (later_success(select(shared, arm=arm)) for arm in (BASE, name))
     return paired_difference(own, other, f"held-out success of {BASE} minus that of {name}")
 
 
@@ -128,7 +150,8 @@ def training_table(curves: Rows) -> str:
     for name in distinct(curves, "arm"):
         own = select(curves, arm=name)
         last = max(row["step"] for row in own)
-        mean = seed_mean(list(later_success(own).values()), "mean held-out success", "logit")
+        shared = select(shared_evaluations(curves), arm=name)
+        mean = seed_mean(list(later_success(shared).values()), "mean held-out success", "logit")
         final = seed_mean(final_success(own), "final held-out success", "logit")
         gap = "" if name == BASE else difference_words(gained(curves, name), 100, 1)
         facts = {key: float(np.mean([row[key] for row in own])) for key in ("rate", "grad_norm", "clipped")}

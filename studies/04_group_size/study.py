@@ -4,7 +4,6 @@ First on the same pools of rollouts: raw variance, SF and efficiency of an updat
 after the same number of rollouts, at the learning rate that was best for it on seeds that the comparison does not use.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,6 @@ from otb_analysis.config import (
     TrainConfig,
 )
 from otb_analysis.config.measuring import MeasureConfig, Schedule
-from otb_analysis.estimators import estimate
-from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, SKY
-from otb_analysis.statistics import Update, pooled_statistics, update_ratios
 from otb_analysis.store import RunStore
 from otb_analysis.study import (
     Cell,
@@ -32,69 +28,18 @@ from otb_analysis.study import (
     Study,
     Tables,
     distinct,
-    interval_columns,
     select,
 )
-from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, regrouped, scored
 from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
-from otb_analysis.training.setup import Trainer
-from otb_analysis.types import Gram
 
+from .arms import ARMS, LABELS, PAIRS, SMALL_GROUP, Arm
+from .pools import pick, pool_tables
 
-@dataclass(frozen=True)
-class Arm:
-    """One way of spending rollouts.
-
-    Attributes:
-        words: What it is, for tables and legends.
-        estimator: Name in ESTIMATORS.
-        prompts: Groups per update.
-        group: Rollouts per group.
-        color: Hex colour.
-        follows: Takes c times the learning rate of this arm instead of one of its own, c the projection of `otb`.
-    """
-
-    words: str
-    estimator: str
-    prompts: int
-    group: int
-    color: str
-    follows: str = ""
-
-    @property
-    def rollouts(self) -> int:
-        """Rollouts per update."""
-        return self.prompts * self.group
-
-
-ARMS = {
-    "otb4": Arm("otb, 16 × 4", "otb", 16, 4, ORANGE),
-    "rloo4": Arm("rloo, 16 × 4", "rloo", 16, 4, SKY),
-    "scaled4": Arm("c·rloo, 16 × 4", "rloo", 16, 4, GREY, follows="otb4"),
-    "mean32": Arm("group mean, 16 × 32", "group_mean", 16, 32, BLUE),
-    "rloo4-wide": Arm("rloo, 128 × 4", "rloo", 128, 4, GREEN),
-    "otb4-wide": Arm("otb, 128 × 4", "otb", 128, 4, AMBER),
-}
-"""Prompts × rollouts of an update. The last three spend 512 rollouts on an update, the first three 64."""
 RATES = (3e-4, 1e-3, 2e-3, 4e-3)
 """Learning rates of the sweep."""
-LABELS = (("otb", "proxy"), ("group_mean", "none"), ("rloo", "none"))
-REFERENCE = ("rloo", "none")
-PAIRS = (
-    ("otb4", "mean32"),
-    ("rloo4", "mean32"),
-    ("otb4", "rloo4"),
-    ("otb4-wide", "mean32"),
-    ("rloo4-wide", "mean32"),
-    ("otb4-wide", "rloo4-wide"),
-)
-"""Updates that are compared on the same pools."""
-SMALL_GROUP, LARGE_GROUP = 4, 32
-PROMPTS_FROM, POOL = 1_000_000, 1
-"""Index of the first prompt that is measured, beyond those trained on; seed of the sampling."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +118,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     quick = bool(cell.settings["quick"])
     size = SMALL if quick else FULL
     if cell.name == "pool":
-        return pool_tables(size, quick, work, bar)
+        starts = [started(base_config(seed, quick), work, bar) for seed in size.pool_seeds]
+        return pool_tables(starts, size.pool_prompts, size.pool, bar)
     name = str(cell.settings["arm"])
     if cell.name.startswith("sweep"):
         plan = [(rate, seed) for rate in size.rates for seed in size.sweep_seeds]
@@ -217,64 +163,6 @@ def trained(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path
         | facts
         for step in np.flatnonzero(np.isfinite(found))
     ]
-
-
-def pool_tables(size: Size, quick: bool, work: Path, bar: Bar) -> Tables:
-    """Return the statistics of small and large groups on the same rollouts, at updates of 64 and of 512 rollouts."""
-    grams: dict[int, list[Gram]] = {SMALL_GROUP: [], LARGE_GROUP: []}
-    for number, seed in enumerate(size.pool_seeds):
-        trainer = Trainer.from_config(started(base_config(seed, quick), work, bar))
-        rollouts = drawn(trainer, PROMPTS_FROM, size.pool_prompts, size.pool, POOL)
-        table = scored(trainer, rollouts)
-        for n, found in grams.items():
-            cut = regrouped(rollouts, n)
-            inputs = replace(table.inputs(table.stats.energy), group=cut.group)
-            advantage = {label: estimate(label[0], inputs).advantage for label in LABELS}
-            found.append(prompt_gram(trainer.model, [Weighed(cut, advantage)]))
-            bar(number + 1, len(size.pool_seeds), f"pool: seed {seed}, groups of {n}")
-    return {
-        "pool": [row for n in grams for row in pool_rows(grams[n], n)],
-        "ratios": [ratio_row(grams, *pair) for pair in PAIRS],
-    }
-
-
-def pool_rows(grams: Sequence[Gram], n: int) -> list[dict[str, Any]]:
-    """Return a row per estimator and update size for groups of n."""
-    rows = []
-    for rollouts in (64, 512):
-        for found in pooled_statistics(grams, REFERENCE, rollouts // n):
-            rows.append(
-                {"estimator": found.estimator, "size": n, "update": rollouts, "clusters": found.n_clusters}
-                | interval_columns("variance", found.variance_interval)
-                | interval_columns("projection", found.projection_interval)
-                | interval_columns("sf", found.sf_interval)
-                | interval_columns("efficiency", found.efficiency_interval)
-            )
-    return rows
-
-
-def ratio_row(grams: Mapping[int, Sequence[Gram]], name: str, other: str) -> dict[str, Any]:
-    """Return an arm's update over another arm's, each with its own number of rollouts."""
-    above, below = (update_of(grams, ARMS[arm]) for arm in (name, other))
-    found = update_ratios(above, below, REFERENCE)
-    return (
-        {"arm": name, "against": other}
-        | interval_columns("variance", found.variance)
-        | interval_columns("sf", found.sf)
-        | interval_columns("efficiency", found.efficiency)
-    )
-
-
-def update_of(grams: Mapping[int, Sequence[Gram]], arm: Arm) -> Update:
-    """Return an arm's update as the pools measure it."""
-    (label,) = (label for label in LABELS if label[0] == arm.estimator)
-    return Update(grams[arm.group], label, arm.prompts)
-
-
-def pick(pool: Rows, estimator: str, size: int, update: int) -> Mapping[str, Any]:
-    """Return the row of an estimator at a group size and update size."""
-    (row,) = select(pool, estimator=estimator, size=size, update=update)
-    return row
 
 
 STUDY = Study(
