@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train_command(words: Sequence[str]) -> None:
     """Train one policy; --config FILE.toml gives any of the fields below, and the command line wins over it.
 
-    --if-exists resume goes on from the newest checkpoint of a run that was stopped, bit for bit. docs/train.toml is a
+    With --if-exists resume a run that was stopped goes on from its newest checkpoint, bit for bit. docs/train.toml is a
     commented example.
     """
     words, file = _without_config(words)

@@ -1,18 +1,27 @@
 """`otb`: exit codes, one sentence on stderr, TOML under the command line."""
 
+import itertools
 import json
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from otb_analysis import cli, serve
+from otb_analysis.aggregation import AGGREGATIONS
 from otb_analysis.cli import from_toml, main
 from otb_analysis.config import TrainConfig
+from otb_analysis.estimators import ESTIMATORS
+from otb_analysis.ratios import RATIOS
+from otb_analysis.shaping import SHAPINGS
+from otb_analysis.tasks import TASKS
+from otb_analysis.training.check import TRAINABLE_NEEDS
 
 
 def sentence(capsys, words, code=2):
@@ -52,6 +61,55 @@ def test_help_of_a_command_explains_its_fields(command, capsys):
     shown = capsys.readouterr().out
     assert f"otb {command}" in shown
     assert "--root" in shown or command in ("bench", "study")
+
+
+def explained(capsys, option):
+    """The words of one option's help in `otb train --help`, without what follows the next option."""
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.split()[:1] == [f"--{option}"])
+    text = itertools.takewhile(lambda line: not line.startswith(("--", "╰")), lines[start + 1 :])
+    return set(re.findall(r"[\w-]+", " ".join(text)))
+
+
+TRAINABLE = [name for name, entry in ESTIMATORS.items() if set(entry.needs) <= TRAINABLE_NEEDS]
+
+
+@pytest.mark.parametrize(
+    ("option", "names"),
+    [
+        ("task", tuple(TASKS)),  # not the ones that other tests add
+        ("estimator.name", TRAINABLE),
+        ("objective.ratio", RATIOS),
+        ("objective.aggregation", AGGREGATIONS),
+        ("objective.shaping", SHAPINGS),
+    ],
+)
+def test_help_of_a_choice_lists_every_name(option, names, capsys):
+    assert set(names) - explained(capsys, option) == set()
+
+
+@pytest.mark.parametrize(
+    ("option", "registry"),
+    [
+        ("estimator.options", ESTIMATORS),
+        ("objective.ratio-options", RATIOS),
+        ("objective.aggregation-options", AGGREGATIONS),
+        ("objective.shaping-options", SHAPINGS),
+    ],
+)
+def test_help_of_options_lists_every_one_and_whose_it_is(option, registry, capsys):
+    owned = {name: [field.name for field in fields(entry.options)] for name, entry in registry.items()}
+    asked = {word for name, own in owned.items() if own for word in (name.removesuffix("_loo"), *own)}
+    assert asked - explained(capsys, option) == set()
+
+
+def test_help_names_no_object_of_the_source(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert [name for name in ("ESTIMATORS", "RATIOS", "AGGREGATIONS", "SHAPINGS", "TASKS") if name in shown] == []
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,22 @@ class EstimatorConfig:
     """Which estimator forms the advantages."""
 
     name: str = "otb"
-    """A name in ESTIMATORS."""
+    """One of these; docs/catalogue.md gives their formulas.
+    No baseline: none.
+    Means of the batch: batch_mean, batch_mean_loo.
+    Means of the group: group_mean, grpo, rloo, opo, opo_loo, james_stein.
+    By turn or prefix: trloo, tempo, tempo_loo.
+    By energy up to the token: otb, otb_loo, otb_turn, otb_turn_loo, otb_carry, otb_carry_loo.
+    By the token's own, or a decayed sum: token_optimal, token_optimal_loo, energy_ema, energy_ema_loo.
+    By energy of the rollout: sequence_optimal, sequence_optimal_loo.
+    By its exact norm, measured at every step: classic_optimal, classic_optimal_loo, opob.
+    From the critic: value, tvm."""
     energy: Literal["proxy", "exact"] = "proxy"
     """Energies it weights by: the forward-only proxy, or exact norms, which measures every rollout at every step."""
     options: dict[str, str] = field(default_factory=dict)
-    """Options of that estimator, as name value pairs: `tail group`."""
+    """Options of that estimator, as name value pairs: `tail group`.
+    tail, own_return, group or zero: of otb, otb_turn, token_optimal, energy_ema and their _loo forms.
+    decay: of energy_ema, energy_ema_loo and value. discount: of value."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +35,21 @@ class ObjectiveConfig:
     """
 
     ratio: str = "none"
-    """Importance weighting against the policy that sampled: none, or a name in RATIOS."""
+    """Importance weighting against the policy that sampled; docs/catalogue.md gives the formulas.
+    One of none, token, sequence, cumulative, minpro, ppo, gspo, ctpo, cumulative_truncated, tis, sequence_mask."""
     ratio_options: dict[str, str] = field(default_factory=dict)
-    """Options of that ratio, as name value pairs."""
+    """Options of that ratio, as name value pairs: `low 0.1`.
+    low, high: of ppo, gspo, ctpo, cumulative_truncated and sequence_mask. dual: of ppo, gspo and ctpo.
+    cap: of tis. veto: of sequence_mask."""
     aggregation: str = "sequence_sum"
-    """How tokens are weighed against each other: a name in AGGREGATIONS."""
+    """How tokens are weighed against another: sequence_sum, token_mean, sequence_mean, constant, dapo or balanced."""
     aggregation_options: dict[str, str] = field(default_factory=dict)
-    """Options of that aggregation, as name value pairs."""
+    """Options of that aggregation, as name value pairs. length: of constant."""
     shaping: str = "none"
-    """How rewards are reshaped before the estimator sees them: none, or a name in SHAPINGS."""
+    """How rewards are reshaped before the estimator sees them: none, grpo_lambda, overlong or drop_equal."""
     shaping_options: dict[str, str] = field(default_factory=dict)
-    """Options of that shaping, as name value pairs."""
+    """Options of that shaping, as name value pairs.
+    share, alpha, correct: of grpo_lambda. limit, buffer: of overlong."""
     epochs: int = 1
     """Passes over each batch."""
     minibatches: int = 1
@@ -104,8 +119,7 @@ class CriticConfig:
     path: str = ""
     """Local checkpoint directory that a model starts from; by default the policy's own starting weights."""
     target: Literal["return", "gae", "tvm"] = "return"
-    """Fitted to return-to-go, to λ-returns of GAE(γ, λ), or to the mean reward of the group's rollouts that share the
-    prefix (TVM)."""
+    """Fitted to return-to-go, to λ-returns of GAE(γ, λ), or to the mean reward of rollouts sharing the prefix (TVM)."""
     discount: float = 1.0
     """γ of the target gae."""
     decay: float = 0.95

@@ -66,8 +66,8 @@ class MeasureConfig:
     attribution: AttributionSchedule = AttributionSchedule()
     """Signed share of every token in ‖ḡ‖² of the estimator that trains."""
     subgroups: tuple[str, ...] = ("otb",)
-    """Estimators, beside rloo and the one that trains, whose gradients are also measured at steps of the level exact on
-    groups of half and a quarter of the rollouts: which group size is best at the same cost; none turns it off."""
+    """Estimators, beside rloo and the one that trains, also measured on halves and quarters of groups at exact steps.
+    That tells which group size is best at the same cost; any of `estimator.name`, and no name turns it off."""
     engine: Literal["auto", "reference", "generic", "fast"] = "auto"
     """Which gradient engine measures."""
     scope: str = "all"

@@ -85,7 +85,7 @@ class TrainConfig:
     model: str = ""
     """Local Hugging Face checkpoint directory; by default the small model below, made and warm-started in code."""
     task: str = "chain_sum"
-    """A name in TASKS, or module:attribute for your own."""
+    """chain_sum, calculator, counting, graph_path or math_jsonl, or module:attribute for your own."""
     seed: int = 0
     """Seed of prompts, sampling and initial weights."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
