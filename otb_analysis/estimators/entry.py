@@ -79,6 +79,7 @@ class Entry:
         batch_coupled: True when another prompt's rollouts change the answer; recompute it inside every resample, or see
             `statistics.gradients` for what deleting prompts from a finished Gram matrix costs.
         takes_gaps: False when positions are columns, so that tool tokens in between cannot be had.
+        takes_single: True when a prompt's only rollout is centred as any other: by other prompts, a critic, or nothing.
     """
 
     function: Callable[[Batch, Any], Centre]
@@ -93,6 +94,7 @@ class Entry:
     options: type = NoOptions
     batch_coupled: bool = False
     takes_gaps: bool = True
+    takes_single: bool = False
 
     @property
     def reads_energy(self) -> bool:

@@ -34,7 +34,7 @@ ENERGY = ("energy",)
 RATIO = ("ratio",)
 
 ESTIMATORS: dict[str, Entry] = {
-    "none": Entry(none, "0", True, IID, "REINFORCE", "code"),
+    "none": Entry(none, "0", True, IID, "REINFORCE", "code", takes_single=True),
     "batch_mean": Entry(
         batch_mean,
         "mean_j R_j over the batch",
@@ -43,9 +43,17 @@ ESTIMATORS: dict[str, Entry] = {
         "REINFORCE with a batch baseline",
         "code",
         batch_coupled=True,
+        takes_single=True,
     ),
     "batch_mean_loo": Entry(
-        batch_mean_loo, "mean_{j≠i} R_j over the batch", True, IID, "batch_mean without i", "proved", batch_coupled=True
+        batch_mean_loo,
+        "mean_{j≠i} R_j over the batch",
+        True,
+        IID,
+        "batch_mean without i",
+        "proved",
+        batch_coupled=True,
+        takes_single=True,
     ),
     "group_mean": Entry(group_mean, "mean_j R_j", False, "(1 − 1/N)·∇J: shorter, direction intact", "Dr. GRPO", "code"),
     "grpo": Entry(
@@ -261,6 +269,7 @@ ESTIMATORS: dict[str, Entry] = {
         "minimiser of the variance among position-dependent constants",
         "proved",
         needs=("position_baseline",),
+        takes_single=True,
     ),
     "value": Entry(
         value,
@@ -271,6 +280,7 @@ ESTIMATORS: dict[str, Entry] = {
         "code",
         needs=("value",),
         options=ValueOptions,
+        takes_single=True,
     ),
     "tvm": Entry(
         tvm,
@@ -280,5 +290,6 @@ ESTIMATORS: dict[str, Entry] = {
         "TVM, arXiv 2407.12863",
         "abstract",
         needs=("value",),
+        takes_single=True,
     ),
 }

@@ -4,7 +4,7 @@ from operator import attrgetter
 
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.estimators import entry_of, options_from_dict
+from otb_analysis.estimators import ESTIMATORS, entry_of, options_from_dict
 from otb_analysis.gradients import ENGINES
 from otb_analysis.gradients.score_sketch import METHODS
 from otb_analysis.store.layout import check_run_name
@@ -88,6 +88,8 @@ def check(config: TrainConfig, processes: int = 1) -> None:
         _check_number(config, name, positive=True)
     for name in NOT_NEGATIVE:
         _check_number(config, name, positive=False)
+    if config.sample.group_size == 1:
+        _check_single(config)
     if config.measure.sampled.share > 1:
         raise InputError(f"measure.sampled.share is {config.measure.sampled.share}; choose a share of at most 1.")
     _check_sketch(config)
@@ -106,6 +108,22 @@ def check(config: TrainConfig, processes: int = 1) -> None:
         raise InputError(
             f"warm_start.success_low is {start.success_low} and success_high is {start.success_high}; "
             "choose 0 ≤ success_low < success_high ≤ 1."
+        )
+
+
+def _check_single(config: TrainConfig) -> None:
+    """Refuse what compares rollouts of a prompt that has only one: it would train as `none`, or not at all."""
+    name = config.estimator.name
+    if not entry_of(name).takes_single:
+        others = [n for n, e in ESTIMATORS.items() if e.takes_single and set(e.needs) <= TRAINABLE_NEEDS]
+        raise InputError(
+            f"sample.group_size is 1 but estimator.name is {name!r}, which compares rollouts of one prompt; "
+            f"set sample.group_size to at least 2, or estimator.name to one of {', '.join(others)}."
+        )
+    if config.objective.shaping == "drop_equal":
+        raise InputError(
+            "sample.group_size is 1, where objective.shaping 'drop_equal' drops every rollout; "
+            "set sample.group_size to at least 2, or choose another shaping."
         )
 
 

@@ -36,6 +36,13 @@ def test_singleton_group_has_zero_baseline(name):
     np.testing.assert_array_equal(got.advantage, [[0, 0, 0]] if name in SCALED else [[2, 2, 2]])
 
 
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_entry_says_whether_the_only_rollouts_of_their_prompts_are_centred(name):
+    got = estimate(name, inputs_of([[0, 0], [0, 1], [0, 1]], group=[0, 1, 2]))
+    assert got.fallback.all() != ESTIMATORS[name].takes_single
+    assert got.fallback.any() != ESTIMATORS[name].takes_single
+
+
 @pytest.mark.parametrize("name", GROUP_BASED)
 def test_equal_rewards_leave_no_advantage(name):
     got = estimate(name, inputs_of([[0, 0.1], [0, 0.1], [0, 0.1]], energy=[[1, 2], [3, 1], [0.1, 5]]))

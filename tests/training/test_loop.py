@@ -11,14 +11,17 @@ from otb_analysis.config import (
     EstimatorConfig,
     EvaluateConfig,
     MeasureConfig,
+    ObjectiveConfig,
     OptimizeConfig,
     SampleConfig,
     Schedule,
 )
+from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, estimate
 from otb_analysis.models import load_policy
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore
+from otb_analysis.training.check import check
 from otb_analysis.training.loop import train_step
 
 UNMEASURED = {"measure": MeasureConfig(exact=Schedule(0, 0)), "evaluate": EvaluateConfig(every=0)}
@@ -265,15 +268,35 @@ def test_options_of_an_estimator_are_read_from_text(trained):
     np.testing.assert_allclose(tokens["baseline"], again.baseline[tokens["rollout"], tokens["t"]], rtol=1e-5, atol=1e-6)
 
 
-def test_groups_of_one_are_counted_and_have_no_baseline(trained):
-    path = trained("single", sample=SampleConfig(prompts=5, group_size=1, max_new_tokens=6))
-    store = RunStore(path)
+SINGLE = SampleConfig(prompts=5, group_size=1, max_new_tokens=6)
+
+
+@pytest.mark.parametrize("name", ["none", "batch_mean", "value"])
+def test_groups_of_one_are_counted_and_train_what_needs_no_group(trained, name):
+    store = RunStore(trained(f"single-{name}", sample=SINGLE, estimator=EstimatorConfig(name=name)))
     steps = store.steps_df()
     assert (steps["n_singleton_groups"] == 5).all()
     assert (steps["n_zero_variance_groups"] == 0).all()
-    assert (steps["fallback_share"] == 1).all()
-    assert (store.tokens_df()["baseline"] == 0).all()
+    assert (steps["fallback_share"] == 0).all()
+    assert (store.tokens_df()["baseline"] == 0).all() == (name == "none")
     assert (steps["measurement_gaps"] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["rloo", "group_mean", "grpo", "otb", "james_stein", "tempo_loo"])
+def test_groups_of_one_are_refused_by_what_compares_rollouts_of_a_prompt(tiny_config, name):
+    with pytest.raises(
+        InputError, match=rf"^sample\.group_size is 1 but estimator.name is '{name}', which compares"
+    ) as e:
+        check(replace(tiny_config, sample=SINGLE, estimator=EstimatorConfig(name=name)))
+    assert str(e.value).endswith(
+        "to at least 2, or estimator.name to one of none, batch_mean, batch_mean_loo, value, tvm."
+    )
+
+
+def test_groups_of_one_are_refused_where_shaping_would_drop_them_all(tiny_config):
+    own = replace(tiny_config, sample=SINGLE, estimator=EstimatorConfig(name="none"))
+    with pytest.raises(InputError, match=r"where objective\.shaping 'drop_equal' drops every rollout"):
+        check(replace(own, objective=ObjectiveConfig(shaping="drop_equal")))
 
 
 def test_equal_rewards_are_counted_and_move_nothing(trained, checkpoint):
