@@ -45,11 +45,12 @@ Moments are averaged over steps and runs before anything is divided, so policies
 """
 
 
-def comparison(paths: Sequence[Path]) -> list[Table]:
+def comparison(paths: Sequence[Path], top: int | None = None) -> list[Table]:
     """Return the tables that `otb demo` and `otb compare` print.
 
     Args:
         paths: Directories of runs.
+        top: Rows per table of estimators, the most efficient first; None means all.
 
     Raises:
         InputError: A run does not exist or has no complete step.
@@ -57,7 +58,7 @@ def comparison(paths: Sequence[Path]) -> list[Table]:
     """
     stores = [RunStore(path) for path in paths]
     tables = [learning_table(stores)]
-    tables += [estimator_table(grams, design) for design, grams in designs(stores).items()]
+    tables += [estimator_table(grams, design, top) for design, grams in designs(stores).items()]
     measured = [table for store in stores if (table := fidelity_rows(store))]
     return tables + ([fidelity_table(measured)] if measured else [])
 
@@ -150,11 +151,20 @@ def designs(stores: Sequence[RunStore]) -> dict[str, list[Gram]]:
     return found
 
 
-def estimator_table(grams: Sequence[Gram], design: str) -> Table:
-    """Return one row per estimator on the same rollouts, all measured steps of a design pooled; raw variance last."""
+def estimator_table(grams: Sequence[Gram], design: str, top: int | None = None) -> Table:
+    """Return one row per estimator on the same rollouts, all measured steps of a design pooled; raw variance last.
+
+    Args:
+        grams: Every measured step of the design.
+        design: What makes the steps comparable, for the title.
+        top: Rows that are kept, the most efficient ones; None keeps all.
+    """
     rows = sorted(pooled_statistics(grams), key=lambda r: -(r.efficiency or 0.0))
     ratios = {(r.estimator, r.energy_source): r for r in paired_ratios(grams)}
     most = max(rows, key=lambda r: r.n_clusters)
+    shown = rows[:top]
+    if len(shown) < len(rows):
+        design = f"{design}; the {len(shown)} most efficient of {len(rows)} rows"
     notes = [verdict(list(ratios.values()), measure) for measure in ("sf", "variance")] + _rarer(grams)
     table = _table(
         f"Every estimator on the same rollouts ({design}): one update of {most.n_prompts} prompts "
@@ -163,7 +173,7 @@ def estimator_table(grams: Sequence[Gram], design: str) -> Table:
         ("estimator", "energy"),
         ("efficiency", "equiv.", "c", "bias", "SF ×rloo", "variance ×rloo", "variance"),
     )
-    for row in rows:
+    for row in shown:
         table.add_row(*_estimator_cells(row, ratios.get((row.estimator, row.energy_source))))
     return table
 

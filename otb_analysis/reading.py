@@ -24,6 +24,8 @@ class CompareConfig:
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names of runs; all complete runs of the root when none is given."""
+    top: int | None = None
+    """Rows per table of estimators, the most efficient first; all when no number is given."""
     root: Path = Path("runs")
     """Directory that holds the runs."""
 
@@ -67,16 +69,18 @@ class ReportConfig:
 def compare_command(words: Sequence[str]) -> None:
     """Compare finished runs; of those that were not asked for by name, one that cannot be read is left out."""
     config = parsed(CompareConfig, "compare", words, CompareConfig())
+    if config.top is not None:
+        _check_top(config.top)
     if config.runs:
-        print_comparison([config.root / name for name in config.runs], Console())
+        print_comparison([config.root / name for name in config.runs], Console(), config.top)
         return
     paths = [config.root / name for name in _complete_runs(config.root)]
     try:
-        print_comparison(paths, Console())
+        print_comparison(paths, Console(), config.top)
     except StoreError:
         if not (readable := [path for path in paths if _can_be_read(path)]):
             raise
-        print_comparison(readable, Console())
+        print_comparison(readable, Console(), config.top)
 
 
 def diagnose_command(words: Sequence[str]) -> None:
@@ -93,8 +97,7 @@ def attribution_command(words: Sequence[str]) -> None:
     config = parsed(AttributionConfig, "attribution", words, AttributionConfig())
     if not config.run:
         raise InputError("otb attribution needs a run; pass its name, as in otb attribution demo-otb-s0.")
-    if config.top < 1:
-        raise InputError(f"--top is {config.top}; pass at least 1.")
+    _check_top(config.top)
     from otb_analysis.verdicts import attribution
 
     _print_all(attribution(config.root / config.run, config.step, config.top))
@@ -109,6 +112,11 @@ def report_command(words: Sequence[str]) -> None:
     files = write_report(paths, config.out, shlex.join(["otb", "report", *words]))
     more = f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""
     sys.stdout.write(f"{files[0]} is written ({files[0].stat().st_size / 1e6:.1f} MB){more}.\n")
+
+
+def _check_top(top: int) -> None:
+    if top < 1:
+        raise InputError(f"--top is {top}; pass at least 1.")
 
 
 def _print_all(parts: Sequence[object]) -> None:
@@ -160,17 +168,18 @@ def _left_out(run: str, reason: str) -> None:
     sys.stderr.write(f"otb: {run} is left out: {reason}\n")
 
 
-def print_comparison(paths: Sequence[Path], console: Console) -> None:
+def print_comparison(paths: Sequence[Path], console: Console, top: int | None = None) -> None:
     """Print the tables of `otb compare`.
 
     Args:
         paths: Directories of runs.
         console: Whose width counts, where it is wide enough.
+        top: Rows per table of estimators; None prints all.
     """
     from otb_analysis.compare import comparison
 
     wide = Console(width=max(console.width, TABLE_WIDTH))
-    for table in comparison(paths):
+    for table in comparison(paths, top):
         wide.print()
         wide.print(table)
 

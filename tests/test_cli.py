@@ -262,6 +262,13 @@ def test_compare_with_a_name_that_is_no_run_is_one_sentence(tmp_path, capsys):
     assert "nothing" in sentence(capsys, ["compare", "nothing", "--root", str(tmp_path)])
 
 
+def test_compare_with_top_prints_that_many_estimators(otb_run, capsys):
+    assert main(["compare", otb_run.name, "--root", str(otb_run.parent), "--top", "3"]) == 0
+    assert "; the 3 most efficient of" in capsys.readouterr().out
+    words = ["compare", otb_run.name, "--root", str(otb_run.parent), "--top", "0"]
+    assert sentence(capsys, words) == "otb: --top is 0; pass at least 1."
+
+
 def test_compare_prints_every_complete_run_and_leaves_broken_ones_out(otb_run, tmp_path, capsys):
     shutil.copytree(otb_run, tmp_path / "good")
     half = shutil.copytree(otb_run, tmp_path / "half")

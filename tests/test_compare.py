@@ -1,6 +1,7 @@
 """The comparison in the terminal: every estimator, the fidelity rows, and no crash on runs that lack either."""
 
 import io
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -18,9 +19,9 @@ from otb_analysis.types import Gram
 UNMEASURED = {"measure": MeasureConfig(exact=Schedule(0, 0)), "evaluate": EvaluateConfig(every=0)}
 
 
-def printed(paths):
+def printed(paths, top=None):
     console = Console(file=io.StringIO(), width=200)
-    for table in comparison(paths):
+    for table in comparison(paths, top):
         console.print(table)
     return console.file.getvalue()
 
@@ -38,6 +39,23 @@ def test_every_measured_estimator_has_a_row_and_the_group_mean_is_rloo_shrunk(ot
         assert cells(text, name, source)
     # Groups of 3: the group mean's advantages are 2/3 of RLOO's, so its variance is 4/9.
     assert "0.44" in cells(text, "group_mean", "none")
+
+
+def test_top_keeps_the_first_rows_of_the_table_and_every_line_below_it(otb_run):
+    (whole, rows), (cut, kept) = map(estimator_rows, (printed([otb_run]), printed([otb_run], top=2)))
+    assert len(rows) > 2 and kept == rows[:2]
+    assert f"(half, groups of 3; the 2 most efficient of {len(rows)} rows):" in cut
+    assert "most efficient" not in whole
+    below = "efficiency: share of the update"
+    assert cut[cut.index(below) :] == whole[whole.index(below) :]
+
+
+def estimator_rows(text):
+    """All words of what was printed, and the first two of each row of the table of estimators."""
+    lines = text.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.split()[:2] == ["estimator", "energy"])
+    rows = itertools.takewhile(str.strip, lines[head + 2 :])
+    return " ".join(text.split()), [line.split()[:2] for line in rows]
 
 
 def test_learning_row_holds_what_the_steps_table_holds(otb_run):
