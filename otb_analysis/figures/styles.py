@@ -1,13 +1,16 @@
 """One look per estimator on all pages: colour by family, dash and marker by member.
 
 Colours are Okabe and Ito's, which stay apart under the common colour-vision deficiencies; inside a family lightness,
-dash and marker separate the members, and a leave-one-out form is the dashed twin of its self-inclusive form.
+dash and marker separate the members, and a leave-one-out form is the dashed twin of its self-inclusive form. Further
+runs of one estimator have its hue and marker, with a lightness and a dash of their own.
 """
 
 import colorsys
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import root_scalar
 
 GREY = "#6F7782"
 BLUE, ORANGE, GREEN, PINK, AMBER, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C98A00", "#56B4E9"
@@ -60,6 +63,12 @@ ESTIMATOR_STYLES: dict[str, Style] = {
     "tempo_loo": Style("#7A5CA8", "dash", "hourglass-open"),
     "trloo": Style("#2C7FB8", "dash", "cross-open"),
 }
+FURTHER_DASHES = ("dot", "dashdot", "longdashdot", "longdash")
+"""Dashes that further runs choose from; solid and dash tell an estimator from its leave-one-out form."""
+
+SHADES = (0.11, 0.21, 0.4)
+"""Luminances that further runs choose from: each has a contrast above 2 with a white and with a dark page."""
+
 FALLBACK_STYLES = (Style("#5B6770"), Style("#93764A"), Style("#5F7F6B"), Style("#86607D"))
 
 
@@ -73,28 +82,40 @@ def estimator_style(name: str) -> Style:
 
 
 def run_styles(estimators: Mapping[str, str]) -> dict[str, Style]:
-    """Return one style per run: its training estimator's colour, lightness telling runs of one estimator apart.
+    """Return one style per run: its training estimator's, with another lightness and dash from the second run on.
+
+    Hue and marker stay the estimator's. Further runs of one colour have six looks before one returns.
 
     Args:
         estimators: Run name to the name of the estimator that trains it.
     """
-    seen: dict[str, int] = {}
+    seen: set[Style] = set()
+    further: dict[str, int] = {}
     styles = {}
     for run, estimator in estimators.items():
         base = estimator_style(estimator)
-        # Dash already tells a leave-one-out form from its twin; only like runs need another shade.
-        kind = base.color + base.dash
-        earlier = seen.get(kind, 0)
-        seen[kind] = earlier + 1
-        styles[run] = Style(_shade(base.color, earlier), base.dash, base.symbol)
+        # Counted by colour: further runs of a leave-one-out form differ from those of its twin, too.
+        turn = further.setdefault(base.color, 0)
+        styles[run] = _further(base, turn) if base in seen else base
+        further[base.color] += base in seen
+        seen.add(base)
     return styles
 
 
-def _shade(color: str, steps: int) -> str:
-    """Lighten and darken in turn: 0 keeps the colour, 1 is lighter, 2 darker, 3 lighter still."""
-    if steps == 0:
-        return color
-    hue, light, saturation = colorsys.rgb_to_hls(*(int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)))
-    sign = 1 if steps % 2 else -1
-    light = min(0.8, max(0.15, light + sign * 0.16 * math.ceil(steps / 2)))
-    return "#" + "".join(f"{round(255 * c):02X}" for c in colorsys.hls_to_rgb(hue, light, saturation))
+def _further(base: Style, turn: int) -> Style:
+    """Return the look of a further run: two lightnesses and three dashes in turn make six looks."""
+    hue, light, saturation = colorsys.rgb_to_hls(*(int(base.color[i : i + 2], 16) / 255 for i in (1, 3, 5)))
+    own = _luminance(hue, light, saturation)
+    shades = sorted(SHADES, key=lambda shade: -abs(np.cbrt(shade) - np.cbrt(own)))[:2]  # L* goes with the cube root
+    wanted = shades[turn % 2]
+    found = root_scalar(lambda x: _luminance(hue, x, saturation) - wanted, bracket=(0.0, 1.0), xtol=1e-4).root
+    color = "#" + "".join(f"{round(255 * part):02X}" for part in colorsys.hls_to_rgb(hue, found, saturation))
+    dashes = [dash for dash in FURTHER_DASHES if dash != base.dash]
+    return Style(color, dashes[turn % 3], base.symbol)
+
+
+def _luminance(hue: float, light: float, saturation: float) -> float:
+    """Return the luminance of a colour of sRGB: 0.2126 R + 0.7152 G + 0.0722 B in linear light."""
+    parts = np.array(colorsys.hls_to_rgb(hue, light, saturation))
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return float(linear @ (0.2126, 0.7152, 0.0722))
