@@ -90,8 +90,10 @@ with page("Overview", "Which runs are there, do they learn, and in what do they 
     differences = config_differences({run.name: data.config(run) for run in chosen})
     if len(chosen) < 2:
         st.caption("Choose two or more runs to compare their configurations.")
-    elif differences.empty:
-        st.caption("These runs have the same configuration.")
+    elif differences.table.empty:
+        st.caption(f"These runs have the same configuration. {differences.note}")
     else:
-        st.dataframe(differences, hide_index=True)
-        download(differences, "config-differences")
+        st.dataframe(differences.table, hide_index=True)
+        if differences.note:
+            st.caption(differences.note)
+        download(differences.table, "config-differences")

@@ -1,13 +1,19 @@
 """The run list in numbers: each run's headline, and what two runs' configurations do not share."""
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pandas as pd
 
+from otb_analysis.config import TrainConfig
+
 WINDOW = 20
 """Last recorded steps that a headline takes gradient norm and clipping from."""
+
+NOT_RECORDED = "–"
+"""Stands for a setting that a run's configuration does not have."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +97,48 @@ def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, object]
     return flat
 
 
-def config_differences(configs: Mapping[str, Mapping[str, object]]) -> pd.DataFrame:
-    """Return the settings in which some runs differ: one row per setting, one column per run, all as text.
+@dataclass(frozen=True)
+class Differences:
+    """In which settings some runs differ.
 
-    The setting `run` is the name of the run and never listed.
+    Attributes:
+        table: One row per setting, one column per run, all as text; a dash where a run did not record the setting.
+        left_out: Number of settings that some runs did not record and the others have at their defaults.
+    """
+
+    table: pd.DataFrame
+    left_out: int
+
+    @property
+    def note(self) -> str:
+        """What the table is silent about, in one sentence; empty where there is nothing."""
+        if not self.left_out:
+            return ""
+        subject, objects = ("1 setting is", "it, and in the others it has its")
+        if self.left_out > 1:
+            subject, objects = f"{self.left_out} settings are", "them, and in the others they have their"
+        return f"{subject} left out: some of these runs did not record {objects} default."
+
+
+def config_differences(configs: Mapping[str, Mapping[str, object]]) -> Differences:
+    """Return the settings in which some runs differ, without those that only newer versions know and leave alone.
+
+    The setting `run` is the name of the run and never listed. One that some runs did not record is listed where another
+    run has changed it, or where no default of it is known.
 
     Args:
         configs: Configuration of each run, as stored.
     """
     flat = {run: flatten(config) for run, config in configs.items()}
     names = [name for name in dict.fromkeys(name for config in flat.values() for name in config) if name != "run"]
-    rows = {name: {run: str(config.get(name, "–")) for run, config in flat.items()} for name in names}
+    rows = {name: {run: str(config.get(name, NOT_RECORDED)) for run, config in flat.items()} for name in names}
     differing = {name: row for name, row in rows.items() if len(set(row.values())) > 1}
-    return pd.DataFrame.from_dict(differing, orient="index", columns=list(flat)).rename_axis("setting").reset_index()
+    known = {name: str(value) for name, value in flatten(_defaults()).items()}
+    shown = {name: row for name, row in differing.items() if set(row.values()) != {NOT_RECORDED, known.get(name)}}
+    table = pd.DataFrame.from_dict(shown, orient="index", columns=list(flat)).rename_axis("setting").reset_index()
+    return Differences(table, len(differing) - len(shown))
+
+
+def _defaults() -> dict[str, object]:
+    """The default configuration as a run stores it: JSON has no tuples and no paths."""
+    return json.loads(json.dumps(asdict(TrainConfig()), default=str))

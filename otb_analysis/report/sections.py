@@ -115,8 +115,9 @@ def overview(runs: Sequence[ReportedRun]) -> Section:
         Picture("learning", f"Running means over {WINDOW} steps.", plot_learning(info), curve_panels(info)),
     ]
     if len(runs) > 1:
-        same = "The runs have the same configuration."
-        parts.append(same if differences.empty else Grid("Where the configurations differ.", differences))
+        same = f"The runs have the same configuration. {differences.note}".rstrip()
+        caption = f"Where the configurations differ. {differences.note}".rstrip()
+        parts.append(same if differences.table.empty else Grid(caption, differences.table))
     return Section("Runs", tuple(parts))
 
 

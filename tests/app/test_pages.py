@@ -84,6 +84,14 @@ def test_overview_lists_only_settings_that_differ(store_root, monkeypatch):
     assert set(differences["setting"]) == {"seed", "estimator.name"}
 
 
+def test_overview_says_how_many_settings_an_older_run_does_not_have(tmp_path, monkeypatch):
+    for name, config in (("older", {"seed": 0}), ("newer", {"seed": 1, "objective": {"epochs": 1, "staleness": 0}})):
+        RunWriter.create(tmp_path, name, config).write_step(0, StepTables(steps={"reward_mean": 0.5}))
+    app = open_page(tmp_path, "overview", monkeypatch)
+    assert list(app.dataframe[1].value["setting"]) == ["seed"]
+    assert "2 settings are left out: some of these runs did not record them" in texts(app)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_half_written_run_shows_its_complete_steps(page, store_root, monkeypatch):
     app = open_page(store_root, page, monkeypatch, run="running-otb_loo")

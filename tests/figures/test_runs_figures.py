@@ -1,6 +1,10 @@
+import json
+from dataclasses import asdict, replace
+
 import pandas as pd
 import pytest
 
+from otb_analysis.config import EstimatorConfig, ObjectiveConfig, TrainConfig
 from otb_analysis.figures.runs import config_differences, flatten, headline_info
 
 
@@ -25,12 +29,52 @@ def test_configuration_is_flattened_with_dots():
 
 
 def test_only_settings_that_differ_are_listed_and_missing_ones_show_a_dash():
-    table = config_differences({"x": {"seed": 0, "lr": 1e-4}, "y": {"seed": 1, "lr": 1e-4, "extra": True}})
-    assert table.to_dict("records") == [
+    found = config_differences({"x": {"seed": 0, "lr": 1e-4}, "y": {"seed": 1, "lr": 1e-4, "extra": True}})
+    assert (found.left_out, found.note) == (0, "")
+    assert found.table.to_dict("records") == [
         {"setting": "seed", "x": "0", "y": "1"},
         {"setting": "extra", "x": "–", "y": "True"},
     ]
 
 
 def test_equal_configurations_have_no_differences():
-    assert config_differences({"x": {"seed": 0}, "y": {"seed": 0}}).empty
+    assert config_differences({"x": {"seed": 0}, "y": {"seed": 0}}).table.empty
+
+
+def stored(**changes):
+    """A configuration as run.json holds it."""
+    return json.loads(json.dumps(asdict(replace(TrainConfig(), **changes)), default=str))
+
+
+def test_settings_that_an_older_run_does_not_know_are_counted_unless_another_run_changed_them():
+    older = {"seed": 0, "sample": {"prompts": 16, "group_size": 8}}
+    newer = stored(seed=1, objective=ObjectiveConfig(epochs=2), estimator=EstimatorConfig(options={"tail": "group"}))
+    found = config_differences({"older": older, "newer": newer})
+    assert found.table.to_dict("records") == [
+        {"setting": "seed", "older": "0", "newer": "1"},
+        {"setting": "estimator.options.tail", "older": "–", "newer": "group"},
+        {"setting": "objective.epochs", "older": "–", "newer": "2"},
+    ]
+    # all but run, seed, prompts, group_size, and the two listed above
+    assert found.left_out == len(flatten(newer)) - 6
+    assert found.note == (
+        f"{found.left_out} settings are left out: some of these runs did not record them, and in the others they have "
+        "their default."
+    )
+
+
+def test_setting_left_out_where_one_run_lacks_it_is_listed_where_the_others_disagree():
+    changed = stored(objective=ObjectiveConfig(epochs=2))
+    older = {name: value for name, value in stored().items() if name != "objective"}
+    found = config_differences({"older": older, "plain": stored(), "changed": changed})
+    assert found.table.to_dict("records") == [
+        {"setting": "objective.epochs", "older": "–", "plain": "1", "changed": "2"},
+    ]
+    assert config_differences({"plain": stored(), "same": stored()}).left_out == 0
+
+
+def test_one_setting_left_out_is_one():
+    older = {name: value for name, value in stored().items() if name != "trackers"}
+    assert config_differences({"older": older, "newer": stored()}).note == (
+        "1 setting is left out: some of these runs did not record it, and in the others it has its default."
+    )

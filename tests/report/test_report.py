@@ -104,6 +104,19 @@ def test_markdown_has_the_tables_and_its_curves_beside_it(runs, tmp_path, capsys
     assert len(rows) > 20 and any("gradient" in row.lower() for row in rows)
 
 
+def test_settings_that_one_run_does_not_have_are_counted_below_the_differences(runs, tmp_path):
+    for run in runs:
+        shutil.copytree(run, tmp_path / run.name)
+    file = tmp_path / runs[1].name / "run.json"
+    info = json.loads(file.read_text())
+    del info["config"]["checkpoint"]  # its two settings are at their defaults in the other run
+    file.write_text(json.dumps(info))
+    assert main(["report", *(run.name for run in runs), "--root", str(tmp_path), "--out", str(tmp_path / "r.md")]) == 0
+    text = (tmp_path / "r.md").read_text(encoding="utf-8")
+    assert "Where the configurations differ. 2 settings are left out: some of these runs did not record them" in text
+    assert "| seed |" in text and "checkpoint.every" not in text
+
+
 def refused(capsys, *words):
     capsys.readouterr()  # what training a run said
     assert main(["report", *words]) == 2
