@@ -1,14 +1,15 @@
-"""A document as one HTML file that loads nothing: plotly.js inside it once, text escaped, no script of its own."""
+"""A document as one HTML file that loads nothing: plotly.js inside it once, figures as JSON, text escaped."""
 
 from html import escape
+from typing import Any
 
 import plotly.io
-from plotly.offline import get_plotlyjs
 
-from otb_analysis.figures import CONFIG, for_background
+from otb_analysis.figures import for_background
 from otb_analysis.figures.theme import FONT
 from otb_analysis.report.cells import cell
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture
+from otb_analysis.report.library import packed_library
 
 SHORT = 26
 """Characters up to which a text column is never broken into lines."""
@@ -47,7 +48,7 @@ def to_html(document: Document) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(document.title)}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script></head>\n"
+        f"<title>{escape(document.title)}</title><style>{STYLE}</style>{packed_library()}</head>\n"
         f'<body><h1>{escape(document.title)}</h1><p class="note">{escape(document.note)}</p>'
         f"<pre>{escape(document.command)}</pre><nav><ol>{contents}</ol></nav>\n{body}</body></html>\n"
     )
@@ -68,7 +69,11 @@ def _figure(part: Picture) -> str:
     # Fonts differ from machine to machine, and a label must not be cut.
     figure = for_background(part.figure, dark=False).update_yaxes(automargin=True)
     name = "".join(c if c.isalnum() or c in "-_" else "-" for c in part.name)
-    drawn = plotly.io.to_html(figure, include_plotlyjs=False, full_html=False, config=CONFIG, div_id=f"f-{name}")
+    layout: Any = figure.layout
+    room = layout.height or 450  # kept free until the figure is drawn, so that links into the page hold
+    box = f'<div id="f-{name}" class="plot" style="min-height:{room}px"></div>'
+    numbers = plotly.io.to_json(figure)  # with every < escaped, so that no text ends the element
+    drawn = f'{box}<script type="application/json">{numbers}</script>'
     return f"<figure>{drawn}<figcaption>{escape(part.caption)}</figcaption></figure>"
 
 
