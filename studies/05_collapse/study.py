@@ -3,7 +3,8 @@
 The learning rate rises linearly from 0, so that every run begins calmly and the step at which it breaks says how long
 a step it bears. Every estimator meets the same conditions from the same supervised starts. What is asked: how many
 steps each survives, whether shorter steps alone would have done as well, which detector saw it coming, and who held the
-fatal gradient.
+fatal gradient. `calm` shares the starts, but neither old rollouts nor long steps: what a detector calls there is a
+false alarm. Two arms meet the same conditions on longer chains.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from otb_analysis.config import (
+    ChainSumConfig,
     CriticConfig,
     EstimatorConfig,
     EvaluateConfig,
@@ -25,43 +27,49 @@ from otb_analysis.config import (
     WarmStartConfig,
 )
 from otb_analysis.config.measuring import AttributionSchedule, MeasureConfig, Schedule
-from otb_analysis.diagnostics import diagnose
 from otb_analysis.estimators import estimate
-from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE
-from otb_analysis.statistics import pooled_statistics, top_share
-from otb_analysis.store import RunStore, attributed_steps, step_attribution, step_series
-from otb_analysis.study import (
-    Cell,
-    Rows,
-    Study,
-    Tables,
-    interval_columns,
-    known,
-    select,
-)
+from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
+from otb_analysis.statistics import pooled_statistics
+from otb_analysis.store import RunStore
+from otb_analysis.study import Cell, Rows, Study, Tables, interval_columns, select
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
 from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.setup import Trainer
-from otb_analysis.types import Float
+
+from .runs import RULE, run_tables
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train, with its colour in the figure."""
+
+    estimator: str
+    color: str
+    calm: bool = False
+    long: bool = False
+
 
 ARMS = {
-    "rloo": BLUE,
-    "scaled": GREY,
-    "otb": ORANGE,
-    "otb_loo": AMBER,
-    "sequence_optimal_loo": GREEN,
+    "rloo": Arm("rloo", BLUE),
+    "scaled": Arm("rloo", GREY),
+    "otb": Arm("otb", ORANGE),
+    "otb_loo": Arm("otb_loo", AMBER),
+    "sequence_optimal_loo": Arm("sequence_optimal_loo", GREEN),
+    "rloo_long": Arm("rloo", BLUE, long=True),
+    "otb_long": Arm("otb", ORANGE, long=True),
+    "calm": Arm("rloo", PINK, calm=True),
 }
-"""Estimators and their colours; `scaled` is `rloo` with steps c times as long, c the projection of `otb`."""
+"""`scaled` is `rloo` with steps c times as long, c the projection of `otb`."""
 AGAINST = "rloo"
 LABELS = (("otb", "proxy"), ("rloo", "none"))
 REFERENCE = ("rloo", "none")
-WINDOW, DROP, LASTING = 6, 0.5, 6
-"""Collapsed: mean reward over 6 steps at most half of the highest such mean so far, and so for 6 steps on end."""
-BEFORE = 12
-"""The fatal step is the one with the largest gradient among those attributed in so many steps up to the collapse."""
+CALM_RATE = 3e-4
+"""Constant, of the arm without old rollouts."""
+LONG = ChainSumConfig(terms_min=4, terms_max=6)
+"""The other arms add 2 to 4 terms."""
 PROMPTS_FROM, POOL = 1_000_000, 1
 
 
@@ -71,6 +79,7 @@ class Size:
 
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
     arms: tuple[str, ...] = tuple(ARMS)
+    long_seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     steps: int = 100
     attribute_every: int = 2
     pool_prompts: int = 64
@@ -79,7 +88,7 @@ class Size:
 
 FULL = Size()
 SMALL = Size(
-    seeds=(0, 1), arms=("rloo", "scaled", "otb"), steps=16, attribute_every=3, pool_prompts=8, pool_seeds=(0,)
+    seeds=(0, 1), arms=("rloo", "scaled", "otb", "calm"), steps=15, attribute_every=4, pool_prompts=4, pool_seeds=(0,)
 )  # fmt: skip
 CONFIG = TrainConfig(
     small_model=SmallModelConfig(layers=2, width=64, feed_forward=160),
@@ -91,33 +100,44 @@ CONFIG = TrainConfig(
     evaluate=EvaluateConfig(every=0),
 )
 QUICK_RATE = 5e-2
+QUICK_SAMPLE = SampleConfig(prompts=4, group_size=4)
 
 
-def config_of(seed: int, size: Size, quick: bool) -> TrainConfig:
-    """Return what all arms of a seed share."""
-    measured = MeasureConfig(exact=Schedule(), attribution=AttributionSchedule(every=size.attribute_every))
+def config_of(seed: int, size: Size, quick: bool, arm: Arm) -> TrainConfig:
+    """Return the settings of an arm but for its estimator and for what `scaled` takes from c."""
+    every = 0 if arm.calm or arm.long else size.attribute_every
+    measured = MeasureConfig(exact=Schedule(), attribution=AttributionSchedule(every=every))
     rising = replace(CONFIG.optimize, steps=size.steps, warmup_steps=size.steps)
     config = replace(CONFIG, seed=seed, measure=measured, optimize=rising)
     config = replace(config, checkpoint=replace(config.checkpoint, every=0))
-    if not quick:
+    if arm.long:
+        config = replace(config, chain_sum=LONG)
+    if quick:
+        fast = replace(rising, learning_rate=QUICK_RATE)
+        config = replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START, optimize=fast, sample=QUICK_SAMPLE)
+    if not arm.calm:
         return config
-    fast = replace(config.optimize, learning_rate=QUICK_RATE)
-    return replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START, optimize=fast)
+    low = replace(config.optimize, learning_rate=CALM_RATE, warmup_steps=0)
+    return replace(config, optimize=low, objective=replace(config.objective, staleness=0))
 
 
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return the pool that gives c, and one cell per arm and seed, seed by seed."""
-    rule = {"window": WINDOW, "drop": DROP, "lasting": LASTING, "before": BEFORE}
-    common = {"quick": quick, "size": asdict(size), "rule": rule}
-    pool = Cell("projection", common | {"config": plain_config(config_of(0, size, quick))})
+    common = {"quick": quick, "size": asdict(size), "rule": RULE}
+
+    def settings(seed: int, name: str) -> dict[str, object]:
+        return common | {"config": plain_config(config_of(seed, size, quick, ARMS[name]))}
+
+    pool = Cell("projection", settings(0, AGAINST))
     runs = [
         Cell(
             f"{name}-s{seed}",
-            common | {"arm": name, "seed": seed, "config": plain_config(config_of(seed, size, quick))},
+            settings(seed, name) | {"arm": name, "estimator": ARMS[name].estimator, "seed": seed},
             after=(pool,) if name == "scaled" else (),
         )
         for seed in size.seeds
         for name in size.arms
+        if seed in size.long_seeds or not ARMS[name].long
     ]
     return [pool, *runs]
 
@@ -130,11 +150,11 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     if cell.name == "projection":
         return {"projection": projection_rows(size, quick, work, bar)}
     name, seed = str(cell.settings["arm"]), int(str(cell.settings["seed"]))
-    config = started(config_of(seed, size, quick), work, bar)
+    config = started(config_of(seed, size, quick, ARMS[name]), work, bar)
     if name == "scaled":
         shorter = config.optimize.learning_rate * projection_of(cell.given["projection"])
         config = replace(config, optimize=replace(config.optimize, learning_rate=shorter))
-    estimator = EstimatorConfig(name=AGAINST if name == "scaled" else name)
+    estimator = EstimatorConfig(name=ARMS[name].estimator)
     store = RunStore(train(replace(config, root=work, run=name, estimator=estimator), bar))
     return run_tables({"arm": name, "seed": seed}, config.optimize.learning_rate, store)
 
@@ -143,7 +163,7 @@ def projection_rows(size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[
     """Return the projection of `otb` on groups of 8 of the supervised starts' rollouts, with its interval."""
     grams = []
     for seed in size.pool_seeds:
-        trainer = Trainer.from_config(started(config_of(seed, size, quick), work, bar))
+        trainer = Trainer.from_config(started(config_of(seed, size, quick, ARMS[AGAINST]), work, bar))
         rollouts = drawn(trainer, PROMPTS_FROM, size.pool_prompts, CONFIG.sample.group_size, POOL)
         table = scored(trainer, rollouts)
         inputs = table.inputs(table.stats.energy)
@@ -160,84 +180,6 @@ def projection_of(rows: Rows) -> float:
     """Return c of `otb`, held in [.1, 1] where the pools are too small to tell."""
     (row,) = select(rows, estimator="otb")
     return 1.0 if row["projection"] is None else float(np.clip(row["projection"], 0.1, 1.0))
-
-
-def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
-    """Return a run's collapse, its curves, its detectors' first firings and its fatal step."""
-    steps = store.steps_df().sort_values("step")
-    reward = steps["reward_mean"].to_numpy(np.float64)
-    end = collapse_step(reward)
-    facts = {
-        "rate": rate,
-        "steps": len(reward),
-        "collapse": end,
-        "best": float(trailing_mean(reward).max()),
-        "last": float(trailing_mean(reward)[-1]),
-        "clip_fraction": float(
-            np.mean(steps["clipped"].to_numpy(np.float64)[: len(reward) if end is None else end + 1])
-        ),
-        "grad_norm": float(steps["grad_norm"].to_numpy(np.float64)[:WINDOW].mean()),
-    }
-    fired = [
-        {"detector": found.detector, "level": found.level, "watch": found.watch_step, "alarm": found.alarm_step}
-        for found in diagnose(step_series(steps))
-    ]
-    curve = [
-        {"step": int(step), "reward": float(value)}
-        for step, value in zip(steps["step"], trailing_mean(reward), strict=True)
-    ]
-    tables: dict[str, list[dict[str, Any]]] = {
-        "runs": [key | facts],
-        "detectors": [key | row for row in fired],
-        "curves": [key | row for row in curve[:: max(1, len(curve) // 25)]],
-    }
-    return tables if end is None else tables | {"fatal": [key | fatal_step(store, end)]}
-
-
-def trailing_mean(reward: Float) -> Float:
-    """Return the mean over the last steps, of those there are at the beginning."""
-    total = np.concatenate([[0.0], np.cumsum(reward)])
-    ends = np.arange(1, len(reward) + 1)
-    begins = np.maximum(ends - WINDOW, 0)
-    return (total[ends] - total[begins]) / (ends - begins)
-
-
-def collapse_step(reward: Float) -> int | None:
-    """Return the first step of a lasting loss of half of the best trailing reward; None where there is none."""
-    mean = trailing_mean(reward)
-    low = mean <= DROP * np.maximum.accumulate(mean)
-    low[: WINDOW - 1] = False
-    run = 0
-    for step, is_low in enumerate(low):
-        run = run + 1 if is_low else 0
-        if run == LASTING:
-            return step - LASTING + 1
-    return None
-
-
-def fatal_step(store: RunStore, end: int) -> dict[str, Any]:
-    """Return who held the largest attributed gradient before the collapse."""
-    tried = [step for step in attributed_steps(store) if end - BEFORE <= step <= end]
-    found = {step: step_attribution(store, step) for step in tried}
-    at = max(found, key=lambda step: found[step].norm_sq)
-    own, norms = found[at], [one.norm_sq for one in found.values()]
-    tokens = np.abs(own.tokens.share)
-    return {
-        "step": at,
-        "collapse": end,
-        "grad_norm": own.norm_sq**0.5,
-        "typical_norm": float(np.median(norms)) ** 0.5,
-        "top_tokens": top_share(tokens),
-        "top_prompt": float(np.abs(own.prompts.share).max() / np.abs(own.prompts.share).sum()),
-        "failed": float(tokens[~np.isin(own.tokens.rollout, succeeded(store, at))].sum() / tokens.sum()),
-        "noise": known(own.noise_total) / own.norm_sq,
-    }
-
-
-def succeeded(store: RunStore, step: int) -> list[int]:
-    """Return the rollouts of a step that were paid."""
-    found = store.sql("SELECT rollout FROM rollouts WHERE step = ? AND reward >= 0.5", [step])
-    return [int(rollout) for rollout in found["rollout"]]
 
 
 STUDY = Study(
