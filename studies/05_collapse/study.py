@@ -123,16 +123,16 @@ def config_of(seed: int, size: Size, quick: bool, arm: Arm) -> TrainConfig:
 
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return the pool that gives c, and one cell per arm and seed, seed by seed."""
-    common = {"quick": quick, "size": asdict(size), "rule": RULE}
+    common: dict[str, object] = {"quick": quick, "size": asdict(size), "rule": RULE}
 
     def settings(seed: int, name: str) -> dict[str, object]:
-        return common | {"config": plain_config(config_of(seed, size, quick, ARMS[name]))}
+        return {**common, "config": plain_config(config_of(seed, size, quick, ARMS[name]))}
 
     pool = Cell("projection", settings(0, AGAINST))
     runs = [
         Cell(
             f"{name}-s{seed}",
-            settings(seed, name) | {"arm": name, "estimator": ARMS[name].estimator, "seed": seed},
+            {**settings(seed, name), "arm": name, "estimator": ARMS[name].estimator, "seed": seed},
             after=(pool,) if name == "scaled" else (),
         )
         for seed in size.seeds
