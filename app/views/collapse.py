@@ -31,7 +31,8 @@ ROWS = 50  # holders listed per level; a string below a constant would be shown 
 HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
 FIRED = (
     "First watch and first alarm are the steps at which a watcher of the running run would have seen it: they use the "
-    "steps up to there and none later. On calm runs no detector fires in more than 5 % (docs/results/alarms.md)."
+    "steps up to there and none later. On synthetic calm series no detector fires in more than 5 % "
+    "(docs/results/alarms.md)."
 )
 NOT_ATTRIBUTED = """No step of this run says which tokens held its gradient. The level *attribution* does:
 `otb train --measure.attribution.every 1`."""

@@ -139,10 +139,10 @@ class ScoreSketchConfig:
 
 @dataclass(frozen=True)
 class AlarmsConfig:
-    """False alarms of every detector on calm runs, and how soon it sees a change at a known step."""
+    """False alarms of every detector on synthetic calm series, and how soon it sees a change at a known step."""
 
-    series: int = 500
-    """Calm runs of each of the lengths 50, 100, 200 and 500."""
+    series: int = 1000
+    """Calm series of each of the lengths 50, 100, 200 and 500."""
     changed: int = 200
     """Runs with each known change."""
     seed: int = 0

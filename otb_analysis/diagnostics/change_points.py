@@ -27,11 +27,13 @@ PENALTY = 8.0
 """Price of one more change point in units of σ²·log n. 2 would be the Bayesian information criterion's for
 independent noise; autocorrelation and slow trends ask for more."""
 
-LEAST_JUMP = 3.5
-"""A change point counts where the levels on its sides differ by so many standard deviations σ of one point, and for
-logarithms by `LEAST_FACTOR` too: a slow decay would be cut into steps otherwise."""
+LEAST_JUMP, SHORT = 3.5, 5.0
+"""A change point counts where the levels on its sides differ by `LEAST_JUMP`·(1 + `SHORT`/n) standard deviations σ of
+one of the n points: σ is estimated from n − 1 differences, and of few it comes out small too often."""
 
-LEAST_FACTOR = 1.4
+LEAST_FACTOR, LEAST_SHIFT = 1.4, 1.0
+"""They differ by this factor, too, or for columns that are no logarithms by this much: a slow decay, or the slow rise
+of the tail index in a healthy run, would be cut into steps otherwise."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def _of_one(series: StepSeries, name: str) -> list[ChangePoint]:
     ends: Any = search.predict(pen=PENALTY * sigma**2 * np.log(n))
     edges = [0, *ends]
     levels = [float(np.median(points[a:b])) for a, b in pairwise(edges)]
-    least = max(LEAST_JUMP * sigma, np.log(LEAST_FACTOR) if log else 0.0)
+    least = max(LEAST_JUMP * (1 + SHORT / n) * sigma, np.log(LEAST_FACTOR) if log else LEAST_SHIFT)
     return [
         ChangePoint(name, int(step[at * BLOCK]), *(float(np.exp(x)) if log else x for x in (before, after)))
         for at, (before, after) in zip(ends, pairwise(levels), strict=False)

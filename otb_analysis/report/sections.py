@@ -60,10 +60,10 @@ ALARM_FORMULAS = (
     ("gradient_surge", f"exp(median₅ log‖ḡ‖ − median of the 20 to 100 steps before − 2·spread) {_from(changes.SURGE)}"),
     ("entropy_collapse", f"exp(highest running median − median₁₀ − 1.5·spread) of log entropy {_from(changes.FALL)}"),
     ("length_drift", f"exp(|median₁₀ − median of the first 20| − 1.5·spread) of log length {_from(changes.DRIFT)}"),
-    ("zero_variance_groups", f"lower 99 % bound of their share over 20 steps {_from(shares.NO_SIGNAL)}"),
+    ("zero_variance_groups", f"lower 99.9 % bound of their share over 20 steps {_from(shares.NO_SIGNAL)}"),
     ("ratio_tails", f"median₅ of max |log π/μ| {_from(shares.RATIO)}; mean₁₀ clipped {_from(shares.RATIO_CLIPPED)}"),
-    ("tail_index", f"lower 99 % bound of the mean Pareto-k over 10 records {_from(shares.HEAVY)}"),
-    ("clip_fraction", f"share of 20 steps clipped {_from(shares.CLIPPED)}; its rise {_from(shares.RISE)}"),
+    ("tail_index", f"lower 99.9 % bound of the mean Pareto-k of exact norms over 10 records {_from(shares.HEAVY)}"),
+    ("clip_fraction", f"rise of the share of 20 steps clipped over all steps before {_from(shares.RISE)}"),
     ("sampling_certificate", "a mixture martingale E of Σz with P(ever E ≥ 1/α) ≤ α = "
      f"{certificate.RISK[0]:g}, {certificate.RISK[1]:g}"),
 )  # fmt: skip

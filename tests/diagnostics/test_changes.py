@@ -100,7 +100,9 @@ def test_an_empty_run_is_not_measured():
 
 
 def test_the_worst_finding_comes_first(series):
-    findings = diagnose(series(grad_norm=[1.0] * 50 + [6.0] * 10, entropy_mean=[1.0] * 60, clipped=[1] * 60))
+    findings = diagnose(
+        series(grad_norm=[1.0] * 50 + [6.0] * 10, entropy_mean=[1.0] * 60, clipped=[0] * 35 + [1] * 15 + [0] * 10)
+    )
     assert [f.level for f in findings[:3]] == ["alarm", "watch", "not measured"]
     assert findings[-1].detector == "entropy_collapse"
 
