@@ -23,7 +23,7 @@ class CompareConfig:
     """Print learning, estimators and proxy fidelity of runs, side by side."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of runs; all complete runs of the root when none is given."""
+    """Names of runs, or their paths; all complete runs of the root when none is given."""
     top: int | None = None
     """Rows per table of estimators, the most efficient first; all when no number is given."""
     root: Path = Path("runs")
@@ -35,7 +35,7 @@ class DiagnoseConfig:
     """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of runs; all complete runs of the root when none is given."""
+    """Names of runs, or their paths; all complete runs of the root when none is given."""
     root: Path = Path("runs")
     """Directory that holds the runs."""
 
@@ -45,7 +45,7 @@ class AttributionConfig:
     """Print who holds ‖ḡ‖² at a step: prompts, rollouts and tokens, each share split into signal and noise."""
 
     run: Annotated[str, tyro.conf.Positional] = ""
-    """Name of a run that measured the level attribution."""
+    """Name or path of a run that measured the level attribution."""
     step: int | None = None
     """A step; the attributed one with the largest gradient when none is given."""
     top: int = 12
@@ -59,7 +59,7 @@ class ReportConfig:
     """Write what the dashboard and the terminal say about runs into one self-contained HTML file, or into Markdown."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of runs; all complete runs of the root when none is given."""
+    """Names of runs, or their paths; all complete runs of the root when none is given."""
     out: Path = Path("report.html")
     """File to write; its ending, .html or .md, decides the form."""
     root: Path = Path("runs")
@@ -72,7 +72,7 @@ def compare_command(words: Sequence[str]) -> None:
     if config.top is not None:
         _check_top(config.top)
     if config.runs:
-        print_comparison([config.root / name for name in config.runs], Console(), config.top)
+        print_comparison([_run_path(config.root, name) for name in config.runs], Console(), config.top)
         return
     paths = [config.root / name for name in _complete_runs(config.root)]
     try:
@@ -89,7 +89,7 @@ def diagnose_command(words: Sequence[str]) -> None:
     from otb_analysis.verdicts import diagnosis
 
     for name in config.runs or _complete_runs(config.root):
-        _print_all(diagnosis(config.root / name))
+        _print_all(diagnosis(_run_path(config.root, name)))
 
 
 def attribution_command(words: Sequence[str]) -> None:
@@ -100,7 +100,7 @@ def attribution_command(words: Sequence[str]) -> None:
     _check_top(config.top)
     from otb_analysis.verdicts import attribution
 
-    _print_all(attribution(config.root / config.run, config.step, config.top))
+    _print_all(attribution(_run_path(config.root, config.run), config.step, config.top))
 
 
 def report_command(words: Sequence[str]) -> None:
@@ -108,10 +108,18 @@ def report_command(words: Sequence[str]) -> None:
     config = parsed(ReportConfig, "report", words, ReportConfig())
     from otb_analysis.report import write_report
 
-    paths = [config.root / name for name in config.runs or _complete_runs(config.root)]
+    paths = [_run_path(config.root, name) for name in config.runs or _complete_runs(config.root)]
     files = write_report(paths, config.out, shlex.join(["otb", "report", *words]))
     more = f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""
     sys.stdout.write(f"{files[0]} is written ({files[0].stat().st_size / 1e6:.1f} MB){more}.\n")
+
+
+def _run_path(root: Path, name: str) -> Path:
+    """Return a run of the root by its name or, as a shell completes it, by its path."""
+    from otb_analysis.store.layout import is_run
+
+    path = Path(name)
+    return path if len(path.parts) > 1 and is_run(path) else root / name
 
 
 def _check_top(top: int) -> None:

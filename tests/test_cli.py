@@ -262,6 +262,15 @@ def test_compare_with_a_name_that_is_no_run_is_one_sentence(tmp_path, capsys):
     assert "nothing" in sentence(capsys, ["compare", "nothing", "--root", str(tmp_path)])
 
 
+def test_run_is_found_by_its_path_as_by_its_name(otb_run, capsys, monkeypatch):
+    monkeypatch.chdir(otb_run.parent.parent)
+    printed = []
+    for words in ([otb_run.name, "--root", str(otb_run.parent)], [f"{otb_run.parent.name}/{otb_run.name}"]):
+        assert main(["compare", *words]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and otb_run.name in printed[0]
+
+
 def test_compare_with_top_prints_that_many_estimators(otb_run, capsys):
     assert main(["compare", otb_run.name, "--root", str(otb_run.parent), "--top", "3"]) == 0
     assert "; the 3 most efficient of" in capsys.readouterr().out
