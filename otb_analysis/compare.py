@@ -26,6 +26,8 @@ from otb_analysis.store import EXACT_ROWS, RunStore
 from otb_analysis.types import Gram
 
 NOT_MEASURED = "–"
+WHOLE = "all"
+"""The scope of a run that measured the gradient of all parameters."""
 FIDELITY_OF = {"token": "token energy w_t", "realized": "realized energy W_t"}
 FIDELITY_COLUMNS = (
     *("step", "group", "rollout", "t", "mask"),
@@ -58,6 +60,8 @@ def comparison(paths: Sequence[Path], top: int | None = None) -> list[Table]:
     """
     stores = [RunStore(path) for path in paths]
     tables = [learning_table(stores)]
+    if apart := unlike_scopes([store for store in stores if not store.gradients_df(columns=["step"]).empty]):
+        tables[0].caption = f"{tables[0].caption}\n{apart}: each has a table of estimators of its own."
     tables += [estimator_table(grams, design, top) for design, grams in designs(stores).items()]
     measured = [table for store in stores if (table := fidelity_rows(store))]
     return tables + ([fidelity_table(measured)] if measured else [])
@@ -137,18 +141,47 @@ def _estimator_name(store: RunStore) -> str:
 
 
 def designs(stores: Sequence[RunStore]) -> dict[str, list[Gram]]:
-    """Return every measured step under what makes steps comparable: the task and the group size.
+    """Return every measured step under what makes steps comparable: the task, the group size and the scope.
 
-    Bias and variance depend on N, and tasks do not share a gradient, so steps that differ in either are never averaged.
-    Steps of different policies on one task are: the figures then describe an average policy of these runs.
+    Bias and variance depend on N, and tasks and scopes do not share a gradient, so steps that differ in any of these
+    are never averaged. Steps of different policies on one task are: the figures then describe an average policy of
+    these runs.
     """
     found: dict[str, list[Gram]] = {}
     for store in stores:
         config: Any = store.info.get("config") or {}
+        scope = scope_of(store)
+        of_part = "" if scope == WHOLE else f", scope {scope!r}"
         for gram in store.grams().values():
             size = round(gram.n_rollouts / max(gram.n_prompts, 1))
-            found.setdefault(f"{config.get('task', 'task not stored')}, groups of {size}", []).append(gram)
+            task = config.get("task", "task not stored")
+            found.setdefault(f"{task}, groups of {size}{of_part}", []).append(gram)
     return found
+
+
+def scope_of(store: RunStore) -> str:
+    """Return whose parameters' gradient a run measured, as its configuration says; all where it does not say.
+
+    Args:
+        store: The run.
+    """
+    config: Any = store.info.get("config") or {}
+    measure = config.get("measure")
+    return str(measure.get("scope", WHOLE)) if isinstance(measure, dict) else WHOLE
+
+
+def unlike_scopes(stores: Sequence[RunStore]) -> str:
+    """Return which two runs measured gradients of other parameters, for a remedy to follow; empty where none did.
+
+    Args:
+        stores: The runs.
+    """
+    for other in stores[1:]:
+        own, its = scope_of(stores[0]), scope_of(other)
+        if its != own:
+            names = (stores[0].path.name, other.path.name)
+            return f"{names[0]} measured gradients of scope {own!r} but {names[1]} of {its!r}, which do not compare"
+    return ""
 
 
 def estimator_table(grams: Sequence[Gram], design: str, top: int | None = None) -> Table:

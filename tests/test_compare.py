@@ -13,6 +13,7 @@ from otb_analysis.compare import comparison, designs, fidelity_rows
 from otb_analysis.config import CriticConfig, EvaluateConfig, MeasureConfig, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.figures import fidelity_info
+from otb_analysis.report.runs import open_runs
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.types import Gram
 
@@ -110,6 +111,28 @@ def test_steps_of_another_task_or_group_size_are_not_averaged():
     ]
     found = {name: len(grams) for name, grams in designs(stores).items()}
     assert found == {"a, groups of 4": 2, "b, groups of 4": 1, "a, groups of 8": 1, "task not stored, groups of 8": 1}
+
+
+def test_steps_of_another_scope_are_not_averaged():
+    stores = [
+        SimpleNamespace(info={"config": {"task": "a"} | measure}, grams=lambda: {0: gram_of_groups(4)})
+        for measure in ({}, {"measure": {"scope": "all"}}, {"measure": {}}, {"measure": {"scope": "lm_head"}})
+    ]
+    found = {name: len(grams) for name, grams in designs(stores).items()}
+    assert found == {"a, groups of 4": 3, "a, groups of 4, scope 'lm_head'": 1}
+
+
+def test_runs_of_another_scope_are_named_in_the_sentence_that_a_report_refuses_them_with(otb_run, trained):
+    head = trained("head", measure=MeasureConfig(exact=Schedule(every=2), scope="lm_head"))
+    with pytest.raises(InputError) as refused:
+        open_runs([otb_run, head])
+    sentence, _, _ = str(refused.value).partition(";")
+    text = " ".join(printed([otb_run, head]).split())
+    assert f"{sentence}: each has a table of estimators of its own." in text
+    assert text.count("Every estimator on the same rollouts") == 2
+    # A run that measured nothing is of no scope, whatever it was asked for.
+    unmeasured = trained("quiet_head", measure=MeasureConfig(exact=Schedule(0, 0), scope="lm_head"))
+    assert "which do not compare" not in printed([otb_run, unmeasured])
 
 
 def gram_of_groups(size):

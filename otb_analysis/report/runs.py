@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from otb_analysis.compare import scope_of, unlike_scopes
 from otb_analysis.diagnostics import StepSeries
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore, step_series
@@ -41,8 +42,7 @@ class ReportedRun:
     @property
     def scope(self) -> str:
         """Parameters whose gradient was measured."""
-        measure = self.config.get("measure")
-        return str(measure.get("scope", "all")) if isinstance(measure, dict) else "all"
+        return scope_of(self.store)
 
 
 def open_runs(paths: Sequence[Path]) -> list[ReportedRun]:
@@ -61,13 +61,10 @@ def open_runs(paths: Sequence[Path]) -> list[ReportedRun]:
     if len(set(names)) < len(names):
         raise InputError(f"runs are {', '.join(names)}; pass each name once.")
     runs = [_open(path) for path in paths]
+    if apart := unlike_scopes([run.store for run in runs]):
+        raise InputError(f"{apart}; report them apart, or train one again with the other's --measure.scope.")
     first = runs[0]
     for run in runs[1:]:
-        if run.scope != first.scope:
-            raise InputError(
-                f"{first.name} measured gradients of scope {first.scope!r} but {run.name} of {run.scope!r}, which do "
-                "not compare; report them apart, or train one again with the other's --measure.scope."
-            )
         versions = [one.store.info.get("schema_version") for one in (first, run)]
         if versions[0] != versions[1]:
             raise InputError(
