@@ -56,18 +56,27 @@ class Claim:
 
 
 def claims_verdict(claims: Sequence[Claim], facts: Mapping[int, str]) -> str:
-    """Return which facts hold in all their claims, and where the others do not, in one line.
+    """Return how many facts hold in all their claims and which, then how many claims do, and where the others do not.
 
     Args:
         claims: All of them.
         facts: The facts in words, by number.
     """
     whole = [fact for fact in facts if all(c.everywhere for c in claims if c.fact == fact)]
-    part = [fact for fact in facts if fact not in whole]
     held = f"{sum(c.everywhere for c in claims)} of {len(claims)} claims hold on every case"
     listed = "".join(f"; {c.short}: {c.verdict}" for c in claims if c.short and not c.everywhere)
-    rest = f", {_numbers(part).lower()} in part" if part else ""
-    return f"{_numbers(whole)} hold{'s' * (len(whole) == 1)}{rest}: {held}{listed}."
+    return f"{_whole(whole, facts)}: {held}{listed}."
+
+
+def _whole(whole: Sequence[int], facts: Mapping[int, str]) -> str:
+    """Which facts hold throughout, in words where they are few."""
+    if len(whole) in (0, len(facts)):
+        return f"{'All' if whole else 'None'} of the {len(facts)} facts hold on every case"
+    said = "; ".join(f"{fact}, “{facts[fact]}”" for fact in whole) if len(whole) < 3 else ", ".join(map(str, whole))
+    hold = "holds" if len(whole) == 1 else "hold"
+    return (
+        f"Only {len(whole)} of the {len(facts)} facts {hold} on every case ({said}). Of the others some claims do not"
+    )
 
 
 def facts_table(claims: Sequence[Claim], facts: Mapping[int, str]) -> str:
@@ -95,7 +104,3 @@ def claims_table(claims: Sequence[Claim]) -> str:
     return markdown_table(
         ["claim", "verdict", "found"], [[f"{c.fact}. {c.words}", c.verdict, c.numbers] for c in claims]
     )
-
-
-def _numbers(facts: Sequence[int]) -> str:
-    return f"{'Fact' if len(facts) == 1 else 'Facts'} {', '.join(map(str, facts)) or 'none'}"

@@ -18,11 +18,13 @@ def test_a_claim_says_on_how_many_cases_it_holds():
     assert Claim(1, "Few", 2, 3, "").verdict == "on 2 of 3"
 
 
-def test_the_verdict_names_facts_that_hold_and_the_claims_that_do_not():
+def test_the_verdict_begins_with_the_facts_that_hold_and_ends_with_the_claims_that_do_not():
     assert claims_verdict(CLAIMS, FACTS) == (
-        "Fact 1 holds, facts 2, 3 in part: 2 of 4 claims hold on every case; some do: on 10 % (4–21) of 60."
+        "Only 1 of the 3 facts holds on every case (1, “One”). Of the others some claims do not: "
+        "2 of 4 claims hold on every case; some do: on 10 % (4–21) of 60."
     )
-    assert claims_verdict(CLAIMS[:1], {1: "One"}) == "Fact 1 holds: 1 of 1 claims hold on every case."
+    whole = "All of the 1 facts hold on every case: 1 of 1 claims hold on every case."
+    assert claims_verdict(CLAIMS[:1], {1: "One"}) == whole
 
 
 def test_a_fact_holds_where_all_of_its_claims_do():
