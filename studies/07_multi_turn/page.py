@@ -22,7 +22,7 @@ from otb_analysis.study import (
 )
 from otb_analysis.study.seeds import difference_words, later_success, paired_difference
 
-from .study import STAGES, TRAINED
+from .study import CONFIG, STAGES, TRAINED
 
 
 def report(tables: Mapping[str, Rows]) -> Findings:
@@ -41,6 +41,7 @@ def report(tables: Mapping[str, Rows]) -> Findings:
         for name, title in TITLES.items():
             parts += [title, grid(own, "estimator", "size", lambda row, name=name: column_words(row, name), "N = {}")]
     parts += ["## Training", TRAINING.format(seeds=len(distinct(points, "seed"))), training_table(points)]
+    parts += ["## What it cannot say", limits(points)]
     return Findings(verdict(rollouts, rows, points), "\n\n".join(parts), {"efficiency.svg": figure(rows, points)})
 
 
@@ -58,27 +59,70 @@ are masked: they have no score, no energy and no position."""
 TRAINING = """\
 {seeds} seeds; the estimators share start, prompts and held-out prompts. The mean over evaluations after the first, and
 its difference from `rloo`'s of the same seed, have Student's interval over seeds."""
+LIMITS = """\
+- Training has one learning rate, {rate:g}, for all estimators: one that wants another is not given it. It has {seeds}
+  seeds, and Student's intervals over them trust that differences are normal.
+- No arm takes steps of the same projection on ∇J as another. A baseline that includes its own rollout shortens the
+  gradient: the norm of `otb_turn`'s is {norm} of `rloo`'s. Clipping and AdamW take much of that away again; how much of
+  a difference in training is direction and how much is length was not measured.
+- Every ratio is to `rloo`; no other two estimators are compared in pairs.
+- Not measured: estimators that need exact norms of the rollouts' scores (`classic_optimal`, `classic_optimal_loo`,
+  `opob`), for a pool's are proxies; those that couple the prompts of a batch (`batch_mean`, `batch_mean_loo`,
+  `james_stein`), for pools are cut into several groups of one prompt, which they would take for other prompts; those
+  that need a critic or a baseline fitted on other rollouts (`value`, `tvm`, `position_optimal`), for none was; `otb`
+  and `otb_loo`, which take no tool tokens between a rollout's own and have `otb_turn` and `otb_turn_loo` in their
+  place. Nothing forbids `tempo`, `energy_ema` and `energy_ema_loo`; they were left out all the same."""
+TURNS = ("otb_turn", "otb_turn_loo", "trloo")
+"""The estimators for turns that the question asks about."""
+
+
+def limits(points: Rows) -> str:
+    """Return what this study cannot say."""
+    norm = {name: float(np.mean([row["norm"] for row in select(points, estimator=name)])) for name in TRAINED}
+    return LIMITS.format(
+        rate=CONFIG.optimize.learning_rate,
+        seeds=len(distinct(points, "seed")),
+        norm=share(norm["otb_turn"] / norm["rloo"]),
+    )
 
 
 def verdict(rollouts: Rows, rows: Rows, points: Rows) -> str:
-    """Return the answer in one line: efficiency of both estimators for turns over `rloo`, then training."""
+    """Return the answer first, then efficiency over `rloo` of the estimators for turns, and their training."""
     smallest = min(distinct(rows, "size"))
     said = []
     for stage in distinct(rows, "stage"):
-        own = [
-            select(rows, stage=stage, size=smallest, estimator=name)[0]
-            for name in ("otb_turn", "otb_turn_loo", "trloo")
-        ]
+        own = [select(rows, stage=stage, size=smallest, estimator=name)[0] for name in TURNS]
         shown = ", ".join(f"`{row['estimator']}` {column_words(row, 'efficiency_ratio')}" for row in own)
         success = np.mean([row["success"] for row in select(rollouts, stage=stage)])
         said.append(f"at {share(float(success))} success {shown}")
-    gaps = [gained(points, name) for name in TRAINED if name != "rloo"]
-    trained = ", ".join(
-        f"`{name}` {difference_words(gap, 100, 1)}" for name, gap in zip(TRAINED[1:], gaps, strict=True)
-    )
+    trained = ", ".join(f"`{name}` {difference_words(gained(points, name), 100, 1)}" for name in TURNS)
     return (
-        f"Efficiency over `rloo` in groups of {smallest}: {'; '.join(said)}; "
+        f"{answer(rows, points)}. Efficiency over `rloo` in groups of {smallest}: {'; '.join(said)}; "
         f"held-out success in training minus `rloo`'s, in points: {trained}."
+    )
+
+
+def answer(rows: Rows, points: Rows) -> str:
+    """Return whether any interval tells an estimator for turns from `rloo`, on the same rollouts or in training."""
+    pooled = [
+        f"`{row['estimator']}` (N = {row['size']}, {row['stage']}) {'more' if row['efficiency_ratio'] > 1 else 'less'}"
+        for row in rows
+        if row["estimator"] in TURNS
+        and (known(row["efficiency_ratio_low"]) > 1 or known(row["efficiency_ratio_high"]) < 1)
+    ]
+    gaps = {name: gained(points, name) for name in TURNS}
+    trained = [
+        f"`{name}` {'more' if gap.estimate > 0 else 'less'}"
+        for name, gap in gaps.items()
+        if gap is not None and gap.low is not None and gap.high is not None and not gap.low <= 0 <= gap.high
+    ]
+    if not pooled and not trained:
+        names = ", ".join(f"`{name}`" for name in TURNS[:-1])
+        return f"Not shown: no interval tells {names} or `{TURNS[-1]}` from `rloo`, on the same rollouts or in training"
+    alone = "by intervals each taken alone"
+    return (
+        f"Told from `rloo` {alone}: on the same rollouts {', '.join(pooled) or 'none'} efficient; "
+        f"in training {', '.join(trained) or 'none'} successful"
     )
 
 
