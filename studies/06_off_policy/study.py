@@ -4,7 +4,7 @@ Exactly, on enumerated policies whose sampler is a chosen divergence away; and o
 is some steps behind (`stale`) or which has been updated on these very rollouts already (`reused`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from otb_analysis.study import (
 )
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
 from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
+from otb_analysis.study.words import rounded
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
@@ -104,6 +105,7 @@ def config_of(kind: str, seed: int, quick: bool) -> TrainConfig:
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return one cell per kind of drift."""
     enumerated = {"spec": asdict(SPEC), "divergences": list(DIVERGENCES), "least_ess": LEAST_ESS, "ratios": list(CASES)}
+    enumerated |= {"budgets": list(BUDGETS)}
     exact = [Cell(f"exact-{drift}", {"drift": drift, "instances": size.instances} | enumerated) for drift in DRIFTS]
     common = {"quick": quick, "size": asdict(size), "ratios": list(CASES), "baselines": list(BASELINES)}
     sampled = [Cell(kind, common | {"config": plain_config(config_of(kind, 0, quick))}) for kind in KINDS]
@@ -114,23 +116,29 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Enumerate policies, or train a model and look back."""
     torch.set_num_threads(1)  # a model this small gains nothing from a second thread
     if "drift" in cell.settings:
-        return {"exact": exact_rows(str(cell.settings["drift"]), int(str(cell.settings["instances"])), bar)}
+        return exact_tables(str(cell.settings["drift"]), int(str(cell.settings["instances"])), bar)
     quick = bool(cell.settings["quick"])
     return sampled_tables(cell.name, SMALL if quick else FULL, quick, work, bar)
 
 
-def exact_rows(drift: str, instances: int, bar: Bar) -> list[dict[str, Any]]:
-    """Return what each ratio does at each divergence, averaged over random policies, with intervals over them."""
+def exact_tables(drift: str, instances: int, bar: Bar) -> Tables:
+    """Return what each ratio does at each divergence: means over random policies, and every policy's efficiencies.
+
+    Ratios are compared on the same policies, so their efficiencies are kept policy by policy.
+    """
     found: dict[tuple[float, str], list[dict[str, float]]] = {}
+    policies = []
     for seed in range(instances):
         tree, direction = policy_and_direction(drift, seed)
         if not usable(tree, direction):
             continue
         for distance in DIVERGENCES:
-            for name, facts in one_policy(tree, sampled_at(tree, direction, distance)).items():
+            figures = one_policy(tree, sampled_at(tree, direction, distance))
+            for name, facts in figures.items():
                 found.setdefault((distance, name), []).append(facts)
+            policies.append({"drift": drift, "divergence": distance, "policy": seed} | efficiencies(figures))
         bar(seed + 1, instances, f"exact-{drift}: policies enumerated")
-    return [
+    means = [
         {"drift": drift, "divergence": distance, "ratio": name, "policies": len(rows), "drawn": instances}
         | {
             key: value
@@ -139,6 +147,16 @@ def exact_rows(drift: str, instances: int, bar: Bar) -> list[dict[str, Any]]:
         }
         for (distance, name), rows in found.items()
     ]
+    return {"exact": means, "policies": policies}
+
+
+def efficiencies(figures: Mapping[str, Mapping[str, float]]) -> dict[str, float | None]:
+    """Return one policy's efficiency under every ratio at every budget, a column each."""
+    return {
+        f"efficiency_{budget} {name}": rounded(facts[f"efficiency_{budget}"])
+        for budget in BUDGETS
+        for name, facts in figures.items()
+    }
 
 
 def policy_and_direction(drift: str, seed: int) -> tuple[Tree, Float]:
@@ -278,13 +296,15 @@ def statistics_rows(kind: str, lag: int, grams: Sequence[Gram]) -> list[dict[str
         if (found.estimator, found.energy_source) == TRUTH:
             continue
         pair = pairs.get((found.estimator, found.energy_source))
+        ratio = None if pair is None else pair.efficiency
         rows.append(
             {"kind": kind, "lag": lag, "ratio": found.estimator, "baseline": found.energy_source}
             | {"prompts": found.n_prompts, "clusters": found.n_clusters, "bias": found.relative_bias}
             | {"variance": found.variance, "sf": found.sf}
             | interval_columns("projection", found.projection_interval)
             | interval_columns("efficiency", found.efficiency_interval)
-            | interval_columns("against_none", None if pair is None else pair.efficiency)
+            | interval_columns("against_none", ratio)
+            | {"against_none_p": None if ratio is None else rounded(ratio.p_value)}
         )
     return rows
 
