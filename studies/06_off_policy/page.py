@@ -108,18 +108,19 @@ def answer(pairs: Rows) -> str:
 
 
 def far_words(pairs: Rows) -> str:
-    """Return the ratios shown more efficient at the largest distance with their intervals, and those that never are."""
-    far = DIVERGENCES[-1]
+    """Return by how much ratios are shown to gain, at the largest distance and at the least, and which never do."""
+    near, far = DIVERGENCES[0], DIVERGENCES[-1]
+    more = [row for row in pairs if shown(row, OVER) == "more"]
     said = [
         f"with {budget} rollouts: " + ", ".join(f"{row['ratio']} {column_words(row, OVER)}" for row in rows)
         for budget in BUDGETS
-        if (rows := [r for r in select(pairs, budget=budget, divergence=far) if shown(r, OVER) == "more"])
+        if (rows := select(more, budget=budget, divergence=far))
     ]
+    least = [row[OVER] for row in select(more, divergence=near)]
+    gains = f"Efficiency over that of `none` at {far} nats a completion {'; '.join(said) or 'is shown above 1 nowhere'}"
+    gains += f" (at {near} nats at most {max(least):.3f})" if least else ""
     less = at_distances(pairs, "less")
     never = [name for name, where in less.items() if len(where) == len(DIVERGENCES) * len(BUDGETS)]
-    gains = (
-        f"At {far} nats a completion, efficiency over that of `none` {'; '.join(said) or 'is shown above 1 nowhere'}"
-    )
     return f"{gains}; less efficient at every distance and size: {listed(never)}" if never else gains
 
 
