@@ -23,11 +23,10 @@ from otb_analysis.statistics import (
     pooled_statistics,
 )
 from otb_analysis.store import EXACT_ROWS, RunStore
+from otb_analysis.store.scopes import WHOLE, scope_of, unlike_scopes
 from otb_analysis.types import Gram
 
 NOT_MEASURED = "–"
-WHOLE = "all"
-"""The scope of a run that measured the gradient of all parameters."""
 FIDELITY_OF = {"token": "token energy w_t", "realized": "realized energy W_t"}
 FIDELITY_COLUMNS = (
     *("step", "group", "rollout", "t", "mask"),
@@ -157,31 +156,6 @@ def designs(stores: Sequence[RunStore]) -> dict[str, list[Gram]]:
             task = config.get("task", "task not stored")
             found.setdefault(f"{task}, groups of {size}{of_part}", []).append(gram)
     return found
-
-
-def scope_of(store: RunStore) -> str:
-    """Return whose parameters' gradient a run measured, as its configuration says; all where it does not say.
-
-    Args:
-        store: The run.
-    """
-    config: Any = store.info.get("config") or {}
-    measure = config.get("measure")
-    return str(measure.get("scope", WHOLE)) if isinstance(measure, dict) else WHOLE
-
-
-def unlike_scopes(stores: Sequence[RunStore]) -> str:
-    """Return which two runs measured gradients of other parameters, for a remedy to follow; empty where none did.
-
-    Args:
-        stores: The runs.
-    """
-    for other in stores[1:]:
-        own, its = scope_of(stores[0]), scope_of(other)
-        if its != own:
-            names = (stores[0].path.name, other.path.name)
-            return f"{names[0]} measured gradients of scope {own!r} but {names[1]} of {its!r}, which do not compare"
-    return ""
 
 
 def estimator_table(grams: Sequence[Gram], design: str, top: int | None = None) -> Table:

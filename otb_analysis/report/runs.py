@@ -7,10 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from otb_analysis.compare import scope_of, unlike_scopes
 from otb_analysis.diagnostics import StepSeries
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore, step_series
+from otb_analysis.store.scopes import scope_of, unlike_scopes
 
 
 @dataclass(frozen=True)
