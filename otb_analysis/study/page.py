@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from otb_analysis.errors import InputError
-from otb_analysis.study.folder import load_study, study_folders
+from otb_analysis.store import CommittedStudy, committed_studies
+from otb_analysis.store.studies import NOT_RUN
+from otb_analysis.study.folder import load_study
 from otb_analysis.study.record import Findings, Rows, Study
 from otb_analysis.study.results import COST, distinct, read_tables
 
@@ -54,7 +56,7 @@ def index_page(studies: Path) -> str:
     Args:
         studies: The folder that holds them.
     """
-    rows = [_index_row(folder, _results(folder)) for folder in study_folders(studies)]
+    rows = [_index_row(one) for one in committed_studies(studies)]
     return INDEX.format(rows="\n".join(rows))
 
 
@@ -95,13 +97,14 @@ def _minutes(minutes: float) -> str:
     return f"{minutes:.1f} min" if minutes < 10 else f"{minutes:.0f} min"
 
 
-def _index_row(folder: Path, tables: Mapping[str, Rows]) -> str:
-    study = load_study(folder)
-    if not tables:
-        return f"| [{folder.name}]({folder.name}/study.py) | {study.question} | not run yet | `{command(folder)}` | – |"
-    verdict = study.report(tables).verdict
-    link = f"[{folder.name}]({folder.name}/README.md)"
-    return f"| {link} | {study.question} | {verdict} | `{command(folder)}` | {minutes_words(tables[COST])} |"
+def _index_row(one: CommittedStudy) -> str:
+    """A study's row as its page has it, so that a study whose tables and page part leaves the others be."""
+    name = one.folder.name
+    if one.state == NOT_RUN:
+        return f"| [{name}]({name}/study.py) | {load_study(one.folder).question} | not run yet | `{one.command}` | – |"
+    cost = _results(one.folder).get(COST, ())
+    minutes = minutes_words(cost) if cost else "–"
+    return f"| [{name}]({name}/README.md) | {one.question} | {one.verdict} | `{one.command}` | {minutes} |"
 
 
 def _results(folder: Path) -> dict[str, Rows]:

@@ -14,10 +14,10 @@ from .study import CALIBRATION_SHARE, DIRECTIONS, ESTIMATORS, SOURCES, UPDATES
 
 STAGE_WORDS = {"init": "random init", "warm": "supervised start", "rl": "during RL"}
 COLORS: dict[str, str] = dict(zip(SOURCES, (ORANGE, AMBER, GREEN, BLUE), strict=True))
-PILOTED = "; but at random init they are prompts that {} other rollouts answer rightly sometimes, and sometimes not"
+PILOTED = " (except at random init, prompts of which of {} other rollouts some were right and some wrong)"
 HOW_TO_READ = """\
-Task: `chain_sum`; {prompts} prompts with {group} rollouts each, other ones at every stage and temperature{pilot};
-rollouts are sampled and scored at that temperature. *During RL* is after {steps} steps of `rloo` at temperature 1.
+Task: `chain_sum`; {prompts} prompts with {group} rollouts each, other ones at every stage and temperature{pilot}.
+Rollouts are sampled and scored at that temperature. *During RL* is after {steps} steps of `rloo` at temperature 1.
 Exact norms are over all parameters of the model (`token_score_norms`).
 
 - `proxy`: ‖e_y − π‖², from the forward pass. `calibrated`: c·proxy^b, fitted on exact norms of {calibration:.0%} of the
@@ -64,13 +64,13 @@ def verdict(agreement: Rows, efficiency: Rows, update: int) -> str:
     """Return the answer in one line: the efficiency that each source costs, and how well it follows exact norms."""
     kept = [row for row in _pooled(efficiency, update, "otb") if row["to_rloo"] is not None]
     proxy = select(kept, source="proxy")
+    exact = [row for row in select(kept, source="exact") if row["to_rloo_low"] is not None]
     others = "; ".join(_cost_words(source, select(kept, source=source)) for source in SOURCES if source != "proxy")
     stages = "; ".join(f"{STAGE_WORDS[stage]} {_followed(agreement, stage)}" for stage in distinct(agreement, "stage"))
     return (
         f"{_answer(proxy, update)} Other sources: {others}. `otb` with exact norms itself has "
-        f"{_span(select(kept, source='exact'), 'to_rloo')} of `rloo`'s efficiency "
-        f"({_shown(select(kept, source='exact'), 'to_rloo')}). Correlation of W_t with the exact one within "
-        f"(prompt, t), linear (of logarithms), temperature 1: {stages}."
+        f"{_span(exact, 'to_rloo')} of `rloo`'s efficiency ({_shown(exact, 'to_rloo')}). "
+        f"Correlation of W_t with the exact one within (prompt, t), linear (of logarithms), temperature 1: {stages}."
     )
 
 

@@ -74,8 +74,8 @@ def shared_evaluations(curves: Rows) -> Rows:
 
 
 def words_of(name: str) -> str:
-    """Return an arm in words."""
-    return ARMS[name].words
+    """Return an arm in words, as in `otb 16 × 4`."""
+    return ARMS[name].words.replace(",", "")
 
 
 def verdict(ratios: Rows, curves: Rows) -> str:
@@ -88,7 +88,7 @@ def verdict(ratios: Rows, curves: Rows) -> str:
     }
     said = []
     for words, holds in kinds.items():
-        own = [f"{words_of(n)} {difference_words(gap, 100, 1)}" for n, gap in gaps.items() if gap and holds(gap)]
+        own = [f"{words_of(n)} by {difference_words(gap, 100, 1)}" for n, gap in gaps.items() if gap and holds(gap)]
         said += [f"{words} {', '.join(own)}"] if own else []
     return (
         f"On equally many rollouts {words_of(BASE)} {'; '.join(said)} (points of held-out success, mean over the run). "
@@ -193,4 +193,4 @@ def mean_curve(rows: Rows) -> Curve:
     ends = [interval_columns("x", one) for one in found]
     y, low, high = ([known(end[f"x{side}"]) for end in ends] for side in ("", "_low", "_high"))
     tokens = [float(np.mean([row["n_tokens"] for row in point])) / 1000 for point in at]
-    return Curve(tokens, y, arm.words, low, high, arm.color, dashed=arm.group == LARGE_GROUP)
+    return Curve(tokens, y, words_of(rows[0]["arm"]), low, high, arm.color, dashed=arm.group == LARGE_GROUP)

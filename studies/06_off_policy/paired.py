@@ -49,7 +49,7 @@ def with_q(rows: Rows, p_value: str) -> Rows:
     """Return rows with `q`: the least rate of false discoveries at which each stands among all; None where untested."""
     tested = [row[p_value] for row in rows if row[p_value] is not None]
     q = iter(stats.false_discovery_control(tested, method="by") if tested else ())
-    return [row | {"q": None if row[p_value] is None else float(next(q))} for row in rows]
+    return [dict(row) | {"q": None if row[p_value] is None else float(next(q))} for row in rows]
 
 
 def shown(row: Mapping[str, Any], name: str) -> str:
