@@ -88,13 +88,18 @@ def verdict(ratios: Rows, curves: Rows) -> str:
     }
     said = []
     for words, holds in kinds.items():
-        own = [f"{words_of(n)} by {difference_words(gap, 100, 1)}" for n, gap in gaps.items() if gap and holds(gap)]
+        own = [_gap_words(name, gap) for name, gap in gaps.items() if gap and holds(gap)]
         said += [f"{words} {', '.join(own)}"] if own else []
     return (
         f"On equally many rollouts {words_of(BASE)} {'; '.join(said)} (points of held-out success, mean over the run). "
         f"One update: {_ratio_words(ratios, BASE, 'mean32')}, an eighth of its rollouts; at as many rollouts "
         f"{_ratio_words(ratios, 'otb4-wide', 'mean32')} and {_ratio_words(ratios, 'otb4-wide', 'rloo4-wide')}."
     )
+
+
+def _gap_words(name: str, gap: Interval) -> str:
+    ends = "" if gap.low is None or gap.high is None else f"; {100 * gap.low:+.1f} to {100 * gap.high:+.1f}"
+    return f"{words_of(name)} ({100 * gap.estimate:+.1f}{ends})"
 
 
 def _ratio_words(ratios: Rows, name: str, other: str) -> str:

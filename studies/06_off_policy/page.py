@@ -80,7 +80,7 @@ of the whole rollouts' ratios, as a share."""
 def compared(sampled: Rows) -> Rows:
     """Return the rows of the trained model, those with the baseline `rloo` with the q-value of their difference."""
     tested = iter(with_q(select(sampled, baseline="rloo"), "against_none_p"))
-    return [next(tested) if row["baseline"] == "rloo" else row | {"q": None} for row in sampled]
+    return [next(tested) if row["baseline"] == "rloo" else dict(row) | {"q": None} for row in sampled]
 
 
 def verdict(pairs: Rows, levels: Rows, sampled: Rows) -> str:
