@@ -42,6 +42,8 @@ POOLS = """\
 An update of 64 or of 512 rollouts, cut from the same pools into groups of 4 or of 32: more prompts, or more rollouts of
 each. Efficiency is the share of the update that points along ∇J. Raw variance rewards an estimator for taking smaller
 steps (c is their length along ∇J); SF and efficiency do not. Intervals are over {clusters} prompts."""
+AHEAD_OF = ("mean32", "rloo4")
+"""Arms whose distance from it the figure shows."""
 RATIOS = """\
 Each arm's whole update over another's, on the same pools: a ratio of SFs or raw variances below 1, or of efficiencies
 above 1, is calmer. Intervals leave each prompt out of both. An update of 16 × 32 or 128 × 4 has 512 rollouts, one of
@@ -183,19 +185,37 @@ def curves_table(curves: Rows) -> str:
 
 
 def figure(curves: Rows) -> str:
-    """Draw mean learning curves over thousands of sampled tokens, with intervals over seeds."""
-    return svg([
-        Panel("Held-out success", "mean over seeds, 95 % interval", "thousand tokens sampled",
-              [mean_curve(select(curves, arm=name)) for name in distinct(curves, "arm")], percent=True)
-    ])  # fmt: skip
+    """Draw mean learning curves over thousands of sampled tokens, and how far the small `otb` groups are ahead."""
+    names = distinct(curves, "arm")
+    ahead = [gap_curve(shared_evaluations(curves), name) for name in names if name in AHEAD_OF]
+    return svg(
+        [
+            Panel("Held-out success", "mean over seeds", "thousand tokens sampled",
+                  [mean_curve(select(curves, arm=name)) for name in names], percent=True),
+            Panel(f"{words_of(BASE)} minus others", "points, same seeds, 95 % interval", "thousand rollouts", ahead,
+                  rules=[(0.0, "")], percent=True),
+        ],
+        columns=2,
+    )  # fmt: skip
 
 
 def mean_curve(rows: Rows) -> Curve:
-    """Return an arm's mean learning curve with Student's band over seeds."""
+    """Return an arm's mean learning curve; seeds differ in all arms alike, so the other panel has intervals."""
     arm, steps = ARMS[rows[0]["arm"]], sorted(distinct(rows, "step"))
     at = [select(rows, step=step) for step in steps]
-    found = [seed_mean([row["success"] for row in point], "held-out success", "logit") for point in at]
-    ends = [interval_columns("x", one) for one in found]
+    y, x = ([float(np.mean([row[name] for row in point])) for point in at] for name in ("success", "n_tokens"))
+    thousands = [tokens / 1000 for tokens in x]
+    return Curve(thousands, y, words_of(rows[0]["arm"]), color=arm.color, dashed=arm.group == LARGE_GROUP)
+
+
+def gap_curve(shared: Rows, name: str) -> Curve:
+    """Return the paired difference of the small `otb` groups from an arm at each evaluation that both have."""
+    rollouts = sorted(distinct(select(shared, arm=BASE), "n_rollouts"))
+    ends = []
+    for count in rollouts:
+        own, other = (
+            {row["seed"]: row["success"] for row in select(shared, arm=arm, n_rollouts=count)} for arm in (BASE, name)
+        )
+        ends.append(interval_columns("x", paired_difference(own, other, f"held-out success of {BASE} minus {name}")))
     y, low, high = ([known(end[f"x{side}"]) for end in ends] for side in ("", "_low", "_high"))
-    tokens = [float(np.mean([row["n_tokens"] for row in point])) / 1000 for point in at]
-    return Curve(tokens, y, words_of(rows[0]["arm"]), low, high, arm.color, dashed=arm.group == LARGE_GROUP)
+    return Curve([n / 1000 for n in rollouts], y, f"minus {words_of(name)}", low, high, ARMS[name].color)
