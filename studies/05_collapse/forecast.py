@@ -12,7 +12,8 @@ from .survival import calm, listed, staged
 
 CONDITIONS = ("sampling_certificate", "ratio_tails")
 """Call old rollouts themselves, which every staged run has and no calm one: no forecast."""
-TESTED = tuple(name for name in DETECTORS if name not in CONDITIONS)
+MISSING = "not measured"
+"""Level of a detector whose quantity the run did not record: neither blind nor tested."""
 LEVEL = 0.05
 ALL_SIGNS = 100_000
 """More than the 2^16 of sixteen seeds, so that every combination is tried."""
@@ -100,10 +101,21 @@ def holm(p_values: list[float]) -> list[float]:
     return adjusted.tolist()
 
 
+def measured(detectors: Rows) -> list[str]:
+    """Return the detectors that had what they read in some run."""
+    return [name for name in DETECTORS if any(row["level"] != MISSING for row in select(detectors, detector=name))]
+
+
+def tested(detectors: Rows) -> list[str]:
+    """Return the detectors that are tested: measured, and no detector of the staged conditions themselves."""
+    return [name for name in measured(detectors) if name not in CONDITIONS]
+
+
 def adjusted_p(runs: Rows, detectors: Rows) -> dict[str, float]:
     """Return the adjusted p-value of each tested detector."""
-    raw = [p_value(seed_differences(runs, detectors, name)) for name in TESTED]
-    return dict(zip(TESTED, holm(raw), strict=True))
+    names = tested(detectors)
+    raw = [p_value(seed_differences(runs, detectors, name)) for name in names]
+    return dict(zip(names, holm(raw), strict=True))
 
 
 def forecast(runs: Rows, detectors: Rows) -> str:
@@ -111,7 +123,7 @@ def forecast(runs: Rows, detectors: Rows) -> str:
     shown = [name for name, p in adjusted_p(runs, detectors).items() if p <= LEVEL]
     said = [f"beforehand {', '.join(hits_words(runs, detectors, name) for name in shown)}"] if shown else []
     said = said or ["no detector is shown to tell runs that collapse from calm ones beforehand"]
-    blind = [name for name in TESTED if not called(collapsed(runs), detectors, name)]
+    blind = [name for name in tested(detectors) if not called(collapsed(runs), detectors, name)]
     said += [f"{listed(blind)} never call{'s' * (len(blind) == 1)} this collapse, not even afterwards"] if blind else []
     return "; ".join(said)
 
@@ -127,8 +139,11 @@ def detectors_table(runs: Rows, detectors: Rows) -> str:
     """Return how often each detector called a collapse in time, at all, and runs that had none."""
     broken, quiet = collapsed(runs), still_calm(runs)
     pending = [row for row in staged(runs) if row["collapse"] is None]
-    adjusted, lines = adjusted_p(runs, detectors), []
+    adjusted, known, lines = adjusted_p(runs, detectors), measured(detectors), []
     for name in DETECTORS:
+        if name not in known:
+            lines.append([f"`{name}`", MISSING, *["–"] * 5])
+            continue
         leads = leads_of(runs, detectors, name)
         counts = [f"{called(rows, detectors, name)} of {len(rows)}" for rows in (broken, pending, quiet)]
         p = f"{adjusted[name]:.3f}" if name in adjusted else "–"

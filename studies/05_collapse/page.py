@@ -9,7 +9,7 @@ from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.study import Findings, Rows, distinct, select
 
 from .fatal import control_table, fatal_table, paired
-from .forecast import TESTED, detectors_table, forecast, signals_table, signals_words, still_calm
+from .forecast import detectors_table, forecast, signals_table, signals_words, still_calm, tested
 from .study import ARMS, CALM_RATE, LONG
 from .survival import c_words, calm, contrasts_table, needed_words, staged, survival_table, survival_verdict
 
@@ -21,7 +21,7 @@ def report(tables: Mapping[str, Rows]) -> Findings:
     own = staged(runs)
     parts = ["## Survival", how(runs, projection), survival_table(own)]
     parts += [LIFETIMES, contrasts_table(own), needed_words(own, projection), horizon(own, signals)]
-    parts += ["## Detectors", warning(runs), detectors_table(runs, detectors)]
+    parts += ["## Detectors", warning(runs, detectors), detectors_table(runs, detectors)]
     parts += [signals_words(runs, signals), signals_table(runs, signals)]
     parts += ["## The fatal step", FATAL, fatal_table(attribution)] if attribution else []
     parts += [CONTROL, control_table(attribution)] if paired(attribution) else []
@@ -52,7 +52,8 @@ same starts, on rollouts of its own policy, at a constant {rate:g}; {quiet} of i
 those are counted, with calls at any of their steps. `sampling_certificate` and `ratio_tails` call the old
 rollouts, which all staged runs have and no calm one: no forecast of when. p: is the share called in time larger than
 the share of calm runs called? The runs of a seed share its start, so that seeds are compared: by all signs of their
-differences, one-sided, adjusted by Holm over the other {tested} detectors."""
+differences, one-sided, adjusted by Holm over the {tested} detectors that are left. `not measured`: exact norms, which
+`tail_index` reads, were not."""
 FATAL = """\
 The step with the largest ‖ḡ‖ of the last 6 attributed ones up to the collapse (every second step is one), over the runs
 that collapsed: median (range). The usual ‖ḡ‖ is the median of all steps before those 6. Shares of tokens and of failed
@@ -81,9 +82,10 @@ def horizon(runs: Rows, signals: Rows) -> str:
     return HORIZON.format(long=seeds, low=LONG.terms_min, high=LONG.terms_max, tokens=tokens, usual=usual)
 
 
-def warning(runs: Rows) -> str:
+def warning(runs: Rows, detectors: Rows) -> str:
     """Return how detectors are judged, in words."""
-    return WARNING.format(rate=CALM_RATE, quiet=len(still_calm(runs)), all=len(calm(runs)), tested=len(TESTED))
+    count = len(tested(detectors))
+    return WARNING.format(rate=CALM_RATE, quiet=len(still_calm(runs)), all=len(calm(runs)), tested=count)
 
 
 def figure(curves: Rows) -> str:

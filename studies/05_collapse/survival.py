@@ -87,9 +87,9 @@ def survival_verdict(runs: Rows, projection: Rows) -> str:
     against = [own for own, base in contrasts_of(runs) if base == SHORTER]
     gained = ", ".join(f"`{name}` {contrast_words(runs, name, SHORTER)}" for name in against)
     c = c_words(projection)
-    said = f"Collapsed: {counted}; steps survived beyond `scaled`, whose steps are c = {c} times as long as `rloo`'s"
+    beyond = f"steps survived beyond `scaled`, whose steps are c = {c} times as long as `rloo`'s"
     others = [f"`{own}` − `{base}` {contrast_words(runs, own, base)}" for own, base in ASKED if own in arms]
-    return f"{said}: {gained}; {explained(runs, against)}; {', '.join(others)}"
+    return f"{explained(runs, against)}: {beyond}, {gained}; {', '.join(others)}; collapsed: {counted}"
 
 
 def explained(runs: Rows, names: list[str]) -> str:
@@ -98,8 +98,8 @@ def explained(runs: Rows, names: list[str]) -> str:
     longer = [name for name, one in found.items() if one is not None and one.low is not None and one.low > 0]
     rest = [name for name in names if name not in longer]
     if not longer:
-        return "none is shown to outlast these shorter steps"
-    said = f"{listed(longer)} outlast{'s' * (len(longer) == 1)} what these shorter steps explain"
+        return "No arm is shown to outlast shorter steps"
+    said = f"{listed(longer)} outlast{'s' * (len(longer) == 1)} what shorter steps explain"
     return said + (f", {listed(rest)} {'is' if len(rest) == 1 else 'are'} not shown to" if rest else "")
 
 

@@ -101,9 +101,11 @@ def test_needed_c_is_the_ratio_of_mean_lifetimes(parts):
 
 
 def watched(detector, steps):
-    """Rows of one detector for the runs in their order."""
+    """Rows of one detector for the runs in their order; one without steps was not measured."""
+    level = "ok" if steps is not None else "not measured"
+    steps = [None] * len(RUNS) if steps is None else steps
     return [
-        {"arm": row["arm"], "seed": row["seed"], "detector": detector, "watch": at}
+        {"arm": row["arm"], "seed": row["seed"], "detector": detector, "watch": at, "level": level}
         for row, at in zip(RUNS, steps, strict=True)
     ]
 
@@ -124,6 +126,13 @@ def test_a_call_after_the_collapse_is_no_forecast_but_not_blind(parts):
     assert forecast.seed_differences(RUNS, rows, "length_drift") == pytest.approx([2 / 3, -1])
     blind = "`gradient_surge`, `entropy_collapse`, `zero_variance_groups`, `tail_index` and `clip_fraction` never call"
     assert blind in forecast.forecast(RUNS, rows)
+
+
+def test_detector_that_was_not_measured_is_neither_blind_nor_tested(parts):
+    forecast = parts["forecast"]
+    rows = all_detectors(parts, tail_index=None)
+    assert "tail_index" not in forecast.forecast(RUNS, rows) and "tail_index" not in forecast.tested(rows)
+    assert "| `tail_index` | not measured | – | – | – | – | – |" in forecast.detectors_table(RUNS, rows)
 
 
 def test_calm_run_that_collapses_is_no_false_alarm(parts):
@@ -182,8 +191,8 @@ def test_page_says_whether_shorter_steps_explain(parts):
         "curves": [{"arm": row["arm"], "seed": row["seed"], "step": 0, "reward": 0.5} for row in RUNS],
     }  # fmt: skip
     found = parts["page"].report(tables)
-    assert found.verdict.startswith("Collapsed: `rloo` 2 of 2, `scaled` 2 of 2, `otb` 1 of 2; ")
-    assert "c = 0.50 (0.40–0.60) times as long as `rloo`'s: `otb` at least +41 (" in found.verdict
-    assert "none is shown to outlast these shorter steps" in found.verdict
+    assert "; collapsed: `rloo` 2 of 2, `scaled` 2 of 2, `otb` 1 of 2; " in found.verdict
+    assert "c = 0.50 (0.40–0.60) times as long as `rloo`'s, `otb` at least +41 (" in found.verdict
+    assert found.verdict.startswith("No arm is shown to outlast shorter steps")
     assert "The horizon was not varied" in found.body
     assert "entropy 1.00 → 2.00 → 1.00 nats, above the first in 5 and 0 of 5 runs" in found.body
