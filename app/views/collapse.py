@@ -132,9 +132,9 @@ with page("Collapse", "Is training about to fall apart, since when, and which to
     chart(plot_collapse(info, log_y=log_y, marks=marks), "collapse", curves_table(info))
     st.caption(
         "Lines are running means, recorded values stand faintly behind them; stars and crosses are first firings, "
-        "triangles change points, which are dated in hindsight. Pareto-k ≥ .5 on token energies makes the "
-        "standard error of a variance estimate unreliable; infinite gradient variance needs k ≥ 1. A group whose "
-        "rewards are all equal has no gradient under any group baseline."
+        "triangles change points, which are dated in hindsight. Pareto-k of exact norms ≥ .5 makes the standard "
+        "error of a variance estimate unreliable, ≥ 1 the variance of the gradient infinite; the proxy is bounded, so "
+        "that of the proxy says neither. A group whose rewards are all equal has no gradient under any group baseline."
     )
     advice(chosen)
     try:

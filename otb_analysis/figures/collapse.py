@@ -40,7 +40,8 @@ DEGENERATE = {
 }
 """What is legal and yet nothing to learn or to measure from; counted, never an error."""
 CLIP_WINDOW = 20
-HEAVY_TAIL = 0.5
+INFINITE = 1.0
+"""Pareto-k of exact energies from which on the gradient's variance is infinite; the bounded proxy has no such line."""
 
 
 def derived(steps: pd.DataFrame) -> pd.DataFrame:
@@ -85,7 +86,7 @@ def degenerate_table(steps: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def plot_collapse(info: CurvesInfo, *, log_y: bool = False, marks: Sequence[Mark] = ()) -> go.Figure:
-    """Draw small multiples; the Pareto-k panel marks .5, above which a variance's standard error means little.
+    """Draw small multiples; the panel of the exact Pareto-k marks 1, from which on the gradient's variance is infinite.
 
     Args:
         info: From `collapse_info`.
@@ -93,11 +94,11 @@ def plot_collapse(info: CurvesInfo, *, log_y: bool = False, marks: Sequence[Mark
         marks: First firings and change points, from `alarm_marks`.
     """
     figure = add_marks(plot_curves(info, columns=3, log_y=log_y), info, marks, 3)
-    index = next(i for i, q in enumerate(info.quantities) if q.column == "energy_tail_k")
+    index = next(i for i, q in enumerate(info.quantities) if q.column == "exact_tail_k")
     if info.curves[index] and not log_y:
         figure.add_hline(
-            y=HEAVY_TAIL, line={"dash": "dot", "width": 1, "color": RULE}, opacity=0.6, **place(index, 3),
-            annotation={"text": "heavy above .5", "font": {"size": 11}, "yanchor": "bottom", "xanchor": "left"},
+            y=INFINITE, line={"dash": "dot", "width": 1, "color": RULE}, opacity=0.6, **place(index, 3),
+            annotation={"text": "infinite variance", "font": {"size": 11}, "yanchor": "bottom", "xanchor": "left"},
             annotation_position="top left",
         )  # fmt: skip
     return figure

@@ -75,6 +75,14 @@ def test_collapse_has_titled_panels_and_one_legend_entry_a_run(steps):
     assert [t.name for t in figure.data if t.showlegend] == ["a", "b"]
 
 
+def test_only_the_tail_of_exact_norms_has_a_line_of_infinite_variance(steps):
+    proxy_only = plot_collapse(collapse_info({"a": steps}, {"a": "otb"}))
+    both = plot_collapse(collapse_info({"a": steps.assign(exact_tail_k=steps["energy_tail_k"])}, {"a": "otb"}))
+    lines = [line for line in both.layout.shapes if line.y0 == line.y1 == 1.0]
+    assert len(lines) == 1 and not [line for line in proxy_only.layout.shapes if line.y0 == line.y1 == 1.0]
+    assert "infinite variance" in [note.text for note in both.layout.annotations]
+
+
 def test_panel_without_data_says_not_recorded(steps):
     figure = plot_collapse(collapse_info({"a": steps}, {"a": "otb"}))
     notes = [note for note in figure.layout.annotations if note.text == "not recorded"]
