@@ -83,16 +83,20 @@ def _different(rows: Rows, policy: str) -> set[Label]:
 def verdict(rows: Rows) -> str:
     """Return the answer in one line: who differs from `rloo`, `otb` over no baseline, what raw variance says."""
     size, policies = _shown_sizes(rows)[0], distinct(rows, "policy")
-    named = [row for row in rows if row["estimator"] in FAMILY and row["source"] != "proxy" and row["size"] == size]
+    named = [row for row in rows if row["estimator"] in FAMILY and row["size"] == size]
     shown = [row for policy in policies for row in _rows_of(named, policy, _different(named, policy))]
-    bare = ", ".join(
-        f"{column_words(row, 'gain_bare')} on `{row['policy']}`" for row in named if row["estimator"] == "otb"
+    bare = "; ".join(
+        f"with {words} "
+        + ", ".join(
+            f"{column_words(r, 'gain_bare')} on `{r['policy']}`" for r in select(named, estimator="otb", source=s)
+        )
+        for s, words in (("proxy", "the proxy, as published,"), ("exact", "exact norms"))
     )
     return (
         f"In updates of {HEAD} prompts with groups of {size}, efficiency is shown to be above that of `rloo` for "
-        f"{_counts(shown, True)}, below it for {_counts(shown, False)} (of {len(policies)} policies; "
-        f"{', '.join(f'`{name}`' for name in FAMILY)} were tested, false discovery rate 5 %). Over no baseline at all "
-        f"`otb`'s efficiency is {bare}. {_raw_variance_words(rows)}"
+        f"{_counts(shown, True)}, below it for {_counts(shown, False)} (of {len(policies)} policies; tested were "
+        f"{', '.join(f'`{name}`' for name in FAMILY)}, with the proxy and with exact norms, false discovery rate 5 %). "
+        f"Over no baseline at all `otb`'s efficiency is {bare}. {_raw_variance_words(rows)}"
     )
 
 
@@ -101,9 +105,9 @@ def _rows_of(rows: Rows, policy: str, labels: set[Label]) -> Rows:
 
 
 def _counts(shown: Rows, above: bool) -> str:
-    """On how many policies each estimator is shown to be above, or below."""
-    own = [row["estimator"] for row in shown if (row[f"gain{HEAD}"] > 1) == above]
-    return ", ".join(f"`{name}` on {own.count(name)}" for name in FAMILY if name in own) or "none"
+    """On how many policies each estimator, by its energies, is shown to be above, or below."""
+    own = [_name(row["estimator"], row["source"]) for row in shown if (row[f"gain{HEAD}"] > 1) == above]
+    return ", ".join(f"{name} on {own.count(name)}" for name in dict.fromkeys(own)) or "none"
 
 
 def _raw_variance_words(rows: Rows) -> str:
@@ -112,8 +116,8 @@ def _raw_variance_words(rows: Rows) -> str:
     lower = [row for row in compared if row["variance_high"] < 1]
     return (
         f"Raw variance is shown below that of `rloo` in {len(lower)} of {len(compared)} rows (all estimators, N, "
-        f"policies), variance at equal progress in {sum(row['sf_high'] < 1 for row in lower)} of those, and above it "
-        f"in {sum(row['sf_low'] > 1 for row in lower)}."
+        f"policies, each at 95 %), variance at equal progress in {sum(row['sf_high'] < 1 for row in lower)} of those, "
+        f"and above it in {sum(row['sf_low'] > 1 for row in lower)}."
     )
 
 

@@ -41,7 +41,8 @@ def report(tables: Mapping[str, Rows]) -> Findings:
 POOLS = """\
 An update of 64 or of 512 rollouts, cut from the same pools into groups of 4 or of 32: more prompts, or more rollouts of
 each. Efficiency is the share of the update that points along ∇J. Raw variance rewards an estimator for taking smaller
-steps (c is their length along ∇J); SF and efficiency do not. Intervals are over {clusters} prompts."""
+steps (c is their length along ∇J); SF and efficiency do not. `otb` weighs by the forward-only proxy, here and in
+training. Intervals are over {clusters} prompts."""
 AHEAD_OF = ("mean32", "rloo4")
 """Arms whose distance from it the figure shows."""
 RATIOS = """\
