@@ -86,7 +86,8 @@ def _advice(_run: Run, path: str, stamp: str) -> str | None:
     try:
         config = data.config(_run)
         smaller = data.store(_run).subgroup_grams()
-        found = advise_run(grams, smaller, trained_label(config), n_rollouts=update_rollouts(config))
+        present = trained_label(config, [label for gram in grams.values() for label in gram.labels])
+        found = advise_run(grams, smaller, present, n_rollouts=update_rollouts(config))
     except InputError as error:
         return f"Not known: {error}"
     return f"{found.reason} {found.sizes_line}"

@@ -8,12 +8,15 @@ import pandas as pd
 import streamlit as st
 from listing import Run
 
-from otb_analysis.figures import FidelityInfo, fidelity_info, headline_info, statistics_table
+from otb_analysis.diagnostics import trained_label
+from otb_analysis.errors import InputError
+from otb_analysis.estimators import proved
+from otb_analysis.figures import FidelityInfo, conclusion_sentences, fidelity_info, headline_info, statistics_table
 from otb_analysis.figures.fidelity import SOURCES, exact_norms
 from otb_analysis.figures.runs import Headline
-from otb_analysis.statistics import Interval, gain_lost
+from otb_analysis.statistics import Interval, conclude, gain_lost
 from otb_analysis.store import EXACT_ROWS, RunStore
-from otb_analysis.types import Gram
+from otb_analysis.types import Gram, Proved
 
 MAX_WINDOW = 10
 """Most measured steps that one point pools."""
@@ -91,7 +94,43 @@ def grams(run: Run) -> dict[int, Gram]:
 
 @st.cache_data(max_entries=64, show_spinner="Computing intervals …")
 def _statistics(path: str, stamp: str, window: int) -> pd.DataFrame:
-    return statistics_table(_grams(path, stamp), window)
+    grams = _grams(path, stamp)
+    return statistics_table(grams, window, _known(path, stamp))
+
+
+def _known(path: str, stamp: str) -> Proved:
+    labels = {label for gram in _grams(path, stamp).values() for label in gram.labels}
+    return proved(labels, _config(path, stamp))
+
+
+def known(run: Run) -> Proved:
+    """Return what is proved of a run's estimators.
+
+    Args:
+        run: A readable run.
+    """
+    return _known(run.path, run.stamp)
+
+
+@st.cache_data(max_entries=64, show_spinner="Comparing the estimators …")
+def _conclusion(path: str, stamp: str) -> tuple[str, ...]:
+    config, grams = _config(path, stamp), list(_grams(path, stamp).values())
+    if not grams:
+        return ()
+    try:
+        trained = [trained_label(config, [label for gram in grams for label in gram.labels])]
+    except InputError:  # a run of somebody else's tool need not name one of ours
+        trained = []
+    return conclusion_sentences(conclude(grams, _known(path, stamp), first=trained), trained, config)
+
+
+def conclusion(run: Run) -> tuple[str, ...]:
+    """Return what a run's comparisons with rloo say, in three sentences; none where no step was measured.
+
+    Args:
+        run: A readable run.
+    """
+    return _conclusion(run.path, run.stamp)
 
 
 def statistics(run: Run, window: int) -> pd.DataFrame:

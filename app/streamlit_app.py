@@ -40,7 +40,7 @@ def offer_runs(folder: Path, table: pd.DataFrame) -> None:
     st.session_state.update(_runs=table, _selection=chosen, _any=bool(runs))
     follow(chosen)
     st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(folder))}")
-    st.sidebar.button("Look again", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
+    st.sidebar.button("Reload runs", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
 
 
 def no_runs(folder: Path) -> None:

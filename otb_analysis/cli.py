@@ -1,5 +1,6 @@
 """`otb`: one command per job. `otb COMMAND --help` explains each field."""
 
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,10 @@ from rich.console import Console
 from otb_analysis.bench.config import (
     AlarmsConfig,
     AnyBenchConfig,
+    DemoSeedsConfig,
     EngineConfig,
     EstimatorsConfig,
+    GramConfig,
     LogitsConfig,
     SampledConfig,
     ScoreSketchConfig,
@@ -24,7 +27,8 @@ from otb_analysis.bench.config import (
     TrainBenchConfig,
 )
 from otb_analysis.config import DemoConfig, TrainConfig
-from otb_analysis.errors import STOPS, InputError, nearest
+from otb_analysis.errors import STOPS, InputError, Interrupted, nearest
+from otb_analysis.phases import phase
 from otb_analysis.reading import (
     TABLE_WIDTH,
     attribution_command,
@@ -34,6 +38,7 @@ from otb_analysis.reading import (
     report_command,
 )
 from otb_analysis.serve import DashboardConfig, serve
+from otb_analysis.watching import shown
 
 USAGE = """\
 otb – the gradient-variance microscope for LLM reinforcement learning
@@ -59,6 +64,8 @@ BenchConfig = (
     | Annotated[LogitsConfig, tyro.conf.subcommand("logits")]
     | Annotated[EngineConfig, tyro.conf.subcommand("engine")]
     | Annotated[SampledConfig, tyro.conf.subcommand("sampled")]
+    | Annotated[DemoSeedsConfig, tyro.conf.subcommand("demo-seeds")]
+    | Annotated[GramConfig, tyro.conf.subcommand("gram")]
     | Annotated[SketchConfig, tyro.conf.subcommand("sketch")]
     | Annotated[ScoreSketchConfig, tyro.conf.subcommand("score-sketch")]
     | Annotated[AlarmsConfig, tyro.conf.subcommand("alarms")]
@@ -74,8 +81,8 @@ class StudyConfig:
     Stopped, it goes on with the same command; finished cells are kept in runs/studies/.
     """
 
-    name: Annotated[str, tyro.conf.Positional]
-    """Name, number or slug of a study: 00_training, 0 or training."""
+    name: Annotated[str, tyro.conf.Positional] = ""
+    """Name, number or slug of a study: 00_training, 0 or training; without one the studies are listed."""
     quick: bool = False
     """Run all of it at reduced constants in less than two minutes, into --out or a temporary directory."""
     out: Path | None = None
@@ -105,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except STOPS as error:
         sys.stderr.write(f"otb: {error}\n")
         return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("otb: stopped; complete steps are kept.\n")
+    except KeyboardInterrupt as stop:
+        sys.stderr.write(f"otb: {str(stop) or 'stopped.'}\n")
         return 130
     return 0
 
@@ -120,35 +127,41 @@ def train_command(words: Sequence[str]) -> None:
     words, file = _without_config(words)
     default = TrainConfig() if file is None else from_toml(TrainConfig, file)
     config = _parsed(TrainConfig, "train", words, default, getdoc(train_command))
-    from otb_analysis.demo import drawn, progress_bars
-    from otb_analysis.models import quiet_loading
-    from otb_analysis.training.loop import train
-    from otb_analysis.training.processes import leads
-
-    quiet_loading()
-    if not leads():  # the first process speaks for all
-        train(config)
+    if os.environ.get("RANK", "0") != "0":  # the first process speaks for all
+        _trained(config)
         return
-    console = Console()
-    with progress_bars(console) as bars:
-        task = bars.add_task("starting", total=None)
-        path = train(config, drawn(bars, task))
-    from otb_analysis.compare import learning_table
-    from otb_analysis.store import RunStore
+    with shown(), phase("otb train") as whole:
+        path = _trained(config, whole)
+        with phase("reading the run"):
+            from otb_analysis.compare import learning_table
+            from otb_analysis.store import RunStore
 
-    Console(width=max(console.width, TABLE_WIDTH)).print(learning_table([RunStore(path)]))
+            table = learning_table([RunStore(path)])
+    console = Console()
+    Console(width=max(console.width, TABLE_WIDTH)).print(table)
     console.print(f"{path} is complete; look at it with: otb compare {path.name} --root {path.parent}", soft_wrap=True)
+
+
+def _trained(config: TrainConfig, *bar: Any) -> Path:
+    with phase("loading PyTorch and transformers"):
+        from otb_analysis.models import quiet_loading
+        from otb_analysis.training.loop import train
+    quiet_loading()
+    try:
+        return train(config, *bar)
+    except KeyboardInterrupt as stop:  # what a run keeps, it says itself
+        raise Interrupted(str(stop) or "stopped; nothing was written.") from None
 
 
 def demo_command(words: Sequence[str]) -> None:
     """Train twice, compare, serve."""
     config = _parsed(DemoConfig, "demo", words, DemoConfig())
-    from otb_analysis.demo import run_demo
-    from otb_analysis.models import quiet_loading
-
+    with shown(), phase("loading PyTorch and transformers"):
+        from otb_analysis.demo import run_demo
+        from otb_analysis.models import quiet_loading
     quiet_loading()
     console = Console()
-    print_comparison(run_demo(config, console), console)
+    print_comparison(run_demo(config), conclude_last=True)
     if config.serve:
         serve(DashboardConfig(config.root, config.port))
     else:
@@ -160,12 +173,13 @@ def bench_command(words: Sequence[str]) -> None:
     config: AnyBenchConfig = tyro.cli(
         cast(Any, BenchConfig), prog="otb bench", description=bench_command.__doc__, args=list(words), config=()
     )
-    from otb_analysis.bench.publish import bench_table, publish
-    from otb_analysis.bench.run import run_bench
-    from otb_analysis.models import quiet_loading
+    with shown(), phase(f"otb bench {words[0]}"):
+        from otb_analysis.bench.publish import bench_table, publish
+        from otb_analysis.bench.run import run_bench
+        from otb_analysis.models import quiet_loading
 
-    quiet_loading()
-    report = run_bench(config)
+        quiet_loading()
+        report = run_bench(config)
     Console(width=TABLE_WIDTH).print(bench_table(report))
     if config.out is not None:
         publish(config.out, report)
@@ -174,18 +188,21 @@ def bench_command(words: Sequence[str]) -> None:
 def study_command(words: Sequence[str]) -> None:
     """Run a study."""
     config: StudyConfig = tyro.cli(StudyConfig, prog="otb study", args=list(words), config=())
-    from otb_analysis.study.folder import find_studies_folder, find_study
+    with shown(), phase("starting") as whole:
+        from otb_analysis.models import quiet_loading
+        from otb_analysis.study.folder import find_studies_folder, find_study
+        from otb_analysis.study.run import Setting, run_study
 
-    folder = find_study(config.name, find_studies_folder())
-    from otb_analysis.demo import drawn, progress_bars
-    from otb_analysis.models import quiet_loading
-    from otb_analysis.study.run import Setting, run_study
-
-    quiet_loading()
+        folder = find_study(config.name, find_studies_folder())
+        quiet_loading()
+        try:
+            written = run_study(folder, Setting(config.quick, config.out, config.only, config.render), whole)
+        except KeyboardInterrupt:
+            kept = (
+                "nothing of a quick study is kept" if config.quick else "finished cells are kept for the same command"
+            )
+            raise Interrupted(f"stopped; {kept}.") from None
     console = Console()
-    setting = Setting(config.quick, config.out, config.only, config.render)
-    with progress_bars(console) as bars:
-        written = run_study(folder, setting, drawn(bars, bars.add_task("starting", total=None)))
     told = f"{written / 'README.md'} is written." if written else "The cells are kept; others are still missing."
     console.print(told, soft_wrap=True)
 

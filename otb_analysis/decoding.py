@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from otb_analysis.phases import advance, count_to
+
 ROOM, SHARE = 32, 4
 """A full cache grows by ROOM columns or by one SHARE-th of its length, whichever is more."""
 SPARSE = 0.8
@@ -97,6 +99,7 @@ def _draw(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw)
     rows, ended = torch.arange(n, device=device), torch.zeros(n, dtype=torch.bool, device=device)
     tokens = torch.full((n, draw.max_new_tokens), draw.pad, device=device)
     logprobs = torch.zeros(n, draw.max_new_tokens, device=device)
+    count_to(draw.max_new_tokens, "token", at_most=True)
     for t in range(draw.max_new_tokens):
         scores = batch.logits.float() / draw.temperature
         bad = ~scores.isfinite().all(-1) & ~ended
@@ -115,6 +118,7 @@ def _draw(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw)
             batch.select(kept)
             rows, ended, token = rows[kept], ended[kept], token[kept]
         batch.append(token)
+        advance()
     return Drawn(tokens, logprobs)
 
 
@@ -184,8 +188,11 @@ class _InPlace(DynamicLayer):
 
     def select(self, rows: Tensor) -> None:
         """Go on with some rows, or several copies of them."""
-        keys, values = self._show(self.get_seq_length())
-        self._hold(keys[rows], values[rows])
+        length = self.get_seq_length()
+        # whole buffers: rows without a gap are copied in long runs, and the room comes along
+        keys, values = (buffer.index_select(0, rows) for buffer in self.buffers)
+        self.buffers = keys, values
+        self._show(length)
 
     def _hold(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Move into new buffers with room."""

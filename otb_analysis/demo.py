@@ -1,11 +1,11 @@
-"""The main job in one command: one warm start, two instrumented trainings on the same prompts, one comparison."""
+"""The main job in one command: two instrumented trainings from one policy on the same prompts, and one comparison."""
 
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Mapping, Sequence
 from multiprocessing.queues import Queue
 from pathlib import Path
 from queue import Empty
@@ -13,7 +13,6 @@ from time import monotonic
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from otb_analysis.config import (
     AttributionSchedule,
@@ -21,62 +20,79 @@ from otb_analysis.config import (
     EstimatorConfig,
     MeasureConfig,
     OptimizeConfig,
+    SampleConfig,
     Schedule,
     TrainConfig,
 )
-from otb_analysis.errors import STOPS, InputError, StoreError
+from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
 from otb_analysis.models import quiet_loading
+from otb_analysis.phases import OPEN, Phase, note, phase
 from otb_analysis.store import RunStore
 from otb_analysis.training.loop import train
-from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
-from otb_analysis.training.warm_start import warm_started
+from otb_analysis.watching import reported, shown
 
 ESTIMATORS_COMPARED = ("group_mean", "otb")
-STEPS = 61
-MEASURED_EVERY = 15
-LEARNING_RATE = 3e-4
+STEPS, PROMPTS = 31, 32
+LEARNING_RATE = 5e-4
+MEASURED_EVERY, ATTRIBUTED_EVERY = 3, 15
+"""The runs measure at steps of their own, so that together they measure twice as many different prompts."""
 
 
 def demo_configs(config: DemoConfig) -> list[TrainConfig]:
-    """Return the two runs of the demo: they differ in the estimator and in nothing else."""
+    """Return the two runs of the demo: they differ in the estimator and in the steps that are measured."""
     return [
         TrainConfig(
             run=f"demo-{name}-s{config.seed}",
             root=config.root,
             if_exists="replace",
+            model="demo",
             seed=config.seed,
+            sample=SampleConfig(prompts=PROMPTS),
             estimator=EstimatorConfig(name=name),
             optimize=OptimizeConfig(steps=STEPS, learning_rate=LEARNING_RATE),
             measure=MeasureConfig(
-                exact=Schedule(every=MEASURED_EVERY, prompts=0),
-                attribution=AttributionSchedule(every=MEASURED_EVERY),
+                exact=Schedule(MEASURED_EVERY, first=first),
+                attribution=AttributionSchedule(ATTRIBUTED_EVERY),
             ),
         )
-        for name in ESTIMATORS_COMPARED
+        for first, name in enumerate(ESTIMATORS_COMPARED)
     ]
 
 
-def run_demo(config: DemoConfig, console: Console) -> list[Path]:
+def run_demo(config: DemoConfig, console: Console | None = None) -> list[Path]:
     """Make what is missing and return the runs' directories; complete runs of the same configuration are reused.
+
+    Args:
+        config: Where, and from which seed.
+        console: Where progress is shown; by default the terminal.
 
     Raises:
         InputError, StoreError, NonFiniteError: What stopped one of the two trainings.
+        Interrupted: Ctrl-C; the sentence says what is kept.
     """
     torch.set_num_threads(1)  # a model this small gains nothing from a second thread, and loses to a busy machine
     configs = demo_configs(config)
     missing = [c for c in configs if not is_complete(c)]
-    for reused in (c for c in configs if c not in missing):
-        console.print(f"[dim]{reused.run_name} is complete in {config.root}; reused[/dim]")
-    if missing:
-        with progress_bars(console) as bars:
-            task = bars.add_task("warm start", total=1.0)
-            warm_started(
-                missing[0], lambda done, total, text: bars.update(task, completed=done, total=total, description=text)
-            )
-            bars.update(task, completed=1.0, total=1.0, description="warm start: done")
-            train_together(missing, bars)
+    workers: dict[str, list[Phase]] = {}
+    with shown(console, lambda: [OPEN, *workers.values()]):
+        for reused in (c for c in configs if c not in missing):
+            note(f"{reused.run_name} is complete in {config.root}; reused.")
+        try:
+            if missing:
+                train_together(missing, workers, config.threads)
+        except KeyboardInterrupt:
+            raise Interrupted(_kept(configs)) from None
     return [c.root / c.run_name for c in configs]
+
+
+def _kept(configs: Sequence[TrainConfig]) -> str:
+    """Return the sentence of a demo that was interrupted."""
+    done = [c.run_name for c in configs if is_complete(c)]
+    begun = [c.run_name for c in configs if c.run_name not in done and (c.root / c.run_name).is_dir()]
+    told = [f"{' and '.join(done)} is complete and kept"] if done else []
+    told += [f"{' and '.join(begun)} can be read as far as it is, and begins anew with otb demo"] if begun else []
+    return f"stopped; {'; '.join(told) or 'no run was begun'}."
 
 
 def is_complete(config: TrainConfig) -> bool:
@@ -101,21 +117,28 @@ PLACE = ("root", "if_exists")
 """Fields that say where a run lies, not what it is."""
 
 
-def train_together(configs: Sequence[TrainConfig], bars: Progress) -> None:
-    """Train each configuration in a process of its own, one thread each, showing a bar for each.
+def train_together(configs: Sequence[TrainConfig], open_phases: dict[str, list[Phase]], threads: int = 1) -> None:
+    """Train each configuration in a process of its own.
+
+    Args:
+        configs: The runs.
+        open_phases: Takes what each run is doing, by its name, for whoever watches.
+        threads: Threads of each process.
 
     Raises:
         InputError, StoreError, NonFiniteError: What stopped a run; the others are stopped too.
     """
     context = multiprocessing.get_context("spawn")
     news: Queue = context.Queue()
-    threads = max(1, (os.cpu_count() or 1) // len(configs))
-    tasks = {c.run_name: bars.add_task(c.run_name, total=c.optimize.steps) for c in configs}
+    open_phases |= {c.run_name: [Phase(f"{c.run_name}: loading PyTorch and transformers")] for c in configs}
     workers = [context.Process(target=_work, args=(c, threads, news), daemon=True) for c in configs]
+    # Ctrl-C reaches the whole group: workers are born deaf to it, and this process ends them.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for worker in workers:
         worker.start()
+    signal.signal(signal.SIGINT, before)
     try:
-        _watch(workers, news, bars, tasks)
+        _watch(workers, news, open_phases)
     finally:
         for worker in workers:
             worker.terminate()
@@ -123,19 +146,29 @@ def train_together(configs: Sequence[TrainConfig], bars: Progress) -> None:
 
 
 def _work(config: TrainConfig, threads: int, news: Queue) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     signal.signal(signal.SIGTERM, _interrupt)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     quiet_loading()
+    run = config.run_name
     try:
-        train(config, lambda done, total, text: news.put((config.run_name, done, total, text)))
-        news.put((config.run_name, None))
+        with phase(f"{run}: starting") as whole, reported(lambda phases, notes: news.put((run, phases, notes))):
+            train(config, whole)
+        news.put((run, None))
     except STOPS as error:
-        news.put((config.run_name, error))
+        news.put((run, error))
     except KeyboardInterrupt:
         sys.exit(1)  # the run has recorded that it was interrupted
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to record: the parent may end it on its way out
+
+
+def _end_with_parent() -> None:
+    """Interrupt this process when the demo is gone, however it ended: nobody would read what it goes on to do."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -146,12 +179,13 @@ LAST_WORDS = 2.0
 """Seconds in which what a worker said before it ended is still on its way."""
 
 
-def _watch(workers: Sequence, news: Queue, bars: Progress, tasks: dict[str, TaskID]) -> None:
-    """Draw what the workers report until all have ended; raise what one of them reports as its end."""
-    running: set[str] = set(tasks)
+def _watch(workers: Sequence, news: Queue, open_phases: dict[str, list[Phase]]) -> None:
+    """Take in what the workers report until all have ended; raise what one of them reports as its end."""
+    runs = list(open_phases)
+    running = set(runs)
     died: dict[str, float] = {}
     while running:
-        for run, worker in zip(tasks, workers, strict=True):
+        for run, worker in zip(runs, workers, strict=True):
             if (
                 run in running
                 and not worker.is_alive()
@@ -162,23 +196,11 @@ def _watch(workers: Sequence, news: Queue, bars: Progress, tasks: dict[str, Task
             run, *report = news.get(timeout=0.5)
         except Empty:
             continue
-        if len(report) == 3:
-            done, total, text = report
-            bars.update(tasks[run], completed=done, total=total, description=text)
+        if len(report) == 2:
+            open_phases[run], notes = report
+            for sentence in notes:
+                note(f"{run}: {sentence}")
         elif report[0] is None:
             running.discard(run)
         else:
             raise report[0]
-
-
-def drawn(bars: Progress, task: TaskID) -> Bar:
-    """Return the function that draws progress on one of the bars."""
-    return lambda done, total, text: bars.update(task, completed=done, total=total, description=text)
-
-
-@contextmanager
-def progress_bars(console: Console) -> Iterator[Progress]:
-    """Show progress bars with elapsed times."""
-    columns = (BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console) as bars:
-        yield bars

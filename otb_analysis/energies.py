@@ -180,7 +180,7 @@ def calibrate(
     design = np.column_stack([np.ones(use.sum()), np.log(x[use]), z[use]])
     if len(design) <= design.shape[1] or np.ptp(design[:, 1]) < 1e-9:
         raise InputError(
-            f"{len(design)} tokens with {len(np.unique(x[use]))} different proxies do not fix a calibration; "
+            f"{len(design)} tokens with {len(np.unique(x[use]))} different proxies are too few for a calibration; "
             "measure more of them."
         )
     root = np.sqrt(1 / prob[use])

@@ -23,6 +23,10 @@ class ProcessError(RuntimeError):
     """Another process of the run stopped, and so this one does; the sentence is the other's."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with a sentence that says what was kept."""
+
+
 STOPS = (InputError, StoreError, NonFiniteError, ProcessError)
 """What a command turns into one sentence and a non-zero exit; everything else is a bug and keeps its traceback."""
 

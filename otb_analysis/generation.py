@@ -18,6 +18,7 @@ from transformers import (
 from otb_analysis.decoding import Draw, decode, refused
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.models import special_id
+from otb_analysis.phases import advance, count_to
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class _Tempered(LogitsProcessor):
         if self.pending is not None:
             self.drawn.append(self.pending.gather(1, token[:, None])[:, 0])
             self.pending = None
+            advance()
 
 
 class TransformersGenerator:
@@ -117,6 +119,7 @@ class TransformersGenerator:
         ids = torch.tensor([[self.pad] * (width - len(c)) + list(c) for c in contexts], device=self.model.device)
         attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=self.model.device)
         tempered = _Tempered(temperature)
+        count_to(max_new_tokens, "token", at_most=True)
         with self._plain_settings():
             output = self.model.generate(  # pyright: ignore[reportCallIssue]
                 inputs=ids,

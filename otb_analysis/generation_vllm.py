@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.errors import InputError
+from otb_analysis.extras import require
 from otb_analysis.generation import Generation, NonFiniteLogits, check_contexts, end_tokens
 
 LARGEST_SEED = 2**31
@@ -107,9 +108,5 @@ def _load(engine_model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
 
 def _vllm() -> Any:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read at import: weights stay in this process
-    try:
-        return import_module("vllm")
-    except ModuleNotFoundError as error:
-        raise InputError(
-            "sample.engine is 'vllm', which is not installed; pip install 'otb-analysis[vllm]' or pass transformers."
-        ) from error
+    require("vllm", "sample.engine 'vllm'")
+    return import_module("vllm")

@@ -1,5 +1,6 @@
 """Policies: a small one made in code, and any local Hugging Face checkpoint directory, loaded the same way."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,9 @@ PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 MAX_POSITIONS = 1024
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A directory without any of them has no tokenizer, though the library would make an empty one."""
+SHIPPED = {"demo": Path(__file__).parent / "policies" / "demo"}
+"""Policies that come with the package, by name: so that a demo starts alike on every machine."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -113,7 +117,7 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     """Load a causal language model and its tokenizer from a local directory, never from a network.
 
     Args:
-        path: A directory as written by `save_pretrained`.
+        path: A directory as written by `save_pretrained`, or the name of a policy in SHIPPED.
 
     Returns:
         The model in evaluation mode and float32 (as stored if wider), and its tokenizer with a padding token.
@@ -121,9 +125,9 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     Raises:
         InputError: The directory is missing, holds no whole causal language model or no tokenizer with an end token.
     """
-    path = Path(path)
+    path = Path(path) if Path(path).is_dir() else SHIPPED.get(str(path), Path(path))
     if not path.is_dir():
-        raise InputError(f"model directory {path} does not exist; pass a directory written by save_pretrained.")
+        raise InputError(_missing(str(path)))
     if not (path / "config.json").is_file():
         raise InputError(f"model directory {path} has no config.json; pass a directory written by save_pretrained.")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -152,6 +156,16 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     model.eval()
     _refuse_bidirectional(model, path)
     return model, tokenizer
+
+
+def _missing(path: str) -> str:
+    """Return the sentence of a directory that is not there; a name on a hub, OWNER/NAME, is one as well."""
+    if HUB_NAME.fullmatch(path):
+        return (
+            f"model {path} is no directory here, and nothing is downloaded from a hub; write the model and its "
+            "tokenizer by save_pretrained on a machine that reaches the hub, and pass that directory."
+        )
+    return f"model directory {path} does not exist; pass a directory written by save_pretrained."
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ import tyro
 from rich.console import Console
 
 from otb_analysis.errors import InputError, StoreError
+from otb_analysis.phases import counted, phase
+from otb_analysis.watching import shown
 
 TABLE_WIDTH = 136
 """Characters that the widest table needs; a narrower terminal wraps its lines rather than losing numbers."""
@@ -25,7 +27,7 @@ class CompareConfig:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names of runs, or their paths; all complete runs of the root when none is given."""
     top: int | None = None
-    """Rows per table of estimators, the most efficient first; all when no number is given."""
+    """Rows per table of estimators, best first; 0 shows all, no number the eight that matter."""
     root: Path = Path("runs")
     """Directory that holds the runs."""
 
@@ -69,27 +71,41 @@ class ReportConfig:
 def compare_command(words: Sequence[str]) -> None:
     """Compare finished runs; of those that were not asked for by name, one that cannot be read is left out."""
     config = parsed(CompareConfig, "compare", words, CompareConfig())
-    if config.top is not None:
-        _check_top(config.top)
-    if config.runs:
-        print_comparison([_run_path(config.root, name) for name in config.runs], Console(), config.top)
-        return
+    if config.top is not None and config.top < 0:
+        raise InputError(f"--top is {config.top}; pass a number of rows, or 0 for all.")
+    with shown(), phase("comparing runs"):
+        from otb_analysis.compare import comparison
+
+        if config.runs:
+            tables = comparison([_run_path(config.root, name) for name in config.runs], config.top)
+        else:
+            tables = _comparison_of_readable(config)
+    _print_all(tables)
+
+
+def _comparison_of_readable(config: CompareConfig) -> Sequence[object]:
+    """Return the tables of all complete runs; one that cannot be read is left out."""
+    from otb_analysis.compare import comparison
+
     paths = [config.root / name for name in _complete_runs(config.root)]
     try:
-        print_comparison(paths, Console(), config.top)
+        return comparison(paths, config.top)
     except StoreError:
         if not (readable := [path for path in paths if _can_be_read(path)]):
             raise
-        print_comparison(readable, Console(), config.top)
+        return comparison(readable, config.top)
 
 
 def diagnose_command(words: Sequence[str]) -> None:
     """Diagnose runs."""
     config = parsed(DiagnoseConfig, "diagnose", words, DiagnoseConfig())
-    from otb_analysis.verdicts import diagnosis
+    with shown(), phase("diagnosing"):
+        from otb_analysis.verdicts import diagnosis
 
-    for name in config.runs or _complete_runs(config.root):
-        _print_all(diagnosis(_run_path(config.root, name)))
+        names = config.runs or _complete_runs(config.root)
+        told = [diagnosis(_run_path(config.root, name)) for name in counted(names, "run")]
+    for parts in told:
+        _print_all(parts)
 
 
 def attribution_command(words: Sequence[str]) -> None:
@@ -98,18 +114,21 @@ def attribution_command(words: Sequence[str]) -> None:
     if not config.run:
         raise InputError("otb attribution needs a run; pass its name, as in otb attribution demo-otb-s0.")
     _check_top(config.top)
-    from otb_analysis.verdicts import attribution
+    with shown(), phase("reading the attribution"):
+        from otb_analysis.verdicts import attribution
 
-    _print_all(attribution(_run_path(config.root, config.run), config.step, config.top))
+        parts = attribution(_run_path(config.root, config.run), config.step, config.top)
+    _print_all(parts)
 
 
 def report_command(words: Sequence[str]) -> None:
     """Report on runs."""
     config = parsed(ReportConfig, "report", words, ReportConfig())
-    from otb_analysis.report import write_report
+    with shown(), phase("writing the report"):
+        from otb_analysis.report import write_report
 
-    paths = [_run_path(config.root, name) for name in config.runs or _complete_runs(config.root)]
-    files = write_report(paths, config.out, shlex.join(["otb", "report", *words]))
+        paths = [_run_path(config.root, name) for name in config.runs or _complete_runs(config.root)]
+        files = write_report(paths, config.out, shlex.join(["otb", "report", *words]))
     more = f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""
     sys.stdout.write(f"{files[0]} is written ({files[0].stat().st_size / 1e6:.1f} MB){more}.\n")
 
@@ -176,20 +195,19 @@ def _left_out(run: str, reason: str) -> None:
     sys.stderr.write(f"otb: {run} is left out: {reason}\n")
 
 
-def print_comparison(paths: Sequence[Path], console: Console, top: int | None = None) -> None:
-    """Print the tables of `otb compare`.
+def print_comparison(paths: Sequence[Path], top: int | None = None, conclude_last: bool = False) -> None:
+    """Print what `otb compare` and `otb demo` say.
 
     Args:
         paths: Directories of runs.
-        console: Whose width counts, where it is wide enough.
-        top: Rows per table of estimators; None prints all.
+        top: Rows per table of estimators; 0 prints all, None the eight that matter.
+        conclude_last: Print the conclusion behind the other tables.
     """
-    from otb_analysis.compare import comparison
+    with shown(), phase("comparing runs"):
+        from otb_analysis.compare import comparison
 
-    wide = Console(width=max(console.width, TABLE_WIDTH))
-    for table in comparison(paths, top):
-        wide.print()
-        wide.print(table)
+        tables = comparison(paths, top, conclude_last)
+    _print_all(tables)
 
 
 def parsed(kind: type[Config], command: str, words: Sequence[str], default: Config) -> Config:

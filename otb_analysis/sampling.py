@@ -195,7 +195,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     else:
         ids = tokenizer(prompt.text)["input_ids"]
     if not ids:
-        raise InputError(f"prompt {prompt.id!r} has no tokens; a policy needs at least one token to condition on.")
+        raise InputError(f"prompt {prompt.id!r} has no tokens; give every prompt at least one.")
     return list(ids)
 
 

@@ -118,7 +118,12 @@ STEPS = (
     Column("n_singleton_groups", "BIGINT", "", "Groups of one rollout."),
     Column("n_empty_completions", "BIGINT", "", "Completions with no text before the end token."),
     Column("n_truncated", "BIGINT", "", "Completions cut by the length budget."),
-    Column("fallback_share", "DOUBLE", "", "Share of policy tokens where the training estimator used its fallback."),
+    Column(
+        "fallback_share",
+        "DOUBLE",
+        "",
+        "Share of policy tokens where the training estimator was undefined and used its fallback.",
+    ),
     Column("energy_proxy_mean", "DOUBLE", "norm²", "Mean proxy energy over policy tokens."),
     Column("energy_tail_k", "DOUBLE", "", "Pareto-k of the upper tail of all policy tokens' proxy energies."),
     Column("energy_max_share", "DOUBLE", "", "Share of the total proxy energy held by the top 1 % of policy tokens."),
@@ -131,8 +136,8 @@ STEPS = (
     Column("attribution_top_share", "DOUBLE", "", "Share of Σ|attribution| held by the top 1 % of policy tokens."),
     Column("signal_total", "DOUBLE", "norm²", "Σ signal: what different prompts' gradients have in common of ‖ḡ‖²."),
     Column("noise_total", "DOUBLE", "norm²", "Σ noise: each prompt's own part of ‖ḡ‖²."),
-    Column("certificate_prob_z", "DOUBLE", "", "z-score of Σ(π_y − Σ_v π_v²); large if π did not draw the tokens."),
-    Column("certificate_logprob_z", "DOUBLE", "", "z-score of Σ(log π_y + H): the same certificate, in nats."),
+    Column("certificate_prob_z", "DOUBLE", "", "Is the sampler the policy? z of Σ(π_y − Σ_v π_v²), far from 0 if not."),
+    Column("certificate_logprob_z", "DOUBLE", "", "The same question by z of Σ(log π_y + H)."),
     Column("critic_loss", "DOUBLE", "", "Mean squared error of the critic against its target, before its update."),
     Column(
         "critic_explained_variance",
@@ -153,8 +158,8 @@ STEPS = (
     Column("heldout_pass_at_k_high", "DOUBLE", "", "Upper end of the same."),
     Column("n_measured_prompts", "BIGINT", "", "Groups measured exactly in this step."),
     Column("n_sketched_prompts", "BIGINT", "", "Groups whose norms were estimated by sketching in this step."),
-    Column("measurement_gaps", "BIGINT", "", "Instruments that failed in this step."),
-    Column("tracker_gaps", "BIGINT", "", "Trackers that did not take this step; null without trackers."),
+    Column("measurement_gaps", "BIGINT", "", "Measurements that failed in this step."),
+    Column("tracker_gaps", "BIGINT", "", "Trackers that failed at this step; null without trackers."),
     Column("seconds_sample", "DOUBLE", "s", "Time spent generating."),
     Column("seconds_update", "DOUBLE", "s", "Time spent on forward, backward and the optimiser."),
     Column("seconds_forward", "DOUBLE", "s", "Time spent on the statistics of the level forward."),
@@ -187,7 +192,8 @@ GRADIENTS = (
     Column("projection", "DOUBLE", "", "c = ⟨m, ∇J⟩/‖∇J‖² against the reference on other prompts."),
     Column("sf", "DOUBLE", "norm²", "variance/c²: variance at equal progress."),
     Column("efficiency", "DOUBLE", "", "⟨m,∇J⟩²/(‖∇J‖²(‖m‖² + variance)): share of this update that points along ∇J."),
-    Column("reference", "VARCHAR", "", "Unbiased estimator that stands for ∇J."),
+    Column("reference", "VARCHAR", "", "Unbiased estimator that stands for ∇J, with all others where c_known says so."),
+    Column("c_known", "BOOLEAN", "", "True where c is proved, so that bias, projection and SF are not estimated."),
 )
 
 GRAMS = (

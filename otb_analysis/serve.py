@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from otb_analysis.errors import InputError
+from otb_analysis.errors import InputError, Interrupted
 
 PORTS_TRIED = 20
 STOPPED = (0, -2, 130)
@@ -55,7 +55,10 @@ def serve(config: DashboardConfig) -> None:
     command += ["--", "--root", str(config.root.resolve())]
     if config.studies is not None:
         command += ["--studies", str(config.studies.resolve())]
-    code = supervised(command)
+    try:
+        code = supervised(command)
+    except KeyboardInterrupt:
+        raise Interrupted("the dashboard is stopped.") from None
     if code not in STOPPED:
         raise InputError(f"the dashboard ended with code {code}; what it said above names the cause.")
 

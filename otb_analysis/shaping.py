@@ -88,7 +88,7 @@ class LambdaOptions:
 
     def __post_init__(self) -> None:
         if not (0 <= self.share <= 1 and 0 <= self.alpha <= 1):
-            raise InputError(f"{self} does not fit; share and alpha lie in [0, 1].")
+            raise InputError(f"{self} is out of range; choose share and alpha from 0 to 1.")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ Column t of an [N, T] array describes completion token y_t: its own log-probabil
 `mask` is true where the policy sampled the token; entries outside it are never read.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,19 @@ Bool = NDArray[np.bool_]
 
 Label = tuple[str, str]
 """(estimator, energy source), as stored."""
+
+
+@dataclass(frozen=True)
+class Proved:
+    """What is proved of a run's estimators, and so not estimated; made by `estimators`, read by `statistics`.
+
+    Attributes:
+        projection: c = ⟨m, ∇J⟩/‖∇J‖² of estimators whose mean is c·∇J: 1 for the unbiased ones.
+        truth: Unbiased ones whose gradients of different prompts are independent: their mean stands for ∇J.
+    """
+
+    projection: Mapping[Label, float] = field(default_factory=dict)
+    truth: frozenset[Label] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,7 @@ class EstimatorInputs:
         turn: Index of the turn a token belongs to [N, T].
         token_id: Token ids [N, T], for the estimators that share prefixes.
         ratio: Importance ratio ρ_{n,t} of each token [N, T].
+        entropy: Entropy in nats of the distribution each token was drawn from [N, T].
     """
 
     reward: Float
@@ -139,6 +155,7 @@ class EstimatorInputs:
     turn: Int | None = None
     token_id: Int | None = None
     ratio: Float | None = None
+    entropy: Float | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +165,7 @@ class Estimate:
     Attributes:
         baseline: B_{n,t} [N, T].
         advantage: A_{n,t} [N, T]: what multiplies the score; G − B, rescaled where the estimator says so.
-        fallback: True where the formula had nothing to stand on and the named fallback was used [N, T].
+        fallback: True where the formula was undefined, so the fallback was used [N, T].
     """
 
     baseline: Float
@@ -223,12 +240,16 @@ class Gram:
         """Index of each prompt within the step [P]."""
         return np.arange(self.n_prompts) if self.groups is None else np.asarray(self.groups, dtype=np.int64)
 
-    def blocks(self, label: Label, reference: Label) -> Float:
+    def has(self, reference: "Label | frozenset[Label]") -> bool:
+        """True when the reference, or one of several, is among the labels."""
+        return any(label in self.labels for label in _members(reference))
+
+    def blocks(self, label: Label, reference: "Label | frozenset[Label]") -> Float:
         """Return ⟨m, m⟩, ⟨m, reference⟩ and ⟨reference, reference⟩ as [3, P, P].
 
         Args:
             label: The estimator m.
-            reference: The estimator that stands for ∇J.
+            reference: The estimator that stands for ∇J; of several, the mean of those that are among the labels.
 
         Returns:
             float64 [3, P, P]; NaN for a reference that is not among the labels and where an entry is not finite.
@@ -241,7 +262,21 @@ class Gram:
         m = self.labels.index(label)
         block = np.full((3, *self.inner.shape[2:]), np.nan)
         block[0] = self.inner[m, m]
-        if reference in self.labels:
-            r = self.labels.index(reference)
-            block[1], block[2] = self.inner[m, r], self.inner[r, r]
+        if rows := [self.labels.index(one) for one in sorted(_members(reference)) if one in self.labels]:
+            block[1] = self.inner[m, rows].mean(axis=0)
+            block[2] = self._mean_product(tuple(rows))
         return np.where(np.isfinite(block), block, np.nan)
+
+    def _mean_product(self, rows: tuple[int, ...]) -> Float:
+        """Return the products of the mean of some rows with itself [P, P]; every label asks for the same ones."""
+        if rows not in self._mean_products:
+            self._mean_products[rows] = np.mean([self.inner[r, list(rows)].mean(axis=0) for r in rows], axis=0)
+        return self._mean_products[rows]
+
+    @cached_property
+    def _mean_products(self) -> dict[tuple[int, ...], Float]:
+        return {}
+
+
+def _members(reference: "Label | frozenset[Label]") -> frozenset[Label]:
+    return reference if isinstance(reference, frozenset) else frozenset((reference,))

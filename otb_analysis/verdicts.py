@@ -80,7 +80,8 @@ def advice_line(store: RunStore) -> str:
         return NO_GRAMS
     try:
         config = config if isinstance(config, dict) else {}
-        found = advise_run(grams, store.subgroup_grams(), trained_label(config), n_rollouts=update_rollouts(config))
+        present = trained_label(config, [label for gram in grams.values() for label in gram.labels])
+        found = advise_run(grams, store.subgroup_grams(), present, n_rollouts=update_rollouts(config))
     except InputError as error:
         return f"Not known: {error}"
     return f"{found.reason} {found.sizes_line}"

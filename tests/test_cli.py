@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+import otb_analysis
 from otb_analysis import cli, serve
 from otb_analysis.aggregation import AGGREGATIONS
 from otb_analysis.cli import from_toml, main
 from otb_analysis.config import TrainConfig
+from otb_analysis.errors import Interrupted
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.ratios import RATIOS
 from otb_analysis.shaping import SHAPINGS
@@ -117,6 +119,10 @@ def test_help_names_no_object_of_the_source(capsys):
     [
         (["--estimator.name", "otbb"], "estimator 'otbb' does not exist; did you mean 'otb'?"),
         (["--task", "chain_sun"], "task 'chain_sun' does not exist; did you mean 'chain_sum'?"),
+        (
+            ["--model", "Some/Model-1.5B"],
+            "model Some/Model-1.5B is no directory here, and nothing is downloaded from a hub",
+        ),
         (["--model", "no/such/dir"], "model directory no/such/dir does not exist; pass a directory written by"),
         (["--estimator.options", "tale", "zero"], "option 'tale' does not exist for otb; did you mean 'tail'?"),
         (["--sample.prompts", "0"], "sample.prompts is 0; choose a finite number above 0."),
@@ -240,7 +246,15 @@ def test_interrupt_ends_with_130_and_a_sentence(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setitem(cli.COMMANDS, "train", interrupted)
-    assert sentence(capsys, ["train"], code=130) == "otb: stopped; complete steps are kept."
+    assert sentence(capsys, ["train"], code=130) == "otb: stopped."
+
+
+def test_interrupt_says_what_was_kept_where_something_was(monkeypatch, capsys):
+    def interrupted(words):
+        raise Interrupted("stopped after step 3; 4 steps can be read in runs/x.")
+
+    monkeypatch.setitem(cli.COMMANDS, "train", interrupted)
+    assert sentence(capsys, ["train"], code=130) == "otb: stopped after step 3; 4 steps can be read in runs/x."
 
 
 def test_bug_keeps_its_traceback(monkeypatch):
@@ -273,9 +287,9 @@ def test_run_is_found_by_its_path_as_by_its_name(otb_run, capsys, monkeypatch):
 
 def test_compare_with_top_prints_that_many_estimators(otb_run, capsys):
     assert main(["compare", otb_run.name, "--root", str(otb_run.parent), "--top", "3"]) == 0
-    assert "; the 3 most efficient of" in capsys.readouterr().out
-    words = ["compare", otb_run.name, "--root", str(otb_run.parent), "--top", "0"]
-    assert sentence(capsys, words) == "otb: --top is 0; pass at least 1."
+    assert "; 3 of" in capsys.readouterr().out
+    words = ["compare", otb_run.name, "--root", str(otb_run.parent), "--top", "-1"]
+    assert sentence(capsys, words) == "otb: --top is -1; pass a number of rows, or 0 for all."
 
 
 def test_compare_prints_every_complete_run_and_leaves_broken_ones_out(otb_run, tmp_path, capsys):
@@ -316,6 +330,14 @@ def test_compare_names_a_run_that_began_where_none_is_complete(otb_run, tmp_path
     )
 
 
+def test_studies_are_listed_in_a_clone_and_need_one(capsys, monkeypatch, tmp_path):
+    assert sentence(capsys, ["study"]).startswith("otb: otb study needs the name of a study; those there are: 00_")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(otb_analysis, "__file__", str(tmp_path / "site-packages" / "otb_analysis" / "__init__.py"))
+    for words in (["study"], ["study", "0", "--quick"]):
+        assert sentence(capsys, words).startswith("otb: studies need a clone of the repository")
+
+
 def test_version_is_that_of_the_package(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"otb-analysis {version('otb-analysis')}\n"
@@ -353,6 +375,15 @@ def test_dashboard_is_served_on_loopback_and_says_how_it_ended(tmp_path, monkeyp
     assert command[command.index("--server.address") + 1] == "127.0.0.1"
     assert command[command.index("--server.port") + 1] == "8777"
     assert command[-2:] == ["--root", str(tmp_path.resolve())]
+
+
+def test_interrupted_dashboard_is_stopped_and_says_so(tmp_path, monkeypatch, capsys):
+    def interrupted(command):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "supervised", interrupted)
+    assert main(["dashboard", "--root", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "otb: the dashboard is stopped.\n"
 
 
 def test_dashboard_says_that_a_port_is_taken_and_that_a_folder_is_missing(tmp_path, monkeypatch, capsys):

@@ -3,16 +3,19 @@
 import io
 import itertools
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
-from otb_analysis.compare import comparison, designs, fidelity_rows
+from otb_analysis.compare import comparison, conclusions, fidelity_rows, no_signal
 from otb_analysis.config import CriticConfig, EvaluateConfig, MeasureConfig, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.figures import fidelity_info
+from otb_analysis.report.designs import designs
 from otb_analysis.report.runs import open_runs
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.types import Gram
@@ -20,10 +23,10 @@ from otb_analysis.types import Gram
 UNMEASURED = {"measure": MeasureConfig(exact=Schedule(0, 0)), "evaluate": EvaluateConfig(every=0)}
 
 
-def printed(paths, top=None):
+def printed(paths, top=None, **how):
     console = Console(file=io.StringIO(), width=200)
-    for table in comparison(paths, top):
-        console.print(table)
+    for part in comparison(paths, top, **how):
+        console.print(part, markup=False)
     return console.file.getvalue()
 
 
@@ -33,22 +36,53 @@ def cells(text, *first):
     return re.split(r"\s{2,}", line.strip())
 
 
-def test_every_measured_estimator_has_a_row_and_the_group_mean_is_rloo_shrunk(otb_run):
-    text = printed([otb_run])
+def test_every_measured_estimator_has_a_row_or_is_named_as_identical_and_the_group_mean_is_rloo_shrunk(otb_run):
+    text = printed([otb_run], top=0)
     rows = RunStore(otb_run).sql("select distinct estimator, energy_source from gradients")
+    _, shown = estimator_rows(text)
     for name, source in zip(rows["estimator"], rows["energy_source"], strict=True):
-        assert cells(text, name, source)
+        assert [name, source] in shown or f"{name} = " in text
+    assert ["otb_turn", "proxy"] not in shown and "otb_turn = otb" in text
     # Groups of 3: the group mean's advantages are 2/3 of RLOO's, so its variance is 4/9.
     assert "0.44" in cells(text, "group_mean", "none")
 
 
 def test_top_keeps_the_first_rows_of_the_table_and_every_line_below_it(otb_run):
-    (whole, rows), (cut, kept) = map(estimator_rows, (printed([otb_run]), printed([otb_run], top=2)))
-    assert len(rows) > 2 and kept == rows[:2]
-    assert f"(half, groups of 3; the 2 most efficient of {len(rows)} rows):" in cut
-    assert "most efficient" not in whole
-    below = "efficiency: share of the update"
-    assert cut[cut.index(below) :] == whole[whole.index(below) :]
+    (whole, rows), (cut, kept) = map(estimator_rows, (printed([otb_run], top=0), printed([otb_run], top=2)))
+    assert len(rows) > 8 and kept == rows[:2]
+    assert f"(half, groups of 3; 2 of {len(rows)} rows, --top 0 shows all):" in cut
+    assert "shows all" not in whole
+    below = "SF: variance at equal progress"
+    assert cut[cut.index(below) : cut.index("Not shown")] == whole[whole.index(below) : whole.index("Not shown")]
+
+
+def test_eight_rows_are_shown_with_the_reference_and_what_trained_among_them(otb_run):
+    _, rows = estimator_rows(printed([otb_run]))
+    assert len(rows) == 8
+    for usual in (["rloo", "none"], ["otb", "proxy"], ["none", "none"], ["group_mean", "none"], ["grpo", "none"]):
+        assert usual in rows
+
+
+def test_sentences_stand_first_or_last_with_the_table_of_estimators_behind_them(otb_run):
+    first, last = printed([otb_run]), printed([otb_run], conclude_last=True)
+    assert first.splitlines()[0].startswith("Nothing can be told apart yet: 12 prompts were measured")
+    assert [line.split(":")[0] for line in first.splitlines()[2:3]] == ["Next"]
+    assert last.index("Proxy against exact norms") < last.index("Nothing can be told") < last.index("Estimators on the")
+
+
+def test_too_few_prompts_are_named_as_the_reason_and_leave_no_column_of_dashes(otb_run):
+    text = printed([otb_run])
+    assert "an interval takes 16" in text
+    assert "Next: measure at least 16 prompts, by adding --measure.exact.prompts 0 --measure.exact.every" in text
+    head = next(line for line in text.splitlines() if line.split()[:2] == ["estimator", "energy"])
+    left_out = text[text.index("Not shown, since an interval takes 16 prompts:") :].splitlines()[0]
+    assert "efficiency ×rloo." in left_out and re.search(r"\befficiency {2,}", head) is None
+
+
+def test_conclusions_of_stored_runs_count_what_was_told_apart(otb_run):
+    (found,) = conclusions([otb_run]).values()
+    assert (found.n_prompts, found.told, found.within, found.concludes) == (12, (), (), False)
+    assert found.alike["otb_turn", "proxy"].of == ("otb", "proxy")
 
 
 def estimator_rows(text):
@@ -90,7 +124,7 @@ def test_terminal_and_dashboard_say_the_same_about_the_proxy(otb_run):
 def test_run_without_measurement_has_only_a_learning_row(trained):
     text = printed([trained("quiet", **UNMEASURED)])
     assert "quiet" in text
-    assert "Every estimator" not in text
+    assert "Estimators on the same" not in text
     assert "Proxy" not in text
 
 
@@ -100,26 +134,41 @@ def test_runs_with_unlike_estimators_stand_side_by_side(otb_run, trained):
     text = printed([otb_run, alone, trained("quiet", **UNMEASURED)])
     assert cells(text, "value", "none")
     assert text.count("token energy w_t") == 2
-    assert text.count("Every estimator on the same rollouts") == 1
+    assert text.count("Estimators on the same rollouts") == 1
     assert "only their ×rloo compares with the others: value/none (" in text
 
 
 def test_steps_of_another_task_or_group_size_are_not_averaged():
     stores = [
-        SimpleNamespace(info={"config": config}, grams=lambda size=size: {0: gram_of_groups(size)})
+        SimpleNamespace(info={"config": config}, path=Path("run"), grams=lambda size=size: {0: gram_of_groups(size)})
         for config, size in (({"task": "a"}, 4), ({"task": "a"}, 4), ({"task": "b"}, 4), ({"task": "a"}, 8), ({}, 8))
     ]
-    found = {name: len(grams) for name, grams in designs(stores).items()}
+    found = {name: len(design.grams) for name, design in designs(stores).items()}
     assert found == {"a, groups of 4": 2, "b, groups of 4": 1, "a, groups of 8": 1, "task not stored, groups of 8": 1}
 
 
 def test_steps_of_another_scope_are_not_averaged():
     stores = [
-        SimpleNamespace(info={"config": {"task": "a"} | measure}, grams=lambda: {0: gram_of_groups(4)})
+        SimpleNamespace(
+            info={"config": {"task": "a"} | measure}, path=Path("run"), grams=lambda: {0: gram_of_groups(4)}
+        )
         for measure in ({}, {"measure": {"scope": "all"}}, {"measure": {}}, {"measure": {"scope": "lm_head"}})
     ]
-    found = {name: len(grams) for name, grams in designs(stores).items()}
+    found = {name: len(design.grams) for name, design in designs(stores).items()}
     assert found == {"a, groups of 4": 3, "a, groups of 4, scope 'lm_head'": 1}
+
+
+@pytest.mark.parametrize(
+    ("truncated", "sentence"),
+    [
+        ([8, 8], "all answers ended at max_new_tokens = 12, and .*; raise --sample.max-new-tokens"),
+        ([8, 7], "or choose an easier task"),
+    ],
+)
+def test_answers_that_are_all_cut_off_are_not_called_a_hard_task(truncated, sentence):
+    store = SimpleNamespace(info={"config": {"sample": {"max_new_tokens": 12}}})
+    steps = pd.DataFrame({"n_truncated": truncated, "n_rollouts": [8, 8]})
+    assert re.search(sentence, no_signal(store, steps))
 
 
 def test_runs_of_another_scope_are_named_in_the_sentence_that_a_report_refuses_them_with(otb_run, trained):
@@ -129,7 +178,7 @@ def test_runs_of_another_scope_are_named_in_the_sentence_that_a_report_refuses_t
     sentence, _, _ = str(refused.value).partition(";")
     text = " ".join(printed([otb_run, head]).split())
     assert f"{sentence}: each has a table of estimators of its own." in text
-    assert text.count("Every estimator on the same rollouts") == 2
+    assert text.count("Estimators on the same rollouts") == 2
     # A run that measured nothing is of no scope, whatever it was asked for.
     unmeasured = trained("quiet_head", measure=MeasureConfig(exact=Schedule(0, 0), scope="lm_head"))
     assert "which do not compare" not in printed([otb_run, unmeasured])
@@ -141,7 +190,8 @@ def gram_of_groups(size):
 
 def test_single_measured_prompt_is_shown_without_variance(trained):
     text = printed([trained("one_prompt", measure=MeasureConfig(exact=Schedule(every=2, prompts=1)))])
-    assert "–" in cells(text, "rloo", "none")
+    assert [line.split() for line in text.splitlines() if line.split()[:1] == ["rloo"]] == [["rloo", "none", "1", "0"]]
+    assert re.search(r"Not shown, since .*: SF ×rloo, efficiency ×rloo, .*variance ×rloo\.", text)
 
 
 def test_run_written_by_someone_else_with_few_columns_is_shown(tmp_path):

@@ -1,16 +1,21 @@
 """The import rules of ARCHITECTURE.md, read from the source so that no import has to run."""
 
 import ast
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from otb_analysis.extras import EXTRAS
+
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "otb_analysis"
 
-LEAVES = {"types", "schema", "config", "errors"}
+LEAVES = {"types", "schema", "config", "errors", "extras", "phases"}
 MATHS = {
     "arrays",
+    "custom",
     "divergence",
     "energies",
     "formulas",
@@ -25,7 +30,7 @@ MATHS = {
 }
 TORCH_ROOMS = {"logit_stats", "gradients", "models", "tasks", "decoding", "generation", "generation_vllm", "sampling"}
 UPPER = {"training", "integrations"}
-EDGE = {"serve", "report", "demo", "compare", "verdicts", "reading", "cli", "bench", "study"}
+EDGE = {"watching", "serve", "report", "demo", "compare", "verdicts", "reading", "cli", "bench", "study"}
 
 ALLOWED_ROOMS = (
     dict.fromkeys(LEAVES, LEAVES)
@@ -112,3 +117,40 @@ def test_study_file_imports_the_library_and_its_own_folder(path):
     assert rooms_of(names) <= set(ALLOWED_ROOMS)
     others = {n for n in names if n.split(".")[0] in {"app", "studies", "tests"}}
     assert all(n.startswith(f"studies.{path.parent.name}.") for n in others)
+
+
+def packages_a_base_install_has() -> set[str]:
+    """Top-level modules of the standard library, of this package and of its dependencies without an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {requirement.partition(">")[0] for requirement in project["dependencies"]}
+    return named | set(sys.stdlib_module_names) | {"otb_analysis", "app"} | {p.stem for p in (ROOT / "app").iterdir()}
+
+
+PEERS = {"trl", "opacus", "datasets"}
+"""What `bench` measures against; they run in interpreters of their own, which have them."""
+
+
+def when_loaded(tree: ast.AST) -> set[int]:
+    """Imports that run when the module is imported: those outside of functions and of `if TYPE_CHECKING`."""
+    found: set[int] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.add(id(node))
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "TYPE_CHECKING" not in ast.unparse(
+            getattr(node, "test", ast.Constant(""))
+        ):
+            found |= when_loaded(node)
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", [*FILES, *sorted((ROOT / "app").rglob("*.py"))], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_optional_packages_are_imported_where_they_are_used(path):
+    tree, base = ast.parse(path.read_text(encoding="utf-8")), packages_a_base_install_has()
+    loaded = when_loaded(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            foreign = {str(name).split(".")[0] for name in names} - base
+            assert not foreign or (id(node) not in loaded and foreign <= set(EXTRAS) | PEERS), (node.lineno, foreign)

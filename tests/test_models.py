@@ -15,9 +15,18 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from otb_analysis.config import SmallModelConfig
+from otb_analysis.config import SmallModelConfig, WarmStartConfig
 from otb_analysis.errors import InputError
-from otb_analysis.models import END, PAD, UNKNOWN, character_tokenizer, load_policy, output_layer, small_model
+from otb_analysis.models import (
+    END,
+    PAD,
+    SHIPPED,
+    UNKNOWN,
+    character_tokenizer,
+    load_policy,
+    output_layer,
+    small_model,
+)
 
 AWKWARD = "09+=;# \t\n\r\"'\\<>&é中😀\u0301\u200b"
 
@@ -185,3 +194,10 @@ def test_file_in_place_of_a_directory_gets_one_sentence(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(InputError, match=r"model\.bin does not exist; pass a directory"):
         load_policy(tmp_path / "model.bin")
+
+
+def test_the_policy_that_ships_is_loaded_by_its_name_and_is_right_now_and_then():
+    model, _ = load_policy("demo")
+    facts = json.loads((SHIPPED["demo"] / "warm_start.json").read_text())
+    assert model.num_parameters() == facts["parameters"]
+    assert WarmStartConfig().success_low <= facts["success"] <= WarmStartConfig().success_high

@@ -107,7 +107,7 @@ def test_none_returns_the_rewards():
     ("call", "sentence"),
     [
         (lambda: shape_rewards("grpo-lambda", inputs_of([1], [1])), "did you mean 'grpo_lambda'"),
-        (lambda: LambdaOptions(alpha=2), "alpha=2.* lie in"),
+        (lambda: LambdaOptions(alpha=2), "alpha=2.* is out of range"),
         (lambda: OverlongOptions(limit=3, buffer=4), "buffer is 4 and limit is 3"),
         (lambda: inputs_of([2], [np.nan]), "reward is nan at rollout 0, token 1"),
     ],

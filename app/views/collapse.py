@@ -1,4 +1,4 @@
-"""Collapse: alarms with their reasons, what moves before, while and after a run falls apart, and who is to blame."""
+"""Collapse: alarms with their reasons, health over steps, and which tokens hold a step's gradient."""
 
 from typing import Any
 from urllib.parse import urlencode
@@ -30,15 +30,14 @@ ROWS = 50  # holders listed per level; a string below a constant would be shown 
 
 HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
 FIRED = (
-    "First watch and first alarm are the steps at which a watcher of the running run would have seen it: they use the "
-    "steps up to there and none later. On synthetic calm series no detector fires in more than 5 % "
-    "(docs/results/alarms.md)."
+    "First watch and first alarm: the step at which you would have seen it while the run was going. Later steps "
+    "are not used. On simulated healthy runs no detector fires in more than 5 % (docs/results/alarms.md)."
 )
 NOT_ATTRIBUTED = """No step of this run says which tokens held its gradient. The level *attribution* does:
 `otb train --measure.attribution.every 1`."""
 SHARES = (
-    "Shares of ‖ḡ‖², the squared gradient that was followed; all tokens together are 100 %. Negative: it pushed "
-    "against the update. **Signal** points along other prompts' gradients, **noise** along its own prompt's only."
+    "Shares of ‖ḡ‖², the squared length of the update's gradient; all tokens together are 100 %. Negative: the token "
+    "pushed against the update. **Signal** points along other prompts' gradients, **noise** only along its own."
 )
 
 
@@ -65,7 +64,7 @@ def shown(table: pd.DataFrame, several: bool) -> pd.DataFrame:
 
 
 def attribution() -> None:
-    """Show who holds the gradient of one step of one run; a row leads to its tokens."""
+    """Show which tokens hold the gradient of one step of one run; a row leads to its tokens."""
     st.subheader("Who is to blame", anchor=False)
     run = one_run()
     steps = blame.attributed(run)
@@ -77,7 +76,7 @@ def attribution() -> None:
     left, right = st.columns([1, 3], vertical_alignment="bottom")
     step = int(left.selectbox("Step", steps, index=steps.index(first), key="blame", bind="query-params") or 0)
     level = right.segmented_control(
-        "Held by", list(LEVELS), format_func=lambda name: HELD[name], default="token", key="level",
+        "Break down by", list(LEVELS), format_func=lambda name: HELD[name], default="token", key="level",
         bind="query-params", required=True,
     )  # fmt: skip
     found, texts = blame.attribution(run, step)
@@ -113,7 +112,7 @@ def linked(table: pd.DataFrame, run: str, step: int) -> pd.DataFrame:
 def advice(chosen: list[Run]) -> None:
     """Say which estimator and group size each run's own rollouts advise."""
     st.subheader("Advice", anchor=False)
-    st.caption("Efficiency relative to the estimator that trains, on the same rollouts; all intervals hold together.")
+    st.caption("Efficiency relative to the estimator that trains, on the same rollouts. All intervals hold at once.")
     for run in chosen:
         said = blame.advice(run) or "No step compared estimators; `otb train --measure.exact.every 10` does."
         st.markdown(f"**{plain(run.name)}**: {said if '`' in said else plain(said)}")
@@ -122,7 +121,7 @@ def advice(chosen: list[Run]) -> None:
 with page("Collapse", "Is training about to fall apart, since when, and which tokens are to blame?"):
     chosen = selection()
     alarms(chosen)
-    st.subheader("Signs", anchor=False)
+    st.subheader("Health over steps", anchor=False)
     left, right = st.columns([2, 1], vertical_alignment="bottom")
     window = left.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
     log_y = right.toggle("Logarithmic axes", key="log", bind="query-params")
@@ -131,10 +130,10 @@ with page("Collapse", "Is training about to fall apart, since when, and which to
     marks = alarm_marks(blame.findings(chosen), blame.changes(chosen))
     chart(plot_collapse(info, log_y=log_y, marks=marks), "collapse", curves_table(info))
     st.caption(
-        "Lines are running means, recorded values stand faintly behind them; stars and crosses are first firings, "
-        "triangles change points, which are dated in hindsight. Pareto-k of exact norms ≥ .5 makes the standard "
-        "error of a variance estimate unreliable, ≥ 1 the variance of the gradient infinite; the proxy is bounded, so "
-        "that of the proxy says neither. A group whose rewards are all equal has no gradient under any group baseline."
+        "Lines are running means, faint lines the recorded values. Stars and crosses: an alarm fires for the first "
+        "time. Triangles: change points, dated in hindsight. Pareto-k of exact norms: from 0.5 on, error bars of "
+        "variances are unreliable; from 1 on, the variance of the gradient is infinite. That of the proxy, which is "
+        "bounded, says neither. A group whose rewards are all equal has no gradient under any group baseline."
     )
     advice(chosen)
     try:
@@ -142,5 +141,5 @@ with page("Collapse", "Is training about to fall apart, since when, and which to
     except STOPS as error:  # a broken part of the tokens is no reason to lose the rest of the page
         st.warning(plain(str(error)), icon=":material/warning:")
     st.subheader("Degenerate input", anchor=False)
-    st.caption("Legal input that teaches little or cannot be measured, counted over all steps; never an error.")
+    st.caption("Allowed, but nothing can be learned or measured from it. Counted over all steps.")
     st.dataframe(degenerate_table(steps), hide_index=True, placeholder="–")

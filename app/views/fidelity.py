@@ -8,20 +8,19 @@ from otb_analysis.figures import fidelity_table, gain_lost_words, number, plot_f
 from otb_analysis.figures.fidelity import COEFFICIENTS
 
 SOURCES = {"proxy": "proxy", "calibrated": "calibrated"}
-CALIBRATED = (
-    "c·proxy^b, fitted at each step to the tokens measured there. A factor changes no baseline; the exponent does."
-)
+CALIBRATED = "c·proxy^b, fitted at each step to the tokens measured there. c changes no baseline, the exponent b does."
 KINDS = {"token": "token energy w", "realized": "realized energy W"}
 
+WITHIN = "Within: among rollouts of one prompt at one position, the only comparison OTB makes. Pooled: all tokens."
 DRAWN = (
     "No group was measured whole: these tokens were drawn with unequal probabilities, so large energies are "
     "over-represented in the figure and in the correlations. "
 )
-LEFT_OUT = "Tokens that were drawn one by one, likelier where the energy is large, are left out. "
+LEFT_OUT = "Tokens that were drawn one by one, large energies more often, are left out. "
 LOST = (
-    "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency of otb over all measured steps: 0 when the proxy costs "
-    "nothing, 1 when the gain over rloo is gone; a dash without an interval, or when exact energies show no gain. "
-    "This, not a correlation, is what a proxy is judged by."
+    "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency of otb over all measured steps. 0: the proxy costs "
+    "nothing. 1: the gain over rloo is gone. A dash: no interval, or exact energies show no gain. "
+    "Judge a proxy by this, not by a correlation."
 )
 
 
@@ -47,11 +46,11 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
         pooled = getattr(info.overall.pooled, key)
         place.metric(
             f"{title} within", number(within), f"{number(pooled)} pooled",
-            delta_color="off", delta_arrow="off", help="Within (prompt, t), and pooled over all tokens.",
+            delta_color="off", delta_arrow="off", help=WITHIN,
         )  # fmt: skip
     share, rests_on = gain_lost_words(data.lost_by_proxy(run, source))
     places[-1].metric(
-        "Gain lost", share, rests_on,
+        "OTB's gain lost by the proxy", share, rests_on,
         delta_color="off", delta_arrow="off", help=LOST,
     )  # fmt: skip
     left, right = st.columns(2)
@@ -64,8 +63,8 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
         f"{info.n_tokens:,} tokens compared, from {part} {found.total:,} with an exact norm. "
         + (f"{info.n_zero:,} with a zero energy are not drawn on the logarithmic axes. " if info.n_zero else "")
         + (DRAWN if info.drawn else LEFT_OUT if info.n_tokens < found.loaded and len(known) > 1 else "")
-        + "A baseline normalises its weights within (prompt, t), so the correlations there decide; "
-        "the pooled ones also hold differences between positions and prompts that the baseline never sees."
+        + "OTB compares only rollouts of one prompt at one position, so the correlations within decide. "
+        "The pooled ones also count differences between positions and prompts, which OTB never sees."
     )
     table = fidelity_table(info)
     with st.expander("Numbers by step"):

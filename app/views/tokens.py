@@ -17,6 +17,7 @@ from otb_analysis.schema import column
 SCALE = "auto: logarithmic where a few values are far larger than the rest, else linear between robust ends."
 WIDTHS = (110, 380, 210, 150, 120)
 FIRST = ("grad_norm_sq", "energy_proxy")
+NORM = {False: "Exact ‖∇log π‖²", True: "Estimated ‖∇log π‖²"}  # by whether some of it was sketched
 SKETCHED = "Estimated from projections on random directions: a click shows each standard error; some are below 0."
 NOTHING = (
     "This run has no step whose tokens and rollouts are both stored; a run of `otb train` stores them at every step."
@@ -93,10 +94,11 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
         group = choose_prompt(rollouts)
     tokens = data.tokens(run, step, group)
     measured = [c for c in NUMERIC if c in tokens and bool(tokens[c].notna().any()) and c != "token_id"]
+    sketched = bool((tokens["measured_by"] == "sketch").any())
     with places[2]:
         name = st.selectbox(
             "Colour by", measured, index=next((measured.index(c) for c in FIRST if c in measured), 0),
-            key="color", bind="query-params",
+            format_func=lambda c: NORM[sketched] if c == "grad_norm_sq" else c, key="color", bind="query-params",
         )  # fmt: skip
     with places[3]:
         order = st.selectbox("Order", list(ORDERS), format_func=lambda o: ORDERS[o], key="order", bind="query-params")
@@ -108,7 +110,7 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
     described = column("tokens", str(name))
     unit = f" ({described.unit})" if described.unit else ""
     st.caption(plain(f"{described.name}{unit}: {described.meaning}") + " Hover for all values, click for the formulas.")
-    if str(name) == "grad_norm_sq" and bool((tokens["measured_by"] == "sketch").any()):
+    if str(name) == "grad_norm_sq" and sketched:
         st.caption(SKETCHED)
     if str(name) in SIGNED:
         st.caption(plain(prompt_share(tokens, str(name), data.steps([run])[run.name], step)))

@@ -30,10 +30,10 @@ def by_source(table: Any, source: str) -> Any:
     return table if source == "both" else table[table["energy_source"].isin(["none", source])]
 
 
-def choose_estimators(table: Any) -> list[str]:
-    """Let the page choose estimators, for both figures; the usual ones to begin with."""
+def choose_estimators(table: Any, trained: str) -> list[str]:
+    """Let the page choose estimators, for both figures; the usual ones and the one that trains to begin with."""
     names = list(dict.fromkeys(table["estimator"]))
-    usual = [n for n in names if n in USUAL] or names[:8]
+    usual = [n for n in names if n in (*USUAL, trained)] or names[:8]
     return st.multiselect("Estimators", names, default=usual, key="estimator", bind="query-params", wrap=True)
 
 
@@ -46,8 +46,7 @@ def over_steps(table: Any, chosen: list[str], window: int) -> None:
         for measure in MEASURES:
             st.markdown(f"**{plain(measure.title)}** = {plain(measure.formula)}")
         st.markdown(
-            "An estimator that shrinks the gradient has a smaller variance whether or not it is better: "
-            "compare by SF and efficiency, and read the variance together with the projection."
+            "Halving the step also cuts variance, so compare estimators by efficiency or SF, not by variance alone."
         )
 
 
@@ -61,12 +60,13 @@ def footnote(info: VarianceInfo, window: int) -> str:
         else f"Points only: an interval needs {MIN_CLUSTERS} prompts; pool more measured steps or measure more prompts."
     )
     hidden = sum(info.hidden)
-    lost = f" {hidden} values at or below 0 have no place on a logarithmic axis." if hidden else ""
-    against = f" ∇J is estimated by {', '.join(info.reference)} on other prompts." if info.reference else ""
+    lost = f" {hidden} values at or below 0 cannot be drawn on a logarithmic axis." if hidden else ""
+    others = " and the others proved unbiased" if info.c_known else ""
+    against = f" ∇J is estimated by {', '.join(info.reference)}{others} on other prompts." if info.reference else ""
     if info.undefined:
         lost += (
-            f" {info.undefined:,} of {info.n_points:,} points have no SF, projection or efficiency: there ‖∇J‖², "
-            "estimated from pairs of different prompts, is lost in the noise. Do not compare their variances."
+            f" {info.undefined:,} of {info.n_points:,} points have no efficiency, and where c is not proved no SF or "
+            "projection: too few prompts to tell ∇J from noise."
         )
     return f"{prompts} prompts a step, {window} measured step{'s' * (window > 1)} per point. {intervals}{against}{lost}"
 
@@ -86,7 +86,7 @@ def compared(run: listing.Run, source: str, estimators: list[str]) -> None:
         key="against", bind="query-params",
     )  # fmt: skip
     chosen = list(grams.values()) if step == steps[0] else [grams[int(str(step))]]
-    info = comparison_info(chosen, str(against), source, estimators)
+    info = comparison_info(chosen, str(against), source, estimators, data.known(run))
     chart(plot_comparison(info), "comparison", comparison_table(info))
     st.caption(info.estimand)
     shown = display_table(info)
@@ -101,20 +101,21 @@ with page("Variance", "How noisy is the gradient under each baseline, on the sam
     if data.statistics(run, 1).empty:
         st.info(NOT_MEASURED, icon=":material/inbox:")
         st.stop()
+    st.markdown(plain(" ".join(data.conclusion(run))))
     left, right = st.columns([3, 2])
     calibrated = bool((data.statistics(run, 1)["energy_source"] == "calibrated").any())
     offered = [s for s in SOURCES if calibrated or s != "calibrated"]
     source = left.segmented_control(
-        "Energies behind the weighted baselines", offered, format_func=lambda s: SOURCES[s],
+        "Weights from", offered, format_func=lambda s: SOURCES[s],
         default="exact", key="energy", bind="query-params", required=True,
     )  # fmt: skip
     window = right.slider(
         "Measured steps pooled into one point", 1, data.MAX_WINDOW, data.default_window(run),
         key="pool", bind="query-params",
-        help="Pools neighbouring measured steps: sums first, then ratios. More prompts, narrower intervals.",
+        help="More prompts in a point, narrower intervals. Ratios are of averages, not averages of ratios.",
     )  # fmt: skip
     table = by_source(data.statistics(run, window), str(source))
-    estimators = choose_estimators(table)
+    estimators = choose_estimators(table, run.estimator)
     st.subheader("Over training", anchor=False)
     over_steps(table, estimators, window)
     st.subheader("Side by side", anchor=False)

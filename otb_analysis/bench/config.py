@@ -108,6 +108,42 @@ class SampledConfig:
 
 
 @dataclass(frozen=True)
+class GramConfig:
+    """What one measured step costs, in forward and backward passes of its rollouts."""
+
+    model: str = "demo"
+    """Local checkpoint directory, or `demo`."""
+    prompts: int = 16
+    """Prompts of the step."""
+    group_size: int = 8
+    """Rollouts per prompt."""
+    max_new_tokens: int = 64
+    """Length budget of a rollout."""
+    threads: int = 1
+    """Threads."""
+    repeats: int = 3
+    """Repetitions, taking turns; the least processor time counts."""
+    rows: bool = True
+    """Also measure the Gram matrix by one backward pass per row."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+
+
+@dataclass(frozen=True)
+class DemoSeedsConfig:
+    """What the demo concludes from several seeds and with several numbers of threads."""
+
+    seeds: int = 5
+    """Seeds, from 0."""
+    threads: tuple[int, ...] = (1, 2)
+    """Threads of each of a demo's two runs."""
+    root: Path = Path("runs/demos")
+    """Directory for the demos' runs; complete ones are read and not run again."""
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+
+
+@dataclass(frozen=True)
 class SketchConfig:
     """Batch variances from count sketches beside the exact Gram matrix, on the demo's warm-started model."""
 
@@ -175,6 +211,8 @@ AnyBenchConfig = (
     | LogitsConfig
     | EngineConfig
     | SampledConfig
+    | GramConfig
+    | DemoSeedsConfig
     | ScoreSketchConfig
     | SketchConfig
     | TrainBenchConfig

@@ -3,7 +3,9 @@
 from otb_analysis.bench.config import (
     AlarmsConfig,
     AnyBenchConfig,
+    DemoSeedsConfig,
     EstimatorsConfig,
+    GramConfig,
     LogitsConfig,
     SampledConfig,
     ScoreSketchConfig,
@@ -33,6 +35,14 @@ def run_bench(config: AnyBenchConfig) -> Report:
         from otb_analysis.bench.sampled import run_sampled
 
         return run_sampled(config)
+    if isinstance(config, DemoSeedsConfig):
+        from otb_analysis.bench.demo_seeds import run_demo_seeds
+
+        return run_demo_seeds(config)
+    if isinstance(config, GramConfig):
+        from otb_analysis.bench.gram import run_gram
+
+        return run_gram(config)
     if isinstance(config, SketchConfig):
         from otb_analysis.bench.sketch import run_sketch
 

@@ -29,6 +29,8 @@ from otb_analysis.training.table import pay, token_table
 from otb_analysis.training.warm_start import CACHE, warm_started
 from otb_analysis.types import Float, Int
 
+ROUNDING = 1e-6
+"""Least error of a ratio that is stated: a multiple of rloo has no other."""
 ESTIMATORS = ("rloo", "none", "group_mean", "otb", "token_optimal")
 HEADERS = (
     "estimator",
@@ -127,8 +129,9 @@ def bench_sketch(batch: SketchBatch, dims: tuple[int, ...] = (4096, 65536), seed
         for m, name in enumerate(ESTIMATORS[1:], start=1):
             distance = np.log(found[:, m] / found[:, 0]) - np.log(truth[m] / truth[0])
             ratios = float(truth[m] / truth[0]), float(found[0, m] / found[0, 0])
-            rms, worst = float(np.sqrt((distance**2).mean())), float(np.abs(distance).max() / stated[m])
-            rows.append(SketchRow(name, dim, *ratios, float(stated[m]), rms, worst))
+            rms = float(np.sqrt((distance**2).mean()))
+            error = max(float(stated[m]), ROUNDING)
+            rows.append(SketchRow(name, dim, *ratios, error, rms, float(np.abs(distance).max() / error)))
     return rows
 
 

@@ -18,18 +18,20 @@ class EstimatorConfig:
     By the token's own, or a decayed sum: token_optimal, token_optimal_loo, energy_ema, energy_ema_loo.
     By energy of the rollout: sequence_optimal, sequence_optimal_loo.
     By its exact norm, measured at every step: classic_optimal, classic_optimal_loo, opob.
-    From the critic: value, tvm."""
+    From the critic: value, tvm.
+    Your own: module:function; docs/own_estimator.md has an example."""
     energy: Literal["proxy", "exact"] = "proxy"
-    """Energies it weights by: the forward-only proxy, or exact norms, which measures every rollout at every step."""
+    """Token energies it weights by: the free proxy, or exact norms of every rollout at every step, which is slow."""
     options: dict[str, str] = field(default_factory=dict)
     """Options of that estimator, as name value pairs: `tail group`.
     tail, own_return, group or zero: of otb, otb_turn, token_optimal, energy_ema and their _loo forms.
-    decay: of energy_ema, energy_ema_loo and value. discount: of value."""
+    decay: of energy_ema, energy_ema_loo and value. discount: of value.
+    Of your own: the function's other parameters that have a number or a text as default."""
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What a batch of rollouts is optimised for: ĝ = Σ coefficient·∇log π, with every part of the catalogue.
+    """The objective, by its gradient ĝ = Σ coefficient·∇log π; docs/catalogue.md has the formulas of its parts.
 
     The defaults are the plain on-policy policy gradient: one update per batch, token sums, mean over rollouts.
     """
@@ -42,7 +44,7 @@ class ObjectiveConfig:
     low, high: of ppo, gspo, ctpo, cumulative_truncated and sequence_mask. dual: of ppo, gspo and ctpo.
     cap: of tis. veto: of sequence_mask."""
     aggregation: str = "sequence_sum"
-    """How tokens are weighed against another: sequence_sum, token_mean, sequence_mean, constant, dapo or balanced."""
+    """How token losses are averaged: sequence_sum, token_mean, sequence_mean, constant, dapo or balanced."""
     aggregation_options: dict[str, str] = field(default_factory=dict)
     """Options of that aggregation, as name value pairs. length: of constant."""
     shaping: str = "none"
@@ -53,15 +55,15 @@ class ObjectiveConfig:
     epochs: int = 1
     """Passes over each batch."""
     minibatches: int = 1
-    """Parts of whole groups that a batch is cut into; each takes one optimizer step per epoch."""
+    """Mini-batches per batch, each made of whole groups. Each takes one optimizer step per epoch."""
     staleness: int = 0
     """Rollouts are sampled from the policy of this many batches ago."""
     kl_coefficient: float = 0.0
-    """Weight β of the divergence from the policy as it was at the start; 0 keeps no copy of it."""
+    """Weight β of the KL divergence from the starting policy. 0 turns it off."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
     """Per-token estimator of KL(π‖π_ref): log ratio, half its square, or π_ref/π − 1 + log ratio."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """A term of the loss (k2 and k3: k1 has no gradient in expectation), or a penalty on each token's reward."""
+    """Where the divergence counts: in the loss (k2 or k3; k1 has no gradient there on average), or in the reward."""
     entropy_bonus: float = 0.0
     """Weight of the mean token entropy, which is added to the objective."""
 
@@ -74,7 +76,7 @@ class OptimizeConfig:
     """Batches of rollouts."""
     learning_rate: float = 1e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up: it stays, or falls to 0 at the last step."""
+    """Learning rate after the warm-up: constant, or falling to 0 at the last step."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -94,23 +96,23 @@ class OptimizeConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters through PEFT: only they are trained, and the scores are over them alone."""
+    """Low-rank adapters (LoRA, by PEFT). Only they are trained, and gradient norms are over their weights only."""
 
     rank: int = 0
     """Rank r; 0 trains all weights."""
     alpha: float = 16.0
     """Scale: the adapter adds (alpha/r)·B·A."""
     targets: tuple[str, ...] = ()
-    """Names of the layers that get one; by default every linear layer but the output."""
+    """Layers that get an adapter, by name. By default all linear layers except the output layer."""
 
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """A value network beside the policy; it observes, and trains only estimators that read its values.
+    """The critic, a value network. It shares no gradients with the policy; only `value` and `tvm` depend on it.
 
-    γ and λ of its target stand here, those of the advantages in `estimator.options`; with `value` as the estimator that
-    trains, both must mean the same value: γ is 1 for the targets return and tvm, λ is free for return and 1 for tvm,
-    and gae has both alike on both sides.
+    `discount` (γ) and `decay` (λ) here belong to what the critic is fitted to; those of the advantages are in
+    `estimator.options`. Where `value` trains, they must agree: γ is 1 for the targets return and tvm, λ is 1 for tvm
+    and free for return, and with gae both must be the same here and there.
     """
 
     enabled: bool = True
@@ -119,7 +121,7 @@ class CriticConfig:
     path: str = ""
     """Local checkpoint directory that a model starts from; by default the policy's own starting weights."""
     target: Literal["return", "gae", "tvm"] = "return"
-    """Fitted to return-to-go, to λ-returns of GAE(γ, λ), or to the mean reward of rollouts sharing the prefix (TVM)."""
+    """What it is fitted to: return-to-go, λ-returns of GAE(γ, λ), or the mean reward after the same prefix (TVM)."""
     discount: float = 1.0
     """γ of the target gae."""
     decay: float = 0.95
@@ -127,8 +129,8 @@ class CriticConfig:
     width: int = 128
     """Hidden units of a head."""
     learning_rate: float = 0.0
-    """Of its own AdamW, constant; 0 takes 0.001 for a head and optimize.learning_rate for a model."""
+    """Learning rate of the critic, constant. 0 means 0.001 for a head and optimize.learning_rate for a model."""
     updates: int = 4
-    """Gradient steps on each batch, after its values were recorded."""
+    """Gradient steps per batch; the values are recorded before them."""
     gradient_checkpointing: bool = False
     """Recompute a model's activations in the backward pass: slower, and less memory."""

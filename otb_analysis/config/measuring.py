@@ -1,6 +1,6 @@
 """At which steps which quantity is measured, and with what it is evaluated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -9,13 +9,15 @@ class Schedule:
     """When a level of measurement runs, and on how many whole groups."""
 
     every: int = 0
-    """Steps between two measurements, counted from step 0; 0 turns the level off."""
+    """Steps between two measurements; 0 turns the level off."""
+    first: int = field(default=0, kw_only=True)
+    """The first step that is measured."""
     prompts: int = 0
     """Groups measured; 0 means all of the step's groups."""
 
     def due(self, step: int) -> bool:
         """Return True when the level runs at this step."""
-        return self.every > 0 and step % self.every == 0
+        return self.every > 0 and step >= self.first and (step - self.first) % self.every == 0
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class SampledSchedule(Schedule):
     share: float = 0.1
     """Share of the policy tokens that is measured."""
     by: Literal["above_cut", "proxy", "uniform"] = "above_cut"
-    """Tokens are drawn in proportion to the norm above the last attention, to the proxy, or all alike."""
+    """What makes a token likelier to be drawn: its norm above the last attention layer, its proxy, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class SketchSchedule(Schedule):
     directions: int = 32
     """Directions K; the cost grows with K, the standard error falls as 1/√K."""
     method: Literal["hybrid", "rank_one", "gaussian"] = "hybrid"
-    """Exact above the last attention and sketched below, all sketched, or all by one pass a direction (any model)."""
+    """hybrid: exact above the last attention layer, estimated below. rank_one, gaussian: all estimated; gaussian works
+    on any model, with one pass per direction."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +46,24 @@ class AttributionSchedule:
     """When every token's share of ‖ḡ‖² is measured."""
 
     every: int = 0
-    """Steps between two measurements, counted from step 0; 0 turns the level off."""
+    """Steps between two measurements; 0 turns the level off."""
+    first: int = field(default=0, kw_only=True)
+    """The first step that is measured."""
     split: bool = True
     """Also split each share into signal (along the other prompts' gradients) and noise (along its own prompt's)."""
 
     def due(self, step: int) -> bool:
         """Return True when the level runs at this step."""
-        return self.every > 0 and step % self.every == 0
+        return self.every > 0 and step >= self.first and (step - self.first) % self.every == 0
 
 
 @dataclass(frozen=True)
 class MeasureConfig:
     """Levels of measurement beyond `forward`, which always runs."""
 
-    exact: Schedule = Schedule(every=20, prompts=2)
-    """Exact norm of every token's score, and the Gram matrix of group gradients under every estimator."""
+    exact: Schedule = Schedule(every=20, prompts=8)
+    """Exact norm of every token's score, and the Gram matrix of group gradients under every estimator. Intervals
+    take 16 different prompts over all measured steps; a run that will have fewer is told so at its start."""
     sampled: SampledSchedule = SampledSchedule()
     """Exact norms of drawn tokens of the other groups, their totals with standard errors, and a calibrated proxy, which
     estimators weigh by in the Gram matrix of the same step."""
@@ -81,7 +87,7 @@ class EvaluateConfig:
     every: int = 20
     """Steps between evaluations; the last step is always evaluated; 0 turns it off."""
     prompts: int = 128
-    """Held-out prompts, the same at every evaluation."""
+    """Held-out prompts, all different and the same at every evaluation; fewer where the task has fewer."""
     samples: int = 1
     """Answers sampled to each: avg@samples, and pass@k for k = 1, 2, 4, … up to it, with intervals over prompts."""
     threshold: float = 0.5

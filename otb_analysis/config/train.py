@@ -26,16 +26,16 @@ class SmallModelConfig:
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """Supervised start on demonstrations, stopped by measured success, cached by this configuration."""
+    """Supervised start: training on demonstrations until enough sampled answers are right; made once, then reused."""
 
     success_low: float = 0.35
-    """Stop as soon as this share of sampled answers is right …"""
+    """Stop when at least this share of sampled answers is right."""
     success_high: float = 0.60
-    """… and step back if it overshot this one."""
+    """When more than this share is right, go back to the check before and train in smaller steps."""
     batch: int = 16
     """Demonstrations per step."""
     learning_rate: float = 3e-3
-    """Of AdamW, which trains embeddings and norms; the matrices between them are trained by Muon."""
+    """Learning rate of AdamW, for embeddings and norms. Muon trains the other matrices, at 5 times this rate."""
     max_steps: int = 4000
     check_every: int = 25
     """Steps between two measurements of success, once the loss has fallen."""
@@ -64,12 +64,12 @@ class SampleConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """All that a stopped run needs to go on bit for bit: weights, optimizer, critic, random state, position."""
+    """Checkpoints: everything a stopped run needs to continue bit for bit."""
 
     every: int = 50
-    """Steps between two checkpoints; the last step has one too; 0 writes none."""
+    """Steps between two checkpoints. The last step is always one. 0 writes none."""
     keep: int = 1
-    """How many of the newest stay on the disk."""
+    """How many checkpoints are kept, the newest ones."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class TrainConfig:
     if_exists: Literal["error", "replace", "resume"] = "error"
     """What to do when the run's directory already exists: refuse, begin anew, or go on from its newest checkpoint."""
     model: str = ""
-    """Local Hugging Face checkpoint directory; by default the small model below, made and warm-started in code."""
+    """Local Hugging Face checkpoint directory, or `demo`, the policy that the demo starts from. By default the
+    small model below is made and warm-started in code."""
     task: str = "chain_sum"
     """chain_sum, calculator, counting, graph_path or math_jsonl, or module:attribute for your own."""
     seed: int = 0
@@ -110,7 +111,7 @@ class TrainConfig:
     @property
     def run_name(self) -> str:
         """Directory name of the run."""
-        return self.run or f"{self.task.replace(':', '.')}-{self.estimator.name}-s{self.seed}"
+        return self.run or f"{self.task}-{self.estimator.name}-s{self.seed}".replace(":", ".")
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,9 @@ class DemoConfig:
     root: Path = Path("runs")
     """Directory that holds the runs."""
     seed: int = 0
-    """Seed of the prompts, the sampling and the model, the same for both runs."""
+    """Seed of the prompts and the sampling, the same for both runs."""
+    threads: int = 1
+    """Threads of each of the two runs."""
     serve: bool = True
     """Serve the dashboard afterwards."""
     port: int = 8501

@@ -5,7 +5,7 @@ trains with, on the same prompts. With m other candidates each interval has leve
 hold together with 95 % whichever is picked afterwards: the best of many noisy numbers is not mistaken for a better one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -134,22 +134,28 @@ def advise_sizes(
     return judge(values, Choice(*present[0], present[1]), n_rollouts)
 
 
-def trained_label(config: Mapping[str, Any]) -> Label:
+def trained_label(config: Mapping[str, Any], measured: Collection[Label] = ()) -> Label:
     """Return (estimator, energy source) of the estimator that a run trains with, as its Gram matrices name it.
 
     Args:
         config: The run's configuration, nested.
+        measured: The labels of its Gram matrices: they alone tell an estimator of one's own, whose module is not asked.
 
     Raises:
-        InputError: The configuration names no known estimator.
+        InputError: The configuration names no known estimator, and none that was measured.
     """
     own = config.get("estimator")
     name = str(own.get("name", "") if isinstance(own, Mapping) else own or "")
+    energy = str(own.get("energy", "proxy") if isinstance(own, Mapping) else "proxy")
     if name not in ESTIMATORS:
-        raise InputError(f"the run's configuration has the estimator {name!r}; {nearest(name, ESTIMATORS)}")
+        sources = [source for estimator, source in measured if estimator == name]
+        if not sources:
+            known = dict.fromkeys([*ESTIMATORS, *(estimator for estimator, _ in measured)])
+            raise InputError(f"the run's configuration has the estimator {name!r}; {nearest(name, known)}")
+        return name, energy if energy in sources else sources[0]
     needs = ESTIMATORS[name].needs
     if "energy" in needs:
-        return name, str(own.get("energy", "proxy") if isinstance(own, Mapping) else "proxy")
+        return name, energy
     return name, "exact" if {"rollout_norm_sq", "position_baseline"} & set(needs) else "none"
 
 

@@ -3,6 +3,7 @@
 from otb_analysis.estimators.entry import DecayOptions, Entry, NoOptions, TailOptions, ValueOptions
 from otb_analysis.estimators.evaluate import available, entry_of, estimate, missing, options_from_dict
 from otb_analysis.estimators.prefixes import PrefixValues, prefix_values
+from otb_analysis.estimators.proved import proved, proved_in_all, unproved_because
 from otb_analysis.estimators.registry import ESTIMATORS
 from otb_analysis.types import Estimate, EstimatorInputs
 
@@ -22,4 +23,7 @@ __all__ = [
     "missing",
     "options_from_dict",
     "prefix_values",
+    "proved",
+    "proved_in_all",
+    "unproved_because",
 ]

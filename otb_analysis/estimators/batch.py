@@ -100,7 +100,7 @@ class Centre:
 
     Attributes:
         baseline: B; values outside the mask are dropped.
-        fallback: Where the formula had nothing to stand on.
+        fallback: Where the formula is undefined.
         scale: What multiplies G − B, where the estimator rescales.
     """
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.estimators.batch import Batch, Centre
 from otb_analysis.formulas import NoOptions, Standing
 
 Tail = Literal["own_return", "group", "zero"]
@@ -66,7 +65,8 @@ class Entry:
     """One row of the catalogue.
 
     Attributes:
-        function: (Batch, options) → Centre, a pure function; `evaluate` turns it into an Estimate.
+        function: (Batch, options) → Centre, a pure function; `evaluate` turns it into an Estimate. Of an estimator of
+            one's own, (EstimatorInputs, options) → advantages [N, T].
         formula: B_{i,t} in Unicode.
         unbiased: True when E ĝ is the gradient of the target under `conditions`.
         conditions: Under which conditions, or why not.
@@ -79,10 +79,11 @@ class Entry:
         batch_coupled: True when another prompt's rollouts change the answer; recompute it inside every resample, or see
             `statistics.gradients` for what deleting prompts from a finished Gram matrix costs.
         takes_gaps: False when positions are columns, so that tool tokens in between cannot be had.
+        shrinks_by: Set where E ĝ = (1 − 1/N)·∇J: N counts the rollouts of the `group` or of the whole `batch`.
         takes_single: True when a prompt's only rollout is centred as any other: by other prompts, a critic, or nothing.
     """
 
-    function: Callable[[Batch, Any], Centre]
+    function: Callable[[Any, Any], Any]
     formula: str
     unbiased: bool
     conditions: str
@@ -94,6 +95,7 @@ class Entry:
     options: type = NoOptions
     batch_coupled: bool = False
     takes_gaps: bool = True
+    shrinks_by: Literal["", "group", "batch"] = ""
     takes_single: bool = False
 
     @property

@@ -1,16 +1,18 @@
 """From a name and inputs to an estimate, a few groups at a time so that every intermediate stays in cache."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from otb_analysis.arrays import Groups, has_gaps
-from otb_analysis.errors import InputError
+from otb_analysis.custom import is_custom
+from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators.batch import Batch, Centre, check_shapes, prepare, selector
 from otb_analysis.estimators.entry import Entry
+from otb_analysis.estimators.own import own_entry, own_estimate
 from otb_analysis.estimators.registry import ESTIMATORS
-from otb_analysis.formulas import checked_options, lookup, options_from_table
+from otb_analysis.formulas import checked_options, options_from_table
 from otb_analysis.types import Bool, Estimate, EstimatorInputs, Int
 
 BLOCK_ELEMENTS = 1 << 16
@@ -18,25 +20,32 @@ BLOCK_ELEMENTS = 1 << 16
 
 
 def entry_of(name: str) -> Entry:
-    """Return one row of the catalogue.
+    """Return one row of the catalogue, or that of an estimator of one's own.
 
     Args:
-        name: A key of `ESTIMATORS`.
+        name: A key of `ESTIMATORS`, or `module:function`.
 
     Raises:
-        InputError: No estimator has that name.
+        InputError: No estimator has that name, or one's own cannot be used.
     """
-    return lookup("estimator", name, ESTIMATORS)
+    if is_custom(name):
+        return own_entry(name)
+    if name not in ESTIMATORS:
+        hint = nearest(name, ESTIMATORS)
+        raise InputError(f"estimator {name!r} does not exist; {hint} Your own is named module:function.")
+    return ESTIMATORS[name]
 
 
-def available(inputs: EstimatorInputs) -> list[str]:
+def available(inputs: EstimatorInputs, also: Iterable[str] = ()) -> list[str]:
     """Return every estimator whose inputs exist, in the order of the catalogue.
 
     Args:
         inputs: What there is. A mask with gaps leaves out those that cannot have them.
+        also: Estimators of one's own, which come last.
     """
     gaps = has_gaps(np.asarray(inputs.mask))
-    return [name for name, entry in ESTIMATORS.items() if not missing(entry, inputs) and (entry.takes_gaps or not gaps)]
+    entries = ESTIMATORS | {name: entry_of(name) for name in also if name not in ESTIMATORS}
+    return [name for name, entry in entries.items() if not missing(entry, inputs) and (entry.takes_gaps or not gaps)]
 
 
 def missing(entry: Entry, inputs: EstimatorInputs) -> list[str]:
@@ -53,7 +62,7 @@ def options_from_dict(name: str, values: Mapping[str, Any]) -> Any:
     """Return the options of an estimator from a configuration's table.
 
     Args:
-        name: A key of `ESTIMATORS`.
+        name: A key of `ESTIMATORS`, or `module:function`.
         values: Option name → value; what is left out keeps its default.
 
     Returns:
@@ -72,7 +81,7 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     the mask are never read. A rollout without policy tokens has no return and takes no part in any mean.
 
     Args:
-        name: A key of `ESTIMATORS`.
+        name: A key of `ESTIMATORS`, or `module:function` for one's own.
         inputs: Rewards, mask, groups and whatever the estimator needs; float32 is promoted.
         options: An instance of the estimator's options dataclass; None means its defaults.
 
@@ -87,6 +96,8 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     names = _read_inputs(name, entry, inputs)
     check_shapes(inputs, names)
     options = checked_options(name, entry.options, options)
+    if is_custom(name):
+        return own_estimate(name, entry, inputs, names, options)
     mask = np.asarray(inputs.mask)
     if not entry.takes_gaps and has_gaps(mask):
         suffix = name.removeprefix("otb")

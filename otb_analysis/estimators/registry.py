@@ -43,6 +43,7 @@ ESTIMATORS: dict[str, Entry] = {
         "REINFORCE with a batch baseline",
         "code",
         batch_coupled=True,
+        shrinks_by="batch",
         takes_single=True,
     ),
     "batch_mean_loo": Entry(
@@ -55,7 +56,15 @@ ESTIMATORS: dict[str, Entry] = {
         batch_coupled=True,
         takes_single=True,
     ),
-    "group_mean": Entry(group_mean, "mean_j R_j", False, "(1 − 1/N)·∇J: shorter, direction intact", "Dr. GRPO", "code"),
+    "group_mean": Entry(
+        group_mean,
+        "mean_j R_j",
+        False,
+        "(1 − 1/N)·∇J: shorter, direction intact",
+        "Dr. GRPO",
+        "code",
+        shrinks_by="group",
+    ),
     "grpo": Entry(
         grpo,
         "mean_j R_j, then A/(std_j R_j + 1e-6), ddof 1",

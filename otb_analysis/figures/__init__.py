@@ -16,6 +16,7 @@ from otb_analysis.figures.comparison import (
     display_table,
     plot_comparison,
 )
+from otb_analysis.figures.conclusion import conclusion_sentences, shown_name, signal_sentence
 from otb_analysis.figures.curves import CurvesInfo, Quantity, curves_info, plot_curves
 from otb_analysis.figures.fidelity import (
     FidelityInfo,
@@ -61,6 +62,7 @@ __all__ = [
     "collapse_info",
     "comparison_info",
     "comparison_table",
+    "conclusion_sentences",
     "config_differences",
     "curves_info",
     "degenerate_table",
@@ -85,6 +87,8 @@ __all__ = [
     "plot_variance",
     "results_table",
     "run_styles",
+    "shown_name",
+    "signal_sentence",
     "statistics_table",
     "token_details",
     "tokens_info",

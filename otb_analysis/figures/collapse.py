@@ -1,4 +1,4 @@
-"""Signs of collapse: what moves before, while and after a run falls apart."""
+"""Health over steps: what moves before, while and after a run collapses."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ QUANTITIES = (
     Quantity("Top 1 % of tokens", "share of all proxy energy", "energy_max_share", share=True),
     Quantity("Sampler mismatch", "nats, largest", "mismatch_max", from_zero=True),
     Quantity("Clipped tokens", "share, by the ratio", "ratio_clip_share", share=True),
-    Quantity("Certificate", "z of Σ(π_y − Σπ²)", "certificate_prob_z"),
+    Quantity("Is the sampler the policy?", "z, near 0 if so", "certificate_prob_z"),
     Quantity("Cut completions", "share of rollouts", "truncated_share", share=True),
     Quantity("Empty completions", "share of rollouts", "empty_share", share=True),
     Quantity("Baseline fallback", "share of tokens", "fallback_share", share=True),
@@ -63,7 +63,7 @@ def derived(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def collapse_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, str], window: int = 1) -> CurvesInfo:
-    """Collect the signs of collapse of some runs.
+    """Collect the curves that tell the health of some runs.
 
     Args:
         steps: Steps table of each run.

@@ -8,18 +8,18 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.gradient_table import is_defined, labels, trace_style
+from otb_analysis.figures.gradient_table import against_truth, is_defined, labels, trace_style
 from otb_analysis.figures.scales import log_axis, number
 from otb_analysis.figures.styles import Style
 from otb_analysis.figures.theme import RULE, TITLE, note_in_panel, panels, place
 from otb_analysis.figures.variance import UNDEFINED
-from otb_analysis.statistics import MIN_CLUSTERS, Interval, paired_ratios, pooled_statistics
-from otb_analysis.types import Gram
+from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, Interval, paired_ratios, pooled_statistics
+from otb_analysis.types import Gram, Proved
 
 RATIOS = (
     ("efficiency", "Efficiency ratio", "right of 1 is better"),
-    ("sf", "SF ratio", "left of 1 is better"),
-    ("variance", "Variance ratio", "read it with c"),
+    ("sf", "SF ratio", "variance at equal progress; left of 1 is better"),
+    ("variance", "Variance ratio", "smaller for shorter steps, too"),
 )
 VALUES = ("efficiency", "sf", "variance", "projection", "rollout_equivalents")
 _ONE = Interval(1.0, None, None, 0, "the estimator over itself", "by definition")
@@ -47,7 +47,7 @@ class ComparisonInfo:
     """The numbers behind the forest plot.
 
     Attributes:
-        rows: Best efficiency first, undefined ones last.
+        rows: Best efficiency first, or best SF where that is lost in the noise, undefined ones last.
         against: Label of the estimator whose ratios are 1.
         n_steps: Measured steps that entered.
         n_prompts: Independent prompts over those steps.
@@ -62,7 +62,11 @@ class ComparisonInfo:
 
 
 def comparison_info(
-    grams: Sequence[Gram], against: str = "rloo", energy_source: str = "both", estimators: Iterable[str] | None = None
+    grams: Sequence[Gram],
+    against: str = "rloo",
+    energy_source: str = "both",
+    estimators: Iterable[str] | None = None,
+    known: Proved = NOTHING,
 ) -> ComparisonInfo:
     """Compare all estimators with one on the same rollouts, pooled over the steps that are passed.
 
@@ -74,32 +78,43 @@ def comparison_info(
         against: Estimator whose ratios are 1; its first energy source is taken.
         estimators: Which estimators to show besides that one; all when left out.
         energy_source: Show only estimators that read no energy or this kind; `both` shows all.
+        known: What is proved of the estimators.
 
     Raises:
         InputError: The estimator was not measured in any of the steps.
     """
-    known = dict.fromkeys(found for gram in grams for found in gram.labels)
-    shown = [found for found in known if energy_source == "both" or found[1] in ("none", energy_source)]
+    measured = dict.fromkeys(found for gram in grams for found in gram.labels)
+    shown = [found for found in measured if energy_source == "both" or found[1] in ("none", energy_source)]
     if estimators is not None:
         shown = [found for found in shown if found[0] in {against, *estimators}]
     base = next((found for found in shown if found[0] == against), None)
     if base is None:
         raise InputError(f"against is {against!r}, which was not measured; {nearest(against, [m for m, _ in shown])}")
-    values = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams)}
-    pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base)}
+    values = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known)}
+    pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base, known=known)}
     rows = []
     names = labels(shown)
     for found in shown:
         pair, own = pairs.get(found), values[found]
-        defined = is_defined(own) and is_defined(values[base])
-        known = [name == "variance" or defined for name, *_ in RATIOS]
-        found_ratios = [_ONE if found == base else getattr(pair, name, None) for name, *_ in RATIOS]
-        ratios = tuple(ratio if ok else None for ratio, ok in zip(found_ratios, known, strict=True))
-        numbers = {n: getattr(own, n) if n == "variance" or is_defined(own) else None for n in VALUES}
+        lost = {name for one in (own, values[base]) if not is_defined(one) for name in against_truth(one)}
+        ratios = tuple(
+            None if name in lost else _ONE if found == base else getattr(pair, name, None) for name, *_ in RATIOS
+        )
+        hidden = () if is_defined(own) else against_truth(own)
+        hidden += ("rollout_equivalents",) if "sf" in hidden else ()
+        numbers = {n: None if n in hidden else getattr(own, n) for n in VALUES}
         rows.append(Row(names[found], trace_style(*found), ratios, numbers))
-    rows.sort(key=lambda row: -(row.ratios[0].estimate if row.ratios[0] else -np.inf))
+    rows.sort(key=_rank)
     n_prompts = values[base].n_clusters
     return ComparisonInfo(tuple(rows), names[base], len(grams), n_prompts, _estimand(len(grams), n_prompts))
+
+
+def _rank(row: Row) -> tuple[bool, float]:
+    """Best efficiency first; where that is lost in the noise for some, best SF, and undefined ones last."""
+    efficiency, sf, _ = row.ratios
+    if efficiency is not None:
+        return False, 1 / efficiency.estimate if efficiency.estimate > 0 else np.inf
+    return sf is None, sf.estimate if sf else np.inf
 
 
 def display_table(info: ComparisonInfo) -> pd.DataFrame:

@@ -91,7 +91,7 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     if table.empty:
         raise InputError(
             f"No token has both {SOURCES[source]} and grad_norm_sq; schedule exact measurements, as in "
-            "[measure] exact = {every = 10, prompts = 2}."
+            "[measure] exact = {every = 10, prompts = 4}."
         )
     proxy, exact = table["proxy"].to_numpy(np.float64), table["exact"].to_numpy(np.float64)
     positive = (proxy > 0) & (exact > 0)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pandas as pd
 
 from otb_analysis.figures.styles import Style, estimator_style
-from otb_analysis.statistics import MIN_CLUSTERS, GradientStatistics, Interval, pooled_statistics
-from otb_analysis.types import Gram
+from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, GradientStatistics, Interval, pooled_statistics
+from otb_analysis.types import Gram, Proved
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,23 @@ MEASURES = (
     Measure(
         "efficiency",
         "Efficiency",
-        "share of 1, higher is better",
-        "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of this update of P prompts that points along ∇J.",
+        "share of the update along ∇J",
+        "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of an update of P prompts along ∇J. Higher is better.",
         False,
         1,
     ),
     Measure(
         "sf",
-        "SF = variance / c²",
-        "norm², lower is better",
-        "Variance at equal progress: batch variance ÷ projection².",
+        "Variance at equal progress",
+        "SF = variance / c², norm², lower is better",
+        "Variance at equal progress: SF = batch variance ÷ projection²; the variance itself where c is 1.",
         True,
         -1,
     ),
     Measure(
         "variance",
         "Batch variance",
-        "norm², read it with c",
+        "norm², smaller for shorter steps, too",
         "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.",
         True,
         0,
@@ -59,8 +59,8 @@ MEASURES = (
     Measure(
         "projection",
         "Projection c",
-        "1 is the step of ∇J",
-        "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from the reference estimator on other prompts.",
+        "1 = as long as ∇J",
+        "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from unbiased ones on other prompts; 1 where proved.",
         False,
         0,
     ),
@@ -91,8 +91,13 @@ def trace_style(estimator: str, energy_source: str) -> Style:
     return Style(style.color, "dot" if style.dash == "solid" else "dashdot", style.symbol)
 
 
-AGAINST_TRUTH = ("relative_bias", "projection", "sf", "efficiency")
-"""The columns that are measured against ∇J."""
+def against_truth(found: GradientStatistics) -> tuple[str, ...]:
+    """Return the columns that are measured against ∇J; where c is proved only the efficiency is.
+
+    Args:
+        found: Statistics of one estimator.
+    """
+    return ("efficiency",) if found.c_known else ("relative_bias", "projection", "sf", "efficiency")
 
 
 def is_defined(found: GradientStatistics) -> bool:
@@ -107,11 +112,11 @@ def is_defined(found: GradientStatistics) -> bool:
     """
     if found.projection is None or found.efficiency is None or found.efficiency > 1:
         return False
-    interval = found.projection_interval
+    interval = found.efficiency_interval if found.c_known else found.projection_interval
     return found.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
 
 
-def statistics_table(grams: Mapping[int, Gram], window: int = 1) -> pd.DataFrame:
+def statistics_table(grams: Mapping[int, Gram], window: int = 1, known: Proved = NOTHING) -> pd.DataFrame:
     """Return the four measures of every estimator at every measured step, with intervals clustered by prompt.
 
     Row (step, estimator) pools the last `window` measured steps: sums over steps first, then ratios. Where these hold
@@ -121,17 +126,19 @@ def statistics_table(grams: Mapping[int, Gram], window: int = 1) -> pd.DataFrame
     Args:
         grams: Gram matrix of each measured step.
         window: Measured steps pooled into one point.
+        known: What is proved of the estimators.
     """
     records = []
     steps = sorted(grams)
     for last in range(len(steps)):
         pooled = [grams[s] for s in steps[max(0, last + 1 - window) : last + 1]]
-        for found in pooled_statistics(pooled):
+        for found in pooled_statistics(pooled, known=known):
+            blank = () if is_defined(found) else against_truth(found)
             record: dict[str, object] = {"step": steps[last], **found.as_row(), "n_clusters": found.n_clusters}
-            record |= {} if is_defined(found) else dict.fromkeys(AGAINST_TRUTH)
+            record |= dict.fromkeys(blank)
             for measure in MEASURES:
-                known = measure.column not in AGAINST_TRUTH or is_defined(found)
-                interval: Interval | None = getattr(found, f"{measure.column}_interval") if known else None
+                hidden = measure.column in blank
+                interval: Interval | None = None if hidden else getattr(found, f"{measure.column}_interval")
                 record[f"{measure.column}_low"] = None if interval is None else interval.low
                 record[f"{measure.column}_high"] = None if interval is None else interval.high
             records.append(record)

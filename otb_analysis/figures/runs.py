@@ -13,7 +13,7 @@ WINDOW = 20
 """Last recorded steps that a headline takes gradient norm and clipping from."""
 
 NOT_RECORDED = "–"
-"""Stands for a setting that a run's configuration does not have."""
+"""Shown where a run's configuration does not have a setting."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from otb_analysis.figures.styles import Style
 from otb_analysis.figures.theme import RULE, note_in_panel, panels, place
 
 Array = NDArray[np.float32]
-UNDEFINED = "undefined: ‖∇J‖² is lost in the noise;<br>measure more prompts or pool more steps"
+UNDEFINED = "undefined: too few prompts to tell ∇J from noise;<br>measure more prompts or pool more steps"
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ class VarianceInfo:
         n_rollouts: Fewest and most measured rollouts over the steps.
         reference: Estimators that stood for ∇J.
         hidden: Points that a logarithmic axis cannot show (SF or variance not above 0), per measure.
-        undefined: Points without SF, projection and efficiency: there the estimate of ‖∇J‖², from pairs of different
-            prompts, is lost in the noise, so that nothing can be measured against it.
+        undefined: Points without efficiency, or SF and projection where c is not proved: there the estimate of ‖∇J‖²,
+            from pairs of different prompts, is lost in the noise, so that nothing can be measured against it.
         n_points: Points in all, defined or not.
+        c_known: True where the projection of some estimators is proved, and ∇J pooled over the unbiased ones.
     """
 
     traces: tuple[tuple[Trace, ...], ...]
@@ -56,6 +57,7 @@ class VarianceInfo:
     hidden: tuple[int, ...]
     undefined: int
     n_points: int
+    c_known: bool = False
 
     @property
     def has_intervals(self) -> bool:
@@ -83,9 +85,10 @@ def variance_info(gradients: pd.DataFrame, estimators: Iterable[str] | None = No
     )
     hidden = tuple(int((table[m.column] <= 0).sum()) if m.log else 0 for m in MEASURES)
     reference = tuple(sorted(table["reference"].dropna().unique())) if "reference" in table else ()
-    undefined = int(table["projection"].isna().sum())
+    undefined = int(table["efficiency"].isna().sum())
     prompts, rollouts = _span(table, "n_prompts"), _span(table, "n_rollouts")
-    return VarianceInfo(traces, prompts, rollouts, reference, hidden, undefined, len(table))
+    known = "c_known" in table and bool(table["c_known"].fillna(False).any())
+    return VarianceInfo(traces, prompts, rollouts, reference, hidden, undefined, len(table), known)
 
 
 def _trace(name: str, style: Style, part: Any, column: str) -> Trace:

@@ -7,14 +7,14 @@ token's score is, how large any weighted sum of a rollout's scores is, and how t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
-from otb_analysis.gradients import fast, generic, reference
+from otb_analysis.gradients import fast, generic, group_gram, reference
 from otb_analysis.gradients.attribution import (
     batch_gradient,
     gradient_attribution,
@@ -27,6 +27,7 @@ from otb_analysis.gradients.inputs import Batch, Problem, Weights, check_group, 
 from otb_analysis.gradients.sampled import sampled_score_norms
 from otb_analysis.gradients.score_sketch import sketch_score_norms
 from otb_analysis.gradients.sketch import gradient_sketch
+from otb_analysis.gradients.tree import distinct, distinct_rollouts
 from otb_analysis.types import Float, Int, ScoreNorms
 
 __all__ = [
@@ -57,12 +58,12 @@ class Engine:
 
 
 ENGINES: dict[str, Engine] = {
-    "fast": Engine(fast.token_score_norms, fast.weighted_score_norms, reference.group_gradient_gram),
-    "generic": Engine(generic.token_score_norms, generic.weighted_score_norms, generic.group_gradient_gram),
+    "fast": Engine(fast.token_score_norms, fast.weighted_score_norms, group_gram.group_gradient_gram),
+    "generic": Engine(generic.token_score_norms, generic.weighted_score_norms, group_gram.group_gradient_gram),
     "reference": Engine(reference.token_score_norms, reference.weighted_score_norms, reference.group_gradient_gram),
 }
-"""Engines of this version, best first. A Gram matrix takes M ordinary backward passes per prompt in each of them,
-except in scope "lm_head", where `generic` needs none."""
+"""Engines of this version, best first. `reference` takes M ordinary backward passes per prompt for a Gram matrix, the
+others as many as the prompt's weights have rank, and none in scope "lm_head"."""
 
 
 @torch.inference_mode(False)
@@ -111,7 +112,12 @@ def token_score_norms(
     """
     _known(engine)
     problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    return _engine(engine, problem).token_score_norms(problem, path)
+    chosen = _engine(engine, problem)
+    if path or engine == "reference":
+        return chosen.token_score_norms(problem, path)
+    once = distinct(problem)
+    found = chosen.token_score_norms(once.problem, path)
+    return replace(found, norm_sq=once.spread(found.norm_sq, problem), logprob=once.spread(found.logprob, problem))
 
 
 @torch.inference_mode(False)
@@ -155,7 +161,11 @@ def weighted_score_norms(
     _known(engine)
     problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     checked = check_weights(weights, problem.mask)
-    return _engine(engine, problem, checked.shape[1]).weighted_score_norms(problem, checked)
+    chosen = _engine(engine, problem, checked.shape[1])
+    if engine == "reference":
+        return chosen.weighted_score_norms(problem, checked)
+    once, twin = distinct_rollouts(problem, checked)
+    return chosen.weighted_score_norms(once, checked)[twin]
 
 
 @torch.inference_mode(False)
@@ -179,9 +189,13 @@ def group_gradient_gram(
     g_{m,p} is the *sum* over the prompt's rollouts of log-probability gradients over the parameters in `scope`: no 1/N,
     no advantage factor beyond `weights`. Put 1/N_p into the weights (or divide by N_p N_p') for the mean gradient ḡ_p.
     Power, batch variance, bias, projection and paired intervals all follow from this matrix. With one rollout per
-    prompt, G[m, m, p, p] is `weighted_score_norms`. A row that is zero on a whole prompt costs nothing there. M·P
-    gradients are held at once, in the model's dtype, or as much of each as fits in 4 GiB together, with one more round
-    of passes for each further 4 GiB (`gram.GRADIENT_BYTES`); `gram_from_features` estimates the matrix without any.
+    prompt, G[m, m, p, p] is `weighted_score_norms`.
+
+    Cost: a prompt's M rows are factored, and only the gradients of their r ≤ M basis rows are formed (`basis`): one
+    forward and r + 1 backward passes of the prompt's rollouts, in one round over the model, one block of it at a time
+    (`layered`). Each entry is right to 1e-6 of ‖g‖‖g'‖ in float32. A model that is not made of blocks has the basis'
+    gradients formed whole, with one more round of passes for each 4 GiB of them (`gram.GRADIENT_BYTES`), and
+    "reference" forms those of all M rows; `gram_from_features` estimates the matrix without any.
 
     Args:
         model: A causal language model with the Hugging Face call convention.

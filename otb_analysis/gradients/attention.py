@@ -89,7 +89,7 @@ def many_signals(queries: int) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class _Read:
-    """Who reads what: an additive mask [n, m] or [h, n, m], whether positions see only earlier ones, and the scale."""
+    """Who reads what: an additive mask [h or 1, n, m], whether positions see only earlier ones, and the scale."""
 
     mask: Tensor | None
     causal: bool
@@ -97,10 +97,10 @@ class _Read:
 
 
 def _attend(call: AttentionCall) -> Tensor | None:
-    """The attention of one rollout, or None where this module has no rule."""
+    """The attention of some rollouts, or None where this module has no rule."""
     shape, mask = call.query.shape, call.attn_mask
     trained = mask is not None and mask.requires_grad
-    if call.dropout_p or trained or len(shape) != 4 or shape[0] != 1 or shape[2] < TILED_FROM:
+    if call.dropout_p or trained or len(shape) != 4 or shape[2] < TILED_FROM:
         return None
     operands = call.query, call.key, call.value
     return cast(Tensor, _Attention.apply(*operands, mask, call.is_causal, call.factor, call.enable_gqa))
@@ -128,8 +128,8 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(signal, query, key, value, mask, causal, scale):
-        found = _pull_back(signal[None, 0], (query[0], key[0], value[0]), _Read(_additive(mask), causal, scale))
-        return tuple(x[0, None] for x in found)
+        found = _each_rollout(signal[None], (query, key, value), (mask, causal, scale))
+        return tuple(x[0] for x in found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -138,18 +138,33 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         signal, query, key, value, mask, causal, scale = args
-        signals = signal.movedim(in_dims[0], 0)[:, 0]
-        found = _pull_back(signals, (query[0], key[0], value[0]), _Read(_additive(mask), causal, scale))
-        return tuple(x[:, None] for x in found), (0, 0, 0)
+        signals = signal.movedim(in_dims[0], 0)
+        return _each_rollout(signals, (query, key, value), (mask, causal, scale)), (0, 0, 0)
 
 
-def _additive(mask: Tensor | None) -> Tensor | None:
-    """A mask [1, h or 1, n, m] as something to add to the scores [h or 1, n, m]."""
+def _each_rollout(
+    signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], options: tuple[Tensor | None, bool, float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Signals [C, N, h, n, e] at the output → signals [C, N, ...] at query, key and value, one rollout at a time."""
+    mask, causal, scale = options
+    added = _additive(mask, (signals.shape[-2], inputs[1].shape[-2]))
+    found = []
+    for row in range(signals.shape[1]):
+        own = None if added is None else added[row if len(added) > 1 else 0]
+        read = _Read(own, causal, scale)
+        found.append(_pull_back(signals[:, row], (inputs[0][row], inputs[1][row], inputs[2][row]), read))
+    at_query, at_key, at_value = (torch.stack(parts, dim=1) for parts in zip(*found, strict=True))
+    return at_query, at_key, at_value
+
+
+def _additive(mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """A mask, of any shape that fits the scores, as something to add to them: [N or 1, h or 1, n, m]."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
-    return mask.reshape(-1, *mask.shape[-2:])
+    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    return mask.expand(*mask.shape[:2], *shape)
 
 
 def _pull_back(signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], read: _Read) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,9 +215,10 @@ def _probabilities(queries: Tensor, key: Tensor, read: _Read, tile: slice) -> tu
     if read.mask is not None:
         mask = read.mask[:, tile, :stop]
         scores += mask.unflatten(0, queries.shape[:2]) if len(mask) > 1 else mask[0]
-    p = scores.softmax(-1).flatten(1, 2)
     if read.mask is None:
-        return slice(0, stop), p
+        return slice(0, stop), scores.softmax(-1).flatten(1, 2)
+    blind = scores.amax(-1, keepdim=True) == -torch.inf  # a query before the first token reads nothing
+    p = scores.softmax(-1).masked_fill(blind, 0).flatten(1, 2)
     used = p.any(0).any(0).nonzero()
-    seen = slice(int(used[0]), int(used[-1]) + 1)
+    seen = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 1)
     return seen, p[..., seen].contiguous()

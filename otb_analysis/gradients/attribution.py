@@ -16,6 +16,7 @@ from otb_analysis.gradients.directional import METHODS, Method, Slopes
 from otb_analysis.gradients.functional import Direction, Functional, check_direction, functional
 from otb_analysis.gradients.gram import norm_sq_of
 from otb_analysis.gradients.inputs import Batch, Rollout, Weights, check_group, check_weight_row, pose
+from otb_analysis.phases import counted
 from otb_analysis.types import Attribution, Float, SignalNoise
 
 
@@ -127,15 +128,16 @@ def signal_noise(
     row, prompt = check_weight_row(weights, problem.mask), check_group(group, problem.shape[0])
     function = functional(problem)
     total = [torch.zeros_like(p) for p in function.parameters]
+    weighted = [r for r in problem.rollouts if row[r.row].any()]  # the others have neither share nor gradient
     noise, power = np.zeros(problem.shape), []
-    for p in np.unique(prompt):
-        members = tuple(r for r in problem.rollouts if prompt[r.row] == p)
+    for p in counted(np.unique(prompt).tolist(), "prompt"):
+        members = tuple(r for r in weighted if prompt[r.row] == p)
         own = function.gradient(row, members)
         noise += row * run(function, members, own).value
         power.append(norm_sq_of(own))
         for into, part in zip(total, own, strict=True):
             into.add_(part)
-    share = row * run(function, problem.rollouts, total).value
+    share = row * run(function, tuple(weighted), total).value
     return SignalNoise(share - noise, noise, norm_sq_of(total), np.array(power))
 
 

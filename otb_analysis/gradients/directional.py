@@ -20,7 +20,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.gradients.forward_mode import derivative
 from otb_analysis.gradients.functional import Functional, scatter
 from otb_analysis.gradients.gram import norm_sq_of
-from otb_analysis.gradients.inputs import Rollout, microbatches
+from otb_analysis.gradients.inputs import Rollout
 from otb_analysis.types import Float
 
 TRIAL = 1e-4
@@ -64,8 +64,9 @@ def jvp(function: Functional, rollouts: tuple[Rollout, ...], direction: Sequence
         direction: One tensor per tensor in scope.
     """
     value = np.zeros(function.problem.shape)
-    for batch in microbatches(rollouts):
-        moved = derivative(partial(function.logprobs, rollouts=batch), function.parameters, direction)
+    for batch, layout in function.batches(rollouts):
+        logprobs = partial(function.logprobs, rollouts=batch, layout=layout)
+        moved = derivative(logprobs, function.parameters, direction)
         scatter(value, batch, moved)
     return Slopes(value)
 

@@ -19,6 +19,7 @@ from otb_analysis.gradients.layers import UnfitError
 from otb_analysis.gradients.plan import disagreement, length, probe, reference_norms
 from otb_analysis.gradients.tally import Parts, Running, Single, norm_sq, outer_gram
 from otb_analysis.gradients.unrolled import Mix, Unrolled
+from otb_analysis.phases import counted
 from otb_analysis.types import Float, ScoreNorms
 
 NAME = "fast"
@@ -43,7 +44,7 @@ def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
     """
     norms, path_norms, logprob = (np.zeros(problem.shape) for _ in range(3))
     anatomy = anatomy_for(problem)
-    for rollout in problem.rollouts:
+    for rollout in counted(problem.rollouts, "rollout"):
         where = rollout.row, rollout.columns
         unrolled = Unrolled(anatomy, rollout, problem.temperature)
         logprob[where] = unrolled.logprob.double().cpu().numpy()
@@ -61,7 +62,7 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
     """
     anatomy = anatomy_for(problem)
     result = np.zeros(weights.shape[:2])
-    for rollout in problem.rollouts:
+    for rollout in counted(problem.rollouts, "rollout"):
         rows = weights[rollout.row][:, rollout.columns]
         active = np.flatnonzero(rows.any(-1))
         if len(active):

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.inputs import Problem, Rollout
+from otb_analysis.gradients.layout import Layout, padded
 
 BLOCK = 32
 """Tokens whose rows of the output layer are widened to float64 at a time."""
 
 
-def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
+def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> Tensor:
     """Log-probabilities of every sampled token of some rollouts, from one forward pass, with its graph.
 
     log π(y_t) = z_t[y_t] − lse(z_t), z_t = logits at index t − 1, divided by the temperature, in float32 or better.
@@ -28,6 +28,7 @@ def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
     Args:
         problem: Model, scope and temperature.
         rollouts: Those to run together.
+        layout: How they lie in the pass; by default a padded row for each.
 
     Returns:
         One vector [Σ K] in the order of the rollouts and, within each, of its sampled tokens.
@@ -36,7 +37,7 @@ def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
         NonFiniteError: A logit is NaN or infinite.
         InputError: A sampled token lies outside the vocabulary of the output layer.
     """
-    run = _run(problem, rollouts)
+    run = _run(problem, rollouts, layout)
     return _cooled(run.z, problem.temperature).log_softmax(-1).gather(-1, run.targets[:, None])[:, 0]
 
 
@@ -90,7 +91,7 @@ def sharp_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
     peak, likeliest = run.z.max(-1, keepdim=True)
     columns = torch.cat([run.targets[:, None], likeliest], dim=-1)
     rough = run.z.gather(-1, columns).double()
-    sharp = calls[-1].at(columns, run, rollouts) if calls and calls[-1].made(run.logits) else rough
+    sharp = calls[-1].at(columns, run) if calls and calls[-1].made(run.logits) else rough
     total = (run.z - peak).div_(problem.temperature).exp_().sum(-1, dtype=torch.float64)
     sharp, rough = ((x - peak) / problem.temperature for x in (sharp, rough))
     moved = sharp[:, 1:].exp() - rough[:, 1:].exp()
@@ -102,7 +103,7 @@ class _Run:
     """One forward pass: logits as the model gave them, and at the sampled tokens."""
 
     logits: Tensor
-    keep: Tensor
+    layout: Layout
     z: Tensor
     targets: Tensor
 
@@ -120,9 +121,9 @@ class _OutputCall:
         """Whether these logits are the layer's output, untouched."""
         return logits.data_ptr() == self.output.data_ptr() and logits.shape == self.output.shape
 
-    def at(self, columns: Tensor, run: _Run, rollouts: tuple[Rollout, ...]) -> Tensor:
+    def at(self, columns: Tensor, run: _Run) -> Tensor:
         """Logits of some vocabulary entries of every sampled token [Σ K, k] as float64 products."""
-        hidden = _at_targets(_kept(self.inputs, run.keep), run.keep, rollouts).double()
+        hidden = run.layout.pick(self.inputs).double()
         blocks = zip(columns.split(BLOCK), hidden.split(BLOCK), strict=True)  # of [BLOCK, k, d] each
         logits = torch.cat([(self.weight[c].double() * h[:, None]).sum(-1) for c, h in blocks])
         return logits if self.bias is None else logits + self.bias[columns].double()
@@ -149,26 +150,21 @@ def _watched(problem: Problem) -> Iterator[list[_OutputCall]]:
         handle.remove()
 
 
-def _run(problem: Problem, rollouts: tuple[Rollout, ...]) -> _Run:
-    keep = torch.cat([r.targets for r in rollouts]).unique() - 1
-    prefixes = [r.ids[: int(r.targets[-1])] for r in rollouts]
-    ids = pad_sequence(prefixes, batch_first=True)
-    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=ids.device)
-    real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+def _run(problem: Problem, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> _Run:
+    layout = padded(rollouts) if layout is None else layout
     with problem.scope.active():
-        logits = _logits(problem.model, ids, None if bool(real.all()) else real.long(), keep)
-    z = _at_targets(_kept(logits, keep), keep, rollouts)
-    z = policy_logits(z, rollouts, 1.0)
+        logits = model_logits(problem.model, layout)
+    z = policy_logits(layout.pick(logits), rollouts, 1.0)
     targets = torch.cat([r.ids[r.targets] for r in rollouts])
-    return _Run(logits, keep, z, targets)
+    return _Run(logits, layout, z, targets)
 
 
-def _logits(model: nn.Module, ids: Tensor, real: Tensor | None, keep: Tensor) -> Tensor:
+def model_logits(model: nn.Module, layout: Layout) -> Tensor:
     """Logits without a key-value cache, at the kept positions only [n, |keep|, V] where the model can do that."""
-    inputs = {"input_ids": ids, "use_cache": False} | ({} if real is None else {"attention_mask": real})
+    inputs = {"input_ids": layout.ids, "use_cache": False, **layout.inputs}
     own = vars(model).get("forward")  # replaced on this object, which the memory below must not keep alive
     if _takes_kept(own) if own else _keeps(type(model).forward):
-        return model(**inputs, logits_to_keep=keep).logits
+        return model(**inputs, logits_to_keep=layout.keep).logits
     return model(**inputs).logits
 
 
@@ -180,22 +176,6 @@ def _keeps(forward: Callable[..., Any]) -> bool:
 
 def _takes_kept(forward: Callable[..., Any]) -> bool:
     return "logits_to_keep" in inspect.signature(forward).parameters
-
-
-def _kept(values: Tensor, keep: Tensor) -> Tensor:
-    """The kept positions of [n, ℓ, ·], which may be all there are."""
-    return values if values.shape[1] == len(keep) else values[:, keep]
-
-
-def _at_targets(values: Tensor, keep: Tensor, rollouts: tuple[Rollout, ...]) -> Tensor:
-    """One row per sampled token out of one per kept position."""
-    if len(rollouts) == 1:
-        return values[0]
-    flat = values.flatten(0, 1)
-    if sum(len(r.targets) for r in rollouts) == len(flat):
-        return flat
-    rows = [n * len(keep) + torch.searchsorted(keep, r.targets - 1) for n, r in enumerate(rollouts)]
-    return flat.index_select(0, torch.cat(rows))
 
 
 def _cooled(z: Tensor, temperature: float) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel
 from otb_analysis.errors import InputError, NonFiniteError, nearest
 from otb_analysis.gradients.forward import sampled_logprobs, sharp_logprobs
 from otb_analysis.gradients.inputs import Problem, Rollout, microbatches
+from otb_analysis.gradients.layout import Layout
+from otb_analysis.gradients.packing import layout_of
 from otb_analysis.types import Float
 
 Direction = Mapping[str, Tensor]
@@ -37,9 +40,16 @@ class Functional:
     parameters: tuple[Tensor, ...]
     fixed: dict[str, Tensor]
 
-    def logprobs(self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Tensor:
+    def logprobs(
+        self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...], layout: Layout | None = None
+    ) -> Tensor:
         """Log-probabilities [Σ K] of the rollouts' sampled tokens with `parameters` in place of the scope's."""
-        return self._call(sampled_logprobs, parameters, rollouts)
+        return self._call(partial(sampled_logprobs, layout=layout), parameters, rollouts)
+
+    def batches(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[tuple[Rollout, ...], Layout]]:
+        """Rollouts that run together and how they lie in the pass; what they have in common is read once."""
+        for batch in microbatches(rollouts):
+            yield batch, layout_of(self.problem, batch, dtype=self.parameters[0].dtype)
 
     @torch.no_grad()
     def evaluate(self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Float:
@@ -65,11 +75,9 @@ class Functional:
         """Σ weights[n, t] s_{n,t} over some rollouts by one ordinary backward pass; weights [N, L]."""
         leaves = [p.detach().requires_grad_() for p in self.parameters]
         total = tuple(torch.zeros_like(p) for p in self.parameters)
-        for batch in microbatches(rollouts):
+        for batch, layout in self.batches([r for r in rollouts if weights[r.row, r.columns].any()]):
             row = np.concatenate([weights[r.row, r.columns] for r in batch])
-            if not row.any():
-                continue
-            values = self.logprobs(leaves, batch)
+            values = self.logprobs(leaves, batch, layout)
             grads = torch.autograd.grad(values, leaves, torch.from_numpy(row).to(values), allow_unused=True)
             for into, grad in zip(total, grads, strict=True):
                 if grad is not None:

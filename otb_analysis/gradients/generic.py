@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import NonFiniteError
-from otb_analysis.gradients import head, reference
+from otb_analysis.gradients import head
 from otb_analysis.gradients.inputs import Problem
 from otb_analysis.gradients.layers import UnfitError
 from otb_analysis.gradients.passes import Apart, Mix
 from otb_analysis.gradients.plan import Plan, Use, disagreement, find_plan, length, probe, reference_norms
 from otb_analysis.gradients.tally import norm_sq, outer_gram
 from otb_analysis.gradients.taps import traced_to
-from otb_analysis.types import Float, Int, ScoreNorms
+from otb_analysis.phases import counted
+from otb_analysis.types import Float, ScoreNorms
 
 NAME = "generic"
 BLOCK = 16
@@ -48,7 +49,7 @@ def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
         return head.token_score_norms(problem, path, NAME)
     plan = plan_for(problem)
     norms, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
-    for rollout in problem.rollouts:
+    for rollout in counted(problem.rollouts, "rollout"):
         where = rollout.row, rollout.columns
         apart = Apart(problem, plan, rollout)
         logprob[where] = apart.trace.logprob.detach().double().cpu().numpy()
@@ -67,7 +68,7 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
         return head.weighted_score_norms(problem, weights)
     plan = plan_for(problem)
     result = np.zeros(weights.shape[:2])
-    for rollout in problem.rollouts:
+    for rollout in counted(problem.rollouts, "rollout"):
         rows = weights[rollout.row][:, rollout.columns]
         active = np.flatnonzero(rows.any(-1))
         if len(active):
@@ -75,14 +76,6 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
             found = _weighted_norms(apart, torch.from_numpy(rows[active]).to(apart.own.device))
             result[rollout.row, active] = found.cpu().numpy()
     return result
-
-
-def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
-    """Gram matrix [M, M, P, P]: of the output layer from inner products of tokens, else by M backward passes a prompt.
-
-    A gradient of a whole prompt is no longer short of its weights, so that nothing is gained by not forming it.
-    """
-    return (reference if problem.scope.head is None else head).group_gradient_gram(problem, weights, group)
 
 
 def fits(problem: Problem, rows: int | None = None) -> bool:
@@ -102,7 +95,7 @@ def fits(problem: Problem, rows: int | None = None) -> bool:
 
 def has_plan(problem: Problem) -> bool:
     """Whether the model can be taken apart; one that cannot is logged once, with the reason."""
-    known = _key(problem) in _PLANS.get(problem.model, {})
+    known = model_key(problem) in _PLANS.get(problem.model, {})
     try:
         plan_for(problem)
     except UnfitError as reason:
@@ -120,7 +113,7 @@ def plan_for(problem: Problem) -> Plan:
     """
     if not problem.rollouts:
         return Plan((), (), None, 0)
-    plans, key = _PLANS.setdefault(problem.model, {}), _key(problem)
+    plans, key = _PLANS.setdefault(problem.model, {}), model_key(problem)
     if key not in plans:
         try:
             plan = find_plan(problem)
@@ -139,7 +132,7 @@ def plan_for(problem: Problem) -> Plan:
     return found
 
 
-def _key(problem: Problem) -> tuple[object, ...]:
+def model_key(problem: Problem) -> tuple[object, ...]:
     """What a plan depends on besides the identity of the model: its layers, attention, dtypes and the scope."""
     layers = tuple((name, type(module), module.training) for name, module in problem.model.named_modules())
     attention = getattr(getattr(problem.model, "config", None), "_attn_implementation", None)

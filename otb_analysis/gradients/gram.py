@@ -12,8 +12,10 @@ from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.inputs import Weights, check_group, check_weights
 from otb_analysis.types import Float
 
-CHUNK = 1 << 14
-"""Entries of each gradient per float64 block: small beside the gradients, large enough for one efficient product."""
+CHUNK = 1 << 12
+"""Entries of each gradient per float64 block: few enough for those of some hundred gradients to stay in cache."""
+ROWS = 64
+"""Gradients whose products with themselves and all later ones are taken together."""
 GRADIENT_BYTES = 4 << 30
 """What all gradients of one Gram matrix may occupy together. Of R gradients of D entries that take more, R·D·itemsize /
 4 GiB stretches are formed one after the other, at the price of as many rounds of forward and (ever shorter) backward
@@ -133,22 +135,38 @@ def _weighted_features(features: Float, rows: Float, rollout: int) -> Float:
 def gram_matrix(gradients: Sequence[Sequence[Tensor]]) -> Float:
     """All pairwise inner products ⟨g_i, g_j⟩ of gradients.
 
-    A float32 product over millions of entries is off by 1e-5 and more; here each parameter is cut into chunks whose
-    entries are converted to float64 before they are multiplied, so only the gradients' own rounding is left.
-
     Args:
         gradients: R gradients, each one tensor per parameter, in the same order.
 
     Returns:
         Symmetric matrix [R, R], float64.
     """
-    first = gradients[0][0]
-    total = torch.zeros(len(gradients), len(gradients), dtype=torch.float64, device=first.device)
-    for parts in zip(*(tuple(g.flatten() for g in gradient) for gradient in gradients), strict=True):
-        for start in range(0, len(parts[0]), CHUNK):
-            block = torch.stack([part[start : start + CHUNK] for part in parts]).double()
-            total += block @ block.T
+    count, device = len(gradients), gradients[0][0].device
+    total = torch.zeros(count, count, dtype=torch.float64, device=device)
+    for parts in zip(*gradients, strict=True):
+        add_products(total, [part.flatten() for part in parts])
     return total.cpu().numpy()
+
+
+def add_products(total: Tensor, gradients: Sequence[Tensor] | Tensor) -> None:
+    """Add the inner products of (parts of) R gradients to their matrix.
+
+    A float32 product over millions of entries is off by 1e-5 and more; here entries are converted to float64 a chunk at
+    a time before they are multiplied, so only the gradients' own rounding is left. Of the symmetric matrix the blocks
+    on and above the diagonal are computed.
+
+    Args:
+        total: Matrix [R, R], float64, added to in place.
+        gradients: R flat gradients of n entries, as one tensor [R, n] or as a list.
+    """
+    whole = isinstance(gradients, Tensor)
+    for start in range(0, len(gradients[0]), CHUNK):
+        span = slice(start, start + CHUNK)
+        block = gradients[:, span].double() if whole else torch.stack([g[span] for g in gradients]).double()
+        for first in range(0, len(block), ROWS):
+            part = block[first : first + ROWS] @ block[first:].T
+            total[first : first + ROWS, first:] += part
+            total[first + ROWS :, first : first + ROWS] += part[:, ROWS:].T
 
 
 def _row_norms(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ def refuse_shards(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
             raise InputError(
-                f"parameter {name!r} is a shard, of which this process holds a part; gather the model, or use "
+                f"parameter {name!r} is sharded, and this process holds only a part of it; gather the model, or use "
                 "gradient_sketch, which adds shards up."
             )
 
@@ -24,7 +24,7 @@ def refuse_inference(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p.is_inference():
             raise InputError(
-                f"parameter {name!r} was made inside torch.inference_mode, so nothing can be differentiated by it; "
+                f"parameter {name!r} was made inside torch.inference_mode, so it has no gradient; "
                 "load the model outside of it."
             )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from otb_analysis.gradients.forward import sampled_logprobs
 from otb_analysis.gradients.gram import Stretch, gram_matrix, held, norm_sq_of, refuse_many, stretches, tell_rounds
 from otb_analysis.gradients.inputs import Problem, Rollout
+from otb_analysis.phases import counted
 from otb_analysis.types import Bool, Float, Int, ScoreNorms
 
 NAME = "reference"
@@ -30,7 +31,7 @@ def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
         path: Also keep the running sum Σ_{j≤t} s_j (in float64) and its squared norm.
     """
     norm_sq, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
-    for rollout in problem.rollouts:
+    for rollout in counted(problem.rollouts, "rollout"):
         running = [torch.zeros_like(p, dtype=torch.float64) for p in problem.scope.parameters] if path else []
         for block in rollout.blocks(BLOCK):
             values = sampled_logprobs(problem, (block,))
@@ -48,7 +49,7 @@ def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
 def weighted_score_norms(problem: Problem, weights: Float) -> Float:
     """‖Σ_t weights[n,m,t] s_{n,t}‖² by one forward per rollout and one backward per row that is not all zero."""
     result = np.zeros(weights.shape[:2])
-    for rollout in problem.rollouts:
+    for rollout in counted(problem.rollouts, "rollout"):
         rows = weights[rollout.row][:, rollout.columns]
         active = np.flatnonzero(rows.any(-1))
         if len(active) == 0:

@@ -31,6 +31,7 @@ from otb_analysis.gradients.layers import (
 from otb_analysis.gradients.plan import Plan, Use
 from otb_analysis.gradients.tally import norm_sq
 from otb_analysis.gradients.taps import Trace
+from otb_analysis.phases import advance, count_to
 from otb_analysis.types import Float
 
 SUMMED = (BIAS, SCALE, HEADED_SCALE)
@@ -70,9 +71,11 @@ def token_norms(problem: Problem, plan: Plan) -> Float:
     """
     found = np.zeros(problem.shape)
     copies = [one for rollout in problem.rollouts for one in rollout.blocks(1)]
+    count_to(len(copies), "token")
     for batch in microbatches(copies):
         seen = _Pass(problem, (*plan.above, *plan.below), batch)
         found[seen.places] = _row_norms(problem, plan, seen).cpu().numpy()
+        advance(len(batch))
     return found
 
 

@@ -101,7 +101,7 @@ def _refuse_quantised(model: nn.Module, pattern: re.Pattern[str]) -> None:
         if (packed or tensor.element_size() < 2) and pattern.search(name):
             kind = type(tensor.data).__name__ if tensor.element_size() > 1 else tensor.dtype
             raise InputError(
-                f"{name} is quantised ({kind}), so there is no gradient by it; load the model in bfloat16 or float32, "
+                f"{name} is quantised ({kind}), so it has no gradient; load the model in bfloat16 or float32, "
                 "or put trainable adapters on it."
             )
 

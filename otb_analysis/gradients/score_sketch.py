@@ -20,6 +20,7 @@ from otb_analysis.gradients.memory import refuse_more_than_fit
 from otb_analysis.gradients.passes import Apart
 from otb_analysis.gradients.tangents import Moves, above, below, checked_plan, exact_above, hybrid_moves
 from otb_analysis.gradients.tied import aligned
+from otb_analysis.phases import counted
 from otb_analysis.types import Float, ScoreNorms
 
 METHODS = ("hybrid", "rank_one", "gaussian")
@@ -193,7 +194,7 @@ def _rank_one(directions: Directions) -> Iterator[Projected]:
 
 def _taken_apart(directions: Directions) -> Iterator[Apart]:
     plan = checked_plan(directions.problem)
-    for rollout in directions.problem.rollouts:
+    for rollout in counted(directions.problem.rollouts, "rollout"):
         yield Apart(directions.problem, plan, rollout)
 
 
@@ -211,7 +212,7 @@ def _one_by_one(
     """One direction after the other, each formed in full."""
     problem, draw = directions.problem, directions.gaussian if method == "gaussian" else directions.rank_one
     found = np.zeros((*problem.shape, directions.count), dtype=np.float32)
-    for k in range(directions.count):
+    for k in counted(range(directions.count), "direction"):
         found[..., k] = slopes(problem, draw(k))
     function = functional(problem)
     logprob = function.evaluate(function.parameters, problem.rollouts)

@@ -47,7 +47,7 @@ def traced(problem: Problem, rollout: Rollout, names: Iterable[str]) -> Trace:
 
 
 def traced_to(cut: str, problem: Problem, rollout: Rollout, names: Iterable[str]) -> Trace:
-    """The same of a rollout that was run before, as far as the input of the layer `cut`; no log-probabilities."""
+    """Re-run a rollout and stop at the input of the layer `cut`; no log-probabilities."""
     modules = dict(problem.model.named_modules())
     trace = Trace()
 
@@ -83,9 +83,9 @@ def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Ten
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # how torch says that an operation cannot be batched
+        why = str(error).split(". ")[0].splitlines()[0]
         raise UnfitError(
-            f"the model has an operation without a batched backward pass ({str(error).split('. ')[0]}); "
-            'pass engine="reference".'
+            f'the model has an operation without a batched backward pass ({why}); pass engine="reference".'
         ) from error
 
 

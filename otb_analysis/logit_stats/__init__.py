@@ -113,7 +113,7 @@ def _source(
         Source(flat, None, None, None, temperature) if hidden is None else Source(None, flat, weight, bias, temperature)
     )
     if source.vocabulary < 2:
-        raise InputError("logits has a vocabulary of one entry, so nothing is random; pass at least two.")
+        raise InputError("logits has a vocabulary of one entry; pass at least two.")
     return source
 
 

@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from otb_analysis.errors import InputError, StoreError
+from otb_analysis.phases import counted
 from otb_analysis.report.document import Document
 from otb_analysis.report.html import to_html
 from otb_analysis.report.markdown import to_markdown
@@ -27,7 +28,8 @@ def report(paths: Sequence[Path], command: str) -> Document:
         StoreError: A run cannot be read.
     """
     runs = open_runs(paths)
-    each = [make(run) for make in (estimators, fidelity, blame) for run in runs]
+    parts = [(make, run) for make in (estimators, fidelity, blame) for run in runs]
+    each = [make(run) for make, run in counted(parts, "section")]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Document(
         title=" · ".join(run.name for run in runs),

@@ -8,6 +8,7 @@ import pandas as pd
 
 from otb_analysis.diagnostics import LEVELS, certificate, change_points, changes, diagnose, shares
 from otb_analysis.errors import InputError
+from otb_analysis.estimators import proved
 from otb_analysis.figures import (
     MEASURES,
     alarm_marks,
@@ -33,6 +34,7 @@ from otb_analysis.figures import (
     plot_learning,
 )
 from otb_analysis.report.cells import curve_panels, percent
+from otb_analysis.report.designs import designs
 from otb_analysis.report.document import Formulas, Grid, Part, Picture, Section
 from otb_analysis.report.runs import ReportedRun
 from otb_analysis.statistics import gain_lost
@@ -80,7 +82,7 @@ FIDELITY_FORMULAS = (
     ("log-Pearson", "the same of log x and log y: a factor per cell on the proxy changes nothing within"),
     ("Spearman", "the same of the ranks, within: of the ranks inside the cell, of values rounded to 0.1 %"),
     ("gain lost", "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency of otb with these energies over all "
-     "measured steps: 0 when the proxy costs nothing, 1 when the gain over rloo is gone"),
+     "measured steps. 0: the proxy costs nothing. 1: the gain over rloo is gone"),
 )  # fmt: skip
 """What the table of proxy and exact energies holds."""
 
@@ -122,7 +124,7 @@ def overview(runs: Sequence[ReportedRun]) -> Section:
 
 
 def collapse(runs: Sequence[ReportedRun]) -> Section:
-    """Return alarms, signs and change points.
+    """Return alarms, health over steps and change points.
 
     Args:
         runs: The runs.
@@ -131,9 +133,9 @@ def collapse(runs: Sequence[ReportedRun]) -> Section:
     points = {run.name: change_points(run.series) for run in runs}
     steps = {run.name: run.steps for run in runs}
     info = collapse_info(steps, {run.name: run.estimator for run in runs}, WINDOW)
-    fired = "First firings use the steps up to there and none later; change points are dated in hindsight."
+    fired = "An alarm uses only steps up to its own; change points are dated in hindsight."
     return Section(
-        "Alarms and signs of collapse",
+        "Alarms and health over steps",
         (
             Grid(f"{alarms_line(findings)} {fired}", alarms_table(findings)),
             *(f"{run}. {change_line(found)}" for run, found in points.items()),
@@ -143,7 +145,9 @@ def collapse(runs: Sequence[ReportedRun]) -> Section:
                 plot_collapse(info, marks=alarm_marks(findings, points)),
                 curve_panels(info),
             ),
-            Grid("Degenerate input over all steps: legal, and nothing to learn from.", degenerate_table(steps)),
+            Grid(
+                "Degenerate input over all steps: allowed, but nothing can be learned from it.", degenerate_table(steps)
+            ),
             Formulas(ALARM_FORMULAS),
         ),
     )
@@ -160,13 +164,15 @@ def estimators(run: ReportedRun) -> Section:
     if not grams:
         return Section(title, (f"{advice_line(run.store)}",))
     names = {name for gram in grams for name, _ in gram.labels}
-    info = comparison_info(grams, "rloo" if "rloo" in names else sorted(names)[0])
+    known = proved({label for gram in grams for label in gram.labels}, run.config)
+    info = comparison_info(grams, "rloo" if "rloo" in names else sorted(names)[0], known=known)
+    said = [" ".join(design.sentences) for design in designs([run.store]).values()]
     picture = Picture(f"estimators-{run.name}", info.estimand, plot_comparison(info))
     formulas = Formulas(tuple((measure.title, measure.formula) for measure in MEASURES))
     table = Grid("Each estimator's own values, then its ratios with 95 % intervals.", display_table(info))
     return Section(
         title,
-        (f"Advice. {advice_line(run.store)}", picture, table, formulas),
+        (*said, f"Advice. {advice_line(run.store)}", picture, table, formulas),
     )
 
 
@@ -182,7 +188,7 @@ def fidelity(run: ReportedRun) -> Section:
     except InputError as error:
         return Section(title, (str(error),))
     picture = Picture(f"fidelity-{run.name}", f"{info.n_tokens:,} tokens with both energies.", plot_fidelity(info))
-    caption = "Within: inside one (step, prompt, t) cell, where baseline weights are normalised."
+    caption = "Within: among rollouts of one prompt at one position, the only comparison OTB makes."
     table = Grid(caption, fidelity_table(info))
     return Section(title, (picture, lost_line(run), table, Formulas(FIDELITY_FORMULAS)))
 

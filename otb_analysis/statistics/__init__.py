@@ -3,7 +3,9 @@
 NumPy in, plain numbers out; a quantity that is undefined on the given data is None.
 """
 
+from otb_analysis.statistics.alike import Alike, alike
 from otb_analysis.statistics.cells import position_cells
+from otb_analysis.statistics.conclusions import conclude
 from otb_analysis.statistics.designs import inclusion_probabilities, systematic_sample
 from otb_analysis.statistics.discoveries import Discovery, discoveries
 from otb_analysis.statistics.fidelity import Association, Fidelity, fidelity, realized_fidelity
@@ -32,7 +34,7 @@ from otb_analysis.statistics.measures import (
     sf,
 )
 from otb_analysis.statistics.noise import GradientNoise, NoiseScale, NormTest, gradient_noise, noise_scale, norm_test
-from otb_analysis.statistics.paired import PairedRatios, Update, paired_ratios, update_ratios
+from otb_analysis.statistics.paired import NOTHING, PairedRatios, Update, paired_ratios, update_ratios
 from otb_analysis.statistics.passing import Passing, pass_at_k, passing
 from otb_analysis.statistics.pools import (
     Partition,
@@ -50,13 +52,17 @@ from otb_analysis.statistics.sketched import SketchNoise, gram_from_sketch, sket
 from otb_analysis.statistics.subgroups import cut_groups, mean_over_subgroups, smaller_sizes
 from otb_analysis.statistics.tail import pareto_k, top_share
 from otb_analysis.statistics.totals import Totals, difference_total, hajek_mean, horvitz_thompson
+from otb_analysis.statistics.verdicts import Conclusion, Signal, Verdict
 from otb_analysis.statistics.weights import WeightStatistics, weight_statistics
-from otb_analysis.types import Gram, Label
+from otb_analysis.types import Gram, Label, Proved
 
 __all__ = [
     "MIN_CLUSTERS",
+    "NOTHING",
     "REFERENCE",
+    "Alike",
     "Association",
+    "Conclusion",
     "Discovery",
     "Fidelity",
     "GradientNoise",
@@ -71,13 +77,18 @@ __all__ = [
     "Partition",
     "Passing",
     "PoolGram",
+    "Proved",
+    "Signal",
     "SketchNoise",
     "Totals",
     "Update",
+    "Verdict",
     "WeightStatistics",
+    "alike",
     "batch_variance",
     "cluster_bootstrap",
     "cluster_jackknife",
+    "conclude",
     "crossing",
     "cut_groups",
     "deleted_moments",

@@ -16,8 +16,8 @@ from otb_analysis.statistics.gradients import pooled_statistics
 from otb_analysis.statistics.gram import REFERENCE
 from otb_analysis.statistics.intervals import Interval
 from otb_analysis.statistics.measures import Moments
-from otb_analysis.statistics.paired import paired_ratios
-from otb_analysis.types import Float, Gram, Label
+from otb_analysis.statistics.paired import NOTHING, paired_ratios
+from otb_analysis.types import Float, Gram, Label, Proved
 
 REPETITIONS = 2000
 NOMINAL_FLOOR = 0.92
@@ -68,8 +68,8 @@ class Coverage:
     given: float
 
 
-def enumerated(seed: int, n_prompts: int = 4, size: int = 4) -> Law:
-    """Build the law of `rloo` and `otb` (exact energies) on random softmax policies, every group enumerated.
+def enumerated(seed: int, n_prompts: int = 4, size: int = 4, names: Sequence[str] = ("rloo", "otb")) -> Law:
+    """Build the law of `rloo` and another (exact energies) on random softmax policies, every group enumerated.
 
     A prompt is one of a few policies with shared parameters and three tokens; every multiset of completions is an
     outcome with its exact probability, so that groups with equal rewards (gradient 0) are as frequent as they really
@@ -79,13 +79,14 @@ def enumerated(seed: int, n_prompts: int = 4, size: int = 4) -> Law:
         seed: Seed of the policies.
         n_prompts: Policies in the population, equally likely.
         size: Rollouts per group.
+        names: The estimators, `rloo` first.
     """
     rng = np.random.default_rng(seed)
     gradients, probabilities = [], []
     for _ in range(n_prompts):
         tree = random_tree(TreeSpec(vocabulary=2, horizon=3, shared=6), rng)
         members, prob = multisets(tree, size)
-        gradients.append(np.stack([group_gradients(name, tree, members) for name in ("rloo", "otb")]))
+        gradients.append(np.stack([group_gradients(name, tree, members) for name in names]))
         probabilities.append(prob / n_prompts)
     g, p = np.concatenate(gradients, axis=1), np.concatenate(probabilities)
     cumulative = np.cumsum(p / p.sum())
@@ -156,7 +157,9 @@ ROWS: tuple[tuple[str, Design], ...] = (
 """What the published table holds, in order; the seed of a row is its index."""
 
 
-def measure(law: Law, design: Design, repetitions: int = REPETITIONS, seed: int = 0) -> dict[str, Coverage]:
+def measure(
+    law: Law, design: Design, repetitions: int = REPETITIONS, seed: int = 0, known: Proved = NOTHING
+) -> dict[str, Coverage]:
     """Repeat a measurement and count how often each interval contains the truth.
 
     Args:
@@ -164,6 +167,7 @@ def measure(law: Law, design: Design, repetitions: int = REPETITIONS, seed: int 
         design: How much is drawn each time.
         repetitions: How often.
         seed: Seed of the draws.
+        known: What is proved of the two estimators.
 
     Returns:
         Coverage by name in `QUANTITIES`.
@@ -172,7 +176,8 @@ def measure(law: Law, design: Design, repetitions: int = REPETITIONS, seed: int 
     truth = _truth(law, design.prompts)
     covered, given = np.zeros(len(QUANTITIES)), np.zeros(len(QUANTITIES))
     for _ in range(repetitions):
-        for index, found in enumerate(_intervals([_gram(law.draw(rng, design.prompts)) for _ in range(design.steps)])):
+        steps = [_gram(law.draw(rng, design.prompts)) for _ in range(design.steps)]
+        for index, found in enumerate(_intervals(steps, known)):
             if found is not None and found.low is not None and found.high is not None:
                 given[index] += 1
                 covered[index] += found.low <= truth[index] <= found.high
@@ -186,9 +191,9 @@ def _gram(g: Float) -> Gram:
     return Gram(np.einsum("mpd,nqd->mnpq", g, g), (REFERENCE, OTHER), g.shape[1])
 
 
-def _intervals(grams: Sequence[Gram]) -> list[Interval | None]:
-    other = pooled_statistics(grams)[1]
-    pair = paired_ratios(grams)[0]
+def _intervals(grams: Sequence[Gram], known: Proved) -> list[Interval | None]:
+    other = pooled_statistics(grams, known=known)[1]
+    pair = paired_ratios(grams, known=known)[0]
     return [
         other.variance_interval,
         other.projection_interval,

@@ -1,7 +1,8 @@
 """One row of gradient statistics per estimator, from Gram matrices of group gradients.
 
 Prompts are the clusters of every interval. ‖∇J‖² is estimated from pairs of different prompts and can come out
-non-positive when few prompts are measured: bias, projection, SF and efficiency are then None, not a number.
+non-positive when few prompts are measured: bias, projection, SF and efficiency are then None, not a number. Where the
+projection c is proved (`Proved`) it is not estimated: bias, c and SF need no ∇J, and only the efficiency does.
 
 A Gram matrix holds advantages as they were. For a batch-coupled entry (`batch_mean`) deleting a prompt should also
 change the baseline of all others, which takes the rollouts: `estimate` without the prompt, then a new matrix. Leaving
@@ -11,17 +12,18 @@ enumerated prompts the standard error of its log-ratio to `rloo` is within 7 % o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from otb_analysis import schema
 from otb_analysis.statistics import measures
-from otb_analysis.statistics.gram import REFERENCE, deleted_moments, judged, typical
+from otb_analysis.statistics.gram import REFERENCE, Truth, deleted_moments, judged, truth_of, typical
 from otb_analysis.statistics.intervals import Interval
-from otb_analysis.statistics.paired import four_measures, measure_interval
-from otb_analysis.types import Gram, Label
+from otb_analysis.statistics.measures import Moments
+from otb_analysis.statistics.paired import NOTHING, four_measures, measure_interval
+from otb_analysis.types import Gram, Label, Proved
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class GradientStatistics:
         projection: c = ⟨m, ∇J⟩/‖∇J‖².
         sf: variance/c².
         efficiency: Share of the update that points along ∇J.
-        reference: Estimator that stands for ∇J; None where it is not among the labels.
+        reference: Estimator that stands for ∇J, with all proved unbiased ones where there are any; None where it is
+            not among the labels.
+        c_known: True where c is proved, so that bias, projection and SF are not estimated.
         rollout_equivalents: Rollouts that the reference needs for the same efficiency; ∞ where none suffice.
         n_clusters: Independent prompts behind the intervals.
         variance_interval: Interval of `variance`.
@@ -69,6 +73,7 @@ class GradientStatistics:
     sf: float | None
     efficiency: float | None
     reference: str | None
+    c_known: bool
     rollout_equivalents: float | None
     n_clusters: int
     variance_interval: Interval | None
@@ -87,7 +92,11 @@ class GradientStatistics:
 
 
 def gradient_statistics(
-    gram: ArrayLike, labels: Sequence[Label], n_rollouts: int, reference: Label = REFERENCE
+    gram: ArrayLike,
+    labels: Sequence[Label],
+    n_rollouts: int,
+    reference: Label = REFERENCE,
+    known: Proved = NOTHING,
 ) -> list[GradientStatistics]:
     """Statistics of every estimator on one step's rollouts.
 
@@ -96,6 +105,7 @@ def gradient_statistics(
         labels: (estimator, energy source) of each m.
         n_rollouts: Rollouts behind the matrix.
         reference: The unbiased estimator that stands for ∇J, on other prompts; bias and progress are None without it.
+        known: What is proved of the estimators.
 
     Returns:
         One entry per label, in their order; what is undefined is None.
@@ -103,11 +113,14 @@ def gradient_statistics(
     Raises:
         InputError: The matrix does not have the shape [M, M, P, P] for these labels.
     """
-    return pooled_statistics([Gram(np.asarray(gram, dtype=float), tuple(labels), n_rollouts)], reference)
+    return pooled_statistics([Gram(np.asarray(gram, dtype=float), tuple(labels), n_rollouts)], reference, known=known)
 
 
 def pooled_statistics(
-    grams: Sequence[Gram], reference: Label = REFERENCE, n_prompts: int | None = None
+    grams: Sequence[Gram],
+    reference: Label = REFERENCE,
+    n_prompts: int | None = None,
+    known: Proved = NOTHING,
 ) -> list[GradientStatistics]:
     """Statistics of every estimator over several steps: sums over steps first, then ratios.
 
@@ -120,23 +133,30 @@ def pooled_statistics(
         reference: The unbiased estimator that stands for ∇J.
         n_prompts: Prompts P of the update that variance, SF and efficiency are stated for; by default a typical
             step's. Other values rescale V/P.
+        known: What is proved of the estimators; ‖∇J‖² is then pooled over the unbiased ones.
 
     Returns:
         One entry per label, in order of first appearance.
     """
     seen = dict.fromkeys(label for gram in grams for label in gram.labels)
-    return [_one(judged(grams, label, reference), label, reference, n_prompts) for label in seen]
+    truth = truth_of(grams, reference, known)
+    return [
+        _one(judged(grams, label, truth), label, (reference, truth), known.projection.get(label), n_prompts)
+        for label in seen
+    ]
 
 
-def _one(grams: list[Gram], label: Label, reference: Label, n_prompts: int | None) -> GradientStatistics:
-    moments = deleted_moments(grams, label, reference)
+def _one(
+    grams: list[Gram], label: Label, against: tuple[Label, Truth], c: float | None, n_prompts: int | None
+) -> GradientStatistics:
+    reference, truth = against
+    moments = _against(deleted_moments(grams, label, truth), grams, reference, truth)
     groups = typical([g.n_prompts for g in grams])
     batch = groups if n_prompts is None else n_prompts
     rollouts = round(typical([g.n_rollouts for g in grams]) * (batch / groups if groups else 1))
-    values = four_measures(moments, batch)
+    values = four_measures(moments, batch, c)
     interval = {name: measure_interval(value, name, batch) for name, value in values.items()}
-    equivalents = measures.rollout_equivalents(moments, max(batch, 1), rollouts)[0]
-    has_truth = all(reference in g.labels for g in grams)
+    equivalents = _equivalents(moments, max(batch, 1), rollouts, c)
     return GradientStatistics(
         estimator=label[0],
         energy_source=label[1],
@@ -149,11 +169,12 @@ def _one(grams: list[Gram], label: Label, reference: Label, n_prompts: int | Non
         variance_high=_end(interval["variance"], "high"),
         within=None,
         between=None,
-        relative_bias=_number(measures.relative_bias(moments)[0]),
+        relative_bias=_number(measures.relative_bias(moments)[0] if c is None else abs(1 - c)),
         projection=_number(values["projection"][0]),
         sf=_number(values["sf"][0]),
         efficiency=_number(values["efficiency"][0]),
-        reference=reference[0] if has_truth else None,
+        reference=_reference_name(grams, reference, truth),
+        c_known=c is not None,
         rollout_equivalents=None if np.isnan(equivalents) else float(equivalents),
         n_clusters=moments.power.size - 1,
         variance_interval=interval["variance"],
@@ -161,6 +182,32 @@ def _one(grams: list[Gram], label: Label, reference: Label, n_prompts: int | Non
         sf_interval=interval["sf"],
         efficiency_interval=interval["efficiency"],
     )
+
+
+def _against(moments: Moments, grams: list[Gram], reference: Label, truth: Truth) -> Moments:
+    """Count rollouts against the reference, also where others stand for ∇J beside it."""
+    if truth == reference:
+        return moments
+    if not all(reference in gram.labels for gram in grams):
+        return replace(moments, reference_power=np.full_like(moments.power, np.nan))
+    own = deleted_moments(grams, reference, truth)
+    return replace(moments, reference_power=own.power - own.mean_sq + moments.truth_sq)
+
+
+def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -> float:
+    if c is None:
+        return measures.rollout_equivalents(moments, batch, rollouts)[0]
+    # Both are unbiased up to length, so equal efficiency is equal variance/c², and no ∇J is needed.
+    spread = np.maximum(moments.reference_power - moments.truth_sq, 0)
+    own = measures.batch_variance(moments, 1) / c**2
+    return float(np.divide(rollouts * spread, own, out=np.full_like(own, np.nan), where=own > 0)[0])
+
+
+def _reference_name(grams: list[Gram], reference: Label, truth: Truth) -> str | None:
+    if all(reference in gram.labels for gram in grams):
+        return reference[0]
+    found = sorted(truth) if isinstance(truth, frozenset) and all(gram.has(truth) for gram in grams) else []
+    return found[0][0] if found else None
 
 
 def _mean_norm_sq(grams: list[Gram], label: Label) -> float | None:

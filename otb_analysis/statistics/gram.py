@@ -5,10 +5,28 @@ from collections.abc import Sequence
 import numpy as np
 
 from otb_analysis.statistics.measures import Moments
-from otb_analysis.types import Gram, Int, Label
+from otb_analysis.types import Gram, Int, Label, Proved
 
 REFERENCE: Label = ("rloo", "none")
 """The unbiased estimator that stands for ∇J unless the caller names another."""
+
+Truth = Label | frozenset[Label]
+"""What stands for ∇J: one unbiased estimator, or the mean of several, which is unbiased too and less noisy."""
+
+
+def truth_of(grams: Sequence[Gram], reference: Label, known: Proved) -> Truth:
+    """Return what stands for ∇J: the proved unbiased estimators that were measured, or else the reference.
+
+    With g the mean of M unbiased gradients of a prompt, ⟨g_p, g_q⟩ is the mean over all M² pairs of estimators, each of
+    which has the expectation ‖∇J‖² where p ≠ q.
+
+    Args:
+        grams: One Gram matrix per step.
+        reference: Taken where nothing is proved.
+        known: What is proved of the estimators.
+    """
+    measured = frozenset(label for gram in grams for label in gram.labels)
+    return known.truth & measured or reference
 
 
 def clusters(grams: Sequence[Gram]) -> list[Int]:
@@ -24,7 +42,7 @@ def clusters(grams: Sequence[Gram]) -> list[Int]:
     return [np.array([number[name] for name in _names(step, gram)], dtype=np.int64) for step, gram in enumerate(grams)]
 
 
-def deleted_moments(grams: Sequence[Gram], label: Label, reference: Label = REFERENCE) -> Moments:
+def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFERENCE) -> Moments:
     """Moments of one estimator over all steps, from all clusters and without each cluster in turn.
 
     E‖g_p‖² is the mean of the diagonal; ‖m‖², ⟨m, ∇J⟩ and ‖∇J‖² are U-statistics, means over pairs of *different*
@@ -34,7 +52,7 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Label = REFE
     Args:
         grams: One Gram matrix per step, all of which have `label`.
         label: The estimator m.
-        reference: The unbiased estimator that stands for ∇J.
+        reference: What stands for ∇J.
 
     Returns:
         Arrays [1 + K]: entry 0 from all K clusters, entry 1 + k without cluster k. NaN where no pair is left.
@@ -68,16 +86,16 @@ def prompts_of(grams: Sequence[Gram]) -> list[object]:
     return list(dict.fromkeys(name for step, gram in enumerate(grams) for name in _names(step, gram)))
 
 
-def judged(grams: Sequence[Gram], label: Label, reference: Label) -> list[Gram]:
+def judged(grams: Sequence[Gram], label: Label, reference: Truth) -> list[Gram]:
     """Return the steps that have the label, and the reference too wherever any of them has it.
 
     Args:
         grams: One Gram matrix per step.
         label: The estimator.
-        reference: The unbiased one that stands for ∇J.
+        reference: What stands for ∇J.
     """
     having = [gram for gram in grams if label in gram.labels]
-    return [gram for gram in having if reference in gram.labels] or having
+    return [gram for gram in having if gram.has(reference)] or having
 
 
 def typical(counts: list[int]) -> int:

@@ -8,7 +8,7 @@ Every function is vectorised over the shape of the moments and gives NaN, withou
 undefined. All of them are invariant under an orthogonal change of the parameters' coordinates.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -133,6 +133,21 @@ def rollout_equivalents(moments: Moments, n_prompts: float, n_rollouts: float) -
     noise = np.maximum(moments.reference_power - moments.truth_sq, 0) / n_prompts
     odds = np.where(share >= 1, np.inf, _ratio(share, 1 - share))
     return n_rollouts * _ratio(noise, moments.truth_sq) * odds
+
+
+def with_projection(moments: Moments, c: float | None) -> Moments:
+    """Put what is proved in the place of what would be estimated: m = c·∇J, so ‖m‖² = c²‖∇J‖² and ⟨m, ∇J⟩ = c‖∇J‖².
+
+    V = E‖g_p‖² − ‖m‖² stays as it was estimated, so the batch variance does not change.
+
+    Args:
+        moments: Moments of one estimator.
+        c: Its proved projection; None leaves everything as estimated.
+    """
+    if c is None:
+        return moments
+    mean_sq, spread = c**2 * moments.truth_sq, np.maximum(moments.power - moments.mean_sq, 0)
+    return replace(moments, power=spread + mean_sq, mean_sq=mean_sq, along=c * moments.truth_sq)
 
 
 def crossing(moments: Moments) -> Float:

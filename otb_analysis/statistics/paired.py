@@ -11,10 +11,13 @@ import numpy as np
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import measures
-from otb_analysis.statistics.gram import REFERENCE, deleted_moments, judged, prompts_of, typical
-from otb_analysis.statistics.intervals import Interval, jackknife_interval
+from otb_analysis.statistics.gram import REFERENCE, Truth, deleted_moments, judged, prompts_of, truth_of, typical
+from otb_analysis.statistics.intervals import LEVEL, Interval, jackknife_interval
 from otb_analysis.statistics.measures import Moments
-from otb_analysis.types import Float, Gram, Label
+from otb_analysis.types import Float, Gram, Label, Proved
+
+NOTHING = Proved()
+"""Every projection is estimated."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,11 @@ class Update:
 
 
 def paired_ratios(
-    grams: Sequence[Gram], against: Label = REFERENCE, reference: Label = REFERENCE, n_prompts: int | None = None
+    grams: Sequence[Gram],
+    against: Label = REFERENCE,
+    reference: Label = REFERENCE,
+    n_prompts: int | None = None,
+    known: Proved = NOTHING,
 ) -> list[PairedRatios]:
     """Every estimator over one of them on the same rollouts, with jackknife intervals on the log-ratio.
 
@@ -64,20 +71,24 @@ def paired_ratios(
         reference: The unbiased estimator that stands for ∇J.
         n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. Ratios of
             variance and SF do not depend on it.
+        known: What is proved of the estimators: where c is, the SF needs no ∇J.
 
     Returns:
         One entry per other label that shares a step with `against`.
     """
-    both = judged(grams, against, reference)
+    truth = truth_of(grams, reference, known)
+    both = judged(grams, against, truth)
     found = []
     for label in dict.fromkeys(label for gram in both for label in gram.labels if label != against):
-        steps = judged(both, label, reference)
+        steps = judged(both, label, truth)
         batch = typical([g.n_prompts for g in steps]) if n_prompts is None else n_prompts
-        found.append(update_ratios(Update(steps, label, batch), Update(steps, against, batch), reference))
+        found.append(update_ratios(Update(steps, label, batch), Update(steps, against, batch), truth, known))
     return found
 
 
-def update_ratios(above: Update, below: Update, reference: Label = REFERENCE) -> PairedRatios:
+def update_ratios(
+    above: Update, below: Update, reference: Truth = REFERENCE, known: Proved = NOTHING, level: float = LEVEL
+) -> PairedRatios:
     """One update over another whose groups were cut from rollouts of the same prompts, of whichever size.
 
     ∇J is the reference's in either's own groups; leaving out a prompt leaves it out of both.
@@ -85,7 +96,9 @@ def update_ratios(above: Update, below: Update, reference: Label = REFERENCE) ->
     Args:
         above: The numerator.
         below: The denominator.
-        reference: The unbiased estimator that stands for ∇J.
+        reference: What stands for ∇J.
+        known: What is proved of the estimators.
+        level: Nominal coverage of the intervals.
 
     Raises:
         InputError: The two are not of the same prompts.
@@ -96,28 +109,31 @@ def update_ratios(above: Update, below: Update, reference: Label = REFERENCE) ->
             "have the same names, in the same order."
         )
     values, base = (
-        four_measures(deleted_moments(one.grams, one.label, reference), one.n_prompts) for one in (above, below)
+        four_measures(deleted_moments(one.grams, one.label, reference), one.n_prompts, known.projection.get(one.label))
+        for one in (above, below)
     )
     intervals = {}
     for name in ("variance", "sf", "efficiency"):
         ratio = np.divide(values[name], base[name], out=np.full_like(values[name], np.nan), where=base[name] > 0)
-        intervals[name] = jackknife_interval(ratio[0], ratio[1:], _ratio_words(name, above, below), "log")
+        intervals[name] = jackknife_interval(ratio[0], ratio[1:], _ratio_words(name, above, below), "log", level)
     return PairedRatios(*above.label, below.label, **intervals)
 
 
-def four_measures(moments: Moments, batch: int) -> dict[str, Float]:
+def four_measures(moments: Moments, batch: int, c: float | None = None) -> dict[str, Float]:
     """Return the four measures with intervals by name, each [1 + K].
 
     Args:
         moments: From `deleted_moments`.
         batch: Prompts P of the update.
+        c: The proved projection: it and the SF are then defined wherever the variance is, whatever ‖∇J‖² seems to be.
     """
     p = max(batch, 1)
+    variance = measures.batch_variance(moments, p)
     return {
-        "variance": measures.batch_variance(moments, p),
-        "projection": measures.projection(moments),
-        "sf": measures.sf(moments, p),
-        "efficiency": measures.efficiency(moments, p),
+        "variance": variance,
+        "projection": measures.projection(moments) if c is None else np.full_like(variance, c),
+        "sf": measures.sf(moments, p) if c is None else variance / c**2,
+        "efficiency": measures.efficiency(measures.with_projection(moments, c), p),
     }
 
 

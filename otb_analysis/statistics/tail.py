@@ -46,10 +46,11 @@ def _pareto_shape(x: Float) -> float:
 
     −log L = n·log σ + (1 + 1/k)·Σ log(1 + k·x/σ), and infinite where some x is outside the law's support.
     """
+    top = x.max()
 
     def loss(at: Float) -> float:
         k, scale = at
-        if scale <= 0 or 1 + k * x.max() / scale <= 0:
+        if scale <= 0 or 1 + k * top / scale <= 0:
             return np.inf
         shape = (1 + 1 / k) * np.log1p(k * x / scale).sum() if k else x.sum() / scale
         return float(len(x) * np.log(scale) + shape)

@@ -64,7 +64,7 @@ def encode_scalars(table: str, step: int, scalars: Mapping[str, object]) -> pa.T
 def _array(table: str, name: str, values: object, column: Column | None) -> pa.Array:
     try:
         array = _infer(values)
-        return array.cast(ARROW[column.dtype]) if column else array
+        return array if column is None or array.type == ARROW[column.dtype] else array.cast(ARROW[column.dtype])
     except (pa.ArrowException, ValueError, TypeError) as error:
         dtype = column.dtype if column else "an Arrow column"
         reason = str(error).splitlines()[0].rstrip(".")

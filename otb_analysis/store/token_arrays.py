@@ -8,7 +8,7 @@ import pandas as pd
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int
 
-FLOAT_COLUMNS = ("energy_proxy", "energy_calibrated", "grad_norm_sq", "logprob", "behavior_logprob", "value")
+FLOAT_COLUMNS = ("energy_proxy", "energy_calibrated", "grad_norm_sq", "logprob", "behavior_logprob", "entropy", "value")
 TOKEN_COLUMNS = (
     "group",
     "rollout",
@@ -49,6 +49,7 @@ class TokenArrays:
         exact: True where `grad_norm_sq` was measured exactly [N, T].
         logprob: log π(y_t) in nats [N, T].
         behavior_logprob: The sampler's log-probability in nats [N, T].
+        entropy: Entropy in nats of the distribution y_t was drawn from [N, T].
         value: V(h_t) before y_t [N, T].
         rollout_norm_sq: ‖Σ_t ∇_θ log π(y_t)‖² [N].
     """
@@ -65,6 +66,7 @@ class TokenArrays:
     exact: Bool
     logprob: Float
     behavior_logprob: Float
+    entropy: Float
     value: Float
     rollout_norm_sq: Float
 
@@ -104,10 +106,15 @@ class TokenArrays:
             group=self.group,
             energy=energy,
             rollout_norm_sq=None if np.isnan(self.rollout_norm_sq).any() else self.rollout_norm_sq,
-            value=None if np.isnan(self.value[self.mask]).any() else self.value,
+            value=self._whole(self.value),
             turn=self.turn,
             token_id=None if (self.token_id[self.mask] == PADDING).any() else self.token_id,
+            entropy=self._whole(self.entropy),
         )
+
+    def _whole(self, values: Float) -> Float | None:
+        """Return a column that every policy token has, else None."""
+        return None if np.isnan(values[self.mask]).any() else values
 
     def _check_measured(self, name: str, values: Float, remedy: str) -> None:
         missing = int(np.isnan(values[self.mask]).sum())

@@ -98,7 +98,7 @@ def _checked_columns(table: str, part: Part) -> tuple[str, ...]:
     for column in TABLES[table]:
         if column.key and column.name not in names:
             raise StoreError(
-                f"{part.path} has no key column {column.name!r}, so its rows belong nowhere; "
+                f"{part.path} has no key column {column.name!r}, so its rows cannot be assigned to a step or rollout; "
                 "delete it or write the run again."
             )
     return names

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -134,7 +134,7 @@ class RunWriter:
             write_run_file(path, info | {"resumed": resumed})
             write_reserve(path)
         except OSError as error:
-            raise StoreError(f"cannot go on in {path} ({_why(error)}); free some space or permit writing.") from error
+            raise StoreError(f"cannot continue {path} ({_why(error)}); free some space or make it writable.") from error
         return cls(path, rank)
 
     def write_step(self, step: int, tables: StepTables) -> None:
@@ -155,8 +155,7 @@ class RunWriter:
         encoded = self._encode(step, tables)
         try:
             self._remove(step)
-            for table, rows in encoded.items():
-                self._write_part(part_path(self.path, table, step, self.rank), rows)
+            self._write_parts({part_path(self.path, table, step, self.rank): rows for table, rows in encoded.items()})
         except OSError as error:
             with suppress(OSError):
                 self._remove(step)
@@ -194,10 +193,16 @@ class RunWriter:
         # The dict's order is the order on disk: `steps` makes the step visible, so it comes last.
         return encoded | ({} if self.rank else {"steps": encode_scalars("steps", step, tables.steps)})
 
-    def _write_part(self, path: Path, rows: pa.Table) -> None:
-        path.parent.mkdir(exist_ok=True)
-        with atomic_file(path) as file:
-            pq.write_table(rows, file, **_parquet_options(rows))
+    def _write_parts(self, parts: dict[Path, pa.Table]) -> None:
+        """Write all, then let them appear in their order: what is synchronised together waits for the disk once."""
+        with ExitStack() as appearing:  # which leaves what was entered last first
+            for path, rows in reversed(parts.items()):
+                path.parent.mkdir(exist_ok=True)
+                part = pa.BufferOutputStream()  # a part has hundreds of pieces, each a call of Python into a file
+                pq.write_table(rows, part, **_parquet_options(rows))
+                file = appearing.enter_context(atomic_file(path))
+                file.write(part.getvalue())
+                file.flush()
 
     def _remove(self, step: int) -> None:
         for table in ("steps", *TABLES):  # `steps` first: from then on the step is invisible

@@ -29,8 +29,8 @@ def find_studies_folder(start: Path = Path()) -> Path:
         if study_folders(root / FOLDER):
             return root / FOLDER
     raise InputError(
-        f"{start.resolve()} has no folder {FOLDER}/ with a study in it, and the installed package comes without one; "
-        "run otb study in a clone of the repository."
+        f"studies need a clone of the repository, and {start.resolve()} has no folder {FOLDER}/ with a study in it; "
+        "run otb study in a clone."
     )
 
 
@@ -59,7 +59,8 @@ def find_study(name: str, studies: Path) -> Path:
         number, slug = folder.name.split("_", 1)
         if name in (folder.name, slug) or (name.isdigit() and int(name) == int(number)):
             return folder
-    raise InputError(f"study {name!r} does not exist; those there are: {_listed(folders)}.")
+    asked = f"study {name!r} does not exist" if name else "otb study needs the name of a study"
+    raise InputError(f"{asked}; those there are: {_listed(folders)}.")
 
 
 def load_study(folder: Path) -> Study:

@@ -13,18 +13,22 @@ from otb_analysis.study.results import COST, distinct, read_tables
 INDEX = """\
 # Studies
 
-A study is a question, a command and committed result tables: `NN_slug/study.py` with its constants on top,
-`NN_slug/results/`, and a README made from them. Interrupted, it goes on where it stopped: finished cells are kept in
-`runs/studies/`. `--quick` runs all of one in less than two minutes at reduced constants, into a temporary folder;
-`--render` makes the pages again from the tables. What did not work is kept in [LOG.md](LOG.md).
+Each study asks one question about baselines and answers it with committed numbers. You repeat it with its command:
+
+- If it is stopped, the same command continues it. Finished parts are kept in `runs/studies/`.
+- `--quick` runs a small version in less than two minutes, into a temporary folder.
+- `--render` writes pages and figures again from the committed tables.
+
+Settings are at the top of `NN_slug/study.py`, tables in `NN_slug/results/`. What did not work is in [LOG.md](LOG.md).
+The words are explained in the [glossary](../docs/glossary.md).
 
 | study | question | verdict | command | cost |
 |---|---|---|---|---|
 {rows}
 
-What is established without sampling noise, by exact enumeration of tiny policies, stands in
-[docs/catalogue.md](../docs/catalogue.md); the coverage of the intervals in [docs/coverage.md](../docs/coverage.md);
-the demo's table in [docs/results/demo.txt](../docs/results/demo.txt).
+Results without sampling noise, from tiny policies whose every answer is enumerated:
+[docs/catalogue.md](../docs/catalogue.md). How often the intervals hold: [docs/coverage.md](../docs/coverage.md). The
+demo's table: [docs/results/demo.txt](../docs/results/demo.txt).
 """
 
 

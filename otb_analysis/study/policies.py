@@ -114,18 +114,17 @@ def small_gpt2(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, see
         return GPT2LMHeadModel(shape).eval()
 
 
-def warm_start(policy: Policy, config: TrainConfig, bar: Bar = silent) -> float:
+def warm_start(policy: Policy, config: TrainConfig) -> float:
     """Train a policy on demonstrations in place until its success lies in the configured band, and return it.
 
     Args:
         policy: From `fresh_policy`.
         config: Of the same task and sizes.
-        bar: Progress.
 
     Raises:
         InputError: The step budget ran out below the band.
     """
-    return fit(policy.model, policy.tokenizer, policy.task, config, bar)[1]
+    return fit(policy.model, policy.tokenizer, policy.task, config)[1]
 
 
 def trained(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) -> Policy:

@@ -10,26 +10,24 @@ from otb_analysis.config import ChainSumConfig, TrainConfig, WarmStartConfig
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.study.record import Rows
 from otb_analysis.study.results import distinct, select
-from otb_analysis.training.progress import Bar
 from otb_analysis.training.warm_start import warm_started
 
 QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
 QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
-"""What quick settings train on: learned in seconds, and hardly at that."""
+"""Task of the quick settings. It trains in seconds; little is learned."""
 
 
-def started(config: TrainConfig, work: Path, bar: Bar) -> TrainConfig:
+def started(config: TrainConfig, work: Path) -> TrainConfig:
     """Return a configuration whose model is its supervised start, which all cells of a study share.
 
     Args:
         config: Seed, task, sizes and the band of the start's success.
         work: The cell's directory; starts are kept beside it.
-        bar: Progress.
 
     Raises:
         InputError: The step budget ran out below the band.
     """
-    return replace(config, model=str(warm_started(config, bar, work.parent / "warm")))
+    return replace(config, model=str(warm_started(config, work.parent / "warm")))
 
 
 def later_success(rows: Rows) -> dict[int, float]:

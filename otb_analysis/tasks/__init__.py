@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from otb_analysis.config import TrainConfig
+from otb_analysis.custom import is_custom
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.tasks.base import Prompt, Split, Task, Turn
 from otb_analysis.tasks.calculator import Calculator
@@ -10,7 +11,7 @@ from otb_analysis.tasks.chain_sum import ChainSum
 from otb_analysis.tasks.counting import Counting
 from otb_analysis.tasks.graph_path import GraphPath
 from otb_analysis.tasks.math_jsonl import MathJsonl
-from otb_analysis.tasks.own import is_own, load_task, source_file
+from otb_analysis.tasks.own import load_task, source_file
 
 
 def _calculator(config: TrainConfig) -> Calculator:
@@ -40,7 +41,7 @@ def make_task(config: TrainConfig) -> Task:
     Raises:
         InputError: No task has that name, or its settings are impossible.
     """
-    if is_own(config.task):
+    if is_custom(config.task):
         return load_task(config)
     if config.task not in TASKS:
         raise InputError(
@@ -55,7 +56,7 @@ def task_files(config: TrainConfig) -> list[Path]:
     Args:
         config: The run; its task has been made.
     """
-    if is_own(config.task):
+    if is_custom(config.task):
         file = source_file(config.task)
         return [] if file is None else [file]
     if config.task == "math_jsonl":

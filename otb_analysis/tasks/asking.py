@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from otb_analysis.custom import one_line
 from otb_analysis.errors import STOPS, InputError
 from otb_analysis.tasks.base import Prompt, Split, Task, Turn
 
@@ -24,8 +25,9 @@ def blaming(task: Task, method: str, where: str) -> Iterator[None]:
     except STOPS:
         raise
     except Exception as error:  # someone else's code can fail in any way
-        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":. ")[:200]
-        raise InputError(f"task {task.name!r} failed in {method} for {where} ({reason}); mend the task.") from error
+        raise InputError(
+            f"task {task.name!r} failed in {method} for {where} ({one_line(error)}); mend the task."
+        ) from error
 
 
 def draw_prompts(task: Task, split: Split, start: int, count: int) -> list[Prompt]:
@@ -35,6 +37,25 @@ def draw_prompts(task: Task, split: Split, start: int, count: int) -> list[Promp
         InputError: The task raises, or returns something else than a prompt.
     """
     return [_prompt(task, split, start + i) for i in range(count)]
+
+
+PATIENCE = 100
+"""Repeated problems in a row, at least, after which a split is taken to have no others."""
+
+
+def distinct_prompts(task: Task, split: Split, count: int) -> list[Prompt]:
+    """Return the first `count` different problems of a split, or all where it has fewer.
+
+    Raises:
+        InputError: The task raises, or returns something else than a prompt.
+    """
+    found: dict[str, Prompt] = {}
+    index = repeated = 0
+    while len(found) < count and repeated < max(PATIENCE, 2 * len(found)):
+        prompt = _prompt(task, split, index)
+        index, repeated = index + 1, repeated + 1 if prompt.id in found else 0
+        found.setdefault(prompt.id, prompt)
+    return list(found.values())
 
 
 def _prompt(task: Task, split: Split, index: int) -> Prompt:

@@ -8,6 +8,7 @@ import numpy as np
 
 from otb_analysis.config import MathJsonlConfig
 from otb_analysis.errors import InputError
+from otb_analysis.extras import require
 from otb_analysis.tasks.base import Prompt, Split, Turn
 from otb_analysis.tasks.rows import read_rows
 from otb_analysis.tasks.splits import split_of
@@ -108,12 +109,9 @@ def _equality() -> Callable[[str, str], bool]:
     Raises:
         InputError: It is not installed.
     """
-    try:
-        from math_verify import parse, verify
-    except ModuleNotFoundError as error:
-        raise InputError(
-            "task 'math_jsonl' is graded by math-verify, which is not installed; pip install 'otb-analysis[train]'."
-        ) from error
+    require("math_verify", "grading the task 'math_jsonl'")
+    from math_verify import parse, verify
+
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a wrong answer is a reward of 0, not a message
 
     def equal(reference: str, answer: str) -> bool:

@@ -2,27 +2,21 @@
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from otb_analysis.config import TrainConfig
+from otb_analysis.custom import import_attribute, one_line
 from otb_analysis.errors import STOPS, InputError
 from otb_analysis.tasks.base import Task
 
 NEEDED = ("name", "alphabet", "prompt", "demonstration", "reply", "reward")
 
 
-def is_own(task: str) -> bool:
-    """Return whether a task's name is of the form module:attribute."""
-    return ":" in task
-
-
 def load_task(config: TrainConfig) -> Task:
     """Import and make the task that `config.task` names.
 
     The attribute is called with the configuration (a class or a function), or taken as it is when it already is a task.
-    The directory the command runs in is searched too.
 
     Args:
         config: The run; `task` is `module:attribute`.
@@ -30,7 +24,7 @@ def load_task(config: TrainConfig) -> Task:
     Raises:
         InputError: The module cannot be imported, has no such attribute, or the attribute makes no task.
     """
-    found: Any = _attribute(config.task)
+    found: Any = import_attribute("task", config.task)
     made = _called(found, config) if isinstance(found, type) or (_missing(found) and callable(found)) else found
     if missing := _missing(made):
         raise InputError(f"task {config.task!r} has no {missing[0]}; a task has {', '.join(NEEDED)}.")
@@ -43,24 +37,6 @@ def source_file(task: str) -> Path | None:
     return Path(file) if file else None
 
 
-def _attribute(task: str) -> object:
-    module, _, attribute = task.partition(":")
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        loaded = import_module(module)
-    except Exception as error:  # someone else's module can fail in any way
-        raise InputError(
-            f"task {task!r} cannot be imported ({_sentence(error)}); pass module:attribute, "
-            f"with the module in {here} or on PYTHONPATH."
-        ) from error
-    finally:
-        sys.path.remove(here)
-    if not hasattr(loaded, attribute):
-        raise InputError(f"task {task!r}: module {module} has no {attribute!r}; pass module:attribute.")
-    return getattr(loaded, attribute)
-
-
 def _called(make: Callable[[TrainConfig], Any], config: TrainConfig) -> Any:
     try:
         return make(config)
@@ -68,13 +44,9 @@ def _called(make: Callable[[TrainConfig], Any], config: TrainConfig) -> Any:
         raise
     except Exception as error:  # someone else's code can fail in any way
         raise InputError(
-            f"task {config.task!r} cannot be made ({_sentence(error)}); it is called with the TrainConfig."
+            f"task {config.task!r} cannot be made ({one_line(error)}); it is called with the TrainConfig."
         ) from error
 
 
 def _missing(task: object) -> list[str]:
     return [name for name in NEEDED if not hasattr(task, name)]
-
-
-def _sentence(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":. ")[:200]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate
+from otb_analysis.estimators import EstimatorInputs, available, entry_of, estimate
 from otb_analysis.training.table import TokenTable
 from otb_analysis.types import Bool, Float, Label
 
@@ -33,20 +33,21 @@ def every_advantage(
 
     Estimators that read the proxy, calibrated or not, or no energy see the whole batch, as they would in training, so
     that entries which couple prompts are what they are; those that read exact norms see the measured rows. `options`
-    holds the options of estimators that do not run with their defaults: those of the one that trains.
+    holds the options of estimators that do not run with their defaults, those of the one that trains, which may be
+    one's own.
     """
     options = options or {}
     proxy = table.inputs(table.stats.energy)
     part = _rows_of(table.inputs(norms.grad_norm_sq, norms.rollout_norm_sq), rows)
-    exact_only = {name for name in available(part) if name not in available(proxy)}
+    everywhere = set(available(proxy, options))
     found: dict[Label, Float] = {}
-    for name in available(part):
-        reads_energy = "energy" in ESTIMATORS[name].needs
-        if name not in exact_only:
+    for name in available(part, options):
+        reads_energy = entry_of(name).reads_energy
+        if name in everywhere:
             found[name, "proxy" if reads_energy else "none"] = estimate(name, proxy, options.get(name)).advantage[rows]
         if reads_energy and calibrated is not None:
             found[name, "calibrated"] = estimate(name, table.inputs(calibrated), options.get(name)).advantage[rows]
-        if reads_energy or name in exact_only:
+        if reads_energy or name not in everywhere:
             found[name, "exact"] = estimate(name, part, options.get(name)).advantage
     return found
 

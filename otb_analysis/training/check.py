@@ -5,6 +5,7 @@ from operator import attrgetter
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import ESTIMATORS, entry_of, options_from_dict
+from otb_analysis.extras import require
 from otb_analysis.gradients import ENGINES
 from otb_analysis.gradients.score_sketch import METHODS
 from otb_analysis.store.layout import check_run_name
@@ -52,6 +53,8 @@ def check(config: TrainConfig, processes: int = 1) -> None:
             "or --if-exists replace."
         )
     check_trackers(config.trackers)
+    if config.lora.rank > 0:
+        require("peft", "lora.rank above 0")
     entry = entry_of(config.estimator.name)
     options_from_dict(config.estimator.name, config.estimator.options)
     unmet = [need for need in entry.needs if need not in TRAINABLE_NEEDS]
@@ -100,9 +103,11 @@ def check(config: TrainConfig, processes: int = 1) -> None:
         )
     if processes > 1 and config.sample.engine == "vllm":
         raise InputError(
-            f"sample.engine is 'vllm' for {processes} processes, and its engine makes a process group of its own; "
+            f"sample.engine is 'vllm' but vLLM works with one process here and {processes} were launched; "
             "set it to 'transformers'."
         )
+    if config.sample.engine == "vllm":
+        require("vllm", "sample.engine 'vllm'")
     start = config.warm_start
     if not 0 <= start.success_low < start.success_high <= 1:
         raise InputError(
@@ -176,15 +181,15 @@ def _check_sketch(config: TrainConfig) -> None:
     exact = "rollout_norm_sq" in needs or ("energy" in needs and config.estimator.energy == "exact")
     if sketch.every > 0 and exact:
         raise InputError(
-            f"estimator.name is {config.estimator.name!r}, which trains on exact norms of every group and leaves "
-            "nothing to sketch; set measure.sketch.every to 0."
+            f"estimator.name is {config.estimator.name!r}, which already measures every group exactly; "
+            "set measure.sketch.every to 0."
         )
     for name in ("exact", "sampled"):
         level = getattr(config.measure, name)
         whole = not 0 < level.prompts < config.sample.prompts
         if sketch.every > 0 and level.every > 0 and whole and sketch.every % level.every == 0:
             raise InputError(
-                f"measure.{name} takes every group at each step of measure.sketch, which leaves nothing to sketch; "
+                f"measure.{name} already measures every group at each step of measure.sketch; "
                 f"lower measure.{name}.prompts or raise measure.{name}.every."
             )
 

@@ -59,7 +59,7 @@ def write_checkpoint(run_dir: Path, step: int, state: dict[str, Any], keep: int)
     except (OSError, RuntimeError) as error:  # torch's own writer reports a full disk as a RuntimeError
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise StoreError(
-            f"cannot write the checkpoint after step {step - 1} to {folder} ({reason}); the one before it is whole; "
+            f"cannot write the checkpoint after step {step - 1} to {folder} ({reason}); the one before it can be used; "
             "free some space and resume."
         ) from error
 

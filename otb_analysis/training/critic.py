@@ -1,4 +1,4 @@
-"""A value network trained beside the policy and never through it: it observes, and trains only who reads `value`."""
+"""The critic. It shares no gradients with the policy; only estimators that use `value` depend on it."""
 
 from typing import Any
 

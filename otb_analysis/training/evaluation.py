@@ -6,16 +6,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from otb_analysis.phases import note
 from otb_analysis.sampling import sample
 from otb_analysis.statistics import cluster_jackknife, passing
 from otb_analysis.tasks import Prompt
-from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.tasks.asking import distinct_prompts
 from otb_analysis.training.setup import Trainer, seed_of
 from otb_analysis.training.table import pay
 from otb_analysis.types import Float, Int
 
 EVALUATION = 2**31
-"""Stands for a step where evaluation draws its seed: the same draws at every evaluation, unlike any step's."""
+"""Seed stream of evaluation: the same draws at every evaluation, and different from those of any step."""
 
 
 def evaluate(trainer: Trainer, step: int) -> dict[str, object]:
@@ -33,10 +34,15 @@ def evaluate(trainer: Trainer, step: int) -> dict[str, object]:
         return {}
     with trainer.timed("evaluate"), torch.random.fork_rng(), trainer.policy.whole():
         torch.manual_seed(seed_of(trainer.config.seed, EVALUATION, *trainer.processes.seed))
-        prompts = draw_prompts(trainer.task, "heldout", 0, settings.prompts)
-        group = trainer.processes.share(np.repeat(np.arange(settings.prompts), settings.samples))
+        prompts = distinct_prompts(trainer.task, "heldout", settings.prompts)
+        if len(prompts) < settings.prompts and step == 0:
+            note(
+                f"the held-out split of {trainer.task.name} has {len(prompts)} different prompts, so the run is "
+                f"evaluated on these and not on {settings.prompts} (evaluate.prompts)."
+            )
+        group = trainer.processes.share(np.repeat(np.arange(len(prompts)), settings.samples))
         total = np.concatenate(trainer.processes.gather(_rewards(trainer, prompts, group)))
-    return heldout_columns(total.reshape(settings.prompts, settings.samples), settings.threshold)
+    return heldout_columns(total.reshape(len(prompts), settings.samples), settings.threshold)
 
 
 def _rewards(trainer: Trainer, prompts: Sequence[Prompt], group: Int) -> Float:
@@ -44,7 +50,7 @@ def _rewards(trainer: Trainer, prompts: Sequence[Prompt], group: Int) -> Float:
     if not len(group):
         return np.zeros(0)
     settings = trainer.config.evaluate
-    answers = replace(trainer.config.sample, prompts=settings.prompts, group_size=settings.samples)
+    answers = replace(trainer.config.sample, prompts=len(prompts), group_size=settings.samples)
     with trainer.policy.arithmetic():
         rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, answers, group)
     return pay(trainer.task, rollouts).total

@@ -16,18 +16,20 @@ import numpy as np
 import torch
 
 from otb_analysis.config import TrainConfig
-from otb_analysis.errors import STOPS, NonFiniteError, StoreError
+from otb_analysis.errors import STOPS, Interrupted, NonFiniteError, StoreError
 from otb_analysis.estimators import estimate
+from otb_analysis.phases import note, phase
 from otb_analysis.sampling import sample
 from otb_analysis.store import RunWriter, StepTables, gram_rows, subgroup_rows
 from otb_analysis.tasks.asking import draw_prompts
 from otb_analysis.training.checkpoint import write_checkpoint
+from otb_analysis.training.enough import none_ends, too_few_prompts
 from otb_analysis.training.evaluation import evaluate
 from otb_analysis.training.gather import Share, own_rows, shared_norms
 from otb_analysis.training.levels import energy_columns, level_columns
 from otb_analysis.training.processes import Processes
-from otb_analysis.training.progress import Bar, Watch, silent
-from otb_analysis.training.resume import begin
+from otb_analysis.training.progress import Bar, silent, step_line, unfailing
+from otb_analysis.training.resume import begin, kept
 from otb_analysis.training.setup import Trainer, seed_of
 from otb_analysis.training.sharding import asked_for
 from otb_analysis.training.sketched import sketch_columns
@@ -36,7 +38,7 @@ from otb_analysis.training.table import pay, rollout_rows, token_rows
 from otb_analysis.training.trackers import Trackers
 
 ORDER = 1
-"""Stands beside a step where the order of its mini-batches draws its seed."""
+"""Seed stream for shuffling mini-batches."""
 
 
 def train(config: TrainConfig, bar: Bar = silent) -> Path:
@@ -53,23 +55,27 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
         ProcessError: Another process of the run stopped; complete steps stay readable.
     """
     processes = Processes.joined(asked_for())
-    bar = bar if processes.first else silent
+    bar = unfailing(bar if processes.first else silent)
     with processes.together():
-        trainer = Trainer.from_config(config, bar, processes)
+        trainer = Trainer.from_config(config, processes)
         writer, first = begin(config, trainer)
     processes.record = lambda reason: writer.finish("failed", reason)
     names = config.trackers if processes.first else ()
-    with _ending_recorded(writer), _tracking(names, writer, first) as trackers, processes.together():
-        watch = Watch(config.run_name, first, config.optimize.steps)
-        for step in range(first, config.optimize.steps):
+    with _ending_recorded(writer, config), _tracking(names, writer, first) as trackers, processes.together():
+        steps = config.optimize.steps
+        bar(first, steps, f"{config.run_name}: {first} of {steps} steps")
+        if processes.first and (told := too_few_prompts(config, trainer.task)):
+            note(told)
+        for step in range(first, steps):
             with _step_named(step):
                 tables = train_step(trainer, step)
             tables = replace(tables, steps={**tables.steps, "tracker_gaps": trackers.log(step, tables.steps)})
             with trainer.timed("store"):
                 write_step(writer, step, tables, processes)
                 keep_checkpoint(trainer, writer.path, step + 1)
-            bar(step + 1, config.optimize.steps, watch.line(step, tables.steps))
-        trainer.save(writer.path / "model")
+            bar(step + 1, steps, step_line(config.run_name, step, steps, tables.steps))
+        with phase("saving the model"):
+            trainer.save(writer.path / "model")
         processes.barrier()
     processes.end()
     return writer.path
@@ -113,7 +119,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
             own = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample, group)
     with trainer.timed("estimate"):
         paid = pay(trainer.task, own)
-    with trainer.timed("update"):
+    with trainer.timed("update", "scoring"):
         forward = policy.forward(own, trainer.one_update, trainer.wanted())
         own_reference = policy.reference_logprob(own)
     with trainer.timed("estimate"):
@@ -121,9 +127,16 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         rollouts, rewards, reference = whole.rollouts, whole.rewards, whole.reference
         forward = replace(forward, stats=whole.stats)
         table = trainer.table(rollouts, forward, rewards, reference)
+    if not trainer.cut_told and processes.first and (told := none_ends(config, step, rollouts)):
+        trainer.cut_told = True
+        note(told)
     with trainer.timed("measure"):
+        trainer.announce(step, rollouts)
         instrument, groups = trainer.instrument, np.arange(len(prompts))
-        norms = shared_norms(instrument, processes, rollouts, groups) if trainer.trains_on_exact else None
+        norms = None
+        if trainer.trains_on_exact:
+            with phase("exact norms"):
+                norms = shared_norms(instrument, processes, rollouts, groups)
         measurement = processes.from_first(lambda: instrument.measure(step, rollouts, table, norms))
     with trainer.timed("estimate"):
         inputs = table.inputs(table.stats.energy if config.estimator.energy == "proxy" else None)
@@ -132,14 +145,16 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         trained = estimate(config.estimator.name, inputs, trainer.options)
         batch = trainer.objective.batch(rollouts, table, trained.advantage, reference)
         batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
-    with trainer.timed("measure"):
+    with trainer.timed("measure", "attributing"):
         first_coefficients = partial(trainer.objective.first_coefficients, batch, table.stats.logprob)
         measurement = processes.from_first(
             lambda: instrument.attribute(step, rollouts, first_coefficients, measurement)
         )
+        trainer.forecast.correct(step)
     with trainer.timed("update"):
         scalars |= trainer.update(batch, forward)
         scalars |= trainer.update_critic(rollouts, forward, table)
+        del forward  # its graph takes time to take down, which is the update's and not the record's
     scalars |= summarize(rollouts, table, trained, measurement) | trainer.take_seconds()
     exact, first = measurement.norms, processes.first
     tokens = token_rows(table, trained, exact.grad_norm_sq if exact else None, trainer.tokenizer)
@@ -163,7 +178,7 @@ def columns_of(rows: Sequence[Mapping[str, object]]) -> dict[str, list[object]] 
 
 
 @contextmanager
-def _ending_recorded(writer: RunWriter) -> Iterator[None]:
+def _ending_recorded(writer: RunWriter, config: TrainConfig) -> Iterator[None]:
     """Write into run.json how the run ended, whatever ends it; the exception goes on."""
     try:
         yield
@@ -173,6 +188,8 @@ def _ending_recorded(writer: RunWriter) -> Iterator[None]:
             reason = "interrupted; its complete steps can be read."
         with suppress(StoreError):  # a disk that refuses this too must not hide why the run ended
             writer.finish("failed", reason)
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(kept(config)) from None
         raise
     writer.finish("complete")
 

@@ -9,7 +9,9 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from otb_analysis.config import MeasureConfig
+from otb_analysis.estimators import proved
 from otb_analysis.gradients import group_gradient_gram, token_score_norms, weighted_score_norms
+from otb_analysis.phases import phase
 from otb_analysis.sampling import Rollouts
 from otb_analysis.statistics import (
     REFERENCE,
@@ -70,8 +72,10 @@ class Instrument:
         config: MeasureConfig,
         temperature: float,
         options: Mapping[str, Any] | None = None,
+        run: Mapping[str, Any] | None = None,
     ):
         self.options = options
+        self.run = run or {}  # the whole configuration, nested: it says what is proved of the estimators
         self.model = model
         self.config = config
         self.settings = {"engine": config.engine, "scope": config.scope, "temperature": temperature}
@@ -179,7 +183,9 @@ class Instrument:
         found = self._cut(step, rollouts, table, groups, found)
         rows = _attempt(
             f"gradient statistics at step {step}",
-            lambda: tuple(gradient_statistics(gram.inner, gram.labels, gram.n_rollouts)),
+            lambda: tuple(
+                gradient_statistics(gram.inner, gram.labels, gram.n_rollouts, known=proved(gram.labels, self.run))
+            ),
         )
         return replace(found, gram=gram, statistics=rows or (), gaps=found.gaps + (rows is None))
 
@@ -230,7 +236,8 @@ class Instrument:
 def _attempt(what: str, run: Callable[[], T]) -> T | None:
     """Run an instrument; this is the edge at which its failure, whatever it is, must not reach the training."""
     try:
-        return run()
+        with phase(what.partition(" at step ")[0]):
+            return run()
     except Exception as error:
         warnings.warn(f"{what} failed and is missing from the run: {error}", RuntimeWarning, stacklevel=2)
         return None

@@ -6,23 +6,26 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from otb_analysis.config import LoraConfig, ObjectiveConfig, OptimizeConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.models import output_layer
+from otb_analysis.phases import advance, count_to
 from otb_analysis.sampling import Rollouts
 from otb_analysis.training.forward import ForwardPass, NonFiniteScore, Scored, Wanted, forward_pass, score, stacked
 from otb_analysis.training.processes import ALONE, Processes
 from otb_analysis.training.prompts import Prompts, follows, read_prompts
 from otb_analysis.training.sharding import gathered, shard
 from otb_analysis.types import Float, Int
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 POSITIONS, LOGIT_BYTES = 1 << 14, 1 << 30
 """What may be held at once by default: padded positions, and bytes of float32 logits."""
@@ -89,6 +92,7 @@ class Policy:
         passes_made = self.passes(len(parts))
         keeps = keep_graph and passes_made == 1
         passes, found = [], []
+        count_to(len(rollouts.group), "rollout")
         with self.arithmetic(), self._recomputing() if keeps else torch.no_grad():
             for rows in parts:
                 part = rollouts.take(rows)
@@ -96,6 +100,7 @@ class Policy:
                     with _numbered(rows[own]):
                         found.append(forward_pass(self.model, part.take(own), self.temperature, prompts, wanted))
                     passes.append(rows[own])
+                    advance(len(own))
         self.idle(rollouts, passes_made - len(parts), self.model)
         with wanted.timed():
             return ForwardPass.concatenate(found, rollouts, passes)
@@ -262,10 +267,13 @@ class Past:
                 parameter.data = data
 
 
-def _adapted(model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel | None:
+def _adapted(model: PreTrainedModel, config: LoraConfig, seed: int) -> "PeftModel | None":
     """Put adapters into the model, in place, and freeze the rest."""
     if config.rank == 0:
         return None
+    from peft import LoraConfig as PeftLoraConfig  # of the extra `train`; `check` asked for it
+    from peft import PeftModel, get_peft_model
+
     targets = list(config.targets) or "all-linear"
     settings = PeftLoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
     try:
@@ -284,7 +292,9 @@ def _adapted(model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel
     return adapted
 
 
-def _frozen_copy(model: PreTrainedModel, adapter: PeftModel | None, config: ObjectiveConfig) -> PreTrainedModel | None:
+def _frozen_copy(
+    model: PreTrainedModel, adapter: "PeftModel | None", config: ObjectiveConfig
+) -> PreTrainedModel | None:
     """Return a copy of the starting policy where a divergence from it is wanted and adapters do not hold it already."""
     if config.kl_coefficient == 0 or adapter is not None:
         return None

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from otb_analysis.errors import ProcessError, StoreError
+from otb_analysis.extras import require
 from otb_analysis.types import Float, Int
 
 T = TypeVar("T")
@@ -28,13 +29,13 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=12)
 """How long a process waits for another one; a process that ends is noticed at once, by other means."""
 PROCESS = 2
-"""Stands before a rank where a process draws its own seed."""
+"""Seed stream of the processes other than the first; the rank follows it."""
 FAILED = "otb/failed"
-"""Where the first process that fails leaves its sentence."""
+"""Key under which the first process that fails publishes its error."""
 HEARD = "otb/heard/{}"
-"""Where a process, by its rank, says that it has read that sentence."""
+"""Key under which a process, by its rank, confirms that it has read that error."""
 LOOK, GRACE = 0.2, 5.0
-"""Seconds between two looks at such a place, and what a process has to end by itself before it is ended."""
+"""Seconds between two looks at those keys, and seconds a process gets to end by itself before it is killed."""
 
 
 @dataclass
@@ -68,7 +69,8 @@ class Processes:
         """
         if int(os.environ.get("WORLD_SIZE", 1)) < 2:
             return cls()
-        from accelerate import PartialState  # an optional dependency, needed for several processes only
+        require("accelerate", "a run of several processes")
+        from accelerate import PartialState
 
         cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.accelerator.is_available()
         state = PartialState(cpu=cpu, timeout=PATIENCE)
@@ -160,7 +162,7 @@ class Processes:
         self._ended.set()
 
     def _agreed(self, error: BaseException) -> str | None:
-        """Leave this process's sentence for the others until they have read it; return another's that came before."""
+        """Publish this process's error. Return an earlier one if another process failed first."""
         if self._heard is not None:
             return self._heard
         own = f"process {self.rank} stopped: {str(error) or type(error).__name__}"
@@ -178,7 +180,7 @@ class Processes:
         return None
 
     def _watch(self, store: Store) -> None:
-        """Record and pass on another's failure; end this process where it goes on waiting for the other in vain."""
+        """Record another process's failure. End this process if it still waits for the failed one."""
         while not self._ended.wait(LOOK):
             try:
                 sentence = store.get(FAILED).decode() if store.check([FAILED]) else None
@@ -189,7 +191,7 @@ class Processes:
                     self.record(sentence)
                 store.set(HEARD.format(self.rank), "")
             except RuntimeError:  # the store went with the process that kept it
-                sentence = self._heard or "another process has ended without a word; look at its own output."
+                sentence = self._heard or "another process ended without an error message; look at its own output."
                 with suppress(StoreError):
                     self.record(sentence)
             if self._ended.wait(GRACE):
@@ -238,7 +240,7 @@ def _store() -> Store:
 
 @contextmanager
 def _lost_named() -> Iterator[None]:
-    """Turn the many ways in which an exchange breaks off into one sentence."""
+    """Turn every error of an interrupted exchange into one sentence."""
     try:
         yield
     except RuntimeError as error:

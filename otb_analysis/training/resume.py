@@ -8,6 +8,7 @@ import torch
 
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError
+from otb_analysis.phases import plural
 from otb_analysis.store import RunStore, RunWriter
 from otb_analysis.training.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from otb_analysis.training.setup import Trainer
@@ -68,6 +69,23 @@ def refuse_other_configuration(config: TrainConfig) -> None:
                 f"{name} is {value!r} but run {config.run_name!r} was made with {old[name]!r}; "
                 "pass the run's own configuration to resume it, or another --run."
             )
+
+
+def kept(config: TrainConfig) -> str:
+    """Return the sentence of a run that was interrupted: what it keeps, and where it would go on."""
+    path = config.root / config.run_name
+    steps, found = RunStore(path).complete_steps(), checkpoints(path)
+    if not steps:
+        return (
+            f"stopped before the first step was complete; {path} holds nothing, so begin anew with --if-exists replace."
+        )
+    count = plural(len(steps), "step")
+    if found:
+        more = f"--if-exists resume goes on after step {found[-1].step - 1}, where its newest checkpoint is"
+    else:
+        often = f"checkpoint.every is {config.checkpoint.every}"
+        more = f"it has no checkpoint yet ({often}), so --if-exists resume begins anew"
+    return f"stopped after step {steps[-1]}; {count} can be read in {path}; {more}."
 
 
 def plain_config(config: TrainConfig) -> dict[str, object]:

@@ -3,8 +3,8 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.config import TrainConfig
+from otb_analysis.custom import is_custom
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.estimators import entry_of, options_from_dict
 from otb_analysis.generation import Generator, TransformersGenerator
@@ -22,6 +23,7 @@ from otb_analysis.generation_vllm import VllmGenerator
 from otb_analysis.gradients.scope import select_scope
 from otb_analysis.importance import learning_rate_factor
 from otb_analysis.models import load_policy
+from otb_analysis.phases import phase
 from otb_analysis.sampling import Rollouts
 from otb_analysis.shaping import SHAPINGS
 from otb_analysis.tasks import Task, make_task
@@ -29,18 +31,29 @@ from otb_analysis.training.check import check
 from otb_analysis.training.critic import make_critic
 from otb_analysis.training.critic_nets import CriticBatch
 from otb_analysis.training.critic_targets import critic_target, explained_variance
+from otb_analysis.training.forecast import Forecast
 from otb_analysis.training.forward import ForwardPass, Wanted
 from otb_analysis.training.measure import Instrument
 from otb_analysis.training.objective import Objective, TokenBatch
 from otb_analysis.training.optimizer import Stepper
 from otb_analysis.training.policy import Policy
 from otb_analysis.training.processes import ALONE, Processes
-from otb_analysis.training.progress import Bar, silent
 from otb_analysis.training.sharding import load_whole_state, refuse_unsharded_only, whole_parameters, whole_state
 from otb_analysis.training.table import Rewards, TokenTable, token_ratio, token_table
 from otb_analysis.training.update import update
 from otb_analysis.training.warm_start import warm_started
 from otb_analysis.types import Float
+
+PHASES = {
+    "sample": "sampling",
+    "estimate": "rewards and advantages",
+    "update": "update",
+    "forward": "forward statistics",
+    "measure": "measuring",
+    "evaluate": "held-out prompts",
+    "store": "storing",
+}
+"""What is timed, under the name of its column, and how it is shown."""
 
 
 class Trainer:
@@ -84,15 +97,18 @@ class Trainer:
         self.options = options_from_dict(config.estimator.name, config.estimator.options)
         self.generator = _generator(config, model, tokenizer)
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
-        trained = {config.estimator.name: self.options}
+        own = {name: options_from_dict(name, {}) for name in config.measure.subgroups if is_custom(name)}
+        trained = own | {config.estimator.name: self.options}
         by_group = "group" in SHAPINGS[config.objective.shaping].needs  # smaller groups would be paid differently
         measured = replace(config.measure, subgroups=()) if by_group else config.measure
-        self.instrument = Instrument(model, measured, config.sample.temperature, trained)
+        self.instrument = Instrument(model, measured, config.sample.temperature, trained, asdict(config))
+        self.cut_told = False  # that every answer of some step was cut off
+        self.forecast = Forecast(config, self.trains_on_exact)
         self.seconds: dict[str, float] = {}
         self.clock: Callable[[], float] = perf_counter
 
     @classmethod
-    def from_config(cls, config: TrainConfig, bar: Bar = silent, processes: Processes = ALONE) -> "Trainer":
+    def from_config(cls, config: TrainConfig, processes: Processes = ALONE) -> "Trainer":
         """Load or make everything a run needs; refuse what cannot work before anything is written.
 
         Raises:
@@ -100,19 +116,28 @@ class Trainer:
         """
         check(config, processes.size)
         processes.barrier()  # the first process makes the run's directory, which the others must not find there
-        task = make_task(config)
-        model, tokenizer = load_policy(config.model or processes.from_first(lambda: warm_started(config, bar)))
+        with phase(f"loading the task {config.task}"):
+            task = make_task(config)
+        path = config.model or processes.from_first(lambda: warm_started(config))
+        with phase(f"loading the model {path}"):
+            model, tokenizer = load_policy(path)
         return cls(config, model, tokenizer, task, processes)
 
     @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to a phase; phases timed inside it count for themselves alone."""
+    def timed(self, name: str, shown: str = "") -> Iterator[None]:
+        """Add the time of a block to a phase; phases timed inside it count for themselves alone.
+
+        Args:
+            name: One of `PHASES`.
+            shown: What those who watch are told instead of its usual words.
+        """
         start, before = self.clock(), sum(self.seconds.values())
         try:
-            yield
+            with phase(shown or PHASES[name]):
+                yield
         finally:
             inside = sum(self.seconds.values()) - before
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self.clock() - start - inside
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start - inside
 
     def wanted(self) -> Wanted:
         """Return what the pass before an update gives: hidden states for a critic, its statistics timed apart."""
@@ -122,6 +147,14 @@ class Trainer:
         """Return the phases timed since the last call, as columns of `steps`, and start again."""
         taken, self.seconds = self.seconds, {}
         return {f"seconds_{phase}": value for phase, value in taken.items()}
+
+    def announce(self, step: int, rollouts: Rollouts) -> None:
+        """Note what measuring will cost, before a step measures for the first time; never the end of the run."""
+        own = self.config.objective
+        left = 2 / 3 if self.one_update else own.epochs  # the backward pass alone, or every epoch's whole passes
+        if self.processes.first and not self.processes.sharded:
+            with suppress(Exception):
+                self.forecast.announce(step, self.policy, rollouts, sum(self.seconds.values()), left)
 
     @property
     def one_update(self) -> bool:

@@ -62,12 +62,12 @@ def refuse_unsharded_only(config: TrainConfig, exact: bool) -> None:
     for name, value in whole.items():
         if value:
             raise InputError(
-                f"{name} is {value}, which needs whole parameters, and FSDP2 spreads them over processes; "
+                f"{name} is {value}, which does not work with FSDP2: each process holds only a part of the parameters; "
                 "set it to 0 or launch without --use_fsdp."
             )
     if exact:
         raise InputError(
-            f"estimator.name is {config.estimator.name!r}, which reads exact norms and so needs whole parameters; "
+            f"estimator.name is {config.estimator.name!r}, which needs exact norms, and these do not work with FSDP2; "
             "choose another estimator or energy, or launch without --use_fsdp."
         )
 

@@ -72,6 +72,7 @@ class TokenTable:
             turn=self.turn,
             token_id=self.token_id,
             ratio=self.ratio,
+            entropy=self.stats.entropy,
         )
 
 

@@ -6,7 +6,6 @@ A tracker is an instrument: one that cannot be reached or refuses a step is a wa
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from otb_analysis.errors import InputError, nearest
+from otb_analysis.extras import require
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -34,11 +34,8 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise InputError(f"trackers holds {name!r}; {nearest(name, TRACKERS)}")
-        for package in ("accelerate", TRACKERS[name]):
-            if find_spec(package) is None:
-                raise InputError(
-                    f"trackers holds {name!r}, but {package} is not installed; pip install {package}, or leave it out."
-                )
+        for module in ("accelerate", TRACKERS[name]):
+            require(module, f"the tracker {name!r}")
 
 
 class Trackers:

@@ -13,6 +13,7 @@ import torch
 
 from otb_analysis.config import ObjectiveConfig
 from otb_analysis.errors import NonFiniteError
+from otb_analysis.phases import counted
 from otb_analysis.sampling import Rollouts
 from otb_analysis.training.forward import ForwardPass, Scored
 from otb_analysis.training.objective import Objective, TokenBatch
@@ -106,7 +107,7 @@ def _accumulate(
     else:
         parts = policy.micro_batches(batch.rollouts, own)
         more = policy.passes(len(parts)) - len(parts)
-        for rows in parts:
+        for rows in counted(parts, "micro-batch"):
             total += _backward(objective, batch, rows, policy.score(batch.rollouts, rows, with_entropy), tally)
         for _ in range(more):  # others have more: gradients of sharded weights are summed on their way back
             idle = policy.score(batch.rollouts, np.arange(1))

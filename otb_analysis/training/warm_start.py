@@ -17,11 +17,11 @@ from otb_analysis import __version__
 from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.generation import Generator, TransformersGenerator
-from otb_analysis.models import character_tokenizer, output_layer, small_model, special_id
+from otb_analysis.models import SHIPPED, character_tokenizer, output_layer, small_model, special_id
+from otb_analysis.phases import Phase, phase
 from otb_analysis.sampling import encode_prompt, sample
 from otb_analysis.tasks import Prompt, Task, make_task, task_files
 from otb_analysis.tasks.asking import ask_demonstration, draw_prompts
-from otb_analysis.training.progress import Bar, silent
 from otb_analysis.training.table import pay
 
 CACHE = Path(".cache/warm")
@@ -37,31 +37,43 @@ CHECKED_ANYWAY = 8
 """Every so many checks, success is measured whatever the loss: a demonstration that chooses at random keeps it high."""
 
 
-def warm_started(config: TrainConfig, bar: Bar = silent, cache: Path = CACHE) -> Path:
+def warm_started(config: TrainConfig, cache: Path = CACHE) -> Path:
     """Return the directory of the warm-started small model, making it when this configuration has none yet.
 
     Args:
         config: Task, model, warm start and seed; these and the package version key the cache.
-        bar: Progress.
         cache: Where made models are kept.
 
     Raises:
         InputError: The model did not reach the wanted success within the step budget.
         StoreError: The made model cannot be kept.
     """
-    task = make_task(config)
     path = cache / _key(config)
-    if (path / "warm_start.json").is_file():
-        return path
-    tokenizer = character_tokenizer(task.alphabet)
-    model = small_model(config.small_model, tokenizer, config.seed)
-    steps, success = fit(model, tokenizer, task, config, bar)
-    _save(path, model, tokenizer, {"steps": steps, "success": success, "parameters": model.num_parameters()})
+    if not (path / "warm_start.json").is_file():
+        make_policy(config, path)
     return path
 
 
+def make_policy(config: TrainConfig, path: Path) -> None:
+    """Warm-start a small model and write it with its tokenizer and `warm_start.json`.
+
+    Args:
+        config: Task, model, warm start and seed.
+        path: Directory to write.
+
+    Raises:
+        InputError: The model did not reach the wanted success within the step budget.
+        StoreError: The directory cannot be written.
+    """
+    task = make_task(config)
+    tokenizer = character_tokenizer(task.alphabet)
+    model = small_model(config.small_model, tokenizer, config.seed)
+    steps, success = fit(model, tokenizer, task, config)
+    _save(path, model, tokenizer, {"steps": steps, "success": success, "parameters": model.num_parameters()})
+
+
 def fit(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, config: TrainConfig, bar: Bar = silent
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, config: TrainConfig
 ) -> tuple[int, float]:
     """Train on demonstrations in place until measured success lies in the configured band.
 
@@ -73,6 +85,13 @@ def fit(
     Raises:
         InputError: The step budget ran out below the band.
     """
+    with phase("warm start", config.warm_start.max_steps, "step", at_most=True) as here:
+        return _fitted(model, tokenizer, task, config, here)
+
+
+def _fitted(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, config: TrainConfig, here: Phase
+) -> tuple[int, float]:
     own, generator = config.warm_start, TransformersGenerator(model, tokenizer)
     optimizers = _optimizers(model, own.learning_rate)
     torch.manual_seed(config.seed)
@@ -80,12 +99,12 @@ def fit(
     loss, success, below, every = float("inf"), 0.0, _snapshot(model), own.check_every
     for step, batch in enumerate(_batches(tokenizer, task, own), start=1):
         loss = 0.95 * loss + 0.05 * _supervised_step(model, optimizers, batch) if step > 1 else 3.0
-        bar(success, own.success_low, f"warm start: step {step}, loss {loss:.2f} nats, success {success:.0%}")
+        reached = f"{success:.0%} success, {own.success_low:.0%} wanted"
+        here(step, own.max_steps, f"warm start, loss {loss:.2f} nats, {reached}")
         if step % every or (loss > LEARNED_ENOUGH_TO_CHECK and step % (CHECKED_ANYWAY * own.check_every)):
             continue
-        with torch.random.fork_rng(
-            enabled=loss > LEARNED_ENOUGH_TO_CHECK
-        ):  # an early check leaves the later draws alone
+        early = loss > LEARNED_ENOUGH_TO_CHECK  # such a check leaves the later draws alone
+        with torch.random.fork_rng(enabled=early), phase("checking"):
             success = success_rate(generator, tokenizer, task, checks, config.sample)
         if own.success_low <= success <= own.success_high:
             return step, success
@@ -206,3 +225,8 @@ def _save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             f"cannot keep the warm-started model in {path} ({getattr(error, 'strerror', None) or error}); "
             "free some space or make the directory writable."
         ) from error
+
+
+if __name__ == "__main__":  # makes the policy that ships with the package: python -m otb_analysis.training.warm_start
+    torch.set_num_threads(1)
+    make_policy(TrainConfig(), SHIPPED["demo"])

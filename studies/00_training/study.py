@@ -64,7 +64,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     torch.set_num_threads(1)  # a model this small gains nothing from a second thread
     config = config_of(str(cell.settings["task"]), int(str(cell.settings["seed"])), bool(cell.settings["quick"]))
     began = process_time()
-    start = warm_started(config, bar, work / "warm")
+    start = warm_started(config, work / "warm")
     trained_from = process_time()
     path = train(replace(config, root=work, model=str(start)), bar)
     ended = process_time()

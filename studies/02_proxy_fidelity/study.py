@@ -121,7 +121,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     policy = fresh_policy(config, str(cell.settings["architecture"]))
     tables: dict[str, list[dict[str, Any]]] = {"policies": [], "agreement": [], "efficiency": []}
     _measure_stage(cell, "init", policy, tables, bar)
-    warm_start(policy, config, bar)
+    warm_start(policy, config)
     _measure_stage(cell, "warm", policy, tables, bar)
     _measure_stage(cell, "rl", trained(policy, config, work, bar), tables, bar)
     return tables

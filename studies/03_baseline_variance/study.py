@@ -106,7 +106,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     settings: dict[str, Any] = dict(cell.settings)
     config = config_of(cell.name, settings["quick"])
     policy = fresh_policy(config)
-    warm_start(policy, config, bar)
+    warm_start(policy, config)
     length = LENGTHS[config.task]
     pilot = SampleConfig(group_size=settings["pilot"], max_new_tokens=length)
     prompts = promising_prompts(policy, FIRST_PROMPT, settings["prompts"], pilot, seed=1)

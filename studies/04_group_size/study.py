@@ -118,7 +118,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     quick = bool(cell.settings["quick"])
     size = SMALL if quick else FULL
     if cell.name == "pool":
-        starts = [started(base_config(seed, quick), work, bar) for seed in size.pool_seeds]
+        starts = [started(base_config(seed, quick), work) for seed in size.pool_seeds]
         return pool_tables(starts, size.pool_prompts, size.pool, bar)
     name = str(cell.settings["arm"])
     if cell.name.startswith("sweep"):
@@ -150,7 +150,7 @@ def swept(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path, 
 def trained(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path, Bar]) -> list[dict[str, Any]]:
     """Train an arm from the seed's start; return held-out success by rollouts and tokens sampled so far."""
     quick, work, bar = how
-    config = arm_config(ARMS[name], rate, size, started(base_config(seed, quick), work, bar))
+    config = arm_config(ARMS[name], rate, size, started(base_config(seed, quick), work))
     path = train(replace(config, root=work, run=f"{name}-{rate:g}-{seed}"), bar)
     query = "SELECT step, heldout_success AS success, n_tokens, n_rollouts, grad_norm, clipped FROM steps ORDER BY step"
     steps = RunStore(path).sql(query)

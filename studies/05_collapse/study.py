@@ -150,7 +150,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     if cell.name == "projection":
         return {"projection": projection_rows(size, quick, work, bar)}
     name, seed = str(cell.settings["arm"]), int(str(cell.settings["seed"]))
-    config = started(config_of(seed, size, quick, ARMS[name]), work, bar)
+    config = started(config_of(seed, size, quick, ARMS[name]), work)
     if name == "scaled":
         shorter = config.optimize.learning_rate * projection_of(cell.given["projection"])
         config = replace(config, optimize=replace(config.optimize, learning_rate=shorter))
@@ -163,7 +163,7 @@ def projection_rows(size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[
     """Return the projection of `otb` on groups of 8 of the supervised starts' rollouts, with its interval."""
     grams = []
     for seed in size.pool_seeds:
-        trainer = Trainer.from_config(started(config_of(seed, size, quick, ARMS[AGAINST]), work, bar))
+        trainer = Trainer.from_config(started(config_of(seed, size, quick, ARMS[AGAINST]), work))
         rollouts = drawn(trainer, PROMPTS_FROM, size.pool_prompts, CONFIG.sample.group_size, POOL)
         table = scored(trainer, rollouts)
         inputs = table.inputs(table.stats.energy)

@@ -204,7 +204,7 @@ def sampled_tables(kind: str, size: Size, quick: bool, work: Path, bar: Bar) -> 
     facts: dict[int, list[dict[str, float]]] = {}
     for seed in size.seeds:
         # both kinds begin at the same supervised start
-        trainer = Trainer.from_config(started(config_of(kind, seed, quick), work, bar))
+        trainer = Trainer.from_config(started(config_of(kind, seed, quick), work))
         source = reused if kind == "reused" else stale
         for lag, rollouts in source(trainer, size):
             fresh = drawn(trainer, PROMPTS_FROM, size.prompts, size.truth_group, FRESH)

@@ -120,7 +120,7 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
     grams: dict[int, list[Gram]] = {n: [] for n in size.sizes}
     facts = []
     for number, seed in enumerate(size.seeds):
-        trainer = Trainer.from_config(started(config_of(seed, quick), work, bar))
+        trainer = Trainer.from_config(started(config_of(seed, quick), work))
         for step in range(size.steps if stage == "trained" else 0):
             train_step(trainer, step)
         rollouts = drawn(trainer, PROMPTS_FROM, size.prompts, size.pool, POOL)
@@ -186,7 +186,7 @@ def statistics_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
 
 def curves(seed: int, size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[str, Any]]:
     """Train a seed under every estimator from the same start on the same prompts; return held-out success."""
-    config = started(config_of(seed, quick), work, bar)
+    config = started(config_of(seed, quick), work)
     config = replace(
         config,
         optimize=replace(config.optimize, steps=size.train_steps),

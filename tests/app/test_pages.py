@@ -127,6 +127,12 @@ def test_variance_below_sixteen_prompts_shows_points_and_says_so(store_root, mon
     assert "points without intervals" in texts(app)
 
 
+def test_variance_begins_with_three_sentences_on_what_to_do(store_root, monkeypatch):
+    said = [texts(open_page(store_root, "variance", monkeypatch, run=run)) for run in ("chain-otb-s0", "failed-rloo")]
+    assert "tested beat rloo on 80 prompts" in said[0] and "Next: " in said[0]
+    assert "Nothing can be told apart yet: 8 prompts were measured, and an interval takes 16." in said[1]
+
+
 def test_variance_with_sixteen_prompts_shows_clustered_intervals(store_root, monkeypatch):
     app = open_page(store_root, "variance", monkeypatch, run="chain-otb-s0")
     assert "95 % intervals clustered by prompt" in texts(app)
@@ -177,6 +183,13 @@ def test_url_chooses_run_step_and_colour(store_root, monkeypatch):
     query = {"run": "chain-otb-s0", "step": "20", "prompt": "3", "color": "entropy"}
     app = open_page(store_root, "tokens", monkeypatch, **query)
     assert [box.value for box in app.selectbox] == [20, 3, "entropy", "rollout", "auto"]
+
+
+def test_tokens_are_coloured_by_the_exact_norm_under_its_plain_name(store_root, monkeypatch):
+    app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0")
+    box = app.selectbox(key="color")
+    assert (box.value, box.options[box.index]) == ("grad_norm_sq", "Exact ‖∇log π‖²")
+    assert "entropy" in box.options and "grad_norm_sq" not in box.options
 
 
 def test_unknown_run_in_the_url_is_ignored(store_root, monkeypatch):

@@ -119,10 +119,10 @@ def test_measures_are_undefined_and_said_to_be_where_the_gradient_is_lost_in_the
     info = variance_info(statistics_table({0: Gram(inner, gram.labels, 32)}))
     assert info.undefined == info.n_points == 4
     notes = [note.text for note in plot_variance(info).layout.annotations]
-    assert sum("lost in the noise" in note for note in notes) == 3
+    assert sum("too few prompts" in note for note in notes) == 3
     compared = comparison_info([Gram(inner, gram.labels, 32)])
     assert compared.rows[0].ratios[0] is None
-    assert sum("lost in the noise" in n.text for n in plot_comparison(compared).layout.annotations) == 2
+    assert sum("too few prompts" in n.text for n in plot_comparison(compared).layout.annotations) == 2
 
 
 def test_comparison_shows_the_chosen_estimators_and_the_one_they_are_compared_with(grams):

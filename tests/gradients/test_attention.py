@@ -9,12 +9,14 @@ from otb_analysis.gradients.taps import pull_back
 N, D = 11, 4
 CAUSAL = torch.ones(N, N, dtype=torch.bool).tril()
 WINDOW = CAUSAL & ~CAUSAL.tril(-4)
+PADDED = torch.arange(N).lt(torch.tensor([[N], [7]]))[:, None, None]  # [2, 1, 1, n]: two rollouts of N and 7 tokens
+LEFT = PADDED.flip(-1)
 
 
-def inputs(heads=4, groups=2, dtype=torch.float64):
+def inputs(heads=4, groups=2, dtype=torch.float64, rollouts=1):
     generator = torch.Generator().manual_seed(0)
     shapes = (heads, N, D), (groups, N, D), (groups, N, D)
-    return [torch.randn(1, *s, generator=generator).bfloat16().to(dtype).requires_grad_() for s in shapes]
+    return [torch.randn(rollouts, *s, generator=generator).bfloat16().to(dtype).requires_grad_() for s in shapes]
 
 
 def signals_of(context, leaves, count=3, **options):
@@ -45,6 +47,24 @@ def test_signals_are_those_of_the_plain_kernel(monkeypatch, options, tile_bytes)
     output, got = signals_of(attention.TiledAttention(), leaves, **options)
     plain, expected = signals_of(sdpa_kernel(SDPBackend.MATH), leaves, **options)
     assert "_Attention" in type(output.grad_fn).__name__ and "_Attention" not in type(plain.grad_fn).__name__
+    torch.testing.assert_close(output, plain)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("tile_bytes", [3000, 1 << 21])
+@pytest.mark.parametrize(
+    "mask",
+    [CAUSAL, PADDED, PADDED & CAUSAL, (PADDED & CAUSAL).expand(2, 4, N, N), WINDOW.expand(4, N, N), LEFT & CAUSAL],
+    ids=["shared", "keys", "rollouts", "heads", "shared-heads", "nothing-read"],
+)
+def test_rollouts_have_each_their_own_mask(monkeypatch, mask, tile_bytes):
+    monkeypatch.setattr(attention, "TILED_FROM", 0)
+    monkeypatch.setattr(attention, "TILE_BYTES", tile_bytes)
+    leaves = inputs(rollouts=2)
+    output, got = signals_of(attention.TiledAttention(), leaves, attn_mask=mask)
+    plain, expected = signals_of(sdpa_kernel(SDPBackend.MATH), leaves, attn_mask=mask)
+    assert "_Attention" in type(output.grad_fn).__name__
     torch.testing.assert_close(output, plain)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -378,7 +378,9 @@ def test_the_gram_matrix_is_the_same_from_every_engine(make_model, sample):
         group_gradient_gram(model, *batch.args, weights, group, batch.attention_mask, engine=engine)
         for engine in ("auto", "fast", "reference")
     ]
-    assert all((gram == grams[0]).all() for gram in grams)
+    length = np.sqrt(np.einsum("mmpp->mp", grams[-1]))
+    scale = length[:, None, :, None] * length[None, :, None, :] + 1e-12
+    assert all((np.abs(gram - grams[-1]) / scale).max() < 1e-6 for gram in grams)
 
 
 def test_blocks_of_any_size_give_the_same_norms(make_model, monkeypatch, long_batch):

@@ -414,7 +414,9 @@ def test_the_gram_matrix_is_the_same_from_every_engine(make_model, sample):
         group_gradient_gram(model, *batch.args, weights, group, batch.attention_mask, engine=engine)
         for engine in ("auto", "generic", "reference")
     ]
-    assert all((gram == every[0]).all() for gram in every)
+    length = np.sqrt(np.einsum("mmpp->mp", every[-1]))
+    scale = length[:, None, :, None] * length[None, :, None, :] + 1e-12
+    assert all((np.abs(gram - every[-1]) / scale).max() < 1e-6 for gram in every)
 
 
 def test_the_table_of_rules_takes_a_subclass_only_where_it_computes_the_same():

@@ -89,7 +89,7 @@ def test_every_quantity_of_the_page_has_its_formula(page, runs):
 def test_the_page_names_its_command_and_shows_every_section(page, runs):
     assert f"otb report {runs[0].name} {runs[1].name}" in page
     titles = re.findall(r'<h2 id="s\d+">(.*?)</h2>', page)
-    assert titles[:2] == ["Runs", "Alarms and signs of collapse"] and titles[-1] == "How the runs were made"
+    assert titles[:2] == ["Runs", "Alarms and health over steps"] and titles[-1] == "How the runs were made"
     assert len(titles) == 3 + 3 * len(runs)
     # Learning and collapse once; estimators, fidelity and attribution for each run.
     assert page.count('class="plot"') == page.count('type="application/json"') == 2 + 3 * len(runs)
@@ -145,9 +145,9 @@ def refused(capsys, *words):
 
 
 def test_runs_of_different_scope_are_one_sentence(runs, trained, capsys):
-    head = trained("head", measure=MeasureConfig(exact=Schedule(every=0), scope="lm_head"))
+    head = trained("bare_head", measure=MeasureConfig(exact=Schedule(every=0), scope="lm_head"))
     line = refused(capsys, runs[0].name, head.name, "--root", str(head.parent))
-    assert "reported measured gradients of scope 'all' but head of 'lm_head'" in line and "--measure.scope" in line
+    assert "reported measured gradients of scope 'all' but bare_head of 'lm_head'" in line and "--measure.scope" in line
 
 
 def test_runs_of_different_schema_are_one_sentence(runs, tmp_path, capsys):

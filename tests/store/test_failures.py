@@ -7,12 +7,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from otb_analysis.errors import StoreError
 from otb_analysis.store import RunStore, StepTables, runs_df
+from otb_analysis.store import writer as writer_module
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -144,14 +146,14 @@ def _no_space(*args):
 
 def _fill_disk_at(monkeypatch, table):
     """Make the disk full in the middle of one table's part: some bytes arrive, then the error."""
-    import pyarrow.parquet as pq
+    real = writer_module.atomic_file
 
-    real = pq.write_table
+    @contextmanager
+    def filling(path):
+        with real(path) as file:
+            if path.parent.name == table:
+                file.write(b"PAR1 and then no more")
+                _no_space()
+            yield file
 
-    def write_table(rows, file, **options):
-        if f"/{table}/" in file.name:
-            file.write(b"PAR1 and then no more")
-            _no_space()
-        real(rows, file, **options)
-
-    monkeypatch.setattr("otb_analysis.store.writer.pq.write_table", write_table)
+    monkeypatch.setattr(writer_module, "atomic_file", filling)

@@ -221,7 +221,7 @@ def test_studies_are_looked_for_here_and_then_beside_the_package(squares, tmp_pa
     assert (elsewhere / "00_training" / "study.py").is_file()
     monkeypatch.setattr("otb_analysis.__file__", str(tmp_path / "site-packages" / "otb_analysis" / "__init__.py"))
     with pytest.raises(
-        InputError, match=r"nowhere has no folder studies/ with a study in it, and the installed package"
+        InputError, match=r"^studies need a clone of the repository, and .*nowhere has no folder studies/"
     ):
         find_studies_folder(tmp_path / "nowhere")
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,10 +26,10 @@ from otb_analysis.config import (
     SmallModelConfig,
     WarmStartConfig,
 )
-from otb_analysis.errors import InputError, NonFiniteError, StoreError
+from otb_analysis.errors import InputError, Interrupted, NonFiniteError, StoreError
 from otb_analysis.models import load_policy
-from otb_analysis.store import RunStore
-from otb_analysis.training import loop
+from otb_analysis.store import RunStore, writer
+from otb_analysis.training import loop, setup
 from otb_analysis.training.checkpoint import checkpoints
 from otb_analysis.training.objective import Objective
 from otb_analysis.training.resume import plain_config
@@ -189,16 +190,16 @@ def _no_space(*args, **named):
 
 
 def test_full_disk_stops_the_run_and_keeps_the_steps_before(config, monkeypatch):
-    import pyarrow.parquet as pq
+    real = writer.atomic_file
 
-    real = pq.write_table
-
-    def write_table(rows, file, **options):
-        if "/rollouts/.part-00000002" in file.name:
+    @contextmanager
+    def full(path):
+        if path.parent.name == "rollouts" and "part-00000002" in path.name:
             _no_space()
-        real(rows, file, **options)
+        with real(path) as file:
+            yield file
 
-    monkeypatch.setattr("otb_analysis.store.writer.pq.write_table", write_table)
+    monkeypatch.setattr(writer, "atomic_file", full)
     store = failed(config, StoreError, r"cannot write step 2 to .*No space left on device.*steps up to 1 are complete")
     assert store.complete_steps() == [0, 1]
     assert len(store.rollouts_df()) == 2 * 12
@@ -222,11 +223,57 @@ def test_interrupt_is_recorded_and_goes_on(config):
         if done == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted) as stopped:
         loop.train(config, bar)
     store = RunStore(config.root / "doomed")
     assert (store.info["status"], store.info["reason"]) == ("failed", "interrupted; its complete steps can be read.")
     assert store.complete_steps() == [0, 1]
+    assert str(stopped.value) == (
+        f"stopped after step 1; 2 steps can be read in {store.path}; it has no checkpoint yet "
+        "(checkpoint.every is 50), so --if-exists resume begins anew."
+    )
+
+
+def test_interrupt_names_the_step_that_resuming_goes_on_after(config):
+    def bar(done, total, text):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    own = replace(config, checkpoint=CheckpointConfig(every=2), optimize=replace(config.optimize, steps=4))
+    with pytest.raises(
+        Interrupted, match=r"^stopped after step 2; 3 steps .*; --if-exists resume goes on after step 1,"
+    ):
+        loop.train(own, bar)
+
+
+def test_interrupt_before_a_step_is_complete_says_that_nothing_is_kept(config, monkeypatch):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train_step", interrupted)
+    with pytest.raises(
+        Interrupted, match=r"^stopped before the first step was complete; .*doomed holds nothing, so begin"
+    ):
+        loop.train(config)
+
+
+def test_interrupt_during_the_warm_start_writes_nothing(config, monkeypatch, tmp_path):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(setup, "warm_started", interrupted)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        loop.train(replace(config, model="", root=tmp_path / "none"))
+    assert str(stopped.value) == "" and not (tmp_path / "none").exists()
+
+
+def test_progress_that_fails_does_not_end_the_run(config):
+    def broken(done, total, text):
+        raise ZeroDivisionError("no screen")
+
+    with pytest.warns(RuntimeWarning, match="progress is no longer shown: no screen"):
+        path = loop.train(config, broken)
+    assert RunStore(path).info["status"] == "complete"
 
 
 def test_bug_is_recorded_with_its_type_and_goes_on(config, monkeypatch):
@@ -242,7 +289,7 @@ def test_bug_is_recorded_with_its_type_and_goes_on(config, monkeypatch):
 FULL = """
 import resource, signal, sys
 from otb_analysis.cli import main
-from otb_analysis.training import loop
+from otb_analysis.training import loop, setup
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 step = loop.train_step

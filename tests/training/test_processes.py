@@ -219,7 +219,7 @@ def test_levels_that_need_whole_parameters_are_refused_under_fsdp(level):
     never["attribution"] = replace(MeasureConfig().attribution, every=0)
     refuse_unsharded_only(TrainConfig(measure=MeasureConfig(**never)), exact=False)
     due = MeasureConfig(**never | {level: replace(never[level], every=3)})
-    with pytest.raises(InputError, match=rf"measure\.{level}\.every is 3, which needs whole parameters"):
+    with pytest.raises(InputError, match=rf"measure\.{level}\.every is 3, which does not work with FSDP2"):
         refuse_unsharded_only(TrainConfig(measure=due), exact=False)
 
 

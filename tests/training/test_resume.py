@@ -23,7 +23,7 @@ from otb_analysis.training.loop import train
 STEPS = OptimizeConfig(steps=5, learning_rate=0.01)
 
 
-class Stop(Exception):
+class Stop(BaseException):
     """Stands for whatever ends a process."""
 
 

@@ -130,8 +130,11 @@ def test_failing_sketch_is_a_warning_and_a_counted_gap(trainer, monkeypatch):
         (MeasureConfig(sketch=SketchSchedule(1, method="hybird")), r"method is 'hybird'; did you mean 'hybrid'"),
         (MeasureConfig(sketch=SketchSchedule(-1)), r"measure\.sketch\.every is -1"),
         (MeasureConfig(sketch=SketchSchedule(1, -2)), r"measure\.sketch\.prompts is -2"),
-        (MeasureConfig(exact=Schedule(2, 0), sketch=SketchSchedule(4)), r"measure\.exact takes every group"),
-        (MeasureConfig(sampled=SampledSchedule(3), sketch=SketchSchedule(3)), r"measure\.sampled takes every group"),
+        (MeasureConfig(exact=Schedule(2, 0), sketch=SketchSchedule(4)), r"measure\.exact already measures every group"),
+        (
+            MeasureConfig(sampled=SampledSchedule(3), sketch=SketchSchedule(3)),
+            r"measure\.sampled already measures every group",
+        ),
     ],
 )
 def test_schedules_that_cannot_work_are_refused_before_anything_runs(tiny_config, tmp_path, measure, message):
@@ -147,5 +150,5 @@ def test_schedules_that_leave_something_to_sketch_are_accepted(tiny_config, tmp_
 def test_training_on_exact_energies_leaves_nothing_to_sketch_and_is_refused(tiny_config, tmp_path):
     trained_on = EstimatorConfig(name="otb", energy="exact")
     config = replace(tiny_config, root=tmp_path, estimator=trained_on, measure=MeasureConfig(sketch=SKETCH))
-    with pytest.raises(InputError, match=r"estimator\.name is 'otb', which trains on exact norms of every group"):
+    with pytest.raises(InputError, match=r"estimator\.name is 'otb', which already measures every group exactly"):
         check(config)

@@ -1,0 +1,56 @@
+"""Few gradients in place of many: the rows of weights that one prompt's rollouts get are nearly dependent.
+
+Estimators differ by a baseline, so their rows of weights span far fewer dimensions than there are estimators: every
+baseline that is one number per rollout lies in the span of the rollouts' indicators, and one that is shared by the
+rollouts adds one pattern over the tokens. With weights = mix · rows, gradients are mix · (gradients of rows).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from otb_analysis.types import Float
+
+TOLERANCE = 1e-8
+"""How far a row may be from what its basis gives, as a share of the row's own length."""
+FLOOR = 1e-6
+"""Smallest scale of a token beside the largest: what a sure token's score is known to."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """weights = mix @ rows, up to TOLERANCE of each row.
+
+    Attributes:
+        rows: Basis rows [r, K], orthogonal in the metric of the tokens' scales.
+        mix: Coefficients [M, r].
+    """
+
+    rows: Float
+    mix: Float
+
+
+def basis_of(weights: Float, scale: Float) -> Basis:
+    """Factor M rows of weights over K tokens.
+
+    A row's gradient is Σ_k weights[m, k] s_k, so an error in a weight counts by ‖s_k‖. `scale` stands for it: in its
+    metric every row is brought to length 1 first, which keeps small rows beside large ones, and the rank is the
+    smallest one that leaves no row more than TOLERANCE away.
+
+    Args:
+        weights: Rows [M, K].
+        scale: What ‖s_k‖ is roughly proportional to [K], such as 1 − π_k; not negative.
+    """
+    metric = np.maximum(scale, FLOOR * scale.max(initial=0.0))
+    scaled = weights * np.where(metric > 0, metric, 1.0)
+    length = np.linalg.norm(scaled, axis=1, keepdims=True)
+    used = length[:, 0] > 0
+    if not used.any():
+        return Basis(np.zeros((0, weights.shape[1])), np.zeros((len(weights), 0)))
+    left, values, right = np.linalg.svd(scaled[used] / length[used], full_matrices=False)
+    mixed = left * values
+    missing = np.sqrt(np.cumsum((mixed**2)[:, ::-1], axis=1)[:, ::-1])  # [m, r]: row m without its first r directions
+    rank = int((missing.max(axis=0) > TOLERANCE).sum())
+    mix = np.zeros((len(weights), rank))
+    mix[used] = length[used] * mixed[:, :rank]
+    return Basis(right[:rank] / np.where(metric > 0, metric, 1.0), mix)

@@ -1,0 +1,188 @@
+"""The terminal's table of estimators: on the same rollouts, best variance at equal progress first."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from otb_analysis.figures import shown_name, signal_sentence
+from otb_analysis.report.designs import Design
+from otb_analysis.report.terminal import NOT_MEASURED, interval_cell, number_cell, terminal_table
+from otb_analysis.statistics import (
+    MIN_CLUSTERS,
+    REFERENCE,
+    Conclusion,
+    GradientStatistics,
+    Interval,
+    PairedRatios,
+    paired_ratios,
+    pooled_statistics,
+)
+from otb_analysis.statistics.verdicts import names
+from otb_analysis.types import Gram, Label
+
+MATTER = 8
+"""Rows that are shown unless another number is asked for."""
+
+COMMON: tuple[Label, ...] = (
+    ("none", "none"),
+    ("group_mean", "none"),
+    ("grpo", "none"),
+    ("otb", "proxy"),
+    ("otb_loo", "proxy"),
+    ("sequence_optimal_loo", "proxy"),
+    ("value", "none"),
+    ("batch_mean", "none"),
+)
+"""What people ask about first; fills the table after the reference, those that trained, and the best."""
+
+ABSOLUTE = ("efficiency", "variance")
+"""Columns of numbers that compare with other batches only: shown where all rows are asked for."""
+COLUMNS = ("SF ×rloo", "efficiency ×rloo", "efficiency", "equiv.", "c", "bias", "variance ×rloo", "variance")
+
+ITSELF = PairedRatios(*REFERENCE, REFERENCE, *(Interval(1.0, None, None, 0, "itself", "by definition"),) * 3)
+
+EXPLAINED = """\
+SF: variance at equal progress, variance/c²; below 1 is better · ×rloo: ratio on the same rollouts [95 % over prompts]
+efficiency: share of an update that points along the true gradient ∇J · equiv.: rollouts rloo would need for the same
+c: step length along ∇J, known where proved, ≈ where estimated · –: not known on these prompts
+bias: distance of the mean update from the true gradient; 0 = none detectable.
+Ratios are of averages, not averages of ratios.
+"""
+
+
+def estimator_table(design: Design, top: int | None = None) -> tuple[Table, str]:
+    """Return one row per estimator on the same rollouts, all measured steps of a design pooled, and how to read it.
+
+    Rows are in the order of the SF ratio, those without its interval after the others, as measured.
+
+    Args:
+        design: The steps.
+        top: Rows that are kept, the first ones; 0 keeps all, None the eight that matter.
+    """
+    grams, found = design.grams, design.conclusion
+    rows = {(r.estimator, r.energy_source): r for r in pooled_statistics(grams, known=design.known)}
+    ratios = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, known=design.known)}
+    different = [label for label in rows if not _repeats(label, found)]
+    ordered = sorted(different, key=lambda label: _rank(label, ratios))
+    shown = _chosen(ordered, found, design.trained, top)
+    most = max(rows.values(), key=lambda r: r.n_clusters)
+    part = f"; {len(shown)} of {len(ordered)} rows, --top 0 shows all" if len(shown) < len(ordered) else ""
+    trusted = _trusted(rows.get(REFERENCE))
+    cells = {label: _cells(rows[label], ratios.get(label), trusted) for label in shown}
+    others = [row for label, row in cells.items() if label != REFERENCE]
+    asked = [k for k in range(len(COLUMNS)) if top is not None or COLUMNS[k] not in ABSOLUTE]
+    columns = [k for k in asked if any(row[k] != NOT_MEASURED for row in others)]
+    table = terminal_table(
+        f"Estimators on the same rollouts ({design.name}{part}): one update of {most.n_prompts} prompts "
+        f"({most.n_rollouts} rollouts), measured on {most.n_clusters} prompts over {len(grams)} steps of all runs",
+        "",
+        ("estimator", "energy"),
+        [COLUMNS[k] for k in columns],
+    )
+    for label, row in cells.items():
+        table.add_row(*label, *(row[k] for k in columns))
+    left_out = [COLUMNS[k] for k in asked if k not in columns]
+    return table, EXPLAINED + "\n".join(_notes(design, grams, left_out))
+
+
+def _repeats(label: Label, found: Conclusion) -> bool:
+    return found.alike[label].of != label and found.alike[label].identical
+
+
+def _rank(label: Label, ratios: dict[Label, PairedRatios]) -> float:
+    """Rank by a ratio that has an interval: a point alone may be the luckiest of many."""
+    if label == REFERENCE:
+        return 1.0
+    ratio = ratios[label].sf if label in ratios else None
+    return float("inf") if ratio is None or ratio.low is None else ratio.estimate
+
+
+def _chosen(ordered: list[Label], found: Conclusion, trained: Sequence[Label], top: int | None) -> list[Label]:
+    if top is not None:
+        return ordered[: top or None]
+    best = [found.best.label] if found.best else []
+    told = [verdict.label for verdict in found.told]
+    wanted = [REFERENCE, *trained, *best, *told, *COMMON, *ordered]
+    named = dict.fromkeys(found.alike[one].of if _repeats(one, found) else one for one in wanted if one in found.alike)
+    kept = list(named)[:MATTER]
+    return [label for label in ordered if label in kept]
+
+
+def _trusted(reference: GradientStatistics | None) -> bool:
+    """Tell whether absolute efficiencies may be shown: below a third of the noise scale they come out far too high."""
+    interval = reference.efficiency_interval if reference else None
+    if reference is None or interval is None or interval.low is None:
+        return False
+    noise_scale = reference.n_prompts * (1 - interval.estimate) / interval.estimate
+    return 3 * reference.n_clusters >= noise_scale
+
+
+def _cells(row: GradientStatistics, ratio: PairedRatios | None, trusted: bool) -> list[str]:
+    own = row.efficiency_interval
+    judged = row.c_known or (row.sf_interval is not None and row.sf_interval.low is not None)
+    c = f"{row.projection:.4g}" if row.c_known else f"≈{row.projection:.2f}" if row.projection else NOT_MEASURED
+    if (row.estimator, row.energy_source) == REFERENCE:
+        ratio = ITSELF
+    return [
+        interval_cell(ratio.sf if ratio else None),
+        interval_cell(ratio.efficiency if ratio else None),
+        interval_cell(own) if trusted and own is not None and own.low is not None else NOT_MEASURED,
+        number_cell(row.rollout_equivalents if judged else None, ".0f"),
+        c if judged else NOT_MEASURED,
+        number_cell(row.relative_bias if judged else None, ".2g"),
+        interval_cell(ratio.variance if ratio else None),
+        number_cell(row.variance, ".3g"),
+    ]
+
+
+def _notes(design: Design, grams: Sequence[Gram], left_out: Sequence[str]) -> list[str]:
+    found = design.conclusion
+    notes = [*_told(found, design.trained), *_alike(found), *_rarer(grams)]
+    if signal := signal_sentence(found, design.trained):
+        notes.append(signal)
+    if left_out:
+        few = found.n_prompts < MIN_CLUSTERS
+        why = f"an interval takes {MIN_CLUSTERS} prompts" if few else "noise exceeds the signal"
+        notes.append(f"Not shown, since {why}: {', '.join(left_out)}.")
+    if design.unproved:
+        notes.append(f"c is estimated for every estimator ({design.unproved}).")
+    return notes
+
+
+def _told(found: Conclusion, trained: Sequence[Label]) -> list[str]:
+    """Say who stands after controlling false discoveries, and of those that trained who does not."""
+    if found.cause:
+        return []
+    base = found.against[0]
+    lines = []
+    for words, picked in (
+        ("better", [v for v in found.told if v.better]),
+        ("worse", [v for v in found.told if v.worse]),
+    ):
+        if picked:
+            lines.append(f"{words} than {base}: {', '.join(shown_name(v.label) for v in picked)}")
+    said = "; ".join(lines) or f"none of {names(found.tested)}"
+    notes = [f"Shown to differ from {base} (5 % false discoveries allowed): {said}."]
+    tied = [v.label[0] for v in found.tested if not v.told and v.label in trained]
+    notes += [f"Corrected for step length, {name} and {base} cannot be told apart here." for name in tied]
+    if found.best:
+        notes.append("Intervals above hold one by one; the one in the sentences is wider, since it was chosen.")
+    return notes
+
+
+def _alike(found: Conclusion) -> list[str]:
+    others = [(label, one) for label, one in found.alike.items() if one.of != label]
+    same = dict.fromkeys(f"{label[0]} = {one.of[0]}" for label, one in others if one.identical)
+    times = [f"{label[0]} = {one.factor:.4g} × {one.of[0]}" for label, one in others if not one.identical]
+    notes = [f"Identical on these rollouts, shown once: {', '.join(same)}."] if same else []
+    return notes + ([f"The same update with another step length: {', '.join(times)}."] if times else [])
+
+
+def _rarer(grams: Sequence[Gram]) -> list[str]:
+    """One line on estimators that were not measured at every step, whose figures are of other policies."""
+    steps = Counter(label for gram in grams for label in gram.labels)
+    fewer = [f"{'/'.join(label)} ({n} of {len(grams)} steps)" for label, n in steps.items() if n < len(grams)]
+    if not fewer:
+        return []
+    return [f"Not measured at every step, so only their ×rloo compares with the others: {', '.join(fewer)}."]

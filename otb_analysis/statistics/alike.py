@@ -1,0 +1,69 @@
+"""Estimators that answered the same, or a multiple of it, on all measured rollouts: nothing is to be told apart."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from otb_analysis.types import Float, Gram, Label
+
+ROUNDING = 1e-8
+"""Share of ‖g‖² beside the other's direction that is rounding: gradients are float32."""
+
+
+@dataclass(frozen=True)
+class Alike:
+    """One estimator as a multiple of another: g = factor·g_of on every prompt of every step.
+
+    Attributes:
+        of: The other one; itself where no earlier one is alike.
+        factor: 1 where the two are identical, as `otb` and `otb_turn` in one turn.
+    """
+
+    of: Label
+    factor: float
+
+    @property
+    def identical(self) -> bool:
+        """True where the two gradients are the same."""
+        return abs(self.factor - 1) < 1e-6
+
+
+def alike(grams: Sequence[Gram], first: Sequence[Label] = ()) -> dict[Label, Alike]:
+    """Return for every estimator which one it is a multiple of, by Cauchy and Schwarz over all measured prompts.
+
+    With ⟨a, b⟩ summed over prompts and steps, b = f·a exactly where ⟨a, b⟩² = ‖a‖²‖b‖², and then f = ⟨a, b⟩/‖a‖².
+
+    Args:
+        grams: One Gram matrix per step.
+        first: Estimators that the others are named after, in this order; the rest follow as measured.
+
+    Returns:
+        One entry per label. Only those of the same steps are compared, and a zero gradient is like no other.
+    """
+    labels = list(dict.fromkeys((*first, *(label for gram in grams for label in gram.labels))))
+    labels = [label for label in labels if any(label in gram.labels for gram in grams)]
+    steps = {label: tuple(k for k, gram in enumerate(grams) if label in gram.labels) for label in labels}
+    products = _products(grams, labels)
+    found: dict[Label, Alike] = {}
+    for j, label in enumerate(labels):
+        found[label] = Alike(label, 1.0)
+        for i, other in enumerate(labels[:j]):
+            if found[other].of == other and steps[other] == steps[label] and _parallel(products, i, j):
+                found[label] = Alike(other, float(products[i, j] / products[i, i]))
+                break
+    return found
+
+
+def _parallel(products: Float, i: int, j: int) -> bool:
+    a, b, both = products[i, i], products[j, j], products[i, j]
+    return bool(both > 0 and a * b - both**2 <= ROUNDING * a * b)
+
+
+def _products(grams: Sequence[Gram], labels: Sequence[Label]) -> Float:
+    """Return Σ_{steps, p} ⟨g_{m,p}, g_{m',p}⟩ [M, M]."""
+    total = np.zeros((len(labels), len(labels)))
+    for gram in grams:
+        rows = [labels.index(label) for label in gram.labels]
+        total[np.ix_(rows, rows)] += np.einsum("mnpp->mn", gram.inner)
+    return total

@@ -1,0 +1,69 @@
+"""Whether a run measures enough different prompts for an interval, and whether its answers have room to end."""
+
+from collections.abc import Iterator
+
+from otb_analysis.config import TrainConfig
+from otb_analysis.phases import plural
+from otb_analysis.sampling import Rollouts
+from otb_analysis.statistics import MIN_CLUSTERS
+from otb_analysis.tasks import Task
+from otb_analysis.tasks.asking import draw_prompts
+
+
+def too_few_prompts(config: TrainConfig, task: Task) -> str:
+    """Return what to change where the level `exact` measures too few different prompts for an interval, else nothing.
+
+    Args:
+        config: The run.
+        task: Its task.
+    """
+    every, most = config.measure.exact.every, config.sample.prompts
+    if every <= 0:
+        return ""
+    ids: set[str] = set()
+    for new in _measured(config, task):
+        ids |= new
+        if len(ids) >= MIN_CLUSTERS:
+            return ""
+    total = config.optimize.steps
+    steps = sum(config.measure.exact.due(step) for step in range(total))
+    asked = steps * min(config.measure.exact.prompts or most, most)
+    wanted = -(-MIN_CLUSTERS // max(steps, 1))
+    if asked >= MIN_CLUSTERS:
+        remedy = "take a task with more prompts"
+    elif wanted <= most:
+        remedy = f"--measure.exact.prompts {wanted}"
+    elif total * most >= MIN_CLUSTERS:
+        # every ≤ (steps − 1) / (needed − 1), so that the needed-th measured step is still one of the run's
+        needed = -(-MIN_CLUSTERS // most)
+        remedy = f"--measure.exact.every {max(1, (total - 1) // (needed - 1))} --measure.exact.prompts {most}"
+        remedy += " --measure.exact.first 0" if config.measure.exact.first else ""
+    else:
+        remedy = f"--optimize.steps {-(-MIN_CLUSTERS // most)} --measure.exact.every 1 --measure.exact.prompts {most}"
+    seen, at = plural(len(ids), "different prompt"), plural(steps, "step")
+    return f"this run will measure {seen} at {at}; an interval takes {MIN_CLUSTERS}: {remedy}."
+
+
+def _measured(config: TrainConfig, task: Task) -> Iterator[set[str]]:
+    """Names of the prompts that the level `exact` measures, step by step; the same that the run will draw."""
+    most = config.sample.prompts
+    count = min(config.measure.exact.prompts or most, most)
+    for step in filter(config.measure.exact.due, range(config.optimize.steps)):
+        yield {prompt.id for prompt in draw_prompts(task, "train", step * most, count)}
+
+
+def none_ends(config: TrainConfig, step: int, rollouts: Rollouts) -> str:
+    """Return what to change where every answer of a step used its length budget up, else nothing.
+
+    Args:
+        config: The run.
+        step: The step.
+        rollouts: Its rollouts.
+    """
+    if any(reason != "length" for reason in rollouts.finish_reason):
+        return ""
+    budget = config.sample.max_new_tokens
+    return (
+        f"all {len(rollouts.group)} answers of step {step} end at max_new_tokens = {budget}, so they are cut off and "
+        "most tasks pay nothing for them; raise --sample.max-new-tokens."
+    )
