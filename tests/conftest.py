@@ -19,10 +19,11 @@ from otb_analysis.config import (
     SmallModelConfig,
     TrainConfig,
 )
-from otb_analysis.generation import Generation
-from otb_analysis.models import character_tokenizer, small_model
+from otb_analysis.rollouts.generation import Generation
+from otb_analysis.rollouts.models import character_tokenizer, load_policy, small_model
 from otb_analysis.tasks import TASKS, Prompt, Turn, make_task
 from otb_analysis.training.loop import train
+from otb_analysis.training.setup import Trainer
 
 TINY = SmallModelConfig(layers=1, width=16, heads=2, key_value_heads=1, feed_forward=24)
 ALPHABET = "0123456789+=;#"
@@ -208,3 +209,21 @@ def trained(tiny_config, tmp_path_factory):
 @pytest.fixture(scope="session")
 def otb_run(trained):
     return trained("otb")
+
+
+@pytest.fixture
+def made(tiny_config):
+    """Make the state of a run with some fields of its configuration changed."""
+
+    def make(**changes):
+        config = replace(tiny_config, **changes)
+        model, tokenizer = load_policy(config.model)
+        return Trainer(config, model, tokenizer, make_task(config))
+
+    return make
+
+
+@pytest.fixture
+def trainer(made):
+    """The state of a run before its first step."""
+    return made()

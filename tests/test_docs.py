@@ -9,7 +9,7 @@ import pytest
 import tyro
 
 from otb_analysis.bench.quote import TABLES, quoted
-from otb_analysis.cli import COMMANDS, from_toml
+from otb_analysis.commands.cli import COMMANDS, from_toml
 from otb_analysis.config import TrainConfig
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.schema import GRADIENTS
@@ -132,7 +132,7 @@ def test_every_command_is_understood_by_its_own_parser(page, tmp_path, monkeypat
         raise Parsed
 
     monkeypatch.setattr(tyro, "cli", parse_only)
-    for words in [*commands(page, "otb"), *commands(page, "otb_analysis.cli")]:
+    for words in [*commands(page, "otb"), *commands(page, "otb_analysis.commands.cli")]:
         assert words[0] in COMMANDS, words
         if len(words) == 1 or words[-1] == "--help":
             continue

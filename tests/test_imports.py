@@ -12,35 +12,36 @@ from otb_analysis.extras import EXTRAS
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "otb_analysis"
 
-LEAVES = {"types", "schema", "config", "errors", "extras", "phases"}
-MATHS = {
-    "arrays",
-    "custom",
-    "divergence",
-    "energies",
-    "formulas",
-    "importance",
-    "estimators",
-    "ratios",
-    "aggregation",
-    "shaping",
-    "statistics",
-    "diagnostics",
-    "enumeration",
-}
-TORCH_ROOMS = {"logit_stats", "gradients", "models", "tasks", "decoding", "generation", "generation_vllm", "sampling"}
-UPPER = {"training", "integrations"}
-EDGE = {"watching", "serve", "report", "demo", "compare", "verdicts", "reading", "cli", "bench", "study"}
-
-ALLOWED_ROOMS = (
-    dict.fromkeys(LEAVES, LEAVES)
-    | dict.fromkeys(MATHS, LEAVES | MATHS)
-    | {"figures": LEAVES | MATHS | {"figures"}}
-    | {"store": LEAVES | MATHS | {"store"}}
-    | dict.fromkeys(TORCH_ROOMS, LEAVES | MATHS | TORCH_ROOMS)
-    | dict.fromkeys(UPPER, LEAVES | MATHS | TORCH_ROOMS | UPPER | {"store"})
-    | dict.fromkeys(EDGE, LEAVES | MATHS | TORCH_ROOMS | UPPER | EDGE | {"store", "figures"})
+FLOORS = (
+    {"types", "schema", "config", "errors", "extras", "phases"},
+    {"arrays", "custom"},
+    {"energies", "objectives"},
+    {"estimators", "statistics"},
+    {"diagnostics", "enumeration"},
+    {"store", "figures"},
+    {"logit_stats", "gradients", "tasks"},
+    {"rollouts"},
+    {"measurement"},
+    {"training"},
+    {"report"},
+    {"study"},
+    {"bench"},
+    {"commands"},
+    {"__main__"},
 )
+"""A room imports from lower floors and from itself; the leaves may import each other."""
+LEAVES = FLOORS[0]
+ALLOWED_ROOMS = {
+    room: set().union(*FLOORS[:height]) | (LEAVES if room in LEAVES else {room})
+    for height, rooms in enumerate(FLOORS)
+    for room in rooms
+}
+INNER_FLOORS = {
+    "gradients": ({"batch"}, {"exact"}, {"groups", "manual", "directional", "sampled"}, {"sketched"}),
+    "statistics": ({"inference"}, {"moments", "energies"}, {"comparisons"}),
+    "training": ({"runtime"}, {"policy", "critic"}),
+}
+"""The folders of a room, lowest first; its own files stand above them."""
 HEAVY = {
     "torch",
     "transformers",
@@ -55,12 +56,13 @@ HEAVY = {
     "vllm",
 }
 ALLOWED_PACKAGES = (
-    {key: set() for key in LEAVES | MATHS}
+    {key: set() for key in set().union(*FLOORS[:5])}
     | {"figures": {"plotly", "pandas"}, "store": {"pyarrow", "duckdb", "pandas"}}
-    | {key: {"torch", "transformers", "peft"} for key in TORCH_ROOMS}
-    | {"tasks": {"pyarrow"}}
-    | {key: {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow", "trl"} for key in UPPER}
-    | dict.fromkeys(EDGE, HEAVY - {"streamlit"})
+    | {key: {"torch", "transformers", "peft"} for key in ("logit_stats", "gradients", "rollouts", "measurement")}
+    | {"tasks": {"torch", "transformers", "pyarrow"}}
+    | {"training": {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow"}}
+    | {"report": {"plotly", "pandas"}}
+    | {key: HEAVY - {"streamlit"} for key in ("study", "bench", "commands", "__main__")}
 )
 APP_ROOMS = LEAVES | {"store", "figures", "statistics", "diagnostics", "estimators", "energies", "arrays"}
 
@@ -96,6 +98,25 @@ def test_library_file_imports_only_what_its_room_may(path):
     assert rooms_of(names) - {room(path)} <= ALLOWED_ROOMS[room(path)]
     assert {n.split(".")[0] for n in names} & HEAVY <= ALLOWED_PACKAGES[room(path)]
     assert not {n.split(".")[0] for n in names} & {"app", "studies", "tests"}
+
+
+def folder(path: Path) -> tuple[str, str | None]:
+    """The room of a file, and the folder of it that the file is in, if its room has folders."""
+    inside = path.relative_to(LIBRARY).parts
+    return inside[0].removesuffix(".py"), inside[1] if len(inside) > 2 else None
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if folder(p)[0] in INNER_FLOORS], ids=lambda p: "/".join(p.parts[-3:])
+)
+def test_file_imports_only_lower_folders_of_its_room(path):
+    name, own = folder(path)
+    floors = INNER_FLOORS[name]
+    if own is None:
+        return
+    height = next(i for i, floor in enumerate(floors) if own in floor)
+    inner = {n.split(".")[2] for n in imported(path) if n.startswith(f"otb_analysis.{name}.")}
+    assert inner <= set().union(*floors[:height]) | {own}, f"{path.name} reaches out of {name}/{own}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "app").rglob("*.py")), ids=lambda p: p.name)

@@ -4,7 +4,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-from otb_analysis.cli import from_toml, main
+from otb_analysis.commands.cli import from_toml, main
 from otb_analysis.config import TrainConfig
 from otb_analysis.store import RunStore
 

@@ -8,11 +8,9 @@ from pathlib import Path
 
 from otb_analysis.bench.config import DemoSeedsConfig, check_positive
 from otb_analysis.bench.publish import Report
-from otb_analysis.config import DemoConfig
-from otb_analysis.demo import demo_configs, is_complete
 from otb_analysis.phases import counted
 from otb_analysis.report.designs import designs
-from otb_analysis.statistics.verdicts import names
+from otb_analysis.statistics.comparisons.verdicts import names
 from otb_analysis.store import RunStore
 
 DECIDED = 3
@@ -68,18 +66,24 @@ def demo_row(root: Path, threads: int, seed: int) -> DemoRow:
     words = ["demo", "--no-serve", "--root", str(own), "--seed", str(seed), "--threads", str(threads)]
     # More threads than cores would spend their time waiting for each other, at full load.
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "otb_analysis.cli", *words]
-    configs = demo_configs(DemoConfig(root=own, seed=seed))
-    if not all(is_complete(config) for config in configs):
+    command = [sys.executable, "-m", "otb_analysis", *words]
+    runs = _complete(own)
+    if len(runs) < 2:
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    paths = [own / config.run_name for config in configs]
-    (design,) = designs([RunStore(path) for path in paths]).values()
+        runs = _complete(own)
+    (design,) = designs(runs).values()
     found = design.conclusion
-    steps = [RunStore(path).steps_df() for path in paths]
+    steps = [run.steps_df() for run in runs]
     seconds = max(float(s.filter(regex="^seconds_").sum().sum()) for s in steps)
     counts = names(found.told), names(found.within), names(found.tested)
     reward = float(steps[0]["reward_mean"].iloc[0])
     return DemoRow(threads, seed, reward, found.n_prompts, *counts, seconds / 60, design.sentences[0])
+
+
+def _complete(root: Path) -> list[RunStore]:
+    """Return a demo's complete runs; what else would have to be made again is for `otb demo` to say."""
+    stores = [RunStore(path.parent) for path in sorted(root.glob("*/run.json"))]
+    return [store for store in stores if store.info["status"] == "complete"]
 
 
 def report(config: DemoSeedsConfig, rows: list[DemoRow]) -> Report:

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from otb_analysis import gradients
 from otb_analysis.bench.timing import synchronize
-from otb_analysis.gradients.gram import norm_sq_of
+from otb_analysis.gradients.exact.gram import norm_sq_of
 from otb_analysis.types import Float
 
 SIZES: dict[str, dict[str, int]] = {

@@ -19,15 +19,15 @@ from otb_analysis.bench.publish import Report
 from otb_analysis.bench.timing import interleaved, threads, timed
 from otb_analysis.config import SampleConfig, TrainConfig
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram
-from otb_analysis.gradients.forward import sampled_logprobs
-from otb_analysis.gradients.group_gram import basis_weights
-from otb_analysis.gradients.inputs import Batch, pose
-from otb_analysis.sampling import Rollouts, sample
+from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.inputs import Batch, pose
+from otb_analysis.gradients.groups.group_gram import basis_weights
+from otb_analysis.measurement.advantages import every_advantage
+from otb_analysis.measurement.levels import batch_of, by_column
+from otb_analysis.measurement.table import TokenTable, pay
+from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks.asking import draw_prompts
-from otb_analysis.training.advantages import every_advantage
-from otb_analysis.training.levels import batch_of, by_column
 from otb_analysis.training.setup import Trainer
-from otb_analysis.training.table import TokenTable, pay
 from otb_analysis.types import Float
 
 DIM = 1 << 20

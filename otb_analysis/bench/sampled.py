@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from otb_analysis.bench.config import SampledConfig, check_positive
 from otb_analysis.bench.publish import Report
 from otb_analysis.config import TrainConfig
-from otb_analysis.generation import TransformersGenerator
 from otb_analysis.gradients import sampled_score_norms, token_score_norms
-from otb_analysis.models import load_policy
-from otb_analysis.sampling import sample
+from otb_analysis.measurement.forward import forward_pass
+from otb_analysis.measurement.levels import batch_of, by_column
+from otb_analysis.rollouts.generation import TransformersGenerator
+from otb_analysis.rollouts.models import load_policy
+from otb_analysis.rollouts.sampling import sample
 from otb_analysis.statistics import horvitz_thompson, systematic_sample
 from otb_analysis.tasks import make_task
-from otb_analysis.training.forward import forward_pass
-from otb_analysis.training.levels import batch_of, by_column
 from otb_analysis.training.warm_start import warm_started
 from otb_analysis.types import Float, SampledNorms
 

@@ -18,14 +18,14 @@ from otb_analysis.bench.timing import interleaved, threads, timed
 from otb_analysis.config import SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
-from otb_analysis.generation import TransformersGenerator
 from otb_analysis.gradients import batch_gradient, gradient_sketch, group_gradient_gram
-from otb_analysis.models import load_policy
-from otb_analysis.sampling import sample
+from otb_analysis.measurement.forward import forward_pass
+from otb_analysis.measurement.table import pay, token_table
+from otb_analysis.rollouts.generation import TransformersGenerator
+from otb_analysis.rollouts.models import load_policy
+from otb_analysis.rollouts.sampling import sample
 from otb_analysis.statistics import gradient_statistics, gram_from_sketch, sketch_noise
 from otb_analysis.tasks import make_task
-from otb_analysis.training.forward import forward_pass
-from otb_analysis.training.table import pay, token_table
 from otb_analysis.training.warm_start import CACHE, warm_started
 from otb_analysis.types import Float, Int
 

@@ -20,7 +20,7 @@ from otb_analysis.config import (
     Schedule,
     TrainConfig,
 )
-from otb_analysis.models import character_tokenizer, load_policy, small_model
+from otb_analysis.rollouts.models import character_tokenizer, load_policy, small_model
 from otb_analysis.store import StepTables
 from otb_analysis.tasks import make_task
 from otb_analysis.training.loop import train_step

@@ -19,7 +19,7 @@ from otb_analysis.enumeration.population import (
 )
 from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.estimators import ESTIMATORS, TailOptions, estimate
-from otb_analysis.statistics import measures
+from otb_analysis.statistics.moments import measures
 from otb_analysis.types import Float
 
 GROUP = TreeSpec(horizon=3, shared=5, end_token=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from otb_analysis.statistics import measures
+from otb_analysis.statistics.moments import measures
 from otb_analysis.types import Float
 
 

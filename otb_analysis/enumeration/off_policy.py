@@ -11,7 +11,7 @@ import numpy as np
 
 from otb_analysis.enumeration.population import masked_rows
 from otb_analysis.enumeration.trees import Tree, TreeSpec, random_tree
-from otb_analysis.ratios import (
+from otb_analysis.objectives.ratios import (
     RATIOS,
     GspoOptions,
     MaskOptions,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.formulas import NoOptions, Standing
+from otb_analysis.objectives.registry import NoOptions, Standing
 
 Tail = Literal["own_return", "group", "zero"]
 

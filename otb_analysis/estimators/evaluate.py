@@ -12,7 +12,7 @@ from otb_analysis.estimators.batch import Batch, Centre, check_shapes, prepare, 
 from otb_analysis.estimators.entry import Entry
 from otb_analysis.estimators.own import own_entry, own_estimate
 from otb_analysis.estimators.registry import ESTIMATORS
-from otb_analysis.formulas import checked_options, options_from_table
+from otb_analysis.objectives.registry import checked_options, options_from_table
 from otb_analysis.types import Bool, Estimate, EstimatorInputs, Int
 
 BLOCK_ELEMENTS = 1 << 16

@@ -16,7 +16,7 @@ from otb_analysis.arrays import masked, returns_to_go
 from otb_analysis.custom import import_attribute, one_line
 from otb_analysis.errors import STOPS, InputError
 from otb_analysis.estimators.entry import Entry
-from otb_analysis.formulas import policy_values
+from otb_analysis.objectives.registry import policy_values
 from otb_analysis.types import Estimate, EstimatorInputs, Float
 
 GIVEN = ("reward", "mask", "group")

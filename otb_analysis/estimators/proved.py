@@ -9,8 +9,8 @@ from typing import Any
 
 from otb_analysis.estimators.entry import Entry
 from otb_analysis.estimators.registry import ESTIMATORS
-from otb_analysis.ratios import RATIOS
-from otb_analysis.shaping import SHAPINGS
+from otb_analysis.objectives.ratios import RATIOS
+from otb_analysis.objectives.shaping import SHAPINGS
 from otb_analysis.types import Label, Proved
 
 PLAIN_SAMPLING = frozenset(

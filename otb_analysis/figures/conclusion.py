@@ -6,7 +6,7 @@ from typing import Any
 
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.statistics import MIN_CLUSTERS, Conclusion, Interval, Verdict
-from otb_analysis.statistics.verdicts import MARGIN, names
+from otb_analysis.statistics.comparisons.verdicts import MARGIN, names
 from otb_analysis.types import Label
 
 FAR = 20

@@ -14,20 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
-from otb_analysis.gradients import fast, generic, group_gram, reference
-from otb_analysis.gradients.attribution import (
+from otb_analysis.gradients.batch.inputs import Batch, Problem, Weights, check_group, check_weights, pose
+from otb_analysis.gradients.batch.tree import distinct, distinct_rollouts
+from otb_analysis.gradients.directional.attribution import (
     batch_gradient,
     gradient_attribution,
     predicted_logprob_change,
     signal_noise,
 )
-from otb_analysis.gradients.gram import gram_from_features
-from otb_analysis.gradients.hashing import count_sketch
-from otb_analysis.gradients.inputs import Batch, Problem, Weights, check_group, check_weights, pose
-from otb_analysis.gradients.sampled import sampled_score_norms
-from otb_analysis.gradients.score_sketch import sketch_score_norms
-from otb_analysis.gradients.sketch import gradient_sketch
-from otb_analysis.gradients.tree import distinct, distinct_rollouts
+from otb_analysis.gradients.exact import generic, reference
+from otb_analysis.gradients.exact.gram import gram_from_features
+from otb_analysis.gradients.groups import group_gram
+from otb_analysis.gradients.manual import fast
+from otb_analysis.gradients.sampled.sampled import sampled_score_norms
+from otb_analysis.gradients.sketched.hashing import count_sketch
+from otb_analysis.gradients.sketched.score_sketch import sketch_score_norms
+from otb_analysis.gradients.sketched.sketch import gradient_sketch
 from otb_analysis.types import Float, Int, ScoreNorms
 
 __all__ = [

@@ -18,7 +18,7 @@ from otb_analysis.statistics import (
     paired_ratios,
     pooled_statistics,
 )
-from otb_analysis.statistics.verdicts import names
+from otb_analysis.statistics.comparisons.verdicts import names
 from otb_analysis.types import Gram, Label
 
 MATTER = 8

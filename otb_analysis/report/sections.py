@@ -37,9 +37,9 @@ from otb_analysis.report.cells import curve_panels, percent
 from otb_analysis.report.designs import designs
 from otb_analysis.report.document import Formulas, Grid, Part, Picture, Section
 from otb_analysis.report.runs import ReportedRun
+from otb_analysis.report.verdicts import advice_line, change_line
 from otb_analysis.statistics import gain_lost
 from otb_analysis.store import attributed_steps, largest_attributed_step, step_attribution
-from otb_analysis.verdicts import advice_line, change_line
 
 WINDOW = 10
 """Steps of the running means."""

@@ -3,19 +3,17 @@
 NumPy in, plain numbers out; a quantity that is undefined on the given data is None.
 """
 
-from otb_analysis.statistics.alike import Alike, alike
-from otb_analysis.statistics.cells import position_cells
-from otb_analysis.statistics.conclusions import conclude
-from otb_analysis.statistics.designs import inclusion_probabilities, systematic_sample
-from otb_analysis.statistics.discoveries import Discovery, discoveries
-from otb_analysis.statistics.fidelity import Association, Fidelity, fidelity, realized_fidelity
-from otb_analysis.statistics.gradients import (
-    GradientStatistics,
-    gradient_statistics,
-    pooled_statistics,
-)
-from otb_analysis.statistics.gram import REFERENCE, deleted_moments
-from otb_analysis.statistics.intervals import (
+from otb_analysis.statistics.comparisons.alike import Alike, alike
+from otb_analysis.statistics.comparisons.conclusions import conclude
+from otb_analysis.statistics.comparisons.discoveries import Discovery, discoveries
+from otb_analysis.statistics.comparisons.regret import gain_lost, position_optimum, regret
+from otb_analysis.statistics.comparisons.verdicts import Conclusion, Signal, Verdict
+from otb_analysis.statistics.energies.cells import position_cells
+from otb_analysis.statistics.energies.designs import inclusion_probabilities, systematic_sample
+from otb_analysis.statistics.energies.fidelity import Association, Fidelity, fidelity, realized_fidelity
+from otb_analysis.statistics.energies.tail import pareto_k, top_share
+from otb_analysis.statistics.energies.weights import WeightStatistics, weight_statistics
+from otb_analysis.statistics.inference.intervals import (
     MIN_CLUSTERS,
     Interval,
     cluster_bootstrap,
@@ -23,7 +21,15 @@ from otb_analysis.statistics.intervals import (
     jackknife_interval,
     log_ratio_t,
 )
-from otb_analysis.statistics.measures import (
+from otb_analysis.statistics.inference.passing import Passing, pass_at_k, passing
+from otb_analysis.statistics.inference.seeds import seed_mean
+from otb_analysis.statistics.moments.gradients import (
+    GradientStatistics,
+    gradient_statistics,
+    pooled_statistics,
+)
+from otb_analysis.statistics.moments.gram import REFERENCE, deleted_moments
+from otb_analysis.statistics.moments.measures import (
     Moments,
     batch_variance,
     crossing,
@@ -33,10 +39,16 @@ from otb_analysis.statistics.measures import (
     rollout_equivalents,
     sf,
 )
-from otb_analysis.statistics.noise import GradientNoise, NoiseScale, NormTest, gradient_noise, noise_scale, norm_test
-from otb_analysis.statistics.paired import NOTHING, PairedRatios, Update, paired_ratios, update_ratios
-from otb_analysis.statistics.passing import Passing, pass_at_k, passing
-from otb_analysis.statistics.pools import (
+from otb_analysis.statistics.moments.noise import (
+    GradientNoise,
+    NoiseScale,
+    NormTest,
+    gradient_noise,
+    noise_scale,
+    norm_test,
+)
+from otb_analysis.statistics.moments.paired import NOTHING, PairedRatios, Update, paired_ratios, update_ratios
+from otb_analysis.statistics.moments.pools import (
     Partition,
     PoolGram,
     group_gradients,
@@ -46,14 +58,9 @@ from otb_analysis.statistics.pools import (
     pool_statistics,
     rollout_features,
 )
-from otb_analysis.statistics.regret import gain_lost, position_optimum, regret
-from otb_analysis.statistics.seeds import seed_mean
-from otb_analysis.statistics.sketched import SketchNoise, gram_from_sketch, sketch_noise
-from otb_analysis.statistics.subgroups import cut_groups, mean_over_subgroups, smaller_sizes
-from otb_analysis.statistics.tail import pareto_k, top_share
-from otb_analysis.statistics.totals import Totals, difference_total, hajek_mean, horvitz_thompson
-from otb_analysis.statistics.verdicts import Conclusion, Signal, Verdict
-from otb_analysis.statistics.weights import WeightStatistics, weight_statistics
+from otb_analysis.statistics.moments.sketched import SketchNoise, gram_from_sketch, sketch_noise
+from otb_analysis.statistics.moments.subgroups import cut_groups, mean_over_subgroups, smaller_sizes
+from otb_analysis.statistics.moments.totals import Totals, difference_total, hajek_mean, horvitz_thompson
 from otb_analysis.types import Gram, Label, Proved
 
 __all__ = [

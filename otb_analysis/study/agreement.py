@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from otb_analysis.statistics import Interval, cluster_jackknife
-from otb_analysis.statistics.cells import deviation
+from otb_analysis.statistics.energies.cells import deviation
 from otb_analysis.types import Float, Int
 
 

@@ -8,13 +8,13 @@ import torch
 
 from otb_analysis.config import CriticConfig, SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
+from otb_analysis.measurement.forward import forward_pass
 from otb_analysis.study.policies import Policy, Written, write
 from otb_analysis.tasks.asking import draw_prompts
-from otb_analysis.training.critic import Critic, make_critic
-from otb_analysis.training.critic_nets import CriticBatch
-from otb_analysis.training.critic_targets import critic_target
-from otb_analysis.training.forward import forward_pass
-from otb_analysis.training.progress import Bar, silent
+from otb_analysis.training.critic.critic import Critic, make_critic
+from otb_analysis.training.critic.nets import CriticBatch
+from otb_analysis.training.critic.targets import critic_target
+from otb_analysis.training.runtime.progress import Bar, silent
 
 
 def lessons(

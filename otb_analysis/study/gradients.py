@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import group_gradient_gram
-from otb_analysis.sampling import Rollouts, sample
+from otb_analysis.measurement.levels import by_column
+from otb_analysis.measurement.table import TokenTable, pay
+from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.asking import draw_prompts
-from otb_analysis.training.levels import by_column
 from otb_analysis.training.setup import Trainer, seed_of
-from otb_analysis.training.table import TokenTable, pay
 from otb_analysis.types import Float, Gram, Int, Label
 
 

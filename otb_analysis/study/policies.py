@@ -10,15 +10,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTraine
 
 from otb_analysis.config import SampleConfig, SmallModelConfig, TrainConfig
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.generation import TransformersGenerator
-from otb_analysis.models import character_tokenizer, load_policy, small_model, special_id
-from otb_analysis.sampling import Rollouts, sample
+from otb_analysis.measurement.forward import forward_pass
+from otb_analysis.measurement.levels import batch_of, by_column
+from otb_analysis.measurement.table import TokenTable, pay, token_table
+from otb_analysis.rollouts.generation import TransformersGenerator
+from otb_analysis.rollouts.models import character_tokenizer, load_policy, small_model, special_id
+from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks import Prompt, Task, make_task
-from otb_analysis.training.forward import forward_pass
-from otb_analysis.training.levels import batch_of, by_column
 from otb_analysis.training.loop import train
-from otb_analysis.training.progress import Bar, silent
-from otb_analysis.training.table import TokenTable, pay, token_table
+from otb_analysis.training.runtime.progress import Bar, silent
 from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Int
 

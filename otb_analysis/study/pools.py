@@ -16,7 +16,7 @@ from otb_analysis.statistics import Partition, PoolGram, group_gradients, held_o
 from otb_analysis.study.policies import Policy, Written, write
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.asking import draw_prompts
-from otb_analysis.training.progress import Bar, silent
+from otb_analysis.training.runtime.progress import Bar, silent
 from otb_analysis.types import Bool, Float, Int, Label
 
 BLOCK = 6

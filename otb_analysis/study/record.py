@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from otb_analysis.errors import InputError
-from otb_analysis.training.progress import Bar
+from otb_analysis.training.runtime.progress import Bar
 
 Value = float | int | str | bool | None
 Tables = Mapping[str, Sequence[Mapping[str, Value]]]

@@ -14,7 +14,7 @@ from otb_analysis.study.page import index_page, study_page
 from otb_analysis.study.record import Cell, Study
 from otb_analysis.study.results import COST, cost_rows, read_tables, write_tables
 from otb_analysis.study.words import forget_peak_memory, machine_words, peak_memory_mib
-from otb_analysis.training.progress import Bar, silent
+from otb_analysis.training.runtime.progress import Bar, silent
 
 CACHE = Path("runs") / "studies"
 

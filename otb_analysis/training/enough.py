@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from otb_analysis.config import TrainConfig
 from otb_analysis.phases import plural
-from otb_analysis.sampling import Rollouts
+from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.tasks import Task
 from otb_analysis.tasks.asking import draw_prompts

@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from otb_analysis.measurement.table import pay
 from otb_analysis.phases import note
-from otb_analysis.sampling import sample
+from otb_analysis.rollouts.sampling import sample
 from otb_analysis.statistics import cluster_jackknife, passing
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.asking import distinct_prompts
 from otb_analysis.training.setup import Trainer, seed_of
-from otb_analysis.training.table import pay
 from otb_analysis.types import Float, Int
 
 EVALUATION = 2**31

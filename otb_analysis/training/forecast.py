@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from otb_analysis.config import MeasureConfig, TrainConfig
+from otb_analysis.measurement.forward import score
 from otb_analysis.phases import EXPECTED, duration, note, phase, plural
-from otb_analysis.sampling import Rollouts
+from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import smaller_sizes
-from otb_analysis.training.forward import score
-from otb_analysis.training.policy import Policy
+from otb_analysis.training.policy.policy import Policy
 from otb_analysis.types import Bool, Int
 
 # Measured, beside a pass of the same rollouts, on one busy core: the small model (0.4 M parameters, 26 tokens a

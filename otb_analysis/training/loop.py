@@ -18,24 +18,24 @@ import torch
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import STOPS, Interrupted, NonFiniteError, StoreError
 from otb_analysis.estimators import estimate
+from otb_analysis.measurement.levels import energy_columns, level_columns
+from otb_analysis.measurement.sketched import sketch_columns
+from otb_analysis.measurement.table import pay, rollout_rows, token_rows
 from otb_analysis.phases import note, phase
-from otb_analysis.sampling import sample
+from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunWriter, StepTables, gram_rows, subgroup_rows
 from otb_analysis.tasks.asking import draw_prompts
-from otb_analysis.training.checkpoint import write_checkpoint
 from otb_analysis.training.enough import none_ends, too_few_prompts
 from otb_analysis.training.evaluation import evaluate
-from otb_analysis.training.gather import Share, own_rows, shared_norms
-from otb_analysis.training.levels import energy_columns, level_columns
-from otb_analysis.training.processes import Processes
-from otb_analysis.training.progress import Bar, silent, step_line, unfailing
 from otb_analysis.training.resume import begin, kept
+from otb_analysis.training.runtime.checkpoint import write_checkpoint
+from otb_analysis.training.runtime.gather import Share, own_rows, shared_norms
+from otb_analysis.training.runtime.processes import Processes
+from otb_analysis.training.runtime.progress import Bar, silent, step_line, unfailing
+from otb_analysis.training.runtime.sharding import asked_for
+from otb_analysis.training.runtime.trackers import Trackers
 from otb_analysis.training.setup import Trainer, seed_of
-from otb_analysis.training.sharding import asked_for
-from otb_analysis.training.sketched import sketch_columns
 from otb_analysis.training.summary import summarize
-from otb_analysis.training.table import pay, rollout_rows, token_rows
-from otb_analysis.training.trackers import Trackers
 
 ORDER = 1
 """Seed stream for shuffling mini-batches."""

@@ -10,7 +10,7 @@ from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.phases import plural
 from otb_analysis.store import RunStore, RunWriter
-from otb_analysis.training.checkpoint import Checkpoint, checkpoints, read_checkpoint
+from otb_analysis.training.runtime.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from otb_analysis.training.setup import Trainer
 
 PLACE = {"run", "root", "if_exists", "checkpoint", "trackers"}

@@ -18,29 +18,34 @@ from otb_analysis.config import TrainConfig
 from otb_analysis.custom import is_custom
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.estimators import entry_of, options_from_dict
-from otb_analysis.generation import Generator, TransformersGenerator
-from otb_analysis.generation_vllm import VllmGenerator
-from otb_analysis.gradients.scope import select_scope
-from otb_analysis.importance import learning_rate_factor
-from otb_analysis.models import load_policy
+from otb_analysis.gradients.batch.scope import select_scope
+from otb_analysis.measurement.forward import ForwardPass, Wanted
+from otb_analysis.measurement.measurer import Instrument
+from otb_analysis.measurement.table import Rewards, TokenTable, token_ratio, token_table
+from otb_analysis.objectives.importance import learning_rate_factor
+from otb_analysis.objectives.shaping import SHAPINGS
 from otb_analysis.phases import phase
-from otb_analysis.sampling import Rollouts
-from otb_analysis.shaping import SHAPINGS
+from otb_analysis.rollouts.generation import Generator, TransformersGenerator
+from otb_analysis.rollouts.generation_vllm import VllmGenerator
+from otb_analysis.rollouts.models import load_policy
+from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.tasks import Task, make_task
 from otb_analysis.training.check import check
-from otb_analysis.training.critic import make_critic
-from otb_analysis.training.critic_nets import CriticBatch
-from otb_analysis.training.critic_targets import critic_target, explained_variance
+from otb_analysis.training.critic.critic import make_critic
+from otb_analysis.training.critic.nets import CriticBatch
+from otb_analysis.training.critic.targets import critic_target, explained_variance
 from otb_analysis.training.forecast import Forecast
-from otb_analysis.training.forward import ForwardPass, Wanted
-from otb_analysis.training.measure import Instrument
-from otb_analysis.training.objective import Objective, TokenBatch
-from otb_analysis.training.optimizer import Stepper
-from otb_analysis.training.policy import Policy
-from otb_analysis.training.processes import ALONE, Processes
-from otb_analysis.training.sharding import load_whole_state, refuse_unsharded_only, whole_parameters, whole_state
-from otb_analysis.training.table import Rewards, TokenTable, token_ratio, token_table
-from otb_analysis.training.update import update
+from otb_analysis.training.policy.objective import Objective, TokenBatch
+from otb_analysis.training.policy.optimizer import Stepper
+from otb_analysis.training.policy.policy import Policy
+from otb_analysis.training.policy.update import update
+from otb_analysis.training.runtime.processes import ALONE, Processes
+from otb_analysis.training.runtime.sharding import (
+    load_whole_state,
+    refuse_unsharded_only,
+    whole_parameters,
+    whole_state,
+)
 from otb_analysis.training.warm_start import warm_started
 from otb_analysis.types import Float
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from otb_analysis.sampling import Rollouts
+from otb_analysis.measurement.measurer import Measurement
+from otb_analysis.measurement.table import TokenTable
+from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import pareto_k, top_share
-from otb_analysis.training.measure import Measurement
-from otb_analysis.training.table import TokenTable
 from otb_analysis.types import Bool, Estimate, Float, LogitStats
 
 

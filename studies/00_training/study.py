@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from otb_analysis.cli import from_toml
+from otb_analysis.commands.cli import from_toml
 from otb_analysis.config import CalculatorConfig, ChainSumConfig, SmallModelConfig, TrainConfig, WarmStartConfig
 from otb_analysis.store import RunStore
 from otb_analysis.study import (
@@ -21,8 +21,8 @@ from otb_analysis.study import (
     Tables,
 )
 from otb_analysis.training.loop import train
-from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
+from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import warm_started
 
 HERE = Path(__file__).parent

@@ -23,7 +23,7 @@ from otb_analysis.enumeration.fact_rows import (
 )
 from otb_analysis.enumeration.figures import SETTINGS, derailment_samples
 from otb_analysis.study import Cell, Study, Tables
-from otb_analysis.training.progress import Bar
+from otb_analysis.training.runtime.progress import Bar
 
 POLICIES = {"population": 60, "ragged": 60, "equal": 24, "ratios": 60, "prompts": 20, "sizes": 60}
 QUICK_POLICIES = {"population": 4, "ragged": 4, "equal": 2, "ratios": 3, "prompts": 2, "sizes": 1}

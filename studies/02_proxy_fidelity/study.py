@@ -47,8 +47,8 @@ from otb_analysis.study.pools import promising_prompts
 from otb_analysis.study.words import interval_columns, rounded
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.asking import draw_prompts
-from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
+from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float, Gram, Int, Label
 
 MODELS = {

@@ -34,8 +34,8 @@ from otb_analysis.study.critics import fitted_critic, judged, lessons
 from otb_analysis.study.policies import fresh_policy, warm_start, write
 from otb_analysis.study.pools import REFERENCE, Pool, measure_pool, pool_grams, promising_prompts
 from otb_analysis.study.words import interval_columns, rounded
-from otb_analysis.training.critic_targets import explained_variance
-from otb_analysis.training.progress import Bar
+from otb_analysis.training.critic.targets import explained_variance
+from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float, Label
 
 SETTINGS = {

@@ -9,7 +9,7 @@ from otb_analysis.estimators import estimate
 from otb_analysis.statistics import Update, pooled_statistics, update_ratios
 from otb_analysis.study import Rows, Tables, interval_columns, select
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, regrouped, scored
-from otb_analysis.training.progress import Bar
+from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Gram
 

@@ -32,8 +32,8 @@ from otb_analysis.study import (
 )
 from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train
-from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
+from otb_analysis.training.runtime.progress import Bar
 
 from .arms import ARMS, LABELS, PAIRS, SMALL_GROUP, Arm
 from .pools import pick, pool_tables

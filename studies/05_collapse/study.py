@@ -35,8 +35,8 @@ from otb_analysis.study import Cell, Rows, Study, Tables, interval_columns, sele
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
 from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train
-from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
+from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
 
 from .runs import RULE, run_tables

@@ -25,8 +25,9 @@ from otb_analysis.enumeration import Tree, TreeSpec, random_tree
 from otb_analysis.enumeration.drift import case_moments, effective_share, farthest, sampled_at
 from otb_analysis.enumeration.off_policy import CASES, mean_shift, touched
 from otb_analysis.estimators import estimate
-from otb_analysis.ratios import RatioInputs, effective_sample_size, importance_ratio
-from otb_analysis.sampling import Rollouts
+from otb_analysis.measurement.table import TokenTable, token_ratio
+from otb_analysis.objectives.ratios import RatioInputs, effective_sample_size, importance_ratio
+from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import (
     cluster_jackknife,
     paired_ratios,
@@ -42,10 +43,9 @@ from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
 from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
 from otb_analysis.study.words import rounded
 from otb_analysis.training.loop import train_step
-from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
+from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
-from otb_analysis.training.table import TokenTable, token_ratio
 from otb_analysis.types import Float, Gram
 
 SPEC = TreeSpec(vocabulary=3, horizon=4, shared=8, end_token=True)

@@ -24,7 +24,8 @@ from otb_analysis.config import (
 )
 from otb_analysis.config.measuring import MeasureConfig, Schedule
 from otb_analysis.estimators import ESTIMATORS, estimate
-from otb_analysis.sampling import Rollouts
+from otb_analysis.measurement.table import TokenTable
+from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import paired_ratios, pooled_statistics, weight_statistics
 from otb_analysis.store import RunStore
 from otb_analysis.study import (
@@ -36,10 +37,9 @@ from otb_analysis.study import (
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, regrouped, scored
 from otb_analysis.study.seeds import QUICK_START, started
 from otb_analysis.training.loop import train, train_step
-from otb_analysis.training.progress import Bar
 from otb_analysis.training.resume import plain_config
+from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
-from otb_analysis.training.table import TokenTable
 from otb_analysis.types import Gram
 
 COMPARED = (

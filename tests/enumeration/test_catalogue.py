@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from otb_analysis.aggregation import AGGREGATIONS
 from otb_analysis.enumeration.catalogue import catalogue, entries, main, ratios, weights_and_rewards
 from otb_analysis.enumeration.off_policy import CASES
 from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.ratios import RATIOS
-from otb_analysis.shaping import SHAPINGS
+from otb_analysis.objectives.aggregation import AGGREGATIONS
+from otb_analysis.objectives.ratios import RATIOS
+from otb_analysis.objectives.shaping import SHAPINGS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "catalogue.md"

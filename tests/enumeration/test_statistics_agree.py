@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from otb_analysis.enumeration import TreeSpec, group_gradients, group_moments, random_tree
-from otb_analysis.statistics import measures
-from otb_analysis.statistics.gram import deleted_moments
+from otb_analysis.statistics.moments import measures
+from otb_analysis.statistics.moments.gram import deleted_moments
 from otb_analysis.types import Gram
 
 NAMES = ("rloo", "otb", "grpo", "sequence_optimal_loo")

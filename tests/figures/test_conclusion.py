@@ -8,7 +8,7 @@ import pytest
 from otb_analysis.figures import conclusion_sentences, signal_sentence
 from otb_analysis.figures.conclusion import measure_options
 from otb_analysis.statistics import Gram, Interval, Proved, conclude
-from otb_analysis.statistics.verdicts import Verdict, names
+from otb_analysis.statistics.comparisons.verdicts import Verdict, names
 from otb_analysis.types import Label
 
 RLOO: Label = ("rloo", "none")

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import pytest
 from plotly.offline import get_plotlyjs
 
-from otb_analysis.cli import main
+from otb_analysis.commands.cli import main
 from otb_analysis.config import AttributionSchedule, MeasureConfig, Schedule
 from otb_analysis.report.cells import cell
 from otb_analysis.report.document import Document, Formulas, Grid, Picture, Section

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from otb_analysis.enumeration.coverage import NOMINAL_FLOOR, OTHER, Design, enumerated, measure
 from otb_analysis.statistics import Gram, Proved, deleted_moments, paired_ratios, pooled_statistics
-from otb_analysis.statistics.coverage import NOMINAL_FLOOR, OTHER, Design, enumerated, measure
-from otb_analysis.statistics.gram import REFERENCE
+from otb_analysis.statistics.moments.gram import REFERENCE
 
 NONE, OTB = ("none", "none"), ("otb", "proxy")
 BOTH = Proved({REFERENCE: 1.0, OTHER: 1.0}, frozenset((REFERENCE, OTHER)))

@@ -83,6 +83,8 @@ def test_render_from_a_shell_leaves_the_repository_as_it_is(tmp_path):
     folder = WITH_RESULTS[0]
     before = (folder / "README.md").read_bytes()
     done = subprocess.run(
-        [sys.executable, "-m", "otb_analysis.cli", "study", folder.name, "--render"], cwd=ROOT, capture_output=True
+        [sys.executable, "-m", "otb_analysis", "study", folder.name, "--render"],
+        cwd=ROOT,
+        capture_output=True,
     )
     assert (done.returncode, (folder / "README.md").read_bytes()) == (0, before)

@@ -9,7 +9,7 @@ from otb_analysis.estimators import available, estimate
 from otb_analysis.study.critics import fitted_critic, judged, lessons
 from otb_analysis.study.policies import fresh_policy, write
 from otb_analysis.tasks.asking import draw_prompts
-from otb_analysis.training.critic_targets import explained_variance
+from otb_analysis.training.critic.targets import explained_variance
 
 CONFIG = TrainConfig(
     small_model=SmallModelConfig(layers=1, width=16, heads=2, key_value_heads=1, feed_forward=32),

@@ -6,8 +6,8 @@ import torch
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import weighted_score_norms
+from otb_analysis.measurement.levels import batch_of, by_column
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, regrouped, scored
-from otb_analysis.training.levels import batch_of, by_column
 from otb_analysis.training.setup import Trainer
 
 

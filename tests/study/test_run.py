@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from otb_analysis.cli import main
+from otb_analysis.commands.cli import main
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.study import (
     Setting,

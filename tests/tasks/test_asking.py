@@ -4,7 +4,7 @@ import pytest
 
 from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.sampling import sample
+from otb_analysis.rollouts.sampling import sample
 from otb_analysis.tasks import Prompt, Turn
 from otb_analysis.tasks.asking import ask_demonstration, ask_reply, ask_reward, draw_prompts
 

@@ -7,11 +7,11 @@ import pytest
 
 from otb_analysis.config import CalculatorConfig, SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.models import character_tokenizer, special_id
-from otb_analysis.sampling import sample
+from otb_analysis.measurement.table import pay
+from otb_analysis.rollouts.models import character_tokenizer, special_id
+from otb_analysis.rollouts.sampling import sample
 from otb_analysis.tasks import Calculator, Prompt, Turn, make_task, splits
 from otb_analysis.tasks.arithmetic import REFUSALS, evaluate
-from otb_analysis.training.table import pay
 from otb_analysis.training.warm_start import IGNORED, _example
 
 LITERAL = Prompt(id="12+7*3=", text="12+7*3=", answer="33")

@@ -9,8 +9,8 @@ import pytest
 
 from otb_analysis.config import MathJsonlConfig, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.models import character_tokenizer
-from otb_analysis.sampling import encode_prompt
+from otb_analysis.rollouts.models import character_tokenizer
+from otb_analysis.rollouts.sampling import encode_prompt
 from otb_analysis.tasks import MathJsonl, Prompt, Turn, make_task, task_files
 
 GSM = [

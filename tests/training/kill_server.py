@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 
 from otb_analysis.config import TrainConfig
-from otb_analysis.models import load_policy, quiet_loading
+from otb_analysis.rollouts.models import load_policy, quiet_loading
 from otb_analysis.store import RunStore, runs_df
 from otb_analysis.training.loop import train
 

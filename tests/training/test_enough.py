@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from otb_analysis.cli import from_toml
+from otb_analysis.commands.cli import from_toml
 from otb_analysis.config import (
     EvaluateConfig,
     MeasureConfig,

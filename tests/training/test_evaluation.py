@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 import torch
 
-from otb_analysis.compare import heldout_line
 from otb_analysis.config import EvaluateConfig, MeasureConfig, OptimizeConfig, Schedule
-from otb_analysis.sampling import sample
+from otb_analysis.report.compare import heldout_line
+from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunStore
 from otb_analysis.training import evaluation
 from otb_analysis.training.evaluation import evaluate, heldout_columns

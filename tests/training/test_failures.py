@@ -27,12 +27,12 @@ from otb_analysis.config import (
     WarmStartConfig,
 )
 from otb_analysis.errors import InputError, Interrupted, NonFiniteError, StoreError
-from otb_analysis.models import load_policy
+from otb_analysis.rollouts.models import load_policy
 from otb_analysis.store import RunStore, writer
 from otb_analysis.training import loop, setup
-from otb_analysis.training.checkpoint import checkpoints
-from otb_analysis.training.objective import Objective
+from otb_analysis.training.policy.objective import Objective
 from otb_analysis.training.resume import plain_config
+from otb_analysis.training.runtime.checkpoint import checkpoints
 from otb_analysis.training.setup import Trainer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -288,7 +288,7 @@ def test_bug_is_recorded_with_its_type_and_goes_on(config, monkeypatch):
 
 FULL = """
 import resource, signal, sys
-from otb_analysis.cli import main
+from otb_analysis.commands.cli import main
 from otb_analysis.training import loop, setup
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -16,7 +16,7 @@ from otb_analysis.config import (
     TrainConfig,
 )
 from otb_analysis.phases import EXPECTED, NOTES
-from otb_analysis.sampling import Rollouts
+from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.store import RunStore
 from otb_analysis.tasks import Prompt
 from otb_analysis.training import forecast

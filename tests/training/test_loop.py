@@ -18,7 +18,7 @@ from otb_analysis.config import (
 )
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, estimate
-from otb_analysis.models import load_policy
+from otb_analysis.rollouts.models import load_policy
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore
 from otb_analysis.training.check import check
@@ -331,7 +331,7 @@ def test_one_update_follows_the_gradient(trainer):
 
 @pytest.mark.parametrize("broken", ["norms", "gram", "gradient_statistics"])
 def test_failing_instrument_is_a_warning_and_a_counted_gap(trainer, monkeypatch, broken):
-    from otb_analysis.training import measure
+    from otb_analysis.measurement import measurer as measure
 
     def fail(*args, **named):
         raise RuntimeError("the lens fell off")
@@ -349,7 +349,8 @@ def test_failing_instrument_is_a_warning_and_a_counted_gap(trainer, monkeypatch,
 
 
 def test_run_with_a_failing_instrument_is_the_run_without_it(otb_run, tiny_config, tmp_path, monkeypatch, one_thread):
-    from otb_analysis.training import loop, measure
+    from otb_analysis.measurement import measurer as measure
+    from otb_analysis.training import loop
 
     def fail(*args, **named):
         raise MemoryError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from otb_analysis.cli import main
+from otb_analysis.commands.cli import main
 from otb_analysis.config import EstimatorConfig, MeasureConfig, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore

@@ -15,10 +15,10 @@ from otb_analysis.config import (
     OptimizeConfig,
 )
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.models import load_policy
+from otb_analysis.rollouts.models import load_policy
 from otb_analysis.store import RunStore
-from otb_analysis.training.checkpoint import checkpoints
 from otb_analysis.training.loop import train
+from otb_analysis.training.runtime.checkpoint import checkpoints
 
 STEPS = OptimizeConfig(steps=5, learning_rate=0.01)
 

@@ -11,12 +11,12 @@ from otb_analysis.diagnostics import advise_run
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import group_gradient_gram
-from otb_analysis.sampling import sample
+from otb_analysis.measurement.levels import batch_of, by_column
+from otb_analysis.measurement.measurer import Instrument
+from otb_analysis.measurement.table import pay
+from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunStore
 from otb_analysis.training.check import check
-from otb_analysis.training.levels import batch_of, by_column
-from otb_analysis.training.measure import Instrument
-from otb_analysis.training.table import pay
 
 FOURS = SampleConfig(prompts=3, group_size=4, max_new_tokens=6)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from otb_analysis.cli import main
+from otb_analysis.commands.cli import main
 from otb_analysis.config import (
     CalculatorConfig,
     CountingConfig,

@@ -7,8 +7,8 @@ import torch
 
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig, WarmStartConfig
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.generation import TransformersGenerator
-from otb_analysis.models import character_tokenizer, load_policy, small_model
+from otb_analysis.rollouts.generation import TransformersGenerator
+from otb_analysis.rollouts.models import character_tokenizer, load_policy, small_model
 from otb_analysis.tasks import make_task
 from otb_analysis.training import warm_start
 from otb_analysis.training.warm_start import fit, success_rate, warm_started

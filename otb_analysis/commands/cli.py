@@ -1,0 +1,296 @@
+"""`otb`: one command per job. `otb COMMAND --help` explains each field."""
+
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib.metadata import version
+from inspect import getdoc
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
+
+import tyro
+from rich.console import Console
+
+from otb_analysis.bench.config import (
+    AlarmsConfig,
+    AnyBenchConfig,
+    DemoSeedsConfig,
+    EngineConfig,
+    EstimatorsConfig,
+    GramConfig,
+    LogitsConfig,
+    SampledConfig,
+    ScoreSketchConfig,
+    SketchConfig,
+    TrainBenchConfig,
+)
+from otb_analysis.commands.inspect import (
+    TABLE_WIDTH,
+    attribution_command,
+    compare_command,
+    diagnose_command,
+    print_comparison,
+    report_command,
+)
+from otb_analysis.commands.serve import DashboardConfig, serve
+from otb_analysis.commands.watching import shown
+from otb_analysis.config import DemoConfig, TrainConfig
+from otb_analysis.errors import STOPS, InputError, Interrupted, nearest
+from otb_analysis.phases import phase
+
+USAGE = """\
+otb – the gradient-variance microscope for LLM reinforcement learning
+
+  otb demo         train a small model twice with every measurement, compare, serve the dashboard
+  otb train        one instrumented training run        (--config FILE.toml, every field on the command line too)
+  otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
+  otb diagnose     alarms with reasons and first firings, change points, advice   (otb diagnose RUN…)
+  otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
+  otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
+  otb dashboard    serve the dashboard on a folder of runs, on loopback
+  otb bench        what things cost and how exact estimates are, measured on this machine     (otb bench --help)
+  otb study        repeat a study of studies/, or the cells of it that are missing
+
+`otb COMMAND --help` explains itself; `otb --version` names the version.
+"""
+
+Config = TypeVar("Config")
+
+
+BenchConfig = (
+    Annotated[EstimatorsConfig, tyro.conf.subcommand("estimators")]
+    | Annotated[LogitsConfig, tyro.conf.subcommand("logits")]
+    | Annotated[EngineConfig, tyro.conf.subcommand("engine")]
+    | Annotated[SampledConfig, tyro.conf.subcommand("sampled")]
+    | Annotated[DemoSeedsConfig, tyro.conf.subcommand("demo-seeds")]
+    | Annotated[GramConfig, tyro.conf.subcommand("gram")]
+    | Annotated[SketchConfig, tyro.conf.subcommand("sketch")]
+    | Annotated[ScoreSketchConfig, tyro.conf.subcommand("score-sketch")]
+    | Annotated[AlarmsConfig, tyro.conf.subcommand("alarms")]
+    | Annotated[TrainBenchConfig, tyro.conf.subcommand("train")]
+)
+"""What `otb bench` can measure."""
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """Run a study: measure the cells that are not finished yet, then write its tables, figures and README.
+
+    Stopped, it goes on with the same command; finished cells are kept in runs/studies/.
+    """
+
+    name: Annotated[str, tyro.conf.Positional] = ""
+    """Name, number or slug of a study: 00_training, 0 or training; without one the studies are listed."""
+    quick: bool = False
+    """Run all of it at reduced constants in less than two minutes, into --out or a temporary directory."""
+    out: Path | None = None
+    """Directory for README and results instead of the study's own folder."""
+    only: tuple[str, ...] = ()
+    """Measure these cells and no others; tables and README follow once none is missing."""
+    render: bool = False
+    """Measure nothing; write README, figures and index again from the result tables."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    What the user can mend ends as one sentence on stderr and code 2, Ctrl-C as 130; a bug keeps its traceback.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(USAGE)
+        return 0 if words else 2
+    if words[0] == "--version":
+        sys.stdout.write(f"otb-analysis {version('otb-analysis')}\n")
+        return 0
+    try:
+        if words[0] not in COMMANDS:
+            raise InputError(f"command {words[0]!r} does not exist; {nearest(words[0], COMMANDS)}")
+        COMMANDS[words[0]](words[1:])
+    except STOPS as error:
+        sys.stderr.write(f"otb: {error}\n")
+        return 2
+    except KeyboardInterrupt as stop:
+        sys.stderr.write(f"otb: {str(stop) or 'stopped.'}\n")
+        return 130
+    return 0
+
+
+def train_command(words: Sequence[str]) -> None:
+    """Train one policy; --config FILE.toml gives any of the fields below, and the command line wins over it.
+
+    With --if-exists resume a run that was stopped goes on from its newest checkpoint, bit for bit. docs/train.toml is a
+    commented example.
+    """
+    words, file = _without_config(words)
+    default = TrainConfig() if file is None else from_toml(TrainConfig, file)
+    config = _parsed(TrainConfig, "train", words, default, getdoc(train_command))
+    if os.environ.get("RANK", "0") != "0":  # the first process speaks for all
+        _trained(config)
+        return
+    with shown(), phase("otb train") as whole:
+        path = _trained(config, whole)
+        with phase("reading the run"):
+            from otb_analysis.report.compare import learning_table
+            from otb_analysis.store import RunStore
+
+            table = learning_table([RunStore(path)])
+    console = Console()
+    Console(width=max(console.width, TABLE_WIDTH)).print(table)
+    console.print(f"{path} is complete; look at it with: otb compare {path.name} --root {path.parent}", soft_wrap=True)
+
+
+def _trained(config: TrainConfig, *bar: Any) -> Path:
+    with phase("loading PyTorch and transformers"):
+        from otb_analysis.rollouts.models import quiet_loading
+        from otb_analysis.training.loop import train
+    quiet_loading()
+    try:
+        return train(config, *bar)
+    except KeyboardInterrupt as stop:  # what a run keeps, it says itself
+        raise Interrupted(str(stop) or "stopped; nothing was written.") from None
+
+
+def demo_command(words: Sequence[str]) -> None:
+    """Train twice, compare, serve."""
+    config = _parsed(DemoConfig, "demo", words, DemoConfig())
+    with shown(), phase("loading PyTorch and transformers"):
+        from otb_analysis.commands.demo import run_demo
+        from otb_analysis.rollouts.models import quiet_loading
+    quiet_loading()
+    console = Console()
+    print_comparison(run_demo(config), conclude_last=True)
+    if config.serve:
+        serve(DashboardConfig(config.root, config.port))
+    else:
+        console.print(f"Dashboard: otb dashboard --root {config.root}")
+
+
+def bench_command(words: Sequence[str]) -> None:
+    """Measure costs."""
+    config: AnyBenchConfig = tyro.cli(
+        cast(Any, BenchConfig), prog="otb bench", description=bench_command.__doc__, args=list(words), config=()
+    )
+    with shown(), phase(f"otb bench {words[0]}"):
+        from otb_analysis.bench.publish import bench_table, publish
+        from otb_analysis.bench.run import run_bench
+        from otb_analysis.rollouts.models import quiet_loading
+
+        quiet_loading()
+        report = run_bench(config)
+    Console(width=TABLE_WIDTH).print(bench_table(report))
+    if config.out is not None:
+        publish(config.out, report)
+
+
+def study_command(words: Sequence[str]) -> None:
+    """Run a study."""
+    config: StudyConfig = tyro.cli(StudyConfig, prog="otb study", args=list(words), config=())
+    with shown(), phase("starting") as whole:
+        from otb_analysis.rollouts.models import quiet_loading
+        from otb_analysis.study.folder import find_studies_folder, find_study
+        from otb_analysis.study.run import Setting, run_study
+
+        folder = find_study(config.name, find_studies_folder())
+        quiet_loading()
+        try:
+            written = run_study(folder, Setting(config.quick, config.out, config.only, config.render), whole)
+        except KeyboardInterrupt:
+            kept = (
+                "nothing of a quick study is kept" if config.quick else "finished cells are kept for the same command"
+            )
+            raise Interrupted(f"stopped; {kept}.") from None
+    console = Console()
+    told = f"{written / 'README.md'} is written." if written else "The cells are kept; others are still missing."
+    console.print(told, soft_wrap=True)
+
+
+def dashboard_command(words: Sequence[str]) -> None:
+    """Serve the dashboard."""
+    serve(_parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "demo": demo_command,
+    "train": train_command,
+    "compare": compare_command,
+    "diagnose": diagnose_command,
+    "attribution": attribution_command,
+    "report": report_command,
+    "dashboard": dashboard_command,
+    "bench": bench_command,
+    "study": study_command,
+}
+
+
+def from_toml(kind: type[Config], file: Path) -> Config:
+    """Read a configuration; fields that the file leaves out keep their defaults.
+
+    Args:
+        kind: A configuration dataclass with defaults.
+        file: A TOML file whose tables are the nested dataclasses.
+
+    Raises:
+        InputError: The file cannot be read, names a field that does not exist, or holds a value of another type.
+    """
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror}); pass an existing TOML file.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is not valid TOML: {error}.") from error
+    return _filled(kind(), values, str(file))
+
+
+def _filled(default: Any, values: Mapping[str, Any], where: str) -> Any:
+    known = {field.name: field.type for field in fields(default)}
+    changes = {}
+    for name, value in values.items():
+        if name not in known:
+            raise InputError(f"{where} has no field {name!r}; {nearest(name, known)}")
+        changes[name] = _converted(getattr(default, name), value, f"{where}: {name}")
+        if get_origin(known[name]) is Literal and value not in get_args(known[name]):
+            raise InputError(f"{where}: {name} is {value!r}; {nearest(str(value), get_args(known[name]))}")
+    return replace(default, **changes)
+
+
+def _converted(old: Any, value: Any, where: str) -> Any:
+    if is_dataclass(old) and isinstance(value, Mapping):
+        return _filled(old, value, where)
+    if isinstance(old, Path) and isinstance(value, str):
+        return Path(value)
+    if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(old, dict) and isinstance(value, Mapping):
+        return {key: str(item) for key, item in value.items()}
+    if isinstance(old, tuple) and isinstance(value, list):
+        return tuple(_converted(old[0] if old else "", item, where) for item in value)
+    if type(value) is not type(old):
+        expected = "a table" if is_dataclass(old) or isinstance(old, dict) else f"of type {type(old).__name__}"
+        raise InputError(f"{where} is {value!r}; it must be {expected}.")
+    return value
+
+
+def _without_config(words: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Take `--config FILE` out of the words."""
+    words = list(words)
+    for i, word in enumerate(words):
+        if word.startswith("--config="):
+            return [*words[:i], *words[i + 1 :]], Path(word.removeprefix("--config="))
+        if word == "--config":
+            if i + 1 == len(words):
+                raise InputError("--config needs a file; pass one, as in --config run.toml.")
+            return [*words[:i], *words[i + 2 :]], Path(words[i + 1])
+    return words, None
+
+
+def _parsed(
+    kind: type[Config], command: str, words: Sequence[str], default: Config, description: str | None = None
+) -> Config:
+    return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=(), description=description)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

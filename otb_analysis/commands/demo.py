@@ -1,0 +1,206 @@
+"""The main job in one command: two instrumented trainings from one policy on the same prompts, and one comparison."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.queues import Queue
+from pathlib import Path
+from queue import Empty
+from time import monotonic
+
+import torch
+from rich.console import Console
+
+from otb_analysis.commands.watching import reported, shown
+from otb_analysis.config import (
+    AttributionSchedule,
+    DemoConfig,
+    EstimatorConfig,
+    MeasureConfig,
+    OptimizeConfig,
+    SampleConfig,
+    Schedule,
+    TrainConfig,
+)
+from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
+from otb_analysis.phases import OPEN, Phase, note, phase
+from otb_analysis.rollouts.models import quiet_loading
+from otb_analysis.store import RunStore
+from otb_analysis.training.loop import train
+from otb_analysis.training.resume import plain_config
+
+ESTIMATORS_COMPARED = ("group_mean", "otb")
+STEPS, PROMPTS = 31, 32
+LEARNING_RATE = 5e-4
+MEASURED_EVERY, ATTRIBUTED_EVERY = 3, 15
+"""The runs measure at steps of their own, so that together they measure twice as many different prompts."""
+
+
+def demo_configs(config: DemoConfig) -> list[TrainConfig]:
+    """Return the two runs of the demo: they differ in the estimator and in the steps that are measured."""
+    return [
+        TrainConfig(
+            run=f"demo-{name}-s{config.seed}",
+            root=config.root,
+            if_exists="replace",
+            model="demo",
+            seed=config.seed,
+            sample=SampleConfig(prompts=PROMPTS),
+            estimator=EstimatorConfig(name=name),
+            optimize=OptimizeConfig(steps=STEPS, learning_rate=LEARNING_RATE),
+            measure=MeasureConfig(
+                exact=Schedule(MEASURED_EVERY, first=first),
+                attribution=AttributionSchedule(ATTRIBUTED_EVERY),
+            ),
+        )
+        for first, name in enumerate(ESTIMATORS_COMPARED)
+    ]
+
+
+def run_demo(config: DemoConfig, console: Console | None = None) -> list[Path]:
+    """Make what is missing and return the runs' directories; complete runs of the same configuration are reused.
+
+    Args:
+        config: Where, and from which seed.
+        console: Where progress is shown; by default the terminal.
+
+    Raises:
+        InputError, StoreError, NonFiniteError: What stopped one of the two trainings.
+        Interrupted: Ctrl-C; the sentence says what is kept.
+    """
+    torch.set_num_threads(1)  # a model this small gains nothing from a second thread, and loses to a busy machine
+    configs = demo_configs(config)
+    missing = [c for c in configs if not is_complete(c)]
+    workers: dict[str, list[Phase]] = {}
+    with shown(console, lambda: [OPEN, *workers.values()]):
+        for reused in (c for c in configs if c not in missing):
+            note(f"{reused.run_name} is complete in {config.root}; reused.")
+        try:
+            if missing:
+                train_together(missing, workers, config.threads)
+        except KeyboardInterrupt:
+            raise Interrupted(_kept(configs)) from None
+    return [c.root / c.run_name for c in configs]
+
+
+def _kept(configs: Sequence[TrainConfig]) -> str:
+    """Return the sentence of a demo that was interrupted."""
+    done = [c.run_name for c in configs if is_complete(c)]
+    begun = [c.run_name for c in configs if c.run_name not in done and (c.root / c.run_name).is_dir()]
+    told = [f"{' and '.join(done)} is complete and kept"] if done else []
+    told += [f"{' and '.join(begun)} can be read as far as it is, and begins anew with otb demo"] if begun else []
+    return f"stopped; {'; '.join(told) or 'no run was begun'}."
+
+
+def is_complete(config: TrainConfig) -> bool:
+    """Return True when the run exists, ended well, and was made with this very configuration."""
+    path = config.root / config.run_name
+    if not path.is_dir():
+        return False
+    try:
+        info = RunStore(path).info
+    except (InputError, StoreError):
+        return False
+    stored = info.get("config")
+    same = isinstance(stored, dict) and _what(stored) == _what(plain_config(config))
+    return same and info.get("status") == "complete"
+
+
+def _what(config: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in config.items() if name not in PLACE}
+
+
+PLACE = ("root", "if_exists")
+"""Fields that say where a run lies, not what it is."""
+
+
+def train_together(configs: Sequence[TrainConfig], open_phases: dict[str, list[Phase]], threads: int = 1) -> None:
+    """Train each configuration in a process of its own.
+
+    Args:
+        configs: The runs.
+        open_phases: Takes what each run is doing, by its name, for whoever watches.
+        threads: Threads of each process.
+
+    Raises:
+        InputError, StoreError, NonFiniteError: What stopped a run; the others are stopped too.
+    """
+    context = multiprocessing.get_context("spawn")
+    news: Queue = context.Queue()
+    open_phases |= {c.run_name: [Phase(f"{c.run_name}: loading PyTorch and transformers")] for c in configs}
+    workers = [context.Process(target=_work, args=(c, threads, news), daemon=True) for c in configs]
+    # Ctrl-C reaches the whole group: workers are born deaf to it, and this process ends them.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for worker in workers:
+        worker.start()
+    signal.signal(signal.SIGINT, before)
+    try:
+        _watch(workers, news, open_phases)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def _work(config: TrainConfig, threads: int, news: Queue) -> None:
+    signal.signal(signal.SIGTERM, _interrupt)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    quiet_loading()
+    run = config.run_name
+    try:
+        with phase(f"{run}: starting") as whole, reported(lambda phases, notes: news.put((run, phases, notes))):
+            train(config, whole)
+        news.put((run, None))
+    except STOPS as error:
+        news.put((run, error))
+    except KeyboardInterrupt:
+        sys.exit(1)  # the run has recorded that it was interrupted
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to record: the parent may end it on its way out
+
+
+def _end_with_parent() -> None:
+    """Interrupt this process when the demo is gone, however it ended: nobody would read what it goes on to do."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+LAST_WORDS = 2.0
+"""Seconds in which what a worker said before it ended is still on its way."""
+
+
+def _watch(workers: Sequence, news: Queue, open_phases: dict[str, list[Phase]]) -> None:
+    """Take in what the workers report until all have ended; raise what one of them reports as its end."""
+    runs = list(open_phases)
+    running = set(runs)
+    died: dict[str, float] = {}
+    while running:
+        for run, worker in zip(runs, workers, strict=True):
+            if (
+                run in running
+                and not worker.is_alive()
+                and monotonic() - died.setdefault(run, monotonic()) > LAST_WORDS
+            ):
+                raise StoreError(f"training {run} ended without a word; run it with otb train.")
+        try:
+            run, *report = news.get(timeout=0.5)
+        except Empty:
+            continue
+        if len(report) == 2:
+            open_phases[run], notes = report
+            for sentence in notes:
+                note(f"{run}: {sentence}")
+        elif report[0] is None:
+            running.discard(run)
+        else:
+            raise report[0]

@@ -1,0 +1,222 @@
+"""The commands that read finished or running runs and print what they say: compare, diagnose, attribution, report."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import tyro
+from rich.console import Console
+
+from otb_analysis.commands.watching import shown
+from otb_analysis.errors import InputError, StoreError
+from otb_analysis.phases import counted, phase
+
+TABLE_WIDTH = 136
+"""Characters that the widest table needs; a narrower terminal wraps its lines rather than losing numbers."""
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Print learning, estimators and proxy fidelity of runs, side by side."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names of runs, or their paths; all complete runs of the root when none is given."""
+    top: int | None = None
+    """Rows per table of estimators, best first; 0 shows all, no number the eight that matter."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+
+
+@dataclass(frozen=True)
+class DiagnoseConfig:
+    """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names of runs, or their paths; all complete runs of the root when none is given."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+
+
+@dataclass(frozen=True)
+class AttributionConfig:
+    """Print who holds ‖ḡ‖² at a step: prompts, rollouts and tokens, each share split into signal and noise."""
+
+    run: Annotated[str, tyro.conf.Positional] = ""
+    """Name or path of a run that measured the level attribution."""
+    step: int | None = None
+    """A step; the attributed one with the largest gradient when none is given."""
+    top: int = 12
+    """Rows per table."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Write what the dashboard and the terminal say about runs into one self-contained HTML file, or into Markdown."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names of runs, or their paths; all complete runs of the root when none is given."""
+    out: Path = Path("report.html")
+    """File to write; its ending, .html or .md, decides the form."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+
+
+def compare_command(words: Sequence[str]) -> None:
+    """Compare finished runs; of those that were not asked for by name, one that cannot be read is left out."""
+    config = parsed(CompareConfig, "compare", words, CompareConfig())
+    if config.top is not None and config.top < 0:
+        raise InputError(f"--top is {config.top}; pass a number of rows, or 0 for all.")
+    with shown(), phase("comparing runs"):
+        from otb_analysis.report.compare import comparison
+
+        if config.runs:
+            tables = comparison([_run_path(config.root, name) for name in config.runs], config.top)
+        else:
+            tables = _comparison_of_readable(config)
+    _print_all(tables)
+
+
+def _comparison_of_readable(config: CompareConfig) -> Sequence[object]:
+    """Return the tables of all complete runs; one that cannot be read is left out."""
+    from otb_analysis.report.compare import comparison
+
+    paths = [config.root / name for name in _complete_runs(config.root)]
+    try:
+        return comparison(paths, config.top)
+    except StoreError:
+        if not (readable := [path for path in paths if _can_be_read(path)]):
+            raise
+        return comparison(readable, config.top)
+
+
+def diagnose_command(words: Sequence[str]) -> None:
+    """Diagnose runs."""
+    config = parsed(DiagnoseConfig, "diagnose", words, DiagnoseConfig())
+    with shown(), phase("diagnosing"):
+        from otb_analysis.report.verdicts import diagnosis
+
+        names = config.runs or _complete_runs(config.root)
+        told = [diagnosis(_run_path(config.root, name)) for name in counted(names, "run")]
+    for parts in told:
+        _print_all(parts)
+
+
+def attribution_command(words: Sequence[str]) -> None:
+    """Attribute a step."""
+    config = parsed(AttributionConfig, "attribution", words, AttributionConfig())
+    if not config.run:
+        raise InputError("otb attribution needs a run; pass its name, as in otb attribution demo-otb-s0.")
+    _check_top(config.top)
+    with shown(), phase("reading the attribution"):
+        from otb_analysis.report.verdicts import attribution
+
+        parts = attribution(_run_path(config.root, config.run), config.step, config.top)
+    _print_all(parts)
+
+
+def report_command(words: Sequence[str]) -> None:
+    """Report on runs."""
+    config = parsed(ReportConfig, "report", words, ReportConfig())
+    with shown(), phase("writing the report"):
+        from otb_analysis.report import write_report
+
+        paths = [_run_path(config.root, name) for name in config.runs or _complete_runs(config.root)]
+        files = write_report(paths, config.out, shlex.join(["otb", "report", *words]))
+    more = f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""
+    sys.stdout.write(f"{files[0]} is written ({files[0].stat().st_size / 1e6:.1f} MB){more}.\n")
+
+
+def _run_path(root: Path, name: str) -> Path:
+    """Return a run of the root by its name or, as a shell completes it, by its path."""
+    from otb_analysis.store.layout import is_run
+
+    path = Path(name)
+    return path if len(path.parts) > 1 and is_run(path) else root / name
+
+
+def _check_top(top: int) -> None:
+    if top < 1:
+        raise InputError(f"--top is {top}; pass at least 1.")
+
+
+def _print_all(parts: Sequence[object]) -> None:
+    """Print tables and sentences, each after an empty line."""
+    console = Console()
+    wide = Console(width=max(console.width, TABLE_WIDTH))
+    for part in parts:
+        wide.print()
+        wide.print(part, markup=False, highlight=False)
+
+
+def _complete_runs(root: Path) -> list[str]:
+    """Return the names of the complete runs of a root; say on stderr why one that cannot be read is left out.
+
+    Raises:
+        InputError: There are none; the sentence names one that began.
+    """
+    from otb_analysis.store import runs_df
+
+    table = runs_df(root)
+    complete = [str(name) for name in table.loc[table["status"] == "complete", "run"]]
+    if complete:
+        for name, reason in table.loc[table["status"] == "broken", ["run", "reason"]].to_numpy().tolist():
+            _left_out(name, reason)
+        return complete
+    begun = table.loc[table["n_steps"].fillna(0) > 0, ["run", "status"]].astype(str).to_numpy().tolist()
+    if begun:
+        name, status = begun[0]
+        raise InputError(
+            f"{root} holds no complete run, but {name} is {status}; compare it by its name: otb compare "
+            f"{name} --root {root}."
+        )
+    raise InputError(f"{root} holds no complete run; make some with make demo or otb train.")
+
+
+def _can_be_read(path: Path) -> bool:
+    """Return whether a run can be compared; say on stderr why one cannot."""
+    from otb_analysis.report.compare import comparison
+
+    try:
+        comparison([path])
+    except StoreError as error:
+        _left_out(path.name, str(error))
+        return False
+    return True
+
+
+def _left_out(run: str, reason: str) -> None:
+    sys.stderr.write(f"otb: {run} is left out: {reason}\n")
+
+
+def print_comparison(paths: Sequence[Path], top: int | None = None, conclude_last: bool = False) -> None:
+    """Print what `otb compare` and `otb demo` say.
+
+    Args:
+        paths: Directories of runs.
+        top: Rows per table of estimators; 0 prints all, None the eight that matter.
+        conclude_last: Print the conclusion behind the other tables.
+    """
+    with shown(), phase("comparing runs"):
+        from otb_analysis.report.compare import comparison
+
+        tables = comparison(paths, top, conclude_last)
+    _print_all(tables)
+
+
+def parsed(kind: type[Config], command: str, words: Sequence[str], default: Config) -> Config:
+    """Return a command's configuration from the command line.
+
+    Args:
+        kind: Its dataclass.
+        command: Its name.
+        words: What follows the name.
+        default: What the words change.
+    """
+    return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=())

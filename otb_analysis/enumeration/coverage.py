@@ -1,0 +1,284 @@
+"""Measured coverage of the intervals, where the truth is known: enumerated policies and heavy-tailed laws.
+
+`python -m otb_analysis.enumeration.coverage > docs/coverage.md` repeats the study (2,000 repetitions a row, seeded).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otb_analysis.enumeration.groups import group_gradients, multisets
+from otb_analysis.enumeration.trees import TreeSpec, random_tree
+from otb_analysis.statistics.inference.intervals import Interval
+from otb_analysis.statistics.moments import measures
+from otb_analysis.statistics.moments.gradients import pooled_statistics
+from otb_analysis.statistics.moments.gram import REFERENCE
+from otb_analysis.statistics.moments.measures import Moments
+from otb_analysis.statistics.moments.paired import NOTHING, paired_ratios
+from otb_analysis.types import Float, Gram, Label, Proved
+
+REPETITIONS = 2000
+NOMINAL_FLOOR = 0.92
+"""Coverage below this is published in bold."""
+
+OTHER: Label = ("other", "exact")
+QUANTITIES = ("variance", "projection", "SF", "efficiency", "variance ratio", "SF ratio", "efficiency ratio")
+
+
+@dataclass(frozen=True)
+class Law:
+    """The law of one prompt's group gradients under RLOO (row 0) and another estimator (row 1).
+
+    Attributes:
+        name: In words.
+        draw: (generator, n) → group gradients of n prompts [2, n, D].
+        moments: Exact moments, both rows in one array [2].
+    """
+
+    name: str
+    draw: Callable[[np.random.Generator, int], Float]
+    moments: Moments
+
+    @property
+    def noise_scale(self) -> float:
+        """V/‖∇J‖² of RLOO in prompts."""
+        return float((self.moments.reference_power[0] - self.moments.truth_sq[0]) / self.moments.truth_sq[0])
+
+
+@dataclass(frozen=True)
+class Design:
+    """How much is measured: steps × prompts, every prompt a new one."""
+
+    steps: int
+    prompts: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Coverage of one quantity in one setting.
+
+    Attributes:
+        covered: Share of the intervals given that contain the truth.
+        given: Share of the repetitions that gave an interval.
+    """
+
+    covered: float
+    given: float
+
+
+def enumerated(seed: int, n_prompts: int = 4, size: int = 4, names: Sequence[str] = ("rloo", "otb")) -> Law:
+    """Build the law of `rloo` and another (exact energies) on random softmax policies, every group enumerated.
+
+    A prompt is one of a few policies with shared parameters and three tokens; every multiset of completions is an
+    outcome with its exact probability, so that groups with equal rewards (gradient 0) are as frequent as they really
+    are.
+
+    Args:
+        seed: Seed of the policies.
+        n_prompts: Policies in the population, equally likely.
+        size: Rollouts per group.
+        names: The estimators, `rloo` first.
+    """
+    rng = np.random.default_rng(seed)
+    gradients, probabilities = [], []
+    for _ in range(n_prompts):
+        tree = random_tree(TreeSpec(vocabulary=2, horizon=3, shared=6), rng)
+        members, prob = multisets(tree, size)
+        gradients.append(np.stack([group_gradients(name, tree, members) for name in names]))
+        probabilities.append(prob / n_prompts)
+    g, p = np.concatenate(gradients, axis=1), np.concatenate(probabilities)
+    cumulative = np.cumsum(p / p.sum())
+    cumulative[-1] = 1.0  # rounding must not leave a gap at the end
+    mean, power = np.einsum("o,mod->md", p, g), np.einsum("o,mod->m", p, g**2)
+    law = Law(
+        "",
+        lambda rng, n: g[:, np.searchsorted(cumulative, rng.random(n), side="right")],
+        _moments(mean, power),
+    )
+    return Law(f"enumerated policies, noise scale {law.noise_scale:.0f} prompts", law.draw, law.moments)
+
+
+def scaled_normal(
+    name: str, scale: Callable[[np.random.Generator, int], NDArray[np.floating]], mean_square: float
+) -> Law:
+    """Build the law of a fixed gradient plus normal noise whose size differs between prompts.
+
+    The other estimator shares most of RLOO's noise and shrinks the gradient to .56 of it.
+
+    Args:
+        name: In words.
+        scale: (generator, n) → size of each prompt's noise [n].
+        mean_square: Its exact mean square.
+    """
+    dim, gradient = 8, np.array([1.5, 0, 0, 0, 0, 0, 0, 0])
+
+    def draw(rng: np.random.Generator, n: int) -> Float:
+        size = scale(rng, n)[:, None]
+        shared, own = size * rng.normal(size=(n, dim)), size * rng.normal(size=(n, dim))
+        return np.stack([gradient + shared, 0.56 * (gradient + shared) + 0.35 * own])
+
+    mean = np.stack([gradient, 0.56 * gradient])
+    noise = dim * mean_square * np.array([1, 0.56**2 + 0.35**2])
+    return Law(name, draw, _moments(mean, (mean**2).sum(axis=1) + noise))
+
+
+def _moments(mean: Float, power: Float) -> Moments:
+    along = mean @ mean[0]
+    return Moments(power, (mean**2).sum(axis=1), along, np.full(2, along[0]), np.full(2, power[0]))
+
+
+LAWS: dict[str, Callable[[], Law]] = {
+    "quiet": lambda: enumerated(8),
+    "noisy": lambda: enumerated(2),
+    "normal": lambda: scaled_normal("normal noise", lambda rng, n: np.ones(n), 1.0),
+    "half": lambda: scaled_normal("half the prompts without noise", lambda rng, n: rng.integers(0, 2, n) * 1.0, 0.5),
+    "lognormal": lambda: scaled_normal(
+        "log-normal power, variance 6 mean²", lambda rng, n: np.exp(rng.normal(0, 0.7, n)), np.exp(0.98)
+    ),
+    "student": lambda: scaled_normal(
+        "power with infinite variance (tail index .5)",
+        lambda rng, n: 2 / np.sqrt(rng.chisquare(4, n)),
+        2.0,
+    ),
+    "extreme": lambda: scaled_normal(
+        "log-normal power, variance 54 mean²", lambda rng, n: np.exp(rng.normal(0, 1, n)), np.exp(2.0)
+    ),
+}
+
+ROWS: tuple[tuple[str, Design], ...] = (
+    *((law, Design(1, prompts)) for law in LAWS for prompts in (24, 64)),
+    ("noisy", Design(1, 16)),
+    ("noisy", Design(16, 2)),
+    ("noisy", Design(8, 8)),
+    ("lognormal", Design(8, 8)),
+)
+"""What the published table holds, in order; the seed of a row is its index."""
+
+
+def measure(
+    law: Law, design: Design, repetitions: int = REPETITIONS, seed: int = 0, known: Proved = NOTHING
+) -> dict[str, Coverage]:
+    """Repeat a measurement and count how often each interval contains the truth.
+
+    Args:
+        law: What is drawn from.
+        design: How much is drawn each time.
+        repetitions: How often.
+        seed: Seed of the draws.
+        known: What is proved of the two estimators.
+
+    Returns:
+        Coverage by name in `QUANTITIES`.
+    """
+    rng = np.random.default_rng(seed)
+    truth = _truth(law, design.prompts)
+    covered, given = np.zeros(len(QUANTITIES)), np.zeros(len(QUANTITIES))
+    for _ in range(repetitions):
+        steps = [_gram(law.draw(rng, design.prompts)) for _ in range(design.steps)]
+        for index, found in enumerate(_intervals(steps, known)):
+            if found is not None and found.low is not None and found.high is not None:
+                given[index] += 1
+                covered[index] += found.low <= truth[index] <= found.high
+    return {
+        name: Coverage(float(c / n) if n else 0.0, float(n / repetitions))
+        for name, c, n in zip(QUANTITIES, covered, given, strict=True)
+    }
+
+
+def _gram(g: Float) -> Gram:
+    return Gram(np.einsum("mpd,nqd->mnpq", g, g), (REFERENCE, OTHER), g.shape[1])
+
+
+def _intervals(grams: Sequence[Gram], known: Proved) -> list[Interval | None]:
+    other = pooled_statistics(grams, known=known)[1]
+    pair = paired_ratios(grams, known=known)[0]
+    return [
+        other.variance_interval,
+        other.projection_interval,
+        other.sf_interval,
+        other.efficiency_interval,
+        pair.variance,
+        pair.sf,
+        pair.efficiency,
+    ]
+
+
+def _truth(law: Law, prompts: int) -> list[float]:
+    variance = measures.batch_variance(law.moments, prompts)
+    sf, efficiency = measures.sf(law.moments, prompts), measures.efficiency(law.moments, prompts)
+    alone = [variance[1], measures.projection(law.moments)[1], sf[1], efficiency[1]]
+    return [float(v) for v in (*alone, variance[1] / variance[0], sf[1] / sf[0], efficiency[1] / efficiency[0])]
+
+
+def row_text(index: int, repetitions: int = REPETITIONS) -> str:
+    """Run one row of the table and format it.
+
+    Args:
+        index: Position in `ROWS`.
+        repetitions: How often.
+
+    Returns:
+        A Markdown table row.
+    """
+    name, design = ROWS[index]
+    law = LAWS[name]()
+    found = measure(law, design, repetitions, seed=index)
+    cells = [_cell(found[quantity]) for quantity in QUANTITIES]
+    size = f"{design.prompts}" if design.steps == 1 else f"{design.steps} × {design.prompts}"
+    return f"| {law.name} | {size} | {' | '.join(cells)} |"
+
+
+def _cell(coverage: Coverage) -> str:
+    if coverage.given == 0:
+        return "no interval"
+    text = f"{100 * coverage.covered:.1f}"
+    text = text if coverage.covered >= NOMINAL_FLOOR else f"**{text}**"
+    return text if coverage.given > 0.995 else f"{text} ({100 * coverage.given:.0f})"
+
+
+INTRODUCTION = """# Coverage of the intervals
+
+Nominal 95 %, measured where the truth is known exactly; {repetitions} repetitions a row, so a standard error of
+{stderr:.1f} points. Written by `python -m otb_analysis.enumeration.coverage > docs/coverage.md`.
+
+Columns: batch variance, projection c, SF and efficiency of one estimator, and its ratios to RLOO on the same rollouts.
+Each cell is the percentage of intervals that contain the truth; below {floor:.0f} % it is bold. In parentheses, where
+it is not all, the percentage of repetitions in which an interval was given: none is where leaving out a single prompt
+makes the estimate of ‖∇J‖² non-positive or takes the efficiency to 1. "Prompts" is prompts, or steps × prompts. In
+`enumerated` rows the estimator is `otb` with exact energies on softmax policies whose every group is enumerated; in the
+others it is a shrunken gradient with noise of its own.
+
+How to read it. The interval is a delete-one-prompt jackknife on the log scale (projection: linear, efficiency: logit)
+whose quantiles are corrected for skewness and kurtosis; Student's alone covers 78–89 % of the batch variances in the
+last three laws. From 24 prompts up nearly every cell reaches 92 %. The exceptions have one cause: the prompts that
+decide are so rare that a sample of 24 often holds none of them, and no interval can know. `pareto_k` of the prompts'
+powers warns of it in heavy tails; in the noisy enumerated law nothing in the sample does, since half of the groups
+there have gradient 0 and most others the same ratio. Steps of two prompts give conservative intervals wherever pairs of
+different prompts are needed.
+
+| law | prompts | {quantities} |
+|---|---|{rules}
+"""
+
+
+def main() -> None:
+    """Print the whole table as Markdown."""
+    stderr = 100 * np.sqrt(0.95 * 0.05 / REPETITIONS)
+    print(
+        INTRODUCTION.format(
+            repetitions=f"{REPETITIONS:,}",
+            stderr=stderr,
+            floor=100 * NOMINAL_FLOOR,
+            quantities=" | ".join(QUANTITIES),
+            rules="---|" * len(QUANTITIES),
+        ),
+        end="",
+    )
+    for index in range(len(ROWS)):
+        print(row_text(index), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The one place where log-probabilities are shifted: the logits at index t − 1 predict token t."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.layout import Layout, padded
+
+BLOCK = 32
+"""Tokens whose rows of the output layer are widened to float64 at a time."""
+
+
+def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> Tensor:
+    """Log-probabilities of every sampled token of some rollouts, from one forward pass, with its graph.
+
+    log π(y_t) = z_t[y_t] − lse(z_t), z_t = logits at index t − 1, divided by the temperature, in float32 or better.
+    Each rollout is run up to the last token that a sampled one is predicted from; several rollouts are padded on the
+    right, where causal attention never looks, so that indices stay position ids.
+
+    Args:
+        problem: Model, scope and temperature.
+        rollouts: Those to run together.
+        layout: How they lie in the pass; by default a padded row for each.
+
+    Returns:
+        One vector [Σ K] in the order of the rollouts and, within each, of its sampled tokens.
+
+    Raises:
+        NonFiniteError: A logit is NaN or infinite.
+        InputError: A sampled token lies outside the vocabulary of the output layer.
+    """
+    run = _run(problem, rollouts, layout)
+    return _cooled(run.z, problem.temperature).log_softmax(-1).gather(-1, run.targets[:, None])[:, 0]
+
+
+def sampled_logits(problem: Problem, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, Tensor]:
+    """Logits z_t / τ [Σ K, V] behind `sampled_logprobs`, with their graph, and the sampled tokens y_t [Σ K].
+
+    Raises:
+        NonFiniteError: A logit is NaN or infinite.
+        InputError: A sampled token lies outside the vocabulary of the output layer.
+    """
+    run = _run(problem, rollouts)
+    return _cooled(run.z, problem.temperature), run.targets
+
+
+def policy_logits(logits: Tensor, rollouts: tuple[Rollout, ...], temperature: float) -> Tensor:
+    """Logits of the policy that sampled, z / τ in float32 or better [Σ K, V].
+
+    Args:
+        logits: The model's, at the positions that predict the sampled tokens of the rollouts [Σ K, V].
+        rollouts: Those that the rows belong to.
+        temperature: τ.
+
+    Raises:
+        NonFiniteError: A logit is NaN or infinite.
+        InputError: A sampled token lies outside the vocabulary of the output layer.
+    """
+    z = _cooled(logits.to(torch.promote_types(logits.dtype, torch.float32)), temperature)
+    _refuse_non_finite(z, rollouts)
+    _refuse_outside(torch.cat([r.ids[r.targets] for r in rollouts]), z.shape[-1])
+    return z
+
+
+@torch.no_grad()
+def sharp_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
+    """The same without a graph, in float64, free of most of the rounding of float32 logits.
+
+    log π(y) moves by δz_y − Σ_v π_v δz_v when logits round, so the logits of y and of the likeliest token matter
+    most. Those are taken again as float64 products of the output layer's weight with its own input, and exponentials
+    are summed in float64: rounding falls several times at the price of two rows of the product. A model whose logits
+    are not what a linear output layer returned (scaled, soft-capped, adapted, quantised) keeps them as they are.
+
+    Args:
+        problem: Model, scope and temperature.
+        rollouts: Those to run together.
+
+    Returns:
+        One vector [Σ K] as from `sampled_logprobs`, float64.
+    """
+    with _watched(problem) as calls:
+        run = _run(problem, rollouts)
+    peak, likeliest = run.z.max(-1, keepdim=True)
+    columns = torch.cat([run.targets[:, None], likeliest], dim=-1)
+    rough = run.z.gather(-1, columns).double()
+    sharp = calls[-1].at(columns, run) if calls and calls[-1].made(run.logits) else rough
+    total = (run.z - peak).div_(problem.temperature).exp_().sum(-1, dtype=torch.float64)
+    sharp, rough = ((x - peak) / problem.temperature for x in (sharp, rough))
+    moved = sharp[:, 1:].exp() - rough[:, 1:].exp()
+    return sharp[:, 0] - (total + moved.sum(-1)).log()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One forward pass: logits as the model gave them, and at the sampled tokens."""
+
+    logits: Tensor
+    layout: Layout
+    z: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class _OutputCall:
+    """What the output layer was given and returned."""
+
+    inputs: Tensor
+    output: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def made(self, logits: Tensor) -> bool:
+        """Whether these logits are the layer's output, untouched."""
+        return logits.data_ptr() == self.output.data_ptr() and logits.shape == self.output.shape
+
+    def at(self, columns: Tensor, run: _Run) -> Tensor:
+        """Logits of some vocabulary entries of every sampled token [Σ K, k] as float64 products."""
+        hidden = run.layout.pick(self.inputs).double()
+        blocks = zip(columns.split(BLOCK), hidden.split(BLOCK), strict=True)  # of [BLOCK, k, d] each
+        logits = torch.cat([(self.weight[c].double() * h[:, None]).sum(-1) for c, h in blocks])
+        return logits if self.bias is None else logits + self.bias[columns].double()
+
+
+@contextmanager
+def _watched(problem: Problem) -> Iterator[list[_OutputCall]]:
+    """Note every call of a plain linear output layer inside the block, with the weights it used."""
+    calls: list[_OutputCall] = []
+    get_head = getattr(problem.model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    if type(head) is not nn.Linear:
+        yield calls
+        return
+
+    def note(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+        own = [module.weight, module.bias] if problem.scope.head is None else [*problem.scope.parameters, module.bias]
+        calls.append(_OutputCall(args[0], output, own[0], own[1]))
+
+    handle = head.register_forward_hook(note)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def _run(problem: Problem, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> _Run:
+    layout = padded(rollouts) if layout is None else layout
+    with problem.scope.active():
+        logits = model_logits(problem.model, layout)
+    z = policy_logits(layout.pick(logits), rollouts, 1.0)
+    targets = torch.cat([r.ids[r.targets] for r in rollouts])
+    return _Run(logits, layout, z, targets)
+
+
+def model_logits(model: nn.Module, layout: Layout) -> Tensor:
+    """Logits without a key-value cache, at the kept positions only [n, |keep|, V] where the model can do that."""
+    inputs = {"input_ids": layout.ids, "use_cache": False, **layout.inputs}
+    own = vars(model).get("forward")  # replaced on this object, which the memory below must not keep alive
+    if _takes_kept(own) if own else _keeps(type(model).forward):
+        return model(**inputs, logits_to_keep=layout.keep).logits
+    return model(**inputs).logits
+
+
+@lru_cache(maxsize=16)
+def _keeps(forward: Callable[..., Any]) -> bool:
+    """Whether a model computes logits at chosen positions only; reading a signature takes longer than a small layer."""
+    return _takes_kept(forward)
+
+
+def _takes_kept(forward: Callable[..., Any]) -> bool:
+    return "logits_to_keep" in inspect.signature(forward).parameters
+
+
+def _cooled(z: Tensor, temperature: float) -> Tensor:
+    """Logits / τ, which at τ = 1 is no copy."""
+    return z if temperature == 1 else z / temperature
+
+
+def _where(index: int, rollouts: tuple[Rollout, ...]) -> str:
+    places = [(r.row, column) for r in rollouts for column in r.columns]
+    return "rollout {}, token {}".format(*places[index])
+
+
+def _refuse_non_finite(z: Tensor, rollouts: tuple[Rollout, ...]) -> None:
+    if z.detach().sum().isfinite():  # a fifth of the time that looking at every entry takes
+        return
+    bad = ~z.detach().isfinite().all(-1)
+    if bad.any():
+        raise NonFiniteError(
+            f"logits are not finite at {_where(int(bad.nonzero()[0]), rollouts)}; "
+            "check the model's weights for NaN or infinity, or load it in float32."
+        )
+
+
+def _refuse_outside(targets: Tensor, vocabulary: int) -> None:
+    if int(targets.max()) >= vocabulary:
+        raise InputError(
+            f"input_ids holds the sampled token {int(targets.max())} but the output layer has {vocabulary} entries; "
+            "encode the text with this model's own tokenizer."
+        )

@@ -1,0 +1,206 @@
+"""Log-probabilities as a function of the scope's tensors: the model is evaluated at other weights, never written to."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from otb_analysis.errors import InputError, NonFiniteError, nearest
+from otb_analysis.gradients.batch.forward import sampled_logprobs, sharp_logprobs
+from otb_analysis.gradients.batch.inputs import Problem, Rollout, microbatches
+from otb_analysis.gradients.batch.layout import Layout
+from otb_analysis.gradients.batch.packing import layout_of
+from otb_analysis.types import Float
+
+Direction = Mapping[str, Tensor]
+"""One tensor per parameter name; parameters in scope that are left out do not move."""
+Forward = Callable[[Problem, tuple[Rollout, ...]], Tensor]
+PLAIN_ATTENTION = ("sdpa", "eager")
+"""Kernels that take float32 and, with the math backend, differentiate in forward mode; others are replaced."""
+
+
+@dataclass(frozen=True)
+class Functional:
+    """log π of sampled tokens as a function of the tensors in scope; made by `functional`.
+
+    Attributes:
+        problem: The checked batch.
+        parameters: The scope's tensors at the model's own weights, in float32 or better.
+        fixed: Float32 copies of the weights outside the scope by name, where the model's are narrower.
+    """
+
+    problem: Problem
+    parameters: tuple[Tensor, ...]
+    fixed: dict[str, Tensor]
+
+    def logprobs(
+        self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...], layout: Layout | None = None
+    ) -> Tensor:
+        """Log-probabilities [Σ K] of the rollouts' sampled tokens with `parameters` in place of the scope's."""
+        return self._call(partial(sampled_logprobs, layout=layout), parameters, rollouts)
+
+    def batches(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[tuple[Rollout, ...], Layout]]:
+        """Rollouts that run together and how they lie in the pass; what they have in common is read once."""
+        for batch in microbatches(rollouts):
+            yield batch, layout_of(self.problem, batch, dtype=self.parameters[0].dtype)
+
+    @torch.no_grad()
+    def evaluate(self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Float:
+        """The same without a graph and with as little rounding as is cheap, as float64 [N, L]; zero elsewhere."""
+        result = np.zeros(self.problem.shape)
+        for batch in microbatches(rollouts):
+            scatter(result, batch, self._call(sharp_logprobs, parameters, batch))
+        return result
+
+    def _call(self, forward: Forward, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Tensor:
+        scope = self.problem.scope
+        swapped = dict(self.fixed)
+        if scope.head is None:
+            swapped |= dict(zip(scope.names, parameters, strict=True))
+        else:
+            scope = replace(scope, parameters=tuple(parameters))
+        call = _Call(replace(self.problem, scope=scope), forward)
+        named = {f"model.{name}": tensor for name, tensor in swapped.items()}
+        with _plain_attention(self.problem.model), _padding_rows_held(self.problem.model):
+            return functional_call(call, named, (rollouts,), tie_weights=True)
+
+    def gradient(self, weights: Float, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, ...]:
+        """Σ weights[n, t] s_{n,t} over some rollouts by one ordinary backward pass; weights [N, L]."""
+        leaves = [p.detach().requires_grad_() for p in self.parameters]
+        total = tuple(torch.zeros_like(p) for p in self.parameters)
+        for batch, layout in self.batches([r for r in rollouts if weights[r.row, r.columns].any()]):
+            row = np.concatenate([weights[r.row, r.columns] for r in batch])
+            values = self.logprobs(leaves, batch, layout)
+            grads = torch.autograd.grad(values, leaves, torch.from_numpy(row).to(values), allow_unused=True)
+            for into, grad in zip(total, grads, strict=True):
+                if grad is not None:
+                    into.add_(grad)
+        return total
+
+
+class _Call(nn.Module):
+    """A forward pass as a module, so that `functional_call` can swap the weights under it."""
+
+    def __init__(self, problem: Problem, run: Forward) -> None:
+        super().__init__()
+        self.model = problem.model
+        self.problem = problem
+        self.run = run
+
+    def forward(self, rollouts: tuple[Rollout, ...]) -> Tensor:
+        return self.run(self.problem, rollouts)
+
+
+def functional(problem: Problem) -> Functional:
+    """Take a problem's weights out of its model.
+
+    Weights in float32 or float64 are shared, not copied. A half-precision model is evaluated on float32 copies of all
+    its weights, since a direction's differences drown in half precision; that takes 4 bytes a parameter.
+    """
+    inside = {id(p) for p in problem.scope.parameters}
+    outside = [*problem.model.named_parameters(), *problem.model.named_buffers()]
+    fixed = {name: _wide(t) for name, t in outside if _wide(t).dtype != t.dtype and id(t) not in inside}
+    return Functional(problem, tuple(_wide(p) for p in problem.scope.parameters), fixed)
+
+
+def check_direction(direction: Direction, function: Functional, what: str = "direction") -> tuple[Tensor, ...]:
+    """Turn tensors by name into one tensor per tensor in scope, zeros where none was given.
+
+    Args:
+        direction: Tensors by parameter name; a tied parameter answers to each of its names.
+        function: The log-probabilities it will be a direction of.
+        what: What the caller calls it.
+
+    Raises:
+        InputError: A name is not in scope, a shape does not fit, a tied parameter would move in two ways, or there is
+            no tensor at all.
+        NonFiniteError: A tensor holds NaN or infinity.
+    """
+    given: dict[int, Tensor] = {}
+    index = _index(function.problem)
+    for name, tensor in direction.items():
+        if name not in index:
+            raise InputError(f"{what} names {name!r}, which is not in scope; {nearest(name, index)}")
+        i = index[name]
+        like = function.parameters[i]
+        if tensor.shape != like.shape:
+            raise InputError(
+                f"{what}[{name!r}] has shape {tuple(tensor.shape)} but the parameter has shape {tuple(like.shape)}; "
+                "pass one entry per parameter entry."
+            )
+        moved = tensor.detach().to(like)
+        # A finite norm has finite entries, and reads a tensor ten times as fast; finite entries may still overflow.
+        if not (torch.linalg.vector_norm(moved).isfinite() or moved.isfinite().all()):
+            raise NonFiniteError(f"{what}[{name!r}] is not finite; pass finite tensors.")
+        if i in given and not torch.equal(given[i], moved):
+            raise InputError(
+                f"{what} moves the tied parameter {function.problem.scope.names[i]!r} differently under another name, "
+                f"{name!r}; pass it once."
+            )
+        given[i] = moved
+    if not given:
+        raise InputError(f"{what} is empty; pass one tensor per parameter name.")
+    return tuple(given[i] if i in given else torch.zeros_like(p) for i, p in enumerate(function.parameters))
+
+
+def scatter(into: Float, rollouts: Sequence[Rollout], values: Tensor) -> None:
+    """Write one value per sampled token [Σ K] of some rollouts to their places in `into` [N, L]."""
+    ends = np.cumsum([len(r.columns) for r in rollouts])[:-1]
+    for rollout, part in zip(rollouts, np.split(values.detach().double().cpu().numpy(), ends), strict=True):
+        into[rollout.row, rollout.columns] = part
+
+
+def _index(problem: Problem) -> dict[str, int]:
+    """Place in the scope of every parameter name, all names of a tied one included."""
+    place = {id(p): i for i, p in enumerate(problem.scope.parameters)}
+    named = dict(problem.model.named_parameters(remove_duplicate=False))
+    aliases = {name: place[id(p)] for name, p in named.items() if id(p) in place}
+    return aliases | {name: i for i, name in enumerate(problem.scope.names)}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A detached float32 (or wider) version; anything but half precision shares its storage."""
+    return tensor.detach().float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.detach()
+
+
+@contextmanager
+def _padding_rows_held(model: nn.Module) -> Iterator[None]:
+    """Keep the padding token's embedding where it is: a text may hold that token, and no gradient reaches its row."""
+
+    def held(table: nn.Embedding, padding: int) -> RemovableHandle:
+        row = table.weight[padding].detach()
+
+        def hold(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return torch.where((args[0] == padding)[..., None], row.to(output), output)
+
+        return table.register_forward_hook(hold)
+
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    handles = [held(m, m.padding_idx) for m in tables if m.padding_idx is not None]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _plain_attention(model: nn.Module) -> Iterator[None]:
+    """Put PyTorch's own attention in place of a kernel that would not take float32 or forward-mode derivatives."""
+    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    found = getattr(inner.config, "_attn_implementation", None) if inner is not None else None
+    if inner is None or found is None or found in PLAIN_ATTENTION:
+        yield
+        return
+    inner.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(found)

@@ -1,0 +1,235 @@
+"""Checks at the door, and the padding-free view of a batch from which every engine starts."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.gradients.batch.model_checks import (
+    refuse_dropout,
+    refuse_inference,
+    refuse_length_dependence,
+    refuse_shards,
+)
+from otb_analysis.gradients.batch.scope import Scope, select_scope
+from otb_analysis.types import Bool, Float, Int
+
+Weights = Tensor | np.ndarray
+
+BATCH_POSITIONS = 1024
+"""Padded positions of one forward pass over several rollouts, few enough for a small model to stay in cache; a longer
+rollout has a pass of its own."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the caller passed, still padded.
+
+    Attributes:
+        input_ids: Token ids [N, L]; read only where `attention_mask` is true.
+        mask: True at the tokens the policy sampled [N, L].
+        attention_mask: True at real tokens [N, L], or None when nothing is padding.
+    """
+
+    input_ids: Tensor
+    mask: Tensor
+    attention_mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One rollout with its padding stripped, so that a token's index is its position id, cumsum(attention_mask) − 1.
+
+    Attributes:
+        row: Index n of the rollout in the batch.
+        ids: Its real tokens, on the model's device [ℓ].
+        targets: Increasing indices into `ids` of the K sampled tokens, each ≥ 1, on the same device [K].
+        columns: Columns of those tokens in the padded batch [K].
+    """
+
+    row: int
+    ids: Tensor
+    targets: Tensor
+    columns: Int
+
+    def blocks(self, size: int) -> Iterator["Rollout"]:
+        """The same rollout with at most `size` consecutive sampled tokens at a time."""
+        for k in range(0, len(self.columns), size):
+            yield replace(self, targets=self.targets[k : k + size], columns=self.columns[k : k + size])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A checked batch and what to differentiate; made by `pose`, read by every engine.
+
+    Attributes:
+        model: The causal language model, left as it was found.
+        rollouts: Those rollouts that hold a sampled token.
+        shape: (N, L) of the padded batch.
+        mask: True at sampled tokens [N, L].
+        scope: The parameters of the score.
+        temperature: τ; the policy is softmax(logits / τ).
+    """
+
+    model: nn.Module
+    rollouts: tuple[Rollout, ...]
+    shape: tuple[int, int]
+    mask: Bool
+    scope: Scope
+    temperature: float
+
+
+def pose(model: nn.Module, batch: Batch, scope: str, temperature: float, *, sharded: bool = False) -> Problem:
+    """Check a batch against a model and strip its padding.
+
+    Args:
+        model: A causal language model.
+        batch: What the caller passed.
+        scope: As in `token_score_norms`.
+        temperature: τ.
+        sharded: Whether the caller knows what to do with parameters of which this process holds a part.
+
+    Raises:
+        InputError: Parameters are shards or were made in inference mode, shapes disagree, a sampled token is padding or
+            has nothing before it, a token id is outside the vocabulary, dropout is active, a rotary embedding depends
+            on the length of a rollout, the temperature is not positive, or nothing trainable is in scope.
+    """
+    if not (np.isfinite(temperature) and temperature > 0):
+        raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
+    if not sharded:
+        refuse_shards(model)
+    refuse_inference(model)
+    refuse_dropout(model)
+    ids, mask, real = _aligned(batch)
+    rollouts = tuple(_strip(row, ids, mask, real, _device(model)) for row in range(len(ids)) if mask[row].any())
+    for rollout in rollouts:
+        _check_vocabulary(model, rollout)
+    if rollouts:
+        longest = max(rollouts, key=lambda r: len(r.ids))
+        refuse_length_dependence(model, longest.row, len(longest.ids))
+    shape = (ids.shape[0], ids.shape[1])
+    return Problem(model, rollouts, shape, mask.numpy(), select_scope(model, scope), float(temperature))
+
+
+def microbatches(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, ...]]:
+    """Cut rollouts into batches of at most `BATCH_POSITIONS` padded positions, like lengths together."""
+    batch: tuple[Rollout, ...] = ()
+    for rollout in sorted(rollouts, key=lambda r: -int(r.targets[-1])):
+        if batch and (len(batch) + 1) * int(batch[0].targets[-1]) > BATCH_POSITIONS:
+            yield batch
+            batch = ()
+        batch = (*batch, rollout)
+    if batch:
+        yield batch
+
+
+def check_weight_row(weights: Weights, mask: Bool) -> Float:
+    """Return one row of weights per rollout [N, L] as float64 with zeros outside the mask.
+
+    Raises:
+        InputError: The shape does not fit the mask.
+        NonFiniteError: A weight inside the mask is NaN or infinite.
+    """
+    if tuple(weights.shape) != mask.shape:
+        raise InputError(
+            f"weights has shape {tuple(weights.shape)} but input_ids has shape {mask.shape}; "
+            "pass one weight per token, shape [N, L]."
+        )
+    return check_weights(weights[:, None], mask)[:, 0]
+
+
+def check_weights(weights: Weights, mask: Bool) -> Float:
+    """Return weights [N, M, L] as float64 with zeros outside the mask, where they are never read.
+
+    Raises:
+        InputError: The shape does not fit the mask.
+        NonFiniteError: A weight inside the mask is NaN or infinite.
+    """
+    array = weights.detach().cpu().double().numpy() if isinstance(weights, Tensor) else np.asarray(weights, np.float64)
+    n, length = mask.shape
+    if array.ndim != 3 or array.shape[0] != n or array.shape[2] != length:
+        raise InputError(
+            f"weights has shape {array.shape} but input_ids has shape {mask.shape}; "
+            "pass one row of weights per estimator, shape [N, M, L]."
+        )
+    array = np.where(mask[:, None, :], array, 0.0)
+    if not np.isfinite(array).all():
+        row, m, column = np.argwhere(~np.isfinite(array))[0]
+        raise NonFiniteError(
+            f"weights is {array[row, m, column]} at rollout {row}, row {m}, token {column}; "
+            "pass finite weights wherever the mask is true."
+        )
+    return array
+
+
+def check_group(group: Tensor | np.ndarray, n: int, name: str = "group") -> Int:
+    """Return the group (or whatever `name` calls it) of each rollout as int64 [N].
+
+    Raises:
+        InputError: It is not one integer per rollout.
+    """
+    array = group.detach().cpu().numpy() if isinstance(group, Tensor) else np.asarray(group)
+    if array.shape != (n,) or array.dtype.kind not in "iu":
+        raise InputError(
+            f"{name} has shape {array.shape} and dtype {array.dtype} but input_ids has {n} rollouts; "
+            "pass one integer per rollout, shape [N]."
+        )
+    return array.astype(np.int64)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _aligned(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    for name, given in vars(batch).items():
+        if not isinstance(given, Tensor) and (given is not None or name != "attention_mask"):
+            raise InputError(f"{name} is a {type(given).__name__}; pass a torch tensor, shape [N, L].")
+    ids = batch.input_ids.detach().cpu()
+    if ids.ndim != 2:
+        raise InputError(f"input_ids has shape {tuple(ids.shape)}; pass one row per rollout, shape [N, L].")
+    real = torch.ones_like(ids) if batch.attention_mask is None else batch.attention_mask.detach().cpu()
+    mask = batch.mask.detach().cpu()
+    for name, other in (("mask", mask), ("attention_mask", real)):
+        if other.shape != ids.shape:
+            raise InputError(
+                f"{name} has shape {tuple(other.shape)} but input_ids has shape {tuple(ids.shape)}; "
+                "pass one entry per token, shape [N, L]."
+            )
+    mask, real = mask.bool(), real.bool()
+    _refuse_unpredicted(mask, real)
+    return ids, mask, real
+
+
+def _refuse_unpredicted(mask: Tensor, real: Tensor) -> None:
+    for wrong, what in (
+        (mask & ~real, "padding (its attention_mask is 0)"),
+        (mask & (real.cumsum(-1) == 1), "the first token of its rollout, which nothing predicts"),
+    ):
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            raise InputError(
+                f"mask is true at rollout {row}, token {column}, but that is {what}; "
+                "set mask only at tokens the policy sampled."
+            )
+
+
+def _strip(row: int, ids: Tensor, mask: Tensor, real: Tensor, device: torch.device) -> Rollout:
+    kept = real[row].nonzero()[:, 0]
+    targets = mask[row, kept].nonzero()[:, 0]
+    columns = kept[targets].numpy().astype(np.int64)
+    return Rollout(row, ids[row, kept].long().to(device), targets.to(device), columns)
+
+
+def _check_vocabulary(model: nn.Module, rollout: Rollout) -> None:
+    get_embedding = getattr(model, "get_input_embeddings", None)
+    size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", None)
+    low, high = int(rollout.ids.min()), int(rollout.ids.max())
+    if low < 0 or (size is not None and high >= size):
+        raise InputError(
+            f"input_ids of rollout {rollout.row} holds {low if low < 0 else high} but the model's vocabulary has "
+            f"{size} entries; encode the text with this model's own tokenizer, and mark padding in attention_mask."
+        )

@@ -1,0 +1,224 @@
+"""Attention whose backward pass takes many signals at once, in tiles, and skips the keys that nobody reads.
+
+Of PyTorch's attention kernels only the plain one lets many signals through, and it then holds several arrays
+[signals, heads, positions, positions]. Here the model's own kernel runs forward; backward the probabilities are
+computed again for one tile of queries at a time, all signals of the tile go through the four products while they are
+in cache, and keys behind a causal mask or outside a sliding window, whose probability is zero, take no part.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from otb_analysis.gradients.exact.layers import wide
+
+TILED_FROM = 128
+"""Queries from which the tiles pay: on fewer the plain kernel's backward pass is as fast (twice as slow on 512)."""
+TILE_BYTES = 1 << 21
+"""What the signals of one tile of queries may occupy at their keys: as much as a core's own cache."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of `scaled_dot_product_attention`; the fields are its parameters."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def factor(self) -> float:
+        """What scores are multiplied by."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+
+class ReplacedAttention(TorchFunctionMode):
+    """Inside this context `scaled_dot_product_attention` is another function.
+
+    Args:
+        attend: Answers a call; where it returns None, PyTorch's plain form runs.
+    """
+
+    def __init__(self, attend: Callable[[AttentionCall], Tensor | None]) -> None:
+        super().__init__()
+        self._attend = attend
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run one PyTorch function."""
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        found = self._attend(AttentionCall(*args, **kwargs))
+        if found is not None:
+            return found
+        with sdpa_kernel(SDPBackend.MATH):
+            return func(*args, **kwargs)
+
+
+class TiledAttention(ReplacedAttention):
+    """Inside this context `scaled_dot_product_attention` has the tiled backward pass of this module.
+
+    Calls that are short or that it does not follow (dropout, several rollouts, a mask that is trained) run in PyTorch's
+    plain form.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_attend)
+
+
+def many_signals(queries: int) -> AbstractContextManager[object]:
+    """Inside this context attention has a backward pass that takes many signals at once, the tiled one where it pays.
+
+    Args:
+        queries: Positions of the rollout that runs. Where they are few the plain kernel is asked for, since watching
+            every call of PyTorch costs more than a short attention does.
+    """
+    return TiledAttention() if queries >= TILED_FROM else sdpa_kernel(SDPBackend.MATH)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Who reads what: an additive mask [h or 1, n, m], whether positions see only earlier ones, and the scale."""
+
+    mask: Tensor | None
+    causal: bool
+    scale: float
+
+
+def _attend(call: AttentionCall) -> Tensor | None:
+    """The attention of some rollouts, or None where this module has no rule."""
+    shape, mask = call.query.shape, call.attn_mask
+    trained = mask is not None and mask.requires_grad
+    if call.dropout_p or trained or len(shape) != 4 or shape[2] < TILED_FROM:
+        return None
+    operands = call.query, call.key, call.value
+    return cast(Tensor, _Attention.apply(*operands, mask, call.is_causal, call.factor, call.enable_gqa))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(query, key, value, mask, causal, scale, grouped):
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        query, key, value, mask, *ctx.options, _ = inputs
+        ctx.save_for_backward(query, key, value, mask)
+
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> tuple[Any, ...]:
+        return *_Backward.apply(*signals, *ctx.saved_tensors, *ctx.options), None, None, None, None
+
+
+class _Backward(torch.autograd.Function):
+    """The backward pass as a function of its own, so that `vmap` hands over all signals in one tensor."""
+
+    @staticmethod
+    def forward(signal, query, key, value, mask, causal, scale):
+        found = _each_rollout(signal[None], (query, key, value), (mask, causal, scale))
+        return tuple(x[0] for x in found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        signal, query, key, value, mask, causal, scale = args
+        signals = signal.movedim(in_dims[0], 0)
+        return _each_rollout(signals, (query, key, value), (mask, causal, scale)), (0, 0, 0)
+
+
+def _each_rollout(
+    signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], options: tuple[Tensor | None, bool, float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Signals [C, N, h, n, e] at the output → signals [C, N, ...] at query, key and value, one rollout at a time."""
+    mask, causal, scale = options
+    added = _additive(mask, (signals.shape[-2], inputs[1].shape[-2]))
+    found = []
+    for row in range(signals.shape[1]):
+        own = None if added is None else added[row if len(added) > 1 else 0]
+        read = _Read(own, causal, scale)
+        found.append(_pull_back(signals[:, row], (inputs[0][row], inputs[1][row], inputs[2][row]), read))
+    at_query, at_key, at_value = (torch.stack(parts, dim=1) for parts in zip(*found, strict=True))
+    return at_query, at_key, at_value
+
+
+def _additive(mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """A mask, of any shape that fits the scores, as something to add to them: [N or 1, h or 1, n, m]."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
+    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    return mask.expand(*mask.shape[:2], *shape)
+
+
+def _pull_back(signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], read: _Read) -> tuple[Tensor, Tensor, Tensor]:
+    """Signals [C, h, n, e] at the output → signals [C, h or g, n or m, d or e] at query, key and value.
+
+    δv = Pᵀδ, δs = P ∘ (δvᵀ − Σ P ∘ δvᵀ) and δq = δs k, δk = δsᵀ q, tile by tile of queries. The h query heads that read
+    one of the g key heads are rows of one matrix, and signals are the last axis but one, so that no product copies.
+    """
+    query, key, value = (wide(x) for x in inputs)
+    heads, (count, _, n, width) = len(key), signals.shape
+    group = len(query) // heads
+    rows = wide(signals).unflatten(1, (heads, group)).permute(1, 2, 3, 0, 4)
+    queries = query.unflatten(0, (heads, group))
+    at_query = rows.new_empty(heads, group, n, count, query.shape[-1])
+    at_key = rows.new_zeros(heads, key.shape[-1], count, key.shape[1])
+    at_value = rows.new_zeros(heads, key.shape[1], count * width)
+    for tile in _tiles(n, len(query) * count * key.shape[1] * rows.element_size()):
+        q = queries[:, :, tile].flatten(1, 2)
+        seen, p = _probabilities(queries[:, :, tile], key, read, tile)
+        signal = rows[:, :, tile].reshape(heads, -1, width)
+        at_value[:, seen] += p.mT @ signal.view(heads, len(q[0]), -1)
+        score = (signal @ value[:, seen].mT).view(heads, len(q[0]), count, -1).mul_(p[:, :, None])
+        score -= p[:, :, None] * score.sum(-1, keepdim=True)
+        score *= read.scale
+        found = score.flatten(1, 2) @ key[:, seen]
+        at_query[:, :, tile] = found.view(heads, group, -1, count, query.shape[-1])
+        at_key[..., seen] += (q.mT @ score.flatten(2)).view(heads, -1, count, score.shape[-1])
+    return (
+        at_query.permute(3, 0, 1, 2, 4).flatten(1, 2).to(inputs[0].dtype),
+        at_key.permute(2, 0, 3, 1).to(inputs[1].dtype),
+        at_value.view(heads, -1, count, width).permute(2, 0, 1, 3).to(inputs[2].dtype),
+    )
+
+
+def _tiles(n: int, bytes_per_query: int) -> list[slice]:
+    size = max(1, TILE_BYTES // max(bytes_per_query, 1))
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _probabilities(queries: Tensor, key: Tensor, read: _Read, tile: slice) -> tuple[slice, Tensor]:
+    """The keys that some query of a tile [heads, group, b, d] reads, and P [heads, group · b, keys]."""
+    stop = tile.stop if read.causal else key.shape[1]
+    scores = queries.flatten(1, 2) @ key[:, :stop].mT * read.scale
+    scores = scores.view(*queries.shape[:3], stop)
+    if read.causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(tile.start + 1)
+        scores.masked_fill_(ahead, -torch.inf)
+    if read.mask is not None:
+        mask = read.mask[:, tile, :stop]
+        scores += mask.unflatten(0, queries.shape[:2]) if len(mask) > 1 else mask[0]
+    if read.mask is None:
+        return slice(0, stop), scores.softmax(-1).flatten(1, 2)
+    blind = scores.amax(-1, keepdim=True) == -torch.inf  # a query before the first token reads nothing
+    p = scores.softmax(-1).masked_fill(blind, 0).flatten(1, 2)
+    used = p.any(0).any(0).nonzero()
+    seen = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 1)
+    return seen, p[..., seen].contiguous()

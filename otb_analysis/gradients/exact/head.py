@@ -1,0 +1,159 @@
+"""Scores of the output layer's own use in closed form: outer products of two known vectors, without a backward pass.
+
+For z = W h + b the score is ∇_W log π(y) = δ ⊗ h with δ = (e_y − π)/τ, times the slope of what the model does to z
+behind the layer (a soft-cap, a scale); 1 − π_y is formed as the sum of the other π, so that it survives π_y → 1.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from otb_analysis.gradients.batch.forward import sampled_logits
+from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.scope import unreached
+from otb_analysis.gradients.exact.gram import refuse_many
+from otb_analysis.gradients.exact.hooks import own_rows
+from otb_analysis.gradients.exact.layers import wide
+from otb_analysis.types import Float, Int, ScoreNorms
+
+HELD_BYTES = 1 << 30
+"""What the vectors δ of the tokens of one block of a Gram matrix may occupy; other blocks are computed again."""
+
+
+def token_score_norms(problem: Problem, path: bool, name: str) -> ScoreNorms:
+    """‖s_t‖² = ‖δ_t‖² ‖h_t‖², with a bias ‖δ_t‖² (‖h_t‖² + 1), and of the running sums with `path`.
+
+    Args:
+        problem: The checked batch, with the output layer as its scope.
+        path: Also sum the inner products ⟨δ_i, δ_j⟩⟨h_i, h_j⟩ of all pairs up to each token.
+        name: Engine to report.
+    """
+    norm_sq, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
+    for rollout in problem.rollouts:
+        where = rollout.row, rollout.columns
+        found = _outer(problem, rollout)
+        logprob[where] = found.logprob.cpu().numpy()
+        norm_sq[where] = (_norm_sq(found.left) * _norm_sq(found.right)).cpu().numpy()
+        if path:
+            kernel = _kernel(found, found)
+            path_norm_sq[where] = (2 * kernel.tril().sum(1) - kernel.diagonal()).cumsum(0).cpu().numpy()
+    return ScoreNorms(norm_sq, logprob, name, path_norm_sq if path else None)
+
+
+def weighted_score_norms(problem: Problem, weights: Float) -> Float:
+    """‖Σ_t weights[n,m,t] s_{n,t}‖² from the inner products of a rollout's tokens."""
+    result = np.zeros(weights.shape[:2])
+    for rollout in problem.rollouts:
+        rows = torch.from_numpy(weights[rollout.row][:, rollout.columns])
+        if rows.any():
+            found = _outer(problem, rollout)
+            result[rollout.row] = (rows @ _kernel(found, found).cpu() * rows).sum(-1).numpy()
+    return result
+
+
+def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
+    """Gram matrix [M, M, P, P] from the inner products of all pairs of tokens, block by block."""
+    prompts, index = np.unique(group, return_inverse=True)
+    count = weights.shape[1] * len(prompts)
+    refuse_many(count)
+    gram = torch.zeros(count, count, dtype=torch.float64)
+    rollouts = [r for r in problem.rollouts if weights[r.row][:, r.columns].any()]
+    blocks = list(_blocks(rollouts, problem.scope.parameters[0]))
+    for i, block in enumerate(blocks):
+        first = _joined(problem, block)
+        rows = _spread(block, weights, (index, len(prompts)))
+        gram += rows @ _kernel(first, first).cpu() @ rows.T
+        for other in blocks[i + 1 :]:
+            part = rows @ _kernel(first, _joined(problem, other)).cpu()
+            part = part @ _spread(other, weights, (index, len(prompts))).T
+            gram += part + part.T
+    shape = (weights.shape[1], len(prompts)) * 2
+    return gram.numpy().reshape(shape).transpose(0, 2, 1, 3)
+
+
+@dataclass(frozen=True)
+class _Outer:
+    """Scores of K tokens as outer products: δ [K, V], h [K, d] (with a 1 behind it for a bias), and log π [K]."""
+
+    left: Tensor
+    right: Tensor
+    logprob: Tensor
+
+
+def _outer(problem: Problem, rollout: Rollout) -> _Outer:
+    head = problem.scope.head
+    assert head is not None
+    inner = replace(problem, scope=replace(problem.scope, head=None))
+    with torch.no_grad(), _tapped(head) as seen:
+        z, targets = sampled_logits(inner, (rollout,))
+        if not seen:
+            raise unreached(head)
+        hidden, output = seen
+        logprob, at = z.detach().log_softmax(-1), targets[:, None]
+        others = logprob.exp().scatter(-1, at, 0.0)
+        (delta,) = torch.autograd.grad(z, output, (-others).scatter(-1, at, others.sum(-1, keepdim=True)))
+    right = wide(hidden[0, own_rows(hidden, rollout)])
+    if len(problem.scope.parameters) > 1:
+        right = torch.cat([right, torch.ones_like(right[:, :1])], dim=-1)
+    return _Outer(wide(delta[0, own_rows(delta, rollout)]), right, logprob.gather(-1, at)[:, 0].double())
+
+
+@contextmanager
+def _tapped(head: nn.Module) -> Iterator[list[Tensor]]:
+    """Start the graph at the output of the layer: what is below it needs none. Yields its input and output."""
+    seen: list[Tensor] = []
+
+    def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        leaf = wide(output.detach()).requires_grad_()
+        seen[:] = args[0], leaf
+        torch.set_grad_enabled(True)  # until the caller's `no_grad` ends
+        return leaf
+
+    handle = head.register_forward_hook(hook)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _blocks(rollouts: list[Rollout], weight: Tensor) -> Iterator[list[Rollout]]:
+    """Rollouts in blocks whose δ fit in `HELD_BYTES`; one at least."""
+    block: list[Rollout] = []
+    most = HELD_BYTES // (len(weight) * max(4, weight.element_size()))
+    for rollout in rollouts:
+        if block and sum(len(r.columns) for r in (*block, rollout)) > most:
+            yield block
+            block = []
+        block = [*block, rollout]
+    if block:
+        yield block
+
+
+def _joined(problem: Problem, rollouts: list[Rollout]) -> _Outer:
+    parts = [_outer(problem, r) for r in rollouts]
+    return _Outer(*(torch.cat([getattr(p, name) for p in parts]) for name in ("left", "right", "logprob")))
+
+
+def _spread(rollouts: list[Rollout], weights: Float, prompts: tuple[Int, int]) -> Tensor:
+    """Weights [M · P, Σ K] of the tokens of some rollouts: zero in the rows of other prompts."""
+    index, count = prompts
+    parts = []
+    for rollout in rollouts:
+        rows = np.zeros((weights.shape[1], count, len(rollout.columns)))
+        rows[:, index[rollout.row]] = weights[rollout.row][:, rollout.columns]
+        parts.append(rows.reshape(-1, rows.shape[2]))
+    return torch.from_numpy(np.concatenate(parts, axis=1))
+
+
+def _kernel(a: _Outer, b: _Outer) -> Tensor:
+    """⟨s_i, s_j⟩ of all pairs of tokens, float64."""
+    return (a.left @ b.left.T).double() * (a.right @ b.right.T).double()
+
+
+def _norm_sq(values: Tensor) -> Tensor:
+    """‖·‖² of each row, in float64 throughout: squares of the δ of a sure token are too small for float32."""
+    return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float64).square()

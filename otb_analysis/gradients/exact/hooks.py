@@ -1,0 +1,123 @@
+"""Forward passes that remember what went into and came out of chosen layers, and the signals that come back to them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.exact.attention import many_signals
+from otb_analysis.gradients.exact.layers import UnfitError
+
+
+@dataclass
+class Trace:
+    """One forward pass with its graph: the log-probabilities [K] and, by module name, what the layers saw and gave.
+
+    The modules appear in the order in which they ran; `repeated` are those that ran more than once.
+    """
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
+    logprob: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+
+class _ReachedCut(Exception):
+    """A pass has come as far as it must."""
+
+
+def traced(problem: Problem, rollout: Rollout, names: Iterable[str]) -> Trace:
+    """Run one rollout up to its last sampled token while watching some modules.
+
+    Attention runs with a backward pass of its own, because the fused kernels have no rule for many signals at once.
+    """
+    modules = dict(problem.model.named_modules())
+    trace = Trace()
+    inner = replace(problem, scope=replace(problem.scope, head=None))
+    attention = many_signals(int(rollout.targets[-1]))
+    # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
+    with problem.scope.active(), _watching({n: modules[n] for n in names}, trace), attention:
+        trace.logprob = sampled_logprobs(inner, (rollout,))
+    return trace
+
+
+def traced_to(cut: str, problem: Problem, rollout: Rollout, names: Iterable[str]) -> Trace:
+    """Re-run a rollout and stop at the input of the layer `cut`; no log-probabilities."""
+    modules = dict(problem.model.named_modules())
+    trace = Trace()
+
+    def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        trace.inputs[cut] = args[0]
+        raise _ReachedCut
+
+    handle = modules[cut].register_forward_pre_hook(stop)
+    try:
+        with _watching({n: modules[n] for n in names}, trace), many_signals(int(rollout.targets[-1])):
+            sampled_logprobs(problem, (rollout,))
+    except _ReachedCut:
+        pass
+    finally:
+        handle.remove()
+    return trace
+
+
+def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Tensor, ...]:
+    """Backward signals at `targets` for many seeds at `source`: seeds [C, *source] → one [C, *target] per target.
+
+    `is_grads_batched` would be the older vmap, whose results are wrong where a hook looks at them.
+
+    Raises:
+        UnfitError: An operation of the model has no rule for many signals at once.
+    """
+
+    def one(seed: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(source, targets, seed, retain_graph=True, materialize_grads=True)
+
+    try:
+        return vmap(one)(seeds)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # how torch says that an operation cannot be batched
+        why = str(error).split(". ")[0].splitlines()[0]
+        raise UnfitError(
+            f'the model has an operation without a batched backward pass ({why}); pass engine="reference".'
+        ) from error
+
+
+def own_rows(tensor: Tensor, rollout: Rollout) -> Tensor:
+    """Rows of a layer's input or output [1, n, ...] at the positions that predict the sampled tokens.
+
+    A layer runs on the whole prefix or, like the output layer, on the kept positions only.
+    """
+    length, kept = int(rollout.targets[-1]), len(rollout.targets)
+    if tensor.ndim < 2 or tensor.shape[0] != 1 or tensor.shape[1] not in (length, kept):
+        raise UnfitError(
+            f"a layer works on shape {tuple(tensor.shape)} where [1, {length}, ...] was expected; "
+            'pass engine="reference".'
+        )
+    positions = rollout.targets - 1
+    return positions if tensor.shape[1] == length else torch.arange(kept, device=positions.device)
+
+
+@contextmanager
+def _watching(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[None]:
+    def watch(name: str):
+        def hook(_module: nn.Module, args: tuple[object, ...], output: object) -> None:
+            if name in trace.outputs:
+                trace.repeated.add(name)
+            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+                trace.inputs[name], trace.outputs[name] = args[0], output
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,125 @@
+"""One rollout taken apart by a plan: outer products above the cut, coordinates below it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
+from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX, SCALES
+from otb_analysis.gradients.exact.parameter_tangents import Norm, norm_of
+from otb_analysis.gradients.exact.plan import Plan, Use, length
+
+SIGNAL_BYTES = 1 << 27
+"""What the signals of one block may occupy in all layers below the cut; longer rollouts get smaller blocks."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Several weighted scores Σ_k weights[c, k] s_k of the sampled tokens `span` of a rollout, weights [C, |span|]."""
+
+    weights: Tensor
+    span: slice
+
+
+class Apart:
+    """Everything that one forward and one ordinary backward pass of a rollout give.
+
+    The sum of all log-probabilities is pulled back once; at and above the cut each position then holds exactly the
+    signal of the token that it predicts.
+
+    Attributes:
+        problem: The checked batch.
+        plan: How the model is taken apart.
+        rollout: The rollout, with K sampled tokens.
+        trace: Its forward pass, whose graph is kept.
+        own: Each token's own signal at the cut [K, ...].
+        outer: By use above the cut, the tokens' gradients as outer products (left [K, a], right [K, b]); of a tied
+            matrix only those rows that the rollout does not read as input.
+        shared: By tied parameter, the other rows: (right [K, U], left [K, d]) for the U distinct tokens read.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan, rollout: Rollout) -> None:
+        self.problem, self.plan, self.rollout = problem, plan, rollout
+        self.trace = traced(problem, rollout, plan.modules)
+        self.outer: dict[Use, tuple[Tensor, Tensor]] = {}
+        self.shared: dict[str, tuple[Tensor, Tensor]] = {}
+        modules = dict(problem.model.named_modules())
+        names = list(dict.fromkeys(u.module for u in plan.above))
+        signals = self._signals([self.trace.outputs[n] for n in names])
+        for use in plan.above:
+            inputs, signal = self.trace.inputs[use.module].detach(), signals[names.index(use.module)]
+            at = own_rows(inputs, rollout)
+            self.outer[use] = use.rule.outer(modules[use.module], inputs[0, at], signal[0, own_rows(signal, rollout)])
+        self._separate_tied()
+
+    @cached_property
+    def kept(self) -> dict[Use, Tensor]:
+        """By use below the cut, what its rule keeps of the layer's inputs; made when first asked for."""
+        modules = dict(self.problem.model.named_modules())
+        # Query, key and value read one tensor; what is kept of it is made once.
+        made: dict[tuple[object, ...], Tensor] = {}
+        kept = {}
+        for use in self.plan.below:
+            inputs = self.trace.inputs[use.module].detach()
+            same = (inputs.data_ptr(), inputs.shape, inputs.stride()) if use.rule is MATRIX else (use,)
+            if same not in made:
+                made[same] = use.rule.prepare(modules[use.module], inputs)
+            kept[use] = made[same]
+        return kept
+
+    @cached_property
+    def norms(self) -> dict[str, Norm]:
+        """By module below the cut with a scale, what it does to the rollout's activations."""
+        modules = dict(self.problem.model.named_modules())
+        scaled = dict.fromkeys(u.module for u in self.plan.below if u.rule in SCALES)
+        return {name: norm_of(modules[name], self.trace.inputs[name].detach()) for name in scaled}
+
+    def _signals(self, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        cut = [] if self.plan.cut is None else [self.trace.inputs[self.plan.cut]]
+        total = self.trace.logprob.sum()
+        *signals, last = torch.autograd.grad(total, [*outputs, *(cut or outputs[:1])], retain_graph=True)
+        self.own = last[0, own_rows(last, self.rollout)]
+        return tuple(signals)
+
+    def _separate_tied(self) -> None:
+        """Split a tied matrix: in the rows that are also read as input both uses add before they are squared."""
+        tokens = self.rollout.ids[: length(self.rollout)].unique()
+        for parameter, use in self.plan.tied.items():
+            left, right = self.outer[use]
+            self.shared[parameter] = right[:, tokens], left
+            self.outer[use] = left, right.index_fill(1, tokens, 0.0)
+
+    @property
+    def block_size(self) -> int:
+        """Signals that the memory allowed holds at once."""
+        each = length(self.rollout) * self.plan.width * self.own.element_size()
+        return max(1, SIGNAL_BYTES // max(each, 1))
+
+    def coordinates(self, trace: Trace, rollout: Rollout, mix: Mix) -> Iterator[tuple[Use, Tensor]]:
+        """Coordinates [C, ...] below the cut of several weighted scores.
+
+        Args:
+            trace: A pass over `rollout`, as far as the cut at least.
+            rollout: The rollout, or a prefix of it; it ends with the tokens of the mix.
+            mix: The weights, over the last sampled tokens of `rollout`.
+        """
+        if self.plan.cut is None:
+            return
+        source = trace.inputs[self.plan.cut]
+        seeds = source.new_zeros(len(mix.weights), *source.shape)
+        own = self.own[mix.span]
+        at = own_rows(source, rollout)[-len(own) :]  # the last block shares the whole rollout's pass
+        seeds[:, 0, at] = torch.einsum("ck,k...->ck...", mix.weights.to(own), own)
+        names = list(dict.fromkeys(u.module for u in self.plan.below))
+        signals = pull_back(source, [trace.outputs[n] for n in names], seeds)
+        for use in self.plan.below:
+            found = use.rule.coordinates(self.kept[use], signals[names.index(use.module)][:, 0])
+            if use.rule is EMBEDDING and use.parameter in self.shared:
+                right, left = (part[mix.span] for part in self.shared[use.parameter])
+                for total, row in zip(found, mix.weights.to(right), strict=True):
+                    total += (row[:, None] * right).T @ left
+            yield use, found

@@ -1,0 +1,239 @@
+"""What the generic engine must know about a model, found once by a probe and checked against the reference engine.
+
+A token signals at its own position only in the layers above the last attention. Where those begin is not read from an
+architecture but measured: three backward signals of a short random text show which layers they stay put in, and which
+layer's input separates those from the rest.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
+from otb_analysis.gradients.exact.layers import EMBEDDING, HEADED_SCALE, MATRIX, SCALE, Rule, UnfitError, rule_for
+
+PROBE_LENGTH, PROBE_TARGETS = 12, (3, 5, 11)
+"""The forward pass has 11 positions, which hardly a model has heads: the two axes cannot be mistaken."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One parameter in one layer: its name in the scope, the module that applies it, and the rule."""
+
+    parameter: str
+    module: str
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the scores of one model and scope are taken apart; it holds names, not the model.
+
+    Attributes:
+        above: Uses in layers where a token signals at its own position only.
+        below: Uses in all other layers.
+        cut: Module whose input separates the two; None when nothing is below.
+        width: Numbers per position that one backward signal has in all layers below.
+    """
+
+    above: tuple[Use, ...]
+    below: tuple[Use, ...]
+    cut: str | None
+    width: int
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Every module to watch in a forward pass."""
+        cut = () if self.cut is None else (self.cut,)
+        return tuple(dict.fromkeys([u.module for u in (*self.above, *self.below)] + [*cut]))
+
+    @property
+    def tied(self) -> dict[str, Use]:
+        """By parameter, the use above of a matrix that is also an embedding below."""
+        embeddings = {u.parameter for u in self.below if u.rule is EMBEDDING}
+        return {u.parameter: u for u in self.above if u.parameter in embeddings}
+
+
+def find_plan(problem: Problem) -> Plan:
+    """Take a model apart.
+
+    Raises:
+        UnfitError: A parameter in scope has no rule, or the model does something that the engine does not follow.
+    """
+    _refuse_unfollowed(problem.model)
+    uses = _uses(problem)
+    rollout = probe(problem)
+    leaves = [name for name, module in problem.model.named_modules() if not any(module.children())]
+    watched = dict.fromkeys([u.module for u in uses] + leaves)
+    trace = traced(problem, rollout, watched)
+    for use in uses:
+        if use.module in trace.repeated or use.module not in trace.outputs:
+            often = "more than once" if use.module in trace.repeated else "not by a plain call"
+            raise UnfitError(
+                f"the layer of parameter {use.parameter} is used {often} in one forward pass; "
+                'pass engine="reference" or leave it out of scope.'
+            )
+    return _split(tuple(_placed(use, trace, rollout) for use in uses), trace, rollout)
+
+
+def probe(problem: Problem) -> Rollout:
+    """A short random text over the model's vocabulary with three sampled tokens."""
+    get_embedding = getattr(problem.model, "get_input_embeddings", None)
+    size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", None)
+    known = torch.cat([r.ids for r in problem.rollouts]).unique()
+    pool = known.cpu() if size is None else torch.arange(size)
+    order = torch.randint(len(pool), (PROBE_LENGTH,), generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor(PROBE_TARGETS, device=known.device)
+    return Rollout(0, pool[order].to(known.device), targets, np.array(PROBE_TARGETS))
+
+
+def reference_norms(problem: Problem, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities [K] by the model's own kernels, and ‖s_t‖² [K] of each parameter by plain backward passes."""
+    values = sampled_logprobs(problem, (rollout,))
+    norms = torch.zeros(len(problem.scope.names), len(values), dtype=torch.float64, device=values.device)
+    for k, value in enumerate(values):
+        grads = torch.autograd.grad(value, problem.scope.parameters, retain_graph=True, materialize_grads=True)
+        norms[:, k] = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in grads])
+        del grads  # before the next ones are formed: each is as large as the model
+    return values.detach().double(), dict(zip(problem.scope.names, norms, strict=True))
+
+
+def disagreement(problem: Problem, parts: dict[str, Tensor], norms: dict[str, Tensor]) -> str | None:
+    """The first parameter whose ‖s_t‖² on a probe are not the reference ones, in a clause; None where all agree.
+
+    Args:
+        problem: The checked batch; with weights of half precision only gross differences count.
+        parts: An engine's ‖s_t‖² by parameter.
+        norms: Those of `reference_norms`.
+    """
+    coarse = problem.scope.parameters[0].dtype.itemsize < 4
+    relative, absolute = (0.2, 1e-2) if coarse else (1e-3, 1e-6)
+    total = sum(norms.values())
+    for name, norm in norms.items():
+        got = parts.get(name, torch.zeros_like(norm))
+        if ((got - norm).abs() > relative * norm + absolute * total).any():
+            return (
+                f"parameter {name} has squared score norms {got.tolist()} on a probe where the reference gives "
+                f"{norm.tolist()}"
+            )
+    return None
+
+
+def _refuse_unfollowed(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if attention not in (None, "eager", "sdpa"):
+            raise UnfitError(
+                f"the model's attention is {attention!r}, which cannot carry many backward signals at once; "
+                'call model.set_attn_implementation("sdpa") or pass engine="reference".'
+            )
+        if module.training and getattr(module, "gradient_checkpointing", False):
+            raise UnfitError(
+                f"gradient checkpointing is on in {name or 'the model'}, which runs layers twice; "
+                'call model.gradient_checkpointing_disable() or pass engine="reference".'
+            )
+
+
+def _placed(use: Use, trace: Trace, rollout: Rollout) -> Use:
+    """The use with the rule for its layout: positions on the second axis, or behind the heads on the third.
+
+    Raises:
+        UnfitError: Positions are on neither, as in a router on flattened tokens, or it is not clear on which.
+    """
+    inputs, output = trace.inputs[use.module], trace.outputs[use.module]
+    if use.rule is SCALE and inputs.ndim == 4 and inputs.shape == output.shape and inputs.shape[0] == 1:
+        on_second, on_third = (size == length(rollout) for size in inputs.shape[1:3])
+        if on_third and not on_second:
+            return replace(use, rule=HEADED_SCALE)
+        if on_third:
+            raise UnfitError(
+                f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)}, where heads and positions "
+                'cannot be told apart; pass engine="reference" or leave it out of scope.'
+            )
+    rows = (length(rollout), len(rollout.targets))
+    kept = all(x.ndim >= 2 and x.shape[0] == 1 and x.shape[1] in rows for x in (inputs, output))
+    if not kept or output.ndim < 3 or (use.rule is MATRIX and inputs.ndim != 3):
+        raise UnfitError(
+            f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)} where one row per position was "
+            'expected; pass engine="reference" or leave it out of scope.'
+        )
+    return use
+
+
+def _uses(problem: Problem) -> tuple[Use, ...]:
+    scope, uses = problem.scope, []
+    if scope.head is not None:
+        module = next(name for name, m in problem.model.named_modules() if m is scope.head)
+        return tuple(_use(name, module, scope.head, name.rpartition(".")[2]) for name in scope.names)
+    names = {id(p): name for name, p in zip(scope.names, scope.parameters, strict=True)}
+    for module_name, module in problem.model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in names:
+                uses.append(_use(names[id(parameter)], module_name, module, leaf))
+    for name in names.values():
+        rules = [u.rule for u in uses if u.parameter == name]
+        if len(rules) != 1 and rules not in ([EMBEDDING, MATRIX], [MATRIX, EMBEDDING]):
+            raise UnfitError(
+                f"parameter {name} is shared by {len(rules)} layers in a way that has no rule; "
+                'pass engine="reference" or leave it out of scope.'
+            )
+    return tuple(uses)
+
+
+def _use(parameter: str, module_name: str, module: nn.Module, leaf: str) -> Use:
+    rule = rule_for(module, leaf)
+    if rule is None:
+        raise UnfitError(
+            f"parameter {parameter} of a {type(module).__name__} has no rule in the generic engine; "
+            'pass engine="reference" or leave it out of scope.'
+        )
+    return Use(parameter, module_name, rule)
+
+
+def _split(uses: tuple[Use, ...], trace: Trace, rollout: Rollout) -> Plan:
+    """Find out which uses are above, and the first layer whose input carries everything that reaches those below."""
+    modules = list(dict.fromkeys(u.module for u in uses))
+    inputs = {n: x for n, x in trace.inputs.items() if x.requires_grad and n not in trace.repeated}
+    seeds = torch.eye(len(trace.logprob)).to(trace.logprob)
+    outputs = [trace.outputs[n] for n in modules]
+    signals = pull_back(trace.logprob, [*outputs, *inputs.values()], seeds)
+    at_output = dict(zip(modules, signals, strict=False))
+    at_input = dict(zip(inputs, signals[len(modules) :], strict=True))
+    above = tuple(u for u in uses if u.rule not in (EMBEDDING, HEADED_SCALE) and _stays(at_output[u.module], rollout))
+    below = tuple(u for u in uses if u not in above)
+    if not below:
+        return Plan(above, below, None, 0)
+    if any(u.rule is MATRIX and u.parameter in {v.parameter for v in below if v is not u} for u in below):
+        raise UnfitError('a tied matrix is not the last layer of the model; pass engine="reference".')
+    direct = {u.module: at_output[u.module] for u in below}
+    targets = [trace.outputs[n] for n in direct]
+    for name, x in inputs.items():
+        if _stays(at_input[name], rollout):
+            chained = pull_back(x, targets, at_input[name])
+            if all(_close(c, d) for c, d in zip(chained, direct.values(), strict=True)):
+                width = sum(math.prod(d.shape[3:]) * d.shape[2] // length(rollout) for d in direct.values())
+                return Plan(above, below, name, width)
+    raise UnfitError('no layer of the model separates its last attention from what follows; pass engine="reference".')
+
+
+def length(rollout: Rollout) -> int:
+    """Positions that a forward pass of the rollout has."""
+    return int(rollout.targets[-1])
+
+
+def _stays(signal: Tensor, rollout: Rollout) -> bool:
+    """Whether signal k of [K, 1, n, ...] is zero everywhere but at the position that predicts token k."""
+    if signal.ndim < 3 or signal.shape[1] != 1 or signal.shape[2] not in (length(rollout), len(rollout.targets)):
+        return False
+    rest = signal[:, 0].clone()
+    rest[torch.arange(len(rest)), own_rows(signal[0], rollout)] = 0
+    return not rest.any() and bool(signal.any())
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) <= 1e-3 * float(b.abs().max())

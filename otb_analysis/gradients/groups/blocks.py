@@ -1,0 +1,211 @@
+"""Where a model is cut into blocks, found in its modules and checked on every pass."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otb_analysis.gradients.batch.inputs import Problem
+from otb_analysis.gradients.batch.layout import Layout
+from otb_analysis.gradients.exact.layers import UnfitError
+
+
+class _ReachedBlocks(Exception):
+    """A pass has come as far as it must."""
+
+
+HIDDEN = object()
+"""Stands among a block's arguments where its input belongs."""
+
+
+class Call:
+    """How one block was called: its input, until that is dropped to save memory, and its other arguments."""
+
+    def __init__(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.hidden: Tensor | None = hidden
+        self.args = [HIDDEN if x is hidden else x for x in args]
+        self.kwargs = {name: HIDDEN if x is hidden else x for name, x in kwargs.items()}
+
+    def again(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """Run the block on an input and return its output."""
+        args = [hidden if x is HIDDEN else x for x in self.args]
+        return _first(block(*args, **{name: hidden if x is HIDDEN else x for name, x in self.kwargs.items()}))
+
+
+@dataclass
+class Seen:
+    """What a pass over a watched model left."""
+
+    calls: list[Call] = field(default_factory=list)
+    output: Tensor | None = None
+    into_head: list[Tensor] = field(default_factory=list)
+    count: int = 0
+
+    def last(self) -> Tensor:
+        """Output of the last block, from which the graph begins.
+
+        Raises:
+            UnfitError: The blocks did not run one after the other, each once.
+        """
+        if self.output is None or len(self.calls) != self.count:
+            raise UnfitError("its blocks do not run one after the other")
+        return self.output
+
+    def hidden(self, layout: Layout) -> Tensor | None:
+        """Inputs of the output layer at the sampled tokens [K, d]; None where it was not watched.
+
+        Raises:
+            UnfitError: The output layer did not run exactly once.
+        """
+        if not self.into_head:
+            return None
+        if len(self.into_head) != 1 or self.into_head[0].ndim != 3:
+            raise UnfitError("its output layer does not run once on every position")
+        return layout.pick(self.into_head[0]).detach()
+
+
+@dataclass
+class Below:
+    """What stands before the first block: ids that the embedding read, its output, a leaf, and the block's input."""
+
+    ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    embedded: Tensor | None = None
+    first: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A model in blocks, for one scope.
+
+    Attributes:
+        blocks: The blocks in the order in which they run, each fed by the one before.
+        inside: By block, the names of its parameters in scope.
+        embedding: The input embedding, if its weight is in scope.
+        head: The output layer, if its weight is in scope.
+        ends: Names of the weights of `embedding` and `head`, the same where they are tied.
+        outside: Names of all other parameters in scope, used above the last block or below the first.
+    """
+
+    blocks: tuple[nn.Module, ...]
+    inside: tuple[tuple[str, ...], ...]
+    embedding: nn.Embedding | None
+    head: nn.Linear | None
+    ends: tuple[str | None, str | None]
+    outside: tuple[str, ...]
+
+    @property
+    def first(self) -> int:
+        """The lowest block that signals must go through."""
+        if self.embedding is not None or self.outside:
+            return 0
+        return next((i for i, names in enumerate(self.inside) if names), len(self.blocks))
+
+    @property
+    def steps(self) -> int:
+        """Passes that one prompt takes: forward, and through each block that signals must go through."""
+        return 1 + len(self.blocks) - self.first
+
+    @contextmanager
+    def watched(self) -> Iterator[Seen]:
+        """Remember what goes into the blocks, and begin the graph at the output of the last: below it needs none."""
+        seen = Seen(count=len(self.blocks))
+        fed: list[Tensor] = []
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            at = len(seen.calls)
+            hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            next_one = at < len(self.blocks) and module is self.blocks[at]
+            if next_one and hidden is not None and (not fed or hidden is fed[-1]):
+                seen.calls.append(Call(hidden, args, kwargs))
+
+        def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+            fed.append(_first(output))
+            if module is not self.blocks[-1]:
+                return output
+            seen.output = fed[-1].detach().requires_grad_()
+            torch.set_grad_enabled(True)  # until the caller's `no_grad` ends
+            return seen.output if isinstance(output, Tensor) else (seen.output, *output[1:])
+
+        def into_head(_module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
+            seen.into_head.append(args[0])
+
+        handles = [b.register_forward_pre_hook(before, with_kwargs=True) for b in self.blocks]
+        handles += [b.register_forward_hook(after) for b in self.blocks]
+        handles += [] if self.head is None else [self.head.register_forward_hook(into_head)]
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def stopped(self) -> Iterator[Below]:
+        """Run a model as far as its first block, with a graph from the embedding's output."""
+        seen = Below()
+
+        def after(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            seen.ids, seen.embedded = args[0], output.detach().requires_grad_()
+            return seen.embedded
+
+        def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            raise _ReachedBlocks
+
+        handles = [self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True)]
+        handles += [] if self.embedding is None else [self.embedding.register_forward_hook(after)]
+        try:
+            yield seen
+        except _ReachedBlocks:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def anatomy_of(problem: Problem) -> Anatomy:
+    """Sort the parameters in scope by where in the model they act.
+
+    Raises:
+        UnfitError: There are no blocks, or one parameter acts in several of these places, a tied embedding excepted.
+    """
+    model = problem.model
+    names = {id(p): name for name, p in zip(problem.scope.names, problem.scope.parameters, strict=True)}
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    if not lists:
+        raise UnfitError("it has no list of blocks")
+    blocks = tuple(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
+    inside = tuple(tuple(names[id(p)] for p in block.parameters() if id(p) in names) for block in blocks)
+    embedding, head = _layer(model, "input", nn.Embedding, names), _layer(model, "output", nn.Linear, names)
+    if isinstance(embedding, nn.Embedding) and (embedding.max_norm is not None or embedding.scale_grad_by_freq):
+        raise UnfitError("its embedding changes what is read or scales its gradient")
+    ends = (
+        None if embedding is None else names[id(embedding.weight)],
+        None if head is None else names[id(head.weight)],
+    )
+    members = [name for block in inside for name in block]
+    if len({*members, *ends}) < len(members) + len(set(ends)):
+        raise UnfitError("its blocks share parameters")
+    outside = tuple(name for name in problem.scope.names if name not in {*members, *ends})
+    return Anatomy(blocks, inside, embedding, head, ends, outside)
+
+
+def _layer(model: nn.Module, which: str, kind: type, names: dict[int, str]) -> Any:
+    """The input or output embedding if its weight is in scope.
+
+    Raises:
+        UnfitError: It does more than a plain layer of its kind, whose gradient could be taken in slices.
+    """
+    get = getattr(model, f"get_{which}_embeddings", None)
+    found = get() if callable(get) else None
+    if id(getattr(found, "weight", None)) not in names:
+        return None
+    if type(found) is not kind:
+        raise UnfitError(f"its {which} embedding is a {type(found).__name__}")
+    return found
+
+
+def _first(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]

@@ -1,0 +1,179 @@
+"""The Gram matrix of group gradients at the price of the weights' rank, in one round of passes over the model."""
+
+import logging
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from scipy.linalg import block_diag
+from torch import Tensor, nn
+
+from otb_analysis.errors import NonFiniteError
+from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.layout import padded
+from otb_analysis.gradients.batch.packing import layout_of
+from otb_analysis.gradients.batch.tree import sampled_nodes, tree_of
+from otb_analysis.gradients.exact import head, reference
+from otb_analysis.gradients.exact.generic import model_key
+from otb_analysis.gradients.exact.gram import add_products, refuse_many
+from otb_analysis.gradients.exact.layers import UnfitError
+from otb_analysis.gradients.exact.plan import disagreement, probe, reference_norms
+from otb_analysis.gradients.groups.basis import Basis, basis_of
+from otb_analysis.gradients.groups.blocks import Anatomy, anatomy_of
+from otb_analysis.gradients.groups.layered import Layered
+from otb_analysis.phases import count_to, note
+from otb_analysis.types import Bool, Float, Int
+
+_log = logging.getLogger(__name__)
+_TOLD: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_VERDICTS: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], str | None]] = WeakKeyDictionary()
+
+
+class _Prompt:
+    """One prompt's rollouts that hold a sampled token, their weights side by side [M, Σ K], and a basis of them."""
+
+    def __init__(self, rollouts: tuple[Rollout, ...], weights: Float) -> None:
+        self.rollouts, self.weights = rollouts, weights
+        self.basis = Basis(np.zeros((0, weights.shape[1])), np.zeros((len(weights), 0)))
+        self.tree = tree_of(rollouts)
+
+    def rows(self, logprob: Tensor) -> Tensor:
+        """Find the basis, its rows [r, Σ K]; the norm of a token's score goes roughly with 1 − π.
+
+        Tokens sampled after the same text have one score: the first of them carries their weights' sum.
+        """
+        _, first, same = np.unique(sampled_nodes(self.rollouts, self.tree), return_index=True, return_inverse=True)
+        summed = np.zeros((len(first), len(self.weights)))
+        np.add.at(summed, same, self.weights.T)
+        basis = basis_of(summed.T, -np.expm1(logprob.double().cpu().numpy()[first]))
+        rows = np.zeros((len(basis.rows), self.weights.shape[1]))
+        rows[:, first] = basis.rows
+        self.basis = Basis(rows, basis.mix)
+        return torch.from_numpy(rows)
+
+
+def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
+    """Gram matrix [M, M, P, P] from the gradients of each prompt's basis rows; all else is algebra in float64.
+
+    A model of blocks is measured block by block (`layered`). Another one has its basis' gradients formed whole by
+    `reference`, in as many rounds as their memory takes. Which way a model takes is said once.
+
+    Raises:
+        InputError: The matrix itself does not fit in `gram.GRADIENT_BYTES`.
+    """
+    if problem.scope.head is not None:
+        return head.group_gradient_gram(problem, weights, group)
+    prompts = [_prompt(problem, weights, group == p) for p in np.unique(group)]
+    refuse_many(sum(int(p.weights.any(-1).sum()) for p in prompts))
+    try:
+        total = _block_by_block(problem, [p for p in prompts if p.weights.any()])
+        _tell(problem.model, "is measured block by block, in one round of passes")
+    except UnfitError as reason:
+        _tell(problem.model, f"is not measured block by block: {reason}")
+        total = _formed_whole(problem, prompts, weights.shape, group)
+    return _mixed(total, prompts)
+
+
+def _tell(model: nn.Module, which: str) -> None:
+    """Say once which way a model's Gram matrices take."""
+    if _TOLD.get(model) != which:
+        _TOLD[model] = which
+        _log.info("%s %s.", type(model).__name__, which)
+        note(f"Gram matrix: {type(model).__name__} {which}.")
+
+
+def _block_by_block(problem: Problem, prompts: Sequence[_Prompt]) -> Float:
+    """Products [R, R] of the basis rows' gradients, in one round of passes.
+
+    Raises:
+        UnfitError: The model is not made of blocks.
+    """
+    layered = Layered(problem, verified_anatomy(problem), len(prompts))
+    count_to(len(prompts) * layered.anatomy.steps, "pass")
+    for prompt in prompts:
+        layered.add(prompt.rollouts, layout_of(problem, prompt.rollouts, prompt.tree), prompt.rows)
+    count = sum(len(prompt.basis.rows) for prompt in prompts)
+    total = torch.zeros(count, count, dtype=torch.float64, device=problem.scope.parameters[0].device)
+    for _, gradients in layered.gradients() if count else ():
+        add_products(total, gradients)
+    return total.cpu().numpy()
+
+
+def verified_anatomy(problem: Problem) -> Anatomy:
+    """How a model is cut into blocks, checked against plain backward passes on a probe at first use.
+
+    Raises:
+        UnfitError: It has no blocks, or some parameter's gradient is not the sum of what its blocks give.
+    """
+    anatomy = anatomy_of(problem)
+    verdicts, key = _VERDICTS.setdefault(problem.model, {}), model_key(problem)
+    if problem.rollouts and key not in verdicts:
+        verdicts[key] = _objection(problem, anatomy)
+    if reason := verdicts.get(key):
+        raise UnfitError(reason)
+    return anatomy
+
+
+def _objection(problem: Problem, anatomy: Anatomy) -> str | None:
+    """Compare each parameter's squared score norms on a probe with those of plain backward passes."""
+    rollout = probe(problem)
+    layered, parts = Layered(problem, anatomy), dict[str, Tensor]()
+    try:
+        layered.add((rollout,), padded((rollout,)), lambda logprob: torch.eye(len(logprob)))
+        for name, gradients in layered.gradients():
+            norm_sq = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64).square()
+            parts[name] = parts.get(name, 0.0) + norm_sq
+    except UnfitError as reason:
+        return str(reason)
+    except NonFiniteError:  # says nothing about the blocks, and the place is the probe's
+        return "its logits are not finite on a probe of the vocabulary"
+    return disagreement(problem, parts, reference_norms(problem, rollout)[1])
+
+
+def _formed_whole(problem: Problem, prompts: Sequence[_Prompt], shape: tuple[int, ...], group: Int) -> Float:
+    """Products [R, R] of the basis rows' whole gradients, for a model that is not made of blocks."""
+    inner = reference.group_gradient_gram(problem, _basis_weights(problem, prompts, shape), group)
+    where = [(m, p) for p, prompt in enumerate(prompts) for m in range(len(prompt.basis.rows))]
+    m, p = np.array(where, dtype=np.int64).reshape(-1, 2).T
+    return inner[m[:, None], m[None, :], p[:, None], p[None, :]]
+
+
+def basis_weights(problem: Problem, weights: Float, group: Int) -> Float:
+    """Weights [N, r, L] of the gradients that a Gram matrix is made of, r the largest rank of any prompt's rows.
+
+    Args:
+        problem: The checked batch.
+        weights: Rows of weights [N, M, L].
+        group: Prompt of each rollout [N].
+    """
+    return _basis_weights(problem, [_prompt(problem, weights, group == p) for p in np.unique(group)], weights.shape)
+
+
+def _basis_weights(problem: Problem, prompts: Sequence[_Prompt], shape: tuple[int, ...]) -> Float:
+    for prompt in prompts:
+        if prompt.weights.any():
+            with torch.no_grad():
+                prompt.rows(sampled_logprobs(problem, prompt.rollouts))
+    weights = np.zeros((shape[0], max((len(prompt.basis.rows) for prompt in prompts), default=0), shape[2]))
+    for prompt in prompts:
+        start = 0
+        for rollout in prompt.rollouts:
+            part = prompt.basis.rows[:, start : (start := start + len(rollout.columns))]
+            weights[rollout.row, : len(part), rollout.columns] = part.T
+    return weights
+
+
+def _mixed(total: Float, prompts: Sequence[_Prompt]) -> Float:
+    """Products of all M rows, mix · total · mixᵀ, prompt by prompt [M, M, P, P]."""
+    mix = np.asarray(block_diag(*(prompt.basis.mix for prompt in prompts)))
+    size = len(prompts[0].weights) if prompts else 0
+    whole = (mix @ total @ mix.T).reshape(len(prompts), size, len(prompts), size)
+    return np.ascontiguousarray(whole.transpose(1, 3, 0, 2))
+
+
+def _prompt(problem: Problem, weights: Float, member: Bool) -> _Prompt:
+    rollouts = tuple(r for r in problem.rollouts if member[r.row])
+    rows = [weights[r.row][:, r.columns] for r in rollouts]
+    return _Prompt(rollouts, np.concatenate([np.zeros((weights.shape[1], 0)), *rows], axis=1))

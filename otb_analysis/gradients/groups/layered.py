@@ -1,0 +1,200 @@
+"""The gradients of many rows of weights, one block of the model at a time, so that one round of passes serves them all.
+
+Every prompt runs forward once and keeps the inputs of the model's blocks. Then one block after the other, from the last
+to the first, is run again with its graph, and the backward signals of every row go through it:
+
+    x₀ ─block 0─▶ x₁ ─block 1─▶ … ─▶ x_L ─norm, output layer─▶ log π
+        ◀─ signals [R, …] ─┴─ gradients of this block's parameters [R, n] ─▶ products [R, R] ─▶ forgotten
+
+Only one block's gradients are held at a time. The vocabulary's matrices, the largest of all, are formed in slices: the
+output layer's gradient Σ_k w_k δ_k ⊗ h_k from its inputs h, an embedding's from the signals at the rows that were read,
+and a tied one's as their sum.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
+from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.layout import Layout
+from otb_analysis.gradients.batch.memory import memory_bytes
+from otb_analysis.gradients.exact.attention import many_signals
+from otb_analysis.gradients.exact.gram import stretches
+from otb_analysis.gradients.exact.hooks import pull_back
+from otb_analysis.gradients.exact.layers import UnfitError
+from otb_analysis.gradients.groups.blocks import Anatomy, Call
+from otb_analysis.gradients.groups.vocabulary import Ends, vocabulary_gradients
+from otb_analysis.phases import advance
+
+SIGNAL_BYTES, WIDER = 1 << 27, 8
+"""What the signals that go through a block together may occupy at its widest place, some 8 times its output's width."""
+INPUT_BYTES = 1 << 30
+"""What the inputs of all blocks may occupy, for all prompts; beyond, every √blocks-th is kept, for one more pass."""
+
+Gradients = Iterator[tuple[str, Tensor]]
+"""Names of parameters with (part of) their gradients [R, n], R the rows of all prompts; every entry comes once."""
+
+
+@dataclass
+class Pass:
+    """One prompt's rollouts: what went into each block, and the signals that have come back so far.
+
+    Attributes:
+        layout: How the rollouts lie in the pass.
+        calls: Arguments of each block.
+        ends: What the vocabulary's matrices need to know.
+        signals: Backward signals at the output of the next block to go through [r, *x].
+        outside: By parameter outside of the blocks, the gradients of the rows from above the last block.
+    """
+
+    layout: Layout
+    calls: list[Call]
+    ends: Ends
+    signals: Tensor
+    outside: list[list[Tensor]] = field(default_factory=list)
+
+
+class Layered:
+    """Forward passes of many prompts, then their gradients block by block."""
+
+    def __init__(self, problem: Problem, anatomy: Anatomy, prompts: int = 1) -> None:
+        self.problem, self.anatomy, self.prompts = problem, anatomy, prompts
+        self.named = dict(zip(problem.scope.names, problem.scope.parameters, strict=True))
+        self.passes: list[Pass] = []
+
+    def add(self, rollouts: tuple[Rollout, ...], layout: Layout, rows_of: Callable[[Tensor], Tensor]) -> None:
+        """Run a prompt's rollouts forward and bring the signals of its rows back to the last block's output.
+
+        Args:
+            rollouts: Rollouts of one prompt.
+            layout: How they lie in the pass.
+            rows_of: Gives the prompt's rows of weights [r, K] from its log-probabilities [K].
+
+        Raises:
+            UnfitError: The model does not run its blocks one after the other, or changes the output layer's logits.
+        """
+        parameters = [self.named[name] for name in self.anatomy.outside]
+        with torch.no_grad(), self.anatomy.watched() as seen:
+            values = sampled_logprobs(self.problem, rollouts, layout)
+            last = seen.last()
+            rows = rows_of(values.detach()).to(values)
+            found = [_pulled(values, [last, *parameters], row) for row in rows]
+        targets = torch.cat([r.ids[r.targets] for r in rollouts])
+        ends = Ends(rows, targets, seen.hidden(layout))
+        ends.check(self.anatomy.head, values.detach(), self.problem.temperature)
+        outside = [[f[1 + i] for f in found] for i in range(len(parameters))]
+        signals = _stacked([f[0] for f in found], last)
+        self._refuse_more_than_fits(signals)
+        self._drop(seen.calls)
+        self.passes.append(Pass(layout, seen.calls, ends, signals, outside))
+        advance()
+
+    def _refuse_more_than_fits(self, signals: Tensor) -> None:
+        """Raise where the signals of all prompts, as many as this one's, would not leave half of the memory free.
+
+        Raises:
+            UnfitError: They would not.
+        """
+        needed = self.prompts * 2 * signals.numel() * signals.element_size()  # at a block's output and at its input
+        if needed > memory_bytes(signals.device) // 2:
+            raise UnfitError(f"the signals of {self.prompts} prompts would take {needed / 2**30:.1f} GiB")
+
+    def _drop(self, calls: list[Call]) -> None:
+        """Keep the inputs of some blocks only, where those of all prompts and blocks are many; others run again."""
+        held = sum(call.hidden.numel() * call.hidden.element_size() for call in calls if call.hidden is not None)
+        if self.prompts * held > INPUT_BYTES:
+            kept = math.isqrt(len(calls))
+            for index, call in enumerate(calls):
+                if index % kept:
+                    call.hidden = None
+
+    def gradients(self) -> Gradients:
+        """Form every parameter's gradients of all rows, from the last block to the first."""
+        for index in reversed(range(self.anatomy.first, len(self.anatomy.blocks))):
+            yield from self._block(index)
+        if self.anatomy.embedding is not None or self.anatomy.outside:
+            for own in self.passes:
+                self._below(own)
+        for i, name in enumerate(self.anatomy.outside):
+            yield name, torch.stack([row.flatten() for own in self.passes for row in own.outside[i]])
+        yield from vocabulary_gradients(self.anatomy, [own.ends for own in self.passes], self.problem.temperature)
+
+    def _block(self, index: int) -> Gradients:
+        """Take all signals through a block; where its gradients do not fit together, once more for each part of them.
+
+        Each further part repeats this block alone: too little memory costs passes over a block, not over the model.
+        """
+        names = self.anatomy.inside[index]
+        parameters, count = [self.named[name] for name in names], sum(len(own.signals) for own in self.passes)
+        parts = stretches(parameters, max(count, 1))
+        for part in parts:
+            held = [parameters[i].new_empty(count, span.stop - span.start) for i, span in part]
+            start = 0
+            for own in self.passes:
+                into = [h[start : start + len(own.signals)] for h in held]
+                start += len(own.signals)
+                back = self._through(index, own, [(parameters[i], span) for i, span in part], into)
+                if part is parts[-1]:
+                    own.signals, own.calls[index].hidden = back, None
+                    advance()
+            for into, (i, _) in zip(held, part, strict=True):
+                yield names[i], into
+
+    def _through(self, index: int, own: Pass, wanted: Sequence[tuple[Tensor, slice]], into: Sequence[Tensor]) -> Tensor:
+        """Write the gradients of one prompt's rows; return its signals at the block's input."""
+        source = self._input(index, own).detach().requires_grad_()
+        with many_signals(own.layout.ids.shape[1]):
+            output = own.calls[index].again(self.anatomy.blocks[index], source)
+        inputs = [source, *(parameter for parameter, _ in wanted)]
+        back = torch.empty_like(own.signals)
+        size = sum(parameter.numel() * parameter.element_size() for parameter, _ in wanted)
+        for rows in _some_at_once(own.signals, size):
+            back[rows], *found = pull_back(output, inputs, own.signals[rows])
+            for row, gradient, (_, span) in zip(into, found, wanted, strict=True):
+                row[rows] = gradient.flatten(1)[:, span]
+        return back
+
+    @torch.no_grad()
+    def _input(self, index: int, own: Pass) -> Tensor:
+        """Input of a block, run again from the last block before it whose input was kept."""
+        first = next(i for i in range(index, -1, -1) if own.calls[i].hidden is not None)
+        hidden = own.calls[first].hidden
+        assert hidden is not None
+        for i in range(first, index):
+            hidden = own.calls[i + 1].hidden = own.calls[i].again(self.anatomy.blocks[i], hidden)
+        return hidden
+
+    def _below(self, own: Pass) -> None:
+        """Bring a prompt's signals from the first block's input to the embedding's output."""
+        parameters = [self.named[name] for name in self.anatomy.outside]
+        with self.anatomy.stopped() as seen:
+            model_logits(self.problem.model, own.layout)
+        leaves = [] if seen.embedded is None else [seen.embedded]
+        found = [_pulled(seen.first, [*leaves, *parameters], signal) for signal in own.signals]
+        if seen.embedded is not None:
+            own.ends.read(seen.ids, _stacked([f[0] for f in found], seen.embedded), self.anatomy.embedding)
+        for i, rows in enumerate(own.outside):
+            for k, row in enumerate(rows):
+                rows[k] = row + found[k][len(leaves) + i]
+
+
+def _pulled(output: Tensor, inputs: Sequence[Tensor], signal: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of ⟨output, signal⟩; zeros where an input has no part in it. The graph is kept for the next row."""
+    if not inputs or not output.requires_grad:
+        return tuple(torch.zeros_like(x) for x in inputs)
+    return torch.autograd.grad(output, inputs, signal, retain_graph=True, materialize_grads=True)
+
+
+def _some_at_once(signals: Tensor, size: int) -> list[slice]:
+    """Rows whose signals go through a block together, few enough for its activations and gradients of `size` bytes."""
+    each = max(1, size, signals[0].numel() * signals.element_size() * WIDER) if len(signals) else 1
+    most = max(1, SIGNAL_BYTES // each)
+    return [slice(start, start + most) for start in range(0, len(signals), most)]
+
+
+def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(parts) if parts else like.new_zeros(0, *like.shape)

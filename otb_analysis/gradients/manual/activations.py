@@ -1,0 +1,179 @@
+"""One forward pass of a rollout by hand, keeping exactly what the hand-written backward pass multiplies by.
+
+Rows are positions. The last block goes on from attention only at the positions that predict a sampled token.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from otb_analysis.gradients.batch.inputs import Rollout
+from otb_analysis.gradients.manual.llama_layout import Anatomy, Layer, Norm
+
+
+class Rows:
+    """Records whose every tensor has positions on its first axis."""
+
+    def at(self, index: Tensor | slice) -> Self:
+        """The same record on some positions; a slice makes views."""
+        return type(self)(*(getattr(self, f.name)[index] for f in fields(self)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class NormPass(Rows):
+    """What an RMSNorm leaves behind: x̂ = r·x and w·r [n, ..., d], r / d [n, ..., 1], with r = 1 / √(mean x² + ε)."""
+
+    unit: Tensor
+    gain: Tensor
+    share: Tensor
+
+
+@dataclass(frozen=True)
+class FeedForward(Rows):
+    """A feed-forward part: its input [n, d], ∂act/∂(gate, up) [n, 2, f] and act = f(gate)·up [n, f]."""
+
+    inputs: Tensor
+    slopes: Tensor
+    act: Tensor
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one block: heads first, keys and values repeated for grouped queries, queries scaled.
+
+    `inputs` [n, d] went into query, key and value; `mixed` [n, H·h] went into the output layer; `query_pass` and
+    `key_pass` [n, H, h] are there where the model normalises heads.
+    """
+
+    inputs: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weights: Tensor
+    mixed: Tensor
+    query_pass: NormPass | None
+    key_pass: NormPass | None
+    scaling: float
+
+
+@dataclass(frozen=True)
+class BlockPass:
+    """One block's activations, bottom to top."""
+
+    before: NormPass
+    attention: Attention
+    after: NormPass
+    feed: FeedForward
+
+
+@dataclass(frozen=True)
+class Turns:
+    """cos and sin of the rotary embedding [T, h], read backwards."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, index: Tensor | slice, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Those of some positions, times the scaling of attention scores, which queries carry [n, 1, 1, h]."""
+        cos, sin = self.cos[index, None, None], self.sin[index, None, None]
+        return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """A whole forward pass.
+
+    Attributes:
+        blocks: By layer; `after` and `feed` of the last one have one row per sampled token.
+        final: The last norm at the sampled tokens.
+        hidden: Its output [K, d].
+        turns: The rotary embedding.
+    """
+
+    blocks: tuple[BlockPass, ...]
+    final: NormPass
+    hidden: Tensor
+    turns: Turns
+
+
+def run(anatomy: Anatomy, rollout: Rollout) -> Activations:
+    """Run a rollout up to the position that predicts its last sampled token."""
+    at = rollout.targets - 1
+    x = anatomy.embedding[rollout.ids[: int(rollout.targets[-1])]]
+    cos, sin = anatomy.rotary(x[None], torch.arange(len(x), device=x.device)[None])
+    turns = Turns(cos[0], sin[0])
+    blocks: list[BlockPass] = []
+    for layer in anatomy.layers:
+        before, normed = _norm(layer.before, x)
+        attention = _attend(layer, normed, turns, anatomy.round_softmax)
+        x = x + layer.output(attention.mixed)
+        if layer is anatomy.layers[-1]:
+            x = x[at]
+        after, normed = _norm(layer.after, x)
+        feed, out = _feed(layer, normed)
+        x = x + out
+        blocks.append(BlockPass(before, attention, after, feed))
+    final, hidden = _norm(anatomy.norm, x)
+    return Activations(tuple(blocks), final, hidden, turns)
+
+
+def without_inputs(acts: Activations) -> Activations:
+    """The same pass without the inputs of linear layers, once what is needed of them has been made."""
+
+    def stripped(kept: BlockPass) -> BlockPass:
+        none = kept.attention.inputs[:0].clone()
+        feed = replace(kept.feed, inputs=none, act=none)
+        return replace(kept, feed=feed, attention=replace(kept.attention, inputs=none))
+
+    return replace(acts, blocks=tuple(stripped(kept) for kept in acts.blocks))
+
+
+def _norm(norm: Norm, x: Tensor) -> tuple[NormPass, Tensor]:
+    """Normalise in float32, as the models do whatever their dtype."""
+    single = x.to(torch.float32)
+    rate = torch.rsqrt(single.square().mean(-1, keepdim=True) + norm.eps)
+    unit = (single * rate).to(x.dtype)
+    return NormPass(unit, norm.weight * rate, (rate / x.shape[-1]).to(x.dtype)), norm.weight * unit
+
+
+def _attend(layer: Layer, x: Tensor, turns: Turns, round_softmax: bool) -> Attention:
+    query, key, value = (
+        dense(x).unflatten(-1, (-1, layer.head_dim)) for dense in (layer.query, layer.key, layer.value)
+    )
+    query_pass = key_pass = None
+    if layer.query_norm is not None and layer.key_norm is not None:
+        (query_pass, query), (key_pass, key) = _norm(layer.query_norm, query), _norm(layer.key_norm, key)
+    groups = query.shape[1] // key.shape[1]
+    query = rotate(query, turns).mul_(layer.scaling).transpose(0, 1).contiguous()
+    key = rotate(key, turns).transpose(0, 1).repeat_interleave(groups, 0)
+    value = value.transpose(0, 1).repeat_interleave(groups, 0)
+    scores = torch.bmm(query, key.transpose(1, 2)).masked_fill_(_hidden(len(x), layer.window, x.device), -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32 if round_softmax else None).to(x.dtype)
+    mixed = torch.bmm(weights, value).transpose(0, 1).flatten(1)
+    return Attention(x, query, key, value, weights, mixed, query_pass, key_pass, layer.scaling)
+
+
+def rotate(x: Tensor, turns: Turns) -> Tensor:
+    """Turn heads [n, H, h] by their position."""
+    first, second = x.chunk(2, -1)
+    return x * turns.cos[:, None] + torch.cat((-second, first), -1) * turns.sin[:, None]
+
+
+def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:
+    """True where key j is not seen from query i: j > i, or i − j ≥ window [T, T]."""
+    position = torch.arange(length, device=device)
+    lag = position[:, None] - position
+    return (lag < 0) if window is None else (lag < 0) | (lag >= window)
+
+
+def _feed(layer: Layer, x: Tensor) -> tuple[FeedForward, Tensor]:
+    gate, up = layer.gate(x), layer.up(x)
+    with torch.enable_grad():
+        leaf = gate.requires_grad_()
+        opened = layer.activation(leaf)
+        slope = torch.autograd.grad(opened.sum(), leaf)[0]
+    opened = opened.detach()
+    act = opened * up
+    return FeedForward(x, torch.stack([slope * up, opened], 1), act), layer.down(act)

@@ -1,0 +1,187 @@
+"""The backward pass of a decoder block by hand, for many signals at once: [n positions, C signals, features].
+
+Position comes first: then a linear layer is one GEMM over n·C rows, and so is the product R δ that stands for its
+weight gradient, over C·d_out columns. Whatever meets a parameter in scope is handed to a sink.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from otb_analysis.gradients.exact.norm_accumulators import Workspace
+from otb_analysis.gradients.manual.activations import Attention, BlockPass, FeedForward, NormPass, Turns
+from otb_analysis.gradients.manual.llama_layout import Dense, Layer, Norm
+
+SLICE, SCORE_BYTES = 64, 1 << 26
+"""Queries below which an attention slice is not worth its calls, and what the scores of one slice may occupy."""
+
+Place = tuple[int, str]
+"""Which input of which layer a weight is applied to."""
+
+
+class Sink(Protocol):
+    """Takes the signals at the outputs of layers; the same for signals at one position and at many."""
+
+    def dense(self, place: Place, layers: Sequence[Dense], inputs: Tensor, signal: Tensor) -> None:
+        """Linear layers that read one input [n, d], with signals [n, C, ΣD] side by side."""
+        ...
+
+    def scale(self, norm: Norm, product: Tensor) -> None:
+        """A norm's weight, with x̂·δ [n, C, ..., d]."""
+        ...
+
+
+def feed_backward(layer: Layer, index: int, feed: FeedForward, signal: Tensor, tools: tuple[Sink, Workspace]) -> Tensor:
+    """Signal at the output of a feed-forward part [n, C, d] → at its input."""
+    sink, work = tools
+    n, count, width = signal.shape
+    inner = len(layer.up.weight)
+    sink.dense((index, "down"), (layer.down,), feed.act, signal)
+    at_act = torch.mm(signal.view(-1, width), layer.down.weight, out=work.take("act", n * count, inner))
+    # One after the other: these are the widest signals, and what is read last is overwritten by its product.
+    at_act = at_act.view(n, count, inner)
+    at_gate = torch.mul(at_act, feed.slopes[:, None, 0], out=work.take("gate", n, count, inner))
+    sink.dense((index, "feed"), (layer.gate,), feed.inputs, at_gate)
+    out = through(at_gate, (layer.gate,), work)
+    at_up = at_act.mul_(feed.slopes[:, None, 1])
+    sink.dense((index, "feed"), (layer.up,), feed.inputs, at_up)
+    out.view(n * count, -1).addmm_(at_up.view(n * count, inner), layer.up.weight)
+    return out
+
+
+def attention_backward(
+    layer: Layer,
+    index: int,
+    kept: Attention,
+    turns: Turns,
+    signal: Tensor,
+    tools: tuple[Sink, Workspace],
+) -> Tensor:
+    """Signal at the output of attention [b, C, d] → at its input, for a prefix of b positions."""
+    sink, work = tools
+    b, count, width = signal.shape
+    heads, size = len(kept.query), layer.head_dim
+    sink.dense((index, "output"), (layer.output,), kept.mixed[:b], signal)
+    by_head = layer.output.weight.view(width, heads, size).transpose(0, 1)
+    mixed = work.take("act", heads, b * count, size)
+    torch.bmm(signal.view(1, b * count, width).expand(heads, -1, -1), by_head, out=mixed)
+    layers = (layer.query, layer.key, layer.value)
+    both = work.take("qkv", b, count, sum(len(dense.weight) for dense in layers))
+    parts = [p.unflatten(-1, (-1, size)) for p in both.split([len(dense.weight) for dense in layers], -1)]
+    scores_backward(kept, mixed.view(heads, b, count, size), turns, parts, work)
+    for norm, passed, part in zip(
+        (layer.query_norm, layer.key_norm), (kept.query_pass, kept.key_pass), parts, strict=False
+    ):
+        if norm is not None and passed is not None:
+            head_norm_backward(norm, passed.at(slice(b)), part, sink)
+    sink.dense((index, "attention"), layers, kept.inputs[:b], both)
+    return through(both, layers, work)
+
+
+def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[Tensor], work: Workspace) -> None:
+    """Signal at the heads' outputs δO [H, b, C, h] → at query, key and value before rotation, each [b, C, H', h].
+
+    δS = P ∘ (δO Vᵀ − δO·O) row by row, δQ = δS K, δK = δSᵀ Q, δV = Pᵀ δO. Queries go in slices, last one first, so that
+    a slice meets only the keys that it sees and its scores stay small.
+    """
+    heads, b, count, size = mixed.shape
+    outputs = kept.mixed[:b].view(b, heads, size).transpose(0, 1)
+    mean = torch.mul(mixed, outputs[:, :, None], out=work.take("product", *mixed.shape)).sum(-1, keepdim=True)
+    # Memory of other parts that is idle here: they never run at the same time.
+    key = work.take("gate", heads, count, b, size)
+    value = work.take("input", heads, b, count * size)
+    step = slice_length(b, heads * count * b * mixed.element_size())
+    for start in reversed(range(0, b, step)):
+        stop = min(start + step, b)
+        rows = mixed[:, start:stop].flatten(1, 2)
+        scores = work.take("coordinates", heads, stop - start, count, stop)
+        flat = scores.view(heads, -1, stop)
+        torch.bmm(rows, kept.value[:, :stop].transpose(1, 2), out=flat)
+        weights = kept.weights[:, start:stop, :stop]
+        scores.sub_(mean[:, start:stop]).mul_(weights[:, :, None])
+        query = torch.bmm(flat, kept.key[:, :stop], out=work.take("query", heads, flat.shape[1], size))
+        query = query.view(heads, -1, count, size).permute(1, 2, 0, 3)
+        unrotate(query, turns.at(slice(start, stop), kept.scaling), out=out[0][start:stop])
+        scores, outer = scores.view(heads, -1, count * stop).transpose(1, 2), rows.view(heads, -1, count * size)
+        if stop == b:
+            torch.bmm(scores, kept.query[:, start:stop], out=key.view(heads, count * b, size))
+            torch.bmm(weights.transpose(1, 2), outer, out=value)
+        else:
+            part = torch.bmm(scores, kept.query[:, start:stop], out=work.take("part", heads, count * stop, size))
+            key[:, :, :stop] += part.view(heads, count, stop, size)
+            value[:, :stop] += torch.bmm(
+                weights.transpose(1, 2), outer, out=work.take("part", heads, stop, count * size)
+            )
+    groups = heads // out[1].shape[2]
+    unrotate(_grouped(key, groups).permute(2, 1, 0, 3), turns.at(slice(b)), out=out[1])
+    out[2].copy_(_grouped(value.view(heads, b, count, size), groups).permute(1, 2, 0, 3))
+
+
+def slice_length(b: int, row_bytes: int) -> int:
+    """Queries that go together: all of a short prefix, else a quarter, fewer where their scores would be large."""
+    return max(1, min(max(SLICE, -(-b // 4)), SCORE_BYTES // max(row_bytes, 1)))
+
+
+def norm_backward(norm: Norm, kept: NormPass, signal: Tensor, onto: Tensor, tools: tuple[Sink, Workspace]) -> None:
+    """Add the signal that comes out of a norm's input to the residual stream: r(w∘δ − x̂·mean(x̂∘w∘δ))."""
+    sink, work = tools
+    product = torch.mul(signal, kept.unit[:, None], out=work.take("product", *signal.shape))
+    sink.scale(norm, product)
+    mean = torch.mv(product.view(-1, product.shape[-1]), norm.weight).view(*signal.shape[:-1], 1) * kept.share[:, None]
+    onto.addcmul_(signal, kept.gain[:, None]).addcmul_(mean, kept.unit[:, None], value=-1)
+
+
+def head_norm_backward(norm: Norm, kept: NormPass, signal: Tensor, sink: Sink) -> None:
+    """The same for a norm of heads [n, C, H, h], in place."""
+    product = signal * kept.unit[:, None]
+    sink.scale(norm, product)
+    mean = (product @ norm.weight)[..., None] * kept.share[:, None]
+    signal.mul_(kept.gain[:, None]).addcmul_(mean, kept.unit[:, None], value=-1)
+
+
+def unrotate(signal: Tensor, turn: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """Turn the signal at rotated heads [n, C, H, h] back."""
+    half = signal.shape[-1] // 2
+    cos, sin = turn
+    torch.mul(signal, cos, out=out)
+    out[..., :half].addcmul_(signal[..., half:], sin[..., half:])
+    out[..., half:].addcmul_(signal[..., :half], sin[..., :half], value=-1)
+
+
+def through(signal: Tensor, layers: Sequence[Dense], work: Workspace) -> Tensor:
+    """Signals at linear layers that read one input, side by side [n, C, ΣD] → at that input [n, C, d]."""
+    n, count, _ = signal.shape
+    out = work.take("input", n * count, layers[0].weight.shape[1])
+    rows = signal.view(n * count, -1)
+    start = 0
+    for dense in layers:
+        part = rows[:, start : start + len(dense.weight)]
+        if start:
+            out.addmm_(part, dense.weight)
+        else:
+            torch.mm(part, dense.weight, out=out)
+        start += len(dense.weight)
+    return out.view(n, count, -1)
+
+
+def block_backward(
+    layer: Layer,
+    index: int,
+    kept: BlockPass,
+    turns: Turns,
+    stream: Tensor,
+    tools: tuple[Sink, Workspace],
+) -> None:
+    """Take the signals in the residual stream [b, C, d] through one block, in place."""
+    whole = slice(len(stream))
+    signal = feed_backward(layer, index, kept.feed.at(whole), stream, tools)
+    norm_backward(layer.after, kept.after.at(whole), signal, stream, tools)
+    signal = attention_backward(layer, index, kept.attention, turns, stream, tools)
+    norm_backward(layer.before, kept.before.at(whole), signal, stream, tools)
+
+
+def _grouped(signal: Tensor, groups: int) -> Tensor:
+    """Sum over the queries that share a key [H, ...] → [H / groups, ...]."""
+    return signal if groups == 1 else signal.unflatten(0, (-1, groups)).sum(1)

@@ -1,0 +1,128 @@
+"""Where signals become gradients: outer products above the last attention, ghost coordinates below it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from otb_analysis.gradients.exact.norm_accumulators import Group, Tally
+from otb_analysis.gradients.manual.activations import Activations
+from otb_analysis.gradients.manual.backward import Place
+from otb_analysis.gradients.manual.llama_layout import Anatomy, Dense, Norm
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What is kept of a linear layer's inputs A [T, d]: ‖A_{:b}ᵀδ‖ = ‖M_b δ‖ for every prefix of b positions.
+
+    Attributes:
+        matrix: R of Aᵀ = QR where the rollout is short, Aᵀ itself where R would be no smaller for most prefixes.
+        triangular: Whether it is R, of which a prefix needs the first b rows only.
+    """
+
+    matrix: Tensor
+    triangular: bool
+
+    def prefix(self, b: int) -> Tensor:
+        """M_b."""
+        return self.matrix[:b, :b] if self.triangular else self.matrix[:, :b]
+
+
+def factor(inputs: Tensor) -> Factor:
+    """Factor of a layer's inputs [T, d]."""
+    if len(inputs) > 2 * inputs.shape[1]:
+        return Factor(inputs.T.contiguous(), False)
+    return Factor(torch.linalg.qr(inputs.T, mode="r").R, True)
+
+
+def factors(anatomy: Anatomy, acts: Activations) -> dict[Place, Factor]:
+    """Factors of all inputs that a weight in scope below the cut reads."""
+    found: dict[Place, Factor] = {}
+    for index, (layer, kept) in enumerate(zip(anatomy.layers, acts.blocks, strict=True)):
+        reads: list[tuple[str, Tensor, tuple[Dense, ...]]] = [
+            ("attention", kept.attention.inputs, (layer.key, layer.value))
+        ]
+        if index < len(anatomy.layers) - 1:
+            reads = [
+                ("attention", kept.attention.inputs, (layer.query, layer.key, layer.value)),
+                ("output", kept.attention.mixed, (layer.output,)),
+                ("feed", kept.feed.inputs, (layer.gate, layer.up)),
+                ("down", kept.feed.act, (layer.down,)),
+            ]
+        for name, inputs, layers in reads:
+            if any(dense.weight_name for dense in layers):
+                found[index, name] = factor(inputs)
+    return found
+
+
+class Above:
+    """Gradients of tokens that signal at one position each, as outer products left [K, a] ⊗ right [K, b]."""
+
+    def __init__(self) -> None:
+        self.outer: list[tuple[str, Tensor, Tensor]] = []
+
+    def dense(self, place: Place, layers: Sequence[Dense], inputs: Tensor, signal: Tensor) -> None:
+        """See `Sink`; signal [K, 1, ΣD]."""
+        for (name, _), part in _each([d.weight_name for d in layers], layers, signal):
+            # Only the signal at the logits, the largest, does not lie in memory that is used again.
+            self.outer.append((name, part[:, 0] if place[1] == "head" else part[:, 0].clone(), inputs))
+        for (name, _), part in _each([d.bias_name for d in layers], layers, signal):
+            self.add_vector(name, part[:, 0].clone())
+
+    def scale(self, norm: Norm, product: Tensor) -> None:
+        """See `Sink`; product [K, 1, ..., d]."""
+        if norm.name is not None:
+            self.add_vector(norm.name, product.flatten(1, -2).sum(1))
+
+    def add_vector(self, name: str, gradient: Tensor) -> None:
+        """A parameter's own gradients [K, d]."""
+        self.outer.append((name, torch.ones_like(gradient[:, :1]), gradient))
+
+
+class Below:
+    """Coordinates of gradients whose signals reach a whole prefix, handed to a tally."""
+
+    def __init__(self, known: dict[Place, Factor], tally: Tally) -> None:
+        self._factors, self._tally = known, tally
+
+    def dense(self, place: Place, layers: Sequence[Dense], inputs: Tensor, signal: Tensor) -> None:
+        """See `Sink`."""
+        b, count, _ = signal.shape
+        for group, part in _together([d.weight_name for d in layers], layers, signal):
+            matrix = self._factors[place].prefix(b)
+            found = self._tally.take(group, len(matrix), count)
+            torch.mm(matrix, part.reshape(b, -1), out=found.flatten(1))
+            self._tally.note(group, found)
+        for group, part in _together([d.bias_name for d in layers], layers, signal):
+            self.vector(group, part.sum(0))
+
+    def scale(self, norm: Norm, product: Tensor) -> None:
+        """See `Sink`."""
+        if norm.name is not None:
+            summed = product.sum(0) if product.ndim == 3 else product.sum((0, 2))
+            self.vector(((norm.name, summed.shape[-1]),), summed)
+
+    def vector(self, group: Group, gradient: Tensor) -> None:
+        """A parameter's own gradients [C, d]."""
+        found = self._tally.take(group, 1, len(gradient))
+        found[0] = gradient
+        self._tally.note(group, found)
+
+
+def _each(
+    names: Sequence[str | None], layers: Sequence[Dense], signal: Tensor
+) -> Iterator[tuple[tuple[str, int], Tensor]]:
+    """The slices of a signal whose parameter is in scope."""
+    widths = [len(d.weight) for d in layers]
+    for name, width, part in zip(names, widths, signal.split(widths, -1), strict=True):
+        if name is not None:
+            yield (name, width), part
+
+
+def _together(names: Sequence[str | None], layers: Sequence[Dense], signal: Tensor) -> Iterator[tuple[Group, Tensor]]:
+    """The same, in one piece where every parameter is in scope."""
+    if None in names:
+        yield from (((named,), part) for named, part in _each(names, layers, signal))
+    else:
+        yield tuple((name, len(d.weight)) for name, d in zip(names, layers, strict=True) if name), signal

@@ -1,0 +1,85 @@
+"""What the hand-written engine follows, and one sentence for each thing that it does not.
+
+The engine repeats a forward pass from the weights alone, so everything that could make the model's own pass differ is
+looked for by exact type: layers, hooks, replaced methods, attention kernels. What no type shows, such as a method
+replaced on the class, the engine's check of a probe finds out.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+
+from otb_analysis.gradients.exact.layers import UnfitError
+
+FAMILIES: dict[type[nn.Module], tuple[Any, str]] = {
+    modeling_llama.LlamaForCausalLM: (modeling_llama, "Llama"),
+    modeling_mistral.MistralForCausalLM: (modeling_mistral, "Mistral"),
+    modeling_qwen2.Qwen2ForCausalLM: (modeling_qwen2, "Qwen2"),
+    modeling_qwen3.Qwen3ForCausalLM: (modeling_qwen3, "Qwen3"),
+}
+PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+ELSEWHERE = 'pass engine="generic" or engine="auto".'
+
+
+def refuse_unfollowed(model: nn.Module) -> None:
+    """Check every module of a model.
+
+    Raises:
+        UnfitError: It is of no family that the engine follows, or something about it is out of the ordinary.
+    """
+    if type(model) not in FAMILIES:
+        known = ", ".join(kind.__name__ for kind in FAMILIES)
+        raise UnfitError(f"a {type(model).__name__} has no hand-written backward pass ({known} have); {ELSEWHERE}")
+    source, prefix = FAMILIES[type(model)]
+    allowed = {getattr(source, prefix + part) for part in PARTS} | {type(model), nn.Linear, nn.Embedding, nn.ModuleList}
+    for name, module in model.named_modules():
+        if type(module) not in allowed and not name.endswith(".act_fn"):
+            raise UnfitError(f"{name} is a {type(module).__name__}, which the engine does not follow; {ELSEWHERE}")
+        _refuse_altered(name or "the model", module)
+    _refuse_misplaced(model)
+    kernel = getattr(model.config, "_attn_implementation", None)
+    if kernel not in ("eager", "sdpa"):
+        raise UnfitError(
+            f'the model\'s attention is {kernel!r}; call model.set_attn_implementation("sdpa") or {ELSEWHERE}'
+        )
+    if torch.is_autocast_enabled(next(model.parameters()).device.type):
+        raise UnfitError(f"autocast is on, under which layers run in other dtypes; leave its block or {ELSEWHERE}")
+
+
+def _refuse_altered(name: str, module: nn.Module) -> None:
+    """Raise on hooks and on methods replaced on the instance, through which the model's own pass may differ."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, h, None) for h in hooks) or any(getattr(torch_module, "_global" + h, None) for h in hooks):
+        raise UnfitError(f"{name} has a hook, which a hand-written pass would not run; remove it or {ELSEWHERE}")
+    if "forward" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None:
+        raise UnfitError(f"the forward method of {name} was replaced; restore it or {ELSEWHERE}")
+    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq):
+        raise UnfitError(f"{name} rescales its rows or their gradients; {ELSEWHERE}")
+
+
+def _refuse_misplaced(model: Any) -> None:
+    """Raise unless every slot of the model holds the kind of layer that its family has there."""
+    source, prefix = FAMILIES[type(model)]
+    kinds = {part: getattr(source, prefix + part) for part in PARTS}
+    base = model.model
+    slots: list[tuple[nn.Module, type]] = [
+        (base, kinds["Model"]), (base.norm, kinds["RMSNorm"]), (base.rotary_emb, kinds["RotaryEmbedding"]),
+        (base.embed_tokens, nn.Embedding), (base.layers, nn.ModuleList), (model.lm_head, nn.Linear),
+    ]  # fmt: skip
+    for layer in base.layers:
+        if type(layer) is not kinds["DecoderLayer"]:
+            raise UnfitError(f"a decoder layer is a {type(layer).__name__}; {ELSEWHERE}")
+        attention, mlp = layer.self_attn, layer.mlp
+        slots += [(attention, kinds["Attention"]), (mlp, kinds["MLP"])]
+        slots += [(n, kinds["RMSNorm"]) for n in (layer.input_layernorm, layer.post_attention_layernorm)]
+        slots += [(getattr(attention, n + "_proj", attention), nn.Linear) for n in "qkvo"]
+        slots += [(getattr(mlp, n + "_proj", mlp), nn.Linear) for n in ("gate", "up", "down")]
+    for module, kind in slots:
+        if type(module) is not kind:
+            raise UnfitError(f"a {type(module).__name__} stands where a {kind.__name__} was expected; {ELSEWHERE}")

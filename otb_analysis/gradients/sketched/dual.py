@@ -1,0 +1,307 @@
+"""An activation that carries many tangents through a model's own forward pass: forward mode, all directions at once.
+
+Activations are computed once and shared by all directions; a layer's tangents are one matrix product for all of them.
+An operation without a rule here raises with its name, so that no tangent is lost on the way.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as f
+from torch import Tensor
+
+from otb_analysis.gradients.exact.layers import UnfitError
+from otb_analysis.gradients.sketched.dual_attention import Moving, attention_tangent, attention_weights
+
+
+class Tape:
+    """Activations of one text in the order in which they are needed: the first pass makes them, later ones replay."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._next = 0
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """One pass through the model, always over the same text."""
+        self._next, before = 0, Dual.tape
+        Dual.tape = self
+        try:
+            yield
+        finally:
+            Dual.tape = before
+
+    def once(self, compute: Callable[[], Any]) -> Any:
+        """What the first pass computed at this place."""
+        if self._next == len(self._values):
+            self._values.append(compute())
+        self._next += 1
+        return self._values[self._next - 1]
+
+
+class Dual(torch.Tensor):
+    """An activation [1, ...] of one text with its derivatives along k directions [k, ...] as `tangent`."""
+
+    _moved: Tensor
+    _rate: Tensor | None
+    rules: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    tape: ClassVar[Tape | None] = None
+
+    @property
+    def tangent(self) -> Tensor:
+        """Derivatives along k directions [k, ...]; a slope put off by an elementwise function is applied now."""
+        if self._rate is not None:
+            self._moved, self._rate = self._moved * self._rate, None
+        return self._moved
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute an operation and its derivative by its rule."""
+        rule = cls.rules.get(func)
+        if rule is None:
+            name = getattr(func, "__qualname__", getattr(func, "__name__", str(func)))
+            raise UnfitError(f'the operation {name} has no rule for many directions at once; pass method="gaussian".')
+        with torch._C.DisableTorchFunctionSubclass():
+            return rule(func, *args, **(kwargs or {}))
+
+
+def dual(primal: Tensor, tangent: Tensor, rate: Tensor | None = None) -> Dual:
+    """Join an activation and its tangents.
+
+    Args:
+        primal: The activation [1, ...].
+        tangent: Its tangents [k, ...].
+        rate: What they are still to be multiplied by [1, ...], so that a gate's product is one pass, not two.
+
+    Raises:
+        UnfitError: An operation has moved the first axis, on which the directions lie.
+    """
+    if tangent.shape[1:] != primal.shape[1:]:
+        raise UnfitError(
+            f"an activation of shape {tuple(primal.shape)} does not keep its text on the first axis; "
+            'pass method="gaussian".'
+        )
+    made = primal.as_subclass(Dual)
+    made._moved, made._rate = tangent, rate
+    return made
+
+
+def primal_of(x: Any) -> Any:
+    """The activation without its tangents."""
+    return x.as_subclass(torch.Tensor) if isinstance(x, Dual) else x
+
+
+def tangent_of(x: Any) -> Tensor | None:
+    """The tangents, or None for what does not move."""
+    return x.tangent if isinstance(x, Dual) else None
+
+
+def once(compute: Callable[[], Any]) -> Any:
+    """A value that does not depend on the directions: made in the first pass of a tape, replayed in later ones."""
+    return compute() if Dual.tape is None else Dual.tape.once(compute)
+
+
+def _fixed(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*map(primal_of, args), **kwargs)
+
+
+def _linear(func: Any, x: Dual, *args: Any, **kwargs: Any) -> Any:
+    """A linear operation that leaves the first axis alone."""
+    out, moved = func(primal_of(x), *args, **kwargs), func(x.tangent, *args, **kwargs)
+    if isinstance(out, Tensor):
+        return dual(out, moved)
+    return tuple(dual(o, m) for o, m in zip(out, moved, strict=True))
+
+
+def _item(func: Any, x: Dual, index: Any) -> Dual:
+    first = index[0] if isinstance(index, tuple) else index
+    if first is not Ellipsis and not (isinstance(first, slice) and first == slice(None)):
+        raise UnfitError('an index into the first axis has no rule for many directions; pass method="gaussian".')
+    return _linear(func, x, index)
+
+
+def _shaped(func: Any, x: Dual, *shape: Any) -> Dual:
+    """View, reshape and expand name the length of the first axis: k times as long for the tangents."""
+    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    many = (len(x.tangent) * sizes[0] // len(x), *sizes[1:]) if sizes[0] > 0 else sizes
+    return dual(func(primal_of(x), *sizes), func(x.tangent, *many))
+
+
+def _joined(func: Any, parts: Any, dim: int = 0) -> Dual:
+    moving = [tangent_of(p) for p in parts]
+    k = next(len(t) for t in moving if t is not None)
+    filled = [p.new_zeros(k, *p.shape[1:]) if t is None else t for p, t in zip(parts, moving, strict=True)]
+    return dual(once(lambda: func([primal_of(p) for p in parts], dim)), func(filled, dim))
+
+
+def _sum(sign: int) -> Callable[..., Dual]:
+    def rule(_func: Any, x: Any, y: Any) -> Dual:
+        # Never in place, since the activations are kept for the next pass.
+        out = once(lambda: torch.add(primal_of(x), primal_of(y), alpha=sign))
+        a, b = tangent_of(x), tangent_of(y)
+        if a is not None and b is not None:
+            return dual(out, torch.add(a, b, alpha=sign))
+        moved = a if b is None else b if sign > 0 else -b
+        assert moved is not None
+        return dual(out, moved.expand(len(moved), *out.shape[1:]))
+
+    return rule
+
+
+def _bilinear(func: Any, x: Any, y: Any) -> Dual:
+    a, b, fixed_x, fixed_y = tangent_of(x), tangent_of(y), primal_of(x), primal_of(y)
+    left = None if a is None else func(a, fixed_y)
+    right = None if b is None else func(fixed_x, b)
+    moved = left if right is None else right if left is None else left.add_(right)
+    assert moved is not None
+    return dual(once(lambda: func(fixed_x, fixed_y)), moved)
+
+
+def _product(_func: Any, x: Any, y: Any) -> Dual:
+    if isinstance(x, Dual) and isinstance(y, Dual):
+        a, b = primal_of(x), primal_of(y)
+        rate = once(lambda: b if x._rate is None else x._rate * b)
+        moved = (x._moved * rate).addcmul_(a, y.tangent)
+        return dual(once(lambda: a * b), moved)
+    return _bilinear(torch.mul, x, y)
+
+
+def _quotient(func: Any, x: Dual, y: Any) -> Dual:
+    if isinstance(y, Dual):
+        raise UnfitError('a division by an activation has no rule for many directions; pass method="gaussian".')
+    return _linear(func, x, y)
+
+
+def _elementwise(func: Any, x: Dual, *args: Any, **kwargs: Any) -> Dual:
+    """A function of each entry; its slope is taken from autograd on the activation alone."""
+
+    def slope() -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            leaf = primal_of(x).detach().requires_grad_()
+            out = func(leaf, *args, **kwargs)
+            return out.detach(), torch.autograd.grad(out.sum(), leaf)[0]
+
+    out, rate = once(slope)
+    return dual(out, x.tangent, rate)
+
+
+def _matrix(func: Any, x: Dual, weight: Tensor, bias: Tensor | None = None) -> Dual:
+    return dual(once(lambda: func(primal_of(x), weight, bias)), func(x.tangent, weight))
+
+
+def _conv1d(func: Any, bias: Tensor, x: Dual, weight: Tensor) -> Dual:
+    return dual(once(lambda: func(bias, primal_of(x), weight)), x.tangent @ weight)
+
+
+def _softmax(func: Any, x: Dual, *args: Any, **kwargs: Any) -> Dual:
+    """ṗ = p∘(ẋ − p·ẋ)."""
+    p = once(lambda: func(primal_of(x), *args, **kwargs))
+    dim = args[0] if args else kwargs["dim"]
+    moved = x.tangent.to(p.dtype) * p
+    return dual(p, moved.addcmul_(moved.sum(dim, keepdim=True), p, value=-1))
+
+
+def _layer_norm(
+    func: Any, x: Dual, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Dual:
+    """The derivative of x̂ = (x − mean)/σ is (ẋ − mean ẋ − x̂·mean(x̂∘ẋ))/σ."""
+    axes = tuple(range(-len(shape), 0))
+
+    def parts() -> tuple[Tensor, Tensor, Tensor]:
+        primal = primal_of(x)
+        rate = (primal.var(axes, correction=0, keepdim=True) + eps).rsqrt()
+        return func(primal, shape, weight, bias, eps), func(primal, shape, None, None, eps), rate
+
+    out, normal, rate = once(parts)
+    moved = x.tangent - x.tangent.mean(axes, keepdim=True)
+    moved = moved.addcmul_((normal * x.tangent).mean(axes, keepdim=True), normal, value=-1)
+    return dual(out, moved.mul_(rate if weight is None else rate * weight))
+
+
+def _attention(
+    _func: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Dual:
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    operands = [_grouped(x, query.shape[1] // x.shape[1] if enable_gqa else 1) for x in (query, key, value)]
+    q, k, v = operands
+    weights = once(
+        lambda: attention_weights(q.primal, k.primal, v.primal, _additive(attn_mask, q.primal), is_causal, factor)
+    )
+    return dual(weights.output, attention_tangent(q, k, v, weights))
+
+
+def _grouped(x: Any, repeats: int) -> Moving:
+    """Keys and values repeated for the query heads that share them."""
+    tangent = tangent_of(x)
+    if repeats == 1:
+        return Moving(primal_of(x), tangent)
+    moved = None if tangent is None else tangent.repeat_interleave(repeats, 1)
+    return Moving(primal_of(x).repeat_interleave(repeats, 1), moved)
+
+
+def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(~mask, -torch.inf)
+
+
+def _dropout(_func: Any, x: Dual, p: float = 0.5, training: bool = True, inplace: bool = False) -> Dual:
+    """Nothing: a model whose dropout is active is refused at the door."""
+    return x
+
+
+def _named(*names: str) -> Iterator[Any]:
+    """All the functions that a model may mean by a name."""
+    for name in names:
+        for home in (torch.Tensor, torch, f):
+            if hasattr(home, name):
+                yield getattr(home, name)
+
+
+def _getters(*names: str) -> Iterator[Any]:
+    for name in names:
+        yield getattr(torch.Tensor, name).__get__
+
+
+def _table() -> dict[Any, Callable[..., Any]]:
+    layout = "transpose", "permute", "swapaxes", "contiguous", "unsqueeze", "squeeze", "chunk", "split", "to", "float"
+    rules: dict[Callable[..., Any], Iterator[Any]] = {
+        _linear: _named(*layout, "type", "type_as", "neg", "__neg__", "mean", "sum"),
+        _item: _named("__getitem__"),
+        _fixed: _named("size", "dim", "numel", "is_floating_point", "__len__", "is_contiguous"),
+        _shaped: _named("view", "reshape", "expand"),
+        _joined: _named("cat", "concat"),
+        _sum(1): _named("add", "__add__", "__radd__", "__iadd__", "add_"),
+        _sum(-1): _named("sub", "__sub__", "__isub__"),
+        _product: _named("mul", "__mul__", "__rmul__", "__imul__"),
+        _bilinear: _named("matmul", "__matmul__", "bmm"),
+        _quotient: _named("div", "__truediv__", "__itruediv__"),
+        _elementwise: _named(
+            "pow", "__pow__", "square", "rsqrt", "sqrt", "exp", "tanh", "sigmoid", "silu", "gelu", "relu", "erf",
+            "softplus",
+        ),
+        _matrix: iter([f.linear]),
+        _conv1d: _named("addmm"),
+        _softmax: _named("softmax"),
+        _layer_norm: _named("layer_norm"),
+        _attention: _named("scaled_dot_product_attention"),
+        _dropout: iter([f.dropout]),
+    }  # fmt: skip
+    table = {func: rule for rule, funcs in rules.items() for func in funcs}
+    getters = _getters("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_nested")
+    return table | dict.fromkeys(getters, _fixed)
+
+
+Dual.rules.update(_table())

@@ -1,0 +1,243 @@
+"""Estimated norms of token scores from their projections on random directions, with standard errors."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.gradients.batch.functional import functional
+from otb_analysis.gradients.batch.inputs import Batch, Problem, Rollout, pose
+from otb_analysis.gradients.batch.memory import refuse_more_than_fit
+from otb_analysis.gradients.directional.directional import jvp
+from otb_analysis.gradients.exact import reference
+from otb_analysis.gradients.exact.layers import UnfitError
+from otb_analysis.gradients.exact.passes import Apart
+from otb_analysis.gradients.sketched.directions import Directions
+from otb_analysis.gradients.sketched.tangents import Moves, above, below, checked_plan, exact_above, hybrid_moves
+from otb_analysis.gradients.sketched.tied import aligned
+from otb_analysis.phases import counted
+from otb_analysis.types import Float, ScoreNorms
+
+METHODS = ("hybrid", "rank_one", "gaussian")
+TIED_SHARE = 5
+"""A hybrid spends one direction in so many, two at least, on what the two uses of a tied matrix have in common."""
+ENGINES = ("auto", "generic", "reference")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What is known of the scores s = a + b of one rollout's T sampled tokens, a measured and b projected.
+
+    Attributes:
+        rollout: The rollout.
+        logprob: log π in nats [T].
+        sketched: b·D_k [T, K].
+        exact: ‖a‖² of single tokens [T], or 0.
+        exact_path: ‖Σ_{j≤t} a_j‖² [T], or 0.
+        known: Of directions for ⟨a, b⟩, the known factors α_k [T, k]; none where a and b share no parameter.
+        found: Of these directions, b·D_k [T, k].
+        unseen: Share of a's span that they leave out.
+    """
+
+    rollout: Rollout
+    logprob: Float
+    sketched: Float
+    exact: Float | float = 0.0
+    exact_path: Float | float = 0.0
+    known: Float | None = None
+    found: Float | None = None
+    unseen: float = 0.0
+
+    @property
+    def norm_sq(self) -> Float:
+        """Unbiased estimates of ‖s‖² [T]."""
+        return self.exact + (self.sketched**2).mean(1) + self._products().mean(1)
+
+    @property
+    def norm_sq_stderr(self) -> Float:
+        """Their standard errors [T]: independent directions, and some of an orthonormal frame of a's span."""
+        own, both = self.sketched**2, self._products()
+        variance = own.var(1, ddof=1) / own.shape[1]
+        return np.sqrt(variance + both.var(1, ddof=1) / both.shape[1] * self.unseen if self.unseen else variance)
+
+    @property
+    def path_norm_sq(self) -> Float:
+        """Estimates of ‖Σ_{j≤t} s_j‖² [T]: projections add up as scores do."""
+        return self.exact_path + (np.cumsum(self.sketched, 0) ** 2).mean(1) + self._products(np.cumsum).mean(1)
+
+    def _products(self, summed: Callable[[Float, int], Float] = lambda values, _axis: values) -> Float:
+        """2 α_k b·D_k [T, k], of single tokens or of sums over tokens."""
+        if self.known is None or self.found is None:
+            return np.zeros((len(self.sketched), 1))
+        return 2 * summed(self.known, 0) * summed(self.found, 0)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def sketch_score_norms(
+    model: nn.Module,
+    input_ids: Tensor,
+    mask: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    directions: int = 32,
+    method: str = "hybrid",
+    engine: str = "auto",
+    seed: int = 0,
+    path: bool = False,
+    features: bool = False,
+    scope: str = "all",
+    temperature: float = 1.0,
+) -> ScoreNorms:
+    """Unbiased estimate of every sampled token's squared score norm, with its standard error.
+
+    ŵ = (1/K) Σ_k (s·D_k)²,  E[D Dᵀ] = I, so E[ŵ] = ‖s‖²; s_{n,t} = ∇_θ log π(y_{n,t} | y_{n,<t}), a gradient of the
+    log-probability over the parameters in `scope`: no sign change, no 1/N, no advantage factor. Of the methods,
+    "gaussian" has independent normal entries in D (one forward-mode pass a direction, any model), "rank_one" has
+    D = u vᵀ with random signs u, v in each matrix and random signs in each vector (all directions share one pass), and
+    "hybrid" measures the layers above the last attention exactly and sketches only those below:
+
+    ŵ = ‖a‖² + mean_k (b·D_k)² + 2·mean_j α_j b·D'_j,  s = a + b,
+
+    the last term only where the output matrix is also the embedding: a fifth of the directions, D'_j, lies in the span
+    of what a has in the rows read as input, with known factors α_j (E[α_j b·D'_j] = ⟨a, b⟩). On an embedding D has
+    independent signs in all entries.
+
+    The relative error is √(2/K) for "gaussian", somewhat more for "rank_one", and for "hybrid" as much smaller as less
+    of the norm lies below; a hybrid estimate can come out negative. Where everything lies above the last attention, as
+    in scope "lm_head", hybrid is exact. All rollouts and all calls with one seed share the directions of a parameter.
+
+    Args:
+        model: A causal language model with the Hugging Face call convention.
+        input_ids: Token ids [N, L].
+        mask: True at the tokens the policy sampled [N, L].
+        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
+        directions: K ≥ 2.
+        method: "hybrid", "rank_one" or "gaussian".
+        engine: "auto" (the batched pass; a model without rules for it gets "rank_one" by one forward-mode pass a
+            direction instead, with a logged reason), "generic" (raises there) or "reference" (the same projections by
+            one backward pass per token; not for "hybrid").
+        seed: Seed of the directions.
+        path: Whether to estimate path norms ‖Σ_{j≤t} s_{n,j}‖² too.
+        features: Whether to return the projections, from which every s_t·s_k can be estimated; not with "hybrid".
+        scope: As in `token_score_norms`.
+        temperature: τ of the policy softmax(logits / τ).
+
+    Returns:
+        `norm_sq`, `norm_sq_stderr` and, if asked for, `path_norm_sq` [N, L] (norm²), `logprob` [N, L] (nats), float64,
+        zero outside the mask; with `features` also `features` [N, L, K], float32, s·D_k/√K, so that
+        E⟨f_t, f_k⟩ = s_t·s_k, across rollouts and calls; `engine` names the method that ran.
+
+    Raises:
+        InputError: Something passed does not fit, or so many directions do not fit in memory.
+        NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
+    """
+    _check_request(directions, method, engine, features)
+    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    drawn = Directions(problem, directions, seed)
+    _check_memory(drawn)
+    ran, parts = _projections(drawn, method, engine)
+    norm_sq, stderr, paths, logprob = (np.zeros(problem.shape) for _ in range(4))
+    kept = np.zeros((*problem.shape, directions), dtype=np.float32) if features else None
+    for part in parts:
+        where = part.rollout.row, part.rollout.columns
+        norm_sq[where], stderr[where], logprob[where] = part.norm_sq, part.norm_sq_stderr, part.logprob
+        if path:
+            paths[where] = part.path_norm_sq
+        if kept is not None:
+            kept[where] = part.sketched / np.sqrt(directions)
+    return ScoreNorms(norm_sq, logprob, ran, paths if path else None, stderr, kept)
+
+
+def _projections(directions: Directions, method: str, engine: str) -> tuple[str, Iterator[Projected]]:
+    """The method that runs and what it finds, rollout by rollout."""
+    if engine == "reference" or method == "gaussian":
+        return method, _one_by_one(directions, method, reference.token_alignments if engine == "reference" else _slopes)
+    try:
+        checked_plan(directions.problem)
+    except UnfitError as reason:
+        if engine == "generic":
+            raise
+        name = type(directions.problem.model).__name__
+        _log.warning('%s is sketched by method "rank_one", one pass a direction: %s', name, reason)
+        return "rank_one", _one_by_one(directions, "rank_one", _slopes)
+    return method, (_hybrid if method == "hybrid" else _rank_one)(directions)
+
+
+def _hybrid(directions: Directions) -> Iterator[Projected]:
+    for apart in _taken_apart(directions):
+        single, running = exact_above(apart)
+        measured = single.cpu().numpy(), running.cpu().numpy()
+        kept = max(2, directions.count // TIED_SHARE) if apart.shared else 0
+        along = aligned(apart.shared, single, kept, directions.stream("tied")) if apart.shared else None
+        count = max(2, directions.count - kept)
+        sketched = below(apart, hybrid_moves(apart, directions, count, along)).cpu().numpy()
+        found = Projected(apart.rollout, _logprob(apart), sketched[:, :count], *measured)
+        if along is not None:
+            both = {"known": along.known.cpu().numpy(), "found": sketched[:, count:], "unseen": along.unseen}
+            found = replace(found, **both)
+        yield found
+
+
+def _rank_one(directions: Directions) -> Iterator[Projected]:
+    moves = Moves(directions.count, directions.signs, {})
+    for apart in _taken_apart(directions):
+        whole = above(apart, directions) + below(apart, moves)
+        yield Projected(apart.rollout, _logprob(apart), whole.cpu().numpy())
+
+
+def _taken_apart(directions: Directions) -> Iterator[Apart]:
+    plan = checked_plan(directions.problem)
+    for rollout in counted(directions.problem.rollouts, "rollout"):
+        yield Apart(directions.problem, plan, rollout)
+
+
+def _logprob(apart: Apart) -> Float:
+    return apart.trace.logprob.detach().double().cpu().numpy()
+
+
+def _slopes(problem: Problem, direction: Sequence[Tensor]) -> Float:
+    return jvp(functional(problem), problem.rollouts, direction).value
+
+
+def _one_by_one(
+    directions: Directions, method: str, slopes: Callable[[Problem, Sequence[Tensor]], Float]
+) -> Iterator[Projected]:
+    """One direction after the other, each formed in full."""
+    problem, draw = directions.problem, directions.gaussian if method == "gaussian" else directions.rank_one
+    found = np.zeros((*problem.shape, directions.count), dtype=np.float32)
+    for k in counted(range(directions.count), "direction"):
+        found[..., k] = slopes(problem, draw(k))
+    function = functional(problem)
+    logprob = function.evaluate(function.parameters, problem.rollouts)
+    for rollout in problem.rollouts:
+        where = rollout.row, rollout.columns
+        yield Projected(rollout, logprob[where], found[where].astype(np.float64))
+
+
+def _check_request(directions: int, method: str, engine: str, features: bool) -> None:
+    if method not in METHODS:
+        raise InputError(f"method is {method!r}; {nearest(method, METHODS)}")
+    if engine not in ENGINES:
+        raise InputError(f"engine {engine!r} does not sketch score norms; pass one of: {', '.join(ENGINES)}.")
+    if directions < 2:
+        raise InputError(f"directions is {directions}; pass at least 2, so that a standard error exists.")
+    if method == "hybrid" and features:
+        raise InputError(
+            'features=True needs every parameter projected, which "hybrid" avoids; pass method="rank_one".'
+        )
+    if method == "hybrid" and engine == "reference":
+        raise InputError('engine "reference" projects whole scores, which "hybrid" avoids; pass method="rank_one".')
+
+
+def _check_memory(directions: Directions) -> None:
+    """Refuse more directions than memory holds signs and projections of."""
+    parameters = directions.problem.scope.parameters
+    each = 4 * sum(sum(p.shape) for p in parameters) + 8 * math.prod(directions.problem.shape)
+    refuse_more_than_fit("directions", directions.count, each, parameters[0].device)

@@ -1,0 +1,157 @@
+"""Count sketches of gradients: short vectors whose inner products estimate those of the gradients, at any size."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.inputs import (
+    Batch,
+    Problem,
+    Rollout,
+    Weights,
+    check_group,
+    check_weights,
+    microbatches,
+    pose,
+)
+from otb_analysis.gradients.batch.memory import refuse_more_than_fit
+from otb_analysis.gradients.sketched.hashing import Buckets, check_dim, count_sketch
+from otb_analysis.gradients.sketched.shards import Shards, is_sharded
+
+KEPT = 1 << 28
+"""Parameters up to which their buckets are kept during a call, at 4 bytes each; beyond, they are hashed every time."""
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def gradient_sketch(
+    model: nn.Module,
+    input_ids: Tensor,
+    mask: Tensor,
+    weights: Weights,
+    cluster: Tensor | np.ndarray,
+    attention_mask: Tensor | None = None,
+    *,
+    dim: int = 65536,
+    seed: int = 0,
+    scope: str = "all",
+    temperature: float = 1.0,
+) -> NDArray[np.float32]:
+    """Count sketch of the gradient of every cluster of rollouts, for many rows of weights at once.
+
+    Sketch of g_{c,m} = Σ_{n in c} Σ_t weights[n,m,t] s_{n,t}, s the score over the parameters in `scope`:
+    bucket b holds Σ_{j: h(j)=b} σ(j) g_j with a hashed bucket h and sign σ of the entry's index j among *all* the
+    model's parameters. Gradients are of the log-probability, summed: no 1/N, no advantage factor beyond `weights`.
+
+    ⟨sketch(a), sketch(b)⟩ estimates ⟨a, b⟩ without bias over seeds, with standard deviation at most
+    √((‖a‖²‖b‖² + ⟨a,b⟩²)/dim): .4 % of ‖a‖‖b‖ for orthogonal, .55 % for equal vectors at 65,536. One seed serves all
+    clusters and steps, so compare only sketches of the same seed, dim and model; sketches over disjoint scopes or
+    shards add up. Costs one forward pass per cluster (per `microbatches` of it) and one ordinary backward pass per
+    (cluster, row) that is not all zero: no hooks, any attention kernel, frozen parameters and adapters as they are.
+
+    A model cut up by `fully_shard` takes the same batch on every process: each sketches its own shards, the sketches
+    are summed over the processes, and all return that of the whole gradient; its forward pass is run anew for every
+    row. Inside `DistributedDataParallel` the wrapped model is measured on this process's batch: sketches of disjoint
+    rollouts add up, as gradients do.
+
+    Source: Charikar, Chen and Farach-Colton (2002); used as feature hashing by Weinberger et al. (2009), whose
+    variance is the one stated.
+
+    Args:
+        model: A causal language model with the Hugging Face call convention.
+        input_ids: Token ids [N, L].
+        mask: True at the tokens the policy sampled [N, L].
+        weights: M rows of weights per rollout [N, M, L]; never read outside the mask.
+        cluster: Rollout index or prompt of each rollout [N], any integers; axis c is ordered by the distinct values.
+        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
+        dim: Buckets.
+        seed: Seed of the hash.
+        scope: As in `token_score_norms`.
+        temperature: τ of the policy softmax(logits / τ).
+
+    Returns:
+        Sketches [C, M, dim], float32, accumulated in float64.
+
+    Raises:
+        InputError: Something passed does not fit, or so many buckets do not fit in memory; the sentence says what to
+            do.
+        NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
+    """
+    check_dim(dim)
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    shards = Shards(inner, scope) if is_sharded(inner) else None
+    problem = pose(inner, Batch(input_ids, mask, attention_mask), scope, temperature, sharded=shards is not None)
+    rows = check_weights(weights, problem.mask)
+    member = check_group(cluster, problem.shape[0], "cluster")
+    clusters = np.unique(member)
+    # Float64 sums of one cluster, what is added to them with both signs, and the float32 result.
+    each = 8 * (rows.shape[1] + 3) + 4 * len(clusters) * rows.shape[1]
+    refuse_more_than_fit("dim", dim, each, problem.scope.parameters[0].device)
+    if shards is not None:
+        shards.check_same(problem, rows)
+    sketch = _sketcher(problem, shards, dim, seed)
+    result = np.zeros((len(clusters), rows.shape[1], dim), dtype=np.float32)
+    for c, name in enumerate(clusters):
+        sums = torch.zeros(rows.shape[1], dim, dtype=torch.float64, device=problem.scope.parameters[0].device)
+        for batch in microbatches([r for r in problem.rollouts if member[r.row] == name]):
+            stacked = np.concatenate([rows[r.row][:, r.columns] for r in batch], axis=1)
+            gradients = _gradients if shards is None else shards.gradients
+            for m, gradient in gradients(problem, batch, stacked):
+                sketch(sums[m], gradient)
+        result[c] = (sums if shards is None else shards.total(sums)).cpu().numpy()
+    return result
+
+
+def _gradients(
+    problem: Problem, batch: tuple[Rollout, ...], weights: NDArray[np.float64]
+) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
+    """Σ_k weights[m, k] s_k with its m, by one backward pass per row that is not all zero."""
+    active = np.flatnonzero(weights.any(-1))
+    if len(active) == 0:
+        return
+    values = sampled_logprobs(problem, batch)
+    for m in active:
+        row = torch.from_numpy(weights[m]).to(values)
+        last = bool(m == active[-1])
+        yield (
+            int(m),
+            torch.autograd.grad(values, problem.scope.parameters, row, retain_graph=not last, allow_unused=True),
+        )
+
+
+def _sketcher(
+    problem: Problem, shards: Shards | None, dim: int, seed: int
+) -> Callable[[Tensor, Sequence[Tensor | None]], None]:
+    """A function that adds the sketch of a gradient (of what this process holds of it) to a row of sums."""
+    whole = [(start, p.numel()) for start, p in zip(_starts(problem), problem.scope.parameters, strict=True)]
+    spans = whole if shards is None else shards.spans(problem.scope.parameters, _starts(problem))
+    kept: dict[int, Buckets] = {}
+    keep = sum(length for _, length in spans) <= KEPT
+
+    def add(into: Tensor, gradient: Sequence[Tensor | None]) -> None:
+        for i, (grad, (start, length)) in enumerate(zip(gradient, spans, strict=True)):
+            if grad is None or length == 0:
+                continue
+            if keep and i not in kept:
+                kept[i] = Buckets(start, length, dim, seed, grad.device)
+            into += kept[i].sketch(grad) if keep else count_sketch(grad, start, dim, seed)
+
+    return add
+
+
+def _starts(problem: Problem) -> list[int]:
+    """Index of each scope tensor's first entry among all of the model's parameters, frozen ones included."""
+    start, found = 0, {}
+    for parameter in problem.model.parameters():
+        found[id(parameter)] = start
+        start += parameter.numel()
+    head = problem.scope.head
+    tensors = (
+        problem.scope.parameters if head is None else [head.weight, *([head.bias] if head.bias is not None else [])]
+    )
+    return [found[id(p)] for p in tensors[: len(problem.scope.parameters)]]

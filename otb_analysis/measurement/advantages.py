@@ -1,0 +1,57 @@
+"""Advantages of every estimator on a step's rollouts, from the energies that were measured there."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from otb_analysis.estimators import EstimatorInputs, available, entry_of, estimate
+from otb_analysis.measurement.table import TokenTable
+from otb_analysis.types import Bool, Float, Label
+
+
+@dataclass(frozen=True)
+class ExactNorms:
+    """Exact squared norms of scores; NaN outside the measured groups.
+
+    Attributes:
+        grad_norm_sq: ‖s_{n,t}‖² [N, T].
+        rollout_norm_sq: ‖Σ_t s_{n,t}‖² [N].
+    """
+
+    grad_norm_sq: Float
+    rollout_norm_sq: Float
+
+
+def every_advantage(
+    table: TokenTable,
+    norms: ExactNorms,
+    rows: Bool,
+    options: Mapping[str, Any] | None = None,
+    calibrated: Float | None = None,
+) -> dict[Label, Float]:
+    """Return the advantages [n, T] of every estimator whose inputs exist, by (estimator, energy source), on some rows.
+
+    Estimators that read the proxy, calibrated or not, or no energy see the whole batch, as they would in training, so
+    that entries which couple prompts are what they are; those that read exact norms see the measured rows. `options`
+    holds the options of estimators that do not run with their defaults, those of the one that trains, which may be
+    one's own.
+    """
+    options = options or {}
+    proxy = table.inputs(table.stats.energy)
+    part = _rows_of(table.inputs(norms.grad_norm_sq, norms.rollout_norm_sq), rows)
+    everywhere = set(available(proxy, options))
+    found: dict[Label, Float] = {}
+    for name in available(part, options):
+        reads_energy = entry_of(name).reads_energy
+        if name in everywhere:
+            found[name, "proxy" if reads_energy else "none"] = estimate(name, proxy, options.get(name)).advantage[rows]
+        if reads_energy and calibrated is not None:
+            found[name, "calibrated"] = estimate(name, table.inputs(calibrated), options.get(name)).advantage[rows]
+        if reads_energy or name not in everywhere:
+            found[name, "exact"] = estimate(name, part, options.get(name)).advantage
+    return found
+
+
+def _rows_of(inputs: EstimatorInputs, rows: Bool) -> EstimatorInputs:
+    given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return replace(inputs, **{name: x[rows] for name, x in given.items() if x is not None})

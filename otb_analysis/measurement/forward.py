@@ -1,0 +1,289 @@
+"""Forward passes over rollouts: log-probabilities with their graph, and everything the level `forward` measures."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from otb_analysis.errors import NonFiniteError
+from otb_analysis.logit_stats import logit_stats
+from otb_analysis.rollouts.models import output_layer
+from otb_analysis.rollouts.prefix_cache import Prompts
+from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.types import Int, LogitStats
+
+
+class NonFiniteScore(NonFiniteError):
+    """The policy's logits are NaN or infinite.
+
+    Attributes:
+        row: Index of the rollout in the pass.
+        token: Index of its completion token.
+    """
+
+    def __init__(self, row: int, token: int):
+        super().__init__(
+            f"logits are not finite at rollout {row}, token {token}; "
+            "lower the learning rate or go back to an earlier checkpoint."
+        )
+        self.row, self.token = row, token
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities with their graph, by completion token; made by `score`, read by the update.
+
+    Attributes:
+        logprob: log π(y_t) in nats [N, T], float32; zero outside the mask.
+        mask: True at policy tokens [N, T], on the model's device.
+        entropy: Entropy of each token's distribution in nats [N, T], or None if it was not asked for.
+    """
+
+    logprob: Tensor
+    mask: Tensor
+    entropy: Tensor | None = None
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Scored"], rollouts: Rollouts, rows: Sequence[Int]) -> "Scored":
+        """Put passes over parts of `rollouts` together, `rows` being the rollouts of each."""
+        width = rollouts.completion_columns().shape[1]
+        back = torch.as_tensor(np.argsort(np.concatenate(rows)), device=parts[0].mask.device)
+        entropies = [part.entropy for part in parts if part.entropy is not None]
+        return cls(
+            stacked([part.logprob for part in parts], width)[back],
+            stacked([part.mask for part in parts], width)[back],
+            stacked(entropies, width)[back] if entropies else None,
+        )
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What one forward pass gives, by completion token; made by `forward_pass`, read by the loop and the critic.
+
+    Attributes:
+        logprob: log π(y_t) in nats [N, T], float32, with its graph if memory held the whole batch; zero outside the
+            mask.
+        hidden: Final hidden state that predicts y_t [N, T, d], detached; zero outside the mask; d is 0 where nobody
+            asked for it.
+        mask: True at policy tokens [N, T], on the model's device.
+        stats: Statistics of the distributions [N, T], zero outside the mask.
+    """
+
+    logprob: Tensor
+    hidden: Tensor
+    mask: Tensor
+    stats: LogitStats
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["ForwardPass"], rollouts: Rollouts, rows: Sequence[Int]) -> "ForwardPass":
+        """Put passes over parts of `rollouts` together, `rows` being the rollouts of each."""
+        stats = [{f.name: getattr(part.stats, f.name) for f in fields(LogitStats)} for part in parts]
+        width, back = rollouts.completion_columns().shape[1], np.argsort(np.concatenate(rows))
+        whole = {name: _filled([s[name] for s in stats], rows, (len(back), width)) for name in stats[0]}
+        tensors = ([getattr(p, name) for p in parts] for name in ("logprob", "hidden", "mask"))
+        logprob, hidden, mask = (stacked(t, width)[torch.as_tensor(back, device=t[0].device)] for t in tensors)
+        return cls(logprob, hidden, mask, LogitStats(**whole))
+
+
+def stacked(parts: Sequence[Tensor], width: int) -> Tensor:
+    """Concatenate [n, T', ...] along the first axis after widening each to T columns of zeros."""
+    rest = parts[0].shape[2:]
+    return torch.cat([torch.cat([x, x.new_zeros(len(x), width - x.shape[1], *rest)], dim=1) for x in parts])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a forward pass gives besides log-probabilities and statistics.
+
+    Attributes:
+        hidden: True for the final hidden states.
+        timed: Context in which the statistics are computed, for whoever times them apart.
+    """
+
+    hidden: bool = True
+    timed: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+def forward_pass(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    temperature: float,
+    prompts: Prompts | None = None,
+    wanted: Wanted | None = None,
+) -> ForwardPass:
+    """Score every completion token once, with every statistic of the level `forward`.
+
+    Prompts start at column 0 and padding is on the right, so that the model's own positions are
+    cumsum(attention_mask) − 1 at every token, also in architectures that take no position ids.
+
+    Args:
+        model: The policy.
+        rollouts: N rollouts.
+        temperature: τ of the policy softmax(logits / τ).
+        prompts: Their prompts, where the model has read them already.
+        wanted: What else it gives; hidden states by default.
+
+    Raises:
+        NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
+    """
+    wanted = wanted or Wanted()
+    view = _View.of(rollouts, model.device)
+    logits, hidden = view.policy_tokens(model, prompts)
+    targets = view.targets[view.mask]
+    logprob = _log_pi(logits, temperature).gather(-1, targets[:, None])[:, 0]
+    with wanted.timed():
+        stats = _stats(logits.detach(), hidden, targets, view.mask, temperature)
+        kept = view.placed(hidden if wanted.hidden else hidden[:, :0])
+    return ForwardPass(view.placed(logprob), kept, view.mask, stats)
+
+
+def score(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    temperature: float,
+    entropy: bool = False,
+    prompts: Prompts | None = None,
+) -> Scored:
+    """Score every completion token without the statistics, as an update needs it.
+
+    Args:
+        model: The policy.
+        rollouts: N rollouts.
+        temperature: τ of the policy softmax(logits / τ).
+        entropy: Also the entropies, with their graph.
+        prompts: Their prompts, where the model has read them already.
+
+    Raises:
+        NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
+    """
+    view = _View.of(rollouts, model.device)
+    log_pi = _log_pi(view.policy_tokens(model, prompts)[0], temperature)
+    logprob = log_pi.gather(-1, view.targets[view.mask][:, None])[:, 0]
+    own = -(log_pi.exp() * log_pi).sum(-1) if entropy else None
+    return Scored(view.placed(logprob), view.mask, None if own is None else view.placed(own))
+
+
+def hidden_states(backbone: PreTrainedModel, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+    """Return the final hidden states that precede the completion tokens, with their graph, and the mask.
+
+    Args:
+        backbone: The layers of a language model without its output layer.
+        rollouts: N rollouts.
+
+    Returns:
+        Hidden states [N, T, d], arbitrary outside the mask, and the mask of policy tokens [N, T].
+    """
+    view = _View.of(rollouts, backbone.device)
+    hidden = backbone(input_ids=view.ids, attention_mask=view.attention, use_cache=False).last_hidden_state
+    return hidden.gather(1, view.before.expand(-1, -1, hidden.shape[-1])), view.mask
+
+
+@dataclass(frozen=True)
+class _View:
+    """A batch on the model's device, seen by completion token."""
+
+    ids: Tensor
+    attention: Tensor
+    mask: Tensor
+    present: Tensor
+    targets: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, rollouts: Rollouts, device: torch.device) -> "_View":
+        ids, attention, columns, mask, present = (
+            torch.as_tensor(x, device=device)
+            for x in (
+                rollouts.input_ids,
+                rollouts.attention_mask,
+                rollouts.completion_columns(),
+                rollouts.mask,
+                rollouts.present(),
+            )
+        )
+        before = (columns - 1).clamp(min=0)[..., None]
+        return cls(ids, attention.long(), mask.gather(1, columns) & present, present, ids.gather(1, columns), before)
+
+    def policy_tokens(self, model: PreTrainedModel, prompts: Prompts | None) -> tuple[Tensor, Tensor]:
+        """Logits [K, V] and detached final hidden states [K, d] before each of the K policy tokens.
+
+        The output layer sees only these: no logits of prompts, tool tokens or padding are ever made.
+        """
+        row, token = self.mask.nonzero(as_tuple=True)
+        if prompts is None:
+            inputs = {"input_ids": self.ids, "attention_mask": self.attention, "use_cache": False}
+            column = self.before[row, token, 0]
+            choice = _chosen(model, lambda hidden: hidden[row, column])
+        else:
+            inputs = prompts.inputs(self.targets[:, :-1], self.present[:, :-1])
+            choice = _chosen(model, lambda hidden: prompts.predicting(hidden, row, token))
+        with choice as seen:
+            logits = model(**inputs).logits[0]
+        bad = ~logits.detach().isfinite().all(-1)
+        if bool(bad.any()):
+            first = int(bad.nonzero()[0])
+            raise NonFiniteScore(int(row[first]), int(token[first]))
+        return logits, seen[0]
+
+    def placed(self, values: Tensor) -> Tensor:
+        """Numbers of the policy tokens [K, ...] as [N, T, ...], zero elsewhere."""
+        out = values.new_zeros(*self.mask.shape, *values.shape[1:])
+        return out.index_put(self.mask.nonzero(as_tuple=True), values)
+
+
+def _log_pi(logits: Tensor, temperature: float) -> Tensor:
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (scaled if temperature == 1 else scaled / temperature).log_softmax(-1)
+
+
+def _filled(parts: Sequence[np.ndarray], rows: Sequence[Int], shape: tuple[int, int]) -> np.ndarray:
+    """Numbers [n, T'] of some rows each as one array [N, T], zero beyond their columns."""
+    out = np.zeros(shape)
+    for part, index in zip(parts, rows, strict=True):
+        out[index, : part.shape[1]] = part
+    return out
+
+
+def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temperature: float) -> LogitStats:
+    """Return the statistics [N, T] of the policy tokens [K, ...]; entries outside the mask are zero."""
+    found = logit_stats(logits, token_ids=targets, temperature=temperature)
+    inside = mask.cpu().numpy()
+
+    def placed(values: np.ndarray) -> np.ndarray:
+        out = np.zeros(inside.shape)
+        out[inside] = values
+        return out
+
+    return LogitStats(
+        logprob=placed(found.logprob),
+        entropy=placed(found.entropy),
+        sum_pi_sq=placed(found.sum_pi_sq),
+        energy=placed(found.energy),
+        hidden_norm_sq=placed(hidden.float().square().sum(-1, dtype=torch.float64).cpu().numpy()),
+        pi_variance=placed(found.pi_variance),
+        logprob_variance=placed(found.logprob_variance),
+    )
+
+
+@contextmanager
+def _chosen(model: PreTrainedModel, choice: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
+    """Let the output layer see only some states [K, d], as one row; collect what it sees, detached.
+
+    What enters the output layer is the final hidden state, whatever the architecture calls it.
+    """
+    seen: list[Tensor] = []
+
+    def choose(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden = choice(inputs[0])
+        seen.append(hidden.detach())
+        return (hidden[None], *inputs[1:])
+
+    hook = output_layer(model).register_forward_pre_hook(choose)
+    try:
+        yield seen
+    finally:
+        hook.remove()

@@ -1,0 +1,208 @@
+"""The token table: where torch stops. One step's rollouts as [N, T] NumPy columns, and as rows for the store."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from otb_analysis.errors import NonFiniteError
+from otb_analysis.measurement.forward import ForwardPass
+from otb_analysis.objectives.importance import LOG_LIMIT
+from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.tasks import Task
+from otb_analysis.tasks.asking import ask_reward
+from otb_analysis.types import Bool, Estimate, EstimatorInputs, Float, Int, LogitStats
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What the task paid; made by `pay`, read by the table.
+
+    Attributes:
+        by_token: Reward at each completion token [N, T]: a turn's reward sits on its last policy token. What the
+            estimator sees: after shaping and penalties, where a run has them.
+        total: What the task itself paid, summed over the rollout [N].
+        parts: Name of a reward part → its sum over the rollout [N].
+    """
+
+    by_token: Float
+    total: Float
+    parts: dict[str, Float]
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """One step's tokens; every formula from here on is NumPy float64.
+
+    Attributes:
+        mask: True at policy tokens [N, T].
+        present: True at completion tokens, tool tokens included [N, T].
+        group: Prompt of each rollout [N].
+        turn: Turn of each token [N, T].
+        token_id: Vocabulary index [N, T].
+        behavior_logprob: The sampler's log-probability in nats [N, T], NaN outside the mask.
+        stats: Forward statistics [N, T].
+        rewards: What the task paid.
+        value: V(h_t) before y_t [N, T], or None without a critic.
+        ratio: Importance ratio π(y_t)/μ(y_t) [N, T], or None where the run weighs nothing by it.
+        keep: False for rollouts that take no part in the update [N].
+    """
+
+    mask: Bool
+    present: Bool
+    group: Int
+    turn: Int
+    token_id: Int
+    behavior_logprob: Float
+    stats: LogitStats
+    rewards: Rewards
+    value: Float | None
+    ratio: Float | None
+    keep: Bool
+
+    def inputs(self, energy: Float | None, rollout_norm_sq: Float | None = None) -> EstimatorInputs:
+        """Return what an estimator may look at, with the given energies [N, T]."""
+        return EstimatorInputs(
+            reward=self.rewards.by_token,
+            mask=self.mask,
+            group=self.group,
+            energy=energy,
+            rollout_norm_sq=rollout_norm_sq,
+            value=self.value,
+            turn=self.turn,
+            token_id=self.token_id,
+            ratio=self.ratio,
+            entropy=self.stats.entropy,
+        )
+
+
+def pay(task: Task, rollouts: Rollouts) -> Rewards:
+    """Ask the task for every rollout's reward and put each turn's on that turn's last policy token.
+
+    Raises:
+        InputError: The task raises, does not pay every turn, or pays what is no number.
+        NonFiniteError: A reward part is NaN or infinite; the message names rollout, group and part.
+    """
+    columns, present = rollouts.completion_columns(), rollouts.present()
+    mask = np.take_along_axis(rollouts.mask, columns, axis=1) & present
+    turn = np.take_along_axis(rollouts.turn, columns, axis=1)
+    by_token = np.zeros(mask.shape)
+    paid = [
+        ask_reward(task, rollouts.prompts[g], turns, n)
+        for n, (g, turns) in enumerate(zip(rollouts.group, rollouts.turns, strict=True))
+    ]
+    names = dict.fromkeys(name for turns in paid for parts in turns for name in parts)
+    parts = {name: np.array([sum(p.get(name, 0.0) for p in turns) for turns in paid]) for name in names}
+    for name, values in parts.items():
+        if not np.isfinite(values).all():
+            n = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise NonFiniteError(
+                f"reward part {name!r} of rollout {n} (group {rollouts.group[n]}, prompt "
+                f"{rollouts.prompts[rollouts.group[n]].id!r}) is {values[n]}; mend the task's reward."
+            )
+    for n, turns in enumerate(paid):
+        for k, given in enumerate(turns):
+            tokens = np.flatnonzero(mask[n] & (turn[n] == k))
+            if len(tokens):
+                by_token[n, tokens[-1]] += sum(given.values())
+    return Rewards(by_token, by_token.sum(axis=1), parts)
+
+
+def token_table(rollouts: Rollouts, forward: ForwardPass, rewards: Rewards, value: Float | None) -> TokenTable:
+    """Gather a step's columns by completion token."""
+    columns = rollouts.completion_columns()
+
+    def by_token(x: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(x, columns, axis=1)
+
+    present = rollouts.present()
+    mask = by_token(rollouts.mask) & present
+    return TokenTable(
+        mask=mask,
+        present=present,
+        group=rollouts.group,
+        turn=by_token(rollouts.turn),
+        token_id=by_token(rollouts.input_ids),
+        behavior_logprob=np.where(mask, by_token(rollouts.behavior_logprob), np.nan),
+        stats=forward.stats,
+        rewards=rewards,
+        value=None if value is None else np.where(mask, value, 0.0),
+        ratio=None,
+        keep=np.ones(len(mask), bool),
+    )
+
+
+def token_ratio(table: TokenTable) -> Float:
+    """Return π(y_t)/μ(y_t) [N, T] from the scored and the sampler's log-probabilities, zero outside the mask."""
+    difference = np.where(table.mask, table.stats.logprob - np.nan_to_num(table.behavior_logprob), 0.0)
+    return np.where(table.mask, np.exp(np.clip(difference, -LOG_LIMIT, LOG_LIMIT)), 0.0)
+
+
+def token_rows(
+    table: TokenTable, estimate: Estimate, grad_norm_sq: Float | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, object]:
+    """Return the columns of the step's rows of `tokens`; masked entries were not measured.
+
+    Args:
+        table: The step.
+        estimate: Of the estimator that trains.
+        grad_norm_sq: Exact norms [N, T], NaN where not measured; None when none were.
+        tokenizer: Decodes single tokens, so that readers need none.
+    """
+    n, t = np.nonzero(table.present)
+    texts = {i: str(tokenizer.decode([i])) for i in np.unique(table.token_id[n, t]).tolist()}
+    policy = table.mask[n, t]
+
+    def floats(x: Float) -> np.ma.MaskedArray:
+        return np.ma.masked_array(x[n, t], mask=~policy)
+
+    stats = table.stats
+    columns: dict[str, object] = {
+        "group": table.group[n],
+        "rollout": n,
+        "turn": table.turn[n, t],
+        "t": t,
+        "token_id": table.token_id[n, t],
+        "token": [texts[i] for i in table.token_id[n, t].tolist()],
+        "mask": policy,
+        "logprob": floats(stats.logprob),
+        "behavior_logprob": floats(table.behavior_logprob),
+        "entropy": floats(stats.entropy),
+        "sum_pi_sq": floats(stats.sum_pi_sq),
+        "energy_proxy": floats(stats.energy),
+        "reward": floats(table.rewards.by_token),
+        "baseline": floats(estimate.baseline),
+        "advantage": floats(estimate.advantage),
+    }
+    if stats.hidden_norm_sq is not None:
+        columns["hidden_norm_sq"] = floats(stats.hidden_norm_sq)
+    if table.value is not None:
+        columns["value"] = floats(table.value)
+    exact = np.zeros(len(n), bool) if grad_norm_sq is None else policy & ~np.isnan(grad_norm_sq[n, t])
+    if grad_norm_sq is not None:
+        columns["grad_norm_sq"] = np.ma.masked_array(grad_norm_sq[n, t], mask=~exact)
+    columns["measured_by"] = np.where(exact, "exact", "none")
+    # Prompts come in random order, so measuring the first groups is drawing that share of the step's groups.
+    share = len(np.unique(table.group[n[exact]])) / len(np.unique(table.group))
+    columns["inclusion_prob"] = np.ma.masked_array(np.full(len(n), share), mask=~exact)
+    return columns
+
+
+def rollout_rows(rollouts: Rollouts, table: TokenTable, rollout_norm_sq: Float | None) -> dict[str, object]:
+    """Return the columns of the step's rows of `rollouts`; reward parts become columns `reward_<part>`."""
+    prompts = [rollouts.prompts[g] for g in rollouts.group]
+    columns: dict[str, object] = {
+        "group": rollouts.group,
+        "rollout": np.arange(len(rollouts.group)),
+        "prompt_id": [p.id for p in prompts],
+        "prompt": [p.text for p in prompts],
+        "completion": ["".join(turn.text + turn.reply for turn in turns) for turns in rollouts.turns],
+        "reward": table.rewards.total,
+        "length": table.mask.sum(axis=1),
+        "turns": [len(turns) for turns in rollouts.turns],
+        "finish_reason": list(rollouts.finish_reason),
+    }
+    columns |= {f"reward_{name}": values for name, values in table.rewards.parts.items()}
+    if rollout_norm_sq is not None:
+        columns["score_norm_sq"] = np.ma.masked_invalid(rollout_norm_sq)
+    return columns

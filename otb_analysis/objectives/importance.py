@@ -1,0 +1,269 @@
+"""Importance weights of one batch: what goes in, the exact gradient coefficients that come out, and how much is left.
+
+A surrogate objective is Σ_t f(r_t, u_t), r the ratio that one entry of `ratios.RATIOS` defines and u_t = a_t A_t the
+advantage times its aggregation weight. Its gradient is Σ_t c_t s_t with s_t = ∇ log π(y_t) and coefficients c that are
+plain numbers, so a trainer needs no ratio in its graph: c = ratio.coefficient(advantage * weights), and the loss
+−Σ_t c_t log π(y_t), c held constant, has exactly the surrogate's gradient at the parameters that gave the ratio.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from otb_analysis.arrays import masked
+from otb_analysis.errors import InputError
+from otb_analysis.objectives.registry import boolean_mask, policy_values
+from otb_analysis.types import Bool, Float
+
+LOG_LIMIT = 700.0
+"""A sum of log ratios is held in ±700, so that no weight is infinite (e^709 is the largest float64)."""
+
+
+@dataclass(frozen=True)
+class ClipOptions:
+    """A clip around 1.
+
+    Attributes:
+        low: Below 1 − low a negative advantage has no gradient.
+        high: Above 1 + high a positive advantage has none (DAPO takes .28).
+        dual: Above it a negative advantage has none (dual clip, usually 3); infinite turns it off.
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float = float("inf")
+
+    def __post_init__(self) -> None:
+        if not (self.low >= 0 and self.high >= 0 and self.dual > 1):
+            raise InputError(f"{self} does not clip; low and high are 0 or more, and dual is above 1.")
+
+
+@dataclass(frozen=True)
+class GspoOptions(ClipOptions):
+    """The clip of a geometric mean, whose spread is that of a token's ratio over √L.
+
+    Attributes:
+        low: Below 1 − low a negative advantage has no gradient.
+        high: Above 1 + high a positive advantage has none.
+        dual: Above it a negative advantage has none; infinite turns it off.
+    """
+
+    low: float = 3e-4
+    high: float = 4e-4
+
+
+@dataclass(frozen=True)
+class BoundOptions:
+    """Bounds of a logarithm that widen with the square root of the position.
+
+    Attributes:
+        low: The log ratio is held at −low·√t or above, t counting policy tokens from 1.
+        high: And at high·√t or below.
+    """
+
+    low: float = 0.025
+    high: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not (self.low >= 0 and self.high >= 0):
+            raise InputError(f"{self} has no room for a ratio of 1; low and high are 0 or more.")
+
+
+@dataclass(frozen=True)
+class PositionOptions(BoundOptions):
+    """A clip at the same bounds.
+
+    Attributes:
+        dual: Above it a negative advantage has no gradient (dual clip); infinite turns it off.
+    """
+
+    dual: float = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.dual > 1:
+            raise InputError(f"dual is {self.dual} but must be above 1; 3 is usual and infinity turns it off.")
+
+
+@dataclass(frozen=True)
+class TruncationOptions:
+    """A cap.
+
+    Attributes:
+        cap: Ratios above it are replaced by it.
+    """
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0:
+            raise InputError(f"cap is {self.cap} but must be above 0; 2 is usual.")
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """Which rollouts count.
+
+    Attributes:
+        low: Rollouts whose geometric mean ratio is below 1 − low are dropped.
+        high: And those above 1 + high.
+        veto: And those with any token ratio below it.
+    """
+
+    low: float = 0.001
+    high: float = 0.001
+    veto: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if not (self.low >= 0 and self.high >= 0 and self.veto >= 0):
+            raise InputError(f"{self} is no mask; low, high and veto are 0 or more.")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a clip stops the gradient, each a number or one per token [N, T].
+
+    Attributes:
+        low: Below it, for a negative advantage.
+        high: Above it, for a positive one.
+        dual: Above it, for a negative one (dual clip).
+    """
+
+    low: Float
+    high: Float
+    dual: Float
+
+
+FREE = Limits(np.array(0.0), np.array(np.inf), np.array(np.inf))
+"""No clip."""
+
+
+@dataclass(frozen=True)
+class RatioInputs:
+    """What an importance ratio may look at; made by `training`.
+
+    Attributes:
+        logprob: log π(y_t) in nats under the parameters being updated [N, T].
+        behavior_logprob: log μ(y_t) under the policy that sampled [N, T].
+        mask: True at policy tokens [N, T]; entries outside are never read.
+    """
+
+    logprob: Float
+    behavior_logprob: Float
+    mask: Bool
+
+    def __post_init__(self) -> None:
+        """Check shapes and values; keep float64 columns that are zero outside the mask."""
+        mask = boolean_mask(self.mask)
+        for name in ("logprob", "behavior_logprob"):
+            object.__setattr__(self, name, policy_values(name, getattr(self, name), mask))
+
+    @cached_property
+    def log_ratio(self) -> Float:
+        """Log-ratio log ρ_t = log π(y_t) − log μ(y_t) [N, T], zero outside the mask."""
+        return np.clip(self.logprob - self.behavior_logprob, -LOG_LIMIT, LOG_LIMIT)
+
+    @cached_property
+    def length(self) -> Float:
+        """L_i, policy tokens of each rollout [N, 1], at least 1."""
+        return np.maximum(np.count_nonzero(self.mask, axis=1, keepdims=True), 1).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The ratio of one surrogate and where its gradient flows; made by `ratios.importance_ratio`.
+
+    The surrogate of a token with weighted advantage u is, inside `kept`,
+    min(r u, clip(r, low, high) u) and, for u < 0, not below dual·u.
+
+    Attributes:
+        value: r_t [N, T], after truncation, zero outside the mask.
+        mask: True at policy tokens [N, T].
+        limits: low, high and dual of the clip.
+        kept: False where a mask removes the token whatever its advantage [N, T].
+        limited: True where a truncation replaced the ratio, or a mask removed it, whatever the advantage [N, T].
+        through: `token`: the gradient of r_t flows through log π(y_t) alone, as r_t s_t; what else r_t holds is a
+            constant. `rollout`: through every token of the rollout, as r (1/L) Σ_k s_k.
+    """
+
+    value: Float
+    mask: Bool
+    limits: Limits
+    kept: Bool
+    limited: Bool
+    through: Literal["token", "rollout"] = "token"
+
+    @property
+    def clipped_value(self) -> Float:
+        """clip(r_t, low, high) [N, T], zero outside the mask: the ratio that the clipped branch holds."""
+        return masked(np.clip(self.value, self.limits.low, self.limits.high), self.mask)
+
+    def clipped(self, weighted: ArrayLike) -> Bool:
+        """Return where the clip stops the gradient of a token whose advantage has this sign.
+
+        Args:
+            weighted: Advantage, weighted or not [N, T]; only its sign is read.
+        """
+        u = masked(weighted, self.mask)
+        r, limits = self.value, self.limits
+        negative = (u < 0) & ((r < limits.low) | (r > limits.dual))
+        return self.mask & (negative | ((u > 0) & (r > limits.high)))
+
+    def coefficient(self, weighted: ArrayLike) -> Float:
+        """Return what multiplies each score in the gradient of the surrogate.
+
+        ∇ Σ_t f(r_t, u_t) = Σ_t c_t s_t. Through the token c_t = r_t u_t where neither clip nor mask stops it; through
+        the rollout c_k = (1/L) Σ_t r u_t over the same tokens, for every k of the rollout. Exact at the parameters of
+        `value`, in log-probability, with no 1/N: whatever averages is in u.
+
+        Args:
+            weighted: u = advantage · aggregation weight [N, T]; 0 at tokens without advantage.
+
+        Returns:
+            c [N, T], zero outside the mask.
+        """
+        u = masked(weighted, self.mask)
+        flows = self.kept & ~self.clipped(u)
+        carried = np.where(flows, self.value, 0.0) * u
+        if self.through == "token":
+            return carried
+        length = np.maximum(np.count_nonzero(self.mask, axis=1, keepdims=True), 1)
+        return np.where(self.mask, carried.sum(axis=1, keepdims=True) / length, 0.0)
+
+
+def effective_sample_size(weight: ArrayLike) -> float:
+    """Return how many equally weighted samples carry as much information.
+
+    ESS = (Σ_i w_i)² / Σ_i w_i²: B for B equal weights, 1 when one weight has everything, 0 when all are zero.
+
+    Args:
+        weight: Importance weights ≥ 0 [B], one per rollout (or per token).
+
+    Raises:
+        InputError: A weight is negative, NaN or infinite.
+    """
+    w = np.asarray(weight, np.float64).ravel()
+    if not (np.isfinite(w).all() and (w >= 0).all()):
+        raise InputError(f"weight has a value of {w[~(w >= 0) | ~np.isfinite(w)][0]}; pass finite weights, 0 or more.")
+    top = w.max(initial=0.0)
+    return 0.0 if top == 0 else float((w / top).sum() ** 2 / ((w / top) ** 2).sum())
+
+
+def learning_rate_factor(weight: ArrayLike) -> float:
+    """Return by what `opob` scales the learning rate off-policy.
+
+    √(ESS/B): 1 on-policy, less the more unequal the weights. Public code of VCPO, arXiv 2602.17616.
+
+    Args:
+        weight: Sequence ratios Π_t ρ_t of the batch [B].
+
+    Raises:
+        InputError: There is no weight, or one is negative, NaN or infinite.
+    """
+    size = np.size(weight)
+    if not size:
+        raise InputError("weight is empty; pass the sequence ratio of every rollout, shape [B].")
+    return float(np.sqrt(effective_sample_size(weight) / size))

@@ -1,0 +1,236 @@
+"""Reward shaping: what happens to rewards before any estimator sees them, and which rollouts are dropped.
+
+Every entry answers rewards [N, T] in which a change of a rollout's total sits on its last policy token, and a boolean
+per rollout. Shaping that looks at a group's outcome, or drops groups by it, changes the objective: leave-one-out
+estimators are unbiased for the shaped reward at best.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.special import expit
+
+from otb_analysis.arrays import Groups
+from otb_analysis.errors import InputError
+from otb_analysis.objectives.registry import (
+    Formula,
+    NoOptions,
+    boolean_mask,
+    checked_options,
+    group_vector,
+    lookup,
+    policy_values,
+)
+from otb_analysis.types import Bool, Float, Int
+
+ROUNDING = 1e-12
+"""Totals of a group that differ by less than this share of their size are equal: summed in another order."""
+
+
+@dataclass(frozen=True)
+class ShapingInputs:
+    """What a reward shaping may look at; made by `training`.
+
+    Attributes:
+        reward: Reward per token [N, T].
+        mask: True at policy tokens [N, T].
+        group: Prompt of each rollout [N].
+    """
+
+    reward: Float
+    mask: Bool
+    group: Int
+
+    def __post_init__(self) -> None:
+        """Check shapes and values; keep float64 rewards that are zero outside the mask."""
+        mask = boolean_mask(self.mask)
+        group_vector(self.group, len(mask))
+        object.__setattr__(self, "reward", policy_values("reward", self.reward, mask))
+
+    @property
+    def total(self) -> Float:
+        """R_i [N]."""
+        return self.reward.sum(axis=1)
+
+    @property
+    def length(self) -> Float:
+        """L_i, policy tokens of each rollout [N]."""
+        return np.count_nonzero(self.mask, axis=1).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Rewards after shaping; read by `training`.
+
+    Attributes:
+        reward: Reward per token [N, T], zero outside the mask.
+        keep: False for rollouts that take no part in the update [N].
+    """
+
+    reward: Float
+    keep: Bool
+
+
+@dataclass(frozen=True)
+class LambdaOptions:
+    """Options of `grpo_lambda`.
+
+    Attributes:
+        share: The share of groups, best by accuracy, whose rewards depend on length.
+        alpha: α, the most a long correct rollout can lose.
+        correct: Total reward at or above which a rollout is correct.
+    """
+
+    share: float = 0.2
+    alpha: float = 0.6
+    correct: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.share <= 1 and 0 <= self.alpha <= 1):
+            raise InputError(f"{self} is out of range; choose share and alpha from 0 to 1.")
+
+
+@dataclass(frozen=True)
+class OverlongOptions:
+    """Options of `overlong`.
+
+    Attributes:
+        limit: L_max, policy tokens at which the penalty is 1.
+        buffer: Tokens before it over which the penalty grows from 0.
+    """
+
+    limit: int = 20480
+    buffer: int = 4096
+
+    def __post_init__(self) -> None:
+        if not 0 < self.buffer <= self.limit:
+            raise InputError(f"buffer is {self.buffer} and limit is {self.limit}; pass 0 < buffer ≤ limit.")
+
+
+def none(inputs: ShapingInputs, options: NoOptions) -> Shaped:
+    """Leave the rewards alone.
+
+    r' = r.
+
+    Args:
+        inputs: Rewards, mask and groups.
+        options: None to set.
+    """
+    return Shaped(inputs.reward, np.ones(len(inputs.mask), bool))
+
+
+def grpo_lambda(inputs: ShapingInputs, options: LambdaOptions) -> Shaped:
+    """Pay short correct rollouts more, in the groups that are solved best.
+
+    In the top `share` of groups by accuracy R' = 1 − α·σ((L − mean_correct)/std_correct) if correct, else 0; R' is 0
+    or 1 in the others. Mean and std (ddof 0) of lengths over the group's correct rollouts; one length gives 1 − α/2.
+    The top ⌈share·P⌉ groups, and whoever ties with the last of them; none without a correct rollout. Abstract of
+    GRPO-λ, arXiv 2505.18086.
+
+    Args:
+        inputs: Rewards, mask and groups.
+        options: share, α and what is correct.
+    """
+    groups = Groups.of(inputs.group)
+    correct = (inputs.total >= options.correct).astype(np.float64)
+    accuracy = groups.sum(correct) / groups.count
+    chosen = groups.spread(_best(accuracy, options.share)) & (correct > 0)
+    solved = np.maximum(groups.sum(correct), 1)
+    away = inputs.length - groups.spread(groups.sum(correct * inputs.length) / solved)
+    std = groups.spread(np.sqrt(groups.sum(correct * away**2) / solved))
+    z = np.divide(away, std, out=np.zeros(away.shape), where=std > ROUNDING * inputs.length)
+    paid = np.where(chosen, 1 - options.alpha * expit(z), correct)
+    reward = np.zeros(inputs.mask.shape)
+    return Shaped(_add_last(reward, inputs.mask, paid), np.ones(len(paid), bool))
+
+
+def overlong(inputs: ShapingInputs, options: OverlongOptions) -> Shaped:
+    """Take up to 1 from rollouts that come near the length limit.
+
+    R' = R − clip((L − (L_max − buffer))/buffer, 0, 1). Public code of DAPO, arXiv 2503.14476.
+
+    Args:
+        inputs: Rewards, mask and groups.
+        options: L_max and buffer.
+    """
+    penalty = np.clip((inputs.length - (options.limit - options.buffer)) / options.buffer, 0.0, 1.0)
+    return Shaped(_add_last(inputs.reward, inputs.mask, -penalty), np.ones(len(penalty), bool))
+
+
+def drop_equal(inputs: ShapingInputs, options: NoOptions) -> Shaped:
+    """Drop the groups whose rollouts were all paid the same.
+
+    keep_i = not all R_j of the group are equal: with a group mean they have no gradient, and a batch filled up with
+    others has more. Without refilling it only changes what an average divides by. Abstract of DAPO's dynamic sampling.
+
+    Args:
+        inputs: Rewards, mask and groups.
+        options: None to set.
+    """
+    groups = Groups.of(inputs.group)
+    away = inputs.total - groups.spread(groups.sum(inputs.total) / groups.count)
+    size = groups.spread(np.sqrt(groups.sum(inputs.total**2) / groups.count))
+    differs = groups.sum(np.abs(away) > ROUNDING * size) > 0
+    return Shaped(inputs.reward, groups.spread(differs))
+
+
+SHAPINGS: dict[str, Formula] = {
+    "none": Formula(none, "r", "the task's own reward", "code", needs=("reward",)),
+    "grpo_lambda": Formula(
+        grpo_lambda,
+        "1 − α·σ((L − mean_correct)/std_correct) if correct, else 0, in the best-solved groups; else 0 or 1",
+        "GRPO-λ, arXiv 2505.18086",
+        "abstract",
+        needs=("reward", "group"),
+        options=LambdaOptions,
+    ),
+    "overlong": Formula(
+        overlong,
+        "R − clip((L − (L_max − buffer))/buffer, 0, 1)",
+        "DAPO, arXiv 2503.14476",
+        "code",
+        needs=("reward",),
+        options=OverlongOptions,
+    ),
+    "drop_equal": Formula(
+        drop_equal,
+        "keep where not all R_j of the group are equal",
+        "DAPO, arXiv 2503.14476",
+        "abstract",
+        needs=("reward", "group"),
+    ),
+}
+
+
+def shape_rewards(name: str, inputs: ShapingInputs, options: Any = None) -> Shaped:
+    """Return rewards after shaping and which rollouts stay.
+
+    Args:
+        name: A key of `SHAPINGS`.
+        inputs: Rewards, mask and groups.
+        options: An instance of the entry's options dataclass; None means its defaults.
+
+    Raises:
+        InputError: Unknown name or wrong options.
+    """
+    entry = lookup("shaping", name, SHAPINGS)
+    return entry.function(inputs, checked_options(name, entry.options, options))
+
+
+def _best(accuracy: Float, share: float) -> Bool:
+    """The top ⌈share·P⌉ groups with those that tie, and only groups with a correct rollout."""
+    chosen = int(np.ceil(share * len(accuracy) - 1e-9))  # .2 · 35 is 7.000000000000001
+    if not chosen:
+        return np.zeros(len(accuracy), bool)
+    return (accuracy >= np.sort(accuracy)[-chosen]) & (accuracy > 0)
+
+
+def _add_last(reward: Float, mask: Bool, change: Float) -> Float:
+    """Add a change of the total on the last policy token; a rollout without tokens has none."""
+    out, rows = reward.copy(), np.flatnonzero(mask.any(axis=1))
+    if not len(rows):
+        return out
+    last = mask.shape[1] - 1 - np.argmax(mask[rows, ::-1], axis=1)
+    out[rows, last] += change[rows]
+    return out

@@ -1,0 +1,195 @@
+"""Who continues texts: one protocol, a transformers model behind it; plain sampling, temperature only."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.phases import advance, count_to
+from otb_analysis.rollouts.decoding import Draw, decode, refused
+from otb_analysis.rollouts.models import special_id
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled continuation.
+
+    Attributes:
+        token_ids: The sampled tokens, the end token included when it was sampled.
+        logprobs: log-probability of each under the distribution it was drawn from, in nats.
+        finished: True when the last token is an end token.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+class NonFiniteLogits(NonFiniteError):
+    """The policy's logits are NaN or infinite; raised by a generator, which knows contexts and not rollouts.
+
+    Attributes:
+        row: Index of the context.
+        token: Tokens generated before.
+    """
+
+    def __init__(self, row: int, token: int):
+        super().__init__(f"logits of context {row} are not finite at generated token {token}.")
+        self.row, self.token = row, token
+
+
+class Generator(Protocol):
+    """Whatever can continue texts: transformers here, a serving engine elsewhere."""
+
+    def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
+        """Continue each context by at most `max_new_tokens` tokens, up to and including the end token."""
+        ...
+
+
+@dataclass
+class _Tempered(LogitsProcessor):
+    """Divides by the temperature and keeps the log-probability of each token that was then drawn."""
+
+    temperature: float
+    pending: torch.Tensor | None = None
+    drawn: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return logits/τ in float32; the token drawn last is the newest of `input_ids`."""
+        self.record(input_ids[:, -1])
+        scores = scores.float() / self.temperature
+        finite = torch.isfinite(scores).all(dim=-1)
+        if not bool(finite.all()):
+            raise NonFiniteLogits(int((~finite).nonzero()[0]), len(self.drawn))
+        self.pending = torch.log_softmax(scores, dim=-1)
+        return scores
+
+    def record(self, token: torch.Tensor) -> None:
+        """Gather the log-probability of the tokens drawn from the pending distribution."""
+        if self.pending is not None:
+            self.drawn.append(self.pending.gather(1, token[:, None])[:, 0])
+            self.pending = None
+            advance()
+
+
+class TransformersGenerator:
+    """Sampling with every filter off whatever the checkpoint's own settings say.
+
+    By `decode` where it follows the model, else by `model.generate`, which is logged: both draw the same tokens from a
+    seed.
+    A generation ends with the tokenizer's end token or any other that the checkpoint's generation settings name.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self.model = model
+        self.pad = special_id(tokenizer, "pad")
+        self.ends = end_tokens(model, tokenizer)
+        reason = refused(model)
+        self.follows = reason is None
+        if reason is not None:
+            _log.info("%s is sampled by its own generate: %s.", type(model).__name__, reason)
+
+    def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
+        """Continue each context; see `Generator.generate`."""
+        check_contexts(self.model, [*contexts, [self.pad]], max_new_tokens)
+        if not self.follows:
+            return self.generate_plainly(contexts, max_new_tokens, temperature)
+        drawn = decode(self.model, contexts, Draw(max_new_tokens, temperature, self.ends, self.pad, _refuse))
+        return self._all_cut(drawn.token_ids, drawn.logprobs)
+
+    @torch.no_grad()
+    def generate_plainly(
+        self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float
+    ) -> list[Generation]:
+        """Continue each context by `model.generate`, left-padded: slower, and for every architecture."""
+        width = max(len(c) for c in contexts)
+        ids = torch.tensor([[self.pad] * (width - len(c)) + list(c) for c in contexts], device=self.model.device)
+        attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=self.model.device)
+        tempered = _Tempered(temperature)
+        count_to(max_new_tokens, "token", at_most=True)
+        with self._plain_settings():
+            output = self.model.generate(  # pyright: ignore[reportCallIssue]
+                inputs=ids,
+                attention_mask=attention,
+                generation_config=self._settings(max_new_tokens),
+                logits_processor=LogitsProcessorList([tempered]),
+                synced_gpus=False,  # processes sample different numbers of turns and tokens; none waits for another
+            )
+        assert isinstance(output, torch.Tensor)
+        tempered.record(output[:, -1])
+        return self._all_cut(output[:, width:], torch.stack(tempered.drawn, dim=1))
+
+    @contextmanager
+    def _plain_settings(self) -> Iterator[None]:
+        """Hide the checkpoint's generation settings: `generate` fills every field left open from them."""
+        own = self.model.generation_config
+        self.model.generation_config = GenerationConfig()
+        try:
+            yield
+        finally:
+            self.model.generation_config = own
+
+    def _settings(self, max_new_tokens: int) -> GenerationConfig:
+        return GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=self.ends,
+            pad_token_id=self.pad,
+            use_cache=True,
+        )
+
+    def _all_cut(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> list[Generation]:
+        return [self._cut(t, p) for t, p in zip(tokens.tolist(), logprobs.double().tolist(), strict=True)]
+
+    def _cut(self, tokens: list[int], logprobs: list[float]) -> Generation:
+        end = next((i for i, token in enumerate(tokens) if token in self.ends), None)
+        length = len(tokens) if end is None else end + 1
+        return Generation(tokens[:length], logprobs[:length], end is not None)
+
+
+def _refuse(row: int, token: int) -> None:
+    raise NonFiniteLogits(row, token)
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that end a text: the tokenizer's, and any that the checkpoint's generation settings name."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    named = own if isinstance(own, list) else [own]
+    return sorted({special_id(tokenizer, "eos"), *(i for i in named if isinstance(i, int))})
+
+
+def check_contexts(model: PreTrainedModel, contexts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse contexts that the model has no room or no embeddings for.
+
+    Raises:
+        InputError: Naming the length or the token.
+    """
+    width, largest = max(map(len, contexts)), max(map(max, contexts))
+    room = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(room, int) and width + max_new_tokens > room:
+        raise InputError(
+            f"a prompt of {width} tokens and sample.max_new_tokens={max_new_tokens} need more than the {room} "
+            "positions of the model; shorten the prompts or lower sample.max_new_tokens."
+        )
+    entries = getattr(model.get_input_embeddings(), "num_embeddings", largest + 1)
+    if largest >= entries:
+        raise InputError(
+            f"the tokenizer gives token id {largest} but the model has {entries} embeddings; "
+            "save the model's own tokenizer beside it."
+        )

@@ -1,0 +1,191 @@
+"""Policies: a small one made in code, and any local Hugging Face checkpoint directory, loaded the same way."""
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging as transformers_logging
+
+import otb_analysis
+from otb_analysis.config import SmallModelConfig
+from otb_analysis.errors import InputError
+
+PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
+MAX_POSITIONS = 1024
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""A directory without any of them has no tokenizer, though the library would make an empty one."""
+SHIPPED = {"demo": Path(otb_analysis.__file__).parent / "policies" / "demo"}
+"""Policies that come with the package, by name: so that a demo starts alike on every machine."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token per character, plus padding, end and unknown.
+
+    Args:
+        alphabet: The characters; repeated ones count once.
+    """
+    vocab = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(set(alphabet))])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def small_model(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> Qwen3ForCausalLM:
+    """Make a randomly initialised Qwen3-type model for a tokenizer.
+
+    Args:
+        config: Sizes.
+        tokenizer: Gives the vocabulary and the special ids.
+        seed: Seed of the initial weights; the global random state is left as it was.
+
+    Raises:
+        InputError: A size is not positive, or the width does not divide among the heads.
+    """
+    for name in ("layers", "width", "heads", "key_value_heads", "feed_forward"):
+        if getattr(config, name) < 1:
+            raise InputError(f"small_model.{name} is {getattr(config, name)}; choose a number above 0.")
+    if config.width % (2 * config.heads) or config.heads % config.key_value_heads:
+        raise InputError(
+            f"small_model.width is {config.width} with heads={config.heads} and key_value_heads="
+            f"{config.key_value_heads}; make width a multiple of 2·heads and heads a multiple of key_value_heads."
+        )
+    shape = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.width,
+        intermediate_size=config.feed_forward,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.key_value_heads,
+        head_dim=config.width // config.heads,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=config.tied,
+        pad_token_id=special_id(tokenizer, "pad"),
+        eos_token_id=special_id(tokenizer, "eos"),
+        bos_token_id=None,
+        use_cache=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(shape).eval()
+
+
+def special_id(tokenizer: PreTrainedTokenizerBase, name: Literal["pad", "eos"]) -> int:
+    """Return the id of the padding or the end token.
+
+    Raises:
+        InputError: The tokenizer has none.
+    """
+    found = getattr(tokenizer, f"{name}_token_id")
+    if not isinstance(found, int):
+        raise InputError(f"the tokenizer has no {name}_token; set it in its tokenizer_config.json.")
+    return found
+
+
+def output_layer(model: PreTrainedModel) -> nn.Module:
+    """Return the layer that turns final hidden states into logits.
+
+    Raises:
+        InputError: The model has none, so it is no language model.
+    """
+    found = model.get_output_embeddings()
+    if not isinstance(found, nn.Module):
+        raise InputError(f"{type(model).__name__} has no output layer over a vocabulary; pass a causal language model.")
+    return found
+
+
+def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer from a local directory, never from a network.
+
+    Args:
+        path: A directory as written by `save_pretrained`, or the name of a policy in SHIPPED.
+
+    Returns:
+        The model in evaluation mode and float32 (as stored if wider), and its tokenizer with a padding token.
+
+    Raises:
+        InputError: The directory is missing, holds no whole causal language model or no tokenizer with an end token.
+    """
+    path = Path(path) if Path(path).is_dir() else SHIPPED.get(str(path), Path(path))
+    if not path.is_dir():
+        raise InputError(_missing(str(path)))
+    if not (path / "config.json").is_file():
+        raise InputError(f"model directory {path} has no config.json; pass a directory written by save_pretrained.")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(f"model directory {path} has no tokenizer; save one there with its save_pretrained.")
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+        model, found = loaded
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # someone else's files can make the loading library fail in any way
+        raise InputError(
+            f"{path} cannot be loaded as a causal language model with its tokenizer ({_first_sentence(error)}); "
+            "pass another directory written by save_pretrained."
+        ) from error
+    if found["missing_keys"]:
+        name = min(found["missing_keys"])
+        raise InputError(
+            f"{path} holds no weights for {name}, which would be random; save the causal language model, head included."
+        )
+    special_id(tokenizer, "eos")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.dtype in (torch.float16, torch.bfloat16):
+        model = model.float()
+    model.eval()
+    _refuse_bidirectional(model, path)
+    return model, tokenizer
+
+
+def _missing(path: str) -> str:
+    """Return the sentence of a directory that is not there; a name on a hub, OWNER/NAME, is one as well."""
+    if HUB_NAME.fullmatch(path):
+        return (
+            f"model {path} is no directory here, and nothing is downloaded from a hub; write the model and its "
+            "tokenizer by save_pretrained on a machine that reaches the hub, and pass that directory."
+        )
+    return f"model directory {path} does not exist; pass a directory written by save_pretrained."
+
+
+@torch.no_grad()
+def _refuse_bidirectional(model: PreTrainedModel, path: Path) -> None:
+    """Raise when what follows a token changes its logits: an encoder such as BERT loads as a "causal" model too."""
+    first = model(input_ids=torch.tensor([[0, 0], [0, 1]]), use_cache=False).logits[:, 0]
+    if float((first[0] - first[1]).abs().max()) > 1e-5 * float(first.abs().max()):
+        raise InputError(
+            f"{path} holds a {type(model).__name__}, whose tokens see what comes after them; "
+            "pass a causal language model."
+        )
+
+
+def _first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.split(". ")[0].rstrip(".!")[:200]
+
+
+def quiet_loading() -> None:
+    """Keep the loading library's own bars and notes off the terminal; errors still come."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()

@@ -1,0 +1,146 @@
+"""Prompts read once: rollouts of one prompt go on from its keys and values, which keep their graph.
+
+log π(y_t | x, y_{<t}) and its gradient are what a pass over prompt and completion gives; a group of G rollouts reads
+its prompt once instead of G times, and the last token of a rollout, after which nothing is drawn, not at all.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from otb_analysis.rollouts.decoding import refused
+from otb_analysis.rollouts.models import output_layer
+from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.types import Int
+
+MASKED = ("sdpa", "eager")
+"""Attention that takes any mask: prompts of unequal length stand, padded, before their completions."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The different prompts of a batch as a model read them; made by `read_prompts`, read by scoring passes.
+
+    Attributes:
+        keys: Of each layer [P, heads, S, d'], S the length of the longest prompt.
+        values: The same.
+        real: 1 at tokens, 0 at padding [P, S].
+        hidden: Final hidden state behind each prompt [P, d], with its graph.
+        of: Each rollout's prompt [n].
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    real: Tensor
+    hidden: Tensor
+    of: Tensor
+
+    def take(self, rows: Int) -> "Prompts":
+        """Return what some of the rollouts go on from."""
+        return replace(self, of=self.of[torch.as_tensor(rows, device=self.of.device)])
+
+    def inputs(self, ids: Tensor, present: Tensor) -> dict[str, Any]:
+        """Return a model's inputs for completions.
+
+        Args:
+            ids: Completion tokens [n, T].
+            present: True at tokens, false at padding [n, T].
+        """
+        before = self.real[self.of]
+        steps = torch.arange(ids.shape[1], device=ids.device)
+        layers = zip(self.keys, self.values, strict=True)
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.cat([before, present.long()], dim=1),
+            "position_ids": before.sum(1, keepdim=True) + steps,
+            "past_key_values": Cache(layers=[_Continued(k[self.of], v[self.of]) for k, v in layers]),
+            "use_cache": True,
+        }
+
+    def predicting(self, hidden: Tensor, row: Tensor, token: Tensor) -> Tensor:
+        """Return the state that predicts each token [K, d]: behind the prompt, or behind the token before it.
+
+        Args:
+            hidden: Final hidden states behind completion tokens [n, T, d].
+            row: Rollouts [K].
+            token: Completion tokens [K].
+        """
+        return torch.cat([self.hidden[self.of][:, None], hidden], dim=1)[row, token]
+
+
+class _Continued(DynamicLayer):
+    """Keys and values of prompts, put in front of those of their completions; nothing is kept."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = keys, values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return all keys and values [n, heads, S + T, d']."""
+        assert self.keys is not None and self.values is not None
+        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
+
+
+def follows(model: PreTrainedModel) -> bool:
+    """Return whether completions of a model can be scored behind prompts that were read before.
+
+    Its cache must keep every key and value, its inputs be prepared as most models' are, its attention take any mask.
+    """
+    return getattr(model.config, "_attn_implementation", None) in MASKED and refused(model) is None
+
+
+def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> Prompts | None:
+    """Read every different prompt of a batch once.
+
+    Args:
+        model: A model that `follows`.
+        rollouts: N rollouts.
+
+    Returns:
+        None where nothing would be saved: rollouts have no prompt in common, or none has a second token.
+    """
+    texts = [
+        tuple(row[:length].tolist()) for row, length in zip(rollouts.input_ids, rollouts.prompt_length, strict=True)
+    ]
+    number = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+    if len(number) == len(texts) or rollouts.completion_length.max() < 2:
+        return None
+    real = np.zeros((len(number), max(map(len, number))), dtype=np.int64)
+    ids = np.zeros_like(real)
+    for i, text in enumerate(number):
+        ids[i, : len(text)], real[i, : len(text)] = text, 1
+    layers = [DynamicLayer() for _ in DynamicCache(config=model.config).layers]
+    seen, mask = torch.as_tensor(ids, device=model.device), torch.as_tensor(real, device=model.device)
+    with _last_states(model, mask.sum(1) - 1) as found:
+        model(input_ids=seen, attention_mask=mask, past_key_values=Cache(layers=[*layers]), use_cache=True)
+    return Prompts(
+        keys=tuple(layer.keys for layer in layers if layer.keys is not None),
+        values=tuple(layer.values for layer in layers if layer.values is not None),
+        real=mask,
+        hidden=found[0],
+        of=torch.as_tensor([number[text] for text in texts], device=model.device),
+    )
+
+
+@contextmanager
+def _last_states(model: PreTrainedModel, last: Tensor) -> Iterator[list[Tensor]]:
+    """Collect the final hidden state at one position of each row; the output layer sees a single one of them."""
+    found: list[Tensor] = []
+
+    def choose(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        found.append(inputs[0][torch.arange(len(last), device=last.device), last])
+        return (inputs[0][:1, :1], *inputs[1:])
+
+    hook = output_layer(model).register_forward_pre_hook(choose)
+    try:
+        yield found
+    finally:
+        hook.remove()

@@ -1,0 +1,238 @@
+"""From prompts to rollouts: groups, any number of turns, and what the environment inserts between them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from otb_analysis.config import SampleConfig
+from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.rollouts.generation import Generation, Generator, NonFiniteLogits
+from otb_analysis.rollouts.models import special_id
+from otb_analysis.tasks import Prompt, Task, Turn
+from otb_analysis.tasks.asking import ask_reply
+from otb_analysis.types import Bool, Float, Int
+
+FinishReason = Literal["stop", "length", "turns"]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """A batch of finished rollouts, prompt first, padded on the right; made by `sample`, read by `training`.
+
+    Attributes:
+        prompts: The prompt of each group [P].
+        group: Index into `prompts` of each rollout [N].
+        input_ids: Prompt and completion tokens [N, L].
+        attention_mask: True at tokens, false at padding [N, L].
+        mask: True at tokens the policy sampled [N, L].
+        turn: Turn of each completion token [N, L].
+        behavior_logprob: Log-probability reported by the generator, in nats [N, L]; NaN outside the mask.
+        prompt_length: Tokens before the completion [N].
+        turns: What was written, turn by turn.
+        finish_reason: stop (end token), length (budget used up) or turns (turn limit).
+    """
+
+    prompts: tuple[Prompt, ...]
+    group: Int
+    input_ids: Int
+    attention_mask: Bool
+    mask: Bool
+    turn: Int
+    behavior_logprob: Float
+    prompt_length: Int
+    turns: tuple[tuple[Turn, ...], ...]
+    finish_reason: tuple[FinishReason, ...]
+
+    @property
+    def completion_length(self) -> Int:
+        """Tokens after the prompt, tool tokens included [N]."""
+        return self.attention_mask.sum(axis=1) - self.prompt_length
+
+    def take(self, rows: slice | Int) -> "Rollouts":
+        """Return some of the rollouts, as wide as the longest of them; every group keeps its number and its prompt.
+
+        Args:
+            rows: Which rollouts, a slice or indices [n].
+        """
+        index = np.arange(len(self.group))[rows]
+        width = int(self.attention_mask[index].sum(axis=1).max(initial=0))
+        by_token = ("input_ids", "attention_mask", "mask", "turn", "behavior_logprob")
+        return replace(
+            self,
+            **{name: getattr(self, name)[index, :width] for name in by_token},
+            **{name: getattr(self, name)[index] for name in ("group", "prompt_length")},
+            turns=tuple(self.turns[i] for i in index),
+            finish_reason=tuple(self.finish_reason[i] for i in index),
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
+        """Put parts of one batch together; they have the same prompts and number groups alike.
+
+        Args:
+            parts: In the order of their rollouts.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        width = max(part.input_ids.shape[1] for part in parts)
+        fills = {"input_ids": 0, "attention_mask": False, "mask": False, "turn": 0, "behavior_logprob": np.nan}
+
+        def padded(name: str) -> NDArray:
+            arrays = [getattr(part, name) for part in parts]
+            pads = [((0, 0), (0, width - x.shape[1])) for x in arrays]
+            return np.concatenate(
+                [np.pad(x, pad, constant_values=fills[name]) for x, pad in zip(arrays, pads, strict=True)]
+            )
+
+        return replace(
+            parts[0],
+            **{name: padded(name) for name in fills},
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in ("group", "prompt_length")},
+            turns=tuple(turns for part in parts for turns in part.turns),
+            finish_reason=tuple(reason for part in parts for reason in part.finish_reason),
+        )
+
+    def completion_columns(self) -> NDArray[np.int64]:
+        """Return the column in [N, L] of each completion token, [N, T]; padding repeats the last column."""
+        offset = np.arange(int(self.completion_length.max(initial=0)))
+        return np.minimum(self.prompt_length[:, None] + offset, self.input_ids.shape[1] - 1)
+
+    def present(self) -> Bool:
+        """Return True where an [N, T] entry is a completion token."""
+        columns = np.arange(int(self.completion_length.max(initial=0)))
+        return columns < self.completion_length[:, None]
+
+
+class _Draft:
+    """One rollout under construction."""
+
+    def __init__(self, prompt_ids: list[int]):
+        self.prompt_length = len(prompt_ids)
+        self.ids = list(prompt_ids)
+        self.mask = [False] * len(prompt_ids)
+        self.turn = [0] * len(prompt_ids)
+        self.logprob = [float("nan")] * len(prompt_ids)
+        self.turns: list[Turn] = []
+        self.finish_reason: FinishReason | None = None
+
+    def extend(self, ids: Sequence[int], turn: int, logprobs: Sequence[float] | None = None) -> None:
+        """Append tokens of a turn: sampled ones with their log-probabilities, or the environment's reply to it."""
+        self.ids += ids
+        self.mask += [logprobs is not None] * len(ids)
+        self.turn += [turn] * len(ids)
+        self.logprob += logprobs if logprobs is not None else [float("nan")] * len(ids)
+
+
+def sample(
+    generator: Generator,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    prompts: Sequence[Prompt],
+    config: SampleConfig,
+    group: Int | None = None,
+) -> Rollouts:
+    """Draw `group_size` rollouts of every prompt.
+
+    A turn that ends with the end token is answered by the task; the reply's tokens follow it, masked, and the next turn
+    begins. The episode ends when the task has no reply, the length budget of a turn is used up, or at `max_turns`.
+
+    Args:
+        generator: Continues token sequences.
+        tokenizer: Encodes prompts and replies.
+        task: Supplies replies.
+        prompts: One per group [P].
+        config: Group size, budgets, temperature.
+        group: Index of the prompt that each rollout answers [N], where only some of them are wanted.
+
+    Returns:
+        P·group_size rollouts, group by group, or those asked for.
+
+    Raises:
+        InputError: A prompt has no tokens, or prompt and budget exceed the model's positions.
+        NonFiniteError: The policy's logits are NaN or infinite.
+    """
+    group = np.repeat(np.arange(len(prompts)), config.group_size) if group is None else group
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    drafts = [_Draft(encoded[g]) for g in group]
+    active = list(range(len(drafts)))
+    for _ in range(config.max_turns):
+        if not active:
+            break
+        contexts = [drafts[i].ids for i in active]
+        try:
+            outputs = generator.generate(contexts, config.max_new_tokens, config.temperature)
+        except NonFiniteLogits as error:
+            n = active[error.row]
+            raise NonFiniteError(
+                f"logits of rollout {n} (group {group[n]}, prompt {prompts[group[n]].id!r}, turn "
+                f"{len(drafts[n].turns)}) are not finite at generated token {error.token}; "
+                "lower the learning rate or go back to an earlier checkpoint."
+            ) from error
+        for i, output in zip(active, outputs, strict=True):
+            _finish_turn(drafts[i], output, tokenizer, task, prompts[group[i]])
+        active = [i for i in active if drafts[i].finish_reason is None]
+    return _collate(drafts, tuple(prompts), group, special_id(tokenizer, "pad"))
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Return a prompt's tokens: the text's, or the chat template's with the text as the user's message.
+
+    Args:
+        tokenizer: Its chat template is used where it has one and the prompt asks for it.
+        prompt: Text, and whether it is a message.
+
+    Raises:
+        InputError: There are none.
+    """
+    if prompt.chat and getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": prompt.text}]
+        text = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes the special ones itself
+    else:
+        ids = tokenizer(prompt.text)["input_ids"]
+    if not ids:
+        raise InputError(f"prompt {prompt.id!r} has no tokens; give every prompt at least one.")
+    return list(ids)
+
+
+def _finish_turn(
+    draft: _Draft, output: Generation, tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt
+) -> None:
+    text = str(tokenizer.decode(output.token_ids[:-1] if output.finished else output.token_ids))
+    turn = len(draft.turns)
+    draft.extend(output.token_ids, turn, output.logprobs)
+    draft.turns.append(Turn(text, output.finished))
+    if not output.finished:
+        draft.finish_reason = "length"
+        return
+    reply = ask_reply(task, prompt, draft.turns)
+    if reply is None:
+        draft.finish_reason = "stop"
+        return
+    draft.turns[-1] = Turn(text, output.finished, reply)
+    draft.extend(tokenizer(reply, add_special_tokens=False)["input_ids"], turn)
+
+
+def _collate(drafts: list[_Draft], prompts: tuple[Prompt, ...], group: Int, pad: int) -> Rollouts:
+    def padded(rows: list[list], fill: float | bool, dtype: type) -> NDArray:
+        out = np.full((len(rows), max((len(r) for r in rows), default=0)), fill, dtype=dtype)
+        for line, row in zip(out, rows, strict=True):
+            line[: len(row)] = row
+        return out
+
+    return Rollouts(
+        prompts=prompts,
+        group=group,
+        input_ids=padded([d.ids for d in drafts], pad, np.int64),
+        attention_mask=padded([[True] * len(d.ids) for d in drafts], False, np.bool_),
+        mask=padded([d.mask for d in drafts], False, np.bool_),
+        turn=padded([d.turn for d in drafts], 0, np.int64),
+        behavior_logprob=padded([d.logprob for d in drafts], np.nan, np.float64),
+        prompt_length=np.array([d.prompt_length for d in drafts], dtype=np.int64),
+        turns=tuple(tuple(d.turns) for d in drafts),
+        finish_reason=tuple(d.finish_reason or "turns" for d in drafts),
+    )

@@ -1,0 +1,145 @@
+"""What a comparison with one estimator found: a verdict on each other one, and what all of them amount to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from otb_analysis.statistics.comparisons.alike import Alike
+from otb_analysis.statistics.inference.intervals import Interval
+from otb_analysis.types import Label
+
+MARGIN = 0.15
+"""An interval of a ratio within 1 ± this says that the two hardly differ."""
+
+ENOUGH = 3
+"""Estimators told from the reference with which a comparison concludes."""
+
+Cause = Literal["", "no reference", "alone", "few prompts", "equal rewards", "noise"]
+"""Why nothing could be tested; empty where something could."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One estimator against the reference.
+
+    Attributes:
+        label: (estimator, energy source).
+        sf: Ratio of variances at equal progress, 95 %; below 1 is better.
+        efficiency: Ratio of efficiencies, 95 %; above 1 is better.
+        c_known: True where its projection is proved.
+        told: Measures in which it was told from the reference: `sf`, `efficiency`.
+    """
+
+    label: Label
+    sf: Interval | None
+    efficiency: Interval | None
+    c_known: bool
+    told: tuple[str, ...] = ()
+
+    @property
+    def tested(self) -> bool:
+        """True where one of the two ratios has an interval."""
+        return any(ratio is not None and ratio.p_value is not None for ratio in (self.sf, self.efficiency))
+
+    @property
+    def within(self) -> bool:
+        """True where every interval there is lies within 1 ± 15 %."""
+        ends = [(r.low, r.high) for r in (self.sf, self.efficiency) if r is not None]
+        return self.tested and all(
+            low is not None and high is not None and low >= 1 - MARGIN and high <= 1 + MARGIN for low, high in ends
+        )
+
+    @property
+    def better(self) -> bool:
+        """True where it was told apart, and is ahead in every measure in which it was."""
+        return bool(self.told) and all(self._ahead(name) for name in self.told)
+
+    @property
+    def worse(self) -> bool:
+        """True where it was told apart, and is behind in every measure in which it was."""
+        return bool(self.told) and not any(self._ahead(name) for name in self.told)
+
+    def _ahead(self, name: str) -> bool:
+        return (self.sf is not None and self.sf.estimate < 1) if name == "sf" else _above_one(self.efficiency)
+
+
+def _above_one(ratio: Interval | None) -> bool:
+    return ratio is not None and ratio.estimate > 1
+
+
+@dataclass(frozen=True)
+class Signal:
+    """How well ‖∇J‖² is known, which estimators without a proved projection are judged by.
+
+    Attributes:
+        positive: True where its estimate is positive, and stays so without any one prompt.
+        n_needed: About how many prompts would make it three standard errors long; None where its interval holds
+            nothing positive. A lower bound where the estimate itself is not positive.
+    """
+
+    positive: bool
+    n_needed: int | None
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What is known of every estimator measured beside a reference; read by `figures.conclusion`, which says it.
+
+    Attributes:
+        against: The reference.
+        n_prompts: Independent prompts behind the intervals.
+        verdicts: One per estimator that is not a multiple of the reference, identical ones once.
+        alike: What each label is a multiple of.
+        signal: How well ‖∇J‖² is known.
+        cause: Why nothing could be tested.
+        best: The best of those told apart as better, with intervals that hold for the choice.
+        worst: The farthest behind of those told apart as worse, likewise.
+        n_needed: About how many prompts would decide on the undecided one with the lowest SF.
+    """
+
+    against: Label
+    n_prompts: int
+    verdicts: tuple[Verdict, ...]
+    alike: dict[Label, Alike]
+    signal: Signal
+    cause: Cause
+    best: Verdict | None
+    worst: Verdict | None
+    n_needed: int | None
+
+    @property
+    def tested(self) -> tuple[Verdict, ...]:
+        """Those with an interval."""
+        return tuple(v for v in self.verdicts if v.tested)
+
+    @property
+    def told(self) -> tuple[Verdict, ...]:
+        """Those told from the reference at a false-discovery rate of 5 %."""
+        return tuple(v for v in self.verdicts if v.told)
+
+    @property
+    def within(self) -> tuple[Verdict, ...]:
+        """Those not told apart, whose intervals lie within ±15 % of 1."""
+        return tuple(v for v in self.verdicts if v.within and not v.told)
+
+    @property
+    def undecided(self) -> tuple[Verdict, ...]:
+        """Those tested that are neither."""
+        return tuple(v for v in self.tested if not v.told and not v.within)
+
+    @property
+    def concludes(self) -> bool:
+        """True where three or more were told apart, or where none of three or more tested is undecided.
+
+        An estimator counts once, whichever of its energies were told apart.
+        """
+        return names(self.told) >= ENOUGH or (names(self.tested) >= ENOUGH and not self.undecided)
+
+
+def names(verdicts: Sequence[Verdict]) -> int:
+    """Return of how many estimators these are: one with proxy and with exact energies counts once.
+
+    Args:
+        verdicts: Any of a conclusion.
+    """
+    return len({verdict.label[0] for verdict in verdicts})

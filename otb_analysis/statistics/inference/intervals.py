@@ -1,0 +1,223 @@
+"""Intervals over independent clusters: prompts for claims about one run, seeds for claims about runs.
+
+Tokens and rollouts of one prompt are dependent, so only whole clusters are deleted or resampled. Fewer than
+`MIN_CLUSTERS` clusters give a point and no interval.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import special
+
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.statistics.inference.studentized import Studentized
+from otb_analysis.types import Float
+
+MIN_CLUSTERS = 16
+"""Below this many clusters no interval is given: measured coverage is too far from nominal to print one."""
+
+LEVEL = 0.95
+"""Nominal coverage, unless a caller asks for another."""
+
+SCALES: dict[str, tuple[Callable[[Float], Float], Callable[[Float], Float]]] = {
+    "linear": (lambda x: x, lambda x: x),
+    "log": (np.log, np.exp),
+    "logit": (special.logit, special.expit),
+}
+"""Names of scales, with the map onto each and back."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A point and, from `MIN_CLUSTERS` clusters up, an interval around it.
+
+    Attributes:
+        estimate: The point.
+        low: Lower end, or None where no interval is given.
+        high: Upper end, or None with `low`.
+        n_clusters: Independent clusters it rests on.
+        estimand: What the interval covers, in words.
+        method: How it was computed, in words.
+        p_value: Two-sided p-value of the estimand being 1, for positive quantities and ratios with an interval: below
+            1 − level exactly where the interval excludes 1.
+    """
+
+    estimate: float
+    low: float | None
+    high: float | None
+    n_clusters: int
+    estimand: str
+    method: str
+    p_value: float | None = None
+
+
+def jackknife_interval(
+    estimate: float, replicates: ArrayLike, estimand: str, scale: str = "log", level: float = LEVEL
+) -> Interval | None:
+    """Interval from delete-one-cluster replicates, on a transformed scale, safe for skewed and heavy-tailed clusters.
+
+    f⁻¹(f(θ̂) ∓ q·se), se² = (K−1)/K · Σ_k (f(θ̂_(k)) − mean)², with f the identity, log or logit and q from
+    `Studentized`. For a mean of symmetric light-tailed clusters on the linear scale this is Student's interval. On the
+    log scale of a ratio of two means it is a paired interval whose estimand is the ratio of expectations (not the mean
+    of the clusters' ratios).
+
+    Args:
+        estimate: Full-sample value θ̂.
+        replicates: θ̂_(k), the value without cluster k [K].
+        estimand: What is estimated, in words.
+        scale: `log` for positive quantities and ratios, `logit` for shares in (0, 1), `linear` otherwise.
+        level: Nominal coverage.
+
+    Returns:
+        None when the estimate itself is not finite; a point without interval below `MIN_CLUSTERS` clusters or where
+        the estimate or a replicate is outside the domain of the scale.
+
+    Raises:
+        InputError: The scale is unknown.
+    """
+    if scale not in SCALES:
+        raise InputError(f"scale is {scale!r}; {nearest(scale, SCALES)}")
+    transform, inverse = SCALES[scale]
+    values = np.asarray(replicates, dtype=float)
+    k = values.size
+    method = f"delete-one-cluster jackknife on the {scale} scale, Student t corrected for skewness and kurtosis"
+    if not np.isfinite(estimate):
+        return None
+    point = Interval(float(estimate), None, None, k, estimand, method)
+    if k < MIN_CLUSTERS:
+        return point
+    with np.errstate(divide="ignore", invalid="ignore"):
+        centre, values = float(transform(np.asarray(estimate, dtype=float))), transform(values)
+    if not (np.isfinite(centre) and np.isfinite(values).all()):
+        return point
+    stderr = float(np.sqrt((k - 1) * values.var()))
+    law = Studentized.of(-values)  # deleting a cluster that pulls the value up lowers it
+    down, up = law.quantiles(level)
+    with np.errstate(over="ignore"):
+        low, high = inverse(np.array([centre - down * stderr, centre + up * stderr]))
+    if not np.isfinite(high):
+        return point
+    p_value = _p_value(law, centre, stderr) if scale == "log" else None
+    return Interval(float(estimate), float(low), float(high), k, estimand, method, p_value)
+
+
+def cluster_jackknife(
+    table: ArrayLike,
+    statistic: Callable[[Float], Float],
+    estimand: str,
+    scale: str = "log",
+    level: float = LEVEL,
+) -> Interval | None:
+    """Jackknife interval of a function of means, from one row of sufficient statistics per cluster.
+
+    Args:
+        table: One row per cluster [K, S], for example (Σ x, count) of each prompt.
+        statistic: Maps mean rows [..., S] to values [...], vectorised over the leading axes.
+        estimand: What is estimated, in words.
+        scale: See `jackknife_interval`.
+        level: Nominal coverage.
+
+    Returns:
+        As `jackknife_interval`; None for an empty table.
+
+    Raises:
+        InputError: The table is not two-dimensional, or the scale is unknown.
+    """
+    rows = _rows(table)
+    if len(rows) == 0:
+        return None
+    mean = rows.mean(axis=0)
+    # An affine form of (Σ − row)/(K−1) that stays exact when all rows are equal.
+    deleted = mean - (rows - mean) / max(len(rows) - 1, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        estimate, replicates = statistic(mean), statistic(deleted)
+    return jackknife_interval(float(estimate), replicates, estimand, scale, level)
+
+
+def cluster_bootstrap(
+    table: ArrayLike,
+    statistic: Callable[[Float], Float],
+    estimand: str,
+    n_resamples: int = 2000,
+    seed: int = 0,
+) -> Interval | None:
+    """Percentile bootstrap of a function of means, resampling whole clusters with replacement.
+
+    For statistics without a smooth delta method, such as medians of clusters. Ratios of variances belong to
+    `cluster_jackknife`: there the percentile interval covered 86–90 % with 8 to 16 prompts.
+
+    Args:
+        table: One row per cluster [K, S].
+        statistic: Maps mean rows [..., S] to values [...], vectorised over the leading axes.
+        estimand: What is estimated, in words.
+        n_resamples: Resamples drawn.
+        seed: Seed of the resampling.
+
+    Returns:
+        A 95 % interval; None for an empty table or a value that is not finite; a point without interval below
+        `MIN_CLUSTERS` clusters or where a resample has no finite value.
+
+    Raises:
+        InputError: The table is not two-dimensional.
+    """
+    rows = _rows(table)
+    k = len(rows)
+    if k == 0:
+        return None
+    counts = np.random.default_rng(seed).multinomial(k, np.full(k, 1 / k), size=n_resamples)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        estimate, values = float(statistic(rows.mean(axis=0))), statistic(counts @ rows / k)
+    if not np.isfinite(estimate):
+        return None
+    method = f"percentile bootstrap of clusters, {n_resamples} resamples, seed {seed}"
+    if k < MIN_CLUSTERS or not np.isfinite(values).all():
+        return Interval(estimate, None, None, k, estimand, method)
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(estimate, float(low), float(high), k, estimand, method)
+
+
+def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio") -> Interval | None:
+    """Paired Student t interval on the clusters' log-ratios: exp(mean ± t_{K−1} · s/√K) of log(a_k/b_k).
+
+    The estimand is the *geometric mean ratio* over clusters, not the ratio of the means.
+
+    Args:
+        numerator: One positive value per cluster [K], for example a prompt's group variance under one estimator.
+        denominator: The same clusters under the other [K].
+        name: What the ratio is of, in words.
+
+    Returns:
+        None where a value is not positive (the geometric mean does not exist), else the ratio and its interval.
+
+    Raises:
+        InputError: The two arguments differ in shape.
+    """
+    a, b = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
+    if a.shape != b.shape or a.ndim != 1:
+        raise InputError(f"numerator has shape {a.shape} but denominator {b.shape}; pass one value per cluster, [K].")
+    if a.size == 0 or not (np.isfinite(a).all() and np.isfinite(b).all() and (a > 0).all() and (b > 0).all()):
+        return None
+    logs, k = np.log(a / b), a.size
+    estimate, estimand = float(np.exp(logs.mean())), f"geometric mean over clusters of the {name}"
+    method = f"paired Student t on log-ratios with {k - 1} degrees of freedom"
+    if k < MIN_CLUSTERS:
+        return Interval(estimate, None, None, k, estimand, method)
+    law, stderr = Studentized(0.0, k - 1.0), float(logs.std(ddof=1) / np.sqrt(k))
+    half = law.quantiles(LEVEL)[0] * stderr
+    low, high = float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
+    return Interval(estimate, low, high, k, estimand, method, _p_value(law, float(logs.mean()), stderr))
+
+
+def _p_value(law: Studentized, centre: float, stderr: float) -> float:
+    if stderr <= 1e-12 * max(abs(centre), 1e-3):
+        return 1.0 if abs(centre) < 1e-9 else 0.0
+    return law.p_value(centre / stderr)
+
+
+def _rows(table: ArrayLike) -> Float:
+    rows = np.asarray(table, dtype=float)
+    if rows.ndim != 2:
+        raise InputError(f"table has shape {rows.shape}; pass one row of sufficient statistics per cluster, [K, S].")
+    return rows

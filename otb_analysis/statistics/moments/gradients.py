@@ -1,0 +1,223 @@
+"""One row of gradient statistics per estimator, from Gram matrices of group gradients.
+
+Prompts are the clusters of every interval. ‖∇J‖² is estimated from pairs of different prompts and can come out
+non-positive when few prompts are measured: bias, projection, SF and efficiency are then None, not a number. Where the
+projection c is proved (`Proved`) it is not estimated: bias, c and SF need no ∇J, and only the efficiency does.
+
+A Gram matrix holds advantages as they were. For a batch-coupled entry (`batch_mean`) deleting a prompt should also
+change the baseline of all others, which takes the rollouts: `estimate` without the prompt, then a new matrix. Leaving
+that out is an error of order 1/P, since the baseline's error multiplies a mean score that is 0 in expectation; on 24
+enumerated prompts the standard error of its log-ratio to `rloo` is within 7 % of recomputing's
+(`test_batch_coupling_costs_the_jackknife_little_from_24_prompts_up`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from otb_analysis import schema
+from otb_analysis.statistics.inference.intervals import Interval
+from otb_analysis.statistics.moments import measures
+from otb_analysis.statistics.moments.gram import REFERENCE, Truth, deleted_moments, judged, truth_of, typical
+from otb_analysis.statistics.moments.measures import Moments
+from otb_analysis.statistics.moments.paired import NOTHING, four_measures, measure_interval
+from otb_analysis.types import Gram, Label, Proved
+
+
+@dataclass(frozen=True)
+class GradientStatistics:
+    """Everything one Gram matrix says about one estimator; the first fields are a row of `schema.GRADIENTS`.
+
+    Attributes:
+        estimator: Name in ESTIMATORS.
+        energy_source: Where its energies came from.
+        n_prompts: Prompts P of one update.
+        n_rollouts: Rollouts of one update.
+        total_power: mean_p‖ḡ_p‖².
+        mean_norm_sq: ‖ḡ‖², averaged over steps where there are several.
+        variance: Batch variance of an update of P prompts; None below two prompts.
+        variance_low: Lower end of its 95 % interval; None below 16 prompts.
+        variance_high: Upper end of the same.
+        within: Part of P·variance from rollouts given the prompt; None, since it takes pools.
+        between: Part of P·variance from prompts; None, since it takes pools.
+        relative_bias: ‖m − ∇J‖/‖∇J‖.
+        projection: c = ⟨m, ∇J⟩/‖∇J‖².
+        sf: variance/c².
+        efficiency: Share of the update that points along ∇J.
+        reference: Estimator that stands for ∇J, with all proved unbiased ones where there are any; None where it is
+            not among the labels.
+        c_known: True where c is proved, so that bias, projection and SF are not estimated.
+        rollout_equivalents: Rollouts that the reference needs for the same efficiency; ∞ where none suffice.
+        n_clusters: Independent prompts behind the intervals.
+        variance_interval: Interval of `variance`.
+        projection_interval: Interval of `projection`.
+        sf_interval: Interval of `sf`.
+        efficiency_interval: Interval of `efficiency`.
+    """
+
+    estimator: str
+    energy_source: str
+    n_prompts: int
+    n_rollouts: int
+    total_power: float | None
+    mean_norm_sq: float | None
+    variance: float | None
+    variance_low: float | None
+    variance_high: float | None
+    within: float | None
+    between: float | None
+    relative_bias: float | None
+    projection: float | None
+    sf: float | None
+    efficiency: float | None
+    reference: str | None
+    c_known: bool
+    rollout_equivalents: float | None
+    n_clusters: int
+    variance_interval: Interval | None
+    projection_interval: Interval | None
+    sf_interval: Interval | None
+    efficiency_interval: Interval | None
+
+    @property
+    def n_variance(self) -> float | None:
+        """Batch variance times rollouts: comparable between group sizes and numbers of prompts."""
+        return None if self.variance is None else self.variance * self.n_rollouts
+
+    def as_row(self) -> dict[str, object]:
+        """Return the columns of `schema.GRADIENTS` besides `step`, by name."""
+        return {c.name: getattr(self, c.name) for c in schema.GRADIENTS if c is not schema.STEP}
+
+
+def gradient_statistics(
+    gram: ArrayLike,
+    labels: Sequence[Label],
+    n_rollouts: int,
+    reference: Label = REFERENCE,
+    known: Proved = NOTHING,
+) -> list[GradientStatistics]:
+    """Statistics of every estimator on one step's rollouts.
+
+    Args:
+        gram: ⟨g_{m,p}, g_{m',p'}⟩ [M, M, P, P] of group *mean* gradients.
+        labels: (estimator, energy source) of each m.
+        n_rollouts: Rollouts behind the matrix.
+        reference: The unbiased estimator that stands for ∇J, on other prompts; bias and progress are None without it.
+        known: What is proved of the estimators.
+
+    Returns:
+        One entry per label, in their order; what is undefined is None.
+
+    Raises:
+        InputError: The matrix does not have the shape [M, M, P, P] for these labels.
+    """
+    return pooled_statistics([Gram(np.asarray(gram, dtype=float), tuple(labels), n_rollouts)], reference, known=known)
+
+
+def pooled_statistics(
+    grams: Sequence[Gram],
+    reference: Label = REFERENCE,
+    n_prompts: int | None = None,
+    known: Proved = NOTHING,
+) -> list[GradientStatistics]:
+    """Statistics of every estimator over several steps: sums over steps first, then ratios.
+
+    Each (step, prompt) is a cluster of its own unless the matrices name their prompts, in which case a prompt that
+    comes back is one cluster. With very few prompts per step the intervals are conservative: deleting one prompt then
+    deletes most of that step's pairs. A label is judged on the steps that have both it and the reference.
+
+    Args:
+        grams: One Gram matrix per step.
+        reference: The unbiased estimator that stands for ∇J.
+        n_prompts: Prompts P of the update that variance, SF and efficiency are stated for; by default a typical
+            step's. Other values rescale V/P.
+        known: What is proved of the estimators; ‖∇J‖² is then pooled over the unbiased ones.
+
+    Returns:
+        One entry per label, in order of first appearance.
+    """
+    seen = dict.fromkeys(label for gram in grams for label in gram.labels)
+    truth = truth_of(grams, reference, known)
+    return [
+        _one(judged(grams, label, truth), label, (reference, truth), known.projection.get(label), n_prompts)
+        for label in seen
+    ]
+
+
+def _one(
+    grams: list[Gram], label: Label, against: tuple[Label, Truth], c: float | None, n_prompts: int | None
+) -> GradientStatistics:
+    reference, truth = against
+    moments = _against(deleted_moments(grams, label, truth), grams, reference, truth)
+    groups = typical([g.n_prompts for g in grams])
+    batch = groups if n_prompts is None else n_prompts
+    rollouts = round(typical([g.n_rollouts for g in grams]) * (batch / groups if groups else 1))
+    values = four_measures(moments, batch, c)
+    interval = {name: measure_interval(value, name, batch) for name, value in values.items()}
+    equivalents = _equivalents(moments, max(batch, 1), rollouts, c)
+    return GradientStatistics(
+        estimator=label[0],
+        energy_source=label[1],
+        n_prompts=batch,
+        n_rollouts=rollouts,
+        total_power=_number(moments.power[0]),
+        mean_norm_sq=_mean_norm_sq(grams, label),
+        variance=_number(values["variance"][0]),
+        variance_low=_end(interval["variance"], "low"),
+        variance_high=_end(interval["variance"], "high"),
+        within=None,
+        between=None,
+        relative_bias=_number(measures.relative_bias(moments)[0] if c is None else abs(1 - c)),
+        projection=_number(values["projection"][0]),
+        sf=_number(values["sf"][0]),
+        efficiency=_number(values["efficiency"][0]),
+        reference=_reference_name(grams, reference, truth),
+        c_known=c is not None,
+        rollout_equivalents=None if np.isnan(equivalents) else float(equivalents),
+        n_clusters=moments.power.size - 1,
+        variance_interval=interval["variance"],
+        projection_interval=interval["projection"],
+        sf_interval=interval["sf"],
+        efficiency_interval=interval["efficiency"],
+    )
+
+
+def _against(moments: Moments, grams: list[Gram], reference: Label, truth: Truth) -> Moments:
+    """Count rollouts against the reference, also where others stand for ∇J beside it."""
+    if truth == reference:
+        return moments
+    if not all(reference in gram.labels for gram in grams):
+        return replace(moments, reference_power=np.full_like(moments.power, np.nan))
+    own = deleted_moments(grams, reference, truth)
+    return replace(moments, reference_power=own.power - own.mean_sq + moments.truth_sq)
+
+
+def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -> float:
+    if c is None:
+        return measures.rollout_equivalents(moments, batch, rollouts)[0]
+    # Both are unbiased up to length, so equal efficiency is equal variance/c², and no ∇J is needed.
+    spread = np.maximum(moments.reference_power - moments.truth_sq, 0)
+    own = measures.batch_variance(moments, 1) / c**2
+    return float(np.divide(rollouts * spread, own, out=np.full_like(own, np.nan), where=own > 0)[0])
+
+
+def _reference_name(grams: list[Gram], reference: Label, truth: Truth) -> str | None:
+    if all(reference in gram.labels for gram in grams):
+        return reference[0]
+    found = sorted(truth) if isinstance(truth, frozenset) and all(gram.has(truth) for gram in grams) else []
+    return found[0][0] if found else None
+
+
+def _mean_norm_sq(grams: list[Gram], label: Label) -> float | None:
+    found = [g.blocks(label, label)[0].mean() for g in grams if g.n_prompts]
+    return _number(float(np.mean(found))) if found else None
+
+
+def _number(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _end(interval: Interval | None, name: str) -> float | None:
+    return None if interval is None else getattr(interval, name)

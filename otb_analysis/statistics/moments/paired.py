@@ -1,0 +1,170 @@
+"""One update over another on the same prompts: ratios of variance, SF and efficiency, with intervals on the logarithm.
+
+Pairing removes what two estimators share, so these intervals are much shorter than the two separate ones suggest. The
+estimand is the ratio of the two expectations. Prompts are the clusters.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from otb_analysis.errors import InputError
+from otb_analysis.statistics.inference.intervals import LEVEL, Interval, jackknife_interval
+from otb_analysis.statistics.moments import measures
+from otb_analysis.statistics.moments.gram import (
+    REFERENCE,
+    Truth,
+    deleted_moments,
+    judged,
+    prompts_of,
+    truth_of,
+    typical,
+)
+from otb_analysis.statistics.moments.measures import Moments
+from otb_analysis.types import Float, Gram, Label, Proved
+
+NOTHING = Proved()
+"""Every projection is estimated."""
+
+
+@dataclass(frozen=True)
+class PairedRatios:
+    """One estimator over another on the same rollouts, with intervals over the same prompts.
+
+    Attributes:
+        estimator: The numerator's name.
+        energy_source: Its energy source.
+        against: The denominator's (estimator, energy source).
+        variance: Ratio of batch variances.
+        sf: Ratio of SFs.
+        efficiency: Ratio of efficiencies; above 1 is better.
+    """
+
+    estimator: str
+    energy_source: str
+    against: Label
+    variance: Interval | None
+    sf: Interval | None
+    efficiency: Interval | None
+
+
+@dataclass(frozen=True)
+class Update:
+    """One way of making an update; made by whoever compares group sizes, read by `update_ratios`.
+
+    Attributes:
+        grams: Gram matrices of group gradients, groups of one size, all with the label and the reference.
+        label: The estimator.
+        n_prompts: Groups P that are averaged in one update, each of another prompt.
+    """
+
+    grams: Sequence[Gram]
+    label: Label
+    n_prompts: int
+
+
+def paired_ratios(
+    grams: Sequence[Gram],
+    against: Label = REFERENCE,
+    reference: Label = REFERENCE,
+    n_prompts: int | None = None,
+    known: Proved = NOTHING,
+) -> list[PairedRatios]:
+    """Every estimator over one of them on the same rollouts, with jackknife intervals on the log-ratio.
+
+    Args:
+        grams: One Gram matrix per step; those with both labels are used.
+        against: The estimator in the denominator.
+        reference: The unbiased estimator that stands for ∇J.
+        n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. Ratios of
+            variance and SF do not depend on it.
+        known: What is proved of the estimators: where c is, the SF needs no ∇J.
+
+    Returns:
+        One entry per other label that shares a step with `against`.
+    """
+    truth = truth_of(grams, reference, known)
+    both = judged(grams, against, truth)
+    found = []
+    for label in dict.fromkeys(label for gram in both for label in gram.labels if label != against):
+        steps = judged(both, label, truth)
+        batch = typical([g.n_prompts for g in steps]) if n_prompts is None else n_prompts
+        found.append(update_ratios(Update(steps, label, batch), Update(steps, against, batch), truth, known))
+    return found
+
+
+def update_ratios(
+    above: Update, below: Update, reference: Truth = REFERENCE, known: Proved = NOTHING, level: float = LEVEL
+) -> PairedRatios:
+    """One update over another whose groups were cut from rollouts of the same prompts, of whichever size.
+
+    ∇J is the reference's in either's own groups; leaving out a prompt leaves it out of both.
+
+    Args:
+        above: The numerator.
+        below: The denominator.
+        reference: What stands for ∇J.
+        known: What is proved of the estimators.
+        level: Nominal coverage of the intervals.
+
+    Raises:
+        InputError: The two are not of the same prompts.
+    """
+    if prompts_of(above.grams) != prompts_of(below.grams):
+        raise InputError(
+            f"{above.label[0]} and {below.label[0]} were measured on other prompts; pass Gram matrices whose prompts "
+            "have the same names, in the same order."
+        )
+    values, base = (
+        four_measures(deleted_moments(one.grams, one.label, reference), one.n_prompts, known.projection.get(one.label))
+        for one in (above, below)
+    )
+    intervals = {}
+    for name in ("variance", "sf", "efficiency"):
+        ratio = np.divide(values[name], base[name], out=np.full_like(values[name], np.nan), where=base[name] > 0)
+        intervals[name] = jackknife_interval(ratio[0], ratio[1:], _ratio_words(name, above, below), "log", level)
+    return PairedRatios(*above.label, below.label, **intervals)
+
+
+def four_measures(moments: Moments, batch: int, c: float | None = None) -> dict[str, Float]:
+    """Return the four measures with intervals by name, each [1 + K].
+
+    Args:
+        moments: From `deleted_moments`.
+        batch: Prompts P of the update.
+        c: The proved projection: it and the SF are then defined wherever the variance is, whatever ‖∇J‖² seems to be.
+    """
+    p = max(batch, 1)
+    variance = measures.batch_variance(moments, p)
+    return {
+        "variance": variance,
+        "projection": measures.projection(moments) if c is None else np.full_like(variance, c),
+        "sf": measures.sf(moments, p) if c is None else variance / c**2,
+        "efficiency": measures.efficiency(measures.with_projection(moments, c), p),
+    }
+
+
+def measure_interval(values: Float, name: str, batch: int) -> Interval | None:
+    """Return the jackknife interval of one of the four measures.
+
+    Args:
+        values: From `four_measures` [1 + K].
+        name: Which one.
+        batch: Prompts P of the update.
+    """
+    return jackknife_interval(values[0], values[1:], _MEANING[name](batch), _SCALE[name])
+
+
+_SCALE = {"variance": "log", "projection": "linear", "sf": "log", "efficiency": "logit"}
+_MEANING: dict[str, Callable[[int], str]] = {
+    "variance": lambda p: f"batch variance of an update of {p} prompts",
+    "projection": lambda p: "projection c = ⟨m, ∇J⟩/‖∇J‖²",
+    "sf": lambda p: f"SF of an update of {p} prompts",
+    "efficiency": lambda p: f"efficiency of an update of {p} prompts",
+}
+
+
+def _ratio_words(name: str, above: Update, below: Update) -> str:
+    other = below.label[0] if above.n_prompts == below.n_prompts else f"{below.label[0]} with {below.n_prompts}"
+    return f"ratio of the {_MEANING[name](above.n_prompts)} to that of {other}"

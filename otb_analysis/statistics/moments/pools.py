@@ -1,0 +1,286 @@
+"""Any group size from a pool of rollouts per prompt: variance within and between prompts, and the gradient itself.
+
+A pool is cut into *disjoint* groups, because overlapping groups share rollouts and understate the variance (groups of
+32 out of 64 gave half of it). Several shuffles average out the luck of one cut; they are not independent, so intervals
+come from prompts. ∇J is held out by construction: a group is only ever compared with the reference's gradient on groups
+that share no rollout with it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.sparse import csr_array
+
+from otb_analysis.errors import InputError
+from otb_analysis.statistics.moments.gradients import GradientStatistics, pooled_statistics
+from otb_analysis.statistics.moments.gram import REFERENCE
+from otb_analysis.statistics.moments.measures import Moments
+from otb_analysis.types import Bool, Float, Gram, Int, Label
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One cut of the pools into disjoint groups.
+
+    Attributes:
+        group: Group of each rollout [R], −1 where it is left over.
+        prompt: Prompt of each group [G], numbered 0 … P−1 in sorted order of the pool's names.
+    """
+
+    group: Int
+    prompt: Int
+
+
+def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -> list[Partition]:
+    """Cut each prompt's pool into disjoint groups of N, several times.
+
+    Estimators are then evaluated on the rollouts with `group >= 0` and that group vector; batch-coupled ones anew for
+    every partition.
+
+    Args:
+        prompt: Prompt of each rollout [R].
+        size: N.
+        shuffles: How many cuts.
+        seed: Seed of the shuffles.
+
+    Returns:
+        One partition per shuffle.
+
+    Raises:
+        InputError: N is below 1, or a pool is smaller than two groups.
+    """
+    names, codes = np.unique(np.asarray(prompt), return_inverse=True)
+    pool = np.bincount(codes, minlength=names.size)
+    if size < 1:
+        raise InputError(f"size is {size}; pass groups of at least one rollout.")
+    if (pool < 2 * size).any():
+        p = int(np.argmin(pool))
+        raise InputError(
+            f"size is {size} but prompt {names[p]!r} has a pool of {pool[p]} rollouts; its variance takes two disjoint "
+            f"groups, so pass a size of at most {pool[p] // 2} or a larger pool."
+        )
+    rng = np.random.default_rng(seed)
+    counts = pool // size
+    return [_cut(codes, pool, counts, size, rng) for _ in range(shuffles)]
+
+
+def _cut(codes: Int, pool: Int, counts: Int, size: int, rng: np.random.Generator) -> Partition:
+    order = np.lexsort((rng.random(codes.size), codes))
+    rank = np.empty(codes.size, dtype=np.int64)
+    rank[order] = np.arange(codes.size) - np.repeat(np.cumsum(pool) - pool, pool)
+    inside = rank // size
+    first = np.cumsum(counts) - counts
+    group = np.where(inside < counts[codes], first[codes] + inside, -1)
+    return Partition(group, np.repeat(np.arange(counts.size), counts))
+
+
+def held_out(prompt: ArrayLike, share: float = 0.5, seed: int = 0) -> Bool:
+    """Choose a share of every prompt's rollouts to hold out, for a quantity that must not see the others.
+
+    Args:
+        prompt: Prompt of each rollout [R].
+        share: Share of each pool, rounded down.
+        seed: Seed of the choice.
+
+    Returns:
+        True where held out [R].
+
+    Raises:
+        InputError: The share is not between 0 and 1.
+    """
+    if not 0 <= share <= 1:
+        raise InputError(f"share is {share}; pass a number in [0, 1].")
+    codes = np.unique(np.asarray(prompt), return_inverse=True)[1]
+    pool = np.bincount(codes)
+    taken = np.floor(share * pool + 1e-9).astype(np.int64)
+    order = np.lexsort((np.random.default_rng(seed).random(codes.size), codes))
+    chosen = np.zeros(codes.size, dtype=bool)
+    rank = np.arange(codes.size) - np.repeat(np.cumsum(pool) - pool, pool)
+    chosen[order] = rank < taken[codes[order]]
+    return chosen
+
+
+def rollout_features(gram: ArrayLike) -> Float:
+    """Vectors whose inner products are a given Gram matrix of rollouts: G = F·Fᵀ.
+
+    For baselines that are constant over a rollout, whose gradients are combinations of the rollouts' total scores.
+    Negative eigenvalues, which only rounding or a sketch can produce, are taken as 0.
+
+    Args:
+        gram: ⟨S_i, S_j⟩ [R, R].
+
+    Returns:
+        Features [R, R].
+    """
+    values, vectors = np.linalg.eigh(np.asarray(gram, dtype=float))
+    return vectors * np.sqrt(np.maximum(values, 0))
+
+
+def group_gradients(features: ArrayLike, weights: ArrayLike, partition: Partition) -> Float:
+    """Mean gradient of every group: g_{m,a} = (1/N) Σ_{i in a} Σ_t A_{m,i,t} f_{i,t}.
+
+    Args:
+        features: Scores or sketches with E⟨f_t, f_k⟩ = s_t·s_k per token [R, T, K], or per rollout [R, K]. A sketch
+            leaves every mean right and adds noise of its own, which intervals over prompts do not contain.
+        weights: Advantage of each estimator per token [M, R, T], or per rollout [M, R].
+        partition: The groups.
+
+    Returns:
+        Group gradients [M, G, K].
+
+    Raises:
+        InputError: The shapes do not fit.
+    """
+    f, a = np.asarray(features), np.asarray(weights, dtype=float)
+    if a.shape[1:] != f.shape[:-1] or f.shape[0] != partition.group.size:
+        raise InputError(
+            f"features has shape {f.shape} and weights {a.shape} for {partition.group.size} rollouts; pass [R, T, K] "
+            "with [M, R, T], or [R, K] with [M, R]."
+        )
+    per_rollout = a[..., None] * f if f.ndim == 2 else np.matmul(a.transpose(1, 0, 2), f).transpose(1, 0, 2)
+    kept = partition.group >= 0
+    size = np.bincount(partition.group[kept], minlength=partition.prompt.size)
+    return _sum_by(per_rollout[:, kept], partition.group[kept], size.size) / size[:, None]
+
+
+@dataclass(frozen=True)
+class PoolGram:
+    """Inner products of group gradients from pools, averaged over partitions; made by `pool_gram`.
+
+    Attributes:
+        across: ⟨ḡ_{m,p}, ḡ_{m',q}⟩ [M, M, P, P] of the prompts' mean gradients; meaningful for p ≠ q.
+        same: Mean over groups of ⟨g_{m,a}, g_{m',a}⟩ [M, M, P]: a group with itself.
+        apart: Mean over pairs of disjoint groups of one prompt of ⟨g_{m,a}, g_{m',b}⟩ [M, M, P].
+        labels: (estimator, energy source) of each m.
+        size: Rollouts per group N.
+    """
+
+    across: Float
+    same: Float
+    apart: Float
+    labels: tuple[Label, ...]
+    size: int
+
+    def group_variance(self, label: Label) -> Float:
+        """Variance of the group gradient given the prompt, ddof 1: E‖g_a‖² − E⟨g_a, g_b⟩ over disjoint groups.
+
+        Args:
+            label: An estimator.
+
+        Returns:
+            One estimate per prompt [P]; compare estimators by `log_ratio_t`.
+        """
+        m = self.labels.index(label)
+        return self.same[m, m] - self.apart[m, m]
+
+    def gram(self) -> Gram:
+        """Gram matrix of an update with one group per prompt: `across` off the diagonal, `same` on it.
+
+        Its expectation is that of a single such update, with much less noise.
+        """
+        p = self.across.shape[-1]
+        inner = self.across.copy()
+        inner[:, :, np.arange(p), np.arange(p)] = self.same
+        return Gram(inner, self.labels, p * self.size)
+
+    def given_prompts(self, label: Label, reference: Label = REFERENCE) -> Moments:
+        """Moments when these prompts are all there are: no variance between prompts, same-prompt products included.
+
+        For updates that use each prompt once, so that the batch variance is (1/P²) Σ_p of the group variances. Products
+        within a prompt come from disjoint groups. Intervals over prompts do not apply to this estimand.
+
+        Args:
+            label: The estimator m.
+            reference: The unbiased estimator that stands for ∇J.
+
+        Returns:
+            Scalar moments for `measures`, unbiased over rollouts.
+        """
+        m, r = self.labels.index(label), self.labels.index(reference)
+        p = self.across.shape[-1]
+        apart = ~np.eye(p, dtype=bool)
+
+        def product(a: int, b: int) -> Float:
+            return np.asarray((self.across[a, b][apart].sum() + self.apart[a, b].sum()) / p**2)
+
+        mean_sq, truth = product(m, m), product(r, r)
+        return Moments(
+            mean_sq + self.group_variance(label).mean(),
+            mean_sq,
+            product(m, r),
+            truth,
+            truth + self.group_variance(reference).mean(),
+        )
+
+
+def pool_gram(gradients: Sequence[ArrayLike], cuts: Sequence[Partition], labels: Sequence[Label]) -> PoolGram:
+    """Combine the group gradients of all partitions.
+
+    Args:
+        gradients: Group gradients [M, G, K] of each partition.
+        cuts: The partitions they belong to, all of one group size.
+        labels: (estimator, energy source) of each m.
+
+    Returns:
+        Every product that variance, bias and projection need.
+
+    Raises:
+        InputError: The arguments differ in length or shape.
+    """
+    if len(gradients) != len(cuts) or not cuts:
+        raise InputError(f"gradients has {len(gradients)} entries but cuts {len(cuts)}; pass one per partition.")
+    parts = [_products(np.asarray(g, dtype=float), cut, len(labels)) for g, cut in zip(gradients, cuts, strict=True)]
+    same, apart, mean = (np.mean(values, axis=0) for values in zip(*parts, strict=True))
+    sizes = np.bincount(cuts[0].group[cuts[0].group >= 0])
+    across = np.einsum("mpk,nqk->mnpq", mean, mean, optimize=True)
+    return PoolGram(across, same, apart, tuple(labels), int(sizes[0]))
+
+
+def _products(g: Float, cut: Partition, n_labels: int) -> tuple[Float, Float, Float]:
+    if g.ndim != 3 or g.shape[:2] != (n_labels, cut.prompt.size):
+        raise InputError(
+            f"group gradients have shape {g.shape}; pass [M, G, K] with M = {n_labels} and G = {cut.prompt.size}."
+        )
+    count = np.bincount(cut.prompt)
+    n_prompts = count.size
+    sums = _sum_by(g, cut.prompt, n_prompts)
+    own = _sum_by(np.einsum("mak,nak->man", g, g, optimize=True), cut.prompt, n_prompts).transpose(0, 2, 1)
+    all_pairs = np.einsum("mpk,npk->mnp", sums, sums, optimize=True)
+    return own / count, (all_pairs - own) / (count * (count - 1)), sums / count[:, None]
+
+
+def _sum_by(x: Float, index: Int, size: int) -> Float:
+    """Sum the middle axis of [M, n, K] by index: [M, size, K]."""
+    m, n, k = x.shape
+    member = csr_array((np.ones(n), (index, np.arange(n))), shape=(size, n))
+    return (member @ x.transpose(1, 0, 2).reshape(n, m * k)).reshape(size, m, k).transpose(1, 0, 2)
+
+
+def pool_statistics(
+    pool: PoolGram, reference: Label = REFERENCE, n_prompts: int | None = None
+) -> list[GradientStatistics]:
+    """Statistics of every estimator at this group size, the variance split into its two parts.
+
+    P·variance = within + between: within = mean over prompts of the group variance, between = variance over prompts of
+    the group gradient's mean. A baseline touches only the first. Prompts are a sample, and the clusters of every
+    interval.
+
+    Args:
+        pool: From `pool_gram`.
+        reference: The unbiased estimator that stands for ∇J.
+        n_prompts: Prompts P of the update that variance and efficiency are stated for; by default those of the pool.
+
+    Returns:
+        One entry per label, with `within` and `between` filled in.
+    """
+    found = []
+    for row in pooled_statistics([pool.gram()], reference, n_prompts):
+        if row.variance is None:
+            found.append(row)
+            continue
+        within = float(pool.group_variance((row.estimator, row.energy_source)).mean())
+        # Not clipped: an unbiased estimate of a between-prompt part near 0 is negative half of the time.
+        found.append(replace(row, within=within, between=row.variance * row.n_prompts - within))
+    return found

@@ -1,0 +1,170 @@
+"""What each token's score is multiplied with: ratio × advantage × aggregation weight, minus the divergence's pull."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from otb_analysis.config import ObjectiveConfig
+from otb_analysis.measurement.table import TokenTable
+from otb_analysis.objectives.aggregation import AGGREGATIONS, AggregationInputs, aggregation_weights
+from otb_analysis.objectives.divergence import divergence, divergence_slope
+from otb_analysis.objectives.importance import LOG_LIMIT
+from otb_analysis.objectives.ratios import RATIOS, Ratio, RatioInputs, importance_ratio
+from otb_analysis.objectives.registry import lookup, options_from_table
+from otb_analysis.objectives.shaping import SHAPINGS, Shaped, ShapingInputs, shape_rewards
+from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.types import Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What the updates of one batch read, by completion token; made by the loop.
+
+    Attributes:
+        rollouts: The rollouts themselves.
+        mask: True at policy tokens [N, T].
+        advantage: A_t of the estimator that trains [N, T].
+        behavior: log-probability under the policy that sampled, in nats [N, T]; NaN outside the mask.
+        reference: log π_ref in nats [N, T], or None.
+        weight: Aggregation weight of each token within its mini-batch [N, T]; set by `Objective.weighed`.
+        number: Each rollout's index in the step [N].
+        seed: Seed of the mini-batches' order.
+        rate_factor: Multiplies the learning rate of these updates.
+    """
+
+    rollouts: Rollouts
+    mask: Bool
+    advantage: Float
+    behavior: Float
+    reference: Float | None
+    weight: Float
+    number: Int
+    seed: int = 0
+    rate_factor: float = 1.0
+
+    def take(self, rows: Int) -> "TokenBatch":
+        """Return some rollouts, as wide as the longest of them."""
+        rollouts = self.rollouts.take(rows)
+        width = rollouts.completion_columns().shape[1]
+        names = ("mask", "advantage", "behavior", "reference", "weight")
+        arrays = {name: getattr(self, name) for name in names}
+        cut = {name: None if x is None else x[rows, :width] for name, x in arrays.items()}
+        return replace(self, rollouts=rollouts, number=self.number[rows], **cut)
+
+    def sequence_ratio(self, logprob: Float) -> Float:
+        """Return Π_t π(y_t)/μ(y_t) of each rollout [N] at log-probabilities [N, T]."""
+        difference = np.where(self.mask, logprob - np.nan_to_num(self.behavior), 0.0).sum(axis=1)
+        return np.exp(np.clip(difference, -LOG_LIMIT, LOG_LIMIT))
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What multiplies each token's score.
+
+    Attributes:
+        value: c [n, T], zero outside the mask: ĝ = Σ c·∇ log π(y_t) ascends the objective.
+        by_token: What else is known of each token, by name of the scalar that its mean becomes.
+    """
+
+    value: Float
+    by_token: dict[str, Float] = field(default_factory=dict)
+
+
+class Objective:
+    """An objective as coefficients: it names a ratio, an aggregation, a shaping and a divergence of the catalogue.
+
+    Attributes:
+        config: The names and their options.
+        off_policy: True when tokens are weighed against the policy that sampled them.
+    """
+
+    def __init__(self, config: ObjectiveConfig):
+        self.config = config
+        self.off_policy = config.ratio != "none"
+        self._ratio_options = options_from_table(
+            config.ratio, lookup("ratio", config.ratio, RATIOS).options, config.ratio_options
+        )
+        self._aggregation_options = options_from_table(
+            config.aggregation,
+            lookup("aggregation", config.aggregation, AGGREGATIONS).options,
+            config.aggregation_options,
+        )
+        self._shaping_options = options_from_table(
+            config.shaping, lookup("shaping", config.shaping, SHAPINGS).options, config.shaping_options
+        )
+
+    def shaped(self, reward: Float, mask: Bool, group: Int, penalty: Float | None) -> Shaped:
+        """Return the rewards that the estimator sees [N, T] and the rollouts that take part in the update [N].
+
+        Args:
+            reward: What the task paid, by token [N, T].
+            mask: True at policy tokens [N, T].
+            group: Prompt of each rollout [N].
+            penalty: What `penalty` takes from each token, or None.
+        """
+        found = shape_rewards(self.config.shaping, ShapingInputs(reward, mask, group), self._shaping_options)
+        return found if penalty is None else replace(found, reward=found.reward - penalty)
+
+    def weighed(self, batch: TokenBatch) -> TokenBatch:
+        """Return a mini-batch with the aggregation weight of each token."""
+        inputs = AggregationInputs(batch.mask, batch.rollouts.group, batch.advantage)
+        weight = aggregation_weights(self.config.aggregation, inputs, self._aggregation_options)
+        return replace(batch, weight=weight)
+
+    def ratio(self, batch: TokenBatch, logprob: Float) -> Ratio:
+        """Return the importance ratio of rollouts at log-probabilities [n, T]."""
+        behavior = np.where(batch.mask, batch.behavior, 0.0)
+        inputs = RatioInputs(np.where(batch.mask, logprob, 0.0), behavior, batch.mask)
+        return importance_ratio(self.config.ratio, inputs, self._ratio_options)
+
+    def coefficients(self, batch: TokenBatch, logprob: Float) -> Coefficients:
+        """Return what multiplies each score at the present log-probabilities.
+
+        c = coefficient of the ratio's surrogate at u = weight·advantage, minus β·weight·∂divergence/∂log π.
+
+        Args:
+            batch: Some rollouts of a weighed mini-batch, n of them.
+            logprob: log π under the weights about to move, in nats [n, T].
+        """
+        ratio = self.ratio(batch, logprob)
+        advantage = batch.weight * batch.advantage
+        value = ratio.coefficient(advantage)
+        by_token = {}
+        if self.off_policy:
+            by_token["ratio_mean"] = ratio.value
+            by_token["ratio_clip_share"] = (ratio.clipped(advantage) | ratio.limited).astype(np.float64)
+        if batch.reference is not None:
+            name = self.config.kl_estimator
+            by_token["kl_reference"] = np.where(batch.mask, divergence(name, logprob, batch.reference), 0.0)
+            if self.config.kl_in == "loss":
+                slope = np.where(batch.mask, divergence_slope(name, logprob, batch.reference), 0.0)
+                value = value - self.config.kl_coefficient * batch.weight * slope
+        return Coefficients(value, by_token)
+
+    def first_coefficients(self, batch: TokenBatch, logprob: Float) -> Float:
+        """Return what multiplies each score in the gradient of a whole batch before its first update [N, T].
+
+        With several mini-batches it is their mean's, up to how each normalises its own part. The entropy bonus is left
+        out: its gradient is no sum of scores.
+        """
+        return self.coefficients(self.weighed(batch), logprob).value
+
+    def penalty(self, logprob: Float, reference: Float | None, mask: Bool) -> Float | None:
+        """Return what the divergence takes from each token's reward [N, T]; None where it takes nothing."""
+        if reference is None or self.config.kl_in != "reward":
+            return None
+        value = divergence(self.config.kl_estimator, logprob, reference)
+        return np.where(mask, self.config.kl_coefficient * value, 0.0)
+
+    def batch(self, rollouts: Rollouts, table: TokenTable, advantage: Float, reference: Float | None) -> TokenBatch:
+        """Return what the updates of one batch read; `weight` and `seed` are still to come."""
+        mask = table.mask & table.keep[:, None]
+        return TokenBatch(
+            rollouts=rollouts,
+            mask=mask,
+            advantage=np.where(mask, advantage, 0.0),
+            behavior=table.behavior_logprob,
+            reference=reference,
+            weight=np.zeros(mask.shape),
+            number=np.arange(len(mask)),
+        )

@@ -1,0 +1,134 @@
+"""A policy spread over processes (FSDP2): each keeps a part of every weight, gradient and moment."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from otb_analysis.config import TrainConfig
+from otb_analysis.errors import InputError
+from otb_analysis.training.runtime.processes import Processes
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def asked_for() -> bool:
+    """Return whether `accelerate launch` was told to use FSDP2.
+
+    Raises:
+        InputError: It was told to use FSDP1 or DeepSpeed.
+    """
+    given = os.environ.get
+    if given("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise InputError("accelerate was launched with DeepSpeed; launch it with --use_fsdp --fsdp_version 2 instead.")
+    if given("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return False
+    if given("FSDP_VERSION", "1") != "2":
+        raise InputError("accelerate was launched with FSDP version 1; add --fsdp_version 2.")
+    return True
+
+
+def refuse_unsharded_only(config: TrainConfig, exact: bool) -> None:
+    """Refuse what needs a process to hold whole parameters.
+
+    Args:
+        config: The run.
+        exact: True when the training estimator reads exact norms.
+
+    Raises:
+        InputError: The first such setting, with its remedy.
+    """
+    own = config.measure
+    whole = {
+        "measure.exact.every": own.exact.every,
+        "measure.sampled.every": own.sampled.every,
+        "measure.sketch.every": own.sketch.every,
+        "measure.attribution.every": own.attribution.every,
+        "objective.staleness": config.objective.staleness,
+        "lora.rank": config.lora.rank,
+    }
+    for name, value in whole.items():
+        if value:
+            raise InputError(
+                f"{name} is {value}, which does not work with FSDP2: each process holds only a part of the parameters; "
+                "set it to 0 or launch without --use_fsdp."
+            )
+    if exact:
+        raise InputError(
+            f"estimator.name is {config.estimator.name!r}, which needs exact norms, and these do not work with FSDP2; "
+            "choose another estimator or energy, or launch without --use_fsdp."
+        )
+
+
+def shard(model: PreTrainedModel, processes: Processes) -> None:
+    """Spread a model's parameters over the processes, one unit per decoder layer and one for the rest, in place.
+
+    Gradients are summed over processes, not averaged: each holds its rollouts' part of Σ c·∇log π.
+
+    Args:
+        model: The policy, the same on every process.
+        processes: Who shares it.
+    """
+    assert processes.device is not None
+    mesh = init_device_mesh(processes.device.type, (processes.size,))
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    for module in list(model.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in _units(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+@contextmanager
+def gathered(model: PreTrainedModel) -> Iterator[None]:
+    """Hold all parameters on every process inside the block, for forward passes of which each makes its own number.
+
+    Gathering and letting go are the only exchanges; without them every generated token would wait for all processes.
+    Every process must enter.
+    """
+    units = _units(model)
+    for unit in units:
+        unit.set_reshard_after_forward(False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(True)
+
+
+def whole_parameters(model: PreTrainedModel) -> dict[str, Any]:
+    """Return all parameters on the first process, in main memory, and nothing on the others; all must call it."""
+    return get_model_state_dict(model, options=WHOLE)
+
+
+def whole_state(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, Any]:
+    """Return all parameters and optimizer moments on the first process, nothing on the others; all must call it."""
+    parameters, moments = get_state_dict(model, optimizer, options=WHOLE)
+    return {"parameters": parameters, "optimizer": moments}
+
+
+def load_whole_state(model: PreTrainedModel, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Go back to a state that `whole_state` returned; every process passes all of it and keeps its part."""
+    set_state_dict(
+        model, optimizer, model_state_dict=state["parameters"], optim_state_dict=state["optimizer"], options=WHOLE
+    )
+
+
+def _units(model: torch.nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

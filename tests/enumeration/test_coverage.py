@@ -1,0 +1,74 @@
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from otb_analysis.enumeration.coverage import LAWS, NOMINAL_FLOOR, QUANTITIES, ROWS, Design, measure, row_text
+from otb_analysis.statistics.moments import measures
+
+TABLE = Path(__file__).parents[2] / "docs" / "coverage.md"
+
+
+def published():
+    """Coverage in percent by row, bold or not, as docs/coverage.md has it."""
+    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def percent(cell):
+    found = re.search(r"[\d.]+", cell)
+    assert found is not None
+    return float(found[0])
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_exact_moments_of_a_law_are_those_of_its_draws(name):
+    law, rng = LAWS[name](), np.random.default_rng(0)
+    g = law.draw(rng, 40_000)
+    power = (g**2).sum(axis=2)
+    stderr = power.std(axis=1) / np.sqrt(40_000)
+    # Four standard errors, but the heaviest tails have none that could be trusted.
+    loose = 0.1 * law.moments.power if name in ("student", "extreme") else 0
+    assert (np.abs(power.mean(axis=1) - law.moments.power) < 4 * stderr + loose).all()
+    mean = g.mean(axis=1)
+    spread = np.sqrt(law.moments.power.max() / 40_000)
+    assert np.abs(mean @ mean[0] - law.moments.along).max() < 8 * spread * np.linalg.norm(mean[0]) + spread**2
+
+
+def test_coverage_is_nominal_for_normal_noise():
+    found = measure(LAWS["normal"](), Design(1, 24), repetitions=200)
+    for name in QUANTITIES:
+        assert found[name].covered > 0.95 - 4 * np.sqrt(0.95 * 0.05 / 200)
+
+
+def test_the_enumerated_estimator_is_biased_and_its_reference_is_not():
+    law = LAWS["noisy"]()
+    assert measures.relative_bias(law.moments)[0] == 0
+    assert measures.projection(law.moments)[1] < 0.9
+    assert law.noise_scale == pytest.approx(15, abs=0.5)
+
+
+def test_the_published_table_is_complete_and_bold_where_it_falls_short():
+    rows = published()
+    assert len(rows) == len(ROWS)
+    for row, (_, design) in zip(rows, ROWS, strict=True):
+        assert row[1] == (f"{design.prompts}" if design.steps == 1 else f"{design.steps} × {design.prompts}")
+        for cell in row[2:]:
+            assert cell.startswith("**") == (percent(cell) < 100 * NOMINAL_FLOOR)
+
+
+def test_nine_in_ten_published_cells_from_24_prompts_up_reach_the_floor():
+    enough = [row for row, (_, d) in zip(published(), ROWS, strict=True) if d.steps * d.prompts >= 24]
+    cells = [percent(cell) for row in enough for cell in row[2:]]
+    assert np.mean(np.array(cells) >= 100 * NOMINAL_FLOOR) > 0.9
+    assert min(cells) > 85
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [2, 8])
+def test_published_rows_are_what_the_code_measures(index):
+    again = [cell.strip() for cell in row_text(index).strip("|").split("|")]
+    assert again[:2] == published()[index][:2]
+    # Rounding in another BLAS may move single repetitions across an interval's end.
+    assert [percent(c) for c in again[2:]] == pytest.approx([percent(c) for c in published()[index][2:]], abs=0.3)

@@ -1,0 +1,145 @@
+"""The loop over tokens draws what `generate` draws, from any cache-keeping architecture, and does less for it."""
+
+import logging
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from otb_analysis.rollouts.decoding import ROOM, refused
+from otb_analysis.rollouts.generation import TransformersGenerator
+
+RAGGED = [[3, 4, 5], [7], [3, 4, 5], [9, 8, 7, 6, 5, 4, 3], [7], [12, 13]] * 3
+
+
+def gpt2(tokenizer):
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 128, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=1)).eval()
+
+
+def llama(tokenizer, kind=LlamaForCausalLM, config=LlamaConfig, **settings):
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    return kind(config(**sizes, **heads, bos_token_id=None, eos_token_id=1, **settings)).eval()
+
+
+def sliding(tokenizer):
+    return llama(tokenizer, MistralForCausalLM, MistralConfig, sliding_window=4)
+
+
+def without_positions(tokenizer):
+    return BloomForCausalLM(BloomConfig(vocab_size=len(tokenizer), hidden_size=16, n_layer=2, n_head=2)).eval()
+
+
+class Particular(LlamaForCausalLM):
+    """Prepares its inputs in its own way."""
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+
+def particular(tokenizer):
+    return llama(tokenizer, Particular)
+
+
+def both(generator, contexts, max_new_tokens, temperature=1.0):
+    """What the loop and `generate` draw from one seed, and the random states that they leave behind."""
+    found = []
+    for run in (generator.generate, generator.generate_plainly):
+        torch.manual_seed(5)
+        found.append((run(contexts, max_new_tokens, temperature), torch.get_rng_state()))
+    return found
+
+
+def same(found):
+    (ours, after), (theirs, after_theirs) = found
+    assert [g.token_ids for g in ours] == [g.token_ids for g in theirs]
+    assert [g.finished for g in ours] == [g.finished for g in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    assert torch.equal(after, after_theirs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_seed_draws_the_tokens_that_generate_draws(tiny_model, tokenizer, temperature):
+    same(both(TransformersGenerator(tiny_model, tokenizer), RAGGED, 20, temperature))
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_other_architectures_are_followed_too(build, tokenizer):
+    model = build(tokenizer)
+    assert refused(model) is None
+    same(both(TransformersGenerator(model, tokenizer), RAGGED, 20))
+
+
+def test_a_cache_that_is_full_grows(tiny_model, tokenizer):
+    generator = TransformersGenerator(tiny_model, tokenizer)
+    generator.ends = [len(tokenizer)]  # nothing ends
+    found = both(generator, [[3, 4], [5]], 3 * ROOM)
+    assert len(found[0][0][1].token_ids) == 3 * ROOM
+    same(found)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (sliding, "MistralForCausalLM is sampled by its own generate: its cache is of DynamicSlidingWindowLayer"),
+        (without_positions, "BloomForCausalLM is sampled by its own generate: its forward pass takes no position_ids"),
+        (particular, "Particular is sampled by its own generate: it has a prepare_inputs_for_generation of its own"),
+    ],
+)
+def test_models_that_the_loop_does_not_follow_are_named_and_left_to_generate(build, reason, tokenizer, caplog):
+    with caplog.at_level(logging.INFO, "otb_analysis.rollouts.generation"):
+        generator = TransformersGenerator(build(tokenizer), tokenizer)
+    assert [record.getMessage()[: len(reason)] for record in caplog.records] == [reason]
+    same(both(generator, RAGGED, 12))
+
+
+def test_equal_contexts_are_read_once_and_rows_that_ended_leave(tiny_model, tokenizer):
+    rows = []
+    hook = tiny_model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, inputs: rows.append(len(inputs[0]))
+    )
+    generator = TransformersGenerator(tiny_model, tokenizer)
+    torch.manual_seed(5)
+    drawn = generator.generate(RAGGED, 40, 1.0)
+    hook.remove()
+    assert rows[0] == 4  # of 18 contexts four differ
+    assert rows[1:] == sorted(rows[1:], reverse=True)
+    lengths = [len(g.token_ids) for g in drawn]
+    running = [sum(length > t for length in lengths) for t in range(1, max(lengths))]
+    assert all(left <= held <= max(left / 0.8, left + 1) for left, held in zip(running, rows[1:], strict=True))
+
+
+def test_one_row_alone_draws_what_generate_draws(tiny_model, tokenizer):
+    same(both(TransformersGenerator(tiny_model, tokenizer), [[3, 4, 5]], 20))
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_at_a_vanishing_temperature_every_row_is_greedy_search(build, tokenizer):
+    model = build(tokenizer)
+    generator = TransformersGenerator(model, tokenizer)
+    ours = generator.generate(RAGGED, 16, 1e-7)
+    settings = GenerationConfig(do_sample=False, max_new_tokens=16, eos_token_id=1, pad_token_id=generator.pad)
+    for context, found in zip(RAGGED, ours, strict=True):  # each alone: nothing is padded there
+        plain = model.generate(torch.tensor([context]), generation_config=settings)[0, len(context) :]
+        assert found.token_ids == plain.tolist()
+
+
+def test_a_row_that_draws_any_of_several_end_tokens_stops_there_and_others_go_on(tiny_model, tokenizer):
+    generator = TransformersGenerator(tiny_model, tokenizer)
+    generator.ends = [1, 5, 6]
+    found = both(generator, RAGGED * 4, 24)
+    lasts = {g.token_ids[-1] for g in found[0][0] if g.finished}
+    assert lasts == {1, 5, 6}
+    same(found)

@@ -1,0 +1,197 @@
+"""Two processes of a run, started by `test_processes.py`: single updates, whole runs, failures.
+
+Usage: run_of_two.py FOLDER CHECKPOINT. Libraries are imported once, then each pair of processes is forked and meets
+through gloo, in an environment like the one that `accelerate launch` sets. What a process says goes to
+FOLDER/WHAT-RANK.txt, how it ended to FOLDER/WHAT-RANK.code.
+"""
+
+import os
+import socket
+import sys
+import traceback
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from otb_analysis.commands import cli
+from otb_analysis.config import (
+    CheckpointConfig,
+    CriticConfig,
+    EvaluateConfig,
+    MeasureConfig,
+    ObjectiveConfig,
+    OptimizeConfig,
+    SampleConfig,
+    Schedule,
+    TrainConfig,
+)
+from otb_analysis.rollouts.generation import Generation
+from otb_analysis.rollouts.models import load_policy
+from otb_analysis.tasks import Prompt
+from otb_analysis.training.loop import train, train_step
+from otb_analysis.training.runtime.processes import ALONE, Processes, full
+from otb_analysis.training.setup import Trainer
+
+# 3 prompts of 3 rollouts for two processes: 5 and 4, so the second group spans both.
+SHAPE = SampleConfig(prompts=3, group_size=3, max_new_tokens=6)
+CASES = {
+    "plain": {},
+    "micro_batches": {"optimize": OptimizeConfig(learning_rate=0.01, max_grad_norm=0.5, micro_batch=2)},
+    "tvm": {"critic": CriticConfig(kind="model", target="tvm")},
+    "gae": {"critic": CriticConfig(width=8, target="gae", discount=0.9, decay=0.5)},
+    "off_policy": {
+        "objective": ObjectiveConfig(
+            ratio="ppo", aggregation="dapo", minibatches=2, epochs=2, kl_coefficient=0.1, entropy_bonus=0.01
+        )
+    },
+}
+SCALARS = ("grad_norm", "grad_norm_max", "loss", "critic_loss", "critic_explained_variance", "reward_mean", "n_tokens")
+
+
+class Odd:
+    """Pays 1 for an odd first character; on the process that FAILS names, it gives up at the second step."""
+
+    name, alphabet = "odd", "0123456789+=;#"
+
+    def __init__(self, config=None):
+        self.paid = 0
+
+    def prompt(self, split, index):
+        return Prompt(id=f"{split}{index}", text=f"{index}+", answer="")
+
+    def demonstration(self, prompt):
+        return []
+
+    def reply(self, prompt, turns):
+        return None
+
+    def reward(self, prompt, turns):
+        self.paid += 1
+        if self.paid > 5 and os.environ.get("FAILS") == os.environ["RANK"]:
+            raise RuntimeError("the grader is out")
+        return [{"odd": float(turns[-1].text[:1] in tuple("13579"))}]
+
+
+class Fixed:
+    """Continues the k-th of all contexts by the k-th of given answers, whichever process asks."""
+
+    def __init__(self, end, processes):
+        draw = np.random.default_rng(5)
+        rows = [[*draw.integers(3, 13, size=draw.integers(1, 6)).tolist(), end] for _ in range(9)]
+        self.rows = [rows[k] for k in processes.share(np.arange(9))]
+
+    def generate(self, contexts, max_new_tokens, temperature):
+        assert len(contexts) == len(self.rows)
+        return [Generation(row, [-2.0 - 0.1 * k for k in range(len(row))], True) for row in self.rows]
+
+
+def settings(checkpoint, sharded, **changes):
+    exact = Schedule(0 if sharded else 1, 0)
+    config = TrainConfig(
+        model=checkpoint,
+        task="run_of_two:Odd",
+        sample=SHAPE,
+        optimize=OptimizeConfig(steps=3, learning_rate=0.01, max_grad_norm=0.5),
+        critic=CriticConfig(width=8, updates=2),
+        measure=MeasureConfig(exact=exact),
+        evaluate=EvaluateConfig(every=0),
+        checkpoint=CheckpointConfig(every=1, keep=9),
+    )
+    return replace(config, **changes)
+
+
+def one_step(config, processes):
+    model, tokenizer = load_policy(config.model)
+    trainer = Trainer(config, model, tokenizer, Odd(), processes)
+    trainer.generator = Fixed(tokenizer.eos_token_id, processes)
+    tables = train_step(trainer, 0)
+    return {name: np.array(tables.steps[name]) for name in SCALARS} | {
+        "rollout": np.array(tables.tokens["rollout"]),
+        "advantage": tables.tokens["advantage"].filled(np.nan),
+        "rollouts": np.array(tables.rollouts["rollout"]),
+        "exact": np.array([0.0]) if tables.gradients is None else np.array(tables.gradients["mean_norm_sq"]),
+        "weights": torch.cat([full(p.detach()).flatten() for p in trainer.model.parameters()]).numpy(),
+        "critic": torch.cat([p.detach().flatten() for p in trainer.critic.net.parameters()]).numpy(),
+    }
+
+
+def updates(folder, checkpoint):
+    together, results = Processes.joined(sharded=False), {}
+    for sharded in (False, True):
+        for case, changes in CASES.items():
+            config = settings(checkpoint, sharded, **changes)
+            for name, processes in {"one": ALONE, "two": replace(together, sharded=sharded)}.items():
+                found = one_step(config, processes)
+                results |= {f"{sharded} {case} {name} {key}": value for key, value in found.items()}
+    np.savez(folder / f"{together.rank}.npz", **results)
+    together.end()
+
+
+def runs(folder, checkpoint):
+    for kind in ("ddp", "fsdp"):
+        sharded = kind == "fsdp"
+        os.environ |= {"ACCELERATE_USE_FSDP": str(sharded).lower(), "FSDP_VERSION": "2"}
+        held_out = EvaluateConfig(every=1, prompts=3, samples=3)
+        config = settings(checkpoint, sharded, run=kind, evaluate=held_out, trackers=("tensorboard",))
+        train(replace(config, root=folder / "whole"))
+        short = replace(config, root=folder / "resumed", optimize=replace(config.optimize, steps=2))
+        train(short)
+        train(replace(short, optimize=config.optimize, if_exists="resume"))
+
+
+def failure(folder, checkpoint):
+    lines = f'task = "run_of_two:Odd"\nmodel = "{checkpoint}"\nroot = "{folder}"\nrun = "fails{os.environ["FAILS"]}"\n'
+    file = folder / f"{os.environ['FAILS']}-{os.environ['RANK']}.toml"
+    file.write_text(lines + "[sample]\nprompts = 3\ngroup_size = 3\nmax_new_tokens = 6\n[evaluate]\nevery = 0\n")
+    sys.exit(cli.main(["train", "--config", str(file)]))
+
+
+def forked(rank, port, folder, name, run, environment):
+    """Start one of two processes; return its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)} | environment
+    said = os.open(folder / f"{name}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    code = 0
+    try:
+        run()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def two(folder, name, run, **environment):
+    """Run a function in two processes and note how each ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = [forked(rank, port, folder, name, run, environment) for rank in range(2)]
+    for rank, pid in enumerate(started):
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        (folder / f"{name}-{rank}.code").write_text(str(code))
+
+
+def main():
+    folder, checkpoint = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")  # whatever other libraries say about a process group on a CPU
+    two(folder, "updates", lambda: updates(folder, checkpoint))
+    two(folder, "runs", lambda: runs(folder, checkpoint))
+    for rank in "01":
+        two(folder, f"fails{rank}", lambda: failure(folder, checkpoint), FAILS=rank)
+
+
+if __name__ == "__main__":
+    main()
