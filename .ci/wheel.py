@@ -89,7 +89,7 @@ def use(folder: Path) -> None:
 
     (work / "my_estimators.py").write_text(OWN)
     otb(f"train --estimator.name my_estimators:plain --run own --optimize.steps 1 --measure.exact.every 0 {SMALL}")
-    compared = otb("compare")
+    compared = otb("compare --top 0")
     assert "first" in compared and "my_estimators:plain" in compared and "token_optimal_loo" in compared, compared
     otb("diagnose first")
     otb("report first --out report.html")

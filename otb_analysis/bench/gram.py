@@ -20,13 +20,13 @@ from otb_analysis.bench.timing import interleaved, threads, timed
 from otb_analysis.config import SampleConfig, TrainConfig
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram
 from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Batch, pose
+from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.groups.group_gram import basis_weights
 from otb_analysis.measurement.advantages import every_advantage
 from otb_analysis.measurement.levels import batch_of, by_column
-from otb_analysis.measurement.table import TokenTable, pay
+from otb_analysis.measurement.table import TokenTable, compute_rewards
 from otb_analysis.rollouts.sampling import Rollouts, sample
-from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Float
 
@@ -131,7 +131,7 @@ def _step(config: GramConfig) -> _Step:
     with trainer.policy.sampling():
         group = np.repeat(np.arange(config.prompts), config.group_size)
         rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, sampled, group)
-    paid = pay(trainer.task, rollouts)
+    paid = compute_rewards(trainer.task, rollouts)
     last = np.arange(rollouts.present().shape[1]) == rollouts.completion_length[:, None] - 1
     paid = replace(paid, by_token=last * np.random.default_rng(0).integers(2, size=(len(group), 1)).astype(float))
     table = trainer.table(rollouts, trainer.policy.forward(rollouts, False, trainer.wanted()), paid, None)
@@ -145,7 +145,7 @@ def _calls(step: _Step, config: GramConfig) -> dict[str, Callable[[], object]]:
     measure, rollouts, table = step.trainer.instrument, step.rollouts, step.table
     model, groups, every = step.trainer.model, np.arange(config.prompts), np.ones(len(rollouts.group), bool)
     ids, mask, real = batch_of(rollouts, every, model.device)
-    problem, norms = pose(model, Batch(ids, mask, real), "all", 1.0), measure.norms(rollouts, groups)
+    problem, norms = prepare(model, Batch(ids, mask, real), "all", 1.0), measure.norms(rollouts, groups)
     basis = basis_weights(problem, step.weights, rollouts.group)
 
     def passes() -> None:

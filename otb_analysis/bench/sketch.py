@@ -20,7 +20,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import batch_gradient, gradient_sketch, group_gradient_gram
 from otb_analysis.measurement.forward import forward_pass
-from otb_analysis.measurement.table import pay, token_table
+from otb_analysis.measurement.table import compute_rewards, token_table
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.rollouts.sampling import sample
@@ -101,7 +101,9 @@ def warm_batch(prompts: int = 16, group_size: int = 8, cache: Path = CACHE) -> S
     torch.manual_seed(0)
     asked = [task.prompt("train", i) for i in range(prompts)]
     rollouts = sample(TransformersGenerator(model, tokenizer), tokenizer, task, asked, config.sample)
-    table = token_table(rollouts, forward_pass(model, rollouts, config.sample.temperature), pay(task, rollouts), None)
+    table = token_table(
+        rollouts, forward_pass(model, rollouts, config.sample.temperature), compute_rewards(task, rollouts), None
+    )
     inputs = table.inputs(table.stats.energy)
     advantage = np.stack([estimate(name, inputs).advantage for name in ESTIMATORS], axis=1) / group_size
     weights = np.zeros((*advantage.shape[:2], rollouts.input_ids.shape[1]))

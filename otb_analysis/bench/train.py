@@ -38,7 +38,7 @@ from otb_analysis.bench.train_cases import (
 from otb_analysis.config import TrainConfig
 from otb_analysis.store import RunWriter
 from otb_analysis.tasks import make_task
-from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.tasks.task_calls import draw_prompts
 
 OURS, TRL = "otb train", "TRL GRPOTrainer"
 SCRIPT = Path(__file__).with_name("trl_train_peer.py")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from otb_analysis.diagnostics.changes import ALWAYS
-from otb_analysis.diagnostics.findings import Evidence, Finding, StepSeries, deciding, judged, unmeasured
+from otb_analysis.diagnostics.findings import Evidence, Finding, StepSeries, deciding, finding_of, unmeasured
 from otb_analysis.types import Float
 
 COLUMNS = ("certificate_prob_z", "certificate_logprob_z")
@@ -40,7 +40,7 @@ def sampling_certificate(series: StepSeries) -> Finding:
         f"the z-scores of {one.column} averaged {recent.mean():+.2f} over the {recent.size} steps up to step "
         f"{one.step[at]} (last {one.value[at]:+.1f}): evidence of {_factor(one.score[at])} to 1 against exact sampling."
     )
-    return judged("sampling_certificate", evidence, said)
+    return finding_of("sampling_certificate", evidence, said)
 
 
 def _factor(log10: float) -> str:

@@ -6,7 +6,7 @@ noisy run needs a larger change. A single spike moves no median of five: a spike
 
 import numpy as np
 
-from otb_analysis.diagnostics.findings import Evidence, Finding, StepSeries, judged, unmeasured
+from otb_analysis.diagnostics.findings import Evidence, Finding, StepSeries, finding_of, unmeasured
 from otb_analysis.diagnostics.windows import MIN_SPREAD, NORMAL, robust, trailing, usual
 from otb_analysis.types import Float
 
@@ -62,7 +62,7 @@ def gradient_surge(series: StepSeries) -> Finding:
         f"{np.exp(recent[at] - centre[at]):.2g} times the usual {np.exp(centre[at]):.3g} of the steps before "
         f"(spread {np.expm1(spread[at]):.0%})."
     )
-    return judged("gradient_surge", [one], said)
+    return finding_of("gradient_surge", [one], said)
 
 
 def entropy_collapse(series: StepSeries) -> Finding:
@@ -88,7 +88,7 @@ def entropy_collapse(series: StepSeries) -> Finding:
         f"entropy was {np.exp(recent[at]):.3g} nats (median of {SLOW} steps up to step {step[at]}), "
         f"{np.exp(recent[at] - top[at]):.0%} of its highest lasting level of {np.exp(top[at]):.3g}."
     )
-    return judged("entropy_collapse", [one], said)
+    return finding_of("entropy_collapse", [one], said)
 
 
 def length_drift(series: StepSeries) -> Finding:
@@ -116,7 +116,7 @@ def length_drift(series: StepSeries) -> Finding:
         f"completions were {np.exp(recent[at]):.3g} tokens long (median of {SLOW} steps up to step {step[at]}), "
         f"{np.exp(recent[at] - start):.2g} times the {np.exp(start):.3g} of the first {n} steps."
     )
-    return judged("length_drift", [one], said)
+    return finding_of("length_drift", [one], said)
 
 
 def _noise(log: Float, recent: Float) -> Float:

@@ -157,7 +157,7 @@ def deciding(evidence: Sequence[Evidence]) -> Evidence:
     return min((one for one in evidence if one.ready), key=rank)
 
 
-def judged(detector: str, evidence: Sequence[Evidence], reason: str) -> Finding:
+def finding_of(detector: str, evidence: Sequence[Evidence], reason: str) -> Finding:
     """Return the finding of some statistics of which at least one is ready.
 
     Args:

@@ -6,7 +6,7 @@ import numpy as np
 from scipy import special
 
 from otb_analysis.diagnostics.changes import ALWAYS
-from otb_analysis.diagnostics.findings import Evidence, Finding, StepSeries, deciding, judged, unmeasured
+from otb_analysis.diagnostics.findings import Evidence, Finding, StepSeries, deciding, finding_of, unmeasured
 from otb_analysis.diagnostics.windows import trailing
 from otb_analysis.types import Float
 
@@ -67,7 +67,7 @@ def zero_variance_groups(series: StepSeries) -> Finding:
         f"{k[at]:.0f} of {n[at]:.0f} groups ({k[at] / n[at]:.0%}) had equal rewards in the {WINDOW} steps up to step "
         f"{step[at]}{_reward_there(series, int(step[at]))}."
     )
-    return judged("zero_variance_groups", [one], said)
+    return finding_of("zero_variance_groups", [one], said)
 
 
 def _reward_there(series: StepSeries, step: int) -> str:
@@ -98,7 +98,7 @@ def clip_fraction(series: StepSeries) -> Finding:
     said = f"{share[at]:.0%} of the {WINDOW} steps up to step {step[at]} were clipped, {before[at]:.0%} of all before"
     if share[at] >= MOSTLY_CLIPPED:
         said += "; the maximal norm, not the gradient, sets the length of most of these updates"
-    return _beside(judged("clip_fraction", [rise], f"{said}."), level)
+    return _beside(finding_of("clip_fraction", [rise], f"{said}."), level)
 
 
 def _beside(found: Finding, *shown: Evidence) -> Finding:
@@ -138,7 +138,7 @@ def ratio_tails(series: StepSeries) -> Finding:
         )
     else:
         said = f"{one.score[at]:.0%} of tokens were clipped in the {RATIO_WINDOW} steps up to step {one.step[at]}."
-    return judged("ratio_tails", evidence, said)
+    return finding_of("ratio_tails", evidence, said)
 
 
 def tail_index(series: StepSeries) -> Finding:
@@ -169,7 +169,7 @@ def tail_index(series: StepSeries) -> Finding:
     )
     if exact.level == "ok" and exact.score[at] >= UNRELIABLE:
         said += f": below {HEAVY[0]:g} variances are finite, from ½ on their standard errors are unreliable"
-    return _beside(judged("tail_index", [exact], f"{said}."), shown)
+    return _beside(finding_of("tail_index", [exact], f"{said}."), shown)
 
 
 def _mean_low(x: Float) -> Float:

@@ -9,7 +9,7 @@ import numpy as np
 from otb_analysis.enumeration.figures import PERFORMED, POLICIES, Bias, Shift, bias_figures, shift_figures
 from otb_analysis.enumeration.off_policy import CASES, DRIFT
 from otb_analysis.enumeration.tables import number, spread, table
-from otb_analysis.estimators import ESTIMATORS, Entry
+from otb_analysis.estimators import ESTIMATORS, EstimatorSpec
 from otb_analysis.objectives.aggregation import AGGREGATIONS
 from otb_analysis.objectives.ratios import RATIOS, RatioEntry
 from otb_analysis.objectives.registry import Formula
@@ -105,7 +105,7 @@ def main(path: Path = Path("docs/catalogue.md")) -> None:
     path.write_text(catalogue(), encoding="utf-8")
 
 
-def _entry(name: str, entry: Entry) -> str:
+def _entry(name: str, entry: EstimatorSpec) -> str:
     summary = (entry.function.__doc__ or "").splitlines()[0]
     facts = {
         "B": f"`{entry.formula}`",

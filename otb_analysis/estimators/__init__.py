@@ -1,18 +1,18 @@
 """Advantage estimators: `estimate(name, EstimatorInputs(...))` for every name in `ESTIMATORS`."""
 
-from otb_analysis.estimators.entry import DecayOptions, Entry, NoOptions, TailOptions, ValueOptions
 from otb_analysis.estimators.evaluate import available, entry_of, estimate, missing, options_from_dict
 from otb_analysis.estimators.prefixes import PrefixValues, prefix_values
 from otb_analysis.estimators.proved import proved, proved_in_all, unproved_because
 from otb_analysis.estimators.registry import ESTIMATORS
+from otb_analysis.estimators.spec import DecayOptions, EstimatorSpec, NoOptions, TailOptions, ValueOptions
 from otb_analysis.types import Estimate, EstimatorInputs
 
 __all__ = [
     "ESTIMATORS",
     "DecayOptions",
-    "Entry",
     "Estimate",
     "EstimatorInputs",
+    "EstimatorSpec",
     "NoOptions",
     "PrefixValues",
     "TailOptions",

@@ -2,16 +2,16 @@
 
 import numpy as np
 
-from otb_analysis.estimators.batch import Batch, Centre
-from otb_analysis.estimators.entry import NoOptions
+from otb_analysis.estimators.batch import BaselineResult, Batch
 from otb_analysis.estimators.means import rloo
+from otb_analysis.estimators.spec import NoOptions
 from otb_analysis.types import Bool, Float
 
 SHRINKAGE_EPSILON = 1e-6
 """Added to the denominator of λ by the published code."""
 
 
-def james_stein(batch: Batch, options: NoOptions) -> Centre:
+def james_stein(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the other rollouts' mean, shrunk towards the mean of the other prompts.
 
     B_i = (1 − λ)·mean_{j≠i} R_j + λ·m with, over the *other* prompts q only, m = mean_q R̄_q, v² = mean_q var_q/n_q
@@ -32,7 +32,7 @@ def james_stein(batch: Batch, options: NoOptions) -> Centre:
     shrinkage = groups.spread(np.where(lone, 0.0, v_sq / (v_sq + spread + SHRINKAGE_EPSILON)))
     own = rloo(batch, options).baseline[:, 0]
     baseline = np.where(batch.alone, 0.0, (1 - shrinkage) * own + shrinkage * groups.spread(centre))
-    return Centre(baseline[:, None], (batch.alone | groups.spread(lone))[:, None])
+    return BaselineResult(baseline[:, None], (batch.alone | groups.spread(lone))[:, None])
 
 
 def _others(x: Float, counted: Bool) -> tuple[Float, Float, Bool]:

@@ -80,7 +80,7 @@ class Batch:
     @cached_property
     def weight(self) -> Float:
         """ρ_t² w_t, or w_t without ratios [N, T]."""
-        energy = given(self.energy)
+        energy = provided(self.energy)
         return energy if self.ratio is None else energy * self.ratio**2
 
     @cached_property
@@ -95,7 +95,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Centre:
+class BaselineResult:
     """What a formula answers: the baseline of each token, in any shape that broadcasts to [N, T].
 
     Attributes:
@@ -109,7 +109,7 @@ class Centre:
     scale: Float | None = None
 
 
-def given(x: Float | None) -> Float:
+def provided(x: Float | None) -> Float:
     """Return an input that `Entry.needs` guarantees.
 
     Args:

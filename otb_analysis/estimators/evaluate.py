@@ -8,10 +8,10 @@ import numpy as np
 from otb_analysis.arrays import Groups, has_gaps
 from otb_analysis.custom import is_custom
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.estimators.batch import Batch, Centre, check_shapes, prepare, selector
-from otb_analysis.estimators.entry import Entry
-from otb_analysis.estimators.own import own_entry, own_estimate
+from otb_analysis.estimators.batch import BaselineResult, Batch, check_shapes, prepare, selector
+from otb_analysis.estimators.custom import own_entry, own_estimate
 from otb_analysis.estimators.registry import ESTIMATORS
+from otb_analysis.estimators.spec import EstimatorSpec
 from otb_analysis.objectives.registry import checked_options, options_from_table
 from otb_analysis.types import Bool, Estimate, EstimatorInputs, Int
 
@@ -19,7 +19,7 @@ BLOCK_ELEMENTS = 1 << 16
 """Entries of [rows, T] worked on at once; whole groups, so at least one group."""
 
 
-def entry_of(name: str) -> Entry:
+def entry_of(name: str) -> EstimatorSpec:
     """Return one row of the catalogue, or that of an estimator of one's own.
 
     Args:
@@ -48,7 +48,7 @@ def available(inputs: EstimatorInputs, also: Iterable[str] = ()) -> list[str]:
     return [name for name, entry in entries.items() if not missing(entry, inputs) and (entry.takes_gaps or not gaps)]
 
 
-def missing(entry: Entry, inputs: EstimatorInputs) -> list[str]:
+def missing(entry: EstimatorSpec, inputs: EstimatorInputs) -> list[str]:
     """Return the inputs an estimator needs that are not there.
 
     Args:
@@ -112,7 +112,7 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     return out
 
 
-def _read_inputs(name: str, entry: Entry, inputs: EstimatorInputs) -> tuple[str, ...]:
+def _read_inputs(name: str, entry: EstimatorSpec, inputs: EstimatorInputs) -> tuple[str, ...]:
     lacking = missing(entry, inputs)
     if lacking:
         raise InputError(f"{name} needs {' and '.join(lacking)}, which is None; pass it in EstimatorInputs.")
@@ -132,7 +132,7 @@ def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Grou
         yield rows, Groups(groups.index[rows] - first, groups.labels[first:stop])
 
 
-def _write(out: Estimate, take: Int | slice, batch: Batch, moved: Bool | None, centre: Centre) -> None:
+def _write(out: Estimate, take: Int | slice, batch: Batch, moved: Bool | None, centre: BaselineResult) -> None:
     """Put A = (G − B)·scale inside the mask, in place; `moved` is the block's own mask when tokens were squeezed."""
     shape = batch.mask.shape
     if moved is None and isinstance(take, slice):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from otb_analysis.arrays import Groups
-from otb_analysis.estimators.batch import NOWHERE, Batch, Centre
-from otb_analysis.estimators.entry import NoOptions
+from otb_analysis.estimators.batch import NOWHERE, BaselineResult, Batch
+from otb_analysis.estimators.spec import NoOptions
 from otb_analysis.estimators.weighting import rollout_average
 from otb_analysis.types import Bool, Float
 
@@ -17,7 +17,7 @@ ROUNDING = 1e-12
 """A standard deviation below this share of the returns' size is rounding: equal totals summed in another order."""
 
 
-def none(batch: Batch, options: NoOptions) -> Centre:
+def none(batch: Batch, options: NoOptions) -> BaselineResult:
     """Return the return-to-go itself.
 
     B = 0, A_t = G_t. Unbiased; the yardstick a baseline has to beat.
@@ -26,10 +26,10 @@ def none(batch: Batch, options: NoOptions) -> Centre:
         batch: The rollouts.
         options: None to set.
     """
-    return Centre(np.zeros((1, 1)), NOWHERE)
+    return BaselineResult(np.zeros((1, 1)), NOWHERE)
 
 
-def batch_mean(batch: Batch, options: NoOptions) -> Centre:
+def batch_mean(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the mean total return of the whole batch.
 
     B = (1/N) Σ_j R_j over all rollouts of all prompts. Public code; the group mean when the batch is one group.
@@ -41,7 +41,7 @@ def batch_mean(batch: Batch, options: NoOptions) -> Centre:
     return group_mean(_as_one_group(batch), options)
 
 
-def batch_mean_loo(batch: Batch, options: NoOptions) -> Centre:
+def batch_mean_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the mean total return of all other rollouts in the batch.
 
     B_i = Σ_{j≠i} R_j / (N − 1) over all prompts; `rloo` when the batch is one group.
@@ -53,7 +53,7 @@ def batch_mean_loo(batch: Batch, options: NoOptions) -> Centre:
     return rloo(_as_one_group(batch), options)
 
 
-def group_mean(batch: Batch, options: NoOptions) -> Centre:
+def group_mean(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the mean total return of the rollout's own group.
 
     B_i = (1/N) Σ_j R_j. Its expectation is (1 − 1/N)·∇J: shorter by 1/N, direction intact. Public code.
@@ -65,7 +65,7 @@ def group_mean(batch: Batch, options: NoOptions) -> Centre:
     return rollout_average(batch, batch.present)
 
 
-def rloo(batch: Batch, options: NoOptions) -> Centre:
+def rloo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the mean total return of the *other* rollouts of the group.
 
     B_i = Σ_{j≠i} R_j / (N − 1); with one terminal reward A = N/(N−1)·(R − mean). Unbiased. Public code.
@@ -77,7 +77,7 @@ def rloo(batch: Batch, options: NoOptions) -> Centre:
     return rollout_average(batch, batch.present, leave_one_out=True)
 
 
-def opo(batch: Batch, options: NoOptions) -> Centre:
+def opo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the length-weighted mean total return of the group.
 
     B = Σ_j L_j R_j / Σ_j L_j, L in policy tokens. Equal lengths give the group mean, and constant token energy turns
@@ -90,7 +90,7 @@ def opo(batch: Batch, options: NoOptions) -> Centre:
     return rollout_average(batch, batch.length.astype(np.float64))
 
 
-def opo_loo(batch: Batch, options: NoOptions) -> Centre:
+def opo_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the length-weighted mean total return of the other rollouts.
 
     B_i = Σ_{j≠i} L_j R_j / Σ_{j≠i} L_j. Equal lengths give `rloo`.
@@ -102,7 +102,7 @@ def opo_loo(batch: Batch, options: NoOptions) -> Centre:
     return rollout_average(batch, batch.length.astype(np.float64), leave_one_out=True)
 
 
-def grpo(batch: Batch, options: NoOptions) -> Centre:
+def grpo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the group mean and divide by the group's standard deviation.
 
     A_t = (G_t − mean_j R_j) / (std_j R_j + 1e-6), ddof 1. A group of one, or of equal total returns, has no scale:

@@ -9,9 +9,9 @@ import numpy as np
 
 from otb_analysis.arrays import Groups, has_gaps, unsqueeze
 from otb_analysis.errors import InputError
-from otb_analysis.estimators.batch import Batch, Centre, check_shapes, given, prepare
-from otb_analysis.estimators.entry import NoOptions
+from otb_analysis.estimators.batch import BaselineResult, Batch, check_shapes, prepare, provided
 from otb_analysis.estimators.means import group_scale
+from otb_analysis.estimators.spec import NoOptions
 from otb_analysis.types import EstimatorInputs, Float
 
 
@@ -73,7 +73,7 @@ def prefix_values(inputs: EstimatorInputs) -> PrefixValues:
     return PrefixValues(*(unsqueeze(part, mask) for part in parts))
 
 
-def tempo(batch: Batch, options: NoOptions) -> Centre:
+def tempo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the group mean, add the change of the prefix's value, and divide by the standard deviation.
 
     A_t = [G_t − mean_j R_j + V(h_{t+1}) − V(h_t)] / std_j R_j, ddof 0, V(h) the mean return of the group's rollouts
@@ -88,10 +88,10 @@ def tempo(batch: Batch, options: NoOptions) -> Centre:
     values = sums.total / np.maximum(sums.count, 1)
     flat, scale = group_scale(batch, ddof=0, epsilon=0.0)
     baseline = values[:, :1] + values[:, :-1] - values[:, 1:]
-    return Centre(np.where(batch.alone[:, None], 0.0, baseline), flat[:, None], scale[:, None])
+    return BaselineResult(np.where(batch.alone[:, None], 0.0, baseline), flat[:, None], scale[:, None])
 
 
-def tempo_loo(batch: Batch, options: NoOptions) -> Centre:
+def tempo_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the mean return of the other rollouts that share the prefix.
 
     B_{i,t} = mean_{j≠i} R_j over rollouts that start with h_{i,t}; where no other does (`fallback`), over those that
@@ -108,7 +108,7 @@ def tempo_loo(batch: Batch, options: NoOptions) -> Centre:
     deepest = np.maximum(shared.sum(axis=1, keepdims=True) - 1, 0)
     column = np.minimum(np.arange(shared.shape[1]), deepest)
     baseline = np.where(batch.alone[:, None], 0.0, np.take_along_axis(others, column, axis=1))
-    return Centre(baseline, ~shared)
+    return BaselineResult(baseline, ~shared)
 
 
 def prefix_sums(batch: Batch) -> PrefixSums:
@@ -122,7 +122,7 @@ def prefix_sums(batch: Batch) -> PrefixSums:
     n, t = batch.mask.shape
     total = np.repeat(batch.total[:, None], t + 1, axis=1)
     count = np.concatenate([batch.present[:, None], batch.alive], axis=1)
-    names, token = np.unique(given(batch.token_id), return_inverse=True)
+    names, token = np.unique(provided(batch.token_id), return_inverse=True)
     token = token.reshape(n, t)
     rows = np.flatnonzero(batch.present)
     node = batch.groups.index[rows]

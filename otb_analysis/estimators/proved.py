@@ -7,8 +7,8 @@ met them. A configuration that does not say counts as one that did not.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from otb_analysis.estimators.entry import Entry
 from otb_analysis.estimators.registry import ESTIMATORS
+from otb_analysis.estimators.spec import EstimatorSpec
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
 from otb_analysis.types import Label, Proved
@@ -107,7 +107,7 @@ def _projection(label: Label, config: Mapping[str, Any]) -> float | None:
     return _shrunk(entry, _part(config, "sample"))
 
 
-def _shrunk(entry: Entry, sample: Mapping[str, Any]) -> float | None:
+def _shrunk(entry: EstimatorSpec, sample: Mapping[str, Any]) -> float | None:
     size, prompts = sample.get("group_size"), sample.get("prompts")
     if not entry.shrinks_by or not isinstance(size, int) or not isinstance(prompts, int) or size * prompts < 2:
         return None

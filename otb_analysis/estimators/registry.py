@@ -1,10 +1,9 @@
 """Every estimator by name: the name in this dict is the name on disk, on axes and on the command line."""
 
 from otb_analysis.estimators.across import james_stein
-from otb_analysis.estimators.entry import DecayOptions, Entry, TailOptions, ValueOptions
-from otb_analysis.estimators.given import position_optimal, tvm, value
 from otb_analysis.estimators.means import batch_mean, batch_mean_loo, group_mean, grpo, none, opo, opo_loo, rloo
 from otb_analysis.estimators.prefixes import tempo, tempo_loo
+from otb_analysis.estimators.provided import position_optimal, tvm, value
 from otb_analysis.estimators.sequence import (
     classic_optimal,
     classic_optimal_loo,
@@ -12,6 +11,7 @@ from otb_analysis.estimators.sequence import (
     sequence_optimal,
     sequence_optimal_loo,
 )
+from otb_analysis.estimators.spec import DecayOptions, EstimatorSpec, TailOptions, ValueOptions
 from otb_analysis.estimators.token import (
     energy_ema,
     energy_ema_loo,
@@ -33,9 +33,9 @@ OTB = "The Optimal Token Baseline, arXiv 2602.07078"
 ENERGY = ("energy",)
 RATIO = ("ratio",)
 
-ESTIMATORS: dict[str, Entry] = {
-    "none": Entry(none, "0", True, IID, "REINFORCE", "code", takes_single=True),
-    "batch_mean": Entry(
+ESTIMATORS: dict[str, EstimatorSpec] = {
+    "none": EstimatorSpec(none, "0", True, IID, "REINFORCE", "code", takes_single=True),
+    "batch_mean": EstimatorSpec(
         batch_mean,
         "mean_j R_j over the batch",
         False,
@@ -46,7 +46,7 @@ ESTIMATORS: dict[str, Entry] = {
         shrinks_by="batch",
         takes_single=True,
     ),
-    "batch_mean_loo": Entry(
+    "batch_mean_loo": EstimatorSpec(
         batch_mean_loo,
         "mean_{j≠i} R_j over the batch",
         True,
@@ -56,7 +56,7 @@ ESTIMATORS: dict[str, Entry] = {
         batch_coupled=True,
         takes_single=True,
     ),
-    "group_mean": Entry(
+    "group_mean": EstimatorSpec(
         group_mean,
         "mean_j R_j",
         False,
@@ -65,7 +65,7 @@ ESTIMATORS: dict[str, Entry] = {
         "code",
         shrinks_by="group",
     ),
-    "grpo": Entry(
+    "grpo": EstimatorSpec(
         grpo,
         "mean_j R_j, then A/(std_j R_j + 1e-6), ddof 1",
         False,
@@ -74,10 +74,10 @@ ESTIMATORS: dict[str, Entry] = {
         "code",
         target="∇ 2·arcsin√p for binary rewards, p the success rate of the prompt",
     ),
-    "rloo": Entry(rloo, "mean_{j≠i} R_j", True, IID, "REINFORCE leave-one-out", "code"),
-    "opo": Entry(opo, "Σ_j L_j R_j / Σ_j L_j", False, SELF, "OPO", "code"),
-    "opo_loo": Entry(opo_loo, "Σ_{j≠i} L_j R_j / Σ_{j≠i} L_j", True, IID, "opo without i", "proved"),
-    "james_stein": Entry(
+    "rloo": EstimatorSpec(rloo, "mean_{j≠i} R_j", True, IID, "REINFORCE leave-one-out", "code"),
+    "opo": EstimatorSpec(opo, "Σ_j L_j R_j / Σ_j L_j", False, SELF, "OPO", "code"),
+    "opo_loo": EstimatorSpec(opo_loo, "Σ_{j≠i} L_j R_j / Σ_{j≠i} L_j", True, IID, "opo without i", "proved"),
+    "james_stein": EstimatorSpec(
         james_stein,
         "(1 − λ)·mean_{j≠i} R_j + λ·m, m and λ = v²/(v² + s² + 1e-6) from the other prompts",
         True,
@@ -86,7 +86,7 @@ ESTIMATORS: dict[str, Entry] = {
         "code",
         batch_coupled=True,
     ),
-    "trloo": Entry(
+    "trloo": EstimatorSpec(
         trloo,
         "mean_{j≠i} G_j of the turn, j with that turn",
         True,
@@ -95,7 +95,7 @@ ESTIMATORS: dict[str, Entry] = {
         "code",
         needs=("turn",),
     ),
-    "tempo": Entry(
+    "tempo": EstimatorSpec(
         tempo,
         "mean_j R_j + V(h_t) − V(h_{t+1}), then A/(std_j R_j), ddof 0",
         False,
@@ -104,7 +104,7 @@ ESTIMATORS: dict[str, Entry] = {
         "guess",
         needs=("token_id",),
     ),
-    "tempo_loo": Entry(
+    "tempo_loo": EstimatorSpec(
         tempo_loo,
         "mean_{j≠i} R_j, j sharing h_t, or else the longest prefix that any shares",
         True,
@@ -113,7 +113,7 @@ ESTIMATORS: dict[str, Entry] = {
         "proved",
         needs=("token_id",),
     ),
-    "classic_optimal": Entry(
+    "classic_optimal": EstimatorSpec(
         classic_optimal,
         "Σ_j ‖S_j‖² R_j / Σ_j ‖S_j‖²",
         False,
@@ -122,7 +122,7 @@ ESTIMATORS: dict[str, Entry] = {
         "proved",
         needs=("rollout_norm_sq",),
     ),
-    "classic_optimal_loo": Entry(
+    "classic_optimal_loo": EstimatorSpec(
         classic_optimal_loo,
         "Σ_{j≠i} ‖S_j‖² R_j / Σ_{j≠i} ‖S_j‖²",
         True,
@@ -131,7 +131,7 @@ ESTIMATORS: dict[str, Entry] = {
         "proved",
         needs=("rollout_norm_sq",),
     ),
-    "opob": Entry(
+    "opob": EstimatorSpec(
         opob,
         "Σ_j ρ_j² ‖S_j‖² R_j / Σ_j ρ_j² ‖S_j‖², ρ_j = Π_t ρ_{j,t}",
         False,
@@ -140,7 +140,7 @@ ESTIMATORS: dict[str, Entry] = {
         "code",
         needs=("rollout_norm_sq", "ratio"),
     ),
-    "sequence_optimal": Entry(
+    "sequence_optimal": EstimatorSpec(
         sequence_optimal,
         "Σ_j W_{j,T} R_j / Σ_j W_{j,T}",
         False,
@@ -150,7 +150,7 @@ ESTIMATORS: dict[str, Entry] = {
         needs=ENERGY,
         uses=RATIO,
     ),
-    "sequence_optimal_loo": Entry(
+    "sequence_optimal_loo": EstimatorSpec(
         sequence_optimal_loo,
         "Σ_{j≠i} W_{j,T} R_j / Σ_{j≠i} W_{j,T}",
         True,
@@ -160,7 +160,7 @@ ESTIMATORS: dict[str, Entry] = {
         needs=ENERGY,
         uses=RATIO,
     ),
-    "otb": Entry(
+    "otb": EstimatorSpec(
         otb,
         "Σ_j W_{j,t} G_{j,t} / Σ_j W_{j,t}, j alive at t",
         False,
@@ -172,7 +172,7 @@ ESTIMATORS: dict[str, Entry] = {
         options=TailOptions,
         takes_gaps=False,
     ),
-    "otb_loo": Entry(
+    "otb_loo": EstimatorSpec(
         otb_loo,
         "Σ_{j≠i} W_{j,t} G_{j,t} / Σ_{j≠i} W_{j,t}, j alive at t",
         True,
@@ -184,7 +184,7 @@ ESTIMATORS: dict[str, Entry] = {
         options=TailOptions,
         takes_gaps=False,
     ),
-    "otb_carry": Entry(
+    "otb_carry": EstimatorSpec(
         otb_carry,
         "Σ_j W_{j,t} X_{j,t} / Σ_j W_{j,t}, all j; after the end X = R and W = W_T",
         False,
@@ -194,7 +194,7 @@ ESTIMATORS: dict[str, Entry] = {
         needs=ENERGY,
         uses=RATIO,
     ),
-    "otb_carry_loo": Entry(
+    "otb_carry_loo": EstimatorSpec(
         otb_carry_loo,
         "Σ_{j≠i} W_{j,t} X_{j,t} / Σ_{j≠i} W_{j,t}, all j ≠ i; after the end X = R and W = W_T",
         True,
@@ -204,7 +204,7 @@ ESTIMATORS: dict[str, Entry] = {
         needs=ENERGY,
         uses=RATIO,
     ),
-    "otb_turn": Entry(
+    "otb_turn": EstimatorSpec(
         otb_turn,
         "otb with t counting policy tokens across turns",
         False,
@@ -215,7 +215,7 @@ ESTIMATORS: dict[str, Entry] = {
         uses=RATIO,
         options=TailOptions,
     ),
-    "otb_turn_loo": Entry(
+    "otb_turn_loo": EstimatorSpec(
         otb_turn_loo,
         "otb_loo with t counting policy tokens across turns",
         True,
@@ -226,7 +226,7 @@ ESTIMATORS: dict[str, Entry] = {
         uses=RATIO,
         options=TailOptions,
     ),
-    "token_optimal": Entry(
+    "token_optimal": EstimatorSpec(
         token_optimal,
         "Σ_j w_{j,t} G_{j,t} / Σ_j w_{j,t}, j alive at t",
         False,
@@ -237,7 +237,7 @@ ESTIMATORS: dict[str, Entry] = {
         uses=RATIO,
         options=TailOptions,
     ),
-    "token_optimal_loo": Entry(
+    "token_optimal_loo": EstimatorSpec(
         token_optimal_loo,
         "Σ_{j≠i} w_{j,t} G_{j,t} / Σ_{j≠i} w_{j,t}, j alive at t",
         True,
@@ -248,7 +248,7 @@ ESTIMATORS: dict[str, Entry] = {
         uses=RATIO,
         options=TailOptions,
     ),
-    "energy_ema": Entry(
+    "energy_ema": EstimatorSpec(
         energy_ema,
         "otb with W_t = λ W_{t−1} + w_t",
         False,
@@ -259,7 +259,7 @@ ESTIMATORS: dict[str, Entry] = {
         uses=RATIO,
         options=DecayOptions,
     ),
-    "energy_ema_loo": Entry(
+    "energy_ema_loo": EstimatorSpec(
         energy_ema_loo,
         "otb_loo with W_t = λ W_{t−1} + w_t",
         True,
@@ -270,7 +270,7 @@ ESTIMATORS: dict[str, Entry] = {
         uses=RATIO,
         options=DecayOptions,
     ),
-    "position_optimal": Entry(
+    "position_optimal": EstimatorSpec(
         position_optimal,
         "B_t* = E[s_t · Σ_k s_k G_k] / E‖s_t‖²",
         True,
@@ -280,7 +280,7 @@ ESTIMATORS: dict[str, Entry] = {
         needs=("position_baseline",),
         takes_single=True,
     ),
-    "value": Entry(
+    "value": EstimatorSpec(
         value,
         "V(h_t); with γ or λ below 1, G_t − Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V(h_{t+1}) − V(h_t)",
         True,
@@ -291,7 +291,7 @@ ESTIMATORS: dict[str, Entry] = {
         options=ValueOptions,
         takes_single=True,
     ),
-    "tvm": Entry(
+    "tvm": EstimatorSpec(
         tvm,
         "V(h_t), the critic fitted to the share of correct rollouts through h_t",
         True,

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from otb_analysis.estimators.batch import Batch, Centre, given
-from otb_analysis.estimators.entry import NoOptions
+from otb_analysis.estimators.batch import BaselineResult, Batch, provided
+from otb_analysis.estimators.spec import NoOptions
 from otb_analysis.estimators.weighting import rollout_average
 
 
-def classic_optimal(batch: Batch, options: NoOptions) -> Centre:
+def classic_optimal(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the return weighted with the exact squared norm of each rollout's score.
 
     B = Σ_j ‖S_j‖² R_j / Σ_j ‖S_j‖², S_j = Σ_t s_{j,t}: the sample form of the classic optimal scalar
@@ -17,10 +17,10 @@ def classic_optimal(batch: Batch, options: NoOptions) -> Centre:
         batch: The rollouts, with `rollout_norm_sq`.
         options: None to set.
     """
-    return rollout_average(batch, given(batch.rollout_norm_sq))
+    return rollout_average(batch, provided(batch.rollout_norm_sq))
 
 
-def classic_optimal_loo(batch: Batch, options: NoOptions) -> Centre:
+def classic_optimal_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the norm-weighted return of the other rollouts.
 
     B_i = Σ_{j≠i} ‖S_j‖² R_j / Σ_{j≠i} ‖S_j‖². Unbiased.
@@ -29,10 +29,10 @@ def classic_optimal_loo(batch: Batch, options: NoOptions) -> Centre:
         batch: The rollouts, with `rollout_norm_sq`.
         options: None to set.
     """
-    return rollout_average(batch, given(batch.rollout_norm_sq), leave_one_out=True)
+    return rollout_average(batch, provided(batch.rollout_norm_sq), leave_one_out=True)
 
 
-def sequence_optimal(batch: Batch, options: NoOptions) -> Centre:
+def sequence_optimal(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the return weighted with the energy each rollout realized.
 
     B = Σ_j W_{j,T} R_j / Σ_j W_{j,T}, W_T = Σ_t ρ_t² w_t. Since E[s_t·s_k] = 0 for t ≠ k, E‖S‖² = E W_T: the cheap
@@ -45,7 +45,7 @@ def sequence_optimal(batch: Batch, options: NoOptions) -> Centre:
     return rollout_average(batch, batch.final)
 
 
-def sequence_optimal_loo(batch: Batch, options: NoOptions) -> Centre:
+def sequence_optimal_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the energy-weighted return of the other rollouts.
 
     B_i = Σ_{j≠i} W_{j,T} R_j / Σ_{j≠i} W_{j,T}. Unbiased.
@@ -57,7 +57,7 @@ def sequence_optimal_loo(batch: Batch, options: NoOptions) -> Centre:
     return rollout_average(batch, batch.final, leave_one_out=True)
 
 
-def opob(batch: Batch, options: NoOptions) -> Centre:
+def opob(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the return weighted with the squared importance-weighted norm of each rollout's score.
 
     B = Σ_j ρ_j² ‖S_j‖² R_j / Σ_j ρ_j² ‖S_j‖², ρ_j = Π_t ρ_{j,t}: the optimal scalar for gradients weighted with the
@@ -69,8 +69,8 @@ def opob(batch: Batch, options: NoOptions) -> Centre:
         options: None to set.
     """
     with np.errstate(divide="ignore"):  # a ratio of 0 makes the rollout weigh nothing
-        log = np.where(batch.mask, np.log(np.where(batch.mask, given(batch.ratio), 1.0)), 0.0).sum(axis=1)
+        log = np.where(batch.mask, np.log(np.where(batch.mask, provided(batch.ratio), 1.0)), 0.0).sum(axis=1)
     top = np.full(len(batch.groups.labels), -np.inf)
     np.maximum.at(top, batch.groups.index, np.where(batch.present > 0, log, -np.inf))
     top = batch.groups.spread(np.where(np.isfinite(top), top, 0.0))  # only ratios of weights matter: none overflows
-    return rollout_average(batch, np.exp(2 * (log - top)) * given(batch.rollout_norm_sq))
+    return rollout_average(batch, np.exp(2 * (log - top)) * provided(batch.rollout_norm_sq))

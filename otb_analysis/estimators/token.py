@@ -7,12 +7,12 @@ weight. See `weighting.position_average` for the fallbacks they share.
 import numpy as np
 
 from otb_analysis.energies import decayed_energy
-from otb_analysis.estimators.batch import Batch, Centre
-from otb_analysis.estimators.entry import DecayOptions, NoOptions, TailOptions
+from otb_analysis.estimators.batch import BaselineResult, Batch
+from otb_analysis.estimators.spec import DecayOptions, NoOptions, TailOptions
 from otb_analysis.estimators.weighting import position_average, weighted_mean
 
 
-def otb(batch: Batch, options: TailOptions) -> Centre:
+def otb(batch: Batch, options: TailOptions) -> BaselineResult:
     """Centre by the optimal token baseline: the return weighted with realized energy, position by position.
 
     B_t = Σ_j W_{j,t} G_{j,t} / Σ_j W_{j,t} over rollouts alive at t, W_t = Σ_{k≤t} ρ_k² w_k.
@@ -28,7 +28,7 @@ def otb(batch: Batch, options: TailOptions) -> Centre:
     return position_average(batch, batch.realized, options.tail)
 
 
-def otb_loo(batch: Batch, options: TailOptions) -> Centre:
+def otb_loo(batch: Batch, options: TailOptions) -> BaselineResult:
     """Centre by the optimal token baseline of the other rollouts.
 
     B_{i,t} = Σ_{j≠i} W_{j,t} G_{j,t} / Σ_{j≠i} W_{j,t} over rollouts alive at t. Unbiased except with tail `zero`.
@@ -41,7 +41,7 @@ def otb_loo(batch: Batch, options: TailOptions) -> Centre:
     return position_average(batch, batch.realized, options.tail, leave_one_out=True)
 
 
-def otb_turn(batch: Batch, options: TailOptions) -> Centre:
+def otb_turn(batch: Batch, options: TailOptions) -> BaselineResult:
     """Centre by the optimal token baseline with t counting policy tokens across turns.
 
     The formula of `otb` after tool tokens are squeezed out; without gaps it is `otb`. Public code.
@@ -53,7 +53,7 @@ def otb_turn(batch: Batch, options: TailOptions) -> Centre:
     return position_average(batch, batch.realized, options.tail)
 
 
-def otb_turn_loo(batch: Batch, options: TailOptions) -> Centre:
+def otb_turn_loo(batch: Batch, options: TailOptions) -> BaselineResult:
     """Centre by the multi-turn optimal token baseline of the other rollouts.
 
     The formula of `otb_loo` after tool tokens are squeezed out. Unbiased except with tail `zero`.
@@ -65,7 +65,7 @@ def otb_turn_loo(batch: Batch, options: TailOptions) -> Centre:
     return position_average(batch, batch.realized, options.tail, leave_one_out=True)
 
 
-def otb_carry(batch: Batch, options: NoOptions) -> Centre:
+def otb_carry(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the optimal token baseline in which finished rollouts keep counting.
 
     B_t = Σ_j W_{j,t∧L_j} X_{j,t} / Σ_j W_{j,t∧L_j} over *all* rollouts of the group, X = G_t while alive and the total
@@ -78,7 +78,7 @@ def otb_carry(batch: Batch, options: NoOptions) -> Centre:
     return _carried(batch, leave_one_out=False)
 
 
-def otb_carry_loo(batch: Batch, options: NoOptions) -> Centre:
+def otb_carry_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the carried optimal token baseline of the other rollouts.
 
     The sums of `otb_carry` without rollout i. Unbiased.
@@ -90,7 +90,7 @@ def otb_carry_loo(batch: Batch, options: NoOptions) -> Centre:
     return _carried(batch, leave_one_out=True)
 
 
-def token_optimal(batch: Batch, options: TailOptions) -> Centre:
+def token_optimal(batch: Batch, options: TailOptions) -> BaselineResult:
     """Centre by the return weighted with the token's own energy.
 
     B_t = Σ_j w_{j,t} G_{j,t} / Σ_j w_{j,t} over rollouts alive at t, w replaced by ρ_t² w_t off-policy. The sample form
@@ -103,7 +103,7 @@ def token_optimal(batch: Batch, options: TailOptions) -> Centre:
     return position_average(batch, batch.weight, options.tail)
 
 
-def token_optimal_loo(batch: Batch, options: TailOptions) -> Centre:
+def token_optimal_loo(batch: Batch, options: TailOptions) -> BaselineResult:
     """Centre by the instantaneous-energy-weighted return of the other rollouts.
 
     B_{i,t} = Σ_{j≠i} w_{j,t} G_{j,t} / Σ_{j≠i} w_{j,t}. Unbiased except with tail `zero`. Proved.
@@ -115,7 +115,7 @@ def token_optimal_loo(batch: Batch, options: TailOptions) -> Centre:
     return position_average(batch, batch.weight, options.tail, leave_one_out=True)
 
 
-def energy_ema(batch: Batch, options: DecayOptions) -> Centre:
+def energy_ema(batch: Batch, options: DecayOptions) -> BaselineResult:
     """Centre by the return weighted with exponentially forgotten energy.
 
     Weight W_t = λ W_{t−1} + ρ_t² w_t = Σ_{k≤t} λ^{t−k} ρ_k² w_k: λ = 0 is `token_optimal`, λ = 1 is `otb`. Proved at
@@ -128,7 +128,7 @@ def energy_ema(batch: Batch, options: DecayOptions) -> Centre:
     return position_average(batch, decayed_energy(batch.weight, options.decay), options.tail)
 
 
-def energy_ema_loo(batch: Batch, options: DecayOptions) -> Centre:
+def energy_ema_loo(batch: Batch, options: DecayOptions) -> BaselineResult:
     """Centre by the forgotten-energy-weighted return of the other rollouts.
 
     The sums of `energy_ema` without rollout i. Unbiased except with tail `zero`.
@@ -141,7 +141,7 @@ def energy_ema_loo(batch: Batch, options: DecayOptions) -> Centre:
     return position_average(batch, weight, options.tail, leave_one_out=True)
 
 
-def _carried(batch: Batch, *, leave_one_out: bool) -> Centre:
+def _carried(batch: Batch, *, leave_one_out: bool) -> BaselineResult:
     carried = np.where(batch.mask, batch.returns, batch.total[:, None])
     mean, weightless = weighted_mean(carried, batch.realized, batch.groups, leave_one_out=leave_one_out)
     if (weightless & batch.mask).any():
@@ -149,4 +149,4 @@ def _carried(batch: Batch, *, leave_one_out: bool) -> Centre:
         plain, _ = weighted_mean(carried, counted, batch.groups, leave_one_out=leave_one_out)
         mean = np.where(weightless, plain, mean)
     alone = batch.alone[:, None]
-    return Centre(np.where(alone, 0.0, mean), weightless | alone)
+    return BaselineResult(np.where(alone, 0.0, mean), weightless | alone)

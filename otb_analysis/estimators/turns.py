@@ -3,12 +3,12 @@
 import numpy as np
 
 from otb_analysis.arrays import Groups
-from otb_analysis.estimators.batch import Batch, Centre, given
-from otb_analysis.estimators.entry import NoOptions
+from otb_analysis.estimators.batch import BaselineResult, Batch, provided
+from otb_analysis.estimators.spec import NoOptions
 from otb_analysis.types import Bool, Float, Int
 
 
-def trloo(batch: Batch, options: NoOptions) -> Centre:
+def trloo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the mean return of the same turn in the other rollouts of the prompt.
 
     B_{i,k} = mean_{j≠i} G_{j,k} over rollouts with a turn k, G_{j,k} the return-to-go at the turn's first policy token;
@@ -20,7 +20,7 @@ def trloo(batch: Batch, options: NoOptions) -> Centre:
         options: None to set.
     """
     row, _ = np.nonzero(batch.mask)
-    _, turn = np.unique(given(batch.turn)[batch.mask], return_inverse=True)
+    _, turn = np.unique(provided(batch.turn)[batch.mask], return_inverse=True)
     n_turns = turn.max(initial=0) + 1
     own, first, back = np.unique(row * n_turns + turn, return_index=True, return_inverse=True)
     at_start = batch.returns[batch.mask][first]
@@ -28,7 +28,7 @@ def trloo(batch: Batch, options: NoOptions) -> Centre:
     count = peers.spread(peers.count)
     mean = (peers.spread(peers.sum(at_start)) - at_start) / np.maximum(count - 1, 1)
     alone = count < 2
-    return Centre(_placed(batch.mask, np.where(alone, 0.0, mean)[back]), _placed(batch.mask, alone[back]) > 0)
+    return BaselineResult(_placed(batch.mask, np.where(alone, 0.0, mean)[back]), _placed(batch.mask, alone[back]) > 0)
 
 
 def _placed(mask: Bool, values: Float | Bool | Int) -> Float:

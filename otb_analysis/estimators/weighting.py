@@ -3,8 +3,8 @@
 import numpy as np
 
 from otb_analysis.arrays import Groups
-from otb_analysis.estimators.batch import Batch, Centre
-from otb_analysis.estimators.entry import Tail
+from otb_analysis.estimators.batch import BaselineResult, Batch
+from otb_analysis.estimators.spec import Tail
 from otb_analysis.types import Bool, Float
 
 DOMINANT = 0.75
@@ -55,7 +55,7 @@ def _sums_of_others(weight: Float, moment: Float, groups: Groups) -> tuple[Float
     return others(weight, total), others(moment, groups.spread(groups.sum(moment)))
 
 
-def rollout_average(batch: Batch, weight: Float, *, leave_one_out: bool = False) -> Centre:
+def rollout_average(batch: Batch, weight: Float, *, leave_one_out: bool = False) -> BaselineResult:
     """Return the baseline that is one weighted mean of total returns per rollout.
 
     B_i = Σ_j ω_j R_j / Σ_j ω_j; zero total weight gives the plain mean of the same rollouts, a group of one B = 0.
@@ -66,7 +66,7 @@ def rollout_average(batch: Batch, weight: Float, *, leave_one_out: bool = False)
         leave_one_out: Leave rollout i out of its own baseline.
     """
     baseline, weightless = scalar_mean(batch, weight, leave_one_out=leave_one_out)
-    return Centre(np.where(batch.alone, 0.0, baseline)[:, None], (weightless | batch.alone)[:, None])
+    return BaselineResult(np.where(batch.alone, 0.0, baseline)[:, None], (weightless | batch.alone)[:, None])
 
 
 def scalar_mean(batch: Batch, weight: Float, *, leave_one_out: bool) -> tuple[Float, Bool]:
@@ -87,7 +87,7 @@ def scalar_mean(batch: Batch, weight: Float, *, leave_one_out: bool) -> tuple[Fl
     return mean, weightless
 
 
-def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: bool = False) -> Centre:
+def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: bool = False) -> BaselineResult:
     """Return the baseline that is a weighted mean over the rollouts alive at the same policy position.
 
     B_{i,t} = Σ_j ω_{j,t} G_{j,t} / Σ_j ω_{j,t} over j alive at t; zero total weight gives the plain mean of the same
@@ -110,7 +110,7 @@ def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: 
     mean, fallback = np.where(lone, 0.0, mean), weightless | lone
     if not leave_one_out:
         mean, fallback = groups.spread(mean), groups.spread(fallback)
-    return Centre(mean if tail == "own_return" else _with_tail(batch, mean, tail), fallback)
+    return BaselineResult(mean if tail == "own_return" else _with_tail(batch, mean, tail), fallback)
 
 
 def _with_tail(batch: Batch, mean: Float, tail: Tail) -> Float:

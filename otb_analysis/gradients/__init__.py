@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
-from otb_analysis.gradients.batch.inputs import Batch, Problem, Weights, check_group, check_weights, pose
+from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, Weights, check_group, check_weights, prepare
 from otb_analysis.gradients.batch.tree import distinct, distinct_rollouts
 from otb_analysis.gradients.directional.attribution import (
     batch_gradient,
@@ -54,9 +54,9 @@ __all__ = [
 class Engine:
     """How one engine answers the three questions; every engine gives the same numbers."""
 
-    token_score_norms: Callable[[Problem, bool], ScoreNorms]
-    weighted_score_norms: Callable[[Problem, Float], Float]
-    group_gradient_gram: Callable[[Problem, Float, Int], Float]
+    token_score_norms: Callable[[ScoreBatch, bool], ScoreNorms]
+    weighted_score_norms: Callable[[ScoreBatch, Float], Float]
+    group_gradient_gram: Callable[[ScoreBatch, Float, Int], Float]
 
 
 ENGINES: dict[str, Engine] = {
@@ -113,7 +113,7 @@ def token_score_norms(
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     chosen = _engine(engine, problem)
     if path or engine == "reference":
         return chosen.token_score_norms(problem, path)
@@ -161,7 +161,7 @@ def weighted_score_norms(
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     checked = check_weights(weights, problem.mask)
     chosen = _engine(engine, problem, checked.shape[1])
     if engine == "reference":
@@ -218,7 +218,7 @@ def group_gradient_gram(
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     checked = check_weights(weights, problem.mask), check_group(group, problem.shape[0])
     return ENGINES["generic" if engine == "auto" else engine].group_gradient_gram(problem, *checked)
 
@@ -228,7 +228,7 @@ def _known(name: str) -> None:
         raise InputError(f"engine {name!r} is not available in this version; pass one of: {', '.join(ENGINES)}, auto.")
 
 
-def _engine(name: str, problem: Problem, rows: int | None = None) -> Engine:
+def _engine(name: str, problem: ScoreBatch, rows: int | None = None) -> Engine:
     if name == "auto":
         name = "fast" if fast.fits(problem) else "generic" if generic.fits(problem, rows) else "reference"
     return ENGINES[name]

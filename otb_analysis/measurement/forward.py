@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.logit_stats import logit_stats
 from otb_analysis.rollouts.models import output_layer
-from otb_analysis.rollouts.prefix_cache import Prompts
+from otb_analysis.rollouts.prefix_cache import PrefixCache
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Int, LogitStats
 
@@ -34,7 +34,7 @@ class NonFiniteScore(NonFiniteError):
 
 
 @dataclass(frozen=True)
-class Scored:
+class CompletionLogprobs:
     """Log-probabilities with their graph, by completion token; made by `score`, read by the update.
 
     Attributes:
@@ -48,7 +48,9 @@ class Scored:
     entropy: Tensor | None = None
 
     @classmethod
-    def concatenate(cls, parts: Sequence["Scored"], rollouts: Rollouts, rows: Sequence[Int]) -> "Scored":
+    def concatenate(
+        cls, parts: Sequence["CompletionLogprobs"], rollouts: Rollouts, rows: Sequence[Int]
+    ) -> "CompletionLogprobs":
         """Put passes over parts of `rollouts` together, `rows` being the rollouts of each."""
         width = rollouts.completion_columns().shape[1]
         back = torch.as_tensor(np.argsort(np.concatenate(rows)), device=parts[0].mask.device)
@@ -96,7 +98,7 @@ def stacked(parts: Sequence[Tensor], width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ForwardOutputs:
     """What a forward pass gives besides log-probabilities and statistics.
 
     Attributes:
@@ -112,8 +114,8 @@ def forward_pass(
     model: PreTrainedModel,
     rollouts: Rollouts,
     temperature: float,
-    prompts: Prompts | None = None,
-    wanted: Wanted | None = None,
+    prompts: PrefixCache | None = None,
+    wanted: ForwardOutputs | None = None,
 ) -> ForwardPass:
     """Score every completion token once, with every statistic of the level `forward`.
 
@@ -130,7 +132,7 @@ def forward_pass(
     Raises:
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
     """
-    wanted = wanted or Wanted()
+    wanted = wanted or ForwardOutputs()
     view = _View.of(rollouts, model.device)
     logits, hidden = view.policy_tokens(model, prompts)
     targets = view.targets[view.mask]
@@ -141,13 +143,13 @@ def forward_pass(
     return ForwardPass(view.placed(logprob), kept, view.mask, stats)
 
 
-def score(
+def completion_logprobs(
     model: PreTrainedModel,
     rollouts: Rollouts,
     temperature: float,
     entropy: bool = False,
-    prompts: Prompts | None = None,
-) -> Scored:
+    prompts: PrefixCache | None = None,
+) -> CompletionLogprobs:
     """Score every completion token without the statistics, as an update needs it.
 
     Args:
@@ -164,7 +166,7 @@ def score(
     log_pi = _log_pi(view.policy_tokens(model, prompts)[0], temperature)
     logprob = log_pi.gather(-1, view.targets[view.mask][:, None])[:, 0]
     own = -(log_pi.exp() * log_pi).sum(-1) if entropy else None
-    return Scored(view.placed(logprob), view.mask, None if own is None else view.placed(own))
+    return CompletionLogprobs(view.placed(logprob), view.mask, None if own is None else view.placed(own))
 
 
 def hidden_states(backbone: PreTrainedModel, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
@@ -208,7 +210,7 @@ class _View:
         before = (columns - 1).clamp(min=0)[..., None]
         return cls(ids, attention.long(), mask.gather(1, columns) & present, present, ids.gather(1, columns), before)
 
-    def policy_tokens(self, model: PreTrainedModel, prompts: Prompts | None) -> tuple[Tensor, Tensor]:
+    def policy_tokens(self, model: PreTrainedModel, prompts: PrefixCache | None) -> tuple[Tensor, Tensor]:
         """Logits [K, V] and detached final hidden states [K, d] before each of the K policy tokens.
 
         The output layer sees only these: no logits of prompts, tool tokens or padding are ever made.

@@ -82,7 +82,7 @@ class TokenShares:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPolicy:
     """What was measured with which settings: a policy, and the gradient engine's keyword arguments."""
 
     model: PreTrainedModel
@@ -91,7 +91,7 @@ class Measured:
 
 
 def draw_energies(
-    policy: Measured, plan: SampledSchedule, seed: int, rollouts: Rollouts, table: TokenTable, exact: Float | None
+    policy: MeasuredPolicy, plan: SampledSchedule, seed: int, rollouts: Rollouts, table: TokenTable, exact: Float | None
 ) -> SampledEnergies:
     """Draw tokens, measure them, and calibrate the proxy on all that was measured at this step.
 
@@ -125,7 +125,7 @@ def _groups_to_draw(plan: SampledSchedule, group: Int, known: Bool) -> Int:
 
 
 def _draw(
-    policy: Measured, plan: SampledSchedule, seed: int, rollouts: Rollouts, table: TokenTable, rows: Bool
+    policy: MeasuredPolicy, plan: SampledSchedule, seed: int, rollouts: Rollouts, table: TokenTable, rows: Bool
 ) -> tuple[Float, Float]:
     """Norms and inclusion probabilities [n, T] of some rollouts, NaN where not drawn and where not policy tokens."""
     ids, mask, attention = batch_of(rollouts, rows, policy.model.device)
@@ -143,7 +143,7 @@ def _draw(
     return by_token(found.norm_sq), by_token(found.inclusion_prob)
 
 
-def attribute(policy: Measured, rollouts: Rollouts, weights: Float, *, method: str, split: bool) -> TokenShares:
+def attribute(policy: MeasuredPolicy, rollouts: Rollouts, weights: Float, *, method: str, split: bool) -> TokenShares:
     """Attribute ‖Σ weights·s‖² to tokens.
 
     Args:

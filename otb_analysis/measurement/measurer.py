@@ -13,7 +13,7 @@ from otb_analysis.estimators import proved
 from otb_analysis.gradients import group_gradient_gram, token_score_norms, weighted_score_norms
 from otb_analysis.measurement.advantages import ExactNorms, every_advantage
 from otb_analysis.measurement.levels import (
-    Measured,
+    MeasuredPolicy,
     SampledEnergies,
     TokenShares,
     attribute,
@@ -63,7 +63,7 @@ class Measurement:
     gaps: int = 0
 
 
-class Instrument:
+class GradientMeasurer:
     """Measures rollouts under one model and configuration; leaves parameters, gradients and random state alone."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Instrument:
         self.model = model
         self.config = config
         self.settings = {"engine": config.engine, "scope": config.scope, "temperature": temperature}
-        self.policy = Measured(model, config.scope, temperature)
+        self.policy = MeasuredPolicy(model, config.scope, temperature)
         self.slopes = "jvp"  # until the model's attention turns out to have no forward mode
 
     def groups_due(self, step: int, n_groups: int) -> Int:

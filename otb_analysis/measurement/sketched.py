@@ -7,7 +7,7 @@ import numpy as np
 
 from otb_analysis.config import SketchSchedule
 from otb_analysis.gradients import sketch_score_norms
-from otb_analysis.measurement.levels import Measured, SampledEnergies, batch_of
+from otb_analysis.measurement.levels import MeasuredPolicy, SampledEnergies, batch_of
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Float, Int
@@ -48,7 +48,9 @@ def groups_to_sketch(
     return left[: plan.prompts or len(left)]
 
 
-def sketch_groups(policy: Measured, plan: SketchSchedule, seed: int, rollouts: Rollouts, groups: Int) -> SketchedNorms:
+def sketch_groups(
+    policy: MeasuredPolicy, plan: SketchSchedule, seed: int, rollouts: Rollouts, groups: Int
+) -> SketchedNorms:
     """Estimate the norm of every token's score in some groups.
 
     Args:

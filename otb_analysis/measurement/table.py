@@ -10,13 +10,13 @@ from otb_analysis.measurement.forward import ForwardPass
 from otb_analysis.objectives.importance import LOG_LIMIT
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.tasks import Task
-from otb_analysis.tasks.asking import ask_reward
+from otb_analysis.tasks.task_calls import ask_reward
 from otb_analysis.types import Bool, Estimate, EstimatorInputs, Float, Int, LogitStats
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """What the task paid; made by `pay`, read by the table.
+    """What the task paid; made by `compute_rewards`, read by the table.
 
     Attributes:
         by_token: Reward at each completion token [N, T]: a turn's reward sits on its last policy token. What the
@@ -76,7 +76,7 @@ class TokenTable:
         )
 
 
-def pay(task: Task, rollouts: Rollouts) -> Rewards:
+def compute_rewards(task: Task, rollouts: Rollouts) -> Rewards:
     """Ask the task for every rollout's reward and put each turn's on that turn's last policy token.
 
     Raises:

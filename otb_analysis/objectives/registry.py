@@ -16,7 +16,7 @@ from otb_analysis.errors import InputError, nearest
 from otb_analysis.types import Bool, Float, Int
 
 Row = TypeVar("Row")
-Standing = Literal["code", "proved", "abstract", "guess"]
+Provenance = Literal["code", "proved", "abstract", "guess"]
 """How well a source is known: read in public code, derived and enumerated, from an abstract, or a labelled reading."""
 
 
@@ -41,7 +41,7 @@ class Formula:
     function: Callable[[Any, Any], Any]
     formula: str
     source: str
-    standing: Standing
+    standing: Provenance
     needs: tuple[str, ...] = ()
     options: type = NoOptions
 

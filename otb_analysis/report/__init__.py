@@ -11,7 +11,7 @@ from otb_analysis.report.document import Document
 from otb_analysis.report.html import to_html
 from otb_analysis.report.markdown import to_markdown
 from otb_analysis.report.runs import open_runs
-from otb_analysis.report.sections import blame, collapse, estimators, fidelity, overview, provenance
+from otb_analysis.report.sections import attribution_section, collapse, estimators, fidelity, overview, provenance
 
 __all__ = ["report", "write_report"]
 
@@ -28,7 +28,7 @@ def report(paths: Sequence[Path], command: str) -> Document:
         StoreError: A run cannot be read.
     """
     runs = open_runs(paths)
-    parts = [(make, run) for make in (estimators, fidelity, blame) for run in runs]
+    parts = [(make, run) for make in (estimators, fidelity, attribution_section) for run in runs]
     each = [make(run) for make, run in counted(parts, "section")]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Document(

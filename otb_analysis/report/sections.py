@@ -206,7 +206,7 @@ def lost_line(run: ReportedRun) -> str:
     return f"Gain lost by the proxy: {share} of otb's gain over rloo ({rests_on})."
 
 
-def blame(run: ReportedRun) -> Section:
+def attribution_section(run: ReportedRun) -> Section:
     """Return who holds the gradient at the attributed step where it was largest.
 
     Args:

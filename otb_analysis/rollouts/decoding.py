@@ -59,7 +59,7 @@ class Draw:
     refuse: Callable[[int, int], None]
 
 
-def refused(model: PreTrainedModel) -> str | None:
+def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Return why `decode` does not follow a model, None where it does.
 
     It follows those whose layers all keep every key and value, and whose inputs are prepared as most models' are.
@@ -81,7 +81,7 @@ def decode(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw
     y_t = argmax_v π_v / e_v with e ~ Exp(1), which is a draw from π = softmax(logits / τ).
 
     Args:
-        model: A model that is not `refused`.
+        model: A model for which `unsupported_reason` is None.
         contexts: N token sequences.
         draw: How.
     """

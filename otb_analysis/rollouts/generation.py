@@ -17,7 +17,7 @@ from transformers import (
 
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.phases import advance, count_to
-from otb_analysis.rollouts.decoding import Draw, decode, refused
+from otb_analysis.rollouts.decoding import Draw, decode, unsupported_reason
 from otb_analysis.rollouts.models import special_id
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class TransformersGenerator:
         self.model = model
         self.pad = special_id(tokenizer, "pad")
         self.ends = end_tokens(model, tokenizer)
-        reason = refused(model)
+        reason = unsupported_reason(model)
         self.follows = reason is None
         if reason is not None:
             _log.info("%s is sampled by its own generate: %s.", type(model).__name__, reason)

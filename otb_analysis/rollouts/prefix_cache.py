@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from otb_analysis.rollouts.decoding import refused
+from otb_analysis.rollouts.decoding import unsupported_reason
 from otb_analysis.rollouts.models import output_layer
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Int
@@ -25,7 +25,7 @@ MASKED = ("sdpa", "eager")
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PrefixCache:
     """The different prompts of a batch as a model read them; made by `read_prompts`, read by scoring passes.
 
     Attributes:
@@ -42,7 +42,7 @@ class Prompts:
     hidden: Tensor
     of: Tensor
 
-    def take(self, rows: Int) -> "Prompts":
+    def take(self, rows: Int) -> "PrefixCache":
         """Return what some of the rollouts go on from."""
         return replace(self, of=self.of[torch.as_tensor(rows, device=self.of.device)])
 
@@ -89,19 +89,19 @@ class _Continued(DynamicLayer):
         return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
 
 
-def follows(model: PreTrainedModel) -> bool:
+def supports_prefix_cache(model: PreTrainedModel) -> bool:
     """Return whether completions of a model can be scored behind prompts that were read before.
 
     Its cache must keep every key and value, its inputs be prepared as most models' are, its attention take any mask.
     """
-    return getattr(model.config, "_attn_implementation", None) in MASKED and refused(model) is None
+    return getattr(model.config, "_attn_implementation", None) in MASKED and unsupported_reason(model) is None
 
 
-def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> Prompts | None:
+def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> PrefixCache | None:
     """Read every different prompt of a batch once.
 
     Args:
-        model: A model that `follows`.
+        model: A model that `supports_prefix_cache`.
         rollouts: N rollouts.
 
     Returns:
@@ -121,7 +121,7 @@ def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> Prompts | None:
     seen, mask = torch.as_tensor(ids, device=model.device), torch.as_tensor(real, device=model.device)
     with _last_states(model, mask.sum(1) - 1) as found:
         model(input_ids=seen, attention_mask=mask, past_key_values=Cache(layers=[*layers]), use_cache=True)
-    return Prompts(
+    return PrefixCache(
         keys=tuple(layer.keys for layer in layers if layer.keys is not None),
         values=tuple(layer.values for layer in layers if layer.values is not None),
         real=mask,

@@ -13,7 +13,7 @@ from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.rollouts.generation import Generation, Generator, NonFiniteLogits
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.tasks import Prompt, Task, Turn
-from otb_analysis.tasks.asking import ask_reply
+from otb_analysis.tasks.task_calls import ask_reply
 from otb_analysis.types import Bool, Float, Int
 
 FinishReason = Literal["stop", "length", "turns"]

@@ -9,17 +9,17 @@ import torch
 from otb_analysis.config import CriticConfig, SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.forward import forward_pass
-from otb_analysis.study.policies import Policy, Written, write
-from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.study.policies import Policy, ScoredRollouts, write
+from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.critic.critic import Critic, make_critic
 from otb_analysis.training.critic.nets import CriticBatch
 from otb_analysis.training.critic.targets import critic_target
 from otb_analysis.training.runtime.progress import Bar, silent
 
 
-def lessons(
+def critic_batches(
     policy: Policy, first: int, batches: int, config: SampleConfig, seed: int, bar: Bar = silent
-) -> list[Written]:
+) -> list[ScoredRollouts]:
     """Return batches of rollouts of distinct prompts' groups for critics to be fitted on.
 
     Args:
@@ -38,7 +38,7 @@ def lessons(
     return found
 
 
-def fitted_critic(policy: Policy, own: CriticConfig, batches: Sequence[Written], bar: Bar = silent) -> Critic:
+def fitted_critic(policy: Policy, own: CriticConfig, batches: Sequence[ScoredRollouts], bar: Bar = silent) -> Critic:
     """Return a critic fitted to each batch in turn, as a run fits the one beside its policy.
 
     Where all reward comes at the end, the targets `return` and `tvm` make the same critic: rollouts that share a prefix
@@ -47,7 +47,7 @@ def fitted_critic(policy: Policy, own: CriticConfig, batches: Sequence[Written],
     Args:
         policy: Whose completions are judged; a critic with a backbone starts from its weights.
         own: Kind, target, width, rate and gradient steps on each batch.
-        batches: From `lessons`.
+        batches: From `critic_batches`.
         bar: Progress.
 
     Raises:
@@ -64,7 +64,7 @@ def fitted_critic(policy: Policy, own: CriticConfig, batches: Sequence[Written],
     return critic
 
 
-def judged(policy: Policy, critic: Critic, written: Written) -> Written:
+def with_values(policy: Policy, critic: Critic, written: ScoredRollouts) -> ScoredRollouts:
     """Return rollouts with a critic's values V(h_t) in their table.
 
     Args:
@@ -76,7 +76,7 @@ def judged(policy: Policy, critic: Critic, written: Written) -> Written:
     return replace(written, table=replace(written.table, value=value))
 
 
-def _as_critic_sees(policy: Policy, written: Written) -> CriticBatch:
+def _as_critic_sees(policy: Policy, written: ScoredRollouts) -> CriticBatch:
     with torch.no_grad():
         forward = forward_pass(policy.model, written.rollouts, written.temperature)
     rows = np.arange(len(written.rollouts.group))

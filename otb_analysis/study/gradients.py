@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import group_gradient_gram
 from otb_analysis.measurement.levels import by_column
-from otb_analysis.measurement.table import TokenTable, pay
+from otb_analysis.measurement.table import TokenTable, compute_rewards
 from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks import Prompt
-from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.setup import Trainer, seed_of
 from otb_analysis.types import Float, Gram, Int, Label
 
@@ -112,7 +112,7 @@ def scored(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
         rollouts: Any of its task.
     """
     forward = trainer.policy.forward(rollouts, keep_graph=False)
-    return trainer.table(rollouts, forward, pay(trainer.task, rollouts), None)
+    return trainer.table(rollouts, forward, compute_rewards(trainer.task, rollouts), None)
 
 
 def regrouped(rollouts: Rollouts, size: int) -> Rollouts:

@@ -12,7 +12,7 @@ from otb_analysis.config import SampleConfig, SmallModelConfig, TrainConfig
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.measurement.forward import forward_pass
 from otb_analysis.measurement.levels import batch_of, by_column
-from otb_analysis.measurement.table import TokenTable, pay, token_table
+from otb_analysis.measurement.table import TokenTable, compute_rewards, token_table
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.models import character_tokenizer, load_policy, small_model, special_id
 from otb_analysis.rollouts.sampling import Rollouts, sample
@@ -43,7 +43,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Written:
+class ScoredRollouts:
     """What a policy wrote and what one forward pass says about it; made by `write`.
 
     Attributes:
@@ -144,7 +144,7 @@ def trained(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) 
     return Policy(model, tokenizer, policy.task)
 
 
-def write(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int) -> Written:
+def write(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int) -> ScoredRollouts:
     """Sample groups of rollouts and score every token once.
 
     Args:
@@ -159,4 +159,6 @@ def write(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed:
         rollouts = sample(generator, policy.tokenizer, policy.task, prompts, config)
     with torch.no_grad():
         forward = forward_pass(policy.model, rollouts, config.temperature)
-    return Written(rollouts, token_table(rollouts, forward, pay(policy.task, rollouts), None), config.temperature)
+    return ScoredRollouts(
+        rollouts, token_table(rollouts, forward, compute_rewards(policy.task, rollouts), None), config.temperature
+    )

@@ -13,9 +13,9 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate
 from otb_analysis.gradients import gradient_sketch, token_score_norms, weighted_score_norms
 from otb_analysis.statistics import Partition, PoolGram, group_gradients, held_out, pool_gram, position_optimum
-from otb_analysis.study.policies import Policy, Written, write
+from otb_analysis.study.policies import Policy, ScoredRollouts, write
 from otb_analysis.tasks import Prompt
-from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.runtime.progress import Bar, silent
 from otb_analysis.types import Bool, Float, Int, Label
 
@@ -36,7 +36,7 @@ class Pool:
         node: Row of `sketch` of each token [N, T], 0 outside the mask.
     """
 
-    written: Written
+    written: ScoredRollouts
     inputs: EstimatorInputs
     proxy: Float
     sketch: NDArray[np.float32]
@@ -78,7 +78,7 @@ def promising_prompts(policy: Policy, first: int, count: int, config: SampleConf
     return chosen
 
 
-def measure_pool(policy: Policy, written: Written, dim: int, seed: int = 0, bar: Bar = silent) -> Pool:
+def measure_pool(policy: Policy, written: ScoredRollouts, dim: int, seed: int = 0, bar: Bar = silent) -> Pool:
     """Measure every token of a pool: exact norms, and sketches of the scores.
 
     Args:
@@ -96,7 +96,7 @@ def measure_pool(policy: Policy, written: Written, dim: int, seed: int = 0, bar:
     return replace(pool, inputs=replace(inputs, position_baseline=cross_fitted_optimum(pool, seed)))
 
 
-def exact_norms(policy: Policy, written: Written) -> tuple[Float, Float]:
+def exact_norms(policy: Policy, written: ScoredRollouts) -> tuple[Float, Float]:
     """Return ‖s_{n,t}‖² [N, T] and ‖Σ_t s_{n,t}‖² [N], each distinct rollout measured once.
 
     Args:
@@ -113,7 +113,7 @@ def exact_norms(policy: Policy, written: Written) -> tuple[Float, Float]:
 
 
 def token_sketches(
-    policy: Policy, written: Written, dim: int, seed: int = 0, bar: Bar = silent
+    policy: Policy, written: ScoredRollouts, dim: int, seed: int = 0, bar: Bar = silent
 ) -> tuple[NDArray[np.float32], Int]:
     """Return count sketches of all distinct scores [U, K] and the one of each token [N, T].
 

@@ -9,9 +9,9 @@ from otb_analysis.tasks.base import Prompt, Split, Task, Turn
 from otb_analysis.tasks.calculator import Calculator
 from otb_analysis.tasks.chain_sum import ChainSum
 from otb_analysis.tasks.counting import Counting
+from otb_analysis.tasks.custom import load_task, source_file
 from otb_analysis.tasks.graph_path import GraphPath
 from otb_analysis.tasks.math_jsonl import MathJsonl
-from otb_analysis.tasks.own import load_task, source_file
 
 
 def _calculator(config: TrainConfig) -> Calculator:

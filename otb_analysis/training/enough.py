@@ -7,7 +7,7 @@ from otb_analysis.phases import plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.tasks import Task
-from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.tasks.task_calls import draw_prompts
 
 
 def too_few_prompts(config: TrainConfig, task: Task) -> str:

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from otb_analysis.measurement.table import pay
+from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.phases import note
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.statistics import cluster_jackknife, passing
 from otb_analysis.tasks import Prompt
-from otb_analysis.tasks.asking import distinct_prompts
+from otb_analysis.tasks.task_calls import distinct_prompts
 from otb_analysis.training.setup import Trainer, seed_of
 from otb_analysis.types import Float, Int
 
@@ -40,7 +40,7 @@ def evaluate(trainer: Trainer, step: int) -> dict[str, object]:
                 f"the held-out split of {trainer.task.name} has {len(prompts)} different prompts, so the run is "
                 f"evaluated on these and not on {settings.prompts} (evaluate.prompts)."
             )
-        group = trainer.processes.share(np.repeat(np.arange(len(prompts)), settings.samples))
+        group = trainer.processes.shard(np.repeat(np.arange(len(prompts)), settings.samples))
         total = np.concatenate(trainer.processes.gather(_rewards(trainer, prompts, group)))
     return heldout_columns(total.reshape(len(prompts), settings.samples), settings.threshold)
 
@@ -53,7 +53,7 @@ def _rewards(trainer: Trainer, prompts: Sequence[Prompt], group: Int) -> Float:
     answers = replace(trainer.config.sample, prompts=len(prompts), group_size=settings.samples)
     with trainer.policy.arithmetic():
         rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, answers, group)
-    return pay(trainer.task, rollouts).total
+    return compute_rewards(trainer.task, rollouts).total
 
 
 def heldout_columns(reward: Float, threshold: float) -> dict[str, object]:

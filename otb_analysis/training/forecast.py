@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from otb_analysis.config import MeasureConfig, TrainConfig
-from otb_analysis.measurement.forward import score
+from otb_analysis.measurement.forward import completion_logprobs
 from otb_analysis.phases import EXPECTED, duration, note, phase, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import smaller_sizes
@@ -141,7 +141,7 @@ def seconds_per_position(policy: Policy, rollouts: Rollouts) -> float:
     while not times or (len(times) < REPEATED and sum(times) < LONG_ENOUGH):
         start = perf_counter()
         with policy.arithmetic():
-            total = score(policy.model, part, policy.temperature).logprob.sum()
+            total = completion_logprobs(policy.model, part, policy.temperature).logprob.sum()
         found = torch.autograd.grad(total, policy.parameters, allow_unused=True)
         float(next(g for g in found if g is not None).sum())  # waits for a GPU
         times.append(perf_counter() - start)

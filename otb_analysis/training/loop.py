@@ -20,16 +20,16 @@ from otb_analysis.errors import STOPS, Interrupted, NonFiniteError, StoreError
 from otb_analysis.estimators import estimate
 from otb_analysis.measurement.levels import energy_columns, level_columns
 from otb_analysis.measurement.sketched import sketch_columns
-from otb_analysis.measurement.table import pay, rollout_rows, token_rows
+from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows
 from otb_analysis.phases import note, phase
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunWriter, StepTables, gram_rows, subgroup_rows
-from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.enough import none_ends, too_few_prompts
 from otb_analysis.training.evaluation import evaluate
 from otb_analysis.training.resume import begin, kept
 from otb_analysis.training.runtime.checkpoint import write_checkpoint
-from otb_analysis.training.runtime.gather import Share, own_rows, shared_norms
+from otb_analysis.training.runtime.gather import GatheredRollouts, shard_rows, shared_norms
 from otb_analysis.training.runtime.processes import Processes
 from otb_analysis.training.runtime.progress import Bar, silent, step_line, unfailing
 from otb_analysis.training.runtime.sharding import asked_for
@@ -114,16 +114,16 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
     with trainer.timed("sample"):
         torch.manual_seed(seed_of(config.seed, step, *processes.seed))
         prompts = draw_prompts(trainer.task, "train", step * config.sample.prompts, config.sample.prompts)
-        group = processes.share(np.repeat(np.arange(len(prompts)), config.sample.group_size))
+        group = processes.shard(np.repeat(np.arange(len(prompts)), config.sample.group_size))
         with policy.sampling():
             own = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample, group)
     with trainer.timed("estimate"):
-        paid = pay(trainer.task, own)
+        paid = compute_rewards(trainer.task, own)
     with trainer.timed("update", "scoring"):
         forward = policy.forward(own, trainer.one_update, trainer.wanted())
         own_reference = policy.reference_logprob(own)
     with trainer.timed("estimate"):
-        whole = Share(own, paid, forward.stats, own_reference).gathered(processes)
+        whole = GatheredRollouts(own, paid, forward.stats, own_reference).gathered(processes)
         rollouts, rewards, reference = whole.rollouts, whole.rewards, whole.reference
         forward = replace(forward, stats=whole.stats)
         table = trainer.table(rollouts, forward, rewards, reference)
@@ -137,7 +137,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         if trainer.trains_on_exact:
             with phase("exact norms"):
                 norms = shared_norms(instrument, processes, rollouts, groups)
-        measurement = processes.from_first(lambda: instrument.measure(step, rollouts, table, norms))
+        measurement = processes.broadcast_from_main(lambda: instrument.measure(step, rollouts, table, norms))
     with trainer.timed("estimate"):
         inputs = table.inputs(table.stats.energy if config.estimator.energy == "proxy" else None)
         if norms is not None:
@@ -147,7 +147,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
     with trainer.timed("measure", "attributing"):
         first_coefficients = partial(trainer.objective.first_coefficients, batch, table.stats.logprob)
-        measurement = processes.from_first(
+        measurement = processes.broadcast_from_main(
             lambda: instrument.attribute(step, rollouts, first_coefficients, measurement)
         )
         trainer.forecast.correct(step)
@@ -163,8 +163,8 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
     by_rollout = rollout_rows(rollouts, table, exact.rollout_norm_sq if exact else None)
     by_rollout |= energy_columns(measurement.sampled)
     return StepTables(
-        tokens=own_rows(tokens, processes, len(table.mask)),
-        rollouts=own_rows(by_rollout, processes, len(table.mask)),
+        tokens=shard_rows(tokens, processes, len(table.mask)),
+        rollouts=shard_rows(by_rollout, processes, len(table.mask)),
         steps=scalars,
         gradients=columns_of([row.as_row() for row in measurement.statistics]) if first else None,
         grams=gram_rows(step, measurement.gram) if first and measurement.gram else None,

@@ -28,7 +28,7 @@ def begin(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, int]:
         StoreError: The store or the checkpoint cannot be read or written.
     """
     processes = trainer.processes
-    writer, found = processes.from_first(lambda: _opened(config, trainer))
+    writer, found = processes.broadcast_from_main(lambda: _opened(config, trainer))
     writer.rank = processes.rank
     if found is None:
         return writer, 0

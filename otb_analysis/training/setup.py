@@ -19,8 +19,8 @@ from otb_analysis.custom import is_custom
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.estimators import entry_of, options_from_dict
 from otb_analysis.gradients.batch.scope import select_scope
-from otb_analysis.measurement.forward import ForwardPass, Wanted
-from otb_analysis.measurement.measurer import Instrument
+from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass
+from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import Rewards, TokenTable, token_ratio, token_table
 from otb_analysis.objectives.importance import learning_rate_factor
 from otb_analysis.objectives.shaping import SHAPINGS
@@ -36,10 +36,10 @@ from otb_analysis.training.critic.nets import CriticBatch
 from otb_analysis.training.critic.targets import critic_target, explained_variance
 from otb_analysis.training.forecast import Forecast
 from otb_analysis.training.policy.objective import Objective, TokenBatch
-from otb_analysis.training.policy.optimizer import Stepper
+from otb_analysis.training.policy.optimizer import PolicyOptimizer
 from otb_analysis.training.policy.policy import Policy
 from otb_analysis.training.policy.update import update
-from otb_analysis.training.runtime.processes import ALONE, Processes
+from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes
 from otb_analysis.training.runtime.sharding import (
     load_whole_state,
     refuse_unsharded_only,
@@ -82,7 +82,7 @@ class Trainer:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         task: Task,
-        processes: Processes = ALONE,
+        processes: Processes = SINGLE_PROCESS,
     ) -> None:
         entry = entry_of(config.estimator.name)
         self.processes = processes
@@ -98,7 +98,7 @@ class Trainer:
         self.policy = Policy(model, config, processes)
         self.model = self.policy.model
         self.objective = Objective(config.objective)
-        self.stepper = Stepper(self.policy.parameters, config.optimize, processes)
+        self.stepper = PolicyOptimizer(self.policy.parameters, config.optimize, processes)
         self.options = options_from_dict(config.estimator.name, config.estimator.options)
         self.generator = _generator(config, model, tokenizer)
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
@@ -106,14 +106,14 @@ class Trainer:
         trained = own | {config.estimator.name: self.options}
         by_group = "group" in SHAPINGS[config.objective.shaping].needs  # smaller groups would be paid differently
         measured = replace(config.measure, subgroups=()) if by_group else config.measure
-        self.instrument = Instrument(model, measured, config.sample.temperature, trained, asdict(config))
+        self.instrument = GradientMeasurer(model, measured, config.sample.temperature, trained, asdict(config))
         self.cut_told = False  # that every answer of some step was cut off
         self.forecast = Forecast(config, self.trains_on_exact)
         self.seconds: dict[str, float] = {}
         self.clock: Callable[[], float] = perf_counter
 
     @classmethod
-    def from_config(cls, config: TrainConfig, processes: Processes = ALONE) -> "Trainer":
+    def from_config(cls, config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> "Trainer":
         """Load or make everything a run needs; refuse what cannot work before anything is written.
 
         Raises:
@@ -123,7 +123,7 @@ class Trainer:
         processes.barrier()  # the first process makes the run's directory, which the others must not find there
         with phase(f"loading the task {config.task}"):
             task = make_task(config)
-        path = config.model or processes.from_first(lambda: warm_started(config))
+        path = config.model or processes.broadcast_from_main(lambda: warm_started(config))
         with phase(f"loading the model {path}"):
             model, tokenizer = load_policy(path)
         return cls(config, model, tokenizer, task, processes)
@@ -144,9 +144,9 @@ class Trainer:
             inside = sum(self.seconds.values()) - before
             self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start - inside
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> ForwardOutputs:
         """Return what the pass before an update gives: hidden states for a critic, its statistics timed apart."""
-        return Wanted(hidden=self.critic is not None, timed=lambda: self.timed("forward"))
+        return ForwardOutputs(hidden=self.critic is not None, timed=lambda: self.timed("forward"))
 
     def take_seconds(self) -> dict[str, float]:
         """Return the phases timed since the last call, as columns of `steps`, and start again."""
@@ -197,7 +197,7 @@ class Trainer:
         if self.critic is None:
             return {}
         target = critic_target(self.config.critic, table.inputs(None))
-        own = self.processes.share(np.arange(len(target)))
+        own = self.processes.shard(np.arange(len(target)))
         loss = self.critic.update(self._judged(rollouts, forward), target[own, : forward.mask.shape[1]])
         return {
             "critic_loss": loss if np.isfinite(loss) else None,
@@ -206,7 +206,7 @@ class Trainer:
 
     def _judged(self, rollouts: Rollouts, forward: ForwardPass) -> CriticBatch:
         """Return this process's share of all rollouts with its pass over them, as the critic sees them."""
-        own = rollouts.take(self.processes.share(np.arange(len(rollouts.group))))
+        own = rollouts.take(self.processes.shard(np.arange(len(rollouts.group))))
         return CriticBatch(own, forward, self.policy.micro_batches(own))
 
     def save(self, path: Path) -> None:

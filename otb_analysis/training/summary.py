@@ -38,7 +38,7 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "energy_max_share": top_share(energy),
         "exact_tail_k": _exact_tail(table, measurement),
         **level_scalars(measurement),
-        **certificate(stats, inside),
+        **sampling_check(stats, inside),
         "n_measured_prompts": _measured_groups(table, measurement),
         "n_sketched_prompts": measurement.sketch.n_groups if measurement.sketch else 0,
         "measurement_gaps": measurement.gaps,
@@ -88,7 +88,7 @@ def _measured_groups(table: TokenTable, measurement: Measurement) -> int:
     return len(np.unique(table.group[np.isfinite(measurement.norms.rollout_norm_sq)]))
 
 
-def certificate(stats: LogitStats, mask: Bool) -> dict[str, float | None]:
+def sampling_check(stats: LogitStats, mask: Bool) -> dict[str, float | None]:
     """Return the two z-scores of the sampling certificate.
 
     z = Σ(π_y − Σ_v π_v²)/√Σ Var(π_y) and z = Σ(log π_y + H)/√Σ Var(log π_y) over policy tokens. Both numerators are

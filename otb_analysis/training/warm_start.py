@@ -16,13 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from otb_analysis import __version__
 from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.measurement.table import pay
+from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.phases import Phase, phase
 from otb_analysis.rollouts.generation import Generator, TransformersGenerator
 from otb_analysis.rollouts.models import SHIPPED, character_tokenizer, output_layer, small_model, special_id
 from otb_analysis.rollouts.sampling import encode_prompt, sample
 from otb_analysis.tasks import Prompt, Task, make_task, task_files
-from otb_analysis.tasks.asking import ask_demonstration, draw_prompts
+from otb_analysis.tasks.task_calls import ask_demonstration, draw_prompts
 
 CACHE = Path(".cache/warm")
 DEMONSTRATIONS_FROM = 10_000_000
@@ -131,7 +131,7 @@ def success_rate(
     """Return the mean total reward of one sampled answer to each prompt."""
     one = replace(config, prompts=len(prompts), group_size=1)
     rollouts = sample(generator, tokenizer, task, prompts, one)
-    return float(pay(task, rollouts).total.mean())
+    return float(compute_rewards(task, rollouts).total.mean())
 
 
 def _batches(

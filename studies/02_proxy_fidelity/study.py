@@ -42,11 +42,11 @@ from otb_analysis.statistics import (
 )
 from otb_analysis.study import Cell, Study, Tables
 from otb_analysis.study.agreement import correlation
-from otb_analysis.study.policies import Policy, Written, fresh_policy, trained, warm_start, write
+from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, trained, warm_start, write
 from otb_analysis.study.pools import promising_prompts
 from otb_analysis.study.words import interval_columns, rounded
 from otb_analysis.tasks import Prompt
-from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float, Gram, Int, Label
@@ -156,7 +156,7 @@ def chosen_prompts(policy: Policy, first: int, sample: SampleConfig, pilot: int)
     return promising_prompts(policy, first, sample.prompts, replace(sample, group_size=pilot), seed=1)
 
 
-def energies_of(policy: Policy, written: Written, seed: int) -> dict[str, Float]:
+def energies_of(policy: Policy, written: ScoredRollouts, seed: int) -> dict[str, Float]:
     """Return every source's token energies [N, T], the exact ones first."""
     (first, back), stats = written.distinct(), written.table.stats
     args = (policy.model, *(x[first] for x in written.batch))
@@ -187,7 +187,7 @@ def calibrated(exact: Float, proxy: Float, mask: np.ndarray, seed: int) -> Float
     return calibrate(np.where(drawn, exact, np.nan), proxy, prob).predict(proxy)
 
 
-def facts_of(policy: Policy, written: Written, energies: Mapping[str, Float]) -> dict[str, Any]:
+def facts_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Float]) -> dict[str, Any]:
     """Return what was written: success, tokens, and corr(W_T, R) within prompts."""
     table = written.table
     found = weight_statistics(energies["exact"], table.mask, table.rewards.total, table.group)
@@ -201,7 +201,7 @@ def facts_of(policy: Policy, written: Written, energies: Mapping[str, Float]) ->
     }
 
 
-def agreement_rows(written: Written, energies: Mapping[str, Float]) -> list[dict[str, Any]]:
+def agreement_rows(written: ScoredRollouts, energies: Mapping[str, Float]) -> list[dict[str, Any]]:
     """Return correlations of each source with exact norms, of w_t and of W_t."""
     table, rows = written.table, []
     cells = position_cells(table.group, table.mask.shape[1])[:, :1] + policy_position(table.mask)
@@ -233,7 +233,7 @@ def log_correlation(x: Float, y: Float, prompt: Int, cell: Int) -> Interval | No
     return correlation(np.log(x[both]), np.log(y[both]), prompt[both], cell[both])
 
 
-def gram_of(policy: Policy, written: Written, energies: Mapping[str, Float]) -> Gram:
+def gram_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Float]) -> Gram:
     """Return inner products of the prompts' mean gradients under `rloo` and both forms of `otb` with every source."""
     advantages: dict[Label, Float] = {("rloo", "none"): estimate("rloo", written.table.inputs(None)).advantage}
     for name in ESTIMATORS:

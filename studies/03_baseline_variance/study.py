@@ -30,7 +30,7 @@ from otb_analysis.statistics import (
     weight_statistics,
 )
 from otb_analysis.study import Cell, Study, Tables
-from otb_analysis.study.critics import fitted_critic, judged, lessons
+from otb_analysis.study.critics import critic_batches, fitted_critic, with_values
 from otb_analysis.study.policies import fresh_policy, warm_start, write
 from otb_analysis.study.pools import REFERENCE, Pool, measure_pool, pool_grams, promising_prompts
 from otb_analysis.study.words import interval_columns, rounded
@@ -112,8 +112,10 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     prompts = promising_prompts(policy, FIRST_PROMPT, settings["prompts"], pilot, seed=1)
     sample = SampleConfig(prompts=len(prompts), group_size=settings["pool"], max_new_tokens=length)
     lesson = replace(LESSON, max_new_tokens=length)
-    critic = fitted_critic(policy, CRITIC, lessons(policy, FIRST_LESSON, settings["lessons"], lesson, 1000, bar), bar)
-    written = judged(policy, critic, write(policy, prompts, sample, seed=2))
+    critic = fitted_critic(
+        policy, CRITIC, critic_batches(policy, FIRST_LESSON, settings["lessons"], lesson, 1000, bar), bar
+    )
+    written = with_values(policy, critic, write(policy, prompts, sample, seed=2))
     pool = measure_pool(policy, written, settings["buckets"], bar=bar)
     facts = prompt_facts(pool)
     estimators, by_prompt = [], []

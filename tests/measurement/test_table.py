@@ -11,11 +11,11 @@ from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.estimators import available, estimate
 from otb_analysis.logit_stats import logit_stats
 from otb_analysis.measurement.forward import forward_pass
-from otb_analysis.measurement.measurer import ExactNorms, Instrument, Measurement, every_advantage
-from otb_analysis.measurement.table import pay, rollout_rows, token_rows, token_table
+from otb_analysis.measurement.measurer import ExactNorms, GradientMeasurer, Measurement, every_advantage
+from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows, token_table
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.sampling import sample
-from otb_analysis.training.summary import certificate, summarize, zero_variance_groups
+from otb_analysis.training.summary import sampling_check, summarize, zero_variance_groups
 
 # Four rollouts of two prompts ("0+" wants #0, "1+" wants #1); "$" is the end token, the reply is "=" and the text:
 #   0: "7$" "=7" "#0$"     policy 2, tool 2, policy 3: 7 completion tokens, both parts right
@@ -38,11 +38,11 @@ def forward(tiny_model, rollouts):
 
 @pytest.fixture
 def table(echo, rollouts, forward):
-    return token_table(rollouts, forward, pay(echo, rollouts), None)
+    return token_table(rollouts, forward, compute_rewards(echo, rollouts), None)
 
 
 def test_each_turns_reward_sits_on_its_last_policy_token(echo, rollouts):
-    rewards = pay(echo, rollouts)
+    rewards = compute_rewards(echo, rollouts)
     # 0: .25 on the end token of turn 0 (t = 1), .25 + 1 on that of turn 1 (t = 6); 2: .25 at t = 0 and at t = 3;
     # 3: .25 at t = 1, and 1 at t = 5, the last token before the cut.
     expected = np.zeros((4, 7))
@@ -86,7 +86,7 @@ def test_estimators_that_take_position_from_the_column_refuse_and_name_the_one_t
 def test_exact_level_measures_a_batch_with_tool_tokens(tiny_model, rollouts, table):
     from otb_analysis.config import MeasureConfig, Schedule
 
-    instrument = Instrument(tiny_model, MeasureConfig(exact=Schedule(1, 0)), 1.0)
+    instrument = GradientMeasurer(tiny_model, MeasureConfig(exact=Schedule(1, 0)), 1.0)
     found = instrument.measure(0, rollouts, table, None)
     assert found.gaps == 0
     assert np.array_equal(np.isfinite(found.norms.grad_norm_sq), table.mask)
@@ -98,7 +98,7 @@ def test_exact_level_measures_a_batch_with_tool_tokens(tiny_model, rollouts, tab
 def test_proxy_estimators_see_the_whole_batch_when_part_of_it_is_measured(tiny_model, rollouts, table):
     from otb_analysis.config import MeasureConfig
 
-    norms = Instrument(tiny_model, MeasureConfig(), 1.0).norms(rollouts, np.array([0]))
+    norms = GradientMeasurer(tiny_model, MeasureConfig(), 1.0).norms(rollouts, np.array([0]))
     assert np.isnan(norms.grad_norm_sq[2:]).all()
     rows = np.array([True, True, False, False])
     found = every_advantage(table, norms, rows)
@@ -137,7 +137,7 @@ def test_empty_completion_is_counted(echo, scripted, tokenizer, tiny_model):
     echo.reply = lambda prompt, turns: None
     prompts = [echo.prompt("train", 0)]
     rollouts = sample(scripted(["$", "1$"]), tokenizer, echo, prompts, SampleConfig(group_size=2))
-    table = token_table(rollouts, forward_pass(tiny_model, rollouts, 1.0), pay(echo, rollouts), None)
+    table = token_table(rollouts, forward_pass(tiny_model, rollouts, 1.0), compute_rewards(echo, rollouts), None)
     found = summarize(rollouts, table, estimate("rloo", table.inputs(None)), Measurement())
     assert found["n_empty_completions"] == 1
     assert found["n_zero_variance_groups"] == 1  # both earn .25
@@ -156,17 +156,17 @@ def test_reward_that_is_not_finite_names_rollout_group_part_and_prompt(echo, rol
     with pytest.raises(
         NonFiniteError, match=r"reward part 'form' of rollout 2 \(group 1, prompt 'train1'\) is (nan|inf)"
     ):
-        pay(echo, rollouts)
+        compute_rewards(echo, rollouts)
 
 
 def test_task_that_pays_too_few_turns_is_refused(echo, rollouts):
     echo.reward = lambda prompt, turns: [{"correct": 1.0}]
     with pytest.raises(InputError, match=r"task 'echo' pays 1 turns but rollout 0 has 2"):
-        pay(echo, rollouts)
+        compute_rewards(echo, rollouts)
 
 
 def test_value_is_zero_outside_the_mask(echo, rollouts, forward):
-    table = token_table(rollouts, forward, pay(echo, rollouts), np.full((4, 7), np.nan))
+    table = token_table(rollouts, forward, compute_rewards(echo, rollouts), np.full((4, 7), np.nan))
     assert (table.value[~table.mask] == 0).all()
     assert np.isnan(table.value[table.mask]).all()
     assert torch.is_tensor(forward.logprob)
@@ -195,7 +195,7 @@ def test_certificate_of_one_token_is_its_deviation_over_its_standard_deviation()
     # log π = (−.2231, −1.6094), H = .5004, Σπ log²π = .03983 + .51805 = .55788, Var = .55788 − .25041 = .30748:
     # z = (.5004 − .2231)/.5545 = .5 (with two outcomes any function of the token has the same z).
     one = logit_stats(torch.tensor([[[0.8, 0.2]]], dtype=torch.float64).log(), token_ids=torch.tensor([[0]]))
-    found = certificate(one, np.array([[True]]))
+    found = sampling_check(one, np.array([[True]]))
     assert found["certificate_prob_z"] == pytest.approx(0.5)
     assert found["certificate_logprob_z"] == pytest.approx(0.5)
 
@@ -208,5 +208,5 @@ def test_certificate_is_silent_about_what_was_sampled_and_loud_about_another_tem
     drawn = sample(generator, tokenizer, echo, prompts, SampleConfig(group_size=32, max_new_tokens=16))
     for temperature, loud in ((1.0, False), (0.5, True)):
         forward = forward_pass(tiny_model, drawn, temperature)
-        for z in certificate(forward.stats, forward.mask.numpy()).values():
+        for z in sampling_check(forward.stats, forward.mask.numpy()).values():
             assert (abs(z) > 6) if loud else (abs(z) < 4), (temperature, z)

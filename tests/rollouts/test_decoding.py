@@ -16,7 +16,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from otb_analysis.rollouts.decoding import ROOM, refused
+from otb_analysis.rollouts.decoding import ROOM, unsupported_reason
 from otb_analysis.rollouts.generation import TransformersGenerator
 
 RAGGED = [[3, 4, 5], [7], [3, 4, 5], [9, 8, 7, 6, 5, 4, 3], [7], [12, 13]] * 3
@@ -78,7 +78,7 @@ def test_a_seed_draws_the_tokens_that_generate_draws(tiny_model, tokenizer, temp
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_other_architectures_are_followed_too(build, tokenizer):
     model = build(tokenizer)
-    assert refused(model) is None
+    assert unsupported_reason(model) is None
     same(both(TransformersGenerator(model, tokenizer), RAGGED, 20))
 
 

@@ -9,8 +9,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from otb_analysis.config import OptimizeConfig, SampleConfig
 from otb_analysis.errors import NonFiniteError
-from otb_analysis.measurement.forward import forward_pass, score
-from otb_analysis.rollouts.prefix_cache import follows, read_prompts
+from otb_analysis.measurement.forward import completion_logprobs, forward_pass
+from otb_analysis.rollouts.prefix_cache import read_prompts, supports_prefix_cache
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.training.policy import policy as module
 
@@ -70,8 +70,8 @@ def test_log_probabilities_and_gradients_are_those_of_whole_passes(family, tiny_
 
 def test_rows_taken_in_any_order_keep_their_prompts(tiny_model, rollouts):
     prompts, rows = read_prompts(tiny_model, rollouts), np.array([3, 0, 2])
-    found = score(tiny_model, rollouts.take(rows), 1.0, prompts=prompts.take(rows))
-    whole = score(tiny_model, rollouts.take(rows), 1.0)
+    found = completion_logprobs(tiny_model, rollouts.take(rows), 1.0, prompts=prompts.take(rows))
+    whole = completion_logprobs(tiny_model, rollouts.take(rows), 1.0)
     torch.testing.assert_close(found.logprob, whole.logprob, rtol=1e-5, atol=1e-5)
 
 
@@ -102,9 +102,9 @@ def test_nothing_is_read_before_where_nothing_would_be_saved(tiny_model, rollout
 
 
 def test_models_that_are_sampled_by_their_own_generate_are_scored_whole(tiny_model):
-    assert follows(tiny_model)
+    assert supports_prefix_cache(tiny_model)
     tiny_model.config._attn_implementation = "flash_attention_2"
-    assert not follows(tiny_model)
+    assert not supports_prefix_cache(tiny_model)
 
 
 def test_recomputed_activations_take_whole_passes(made):

@@ -6,9 +6,9 @@ import pytest
 from otb_analysis.config import ChainSumConfig, CriticConfig, SampleConfig, SmallModelConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import available, estimate
-from otb_analysis.study.critics import fitted_critic, judged, lessons
+from otb_analysis.study.critics import critic_batches, fitted_critic, with_values
 from otb_analysis.study.policies import fresh_policy, write
-from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.critic.targets import explained_variance
 
 CONFIG = TrainConfig(
@@ -25,7 +25,7 @@ def policy():
 
 @pytest.fixture(scope="module")
 def batches(policy):
-    found = lessons(policy, 0, 4, SAMPLE, seed=1)
+    found = critic_batches(policy, 0, 4, SAMPLE, seed=1)
     for written in found:
         pay_first_token(written)
     return found
@@ -43,7 +43,7 @@ def pay_first_token(written):
 def test_a_critic_explains_returns_of_rollouts_it_has_not_seen(policy, batches):
     fresh = pay_first_token(write(policy, draw_prompts(policy.task, "train", 1000, 16), SAMPLE, seed=9))
     own = CriticConfig(kind="model", learning_rate=3e-3, updates=20)
-    found = judged(policy, fitted_critic(policy, own, batches), fresh)
+    found = with_values(policy, fitted_critic(policy, own, batches), fresh)
     assert fresh.table.value is None  # what was given stays as it was
     assert explained_variance(found.table) > 0.2
     assert (found.table.value[~found.table.mask] == 0).all()
@@ -54,17 +54,14 @@ def test_a_critic_explains_returns_of_rollouts_it_has_not_seen(policy, batches):
 
 
 def test_mean_return_of_a_prefix_makes_the_same_critic_as_each_return(policy, batches):
-    values = [
-        judged(policy, fitted_critic(policy, CriticConfig(kind="model", target=target, learning_rate=1e-2), batches),
-               batches[0]).table.value
-        for target in ("return", "tvm")
-    ]  # fmt: skip
+    configs = [CriticConfig(kind="model", target=target, learning_rate=1e-2) for target in ("return", "tvm")]
+    values = [with_values(policy, fitted_critic(policy, c, batches), batches[0]).table.value for c in configs]
     assert np.ptp(values[0]) > 0.05
     np.testing.assert_allclose(values[0], values[1], atol=1e-4)  # the same gradients but for float32's rounding
 
 
 def test_lessons_are_of_different_prompts(policy):
-    first, second = lessons(policy, 0, 2, SAMPLE, seed=1)
+    first, second = critic_batches(policy, 0, 2, SAMPLE, seed=1)
     assert {p.id for p in first.rollouts.prompts} != {p.id for p in second.rollouts.prompts}
 
 

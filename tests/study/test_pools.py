@@ -17,7 +17,7 @@ from otb_analysis.study.pools import (
     pool_grams,
     promising_prompts,
 )
-from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.tasks.task_calls import draw_prompts
 
 CONFIG = TrainConfig(
     small_model=SmallModelConfig(layers=1, width=16, heads=2, key_value_heads=1, feed_forward=32),

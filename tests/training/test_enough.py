@@ -18,7 +18,7 @@ from otb_analysis.config import (
 )
 from otb_analysis.phases import NOTES
 from otb_analysis.tasks import make_task
-from otb_analysis.tasks.asking import distinct_prompts
+from otb_analysis.tasks.task_calls import distinct_prompts
 from otb_analysis.training.enough import too_few_prompts
 from otb_analysis.training.loop import train
 

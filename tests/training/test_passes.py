@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from otb_analysis.config import SampleConfig
-from otb_analysis.measurement.forward import forward_pass, score
+from otb_analysis.measurement.forward import completion_logprobs, forward_pass
 from otb_analysis.rollouts.sampling import sample
-from otb_analysis.tasks.asking import draw_prompts
+from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.policy import policy as module
 from otb_analysis.training.policy.policy import short_passes
 
@@ -60,7 +60,7 @@ def test_statistics_and_scores_are_those_of_one_pass(trainer, rollouts, monkeypa
         np.testing.assert_allclose(getattr(found.stats, name), getattr(whole.stats, name), rtol=1e-4, atol=1e-6)
     rows = np.array([7, 2, 9, 4])
     scored = trainer.policy.score(rollouts, rows, entropy=True)
-    plain = score(trainer.model, rollouts.take(rows), 1.0, entropy=True)
+    plain = completion_logprobs(trainer.model, rollouts.take(rows), 1.0, entropy=True)
     torch.testing.assert_close(scored.logprob, plain.logprob, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(scored.entropy, plain.entropy, rtol=1e-5, atol=1e-6)
 

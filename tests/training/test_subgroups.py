@@ -12,8 +12,8 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import group_gradient_gram
 from otb_analysis.measurement.levels import batch_of, by_column
-from otb_analysis.measurement.measurer import Instrument
-from otb_analysis.measurement.table import pay
+from otb_analysis.measurement.measurer import GradientMeasurer
+from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunStore
 from otb_analysis.training.check import check
@@ -30,7 +30,7 @@ def step(made):
     with trainer.policy.sampling():
         rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, FOURS)
     forward = trainer.policy.forward(rollouts, keep_graph=False)
-    table = trainer.table(rollouts, forward, pay(trainer.task, rollouts), None)
+    table = trainer.table(rollouts, forward, compute_rewards(trainer.task, rollouts), None)
     return trainer, rollouts, table
 
 
@@ -71,7 +71,7 @@ def test_smaller_groups_are_as_if_only_their_rollouts_had_been_sampled(step):
 def test_only_named_estimators_the_reference_and_the_trained_one_are_measured(step):
     trainer, rollouts, table = step
     config = replace(trainer.config.measure, subgroups=("group_mean",))
-    instrument = Instrument(trainer.model, config, 1.0, {"otb_loo": None})
+    instrument = GradientMeasurer(trainer.model, config, 1.0, {"otb_loo": None})
     norms = instrument.norms(rollouts, np.arange(3))
     (found,) = instrument.subgroups(rollouts, table, norms, np.arange(3)).values()
     assert {name for name, _ in found.labels} == {"rloo", "group_mean", "otb_loo"}
@@ -102,7 +102,7 @@ def test_run_without_smaller_groups_reads_as_such_and_names_what_measures_them(t
 def test_turned_off_nothing_is_measured(step):
     trainer, rollouts, table = step
     config = MeasureConfig(exact=Schedule(1, 0), subgroups=())
-    found = Instrument(trainer.model, config, 1.0).measure(0, rollouts, table, None)
+    found = GradientMeasurer(trainer.model, config, 1.0).measure(0, rollouts, table, None)
     assert found.gram is not None and not found.subgroups and found.gaps == 0
 
 

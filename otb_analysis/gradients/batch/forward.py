@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.layout import Layout, padded
 
 BLOCK = 32
 """Tokens whose rows of the output layer are widened to float64 at a time."""
 
 
-def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> Tensor:
+def sampled_logprobs(problem: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> Tensor:
     """Log-probabilities of every sampled token of some rollouts, from one forward pass, with its graph.
 
     log π(y_t) = z_t[y_t] − lse(z_t), z_t = logits at index t − 1, divided by the temperature, in float32 or better.
@@ -41,7 +41,7 @@ def sampled_logprobs(problem: Problem, rollouts: tuple[Rollout, ...], layout: La
     return _cooled(run.z, problem.temperature).log_softmax(-1).gather(-1, run.targets[:, None])[:, 0]
 
 
-def sampled_logits(problem: Problem, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, Tensor]:
+def sampled_logits(problem: ScoreBatch, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, Tensor]:
     """Logits z_t / τ [Σ K, V] behind `sampled_logprobs`, with their graph, and the sampled tokens y_t [Σ K].
 
     Raises:
@@ -71,7 +71,7 @@ def policy_logits(logits: Tensor, rollouts: tuple[Rollout, ...], temperature: fl
 
 
 @torch.no_grad()
-def sharp_logprobs(problem: Problem, rollouts: tuple[Rollout, ...]) -> Tensor:
+def sharp_logprobs(problem: ScoreBatch, rollouts: tuple[Rollout, ...]) -> Tensor:
     """The same without a graph, in float64, free of most of the rounding of float32 logits.
 
     log π(y) moves by δz_y − Σ_v π_v δz_v when logits round, so the logits of y and of the likeliest token matter
@@ -130,7 +130,7 @@ class _OutputCall:
 
 
 @contextmanager
-def _watched(problem: Problem) -> Iterator[list[_OutputCall]]:
+def _watched(problem: ScoreBatch) -> Iterator[list[_OutputCall]]:
     """Note every call of a plain linear output layer inside the block, with the weights it used."""
     calls: list[_OutputCall] = []
     get_head = getattr(problem.model, "get_output_embeddings", None)
@@ -150,7 +150,7 @@ def _watched(problem: Problem) -> Iterator[list[_OutputCall]]:
         handle.remove()
 
 
-def _run(problem: Problem, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> _Run:
+def _run(problem: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> _Run:
     layout = padded(rollouts) if layout is None else layout
     with problem.scope.active():
         logits = model_logits(problem.model, layout)

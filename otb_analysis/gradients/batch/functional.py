@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 from otb_analysis.errors import InputError, NonFiniteError, nearest
 from otb_analysis.gradients.batch.forward import sampled_logprobs, sharp_logprobs
-from otb_analysis.gradients.batch.inputs import Problem, Rollout, microbatches
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, microbatches
 from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.batch.packing import layout_of
 from otb_analysis.types import Float
 
 Direction = Mapping[str, Tensor]
 """One tensor per parameter name; parameters in scope that are left out do not move."""
-Forward = Callable[[Problem, tuple[Rollout, ...]], Tensor]
+Forward = Callable[[ScoreBatch, tuple[Rollout, ...]], Tensor]
 PLAIN_ATTENTION = ("sdpa", "eager")
 """Kernels that take float32 and, with the math backend, differentiate in forward mode; others are replaced."""
 
@@ -36,7 +36,7 @@ class Functional:
         fixed: Float32 copies of the weights outside the scope by name, where the model's are narrower.
     """
 
-    problem: Problem
+    problem: ScoreBatch
     parameters: tuple[Tensor, ...]
     fixed: dict[str, Tensor]
 
@@ -88,7 +88,7 @@ class Functional:
 class _Call(nn.Module):
     """A forward pass as a module, so that `functional_call` can swap the weights under it."""
 
-    def __init__(self, problem: Problem, run: Forward) -> None:
+    def __init__(self, problem: ScoreBatch, run: Forward) -> None:
         super().__init__()
         self.model = problem.model
         self.problem = problem
@@ -98,7 +98,7 @@ class _Call(nn.Module):
         return self.run(self.problem, rollouts)
 
 
-def functional(problem: Problem) -> Functional:
+def functional(problem: ScoreBatch) -> Functional:
     """Take a problem's weights out of its model.
 
     Weights in float32 or float64 are shared, not copied. A half-precision model is evaluated on float32 copies of all
@@ -157,7 +157,7 @@ def scatter(into: Float, rollouts: Sequence[Rollout], values: Tensor) -> None:
         into[rollout.row, rollout.columns] = part
 
 
-def _index(problem: Problem) -> dict[str, int]:
+def _index(problem: ScoreBatch) -> dict[str, int]:
     """Place in the scope of every parameter name, all names of a tied one included."""
     place = {id(p): i for i, p in enumerate(problem.scope.parameters)}
     named = dict(problem.model.named_parameters(remove_duplicate=False))

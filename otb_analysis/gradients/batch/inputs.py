@@ -62,8 +62,8 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A checked batch and what to differentiate; made by `pose`, read by every engine.
+class ScoreBatch:
+    """A checked batch and what to differentiate; made by `prepare`, read by every engine.
 
     Attributes:
         model: The causal language model, left as it was found.
@@ -82,7 +82,7 @@ class Problem:
     temperature: float
 
 
-def pose(model: nn.Module, batch: Batch, scope: str, temperature: float, *, sharded: bool = False) -> Problem:
+def prepare(model: nn.Module, batch: Batch, scope: str, temperature: float, *, sharded: bool = False) -> ScoreBatch:
     """Check a batch against a model and strip its padding.
 
     Args:
@@ -111,7 +111,7 @@ def pose(model: nn.Module, batch: Batch, scope: str, temperature: float, *, shar
         longest = max(rollouts, key=lambda r: len(r.ids))
         refuse_length_dependence(model, longest.row, len(longest.ids))
     shape = (ids.shape[0], ids.shape[1])
-    return Problem(model, rollouts, shape, mask.numpy(), select_scope(model, scope), float(temperature))
+    return ScoreBatch(model, rollouts, shape, mask.numpy(), select_scope(model, scope), float(temperature))
 
 
 def microbatches(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, ...]]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.layout import Layout, packed, packing_pays, padded
 from otb_analysis.gradients.batch.tree import Tree, tree_of
 
@@ -17,7 +17,7 @@ _PACKED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 
 def layout_of(
-    problem: Problem, rollouts: tuple[Rollout, ...], tree: Tree | None = None, dtype: torch.dtype | None = None
+    problem: ScoreBatch, rollouts: tuple[Rollout, ...], tree: Tree | None = None, dtype: torch.dtype | None = None
 ) -> Layout:
     """One packed row where that is less work and the model is seen to follow it, else a padded row for each rollout.
 
@@ -48,7 +48,7 @@ def layout_of(
 
 
 @torch.no_grad()
-def _same_logprobs(problem: Problem, rollouts: tuple[Rollout, ...], layouts: tuple[Layout, Layout]) -> bool:
+def _same_logprobs(problem: ScoreBatch, rollouts: tuple[Rollout, ...], layouts: tuple[Layout, Layout]) -> bool:
     expected = sampled_logprobs(problem, rollouts, layouts[0])
     try:
         found = sampled_logprobs(problem, rollouts, layouts[1])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.types import Bool, Float, Int
 
 
@@ -77,11 +77,11 @@ class Distinct:
         columns: The same; both in the order of the whole batch's rollouts.
     """
 
-    problem: Problem
+    problem: ScoreBatch
     rows: Int
     columns: Int
 
-    def spread(self, values: Float, into: Problem) -> Float:
+    def spread(self, values: Float, into: ScoreBatch) -> Float:
         """Give every sampled token of the whole batch its twin's number [N, L]."""
         result = np.zeros(into.shape)
         rows = np.concatenate([np.full(len(r.columns), r.row) for r in into.rollouts])
@@ -90,7 +90,7 @@ class Distinct:
         return result
 
 
-def distinct(problem: Problem) -> Distinct:
+def distinct(problem: ScoreBatch) -> Distinct:
     """Leave out every sampled token whose text up to it another rollout has sampled too: the scores are the same."""
     if not problem.rollouts:
         return Distinct(problem, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
@@ -107,7 +107,7 @@ def distinct(problem: Problem) -> Distinct:
     return Distinct(replace(problem, rollouts=tuple(rollouts)), rows[first[twin]], columns[first[twin]])
 
 
-def distinct_rollouts(problem: Problem, weights: Float) -> tuple[Problem, Int]:
+def distinct_rollouts(problem: ScoreBatch, weights: Float) -> tuple[ScoreBatch, Int]:
     """Leave out every rollout that has another one's text and weights; return also the row of each one's twin [N].
 
     Args:

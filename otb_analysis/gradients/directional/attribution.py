@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.gradients.batch.functional import Direction, Functional, check_direction, functional
-from otb_analysis.gradients.batch.inputs import Batch, Rollout, Weights, check_group, check_weight_row, pose
+from otb_analysis.gradients.batch.inputs import Batch, Rollout, Weights, check_group, check_weight_row, prepare
 from otb_analysis.gradients.directional.directional import METHODS, Method, Slopes
 from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.gram import norm_sq_of
@@ -69,7 +69,7 @@ def gradient_attribution(
         NonFiniteError: A logit, a weight or the direction is NaN or infinite.
     """
     run = _method(method, engine)
-    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     row = check_weight_row(weights, problem.mask)
     function = functional(problem)
     along = function.gradient(row, problem.rollouts) if direction is None else check_direction(direction, function)
@@ -124,7 +124,7 @@ def signal_noise(
         NonFiniteError: A logit or a weight is NaN or infinite.
     """
     run = _method(method, engine)
-    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     row, prompt = check_weight_row(weights, problem.mask), check_group(group, problem.shape[0])
     function = functional(problem)
     total = [torch.zeros_like(p) for p in function.parameters]
@@ -174,7 +174,7 @@ def batch_gradient(
         InputError: Something passed does not fit; the sentence says what and what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
-    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     gradient = functional(problem).gradient(check_weight_row(weights, problem.mask), problem.rollouts)
     return dict(zip(problem.scope.names, gradient, strict=True))
 
@@ -216,7 +216,7 @@ def predicted_logprob_change(
         NonFiniteError: A logit or the step is NaN or infinite.
     """
     run = _method(method, engine)
-    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     function = functional(problem)
     return run(function, problem.rollouts, check_direction(step, function, "step")).value
 

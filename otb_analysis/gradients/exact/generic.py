@@ -14,13 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import NonFiniteError
-from otb_analysis.gradients.batch.inputs import Problem
+from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.exact import head
 from otb_analysis.gradients.exact.hooks import traced_to
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.norm_accumulators import norm_sq, outer_gram
-from otb_analysis.gradients.exact.passes import Apart, Mix
-from otb_analysis.gradients.exact.plan import Plan, Use, disagreement, find_plan, length, probe, reference_norms
+from otb_analysis.gradients.exact.passes import DecomposedRollout, Mix
+from otb_analysis.gradients.exact.plan import (
+    ParameterUse,
+    Plan,
+    disagreement,
+    find_plan,
+    length,
+    probe,
+    reference_norms,
+)
 from otb_analysis.phases import counted
 from otb_analysis.types import Float, ScoreNorms
 
@@ -35,7 +43,7 @@ _log = logging.getLogger(__name__)
 _PLANS: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], "Plan | UnfitError"]] = WeakKeyDictionary()
 
 
-def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
+def token_score_norms(problem: ScoreBatch, path: bool) -> ScoreNorms:
     """Squared norm of every token's score, and with `path` of the running sums, without forming a gradient.
 
     Args:
@@ -51,14 +59,14 @@ def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
     norms, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
     for rollout in counted(problem.rollouts, "rollout"):
         where = rollout.row, rollout.columns
-        apart = Apart(problem, plan, rollout)
+        apart = DecomposedRollout(problem, plan, rollout)
         logprob[where] = apart.trace.logprob.detach().double().cpu().numpy()
         single, running = _token_norms(apart, path)
         norms[where], path_norm_sq[where] = single.cpu().numpy(), running.cpu().numpy()
     return ScoreNorms(norms, logprob, NAME, path_norm_sq if path else None)
 
 
-def weighted_score_norms(problem: Problem, weights: Float) -> Float:
+def weighted_score_norms(problem: ScoreBatch, weights: Float) -> Float:
     """‖Σ_t weights[n,m,t] s_{n,t}‖² with one backward signal per row that is not all zero.
 
     Raises:
@@ -72,13 +80,13 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
         rows = weights[rollout.row][:, rollout.columns]
         active = np.flatnonzero(rows.any(-1))
         if len(active):
-            apart = Apart(problem, plan, rollout)
+            apart = DecomposedRollout(problem, plan, rollout)
             found = _weighted_norms(apart, torch.from_numpy(rows[active]).to(apart.own.device))
             result[rollout.row, active] = found.cpu().numpy()
     return result
 
 
-def fits(problem: Problem, rows: int | None = None) -> bool:
+def fits(problem: ScoreBatch, rows: int | None = None) -> bool:
     """Whether "auto" should use this engine; a model that it cannot follow is logged once, with the reason.
 
     Args:
@@ -93,7 +101,7 @@ def fits(problem: Problem, rows: int | None = None) -> bool:
     return has_plan(problem)
 
 
-def has_plan(problem: Problem) -> bool:
+def has_plan(problem: ScoreBatch) -> bool:
     """Whether the model can be taken apart; one that cannot is logged once, with the reason."""
     known = model_key(problem) in _PLANS.get(problem.model, {})
     try:
@@ -105,7 +113,7 @@ def has_plan(problem: Problem) -> bool:
     return True
 
 
-def plan_for(problem: Problem) -> Plan:
+def plan_for(problem: ScoreBatch) -> Plan:
     """Plan of a model and scope, made and checked against the reference engine at first use.
 
     Raises:
@@ -132,7 +140,7 @@ def plan_for(problem: Problem) -> Plan:
     return found
 
 
-def model_key(problem: Problem) -> tuple[object, ...]:
+def model_key(problem: ScoreBatch) -> tuple[object, ...]:
     """What a plan depends on besides the identity of the model: its layers, attention, dtypes and the scope."""
     layers = tuple((name, type(module), module.training) for name, module in problem.model.named_modules())
     attention = getattr(getattr(problem.model, "config", None), "_attn_implementation", None)
@@ -140,10 +148,10 @@ def model_key(problem: Problem) -> tuple[object, ...]:
     return problem.scope.names, problem.scope.head is None, attention, dtypes, layers
 
 
-def _check(problem: Problem, plan: Plan) -> None:
+def _check(problem: ScoreBatch, plan: Plan) -> None:
     """Compare the probe's log-probabilities and, parameter by parameter, its norms with the reference computation."""
     rollout = probe(problem)
-    apart = Apart(problem, plan, rollout)
+    apart = DecomposedRollout(problem, plan, rollout)
     expected, norms = reference_norms(problem, rollout)
     coarse = problem.scope.parameters[0].dtype.itemsize < 4
     logprob = apart.trace.logprob.detach().double()
@@ -153,7 +161,7 @@ def _check(problem: Problem, plan: Plan) -> None:
         raise UnfitError(f'{found}; pass engine="reference" or leave it out of scope.')
 
 
-def _parts(apart: Apart) -> dict[str, Tensor]:
+def _parts(apart: DecomposedRollout) -> dict[str, Tensor]:
     """‖s_t‖² parameter by parameter, in one block."""
     parts: dict[str, Tensor] = {}
     for use, (left, right) in apart.outer.items():
@@ -165,10 +173,10 @@ def _parts(apart: Apart) -> dict[str, Tensor]:
     return parts
 
 
-def _token_norms(apart: Apart, path: bool) -> tuple[Tensor, Tensor]:
+def _token_norms(apart: DecomposedRollout, path: bool) -> tuple[Tensor, Tensor]:
     """‖s_t‖² and, if asked for, ‖Σ_{j≤t} s_j‖² of a rollout's K sampled tokens."""
     norms, path_norm_sq = _outer_norms(apart, path)
-    running: dict[Use, Tensor] = {}
+    running: dict[ParameterUse, Tensor] = {}
     for span, found in _blocks(apart):
         single, sums = [], []
         for use, part in found:
@@ -181,7 +189,7 @@ def _token_norms(apart: Apart, path: bool) -> tuple[Tensor, Tensor]:
     return norms, path_norm_sq
 
 
-def _blocks(apart: Apart) -> Iterator[tuple[slice, Iterator[tuple[Use, Tensor]]]]:
+def _blocks(apart: DecomposedRollout) -> Iterator[tuple[slice, Iterator[tuple[ParameterUse, Tensor]]]]:
     """Coordinates of a rollout's sampled tokens, some at a time: on the prefix they see, the last on the whole pass."""
     start, count = 0, len(apart.rollout.columns)
     for block in apart.rollout.blocks(min(BLOCK, apart.block_size)) if apart.plan.cut else ():
@@ -204,7 +212,7 @@ def _total(rows: list[Tensor]) -> Tensor:
     return torch.cat(rows, dim=1).double().square().sum(1)
 
 
-def _outer_norms(apart: Apart, path: bool) -> tuple[Tensor, Tensor]:
+def _outer_norms(apart: DecomposedRollout, path: bool) -> tuple[Tensor, Tensor]:
     """The share of the layers above the cut; path norms are sums over the leading blocks of a K × K Gram matrix."""
     norms = torch.zeros(len(apart.rollout.columns), dtype=torch.float64, device=apart.own.device)
     path_norm_sq = torch.zeros_like(norms)
@@ -216,7 +224,7 @@ def _outer_norms(apart: Apart, path: bool) -> tuple[Tensor, Tensor]:
     return norms, path_norm_sq
 
 
-def _weighted_norms(apart: Apart, rows: Tensor) -> Tensor:
+def _weighted_norms(apart: DecomposedRollout, rows: Tensor) -> Tensor:
     """‖Σ_k rows[m,k] s_k‖² of one rollout [M]."""
     result = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     for left, right in apart.outer.values():
@@ -229,7 +237,7 @@ def _weighted_norms(apart: Apart, rows: Tensor) -> Tensor:
     return result
 
 
-def _accumulate(running: dict[Use, Tensor], use: Use, found: Tensor) -> Tensor:
+def _accumulate(running: dict[ParameterUse, Tensor], use: ParameterUse, found: Tensor) -> Tensor:
     """Running sums of coordinates over the tokens so far; a longer prefix only appends coordinates.
 
     A product with a triangle of ones: on one thread `cumsum` along the first axis takes up to ten times as long.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.forward import sampled_logits
-from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.scope import unreached
 from otb_analysis.gradients.exact.gram import refuse_many
 from otb_analysis.gradients.exact.hooks import own_rows
@@ -24,7 +24,7 @@ HELD_BYTES = 1 << 30
 """What the vectors δ of the tokens of one block of a Gram matrix may occupy; other blocks are computed again."""
 
 
-def token_score_norms(problem: Problem, path: bool, name: str) -> ScoreNorms:
+def token_score_norms(problem: ScoreBatch, path: bool, name: str) -> ScoreNorms:
     """‖s_t‖² = ‖δ_t‖² ‖h_t‖², with a bias ‖δ_t‖² (‖h_t‖² + 1), and of the running sums with `path`.
 
     Args:
@@ -44,7 +44,7 @@ def token_score_norms(problem: Problem, path: bool, name: str) -> ScoreNorms:
     return ScoreNorms(norm_sq, logprob, name, path_norm_sq if path else None)
 
 
-def weighted_score_norms(problem: Problem, weights: Float) -> Float:
+def weighted_score_norms(problem: ScoreBatch, weights: Float) -> Float:
     """‖Σ_t weights[n,m,t] s_{n,t}‖² from the inner products of a rollout's tokens."""
     result = np.zeros(weights.shape[:2])
     for rollout in problem.rollouts:
@@ -55,7 +55,7 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
     return result
 
 
-def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
+def group_gradient_gram(problem: ScoreBatch, weights: Float, group: Int) -> Float:
     """Gram matrix [M, M, P, P] from the inner products of all pairs of tokens, block by block."""
     prompts, index = np.unique(group, return_inverse=True)
     count = weights.shape[1] * len(prompts)
@@ -84,7 +84,7 @@ class _Outer:
     logprob: Tensor
 
 
-def _outer(problem: Problem, rollout: Rollout) -> _Outer:
+def _outer(problem: ScoreBatch, rollout: Rollout) -> _Outer:
     head = problem.scope.head
     assert head is not None
     inner = replace(problem, scope=replace(problem.scope, head=None))
@@ -133,7 +133,7 @@ def _blocks(rollouts: list[Rollout], weight: Tensor) -> Iterator[list[Rollout]]:
         yield block
 
 
-def _joined(problem: Problem, rollouts: list[Rollout]) -> _Outer:
+def _joined(problem: ScoreBatch, rollouts: list[Rollout]) -> _Outer:
     parts = [_outer(problem, r) for r in rollouts]
     return _Outer(*(torch.cat([getattr(p, name) for p in parts]) for name in ("left", "right", "logprob")))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.exact.attention import many_signals
 from otb_analysis.gradients.exact.layers import UnfitError
 
@@ -31,7 +31,7 @@ class _ReachedCut(Exception):
     """A pass has come as far as it must."""
 
 
-def traced(problem: Problem, rollout: Rollout, names: Iterable[str]) -> Trace:
+def traced(problem: ScoreBatch, rollout: Rollout, names: Iterable[str]) -> Trace:
     """Run one rollout up to its last sampled token while watching some modules.
 
     Attention runs with a backward pass of its own, because the fused kernels have no rule for many signals at once.
@@ -46,7 +46,7 @@ def traced(problem: Problem, rollout: Rollout, names: Iterable[str]) -> Trace:
     return trace
 
 
-def traced_to(cut: str, problem: Problem, rollout: Rollout, names: Iterable[str]) -> Trace:
+def traced_to(cut: str, problem: ScoreBatch, rollout: Rollout, names: Iterable[str]) -> Trace:
     """Re-run a rollout and stop at the input of the layer `cut`; no log-probabilities."""
     modules = dict(problem.model.named_modules())
     trace = Trace()

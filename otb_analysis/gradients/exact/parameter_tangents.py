@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.exact.layers import BIAS, EMBEDDING, HEADED_SCALE, MATRIX, SCALE, Rule, row_factors, wide
-from otb_analysis.gradients.exact.plan import Use
+from otb_analysis.gradients.exact.plan import ParameterUse
 
 Signs = dict[str, tuple[Tensor, ...]]
 """By parameter one vector of signs per axis for k directions, ([k, n_0], [k, n_1], …)."""
@@ -32,7 +32,7 @@ class Norm:
     gain: Tensor | None
 
 
-def sides(use: Use, signs: Signs, module: nn.Module) -> Sides:
+def sides(use: ParameterUse, signs: Signs, module: nn.Module) -> Sides:
     """Signs of a use's parameter in the order of its gradient's outer product."""
     axes = signs[use.parameter]
     if len(axes) == 1:

@@ -7,11 +7,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
 from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX, SCALES
 from otb_analysis.gradients.exact.parameter_tangents import Norm, norm_of
-from otb_analysis.gradients.exact.plan import Plan, Use, length
+from otb_analysis.gradients.exact.plan import ParameterUse, Plan, length
 
 SIGNAL_BYTES = 1 << 27
 """What the signals of one block may occupy in all layers below the cut; longer rollouts get smaller blocks."""
@@ -25,7 +25,7 @@ class Mix:
     span: slice
 
 
-class Apart:
+class DecomposedRollout:
     """Everything that one forward and one ordinary backward pass of a rollout give.
 
     The sum of all log-probabilities is pulled back once; at and above the cut each position then holds exactly the
@@ -42,10 +42,10 @@ class Apart:
         shared: By tied parameter, the other rows: (right [K, U], left [K, d]) for the U distinct tokens read.
     """
 
-    def __init__(self, problem: Problem, plan: Plan, rollout: Rollout) -> None:
+    def __init__(self, problem: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
         self.problem, self.plan, self.rollout = problem, plan, rollout
         self.trace = traced(problem, rollout, plan.modules)
-        self.outer: dict[Use, tuple[Tensor, Tensor]] = {}
+        self.outer: dict[ParameterUse, tuple[Tensor, Tensor]] = {}
         self.shared: dict[str, tuple[Tensor, Tensor]] = {}
         modules = dict(problem.model.named_modules())
         names = list(dict.fromkeys(u.module for u in plan.above))
@@ -57,7 +57,7 @@ class Apart:
         self._separate_tied()
 
     @cached_property
-    def kept(self) -> dict[Use, Tensor]:
+    def kept(self) -> dict[ParameterUse, Tensor]:
         """By use below the cut, what its rule keeps of the layer's inputs; made when first asked for."""
         modules = dict(self.problem.model.named_modules())
         # Query, key and value read one tensor; what is kept of it is made once.
@@ -99,7 +99,7 @@ class Apart:
         each = length(self.rollout) * self.plan.width * self.own.element_size()
         return max(1, SIGNAL_BYTES // max(each, 1))
 
-    def coordinates(self, trace: Trace, rollout: Rollout, mix: Mix) -> Iterator[tuple[Use, Tensor]]:
+    def coordinates(self, trace: Trace, rollout: Rollout, mix: Mix) -> Iterator[tuple[ParameterUse, Tensor]]:
         """Coordinates [C, ...] below the cut of several weighted scores.
 
         Args:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
 from otb_analysis.gradients.exact.layers import EMBEDDING, HEADED_SCALE, MATRIX, SCALE, Rule, UnfitError, rule_for
 
@@ -22,7 +22,7 @@ PROBE_LENGTH, PROBE_TARGETS = 12, (3, 5, 11)
 
 
 @dataclass(frozen=True)
-class Use:
+class ParameterUse:
     """One parameter in one layer: its name in the scope, the module that applies it, and the rule."""
 
     parameter: str
@@ -41,8 +41,8 @@ class Plan:
         width: Numbers per position that one backward signal has in all layers below.
     """
 
-    above: tuple[Use, ...]
-    below: tuple[Use, ...]
+    above: tuple[ParameterUse, ...]
+    below: tuple[ParameterUse, ...]
     cut: str | None
     width: int
 
@@ -53,13 +53,13 @@ class Plan:
         return tuple(dict.fromkeys([u.module for u in (*self.above, *self.below)] + [*cut]))
 
     @property
-    def tied(self) -> dict[str, Use]:
+    def tied(self) -> dict[str, ParameterUse]:
         """By parameter, the use above of a matrix that is also an embedding below."""
         embeddings = {u.parameter for u in self.below if u.rule is EMBEDDING}
         return {u.parameter: u for u in self.above if u.parameter in embeddings}
 
 
-def find_plan(problem: Problem) -> Plan:
+def find_plan(problem: ScoreBatch) -> Plan:
     """Take a model apart.
 
     Raises:
@@ -81,7 +81,7 @@ def find_plan(problem: Problem) -> Plan:
     return _split(tuple(_placed(use, trace, rollout) for use in uses), trace, rollout)
 
 
-def probe(problem: Problem) -> Rollout:
+def probe(problem: ScoreBatch) -> Rollout:
     """A short random text over the model's vocabulary with three sampled tokens."""
     get_embedding = getattr(problem.model, "get_input_embeddings", None)
     size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", None)
@@ -92,7 +92,7 @@ def probe(problem: Problem) -> Rollout:
     return Rollout(0, pool[order].to(known.device), targets, np.array(PROBE_TARGETS))
 
 
-def reference_norms(problem: Problem, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+def reference_norms(problem: ScoreBatch, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities [K] by the model's own kernels, and ‖s_t‖² [K] of each parameter by plain backward passes."""
     values = sampled_logprobs(problem, (rollout,))
     norms = torch.zeros(len(problem.scope.names), len(values), dtype=torch.float64, device=values.device)
@@ -103,7 +103,7 @@ def reference_norms(problem: Problem, rollout: Rollout) -> tuple[Tensor, dict[st
     return values.detach().double(), dict(zip(problem.scope.names, norms, strict=True))
 
 
-def disagreement(problem: Problem, parts: dict[str, Tensor], norms: dict[str, Tensor]) -> str | None:
+def disagreement(problem: ScoreBatch, parts: dict[str, Tensor], norms: dict[str, Tensor]) -> str | None:
     """The first parameter whose ‖s_t‖² on a probe are not the reference ones, in a clause; None where all agree.
 
     Args:
@@ -139,7 +139,7 @@ def _refuse_unfollowed(model: nn.Module) -> None:
             )
 
 
-def _placed(use: Use, trace: Trace, rollout: Rollout) -> Use:
+def _placed(use: ParameterUse, trace: Trace, rollout: Rollout) -> ParameterUse:
     """The use with the rule for its layout: positions on the second axis, or behind the heads on the third.
 
     Raises:
@@ -165,7 +165,7 @@ def _placed(use: Use, trace: Trace, rollout: Rollout) -> Use:
     return use
 
 
-def _uses(problem: Problem) -> tuple[Use, ...]:
+def _uses(problem: ScoreBatch) -> tuple[ParameterUse, ...]:
     scope, uses = problem.scope, []
     if scope.head is not None:
         module = next(name for name, m in problem.model.named_modules() if m is scope.head)
@@ -185,17 +185,17 @@ def _uses(problem: Problem) -> tuple[Use, ...]:
     return tuple(uses)
 
 
-def _use(parameter: str, module_name: str, module: nn.Module, leaf: str) -> Use:
+def _use(parameter: str, module_name: str, module: nn.Module, leaf: str) -> ParameterUse:
     rule = rule_for(module, leaf)
     if rule is None:
         raise UnfitError(
             f"parameter {parameter} of a {type(module).__name__} has no rule in the generic engine; "
             'pass engine="reference" or leave it out of scope.'
         )
-    return Use(parameter, module_name, rule)
+    return ParameterUse(parameter, module_name, rule)
 
 
-def _split(uses: tuple[Use, ...], trace: Trace, rollout: Rollout) -> Plan:
+def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Plan:
     """Find out which uses are above, and the first layer whose input carries everything that reaches those below."""
     modules = list(dict.fromkeys(u.module for u in uses))
     inputs = {n: x for n, x in trace.inputs.items() if x.requires_grad and n not in trace.repeated}

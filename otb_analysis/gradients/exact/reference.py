@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.exact.gram import (
     Stretch,
     gram_matrix,
@@ -31,7 +31,7 @@ BLOCK = 16
 running it anyway costs more than the extra forward passes (1.5 times as long for 46 tokens of a small model)."""
 
 
-def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
+def token_score_norms(problem: ScoreBatch, path: bool) -> ScoreNorms:
     """Squared norm of every token's score by one `torch.autograd.grad` per token.
 
     Args:
@@ -54,7 +54,7 @@ def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
     return ScoreNorms(norm_sq, logprob, NAME, path_norm_sq if path else None)
 
 
-def weighted_score_norms(problem: Problem, weights: Float) -> Float:
+def weighted_score_norms(problem: ScoreBatch, weights: Float) -> Float:
     """‖Σ_t weights[n,m,t] s_{n,t}‖² by one forward per rollout and one backward per row that is not all zero."""
     result = np.zeros(weights.shape[:2])
     for rollout in counted(problem.rollouts, "rollout"):
@@ -69,7 +69,7 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
     return result
 
 
-def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
+def group_gradient_gram(problem: ScoreBatch, weights: Float, group: Int) -> Float:
     """Gram matrix [M, M, P, P] by one forward per prompt and one backward per row that is not all zero there.
 
     Where the gradients do not fit in `GRADIENT_BYTES` together, the parameters are taken a stretch at a time, with a
@@ -103,14 +103,14 @@ class _Prompt:
     active: Int
 
 
-def _prompt(problem: Problem, weights: Float, member: Bool) -> _Prompt:
+def _prompt(problem: ScoreBatch, weights: Float, member: Bool) -> _Prompt:
     rollouts = tuple(r for r in problem.rollouts if member[r.row])
     rows = [weights[r.row][:, r.columns] for r in rollouts]
     stacked = np.concatenate([np.zeros((weights.shape[1], 0)), *rows], axis=1)
     return _Prompt(rollouts, stacked, np.flatnonzero(stacked.any(-1)))
 
 
-def _stretch_gradients(problem: Problem, prompt: _Prompt, stretch: Stretch) -> Iterator[list[Tensor]]:
+def _stretch_gradients(problem: ScoreBatch, prompt: _Prompt, stretch: Stretch) -> Iterator[list[Tensor]]:
     """The gradients of a prompt's rows, on a stretch of the parameters only."""
     if len(prompt.active) == 0:
         return
@@ -121,7 +121,7 @@ def _stretch_gradients(problem: Problem, prompt: _Prompt, stretch: Stretch) -> I
         yield [held(part, span) for part, (_, span) in zip(score, stretch, strict=True)]
 
 
-def token_alignments(problem: Problem, direction: Sequence[Tensor]) -> Float:
+def token_alignments(problem: ScoreBatch, direction: Sequence[Tensor]) -> Float:
     """s_{n,t}·direction [N, L] by one `torch.autograd.grad` per token: the slow twin of `directional`.
 
     Args:

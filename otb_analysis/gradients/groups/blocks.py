@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otb_analysis.gradients.batch.inputs import Problem
+from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.exact.layers import UnfitError
 
@@ -165,7 +165,7 @@ class Anatomy:
                 handle.remove()
 
 
-def anatomy_of(problem: Problem) -> Anatomy:
+def anatomy_of(problem: ScoreBatch) -> Anatomy:
     """Sort the parameters in scope by where in the model they act.
 
     Raises:

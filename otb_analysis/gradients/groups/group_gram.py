@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.layout import padded
 from otb_analysis.gradients.batch.packing import layout_of
 from otb_analysis.gradients.batch.tree import sampled_nodes, tree_of
@@ -54,7 +54,7 @@ class _Prompt:
         return torch.from_numpy(rows)
 
 
-def group_gradient_gram(problem: Problem, weights: Float, group: Int) -> Float:
+def group_gradient_gram(problem: ScoreBatch, weights: Float, group: Int) -> Float:
     """Gram matrix [M, M, P, P] from the gradients of each prompt's basis rows; all else is algebra in float64.
 
     A model of blocks is measured block by block (`layered`). Another one has its basis' gradients formed whole by
@@ -84,7 +84,7 @@ def _tell(model: nn.Module, which: str) -> None:
         note(f"Gram matrix: {type(model).__name__} {which}.")
 
 
-def _block_by_block(problem: Problem, prompts: Sequence[_Prompt]) -> Float:
+def _block_by_block(problem: ScoreBatch, prompts: Sequence[_Prompt]) -> Float:
     """Products [R, R] of the basis rows' gradients, in one round of passes.
 
     Raises:
@@ -101,7 +101,7 @@ def _block_by_block(problem: Problem, prompts: Sequence[_Prompt]) -> Float:
     return total.cpu().numpy()
 
 
-def verified_anatomy(problem: Problem) -> Anatomy:
+def verified_anatomy(problem: ScoreBatch) -> Anatomy:
     """How a model is cut into blocks, checked against plain backward passes on a probe at first use.
 
     Raises:
@@ -116,7 +116,7 @@ def verified_anatomy(problem: Problem) -> Anatomy:
     return anatomy
 
 
-def _objection(problem: Problem, anatomy: Anatomy) -> str | None:
+def _objection(problem: ScoreBatch, anatomy: Anatomy) -> str | None:
     """Compare each parameter's squared score norms on a probe with those of plain backward passes."""
     rollout = probe(problem)
     layered, parts = Layered(problem, anatomy), dict[str, Tensor]()
@@ -132,7 +132,7 @@ def _objection(problem: Problem, anatomy: Anatomy) -> str | None:
     return disagreement(problem, parts, reference_norms(problem, rollout)[1])
 
 
-def _formed_whole(problem: Problem, prompts: Sequence[_Prompt], shape: tuple[int, ...], group: Int) -> Float:
+def _formed_whole(problem: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[int, ...], group: Int) -> Float:
     """Products [R, R] of the basis rows' whole gradients, for a model that is not made of blocks."""
     inner = reference.group_gradient_gram(problem, _basis_weights(problem, prompts, shape), group)
     where = [(m, p) for p, prompt in enumerate(prompts) for m in range(len(prompt.basis.rows))]
@@ -140,7 +140,7 @@ def _formed_whole(problem: Problem, prompts: Sequence[_Prompt], shape: tuple[int
     return inner[m[:, None], m[None, :], p[:, None], p[None, :]]
 
 
-def basis_weights(problem: Problem, weights: Float, group: Int) -> Float:
+def basis_weights(problem: ScoreBatch, weights: Float, group: Int) -> Float:
     """Weights [N, r, L] of the gradients that a Gram matrix is made of, r the largest rank of any prompt's rows.
 
     Args:
@@ -151,7 +151,7 @@ def basis_weights(problem: Problem, weights: Float, group: Int) -> Float:
     return _basis_weights(problem, [_prompt(problem, weights, group == p) for p in np.unique(group)], weights.shape)
 
 
-def _basis_weights(problem: Problem, prompts: Sequence[_Prompt], shape: tuple[int, ...]) -> Float:
+def _basis_weights(problem: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[int, ...]) -> Float:
     for prompt in prompts:
         if prompt.weights.any():
             with torch.no_grad():
@@ -173,7 +173,7 @@ def _mixed(total: Float, prompts: Sequence[_Prompt]) -> Float:
     return np.ascontiguousarray(whole.transpose(1, 3, 0, 2))
 
 
-def _prompt(problem: Problem, weights: Float, member: Bool) -> _Prompt:
+def _prompt(problem: ScoreBatch, weights: Float, member: Bool) -> _Prompt:
     rollouts = tuple(r for r in problem.rollouts if member[r.row])
     rows = [weights[r.row][:, r.columns] for r in rollouts]
     return _Prompt(rollouts, np.concatenate([np.zeros((weights.shape[1], 0)), *rows], axis=1))

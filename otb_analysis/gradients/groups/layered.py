@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.batch.memory import memory_bytes
 from otb_analysis.gradients.exact.attention import many_signals
@@ -61,7 +61,7 @@ class Pass:
 class Layered:
     """Forward passes of many prompts, then their gradients block by block."""
 
-    def __init__(self, problem: Problem, anatomy: Anatomy, prompts: int = 1) -> None:
+    def __init__(self, problem: ScoreBatch, anatomy: Anatomy, prompts: int = 1) -> None:
         self.problem, self.anatomy, self.prompts = problem, anatomy, prompts
         self.named = dict(zip(problem.scope.names, problem.scope.parameters, strict=True))
         self.passes: list[Pass] = []

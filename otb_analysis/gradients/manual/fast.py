@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import NonFiniteError
-from otb_analysis.gradients.batch.inputs import Problem
+from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.norm_accumulators import Parts, Running, Single, norm_sq, outer_gram
 from otb_analysis.gradients.exact.plan import disagreement, length, probe, reference_norms
@@ -32,7 +32,7 @@ _TOLD: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
+def token_score_norms(problem: ScoreBatch, path: bool) -> ScoreNorms:
     """Squared norm of every token's score, and with `path` of the running sums, without forming a gradient.
 
     Args:
@@ -54,7 +54,7 @@ def token_score_norms(problem: Problem, path: bool) -> ScoreNorms:
 
 
 @torch.no_grad()
-def weighted_score_norms(problem: Problem, weights: Float) -> Float:
+def weighted_score_norms(problem: ScoreBatch, weights: Float) -> Float:
     """‖Σ_t weights[n,m,t] s_{n,t}‖² with one backward signal per row that is not all zero.
 
     Raises:
@@ -72,7 +72,7 @@ def weighted_score_norms(problem: Problem, weights: Float) -> Float:
     return result
 
 
-def anatomy_for(problem: Problem) -> Anatomy:
+def anatomy_for(problem: ScoreBatch) -> Anatomy:
     """The model in parts, which at first use is checked against the model's own passes.
 
     Raises:
@@ -88,7 +88,7 @@ def anatomy_for(problem: Problem) -> Anatomy:
     return anatomy
 
 
-def fits(problem: Problem) -> bool:
+def fits(problem: ScoreBatch) -> bool:
     """Whether "auto" should use this engine; why it does not follow a model is logged once."""
     try:
         anatomy_for(problem)
@@ -100,7 +100,7 @@ def fits(problem: Problem) -> bool:
     return True
 
 
-def _key(problem: Problem) -> tuple[object, ...]:
+def _key(problem: ScoreBatch) -> tuple[object, ...]:
     """What a verdict depends on besides the identity of the model: attention, dtypes, the scope and what layers run."""
     attention = getattr(getattr(problem.model, "config", None), "_attn_implementation", None)
     dtypes = tuple(p.dtype for p in problem.model.parameters())
@@ -108,7 +108,7 @@ def _key(problem: Problem) -> tuple[object, ...]:
     return problem.scope.names, problem.scope.head is None, attention, dtypes, code
 
 
-def _objection(problem: Problem, anatomy: Anatomy) -> str | None:
+def _objection(problem: ScoreBatch, anatomy: Anatomy) -> str | None:
     """Compare a probe's log-probabilities and, parameter by parameter, its norms with the reference computation."""
     rollout = probe(problem)
     try:

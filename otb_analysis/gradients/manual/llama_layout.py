@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, MistralConfig
 
-from otb_analysis.gradients.batch.inputs import Problem
+from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.manual.support_check import ELSEWHERE, refuse_unfollowed
 
@@ -120,7 +120,7 @@ def _trained(parts: Iterable[object]) -> bool:
     return any(name is not None for name in names)
 
 
-def read(problem: Problem) -> Anatomy:
+def read(problem: ScoreBatch) -> Anatomy:
     """Read a model into its parts.
 
     Raises:
@@ -155,7 +155,7 @@ def read(problem: Problem) -> Anatomy:
 _HEAD_NAMES = ("lm_head.weight", "lm_head.bias")
 
 
-def _names(problem: Problem) -> dict[int, str]:
+def _names(problem: ScoreBatch) -> dict[int, str]:
     """Scope name by parameter identity; a parameter that two layers share has no hand-written rule."""
     scope = problem.scope
     names = {id(p): name for name, p in zip(scope.names, scope.parameters, strict=True)}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.gradients.batch.inputs import Batch, Problem, pose
+from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, prepare
 from otb_analysis.gradients.exact import generic, reference
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.sampled import scattered
@@ -71,7 +71,7 @@ def sampled_score_norms(
         raise InputError(f"by is {by!r}; {nearest(by, SIZES)}")
     if engine not in ENGINES:
         raise InputError(f"engine is {engine!r}; {nearest(engine, ENGINES)}")
-    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     size = _size(problem, by, proxy)
     prob = np.zeros(problem.shape)
     prob[problem.mask] = inclusion_probabilities(size[problem.mask], tokens) if problem.mask.any() else 0.0
@@ -82,7 +82,7 @@ def sampled_score_norms(
     return SampledNorms(norm_sq, prob, size, name)
 
 
-def _size(problem: Problem, by: str, proxy: Float | None) -> Float:
+def _size(problem: ScoreBatch, by: str, proxy: Float | None) -> Float:
     if by == "uniform" or not problem.rollouts:
         return np.where(problem.mask, 1.0, 0.0)
     if by == "proxy":
@@ -106,7 +106,7 @@ def _size(problem: Problem, by: str, proxy: Float | None) -> Float:
     )
 
 
-def _restricted(problem: Problem, drawn: Bool) -> Problem:
+def _restricted(problem: ScoreBatch, drawn: Bool) -> ScoreBatch:
     """The same rollouts in full length, with only the drawn tokens to be measured."""
     kept = []
     for rollout in problem.rollouts:
@@ -117,7 +117,7 @@ def _restricted(problem: Problem, drawn: Bool) -> Problem:
     return replace(problem, rollouts=tuple(kept), mask=drawn)
 
 
-def _measured(problem: Problem, engine: str) -> tuple[Float, str]:
+def _measured(problem: ScoreBatch, engine: str) -> tuple[Float, str]:
     if engine == "auto":
         # What one token gains over plain backward passes does not depend on how few there are; a plan must exist.
         engine = "scattered" if generic.has_plan(problem) else "reference"

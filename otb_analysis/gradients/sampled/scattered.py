@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Problem, Rollout, microbatches
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, microbatches
 from otb_analysis.gradients.exact.hooks import Trace
 from otb_analysis.gradients.exact.layers import (
     BIAS,
@@ -30,7 +30,7 @@ from otb_analysis.gradients.exact.layers import (
     wide,
 )
 from otb_analysis.gradients.exact.norm_accumulators import norm_sq
-from otb_analysis.gradients.exact.plan import Plan, Use
+from otb_analysis.gradients.exact.plan import ParameterUse, Plan
 from otb_analysis.phases import advance, count_to
 from otb_analysis.types import Float
 
@@ -38,7 +38,7 @@ SUMMED = (BIAS, SCALE, HEADED_SCALE)
 """Rules whose outer product already sums over whatever lies between the first and the last axis."""
 
 
-def norms_above_cut(problem: Problem, plan: Plan) -> Float:
+def norms_above_cut(problem: ScoreBatch, plan: Plan) -> Float:
     """The part of every token's squared score norm that lies in the layers above the last attention [N, L].
 
     One forward and one backward pass over the batch. A tied matrix counts with its output use only. It is a lower
@@ -60,7 +60,7 @@ def norms_above_cut(problem: Problem, plan: Plan) -> Float:
     return found
 
 
-def token_norms(problem: Problem, plan: Plan) -> Float:
+def token_norms(problem: ScoreBatch, plan: Plan) -> Float:
     """Exact squared norm of the score of every token in the mask [N, L], zero elsewhere.
 
     As `generic.token_score_norms`, which is the faster one where a rollout has many sampled tokens.
@@ -87,7 +87,7 @@ class _Pass:
         places: (rollouts, columns) of the tokens in the padded batch.
     """
 
-    def __init__(self, problem: Problem, uses: Sequence[Use], rollouts: tuple[Rollout, ...]) -> None:
+    def __init__(self, problem: ScoreBatch, uses: Sequence[ParameterUse], rollouts: tuple[Rollout, ...]) -> None:
         self.uses, self.trace = uses, _traced(problem, uses, rollouts)
         counts = torch.tensor([len(r.columns) for r in rollouts])
         self.position = torch.cat([r.targets for r in rollouts]) - 1
@@ -101,7 +101,7 @@ class _Pass:
         outputs = [self.trace.outputs[name] for name in self.names]
         self.signals = torch.autograd.grad(self.trace.logprob.sum(), outputs)
 
-    def layers(self) -> Iterator[tuple[Use, Tensor, Tensor]]:
+    def layers(self) -> Iterator[tuple[ParameterUse, Tensor, Tensor]]:
         """Every use with its layer's input and the signal at its output, all rows and positions."""
         for use in self.uses:
             yield use, self.trace.inputs[use.module].detach(), self.signals[self.names.index(use.module)]
@@ -113,7 +113,7 @@ class _Pass:
         return self.row, self.position
 
 
-def _traced(problem: Problem, uses: Sequence[Use], rollouts: tuple[Rollout, ...]) -> Trace:
+def _traced(problem: ScoreBatch, uses: Sequence[ParameterUse], rollouts: tuple[Rollout, ...]) -> Trace:
     """Run rollouts as one ordinary batch, with the model's own attention kernels, while watching the layers in use."""
     modules = dict(problem.model.named_modules())
     trace = Trace()
@@ -153,13 +153,13 @@ def _row_by_row(name: str, rows: int, trace: Trace) -> Callable[[nn.Module, tupl
 class _Layer:
     """One use in a pass whose rows hold one token each: the layer's inputs and signals, and their per-row factors."""
 
-    use: Use
+    use: ParameterUse
     module: nn.Module
     inputs: Tensor
     signal: Tensor
 
 
-def _row_norms(problem: Problem, plan: Plan, seen: _Pass) -> Tensor:
+def _row_norms(problem: ScoreBatch, plan: Plan, seen: _Pass) -> Tensor:
     """‖s‖² of each row's one token [B]."""
     modules = dict(problem.model.named_modules())
     total = torch.zeros(len(seen.row), dtype=torch.float64, device=seen.row.device)

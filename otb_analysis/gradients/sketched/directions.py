@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otb_analysis.gradients.batch.inputs import Problem
+from otb_analysis.gradients.batch.inputs import ScoreBatch
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Directions:
         seed: Seed.
     """
 
-    problem: Problem
+    problem: ScoreBatch
     count: int
     seed: int
 

@@ -11,14 +11,21 @@ from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.gradients.batch.functional import functional
-from otb_analysis.gradients.batch.inputs import Batch, Problem, Rollout, pose
+from otb_analysis.gradients.batch.inputs import Batch, Rollout, ScoreBatch, prepare
 from otb_analysis.gradients.batch.memory import refuse_more_than_fit
 from otb_analysis.gradients.directional.directional import jvp
 from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.layers import UnfitError
-from otb_analysis.gradients.exact.passes import Apart
+from otb_analysis.gradients.exact.passes import DecomposedRollout
 from otb_analysis.gradients.sketched.directions import Directions
-from otb_analysis.gradients.sketched.tangents import Moves, above, below, checked_plan, exact_above, hybrid_moves
+from otb_analysis.gradients.sketched.tangents import (
+    DirectionBatch,
+    above,
+    below,
+    checked_plan,
+    exact_above,
+    hybrid_moves,
+)
 from otb_analysis.gradients.sketched.tied import aligned
 from otb_analysis.phases import counted
 from otb_analysis.types import Float, ScoreNorms
@@ -139,7 +146,7 @@ def sketch_score_norms(
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
     _check_request(directions, method, engine, features)
-    problem = pose(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     drawn = Directions(problem, directions, seed)
     _check_memory(drawn)
     ran, parts = _projections(drawn, method, engine)
@@ -186,28 +193,28 @@ def _hybrid(directions: Directions) -> Iterator[Projected]:
 
 
 def _rank_one(directions: Directions) -> Iterator[Projected]:
-    moves = Moves(directions.count, directions.signs, {})
+    moves = DirectionBatch(directions.count, directions.signs, {})
     for apart in _taken_apart(directions):
         whole = above(apart, directions) + below(apart, moves)
         yield Projected(apart.rollout, _logprob(apart), whole.cpu().numpy())
 
 
-def _taken_apart(directions: Directions) -> Iterator[Apart]:
+def _taken_apart(directions: Directions) -> Iterator[DecomposedRollout]:
     plan = checked_plan(directions.problem)
     for rollout in counted(directions.problem.rollouts, "rollout"):
-        yield Apart(directions.problem, plan, rollout)
+        yield DecomposedRollout(directions.problem, plan, rollout)
 
 
-def _logprob(apart: Apart) -> Float:
+def _logprob(apart: DecomposedRollout) -> Float:
     return apart.trace.logprob.detach().double().cpu().numpy()
 
 
-def _slopes(problem: Problem, direction: Sequence[Tensor]) -> Float:
+def _slopes(problem: ScoreBatch, direction: Sequence[Tensor]) -> Float:
     return jvp(functional(problem), problem.rollouts, direction).value
 
 
 def _one_by_one(
-    directions: Directions, method: str, slopes: Callable[[Problem, Sequence[Tensor]], Float]
+    directions: Directions, method: str, slopes: Callable[[ScoreBatch, Sequence[Tensor]], Float]
 ) -> Iterator[Projected]:
     """One direction after the other, each formed in full."""
     problem, draw = directions.problem, directions.gaussian if method == "gaussian" else directions.rank_one

@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Problem, Rollout
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -54,7 +54,7 @@ class Shards:
         ]
 
     def gradients(
-        self, problem: Problem, batch: tuple[Rollout, ...], weights: NDArray[np.float64]
+        self, problem: ScoreBatch, batch: tuple[Rollout, ...], weights: NDArray[np.float64]
     ) -> Iterator[tuple[int, list[Tensor | None]]]:
         """Local parts of Σ_k weights[m, k] s_k with its m, by one forward and one backward pass per nonzero row.
 
@@ -75,7 +75,7 @@ class Shards:
                     p.grad = grad
             yield int(m), found
 
-    def check_same(self, problem: Problem, weights: NDArray[np.float64]) -> None:
+    def check_same(self, problem: ScoreBatch, weights: NDArray[np.float64]) -> None:
         """Refuse batches that differ between processes: the sharding averages their gradients.
 
         Raises:

@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import (
     Batch,
-    Problem,
     Rollout,
+    ScoreBatch,
     Weights,
     check_group,
     check_weights,
     microbatches,
-    pose,
+    prepare,
 )
 from otb_analysis.gradients.batch.memory import refuse_more_than_fit
 from otb_analysis.gradients.sketched.hashing import Buckets, check_dim, count_sketch
@@ -85,7 +85,7 @@ def gradient_sketch(
     check_dim(dim)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     shards = Shards(inner, scope) if is_sharded(inner) else None
-    problem = pose(inner, Batch(input_ids, mask, attention_mask), scope, temperature, sharded=shards is not None)
+    problem = prepare(inner, Batch(input_ids, mask, attention_mask), scope, temperature, sharded=shards is not None)
     rows = check_weights(weights, problem.mask)
     member = check_group(cluster, problem.shape[0], "cluster")
     clusters = np.unique(member)
@@ -108,7 +108,7 @@ def gradient_sketch(
 
 
 def _gradients(
-    problem: Problem, batch: tuple[Rollout, ...], weights: NDArray[np.float64]
+    problem: ScoreBatch, batch: tuple[Rollout, ...], weights: NDArray[np.float64]
 ) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
     """Σ_k weights[m, k] s_k with its m, by one backward pass per row that is not all zero."""
     active = np.flatnonzero(weights.any(-1))
@@ -125,7 +125,7 @@ def _gradients(
 
 
 def _sketcher(
-    problem: Problem, shards: Shards | None, dim: int, seed: int
+    problem: ScoreBatch, shards: Shards | None, dim: int, seed: int
 ) -> Callable[[Tensor, Sequence[Tensor | None]], None]:
     """A function that adds the sketch of a gradient (of what this process holds of it) to a row of sums."""
     whole = [(start, p.numel()) for start, p in zip(_starts(problem), problem.scope.parameters, strict=True)]
@@ -144,7 +144,7 @@ def _sketcher(
     return add
 
 
-def _starts(problem: Problem) -> list[int]:
+def _starts(problem: ScoreBatch) -> list[int]:
     """Index of each scope tensor's first entry among all of the model's parameters, frozen ones included."""
     start, found = 0, {}
     for parameter in problem.model.parameters():

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Problem
+from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.exact.generic import plan_for
 from otb_analysis.gradients.exact.hooks import own_rows
 from otb_analysis.gradients.exact.layers import EMBEDDING, SCALES, UnfitError
 from otb_analysis.gradients.exact.parameter_tangents import OFFSETS, Norm, Signs, embedding_offset, rms_tangent, sides
-from otb_analysis.gradients.exact.passes import Apart
-from otb_analysis.gradients.exact.plan import Plan, Use, length, probe
+from otb_analysis.gradients.exact.passes import DecomposedRollout
+from otb_analysis.gradients.exact.plan import ParameterUse, Plan, length, probe
 from otb_analysis.gradients.exact.reference import token_alignments
 from otb_analysis.gradients.sketched.directions import Directions
 from otb_analysis.gradients.sketched.dual import Tape, dual, primal_of, tangent_of
@@ -34,7 +34,7 @@ ROWS = 2048
 _CHECKED: WeakKeyDictionary[nn.Module, list[Plan]] = WeakKeyDictionary()
 
 
-def above(apart: Apart, directions: Directions) -> Tensor:
+def above(apart: DecomposedRollout, directions: Directions) -> Tensor:
     """s_t·D_k of the layers above the cut [K tokens, k]."""
     modules = dict(apart.problem.model.named_modules())
     total = torch.zeros(len(apart.rollout.columns), directions.count, device=apart.own.device, dtype=torch.float64)
@@ -49,7 +49,7 @@ def above(apart: Apart, directions: Directions) -> Tensor:
     return total
 
 
-def exact_above(apart: Apart) -> tuple[Tensor, Tensor]:
+def exact_above(apart: DecomposedRollout) -> tuple[Tensor, Tensor]:
     """Exact ‖Σ a_j‖² of single tokens [K] and of running sums [K], a_j the gradient of the layers above the cut."""
     single = torch.zeros(len(apart.rollout.columns), device=apart.own.device, dtype=torch.float64)
     path = torch.zeros_like(single)
@@ -61,7 +61,7 @@ def exact_above(apart: Apart) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Moves:
+class DirectionBatch:
     """What k directions do to the parameters below the cut, for one rollout.
 
     Attributes:
@@ -84,19 +84,19 @@ class Moves:
 
 @dataclass(frozen=True)
 class Some:
-    """Those directions of a `Moves` that go through the model together; fields as there."""
+    """Those directions of a `DirectionBatch` that go through the model together; fields as there."""
 
     count: int
     signs: Signs
     rows: dict[str, Tensor]
 
 
-def hybrid_moves(apart: Apart, directions: Directions, count: int, along: Aligned | None) -> Moves:
+def hybrid_moves(apart: DecomposedRollout, directions: Directions, count: int, along: Aligned | None) -> DirectionBatch:
     """`count` directions with independent signs in all entries of an embedding, then those that move only tied rows."""
     more = 0 if along is None else along.known.shape[1]
     signs = {name: tuple(a[:count] for a in axes) for name, axes in directions.signs.items()}
 
-    def entries(use: Use) -> Callable[[slice], Tensor]:
+    def entries(use: ParameterUse) -> Callable[[slice], Tensor]:
         shape = len(apart.trace.inputs[use.module].unique()), directions.signs[use.parameter][1].shape[1]
 
         def drawn(part: slice) -> Tensor:
@@ -112,10 +112,10 @@ def hybrid_moves(apart: Apart, directions: Directions, count: int, along: Aligne
         return drawn
 
     uses = [use for use in apart.plan.below if use.rule is EMBEDDING]
-    return Moves(count + more, signs, {use.parameter: entries(use) for use in uses})
+    return DirectionBatch(count + more, signs, {use.parameter: entries(use) for use in uses})
 
 
-def below(apart: Apart, moves: Moves) -> Tensor:
+def below(apart: DecomposedRollout, moves: DirectionBatch) -> Tensor:
     """s_t·D_k of the layers below the cut [K tokens, k], a few directions at a time."""
     found = torch.zeros(len(apart.rollout.columns), moves.count, device=apart.own.device, dtype=torch.float64)
     if apart.plan.cut is None:
@@ -132,7 +132,7 @@ def below(apart: Apart, moves: Moves) -> Tensor:
     return found
 
 
-def checked_plan(problem: Problem) -> Plan:
+def checked_plan(problem: ScoreBatch) -> Plan:
     """Plan of a model and scope whose tangents agree on a probe with the reference engine.
 
     Raises:
@@ -146,11 +146,11 @@ def checked_plan(problem: Problem) -> Plan:
     return plan
 
 
-def _check(problem: Problem, plan: Plan) -> None:
+def _check(problem: ScoreBatch, plan: Plan) -> None:
     rollout = probe(problem)
     directions = Directions(problem, 2, 0)
-    apart = Apart(problem, plan, rollout)
-    got = (above(apart, directions) + below(apart, Moves(2, directions.signs, {}))).cpu()
+    apart = DecomposedRollout(problem, plan, rollout)
+    got = (above(apart, directions) + below(apart, DirectionBatch(2, directions.signs, {}))).cpu()
     one = replace(problem, rollouts=(rollout,), shape=(1, len(rollout.ids)))
     slopes = [token_alignments(one, directions.rank_one(k))[0, rollout.columns] for k in (0, 1)]
     expected = torch.from_numpy(np.stack(slopes, 1))
@@ -170,7 +170,7 @@ class _ReachedCut(Exception):
 
 
 @torch.no_grad()
-def _at_cut(apart: Apart) -> Tensor | None:
+def _at_cut(apart: DecomposedRollout) -> Tensor | None:
     """Tangents [k, ...] of the cut, or None where no direction reaches it."""
     try:
         sampled_logprobs(apart.problem, (apart.rollout,))
@@ -184,7 +184,7 @@ def _at_cut(apart: Apart) -> Tensor | None:
 
 
 @contextmanager
-def _moving(apart: Apart, some: Some) -> Iterator[None]:
+def _moving(apart: DecomposedRollout, some: Some) -> Iterator[None]:
     """Let the directions act on the layers below the cut, and stop at the cut."""
     modules = dict(apart.problem.model.named_modules())
     handles = [modules[str(apart.plan.cut)].register_forward_pre_hook(_stop)]
@@ -210,7 +210,7 @@ def _stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
 class _Acting:
     """What the directions of one layer's own parameters do to its output."""
 
-    def __init__(self, uses: list[Use], some: Some, norm: Norm | None) -> None:
+    def __init__(self, uses: list[ParameterUse], some: Some, norm: Norm | None) -> None:
         self.uses, self.norm = uses, norm
         self.count, self.signs, self.rows = some.count, some.signs, some.rows
         self.come: Tensor | None = None

@@ -16,7 +16,7 @@ from scipy import stats
 from otb_analysis.statistics.comparisons.alike import alike
 from otb_analysis.statistics.comparisons.verdicts import MARGIN, Cause, Conclusion, Signal, Verdict
 from otb_analysis.statistics.inference.intervals import MIN_CLUSTERS, jackknife_interval
-from otb_analysis.statistics.moments.gram import REFERENCE, Truth, deleted_moments, judged, truth_of
+from otb_analysis.statistics.moments.gram import REFERENCE, Truth, against_reference, deleted_moments, truth_of
 from otb_analysis.statistics.moments.paired import NOTHING, PairedRatios, Update, paired_ratios, update_ratios
 from otb_analysis.types import Gram, Label, Proved
 
@@ -43,7 +43,7 @@ def conclude(
     }
     verdicts, level = _told([_verdict(label, pair, known) for label, pair in pairs.items()])
     truth = truth_of(grams, against, known)
-    both = [gram for gram in judged(grams, against, truth) if against in gram.labels]
+    both = [gram for gram in against_reference(grams, against, truth) if against in gram.labels]
     count = deleted_moments(both, against, truth).power.size - 1 if both else 0
     tested = [v for v in verdicts if v.tested]
     cause = "" if tested else _cause(both, against, count, bool(verdicts))
@@ -87,7 +87,7 @@ def _told(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
 
 def _again(pick: Verdict, grams: Sequence[Gram], against: Label, truth: Truth, known: Proved, level: float) -> Verdict:
     """Return a verdict with intervals at another level."""
-    steps = judged(grams, pick.label, truth)
+    steps = against_reference(grams, pick.label, truth)
     batch = round(float(np.mean([gram.n_prompts for gram in steps])))
     pair = update_ratios(Update(steps, pick.label, batch), Update(steps, against, batch), truth, known, level)
     return Verdict(pick.label, pair.sf, pair.efficiency, pick.c_known, pick.told)

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from otb_analysis import schema
 from otb_analysis.statistics.inference.intervals import Interval
 from otb_analysis.statistics.moments import measures
-from otb_analysis.statistics.moments.gram import REFERENCE, Truth, deleted_moments, judged, truth_of, typical
+from otb_analysis.statistics.moments.gram import REFERENCE, Truth, against_reference, deleted_moments, truth_of, typical
 from otb_analysis.statistics.moments.measures import Moments
 from otb_analysis.statistics.moments.paired import NOTHING, four_measures, measure_interval
 from otb_analysis.types import Gram, Label, Proved
@@ -141,7 +141,7 @@ def pooled_statistics(
     seen = dict.fromkeys(label for gram in grams for label in gram.labels)
     truth = truth_of(grams, reference, known)
     return [
-        _one(judged(grams, label, truth), label, (reference, truth), known.projection.get(label), n_prompts)
+        _one(against_reference(grams, label, truth), label, (reference, truth), known.projection.get(label), n_prompts)
         for label in seen
     ]
 

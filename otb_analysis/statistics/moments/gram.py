@@ -86,7 +86,7 @@ def prompts_of(grams: Sequence[Gram]) -> list[object]:
     return list(dict.fromkeys(name for step, gram in enumerate(grams) for name in _names(step, gram)))
 
 
-def judged(grams: Sequence[Gram], label: Label, reference: Truth) -> list[Gram]:
+def against_reference(grams: Sequence[Gram], label: Label, reference: Truth) -> list[Gram]:
     """Return the steps that have the label, and the reference too wherever any of them has it.
 
     Args:

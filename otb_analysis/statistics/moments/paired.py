@@ -15,8 +15,8 @@ from otb_analysis.statistics.moments import measures
 from otb_analysis.statistics.moments.gram import (
     REFERENCE,
     Truth,
+    against_reference,
     deleted_moments,
-    judged,
     prompts_of,
     truth_of,
     typical,
@@ -85,10 +85,10 @@ def paired_ratios(
         One entry per other label that shares a step with `against`.
     """
     truth = truth_of(grams, reference, known)
-    both = judged(grams, against, truth)
+    both = against_reference(grams, against, truth)
     found = []
     for label in dict.fromkeys(label for gram in both for label in gram.labels if label != against):
-        steps = judged(both, label, truth)
+        steps = against_reference(both, label, truth)
         batch = typical([g.n_prompts for g in steps]) if n_prompts is None else n_prompts
         found.append(update_ratios(Update(steps, label, batch), Update(steps, against, batch), truth, known))
     return found

@@ -11,7 +11,7 @@ from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.rollouts.models import load_policy, output_layer
 from otb_analysis.training.critic.nets import BackboneNet, CriticBatch, HeadNet
-from otb_analysis.training.runtime.processes import ALONE, Processes
+from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes
 from otb_analysis.types import Float
 
 HEAD_RATE = 1e-3
@@ -32,7 +32,7 @@ class Critic:
     """
 
     def __init__(
-        self, net: HeadNet | BackboneNet, learning_rate: float, updates: int, processes: Processes = ALONE
+        self, net: HeadNet | BackboneNet, learning_rate: float, updates: int, processes: Processes = SINGLE_PROCESS
     ) -> None:
         self.net, self.updates, self.processes = net, updates, processes
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate, weight_decay=0.0)
@@ -101,7 +101,10 @@ class Critic:
 
 
 def make_critic(
-    config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, processes: Processes = ALONE
+    config: TrainConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    processes: Processes = SINGLE_PROCESS,
 ) -> Critic | None:
     """Make a run's critic; None where it has none.
 

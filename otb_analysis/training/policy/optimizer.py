@@ -7,10 +7,10 @@ import torch
 
 from otb_analysis.config import OptimizeConfig
 from otb_analysis.errors import NonFiniteError
-from otb_analysis.training.runtime.processes import ALONE, Processes, full
+from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes, full
 
 
-class Stepper:
+class PolicyOptimizer:
     """AdamW over the trained parameters.
 
     Attributes:
@@ -19,7 +19,7 @@ class Stepper:
     """
 
     def __init__(
-        self, parameters: list[torch.nn.Parameter], config: OptimizeConfig, processes: Processes = ALONE
+        self, parameters: list[torch.nn.Parameter], config: OptimizeConfig, processes: Processes = SINGLE_PROCESS
     ) -> None:
         self.config, self.parameters, self.batch, self.processes = config, parameters, 0, processes
         self.optimizer = torch.optim.AdamW(

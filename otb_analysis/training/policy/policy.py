@@ -15,12 +15,20 @@ from transformers import PreTrainedModel
 
 from otb_analysis.config import LoraConfig, ObjectiveConfig, OptimizeConfig, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.measurement.forward import ForwardPass, NonFiniteScore, Scored, Wanted, forward_pass, score, stacked
+from otb_analysis.measurement.forward import (
+    CompletionLogprobs,
+    ForwardOutputs,
+    ForwardPass,
+    NonFiniteScore,
+    completion_logprobs,
+    forward_pass,
+    stacked,
+)
 from otb_analysis.phases import advance, count_to
 from otb_analysis.rollouts.models import output_layer
-from otb_analysis.rollouts.prefix_cache import Prompts, follows, read_prompts
+from otb_analysis.rollouts.prefix_cache import PrefixCache, read_prompts, supports_prefix_cache
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.training.runtime.processes import ALONE, Processes
+from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes
 from otb_analysis.training.runtime.sharding import gathered, shard
 from otb_analysis.types import Float, Int
 
@@ -43,7 +51,7 @@ class Policy:
         past: Older weights to sample from.
     """
 
-    def __init__(self, model: PreTrainedModel, config: TrainConfig, processes: Processes = ALONE):
+    def __init__(self, model: PreTrainedModel, config: TrainConfig, processes: Processes = SINGLE_PROCESS):
         self.processes = processes
         self.temperature = config.sample.temperature
         self.settings: OptimizeConfig = config.optimize
@@ -54,13 +62,13 @@ class Policy:
             _refuse_dropout(model)
             model.activation_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
-        self._shares = not (processes.sharded or self._checkpointing) and follows(model)
+        self._shares = not (processes.sharded or self._checkpointing) and supports_prefix_cache(model)
         self._reference = _frozen_copy(model, self.adapter, config.objective)
         for held in (model, self._reference) if processes.sharded else ():
             if held is not None:
                 shard(held, processes)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.past = Past(self.parameters, config.objective.staleness)
+        self.past = StaleWeights(self.parameters, config.objective.staleness)
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Return the context in which the policy runs: bfloat16 products where the run asks for them."""
@@ -78,7 +86,7 @@ class Policy:
         """Return the context in which every process holds all weights; each enters it at the same time."""
         return gathered(self.model) if self.processes.sharded else nullcontext()
 
-    def forward(self, rollouts: Rollouts, keep_graph: bool, wanted: Wanted | None = None) -> ForwardPass:
+    def forward(self, rollouts: Rollouts, keep_graph: bool, wanted: ForwardOutputs | None = None) -> ForwardPass:
         """Score a batch once with every statistic of the level `forward`.
 
         Args:
@@ -87,7 +95,7 @@ class Policy:
                 update needs no second pass.
             wanted: What else the pass gives; hidden states by default.
         """
-        wanted = wanted or Wanted()
+        wanted = wanted or ForwardOutputs()
         parts = self.micro_batches(rollouts)
         passes_made = self.passes(len(parts))
         keeps = keep_graph and passes_made == 1
@@ -105,7 +113,7 @@ class Policy:
         with wanted.timed():
             return ForwardPass.concatenate(found, rollouts, passes)
 
-    def score(self, rollouts: Rollouts, rows: Int, entropy: bool = False) -> Scored:
+    def score(self, rollouts: Rollouts, rows: Int, entropy: bool = False) -> CompletionLogprobs:
         """Score some rollouts that fit into memory, with the graph.
 
         Args:
@@ -138,7 +146,7 @@ class Policy:
         """Take part in passes that only other processes need."""
         for _ in range(passes):
             with self.arithmetic():
-                score(model, rollouts.take(np.arange(1)), self.temperature)
+                completion_logprobs(model, rollouts.take(np.arange(1)), self.temperature)
 
     def micro_batches(self, rollouts: Rollouts, rows: Int | None = None) -> list[Int]:
         """Cut a batch, or some rows of it, into parts that fit into memory."""
@@ -148,7 +156,7 @@ class Policy:
         size = self.settings.micro_batch or max(1, fits)
         return [index[start : start + size] for start in range(0, len(index), size)]
 
-    def _cut(self, model: PreTrainedModel, rollouts: Rollouts) -> Iterator[tuple[Int, Prompts | None]]:
+    def _cut(self, model: PreTrainedModel, rollouts: Rollouts) -> Iterator[tuple[Int, PrefixCache | None]]:
         """Cut what fits into memory into passes, prompts read before; over sharded weights every process makes one."""
         if self.processes.sharded:
             yield np.arange(len(rollouts.group)), None
@@ -159,16 +167,18 @@ class Policy:
             goes_on = prompts is not None and rollouts.completion_length[rows].max() > 1
             yield rows, prompts.take(rows) if prompts is not None and goes_on else None  # else nothing follows a prompt
 
-    def _scored(self, model: PreTrainedModel, rollouts: Rollouts, rows: Int, entropy: bool = False) -> Scored:
+    def _scored(
+        self, model: PreTrainedModel, rollouts: Rollouts, rows: Int, entropy: bool = False
+    ) -> CompletionLogprobs:
         """Score some rollouts that fit into memory under a model."""
         part = rollouts.take(rows)
         passes, found = [], []
         with self.arithmetic():
             for own, prompts in self._cut(model, part):
                 with _numbered(rows[own]):
-                    found.append(score(model, part.take(own), self.temperature, entropy, prompts))
+                    found.append(completion_logprobs(model, part.take(own), self.temperature, entropy, prompts))
                 passes.append(own)
-        return Scored.concatenate(found, part, passes)
+        return CompletionLogprobs.concatenate(found, part, passes)
 
     def save(self, path: Path, parameters: dict[str, Tensor] | None = None) -> None:
         """Write the model as plain `from_pretrained` loads it: adapters are merged, and kept beside it too.
@@ -239,7 +249,7 @@ def _numbered(rows: Int) -> Iterator[None]:
         raise NonFiniteScore(int(rows[error.row]), error.token) from error
 
 
-class Past:
+class StaleWeights:
     """The weights of the last batches, so that rollouts can come from an older policy."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], staleness: int):

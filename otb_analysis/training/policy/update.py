@@ -13,11 +13,11 @@ import torch
 
 from otb_analysis.config import ObjectiveConfig
 from otb_analysis.errors import NonFiniteError
-from otb_analysis.measurement.forward import ForwardPass, Scored
+from otb_analysis.measurement.forward import CompletionLogprobs, ForwardPass
 from otb_analysis.phases import counted
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.policy.objective import Objective, TokenBatch
-from otb_analysis.training.policy.optimizer import Stepper
+from otb_analysis.training.policy.optimizer import PolicyOptimizer
 from otb_analysis.training.policy.policy import Policy
 from otb_analysis.training.runtime.processes import Processes, total_of
 from otb_analysis.types import Float, Int
@@ -51,7 +51,7 @@ class Tally:
 
 
 def update(
-    policy: Policy, stepper: Stepper, objective: Objective, batch: TokenBatch, forward: ForwardPass
+    policy: Policy, stepper: PolicyOptimizer, objective: Objective, batch: TokenBatch, forward: ForwardPass
 ) -> dict[str, object]:
     """Take every update of one batch and return its scalars.
 
@@ -100,10 +100,10 @@ def _accumulate(
     """Add the gradient of this process's part of a mini-batch's loss to `.grad`, one micro-batch after the other."""
     total = 0.0
     with_entropy = objective.config.entropy_bonus > 0
-    own = policy.processes.share(np.arange(len(batch.mask)))
+    own = policy.processes.shard(np.arange(len(batch.mask)))
     if live is not None and not with_entropy:
         mask = torch.as_tensor(batch.take(own).mask, device=live.device)
-        total = _backward(objective, batch, own, Scored(live, mask), tally)
+        total = _backward(objective, batch, own, CompletionLogprobs(live, mask), tally)
     else:
         parts = policy.micro_batches(batch.rollouts, own)
         more = policy.passes(len(parts)) - len(parts)
@@ -115,7 +115,7 @@ def _accumulate(
     tally.losses.append(total)
 
 
-def _backward(objective: Objective, batch: TokenBatch, rows: Int, scored: Scored, tally: Tally) -> float:
+def _backward(objective: Objective, batch: TokenBatch, rows: Int, scored: CompletionLogprobs, tally: Tally) -> float:
     """Back-propagate −Σ c·log π − bonus·Σ weight·entropy of some rollouts; return it."""
     part = batch.take(rows)
     found = objective.coefficients(part, scored.logprob.detach().double().cpu().numpy())

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.measurement.measurer import ExactNorms, Instrument
+from otb_analysis.measurement.measurer import ExactNorms, GradientMeasurer
 from otb_analysis.measurement.table import Rewards
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.runtime.processes import Processes, widened
@@ -18,7 +18,7 @@ from otb_analysis.types import Float, Int, LogitStats
 
 
 @dataclass(frozen=True)
-class Share:
+class GatheredRollouts:
     """What one process, or all together, know of a step's rollouts before the table; made by the loop.
 
     Attributes:
@@ -33,13 +33,13 @@ class Share:
     stats: LogitStats
     reference: Float | None
 
-    def gathered(self, processes: Processes) -> "Share":
+    def gathered(self, processes: Processes) -> "GatheredRollouts":
         """Return the shares of all processes as one, in the order of their ranks."""
         parts = processes.gather(self)
         return parts[0] if len(parts) == 1 else _joined(parts)
 
 
-def own_rows(columns: Mapping[str, object], processes: Processes, n_rollouts: int) -> dict[str, object]:
+def shard_rows(columns: Mapping[str, object], processes: Processes, n_rollouts: int) -> dict[str, object]:
     """Return the rows of this process's rollouts.
 
     Args:
@@ -49,11 +49,11 @@ def own_rows(columns: Mapping[str, object], processes: Processes, n_rollouts: in
     """
     if processes.size == 1:
         return dict(columns)
-    keep = np.flatnonzero(np.isin(columns["rollout"], processes.share(np.arange(n_rollouts))))  # pyright: ignore
+    keep = np.flatnonzero(np.isin(columns["rollout"], processes.shard(np.arange(n_rollouts))))  # pyright: ignore
     return {name: x[keep] if isinstance(x, np.ndarray) else [x[i] for i in keep] for name, x in columns.items()}  # pyright: ignore[reportIndexIssue]
 
 
-def shared_norms(instrument: Instrument, processes: Processes, rollouts: Rollouts, groups: Int) -> ExactNorms:
+def shared_norms(instrument: GradientMeasurer, processes: Processes, rollouts: Rollouts, groups: Int) -> ExactNorms:
     """Return exact norms of some groups, each measured by one process.
 
     Args:
@@ -62,7 +62,7 @@ def shared_norms(instrument: Instrument, processes: Processes, rollouts: Rollout
         rollouts: Those of all processes.
         groups: Which groups.
     """
-    own = processes.share(groups)
+    own = processes.shard(groups)
     found = [norms for norms in processes.gather(instrument.norms(rollouts, own) if len(own) else None) if norms]
     if len(found) == 1:
         return found[0]
@@ -72,7 +72,7 @@ def shared_norms(instrument: Instrument, processes: Processes, rollouts: Rollout
     )
 
 
-def _joined(parts: Sequence[Share]) -> Share:
+def _joined(parts: Sequence[GatheredRollouts]) -> GatheredRollouts:
     rollouts = Rollouts.concatenate([part.rollouts for part in parts])
     width = rollouts.present().shape[1]
 

@@ -90,7 +90,7 @@ class Processes:
         """What this process's seeds depend on besides the step's; nothing on the first one."""
         return (PROCESS, self.rank) if self.rank else ()
 
-    def share(self, rows: Int) -> Int:
+    def shard(self, rows: Int) -> Int:
         """Return this process's part of some rows: consecutive ones, parts of equal size up to one."""
         return np.array_split(rows, self.size)[self.rank]
 
@@ -107,7 +107,7 @@ class Processes:
             dist.all_gather_object(found, value, group=self.host)
         return found
 
-    def from_first(self, run: Callable[[], T]) -> T:
+    def broadcast_from_main(self, run: Callable[[], T]) -> T:
         """Return what a function returns on the first process; the others wait for it.
 
         Raises:
@@ -201,11 +201,11 @@ class Processes:
             os._exit(2)
 
 
-ALONE = Processes()
+SINGLE_PROCESS = Processes()
 """A run of one process."""
 
 
-def leads() -> bool:
+def is_main_process() -> bool:
     """Return whether this process is the first of those that were launched together, or alone."""
     return int(os.environ.get("RANK", 0)) == 0
 

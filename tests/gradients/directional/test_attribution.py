@@ -14,7 +14,7 @@ from otb_analysis.gradients import (
     token_score_norms,
 )
 from otb_analysis.gradients.batch.forward import sampled_logprobs, sharp_logprobs
-from otb_analysis.gradients.batch.inputs import Batch, pose
+from otb_analysis.gradients.batch.inputs import Batch, prepare
 
 # Hugging Face runs RMSNorm in float32 even inside a float64 model, so rounding stays at 1e-6 of the largest.
 JVP, DIFFERENCE, STENCIL = 1e-6, 1e-3, 2e-4
@@ -116,7 +116,7 @@ def test_logits_that_are_not_the_output_layers_own_stay_as_they_are(make_model, 
 
 
 def sampled(forward, model, batch, temperature):
-    problem = pose(model, Batch(*batch.args, batch.attention_mask), "all", temperature)
+    problem = prepare(model, Batch(*batch.args, batch.attention_mask), "all", temperature)
     return forward(problem, problem.rollouts).detach().double()
 
 

@@ -29,7 +29,7 @@ from otb_analysis.gradients import (
     token_score_norms,
     weighted_score_norms,
 )
-from otb_analysis.gradients.batch.inputs import Batch, pose
+from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.exact import attention, generic, passes
 from otb_analysis.gradients.exact.layers import rule_for
 
@@ -398,7 +398,7 @@ def test_non_finite_logits_name_rollout_and_token(make_model, long_batch):
 def test_the_cut_is_behind_the_last_attention(make_model, sample):
     # Above it are the last layer's feed-forward part and its query, which only the own position reads.
     model, batch = make_model("qwen3"), sample["left"]
-    plan = generic.plan_for(pose(model, Batch(*batch.args, batch.attention_mask), "all", 1.0))
+    plan = generic.plan_for(prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0))
     assert plan.cut == "model.layers.1.post_attention_layernorm"
     above = {u.module for u in plan.above}
     assert {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.norm", "lm_head"} <= above

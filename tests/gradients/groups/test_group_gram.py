@@ -22,7 +22,7 @@ from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients import group_gradient_gram
 from otb_analysis.gradients.batch import packing
 from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Batch, pose
+from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.batch.layout import packed, packing_pays, padded
 from otb_analysis.gradients.batch.tree import prefix_tree, tree_of
 from otb_analysis.gradients.exact import gram
@@ -181,7 +181,7 @@ def test_long_padded_rows_go_through_tiled_attention(make_model, make_sample, at
 def test_half_precision_is_never_packed(batch):
     torch.manual_seed(0)
     model = mistral().bfloat16().eval()
-    problem = pose(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
+    problem = prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
     long = tuple(r for r in problem.rollouts if GROUP[r.row] == 3)
     assert "position_ids" not in packing.layout_of(problem, long, dtype=torch.float32).inputs
 
@@ -214,7 +214,7 @@ def test_windows_and_capped_logits_give_the_same_matrix_another_way(make, batch)
     torch.manual_seed(0)
     model = make().double().eval()
     assert distance(*both(model, batch, weights_of())) < 1e-6
-    problem = pose(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
+    problem = prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
     long = tuple(r for r in problem.rollouts if GROUP[r.row] == 3)
     assert "position_ids" not in packing.layout_of(problem, long).inputs  # a window reaches over less than a rollout
 
@@ -289,7 +289,7 @@ def test_weights_that_are_not_finite_name_their_rollout(make_model, batch):
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "llama"])
 def test_packed_rollouts_have_the_log_probabilities_of_padded_ones(make_model, batch, family):
-    problem = pose(make_model(family), Batch(*batch.args, batch.attention_mask), "all", 1.0)
+    problem = prepare(make_model(family), Batch(*batch.args, batch.attention_mask), "all", 1.0)
     some = tuple(r for r in problem.rollouts if GROUP[r.row] == 3)
     tree = tree_of(some)
     assert packing_pays(tree)
@@ -399,7 +399,7 @@ def test_products_of_float32_gradients_are_those_of_float64():
 
 def test_blocks_are_the_largest_list_of_modules(make_model, batch):
     model = make_model("qwen2")
-    problem = pose(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
+    problem = prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
     anatomy = blocks.anatomy_of(problem)
     assert anatomy.blocks == tuple(model.model.layers) and anatomy.outside == ("model.norm.weight",)
     assert anatomy.ends == ("model.embed_tokens.weight",) * 2

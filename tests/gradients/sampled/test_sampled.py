@@ -8,9 +8,9 @@ import torch
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import sampled_score_norms, token_score_norms
-from otb_analysis.gradients.batch.inputs import Batch, pose
+from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.exact import generic
-from otb_analysis.gradients.exact.passes import Apart
+from otb_analysis.gradients.exact.passes import DecomposedRollout
 from otb_analysis.gradients.sampled import scattered
 from otb_analysis.statistics import horvitz_thompson, systematic_sample
 
@@ -21,7 +21,7 @@ ALL = 99
 def problem(sample):
     def made(model, side="both", scope="all", temperature=1.0):
         batch = sample[side]
-        return pose(model, Batch(batch.input_ids, batch.mask, batch.attention_mask), scope, temperature)
+        return prepare(model, Batch(batch.input_ids, batch.mask, batch.attention_mask), scope, temperature)
 
     return made
 
@@ -84,7 +84,7 @@ def test_norm_above_the_cut_is_that_of_the_layers_there(make_model, problem):
     plan = generic.plan_for(posed)
     expected = np.zeros(posed.shape)
     for rollout in posed.rollouts:
-        parts = Apart(posed, plan, rollout).outer.values()
+        parts = DecomposedRollout(posed, plan, rollout).outer.values()
         expected[rollout.row, rollout.columns] = sum(
             (a.square().sum(-1) * b.square().sum(-1)).numpy() for a, b in parts
         )

@@ -9,7 +9,7 @@ import torch
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import sketch_score_norms, token_score_norms
 from otb_analysis.gradients.batch import memory
-from otb_analysis.gradients.batch.inputs import Batch, pose
+from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.sketched import tangents
 from otb_analysis.gradients.sketched.directions import Directions
@@ -92,7 +92,7 @@ def test_features_are_inner_products_with_one_set_of_directions(make_model, samp
     found = sketch_score_norms(
         model, *batch.args, batch.attention_mask, directions=3, method=method, features=True, seed=4
     )
-    drawn = Directions(pose(model, Batch(*batch.args, batch.attention_mask), "all", 1.0), 3, 4)
+    drawn = Directions(prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0), 3, 4)
     for k in range(3):
         flat = torch.cat([d.flatten() for d in getattr(drawn, method)(k)]).numpy()
         for key, score in explicit_scores(model, batch).items():
@@ -168,7 +168,7 @@ def test_the_cross_term_of_a_tied_matrix_is_exact_where_directions_fill_the_span
     model, batch, uses = tied_uses(make_model, sample, explicit_scores)
     monkeypatch.setattr("otb_analysis.gradients.sketched.score_sketch.TIED_SHARE", 1)
     found = sketch_score_norms(model, *batch.args, batch.attention_mask, directions=8, scope="embed_tokens")
-    drawn = Directions(pose(model, Batch(*batch.args, batch.attention_mask), "embed_tokens", 1.0), 8, 0)
+    drawn = Directions(prepare(model, Batch(*batch.args, batch.attention_mask), "embed_tokens", 1.0), 8, 0)
     for (n, t), (o, i) in uses.items():
         last = int(batch.mask[n].nonzero().max())
         read = batch.input_ids[n, :last][batch.attention_mask[n, :last] > 0].unique()

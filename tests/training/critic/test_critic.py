@@ -12,7 +12,7 @@ from otb_analysis.arrays import returns_to_go
 from otb_analysis.config import CriticConfig, EstimatorConfig, LoraConfig, SampleConfig
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.forward import forward_pass
-from otb_analysis.measurement.table import pay, token_table
+from otb_analysis.measurement.table import compute_rewards, token_table
 from otb_analysis.rollouts.models import character_tokenizer, load_policy
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.training.check import check
@@ -126,7 +126,7 @@ def test_what_lies_outside_the_mask_is_never_read(config):
 
 
 def with_values(echo, rollouts, batch, value):
-    table = token_table(rollouts, batch.forward, pay(echo, rollouts), value)
+    table = token_table(rollouts, batch.forward, compute_rewards(echo, rollouts), value)
     return replace(table, value=value)
 
 

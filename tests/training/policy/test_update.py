@@ -14,7 +14,7 @@ from otb_analysis.rollouts.models import load_policy
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunStore
 from otb_analysis.training.loop import train_step
-from otb_analysis.training.policy.optimizer import Stepper
+from otb_analysis.training.policy.optimizer import PolicyOptimizer
 from otb_analysis.training.policy.update import minibatches
 
 
@@ -24,10 +24,10 @@ def drawn(trainer, seed=3):
     config = trainer.config
     prompts = [trainer.task.prompt("train", i) for i in range(config.sample.prompts)]
     rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample)
-    from otb_analysis.measurement.table import pay
+    from otb_analysis.measurement.table import compute_rewards
 
     forward = trainer.policy.forward(rollouts, keep_graph=False)
-    table = trainer.table(rollouts, forward, pay(trainer.task, rollouts), None)
+    table = trainer.table(rollouts, forward, compute_rewards(trainer.task, rollouts), None)
     advantage = np.where(table.mask, np.random.default_rng(seed).normal(size=table.mask.shape), 0.0)
     return rollouts, forward, trainer.objective.batch(rollouts, table, advantage, None)
 
@@ -185,9 +185,9 @@ def test_penalty_in_the_reward_is_what_the_estimator_sees_and_the_reward_stays_t
 def test_dropped_groups_take_no_part_in_the_update(made):
     trainer = made(objective=ObjectiveConfig(shaping="drop_equal"))
     rollouts, forward, _ = drawn(trainer)
-    from otb_analysis.measurement.table import pay
+    from otb_analysis.measurement.table import compute_rewards
 
-    rewards = pay(trainer.task, rollouts)
+    rewards = compute_rewards(trainer.task, rollouts)
     first = rollouts.group == 0
     equal = np.where(first[:, None], 0.0, rewards.by_token)
     table = trainer.table(rollouts, forward, replace(rewards, by_token=equal), None)
@@ -259,7 +259,7 @@ def test_learning_rate_rises_then_follows_its_schedule():
 
     def rates(schedule):
         own = OptimizeConfig(steps=10, learning_rate=1.0, schedule=schedule, warmup_steps=2)
-        return [Stepper(weight, own).learning_rate(b) for b in range(10)]
+        return [PolicyOptimizer(weight, own).learning_rate(b) for b in range(10)]
 
     # Warm-up 1/3, 2/3; then 1, or falling over 8 steps: 1 − k/8, or (1 + cos(πk/8))/2.
     assert rates("constant") == pytest.approx([1 / 3, 2 / 3] + [1.0] * 8)
@@ -284,7 +284,7 @@ def test_effective_sample_size_scales_the_learning_rate(made):
 def test_a_step_is_seen_in_the_version_of_every_parameter():
     # Who holds a copy of the weights, as vLLM's engine does, asks the versions whether it is still theirs.
     parameter = torch.nn.Parameter(torch.ones(3))
-    stepper = Stepper([parameter], OptimizeConfig())
+    stepper = PolicyOptimizer([parameter], OptimizeConfig())
     before = parameter._version
     parameter.grad = torch.ones(3)
     stepper.step()

@@ -32,7 +32,7 @@ from otb_analysis.rollouts.generation import Generation
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.tasks import Prompt
 from otb_analysis.training.loop import train, train_step
-from otb_analysis.training.runtime.processes import ALONE, Processes, full
+from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes, full
 from otb_analysis.training.setup import Trainer
 
 # 3 prompts of 3 rollouts for two processes: 5 and 4, so the second group spans both.
@@ -81,7 +81,7 @@ class Fixed:
     def __init__(self, end, processes):
         draw = np.random.default_rng(5)
         rows = [[*draw.integers(3, 13, size=draw.integers(1, 6)).tolist(), end] for _ in range(9)]
-        self.rows = [rows[k] for k in processes.share(np.arange(9))]
+        self.rows = [rows[k] for k in processes.shard(np.arange(9))]
 
     def generate(self, contexts, max_new_tokens, temperature):
         assert len(contexts) == len(self.rows)
@@ -123,7 +123,7 @@ def updates(folder, checkpoint):
     for sharded in (False, True):
         for case, changes in CASES.items():
             config = settings(checkpoint, sharded, **changes)
-            for name, processes in {"one": ALONE, "two": replace(together, sharded=sharded)}.items():
+            for name, processes in {"one": SINGLE_PROCESS, "two": replace(together, sharded=sharded)}.items():
                 found = one_step(config, processes)
                 results |= {f"{sharded} {case} {name} {key}": value for key, value in found.items()}
     np.savez(folder / f"{together.rank}.npz", **results)

@@ -19,8 +19,8 @@ from otb_analysis.rollouts.models import load_policy
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore
 from otb_analysis.training.check import check
-from otb_analysis.training.runtime.gather import Share, own_rows
-from otb_analysis.training.runtime.processes import ALONE, Processes, leads, total_of
+from otb_analysis.training.runtime.gather import GatheredRollouts, shard_rows
+from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes, is_main_process, total_of
 from otb_analysis.training.runtime.sharding import asked_for, refuse_unsharded_only
 
 SCRIPT = Path(__file__).with_name("run_of_two.py")
@@ -154,16 +154,16 @@ def test_a_failure_on_one_process_ends_both_with_its_sentence(folder, fails):
 
 def test_a_process_alone_shares_and_gathers_nothing():
     rows, x = np.arange(5), np.ones((5, 2))
-    assert ALONE.share(rows).tolist() == [0, 1, 2, 3, 4]
-    assert ALONE.gather(x)[0] is x
-    assert ALONE.from_first(lambda: x) is x
-    assert total_of(ALONE, {"a": 1.5}) == {"a": 1.5}
-    assert ALONE.seed == ()
+    assert SINGLE_PROCESS.shard(rows).tolist() == [0, 1, 2, 3, 4]
+    assert SINGLE_PROCESS.gather(x)[0] is x
+    assert SINGLE_PROCESS.broadcast_from_main(lambda: x) is x
+    assert total_of(SINGLE_PROCESS, {"a": 1.5}) == {"a": 1.5}
+    assert SINGLE_PROCESS.seed == ()
 
 
 def test_shares_are_consecutive_and_differ_by_at_most_one():
     # 7 rows over 3 processes: 3 + 2 + 2.
-    parts = [Processes(rank, 3).share(np.arange(7)).tolist() for rank in range(3)]
+    parts = [Processes(rank, 3).shard(np.arange(7)).tolist() for rank in range(3)]
     assert parts == [[0, 1, 2], [3, 4], [5, 6]]
 
 
@@ -171,7 +171,7 @@ def test_own_rows_are_those_of_the_own_rollouts():
     columns = {"rollout": np.array([0, 0, 1, 2]), "text": ["a", "b", "c", "d"]}
     columns["logprob"] = np.ma.masked_array([1.0, 2.0, 3.0, 4.0], mask=[False, True, False, True])
     # 3 rollouts over 2 processes: 0 and 1 on the first, 2 on the second.
-    first, second = (own_rows(columns, Processes(rank, 2), 3) for rank in range(2))
+    first, second = (shard_rows(columns, Processes(rank, 2), 3) for rank in range(2))
     assert first["text"] == ["a", "b", "c"]
     assert second["text"] == ["d"]
     assert first["logprob"].mask.tolist() == [False, True, False]
@@ -179,7 +179,7 @@ def test_own_rows_are_those_of_the_own_rollouts():
 
 
 def test_shares_cut_from_a_batch_join_to_the_batch(trainer, monkeypatch):
-    from otb_analysis.measurement.table import pay
+    from otb_analysis.measurement.table import compute_rewards
     from otb_analysis.rollouts.sampling import sample
 
     config = trainer.config.sample
@@ -189,7 +189,9 @@ def test_shares_cut_from_a_batch_join_to_the_batch(trainer, monkeypatch):
 
     def share(rows):
         part = whole.take(rows)
-        return Share(part, pay(trainer.task, part), trainer.policy.forward(part, keep_graph=False).stats, None)
+        return GatheredRollouts(
+            part, compute_rewards(trainer.task, part), trainer.policy.forward(part, keep_graph=False).stats, None
+        )
 
     parts = [share(np.arange(0, 5)), share(np.arange(5, 12))]
     monkeypatch.setattr(Processes, "gather", lambda self, value: parts)
@@ -236,6 +238,6 @@ def test_vllm_on_several_processes_is_refused(tiny_config):
 
 def test_the_first_process_leads(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert leads()
+    assert is_main_process()
     monkeypatch.setenv("RANK", "1")
-    assert not leads()
+    assert not is_main_process()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.objectives.registry import NoOptions, Standing
+from otb_analysis.objectives.registry import NoOptions, Provenance
 
 Tail = Literal["own_return", "group", "zero"]
 
@@ -61,11 +61,11 @@ class ValueOptions:
 
 
 @dataclass(frozen=True)
-class Entry:
+class EstimatorSpec:
     """One row of the catalogue.
 
     Attributes:
-        function: (Batch, options) → Centre, a pure function; `evaluate` turns it into an Estimate. Of an estimator of
+        function: (Batch, options) → BaselineResult, pure; `evaluate` makes it an Estimate. Of an estimator of
             one's own, (EstimatorInputs, options) → advantages [N, T].
         formula: B_{i,t} in Unicode.
         unbiased: True when E ĝ is the gradient of the target under `conditions`.
@@ -88,7 +88,7 @@ class Entry:
     unbiased: bool
     conditions: str
     source: str
-    standing: Standing
+    standing: Provenance
     target: str = "∇J"
     needs: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()

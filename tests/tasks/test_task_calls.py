@@ -6,7 +6,7 @@ from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.tasks import Prompt, Turn
-from otb_analysis.tasks.asking import ask_demonstration, ask_reply, ask_reward, draw_prompts
+from otb_analysis.tasks.task_calls import ask_demonstration, ask_reply, ask_reward, draw_prompts
 
 PROMPT = Prompt("p7", "1+1=", "2")
 TURNS = [Turn("2", True)]

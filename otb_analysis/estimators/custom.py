@@ -15,7 +15,7 @@ import numpy as np
 from otb_analysis.arrays import masked, returns_to_go
 from otb_analysis.custom import import_attribute, one_line
 from otb_analysis.errors import STOPS, InputError
-from otb_analysis.estimators.entry import Entry
+from otb_analysis.estimators.spec import EstimatorSpec
 from otb_analysis.objectives.registry import policy_values
 from otb_analysis.types import Estimate, EstimatorInputs, Float
 
@@ -24,10 +24,10 @@ OPTIONAL = tuple(field.name for field in fields(EstimatorInputs) if field.name n
 WHOLE_NUMBERS = ("turn", "token_id")
 TRIAL, AT_WORK = "in a trial on 4 prompts of 4 rollouts", "on the rollouts it was given"
 
-_entries: dict[str, tuple[Callable[..., Any], Entry]] = {}
+_entries: dict[str, tuple[Callable[..., Any], EstimatorSpec]] = {}
 
 
-def own_entry(name: str) -> Entry:
+def own_entry(name: str) -> EstimatorSpec:
     """Return the catalogue row of `module:function`, after trial calls; the same function is tried once.
 
     Its options are the function's other parameters that have a number or a text as default.
@@ -42,7 +42,9 @@ def own_entry(name: str) -> Entry:
     return known[1]
 
 
-def own_estimate(name: str, entry: Entry, inputs: EstimatorInputs, names: tuple[str, ...], options: Any) -> Estimate:
+def own_estimate(
+    name: str, entry: EstimatorSpec, inputs: EstimatorInputs, names: tuple[str, ...], options: Any
+) -> Estimate:
     """Return what a function of one's own answers, checked; B = G − A, as if it had subtracted a baseline only.
 
     It gets copies: float64, zero outside the mask, None for what it was not seen to read.
@@ -100,7 +102,7 @@ def _answer(name: str, call: Callable[[], object], mask: np.ndarray, where: str)
     return found
 
 
-def _examined(name: str, function: Any) -> Entry:
+def _examined(name: str, function: Any) -> EstimatorSpec:
     """Call the function on the trial, with everything and then without each input that it was seen to read."""
     options = _options(name, function)
     seen: set[str] = set()
@@ -122,7 +124,7 @@ def _examined(name: str, function: Any) -> Entry:
     if "energy" in uses:  # energies are always there, and decide how the estimate is labelled
         uses.remove("energy")
         needs.append("energy")
-    return Entry(
+    return EstimatorSpec(
         lambda inputs, chosen: function(inputs, **asdict(chosen)),
         formula=(inspect.getdoc(function) or name).splitlines()[0],
         unbiased=False,

@@ -3,12 +3,12 @@
 import numpy as np
 
 from otb_analysis.energies import decayed_energy
-from otb_analysis.estimators.batch import NOWHERE, Batch, Centre, given
-from otb_analysis.estimators.entry import NoOptions, ValueOptions
+from otb_analysis.estimators.batch import NOWHERE, BaselineResult, Batch, provided
+from otb_analysis.estimators.spec import NoOptions, ValueOptions
 from otb_analysis.types import Float
 
 
-def position_optimal(batch: Batch, options: NoOptions) -> Centre:
+def position_optimal(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the variance-optimal constant of each position.
 
     B_t* = E[s_t · Σ_k s_k G_k] / E‖s_t‖², passed in as `position_baseline`; off-policy E[ρ_t s_t·g]/E[ρ_t²‖s_t‖²].
@@ -19,10 +19,10 @@ def position_optimal(batch: Batch, options: NoOptions) -> Centre:
         batch: The rollouts, with `position_baseline`.
         options: None to set.
     """
-    return Centre(given(batch.position_baseline), NOWHERE)
+    return BaselineResult(provided(batch.position_baseline), NOWHERE)
 
 
-def value(batch: Batch, options: ValueOptions) -> Centre:
+def value(batch: Batch, options: ValueOptions) -> BaselineResult:
     """Centre by the critic's value of the prefix, or advance by generalized advantage estimation.
 
     A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V(h_{t+1}) − V(h_t), V = 0 after the end; B_t = G_t − A_t. The defaults
@@ -34,16 +34,16 @@ def value(batch: Batch, options: ValueOptions) -> Centre:
         batch: The rollouts, with `value`.
         options: γ and λ.
     """
-    v = given(batch.value)
+    v = provided(batch.value)
     if options.discount == options.decay == 1.0:
-        return Centre(v, NOWHERE)
+        return BaselineResult(v, NOWHERE)
     reward = batch.returns - _next(batch.returns)
     surprise = reward + options.discount * _next(v) - v
     backwards = decayed_energy(surprise[:, ::-1], options.discount * options.decay)
-    return Centre(batch.returns - backwards[:, ::-1], NOWHERE)
+    return BaselineResult(batch.returns - backwards[:, ::-1], NOWHERE)
 
 
-def tvm(batch: Batch, options: NoOptions) -> Centre:
+def tvm(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by a critic fitted to the share of correct rollouts through each prefix.
 
     B_t = V(h_t), as `value`; what differs is the critic's target, `prefix_values` of earlier groups. Fitted on these
@@ -53,7 +53,7 @@ def tvm(batch: Batch, options: NoOptions) -> Centre:
         batch: The rollouts, with `value` from such a critic.
         options: None to set.
     """
-    return Centre(given(batch.value), NOWHERE)
+    return BaselineResult(provided(batch.value), NOWHERE)
 
 
 def _next(x: Float) -> Float:
