@@ -23,7 +23,6 @@ from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.groups.group_gram import basis_weights
 from otb_analysis.measurement.advantages import every_advantage
-from otb_analysis.measurement.levels import batch_of, by_column
 from otb_analysis.measurement.table import TokenTable, compute_rewards
 from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks.task_calls import draw_prompts
@@ -132,19 +131,19 @@ def _step(config: GramConfig) -> _Step:
         group = np.repeat(np.arange(config.prompts), config.group_size)
         rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, sampled, group)
     paid = compute_rewards(trainer.task, rollouts)
-    last = np.arange(rollouts.present().shape[1]) == rollouts.completion_length[:, None] - 1
+    last = np.arange(rollouts.width) == rollouts.completion_length[:, None] - 1
     paid = replace(paid, by_token=last * np.random.default_rng(0).integers(2, size=(len(group), 1)).astype(float))
     table = trainer.table(rollouts, trainer.policy.forward(rollouts, False, trainer.wanted()), paid, None)
     every = np.ones(len(group), bool)
     norms = trainer.instrument.norms(rollouts, np.arange(config.prompts))
     advantages = np.stack(list(every_advantage(table, norms, every).values())) / config.group_size
-    return _Step(trainer, rollouts, table, by_column(advantages, rollouts, every))
+    return _Step(trainer, rollouts, table, rollouts.by_column(advantages))
 
 
 def _calls(step: _Step, config: GramConfig) -> dict[str, Callable[[], object]]:
     measure, rollouts, table = step.trainer.instrument, step.rollouts, step.table
     model, groups, every = step.trainer.model, np.arange(config.prompts), np.ones(len(rollouts.group), bool)
-    ids, mask, real = batch_of(rollouts, every, model.device)
+    ids, mask, real = rollouts.tensors(model.device)
     problem, norms = prepare(model, Batch(ids, mask, real), "all", 1.0), measure.norms(rollouts, groups)
     basis = basis_weights(problem, step.weights, rollouts.group)
 

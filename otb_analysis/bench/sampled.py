@@ -18,7 +18,6 @@ from otb_analysis.bench.publish import Report
 from otb_analysis.config import TrainConfig
 from otb_analysis.gradients import sampled_score_norms, token_score_norms
 from otb_analysis.measurement.forward import forward_pass
-from otb_analysis.measurement.levels import batch_of, by_column
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.rollouts.sampling import sample
@@ -150,9 +149,8 @@ def _rollouts(prompts: int) -> _Batch:
     torch.manual_seed(0)
     asked = [task.prompt("train", i) for i in range(prompts)]
     rollouts = sample(TransformersGenerator(model, tokenizer), tokenizer, task, asked, config.sample)
-    every = np.ones(len(rollouts.group), bool)
     proxy = forward_pass(model, rollouts, config.sample.temperature).stats.energy
-    return _Batch(model, *batch_of(rollouts, every, model.device), by_column(proxy[None], rollouts, every)[:, 0])
+    return _Batch(model, *rollouts.tensors(model.device), rollouts.by_column(proxy[None])[:, 0])
 
 
 def _sampler(batch: _Batch, by: str, tokens: int) -> Callable[[], SampledNorms]:

@@ -1,30 +1,18 @@
 """Advantages of every estimator on a step's rollouts, from the energies that were measured there."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from otb_analysis.estimators import EstimatorInputs, available, entry_of, estimate
 from otb_analysis.measurement.table import TokenTable
+from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.types import Bool, Float, Label
-
-
-@dataclass(frozen=True)
-class ExactNorms:
-    """Exact squared norms of scores; NaN outside the measured groups.
-
-    Attributes:
-        grad_norm_sq: ‖s_{n,t}‖² [N, T].
-        rollout_norm_sq: ‖Σ_t s_{n,t}‖² [N].
-    """
-
-    grad_norm_sq: Float
-    rollout_norm_sq: Float
 
 
 def every_advantage(
     table: TokenTable,
-    norms: ExactNorms,
+    measured: TokenMeasurements,
     rows: Bool,
     options: Mapping[str, Any] | None = None,
     calibrated: Float | None = None,
@@ -38,7 +26,7 @@ def every_advantage(
     """
     options = options or {}
     proxy = table.inputs(table.stats.energy)
-    part = _rows_of(table.inputs(norms.grad_norm_sq, norms.rollout_norm_sq), rows)
+    part = _rows_of(table.inputs(measured.whole_norm_sq, measured.rollout_norm_sq), rows)
     everywhere = set(available(proxy, options))
     found: dict[Label, Float] = {}
     for name in available(part, options):

@@ -52,7 +52,7 @@ class CompletionLogprobs:
         cls, parts: Sequence["CompletionLogprobs"], rollouts: Rollouts, rows: Sequence[Int]
     ) -> "CompletionLogprobs":
         """Put passes over parts of `rollouts` together, `rows` being the rollouts of each."""
-        width = rollouts.completion_columns().shape[1]
+        width = rollouts.width
         back = torch.as_tensor(np.argsort(np.concatenate(rows)), device=parts[0].mask.device)
         entropies = [part.entropy for part in parts if part.entropy is not None]
         return cls(
@@ -84,7 +84,7 @@ class ForwardPass:
     def concatenate(cls, parts: Sequence["ForwardPass"], rollouts: Rollouts, rows: Sequence[Int]) -> "ForwardPass":
         """Put passes over parts of `rollouts` together, `rows` being the rollouts of each."""
         stats = [{f.name: getattr(part.stats, f.name) for f in fields(LogitStats)} for part in parts]
-        width, back = rollouts.completion_columns().shape[1], np.argsort(np.concatenate(rows))
+        width, back = rollouts.width, np.argsort(np.concatenate(rows))
         whole = {name: _filled([s[name] for s in stats], rows, (len(back), width)) for name in stats[0]}
         tensors = ([getattr(p, name) for p in parts] for name in ("logprob", "hidden", "mask"))
         logprob, hidden, mask = (stacked(t, width)[torch.as_tensor(back, device=t[0].device)] for t in tensors)

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.measurement.forward import ForwardPass
+from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.objectives.importance import LOG_LIMIT
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.tasks import Task
@@ -83,9 +84,7 @@ def compute_rewards(task: Task, rollouts: Rollouts) -> Rewards:
         InputError: The task raises, does not pay every turn, or pays what is no number.
         NonFiniteError: A reward part is NaN or infinite; the message names rollout, group and part.
     """
-    columns, present = rollouts.completion_columns(), rollouts.present()
-    mask = np.take_along_axis(rollouts.mask, columns, axis=1) & present
-    turn = np.take_along_axis(rollouts.turn, columns, axis=1)
+    mask, turn = rollouts.policy_tokens(), rollouts.by_token(rollouts.turn)
     by_token = np.zeros(mask.shape)
     paid = [
         ask_reward(task, rollouts.prompts[g], turns, n)
@@ -110,20 +109,14 @@ def compute_rewards(task: Task, rollouts: Rollouts) -> Rewards:
 
 def token_table(rollouts: Rollouts, forward: ForwardPass, rewards: Rewards, value: Float | None) -> TokenTable:
     """Gather a step's columns by completion token."""
-    columns = rollouts.completion_columns()
-
-    def by_token(x: np.ndarray) -> np.ndarray:
-        return np.take_along_axis(x, columns, axis=1)
-
-    present = rollouts.present()
-    mask = by_token(rollouts.mask) & present
+    mask = rollouts.policy_tokens()
     return TokenTable(
         mask=mask,
-        present=present,
+        present=rollouts.present(),
         group=rollouts.group,
-        turn=by_token(rollouts.turn),
-        token_id=by_token(rollouts.input_ids),
-        behavior_logprob=np.where(mask, by_token(rollouts.behavior_logprob), np.nan),
+        turn=rollouts.by_token(rollouts.turn),
+        token_id=rollouts.by_token(rollouts.input_ids),
+        behavior_logprob=np.where(mask, rollouts.by_token(rollouts.behavior_logprob), np.nan),
         stats=forward.stats,
         rewards=rewards,
         value=None if value is None else np.where(mask, value, 0.0),
@@ -139,14 +132,14 @@ def token_ratio(table: TokenTable) -> Float:
 
 
 def token_rows(
-    table: TokenTable, estimate: Estimate, grad_norm_sq: Float | None, tokenizer: PreTrainedTokenizerBase
+    table: TokenTable, estimate: Estimate, measured: TokenMeasurements, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, object]:
     """Return the columns of the step's rows of `tokens`; masked entries were not measured.
 
     Args:
         table: The step.
         estimate: Of the estimator that trains.
-        grad_norm_sq: Exact norms [N, T], NaN where not measured; None when none were.
+        measured: What is known of the scores.
         tokenizer: Decodes single tokens, so that readers need none.
     """
     n, t = np.nonzero(table.present)
@@ -178,17 +171,10 @@ def token_rows(
         columns["hidden_norm_sq"] = floats(stats.hidden_norm_sq)
     if table.value is not None:
         columns["value"] = floats(table.value)
-    exact = np.zeros(len(n), bool) if grad_norm_sq is None else policy & ~np.isnan(grad_norm_sq[n, t])
-    if grad_norm_sq is not None:
-        columns["grad_norm_sq"] = np.ma.masked_array(grad_norm_sq[n, t], mask=~exact)
-    columns["measured_by"] = np.where(exact, "exact", "none")
-    # Prompts come in random order, so measuring the first groups is drawing that share of the step's groups.
-    share = len(np.unique(table.group[n[exact]])) / len(np.unique(table.group))
-    columns["inclusion_prob"] = np.ma.masked_array(np.full(len(n), share), mask=~exact)
-    return columns
+    return columns | measured.columns((n, t), table.mask)
 
 
-def rollout_rows(rollouts: Rollouts, table: TokenTable, rollout_norm_sq: Float | None) -> dict[str, object]:
+def rollout_rows(rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements) -> dict[str, object]:
     """Return the columns of the step's rows of `rollouts`; reward parts become columns `reward_<part>`."""
     prompts = [rollouts.prompts[g] for g in rollouts.group]
     columns: dict[str, object] = {
@@ -203,6 +189,4 @@ def rollout_rows(rollouts: Rollouts, table: TokenTable, rollout_norm_sq: Float |
         "finish_reason": list(rollouts.finish_reason),
     }
     columns |= {f"reward_{name}": values for name, values in table.rewards.parts.items()}
-    if rollout_norm_sq is not None:
-        columns["score_norm_sq"] = np.ma.masked_invalid(rollout_norm_sq)
-    return columns
+    return columns | measured.rollout_columns()

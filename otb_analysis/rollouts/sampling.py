@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from otb_analysis.config import SampleConfig
@@ -96,15 +98,40 @@ class Rollouts:
             finish_reason=tuple(reason for part in parts for reason in part.finish_reason),
         )
 
+    @property
+    def width(self) -> int:
+        """Tokens of the longest completion, T."""
+        return int(self.completion_length.max(initial=0))
+
     def completion_columns(self) -> NDArray[np.int64]:
         """Return the column in [N, L] of each completion token, [N, T]; padding repeats the last column."""
-        offset = np.arange(int(self.completion_length.max(initial=0)))
-        return np.minimum(self.prompt_length[:, None] + offset, self.input_ids.shape[1] - 1)
+        return np.minimum(self.prompt_length[:, None] + np.arange(self.width), self.input_ids.shape[1] - 1)
 
     def present(self) -> Bool:
         """Return True where an [N, T] entry is a completion token."""
-        columns = np.arange(int(self.completion_length.max(initial=0)))
-        return columns < self.completion_length[:, None]
+        return np.arange(self.width) < self.completion_length[:, None]
+
+    def policy_tokens(self) -> Bool:
+        """Return True where an [N, T] entry is a token that the policy sampled."""
+        return self.by_token(self.mask) & self.present()
+
+    def by_token(self, by_column: NDArray, rows: Bool | slice = slice(None)) -> NDArray:
+        """Return numbers by column [n, L] of some rollouts by completion token [n, T]; padding holds any number."""
+        return np.take_along_axis(by_column, self.completion_columns()[rows], axis=1)
+
+    def by_column(self, by_token: Float, rows: Bool | slice = slice(None)) -> Float:
+        """Return numbers by completion token [M, n, T] of some rollouts by column [n, M, L], zero elsewhere."""
+        columns = self.completion_columns()[rows]
+        out = np.zeros((by_token.shape[1], by_token.shape[0], self.input_ids.shape[1]))
+        n, t = np.nonzero(self.present()[rows])
+        out[n, :, columns[n, t]] = by_token[:, n, t].T
+        return out
+
+    def tensors(self, device: torch.device, rows: Bool | slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
+        """Return token ids, policy mask and attention mask [n, L] of some rollouts, for the gradient engine."""
+        arrays = (self.input_ids[rows], self.mask[rows], self.attention_mask[rows])
+        ids, mask, attention = (torch.as_tensor(x, device=device) for x in arrays)
+        return ids, mask, attention.long()
 
 
 class _Draft:

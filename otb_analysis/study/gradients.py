@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import group_gradient_gram
-from otb_analysis.measurement.levels import by_column
 from otb_analysis.measurement.table import TokenTable, compute_rewards
 from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks import Prompt
@@ -77,7 +76,7 @@ def _side_by_side(
         count = np.bincount(own.group, minlength=size)[own.group]
         stacked = np.stack(list(batch.coefficient.values())) / count[:, None]
         weights = np.zeros((len(every), n_labels, width))
-        weights[:, first : first + len(stacked), : own.input_ids.shape[1]] = by_column(stacked, own, every)
+        weights[:, first : first + len(stacked), : own.input_ids.shape[1]] = own.by_column(stacked)
         first += len(stacked)
         wide = ((0, 0), (0, width - own.input_ids.shape[1]))
         parts = (np.pad(own.input_ids, wide), np.pad(own.mask, wide), weights, number * size + own.group)

@@ -11,7 +11,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTraine
 from otb_analysis.config import SampleConfig, SmallModelConfig, TrainConfig
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.measurement.forward import forward_pass
-from otb_analysis.measurement.levels import batch_of, by_column
 from otb_analysis.measurement.table import TokenTable, compute_rewards, token_table
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.models import character_tokenizer, load_policy, small_model, special_id
@@ -59,7 +58,7 @@ class ScoredRollouts:
     @property
     def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, policy mask and attention mask [N, L], as the gradient engine takes them."""
-        return batch_of(self.rollouts, np.ones(len(self.rollouts.group), bool), torch.device("cpu"))
+        return self.rollouts.tensors(torch.device("cpu"))
 
     def distinct(self) -> tuple[Int, Int]:
         """Return a row of each distinct rollout [U], and the distinct rollout of each row [N]: copies cost nothing."""
@@ -70,11 +69,11 @@ class ScoredRollouts:
 
     def by_token(self, x: Float) -> Float:
         """Return numbers by column [N, L] by completion token [N, T], zero outside the mask."""
-        return np.where(self.table.mask, np.take_along_axis(x, self.rollouts.completion_columns(), axis=1), 0.0)
+        return np.where(self.table.mask, self.rollouts.by_token(x), 0.0)
 
     def by_column(self, x: Float) -> Float:
         """Return rows of numbers by completion token [M, N, T] by column [N, M, L]."""
-        return by_column(x, self.rollouts, np.ones(len(self.rollouts.group), bool))
+        return self.rollouts.by_column(x)
 
 
 def fresh_policy(config: TrainConfig, architecture: str = "qwen3") -> Policy:

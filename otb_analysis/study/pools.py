@@ -140,9 +140,7 @@ def token_sketches(
             temperature=written.temperature,
         )[0]  # fmt: skip
         bar(done + 1, len(todo), "sketching scores")
-    return found, np.where(
-        written.table.mask, np.take_along_axis(node, written.rollouts.completion_columns(), axis=1), 0
-    )
+    return found, np.where(written.table.mask, written.rollouts.by_token(node), 0)
 
 
 def distinct_tokens(ids: Int, mask: Bool) -> tuple[Int, Bool]:

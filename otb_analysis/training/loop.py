@@ -18,8 +18,6 @@ import torch
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import STOPS, Interrupted, NonFiniteError, StoreError
 from otb_analysis.estimators import estimate
-from otb_analysis.measurement.levels import energy_columns, level_columns
-from otb_analysis.measurement.sketched import sketch_columns
 from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows
 from otb_analysis.phases import note, phase
 from otb_analysis.rollouts.sampling import sample
@@ -141,7 +139,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
     with trainer.timed("estimate"):
         inputs = table.inputs(table.stats.energy if config.estimator.energy == "proxy" else None)
         if norms is not None:
-            inputs = table.inputs(norms.grad_norm_sq, norms.rollout_norm_sq)
+            inputs = table.inputs(norms.whole_norm_sq, norms.rollout_norm_sq)
         trained = estimate(config.estimator.name, inputs, trainer.options)
         batch = trainer.objective.batch(rollouts, table, trained.advantage, reference)
         batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
@@ -156,12 +154,8 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         scalars |= trainer.update_critic(rollouts, forward, table)
         del forward  # its graph takes time to take down, which is the update's and not the record's
     scalars |= summarize(rollouts, table, trained, measurement) | trainer.take_seconds()
-    exact, first = measurement.norms, processes.first
-    tokens = token_rows(table, trained, exact.grad_norm_sq if exact else None, trainer.tokenizer)
-    tokens |= level_columns(table, measurement.sampled, measurement.shares)
-    tokens |= sketch_columns(table, measurement.sketch, tokens)
-    by_rollout = rollout_rows(rollouts, table, exact.rollout_norm_sq if exact else None)
-    by_rollout |= energy_columns(measurement.sampled)
+    tokens = token_rows(table, trained, measurement.tokens, trainer.tokenizer)
+    by_rollout, first = rollout_rows(rollouts, table, measurement.tokens), processes.first
     return StepTables(
         tokens=shard_rows(tokens, processes, len(table.mask)),
         rollouts=shard_rows(by_rollout, processes, len(table.mask)),

@@ -172,7 +172,7 @@ class Trainer:
         value = None
         if self.critic is not None:
             found = self.critic.value(self._judged(rollouts, forward))
-            value = self.processes.rows(found, rollouts.present().shape[1])
+            value = self.processes.rows(found, rollouts.width)
         table = token_table(rollouts, forward, rewards, value)
         penalty = self.objective.penalty(table.stats.logprob, reference, table.mask)
         shaped = self.objective.shaped(rewards.by_token, table.mask, table.group, penalty)

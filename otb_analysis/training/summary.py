@@ -4,6 +4,7 @@ import numpy as np
 
 from otb_analysis.measurement.measurer import Measurement
 from otb_analysis.measurement.table import TokenTable
+from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import pareto_k, top_share
 from otb_analysis.types import Bool, Estimate, Float, LogitStats
@@ -36,11 +37,11 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "energy_proxy_mean": _mean(energy),
         "energy_tail_k": pareto_k(energy),
         "energy_max_share": top_share(energy),
-        "exact_tail_k": _exact_tail(table, measurement),
-        **level_scalars(measurement),
+        "exact_tail_k": _exact_tail(table, measurement.tokens),
+        **level_scalars(measurement.tokens),
         **sampling_check(stats, inside),
-        "n_measured_prompts": _measured_groups(table, measurement),
-        "n_sketched_prompts": measurement.sketch.n_groups if measurement.sketch else 0,
+        "n_measured_prompts": len(np.unique(table.group[measurement.tokens.whole])),
+        "n_sketched_prompts": measurement.tokens.n_sketched,
         "measurement_gaps": measurement.gaps,
     }
 
@@ -54,19 +55,19 @@ def zero_variance_groups(reward: Float, group: np.ndarray) -> Bool:
     return (low == high) & (size > 1)
 
 
-def level_scalars(measurement: Measurement) -> dict[str, object]:
+def level_scalars(measured: TokenMeasurements) -> dict[str, object]:
     """Return what the levels `sampled` and `attribution` say about the step as a whole; nothing where neither ran."""
     found: dict[str, object] = {}
-    if (sampled := measurement.sampled) is not None:
-        total = sampled.total
+    if (drawn := measured.drawn) is not None:
+        total = measured.energy_total
         found |= {
             "energy_total": None if total is None else float(total.estimate[0]),
             "energy_total_stderr": None if total is None or np.isnan(total.stderr[0]) else float(total.stderr[0]),
-            "n_sampled_tokens": int(np.isfinite(sampled.grad_norm_sq).sum()),
-            "calibration_slope": sampled.calibration.slope,
-            "calibration_error": sampled.calibration.log_error,
+            "n_sampled_tokens": int((measured.measured_by == "exact").sum()),
+            "calibration_slope": drawn.calibration.slope,
+            "calibration_error": drawn.calibration.log_error,
         }
-    if (shares := measurement.shares) is not None:
+    if (shares := measured.shares) is not None:
         found["attribution_top_share"] = top_share(np.abs(shares.share[np.isfinite(shares.share)]))
         if shares.signal is not None and shares.noise is not None:
             found |= {"signal_total": float(np.nansum(shares.signal)), "noise_total": float(np.nansum(shares.noise))}
@@ -80,12 +81,6 @@ def _degenerate(rollouts: Rollouts, table: TokenTable) -> dict[str, object]:
         "n_empty_completions": sum(not any(turn.text for turn in turns) for turns in rollouts.turns),
         "n_truncated": sum(reason == "length" for reason in rollouts.finish_reason),
     }
-
-
-def _measured_groups(table: TokenTable, measurement: Measurement) -> int:
-    if measurement.norms is None:
-        return 0
-    return len(np.unique(table.group[np.isfinite(measurement.norms.rollout_norm_sq)]))
 
 
 def sampling_check(stats: LogitStats, mask: Bool) -> dict[str, float | None]:
@@ -110,11 +105,11 @@ def sampling_check(stats: LogitStats, mask: Bool) -> dict[str, float | None]:
     return {name: float(x / np.sqrt(variance)) if variance > 0 else None for name, (x, variance) in totals.items()}
 
 
-def _exact_tail(table: TokenTable, measurement: Measurement) -> float | None:
+def _exact_tail(table: TokenTable, measured: TokenMeasurements) -> float | None:
     """Return the tail of the exact norms; the proxy's has its own column, so that no curve changes what it shows."""
-    if measurement.norms is None:
+    if not measured.whole.any():
         return None
-    exact = measurement.norms.grad_norm_sq[table.mask]
+    exact = measured.whole_norm_sq[table.mask]
     return pareto_k(exact[np.isfinite(exact)])
 
 

@@ -10,9 +10,11 @@ from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.estimators import available, estimate
 from otb_analysis.logit_stats import logit_stats
+from otb_analysis.measurement.advantages import every_advantage
 from otb_analysis.measurement.forward import forward_pass
-from otb_analysis.measurement.measurer import ExactNorms, GradientMeasurer, Measurement, every_advantage
+from otb_analysis.measurement.measurer import GradientMeasurer, Measurement
 from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows, token_table
+from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.training.summary import sampling_check, summarize, zero_variance_groups
@@ -89,7 +91,7 @@ def test_exact_level_measures_a_batch_with_tool_tokens(tiny_model, rollouts, tab
     instrument = GradientMeasurer(tiny_model, MeasureConfig(exact=Schedule(1, 0)), 1.0)
     found = instrument.measure(0, rollouts, table, None)
     assert found.gaps == 0
-    assert np.array_equal(np.isfinite(found.norms.grad_norm_sq), table.mask)
+    assert np.array_equal(np.isfinite(found.tokens.norm_sq), table.mask)
     names = {name for name, _ in found.gram.labels}
     assert {"otb_turn", "group_mean", "classic_optimal"} <= names
     assert "otb" not in names
@@ -99,7 +101,7 @@ def test_proxy_estimators_see_the_whole_batch_when_part_of_it_is_measured(tiny_m
     from otb_analysis.config import MeasureConfig
 
     norms = GradientMeasurer(tiny_model, MeasureConfig(), 1.0).norms(rollouts, np.array([0]))
-    assert np.isnan(norms.grad_norm_sq[2:]).all()
+    assert np.isnan(norms.norm_sq[2:]).all()
     rows = np.array([True, True, False, False])
     found = every_advantage(table, norms, rows)
     whole = estimate("batch_mean", table.inputs(None))
@@ -107,14 +109,15 @@ def test_proxy_estimators_see_the_whole_batch_when_part_of_it_is_measured(tiny_m
 
 
 def test_rows_of_the_store_leave_tool_tokens_unmeasured(tokenizer, rollouts, table):
-    rows = token_rows(table, estimate("group_mean", table.inputs(None)), None, tokenizer)
+    nothing = TokenMeasurements.nothing(table.mask.shape)
+    rows = token_rows(table, estimate("group_mean", table.inputs(None)), nothing, tokenizer)
     tool = ~np.asarray(rows["mask"])
     assert tool.sum() == 2 + 1 + 2
     for name in ("logprob", "entropy", "energy_proxy", "reward", "baseline", "advantage", "behavior_logprob"):
         assert (np.ma.getmaskarray(rows[name]) == tool).all(), name
     assert "".join(rows["token"][:7]) == "7<end>=7#0<end>"
     assert np.asarray(rows["t"])[:9].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1]
-    kept = rollout_rows(rollouts, table, None)
+    kept = rollout_rows(rollouts, table, nothing)
     assert kept["completion"] == ["7=7#0", "12", "=3", "5=5#1"]
     assert kept["length"].tolist() == [5, 2, 3, 4]
     assert kept["turns"] == [2, 1, 2, 2]
@@ -125,7 +128,9 @@ def test_rows_of_the_store_leave_tool_tokens_unmeasured(tokenizer, rollouts, tab
 
 
 def test_degenerate_input_is_counted(rollouts, table):
-    found = summarize(rollouts, table, estimate("rloo", table.inputs(None)), Measurement())
+    found = summarize(
+        rollouts, table, estimate("rloo", table.inputs(None)), Measurement(TokenMeasurements.nothing(table.mask.shape))
+    )
     assert found["n_truncated"] == 2
     assert found["n_empty_completions"] == 0  # rollout 2 wrote something in its second turn
     assert found["n_tokens"] == 14
@@ -138,7 +143,9 @@ def test_empty_completion_is_counted(echo, scripted, tokenizer, tiny_model):
     prompts = [echo.prompt("train", 0)]
     rollouts = sample(scripted(["$", "1$"]), tokenizer, echo, prompts, SampleConfig(group_size=2))
     table = token_table(rollouts, forward_pass(tiny_model, rollouts, 1.0), compute_rewards(echo, rollouts), None)
-    found = summarize(rollouts, table, estimate("rloo", table.inputs(None)), Measurement())
+    found = summarize(
+        rollouts, table, estimate("rloo", table.inputs(None)), Measurement(TokenMeasurements.nothing(table.mask.shape))
+    )
     assert found["n_empty_completions"] == 1
     assert found["n_zero_variance_groups"] == 1  # both earn .25
 
@@ -179,10 +186,10 @@ def test_energy_tail_is_the_proxys_whether_or_not_exact_norms_were_measured(tiny
     stats = replace(table.stats, **{name: rng.random(shape) for name in names})
     rewards = replace(table.rewards, by_token=np.zeros(shape))
     wide = replace(table, mask=np.ones(shape, bool), stats=stats, rewards=rewards, behavior_logprob=stats.logprob)
-    norms = ExactNorms(rng.pareto(1.0, (4, 500)), np.ones(4))
+    norms = TokenMeasurements.exact(rng.pareto(1.0, shape), np.ones(4), wide.group)
     trained = estimate("rloo", wide.inputs(None))
-    plain = summarize(rollouts, wide, trained, Measurement())
-    measured = summarize(rollouts, wide, trained, Measurement(norms=norms))
+    plain = summarize(rollouts, wide, trained, Measurement(TokenMeasurements.nothing(shape)))
+    measured = summarize(rollouts, wide, trained, Measurement(norms))
     assert plain["energy_tail_k"] == measured["energy_tail_k"]
     assert plain["energy_max_share"] == measured["energy_max_share"]
     assert plain["exact_tail_k"] is None

@@ -6,7 +6,6 @@ import torch
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import weighted_score_norms
-from otb_analysis.measurement.levels import batch_of, by_column
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, regrouped, scored
 from otb_analysis.training.setup import Trainer
 
@@ -42,9 +41,8 @@ def test_gradients_are_means_over_the_group_and_differ_by_batch(trainer, pools):
     rollouts, coefficient = rollouts.take(np.array([0, 2, 4])), coefficient[:1, [0, 2, 4]]  # one rollout a prompt
     coefficient = coefficient[..., : rollouts.completion_columns().shape[1]]
     gram = prompt_gram(trainer.model, [Weighed(rollouts, {("a", "none"): coefficient[0]})])
-    every = np.ones(3, bool)
-    ids, mask, attention = batch_of(rollouts, every, torch.device("cpu"))
-    alone = weighted_score_norms(trainer.model, ids, mask, by_column(coefficient, rollouts, every), attention)[:, 0]
+    ids, mask, attention = rollouts.tensors(torch.device("cpu"))
+    alone = weighted_score_norms(trainer.model, ids, mask, rollouts.by_column(coefficient), attention)[:, 0]
     np.testing.assert_allclose(np.diag(gram.inner[0, 0]), alone, rtol=1e-4)
     twice = replace(rollouts, **{n: np.repeat(getattr(rollouts, n), 2, axis=0) for n in ARRAYS}, **doubled(rollouts))
     again = prompt_gram(trainer.model, [Weighed(twice, {("a", "none"): np.repeat(coefficient[0], 2, axis=0)})])

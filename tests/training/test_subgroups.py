@@ -11,7 +11,6 @@ from otb_analysis.diagnostics import advise_run
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import group_gradient_gram
-from otb_analysis.measurement.levels import batch_of, by_column
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.rollouts.sampling import sample
@@ -41,7 +40,7 @@ def test_smaller_groups_are_as_if_only_their_rollouts_had_been_sampled(step):
     found = instrument.subgroups(rollouts, table, norms, groups)
     assert list(found) == [2] and found[2].n_rollouts == 12
     assert found[2].labels == (("rloo", "none"), ("otb", "proxy"), ("otb", "exact"))
-    energies = {"none": table.stats.energy, "proxy": table.stats.energy, "exact": norms.grad_norm_sq}
+    energies = {"none": table.stats.energy, "proxy": table.stats.energy, "exact": norms.norm_sq}
     halves = [np.flatnonzero(rollouts.group == p).reshape(2, 2) for p in range(3)]
     gradients = {}
     for label in found[2].labels:
@@ -52,12 +51,11 @@ def test_smaller_groups_are_as_if_only_their_rollouts_had_been_sampled(step):
             given = {name: getattr(alone, name) for name in ("reward", "mask", "group", "energy")}
             weights[rows] = estimate(label[0], type(alone)(**{n: x[rows] for n, x in given.items()})).advantage / 2
         gradients[label] = weights
-    every = np.ones(12, bool)
-    ids, mask, attention = batch_of(rollouts, every, trainer.model.device)
+    ids, mask, attention = rollouts.tensors(trainer.model.device)
     numbered = np.empty(12, dtype=int)
     for a, half in enumerate(np.concatenate(halves)):
         numbered[half] = a
-    rows = by_column(np.stack(list(gradients.values())), rollouts, every)
+    rows = rollouts.by_column(np.stack(list(gradients.values())))
     inner = group_gradient_gram(trainer.model, ids, mask, rows, numbered, attention, engine="reference")
     for m in range(3):
         for n in range(3):

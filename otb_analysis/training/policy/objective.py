@@ -45,7 +45,7 @@ class TokenBatch:
     def take(self, rows: Int) -> "TokenBatch":
         """Return some rollouts, as wide as the longest of them."""
         rollouts = self.rollouts.take(rows)
-        width = rollouts.completion_columns().shape[1]
+        width = rollouts.width
         names = ("mask", "advantage", "behavior", "reference", "weight")
         arrays = {name: getattr(self, name) for name in names}
         cut = {name: None if x is None else x[rows, :width] for name, x in arrays.items()}

@@ -135,7 +135,7 @@ class Policy:
         with torch.no_grad(), off:
             found = [self._scored(model, rollouts, rows) for rows in parts]
         self.idle(rollouts, more, model)
-        return stacked([part.logprob for part in found], rollouts.completion_columns().shape[1]).double().cpu().numpy()
+        return stacked([part.logprob for part in found], rollouts.width).double().cpu().numpy()
 
     def passes(self, own: int) -> int:
         """Return how many passes to make where this process needs `own`: all must make as many on sharded weights."""

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.measurement.measurer import ExactNorms, GradientMeasurer
+from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import Rewards
+from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.runtime.processes import Processes, widened
 from otb_analysis.types import Float, Int, LogitStats
@@ -53,7 +54,9 @@ def shard_rows(columns: Mapping[str, object], processes: Processes, n_rollouts: 
     return {name: x[keep] if isinstance(x, np.ndarray) else [x[i] for i in keep] for name, x in columns.items()}  # pyright: ignore[reportIndexIssue]
 
 
-def shared_norms(instrument: GradientMeasurer, processes: Processes, rollouts: Rollouts, groups: Int) -> ExactNorms:
+def shared_norms(
+    instrument: GradientMeasurer, processes: Processes, rollouts: Rollouts, groups: Int
+) -> TokenMeasurements:
     """Return exact norms of some groups, each measured by one process.
 
     Args:
@@ -63,18 +66,13 @@ def shared_norms(instrument: GradientMeasurer, processes: Processes, rollouts: R
         groups: Which groups.
     """
     own = processes.shard(groups)
-    found = [norms for norms in processes.gather(instrument.norms(rollouts, own) if len(own) else None) if norms]
-    if len(found) == 1:
-        return found[0]
-    return ExactNorms(
-        np.fmax.reduce([norms.grad_norm_sq for norms in found]),  # a number beats NaN, which stands for not measured
-        np.fmax.reduce([norms.rollout_norm_sq for norms in found]),
-    )
+    parts = [part for part in processes.gather(instrument.norms(rollouts, own) if len(own) else None) if part]
+    return parts[0] if len(parts) == 1 else TokenMeasurements.joined(parts, rollouts.group)
 
 
 def _joined(parts: Sequence[GatheredRollouts]) -> GatheredRollouts:
     rollouts = Rollouts.concatenate([part.rollouts for part in parts])
-    width = rollouts.present().shape[1]
+    width = rollouts.width
 
     def tokens(arrays: list[Float]) -> Float:
         return np.concatenate([widened(x, width) for x in arrays])

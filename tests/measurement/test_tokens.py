@@ -1,0 +1,71 @@
+"""The record of what was measured: exact norms stand, estimates fill what nobody measured."""
+
+import numpy as np
+
+from otb_analysis.energies import calibrate
+from otb_analysis.measurement.tokens import DrawnTokens, TokenMeasurements
+
+GROUP = np.array([0, 0, 1, 2])
+MASK = np.array([[True, True], [True, False], [True, True], [True, True]])
+NAN = np.nan
+
+
+def exact():
+    return TokenMeasurements.exact(
+        np.array([[1.0, 2.0], [3.0, NAN], [NAN, NAN], [NAN, NAN]]), np.array([4.0, 3.0, NAN, NAN]), GROUP
+    )
+
+
+def drawn():
+    norm_sq = np.array([[1.0, 2.0], [3.0, NAN], [5.0, NAN], [NAN, NAN]])
+    probability = np.array([[1.0, 1.0], [1.0, NAN], [0.5, 0.25], [NAN, NAN]])
+    fit = calibrate(norm_sq, np.where(MASK, np.arange(1.0, 9.0).reshape(4, 2), 0.0), probability)
+    return exact().with_drawn(norm_sq, DrawnTokens(probability, 2 / 3, fit, np.full(MASK.shape, 9.0)))
+
+
+def test_nothing_measured_is_unknown_everywhere():
+    nothing = TokenMeasurements.nothing((4, 2))
+    assert not np.isfinite(nothing.norm_sq).any() and set(nothing.measured_by.flat) == {"none"}
+    assert nothing.energy_total is None and nothing.rollout_columns() == {}
+
+
+def test_groups_measured_whole_have_the_share_of_the_groups_as_their_chance():
+    found = exact()
+    assert found.measured_by.tolist() == [["exact", "exact"], ["exact", "none"], ["none"] * 2, ["none"] * 2]
+    np.testing.assert_array_equal(found.inclusion_prob[0], [1 / 3, 1 / 3])
+    assert found.whole.tolist() == [True, True, False, False]
+
+
+def test_drawn_tokens_count_as_exact_but_their_groups_not_as_whole():
+    found = drawn()
+    assert found.measured_by[2].tolist() == ["exact", "none"]
+    np.testing.assert_allclose(found.inclusion_prob[2], [1 / 3, 1 / 6])  # also of the token that was not drawn
+    assert np.isnan(found.whole_norm_sq[2]).all() and found.whole_norm_sq[0].tolist() == [1.0, 2.0]
+    assert found.energy_total is None  # a group was left out
+
+
+def test_estimates_fill_only_what_nobody_measured():
+    guess = np.array([[NAN, NAN], [NAN, NAN], [NAN, NAN], [7.0, -0.5]])
+    found = drawn().with_sketched(guess, np.where(np.isfinite(guess), 0.1, NAN), 1, 1 / 3)
+    assert found.norm_sq[0].tolist() == [1.0, 2.0] and found.norm_sq[3].tolist() == [7.0, -0.5]
+    assert found.measured_by[3].tolist() == ["sketch", "sketch"] and found.measured_by[2, 0] == "exact"
+    assert found.n_sketched == 1 and found.drawn is not None
+
+
+def test_columns_leave_what_is_no_policy_token_unmeasured():
+    n, t = np.nonzero(np.ones(MASK.shape, bool))
+    columns = exact().columns((n, t), MASK)
+    assert np.ma.getmaskarray(columns["grad_norm_sq"]).tolist() == [False, False, False, True] + [True] * 4
+    assert columns["measured_by"].tolist()[:4] == ["exact", "exact", "exact", "none"]
+    assert "grad_norm_sq_stderr" not in columns and "energy_calibrated" not in columns
+
+
+def test_norms_of_two_processes_are_those_of_one():
+    norm_sq, whole = exact().norm_sq, exact().rollout_norm_sq
+    parts = [
+        TokenMeasurements.exact(np.where(rows[:, None], norm_sq, NAN), np.where(rows, whole, NAN), GROUP)
+        for rows in (np.arange(4) == 0, np.arange(4) == 1)
+    ]
+    joined = TokenMeasurements.joined(parts, GROUP)
+    np.testing.assert_array_equal(joined.norm_sq, norm_sq)
+    np.testing.assert_array_equal(joined.inclusion_prob, exact().inclusion_prob)
