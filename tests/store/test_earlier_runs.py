@@ -1,8 +1,7 @@
 """Runs written before the rooms were moved open, and say the same numbers.
 
-Made with every level of measuring by `otb train` on one layer of width 16: `levels` measures part of its groups exactly,
-draws tokens of others and sketches the rest; `critic` trains `value` and measures everything. Models and checkpoints are
-left out.
+Made by `otb train` on one layer of width 16: `levels` measures part of its groups exactly, draws tokens of others and
+sketches the rest; `critic` trains `value` and measures everything. Models and checkpoints are left out.
 """
 
 import json
