@@ -1,6 +1,6 @@
 """How often the alarms cry wolf on synthetic calm series, and how soon they see a change at a known step."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,8 @@ import numpy as np
 from scipy import stats
 
 from otb_analysis.bench.alarm_series import calm_series, changed, replaced
-from otb_analysis.bench.config import AlarmsConfig, check_positive
-from otb_analysis.bench.publish import Report, flags
+from otb_analysis.bench.config import AlarmsConfig
+from otb_analysis.bench.publish import Column, Report, Row, report_of
 from otb_analysis.diagnostics import DETECTORS, StepSeries, change_points
 from otb_analysis.types import Float, Int
 
@@ -24,10 +24,23 @@ ANY = "any of them"
 NEAR = 10
 """Steps within which a change point must lie of the true one."""
 
-HEADERS = (
-    *("detector", *(f"{length} steps" for length in LENGTHS), "with an alarm"),
-    *("known change", "found", "fired before", "median delay"),
-)
+
+def _calm_cell(length: int) -> Callable[[Row], str]:
+    def shown(row: Row) -> str:
+        return "{rate:.1%} [{rate_low:.1%}, {rate_high:.1%}]".format_map(row["lengths"][str(length)])
+
+    return shown
+
+
+COLUMNS: dict[str, Column] = {
+    "detector": "{detector}",
+    **{f"{length} steps": _calm_cell(length) for length in LENGTHS},
+    "with an alarm": "{alarm_rate:.1%}",
+    "known change": "{change}",
+    "found": "{found:.0%}",
+    "fired before": "{before:.1%}",
+    "median delay": "{delay:.0f}",
+}
 NOTES = (
     "Columns of steps: share of synthetic calm series of that length, from `calm_series`, in which it ever fires, "
     "watch or alarm at any step, with 95 % Clopper–Pearson intervals; `with an alarm` is of all lengths together. "
@@ -103,39 +116,20 @@ CASES = (
 )  # fmt: skip
 
 
-def run_alarms(config: AlarmsConfig) -> Report:
-    """Measure every detector on synthetic calm series of several lengths and on runs with a known change.
-
-    Raises:
-        InputError: There are fewer than one series.
-    """
-    check_positive(series=config.series, changed=config.changed)
+def run(config: AlarmsConfig) -> Report:
+    """Measure every detector on synthetic calm series of several lengths and on runs with a known change."""
     calm = calm_rates(config.series, config.seed)
     rows = [{"detector": c.detector, "change": c.change} | calm[c.detector] | power(c, config) for c in CASES]
     for factor in (3.0, 2.0):
         change = {"detector": CHANGE_POINTS, "change": f"‖ḡ‖ × {factor:g} at once"}
         rows.append(change | calm[CHANGE_POINTS] | dated(config, factor))
-    rows.append({"detector": ANY, "change": None, "found": None, "before": None, "delay": None} | calm[ANY])
-    settings = {"series": config.series, "changed": config.changed, "seed": config.seed}
-    return Report(
-        name="alarms",
-        command=f"otb bench alarms {flags(settings)}",
-        settings=settings,
-        title=f"Alarms on {config.series:,} synthetic calm series a length, and on {config.changed} with each change",
-        headers=HEADERS,
-        cells=[_cells(row) for row in rows],
-        rows=rows,
-        notes=NOTES,
-    )
+    rows.append({"detector": ANY} | calm[ANY])
+    title = f"Alarms on {config.series:,} synthetic calm series a length, and on {config.changed} with each change"
+    return report_of(config, title, COLUMNS, rows, notes=NOTES)
 
 
 def calm_rates(series: int, seed: int) -> dict[str, dict[str, Any]]:
-    """Return the rates of false alarms per calm series of every detector, and of the family, by length.
-
-    Args:
-        series: Runs of each of `LENGTHS`.
-        seed: Where they come from.
-    """
+    """Return how often every detector, and the family, fires in this many calm series of each of `LENGTHS`."""
     counts = {name: np.zeros((len(LENGTHS), 2), int) for name in (*DETECTORS, CHANGE_POINTS, ANY)}
     for at, length in enumerate(LENGTHS):
         for run in range(series):
@@ -146,8 +140,8 @@ def calm_rates(series: int, seed: int) -> dict[str, dict[str, Any]]:
 
 def _firings(run: StepSeries) -> dict[str, tuple[bool, bool]]:
     """Whether each ever fired, and whether with an alarm; change points know no alarm."""
-    found = {name: detect(run) for name, detect in DETECTORS.items()}
-    fired = {name: (one.fired, one.alarm_step is not None) for name, one in found.items()}
+    detections = {name: detect(run) for name, detect in DETECTORS.items()}
+    fired = {name: (one.fired, one.alarm_step is not None) for name, one in detections.items()}
     fired[CHANGE_POINTS] = (len(change_points(run)) > 0, False)
     return fired | {ANY: (any(one for one, _ in fired.values()), any(alarm for _, alarm in fired.values()))}
 
@@ -161,59 +155,31 @@ def _rates(by_length: Int, series: int) -> dict[str, Any]:
 
 def _rate(fired: int, n: int) -> dict[str, float]:
     interval = stats.binomtest(fired, n).proportion_ci(method="exact")
-    return {
-        "calm": n,
-        "fired": fired,
-        "rate": fired / n,
-        "rate_low": float(interval.low),
-        "rate_high": float(interval.high),
-    }
+    low, high = float(interval.low), float(interval.high)
+    return {"calm": n, "fired": fired, "rate": fired / n, "rate_low": low, "rate_high": high}
 
 
 def power(case: Case, config: AlarmsConfig) -> dict[str, object]:
-    """Return how often a detector sees a change, how often it had fired before it, and the median delay in steps.
-
-    Args:
-        case: The change.
-        config: How many runs, and their seed.
-    """
+    """Return how often a detector sees a change, how often it had fired before it, and the median delay in steps."""
     delays, before = [], 0
     for random in _generators(config):
-        found = DETECTORS[case.detector](case.apply(random, calm_series(random, LENGTH)))
-        if found.watch_step is not None:
-            before += found.watch_step < AT
-            delays += [found.watch_step - AT] if found.watch_step >= AT else []
+        first = DETECTORS[case.detector](case.apply(random, calm_series(random, LENGTH))).watch_step
+        if first is not None:
+            before += first < AT
+            delays += [first - AT] if first >= AT else []
     left = config.changed - before
     delay = float(np.median(delays)) if delays else None
     return {"found": len(delays) / max(left, 1), "before": before / config.changed, "delay": delay}
 
 
 def dated(config: AlarmsConfig, factor: float) -> dict[str, object]:
-    """Return how often a change point of ‖ḡ‖ lies near a lasting rise.
-
-    Args:
-        config: How many runs, and their seed.
-        factor: Of the rise.
-    """
-    found = 0
+    """Return how often a change point of ‖ḡ‖ lies near a lasting rise by a factor."""
+    near = 0
     for random in _generators(config):
         points = change_points(changed(calm_series(random, LENGTH), AT, grad_norm=factor), ("grad_norm",))
-        found += any(abs(point.step - AT) <= NEAR for point in points)
-    return {"found": found / config.changed, "before": None, "delay": None}
+        near += any(abs(point.step - AT) <= NEAR for point in points)
+    return {"found": near / config.changed}
 
 
 def _generators(config: AlarmsConfig) -> Iterator[np.random.Generator]:
     return (np.random.default_rng([config.seed, LENGTH, run, AT]) for run in range(config.changed))
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    calm = (row["lengths"][str(length)] for length in LENGTHS)
-    return [
-        row["detector"],
-        *(f"{one['rate']:.1%} [{one['rate_low']:.1%}, {one['rate_high']:.1%}]" for one in calm),
-        f"{row['alarm_rate']:.1%}",
-        row["change"] or "–",
-        "–" if row["found"] is None else f"{row['found']:.0%}",
-        "–" if row["before"] is None else f"{row['before']:.1%}",
-        "–" if row["delay"] is None else f"{row['delay']:.0f}",
-    ]

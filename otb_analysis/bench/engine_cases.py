@@ -31,7 +31,6 @@ class Case:
     """A model and N rollouts, one as a rule, of T sampled tokens after a prompt of one.
 
     Attributes:
-        model: Qwen2-type, tied, at its initial weights with every bias and gain moved off zero and one.
         input_ids: Token ids [N, T + 1].
         mask: True at all but the first [N, T + 1].
         weights: Random rows of weights [N, 8, T + 1].
@@ -57,7 +56,10 @@ def model_config(size: str) -> dict[str, Any]:
 
 
 def make_model(size: str, device: str, dtype: str) -> Qwen2ForCausalLM:
-    """Return the model of a size, the same in every process; it has no dropout."""
+    """Return the model of a size, the same in every process: Qwen2-type, tied, without dropout, at its initial weights.
+
+    Biases and gains are moved off zero and one, where errors in their gradients could hide.
+    """
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**model_config(size)))
     with torch.no_grad():
@@ -80,19 +82,18 @@ def make_case(model: Qwen2ForCausalLM, tokens: int, rollouts: int = 1) -> Case:
 
 
 def plain_loop(case: Case, device: str) -> tuple[float, Float]:
-    """One `autograd.grad` per token over one kept graph: the denominator of every ratio.
+    """Run one `autograd.grad` per token over one kept graph, with which every row is compared.
 
-    Returns:
-        Seconds without the forward pass, and ‖s_t‖² [1, T + 1], zero outside the mask.
+    Returns its seconds without the forward pass, and ‖s_t‖² [1, T + 1], zero outside the mask.
     """
     values, parameters = _logprobs(case)[0], list(case.model.parameters())
-    found = np.zeros(case.mask.shape)
+    norm_sq = np.zeros(case.mask.shape)
     synchronize(device)
     start = perf_counter()
     for t, value in enumerate(values):
-        found[0, t + 1] = norm_sq_of(torch.autograd.grad(value, parameters, retain_graph=True))
+        norm_sq[0, t + 1] = norm_sq_of(torch.autograd.grad(value, parameters, retain_graph=True))
     synchronize(device)
-    return perf_counter() - start, found
+    return perf_counter() - start, norm_sq
 
 
 def forward_backward(case: Case) -> list[Tensor]:
@@ -103,22 +104,22 @@ def forward_backward(case: Case) -> list[Tensor]:
 def candidates(case: Case) -> dict[str, Callable[[], Any]]:
     """Return every engine and instrument by the name of its row, engines of the registry first."""
     args = (case.model, case.input_ids, case.mask)
-    found: dict[str, Callable[[], Any]] = {}
+    calls: dict[str, Callable[[], Any]] = {}
     for name in gradients.ENGINES:
-        found[name] = lambda name=name: gradients.token_score_norms(*args, engine=name)
+        calls[name] = lambda name=name: gradients.token_score_norms(*args, engine=name)
         if name != "reference":
-            found[f"{name}, path=True"] = lambda name=name: gradients.token_score_norms(*args, engine=name, path=True)
-            found[f"{name}, {ROWS} weighted rows"] = lambda name=name: gradients.weighted_score_norms(
+            calls[f"{name}, path=True"] = lambda name=name: gradients.token_score_norms(*args, engine=name, path=True)
+            calls[f"{name}, {ROWS} weighted rows"] = lambda name=name: gradients.weighted_score_norms(
                 *args, case.weights, engine=name
             )
-    found[f"sketch hybrid, K={DIRECTIONS}"] = lambda: gradients.sketch_score_norms(*args, directions=DIRECTIONS)
+    calls[f"sketch hybrid, K={DIRECTIONS}"] = lambda: gradients.sketch_score_norms(*args, directions=DIRECTIONS)
     row, cluster = case.weights[:, 0], np.zeros(len(case.mask), dtype=np.int64)
     for method in ("jvp", "difference"):
-        found[f"attribution, {method}"] = lambda method=method: gradients.gradient_attribution(
+        calls[f"attribution, {method}"] = lambda method=method: gradients.gradient_attribution(
             *args, row, direction=case.direction, method=method
         )
-    found["gradient_sketch"] = lambda: gradients.gradient_sketch(*args, case.weights[:, :1], cluster)
-    return found
+    calls["gradient_sketch"] = lambda: gradients.gradient_sketch(*args, case.weights[:, :1], cluster)
+    return calls
 
 
 def _logprobs(case: Case) -> Tensor:

@@ -18,10 +18,8 @@ class Exact:
     """Values by the reference engine on float64 copies of the weights.
 
     Attributes:
-        tokens: Columns of the tokens compared; the last ones of `paths` among them.
-        norm_sq: ‖s_t‖² there.
-        paths: Columns whose path norms are compared.
-        path_norm_sq: ‖Σ_{j≤t} s_j‖² there.
+        tokens: Columns of the tokens whose norms ‖s_t‖² are compared.
+        paths: Columns of the tokens whose path norms ‖Σ_{j≤t} s_j‖² are compared.
         rows: ‖Σ_t weights s_t‖² of the case's rows of weights.
         alignment: s_t·direction of all tokens [1, T + 1].
     """
@@ -35,34 +33,27 @@ class Exact:
 
     @classmethod
     def of(cls, case: Case) -> "Exact":
-        """Compute them.
-
-        Args:
-            case: With the model in float64.
-        """
+        """Compute them for a case with the model in float64."""
         length = case.mask.shape[1]
         tokens, paths = (np.unique(np.linspace(1, length - 1, n).round().astype(int)) for n in (CHECKED, PATHS))
         unit, prefix = np.eye(length)[tokens], np.tri(length)[paths]
         weights = np.concatenate([unit, prefix, case.weights[0]])[None]
         args = (case.model, case.input_ids, case.mask)
-        found = gradients.weighted_score_norms(*args, weights, engine="reference")[0]
+        norms = gradients.weighted_score_norms(*args, weights, engine="reference")[0]
+        norm_sq, path_norm_sq, rows = np.split(norms, [len(tokens), len(tokens) + len(paths)])
         direction = {name: value.double() for name, value in case.direction.items()}
         along = gradients.gradient_attribution(*args, case.weights[:, 0], direction=direction, method="jvp")
-        first, second = len(tokens), len(tokens) + len(paths)
-        return cls(tokens, found[:first], paths, found[first:second], found[second:], along.alignment)
+        return cls(tokens, norm_sq, paths, path_norm_sq, rows, along.alignment)
 
 
-def error_of(name: str, result: Any, exact: Exact) -> float | None:
+def error_of(name: str, result: Any, exact: Exact | None) -> float | None:
     """Largest difference over the largest value; of a sketch the root mean square of relative errors.
 
-    Args:
-        name: Row of the table.
-        result: What its call returned.
-        exact: The values in float64.
-
-    Returns:
-        None for a row that holds none of these values.
+    Of a batch, where nothing exact is known, an attribution along the batch's own gradient ḡ has |Σ share / ‖ḡ‖² − 1|.
+    Returns None for a result that holds none of these values.
     """
+    if exact is None:
+        return abs(float(result.share.sum()) / result.norm_sq - 1) if isinstance(result, Attribution) else None
     if name == LOOP or isinstance(result, tuple):
         return _largest(result[1][0, exact.tokens], exact.norm_sq)
     if isinstance(result, Attribution):

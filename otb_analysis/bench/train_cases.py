@@ -41,13 +41,9 @@ LARGE = {
 
 @dataclass(frozen=True)
 class Turn:
-    """One step.
+    """One step: seconds of sampling, of the update and of the whole step, and sampled tokens.
 
-    Attributes:
-        sample: Seconds of sampling.
-        update: Seconds of the update: forward pass, loss, backward pass, optimizer.
-        whole: Seconds of the whole step, all that lies between the two and after them included.
-        tokens: Sampled tokens.
+    The update is forward pass, loss, backward pass and optimizer; the whole step includes all else.
     """
 
     sample: float
@@ -77,12 +73,9 @@ def plain_config(model: str, folder: Path) -> TrainConfig:
 
 
 def bench_config(model: str, folder: Path, quick: bool = False) -> TrainConfig:
-    """Return the run that is timed, with its model on disk.
+    """Return the run that is timed, with its model on disk in a folder.
 
-    Args:
-        model: `small`, the demo's warm-started model, or `M`, at its initial weights.
-        folder: Where models and runs may be written.
-        quick: At initial weights and a few tokens.
+    `small` is the demo's warm-started model, `M` at its initial weights; `quick` takes initial weights and few tokens.
     """
     config = plain_config(model, folder)
     if quick:
@@ -102,8 +95,8 @@ def bench_config(model: str, folder: Path, quick: bool = False) -> TrainConfig:
 def levels() -> dict[str, Any]:
     """Return every level that can be scheduled, due at each step, those that choose groups on two of them."""
     default = MeasureConfig()
-    own = {field.name: getattr(default, field.name) for field in fields(default)}
-    scheduled = {name: replace(value, every=1) for name, value in own.items() if hasattr(value, "every")}
+    values = {field.name: getattr(default, field.name) for field in fields(default)}
+    scheduled = {name: replace(value, every=1) for name, value in values.items() if hasattr(value, "every")}
     return {
         name: replace(value, prompts=2) if isinstance(value, Schedule) else value for name, value in scheduled.items()
     }
@@ -119,10 +112,8 @@ def measured_tokens(tables: StepTables, level: str) -> int:
 class Steps:
     """Our trainer, one step per turn, its tables kept for the store.
 
-    Attributes:
-        outside: Seconds of the last step that belong to no phase: its rows and scalars.
-        statistics: Seconds of the last step's statistics of the level `forward`.
-        measured: Seconds of the last step's measurements.
+    Seconds of the last step: `statistics` of the level `forward`, `measured` of its measurements, and `outside` of what
+    belongs to no phase, its rows and scalars.
     """
 
     def __init__(self, config: TrainConfig, clock: Callable[[], float] = perf_counter):
