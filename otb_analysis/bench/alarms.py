@@ -1,13 +1,13 @@
 """How often the alarms cry wolf on synthetic calm series, and how soon they see a change at a known step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from otb_analysis.bench.alarm_series import calm_series, changed, replaced
+from otb_analysis.bench.alarm_series import calm_series, replaced
 from otb_analysis.bench.config import AlarmsConfig
 from otb_analysis.bench.publish import Column, Report, Row, report_of
 from otb_analysis.diagnostics import DETECTORS, StepSeries, change_points
@@ -52,67 +52,55 @@ NOTES = (
     "no delay.",
 )
 
-Change = Callable[[np.random.Generator, StepSeries], StepSeries]
+
+Columns = Mapping[str, Float]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One known change: for which detector, in words, and how a calm run gets it."""
+    """One known change: for which detector, in words, and the values of a column of the run from step `start` on."""
 
     detector: str
     change: str
-    apply: Change
+    column: str
+    values: Callable[[np.random.Generator, Columns], Float]
+    start: int = AT
+
+    def apply(self, random: np.random.Generator, series: StepSeries) -> StepSeries:
+        """Return a calm run with the change in it."""
+        return replaced(series, self.start, **{self.column: self.values(random, series.columns)})
 
 
-def _by(**factors: float) -> Change:
-    return lambda random, series: changed(series, AT, **factors)
+def _ramp(rate: float) -> Float:
+    """A factor (1 + rate) once more at every step from the change on."""
+    return (1 + rate) ** np.maximum(np.arange(LENGTH) - AT + 1, 0)
 
 
-def _ramp(name: str, rate: float) -> Change:
-    """Multiply a column by (1 + rate) once more at every step from the change on."""
-
-    def apply(random: np.random.Generator, series: StepSeries) -> StepSeries:
-        late = np.maximum(np.arange(len(series.step)) - AT + 1, 0)
-        return replaced(series, AT, **{name: series.columns[name] * (1 + rate) ** late})
-
-    return apply
+def _clipped(random: np.random.Generator, columns: Columns) -> Float:
+    return np.where(np.arange(LENGTH) < AT, random.random(LENGTH) < 0.1, 1.0)
 
 
-def _drawn(name: str, draw: Callable[[np.random.Generator, int], Float]) -> Change:
-    return lambda random, series: replaced(series, AT, **{name: draw(random, len(series.step))})
+def _equal_groups(random: np.random.Generator, columns: Columns) -> Float:
+    return random.binomial(columns["n_prompts"].astype(int), 0.8).astype(float)
 
 
-def _shifted(name: str, by: float) -> Change:
-    return lambda random, series: replaced(series, AT, **{name: series.columns[name] + by})
-
-
-def _all_clipped(random: np.random.Generator, series: StepSeries) -> StepSeries:
-    """A run that clips one step in ten until it clips every one."""
-    columns = dict(series.columns) | {"clipped": (random.random(len(series.step)) < 0.1).astype(float)}
-    return replaced(StepSeries(series.step, columns), AT, clipped=np.ones(len(series.step)))
-
-
-def _equal_groups(random: np.random.Generator, series: StepSeries) -> StepSeries:
-    groups = series.columns["n_prompts"]
-    return replaced(series, AT, n_zero_variance_groups=random.binomial(groups.astype(int), 0.8).astype(float))
-
-
+Z = "certificate_prob_z"
 CASES = (
-    Case("gradient_surge", "‖ḡ‖ × 5 at once", _by(grad_norm=5.0)),
-    Case("gradient_surge", "‖ḡ‖ × 2 at once", _by(grad_norm=2.0)),
-    Case("gradient_surge", "‖ḡ‖ up 10 % a step", _ramp("grad_norm", 0.1)),
-    Case("entropy_collapse", "entropy × .2 at once", _by(entropy_mean=0.2)),
-    Case("entropy_collapse", "entropy down 5 % a step", _ramp("entropy_mean", -0.05)),
-    Case("length_drift", "length × 2.5 at once", _by(length_mean=2.5)),
-    Case("length_drift", "length down 3 % a step", _ramp("length_mean", -0.03)),
-    Case("zero_variance_groups", "80 % of groups of equal reward", _equal_groups),
-    Case("ratio_tails", "largest log ratio around 3", _drawn("mismatch_max", lambda r, n: r.gamma(10, 0.3, n))),
-    Case("ratio_tails", "half of the tokens clipped", _drawn("ratio_clip_share", lambda r, n: r.beta(20, 20, n))),
-    Case("tail_index", "Pareto-k of exact norms near 2", _drawn("exact_tail_k", lambda r, n: r.normal(2, 0.3, n))),
-    Case("tail_index", "Pareto-k of exact norms near 1.5", _drawn("exact_tail_k", lambda r, n: r.normal(1.5, 0.3, n))),
-    Case("clip_fraction", "from 10 % of steps clipped to all", _all_clipped),
-    Case("sampling_certificate", "mean z of one column 2 (a wrong temperature)", _shifted("certificate_prob_z", 2.0)),
-    Case("sampling_certificate", "mean z of one column ½ (a slight filter)", _shifted("certificate_prob_z", 0.5)),
+    Case("gradient_surge", "‖ḡ‖ × 5 at once", "grad_norm", lambda r, c: 5 * c["grad_norm"]),
+    Case("gradient_surge", "‖ḡ‖ × 2 at once", "grad_norm", lambda r, c: 2 * c["grad_norm"]),
+    Case("gradient_surge", "‖ḡ‖ up 10 % a step", "grad_norm", lambda r, c: c["grad_norm"] * _ramp(0.1)),
+    Case("entropy_collapse", "entropy × .2 at once", "entropy_mean", lambda r, c: 0.2 * c["entropy_mean"]),
+    Case("entropy_collapse", "entropy down 5 % a step", "entropy_mean", lambda r, c: c["entropy_mean"] * _ramp(-0.05)),
+    Case("length_drift", "length × 2.5 at once", "length_mean", lambda r, c: 2.5 * c["length_mean"]),
+    Case("length_drift", "length down 3 % a step", "length_mean", lambda r, c: c["length_mean"] * _ramp(-0.03)),
+    Case("zero_variance_groups", "80 % of groups of equal reward", "n_zero_variance_groups", _equal_groups),
+    Case("ratio_tails", "largest log ratio around 3", "mismatch_max", lambda r, c: r.gamma(10, 0.3, LENGTH)),
+    Case("ratio_tails", "half of the tokens clipped", "ratio_clip_share", lambda r, c: r.beta(20, 20, LENGTH)),
+    Case("tail_index", "Pareto-k of exact norms near 2", "exact_tail_k", lambda r, c: r.normal(2, 0.3, LENGTH)),
+    Case("tail_index", "Pareto-k of exact norms near 1.5", "exact_tail_k", lambda r, c: r.normal(1.5, 0.3, LENGTH)),
+    Case("clip_fraction", "from 10 % of steps clipped to all", "clipped", _clipped, start=0),
+    Case("sampling_certificate", "mean z of one column 2 (a wrong temperature)", Z, lambda r, c: c[Z] + 2.0),
+    Case("sampling_certificate", "mean z of one column ½ (a slight filter)", Z, lambda r, c: c[Z] + 0.5),
 )  # fmt: skip
 
 
@@ -176,7 +164,8 @@ def dated(config: AlarmsConfig, factor: float) -> dict[str, object]:
     """Return how often a change point of ‖ḡ‖ lies near a lasting rise by a factor."""
     near = 0
     for random in _generators(config):
-        points = change_points(changed(calm_series(random, LENGTH), AT, grad_norm=factor), ("grad_norm",))
+        run = calm_series(random, LENGTH)
+        points = change_points(replaced(run, AT, grad_norm=factor * run.columns["grad_norm"]), ("grad_norm",))
         near += any(abs(point.step - AT) <= NEAR for point in points)
     return {"found": near / config.changed}
 

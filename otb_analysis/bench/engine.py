@@ -21,14 +21,15 @@ from otb_analysis.bench.engine_cases import (
     LOOP,
     STEP,
     Case,
+    Exact,
     candidates,
+    error_of,
     forward_backward,
     make_case,
     make_model,
     model_config,
     plain_loop,
 )
-from otb_analysis.bench.engine_error import Exact, error_of
 from otb_analysis.bench.memory import fresh_peaks
 from otb_analysis.bench.peer import peer
 from otb_analysis.bench.publish import Column, Report, Row, mebibytes_cell, report_of, seconds_cell

@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from otb_analysis.bench import alarms
-from otb_analysis.bench.alarm_series import calm_series, changed
+from otb_analysis.bench.alarm_series import calm_series, replaced
 from otb_analysis.bench.config import AlarmsConfig
 from otb_analysis.bench.publish import markdown, run_bench
 from otb_analysis.diagnostics import DETECTORS
@@ -76,6 +76,6 @@ def test_calm_runs_hold_what_healthy_runs_were_seen_to_do():
 def test_same_seed_same_run_and_a_change_touches_only_what_follows():
     run, again = (calm_series(np.random.default_rng(4), 60) for _ in range(2))
     np.testing.assert_equal(dict(run.columns), dict(again.columns))
-    later = changed(run, 30, grad_norm=3.0)
+    later = replaced(run, 30, grad_norm=3 * run.columns["grad_norm"])
     np.testing.assert_allclose(later.columns["grad_norm"][:30], run.columns["grad_norm"][:30])
     np.testing.assert_allclose(later.columns["grad_norm"][30:], 3 * run.columns["grad_norm"][30:])

@@ -8,8 +8,17 @@ import torch
 
 from otb_analysis.bench import config, engine, engine_cases
 from otb_analysis.bench.config import EngineConfig
-from otb_analysis.bench.engine_cases import LOOP, STEP, candidates, forward_backward, make_case, make_model, plain_loop
-from otb_analysis.bench.engine_error import Exact, error_of
+from otb_analysis.bench.engine_cases import (
+    LOOP,
+    STEP,
+    Exact,
+    candidates,
+    error_of,
+    forward_backward,
+    make_case,
+    make_model,
+    plain_loop,
+)
 from otb_analysis.bench.publish import run_bench
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import ENGINES, Engine, batch_gradient, token_score_norms
