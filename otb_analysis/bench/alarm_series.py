@@ -95,7 +95,7 @@ def _exact_tail(random: np.random.Generator, n: int) -> Float:
 
 
 def _approach(random: np.random.Generator, n: int) -> Float:
-    """What is left of a way, from 1 at the first step to 0 at the last, straight or settling."""
+    """A factor that falls from 1 at the first step to 0 at the last, in a straight line or settling."""
     tau, x = random.uniform(0.2, 3), np.arange(n) / max(n - 1, 1)
     return 1 - np.expm1(-x / tau) / np.expm1(-1 / tau)
 

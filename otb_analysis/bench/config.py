@@ -72,8 +72,8 @@ class EngineConfig(BenchConfig):
     repeats: int = 15
     """Repetitions at most, taking turns; the best counts, the median is shown."""
     seconds: float = 45.0
-    """A size and T gets no further repetition once this much time is spent on it, up to three until twice that;
-    what takes more than half of it in its first turn, the plain loop excepted, takes no other."""
+    """Time limit of a size and T: no repetition starts after it, or after twice of it for the first three. What takes
+    more than half of it in its first turn is not repeated, except for the plain loop."""
     device: Device = "cpu"
     """Where to run."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -12,13 +12,14 @@ loop's time would leave a tenth of it for the formula. Blocks of 2^15 to 2^17 en
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 
 import numpy as np
 import torch
 
 from otb_analysis.bench.config import EstimatorsConfig
 from otb_analysis.bench.publish import Report, report_of
-from otb_analysis.bench.timing import interleaved, threads, timed
+from otb_analysis.bench.timing import least_seconds, threads
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, estimate
 
 LOOP = "torch loop of otb"
@@ -43,8 +44,7 @@ def run(config: EstimatorsConfig) -> Report:
     candidates[LOOP] = lambda: torch_loop(inputs)
     candidates[PASS] = lambda: np.vdot(reward, energy)
     with threads(1):
-        timings = interleaved({name: timed(call) for name, call in candidates.items()}, config.repeats)
-    best = {name: timing.minimum for name, timing in timings.items()}
+        best = least_seconds(candidates, config.repeats, perf_counter)
     rows = [{"name": n, "seconds": x, "to_loop": x / best[LOOP], "to_pass": x / best[PASS]} for n, x in best.items()]
     return report_of(config, "One call on one thread, best of the repetitions", COLUMNS, rows, notes=())
 

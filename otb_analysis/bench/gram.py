@@ -8,7 +8,6 @@ any model allows. Rewards are drawn by lot, so that every model has something to
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import process_time
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ import torch
 from otb_analysis.bench.config import GramConfig
 from otb_analysis.bench.peer_side import peak
 from otb_analysis.bench.publish import NO_GPU, Report, report_of, settings_of
-from otb_analysis.bench.timing import interleaved, threads, timed
+from otb_analysis.bench.timing import least_seconds, threads
 from otb_analysis.config import SampleConfig, TrainConfig
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram
 from otb_analysis.gradients.batch.forward import sampled_logprobs
@@ -67,14 +66,13 @@ def run(config: GramConfig) -> Report:
     with threads(config.threads):
         step = _step(config)
         calls = _calls(step, config)
-        timings = interleaved({name: timed(call, clock=process_time) for name, call in calls.items()}, config.repeats)
+        least = least_seconds(calls, config.repeats)
         size = sum(p.numel() * p.element_size() for p in step.trainer.model.parameters())
         peaks = {name: peak(calls[name]) for name in (PASS, BASIS)}
     rows = []
-    for name, timing in timings.items():
-        held, passes = peaks.get(name), timing.minimum / timings[PASS].minimum
-        memory = None if held is None else held / size
-        rows.append({"what": name, "seconds": timing.minimum, "passes": passes, "memory": memory})
+    for name, seconds in least.items():
+        memory = None if (held := peaks.get(name)) is None else held / size
+        rows.append({"what": name, "seconds": seconds, "passes": seconds / least[PASS], "memory": memory})
     model = Path(config.model).name
     # A path belongs to a machine; the command names it PATH.
     public = replace(config, model=model if model == config.model else "PATH")

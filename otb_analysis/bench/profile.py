@@ -9,7 +9,6 @@ of a call (Python, launching) is what the operators leave of its time without th
 import re
 import sys
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from otb_analysis.bench.engine_cases import candidates, make_case, make_model
 from otb_analysis.bench.publish import NO_GPU, Report, publish
-from otb_analysis.bench.timing import interleaved, timed
+from otb_analysis.bench.timing import least_seconds
 from otb_analysis.errors import InputError, nearest
 
 REPEATS = 5
@@ -38,7 +37,7 @@ def run_profile(name: str, size: str, tokens: int, rollouts: int = 1) -> Report:
         raise InputError(f"row is {name!r}; {nearest(name, calls)}")
     call, place = calls[name], str(tokens) if rollouts == 1 else f"{rollouts}x{tokens}"
     call()  # the first call looks at the model
-    seconds = interleaved({name: timed(call, clock=process_time)}, REPEATS)[name].minimum
+    seconds = least_seconds({name: call}, REPEATS)[name]
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(REPEATS):
             call()

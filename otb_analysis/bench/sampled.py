@@ -7,7 +7,6 @@ token does not depend on which others were drawn.
 
 from collections.abc import Callable
 from functools import partial
-from time import process_time
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from otb_analysis.bench.config import SampledConfig
 from otb_analysis.bench.publish import NO_GPU, Report, report_of
 from otb_analysis.bench.sketch import WarmBatch, warm_batch
-from otb_analysis.bench.timing import interleaved, threads, timed
+from otb_analysis.bench.timing import least_seconds, threads
 from otb_analysis.gradients import sampled_score_norms, token_score_norms
 from otb_analysis.statistics import horvitz_thompson, systematic_sample
 from otb_analysis.types import Float, SampledNorms
@@ -56,17 +55,15 @@ def run(config: SampledConfig) -> Report:
 def bench_sampled(batch: WarmBatch, repeats: int) -> tuple[list[dict[str, Any]], float]:
     """Return the row of the exact norms, then one per case, and the processor seconds of the exact norms."""
     tokens = int(batch.mask.sum())
-    runs: dict[Any, Callable[[], Any]] = {EXACT: partial(token_score_norms, *args_of(batch))}
-    runs |= {(by, share): sampler(batch, by, round(share * tokens)) for by, share in CASES}
+    runs: dict[str, Callable[[], Any]] = {EXACT: partial(token_score_norms, *args_of(batch))}
+    runs |= {f"{by} {share}": sampler(batch, by, round(share * tokens)) for by, share in CASES}
     exact = runs[EXACT]().norm_sq
-    timings = interleaved({str(case): timed(run, clock=process_time) for case, run in runs.items()}, repeats)
-    unit = timings[EXACT].minimum
+    seconds = least_seconds(runs, repeats)
     rows: list[dict[str, Any]] = [{"by": EXACT, "tokens": tokens, "share": 1.0, "cost": 1.0}]
     rows[0] |= {"error": 0.0, "stated": 0.0, "coverage": 1.0}
-    for by, share in CASES:
-        cost = timings[str((by, share))].minimum / unit
-        rows.append(sampled_row(by, runs[by, share](), exact, cost))
-    return rows, unit
+    for (by, _), run, cost in zip(CASES, list(runs.values())[1:], list(seconds.values())[1:], strict=True):
+        rows.append(sampled_row(by, run(), exact, cost / seconds[EXACT]))
+    return rows, seconds[EXACT]
 
 
 def args_of(batch: WarmBatch) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ weights is that of one more row in the call, over one forward and backward pass 
 
 from dataclasses import dataclass
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 
 from otb_analysis.bench.config import SketchConfig
 from otb_analysis.bench.publish import NO_GPU, Report, report_of
-from otb_analysis.bench.timing import interleaved, threads, timed
+from otb_analysis.bench.timing import least_seconds, threads
 from otb_analysis.config import SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
@@ -137,12 +136,12 @@ def row_cost(batch: WarmBatch, repeats: int = 7) -> dict[str, float]:
     first = batch.group == batch.group[0]
     args, real, group = (batch.model, batch.ids[first], batch.mask[first]), batch.real[first], batch.group[first]
     weights = np.random.default_rng(0).normal(size=(len(group), 2, args[1].shape[1]))  # no row of zeros, which is free
-    turns = {
-        "whole": timed(lambda: batch_gradient(*args, weights[:, 0], real), clock=process_time),
-        "one": timed(lambda: gradient_sketch(*args, weights[:, :1], group, real), clock=process_time),
-        "two": timed(lambda: gradient_sketch(*args, weights, group, real), clock=process_time),
+    calls = {
+        "whole": lambda: batch_gradient(*args, weights[:, 0], real),
+        "one": lambda: gradient_sketch(*args, weights[:, :1], group, real),
+        "two": lambda: gradient_sketch(*args, weights, group, real),
     }
-    least = {name: timing.minimum for name, timing in interleaved(turns, repeats).items()}
+    least = least_seconds(calls, repeats)
     return {"one row": least["one"] / least["whole"], "one more row": (least["two"] - least["one"]) / least["whole"]}
 
 

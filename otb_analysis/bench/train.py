@@ -23,7 +23,7 @@ from otb_analysis.bench.config import TrainBenchConfig
 from otb_analysis.bench.memory import fresh_peaks
 from otb_analysis.bench.peer import Peer, peer
 from otb_analysis.bench.publish import NO_GPU, Column, Report, Row, mebibytes_cell, report_of
-from otb_analysis.bench.timing import CLOCKS, interleaved, threads, timed
+from otb_analysis.bench.timing import CLOCKS, least_seconds, threads
 from otb_analysis.bench.train_cases import (
     BUDGETS,
     LEARNING_RATE,
@@ -187,8 +187,8 @@ def _level_rows(
 def _store_seconds(config: TrainConfig, bench: TrainBenchConfig, ours: Steps) -> float:
     """Time the writing of one new step: one written again costs its removal too, which no step of a run does."""
     writer, steps = RunWriter.create(config.root, config.run_name, {}, if_exists="replace"), count()
-    write = timed(lambda: writer.write_step(next(steps), ours.tables), clock=ours.clock)
-    return interleaved({"store": write}, 1 if bench.quick else WRITINGS)["store"].minimum
+    write = {"store": lambda: writer.write_step(next(steps), ours.tables)}
+    return least_seconds(write, 1 if bench.quick else WRITINGS, ours.clock)["store"]
 
 
 def _level_cost(config: TrainConfig, level: str, clock: Callable[[], float] = perf_counter) -> tuple[float, int]:
