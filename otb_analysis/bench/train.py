@@ -93,7 +93,7 @@ def memory_jobs(spec: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], obj
 
 
 def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Iterator[dict[str, Any]]:
-    ours, outside, statistics = Steps(config, CLOCKS[bench.clock]), [], []
+    ours = Steps(config, CLOCKS[bench.clock])
     repeats = min(bench.repeats, REPEATS.get(model, bench.repeats))
     ours.turn()
     turns: dict[str, list[Turn]] = {OURS: []}
@@ -104,13 +104,10 @@ def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Itera
             turns[TRL] = []
         for _ in range(repeats):
             turns[OURS].append(ours.turn())
-            outside.append(ours.outside)
-            statistics.append(ours.statistics)
             if rival is not None:
                 turns[TRL].append(_rival_turn(rival))
     yield from _phase_rows(turns, {} if bench.quick else _memory(model, config, bench.trl_python))
-    least = min(statistics), min(outside), min(turn.whole for turn in turns[OURS])
-    yield from _level_rows(model, config, bench, ours, least)
+    yield from _level_rows(model, config, bench, ours, turns[OURS])
 
 
 def _spec(config: TrainConfig, repeats: int, clock: str, memory: bool = False) -> dict[str, object]:
@@ -167,13 +164,10 @@ def _phase_rows(turns: Mapping[str, list[Turn]], memory: Mapping[str, int | None
 
 
 def _level_rows(
-    model: str, config: TrainConfig, bench: TrainBenchConfig, ours: Steps, least: tuple[float, float, float]
+    model: str, config: TrainConfig, bench: TrainBenchConfig, ours: Steps, turns: Sequence[Turn]
 ) -> Iterator[dict[str, Any]]:
-    """What statistics, store and levels add to a step; of a step without any of it.
-
-    `least`: seconds of statistics, of rows and scalars, and of a whole step, the best of all steps each.
-    """
-    forward, outside, whole = least
+    """What statistics, store and levels add to a step, over the best step without any of them."""
+    forward, outside, whole = (min(getattr(turn, x) for turn in turns) for x in ("statistics", "outside", "whole"))
     store = outside + _store_seconds(config, bench, ours)
     step, tokens = whole - outside - forward, int(ours.tables.steps["n_tokens"])  # pyright: ignore[reportArgumentType]
     for what, seconds in {"level forward": forward, "store": store, FREE: forward + store}.items():
@@ -195,8 +189,7 @@ def _level_cost(config: TrainConfig, level: str, clock: Callable[[], float] = pe
     """Time of a level at a step where it is due, after one at which its engine looks at the model; tokens measured."""
     steps = Steps(replace(config, measure=replace(config.measure, **{level: levels()[level]})), clock)
     steps.turn()
-    steps.turn()
-    return steps.measured, measured_tokens(steps.tables, level)
+    return steps.turn().measured, measured_tokens(steps.tables, level)
 
 
 def _notes(config: TrainBenchConfig, rows: Sequence[Row]) -> list[str]:

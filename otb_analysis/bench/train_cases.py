@@ -41,15 +41,22 @@ LARGE = {
 
 @dataclass(frozen=True)
 class Turn:
-    """One step: seconds of sampling, of the update and of the whole step, and sampled tokens.
+    """One step: its sampled tokens, and seconds of its phases.
 
-    The update is forward pass, loss, backward pass and optimizer; the whole step includes all else.
+    Attributes:
+        update: Forward pass, loss, backward pass and optimizer.
+        statistics: Those of the level `forward`.
+        measured: All other levels.
+        outside: What belongs to no phase: rows and scalars of the record.
     """
 
     sample: float
     update: float
     whole: float
     tokens: int
+    statistics: float = 0.0
+    measured: float = 0.0
+    outside: float = 0.0
 
     def rate(self, phase: str) -> float:
         """Return the tokens per second of a phase of `PHASES`."""
@@ -110,17 +117,13 @@ def measured_tokens(tables: StepTables, level: str) -> int:
 
 
 class Steps:
-    """Our trainer, one step per turn, its tables kept for the store.
-
-    Seconds of the last step: `statistics` of the level `forward`, `measured` of its measurements, and `outside` of what
-    belongs to no phase, its rows and scalars.
-    """
+    """Our trainer, one step per turn; the last step's tables are kept for the store."""
 
     def __init__(self, config: TrainConfig, clock: Callable[[], float] = perf_counter):
         model, tokenizer = load_policy(config.model)
         self.trainer = Trainer(config, model, tokenizer, make_task(config))
         self.trainer.clock = self.clock = clock
-        self.step, self.outside, self.measured, self.statistics = 0, 0.0, 0.0, 0.0
+        self.step = 0
 
     def turn(self) -> Turn:
         """Take one step."""
@@ -131,6 +134,5 @@ class Steps:
         scalars: Mapping[str, Any] = self.tables.steps
         phases = ("sample", "update", "forward", "estimate", "measure")
         spent = {phase: float(scalars[f"seconds_{phase}"]) for phase in phases}
-        self.measured, self.statistics = spent["measure"], spent["forward"]
-        self.outside = seconds - sum(spent.values())
-        return Turn(spent["sample"], spent["update"], seconds, int(scalars["n_tokens"]))
+        outside, tokens = seconds - sum(spent.values()), int(scalars["n_tokens"])
+        return Turn(spent["sample"], spent["update"], seconds, tokens, spent["forward"], spent["measure"], outside)
