@@ -42,11 +42,10 @@ check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.cache/trl/.installed .cache/opacus/.installed)  ## measure docs/results/engine, logits and train on an idle machine, update the rows of docs/costs.md (PEERS=0 leaves TRL and Opacus out)
+bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.cache/trl/.installed .cache/opacus/.installed)  ## measure docs/results/engine, logits and train on an idle machine (PEERS=0 leaves TRL and Opacus out)
 	$(BIN)/otb bench logits --out docs/results $(if $(filter 0,$(PEERS)),,--trl-python .cache/trl/bin/python)
 	$(BIN)/otb bench engine --out docs/results $(if $(filter 0,$(PEERS)),,--opacus-python .cache/opacus/bin/python)
 	$(BIN)/otb bench train --out docs/results $(if $(filter 0,$(PEERS)),,--trl-python .cache/trl/bin/python)
-	$(BIN)/python -m otb_analysis.bench.quote
 
 .cache/trl/.installed: PACKAGES = 'trl>=1.15,<1.17'
 .cache/opacus/.installed: PACKAGES = 'opacus>=1.5'

@@ -24,12 +24,7 @@ EXACT_TAILS = (0.0, 0.9)
 
 
 def calm_series(random: np.random.Generator, length: int | None = None) -> StepSeries:
-    """Return the scalars of a run in which nothing goes wrong.
-
-    Args:
-        random: Where it comes from.
-        length: Steps; by default log-uniform between 50 and 500.
-    """
+    """Return the scalars of a run in which nothing goes wrong; its length is log-uniform in `LENGTHS` by default."""
     n = int(np.exp(random.uniform(*np.log(LENGTHS)))) if length is None else length
     level = random.normal(0.5, 1.0) + _trend(random, n, 1.5)
     # Demo: spread .2, lag-one correlation .1 to .2.
@@ -63,10 +58,7 @@ def calm_series(random: np.random.Generator, length: int | None = None) -> StepS
 def heavy_noise(random: np.random.Generator, n: int, spread: float) -> Float:
     """Autocorrelated noise with Student-t innovations: x_t = φ·x_{t−1} + ε_t, φ up to .6, 4 to 12 degrees of freedom.
 
-    Args:
-        random: Where it comes from.
-        n: Steps.
-        spread: Standard deviation of x.
+    `spread` is the standard deviation of x.
     """
     phi, df = random.uniform(0, 0.6), random.uniform(4, 12)
     shocks = random.standard_t(df, n + 50) * np.sqrt((df - 2) / df) * np.sqrt(1 - phi**2)
@@ -76,28 +68,8 @@ def heavy_noise(random: np.random.Generator, n: int, spread: float) -> Float:
     return spread * x[50:]
 
 
-def changed(series: StepSeries, at: int, **factors: float) -> StepSeries:
-    """Return a series in which some columns are multiplied by a factor from a step index on.
-
-    Args:
-        series: A run.
-        at: Index of the first changed step.
-        factors: Column → factor.
-    """
-    columns = dict(series.columns)
-    for name, factor in factors.items():
-        columns[name] = np.where(np.arange(len(series.step)) < at, columns[name], columns[name] * factor)
-    return replace(series, columns=columns)
-
-
 def replaced(series: StepSeries, at: int, **values: Float) -> StepSeries:
-    """Return a series in which some columns have other values from a step index on.
-
-    Args:
-        series: A run.
-        at: Index of the first changed step.
-        values: Column → values [S], of which those from `at` on count; NaN stays where nothing was recorded.
-    """
+    """Return a series in which some columns have other values [S] from a step index on; NaN stays NaN."""
     columns = dict(series.columns)
     late = np.arange(len(series.step)) >= at
     for name, value in values.items():
@@ -123,7 +95,7 @@ def _exact_tail(random: np.random.Generator, n: int) -> Float:
 
 
 def _approach(random: np.random.Generator, n: int) -> Float:
-    """What is left of a way, from 1 at the first step to 0 at the last, straight or settling."""
+    """A factor that falls from 1 at the first step to 0 at the last, in a straight line or settling."""
     tau, x = random.uniform(0.2, 3), np.arange(n) / max(n - 1, 1)
     return 1 - np.expm1(-x / tau) / np.expm1(-1 / tau)
 
@@ -161,5 +133,5 @@ def _overdispersed(random: np.random.Generator, groups: int, share: Float) -> Fl
 
 def _z(random: np.random.Generator, shared: Float) -> Float:
     """Standardised, slightly skewed sums, two of which have correlation .8."""
-    own = 0.8**0.5 * shared + 0.2**0.5 * random.normal(size=shared.size)
-    return (own + 0.08 * (own**2 - 1)) / np.sqrt(1 + 2 * 0.08**2)
+    z = 0.8**0.5 * shared + 0.2**0.5 * random.normal(size=shared.size)
+    return (z + 0.08 * (z**2 - 1)) / np.sqrt(1 + 2 * 0.08**2)

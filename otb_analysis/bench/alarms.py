@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from otb_analysis.bench.alarm_series import calm_series, changed, replaced
-from otb_analysis.bench.config import AlarmsConfig, check_positive
-from otb_analysis.bench.publish import Report, flags
+from otb_analysis.bench.alarm_series import calm_series, replaced
+from otb_analysis.bench.config import AlarmsConfig
+from otb_analysis.bench.publish import Column, Report, Row, report_of
 from otb_analysis.diagnostics import DETECTORS, StepSeries, change_points
 from otb_analysis.types import Float, Int
 
@@ -24,10 +24,23 @@ ANY = "any of them"
 NEAR = 10
 """Steps within which a change point must lie of the true one."""
 
-HEADERS = (
-    *("detector", *(f"{length} steps" for length in LENGTHS), "with an alarm"),
-    *("known change", "found", "fired before", "median delay"),
-)
+
+def _calm_cell(length: int) -> Callable[[Row], str]:
+    def shown(row: Row) -> str:
+        return "{rate:.1%} [{rate_low:.1%}, {rate_high:.1%}]".format_map(row["lengths"][str(length)])
+
+    return shown
+
+
+COLUMNS: dict[str, Column] = {
+    "detector": "{detector}",
+    **{f"{length} steps": _calm_cell(length) for length in LENGTHS},
+    "with an alarm": "{alarm_rate:.1%}",
+    "known change": "{change}",
+    "found": "{found:.0%}",
+    "fired before": "{before:.1%}",
+    "median delay": "{delay:.0f}",
+}
 NOTES = (
     "Columns of steps: share of synthetic calm series of that length, from `calm_series`, in which it ever fires, "
     "watch or alarm at any step, with 95 % Clopper–Pearson intervals; `with an alarm` is of all lengths together. "
@@ -39,103 +52,72 @@ NOTES = (
     "no delay.",
 )
 
-Change = Callable[[np.random.Generator, StepSeries], StepSeries]
+
+Columns = Mapping[str, Float]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One known change: for which detector, in words, and how a calm run gets it."""
+    """One known change: for which detector, in words, and the values of a column of the run from step `start` on."""
 
     detector: str
     change: str
-    apply: Change
+    column: str
+    values: Callable[[np.random.Generator, Columns], Float]
+    start: int = AT
+
+    def apply(self, random: np.random.Generator, series: StepSeries) -> StepSeries:
+        """Return a calm run with the change in it."""
+        return replaced(series, self.start, **{self.column: self.values(random, series.columns)})
 
 
-def _by(**factors: float) -> Change:
-    return lambda random, series: changed(series, AT, **factors)
+def _ramp(rate: float) -> Float:
+    """A factor (1 + rate) once more at every step from the change on."""
+    return (1 + rate) ** np.maximum(np.arange(LENGTH) - AT + 1, 0)
 
 
-def _ramp(name: str, rate: float) -> Change:
-    """Multiply a column by (1 + rate) once more at every step from the change on."""
-
-    def apply(random: np.random.Generator, series: StepSeries) -> StepSeries:
-        late = np.maximum(np.arange(len(series.step)) - AT + 1, 0)
-        return replaced(series, AT, **{name: series.columns[name] * (1 + rate) ** late})
-
-    return apply
+def _clipped(random: np.random.Generator, columns: Columns) -> Float:
+    return np.where(np.arange(LENGTH) < AT, random.random(LENGTH) < 0.1, 1.0)
 
 
-def _drawn(name: str, draw: Callable[[np.random.Generator, int], Float]) -> Change:
-    return lambda random, series: replaced(series, AT, **{name: draw(random, len(series.step))})
+def _equal_groups(random: np.random.Generator, columns: Columns) -> Float:
+    return random.binomial(columns["n_prompts"].astype(int), 0.8).astype(float)
 
 
-def _shifted(name: str, by: float) -> Change:
-    return lambda random, series: replaced(series, AT, **{name: series.columns[name] + by})
-
-
-def _all_clipped(random: np.random.Generator, series: StepSeries) -> StepSeries:
-    """A run that clips one step in ten until it clips every one."""
-    columns = dict(series.columns) | {"clipped": (random.random(len(series.step)) < 0.1).astype(float)}
-    return replaced(StepSeries(series.step, columns), AT, clipped=np.ones(len(series.step)))
-
-
-def _equal_groups(random: np.random.Generator, series: StepSeries) -> StepSeries:
-    groups = series.columns["n_prompts"]
-    return replaced(series, AT, n_zero_variance_groups=random.binomial(groups.astype(int), 0.8).astype(float))
-
-
+Z = "certificate_prob_z"
 CASES = (
-    Case("gradient_surge", "‖ḡ‖ × 5 at once", _by(grad_norm=5.0)),
-    Case("gradient_surge", "‖ḡ‖ × 2 at once", _by(grad_norm=2.0)),
-    Case("gradient_surge", "‖ḡ‖ up 10 % a step", _ramp("grad_norm", 0.1)),
-    Case("entropy_collapse", "entropy × .2 at once", _by(entropy_mean=0.2)),
-    Case("entropy_collapse", "entropy down 5 % a step", _ramp("entropy_mean", -0.05)),
-    Case("length_drift", "length × 2.5 at once", _by(length_mean=2.5)),
-    Case("length_drift", "length down 3 % a step", _ramp("length_mean", -0.03)),
-    Case("zero_variance_groups", "80 % of groups of equal reward", _equal_groups),
-    Case("ratio_tails", "largest log ratio around 3", _drawn("mismatch_max", lambda r, n: r.gamma(10, 0.3, n))),
-    Case("ratio_tails", "half of the tokens clipped", _drawn("ratio_clip_share", lambda r, n: r.beta(20, 20, n))),
-    Case("tail_index", "Pareto-k of exact norms near 2", _drawn("exact_tail_k", lambda r, n: r.normal(2, 0.3, n))),
-    Case("tail_index", "Pareto-k of exact norms near 1.5", _drawn("exact_tail_k", lambda r, n: r.normal(1.5, 0.3, n))),
-    Case("clip_fraction", "from 10 % of steps clipped to all", _all_clipped),
-    Case("sampling_certificate", "mean z of one column 2 (a wrong temperature)", _shifted("certificate_prob_z", 2.0)),
-    Case("sampling_certificate", "mean z of one column ½ (a slight filter)", _shifted("certificate_prob_z", 0.5)),
+    Case("gradient_surge", "‖ḡ‖ × 5 at once", "grad_norm", lambda r, c: 5 * c["grad_norm"]),
+    Case("gradient_surge", "‖ḡ‖ × 2 at once", "grad_norm", lambda r, c: 2 * c["grad_norm"]),
+    Case("gradient_surge", "‖ḡ‖ up 10 % a step", "grad_norm", lambda r, c: c["grad_norm"] * _ramp(0.1)),
+    Case("entropy_collapse", "entropy × .2 at once", "entropy_mean", lambda r, c: 0.2 * c["entropy_mean"]),
+    Case("entropy_collapse", "entropy down 5 % a step", "entropy_mean", lambda r, c: c["entropy_mean"] * _ramp(-0.05)),
+    Case("length_drift", "length × 2.5 at once", "length_mean", lambda r, c: 2.5 * c["length_mean"]),
+    Case("length_drift", "length down 3 % a step", "length_mean", lambda r, c: c["length_mean"] * _ramp(-0.03)),
+    Case("zero_variance_groups", "80 % of groups of equal reward", "n_zero_variance_groups", _equal_groups),
+    Case("ratio_tails", "largest log ratio around 3", "mismatch_max", lambda r, c: r.gamma(10, 0.3, LENGTH)),
+    Case("ratio_tails", "half of the tokens clipped", "ratio_clip_share", lambda r, c: r.beta(20, 20, LENGTH)),
+    Case("tail_index", "Pareto-k of exact norms near 2", "exact_tail_k", lambda r, c: r.normal(2, 0.3, LENGTH)),
+    Case("tail_index", "Pareto-k of exact norms near 1.5", "exact_tail_k", lambda r, c: r.normal(1.5, 0.3, LENGTH)),
+    Case("clip_fraction", "from 10 % of steps clipped to all", "clipped", _clipped, start=0),
+    Case("sampling_certificate", "mean z of one column 2 (a wrong temperature)", Z, lambda r, c: c[Z] + 2.0),
+    Case("sampling_certificate", "mean z of one column ½ (a slight filter)", Z, lambda r, c: c[Z] + 0.5),
 )  # fmt: skip
 
 
-def run_alarms(config: AlarmsConfig) -> Report:
-    """Measure every detector on synthetic calm series of several lengths and on runs with a known change.
-
-    Raises:
-        InputError: There are fewer than one series.
-    """
-    check_positive(series=config.series, changed=config.changed)
+def run(config: AlarmsConfig) -> Report:
+    """Measure every detector on synthetic calm series of several lengths and on runs with a known change."""
     calm = calm_rates(config.series, config.seed)
     rows = [{"detector": c.detector, "change": c.change} | calm[c.detector] | power(c, config) for c in CASES]
     for factor in (3.0, 2.0):
         change = {"detector": CHANGE_POINTS, "change": f"‖ḡ‖ × {factor:g} at once"}
         rows.append(change | calm[CHANGE_POINTS] | dated(config, factor))
-    rows.append({"detector": ANY, "change": None, "found": None, "before": None, "delay": None} | calm[ANY])
-    settings = {"series": config.series, "changed": config.changed, "seed": config.seed}
-    return Report(
-        name="alarms",
-        command=f"otb bench alarms {flags(settings)}",
-        settings=settings,
-        title=f"Alarms on {config.series:,} synthetic calm series a length, and on {config.changed} with each change",
-        headers=HEADERS,
-        cells=[_cells(row) for row in rows],
-        rows=rows,
-        notes=NOTES,
-    )
+    rows.append({"detector": ANY} | calm[ANY])
+    title = f"Alarms on {config.series:,} synthetic calm series a length, and on {config.changed} with each change"
+    return report_of(config, title, COLUMNS, rows, notes=NOTES)
 
 
 def calm_rates(series: int, seed: int) -> dict[str, dict[str, Any]]:
-    """Return the rates of false alarms per calm series of every detector, and of the family, by length.
-
-    Args:
-        series: Runs of each of `LENGTHS`.
-        seed: Where they come from.
-    """
+    """Return how often every detector, and the family, fires in this many calm series of each of `LENGTHS`."""
     counts = {name: np.zeros((len(LENGTHS), 2), int) for name in (*DETECTORS, CHANGE_POINTS, ANY)}
     for at, length in enumerate(LENGTHS):
         for run in range(series):
@@ -146,8 +128,8 @@ def calm_rates(series: int, seed: int) -> dict[str, dict[str, Any]]:
 
 def _firings(run: StepSeries) -> dict[str, tuple[bool, bool]]:
     """Whether each ever fired, and whether with an alarm; change points know no alarm."""
-    found = {name: detect(run) for name, detect in DETECTORS.items()}
-    fired = {name: (one.fired, one.alarm_step is not None) for name, one in found.items()}
+    detections = {name: detect(run) for name, detect in DETECTORS.items()}
+    fired = {name: (one.fired, one.alarm_step is not None) for name, one in detections.items()}
     fired[CHANGE_POINTS] = (len(change_points(run)) > 0, False)
     return fired | {ANY: (any(one for one, _ in fired.values()), any(alarm for _, alarm in fired.values()))}
 
@@ -161,59 +143,32 @@ def _rates(by_length: Int, series: int) -> dict[str, Any]:
 
 def _rate(fired: int, n: int) -> dict[str, float]:
     interval = stats.binomtest(fired, n).proportion_ci(method="exact")
-    return {
-        "calm": n,
-        "fired": fired,
-        "rate": fired / n,
-        "rate_low": float(interval.low),
-        "rate_high": float(interval.high),
-    }
+    low, high = float(interval.low), float(interval.high)
+    return {"calm": n, "fired": fired, "rate": fired / n, "rate_low": low, "rate_high": high}
 
 
 def power(case: Case, config: AlarmsConfig) -> dict[str, object]:
-    """Return how often a detector sees a change, how often it had fired before it, and the median delay in steps.
-
-    Args:
-        case: The change.
-        config: How many runs, and their seed.
-    """
+    """Return how often a detector sees a change, how often it had fired before it, and the median delay in steps."""
     delays, before = [], 0
     for random in _generators(config):
-        found = DETECTORS[case.detector](case.apply(random, calm_series(random, LENGTH)))
-        if found.watch_step is not None:
-            before += found.watch_step < AT
-            delays += [found.watch_step - AT] if found.watch_step >= AT else []
+        first = DETECTORS[case.detector](case.apply(random, calm_series(random, LENGTH))).watch_step
+        if first is not None:
+            before += first < AT
+            delays += [first - AT] if first >= AT else []
     left = config.changed - before
     delay = float(np.median(delays)) if delays else None
     return {"found": len(delays) / max(left, 1), "before": before / config.changed, "delay": delay}
 
 
 def dated(config: AlarmsConfig, factor: float) -> dict[str, object]:
-    """Return how often a change point of ‖ḡ‖ lies near a lasting rise.
-
-    Args:
-        config: How many runs, and their seed.
-        factor: Of the rise.
-    """
-    found = 0
+    """Return how often a change point of ‖ḡ‖ lies near a lasting rise by a factor."""
+    near = 0
     for random in _generators(config):
-        points = change_points(changed(calm_series(random, LENGTH), AT, grad_norm=factor), ("grad_norm",))
-        found += any(abs(point.step - AT) <= NEAR for point in points)
-    return {"found": found / config.changed, "before": None, "delay": None}
+        run = calm_series(random, LENGTH)
+        points = change_points(replaced(run, AT, grad_norm=factor * run.columns["grad_norm"]), ("grad_norm",))
+        near += any(abs(point.step - AT) <= NEAR for point in points)
+    return {"found": near / config.changed}
 
 
 def _generators(config: AlarmsConfig) -> Iterator[np.random.Generator]:
     return (np.random.default_rng([config.seed, LENGTH, run, AT]) for run in range(config.changed))
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    calm = (row["lengths"][str(length)] for length in LENGTHS)
-    return [
-        row["detector"],
-        *(f"{one['rate']:.1%} [{one['rate_low']:.1%}, {one['rate_high']:.1%}]" for one in calm),
-        f"{row['alarm_rate']:.1%}",
-        row["change"] or "–",
-        "–" if row["found"] is None else f"{row['found']:.0%}",
-        "–" if row["before"] is None else f"{row['before']:.1%}",
-        "–" if row["delay"] is None else f"{row['delay']:.0f}",
-    ]

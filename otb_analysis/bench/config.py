@@ -1,6 +1,6 @@
-"""What each benchmark can be told; read by the command line, so nothing heavy is imported here."""
+"""The settings of every benchmark. The command line reads this file, so it imports nothing heavy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,15 @@ BATCHES = {"S": ((8, 128), (4, 512)), "M": ((8, 128),), "L": ((8, 128),)}
 
 
 @dataclass(frozen=True)
-class EstimatorsConfig:
+class BenchConfig:
+    """The setting that every benchmark has."""
+
+    out: Path | None = None
+    """Directory for the table as Markdown and JSON."""
+
+
+@dataclass(frozen=True)
+class EstimatorsConfig(BenchConfig):
     """Time every estimator on a large ragged batch, on one thread, beside a torch loop and one pass over the inputs."""
 
     rows: int = 1024
@@ -25,12 +33,10 @@ class EstimatorsConfig:
     """Rollouts per group."""
     repeats: int = 5
     """Repetitions, taking turns; the best counts."""
-    out: Path | None = None
-    """Directory for the table as Markdown and JSON."""
 
 
 @dataclass(frozen=True)
-class LogitsConfig:
+class LogitsConfig(BenchConfig):
     """Time `logit_stats` beside a plain log-softmax and gather, and beside TRL's fused head."""
 
     vocabularies: tuple[int, ...] = (32_000, 152_000)
@@ -49,14 +55,12 @@ class LogitsConfig:
     """Where to run."""
     trl_python: Path | None = None
     """An interpreter with torch and trl >= 1.15, for the rows of TRL's fused head."""
-    out: Path | None = None
-    """Directory for the table as Markdown and JSON."""
     quick: bool = False
     """A few seconds at tiny sizes: does it run at all?"""
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(BenchConfig):
     """Time every score-gradient engine beside a plain loop of one autograd.grad per token over one kept graph."""
 
     sizes: tuple[Literal["S", "M", "L"], ...] = ("S", "M")
@@ -68,16 +72,14 @@ class EngineConfig:
     repeats: int = 15
     """Repetitions at most, taking turns; the best counts, the median is shown."""
     seconds: float = 45.0
-    """A size and T gets no further repetition once this much time is spent on it, up to three until twice that;
-    what takes more than half of it in its first turn, the plain loop excepted, takes no other."""
+    """Time limit of a size and T: no repetition starts after it, or after twice of it for the first three. What takes
+    more than half of it in its first turn is not repeated, except for the plain loop."""
     device: Device = "cpu"
     """Where to run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights."""
     opacus_python: Path | None = None
     """An interpreter with torch, transformers and opacus, for the rows of Opacus."""
-    out: Path | None = None
-    """Directory for the table as Markdown and JSON."""
     quick: bool = False
     """A few seconds at T=8 of S, without memory: does it run at all?"""
 
@@ -96,19 +98,17 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class SampledConfig:
+class SampledConfig(BenchConfig):
     """Cost and error of drawn tokens beside exact norms of every token, on the demo's warm-started model."""
 
     prompts: int = 40
     """Prompts, of eight rollouts each; 40 give more than 5,000 tokens."""
     repeats: int = 3
     """Repetitions, taking turns; the least processor time counts."""
-    out: Path | None = None
-    """Directory for the table as Markdown and JSON."""
 
 
 @dataclass(frozen=True)
-class GramConfig:
+class GramConfig(BenchConfig):
     """What one measured step costs, in forward and backward passes of its rollouts."""
 
     model: str = "demo"
@@ -125,12 +125,10 @@ class GramConfig:
     """Repetitions, taking turns; the least processor time counts."""
     rows: bool = True
     """Also measure the Gram matrix by one backward pass per row."""
-    out: Path | None = None
-    """Directory for the table as Markdown and JSON."""
 
 
 @dataclass(frozen=True)
-class DemoSeedsConfig:
+class DemoSeedsConfig(BenchConfig):
     """What the demo concludes from several seeds and with several numbers of threads."""
 
     seeds: int = 5
@@ -139,12 +137,10 @@ class DemoSeedsConfig:
     """Threads of each of a demo's two runs."""
     root: Path = Path("runs/demos")
     """Directory for the demos' runs; complete ones are read and not run again."""
-    out: Path | None = None
-    """Directory for the table as Markdown and JSON."""
 
 
 @dataclass(frozen=True)
-class SketchConfig:
+class SketchConfig(BenchConfig):
     """Batch variances from count sketches beside the exact Gram matrix, on the demo's warm-started model."""
 
     prompts: int = 16
@@ -155,12 +151,10 @@ class SketchConfig:
     """Sketches of each size."""
     repeats: int = 7
     """Repetitions of the timed calls, taking turns; the least processor time counts."""
-    out: Path | None = None
-    """Directory for the table as Markdown and JSON."""
 
 
 @dataclass(frozen=True)
-class ScoreSketchConfig:
+class ScoreSketchConfig(BenchConfig):
     """Sketched norms of single scores beside exact ones, on the demo's warm-started model; nothing is timed."""
 
     prompts: int = 4
@@ -169,12 +163,10 @@ class ScoreSketchConfig:
     """Every number of directions K to try."""
     repeats: int = 8
     """Sketches of each kind, with a seed of their own each."""
-    out: Path | None = None
-    """Directory for the table as Markdown and JSON."""
 
 
 @dataclass(frozen=True)
-class AlarmsConfig:
+class AlarmsConfig(BenchConfig):
     """False alarms of every detector on synthetic calm series, and how soon it sees a change at a known step."""
 
     series: int = 1000
@@ -183,49 +175,48 @@ class AlarmsConfig:
     """Runs with each known change."""
     seed: int = 0
     """Seed of both."""
-    out: Path | None = None
-    """Directory for the table as Markdown and JSON."""
 
 
 @dataclass(frozen=True)
-class TrainBenchConfig:
+class TrainBenchConfig(BenchConfig):
     """Time sampling and update of a training step beside TRL's GRPOTrainer, and what every measurement adds to it."""
 
     models: tuple[Literal["small", "M"], ...] = ("small", "M")
     """Models: small is the demo's at its settings, M has 8 layers, d512, vocabulary 8192, and few long rollouts."""
     repeats: int = 7
     """Steps of each, taking turns, after one that warms up, three at most of M; the best counts."""
-    trl_python: Path | None = None
-    """An interpreter with torch, transformers and trl >= 1.15, for the rows of TRL."""
     clock: Literal["wall", "cpu"] = "wall"
     """cpu counts the processor's time on each process: for a machine that has other work to do."""
-    out: Path | None = None
-    """Directory for the table as Markdown and JSON."""
+    trl_python: Path | None = None
+    """An interpreter with torch, transformers and trl >= 1.15, for the rows of TRL."""
     quick: bool = False
     """A few seconds at a few tokens of an untrained small model, without memory: does it run at all?"""
 
 
-AnyBenchConfig = (
-    AlarmsConfig
-    | EstimatorsConfig
-    | LogitsConfig
-    | EngineConfig
-    | SampledConfig
-    | GramConfig
-    | DemoSeedsConfig
-    | ScoreSketchConfig
-    | SketchConfig
-    | TrainBenchConfig
-)
-"""The settings of any benchmark."""
+BENCHMARKS: dict[str, type[BenchConfig]] = {
+    "estimators": EstimatorsConfig,
+    "logits": LogitsConfig,
+    "engine": EngineConfig,
+    "sampled": SampledConfig,
+    "demo-seeds": DemoSeedsConfig,
+    "gram": GramConfig,
+    "sketch": SketchConfig,
+    "score-sketch": ScoreSketchConfig,
+    "alarms": AlarmsConfig,
+    "train": TrainBenchConfig,
+}
+"""`otb bench NAME`; the module of the same name has `run(config)`, which returns a report."""
 
 
-def check_positive(**values: float) -> None:
-    """Refuse settings below 1.
+def check_positive(config: BenchConfig) -> None:
+    """Refuse counts below 1, and empty lists of counts unless they are the default.
 
     Raises:
-        InputError: One is; the sentence names its option.
+        InputError: A setting is below 1; the sentence names its option.
     """
-    for name, value in values.items():
-        if value < 1:
-            raise InputError(f"--{name.replace('_', '-')} is {value}; pass at least 1.")
+    for field in fields(config):
+        value = getattr(config, field.name)
+        several = value if isinstance(value, tuple) else (value,)
+        counts = [x for x in several or (0,) if isinstance(x, int) and not isinstance(x, bool)]
+        if value != field.default and field.name != "seed" and min(counts, default=1) < 1:
+            raise InputError(f"--{field.name.replace('_', '-')} is {min(counts)}; pass at least 1.")

@@ -1,79 +1,107 @@
 """Time, memory and accuracy of every score-gradient engine beside a plain loop of one `autograd.grad` per token.
 
 The loop's forward pass is not timed, every other row is one whole call. All rows take turns in every repetition, peers
-in an interpreter of their own too. Whatever is in `ENGINES` is in the table.
+in an interpreter of their own too. Whatever is in `ENGINES` is in the table. Attribution is of whole batches as a rule,
+so it is also measured on batches, beside one forward and one backward pass of the same batch.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from otb_analysis.bench.attribution_cases import batch_calls, measure_batch
-from otb_analysis.bench.config import EngineConfig, check_positive
+from otb_analysis.bench.config import EngineConfig
 from otb_analysis.bench.engine_cases import (
     LOOP,
     STEP,
     Case,
+    Exact,
     candidates,
+    error_of,
     forward_backward,
     make_case,
     make_model,
     model_config,
     plain_loop,
 )
-from otb_analysis.bench.engine_error import Exact, error_of
-from otb_analysis.bench.engine_rows import HEADERS, EngineRow, Recorder, cells
 from otb_analysis.bench.memory import fresh_peaks
-from otb_analysis.bench.peer import Peer, peer
-from otb_analysis.bench.publish import Report, flags
-from otb_analysis.bench.timing import interleaved, threads, timed
+from otb_analysis.bench.peer import peer
+from otb_analysis.bench.publish import Column, Report, Row, mebibytes_cell, report_of, seconds_cell
+from otb_analysis.bench.timing import Timing, interleaved, threads, timed
 from otb_analysis.errors import InputError
 
 OPACUS = {"Opacus GradSampleModule": False, "Opacus ghost norms (untied)": True}
 SCRIPT = Path(__file__).with_name("opacus_peer.py")
 WARM_UP = 4
 """Tokens of the call before the first timed one: engines look at a model once, kernels are chosen once."""
+NOT_MEASURED = {
+    **dict.fromkeys(("seconds", "median_seconds")), "repeats": 0,
+    **dict.fromkeys(("loop_ratio", "loop_ratio_median", "step_ratio", "memory", "error")), "remark": "",
+}  # fmt: skip
+"""A row before anything is known of it; `remark` says why it was not measured."""
 
 
-def run_engine(config: EngineConfig) -> Report:
-    """Measure every size and T.
+def length(row: Row) -> str:
+    """T, with N in front of it where there are several rollouts: "128", "8 × 128"."""
+    return str(row["tokens"]) if row["rollouts"] == 1 else f"{row['rollouts']} × {row['tokens']}"
+
+
+COLUMNS: dict[str, Column] = {
+    "model": "{size}",
+    "T": length,
+    "what": "{name}",
+    "seconds": seconds_cell,
+    "median": "{median_seconds:.3f}",
+    "loop ÷ it": "{loop_ratio:.2f}",
+    "medians": "{loop_ratio_median:.2f}",
+    "× fwd+bwd": "{step_ratio:.2f}",
+    "MiB": mebibytes_cell,
+    "error": "{error:.0e}",
+}
+
+
+class Recorder:
+    """A call that remembers its last result, and the sentence with which it was refused."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self.call, self.result, self.remark = call, None, ""
+
+    def __call__(self) -> None:
+        """Run unless it was refused before."""
+        if self.remark:
+            return
+        try:
+            self.result = self.call()
+        except InputError as refusal:
+            self.remark = str(refusal)
+
+
+def run(config: EngineConfig) -> Report:
+    """Measure every size and T, then the batches of that size.
 
     Raises:
-        InputError: A setting is not positive, there is no GPU, or the peer's interpreter does not work.
+        InputError: There is no GPU, or the peer's interpreter does not work.
     """
-    check_positive(repeats=config.repeats, **({"tokens": min(config.tokens)} if config.tokens else {}))
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device is cuda but torch sees no GPU; pass --device cpu.")
-    rows: list[EngineRow] = []
+    rows: list[dict[str, Any]] = []
+    places = [(size, 1, tokens) for size, tokens in config.cases()]
     with threads(1):
-        for size in dict.fromkeys(size for size, _ in config.cases()):
+        for size in dict.fromkeys(size for size, _, _ in places):
             model = make_model(size, config.device, config.dtype)
-            for tokens in (t for s, t in config.cases() if s == size):
-                rows += _measure(config, size, make_case(model, tokens))
-            for place in (p for p in config.batches() if p[0] == size):
-                rows += measure_batch(config, place, make_case(model, place[2], place[1]))
+            for _, rollouts, tokens in (p for p in (*places, *config.batches()) if p[0] == size):
+                rows += _measure(config, size, make_case(model, tokens, rollouts))
     if not config.quick:
-        rows = _with_memory(config, rows)
-    settings = {k: v for k, v in vars(config).items() if k not in ("out", "opacus_python")}
-    named = settings | {"opacus_python": None if config.opacus_python is None else "OPACUS_PYTHON"}
-    return Report(
-        name="engine",
-        command=f"otb bench engine {flags(named)}",
-        settings=settings,
-        title=f"Exact score norms and their relatives, {config.dtype}, one thread"
-        + (f", on {torch.cuda.get_device_name()}" if config.device == "cuda" else ""),
-        headers=HEADERS,
-        cells=[cells(row) for row in rows],
-        rows=[asdict(row) for row in rows],
-        notes=_notes(config),
-    )
+        _add_memory(config, rows)
+    gpu = f", on {torch.cuda.get_device_name()}" if config.device == "cuda" else ""
+    title = f"Exact score norms and their relatives, {config.dtype}, one thread{gpu}"
+    return report_of(config, title, COLUMNS, rows, notes=_notes(config))
 
 
 def memory_jobs(spec: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], object], str]]:
@@ -82,46 +110,55 @@ def memory_jobs(spec: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], obj
     Args:
         spec: "name" of the row, "places" (size, N and T), "device" and "dtype".
     """
+    name, device = spec["name"], spec["device"]
     torch.set_num_threads(1)
     for size in dict.fromkeys(size for size, _, _ in spec["places"]):
-        model = make_model(size, spec["device"], spec["dtype"])
-        _calls(make_case(model, WARM_UP), spec["device"])[spec["name"]]()
+        model = make_model(size, device, spec["dtype"])
+        _calls(make_case(model, WARM_UP), device)[name]()
         for _, rollouts, tokens in (p for p in spec["places"] if p[0] == size):
-            run = _calls(make_case(model, tokens, rollouts), spec["device"])[spec["name"]]
-            yield EngineRow(size, rollouts, tokens, spec["name"]).label, run, spec["device"]
+            call = _calls(make_case(model, tokens, rollouts), device)[name]
+            yield f"{size} {length({'rollouts': rollouts, 'tokens': tokens})}", call, device
 
 
 def _calls(case: Case, device: str) -> dict[str, Callable[[], Any]]:
+    """What is measured of a case, by the names of its rows: of a batch the attributions alone."""
+    step: dict[str, Callable[[], Any]] = {STEP: lambda: forward_backward(case)}
     if len(case.mask) > 1:
-        return batch_calls(case)
-    return {LOOP: lambda: plain_loop(case, device), STEP: lambda: forward_backward(case)} | candidates(case)
+        return step | {name: call for name, call in candidates(case).items() if name.startswith("attribution")}
+    return {LOOP: lambda: plain_loop(case, device)} | step | candidates(case)
 
 
-def _measure(config: EngineConfig, size: str, case: Case) -> Iterator[EngineRow]:
-    tokens = int(case.mask.sum())
-    for run in _calls(make_case(case.model, min(WARM_UP, tokens)), config.device).values():
-        Recorder(run)()
-    recorders = {name: Recorder(run) for name, run in _calls(case, config.device).items()}
-    turns = {name: timed(run, config.device) for name, run in recorders.items()}
-    turns[LOOP] = lambda: _loop_seconds(recorders[LOOP])
+def _measure(config: EngineConfig, size: str, case: Case) -> Iterator[dict[str, Any]]:
+    rollouts, tokens = len(case.mask), case.mask.shape[1] - 1
+    place = {"size": size, "rollouts": rollouts, "tokens": tokens}
+    batch, peers, exact = rollouts > 1, {}, None
+    for call in _calls(case if batch else make_case(case.model, min(WARM_UP, tokens)), config.device).values():
+        Recorder(call)()
+    recorders = {name: Recorder(call) for name, call in _calls(case, config.device).items()}
+    turns = {name: timed(call, config.device) for name, call in recorders.items()}
+    if not batch:
+        turns[LOOP] = lambda: _loop_seconds(recorders[LOOP])
     with ExitStack() as stack:
-        peers = _peers(config, size, tokens, stack)
-        found = interleaved(turns | {name: p.turn for name, p in peers.items()}, config.repeats, config.seconds, LOOP)
-    exact = Exact.of(Case(deepcopy(case.model).double(), case.input_ids, case.mask, case.weights, case.direction))
+        if config.opacus_python is not None and not batch:
+            spec = {"model": model_config(size), "tokens": tokens, "device": config.device, "dtype": config.dtype}
+            for name, ghost in OPACUS.items():
+                peers[name] = stack.enter_context(peer(config.opacus_python, SCRIPT, spec | {"ghost": ghost}))
+        turns |= {name: running.turn for name, running in peers.items()}
+        timings = interleaved(turns, config.repeats, config.seconds, STEP if batch else LOOP)
+    if not batch:
+        exact = Exact.of(replace(case, model=deepcopy(case.model).double()))
     for name, recorder in recorders.items():
-        if recorder.remark:
-            yield EngineRow(size, 1, tokens, name, remark=recorder.remark)
-        else:
-            row = EngineRow(size, 1, tokens, name, error=error_of(name, recorder.result, exact))
-            yield replace(row, **row.timed(found))
-    for name in OPACUS:
+        row = place | {"name": name} | NOT_MEASURED | {"remark": recorder.remark}
+        if not recorder.remark:
+            row |= _times(name, timings) | {"error": error_of(name, recorder.result, exact)}
+        yield row
+    for name in OPACUS if exact is not None else ():
+        row = place | {"name": name} | NOT_MEASURED | {"remark": "no --opacus-python was given"}
         if name in peers:
             norm_sq = np.concatenate([[0.0], peers[name].facts["norm_sq"]])[None]
             error = error_of(name, (0.0, norm_sq), exact) if "untied" not in name else None
-            row = EngineRow(size, 1, tokens, name, memory=peers[name].facts["bytes"], error=error)
-            yield replace(row, **row.timed(found))
-        else:
-            yield EngineRow(size, 1, tokens, name, remark="no --opacus-python was given")
+            row |= _times(name, timings) | {"memory": peers[name].facts["bytes"], "error": error, "remark": ""}
+        yield row
 
 
 def _loop_seconds(recorder: Recorder) -> float:
@@ -129,25 +166,28 @@ def _loop_seconds(recorder: Recorder) -> float:
     return recorder.result[0] if recorder.result else math.nan
 
 
-def _peers(config: EngineConfig, size: str, tokens: int, stack: ExitStack) -> dict[str, Peer]:
-    if config.opacus_python is None:
-        return {}
-    common = {"model": model_config(size), "tokens": tokens, "device": config.device, "dtype": config.dtype}
+def _times(name: str, timings: Mapping[str, Timing]) -> dict[str, Any]:
+    """A row's times, those of the plain loop over them, and its best over that of a forward and backward pass."""
+    timing, loop = timings[name], timings.get(LOOP)
     return {
-        name: stack.enter_context(peer(config.opacus_python, SCRIPT, common | {"ghost": ghost}))
-        for name, ghost in OPACUS.items()
+        "seconds": timing.minimum,
+        "median_seconds": timing.median,
+        "repeats": timing.repeats,
+        "loop_ratio": None if loop is None else loop.minimum / timing.minimum,
+        "loop_ratio_median": None if loop is None else loop.median / timing.median,
+        "step_ratio": timing.minimum / timings[STEP].minimum,
     }
 
 
-def _with_memory(config: EngineConfig, rows: list[EngineRow]) -> list[EngineRow]:
+def _add_memory(config: EngineConfig, rows: list[dict[str, Any]]) -> None:
     """Fill in the memory of our rows: one fresh process per row name, its places one after the other."""
-    measured = [row for row in rows if row.seconds is not None and row.name not in OPACUS]
-    peaks: dict[str, dict[str, int | None]] = {}
-    for name in dict.fromkeys(row.name for row in measured):
-        places = [row.place for row in measured if row.name == name]
-        spec = {"name": name, "places": places, "device": config.device, "dtype": config.dtype}
-        peaks[name] = fresh_peaks(__name__, spec)
-    return [replace(r, memory=peaks[r.name].get(r.label)) if r in measured else r for r in rows]
+    measured = [row for row in rows if row["seconds"] is not None and row["name"] not in OPACUS]
+    for name in dict.fromkeys(row["name"] for row in measured):
+        mine = [row for row in measured if row["name"] == name]
+        places = [(row["size"], row["rollouts"], row["tokens"]) for row in mine]
+        peaks = fresh_peaks(__name__, {"name": name, "places": places, "device": config.device, "dtype": config.dtype})
+        for row in mine:
+            row["memory"] = peaks.get(f"{row['size']} {length(row)}")
 
 
 def _notes(config: EngineConfig) -> list[str]:

@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from otb_analysis import gradients
 from otb_analysis.bench.timing import synchronize
 from otb_analysis.gradients.exact.gram import norm_sq_of
-from otb_analysis.types import Float
+from otb_analysis.types import Attribution, Float, ScoreNorms
 
 SIZES: dict[str, dict[str, int]] = {
     "S": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 512},
@@ -31,7 +31,6 @@ class Case:
     """A model and N rollouts, one as a rule, of T sampled tokens after a prompt of one.
 
     Attributes:
-        model: Qwen2-type, tied, at its initial weights with every bias and gain moved off zero and one.
         input_ids: Token ids [N, T + 1].
         mask: True at all but the first [N, T + 1].
         weights: Random rows of weights [N, 8, T + 1].
@@ -57,7 +56,10 @@ def model_config(size: str) -> dict[str, Any]:
 
 
 def make_model(size: str, device: str, dtype: str) -> Qwen2ForCausalLM:
-    """Return the model of a size, the same in every process; it has no dropout."""
+    """Return the model of a size, the same in every process: Qwen2-type, tied, without dropout, at its initial weights.
+
+    Biases and gains are moved off zero and one, where errors in their gradients could hide.
+    """
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**model_config(size)))
     with torch.no_grad():
@@ -80,19 +82,18 @@ def make_case(model: Qwen2ForCausalLM, tokens: int, rollouts: int = 1) -> Case:
 
 
 def plain_loop(case: Case, device: str) -> tuple[float, Float]:
-    """One `autograd.grad` per token over one kept graph: the denominator of every ratio.
+    """Run one `autograd.grad` per token over one kept graph, with which every row is compared.
 
-    Returns:
-        Seconds without the forward pass, and ‖s_t‖² [1, T + 1], zero outside the mask.
+    Returns its seconds without the forward pass, and ‖s_t‖² [1, T + 1], zero outside the mask.
     """
     values, parameters = _logprobs(case)[0], list(case.model.parameters())
-    found = np.zeros(case.mask.shape)
+    norm_sq = np.zeros(case.mask.shape)
     synchronize(device)
     start = perf_counter()
     for t, value in enumerate(values):
-        found[0, t + 1] = norm_sq_of(torch.autograd.grad(value, parameters, retain_graph=True))
+        norm_sq[0, t + 1] = norm_sq_of(torch.autograd.grad(value, parameters, retain_graph=True))
     synchronize(device)
-    return perf_counter() - start, found
+    return perf_counter() - start, norm_sq
 
 
 def forward_backward(case: Case) -> list[Tensor]:
@@ -103,22 +104,86 @@ def forward_backward(case: Case) -> list[Tensor]:
 def candidates(case: Case) -> dict[str, Callable[[], Any]]:
     """Return every engine and instrument by the name of its row, engines of the registry first."""
     args = (case.model, case.input_ids, case.mask)
-    found: dict[str, Callable[[], Any]] = {}
+    calls: dict[str, Callable[[], Any]] = {}
     for name in gradients.ENGINES:
-        found[name] = lambda name=name: gradients.token_score_norms(*args, engine=name)
+        calls[name] = lambda name=name: gradients.token_score_norms(*args, engine=name)
         if name != "reference":
-            found[f"{name}, path=True"] = lambda name=name: gradients.token_score_norms(*args, engine=name, path=True)
-            found[f"{name}, {ROWS} weighted rows"] = lambda name=name: gradients.weighted_score_norms(
+            calls[f"{name}, path=True"] = lambda name=name: gradients.token_score_norms(*args, engine=name, path=True)
+            calls[f"{name}, {ROWS} weighted rows"] = lambda name=name: gradients.weighted_score_norms(
                 *args, case.weights, engine=name
             )
-    found[f"sketch hybrid, K={DIRECTIONS}"] = lambda: gradients.sketch_score_norms(*args, directions=DIRECTIONS)
+    calls[f"sketch hybrid, K={DIRECTIONS}"] = lambda: gradients.sketch_score_norms(*args, directions=DIRECTIONS)
     row, cluster = case.weights[:, 0], np.zeros(len(case.mask), dtype=np.int64)
     for method in ("jvp", "difference"):
-        found[f"attribution, {method}"] = lambda method=method: gradients.gradient_attribution(
+        calls[f"attribution, {method}"] = lambda method=method: gradients.gradient_attribution(
             *args, row, direction=case.direction, method=method
         )
-    found["gradient_sketch"] = lambda: gradients.gradient_sketch(*args, case.weights[:, :1], cluster)
-    return found
+    calls["gradient_sketch"] = lambda: gradients.gradient_sketch(*args, case.weights[:, :1], cluster)
+    return calls
+
+
+CHECKED, PATHS = 32, 8
+"""Tokens whose norms are compared, and whose path norms are: one float64 backward pass each."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Values by the reference engine on float64 copies of the weights.
+
+    Attributes:
+        tokens: Columns of the tokens whose norms ‖s_t‖² are compared.
+        paths: Columns of the tokens whose path norms ‖Σ_{j≤t} s_j‖² are compared.
+        rows: ‖Σ_t weights s_t‖² of the case's rows of weights.
+        alignment: s_t·direction of all tokens [1, T + 1].
+    """
+
+    tokens: np.ndarray
+    norm_sq: Float
+    paths: np.ndarray
+    path_norm_sq: Float
+    rows: Float
+    alignment: Float
+
+    @classmethod
+    def of(cls, case: Case) -> "Exact":
+        """Compute them for a case with the model in float64."""
+        length = case.mask.shape[1]
+        tokens, paths = (np.unique(np.linspace(1, length - 1, n).round().astype(int)) for n in (CHECKED, PATHS))
+        unit, prefix = np.eye(length)[tokens], np.tri(length)[paths]
+        weights = np.concatenate([unit, prefix, case.weights[0]])[None]
+        args = (case.model, case.input_ids, case.mask)
+        norms = gradients.weighted_score_norms(*args, weights, engine="reference")[0]
+        norm_sq, path_norm_sq, rows = np.split(norms, [len(tokens), len(tokens) + len(paths)])
+        direction = {name: value.double() for name, value in case.direction.items()}
+        along = gradients.gradient_attribution(*args, case.weights[:, 0], direction=direction, method="jvp")
+        return cls(tokens, norm_sq, paths, path_norm_sq, rows, along.alignment)
+
+
+def error_of(name: str, result: Any, exact: Exact | None) -> float | None:
+    """Largest difference over the largest value; of a sketch the root mean square of relative errors.
+
+    Of a batch, where nothing exact is known, an attribution along the batch's own gradient ḡ has |Σ share / ‖ḡ‖² − 1|.
+    Returns None for a result that holds none of these values.
+    """
+    if exact is None:
+        return abs(float(result.share.sum()) / result.norm_sq - 1) if isinstance(result, Attribution) else None
+    if name == LOOP or isinstance(result, tuple):
+        return _largest(result[1][0, exact.tokens], exact.norm_sq)
+    if isinstance(result, Attribution):
+        return _largest(result.alignment, exact.alignment)
+    if isinstance(result, ScoreNorms) and name.startswith("sketch"):
+        return float(np.sqrt(np.mean((result.norm_sq[0, exact.tokens] / exact.norm_sq - 1) ** 2)))
+    if isinstance(result, ScoreNorms) and result.path_norm_sq is not None:
+        return _largest(result.path_norm_sq[0, exact.paths], exact.path_norm_sq)
+    if isinstance(result, ScoreNorms):
+        return _largest(result.norm_sq[0, exact.tokens], exact.norm_sq)
+    if isinstance(result, np.ndarray) and result.shape == (1, len(exact.rows)):
+        return _largest(result[0], exact.rows)
+    return None
+
+
+def _largest(got: Float, expected: Float) -> float:
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 def _logprobs(case: Case) -> Tensor:

@@ -10,73 +10,33 @@ loop's time would leave a tenth of it for the formula. Blocks of 2^15 to 2^17 en
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
+from time import perf_counter
 
 import numpy as np
 import torch
 
-from otb_analysis.bench.config import EstimatorsConfig, check_positive
-from otb_analysis.bench.publish import Report, flags
-from otb_analysis.bench.timing import interleaved, threads, timed
+from otb_analysis.bench.config import EstimatorsConfig
+from otb_analysis.bench.publish import Report, report_of
+from otb_analysis.bench.timing import least_seconds, threads
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, estimate
 
 LOOP = "torch loop of otb"
 PASS = "multiply and sum"
+COLUMNS = {
+    "estimator": "{name}",
+    "seconds": "{seconds:.3f}",
+    "÷ torch loop of otb": "{to_loop:.2f}",
+    "÷ multiply and sum": "{to_pass:.1f}",
+}
 
 
-@dataclass(frozen=True)
-class BenchRow:
-    """One line of the table.
-
-    Attributes:
-        name: Estimator, or one of the two yardsticks.
-        seconds: Best time of one call.
-        to_loop: The same relative to a per-group torch loop of `otb` in float64 on one thread.
-        to_pass: The same relative to one multiply-and-sum pass over rewards and energies.
-    """
-
-    name: str
-    seconds: float
-    to_loop: float
-    to_pass: float
-
-
-def run_estimators(config: EstimatorsConfig) -> Report:
-    """Time every estimator and return the report.
-
-    Raises:
-        InputError: A size is not positive.
-    """
-    sizes = {name: value for name, value in vars(config).items() if name != "out"}
-    check_positive(**sizes)
-    rows = bench_estimators(config.rows, config.tokens, config.group_size, config.repeats)
-    return Report(
-        name="estimators",
-        command=f"otb bench estimators {flags(sizes)}",
-        settings=sizes,
-        title="One call on one thread, best of the repetitions",
-        headers=("estimator", "seconds", "÷ torch loop of otb", "÷ multiply and sum"),
-        cells=[(r.name, f"{r.seconds:.3f}", f"{r.to_loop:.2f}", f"{r.to_pass:.1f}") for r in rows],
-        rows=[asdict(row) for row in rows],
-    )
-
-
-def bench_estimators(rows: int = 1024, tokens: int = 4096, group_size: int = 8, repeats: int = 5) -> list[BenchRow]:
-    """Time every estimator whose inputs can be made up.
-
-    Args:
-        rows: N rollouts.
-        tokens: T.
-        group_size: Rollouts per group.
-        repeats: Repetitions, of which the best counts.
-
-    Returns:
-        One row per estimator, in catalogue order, then the two yardsticks.
-    """
-    inputs = bench_inputs(rows, tokens, group_size)
-    off_policy = replace(inputs, ratio=np.ones(inputs.mask.shape))  # on-policy the others would only multiply by 1
+def run(config: EstimatorsConfig) -> Report:
+    """Time every estimator, then a loop over groups and one multiply-and-sum pass over rewards and energies."""
+    inputs = bench_inputs(config.rows, config.tokens, config.group_size)
     reward, energy = inputs.reward, np.asarray(inputs.energy)
+    off_policy = replace(inputs, ratio=np.ones(inputs.mask.shape))  # on-policy the others would only multiply by 1
     candidates: dict[str, Callable[[], object]] = {
         name: partial(estimate, name, off_policy if "ratio" in entry.needs else inputs)
         for name, entry in ESTIMATORS.items()
@@ -84,19 +44,13 @@ def bench_estimators(rows: int = 1024, tokens: int = 4096, group_size: int = 8, 
     candidates[LOOP] = lambda: torch_loop(inputs)
     candidates[PASS] = lambda: np.vdot(reward, energy)
     with threads(1):
-        found = interleaved({name: timed(run) for name, run in candidates.items()}, repeats)
-    best = {name: timing.minimum for name, timing in found.items()}
-    return [BenchRow(name, x, x / best[LOOP], x / best[PASS]) for name, x in best.items()]
+        best = least_seconds(candidates, config.repeats, perf_counter)
+    rows = [{"name": n, "seconds": x, "to_loop": x / best[LOOP], "to_pass": x / best[PASS]} for n, x in best.items()]
+    return report_of(config, "One call on one thread, best of the repetitions", COLUMNS, rows, notes=())
 
 
 def bench_inputs(rows: int, tokens: int, group_size: int) -> EstimatorInputs:
-    """Return ragged rollouts of up to four turns with terminal rewards, a quarter to the whole of the length.
-
-    Args:
-        rows: N rollouts.
-        tokens: T.
-        group_size: Rollouts per group.
-    """
+    """Return ragged rollouts of up to four turns, a quarter to all of the length, with a reward at the end."""
     rng = np.random.default_rng(0)
     length = rng.integers(max(tokens // 4, 1), tokens + 1, rows)
     mask = np.arange(tokens) < length[:, None]
@@ -117,14 +71,7 @@ def bench_inputs(rows: int, tokens: int, group_size: int) -> EstimatorInputs:
 
 
 def torch_loop(inputs: EstimatorInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `otb` the direct way: one group after another, in float64.
-
-    Args:
-        inputs: Rewards, mask, groups and energies.
-
-    Returns:
-        Baseline, advantage and fallback [N, T], as `estimate("otb", inputs)` gives them.
-    """
+    """Compute baseline, advantage and fallback [N, T] of `otb` the direct way: group after group, in float64."""
     reward, energy = torch.as_tensor(inputs.reward), torch.as_tensor(inputs.energy)
     mask, group = torch.as_tensor(inputs.mask), torch.as_tensor(inputs.group)
     baseline, advantage = torch.zeros_like(reward), torch.zeros_like(reward)

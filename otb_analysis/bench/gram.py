@@ -6,17 +6,16 @@ any model allows. Rewards are drawn by lot, so that every model has something to
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from time import process_time
 
 import numpy as np
 import torch
 
-from otb_analysis.bench.config import GramConfig, check_positive
-from otb_analysis.bench.memory import peak_extra_bytes
-from otb_analysis.bench.publish import Report
-from otb_analysis.bench.timing import interleaved, threads, timed
+from otb_analysis.bench.config import GramConfig
+from otb_analysis.bench.peer_side import peak
+from otb_analysis.bench.publish import NO_GPU, Report, report_of, settings_of
+from otb_analysis.bench.timing import least_seconds, threads
 from otb_analysis.config import SampleConfig, TrainConfig
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram
 from otb_analysis.gradients.batch.forward import sampled_logprobs
@@ -39,21 +38,12 @@ PASS, BASIS, ROWS, SKETCH = (
 )
 
 
-@dataclass(frozen=True)
-class GramRow:
-    """One line of the table.
-
-    Attributes:
-        what: What is measured.
-        seconds: Least processor seconds.
-        passes: The same over those of one forward and backward pass.
-        memory: Peak extra memory over the parameters' own, or None.
-    """
-
-    what: str
-    seconds: float
-    passes: float
-    memory: float | None
+COLUMNS = {
+    "what": "{what}",
+    "seconds": "{seconds:.2f}",
+    "× fwd+bwd": "{passes:.1f}",
+    "memory ÷ parameters": "{memory:.2f}",
+}
 
 
 @dataclass(frozen=True)
@@ -66,60 +56,35 @@ class _Step:
     weights: Float
 
 
-def run_gram(config: GramConfig) -> Report:
-    """Run the benchmark and lay out its table.
+def run(config: GramConfig) -> Report:
+    """Time everything that one step can measure on the rollouts of a model.
 
     Raises:
-        InputError: A setting is below 1, or the model cannot be loaded.
+        InputError: The model cannot be loaded.
     """
-    check_positive(prompts=config.prompts, repeats=config.repeats, threads=config.threads)
     with threads(config.threads):
         step = _step(config)
         calls = _calls(step, config)
-        flat = step.weights.transpose(1, 0, 2).reshape(step.weights.shape[1], -1)
-        found = interleaved({name: timed(run, clock=process_time) for name, run in calls.items()}, config.repeats)
+        least = least_seconds(calls, config.repeats)
         size = sum(p.numel() * p.element_size() for p in step.trainer.model.parameters())
-        peaks = {name: peak_extra_bytes(calls[name]) for name in (PASS, BASIS)}
-    unit = found[PASS].minimum
-    rows = [
-        GramRow(name, t.minimum, t.minimum / unit, None if (peak := peaks.get(name)) is None else peak / size)
-        for name, t in found.items()
-    ]
-    return report(
-        config, rows, f"{step.rollouts.mask.sum():,} tokens, {len(flat)} rows, {len(np.unique(flat, axis=0))} different"
+        peaks = {name: peak(calls[name]) for name in (PASS, BASIS)}
+    rows = []
+    for name, seconds in least.items():
+        memory = None if (held := peaks.get(name)) is None else held / size
+        rows.append({"what": name, "seconds": seconds, "passes": seconds / least[PASS], "memory": memory})
+    model = Path(config.model).name
+    # A path belongs to a machine; the command names it PATH.
+    public = replace(config, model=model if model == config.model else "PATH")
+    flat = step.weights.transpose(1, 0, 2).reshape(step.weights.shape[1], -1)
+    counts = f"{step.rollouts.mask.sum():,} tokens, {len(flat)} rows, {len(np.unique(flat, axis=0))} different"
+    notes = (
+        "Processor seconds, the least of all repetitions, in which the candidates take turns.",
+        f"A sketch has {DIM:,} buckets: products are off by .14 % of ‖g‖‖g'‖. Those of a basis are exact.",
+        NO_GPU,
     )
-
-
-def report(config: GramConfig, rows: list[GramRow], what: str) -> Report:
-    """Lay out the table.
-
-    Args:
-        config: What was asked for.
-        rows: Its lines.
-        what: What was measured, in a clause.
-    """
-    settings = {"prompts": config.prompts, "group-size": config.group_size, "max-new-tokens": config.max_new_tokens}
-    settings |= {"threads": config.threads, "repeats": config.repeats}
-    name = Path(config.model).name
-    options = "".join(f" --{key} {value}" for key, value in settings.items())
-    return Report(
-        name=f"gram_{name}",
-        command=f"otb bench gram --model {config.model if config.model == name else 'PATH'}{options}"
-        + ("" if config.rows else " --no-rows"),
-        settings={"model": name, **settings},
-        title=f"One measured step of {name}: {config.prompts} prompts × {config.group_size} rollouts, {what}",
-        headers=("what", "seconds", "× fwd+bwd", "memory ÷ parameters"),
-        cells=[
-            (r.what, f"{r.seconds:.2f}", f"{r.passes:.1f}", "–" if r.memory is None else f"{r.memory:.2f}")
-            for r in rows
-        ],
-        rows=[asdict(row) for row in rows],
-        notes=(
-            "Processor seconds, the least of all repetitions, in which the candidates take turns.",
-            f"A sketch has {DIM:,} buckets: products are off by .14 % of ‖g‖‖g'‖. Those of a basis are exact.",
-            "Not measured on a GPU.",
-        ),
-    )
+    title = f"One measured step of {model}: {config.prompts} prompts × {config.group_size} rollouts, {counts}"
+    names = {"name": f"gram_{model}", "settings": settings_of(config) | {"model": model}}
+    return report_of(public, title, COLUMNS, rows, notes=notes, **names)
 
 
 def _step(config: GramConfig) -> _Step:

@@ -45,30 +45,23 @@ def make_ids(spec: dict[str, Any]) -> Tensor:
     return torch.randint(spec["model"]["vocab_size"], (1, spec["tokens"] + 1), generator=generator)
 
 
-def grad_sample_norms(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function from a batch and its targets' places to ‖s‖², by per-sample gradients."""
-    wrapped = importlib.import_module("opacus").GradSampleModule(model, loss_reduction="sum")
+def norms_by_opacus(model: nn.Module, ghost: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function from a batch and its targets' places to ‖s‖², by ghost norms or by per-sample gradients."""
+    opacus: Any = importlib.import_module("opacus.grad_sample")
+    if ghost:
+        wrapped = opacus.GradSampleModuleFastGradientClipping(model, loss_reduction="sum", use_ghost_clipping=True)
+    else:
+        wrapped = opacus.GradSampleModule(model, loss_reduction="sum")
 
     def norms(ids: Tensor, at: Tensor) -> Tensor:
         logprobs(wrapped, ids, at).sum().backward()
-        samples = [p.grad_sample for p in wrapped.parameters()]
-        found = torch.stack([g.flatten(1).norm(dim=1).double().square() for g in samples]).sum(0)
+        if ghost:
+            norm_sq = wrapped.get_norm_sample().double().square()
+        else:
+            samples = [p.grad_sample for p in wrapped.parameters()]
+            norm_sq = torch.stack([g.flatten(1).norm(dim=1).double().square() for g in samples]).sum(0)
         wrapped.zero_grad(set_to_none=True)
-        return found
-
-    return norms
-
-
-def ghost_norms(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function from a batch and its targets' places to ‖s‖², by ghost norms where Opacus has them."""
-    opacus = importlib.import_module("opacus.grad_sample")
-    wrapped = opacus.GradSampleModuleFastGradientClipping(model, loss_reduction="sum", use_ghost_clipping=True)
-
-    def norms(ids: Tensor, at: Tensor) -> Tensor:
-        logprobs(wrapped, ids, at).sum().backward()
-        found = wrapped.get_norm_sample().double().square()
-        wrapped.zero_grad(set_to_none=True)
-        return found
+        return norm_sq
 
     return norms
 
@@ -76,18 +69,15 @@ def ghost_norms(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 def logprobs(model: Any, ids: Tensor, at: Tensor) -> Tensor:
     """Log π(y_t) of sample t at its own place, from its own copy of the text."""
     logits = model(input_ids=ids[:, :-1].contiguous(), use_cache=False).logits
-    own = logits[torch.arange(len(ids)), at].float().log_softmax(-1)
-    return own.gather(-1, ids[torch.arange(len(ids)), at + 1][:, None])[:, 0]
+    chosen = logits[torch.arange(len(ids)), at].float().log_softmax(-1)
+    return chosen.gather(-1, ids[torch.arange(len(ids)), at + 1][:, None])[:, 0]
 
 
 def sweep(norms: Callable[[Tensor, Tensor], Tensor], ids: Tensor) -> Tensor:
     """‖s_t‖² of all T tokens, a batch of prefixes at a time: what comes after a batch's last token is left out."""
     places = torch.arange(ids.shape[1] - 1, device=ids.device)
-    found = []
-    for at in places.split(BATCH):
-        text = ids[:, : int(at[-1]) + 2].expand(len(at), -1).contiguous()
-        found.append(norms(text, at))
-    return torch.cat(found)
+    texts = ((ids[:, : int(at[-1]) + 2].expand(len(at), -1).contiguous(), at) for at in places.split(BATCH))
+    return torch.cat([norms(text, at) for text, at in texts])
 
 
 def main() -> None:
@@ -95,12 +85,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     spec = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    norms = (ghost_norms if spec["ghost"] else grad_sample_norms)(make_model(spec))
+    norms = norms_by_opacus(make_model(spec), spec["ghost"])
     ids = make_ids(spec).to(spec["device"])
     sweep(norms, ids[:, :4])
-    found: list[Tensor] = []
-    held = SIDE["peak"](lambda: found.append(sweep(norms, ids)), spec["device"])
-    SIDE["say"]({"norm_sq": found[0].tolist(), "bytes": held})
+    results: list[Tensor] = []
+    held = SIDE["peak"](lambda: results.append(sweep(norms, ids)), spec["device"])
+    SIDE["say"]({"norm_sq": results[0].tolist(), "bytes": held})
     SIDE["take_turns"](lambda: sweep(norms, ids), spec["device"])
 
 

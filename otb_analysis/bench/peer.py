@@ -1,7 +1,7 @@
 """A peer's code in an interpreter of its own, run once per turn so that it takes turns with ours.
 
 The script gets one JSON argument. It prepares, prints one line of JSON about that, and then answers every line on its
-input with one line of JSON, `{"seconds": …}`. Its packages may move torch, which is why they stay out of ours.
+input with one line of JSON, `{"seconds": …}`. Its packages may replace torch, which is why they stay out of ours.
 """
 
 import json
@@ -22,8 +22,7 @@ class Peer:
 
     Attributes:
         facts: What its script printed once it was ready.
-        process: The interpreter.
-        errors: What it writes to stderr, in a file so that it never waits for a reader.
+        errors: Its stderr, in a file so that it never waits for a reader.
     """
 
     facts: Mapping[str, Any]
@@ -35,9 +34,9 @@ class Peer:
         return float(self.answer()["seconds"])
 
     def answer(self) -> Mapping[str, Any]:
-        """Let it run once; return all that it says about it."""
+        """Let it run once; return its answer."""
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which reading its answer will say
+        with suppress(BrokenPipeError):  # the peer has ended; reading its answer raises and says why
             self.process.stdin.write("run\n")
             self.process.stdin.flush()
         return _answer(self.process, self.errors)
@@ -45,12 +44,7 @@ class Peer:
 
 @contextmanager
 def peer(python: Path, script: Path, spec: Mapping[str, object]) -> Iterator[Peer]:
-    """Start a peer and end it afterwards.
-
-    Args:
-        python: Interpreter that has the peer's packages.
-        script: Its script, which imports nothing of ours.
-        spec: What to run, in JSON's types.
+    """Start a script that imports nothing of ours, with a spec in JSON's types, and end it afterwards.
 
     Raises:
         InputError: The interpreter does not exist, or the script failed; the sentence ends with its last line.
@@ -79,8 +73,8 @@ def _answer(process: subprocess.Popen[str], errors: IO[str]) -> dict[str, Any]:
             return json.loads(line)
     process.wait()
     errors.seek(0)
-    said = errors.read().strip().splitlines()
+    lines = errors.read().strip().splitlines()
     script = Path(str(process.args[2])).name if isinstance(process.args, list) else "the peer"
     raise InputError(
-        f"{script} ended early: {said[-1] if said else 'it said nothing'}; install what its first lines name."
+        f"{script} ended early: {lines[-1] if lines else 'it said nothing'}; install what its first lines name."
     )

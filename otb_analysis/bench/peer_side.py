@@ -1,6 +1,8 @@
-"""The peer's half of the protocol of `bench.peer`, and memory as `bench.memory` measures it.
+"""The peer's half of the protocol of `bench.peer`, and the peak memory of a call, for our own processes too.
 
-Peers' scripts run in an interpreter that has nothing of ours, so they load this file by its path; it needs torch alone.
+On a CPU that is the high-water mark of resident memory, which the kernel is told to forget before the call, above what
+was resident then; on a GPU the largest allocation above what was allocated. Peers' scripts run in an interpreter that
+has nothing of ours, so they load this file by its path; it needs torch alone.
 """
 
 import ctypes
@@ -24,7 +26,7 @@ def say(facts: dict[str, Any]) -> None:
 
 
 def take_turns(run: Callable[[], object], device: str) -> None:
-    """Run once per line on the input and say how long it took, a GPU's queue drained."""
+    """Run once per line on the input and say how long it took, until a GPU's queue was empty."""
     for _ in sys.stdin:
         start = perf_counter()
         run()
@@ -33,12 +35,15 @@ def take_turns(run: Callable[[], object], device: str) -> None:
         say({"seconds": perf_counter() - start})
 
 
-def peak(run: Callable[[], object], device: str) -> int | None:
-    """Peak extra bytes of one call; None where the kernel does not tell."""
+def peak(run: Callable[[], object], device: str = "cpu") -> int | None:
+    """Run once; return the most bytes held beyond what was held before, None where the kernel does not tell."""
     if device == "cuda":
+        gc.collect()
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated()
         run()
+        torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - start
     before = forget_peak()
     run()
@@ -48,6 +53,7 @@ def peak(run: Callable[[], object], device: str) -> int | None:
 def forget_peak() -> int | None:
     """Forget the high-water mark; return resident kilobytes, None where the kernel does not allow it."""
     gc.collect()
+    # Freed heap goes back to the kernel (glibc only), so that it does not hide what the call will need.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -8,75 +8,56 @@ of a call (Python, launching) is what the operators leave of its time without th
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from otb_analysis.bench.engine_cases import candidates, make_case, make_model
-from otb_analysis.bench.publish import Report, publish
+from otb_analysis.bench.publish import NO_GPU, Report, publish
+from otb_analysis.bench.timing import least_seconds
 from otb_analysis.errors import InputError, nearest
 
 REPEATS = 5
 SHOWN = 12
 """Operators in the table; the others together make its last row."""
+COLUMNS = {"operator": "{operator}", "share": "{share:.1%}", "calls": "{calls:,.0f}"}
 
 
 def run_profile(name: str, size: str, tokens: int, rollouts: int = 1) -> Report:
-    """Profile one row of the engine benchmark.
-
-    Args:
-        name: A row's name, such as "fast".
-        size: Model: S, M or L.
-        tokens: Sampled tokens T of each rollout.
-        rollouts: How many in one call.
+    """Profile one row of the engine benchmark, at a model, T sampled tokens and so many rollouts in one call.
 
     Raises:
         InputError: There is no row of that name.
     """
     torch.set_num_threads(1)
-    runs = candidates(make_case(make_model(size, "cpu", "float32"), tokens, rollouts))
-    if name not in runs:
-        raise InputError(f"row is {name!r}; {nearest(name, runs)}")
-    seconds, place = _least(runs[name]), str(tokens) if rollouts == 1 else f"{rollouts}x{tokens}"
+    calls = candidates(make_case(make_model(size, "cpu", "float32"), tokens, rollouts))
+    if name not in calls:
+        raise InputError(f"row is {name!r}; {nearest(name, calls)}")
+    call, place = calls[name], str(tokens) if rollouts == 1 else f"{rollouts}x{tokens}"
+    call()  # the first call looks at the model
+    seconds = least_seconds({name: call}, REPEATS)[name]
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(REPEATS):
-            runs[name]()
-    rows = _rows(seen.key_averages())
-    slug = re.sub(r"\W+", "_", f"profile {name} {size} {place}").strip("_").lower()
+            call()
+    note = f"Shares of the time inside operators themselves, over {REPEATS} calls; calls are per call of the row."
     return Report(
-        name=slug,
+        name=re.sub(r"\W+", "_", f"profile {name} {size} {place}").strip("_").lower(),
         command=f'python -m otb_analysis.bench.profile "{name}" {size} {place} docs/results',
         settings={"row": name, "size": size, "tokens": tokens, "rollouts": rollouts},
         title=f"{name}, {size}, T = {place}: {1e3 * seconds:.0f} ms of processor time a call",
-        headers=("operator", "share", "calls"),
-        cells=[(row["operator"], f"{row['share']:.1%}", f"{row['calls']:,.0f}") for row in rows],
-        rows=rows,
-        notes=(
-            f"Shares of the time inside operators themselves, over {REPEATS} calls; calls are per call of the row.",
-            "Not measured on a GPU.",
-        ),
+        columns=COLUMNS,
+        rows=_rows(seen.key_averages()),
+        notes=(note, NO_GPU),
     )
-
-
-def _least(run: Callable[[], object]) -> float:
-    least = float("inf")
-    for _ in range(REPEATS + 1):  # the first one looks at the model
-        start = process_time()
-        run()
-        least = min(least, process_time() - start)
-    return least
 
 
 def _rows(events: Any) -> list[dict[str, Any]]:
     """The operators with the largest share, and the sum of all others."""
-    found = sorted(((e.self_cpu_time_total, e.key, e.count) for e in events), reverse=True)
-    total = sum(time for time, _, _ in found)
-    rows = [{"operator": name, "share": time / total, "calls": count / REPEATS} for time, name, count in found[:SHOWN]]
-    rest = found[SHOWN:]
+    times = sorted(((e.self_cpu_time_total, e.key, e.count) for e in events), reverse=True)
+    total, rest = sum(time for time, _, _ in times), times[SHOWN:]
+    rows = [{"operator": name, "share": time / total, "calls": count / REPEATS} for time, name, count in times[:SHOWN]]
     others = {"share": sum(time for time, _, _ in rest) / total, "calls": sum(n for _, _, n in rest) / REPEATS}
     return [*rows, {"operator": f"{len(rest)} others"} | others]
 

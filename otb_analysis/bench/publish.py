@@ -1,52 +1,130 @@
-"""A finished benchmark as a terminal table, and as Markdown and JSON files that a document can quote."""
+"""What benchmarks share: how one is run, its command line, its table in the terminal, as Markdown and as JSON."""
 
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
+from string import Formatter
+from typing import Any
 
 import numpy as np
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from otb_analysis.bench.config import BENCHMARKS, BenchConfig, check_positive
 from otb_analysis.errors import StoreError
+
+Row = Mapping[str, Any]
+Column = str | Callable[[Row], str | None]
+"""How a cell is made of its row: a format string with the row's keys, or a function. None is printed as a dash."""
+NO_GPU = "Not measured on a GPU."
 
 
 @dataclass(frozen=True)
 class Report:
-    """One benchmark, measured; made by each benchmark's module.
+    """One benchmark, measured.
 
     Attributes:
-        name: Of the benchmark and of its files.
-        command: What measured it.
-        settings: Its options.
-        title: What the table shows.
-        headers: Its columns.
-        cells: Its rows, formatted.
-        rows: The same rows as plain facts, for JSON.
-        notes: Sentences on how to read it.
+        name: Of its files.
+        columns: By header, how the cells are made.
+        rows: Facts in JSON's types; JSON holds all of them, the table what the columns show.
+        extra: Facts that only JSON holds.
+        notes: Sentences on how to read the table.
     """
 
     name: str
     command: str
     settings: Mapping[str, object]
     title: str
-    headers: Sequence[str]
-    cells: Sequence[Sequence[str]]
-    rows: Sequence[Mapping[str, object]]
-    notes: Sequence[str] = ()
+    columns: Mapping[str, Column]
+    rows: Sequence[Row]
+    notes: Sequence[str] = (NO_GPU,)
+    extra: Sequence[Row] = ()
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """The rows as they are printed."""
+        return [[cell(column, row) for column in self.columns.values()] for row in self.rows]
+
+
+def run_bench(config: BenchConfig) -> Report:
+    """Run the benchmark that a configuration belongs to.
+
+    Raises:
+        InputError: A setting does not fit.
+    """
+    check_positive(config)
+    return import_module(f"otb_analysis.bench.{_name(config)}").run(config)
+
+
+def report_of(
+    config: BenchConfig, title: str, columns: Mapping[str, Column], rows: Sequence[Row], **more: Any
+) -> Report:
+    """Return the report of a benchmark; its name, settings and command line follow from its configuration.
+
+    `more` holds other fields of the report. JSON names every key in every row.
+    """
+    keys = dict.fromkeys(key for row in rows for key in row)
+    full = [{key: row.get(key) for key in keys} for row in rows]
+    names = {"name": _name(config), "command": command_line(config), "settings": settings_of(config)}
+    return Report(**names | {"title": title, "columns": columns, "rows": full} | more)
+
+
+def command_line(config: BenchConfig) -> str:
+    """Return the command that repeats a benchmark, with the names of interpreters in place of their paths."""
+    values = settings_of(config) | {
+        field.name: field.name.upper()
+        for field in fields(config)
+        if field.name.endswith("_python")
+        if getattr(config, field.name) is not None
+    }
+    defaults = {field.name: field.default for field in fields(config)}
+    options = []
+    for name, value in values.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):  # a switch is named where it is not at its default
+            options += [] if value == defaults[name] else [f"--{option}" if value else f"--no-{option}"]
+        elif isinstance(value, tuple):
+            options += [f"--{option} {' '.join(map(str, value))}"] if value else []
+        else:
+            options.append(f"--{option} {value}")
+    return " ".join([f"otb bench {_name(config).replace('_', '-')}", *options])
+
+
+def settings_of(config: BenchConfig) -> dict[str, Any]:
+    """Return what a benchmark was told, without paths, which belong to a machine."""
+    kept = [field.name for field in fields(config) if "Path" not in str(field.type)]
+    return {name: getattr(config, name) for name in kept}
+
+
+def cell(column: Column, row: Row) -> str:
+    """Return one cell; a fact that is missing or None is a dash."""
+    if callable(column):
+        return column(row) or "–"
+    needed = [name for _, name, _, _ in Formatter().parse(column) if name]
+    return "–" if any(row.get(name) is None for name in needed) else column.format_map(row)
+
+
+def seconds_cell(row: Row) -> str:
+    """The seconds of a row that may not have been measured."""
+    return "not measured" if row["seconds"] is None else f"{row['seconds']:.3f}"
+
+
+def mebibytes_cell(row: Row) -> str | None:
+    """The memory of a row."""
+    return None if row["memory"] is None else f"{row['memory'] / 2**20:.0f}"
 
 
 def bench_table(report: Report) -> Table:
     """Return the rows as a terminal table, its notes below."""
     caption = "\n".join(report.notes) or None
     table = Table(box=SIMPLE_HEAD, title=report.title, title_justify="left", caption=caption, caption_justify="left")
-    words = [all(_is_word(row[i]) for row in report.cells) for i in range(len(report.headers))]
-    for name, word in zip(report.headers, words, strict=True):
-        table.add_column(name, justify="left" if word else "right")
+    for i, name in enumerate(report.columns):
+        table.add_column(name, justify="left" if all(_is_word(row[i]) for row in report.cells) else "right")
     for row in report.cells:
         table.add_row(*row)
     return table
@@ -60,9 +138,9 @@ def publish(folder: Path, report: Report) -> None:
     """
     facts = {
         "command": report.command,
-        "settings": dict(report.settings),
+        "settings": report.settings,
         "machine": machine(),
-        "rows": [dict(row) for row in report.rows],
+        "rows": [*report.rows, *report.extra],
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +154,7 @@ def markdown(report: Report) -> str:
     """Return the report as a Markdown page."""
     lines = [f"# `{report.command}`", "", ", ".join(f"{k} {v}" for k, v in machine().items()), ""]
     lines += [f"{report.title}.", ""]
-    lines += ["| " + " | ".join(report.headers) + " |", "|" + "---|" * len(report.headers)]
+    lines += ["| " + " | ".join(report.columns) + " |", "|" + "---|" * len(report.columns)]
     lines += ["| " + " | ".join(row) + " |" for row in report.cells]
     lines += [line for note in report.notes for line in ("", note)]
     return "\n".join(lines) + "\n"
@@ -84,33 +162,22 @@ def markdown(report: Report) -> str:
 
 def machine() -> dict[str, str]:
     """Return what the figures depend on besides the code; a load far above the threads that ran spoils them."""
-    found = {
+    cores = os.cpu_count()
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    # The load of cores that this process may not use says little about its figures.
+    pinned = "" if bound == cores else f", this on {bound} of its own"
+    facts = {
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "torch": torch.__version__,
-        "load": f"{os.getloadavg()[1]:.1f} on {os.cpu_count()} cores{_pinned()}",
+        "load": f"{os.getloadavg()[1]:.1f} on {cores} cores{pinned}",
     }
-    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+    return facts | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
-def _pinned() -> str:
-    """Where a benchmark is bound to some cores, others' load on the rest of them says little about it."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return "" if bound == os.cpu_count() else f", this on {bound} of its own"
-
-
-def flags(values: Mapping[str, object]) -> str:
-    """Return settings as command-line options, those that are not set left out."""
-    return " ".join(part for name, value in values.items() if (part := _flag(name.replace("_", "-"), value)))
-
-
-def _flag(name: str, value: object) -> str:
-    if isinstance(value, bool):
-        return f"--{name}" if value else ""
-    if isinstance(value, tuple):
-        return f"--{name} {' '.join(map(str, value))}" if value else ""
-    return "" if value is None else f"--{name} {value}"
+def _name(config: BenchConfig) -> str:
+    return next(name for name, kind in BENCHMARKS.items() if isinstance(config, kind)).replace("-", "_")
 
 
 def _is_word(cell: str) -> bool:

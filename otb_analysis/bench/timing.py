@@ -10,20 +10,14 @@ from time import perf_counter, process_time
 import torch
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": perf_counter, "cpu": process_time}
-"""What tells the time: of the day, or of the processor on this process, which other work can lengthen only a little."""
+"""The time of day, or the processor's time on this process, which other work can lengthen only a little."""
 AT_LEAST = 3
 """Repetitions that a time limit does not cut, as long as no more than twice of it is spent."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call.
-
-    Attributes:
-        minimum: Of all repetitions.
-        median: Of all repetitions.
-        repeats: How many there were.
-    """
+    """Seconds of one call: the least and the median of its repetitions."""
 
     minimum: float
     median: float
@@ -33,13 +27,12 @@ class Timing:
 def interleaved(
     candidates: Mapping[str, Callable[[], float]], repeats: int, limit: float = math.inf, against: str = ""
 ) -> dict[str, Timing]:
-    """Let candidates take turns.
+    """Let candidates take turns; each runs once per call and returns its seconds, as those made by `timed` do.
 
     Args:
-        candidates: By name, what runs once and returns the seconds that count, as `timed` makes it.
         repeats: Repetitions at most.
         limit: Seconds after which no repetition begins; the second and third may until twice that. A candidate whose
-            first turn took longer than half of it has had its only turn.
+            first turn took longer than half of it has no other turn.
         against: The candidate that the others are compared with: it takes every turn, however long.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
@@ -56,7 +49,7 @@ def interleaved(
 def timed(
     run: Callable[[], object], device: str = "cpu", clock: Callable[[], float] = perf_counter
 ) -> Callable[[], float]:
-    """Wrap a call so that it returns its time, a GPU's queue drained before and after."""
+    """Wrap a call so that it returns its seconds; a GPU's queue is empty before and after."""
 
     def measure() -> float:
         synchronize(device)
@@ -68,8 +61,16 @@ def timed(
     return measure
 
 
+def least_seconds(
+    calls: Mapping[str, Callable[[], object]], repeats: int, clock: Callable[[], float] = process_time
+) -> dict[str, float]:
+    """Let calls take turns; return the least time of each, of the processor by default."""
+    timings = interleaved({name: timed(call, clock=clock) for name, call in calls.items()}, repeats)
+    return {name: timing.minimum for name, timing in timings.items()}
+
+
 def synchronize(device: str) -> None:
-    """Wait until a GPU has done what was asked of it."""
+    """Wait until a GPU has finished its queue."""
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -41,19 +41,22 @@ LARGE = {
 
 @dataclass(frozen=True)
 class Turn:
-    """One step.
+    """One step: its sampled tokens, and seconds of its phases.
 
     Attributes:
-        sample: Seconds of sampling.
-        update: Seconds of the update: forward pass, loss, backward pass, optimizer.
-        whole: Seconds of the whole step, all that lies between the two and after them included.
-        tokens: Sampled tokens.
+        update: Forward pass, loss, backward pass and optimizer.
+        statistics: Those of the level `forward`.
+        measured: All other levels.
+        outside: What belongs to no phase: rows and scalars of the record.
     """
 
     sample: float
     update: float
     whole: float
     tokens: int
+    statistics: float = 0.0
+    measured: float = 0.0
+    outside: float = 0.0
 
     def rate(self, phase: str) -> float:
         """Return the tokens per second of a phase of `PHASES`."""
@@ -77,12 +80,9 @@ def plain_config(model: str, folder: Path) -> TrainConfig:
 
 
 def bench_config(model: str, folder: Path, quick: bool = False) -> TrainConfig:
-    """Return the run that is timed, with its model on disk.
+    """Return the run that is timed, with its model on disk in a folder.
 
-    Args:
-        model: `small`, the demo's warm-started model, or `M`, at its initial weights.
-        folder: Where models and runs may be written.
-        quick: At initial weights and a few tokens.
+    `small` is the demo's warm-started model, `M` at its initial weights; `quick` takes initial weights and few tokens.
     """
     config = plain_config(model, folder)
     if quick:
@@ -102,8 +102,8 @@ def bench_config(model: str, folder: Path, quick: bool = False) -> TrainConfig:
 def levels() -> dict[str, Any]:
     """Return every level that can be scheduled, due at each step, those that choose groups on two of them."""
     default = MeasureConfig()
-    own = {field.name: getattr(default, field.name) for field in fields(default)}
-    scheduled = {name: replace(value, every=1) for name, value in own.items() if hasattr(value, "every")}
+    values = {field.name: getattr(default, field.name) for field in fields(default)}
+    scheduled = {name: replace(value, every=1) for name, value in values.items() if hasattr(value, "every")}
     return {
         name: replace(value, prompts=2) if isinstance(value, Schedule) else value for name, value in scheduled.items()
     }
@@ -117,19 +117,13 @@ def measured_tokens(tables: StepTables, level: str) -> int:
 
 
 class Steps:
-    """Our trainer, one step per turn, its tables kept for the store.
-
-    Attributes:
-        outside: Seconds of the last step that belong to no phase: its rows and scalars.
-        statistics: Seconds of the last step's statistics of the level `forward`.
-        measured: Seconds of the last step's measurements.
-    """
+    """Our trainer, one step per turn; the last step's tables are kept for the store."""
 
     def __init__(self, config: TrainConfig, clock: Callable[[], float] = perf_counter):
         model, tokenizer = load_policy(config.model)
         self.trainer = Trainer(config, model, tokenizer, make_task(config))
         self.trainer.clock = self.clock = clock
-        self.step, self.outside, self.measured, self.statistics = 0, 0.0, 0.0, 0.0
+        self.step = 0
 
     def turn(self) -> Turn:
         """Take one step."""
@@ -140,6 +134,5 @@ class Steps:
         scalars: Mapping[str, Any] = self.tables.steps
         phases = ("sample", "update", "forward", "estimate", "measure")
         spent = {phase: float(scalars[f"seconds_{phase}"]) for phase in phases}
-        self.measured, self.statistics = spent["measure"], spent["forward"]
-        self.outside = seconds - sum(spent.values())
-        return Turn(spent["sample"], spent["update"], seconds, int(scalars["n_tokens"]))
+        outside, tokens = seconds - sum(spent.values()), int(scalars["n_tokens"])
+        return Turn(spent["sample"], spent["update"], seconds, tokens, spent["forward"], spent["measure"], outside)

@@ -34,11 +34,11 @@ class Clock:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = self.now()
-            found = call(*args, **kwargs)
+            result = call(*args, **kwargs)
             self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - start
             if name == "sample":
-                self.tokens += sum(map(len, found[0]))
-            return found
+                self.tokens += sum(map(len, result[0]))
+            return result
 
         return timed
 

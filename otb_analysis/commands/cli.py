@@ -5,27 +5,17 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import reduce
 from importlib.metadata import version
 from inspect import getdoc
+from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import tyro
 from rich.console import Console
 
-from otb_analysis.bench.config import (
-    AlarmsConfig,
-    AnyBenchConfig,
-    DemoSeedsConfig,
-    EngineConfig,
-    EstimatorsConfig,
-    GramConfig,
-    LogitsConfig,
-    SampledConfig,
-    ScoreSketchConfig,
-    SketchConfig,
-    TrainBenchConfig,
-)
+from otb_analysis.bench.config import BENCHMARKS, BenchConfig
 from otb_analysis.commands.inspect import (
     TABLE_WIDTH,
     attribution_command,
@@ -57,21 +47,6 @@ otb – the gradient-variance microscope for LLM reinforcement learning
 """
 
 Config = TypeVar("Config")
-
-
-BenchConfig = (
-    Annotated[EstimatorsConfig, tyro.conf.subcommand("estimators")]
-    | Annotated[LogitsConfig, tyro.conf.subcommand("logits")]
-    | Annotated[EngineConfig, tyro.conf.subcommand("engine")]
-    | Annotated[SampledConfig, tyro.conf.subcommand("sampled")]
-    | Annotated[DemoSeedsConfig, tyro.conf.subcommand("demo-seeds")]
-    | Annotated[GramConfig, tyro.conf.subcommand("gram")]
-    | Annotated[SketchConfig, tyro.conf.subcommand("sketch")]
-    | Annotated[ScoreSketchConfig, tyro.conf.subcommand("score-sketch")]
-    | Annotated[AlarmsConfig, tyro.conf.subcommand("alarms")]
-    | Annotated[TrainBenchConfig, tyro.conf.subcommand("train")]
-)
-"""What `otb bench` can measure."""
 
 
 @dataclass(frozen=True)
@@ -170,12 +145,12 @@ def demo_command(words: Sequence[str]) -> None:
 
 def bench_command(words: Sequence[str]) -> None:
     """Measure costs."""
-    config: AnyBenchConfig = tyro.cli(
-        cast(Any, BenchConfig), prog="otb bench", description=bench_command.__doc__, args=list(words), config=()
+    kinds = reduce(or_, (Annotated[kind, tyro.conf.subcommand(name)] for name, kind in BENCHMARKS.items()))
+    config: BenchConfig = tyro.cli(
+        cast(Any, kinds), prog="otb bench", description=bench_command.__doc__, args=list(words), config=()
     )
     with shown(), phase(f"otb bench {words[0]}"):
-        from otb_analysis.bench.publish import bench_table, publish
-        from otb_analysis.bench.run import run_bench
+        from otb_analysis.bench.publish import bench_table, publish, run_bench
         from otb_analysis.rollouts.models import quiet_loading
 
         quiet_loading()

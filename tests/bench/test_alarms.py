@@ -6,9 +6,9 @@ import pytest
 from scipy import stats
 
 from otb_analysis.bench import alarms
-from otb_analysis.bench.alarm_series import calm_series, changed
+from otb_analysis.bench.alarm_series import calm_series, replaced
 from otb_analysis.bench.config import AlarmsConfig
-from otb_analysis.bench.publish import markdown
+from otb_analysis.bench.publish import markdown, run_bench
 from otb_analysis.diagnostics import DETECTORS
 from otb_analysis.errors import InputError
 
@@ -27,12 +27,6 @@ def test_committed_rates_of_false_alarms_are_at_most_5_percent_at_every_length_w
             assert rate["rate_high"] <= 0.05, row["detector"]
 
 
-def test_committed_page_shows_every_row_of_the_numbers():
-    rows = json.loads((RESULTS / "alarms.json").read_text())["rows"]
-    page = (RESULTS / "alarms.md").read_text()
-    assert all("| " + " | ".join(alarms._cells(row)) + " |" in page for row in rows)
-
-
 @pytest.mark.slow
 def test_detectors_keep_their_rate_on_other_calm_runs():
     rates = alarms.calm_rates(100, seed=1)
@@ -47,7 +41,7 @@ def test_every_detector_has_a_known_change():
 
 
 def test_a_report_of_few_runs_has_a_row_per_change_and_names_its_command():
-    report = alarms.run_alarms(AlarmsConfig(series=1, changed=2))
+    report = run_bench(AlarmsConfig(series=1, changed=2))
     assert report.command == "otb bench alarms --series 1 --changed 2 --seed 0"
     assert len(report.rows) == len(report.cells) == len(alarms.CASES) + 3
     assert "gradient_surge" in markdown(report)
@@ -55,7 +49,7 @@ def test_a_report_of_few_runs_has_a_row_per_change_and_names_its_command():
 
 def test_no_series_are_refused():
     with pytest.raises(InputError, match="series is 0"):
-        alarms.run_alarms(AlarmsConfig(series=0))
+        run_bench(AlarmsConfig(series=0))
 
 
 def test_calm_runs_are_autocorrelated_heavy_tailed_and_bounded():
@@ -82,6 +76,6 @@ def test_calm_runs_hold_what_healthy_runs_were_seen_to_do():
 def test_same_seed_same_run_and_a_change_touches_only_what_follows():
     run, again = (calm_series(np.random.default_rng(4), 60) for _ in range(2))
     np.testing.assert_equal(dict(run.columns), dict(again.columns))
-    later = changed(run, 30, grad_norm=3.0)
+    later = replaced(run, 30, grad_norm=3 * run.columns["grad_norm"])
     np.testing.assert_allclose(later.columns["grad_norm"][:30], run.columns["grad_norm"][:30])
     np.testing.assert_allclose(later.columns["grad_norm"][30:], 3 * run.columns["grad_norm"][30:])

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from otb_analysis.bench.estimators import LOOP, PASS, bench_estimators, bench_inputs, torch_loop
+from otb_analysis.bench.config import EstimatorsConfig
+from otb_analysis.bench.estimators import LOOP, PASS, bench_inputs, torch_loop
+from otb_analysis.bench.publish import run_bench
 from otb_analysis.estimators import ESTIMATORS, estimate
 
 
@@ -16,10 +18,10 @@ def test_torch_loop_is_otb():
 
 
 def test_every_estimator_is_timed_beside_the_yardsticks():
-    rows = bench_estimators(rows=16, tokens=32, group_size=4, repeats=1)
-    assert [row.name for row in rows] == [*ESTIMATORS, LOOP, PASS]
-    by_name = {row.name: row for row in rows}
-    assert by_name[LOOP].to_loop == 1 and by_name[PASS].to_pass == 1
+    rows = run_bench(EstimatorsConfig(rows=16, tokens=32, group_size=4, repeats=1)).rows
+    assert [row["name"] for row in rows] == [*ESTIMATORS, LOOP, PASS]
+    by_name = {row["name"]: row for row in rows}
+    assert by_name[LOOP]["to_loop"] == 1 and by_name[PASS]["to_pass"] == 1
     otb = by_name["otb"]
-    assert otb.seconds > 0
-    assert otb.to_loop == pytest.approx(otb.seconds / by_name[LOOP].seconds)
+    assert otb["seconds"] > 0
+    assert otb["to_loop"] == pytest.approx(otb["seconds"] / by_name[LOOP]["seconds"])

@@ -8,6 +8,7 @@ import torch
 
 from otb_analysis.bench import logits
 from otb_analysis.bench.config import LogitsConfig
+from otb_analysis.bench.publish import run_bench
 from otb_analysis.errors import InputError
 
 TINY = LogitsConfig(vocabularies=(50,), rows=6, width=4, dtypes=("float32",), threads=(1,), repeats=2)
@@ -26,7 +27,7 @@ def test_plain_way_is_the_log_probability_of_the_drawn_token():
 
 
 def test_every_way_has_a_row_with_its_ratio_memory_and_error(no_memory):
-    report = logits.run_logits(TINY)
+    report = run_bench(TINY)
     rows = {row["name"]: row for row in report.rows}
     assert list(rows) == [*logits.PLAIN.values(), *logits.OURS.values(), logits.TRL]
     for source in ("logits", "hidden"):
@@ -35,13 +36,13 @@ def test_every_way_has_a_row_with_its_ratio_memory_and_error(no_memory):
         assert ours["to_plain"] == pytest.approx(ours["seconds"] / plain["seconds"])
         assert ours["memory"] == 600 / (4 * 6 * 50)
         assert 0 <= ours["error"] < 2e-6
-    assert report.cells[-1][3:] == (logits.TRL, "not measured", "–", "–", "–", "–")
+    assert report.cells[-1][3:] == [logits.TRL, "not measured", "–", "–", "–", "–"]
     assert any("--trl-python" in note for note in report.notes)
     assert any(note.startswith("Not measured on a GPU") for note in report.notes)
 
 
 def test_bfloat16_logits_of_the_plain_way_are_rounded_and_ours_are_not(no_memory):
-    report = logits.run_logits(replace(TINY, dtypes=("bfloat16",), width=64, vocabularies=(500,)))
+    report = run_bench(replace(TINY, dtypes=("bfloat16",), width=64, vocabularies=(500,)))
     errors = {row["name"]: row["error"] for row in report.rows}
     assert errors[logits.OURS["hidden"]] < 2e-6 < 1e-4 < errors[logits.PLAIN["hidden"]]
 
@@ -55,4 +56,4 @@ def test_memory_job_is_the_call_of_its_row():
 
 def test_sizes_must_be_positive():
     with pytest.raises(InputError, match="--rows is 0"):
-        logits.run_logits(replace(TINY, rows=0))
+        run_bench(replace(TINY, rows=0))

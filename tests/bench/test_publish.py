@@ -1,19 +1,23 @@
 """What a report looks like on paper."""
 
 import json
+import re
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
-from otb_analysis.bench.publish import Report, bench_table, flags, publish
+from otb_analysis.bench.config import BENCHMARKS, AlarmsConfig, EngineConfig, GramConfig, check_positive
+from otb_analysis.bench.publish import Report, bench_table, cell, command_line, publish, report_of, settings_of
 from otb_analysis.errors import StoreError
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 REPORT = Report(
     name="speed",
     command="otb bench speed --repeats 2",
     settings={"repeats": 2},
     title="How fast",
-    headers=("what", "seconds"),
-    cells=[("fast", "0.100"), ("slow", "2.000")],
+    columns={"what": "{what}", "seconds": "{seconds:.3f}"},
     rows=[{"what": "fast", "seconds": 0.1}, {"what": "slow", "seconds": 2.0}],
     notes=["Read it so."],
 )
@@ -39,10 +43,54 @@ def test_numbers_stand_right_and_names_left():
     assert [column.justify for column in bench_table(REPORT).columns] == ["left", "right"]
 
 
-def test_flags_leave_out_what_is_not_set():
-    assert flags({"a_b": 3, "sizes": ("S", "M"), "out": None, "quick": False, "long": True, "none": ()}) == (
-        "--a-b 3 --sizes S M --long"
-    )
+def test_a_command_line_leaves_out_what_is_not_set_and_names_no_path():
+    config = EngineConfig(out=Path("here"), tokens=(), long=True, opacus_python=Path("/there/python"))
+    line = "otb bench engine --sizes S M --long --repeats 15 --seconds 45.0 --device cpu --dtype float32"
+    assert command_line(config) == f"{line} --opacus-python OPACUS_PYTHON"
+    assert "out" not in settings_of(config) and "opacus_python" not in settings_of(config)
+    assert command_line(GramConfig(rows=False)).endswith("--repeats 3 --no-rows")
+    assert command_line(GramConfig()).endswith("--repeats 3")
+
+
+def test_a_fact_that_is_missing_is_a_dash():
+    assert [cell("{a:.1f} of {b}", row) for row in ({"a": 1, "b": 2}, {"a": None, "b": 2}, {"a": 1})] == [
+        "1.0 of 2", "–", "–",
+    ]  # fmt: skip
+    assert cell(lambda row: None, {}) == "–"
+
+
+def test_json_names_every_key_in_every_row():
+    report = report_of(AlarmsConfig(), "Both", {}, [{"a": 1}, {"b": 2}])
+    assert report.rows == [{"a": 1, "b": None}, {"a": None, "b": 2}]
+
+
+@pytest.mark.parametrize("kind", BENCHMARKS.values())
+def test_default_settings_of_every_benchmark_are_accepted(kind):
+    check_positive(kind())
+
+
+def test_committed_commands_are_printed_from_their_settings():
+    for path in RESULTS.glob("*.json"):
+        facts = json.loads(path.read_text())
+        kind = BENCHMARKS.get(facts["command"].removeprefix("otb bench ").split()[0])
+        if kind is None or facts["settings"].get("model", "demo") != "demo":  # profiles; a model at a path
+            continue
+        settings = {
+            name.replace("-", "_"): tuple(x) if isinstance(x, list) else x for name, x in facts["settings"].items()
+        }
+        peers = {word[2:].replace("-", "_"): Path() for word in facts["command"].split() if word.endswith("-python")}
+        assert command_line(kind(**settings, **peers)) == facts["command"], path.name
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_pages_show_every_row_of_their_numbers_in_todays_columns(path):
+    name = re.match(r"gram|profile|\w+", path.stem).group()
+    columns = import_module(f"otb_analysis.bench.{name}").COLUMNS
+    page = path.with_suffix(".md").read_text()
+    assert "| " + " | ".join(columns) + " |" in page
+    rows = [row for row in json.loads(path.read_text())["rows"] if "cost" not in row or "by" in row]
+    for row in rows:
+        assert "| " + " | ".join(cell(column, row) for column in columns.values()) + " |" in page
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

@@ -6,7 +6,7 @@ from time import sleep
 import pytest
 import torch
 
-from otb_analysis.bench.memory import peak_extra_bytes
+from otb_analysis.bench.peer_side import peak
 from otb_analysis.bench.timing import CLOCKS, Timing, interleaved, threads, timed
 
 
@@ -64,7 +64,7 @@ def test_threads_are_put_back():
 
 
 def test_peak_memory_is_that_of_what_the_call_held_and_let_go():
-    held = peak_extra_bytes(lambda: torch.ones(1 << 24).sum())
+    held = peak(lambda: torch.ones(1 << 24).sum())
     if held is None:
         pytest.skip("this kernel does not let a process forget its high-water mark")
     assert 60 << 20 < held < 80 << 20  # 2^24 float32 are 64 MiB

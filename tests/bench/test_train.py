@@ -1,13 +1,12 @@
 """The training table: rates by phase, ratios to a rival, and what every level adds."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from otb_analysis.bench import train
 from otb_analysis.bench.config import TrainBenchConfig
-from otb_analysis.bench.train import TrainRow
+from otb_analysis.bench.publish import run_bench
 from otb_analysis.bench.train_cases import PHASES, Turn, levels
 from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
@@ -27,26 +26,26 @@ def test_ratios_compare_best_with_best_and_median_with_median():
         ],  # sampling: 100, 50, 30
         train.TRL: [Turn(2.0, 1.0, 9.0, 80), Turn(2.0, 1.0, 9.0, 50), Turn(4.0, 1.0, 9.0, 40)],  # 40, 25, 10
     }
-    rows = {row.what: row for row in train._phase_rows("small", turns, {train.OURS: 10, train.TRL: 20})}
+    rows = {row["what"]: row for row in train._phase_rows(turns, {train.OURS: 10, train.TRL: 20})}
     ours = rows[f"sampling, {train.OURS}"]
-    assert (ours.rate, ours.rate_median, ours.to_trl, ours.to_trl_median) == (100, 50, 2.5, 2.0)
-    assert rows[f"sampling, {train.TRL}"].to_trl == 1
-    assert ours.memory is None
-    assert rows[f"{train.BOTH}, {train.TRL}"].memory == 20
+    assert (ours["rate"], ours["rate_median"], ours["to_trl"], ours["to_trl_median"]) == (100, 50, 2.5, 2.0)
+    assert rows[f"sampling, {train.TRL}"]["to_trl"] == 1
+    assert ours["memory"] is None
+    assert rows[f"{train.BOTH}, {train.TRL}"]["memory"] == 20
 
 
 def test_notes_say_what_was_reached_and_what_was_missed():
     rows = [
-        TrainRow("small", train.FREE, 0.06, share=0.06),
-        TrainRow("small", f"{train.BOTH}, {train.OURS}", to_trl=1.7, to_trl_median=1.6, memory=90),
-        TrainRow("small", f"{train.BOTH}, {train.TRL}", to_trl=1.0, to_trl_median=1.0, memory=100),
+        {"model": "small", "what": train.FREE, "seconds": 0.06, "share": 0.06},
+        {"model": "small", "what": f"{train.BOTH}, {train.OURS}", "to_trl": 1.7, "to_trl_median": 1.6, "memory": 90},
+        {"model": "small", "what": f"{train.BOTH}, {train.TRL}", "to_trl": 1.0, "to_trl_median": 1.0, "memory": 100},
     ]
     share, faster, memory = train._reaches(rows)
     assert "5% of a step" in share
     assert "missed, 6.0%" in share
     assert "reached, 1.70× of best steps, 1.60× of medians" in faster
     assert "reached, 0.90 of its" in memory
-    slow = [rows[0], replace(rows[1], to_trl_median=1.4, memory=101), rows[2]]
+    slow = [rows[0], rows[1] | {"to_trl_median": 1.4, "memory": 101}, rows[2]]
     assert ["missed" in note for note in train._reaches(slow)] == [True, True, True]
 
 
@@ -54,7 +53,7 @@ def test_notes_say_what_was_reached_and_what_was_missed():
 def quick(monkeypatch):
     """A report without the levels' own time: every engine takes seconds to look at a model."""
     monkeypatch.setattr(train, "_level_cost", lambda config, level, clock: (0.5, 30))
-    return train.run_train(TrainBenchConfig(quick=True, repeats=2))
+    return run_bench(TrainBenchConfig(quick=True, repeats=2))
 
 
 def test_every_phase_level_and_the_absent_rival_have_a_row(quick):
@@ -80,12 +79,12 @@ def test_every_schedule_of_the_configuration_is_a_level():
 
 def test_no_repetition_is_refused():
     with pytest.raises(InputError, match="--repeats is 0"):
-        train.run_train(TrainBenchConfig(repeats=0))
+        run_bench(TrainBenchConfig(repeats=0))
 
 
 def test_an_interpreter_without_trl_is_named(tmp_path):
     with pytest.raises(InputError, match="no/python cannot be run"):
-        train.run_train(TrainBenchConfig(quick=True, repeats=1, trl_python=Path("no/python")))
+        run_bench(TrainBenchConfig(quick=True, repeats=1, trl_python=Path("no/python")))
 
 
 @pytest.mark.slow

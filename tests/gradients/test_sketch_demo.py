@@ -17,11 +17,11 @@ def test_variance_ratios_of_the_demo_model_agree_with_the_exact_gram_within_the_
     batch = warm_batch(prompts=16, group_size=8, cache=KEPT)
     seeds = 16
     rows = bench_sketch(batch, dims=(16384,), seeds=seeds)
-    assert [row.estimator for row in rows] == list(ESTIMATORS[1:])
+    assert [row["estimator"] for row in rows] == list(ESTIMATORS[1:])
     for row in rows:
-        assert row.stated < 0.01 and row.worst < 5
+        assert row["stated"] < 0.01 and row["worst"] < 5
         # A root mean square of 16 draws is known to 1/√32 = 18 %; rare collisions of large entries widen that.
-        assert row.found < (1 + 4 / (2 * seeds) ** 0.5) * row.stated
+        assert row["found"] < (1 + 4 / (2 * seeds) ** 0.5) * row["stated"]
 
 
 def test_a_gram_from_exact_vectors_is_the_exact_gram():
