@@ -17,10 +17,6 @@ def is_custom(name: str) -> bool:
 def import_attribute(kind: str, name: str) -> Any:
     """Import what `module:attribute` names; the directory the command runs in is searched too.
 
-    Args:
-        kind: What it is to be, for the error sentence.
-        name: `module:attribute`.
-
     Raises:
         InputError: The module cannot be imported, or has no such attribute.
     """

@@ -32,12 +32,7 @@ STOPS = (InputError, StoreError, NonFiniteError, ProcessError)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error sentence about an unknown name: ``did you mean 'otb'? Known: none, otb.`` and so on.
-
-    Args:
-        name: What was asked for.
-        known: The names that exist.
-    """
+    """Return the end of an error sentence about an unknown name: ``did you mean 'otb'? Known: none, otb.``."""
     names = list(known)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""

@@ -16,33 +16,19 @@ T = TypeVar("T")
 
 @dataclass
 class Phase:
-    """One thing that goes on; called like a `Bar`, it takes over what is reported.
+    """One thing that goes on; called like a `Bar`, it takes over what is reported."""
 
-    Attributes:
-        name: What it is.
-        total: Units of it, where they are known.
-        unit: What is counted, in the singular.
-        at_most: True where the work may end long before `total`.
-        done: Units that are done.
-        text: Stands in place of the name, once something was reported.
-        expected: Seconds that it took last time, or is forecast to take.
-        began: When it began.
-        counted_since: When counting began.
-        counted_from: What was done then.
-        moved: When the count last changed.
-    """
-
-    name: str
-    total: float | None = None
-    unit: str = ""
-    at_most: bool = False
-    done: float = 0.0
-    text: str = ""
-    expected: float | None = None
-    began: float = field(default_factory=monotonic)
-    counted_since: float = field(default_factory=monotonic)
-    counted_from: float = 0.0
-    moved: float = 0.0
+    name: str  # What it is
+    total: float | None = None  # Units of it, where they are known
+    unit: str = ""  # What is counted, in the singular
+    at_most: bool = False  # True where the work may end long before `total`
+    done: float = 0.0  # Units that are done
+    text: str = ""  # Stands in place of the name, once something was reported
+    expected: float | None = None  # Seconds that it took last time, or is forecast to take
+    began: float = field(default_factory=monotonic)  # When it began
+    counted_since: float = field(default_factory=monotonic)  # When counting began
+    counted_from: float = 0.0  # What was done then
+    moved: float = 0.0  # When the count last changed
 
     def __call__(self, done: float, total: float, text: str) -> None:
         """Report as `Bar` does: what is done of all, and a text to show."""
@@ -51,13 +37,7 @@ class Phase:
         self.done, self.text, self.moved = done, text, monotonic()
 
     def count_to(self, total: float, unit: str, done: float = 0.0) -> None:
-        """Begin to count anew.
-
-        Args:
-            total: How many units there are.
-            unit: What is counted, in the singular.
-            done: How many of them are done already.
-        """
+        """Begin to count anew."""
         self.total, self.unit = total, unit
         self.done = self.counted_from = done
         self.counted_since = self.moved = monotonic()

@@ -14,21 +14,13 @@ ENERGY_SOURCES = ("none", "proxy", "exact", "sketch", "calibrated", "path")
 
 @dataclass(frozen=True)
 class Column:
-    """One stored column.
+    """One stored column."""
 
-    Attributes:
-        name: Column name on disk, in tables, on axes.
-        dtype: A DuckDB type name.
-        unit: `nats`, `tokens`, `norm²` (squared norm of a log-probability gradient), … or empty.
-        meaning: One line.
-        key: True when a file without this column is unreadable.
-    """
-
-    name: str
-    dtype: str
-    unit: str
-    meaning: str
-    key: bool = False
+    name: str  # Column name on disk, in tables, on axes
+    dtype: str  # A DuckDB type name
+    unit: str  # `nats`, `tokens`, `norm²` (squared norm of a log-probability gradient), … or empty
+    meaning: str  # One line
+    key: bool = False  # True when a file without this column is unreadable
 
 
 def _key(name: str, meaning: str) -> Column:
@@ -232,10 +224,6 @@ TABLES: dict[str, tuple[Column, ...]] = {
 
 def column(table: str, name: str) -> Column:
     """Return the description of one stored column.
-
-    Args:
-        table: A key of `TABLES`.
-        name: A column of that table.
 
     Raises:
         KeyError: The table or the column is not part of the schema.

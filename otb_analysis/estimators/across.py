@@ -18,10 +18,6 @@ def james_stein(batch: Batch, options: NoOptions) -> BaselineResult:
     (ddof 1; prompts with two rollouts or more), s² = mean_q (R̄_q − m)² and λ = v²/(v² + s² + 1e-6). Neither λ nor m
     has seen rollout i, so it is unbiased. Equal means everywhere give λ near 1; one prompt alone gives `rloo`
     (`fallback`). Public code; arXiv 2511.03710.
-
-    Args:
-        batch: All rollouts of all prompts.
-        options: None to set.
     """
     groups, n = batch.groups, batch.groups.sum(batch.present)
     mean = groups.sum(batch.total) / np.maximum(n, 1)

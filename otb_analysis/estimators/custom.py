@@ -49,13 +49,6 @@ def own_estimate(
 
     It gets copies: float64, zero outside the mask, None for what it was not seen to read.
 
-    Args:
-        name: `module:function`.
-        entry: Its row.
-        inputs: Inputs whose shapes were checked.
-        names: Which of them it reads, beyond reward, mask and group.
-        options: An instance of its options.
-
     Raises:
         InputError: The function raises; returns another shape, NaN, or something outside the mask; or an input has a
             NaN inside the mask.

@@ -22,9 +22,6 @@ BLOCK_ELEMENTS = 1 << 16
 def entry_of(name: str) -> EstimatorSpec:
     """Return one row of the catalogue, or that of an estimator of one's own.
 
-    Args:
-        name: A key of `ESTIMATORS`, or `module:function`.
-
     Raises:
         InputError: No estimator has that name, or one's own cannot be used.
     """
@@ -37,11 +34,9 @@ def entry_of(name: str) -> EstimatorSpec:
 
 
 def available(inputs: EstimatorInputs, also: Iterable[str] = ()) -> list[str]:
-    """Return every estimator whose inputs exist, in the order of the catalogue.
+    """Return every estimator whose inputs exist, in the order of the catalogue; the custom ones of `also` come last.
 
-    Args:
-        inputs: What there is. A mask with gaps leaves out those that cannot have them.
-        also: Estimators of one's own, which come last.
+    A mask with gaps leaves out the estimators that take no gaps.
     """
     gaps = has_gaps(np.asarray(inputs.mask))
     entries = ESTIMATORS | {name: entry_of(name) for name in also if name not in ESTIMATORS}
@@ -49,24 +44,12 @@ def available(inputs: EstimatorInputs, also: Iterable[str] = ()) -> list[str]:
 
 
 def missing(entry: EstimatorSpec, inputs: EstimatorInputs) -> list[str]:
-    """Return the inputs an estimator needs that are not there.
-
-    Args:
-        entry: The estimator.
-        inputs: What there is.
-    """
+    """Return the inputs an estimator needs that are not there."""
     return [need for need in entry.needs if getattr(inputs, need) is None]
 
 
 def options_from_dict(name: str, values: Mapping[str, Any]) -> Any:
-    """Return the options of an estimator from a configuration's table.
-
-    Args:
-        name: A key of `ESTIMATORS`, or `module:function`.
-        values: Option name → value; what is left out keeps its default.
-
-    Returns:
-        An instance of the estimator's frozen options dataclass.
+    """Return an instance of an estimator's options from a configuration's table; what is left out keeps its default.
 
     Raises:
         InputError: The estimator or one of the options does not exist, or a value does not fit.
@@ -75,18 +58,14 @@ def options_from_dict(name: str, values: Mapping[str, Any]) -> Any:
 
 
 def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimate:
-    """Return baseline and advantage of every token, zero outside the mask.
+    """Return baseline and advantage of every token in float64, zero outside the mask.
 
     A_{i,t} = G_{i,t} − B_{i,t} (GRPO then divides); the formula of B is `ESTIMATORS[name].formula`. Entries outside
     the mask are never read. A rollout without policy tokens has no return and takes no part in any mean.
 
     Args:
         name: A key of `ESTIMATORS`, or `module:function` for one's own.
-        inputs: Rewards, mask, groups and whatever the estimator needs; float32 is promoted.
         options: An instance of the estimator's options dataclass; None means its defaults.
-
-    Returns:
-        Float64 baseline and advantage and the boolean fallback, each [N, T].
 
     Raises:
         InputError: Unknown name, missing input, wrong shape, a value that cannot be, wrong options, or a mask with

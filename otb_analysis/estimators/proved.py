@@ -47,11 +47,7 @@ CONDITIONS: dict[tuple[str, str], tuple[Callable[[object], bool], str]] = {
 
 
 def unproved_because(config: Mapping[str, Any]) -> str:
-    """Return why nothing is proved of a run's estimators; empty where the registered conditions are met.
-
-    Args:
-        config: The run's configuration, nested, as run.json keeps it.
-    """
+    """Return why nothing is proved of a run's estimators; empty where the registered conditions are met."""
     for (part, name), (fits, wrong) in CONDITIONS.items():
         found = _part(config, part)
         if name not in found:
@@ -66,10 +62,6 @@ def unproved_because(config: Mapping[str, Any]) -> str:
 def proved(labels: Iterable[Label], config: Mapping[str, Any]) -> Proved:
     """Return the known projections among a run's labels: 1 where unbiased, 1 − 1/N for means over all N rollouts.
 
-    Args:
-        labels: (estimator, energy source) of what was measured.
-        config: The run's configuration, nested, as run.json keeps it.
-
     Returns:
         Empty where the run does not meet the conditions. Entries that couple prompts do not stand for ∇J, since
         products of their gradients over different prompts are not those of independent ones.
@@ -82,11 +74,7 @@ def proved(labels: Iterable[Label], config: Mapping[str, Any]) -> Proved:
 
 
 def proved_in_all(runs: Sequence[tuple[Iterable[Label], Mapping[str, Any]]]) -> Proved:
-    """Return what is proved of every label in all the runs that have it, so that their steps can be pooled.
-
-    Args:
-        runs: Labels and configuration of each run.
-    """
+    """Return what is proved of every label in all the runs that have it, so that their steps can be pooled."""
     measured = [(frozenset(labels), config) for labels, config in runs]
     parts = [(labels, proved(labels, config)) for labels, config in measured]
     every = {label for labels, _ in parts for label in labels}

@@ -14,10 +14,6 @@ def trloo(batch: Batch, options: NoOptions) -> BaselineResult:
     B_{i,k} = mean_{j≠i} G_{j,k} over rollouts with a turn k, G_{j,k} the return-to-go at the turn's first policy token;
     A = G − B at every token of the turn. A turn that no other rollout has keeps A = G (`fallback`). One turn and one
     terminal reward give `rloo`. Unbiased: whether a rollout has turn k is known before the turn. Public code.
-
-    Args:
-        batch: The rollouts, with `turn`.
-        options: None to set.
     """
     row, _ = np.nonzero(batch.mask)
     _, turn = np.unique(provided(batch.turn)[batch.mask], return_inverse=True)

@@ -15,19 +15,13 @@ from otb_analysis.types import Float
 
 @dataclass(frozen=True)
 class Divergence:
-    """One estimator.
+    """One estimator."""
 
-    Attributes:
-        name: Its name in `DIVERGENCES`.
-        value: l → estimate in nats.
-        slope: l → derivative by log π(y): the coefficient of the score s_t in the gradient of Σ value.
-        note: What it estimates, as a value and as a loss.
-    """
-
-    name: str
-    value: Callable[[Float], Float]
+    name: str  # Its name in `DIVERGENCES`
+    value: Callable[[Float], Float]  # l → estimate in nats
+    # l → derivative by log π(y): the coefficient of the score s_t in the gradient of Σ value
     slope: Callable[[Float], Float]
-    note: str
+    note: str  # What it estimates, as a value and as a loss
 
 
 DIVERGENCES: dict[str, Divergence] = {
@@ -50,18 +44,10 @@ DIVERGENCES: dict[str, Divergence] = {
 
 
 def divergence(name: str, logprob: ArrayLike, reference: ArrayLike) -> Float:
-    """Return the estimate of KL(π‖π_ref) at each sampled token.
+    """Return the estimate of KL(π‖π_ref) at each sampled token, in nats.
 
     k1 = l, k2 = l²/2, k3 = e^{−l} − 1 + l, l = log π(y) − log π_ref(y), y drawn from π. All three are zero where the
     policies agree. E[k1] = E[k3] = KL(π‖π_ref); E[k2] differs from it in third order.
-
-    Args:
-        name: A key of `DIVERGENCES`.
-        logprob: log π(y) in nats.
-        reference: log π_ref(y) in nats, of the same shape.
-
-    Returns:
-        Nats, same shape.
 
     Raises:
         InputError: The name is unknown.

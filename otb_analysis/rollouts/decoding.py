@@ -29,33 +29,21 @@ PREPARED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generatio
 
 @dataclass(frozen=True)
 class Drawn:
-    """What `decode` drew; entries after a row's first end token are arbitrary.
+    """What `decode` drew; entries after a row's first end token are arbitrary."""
 
-    Attributes:
-        token_ids: Drawn tokens [N, T].
-        logprobs: log-probability of each, in nats [N, T].
-    """
-
-    token_ids: Tensor
-    logprobs: Tensor
+    token_ids: Tensor  # Drawn tokens [N, T]
+    logprobs: Tensor  # log-probability of each, in nats [N, T]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How tokens are drawn.
+    """How tokens are drawn."""
 
-    Attributes:
-        max_new_tokens: Budget of each row.
-        temperature: τ of softmax(logits / τ).
-        ends: Tokens that end a row.
-        pad: Fills the left of shorter contexts, unseen.
-        refuse: Called with the row and the number of tokens before, where logits are not finite; raises.
-    """
-
-    max_new_tokens: int
-    temperature: float
-    ends: Sequence[int]
-    pad: int
+    max_new_tokens: int  # Budget of each row
+    temperature: float  # τ of softmax(logits / τ)
+    ends: Sequence[int]  # Tokens that end a row
+    pad: int  # Fills the left of shorter contexts, unseen
+    # Called with the row and the number of tokens before, where logits are not finite; raises
     refuse: Callable[[int, int], None]
 
 
@@ -79,11 +67,6 @@ def decode(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw
     """Continue contexts until each has ended or used its budget up.
 
     y_t = argmax_v π_v / e_v with e ~ Exp(1), which is a draw from π = softmax(logits / τ).
-
-    Args:
-        model: A model for which `unsupported_reason` is None.
-        contexts: N token sequences.
-        draw: How.
     """
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     # inference mode spares every small operation its bookkeeping; buffers of gathered shards are written in both modes

@@ -25,26 +25,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Generation:
-    """One sampled continuation.
+    """One sampled continuation."""
 
-    Attributes:
-        token_ids: The sampled tokens, the end token included when it was sampled.
-        logprobs: log-probability of each under the distribution it was drawn from, in nats.
-        finished: True when the last token is an end token.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finished: bool
+    token_ids: list[int]  # The sampled tokens, the end token included when it was sampled
+    logprobs: list[float]  # log-probability of each under the distribution it was drawn from, in nats
+    finished: bool  # True when the last token is an end token
 
 
 class NonFiniteLogits(NonFiniteError):
-    """The policy's logits are NaN or infinite; raised by a generator, which knows contexts and not rollouts.
-
-    Attributes:
-        row: Index of the context.
-        token: Tokens generated before.
-    """
+    """The policy's logits are NaN or infinite; raised by a generator, which knows contexts and not rollouts."""
 
     def __init__(self, row: int, token: int):
         super().__init__(f"logits of context {row} are not finite at generated token {token}.")

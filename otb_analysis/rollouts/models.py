@@ -32,11 +32,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token per character, plus padding, end and unknown.
-
-    Args:
-        alphabet: The characters; repeated ones count once.
-    """
+    """Make a tokenizer with one token per character, plus padding, end and unknown."""
     vocab = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(set(alphabet))])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -55,8 +51,6 @@ def small_model(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, se
     """Make a randomly initialised Qwen3-type model for a tokenizer.
 
     Args:
-        config: Sizes.
-        tokenizer: Gives the vocabulary and the special ids.
         seed: Seed of the initial weights; the global random state is left as it was.
 
     Raises:

@@ -26,33 +26,20 @@ MASKED = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class PrefixCache:
-    """The different prompts of a batch as a model read them; made by `read_prompts`, read by scoring passes.
+    """The different prompts of a batch as a model read them; made by `read_prompts`, read by scoring passes."""
 
-    Attributes:
-        keys: Of each layer [P, heads, S, d'], S the length of the longest prompt.
-        values: The same.
-        real: 1 at tokens, 0 at padding [P, S].
-        hidden: Final hidden state behind each prompt [P, d], with its graph.
-        of: Each rollout's prompt [n].
-    """
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    real: Tensor
-    hidden: Tensor
-    of: Tensor
+    keys: tuple[Tensor, ...]  # Of each layer [P, heads, S, d'], S the length of the longest prompt
+    values: tuple[Tensor, ...]  # The same
+    real: Tensor  # 1 at tokens, 0 at padding [P, S]
+    hidden: Tensor  # Final hidden state behind each prompt [P, d], with its graph
+    of: Tensor  # Each rollout's prompt [n]
 
     def take(self, rows: Int) -> "PrefixCache":
         """Return what some of the rollouts go on from."""
         return replace(self, of=self.of[torch.as_tensor(rows, device=self.of.device)])
 
     def inputs(self, ids: Tensor, present: Tensor) -> dict[str, Any]:
-        """Return a model's inputs for completions.
-
-        Args:
-            ids: Completion tokens [n, T].
-            present: True at tokens, false at padding [n, T].
-        """
+        """Return a model's inputs for completions [n, T]; `present` is false at padding."""
         before = self.real[self.of]
         steps = torch.arange(ids.shape[1], device=ids.device)
         layers = zip(self.keys, self.values, strict=True)
@@ -99,10 +86,6 @@ def supports_prefix_cache(model: PreTrainedModel) -> bool:
 
 def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> PrefixCache | None:
     """Read every different prompt of a batch once.
-
-    Args:
-        model: A model that `supports_prefix_cache`.
-        rollouts: N rollouts.
 
     Returns:
         None where nothing would be saved: rollouts have no prompt in common, or none has a second token.

@@ -13,9 +13,6 @@ MEASURED_BY = "the level attribution measures it: otb train --measure.attributio
 def attributed_steps(store: RunStore) -> list[int]:
     """Return the steps whose tokens carry their share of ‖ḡ‖², in order.
 
-    Args:
-        store: A run.
-
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
@@ -25,9 +22,6 @@ def attributed_steps(store: RunStore) -> list[int]:
 
 def largest_attributed_step(store: RunStore) -> int:
     """Return the attributed step with the largest gradient, the one to look at first.
-
-    Args:
-        store: A run.
 
     Raises:
         InputError: No step was attributed; the sentence says what measures it.
@@ -41,10 +35,6 @@ def largest_attributed_step(store: RunStore) -> int:
 
 def step_attribution(store: RunStore, step: int) -> StepAttribution:
     """Return who holds ‖ḡ‖² at a step.
-
-    Args:
-        store: A run.
-        step: A step that was attributed.
 
     Raises:
         InputError: The step was not attributed; the sentence names those that were, or what measures them.

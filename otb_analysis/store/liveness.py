@@ -25,7 +25,6 @@ def standing(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
     A run that says it is running is `stopped` where its process is known to be gone, and `running` otherwise.
 
     Args:
-        info: Content of run.json.
         heard: When the run was last written to, in words.
     """
     status, reason = str(info.get("status") or ""), str(info.get("reason") or "")
@@ -40,11 +39,7 @@ def standing(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
 
 
 def other_writer(info: Mapping[str, object]) -> int | None:
-    """Return the number of another process that is known to be writing a run; None where none is known.
-
-    Args:
-        info: Content of run.json.
-    """
+    """Return the number of another process that is known to be writing a run; None where none is known."""
     process = info.get("process")
     if info.get("status") != "running" or not isinstance(process, Mapping) or not _lives(process):
         return None

@@ -31,17 +31,12 @@ Parameters = Sequence[object] | Mapping[str, object]
 
 
 class RunStore:
-    """Reads one run, also while it is being written; safe to share between threads.
-
-    Attributes:
-        path: Directory of the run.
-    """
+    """Reads one run, also while it is being written; safe to share between threads."""
 
     def __init__(self, path: str | Path, *, memory_limit: str = "1GB") -> None:
         """Open a run.
 
         Args:
-            path: Directory of the run, runs/<run>.
             memory_limit: What one query may hold in memory, as DuckDB writes it.
 
         Raises:
@@ -80,9 +75,7 @@ class RunStore:
 
         Args:
             steps: Only these steps; None means all complete ones.
-            columns: Only these columns, in this order; None means all.
             where: An SQL condition over the columns, with `?` or `$name` for `params`.
-            params: Values for the condition.
 
         Raises:
             InputError: A column is unknown (the nearest is named) or the condition cannot be run.
@@ -145,7 +138,6 @@ class RunStore:
 
         Args:
             query: One SELECT in DuckDB's SQL; it can reach no file outside this run's directory and change nothing.
-            params: Values for `?` or `$name` in it.
 
         Raises:
             InputError: The query is not one SELECT, or cannot be run.
@@ -158,9 +150,6 @@ class RunStore:
     def gram(self, step: int) -> Gram | None:
         """Return the Gram matrix of group gradients at one step, or None where it was not measured.
 
-        Args:
-            step: A step.
-
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
@@ -171,9 +160,6 @@ class RunStore:
 
         Prompts carry their `prompt_id` where the rollouts were stored with it.
 
-        Args:
-            steps: Only these steps; None means all complete ones.
-
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
@@ -181,9 +167,6 @@ class RunStore:
 
     def subgroup_grams(self, steps: Sequence[int] | None = None) -> dict[int, dict[int, Gram]]:
         """Return the Gram matrices of smaller groups, by size and then by step; empty where none were measured.
-
-        Args:
-            steps: Only these steps; None means all complete ones.
 
         Raises:
             StoreError: A part is broken or lacks a key column.
@@ -202,9 +185,6 @@ class RunStore:
 
     def token_arrays(self, step: int) -> TokenArrays:
         """Return one step's tokens as [N, T] arrays, from which any estimator can be computed again.
-
-        Args:
-            step: A complete step.
 
         Raises:
             InputError: The step is not complete, or there is no such step.

@@ -35,9 +35,6 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
     It is written beside its place under a name with a dot, synchronised and renamed; if anything fails it is removed.
 
-    Args:
-        path: Where the file is to appear.
-
     Raises:
         OSError: It cannot be written.
     """
@@ -54,12 +51,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def new_run(run: str, config: Mapping[str, object]) -> dict[str, object]:
-    """Return the content of the run.json of a run that starts now.
-
-    Args:
-        run: Its name.
-        config: Its whole configuration, nested.
-    """
+    """Return the content of the run.json of a run that starts now."""
     return {
         "run": run,
         "status": "running",
@@ -80,10 +72,6 @@ def new_run(run: str, config: Mapping[str, object]) -> dict[str, object]:
 def write_run_file(run_dir: Path, info: Mapping[str, object]) -> None:
     """Write run.json; values JSON does not know (a path, say) are written as their text.
 
-    Args:
-        run_dir: Directory of the run.
-        info: Its content.
-
     Raises:
         OSError: It cannot be written.
     """
@@ -95,9 +83,6 @@ def write_run_file(run_dir: Path, info: Mapping[str, object]) -> None:
 def write_reserve(run_dir: Path) -> None:
     """Set aside the room that one more run.json needs.
 
-    Args:
-        run_dir: Directory of the run, with its run.json.
-
     Raises:
         OSError: There is no room.
     """
@@ -107,9 +92,6 @@ def write_reserve(run_dir: Path) -> None:
 
 def read_run_file(run_dir: Path) -> dict[str, object]:
     """Return the content of run.json.
-
-    Args:
-        run_dir: Directory of the run.
 
     Raises:
         StoreError: It cannot be read, or it was written by a newer version.

@@ -10,22 +10,14 @@ WHOLE = "all"
 
 
 def scope_of(store: RunStore) -> str:
-    """Return whose parameters' gradient a run measured, as its configuration says; all where it does not say.
-
-    Args:
-        store: The run.
-    """
+    """Return whose parameters' gradient a run measured, as its configuration says; all where it does not say."""
     config: Any = store.info.get("config") or {}
     measure = config.get("measure")
     return str(measure.get("scope", WHOLE)) if isinstance(measure, dict) else WHOLE
 
 
 def unlike_scopes(stores: Sequence[RunStore]) -> str:
-    """Return which two runs measured gradients of other parameters, for a remedy to follow; empty where none did.
-
-    Args:
-        stores: The runs.
-    """
+    """Return which two runs measured gradients of other parameters, for a remedy to follow; empty where none did."""
     for other in stores[1:]:
         own, its = scope_of(stores[0]), scope_of(other)
         if its != own:

@@ -37,22 +37,14 @@ class StepTables:
 
     Each table is a DataFrame or a dict of columns (lists, arrays, masked arrays); `schema` says which there are.
     None entries and masked ones are null: not measured. NaN stays NaN.
-
-    Attributes:
-        tokens: One row per completion token.
-        rollouts: One row per rollout.
-        steps: The step's scalars; only rank 0's are written.
-        gradients: One row per estimator, when the step was measured.
-        grams: Inner products of group gradients (`gram_rows`), when the step was measured.
-        subgroups: The same of smaller groups cut from them (`subgroup_rows`).
     """
 
-    tokens: Columns | None = None
-    rollouts: Columns | None = None
-    steps: Mapping[str, object] = field(default_factory=dict)
-    gradients: Columns | None = None
-    grams: Columns | None = None
-    subgroups: Columns | None = None
+    tokens: Columns | None = None  # One row per completion token
+    rollouts: Columns | None = None  # One row per rollout
+    steps: Mapping[str, object] = field(default_factory=dict)  # The step's scalars; only rank 0's are written
+    gradients: Columns | None = None  # One row per estimator, when the step was measured
+    grams: Columns | None = None  # Inner products of group gradients (`gram_rows`), when the step was measured
+    subgroups: Columns | None = None  # The same of smaller groups cut from them (`subgroup_rows`)
 
 
 class RunWriter:
@@ -60,10 +52,6 @@ class RunWriter:
 
     Several processes may write one run: rank 0 owns run.json and the `steps` parts, and must write a step after
     the others have written theirs, since the `steps` part is what makes a step visible.
-
-    Attributes:
-        path: Directory of the run.
-        rank: This process.
     """
 
     def __init__(self, path: Path, rank: int = 0) -> None:
@@ -86,11 +74,8 @@ class RunWriter:
         Ranks other than 0 only join the directory that rank 0 made.
 
         Args:
-            root: Directory that holds runs; made when missing.
-            run: Name of the run.
             config: Its whole configuration, nested; `seed` is repeated at the top of run.json.
             if_exists: What to do with a run of that name: refuse, or delete it first.
-            rank: This process.
 
         Raises:
             InputError: The name is no directory name, a directory of that name exists, or the run to be replaced is
@@ -114,8 +99,6 @@ class RunWriter:
         """Return the writer of a run that goes on: the steps from `from_step` on are removed, whole or half written.
 
         Args:
-            path: Directory of the run.
-            from_step: The step that will be written next.
             rank: This process; ranks other than 0 must begin after rank 0 has returned.
 
         Raises:
@@ -142,10 +125,6 @@ class RunWriter:
 
         A step that is written again replaces what this rank wrote of it.
 
-        Args:
-            step: The step, from 0.
-            tables: Its rows.
-
         Raises:
             InputError: Columns do not fit the schema; nothing is written.
             StoreError: The disk refuses; the parts of this step are removed, earlier steps stay readable.
@@ -164,10 +143,6 @@ class RunWriter:
 
     def finish(self, status: Literal["complete", "failed"] = "complete", reason: str = "") -> None:
         """Record in run.json how the run ended; ranks other than 0 have nothing to record.
-
-        Args:
-            status: `complete` or `failed`.
-            reason: Why it failed, one sentence.
 
         Raises:
             InputError: The status is unknown.

@@ -51,11 +51,7 @@ def make_task(config: TrainConfig) -> Task:
 
 
 def task_files(config: TrainConfig) -> list[Path]:
-    """Return the files whose content the task depends on beside its configuration; what is cached is keyed by them.
-
-    Args:
-        config: The run; its task has been made.
-    """
+    """Return the files whose content the task depends on beside its configuration; what is cached is keyed by them."""
     if is_custom(config.task):
         file = source_file(config.task)
         return [] if file is None else [file]

@@ -9,34 +9,21 @@ Split = Literal["train", "heldout"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem; made by a task, read by sampling and the reward.
+    """One problem; made by a task, read by sampling and the reward."""
 
-    Attributes:
-        id: Stable name, the same across steps, runs and machines; intervals cluster by it.
-        text: What the policy is given.
-        answer: The right final answer, in the task's own notation.
-        chat: True asks for the tokenizer's chat template around the text, where it has one.
-    """
-
-    id: str
-    text: str
-    answer: str
-    chat: bool = False
+    id: str  # Stable name, the same across steps, runs and machines; intervals cluster by it
+    text: str  # What the policy is given
+    answer: str  # The right final answer, in the task's own notation
+    chat: bool = False  # True asks for the tokenizer's chat template around the text, where it has one
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One policy turn and the environment's reply to it.
+    """One policy turn and the environment's reply to it."""
 
-    Attributes:
-        text: What the policy wrote, without the end token.
-        finished: True when the policy wrote the end token within its budget.
-        reply: What the environment inserted afterwards; empty after the last turn.
-    """
-
-    text: str
-    finished: bool
-    reply: str = ""
+    text: str  # What the policy wrote, without the end token
+    finished: bool  # True when the policy wrote the end token within its budget
+    reply: str = ""  # What the environment inserted afterwards; empty after the last turn
 
 
 class Task(Protocol):

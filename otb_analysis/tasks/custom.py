@@ -18,9 +18,6 @@ def load_task(config: TrainConfig) -> Task:
 
     The attribute is called with the configuration (a class or a function), or taken as it is when it already is a task.
 
-    Args:
-        config: The run; `task` is `module:attribute`.
-
     Raises:
         InputError: The module cannot be imported, has no such attribute, or the attribute makes no task.
     """

@@ -12,11 +12,6 @@ from otb_analysis.tasks.base import Prompt, Split, Task, Turn
 def blaming(task: Task, method: str, where: str) -> Iterator[None]:
     """Turn whatever the task's code raises into one sentence; what already is one passes.
 
-    Args:
-        task: Whose code runs.
-        method: Which method.
-        where: For which prompt or rollout.
-
     Raises:
         InputError: Naming task, method, place and exception.
     """
@@ -99,12 +94,6 @@ def ask_reply(task: Task, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
 
 def ask_reward(task: Task, prompt: Prompt, turns: Sequence[Turn], rollout: int) -> list[dict[str, float]]:
     """Return the named reward parts of every turn, as plain numbers; they may be NaN.
-
-    Args:
-        task: Who pays.
-        prompt: What was asked.
-        turns: What was written.
-        rollout: Index of the rollout within its step, for the sentence.
 
     Raises:
         InputError: The task raises, does not pay every turn, or pays something that is no mapping of numbers.
