@@ -1,7 +1,7 @@
-"""What long work is doing at this moment, for whoever watches.
+"""The progress of long work, for a progress display.
 
-Work opens phases and counts what is done in them: a few assignments, which cannot fail and wait for nobody. Drawing is
-the watcher's, in a thread of its own (`watching`), so a screen that is slow or fails never touches the work.
+Work opens phases and counts what is done in them. These are a few assignments, which cannot fail or block. The display
+(`commands.watching`) runs in its own thread, so a slow or broken screen never affects the work.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass
 class Phase:
-    """One thing that goes on; called like a `Bar`, it takes over what is reported."""
+    """One part of the work that is going on; it can be called like a `Bar`."""
 
     name: str  # What it is
     total: float | None = None  # Units of it, where they are known
@@ -37,7 +37,7 @@ class Phase:
         self.done, self.text, self.moved = done, text, monotonic()
 
     def count_to(self, total: float, unit: str, done: float = 0.0) -> None:
-        """Begin to count anew."""
+        """Start counting again, with `done` of `total` units done."""
         self.total, self.unit = total, unit
         self.done = self.counted_from = done
         self.counted_since = self.moved = monotonic()
@@ -53,17 +53,14 @@ class Phase:
         return None
 
 
-OPEN: list[Phase] = []
-"""The phases that this process is in, outermost first."""
-EXPECTED: dict[str, float] = {}
-"""Seconds that a phase of some name took last time, or is forecast to take."""
-NOTES: deque[str] = deque(maxlen=100)
-"""Sentences to be shown once, oldest first; the watcher takes them out."""
+OPEN: list[Phase] = []  # The phases that this process is in, outermost first
+EXPECTED: dict[str, float] = {}  # Seconds that a phase of some name took last time, or is forecast to take
+NOTES: deque[str] = deque(maxlen=100)  # Sentences to show once, oldest first; the display removes them
 
 
 @contextmanager
 def phase(name: str, total: float | None = None, unit: str = "", at_most: bool = False) -> Iterator[Phase]:
-    """Be in a phase inside the block; what it took is expected of the next one of that name."""
+    """Open a phase for the block; its duration becomes the expected one of the next phase of that name."""
     depth = len(OPEN)
     here = Phase(name, total, unit, at_most, expected=EXPECTED.get(name))
     OPEN.append(here)
@@ -97,7 +94,7 @@ def counted(items: Collection[T], unit: str) -> Iterator[T]:
 
 
 def note(sentence: str) -> None:
-    """Have a sentence shown once, by whoever watches."""
+    """Show a sentence once, on the progress display."""
     NOTES.append(sentence)
 
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 SCHEMA_VERSION = 1
 
-ENERGY_SOURCES = ("none", "proxy", "exact", "sketch", "calibrated", "path")
-"""What an estimator's energies were: `none` for estimators that read no energy."""
-
 
 @dataclass(frozen=True)
 class Column:
@@ -163,6 +160,7 @@ STEPS = (
 """Evaluations add `heldout_pass_at_<k>` for every power of two k up to the answers per prompt."""
 
 ESTIMATOR = Column("estimator", "VARCHAR", "", "Name in ESTIMATORS.", key=True)
+# none (it reads no energy), proxy, exact, sketch, calibrated or path
 SOURCE = Column("energy_source", "VARCHAR", "", "Where its energies came from; none when it reads none.", key=True)
 
 GRADIENTS = (

@@ -19,13 +19,12 @@ Float = NDArray[np.float64]
 Int = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 
-Label = tuple[str, str]
-"""(estimator, energy source), as stored."""
+Label = tuple[str, str]  # (estimator, energy source), as stored
 
 
 @dataclass(frozen=True)
 class Proved:
-    """What is proved of a run's estimators, and so not estimated; made by `estimators`, read by `statistics`."""
+    """What is proved of a run's estimators and need not be estimated; made by `estimators`, read by `statistics`."""
 
     # c = ⟨m, ∇J⟩/‖∇J‖² of estimators whose mean is c·∇J: 1 for the unbiased ones
     projection: Mapping[Label, float] = field(default_factory=dict)
@@ -156,10 +155,10 @@ class Gram:
             raise InputError(f"inner has shape {shape} but there are {m} labels; pass the Gram matrix as [M, M, P, P].")
         if len(set(self.labels)) != m:
             raise InputError(f"labels are {self.labels}; name every (estimator, energy source) once.")
-        for name, given in (("prompt", self.prompt), ("groups", self.groups)):
-            if given is not None and len(given) != shape[2]:
+        for name, entries in (("prompt", self.prompt), ("groups", self.groups)):
+            if entries is not None and len(entries) != shape[2]:
                 raise InputError(
-                    f"{name} has {len(given)} entries but inner has {shape[2]} prompts; pass one per prompt."
+                    f"{name} has {len(entries)} entries but inner has {shape[2]} prompts; pass one per prompt."
                 )
         if self.groups is not None and len(np.unique(self.groups)) < shape[2]:
             raise InputError(f"groups are {self.groups}; name every group once.")

@@ -11,6 +11,7 @@ import numpy as np
 
 from otb_analysis.arrays import Groups, has_gaps, masked, prefix_length, squeeze, squeezed_mask
 from otb_analysis.errors import InputError
+from otb_analysis.objectives.registry import boolean_mask, group_vector
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int
 
 REMEDY = {
@@ -26,8 +27,7 @@ REMEDY = {
 NON_NEGATIVE = frozenset({"energy", "rollout_norm_sq", "ratio"})
 PER_ROLLOUT = frozenset({"rollout_norm_sq"})
 
-NOWHERE = np.zeros((1, 1), bool)
-"""The fallback of a formula that never needs one."""
+NOWHERE = np.zeros((1, 1), bool)  # The fallback of a formula that is always defined
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,19 @@ class BaselineResult:
 
 
 def provided(x: Float | None) -> Float:
-    """Return an input that `Entry.needs` guarantees.
+    """Return an input that `EstimatorSpec.needs` guarantees.
 
     Raises:
-        LookupError: The entry reads an input that it does not declare.
+        LookupError: The estimator reads an input that it does not declare.
     """
     if x is None:
-        raise LookupError("an estimator reads an input that its entry does not list under needs")
+        raise LookupError("an estimator reads an input that its EstimatorSpec does not list under needs")
     return x
 
 
 @dataclass
 class _BadValue(Exception):
-    """A value that cannot be, by row and position of the block; `prepare` says where that is for the caller."""
+    """An impossible value at a row and position of the block; `prepare` finds its place in the caller's arrays."""
 
     name: str
     value: float
@@ -114,15 +114,8 @@ def check_shapes(inputs: EstimatorInputs, names: tuple[str, ...]) -> None:
     Raises:
         InputError: A shape does not fit, or the mask is not boolean.
     """
-    mask = np.asarray(inputs.mask)
-    if mask.ndim != 2 or mask.dtype != np.bool_:
-        raise InputError(f"mask has shape {mask.shape} and dtype {mask.dtype}; pass booleans of shape [N, T].")
-    group = np.asarray(inputs.group)
-    if group.shape != mask.shape[:1] or not np.issubdtype(group.dtype, np.integer):
-        raise InputError(
-            f"group has shape {group.shape} and dtype {group.dtype} but mask has {mask.shape[0]} rollouts; "
-            "pass one integer per rollout, shape [N]."
-        )
+    mask = boolean_mask(inputs.mask)
+    group_vector(inputs.group, len(mask))
     for name in ("reward", *names):
         shape = np.shape(getattr(inputs, name))
         expected = mask.shape[:1] if name in PER_ROLLOUT else mask.shape

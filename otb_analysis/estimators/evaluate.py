@@ -9,24 +9,23 @@ from otb_analysis.arrays import Groups, has_gaps
 from otb_analysis.custom import is_custom
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators.batch import BaselineResult, Batch, check_shapes, prepare, selector
-from otb_analysis.estimators.custom import own_entry, own_estimate
+from otb_analysis.estimators.custom import custom_estimate, custom_spec
 from otb_analysis.estimators.registry import ESTIMATORS
 from otb_analysis.estimators.spec import EstimatorSpec
 from otb_analysis.objectives.registry import checked_options, options_from_table
 from otb_analysis.types import Bool, Estimate, EstimatorInputs, Int
 
-BLOCK_ELEMENTS = 1 << 16
-"""Entries of [rows, T] worked on at once; whole groups, so at least one group."""
+BLOCK_ELEMENTS = 1 << 16  # Entries of [rows, T] worked on at once; whole groups, so at least one group
 
 
 def entry_of(name: str) -> EstimatorSpec:
-    """Return one row of the catalogue, or that of an estimator of one's own.
+    """Return the EstimatorSpec of a name in `ESTIMATORS`, or of a custom `module:function`.
 
     Raises:
-        InputError: No estimator has that name, or one's own cannot be used.
+        InputError: No estimator has that name, or the custom function cannot be used.
     """
     if is_custom(name):
-        return own_entry(name)
+        return custom_spec(name)
     if name not in ESTIMATORS:
         hint = nearest(name, ESTIMATORS)
         raise InputError(f"estimator {name!r} does not exist; {hint} Your own is named module:function.")
@@ -64,7 +63,7 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     the mask are never read. A rollout without policy tokens has no return and takes no part in any mean.
 
     Args:
-        name: A key of `ESTIMATORS`, or `module:function` for one's own.
+        name: A key of `ESTIMATORS`, or `module:function` of a custom estimator.
         options: An instance of the estimator's options dataclass; None means its defaults.
 
     Raises:
@@ -72,11 +71,13 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
             gaps where column and position must agree.
     """
     entry = entry_of(name)
-    names = _read_inputs(name, entry, inputs)
+    if lacking := missing(entry, inputs):
+        raise InputError(f"{name} needs {' and '.join(lacking)}, which is None; pass it in EstimatorInputs.")
+    names = (*entry.needs, *(use for use in entry.uses if getattr(inputs, use) is not None))
     check_shapes(inputs, names)
     options = checked_options(name, entry.options, options)
     if is_custom(name):
-        return own_estimate(name, entry, inputs, names, options)
+        return custom_estimate(name, entry, inputs, names, options)
     mask = np.asarray(inputs.mask)
     if not entry.takes_gaps and has_gaps(mask):
         suffix = name.removeprefix("otb")
@@ -89,13 +90,6 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
         batch, moved = prepare(inputs, rows, groups, names)
         _write(out, selector(rows), batch, moved, entry.function(batch, options))
     return out
-
-
-def _read_inputs(name: str, entry: EstimatorSpec, inputs: EstimatorInputs) -> tuple[str, ...]:
-    lacking = missing(entry, inputs)
-    if lacking:
-        raise InputError(f"{name} needs {' and '.join(lacking)}, which is None; pass it in EstimatorInputs.")
-    return (*entry.needs, *(use for use in entry.uses if getattr(inputs, use) is not None))
 
 
 def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Groups]]:
@@ -111,7 +105,7 @@ def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Grou
         yield rows, Groups(groups.index[rows] - first, groups.labels[first:stop])
 
 
-def _write(out: Estimate, take: Int | slice, batch: Batch, moved: Bool | None, centre: BaselineResult) -> None:
+def _write(out: Estimate, take: Int | slice, batch: Batch, moved: Bool | None, result: BaselineResult) -> None:
     """Put A = (G − B)·scale inside the mask, in place; `moved` is the block's own mask when tokens were squeezed."""
     shape = batch.mask.shape
     if moved is None and isinstance(take, slice):
@@ -119,15 +113,14 @@ def _write(out: Estimate, take: Int | slice, batch: Batch, moved: Bool | None, c
         room = Estimate(out.baseline[at], out.advantage[at], out.fallback[at])
     else:
         room = Estimate(np.empty(shape), np.empty(shape), np.empty(shape, bool))
-    np.multiply(centre.baseline, batch.alive, out=room.baseline)
+    np.multiply(result.baseline, batch.alive, out=room.baseline)
     np.subtract(batch.returns, room.baseline, out=room.advantage)
-    if centre.scale is not None:
-        np.multiply(room.advantage, centre.scale, out=room.advantage)
-    np.logical_and(batch.mask, centre.fallback, out=room.fallback)
+    if result.scale is not None:
+        np.multiply(room.advantage, result.scale, out=room.advantage)
+    np.logical_and(batch.mask, result.fallback, out=room.fallback)
     if room.baseline.base is not out.baseline:
-        _scatter(out.baseline, room.baseline, take, batch.mask, moved)
-        _scatter(out.advantage, room.advantage, take, batch.mask, moved)
-        _scatter(out.fallback, room.fallback, take, batch.mask, moved)
+        for name in ("baseline", "advantage", "fallback"):
+            _scatter(getattr(out, name), getattr(room, name), take, batch.mask, moved)
 
 
 def _scatter(whole: np.ndarray, piece: np.ndarray, take: Int | slice, inside: Bool, moved: Bool | None) -> None:

@@ -10,8 +10,7 @@ from otb_analysis.estimators.spec import NoOptions
 from otb_analysis.estimators.weighting import rollout_average
 from otb_analysis.types import Bool, Float
 
-GRPO_EPSILON = 1e-6
-"""Added to the standard deviation by the published code."""
+GRPO_EPSILON = 1e-6  # Added to the standard deviation by the published code
 
 ROUNDING = 1e-12
 """A standard deviation below this share of the returns' size is rounding: equal totals summed in another order."""

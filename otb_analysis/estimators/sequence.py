@@ -46,7 +46,7 @@ def opob(batch: Batch, options: NoOptions) -> BaselineResult:
 
     B = Σ_j ρ_j² ‖S_j‖² R_j / Σ_j ρ_j² ‖S_j‖², ρ_j = Π_t ρ_{j,t}: the optimal scalar for gradients weighted with the
     sequence ratio. On-policy it is `classic_optimal`. Its learning rate is scaled by
-    `ratios.learning_rate_factor`. Public code of VCPO, arXiv 2602.17616.
+    `importance.learning_rate_factor`. Public code of VCPO, arXiv 2602.17616.
     """
     with np.errstate(divide="ignore"):  # a ratio of 0 makes the rollout weigh nothing
         log = np.where(batch.mask, np.log(np.where(batch.mask, provided(batch.ratio), 1.0)), 0.0).sum(axis=1)

@@ -59,7 +59,7 @@ class EstimatorSpec:
     unbiased: bool  # True when E ĝ is the gradient of the target under `conditions`
     conditions: str  # Under which conditions, or why not
     source: str  # Where the formula comes from
-    standing: Provenance  # code, proved, abstract or guess: how well that source is known
+    provenance: Provenance  # code, proved, abstract or guess: how well that source is known
     target: str = "∇J"  # Whose gradient it estimates
     needs: tuple[str, ...] = ()  # Inputs beyond reward, mask and group that must be there
     uses: tuple[str, ...] = ()  # Inputs that change the answer when they are there

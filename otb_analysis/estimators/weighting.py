@@ -1,4 +1,4 @@
-"""The one computation behind every group baseline: a weighted mean over a group, with or without oneself."""
+"""The computation behind every group baseline: a weighted mean over a group, with or without the rollout itself."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from otb_analysis.estimators.spec import Tail
 from otb_analysis.types import Bool, Float
 
 DOMINANT = 0.75
-"""Above this share of a group's weight (so at most one rollout per position), `total − own` would cancel."""
+"""Above this share of a group's weight, which at most one rollout has, `total − weight` would cancel."""
 
 
 def weighted_mean(x: Float, weight: Float, groups: Groups, *, leave_one_out: bool) -> tuple[Float, Bool]:
@@ -25,7 +25,7 @@ def weighted_mean(x: Float, weight: Float, groups: Groups, *, leave_one_out: boo
 
 
 def _means(x: Float, weight: Float, groups: Groups, leave_one_out: bool) -> tuple[Float, Bool]:
-    """Mean and weightlessness, one row per rollout when each leaves itself out, else one row per group."""
+    """Mean and where all weights are zero: one row per rollout if each leaves itself out, else one row per group."""
     if leave_one_out:
         total, moment = _sums_of_others(weight, weight * x, groups)
     else:
@@ -35,10 +35,14 @@ def _means(x: Float, weight: Float, groups: Groups, leave_one_out: bool) -> tupl
 
 
 def _sums_of_others(weight: Float, moment: Float, groups: Groups) -> tuple[Float, Float]:
-    """Sum both over j ≠ i without cancellation: a row that dominates its group gets the sum of the rest directly."""
+    """Sum weights and moments over j ≠ i without cancellation.
+
+    `whole − x` loses its digits where x is nearly the whole. So a rollout that dominates its group gets a sum of the
+    others alone.
+    """
     total = groups.spread(groups.sum(weight))
     dominant = (weight > DOMINANT * total).reshape(len(weight), -1)
-    columns = dominant.any(axis=0)  # few positions have one, and only they need the second sum
+    columns = dominant.any(axis=0)  # only these few positions need the second sum
     dominant = dominant[:, columns]
 
     def others(x: Float, whole: Float) -> Float:

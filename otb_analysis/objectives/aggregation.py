@@ -123,6 +123,7 @@ def balanced(inputs: AggregationInputs, options: NoOptions) -> Float:
     )
 
 
+# fmt: off
 AGGREGATIONS: dict[str, Formula] = {
     "sequence_sum": Formula(sequence_sum, "1/N", "REINFORCE", "code", needs=("group",)),
     "token_mean": Formula(token_mean, "1/Σ_j L_j over the batch", "PPO", "code", needs=("group",)),
@@ -132,13 +133,11 @@ AGGREGATIONS: dict[str, Formula] = {
     ),
     "dapo": Formula(dapo, "1/(P Σ_j L_j), j in the group", "DAPO, arXiv 2503.14476", "code", needs=("group",)),
     "balanced": Formula(
-        balanced,
-        "(1/P)(n_s/n) / Σ_j L_j, j in the group with the same sign s of A",
-        "Balanced Aggregation, arXiv 2605.04077",
-        "abstract",
-        needs=("group", "advantage"),
+        balanced, "(1/P)(n_s/n) / Σ_j L_j, j in the group with the same sign s of A",
+        "Balanced Aggregation, arXiv 2605.04077", "abstract", needs=("group", "advantage"),
     ),
 }
+# fmt: on
 
 
 def aggregation_weights(name: str, inputs: AggregationInputs, options: Any = None) -> Float:

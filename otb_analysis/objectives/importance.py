@@ -18,8 +18,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.objectives.registry import boolean_mask, policy_values
 from otb_analysis.types import Bool, Float
 
-LOG_LIMIT = 700.0
-"""A sum of log ratios is held in ±700, so that no weight is infinite (e^709 is the largest float64)."""
+LOG_LIMIT = 700.0  # A sum of log ratios is held in ±700, so that no weight is infinite (e^709 is the largest float64)
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,7 @@ class ClipOptions:
 
 @dataclass(frozen=True)
 class GspoOptions(ClipOptions):
-    """The clip of a geometric mean, whose spread is that of a token's ratio over √L.
-
-    Attributes:
-        low: Below 1 − low a negative advantage has no gradient.
-        high: Above 1 + high a positive advantage has none.
-        dual: Above it a negative advantage has none; infinite turns it off.
-    """
+    """The clip of a geometric mean, whose spread is that of a token's ratio over √L."""
 
     low: float = 3e-4
     high: float = 4e-4
@@ -106,8 +99,7 @@ class Limits:
     dual: Float  # Above it, for a negative one (dual clip)
 
 
-FREE = Limits(np.array(0.0), np.array(np.inf), np.array(np.inf))
-"""No clip."""
+FREE = Limits(np.array(0.0), np.array(np.inf), np.array(np.inf))  # No clip
 
 
 @dataclass(frozen=True)
@@ -151,11 +143,6 @@ class Ratio:
     # `token`: the gradient of r_t flows through log π(y_t) alone, as r_t s_t; what else r_t holds is a constant.
     # `rollout`: through every token of the rollout, as r (1/L) Σ_k s_k.
     through: Literal["token", "rollout"] = "token"
-
-    @property
-    def clipped_value(self) -> Float:
-        """clip(r_t, low, high) [N, T], zero outside the mask: the ratio that the clipped branch holds."""
-        return masked(np.clip(self.value, self.limits.low, self.limits.high), self.mask)
 
     def clipped(self, weighted: ArrayLike) -> Bool:
         """Return where the clip stops the gradient of a token whose advantage has this sign.

@@ -23,28 +23,9 @@ from otb_analysis.objectives.importance import (
     Ratio,
     RatioInputs,
     TruncationOptions,
-    effective_sample_size,
-    learning_rate_factor,
 )
 from otb_analysis.objectives.registry import Formula, NoOptions, checked_options, lookup
 from otb_analysis.types import Bool, Float
-
-__all__ = [
-    "RATIOS",
-    "BoundOptions",
-    "ClipOptions",
-    "GspoOptions",
-    "Limits",
-    "MaskOptions",
-    "PositionOptions",
-    "Ratio",
-    "RatioEntry",
-    "RatioInputs",
-    "TruncationOptions",
-    "effective_sample_size",
-    "importance_ratio",
-    "learning_rate_factor",
-]
 
 
 @dataclass(frozen=True)
@@ -156,6 +137,7 @@ def sequence_mask(inputs: RatioInputs, options: MaskOptions) -> Ratio:
     return _ratio(inputs, ratio, kept=inputs.mask & kept)
 
 
+# fmt: off
 RATIOS: dict[str, RatioEntry] = {
     "none": RatioEntry(none, "1", "REINFORCE", "code", needs=()),
     "token": RatioEntry(token, "ρ_t", "PPO without its clip", "code", keeps_mean=True),
@@ -165,28 +147,20 @@ RATIOS: dict[str, RatioEntry] = {
     "ppo": RatioEntry(ppo, "ρ_t in min(ρ_t A, clip(ρ_t, 1 − ε, 1 + ε) A)", "PPO", "code", options=ClipOptions),
     "gspo": RatioEntry(gspo, "(Π_j ρ_j)^{1/L}, clipped as ppo", "GSPO, arXiv 2507.18071", "code", options=GspoOptions),
     "ctpo": RatioEntry(
-        ctpo,
-        "Π_{j≤t} ρ_j, its log clipped at −.025 √t and .05 √t as ppo clips",
-        "CTPO, arXiv 2605.07331",
-        "code",
+        ctpo, "Π_{j≤t} ρ_j, its log clipped at −.025 √t and .05 √t as ppo clips", "CTPO, arXiv 2605.07331", "code",
         options=PositionOptions,
     ),
     "cumulative_truncated": RatioEntry(
-        cumulative_truncated,
-        "clip(Π_{j≤t} ρ_j, e^{−.025 √t}, e^{.05 √t})",
-        "the bounds of CTPO as a truncation",
-        "proved",
-        options=BoundOptions,
+        cumulative_truncated, "clip(Π_{j≤t} ρ_j, e^{−.025 √t}, e^{.05 √t})", "the bounds of CTPO as a truncation",
+        "proved", options=BoundOptions,
     ),
     "tis": RatioEntry(tis, "min(ρ_t, cap)", "truncated importance sampling", "code", options=TruncationOptions),
     "sequence_mask": RatioEntry(
-        sequence_mask,
-        "ρ_t · 1[(Π_j ρ_j)^{1/L} ∈ 1 ± .001] · 1[min_j ρ_j ≥ 1e-4]",
-        "Dr. Kernel, arXiv 2602.05885",
-        "code",
-        options=MaskOptions,
+        sequence_mask, "ρ_t · 1[(Π_j ρ_j)^{1/L} ∈ 1 ± .001] · 1[min_j ρ_j ≥ 1e-4]", "Dr. Kernel, arXiv 2602.05885",
+        "code", options=MaskOptions,
     ),
 }
+# fmt: on
 
 
 def importance_ratio(name: str, inputs: RatioInputs, options: Any = None) -> Ratio:

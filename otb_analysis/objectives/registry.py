@@ -1,7 +1,7 @@
 """What every registry of formulas shares: the row of metadata, looking a name up, options, and checked arrays.
 
 Ratios, aggregations and reward shapings are dict literals of `Formula`; estimators have a row of their own
-(`estimators.entry`) and the same options.
+(`estimators.spec`) and the same options.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class Formula:
     function: Callable[[Any, Any], Any]
     formula: str  # What it computes, in Unicode
     source: str  # Where it comes from
-    standing: Provenance  # code, proved, abstract or guess: how well that source is known
+    provenance: Provenance  # code, proved, abstract or guess: how well that source is known
     needs: tuple[str, ...] = ()  # Inputs it reads beyond the mask
     options: type = NoOptions  # Its frozen options dataclass; unknown fields raise
 
@@ -101,10 +101,10 @@ def boolean_mask(mask: ArrayLike) -> Bool:
     Raises:
         InputError: It is not boolean or not [N, T].
     """
-    found = np.asarray(mask)
-    if found.ndim != 2 or found.dtype != np.bool_:
-        raise InputError(f"mask has shape {found.shape} and dtype {found.dtype}; pass booleans of shape [N, T].")
-    return found
+    mask = np.asarray(mask)
+    if mask.ndim != 2 or mask.dtype != np.bool_:
+        raise InputError(f"mask has shape {mask.shape} and dtype {mask.dtype}; pass booleans of shape [N, T].")
+    return mask
 
 
 def group_vector(group: ArrayLike, rollouts: int) -> Int:
@@ -113,27 +113,27 @@ def group_vector(group: ArrayLike, rollouts: int) -> Int:
     Raises:
         InputError: The shape or the type does not fit.
     """
-    found = np.asarray(group)
-    if found.shape != (rollouts,) or not np.issubdtype(found.dtype, np.integer):
+    group = np.asarray(group)
+    if group.shape != (rollouts,) or not np.issubdtype(group.dtype, np.integer):
         raise InputError(
-            f"group has shape {found.shape} and dtype {found.dtype} but mask has {rollouts} rollouts; "
+            f"group has shape {group.shape} and dtype {group.dtype} but mask has {rollouts} rollouts; "
             "pass one integer per rollout, shape [N]."
         )
-    return found
+    return group
 
 
 def policy_values(name: str, x: ArrayLike | None, mask: Bool) -> Float:
-    """Return a column in float64, zero outside the mask, whatever stands there.
+    """Return a column in float64, zero outside the mask, where values are never read.
 
     Raises:
         InputError: It is None, of another shape, or NaN or infinite inside the mask.
     """
     if x is None or np.shape(x) != mask.shape:
-        given = "is None" if x is None else f"has shape {np.shape(x)}"
-        raise InputError(f"{name} {given} but mask has {len(mask)} rollouts; pass shape [N, T] = {mask.shape}.")
-    found = masked(x, mask)
-    wrong = np.argwhere(~np.isfinite(found))
+        shape = "is None" if x is None else f"has shape {np.shape(x)}"
+        raise InputError(f"{name} {shape} but mask has {len(mask)} rollouts; pass shape [N, T] = {mask.shape}.")
+    values = masked(x, mask)
+    wrong = np.argwhere(~np.isfinite(values))
     if len(wrong):
         n, t = map(int, wrong[0])
-        raise InputError(f"{name} is {found[n, t]} at rollout {n}, token {t}; pass a finite value per policy token.")
-    return found
+        raise InputError(f"{name} is {values[n, t]} at rollout {n}, token {t}; pass a finite value per policy token.")
+    return values

@@ -137,32 +137,24 @@ def drop_equal(inputs: ShapingInputs, options: NoOptions) -> Shaped:
     return Shaped(inputs.reward, groups.spread(differs))
 
 
+# fmt: off
 SHAPINGS: dict[str, Formula] = {
     "none": Formula(none, "r", "the task's own reward", "code", needs=("reward",)),
     "grpo_lambda": Formula(
         grpo_lambda,
         "1 − α·σ((L − mean_correct)/std_correct) if correct, else 0, in the best-solved groups; else 0 or 1",
-        "GRPO-λ, arXiv 2505.18086",
-        "abstract",
-        needs=("reward", "group"),
-        options=LambdaOptions,
+        "GRPO-λ, arXiv 2505.18086", "abstract", needs=("reward", "group"), options=LambdaOptions,
     ),
     "overlong": Formula(
-        overlong,
-        "R − clip((L − (L_max − buffer))/buffer, 0, 1)",
-        "DAPO, arXiv 2503.14476",
-        "code",
-        needs=("reward",),
-        options=OverlongOptions,
+        overlong, "R − clip((L − (L_max − buffer))/buffer, 0, 1)", "DAPO, arXiv 2503.14476", "code",
+        needs=("reward",), options=OverlongOptions,
     ),
     "drop_equal": Formula(
-        drop_equal,
-        "keep where not all R_j of the group are equal",
-        "DAPO, arXiv 2503.14476",
-        "abstract",
+        drop_equal, "keep where not all R_j of the group are equal", "DAPO, arXiv 2503.14476", "abstract",
         needs=("reward", "group"),
     ),
 }
+# fmt: on
 
 
 def shape_rewards(name: str, inputs: ShapingInputs, options: Any = None) -> Shaped:

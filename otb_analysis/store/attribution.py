@@ -48,11 +48,11 @@ def step_attribution(store: RunStore, step: int) -> StepAttribution:
         raise InputError(f"step {step} of {store.path.name} has no attribution, {have}; {MEASURED_BY}.")
     norm = store.steps_df([step], ["grad_norm"])["grad_norm"].to_numpy(np.float64, na_value=np.nan)
     split = bool(tokens[["signal", "noise"]].notna().to_numpy().all())
-    found = AttributedTokens(
+    attributed = AttributedTokens(
         *(tokens[name].to_numpy(np.int64) for name in ("group", "rollout", "t")),
         *(_floats(tokens, name) for name in ("attribution", "signal", "noise")[: 3 if split else 1]),
     )
-    return attribute_step(step, found, float(norm[0]) if norm.size else None)
+    return attribute_step(step, attributed, float(norm[0]) if norm.size else None)
 
 
 def _floats(tokens: pd.DataFrame, name: str) -> np.ndarray:

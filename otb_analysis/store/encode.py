@@ -32,9 +32,8 @@ def encode(table: str, step: int, columns: Columns) -> pa.Table:
     Raises:
         InputError: A key column is missing or holds a null, lengths differ, or values do not fit the dtype.
     """
-    given = {str(name): columns[name] for name in columns}
     schema = {c.name: c for c in TABLES[table]}
-    arrays = {name: _array(table, name, values, schema.get(name)) for name, values in given.items()}
+    arrays = {str(name): _array(table, str(name), columns[name], schema.get(str(name))) for name in columns}
     n_rows = _common_length(table, arrays)
     arrays.setdefault("step", pa.array(np.full(n_rows, step, dtype=np.int64)))
     _check_keys(table, step, arrays)

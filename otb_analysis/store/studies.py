@@ -1,4 +1,4 @@
-"""Committed studies as they lie on disk: what was asked, found and measured, without running a study's own code."""
+"""Committed studies read from disk (question, verdict, tables, figures), without running a study's own code."""
 
 import re
 from dataclasses import dataclass

@@ -9,29 +9,18 @@ from otb_analysis.errors import InputError, StoreError
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int
 
 FLOAT_COLUMNS = ("energy_proxy", "energy_calibrated", "grad_norm_sq", "logprob", "behavior_logprob", "entropy", "value")
-TOKEN_COLUMNS = (
-    "group",
-    "rollout",
-    "turn",
-    "t",
-    "token_id",
-    "mask",
-    "measured_by",
-    "reward",
-    *FLOAT_COLUMNS,
-)
+TOKEN_COLUMNS = ("group", "rollout", "turn", "t", "token_id", "mask", "measured_by", "reward", *FLOAT_COLUMNS)
 """The columns of `tokens` that the arrays are made of."""
 
 EXACT_ROWS = "grad_norm_sq IS NOT NULL AND coalesce(measured_by, 'exact') = 'exact'"
-"""SQL over `tokens`: rows whose norm is exact, not an estimate; a run that does not say is taken at its word."""
+"""SQL over `tokens`: rows whose norm is exact. A run without `measured_by` had exact norms only."""
 
-PADDING = -1
-"""`turn` and `token_id` where there is no token, or none was stored."""
+PADDING = -1  # `turn` and `token_id` where there is no token, or none was stored
 
 
 @dataclass(frozen=True)
 class TokenArrays:
-    """One step rebuilt from disk; made by `RunStore.token_arrays`, read by whoever computes estimators again.
+    """One step rebuilt from disk; made by `RunStore.token_arrays`, for computing estimators again.
 
     Column t is the token with that index in the completion; T is the longest completion. Floats are NaN where
     nothing was measured and at padding, except `reward`, which is 0 at padding: nothing is paid there.

@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
+from otb_analysis.store.atomic import atomic_file, atomic_folder
 from otb_analysis.store.encode import Columns, encode, encode_scalars
 from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path, parts_of
 from otb_analysis.store.liveness import other_writer, this_process
 from otb_analysis.store.runfile import (
     ENDINGS,
     RESERVE,
-    atomic_file,
     git_state,
     new_run,
     now,
@@ -87,7 +87,9 @@ class RunWriter:
             return cls(path, rank)
         try:
             _clear(path, if_exists)
-            _appear(path, new_run(run, config))
+            with atomic_folder(path, replace=False) as draft:
+                write_run_file(draft, new_run(run, config))
+                write_reserve(draft)
         except OSError as error:
             raise StoreError(
                 f"cannot make {path} ({_why(error)}); make its parent writable or pass another."
@@ -113,7 +115,9 @@ class RunWriter:
             info = read_run_file(path) | {
                 "status": "running", "reason": "", "updated": now(), "process": this_process()
             }  # fmt: skip
-            resumed = [*_as_list(info.get("resumed")), {"at": now(), "from_step": from_step, "git": git_state()}]
+            earlier = info.get("resumed")
+            resumed = earlier if isinstance(earlier, list) else []
+            resumed = [*resumed, {"at": now(), "from_step": from_step, "git": git_state()}]
             write_run_file(path, info | {"resumed": resumed})
             write_reserve(path)
         except OSError as error:
@@ -163,14 +167,14 @@ class RunWriter:
             ) from error
 
     def _encode(self, step: int, tables: StepTables) -> dict[str, pa.Table]:
-        given = {name: getattr(tables, name) for name in TABLES if name != "steps"}
-        encoded = {name: encode(name, step, columns) for name, columns in given.items() if columns is not None}
+        written = {name: getattr(tables, name) for name in TABLES if name != "steps"}
+        encoded = {name: encode(name, step, columns) for name, columns in written.items() if columns is not None}
         # The dict's order is the order on disk: `steps` makes the step visible, so it comes last.
         return encoded | ({} if self.rank else {"steps": encode_scalars("steps", step, tables.steps)})
 
     def _write_parts(self, parts: dict[Path, pa.Table]) -> None:
         """Write all, then let them appear in their order: what is synchronised together waits for the disk once."""
-        with ExitStack() as appearing:  # which leaves what was entered last first
+        with ExitStack() as appearing:  # closes in reverse order, so `steps` is entered first and appears last
             for path, rows in reversed(parts.items()):
                 path.parent.mkdir(exist_ok=True)
                 part = pa.BufferOutputStream()  # a part has hundreds of pieces, each a call of Python into a file
@@ -212,7 +216,8 @@ def _clear(path: Path, if_exists: str) -> None:
         return
     if if_exists != "replace":
         raise InputError(f"run {path.name!r} already exists in {path.parent}; choose another run name, or replace it.")
-    if path.is_symlink() or not (is_run(path) or _is_empty(path)):
+    empty = path.is_dir() and not any(path.iterdir())
+    if path.is_symlink() or not (is_run(path) or empty):
         raise InputError(f"{path} exists and is no run, so it will not be replaced; choose another run name.")
     with suppress(StoreError):  # a broken run may be replaced
         _refuse_second_writer(path)
@@ -228,20 +233,6 @@ def _refuse_second_writer(path: Path) -> None:
         raise InputError(f"run {path.name!r} is being written by process {pid}; end it first, or choose another name.")
 
 
-def _appear(path: Path, info: Mapping[str, object]) -> None:
-    """Make a run's directory with its run.json in it, or not at all: a process may be killed anywhere in between."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        draft.mkdir()
-        write_run_file(draft, info)
-        write_reserve(draft)
-        draft.rename(path)
-    except OSError:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-
-
 def _remove_from(path: Path, step: int) -> None:
     """Remove what lies at or after a step: the `steps` parts first, so that no reader sees half of one."""
     for table in ("steps", *TABLES):
@@ -252,15 +243,6 @@ def _remove_from(path: Path, step: int) -> None:
         left.unlink(missing_ok=True)
     for left in path.glob(".model.*"):
         shutil.rmtree(left)
-
-
-def _as_list(value: object) -> list[object]:
-    """Return a list found in run.json, or an empty one."""
-    return list(value) if isinstance(value, list) else []
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def _why(error: OSError) -> str:

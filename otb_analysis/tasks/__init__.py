@@ -36,7 +36,7 @@ TASKS = {
 
 
 def make_task(config: TrainConfig) -> Task:
-    """Build the configured task: one of the catalogue, or one's own by module:attribute.
+    """Build the configured task: one of the catalogue, or a custom one by module:attribute.
 
     Raises:
         InputError: No task has that name, or its settings are impossible.

@@ -59,11 +59,11 @@ def tokens_of(text: str) -> list[str]:
     tokens, at = [], 0
     text = text.rstrip(" ")
     while at < len(text):
-        found = TOKEN.match(text, at)
-        if found is None:
+        match = TOKEN.match(text, at)
+        if match is None:
             raise Refused(NOT_ARITHMETIC)
-        tokens.append(found[1])
-        at = found.end()
+        tokens.append(match[1])
+        at = match.end()
     return tokens
 
 

@@ -9,8 +9,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.tasks.base import Prompt, Split
 
 HELDOUT_SHARE = 0.1
-MOST_DRAWS = 20_000
-"""Draws after which a split counts as empty."""
+MOST_DRAWS = 20_000  # Draws after which a split counts as empty
 
 
 def split_of(name: str, share: float = HELDOUT_SHARE) -> Split:
