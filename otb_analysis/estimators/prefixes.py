@@ -1,6 +1,6 @@
 """Baselines from the tree that the rollouts of a group form: rollouts that share a prefix share its value.
 
-Prefixes are made of policy tokens; what a tool answered in between is taken to follow from them.
+Prefixes are made of policy tokens; a tool's answers in between are assumed to follow from them.
 """
 
 from dataclasses import dataclass

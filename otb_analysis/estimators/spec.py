@@ -39,8 +39,8 @@ class DecayOptions(TailOptions):
 class ValueOptions:
     """Options of generalized advantage estimation."""
 
-    discount: float = 1.0  # γ, the price of one token's delay; 1 is the task's own return
-    decay: float = 1.0  # λ, how far rewards are believed before the critic: 1 is G − V(h_t), 0 the one-step surprise
+    discount: float = 1.0  # γ, what a reward loses per token of delay; 1 is the task's own return
+    decay: float = 1.0  # λ: 1 uses the rewards alone, G − V(h_t); 0 trusts the critic after one step
 
     def __post_init__(self) -> None:
         for name in ("discount", "decay"):
@@ -52,7 +52,7 @@ class ValueOptions:
 class EstimatorSpec:
     """One row of the catalogue."""
 
-    # (Batch, options) → BaselineResult, pure; `evaluate` makes it an Estimate. Of an estimator of one's own,
+    # (Batch, options) → BaselineResult, pure; `evaluate` makes it an Estimate. A custom estimator's function is
     # (EstimatorInputs, options) → advantages [N, T].
     function: Callable[[Any, Any], Any]
     formula: str  # B_{i,t} in Unicode
@@ -67,7 +67,7 @@ class EstimatorSpec:
     # True when another prompt's rollouts change the answer; recompute it inside every resample, or see
     # `statistics.gradients` for what deleting prompts from a finished Gram matrix costs
     batch_coupled: bool = False
-    takes_gaps: bool = True  # False when positions are columns, so that tool tokens in between cannot be had
+    takes_gaps: bool = True  # False when position t is column t, so that tool tokens in between are refused
     # Set where E ĝ = (1 − 1/N)·∇J: N counts the rollouts of the `group` or of the whole `batch`
     shrinks_by: Literal["", "group", "batch"] = ""
     # True when a prompt's only rollout is centred as any other: by other prompts, a critic, or nothing

@@ -33,7 +33,7 @@ class Generation:
 
 
 class Generator(Protocol):
-    """Whatever can continue texts: transformers here, a serving engine elsewhere."""
+    """Continues texts: a transformers model here, a serving engine elsewhere."""
 
     def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
         """Continue each context by at most `max_new_tokens` tokens, up to and including the end token."""

@@ -1,8 +1,8 @@
 """Where things lie on disk, and which parts of a run a reader may see.
 
 A part holds one step of one table from one rank. The `steps` part is written last, so the steps that have one are the
-complete ones; every other part is invisible, as is anything whose name is not a part's (a temporary file starts with a
-dot). Compaction will list its merged parts in a manifest; `visible_parts` is the one place that has to learn of it.
+complete ones. Readers skip all other parts, and files whose names are not those of parts (a temporary file starts with
+a dot). Compaction will list its merged parts in a manifest; only `visible_parts` will have to read it.
 """
 
 import re
