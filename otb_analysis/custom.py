@@ -1,4 +1,4 @@
-"""Somebody's own code by `module:attribute`: found where the command runs, imported, and every failure named."""
+"""Imports a user's own code by `module:attribute`, from the working directory too, and names every failure."""
 
 import sys
 from difflib import get_close_matches
@@ -10,16 +10,12 @@ from otb_analysis.errors import InputError, nearest
 
 
 def is_custom(name: str) -> bool:
-    """Return whether a name is of the form module:attribute, and so no name of a catalogue."""
+    """Return whether a name has the form module:attribute, which no name of a catalogue has."""
     return ":" in name
 
 
 def import_attribute(kind: str, name: str) -> Any:
     """Import what `module:attribute` names; the directory the command runs in is searched too.
-
-    Args:
-        kind: What it is to be, for the error sentence.
-        name: `module:attribute`.
 
     Raises:
         InputError: The module cannot be imported, or has no such attribute.
@@ -39,8 +35,9 @@ def import_attribute(kind: str, name: str) -> Any:
     finally:
         sys.path.remove(str(here))
     if not hasattr(loaded, attribute):
-        own = [n for n, x in vars(loaded).items() if getattr(x, "__module__", None) == module and not n.startswith("_")]
-        hint = nearest(attribute, own) if own else "it defines nothing; pass module:attribute."
+        public = ((n, x) for n, x in vars(loaded).items() if not n.startswith("_"))
+        defined = [n for n, x in public if getattr(x, "__module__", None) == module]
+        hint = nearest(attribute, defined) if defined else "it defines nothing; pass module:attribute."
         raise InputError(f"{kind} {name!r}: module {module} has no {attribute!r}; {hint}")
     return getattr(loaded, attribute)
 

@@ -1,6 +1,6 @@
-"""The ways in which work stops, each carrying one sentence: what, where, what to do.
+"""Errors that stop work; each message is one sentence: what, where, what to do.
 
-An *instrument* that fails is none of them: it becomes a warning and a counted gap, and training goes on.
+A failed *measurement* raises none of them: it becomes a warning and a counted gap, and training goes on.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class ProcessError(RuntimeError):
-    """Another process of the run stopped, and so this one does; the sentence is the other's."""
+    """Another process of the run stopped, so this one stops too, with the other's message."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -28,16 +28,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 STOPS = (InputError, StoreError, NonFiniteError, ProcessError)
-"""What a command turns into one sentence and a non-zero exit; everything else is a bug and keeps its traceback."""
+"""A command prints their message and exits with an error; any other exception is a bug and keeps its traceback."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error sentence about an unknown name: ``did you mean 'otb'? Known: none, otb.`` and so on.
-
-    Args:
-        name: What was asked for.
-        known: The names that exist.
-    """
+    """Return the end of an error sentence about an unknown name: ``did you mean 'otb'? Known: none, otb.``."""
     names = list(known)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""

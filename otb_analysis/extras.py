@@ -21,7 +21,6 @@ def require(module: str, purpose: str) -> None:
     """Refuse to go on where an optional package is missing.
 
     Args:
-        module: A key of `EXTRAS`.
         purpose: What needs it, as the end of "peft is needed for …".
 
     Raises:

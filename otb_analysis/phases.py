@@ -1,7 +1,7 @@
-"""What long work is doing at this moment, for whoever watches.
+"""The progress of long work, for a progress display.
 
-Work opens phases and counts what is done in them: a few assignments, which cannot fail and wait for nobody. Drawing is
-the watcher's, in a thread of its own (`watching`), so a screen that is slow or fails never touches the work.
+Work opens phases and counts what is done in them. These are a few assignments, which cannot fail or block. The display
+(`commands.watching`) runs in its own thread, so a slow or broken screen never affects the work.
 """
 
 from collections import deque
@@ -16,33 +16,19 @@ T = TypeVar("T")
 
 @dataclass
 class Phase:
-    """One thing that goes on; called like a `Bar`, it takes over what is reported.
+    """One part of the work that is going on; it can be called like a `Bar`."""
 
-    Attributes:
-        name: What it is.
-        total: Units of it, where they are known.
-        unit: What is counted, in the singular.
-        at_most: True where the work may end long before `total`.
-        done: Units that are done.
-        text: Stands in place of the name, once something was reported.
-        expected: Seconds that it took last time, or is forecast to take.
-        began: When it began.
-        counted_since: When counting began.
-        counted_from: What was done then.
-        moved: When the count last changed.
-    """
-
-    name: str
-    total: float | None = None
-    unit: str = ""
-    at_most: bool = False
-    done: float = 0.0
-    text: str = ""
-    expected: float | None = None
-    began: float = field(default_factory=monotonic)
-    counted_since: float = field(default_factory=monotonic)
-    counted_from: float = 0.0
-    moved: float = 0.0
+    name: str  # What it is
+    total: float | None = None  # Units of it, where they are known
+    unit: str = ""  # What is counted, in the singular
+    at_most: bool = False  # True where the work may end long before `total`
+    done: float = 0.0  # Units that are done
+    text: str = ""  # Stands in place of the name, once something was reported
+    expected: float | None = None  # Seconds that it took last time, or is forecast to take
+    began: float = field(default_factory=monotonic)  # When it began
+    counted_since: float = field(default_factory=monotonic)  # When counting began
+    counted_from: float = 0.0  # What was done then
+    moved: float = 0.0  # When the count last changed
 
     def __call__(self, done: float, total: float, text: str) -> None:
         """Report as `Bar` does: what is done of all, and a text to show."""
@@ -51,13 +37,7 @@ class Phase:
         self.done, self.text, self.moved = done, text, monotonic()
 
     def count_to(self, total: float, unit: str, done: float = 0.0) -> None:
-        """Begin to count anew.
-
-        Args:
-            total: How many units there are.
-            unit: What is counted, in the singular.
-            done: How many of them are done already.
-        """
+        """Start counting again, with `done` of `total` units done."""
         self.total, self.unit = total, unit
         self.done = self.counted_from = done
         self.counted_since = self.moved = monotonic()
@@ -73,17 +53,14 @@ class Phase:
         return None
 
 
-OPEN: list[Phase] = []
-"""The phases that this process is in, outermost first."""
-EXPECTED: dict[str, float] = {}
-"""Seconds that a phase of some name took last time, or is forecast to take."""
-NOTES: deque[str] = deque(maxlen=100)
-"""Sentences to be shown once, oldest first; the watcher takes them out."""
+OPEN: list[Phase] = []  # The phases that this process is in, outermost first
+EXPECTED: dict[str, float] = {}  # Seconds that a phase of some name took last time, or is forecast to take
+NOTES: deque[str] = deque(maxlen=100)  # Sentences to show once, oldest first; the display removes them
 
 
 @contextmanager
 def phase(name: str, total: float | None = None, unit: str = "", at_most: bool = False) -> Iterator[Phase]:
-    """Be in a phase inside the block; what it took is expected of the next one of that name."""
+    """Open a phase for the block; its duration becomes the expected one of the next phase of that name."""
     depth = len(OPEN)
     here = Phase(name, total, unit, at_most, expected=EXPECTED.get(name))
     OPEN.append(here)
@@ -117,7 +94,7 @@ def counted(items: Collection[T], unit: str) -> Iterator[T]:
 
 
 def note(sentence: str) -> None:
-    """Have a sentence shown once, by whoever watches."""
+    """Show a sentence once, on the progress display."""
     NOTES.append(sentence)
 
 

@@ -8,27 +8,16 @@ from dataclasses import dataclass
 
 SCHEMA_VERSION = 1
 
-ENERGY_SOURCES = ("none", "proxy", "exact", "sketch", "calibrated", "path")
-"""What an estimator's energies were: `none` for estimators that read no energy."""
-
 
 @dataclass(frozen=True)
 class Column:
-    """One stored column.
+    """One stored column."""
 
-    Attributes:
-        name: Column name on disk, in tables, on axes.
-        dtype: A DuckDB type name.
-        unit: `nats`, `tokens`, `norm²` (squared norm of a log-probability gradient), … or empty.
-        meaning: One line.
-        key: True when a file without this column is unreadable.
-    """
-
-    name: str
-    dtype: str
-    unit: str
-    meaning: str
-    key: bool = False
+    name: str  # Column name on disk, in tables, on axes
+    dtype: str  # A DuckDB type name
+    unit: str  # `nats`, `tokens`, `norm²` (squared norm of a log-probability gradient), … or empty
+    meaning: str  # One line
+    key: bool = False  # True when a file without this column is unreadable
 
 
 def _key(name: str, meaning: str) -> Column:
@@ -171,6 +160,7 @@ STEPS = (
 """Evaluations add `heldout_pass_at_<k>` for every power of two k up to the answers per prompt."""
 
 ESTIMATOR = Column("estimator", "VARCHAR", "", "Name in ESTIMATORS.", key=True)
+# none (it reads no energy), proxy, exact, sketch, calibrated or path
 SOURCE = Column("energy_source", "VARCHAR", "", "Where its energies came from; none when it reads none.", key=True)
 
 GRADIENTS = (
@@ -232,10 +222,6 @@ TABLES: dict[str, tuple[Column, ...]] = {
 
 def column(table: str, name: str) -> Column:
     """Return the description of one stored column.
-
-    Args:
-        table: A key of `TABLES`.
-        name: A column of that table.
 
     Raises:
         KeyError: The table or the column is not part of the schema.

@@ -19,60 +19,41 @@ Float = NDArray[np.float64]
 Int = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 
-Label = tuple[str, str]
-"""(estimator, energy source), as stored."""
+Label = tuple[str, str]  # (estimator, energy source), as stored
 
 
 @dataclass(frozen=True)
 class Proved:
-    """What is proved of a run's estimators, and so not estimated; made by `estimators`, read by `statistics`.
+    """What is proved of a run's estimators and need not be estimated; made by `estimators`, read by `statistics`."""
 
-    Attributes:
-        projection: c = ⟨m, ∇J⟩/‖∇J‖² of estimators whose mean is c·∇J: 1 for the unbiased ones.
-        truth: Unbiased ones whose gradients of different prompts are independent: their mean stands for ∇J.
-    """
-
+    # c = ⟨m, ∇J⟩/‖∇J‖² of estimators whose mean is c·∇J: 1 for the unbiased ones
     projection: Mapping[Label, float] = field(default_factory=dict)
+    # Unbiased ones whose gradients of different prompts are independent: their mean stands for ∇J
     truth: frozenset[Label] = frozenset()
 
 
 @dataclass(frozen=True)
 class ScoreNorms:
-    """Squared norms of per-token scores; made by `gradients`, read by `energies` and the store.
+    """Squared norms of per-token scores; made by `gradients`, read by `energies` and the store."""
 
-    Attributes:
-        norm_sq: ‖s_{n,t}‖² [N, L], s the gradient of the *log-probability* of token (n, t) over the scope;
-            no 1/N, no advantage factor; zero outside the mask.
-        logprob: log π(y_{n,t}) in nats [N, L], zero outside the mask.
-        engine: Which engine ran.
-        path_norm_sq: ‖Σ_{j≤t} s_{n,j}‖² [N, L], or None when it was not asked for.
-        norm_sq_stderr: Standard error of `norm_sq` [N, L] where it is an estimate, else None.
-        features: float32 [N, L, K] with E⟨f_t, f_k⟩ = s_t·s_k, or None.
-    """
-
+    # ‖s_{n,t}‖² [N, L], s the gradient of the *log-probability* of token (n, t) over the scope; no 1/N, no advantage
+    # factor; zero outside the mask
     norm_sq: Float
-    logprob: Float
-    engine: str
-    path_norm_sq: Float | None = None
-    norm_sq_stderr: Float | None = None
-    features: NDArray[np.float32] | None = None
+    logprob: Float  # log π(y_{n,t}) in nats [N, L], zero outside the mask
+    engine: str  # Which engine ran
+    path_norm_sq: Float | None = None  # ‖Σ_{j≤t} s_{n,j}‖² [N, L], or None when it was not asked for
+    norm_sq_stderr: Float | None = None  # Standard error of `norm_sq` [N, L] where it is an estimate, else None
+    features: NDArray[np.float32] | None = None  # float32 [N, L, K] with E⟨f_t, f_k⟩ = s_t·s_k, or None
 
 
 @dataclass(frozen=True)
 class SampledNorms:
-    """Exact squared norms of a random part of the tokens; made by `gradients`, read by `statistics` and the store.
+    """Exact squared norms of a random part of the tokens; made by `gradients`, read by `statistics` and the store."""
 
-    Attributes:
-        norm_sq: ‖s_{n,t}‖² [N, L] where the token was drawn, NaN at the other tokens of the mask, zero outside it.
-        inclusion_prob: Probability with which each token of the mask was drawn, in (0, 1]; zero outside it [N, L].
-        size: What the probabilities are proportional to, up to their uniform part, zero outside the mask [N, L].
-        engine: Which engine ran.
-    """
-
-    norm_sq: Float
-    inclusion_prob: Float
-    size: Float
-    engine: str
+    norm_sq: Float  # ‖s_{n,t}‖² [N, L] where the token was drawn, NaN at the other tokens of the mask, zero outside it
+    inclusion_prob: Float  # Probability with which each token of the mask was drawn, in (0, 1]; zero outside it [N, L]
+    size: Float  # What the probabilities are proportional to, up to their uniform part, zero outside the mask [N, L]
+    engine: str  # Which engine ran
 
     @property
     def drawn(self) -> Bool:
@@ -86,25 +67,18 @@ class Attribution:
 
     With ḡ = Σ weights·s and no other direction, Σ share = norm_sq = ‖ḡ‖²: each share is the token's signed part of the
     squared gradient norm. Along another direction d, Σ share = ⟨ḡ, d⟩.
-
-    Attributes:
-        share: weights · alignment [N, L], zero outside the mask.
-        alignment: s_{n,t}·direction [N, L], zero outside the mask: the change of log π per unit step along it.
-        norm_sq: ‖direction‖², from the direction itself, so that it checks the shares.
-        method: What ran: "jvp", "difference", "stencil" or "reference".
-        step: ε of the differences, else None.
-        step_error: Relative distance between the slopes at ε and those of a trial at a longer step, on the trial's
-            tokens, else None; the trial's own error is part of it.
-        sum_error: (Σ share − norm_sq)/norm_sq, which exact shares would make 0, where the direction is ḡ itself and not
-            zero, else None. Shares are never rescaled by it.
     """
 
-    share: Float
-    alignment: Float
-    norm_sq: float
-    method: str
-    step: float | None = None
+    share: Float  # weights · alignment [N, L], zero outside the mask
+    alignment: Float  # s_{n,t}·direction [N, L], zero outside the mask: the change of log π per unit step along it
+    norm_sq: float  # ‖direction‖², from the direction itself, so that it checks the shares
+    method: str  # What ran: "jvp", "difference", "stencil" or "reference"
+    step: float | None = None  # ε of the differences, else None
+    # Relative distance between the slopes at ε and those of a trial at a longer step, on the trial's tokens, else None;
+    # the trial's own error is part of it
     step_error: float | None = None
+    # (Σ share − norm_sq)/norm_sq, which exact shares would make 0, where the direction is ḡ itself and not zero, else
+    # None. Shares are never rescaled by it.
     sum_error: float | None = None
 
 
@@ -113,107 +87,66 @@ class SignalNoise:
     """Each token's share of ‖ḡ‖², ḡ = Σ_p ḡ_p, split by whose gradient it points along; made by `gradients`.
 
     signal + noise is the token's share; Σ noise = Σ_p ‖ḡ_p‖² and Σ signal = Σ_{p≠q} ⟨ḡ_p, ḡ_q⟩.
-
-    Attributes:
-        signal: weights · s·(ḡ − ḡ_p) [N, L]: did the token help the *other* prompts? Zero outside the mask.
-        noise: weights · s·ḡ_p [N, L]: its part in its own prompt's gradient only. Zero outside the mask.
-        norm_sq: ‖ḡ‖².
-        group_norm_sq: ‖ḡ_p‖² [P], by the sorted distinct values of the group vector.
     """
 
-    signal: Float
-    noise: Float
-    norm_sq: float
-    group_norm_sq: Float
+    signal: Float  # weights · s·(ḡ − ḡ_p) [N, L]: did the token help the *other* prompts? Zero outside the mask
+    noise: Float  # weights · s·ḡ_p [N, L]: its part in its own prompt's gradient only. Zero outside the mask.
+    norm_sq: float  # ‖ḡ‖²
+    group_norm_sq: Float  # ‖ḡ_p‖² [P], by the sorted distinct values of the group vector
 
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """What an advantage estimator may look at; made by `training` and the store's readers, read by `estimate`.
+    """What an advantage estimator may look at; made by `training` and the store's readers, read by `estimate`."""
 
-    Attributes:
-        reward: Reward per token [N, T]; one terminal reward sits on the last policy token.
-        mask: True at tokens the policy sampled [N, T].
-        group: Prompt of each rollout [N]; any integers, ragged groups allowed.
-        energy: Token energy w_{n,t} = ‖s_{n,t}‖², exact or a proxy [N, T], non-negative inside the mask.
-        rollout_norm_sq: ‖Σ_t s_{n,t}‖² [N], exact.
-        position_baseline: B_t per token for `position_optimal` [N, T], from scores on *other* rollouts.
-        value: V(h_t) before y_t [N, T], from the critic as it was before this step's update.
-        turn: Index of the turn a token belongs to [N, T].
-        token_id: Token ids [N, T], for the estimators that share prefixes.
-        ratio: Importance ratio ρ_{n,t} of each token [N, T].
-        entropy: Entropy in nats of the distribution each token was drawn from [N, T].
-    """
-
-    reward: Float
-    mask: Bool
-    group: Int
+    reward: Float  # Reward per token [N, T]; one terminal reward sits on the last policy token
+    mask: Bool  # True at tokens the policy sampled [N, T]
+    group: Int  # Prompt of each rollout [N]; any integers, ragged groups allowed
+    # Token energy w_{n,t} = ‖s_{n,t}‖², exact or a proxy [N, T], non-negative inside the mask
     energy: Float | None = None
-    rollout_norm_sq: Float | None = None
+    rollout_norm_sq: Float | None = None  # ‖Σ_t s_{n,t}‖² [N], exact
+    # B_t per token for `position_optimal` [N, T], from scores on *other* rollouts
     position_baseline: Float | None = None
-    value: Float | None = None
-    turn: Int | None = None
-    token_id: Int | None = None
-    ratio: Float | None = None
-    entropy: Float | None = None
+    value: Float | None = None  # V(h_t) before y_t [N, T], from the critic as it was before this step's update
+    turn: Int | None = None  # Index of the turn a token belongs to [N, T]
+    token_id: Int | None = None  # Token ids [N, T], for the estimators that share prefixes
+    ratio: Float | None = None  # Importance ratio ρ_{n,t} of each token [N, T]
+    entropy: Float | None = None  # Entropy in nats of the distribution each token was drawn from [N, T]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One estimator's answer, zero outside the mask; read by `training`, `statistics` and the store.
+    """One estimator's answer, zero outside the mask; read by `training`, `statistics` and the store."""
 
-    Attributes:
-        baseline: B_{n,t} [N, T].
-        advantage: A_{n,t} [N, T]: what multiplies the score; G − B, rescaled where the estimator says so.
-        fallback: True where the formula was undefined, so the fallback was used [N, T].
-    """
-
-    baseline: Float
-    advantage: Float
-    fallback: Bool
+    baseline: Float  # B_{n,t} [N, T]
+    advantage: Float  # A_{n,t} [N, T]: what multiplies the score; G − B, rescaled where the estimator says so
+    fallback: Bool  # True where the formula was undefined, so the fallback was used [N, T]
 
 
 @dataclass(frozen=True)
 class LogitStats:
-    """Forward-only statistics of the distribution each token was drawn from; made by `logit_stats`.
+    """Forward-only statistics of the distribution each token was drawn from; made by `logit_stats`."""
 
-    Attributes:
-        logprob: log π_y in nats.
-        entropy: H = −Σ_v π_v log π_v in nats.
-        sum_pi_sq: Σ_v π_v².
-        energy: ‖e_y − π‖² = (1 − π_y)² + Σ_{v≠y} π_v², in [0, 2], computed without cancellation.
-        hidden_norm_sq: ‖h‖² of the final hidden state, or None when only logits were given.
-        pi_variance: Var(π_y) = Σ_v π_v³ − (Σ_v π_v²)², of the sampling certificate.
-        logprob_variance: Var(log π_y) = Σ_v π_v log² π_v − H², of the sampling certificate.
-    """
-
-    logprob: Float
-    entropy: Float
-    sum_pi_sq: Float
-    energy: Float
-    hidden_norm_sq: Float | None
-    pi_variance: Float
-    logprob_variance: Float
+    logprob: Float  # log π_y in nats
+    entropy: Float  # H = −Σ_v π_v log π_v in nats
+    sum_pi_sq: Float  # Σ_v π_v²
+    energy: Float  # ‖e_y − π‖² = (1 − π_y)² + Σ_{v≠y} π_v², in [0, 2], computed without cancellation
+    hidden_norm_sq: Float | None  # ‖h‖² of the final hidden state, or None when only logits were given
+    pi_variance: Float  # Var(π_y) = Σ_v π_v³ − (Σ_v π_v²)², of the sampling certificate
+    logprob_variance: Float  # Var(log π_y) = Σ_v π_v log² π_v − H², of the sampling certificate
 
 
 @dataclass(frozen=True)
 class Gram:
-    """Inner products of the group gradients of one step; made by `training`, kept by the store, read by `statistics`.
+    """Inner products of the group gradients of one step; made by `measurement`, read by `statistics`."""
 
-    Attributes:
-        inner: ⟨g_{m,p}, g_{m',p'}⟩ [M, M, P, P], g_{m,p} the *mean* gradient of prompt p's group under estimator m.
-        labels: (estimator, energy source) of each m.
-        n_rollouts: Rollouts behind it.
-        groups: Index of each prompt within the step [P]; None means 0 … P−1.
-        prompt: Name of each prompt [P], any hashable; None means that every prompt is a new one. Prompts named alike
-            are one cluster, within a step and across steps.
-    """
-
-    inner: Float
-    labels: tuple[Label, ...]
-    n_rollouts: int
+    inner: Float  # ⟨g_{m,p}, g_{m',p'}⟩ [M, M, P, P], g_{m,p} the *mean* gradient of prompt p's group under estimator m
+    labels: tuple[Label, ...]  # (estimator, energy source) of each m
+    n_rollouts: int  # Rollouts behind it
+    # Name of each prompt [P], any hashable; None means that every prompt is a new one. Prompts named alike are one
+    # cluster, within a step and across steps.
     prompt: tuple[object, ...] | None = None
-    groups: Int | None = None
+    groups: Int | None = None  # Index of each prompt within the step [P]; None means 0 … P−1
 
     def __post_init__(self) -> None:
         """Check the shapes."""
@@ -222,10 +155,10 @@ class Gram:
             raise InputError(f"inner has shape {shape} but there are {m} labels; pass the Gram matrix as [M, M, P, P].")
         if len(set(self.labels)) != m:
             raise InputError(f"labels are {self.labels}; name every (estimator, energy source) once.")
-        for name, given in (("prompt", self.prompt), ("groups", self.groups)):
-            if given is not None and len(given) != shape[2]:
+        for name, entries in (("prompt", self.prompt), ("groups", self.groups)):
+            if entries is not None and len(entries) != shape[2]:
                 raise InputError(
-                    f"{name} has {len(given)} entries but inner has {shape[2]} prompts; pass one per prompt."
+                    f"{name} has {len(entries)} entries but inner has {shape[2]} prompts; pass one per prompt."
                 )
         if self.groups is not None and len(np.unique(self.groups)) < shape[2]:
             raise InputError(f"groups are {self.groups}; name every group once.")
@@ -248,7 +181,6 @@ class Gram:
         """Return ⟨m, m⟩, ⟨m, reference⟩ and ⟨reference, reference⟩ as [3, P, P].
 
         Args:
-            label: The estimator m.
             reference: The estimator that stands for ∇J; of several, the mean of those that are among the labels.
 
         Returns:

@@ -1,4 +1,7 @@
-"""Typed configuration of runs: every field of `otb train`, on the command line and in TOML alike, and of `otb demo`."""
+"""Typed configuration of runs: every field of `otb train`, on the command line and in TOML alike, and of `otb demo`.
+
+The comment beside a field, or the text below it, is its help on the command line.
+"""
 
 from otb_analysis.config.learning import CriticConfig, EstimatorConfig, LoraConfig, ObjectiveConfig, OptimizeConfig
 from otb_analysis.config.measuring import (

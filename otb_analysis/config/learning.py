@@ -52,56 +52,43 @@ class ObjectiveConfig:
     shaping_options: dict[str, str] = field(default_factory=dict)
     """Options of that shaping, as name value pairs.
     share, alpha, correct: of grpo_lambda. limit, buffer: of overlong."""
-    epochs: int = 1
-    """Passes over each batch."""
-    minibatches: int = 1
-    """Mini-batches per batch, each made of whole groups. Each takes one optimizer step per epoch."""
-    staleness: int = 0
-    """Rollouts are sampled from the policy of this many batches ago."""
-    kl_coefficient: float = 0.0
-    """Weight β of the KL divergence from the starting policy. 0 turns it off."""
+    epochs: int = 1  # Passes over each batch.
+    minibatches: int = 1  # Mini-batches per batch, each made of whole groups. Each takes one optimizer step per epoch.
+    staleness: int = 0  # Rollouts are sampled from the policy of this many batches ago.
+    kl_coefficient: float = 0.0  # Weight β of the KL divergence from the starting policy. 0 turns it off.
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
     """Per-token estimator of KL(π‖π_ref): log ratio, half its square, or π_ref/π − 1 + log ratio."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the divergence counts: in the loss (k2 or k3; k1 has no gradient there on average), or in the reward."""
-    entropy_bonus: float = 0.0
-    """Weight of the mean token entropy, which is added to the objective."""
+    entropy_bonus: float = 0.0  # Weight of the mean token entropy, which is added to the objective.
 
 
 @dataclass(frozen=True)
 class OptimizeConfig:
     """The update: AdamW."""
 
-    steps: int = 60
-    """Batches of rollouts."""
+    steps: int = 60  # Batches of rollouts.
     learning_rate: float = 1e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling to 0 at the last step."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of AdamW's two moments."""
+    warmup_steps: int = 0  # Steps over which the learning rate rises linearly from 0.
+    betas: tuple[float, float] = (0.9, 0.999)  # Decay of AdamW's two moments.
     weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    """Clipping threshold for ‖ḡ‖; 0 turns clipping off."""
+    max_grad_norm: float = 1.0  # Clipping threshold for ‖ḡ‖; 0 turns clipping off.
     scale_by_ess: bool = False
     """Multiply the learning rate by √(ESS/N), the effective sample size of the sequence ratios (OPOB)."""
-    micro_batch: int = 0
-    """Rollouts per forward pass; 0 takes what fits into 16,384 positions and 1 GiB of logits."""
+    micro_batch: int = 0  # Rollouts per forward pass; 0 takes what fits into 16,384 positions and 1 GiB of logits.
     precision: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of sampling and training passes; weights and optimizer stay float32, measurements too."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: slower, and less memory."""
+    gradient_checkpointing: bool = False  # Recompute activations in the backward pass: slower, and less memory.
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters (LoRA, by PEFT). Only they are trained, and gradient norms are over their weights only."""
 
-    rank: int = 0
-    """Rank r; 0 trains all weights."""
-    alpha: float = 16.0
-    """Scale: the adapter adds (alpha/r)·B·A."""
+    rank: int = 0  # Rank r; 0 trains all weights.
+    alpha: float = 16.0  # Scale: the adapter adds (alpha/r)·B·A.
     targets: tuple[str, ...] = ()
     """Layers that get an adapter, by name. By default all linear layers except the output layer."""
 
@@ -118,19 +105,14 @@ class CriticConfig:
     enabled: bool = True
     kind: Literal["head", "model"] = "head"
     """A two-layer head on the policy's detached hidden states, or a language model of its own with a scalar output."""
-    path: str = ""
-    """Local checkpoint directory that a model starts from; by default the policy's own starting weights."""
+    path: str = ""  # Local checkpoint directory that a model starts from; by default the policy's own starting weights.
     target: Literal["return", "gae", "tvm"] = "return"
     """What it is fitted to: return-to-go, λ-returns of GAE(γ, λ), or the mean reward after the same prefix (TVM)."""
-    discount: float = 1.0
-    """γ of the target gae."""
-    decay: float = 0.95
-    """λ of the target gae."""
-    width: int = 128
-    """Hidden units of a head."""
+    discount: float = 1.0  # γ of the target gae.
+    decay: float = 0.95  # λ of the target gae.
+    width: int = 128  # Hidden units of a head.
     learning_rate: float = 0.0
     """Learning rate of the critic, constant. 0 means 0.001 for a head and optimize.learning_rate for a model."""
-    updates: int = 4
-    """Gradient steps per batch; the values are recorded before them."""
+    updates: int = 4  # Gradient steps per batch; the values are recorded before them.
     gradient_checkpointing: bool = False
     """Recompute a model's activations in the backward pass: slower, and less memory."""

@@ -5,15 +5,11 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """When a level of measurement runs, and on how many whole groups."""
+class StepSchedule:
+    """When a level of measurement runs."""
 
-    every: int = 0
-    """Steps between two measurements; 0 turns the level off."""
-    first: int = field(default=0, kw_only=True)
-    """The first step that is measured."""
-    prompts: int = 0
-    """Groups measured; 0 means all of the step's groups."""
+    every: int = 0  # Steps between two measurements; 0 turns the level off.
+    first: int = field(default=0, kw_only=True)  # The first step that is measured.
 
     def due(self, step: int) -> bool:
         """Return True when the level runs at this step."""
@@ -21,11 +17,17 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Schedule(StepSchedule):
+    """When a level of measurement runs, and on how many whole groups."""
+
+    prompts: int = 0  # Groups measured; 0 means all of the step's groups.
+
+
+@dataclass(frozen=True)
 class SampledSchedule(Schedule):
     """When exact norms of randomly drawn tokens are measured, of how many, and how they are drawn."""
 
-    share: float = 0.1
-    """Share of the policy tokens that is measured."""
+    share: float = 0.1  # Share of the policy tokens that is measured.
     by: Literal["above_cut", "proxy", "uniform"] = "above_cut"
     """What makes a token likelier to be drawn: its norm above the last attention layer, its proxy, or nothing."""
 
@@ -34,27 +36,18 @@ class SampledSchedule(Schedule):
 class SketchSchedule(Schedule):
     """When norms of whole groups are estimated from projections on random directions, and how precisely."""
 
-    directions: int = 32
-    """Directions K; the cost grows with K, the standard error falls as 1/√K."""
+    directions: int = 32  # Directions K; the cost grows with K, the standard error falls as 1/√K.
     method: Literal["hybrid", "rank_one", "gaussian"] = "hybrid"
     """hybrid: exact above the last attention layer, estimated below. rank_one, gaussian: all estimated; gaussian works
     on any model, with one pass per direction."""
 
 
 @dataclass(frozen=True)
-class AttributionSchedule:
+class AttributionSchedule(StepSchedule):
     """When every token's share of ‖ḡ‖² is measured."""
 
-    every: int = 0
-    """Steps between two measurements; 0 turns the level off."""
-    first: int = field(default=0, kw_only=True)
-    """The first step that is measured."""
     split: bool = True
     """Also split each share into signal (along the other prompts' gradients) and noise (along its own prompt's)."""
-
-    def due(self, step: int) -> bool:
-        """Return True when the level runs at this step."""
-        return self.every > 0 and step >= self.first and (step - self.first) % self.every == 0
 
 
 @dataclass(frozen=True)
@@ -74,8 +67,7 @@ class MeasureConfig:
     subgroups: tuple[str, ...] = ("otb",)
     """Estimators, beside rloo and the one that trains, also measured on halves and quarters of groups at exact steps.
     That tells which group size is best at the same cost; any of `estimator.name`, and no name turns it off."""
-    engine: Literal["auto", "reference", "generic", "fast"] = "auto"
-    """Which gradient engine measures."""
+    engine: Literal["auto", "reference", "generic", "fast"] = "auto"  # Which gradient engine measures.
     scope: str = "all"
     """Parameters whose gradient is measured: all, lm_head, or a regular expression over parameter names."""
 
@@ -84,11 +76,9 @@ class MeasureConfig:
 class EvaluateConfig:
     """Success on held-out prompts."""
 
-    every: int = 20
-    """Steps between evaluations; the last step is always evaluated; 0 turns it off."""
+    every: int = 20  # Steps between evaluations; the last step is always evaluated; 0 turns it off.
     prompts: int = 128
     """Held-out prompts, all different and the same at every evaluation; fewer where the task has fewer."""
     samples: int = 1
     """Answers sampled to each: avg@samples, and pass@k for k = 1, 2, 4, … up to it, with intervals over prompts."""
-    threshold: float = 0.5
-    """An answer is a success when its total reward is at least this."""
+    threshold: float = 0.5  # An answer is a success when its total reward is at least this.

@@ -14,72 +14,56 @@ class SmallModelConfig:
     """The model made in code when no checkpoint is given: a Qwen3-type decoder over single characters."""
 
     layers: int = 3
-    width: int = 128
-    """Hidden size; a multiple of 2 · heads."""
+    width: int = 128  # Hidden size; a multiple of 2 · heads.
     heads: int = 4
     key_value_heads: int = 2
-    feed_forward: int = 320
-    """Inner size of the gated feed-forward block."""
-    tied: bool = True
-    """True shares the input embedding with the output matrix."""
+    feed_forward: int = 320  # Inner size of the gated feed-forward block.
+    tied: bool = True  # True shares the input embedding with the output matrix.
 
 
 @dataclass(frozen=True)
 class WarmStartConfig:
     """Supervised start: training on demonstrations until enough sampled answers are right; made once, then reused."""
 
-    success_low: float = 0.35
-    """Stop when at least this share of sampled answers is right."""
+    success_low: float = 0.35  # Stop when at least this share of sampled answers is right.
     success_high: float = 0.60
     """When more than this share is right, go back to the check before and train in smaller steps."""
-    batch: int = 16
-    """Demonstrations per step."""
+    batch: int = 16  # Demonstrations per step.
     learning_rate: float = 3e-3
     """Learning rate of AdamW, for embeddings and norms. Muon trains the other matrices, at 5 times this rate."""
     max_steps: int = 4000
-    check_every: int = 25
-    """Steps between two measurements of success, once the loss has fallen."""
-    check_prompts: int = 192
-    """Prompts per measurement; one sampled answer each."""
+    check_every: int = 25  # Steps between two measurements of success, once the loss has fallen.
+    check_prompts: int = 192  # Prompts per measurement; one sampled answer each.
 
 
 @dataclass(frozen=True)
 class SampleConfig:
     """How rollouts are drawn: plain sampling, temperature only."""
 
-    prompts: int = 16
-    """Prompts (groups) per step."""
-    group_size: int = 8
-    """Rollouts per prompt."""
-    max_new_tokens: int = 64
-    """Length budget of one policy turn, the end token included."""
-    max_turns: int = 8
-    """Policy turns after which an episode of a multi-turn task is cut."""
+    prompts: int = 16  # Prompts (groups) per step.
+    group_size: int = 8  # Rollouts per prompt.
+    max_new_tokens: int = 64  # Length budget of one policy turn, the end token included.
+    max_turns: int = 8  # Policy turns after which an episode of a multi-turn task is cut.
     temperature: float = 1.0
     engine: Literal["transformers", "vllm"] = "transformers"
     """Who samples; vllm needs the extra of that name and a GPU."""
-    vllm_memory: float = 0.3
-    """Share of the GPU's memory that vLLM may take."""
+    vllm_memory: float = 0.3  # Share of the GPU's memory that vLLM may take.
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints: everything a stopped run needs to continue bit for bit."""
 
-    every: int = 50
-    """Steps between two checkpoints. The last step is always one. 0 writes none."""
-    keep: int = 1
-    """How many checkpoints are kept, the newest ones."""
+    every: int = 50  # Steps between two checkpoints. The last step is always one. 0 writes none.
+    keep: int = 1  # How many checkpoints are kept, the newest ones.
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """One instrumented training run."""
 
-    run: str = ""
-    """Name of the run's directory; by default TASK-ESTIMATOR-sSEED."""
-    root: Path = Path("runs")
-    """Directory that holds the runs."""
+    run: str = ""  # Name of the run's directory; by default TASK-ESTIMATOR-sSEED.
+    root: Path = Path("runs")  # Directory that holds the runs.
     if_exists: Literal["error", "replace", "resume"] = "error"
     """What to do when the run's directory already exists: refuse, begin anew, or go on from its newest checkpoint."""
     model: str = ""
@@ -87,8 +71,7 @@ class TrainConfig:
     small model below is made and warm-started in code."""
     task: str = "chain_sum"
     """chain_sum, calculator, counting, graph_path or math_jsonl, or module:attribute for your own."""
-    seed: int = 0
-    """Seed of prompts, sampling and initial weights."""
+    seed: int = 0  # Seed of prompts, sampling and initial weights.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where the scalars of every step go besides the store; TensorBoard's files lie in the run's own directory."""
     chain_sum: ChainSumConfig = field(default_factory=ChainSumConfig)
@@ -118,13 +101,8 @@ class TrainConfig:
 class DemoConfig:
     """Train a small model twice with every measurement, print the comparison, serve the dashboard."""
 
-    root: Path = Path("runs")
-    """Directory that holds the runs."""
-    seed: int = 0
-    """Seed of the prompts and the sampling, the same for both runs."""
-    threads: int = 1
-    """Threads of each of the two runs."""
-    serve: bool = True
-    """Serve the dashboard afterwards."""
-    port: int = 8501
-    """Port of the dashboard, on loopback."""
+    root: Path = Path("runs")  # Directory that holds the runs.
+    seed: int = 0  # Seed of the prompts and the sampling, the same for both runs.
+    threads: int = 1  # Threads of each of the two runs.
+    serve: bool = True  # Serve the dashboard afterwards.
+    port: int = 8501  # Port of the dashboard, on loopback.

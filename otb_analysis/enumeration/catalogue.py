@@ -117,7 +117,7 @@ def _entry(name: str, entry: EstimatorSpec) -> str:
         "options": _options(entry.options),
         "looks across prompts": COUPLED if entry.batch_coupled else "",
         "tool tokens": "" if entry.takes_gaps else "not accepted; use the `otb_turn` form",
-        "source": f"{entry.source} [{entry.standing}]",
+        "source": f"{entry.source} [{entry.provenance}]",
     }
     lines = [f"- {key}: {value}" for key, value in facts.items() if value]
     return "\n".join([f"## `{name}`", "", summary, "", *lines, ""])
@@ -129,7 +129,7 @@ def _formula(letter: str, name: str, row: Formula) -> str:
         facts["keeps the mean"] = "yes" if row.keeps_mean else "no"
     facts["needs"] = ", ".join(f"`{need}`" for need in row.needs) or "the mask only"
     facts["options"] = _options(row.options)
-    facts["source"] = f"{row.source} [{row.standing}]"
+    facts["source"] = f"{row.source} [{row.provenance}]"
     lines = [f"- {key}: {value}" for key, value in facts.items() if value]
     return "\n".join([f"### `{name}`", "", row.summary, "", *lines, ""])
 

@@ -7,8 +7,7 @@ from otb_analysis.estimators.means import rloo
 from otb_analysis.estimators.spec import NoOptions
 from otb_analysis.types import Bool, Float
 
-SHRINKAGE_EPSILON = 1e-6
-"""Added to the denominator of λ by the published code."""
+SHRINKAGE_EPSILON = 1e-6  # Added to the denominator of λ by the published code
 
 
 def james_stein(batch: Batch, options: NoOptions) -> BaselineResult:
@@ -18,10 +17,6 @@ def james_stein(batch: Batch, options: NoOptions) -> BaselineResult:
     (ddof 1; prompts with two rollouts or more), s² = mean_q (R̄_q − m)² and λ = v²/(v² + s² + 1e-6). Neither λ nor m
     has seen rollout i, so it is unbiased. Equal means everywhere give λ near 1; one prompt alone gives `rloo`
     (`fallback`). Public code; arXiv 2511.03710.
-
-    Args:
-        batch: All rollouts of all prompts.
-        options: None to set.
     """
     groups, n = batch.groups, batch.groups.sum(batch.present)
     mean = groups.sum(batch.total) / np.maximum(n, 1)
@@ -30,8 +25,8 @@ def james_stein(batch: Batch, options: NoOptions) -> BaselineResult:
     centre, spread, lone = _others(mean, n > 0)
     v_sq, _, _ = _others(noise, n > 1)
     shrinkage = groups.spread(np.where(lone, 0.0, v_sq / (v_sq + spread + SHRINKAGE_EPSILON)))
-    own = rloo(batch, options).baseline[:, 0]
-    baseline = np.where(batch.alone, 0.0, (1 - shrinkage) * own + shrinkage * groups.spread(centre))
+    group_mean = rloo(batch, options).baseline[:, 0]
+    baseline = np.where(batch.alone, 0.0, (1 - shrinkage) * group_mean + shrinkage * groups.spread(centre))
     return BaselineResult(baseline[:, None], (batch.alone | groups.spread(lone))[:, None])
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from otb_analysis.arrays import Groups, has_gaps, masked, prefix_length, squeeze, squeezed_mask
 from otb_analysis.errors import InputError
+from otb_analysis.objectives.registry import boolean_mask, group_vector
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int
 
 REMEDY = {
@@ -26,41 +27,25 @@ REMEDY = {
 NON_NEGATIVE = frozenset({"energy", "rollout_norm_sq", "ratio"})
 PER_ROLLOUT = frozenset({"rollout_norm_sq"})
 
-NOWHERE = np.zeros((1, 1), bool)
-"""The fallback of a formula that never needs one."""
+NOWHERE = np.zeros((1, 1), bool)  # The fallback of a formula that is always defined
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rollouts of whole groups, ready for the formulas.
+    """Rollouts of whole groups, ready for the formulas."""
 
-    Attributes:
-        returns: G_{i,t} = Σ_{k≥t} r_{i,k} [N, T], zero outside the mask.
-        total: R_i, the total return [N]; zero for a rollout without policy tokens.
-        mask: True at the first L_i columns of row i [N, T].
-        alive: The mask as 0 and 1 [N, T].
-        groups: Which rollouts belong together.
-        energy: Token energy w [N, T], where the estimator needs it.
-        ratio: Importance ratio ρ [N, T], where given and used.
-        rollout_norm_sq: ‖Σ_t s_t‖² [N], where needed.
-        position_baseline: B_t [N, T], where needed.
-        value: V(h_t) [N, T], where needed.
-        turn: Index of the token's turn [N, T], where needed.
-        token_id: Token ids [N, T], where needed.
-    """
-
-    returns: Float
-    total: Float
-    mask: Bool
-    alive: Float
-    groups: Groups
-    energy: Float | None = None
-    ratio: Float | None = None
-    rollout_norm_sq: Float | None = None
-    position_baseline: Float | None = None
-    value: Float | None = None
-    turn: Float | None = None
-    token_id: Float | None = None
+    returns: Float  # G_{i,t} = Σ_{k≥t} r_{i,k} [N, T], zero outside the mask
+    total: Float  # R_i, the total return [N]; zero for a rollout without policy tokens
+    mask: Bool  # True at the first L_i columns of row i [N, T]
+    alive: Float  # The mask as 0 and 1 [N, T]
+    groups: Groups  # Which rollouts belong together
+    energy: Float | None = None  # Token energy w [N, T], where the estimator needs it
+    ratio: Float | None = None  # Importance ratio ρ [N, T], where given and used
+    rollout_norm_sq: Float | None = None  # ‖Σ_t s_t‖² [N], where needed
+    position_baseline: Float | None = None  # B_t [N, T], where needed
+    value: Float | None = None  # V(h_t) [N, T], where needed
+    turn: Float | None = None  # Index of the token's turn [N, T], where needed
+    token_id: Float | None = None  # Token ids [N, T], where needed
 
     @cached_property
     def length(self) -> Int:
@@ -96,36 +81,27 @@ class Batch:
 
 @dataclass(frozen=True)
 class BaselineResult:
-    """What a formula answers: the baseline of each token, in any shape that broadcasts to [N, T].
+    """What a formula answers: the baseline of each token, in any shape that broadcasts to [N, T]."""
 
-    Attributes:
-        baseline: B; values outside the mask are dropped.
-        fallback: Where the formula is undefined.
-        scale: What multiplies G − B, where the estimator rescales.
-    """
-
-    baseline: Float
-    fallback: Bool
-    scale: Float | None = None
+    baseline: Float  # B; values outside the mask are dropped
+    fallback: Bool  # Where the formula is undefined
+    scale: Float | None = None  # What multiplies G − B, where the estimator rescales
 
 
 def provided(x: Float | None) -> Float:
-    """Return an input that `Entry.needs` guarantees.
-
-    Args:
-        x: A field of `Batch`.
+    """Return an input that `EstimatorSpec.needs` guarantees.
 
     Raises:
-        LookupError: The entry reads an input that it does not declare.
+        LookupError: The estimator reads an input that it does not declare.
     """
     if x is None:
-        raise LookupError("an estimator reads an input that its entry does not list under needs")
+        raise LookupError("an estimator reads an input that its EstimatorSpec does not list under needs")
     return x
 
 
 @dataclass
 class _BadValue(Exception):
-    """A value that cannot be, by row and position of the block; `prepare` says where that is for the caller."""
+    """An impossible value at a row and position of the block; `prepare` finds its place in the caller's arrays."""
 
     name: str
     value: float
@@ -135,22 +111,11 @@ class _BadValue(Exception):
 def check_shapes(inputs: EstimatorInputs, names: tuple[str, ...]) -> None:
     """Raise unless every named input fits the mask and the group vector.
 
-    Args:
-        inputs: What the caller passed.
-        names: Inputs the estimator reads, beyond reward, mask and group.
-
     Raises:
         InputError: A shape does not fit, or the mask is not boolean.
     """
-    mask = np.asarray(inputs.mask)
-    if mask.ndim != 2 or mask.dtype != np.bool_:
-        raise InputError(f"mask has shape {mask.shape} and dtype {mask.dtype}; pass booleans of shape [N, T].")
-    group = np.asarray(inputs.group)
-    if group.shape != mask.shape[:1] or not np.issubdtype(group.dtype, np.integer):
-        raise InputError(
-            f"group has shape {group.shape} and dtype {group.dtype} but mask has {mask.shape[0]} rollouts; "
-            "pass one integer per rollout, shape [N]."
-        )
+    mask = boolean_mask(inputs.mask)
+    group_vector(inputs.group, len(mask))
     for name in ("reward", *names):
         shape = np.shape(getattr(inputs, name))
         expected = mask.shape[:1] if name in PER_ROLLOUT else mask.shape
@@ -162,12 +127,6 @@ def check_shapes(inputs: EstimatorInputs, names: tuple[str, ...]) -> None:
 
 def prepare(inputs: EstimatorInputs, rows: Int, groups: Groups, names: tuple[str, ...]) -> tuple[Batch, Bool | None]:
     """Select rollouts, check what the estimator reads of them, and squeeze out what is not a policy token.
-
-    Args:
-        inputs: Inputs whose shapes were checked.
-        rows: Rollouts to take [n], whole groups.
-        groups: Groups of those rollouts.
-        names: Inputs the estimator reads, beyond reward, mask and group.
 
     Returns:
         The batch, and the selected rows of the caller's mask [n, T] when tokens had to move (None when they did not).
@@ -200,11 +159,7 @@ def prepare(inputs: EstimatorInputs, rows: Int, groups: Groups, names: tuple[str
 
 
 def selector(rows: Int) -> Int | slice:
-    """Return what selects these rows without a copy, if anything does.
-
-    Args:
-        rows: Row numbers [n].
-    """
+    """Return what selects these rows without a copy, if anything does."""
     together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows) and bool((np.diff(rows) == 1).all())
     return slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
 

@@ -1,4 +1,4 @@
-"""An estimator of one's own: `module:function` names a function of `EstimatorInputs` that returns advantages [N, T].
+"""A custom estimator: `module:function` names a function of `EstimatorInputs` that returns advantages [N, T].
 
 What the function reads is found by trial calls on a few made-up rollouts, so nothing has to be declared: an input
 without which it fails is needed, one without which it goes on is used where it is there. Whether it is unbiased is not
@@ -24,11 +24,11 @@ OPTIONAL = tuple(field.name for field in fields(EstimatorInputs) if field.name n
 WHOLE_NUMBERS = ("turn", "token_id")
 TRIAL, AT_WORK = "in a trial on 4 prompts of 4 rollouts", "on the rollouts it was given"
 
-_entries: dict[str, tuple[Callable[..., Any], EstimatorSpec]] = {}
+_specs: dict[str, tuple[Callable[..., Any], EstimatorSpec]] = {}
 
 
-def own_entry(name: str) -> EstimatorSpec:
-    """Return the catalogue row of `module:function`, after trial calls; the same function is tried once.
+def custom_spec(name: str) -> EstimatorSpec:
+    """Return the EstimatorSpec of `module:function`, after trial calls; the same function is tried once.
 
     Its options are the function's other parameters that have a number or a text as default.
 
@@ -36,25 +36,18 @@ def own_entry(name: str) -> EstimatorSpec:
         InputError: The module or function does not exist, fails on the trial, or returns what no estimator may.
     """
     function = import_attribute("estimator", name)
-    known = _entries.get(name)
+    known = _specs.get(name)
     if known is None or known[0] is not function:
-        known = _entries[name] = function, _examined(name, function)
+        known = _specs[name] = function, _spec_by_trials(name, function)
     return known[1]
 
 
-def own_estimate(
+def custom_estimate(
     name: str, entry: EstimatorSpec, inputs: EstimatorInputs, names: tuple[str, ...], options: Any
 ) -> Estimate:
-    """Return what a function of one's own answers, checked; B = G − A, as if it had subtracted a baseline only.
+    """Return the checked answer of a custom function, with B = G − A, as if it had only subtracted a baseline.
 
-    It gets copies: float64, zero outside the mask, None for what it was not seen to read.
-
-    Args:
-        name: `module:function`.
-        entry: Its row.
-        inputs: Inputs whose shapes were checked.
-        names: Which of them it reads, beyond reward, mask and group.
-        options: An instance of its options.
+    The function gets copies: float64, zero outside the mask, None for inputs that it did not read in the trial.
 
     Raises:
         InputError: The function raises; returns another shape, NaN, or something outside the mask; or an input has a
@@ -62,8 +55,8 @@ def own_estimate(
     """
     mask = np.array(inputs.mask)
     read: dict[str, Any] = {x: _copied(x, getattr(inputs, x), mask) for x in ("reward", *names)}
-    own = EstimatorInputs(mask=mask.copy(), group=np.array(inputs.group), **read)
-    advantage = _answer(name, lambda: entry.function(own, options), mask, AT_WORK)
+    copies = EstimatorInputs(mask=mask.copy(), group=np.array(inputs.group), **read)
+    advantage = _answer(name, lambda: entry.function(copies, options), mask, AT_WORK)
     baseline = masked(returns_to_go(np.asarray(inputs.reward), mask) - advantage, mask)
     return Estimate(baseline, advantage, np.zeros(mask.shape, bool))
 
@@ -71,39 +64,39 @@ def own_estimate(
 def _copied(name: str, x: Any, mask: np.ndarray) -> np.ndarray:
     if np.ndim(x) == 1:
         return np.array(x, np.float64)
-    found = policy_values(name, x, mask)
-    return found.astype(np.int64) if name in WHOLE_NUMBERS else found
+    values = policy_values(name, x, mask)
+    return values.astype(np.int64) if name in WHOLE_NUMBERS else values
 
 
 def _answer(name: str, call: Callable[[], object], mask: np.ndarray, where: str) -> Float:
     """Return advantages in float64, or one sentence that names the function and what is wrong with them."""
     try:
-        given = call()
+        answer = call()
     except STOPS:
         raise
     except Exception as error:  # someone else's code can fail in any way
         raise InputError(f"estimator {name!r} failed {where} ({one_line(error)}); mend the function.") from error
     wanted = f"return advantages of shape [N, T] = {mask.shape}"
     try:
-        found = np.array(given, np.float64)
+        advantage = np.array(answer, np.float64)
     except Exception as error:  # whatever it is, it is no array of numbers
-        raise InputError(f"estimator {name!r} returned a {type(given).__name__} {where}; {wanted}.") from error
-    if found.shape != mask.shape:
-        raise InputError(f"estimator {name!r} returned an array of shape {found.shape} {where}; {wanted}.")
+        raise InputError(f"estimator {name!r} returned a {type(answer).__name__} {where}; {wanted}.") from error
+    if advantage.shape != mask.shape:
+        raise InputError(f"estimator {name!r} returned an array of shape {advantage.shape} {where}; {wanted}.")
     for wrong, what, remedy in (
-        (mask & ~np.isfinite(found), "", "return finite numbers, also where all rewards of a group are equal"),
-        (~mask & (found != 0), ", outside the mask,", "multiply by inputs.mask"),
+        (mask & ~np.isfinite(advantage), "", "return finite numbers, also where all rewards of a group are equal"),
+        (~mask & (advantage != 0), ", outside the mask,", "multiply by inputs.mask"),
     ):
         if wrong.any():
             n, t = map(int, np.argwhere(wrong)[0])
             raise InputError(
-                f"estimator {name!r} returned {found[n, t]:.3g} at rollout {n}, token {t}{what} {where}; {remedy}."
+                f"estimator {name!r} returned {advantage[n, t]:.3g} at rollout {n}, token {t}{what} {where}; {remedy}."
             )
-    return found
+    return advantage
 
 
-def _examined(name: str, function: Any) -> EstimatorSpec:
-    """Call the function on the trial, with everything and then without each input that it was seen to read."""
+def _spec_by_trials(name: str, function: Any) -> EstimatorSpec:
+    """Call the function on the trial rollouts, with every input and then without each one that it read."""
     options = _options(name, function)
     seen: set[str] = set()
     trial = _trial()
@@ -121,7 +114,7 @@ def _examined(name: str, function: Any) -> EstimatorSpec:
             uses.append(left[0])
         except InputError:
             needs.append(left[0])
-    if "energy" in uses:  # energies are always there, and decide how the estimate is labelled
+    if "energy" in uses:  # energies are always there, and the label of the estimate names their source
         uses.remove("energy")
         needs.append("energy")
     return EstimatorSpec(
@@ -130,17 +123,17 @@ def _examined(name: str, function: Any) -> EstimatorSpec:
         unbiased=False,
         conditions="not known",
         source=name,
-        standing="code",
+        provenance="code",
         needs=tuple(needs),
         uses=tuple(uses),
         options=options,
-        batch_coupled=True,  # it sees the whole batch, so that other prompts may matter
+        batch_coupled=True,  # it sees the whole batch, so other prompts may matter
         takes_single=True,
     )
 
 
 def _options(name: str, function: Any) -> type:
-    """Return an options dataclass of the parameters after the first; those of other kinds cannot be set."""
+    """Return an options dataclass of the parameters after the first that have a number or text as default."""
     if not callable(function):
         raise InputError(f"estimator {name!r} is a {type(function).__name__}; name a function of EstimatorInputs.")
     try:
@@ -164,7 +157,7 @@ def _watched(inputs: EstimatorInputs, seen: set[str]) -> EstimatorInputs:
 
 
 def _trial() -> EstimatorInputs:
-    """Return rollouts of unequal lengths: one group has earned nothing, one everything, as happens in every run."""
+    """Return rollouts of unequal lengths; one group earns nothing and one everything, as happens in every run."""
     rng = np.random.default_rng(0)
     n, t = 16, 6
     length = rng.integers(1, t + 1, size=n)

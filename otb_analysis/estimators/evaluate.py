@@ -9,27 +9,23 @@ from otb_analysis.arrays import Groups, has_gaps
 from otb_analysis.custom import is_custom
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators.batch import BaselineResult, Batch, check_shapes, prepare, selector
-from otb_analysis.estimators.custom import own_entry, own_estimate
+from otb_analysis.estimators.custom import custom_estimate, custom_spec
 from otb_analysis.estimators.registry import ESTIMATORS
 from otb_analysis.estimators.spec import EstimatorSpec
 from otb_analysis.objectives.registry import checked_options, options_from_table
 from otb_analysis.types import Bool, Estimate, EstimatorInputs, Int
 
-BLOCK_ELEMENTS = 1 << 16
-"""Entries of [rows, T] worked on at once; whole groups, so at least one group."""
+BLOCK_ELEMENTS = 1 << 16  # Entries of [rows, T] worked on at once; whole groups, so at least one group
 
 
 def entry_of(name: str) -> EstimatorSpec:
-    """Return one row of the catalogue, or that of an estimator of one's own.
-
-    Args:
-        name: A key of `ESTIMATORS`, or `module:function`.
+    """Return the EstimatorSpec of a name in `ESTIMATORS`, or of a custom `module:function`.
 
     Raises:
-        InputError: No estimator has that name, or one's own cannot be used.
+        InputError: No estimator has that name, or the custom function cannot be used.
     """
     if is_custom(name):
-        return own_entry(name)
+        return custom_spec(name)
     if name not in ESTIMATORS:
         hint = nearest(name, ESTIMATORS)
         raise InputError(f"estimator {name!r} does not exist; {hint} Your own is named module:function.")
@@ -37,11 +33,9 @@ def entry_of(name: str) -> EstimatorSpec:
 
 
 def available(inputs: EstimatorInputs, also: Iterable[str] = ()) -> list[str]:
-    """Return every estimator whose inputs exist, in the order of the catalogue.
+    """Return every estimator whose inputs exist, in the order of the catalogue; the custom ones of `also` come last.
 
-    Args:
-        inputs: What there is. A mask with gaps leaves out those that cannot have them.
-        also: Estimators of one's own, which come last.
+    A mask with gaps leaves out the estimators that take no gaps.
     """
     gaps = has_gaps(np.asarray(inputs.mask))
     entries = ESTIMATORS | {name: entry_of(name) for name in also if name not in ESTIMATORS}
@@ -49,24 +43,12 @@ def available(inputs: EstimatorInputs, also: Iterable[str] = ()) -> list[str]:
 
 
 def missing(entry: EstimatorSpec, inputs: EstimatorInputs) -> list[str]:
-    """Return the inputs an estimator needs that are not there.
-
-    Args:
-        entry: The estimator.
-        inputs: What there is.
-    """
+    """Return the inputs an estimator needs that are not there."""
     return [need for need in entry.needs if getattr(inputs, need) is None]
 
 
 def options_from_dict(name: str, values: Mapping[str, Any]) -> Any:
-    """Return the options of an estimator from a configuration's table.
-
-    Args:
-        name: A key of `ESTIMATORS`, or `module:function`.
-        values: Option name → value; what is left out keeps its default.
-
-    Returns:
-        An instance of the estimator's frozen options dataclass.
+    """Return an instance of an estimator's options from a configuration's table; what is left out keeps its default.
 
     Raises:
         InputError: The estimator or one of the options does not exist, or a value does not fit.
@@ -75,29 +57,27 @@ def options_from_dict(name: str, values: Mapping[str, Any]) -> Any:
 
 
 def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimate:
-    """Return baseline and advantage of every token, zero outside the mask.
+    """Return baseline and advantage of every token in float64, zero outside the mask.
 
     A_{i,t} = G_{i,t} − B_{i,t} (GRPO then divides); the formula of B is `ESTIMATORS[name].formula`. Entries outside
     the mask are never read. A rollout without policy tokens has no return and takes no part in any mean.
 
     Args:
-        name: A key of `ESTIMATORS`, or `module:function` for one's own.
-        inputs: Rewards, mask, groups and whatever the estimator needs; float32 is promoted.
+        name: A key of `ESTIMATORS`, or `module:function` of a custom estimator.
         options: An instance of the estimator's options dataclass; None means its defaults.
-
-    Returns:
-        Float64 baseline and advantage and the boolean fallback, each [N, T].
 
     Raises:
         InputError: Unknown name, missing input, wrong shape, a value that cannot be, wrong options, or a mask with
             gaps where column and position must agree.
     """
     entry = entry_of(name)
-    names = _read_inputs(name, entry, inputs)
+    if lacking := missing(entry, inputs):
+        raise InputError(f"{name} needs {' and '.join(lacking)}, which is None; pass it in EstimatorInputs.")
+    names = (*entry.needs, *(use for use in entry.uses if getattr(inputs, use) is not None))
     check_shapes(inputs, names)
     options = checked_options(name, entry.options, options)
     if is_custom(name):
-        return own_estimate(name, entry, inputs, names, options)
+        return custom_estimate(name, entry, inputs, names, options)
     mask = np.asarray(inputs.mask)
     if not entry.takes_gaps and has_gaps(mask):
         suffix = name.removeprefix("otb")
@@ -110,13 +90,6 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
         batch, moved = prepare(inputs, rows, groups, names)
         _write(out, selector(rows), batch, moved, entry.function(batch, options))
     return out
-
-
-def _read_inputs(name: str, entry: EstimatorSpec, inputs: EstimatorInputs) -> tuple[str, ...]:
-    lacking = missing(entry, inputs)
-    if lacking:
-        raise InputError(f"{name} needs {' and '.join(lacking)}, which is None; pass it in EstimatorInputs.")
-    return (*entry.needs, *(use for use in entry.uses if getattr(inputs, use) is not None))
 
 
 def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Groups]]:
@@ -132,7 +105,7 @@ def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Grou
         yield rows, Groups(groups.index[rows] - first, groups.labels[first:stop])
 
 
-def _write(out: Estimate, take: Int | slice, batch: Batch, moved: Bool | None, centre: BaselineResult) -> None:
+def _write(out: Estimate, take: Int | slice, batch: Batch, moved: Bool | None, result: BaselineResult) -> None:
     """Put A = (G − B)·scale inside the mask, in place; `moved` is the block's own mask when tokens were squeezed."""
     shape = batch.mask.shape
     if moved is None and isinstance(take, slice):
@@ -140,15 +113,14 @@ def _write(out: Estimate, take: Int | slice, batch: Batch, moved: Bool | None, c
         room = Estimate(out.baseline[at], out.advantage[at], out.fallback[at])
     else:
         room = Estimate(np.empty(shape), np.empty(shape), np.empty(shape, bool))
-    np.multiply(centre.baseline, batch.alive, out=room.baseline)
+    np.multiply(result.baseline, batch.alive, out=room.baseline)
     np.subtract(batch.returns, room.baseline, out=room.advantage)
-    if centre.scale is not None:
-        np.multiply(room.advantage, centre.scale, out=room.advantage)
-    np.logical_and(batch.mask, centre.fallback, out=room.fallback)
+    if result.scale is not None:
+        np.multiply(room.advantage, result.scale, out=room.advantage)
+    np.logical_and(batch.mask, result.fallback, out=room.fallback)
     if room.baseline.base is not out.baseline:
-        _scatter(out.baseline, room.baseline, take, batch.mask, moved)
-        _scatter(out.advantage, room.advantage, take, batch.mask, moved)
-        _scatter(out.fallback, room.fallback, take, batch.mask, moved)
+        for name in ("baseline", "advantage", "fallback"):
+            _scatter(getattr(out, name), getattr(room, name), take, batch.mask, moved)
 
 
 def _scatter(whole: np.ndarray, piece: np.ndarray, take: Int | slice, inside: Bool, moved: Bool | None) -> None:

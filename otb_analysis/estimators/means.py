@@ -10,8 +10,7 @@ from otb_analysis.estimators.spec import NoOptions
 from otb_analysis.estimators.weighting import rollout_average
 from otb_analysis.types import Bool, Float
 
-GRPO_EPSILON = 1e-6
-"""Added to the standard deviation by the published code."""
+GRPO_EPSILON = 1e-6  # Added to the standard deviation by the published code
 
 ROUNDING = 1e-12
 """A standard deviation below this share of the returns' size is rounding: equal totals summed in another order."""
@@ -21,10 +20,6 @@ def none(batch: Batch, options: NoOptions) -> BaselineResult:
     """Return the return-to-go itself.
 
     B = 0, A_t = G_t. Unbiased; the yardstick a baseline has to beat.
-
-    Args:
-        batch: The rollouts.
-        options: None to set.
     """
     return BaselineResult(np.zeros((1, 1)), NOWHERE)
 
@@ -33,10 +28,6 @@ def batch_mean(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the mean total return of the whole batch.
 
     B = (1/N) Σ_j R_j over all rollouts of all prompts. Public code; the group mean when the batch is one group.
-
-    Args:
-        batch: The rollouts.
-        options: None to set.
     """
     return group_mean(_as_one_group(batch), options)
 
@@ -45,10 +36,6 @@ def batch_mean_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the mean total return of all other rollouts in the batch.
 
     B_i = Σ_{j≠i} R_j / (N − 1) over all prompts; `rloo` when the batch is one group.
-
-    Args:
-        batch: The rollouts.
-        options: None to set.
     """
     return rloo(_as_one_group(batch), options)
 
@@ -57,10 +44,6 @@ def group_mean(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the mean total return of the rollout's own group.
 
     B_i = (1/N) Σ_j R_j. Its expectation is (1 − 1/N)·∇J: shorter by 1/N, direction intact. Public code.
-
-    Args:
-        batch: The rollouts.
-        options: None to set.
     """
     return rollout_average(batch, batch.present)
 
@@ -69,10 +52,6 @@ def rloo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the mean total return of the *other* rollouts of the group.
 
     B_i = Σ_{j≠i} R_j / (N − 1); with one terminal reward A = N/(N−1)·(R − mean). Unbiased. Public code.
-
-    Args:
-        batch: The rollouts.
-        options: None to set.
     """
     return rollout_average(batch, batch.present, leave_one_out=True)
 
@@ -82,10 +61,6 @@ def opo(batch: Batch, options: NoOptions) -> BaselineResult:
 
     B = Σ_j L_j R_j / Σ_j L_j, L in policy tokens. Equal lengths give the group mean, and constant token energy turns
     `sequence_optimal` into it. Public code.
-
-    Args:
-        batch: The rollouts.
-        options: None to set.
     """
     return rollout_average(batch, batch.length.astype(np.float64))
 
@@ -94,10 +69,6 @@ def opo_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the length-weighted mean total return of the other rollouts.
 
     B_i = Σ_{j≠i} L_j R_j / Σ_{j≠i} L_j. Equal lengths give `rloo`.
-
-    Args:
-        batch: The rollouts.
-        options: None to set.
     """
     return rollout_average(batch, batch.length.astype(np.float64), leave_one_out=True)
 
@@ -107,10 +78,6 @@ def grpo(batch: Batch, options: NoOptions) -> BaselineResult:
 
     A_t = (G_t − mean_j R_j) / (std_j R_j + 1e-6), ddof 1. A group of one, or of equal total returns, has no scale:
     A = 0 there. Public code, for terminal rewards; with per-token rewards mean and std stay those of total returns.
-
-    Args:
-        batch: The rollouts.
-        options: None to set.
     """
     flat, scale = group_scale(batch, ddof=1, epsilon=GRPO_EPSILON)
     return replace(group_mean(batch, options), fallback=flat[:, None], scale=scale[:, None])
@@ -118,11 +85,6 @@ def grpo(batch: Batch, options: NoOptions) -> BaselineResult:
 
 def group_scale(batch: Batch, *, ddof: int, epsilon: float) -> tuple[Bool, Float]:
     """Return one over the standard deviation of the group's total returns.
-
-    Args:
-        batch: The rollouts.
-        ddof: 0 or 1.
-        epsilon: Added to the standard deviation.
 
     Returns:
         Where there is no scale, a group of one or of equal returns up to rounding [N], and the scale, 0 there [N].

@@ -1,6 +1,6 @@
 """Baselines from the tree that the rollouts of a group form: rollouts that share a prefix share its value.
 
-Prefixes are made of policy tokens; what a tool answered in between is taken to follow from them.
+Prefixes are made of policy tokens; a tool's answers in between are assumed to follow from them.
 """
 
 from dataclasses import dataclass
@@ -17,42 +17,26 @@ from otb_analysis.types import EstimatorInputs, Float
 
 @dataclass(frozen=True)
 class PrefixSums:
-    """Who shares the prefix of each length, and what they were paid; column k is the prefix of k tokens.
+    """Who shares the prefix of each length, and what they were paid; column k is the prefix of k tokens."""
 
-    Attributes:
-        total: Σ_j R_j over rollouts of the group with the same first k tokens, oneself included [N, T + 1].
-        count: How many they are [N, T + 1]; never grows along a row.
-    """
-
-    total: Float
-    count: Float
+    total: Float  # Σ_j R_j over rollouts of the group with the same first k tokens, oneself included [N, T + 1]
+    count: Float  # How many they are [N, T + 1]; never grows along a row
 
 
 @dataclass(frozen=True)
 class PrefixValues:
-    """Mean total return of the rollouts of a group that share a prefix: what a token-level critic is fitted to.
+    """Mean total return of the rollouts of a group that share a prefix: what a token-level critic is fitted to."""
 
-    Attributes:
-        before: V(h_t), the prefix before y_t [N, T]: the regression target of `EstimatorInputs.value`.
-        after: V(h_{t+1}), the prefix with y_t [N, T]: the label of token t as published.
-    """
-
-    before: Float
-    after: Float
+    before: Float  # V(h_t), the prefix before y_t [N, T]: the regression target of `EstimatorInputs.value`
+    after: Float  # V(h_{t+1}), the prefix with y_t [N, T]: the label of token t as published
 
 
 def prefix_values(inputs: EstimatorInputs) -> PrefixValues:
-    """Return the share of correct rollouts through each prefix, oneself included.
+    """Return the share of correct rollouts through each prefix, oneself included [N, T]; zero outside the mask.
 
     V(h) = mean_j R_j over the rollouts of the group that start with h: with rewards 0 or 1 the target of token-level
     value models (TVM, arXiv 2407.12863). Fit a critic to it; used as a baseline itself it leaves A = 0 wherever a
     prefix is unique. Abstract.
-
-    Args:
-        inputs: Rewards, mask, groups and `token_id`.
-
-    Returns:
-        Values [N, T], zero outside the mask.
 
     Raises:
         InputError: There are no token ids, or a shape or value does not fit.
@@ -79,10 +63,6 @@ def tempo(batch: Batch, options: NoOptions) -> BaselineResult:
     A_t = [G_t − mean_j R_j + V(h_{t+1}) − V(h_t)] / std_j R_j, ddof 0, V(h) the mean return of the group's rollouts
     that start with h. Where nothing branches the change is zero: GRPO with ddof 0. With the true V the change has the
     mean ∇J too, so the sum aims at up to 2∇J before the division. Scaling is a guess; arXiv 2509.18314.
-
-    Args:
-        batch: The rollouts, with `token_id`.
-        options: None to set.
     """
     sums = prefix_sums(batch)
     values = sums.total / np.maximum(sums.count, 1)
@@ -97,10 +77,6 @@ def tempo_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     B_{i,t} = mean_{j≠i} R_j over rollouts that start with h_{i,t}; where no other does (`fallback`), over those that
     share the longest prefix anyone shares with it. It depends on h_t and on other rollouts, so it is unbiased, which
     V(h_{t+1}) of `tempo` is not. Where nothing is shared but the prompt it is `rloo`. Proved.
-
-    Args:
-        batch: The rollouts, with `token_id`.
-        options: None to set.
     """
     sums = prefix_sums(batch)
     shared = sums.count[:, :-1] > 1
@@ -115,9 +91,6 @@ def prefix_sums(batch: Batch) -> PrefixSums:
     """Return, for every prefix of every rollout, what the rollouts of its group that start with it were paid.
 
     One pass over positions that stops where no two rollouts share a prefix any more.
-
-    Args:
-        batch: The rollouts, with `token_id`.
     """
     n, t = batch.mask.shape
     total = np.repeat(batch.total[:, None], t + 1, axis=1)

@@ -1,4 +1,4 @@
-"""Which projections c = ⟨m, ∇J⟩/‖∇J‖² of a stored run are proved, so that nobody has to estimate them.
+"""Which projections c = ⟨m, ∇J⟩/‖∇J‖² of a stored run are proved, so that they need not be estimated.
 
 The registry says which entries are unbiased, and under which conditions; a run's stored configuration says whether it
 met them. A configuration that does not say counts as one that did not.
@@ -16,14 +16,14 @@ from otb_analysis.types import Label, Proved
 PLAIN_SAMPLING = frozenset(
     ("prompts", "group_size", "max_new_tokens", "max_turns", "temperature", "engine", "vllm_memory")
 )
-"""Settings of sampling under which tokens are drawn from the scored policy; any other might cut or filter."""
+"""Known settings of sampling; with these alone tokens are drawn from the scored policy. Others might cut or filter."""
 
 SOURCES = ("none", "proxy", "exact")
 """Energies that do not look at rollout i where it is left out; a calibration is fitted on it too."""
 
 
 def _is(*allowed: object) -> Callable[[object], bool]:
-    return lambda found: found in allowed
+    return lambda setting: setting in allowed
 
 
 def _keeps_mean(name: object) -> bool:
@@ -43,20 +43,16 @@ CONDITIONS: dict[tuple[str, str], tuple[Callable[[object], bool], str]] = {
     ("sample", "engine"): (_is("transformers"), "another engine sampled than was scored"),
     ("optimize", "precision"): (_is("float32"), "it sampled in half precision and was measured in single"),
 }
-"""What a stored configuration must hold, and what is wrong where it does not."""
+"""(section, setting) of a stored configuration → its condition, and the reason where the condition fails."""
 
 
 def unproved_because(config: Mapping[str, Any]) -> str:
-    """Return why nothing is proved of a run's estimators; empty where the registered conditions are met.
-
-    Args:
-        config: The run's configuration, nested, as run.json keeps it.
-    """
+    """Return why nothing is proved of a run's estimators; empty where the registered conditions are met."""
     for (part, name), (fits, wrong) in CONDITIONS.items():
-        found = _part(config, part)
-        if name not in found:
+        settings = _part(config, part)
+        if name not in settings:
             return f"its configuration does not say {part}.{name}"
-        if not fits(found[name]):
+        if not fits(settings[name]):
             return wrong
     if odd := sorted(set(_part(config, "sample")) - PLAIN_SAMPLING):
         return f"its sampling has the setting {odd[0]}"
@@ -65,10 +61,6 @@ def unproved_because(config: Mapping[str, Any]) -> str:
 
 def proved(labels: Iterable[Label], config: Mapping[str, Any]) -> Proved:
     """Return the known projections among a run's labels: 1 where unbiased, 1 − 1/N for means over all N rollouts.
-
-    Args:
-        labels: (estimator, energy source) of what was measured.
-        config: The run's configuration, nested, as run.json keeps it.
 
     Returns:
         Empty where the run does not meet the conditions. Entries that couple prompts do not stand for ∇J, since
@@ -82,17 +74,13 @@ def proved(labels: Iterable[Label], config: Mapping[str, Any]) -> Proved:
 
 
 def proved_in_all(runs: Sequence[tuple[Iterable[Label], Mapping[str, Any]]]) -> Proved:
-    """Return what is proved of every label in all the runs that have it, so that their steps can be pooled.
-
-    Args:
-        runs: Labels and configuration of each run.
-    """
+    """Return what is proved of every label in all the runs that have it, so that their steps can be pooled."""
     measured = [(frozenset(labels), config) for labels, config in runs]
     parts = [(labels, proved(labels, config)) for labels, config in measured]
     every = {label for labels, _ in parts for label in labels}
     having = {label: [known for labels, known in parts if label in labels] for label in every}
-    values = {label: {known.projection.get(label) for known in found} for label, found in having.items()}
-    known = {label: c for label, found in values.items() if len(found) == 1 and (c := next(iter(found))) is not None}
+    values = {label: {run.projection.get(label) for run in runs} for label, runs in having.items()}
+    known = {label: c for label, cs in values.items() if len(cs) == 1 and (c := next(iter(cs))) is not None}
     truth = (label for label in known if all(label in part.truth for part in having[label]))
     return Proved(known, frozenset(truth))
 
@@ -117,8 +105,8 @@ def _shrunk(entry: EstimatorSpec, sample: Mapping[str, Any]) -> float | None:
 
 def _options_keep(name: str, config: Mapping[str, Any]) -> bool:
     """Tell whether the options keep an entry unbiased; only the estimator that trains has other than the defaults."""
-    own = _part(config, "estimator")
-    options = own.get("options") if own.get("name") == name else {}
+    trained = _part(config, "estimator")
+    options = trained.get("options") if trained.get("name") == name else {}
     if not isinstance(options, Mapping):
         return False
     exact = ("discount", "decay") if name == "value" else ()
@@ -128,5 +116,5 @@ def _options_keep(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
+    part = config.get(name)
+    return part if isinstance(part, Mapping) else {}

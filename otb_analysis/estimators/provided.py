@@ -14,10 +14,6 @@ def position_optimal(batch: Batch, options: NoOptions) -> BaselineResult:
     B_t* = E[s_t · Σ_k s_k G_k] / E‖s_t‖², passed in as `position_baseline`; off-policy E[ρ_t s_t·g]/E[ρ_t²‖s_t‖²].
     Any other position-dependent B costs exactly Σ_t E‖s_t‖² (B_t − B_t*)² of variance. Unbiased as long as B* comes
     from rollouts other than the ones it is used on. Proved.
-
-    Args:
-        batch: The rollouts, with `position_baseline`.
-        options: None to set.
     """
     return BaselineResult(provided(batch.position_baseline), NOWHERE)
 
@@ -29,10 +25,6 @@ def value(batch: Batch, options: ValueOptions) -> BaselineResult:
     γ = λ = 1 give B_t = V(h_t), unbiased for any critic that has not seen these rollouts; with λ < 1 the critic's
     error is bias, and γ < 1 has another target. V is not variance-optimal: the best prefix function is
     E[s_t·g|h]/E[‖s_t‖²|h]. Public code.
-
-    Args:
-        batch: The rollouts, with `value`.
-        options: γ and λ.
     """
     v = provided(batch.value)
     if options.discount == options.decay == 1.0:
@@ -48,10 +40,6 @@ def tvm(batch: Batch, options: NoOptions) -> BaselineResult:
 
     B_t = V(h_t), as `value`; what differs is the critic's target, `prefix_values` of earlier groups. Fitted on these
     very rollouts, the empirical share gives A = 0 wherever a prefix is unique. Abstract of TVM, arXiv 2407.12863.
-
-    Args:
-        batch: The rollouts, with `value` from such a critic.
-        options: None to set.
     """
     return BaselineResult(provided(batch.value), NOWHERE)
 

@@ -12,10 +12,6 @@ def classic_optimal(batch: Batch, options: NoOptions) -> BaselineResult:
 
     B = Σ_j ‖S_j‖² R_j / Σ_j ‖S_j‖², S_j = Σ_t s_{j,t}: the sample form of the classic optimal scalar
     E[R‖S‖²]/E‖S‖² for one terminal reward. Proved.
-
-    Args:
-        batch: The rollouts, with `rollout_norm_sq`.
-        options: None to set.
     """
     return rollout_average(batch, provided(batch.rollout_norm_sq))
 
@@ -24,10 +20,6 @@ def classic_optimal_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the norm-weighted return of the other rollouts.
 
     B_i = Σ_{j≠i} ‖S_j‖² R_j / Σ_{j≠i} ‖S_j‖². Unbiased.
-
-    Args:
-        batch: The rollouts, with `rollout_norm_sq`.
-        options: None to set.
     """
     return rollout_average(batch, provided(batch.rollout_norm_sq), leave_one_out=True)
 
@@ -37,10 +29,6 @@ def sequence_optimal(batch: Batch, options: NoOptions) -> BaselineResult:
 
     B = Σ_j W_{j,T} R_j / Σ_j W_{j,T}, W_T = Σ_t ρ_t² w_t. Since E[s_t·s_k] = 0 for t ≠ k, E‖S‖² = E W_T: the cheap
     form of `classic_optimal`. Constant token energy gives `opo`. Proved.
-
-    Args:
-        batch: The rollouts, with `energy`.
-        options: None to set.
     """
     return rollout_average(batch, batch.final)
 
@@ -49,10 +37,6 @@ def sequence_optimal_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the energy-weighted return of the other rollouts.
 
     B_i = Σ_{j≠i} W_{j,T} R_j / Σ_{j≠i} W_{j,T}. Unbiased.
-
-    Args:
-        batch: The rollouts, with `energy`.
-        options: None to set.
     """
     return rollout_average(batch, batch.final, leave_one_out=True)
 
@@ -62,11 +46,7 @@ def opob(batch: Batch, options: NoOptions) -> BaselineResult:
 
     B = Σ_j ρ_j² ‖S_j‖² R_j / Σ_j ρ_j² ‖S_j‖², ρ_j = Π_t ρ_{j,t}: the optimal scalar for gradients weighted with the
     sequence ratio. On-policy it is `classic_optimal`. Its learning rate is scaled by
-    `ratios.learning_rate_factor`. Public code of VCPO, arXiv 2602.17616.
-
-    Args:
-        batch: The rollouts, with `ratio` and `rollout_norm_sq`.
-        options: None to set.
+    `importance.learning_rate_factor`. Public code of VCPO, arXiv 2602.17616.
     """
     with np.errstate(divide="ignore"):  # a ratio of 0 makes the rollout weigh nothing
         log = np.where(batch.mask, np.log(np.where(batch.mask, provided(batch.ratio), 1.0)), 0.0).sum(axis=1)

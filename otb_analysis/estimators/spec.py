@@ -12,13 +12,10 @@ Tail = Literal["own_return", "group", "zero"]
 
 @dataclass(frozen=True)
 class TailOptions:
-    """What to do where no other rollout of the group is alive at this position.
+    """What to do where no other rollout of the group is alive at this position."""
 
-    Attributes:
-        tail: `own_return`: B = 0, so A = G (as published). `group`: B = mean of the other, finished rollouts' total
-            returns, weighted by their final realized energy. `zero`: A = 0, which is biased.
-    """
-
+    # `own_return`: B = 0, so A = G (as published). `group`: B = mean of the other, finished rollouts' total returns,
+    # weighted by their final realized energy. `zero`: A = 0, which is biased.
     tail: Tail = "own_return"
 
     def __post_init__(self) -> None:
@@ -28,13 +25,9 @@ class TailOptions:
 
 @dataclass(frozen=True)
 class DecayOptions(TailOptions):
-    """Options of the forgetting energy.
+    """Options of the forgetting energy."""
 
-    Attributes:
-        decay: λ in W_t = λ W_{t−1} + w_t; 0 is `token_optimal`, 1 is `otb`.
-    """
-
-    decay: float = 0.9
+    decay: float = 0.9  # λ in W_t = λ W_{t−1} + w_t; 0 is `token_optimal`, 1 is `otb`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,15 +37,10 @@ class DecayOptions(TailOptions):
 
 @dataclass(frozen=True)
 class ValueOptions:
-    """Options of generalized advantage estimation.
+    """Options of generalized advantage estimation."""
 
-    Attributes:
-        discount: γ, the price of one token's delay; 1 is the task's own return.
-        decay: λ, how far rewards are believed before the critic: 1 is G − V(h_t), 0 the one-step surprise.
-    """
-
-    discount: float = 1.0
-    decay: float = 1.0
+    discount: float = 1.0  # γ, what a reward loses per token of delay; 1 is the task's own return
+    decay: float = 1.0  # λ: 1 uses the rewards alone, G − V(h_t); 0 trusts the critic after one step
 
     def __post_init__(self) -> None:
         for name in ("discount", "decay"):
@@ -62,40 +50,27 @@ class ValueOptions:
 
 @dataclass(frozen=True)
 class EstimatorSpec:
-    """One row of the catalogue.
+    """One row of the catalogue."""
 
-    Attributes:
-        function: (Batch, options) → BaselineResult, pure; `evaluate` makes it an Estimate. Of an estimator of
-            one's own, (EstimatorInputs, options) → advantages [N, T].
-        formula: B_{i,t} in Unicode.
-        unbiased: True when E ĝ is the gradient of the target under `conditions`.
-        conditions: Under which conditions, or why not.
-        source: Where the formula comes from.
-        standing: code, proved, abstract or guess: how well that source is known.
-        target: Whose gradient it estimates.
-        needs: Inputs beyond reward, mask and group that must be there.
-        uses: Inputs that change the answer when they are there.
-        options: Its frozen options dataclass.
-        batch_coupled: True when another prompt's rollouts change the answer; recompute it inside every resample, or see
-            `statistics.gradients` for what deleting prompts from a finished Gram matrix costs.
-        takes_gaps: False when positions are columns, so that tool tokens in between cannot be had.
-        shrinks_by: Set where E ĝ = (1 − 1/N)·∇J: N counts the rollouts of the `group` or of the whole `batch`.
-        takes_single: True when a prompt's only rollout is centred as any other: by other prompts, a critic, or nothing.
-    """
-
+    # (Batch, options) → BaselineResult, pure; `evaluate` makes it an Estimate. A custom estimator's function is
+    # (EstimatorInputs, options) → advantages [N, T].
     function: Callable[[Any, Any], Any]
-    formula: str
-    unbiased: bool
-    conditions: str
-    source: str
-    standing: Provenance
-    target: str = "∇J"
-    needs: tuple[str, ...] = ()
-    uses: tuple[str, ...] = ()
-    options: type = NoOptions
+    formula: str  # B_{i,t} in Unicode
+    unbiased: bool  # True when E ĝ is the gradient of the target under `conditions`
+    conditions: str  # Under which conditions, or why not
+    source: str  # Where the formula comes from
+    provenance: Provenance  # code, proved, abstract or guess: how well that source is known
+    target: str = "∇J"  # Whose gradient it estimates
+    needs: tuple[str, ...] = ()  # Inputs beyond reward, mask and group that must be there
+    uses: tuple[str, ...] = ()  # Inputs that change the answer when they are there
+    options: type = NoOptions  # Its frozen options dataclass
+    # True when another prompt's rollouts change the answer; recompute it inside every resample, or see
+    # `statistics.gradients` for what deleting prompts from a finished Gram matrix costs
     batch_coupled: bool = False
-    takes_gaps: bool = True
+    takes_gaps: bool = True  # False when position t is column t, so that tool tokens in between are refused
+    # Set where E ĝ = (1 − 1/N)·∇J: N counts the rollouts of the `group` or of the whole `batch`
     shrinks_by: Literal["", "group", "batch"] = ""
+    # True when a prompt's only rollout is centred as any other: by other prompts, a critic, or nothing
     takes_single: bool = False
 
     @property

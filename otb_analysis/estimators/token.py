@@ -20,10 +20,6 @@ def otb(batch: Batch, options: TailOptions) -> BaselineResult:
     Constant energy gives the position-wise group mean. The published form wherever two rollouts are alive, without an
     epsilon in the denominator. Self-inclusive, so A = (1 − ω_i)(G − B_{−i}) with ω_i = W_i/ΣW: high-energy rollouts
     are shrunk, which biases it. Public code; arXiv 2602.07078.
-
-    Args:
-        batch: The rollouts, with `energy`, without gaps.
-        options: Tail policy.
     """
     return position_average(batch, batch.realized, options.tail)
 
@@ -33,10 +29,6 @@ def otb_loo(batch: Batch, options: TailOptions) -> BaselineResult:
 
     B_{i,t} = Σ_{j≠i} W_{j,t} G_{j,t} / Σ_{j≠i} W_{j,t} over rollouts alive at t. Unbiased except with tail `zero`.
     Two rollouts alive: the other's return. Proved.
-
-    Args:
-        batch: The rollouts, with `energy`, without gaps.
-        options: Tail policy.
     """
     return position_average(batch, batch.realized, options.tail, leave_one_out=True)
 
@@ -45,10 +37,6 @@ def otb_turn(batch: Batch, options: TailOptions) -> BaselineResult:
     """Centre by the optimal token baseline with t counting policy tokens across turns.
 
     The formula of `otb` after tool tokens are squeezed out; without gaps it is `otb`. Public code.
-
-    Args:
-        batch: The rollouts, with `energy`.
-        options: Tail policy.
     """
     return position_average(batch, batch.realized, options.tail)
 
@@ -57,10 +45,6 @@ def otb_turn_loo(batch: Batch, options: TailOptions) -> BaselineResult:
     """Centre by the multi-turn optimal token baseline of the other rollouts.
 
     The formula of `otb_loo` after tool tokens are squeezed out. Unbiased except with tail `zero`.
-
-    Args:
-        batch: The rollouts, with `energy`.
-        options: Tail policy.
     """
     return position_average(batch, batch.realized, options.tail, leave_one_out=True)
 
@@ -70,10 +54,6 @@ def otb_carry(batch: Batch, options: NoOptions) -> BaselineResult:
 
     B_t = Σ_j W_{j,t∧L_j} X_{j,t} / Σ_j W_{j,t∧L_j} over *all* rollouts of the group, X = G_t while alive and the total
     return R after the end. Equal lengths give `otb`. With finished rollouts carried along, E‖S_t‖² = E W_t. Proved.
-
-    Args:
-        batch: The rollouts, with `energy`.
-        options: None to set.
     """
     return _carried(batch, leave_one_out=False)
 
@@ -82,10 +62,6 @@ def otb_carry_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the carried optimal token baseline of the other rollouts.
 
     The sums of `otb_carry` without rollout i. Unbiased.
-
-    Args:
-        batch: The rollouts, with `energy`.
-        options: None to set.
     """
     return _carried(batch, leave_one_out=True)
 
@@ -95,10 +71,6 @@ def token_optimal(batch: Batch, options: TailOptions) -> BaselineResult:
 
     B_t = Σ_j w_{j,t} G_{j,t} / Σ_j w_{j,t} over rollouts alive at t, w replaced by ρ_t² w_t off-policy. The sample form
     of the variance-optimal B_t* when tokens share no parameters. Proved.
-
-    Args:
-        batch: The rollouts, with `energy`.
-        options: Tail policy.
     """
     return position_average(batch, batch.weight, options.tail)
 
@@ -107,10 +79,6 @@ def token_optimal_loo(batch: Batch, options: TailOptions) -> BaselineResult:
     """Centre by the instantaneous-energy-weighted return of the other rollouts.
 
     B_{i,t} = Σ_{j≠i} w_{j,t} G_{j,t} / Σ_{j≠i} w_{j,t}. Unbiased except with tail `zero`. Proved.
-
-    Args:
-        batch: The rollouts, with `energy`.
-        options: Tail policy.
     """
     return position_average(batch, batch.weight, options.tail, leave_one_out=True)
 
@@ -120,10 +88,6 @@ def energy_ema(batch: Batch, options: DecayOptions) -> BaselineResult:
 
     Weight W_t = λ W_{t−1} + ρ_t² w_t = Σ_{k≤t} λ^{t−k} ρ_k² w_k: λ = 0 is `token_optimal`, λ = 1 is `otb`. Proved at
     both ends.
-
-    Args:
-        batch: The rollouts, with `energy`.
-        options: λ and tail policy.
     """
     return position_average(batch, decayed_energy(batch.weight, options.decay), options.tail)
 
@@ -132,10 +96,6 @@ def energy_ema_loo(batch: Batch, options: DecayOptions) -> BaselineResult:
     """Centre by the forgotten-energy-weighted return of the other rollouts.
 
     The sums of `energy_ema` without rollout i. Unbiased except with tail `zero`.
-
-    Args:
-        batch: The rollouts, with `energy`.
-        options: λ and tail policy.
     """
     weight = decayed_energy(batch.weight, options.decay)
     return position_average(batch, weight, options.tail, leave_one_out=True)

@@ -14,17 +14,14 @@ def trloo(batch: Batch, options: NoOptions) -> BaselineResult:
     B_{i,k} = mean_{j≠i} G_{j,k} over rollouts with a turn k, G_{j,k} the return-to-go at the turn's first policy token;
     A = G − B at every token of the turn. A turn that no other rollout has keeps A = G (`fallback`). One turn and one
     terminal reward give `rloo`. Unbiased: whether a rollout has turn k is known before the turn. Public code.
-
-    Args:
-        batch: The rollouts, with `turn`.
-        options: None to set.
     """
     row, _ = np.nonzero(batch.mask)
     _, turn = np.unique(provided(batch.turn)[batch.mask], return_inverse=True)
     n_turns = turn.max(initial=0) + 1
-    own, first, back = np.unique(row * n_turns + turn, return_index=True, return_inverse=True)
+    # rollout_turn numbers every (rollout, turn) pair that has a token; `back` leads from tokens to these pairs
+    rollout_turn, first, back = np.unique(row * n_turns + turn, return_index=True, return_inverse=True)
     at_start = batch.returns[batch.mask][first]
-    peers = Groups.of(batch.groups.index[own // n_turns] * n_turns + own % n_turns)
+    peers = Groups.of(batch.groups.index[rollout_turn // n_turns] * n_turns + rollout_turn % n_turns)
     count = peers.spread(peers.count)
     mean = (peers.spread(peers.sum(at_start)) - at_start) / np.maximum(count - 1, 1)
     alone = count < 2

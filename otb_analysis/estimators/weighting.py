@@ -1,4 +1,4 @@
-"""The one computation behind every group baseline: a weighted mean over a group, with or without oneself."""
+"""The computation behind every group baseline: a weighted mean over a group, with or without the rollout itself."""
 
 import numpy as np
 
@@ -8,19 +8,14 @@ from otb_analysis.estimators.spec import Tail
 from otb_analysis.types import Bool, Float
 
 DOMINANT = 0.75
-"""Above this share of a group's weight (so at most one rollout per position), `total − own` would cancel."""
+"""Above this share of a group's weight, which at most one rollout has, `total − weight` would cancel."""
 
 
 def weighted_mean(x: Float, weight: Float, groups: Groups, *, leave_one_out: bool) -> tuple[Float, Bool]:
     """Return the group's weighted mean at every rollout.
 
     Σ_j ω_j x_j / Σ_j ω_j over the group, j ≠ i when `leave_one_out`. Nothing is added to the denominator.
-
-    Args:
-        x: Values, [N] or [N, T].
-        weight: Weights ω ≥ 0 of the same shape; 0 takes the entry out.
-        groups: Groups of the rows.
-        leave_one_out: Leave each row out of its own mean.
+    x and ω ≥ 0 are [N] or [N, T]; ω = 0 takes an entry out.
 
     Returns:
         The mean, and where it does not exist because all weights are zero (the mean is 0 there).
@@ -30,7 +25,7 @@ def weighted_mean(x: Float, weight: Float, groups: Groups, *, leave_one_out: boo
 
 
 def _means(x: Float, weight: Float, groups: Groups, leave_one_out: bool) -> tuple[Float, Bool]:
-    """Mean and weightlessness, one row per rollout when each leaves itself out, else one row per group."""
+    """Mean and where all weights are zero: one row per rollout if each leaves itself out, else one row per group."""
     if leave_one_out:
         total, moment = _sums_of_others(weight, weight * x, groups)
     else:
@@ -40,10 +35,14 @@ def _means(x: Float, weight: Float, groups: Groups, leave_one_out: bool) -> tupl
 
 
 def _sums_of_others(weight: Float, moment: Float, groups: Groups) -> tuple[Float, Float]:
-    """Sum both over j ≠ i without cancellation: a row that dominates its group gets the sum of the rest directly."""
+    """Sum weights and moments over j ≠ i without cancellation.
+
+    `whole − x` loses its digits where x is nearly the whole. So a rollout that dominates its group gets a sum of the
+    others alone.
+    """
     total = groups.spread(groups.sum(weight))
     dominant = (weight > DOMINANT * total).reshape(len(weight), -1)
-    columns = dominant.any(axis=0)  # few positions have one, and only they need the second sum
+    columns = dominant.any(axis=0)  # only these few positions need the second sum
     dominant = dominant[:, columns]
 
     def others(x: Float, whole: Float) -> Float:
@@ -59,11 +58,7 @@ def rollout_average(batch: Batch, weight: Float, *, leave_one_out: bool = False)
     """Return the baseline that is one weighted mean of total returns per rollout.
 
     B_i = Σ_j ω_j R_j / Σ_j ω_j; zero total weight gives the plain mean of the same rollouts, a group of one B = 0.
-
-    Args:
-        batch: The rollouts.
-        weight: ω [N], zero for rollouts without tokens.
-        leave_one_out: Leave rollout i out of its own baseline.
+    ω [N] is zero for rollouts without tokens.
     """
     baseline, weightless = scalar_mean(batch, weight, leave_one_out=leave_one_out)
     return BaselineResult(np.where(batch.alone, 0.0, baseline)[:, None], (weightless | batch.alone)[:, None])
@@ -71,11 +66,6 @@ def rollout_average(batch: Batch, weight: Float, *, leave_one_out: bool = False)
 
 def scalar_mean(batch: Batch, weight: Float, *, leave_one_out: bool) -> tuple[Float, Bool]:
     """Return the weighted mean of total returns per rollout, plain where all weights are zero.
-
-    Args:
-        batch: The rollouts.
-        weight: ω [N].
-        leave_one_out: Leave each rollout out of its own mean.
 
     Returns:
         The mean [N], and where the plain one stands in for it [N].
@@ -92,12 +82,6 @@ def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: 
 
     B_{i,t} = Σ_j ω_{j,t} G_{j,t} / Σ_j ω_{j,t} over j alive at t; zero total weight gives the plain mean of the same
     rollouts, a group of one B = 0, and where no other rollout is alive the tail policy decides.
-
-    Args:
-        batch: The rollouts.
-        weight: ω [N, T]; values outside the mask are not used.
-        tail: Policy where no other rollout is alive.
-        leave_one_out: Leave rollout i out of its own baseline.
     """
     alive, groups, returns = batch.alive, batch.groups, batch.returns
     mean, weightless = _means(returns, weight * alive, groups, leave_one_out)

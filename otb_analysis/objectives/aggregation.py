@@ -26,17 +26,11 @@ from otb_analysis.types import Bool, Float, Int
 
 @dataclass(frozen=True)
 class AggregationInputs:
-    """What an aggregation may look at; made by `training`.
+    """What an aggregation may look at; made by `training`."""
 
-    Attributes:
-        mask: True at policy tokens [N, T].
-        group: Prompt of each rollout [N].
-        advantage: A [N, T], for the aggregations that read its sign.
-    """
-
-    mask: Bool
-    group: Int
-    advantage: Float | None = None
+    mask: Bool  # True at policy tokens [N, T]
+    group: Int  # Prompt of each rollout [N]
+    advantage: Float | None = None  # A [N, T], for the aggregations that read its sign
 
     def __post_init__(self) -> None:
         """Check shapes and values."""
@@ -58,13 +52,9 @@ class AggregationInputs:
 
 @dataclass(frozen=True)
 class ConstantOptions:
-    """The constant of `constant`.
+    """The constant of `constant`."""
 
-    Attributes:
-        length: Tokens that every rollout's sum is divided by: the generation limit, the same at every step.
-    """
-
-    length: int = 1024
+    length: int = 1024  # Tokens that every rollout's sum is divided by: the generation limit, the same at every step
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -75,10 +65,6 @@ def sequence_sum(inputs: AggregationInputs, options: NoOptions) -> Float:
     """Sum over tokens and average over rollouts.
 
     a = 1/N: the gradient of the expected return, without a length in it.
-
-    Args:
-        inputs: Mask and groups.
-        options: None to set.
     """
     return _per_rollout(inputs, _share(inputs.present, inputs.present.sum()))
 
@@ -87,10 +73,6 @@ def token_mean(inputs: AggregationInputs, options: NoOptions) -> Float:
     """Average over all tokens of the batch.
 
     a = 1/Σ_j L_j: a long rollout weighs as much as its tokens. Public code.
-
-    Args:
-        inputs: Mask and groups.
-        options: None to set.
     """
     return _per_rollout(inputs, _share(inputs.present, inputs.length.sum()))
 
@@ -99,10 +81,6 @@ def sequence_mean(inputs: AggregationInputs, options: NoOptions) -> Float:
     """Average each rollout's tokens, then the rollouts.
 
     a = 1/(N L_i): a token of a long rollout weighs less. Equal lengths give `token_mean`. Public code of GRPO.
-
-    Args:
-        inputs: Mask and groups.
-        options: None to set.
     """
     return _per_rollout(inputs, _share(inputs.present, inputs.length * inputs.present.sum()))
 
@@ -111,10 +89,6 @@ def constant(inputs: AggregationInputs, options: ConstantOptions) -> Float:
     """Divide each rollout's sum by the same constant, and average the rollouts.
 
     a = 1/(N C): `sequence_sum` over C, so that a learning rate for `sequence_mean` fits. Public code of Dr. GRPO.
-
-    Args:
-        inputs: Mask and groups.
-        options: C.
     """
     return sequence_sum(inputs, NoOptions()) / options.length
 
@@ -124,10 +98,6 @@ def dapo(inputs: AggregationInputs, options: NoOptions) -> Float:
 
     a = 1/(P Σ_{j in group} L_j). One group gives `token_mean`, and so do groups with equally many tokens. The paper's
     formula; its code averages over the tokens of the whole batch, which is `token_mean`. Public code.
-
-    Args:
-        inputs: Mask and groups.
-        options: None to set.
     """
     groups = Groups.of(inputs.group)
     tokens = groups.sum(inputs.length)
@@ -140,10 +110,6 @@ def balanced(inputs: AggregationInputs, options: NoOptions) -> Float:
     a = (1/P) · (n_s/n) / Σ_{j in part s} L_j, n_s of the group's n rollouts in part s, s the sign of Σ_t A_{i,t}: the
     lengths of good and of bad rollouts no longer decide which weigh more. One sign gives `dapo`. Abstract of Balanced
     Aggregation, arXiv 2605.04077; that a rollout without advantage is a part of its own is ours.
-
-    Args:
-        inputs: Mask, groups and `advantage`.
-        options: None to set.
     """
     if inputs.advantage is None:
         raise InputError("balanced needs advantage, which is None; pass it in AggregationInputs.")
@@ -157,6 +123,7 @@ def balanced(inputs: AggregationInputs, options: NoOptions) -> Float:
     )
 
 
+# fmt: off
 AGGREGATIONS: dict[str, Formula] = {
     "sequence_sum": Formula(sequence_sum, "1/N", "REINFORCE", "code", needs=("group",)),
     "token_mean": Formula(token_mean, "1/Σ_j L_j over the batch", "PPO", "code", needs=("group",)),
@@ -166,25 +133,15 @@ AGGREGATIONS: dict[str, Formula] = {
     ),
     "dapo": Formula(dapo, "1/(P Σ_j L_j), j in the group", "DAPO, arXiv 2503.14476", "code", needs=("group",)),
     "balanced": Formula(
-        balanced,
-        "(1/P)(n_s/n) / Σ_j L_j, j in the group with the same sign s of A",
-        "Balanced Aggregation, arXiv 2605.04077",
-        "abstract",
-        needs=("group", "advantage"),
+        balanced, "(1/P)(n_s/n) / Σ_j L_j, j in the group with the same sign s of A",
+        "Balanced Aggregation, arXiv 2605.04077", "abstract", needs=("group", "advantage"),
     ),
 }
+# fmt: on
 
 
 def aggregation_weights(name: str, inputs: AggregationInputs, options: Any = None) -> Float:
-    """Return the weight of every token in the batch gradient.
-
-    Args:
-        name: A key of `AGGREGATIONS`.
-        inputs: Mask, groups and, where needed, advantages.
-        options: An instance of the entry's options dataclass; None means its defaults.
-
-    Returns:
-        a [N, T], zero outside the mask.
+    """Return the weight a of every token in the batch gradient [N, T], zero outside the mask.
 
     Raises:
         InputError: Unknown name, missing advantages or wrong options.

@@ -9,64 +9,38 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from otb_analysis.errors import InputError, nearest
+from otb_analysis.objectives.registry import lookup
 from otb_analysis.types import Float
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """One estimator.
+    """One estimator as a function of l, and its slope by log π(y): the coefficient of the score s_t in ∇ Σ value."""
 
-    Attributes:
-        name: Its name in `DIVERGENCES`.
-        value: l → estimate in nats.
-        slope: l → derivative by log π(y): the coefficient of the score s_t in the gradient of Σ value.
-        note: What it estimates, as a value and as a loss.
-    """
-
-    name: str
     value: Callable[[Float], Float]
     slope: Callable[[Float], Float]
-    note: str
 
 
 DIVERGENCES: dict[str, Divergence] = {
-    "k1": Divergence(
-        "k1", lambda log_ratio: log_ratio, np.ones_like, "Unbiased; as a loss its expected gradient is zero."
-    ),
-    "k2": Divergence(
-        "k2",
-        lambda log_ratio: 0.5 * log_ratio**2,
-        lambda log_ratio: log_ratio,
-        "Biased as a value; as a loss its expected gradient is that of KL(π‖π_ref).",
-    ),
-    "k3": Divergence(
-        "k3",
-        lambda log_ratio: np.expm1(-log_ratio) + log_ratio,
-        lambda log_ratio: -np.expm1(-log_ratio),
-        "Unbiased and never negative; as a loss its expected gradient is that of KL(π_ref‖π).",
-    ),
+    # Unbiased. As a loss its expected gradient is zero.
+    "k1": Divergence(lambda log_ratio: log_ratio, np.ones_like),
+    # Biased as a value. As a loss its expected gradient is that of KL(π‖π_ref).
+    "k2": Divergence(lambda log_ratio: 0.5 * log_ratio**2, lambda log_ratio: log_ratio),
+    # Unbiased and never negative. As a loss its expected gradient is that of KL(π_ref‖π).
+    "k3": Divergence(lambda log_ratio: np.expm1(-log_ratio) + log_ratio, lambda log_ratio: -np.expm1(-log_ratio)),
 }
 
 
 def divergence(name: str, logprob: ArrayLike, reference: ArrayLike) -> Float:
-    """Return the estimate of KL(π‖π_ref) at each sampled token.
+    """Return the estimate of KL(π‖π_ref) at each sampled token, in nats.
 
     k1 = l, k2 = l²/2, k3 = e^{−l} − 1 + l, l = log π(y) − log π_ref(y), y drawn from π. All three are zero where the
     policies agree. E[k1] = E[k3] = KL(π‖π_ref); E[k2] differs from it in third order.
 
-    Args:
-        name: A key of `DIVERGENCES`.
-        logprob: log π(y) in nats.
-        reference: log π_ref(y) in nats, of the same shape.
-
-    Returns:
-        Nats, same shape.
-
     Raises:
         InputError: The name is unknown.
     """
-    return _entry(name).value(_log_ratio(logprob, reference))
+    return lookup("divergence", name, DIVERGENCES).value(_log_ratio(logprob, reference))
 
 
 def divergence_slope(name: str, logprob: ArrayLike, reference: ArrayLike) -> Float:
@@ -78,13 +52,7 @@ def divergence_slope(name: str, logprob: ArrayLike, reference: ArrayLike) -> Flo
     Raises:
         InputError: The name is unknown.
     """
-    return _entry(name).slope(_log_ratio(logprob, reference))
-
-
-def _entry(name: str) -> Divergence:
-    if name not in DIVERGENCES:
-        raise InputError(f"divergence {name!r} does not exist; {nearest(name, DIVERGENCES)}")
-    return DIVERGENCES[name]
+    return lookup("divergence", name, DIVERGENCES).slope(_log_ratio(logprob, reference))
 
 
 def _log_ratio(logprob: ArrayLike, reference: ArrayLike) -> Float:

@@ -18,23 +18,16 @@ from otb_analysis.errors import InputError
 from otb_analysis.objectives.registry import boolean_mask, policy_values
 from otb_analysis.types import Bool, Float
 
-LOG_LIMIT = 700.0
-"""A sum of log ratios is held in ±700, so that no weight is infinite (e^709 is the largest float64)."""
+LOG_LIMIT = 700.0  # A sum of log ratios is held in ±700, so that no weight is infinite (e^709 is the largest float64)
 
 
 @dataclass(frozen=True)
 class ClipOptions:
-    """A clip around 1.
+    """A clip around 1."""
 
-    Attributes:
-        low: Below 1 − low a negative advantage has no gradient.
-        high: Above 1 + high a positive advantage has none (DAPO takes .28).
-        dual: Above it a negative advantage has none (dual clip, usually 3); infinite turns it off.
-    """
-
-    low: float = 0.2
-    high: float = 0.2
-    dual: float = float("inf")
+    low: float = 0.2  # Below 1 − low a negative advantage has no gradient
+    high: float = 0.2  # Above 1 + high a positive advantage has none (DAPO takes .28)
+    dual: float = float("inf")  # Above it a negative advantage has none (dual clip, usually 3); infinite turns it off
 
     def __post_init__(self) -> None:
         if not (self.low >= 0 and self.high >= 0 and self.dual > 1):
@@ -43,13 +36,7 @@ class ClipOptions:
 
 @dataclass(frozen=True)
 class GspoOptions(ClipOptions):
-    """The clip of a geometric mean, whose spread is that of a token's ratio over √L.
-
-    Attributes:
-        low: Below 1 − low a negative advantage has no gradient.
-        high: Above 1 + high a positive advantage has none.
-        dual: Above it a negative advantage has none; infinite turns it off.
-    """
+    """The clip of a geometric mean, whose spread is that of a token's ratio over √L."""
 
     low: float = 3e-4
     high: float = 4e-4
@@ -57,15 +44,10 @@ class GspoOptions(ClipOptions):
 
 @dataclass(frozen=True)
 class BoundOptions:
-    """Bounds of a logarithm that widen with the square root of the position.
+    """Bounds of a logarithm that widen with the square root of the position."""
 
-    Attributes:
-        low: The log ratio is held at −low·√t or above, t counting policy tokens from 1.
-        high: And at high·√t or below.
-    """
-
-    low: float = 0.025
-    high: float = 0.05
+    low: float = 0.025  # The log ratio is held at −low·√t or above, t counting policy tokens from 1
+    high: float = 0.05  # And at high·√t or below
 
     def __post_init__(self) -> None:
         if not (self.low >= 0 and self.high >= 0):
@@ -74,13 +56,9 @@ class BoundOptions:
 
 @dataclass(frozen=True)
 class PositionOptions(BoundOptions):
-    """A clip at the same bounds.
+    """A clip at the same bounds."""
 
-    Attributes:
-        dual: Above it a negative advantage has no gradient (dual clip); infinite turns it off.
-    """
-
-    dual: float = 3.0
+    dual: float = 3.0  # Above it a negative advantage has no gradient (dual clip); infinite turns it off
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,13 +68,9 @@ class PositionOptions(BoundOptions):
 
 @dataclass(frozen=True)
 class TruncationOptions:
-    """A cap.
+    """A cap."""
 
-    Attributes:
-        cap: Ratios above it are replaced by it.
-    """
-
-    cap: float = 2.0
+    cap: float = 2.0  # Ratios above it are replaced by it
 
     def __post_init__(self) -> None:
         if not self.cap > 0:
@@ -105,17 +79,11 @@ class TruncationOptions:
 
 @dataclass(frozen=True)
 class MaskOptions:
-    """Which rollouts count.
+    """Which rollouts count."""
 
-    Attributes:
-        low: Rollouts whose geometric mean ratio is below 1 − low are dropped.
-        high: And those above 1 + high.
-        veto: And those with any token ratio below it.
-    """
-
-    low: float = 0.001
-    high: float = 0.001
-    veto: float = 1e-4
+    low: float = 0.001  # Rollouts whose geometric mean ratio is below 1 − low are dropped
+    high: float = 0.001  # And those above 1 + high
+    veto: float = 1e-4  # And those with any token ratio below it
 
     def __post_init__(self) -> None:
         if not (self.low >= 0 and self.high >= 0 and self.veto >= 0):
@@ -124,36 +92,23 @@ class MaskOptions:
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a clip stops the gradient, each a number or one per token [N, T].
+    """Where a clip stops the gradient, each a number or one per token [N, T]."""
 
-    Attributes:
-        low: Below it, for a negative advantage.
-        high: Above it, for a positive one.
-        dual: Above it, for a negative one (dual clip).
-    """
-
-    low: Float
-    high: Float
-    dual: Float
+    low: Float  # Below it, for a negative advantage
+    high: Float  # Above it, for a positive one
+    dual: Float  # Above it, for a negative one (dual clip)
 
 
-FREE = Limits(np.array(0.0), np.array(np.inf), np.array(np.inf))
-"""No clip."""
+FREE = Limits(np.array(0.0), np.array(np.inf), np.array(np.inf))  # No clip
 
 
 @dataclass(frozen=True)
 class RatioInputs:
-    """What an importance ratio may look at; made by `training`.
+    """What an importance ratio may look at; made by `training`."""
 
-    Attributes:
-        logprob: log π(y_t) in nats under the parameters being updated [N, T].
-        behavior_logprob: log μ(y_t) under the policy that sampled [N, T].
-        mask: True at policy tokens [N, T]; entries outside are never read.
-    """
-
-    logprob: Float
-    behavior_logprob: Float
-    mask: Bool
+    logprob: Float  # log π(y_t) in nats under the parameters being updated [N, T]
+    behavior_logprob: Float  # log μ(y_t) under the policy that sampled [N, T]
+    mask: Bool  # True at policy tokens [N, T]; entries outside are never read
 
     def __post_init__(self) -> None:
         """Check shapes and values; keep float64 columns that are zero outside the mask."""
@@ -178,28 +133,16 @@ class Ratio:
 
     The surrogate of a token with weighted advantage u is, inside `kept`,
     min(r u, clip(r, low, high) u) and, for u < 0, not below dual·u.
-
-    Attributes:
-        value: r_t [N, T], after truncation, zero outside the mask.
-        mask: True at policy tokens [N, T].
-        limits: low, high and dual of the clip.
-        kept: False where a mask removes the token whatever its advantage [N, T].
-        limited: True where a truncation replaced the ratio, or a mask removed it, whatever the advantage [N, T].
-        through: `token`: the gradient of r_t flows through log π(y_t) alone, as r_t s_t; what else r_t holds is a
-            constant. `rollout`: through every token of the rollout, as r (1/L) Σ_k s_k.
     """
 
-    value: Float
-    mask: Bool
-    limits: Limits
-    kept: Bool
-    limited: Bool
+    value: Float  # r_t [N, T], after truncation, zero outside the mask
+    mask: Bool  # True at policy tokens [N, T]
+    limits: Limits  # low, high and dual of the clip
+    kept: Bool  # False where a mask removes the token whatever its advantage [N, T]
+    limited: Bool  # True where a truncation replaced the ratio, or a mask removed it, whatever the advantage [N, T]
+    # `token`: the gradient of r_t flows through log π(y_t) alone, as r_t s_t; what else r_t holds is a constant.
+    # `rollout`: through every token of the rollout, as r (1/L) Σ_k s_k.
     through: Literal["token", "rollout"] = "token"
-
-    @property
-    def clipped_value(self) -> Float:
-        """clip(r_t, low, high) [N, T], zero outside the mask: the ratio that the clipped branch holds."""
-        return masked(np.clip(self.value, self.limits.low, self.limits.high), self.mask)
 
     def clipped(self, weighted: ArrayLike) -> Bool:
         """Return where the clip stops the gradient of a token whose advantage has this sign.
@@ -213,7 +156,7 @@ class Ratio:
         return self.mask & (negative | ((u > 0) & (r > limits.high)))
 
     def coefficient(self, weighted: ArrayLike) -> Float:
-        """Return what multiplies each score in the gradient of the surrogate.
+        """Return c [N, T], what multiplies each score in the gradient of the surrogate; zero outside the mask.
 
         ∇ Σ_t f(r_t, u_t) = Σ_t c_t s_t. Through the token c_t = r_t u_t where neither clip nor mask stops it; through
         the rollout c_k = (1/L) Σ_t r u_t over the same tokens, for every k of the rollout. Exact at the parameters of
@@ -221,9 +164,6 @@ class Ratio:
 
         Args:
             weighted: u = advantage · aggregation weight [N, T]; 0 at tokens without advantage.
-
-        Returns:
-            c [N, T], zero outside the mask.
         """
         u = masked(weighted, self.mask)
         flows = self.kept & ~self.clipped(u)

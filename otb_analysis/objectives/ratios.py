@@ -23,40 +23,18 @@ from otb_analysis.objectives.importance import (
     Ratio,
     RatioInputs,
     TruncationOptions,
-    effective_sample_size,
-    learning_rate_factor,
 )
 from otb_analysis.objectives.registry import Formula, NoOptions, checked_options, lookup
 from otb_analysis.types import Bool, Float
 
-__all__ = [
-    "RATIOS",
-    "BoundOptions",
-    "ClipOptions",
-    "GspoOptions",
-    "Limits",
-    "MaskOptions",
-    "PositionOptions",
-    "Ratio",
-    "RatioEntry",
-    "RatioInputs",
-    "TruncationOptions",
-    "effective_sample_size",
-    "importance_ratio",
-    "learning_rate_factor",
-]
-
 
 @dataclass(frozen=True)
 class RatioEntry(Formula):
-    """One row of `RATIOS`.
-
-    Attributes:
-        keeps_mean: True when a constant baseline leaves the mean of the gradient unchanged off-policy; a test
-            enumerates it, and the catalogue prints by how much the others move it.
-    """
+    """One row of `RATIOS`."""
 
     needs: tuple[str, ...] = ("logprob", "behavior_logprob")
+    # True when a constant baseline leaves the mean of the gradient unchanged off-policy; a test enumerates it, and the
+    # catalogue prints by how much the others move it
     keeps_mean: bool = False
 
 
@@ -64,10 +42,6 @@ def none(inputs: RatioInputs, options: NoOptions) -> Ratio:
     """Weight every token by 1, whoever sampled it.
 
     r_t = 1: the on-policy gradient; off-policy nothing corrects for the sampler.
-
-    Args:
-        inputs: Log-probabilities.
-        options: None to set.
     """
     return _ratio(inputs, np.ones(inputs.mask.shape))
 
@@ -76,10 +50,6 @@ def token(inputs: RatioInputs, options: NoOptions) -> Ratio:
     """Weight by the token's own ratio.
 
     r_t = ρ_t. A constant baseline drops out; the distribution of prefixes stays the sampler's.
-
-    Args:
-        inputs: Log-probabilities.
-        options: None to set.
     """
     return _ratio(inputs, np.exp(inputs.log_ratio))
 
@@ -88,10 +58,6 @@ def sequence(inputs: RatioInputs, options: NoOptions) -> Ratio:
     """Weight every token by the ratio of the whole completion.
 
     r = Π_j ρ_j, a constant in the gradient: Σ_t r A_t s_t is unbiased for ∇J with any constant baseline. Proved.
-
-    Args:
-        inputs: Log-probabilities.
-        options: None to set.
     """
     return _ratio(inputs, _exp(inputs.log_ratio.sum(axis=1, keepdims=True)))
 
@@ -101,10 +67,6 @@ def cumulative(inputs: RatioInputs, options: NoOptions) -> Ratio:
 
     r_t = Π_{j≤t} ρ_j, gradient through the current token only. Prefix and token are corrected, what follows stays the
     sampler's: E = Σ_t E_π[s_t Q^μ_t], whatever constant baseline. Proved; arXiv 2605.07331.
-
-    Args:
-        inputs: Log-probabilities.
-        options: None to set.
     """
     return _ratio(inputs, _exp(_cumulated(inputs)))
 
@@ -114,10 +76,6 @@ def minpro(inputs: RatioInputs, options: NoOptions) -> Ratio:
 
     r_t = ρ_t · min_{j<t} ρ_j, and ρ_1 at the first token; gradient through the current token only. The product form
     is a guess at MinPRO, arXiv 2601.22718, whose abstract speaks of the smallest ratio of the preceding prefix.
-
-    Args:
-        inputs: Log-probabilities.
-        options: None to set.
     """
     so_far = np.minimum.accumulate(np.where(inputs.mask, inputs.log_ratio, np.inf), axis=1)
     before = np.concatenate([np.full((len(so_far), 1), np.inf), so_far], axis=1)[:, : so_far.shape[1]]
@@ -128,10 +86,6 @@ def ppo(inputs: RatioInputs, options: ClipOptions) -> Ratio:
     """Clip the token's ratio where the update has already gone far enough.
 
     Surrogate min(ρ_t u_t, clip(ρ_t, 1 − low, 1 + high) u_t), not below dual·u_t. Public code.
-
-    Args:
-        inputs: Log-probabilities.
-        options: The clip; `high` above `low` is DAPO's clip-higher.
     """
     return _ratio(inputs, np.exp(inputs.log_ratio), _around_one(options))
 
@@ -140,10 +94,6 @@ def gspo(inputs: RatioInputs, options: GspoOptions) -> Ratio:
     """Clip the geometric mean ratio of the completion, with gradient through all its tokens.
 
     r = (Π_j ρ_j)^{1/L}, ∇r = r (1/L) Σ_k s_k; surrogate as `ppo`, for the whole rollout. Public code.
-
-    Args:
-        inputs: Log-probabilities.
-        options: The clip.
     """
     return _ratio(inputs, np.exp(_log_mean(inputs)), _around_one(options), through="rollout")
 
@@ -153,10 +103,6 @@ def ctpo(inputs: RatioInputs, options: PositionOptions) -> Ratio:
 
     r_t = Π_{j≤t} ρ_j; surrogate min(r_t u_t, clip(r_t, e^{−low √t}, e^{high √t}) u_t), not below dual·u_t; gradient
     through the current token only. Public code of CTPO, arXiv 2605.07331.
-
-    Args:
-        inputs: Log-probabilities.
-        options: The clip.
     """
     low, high = _bounds(inputs, options)
     return _ratio(inputs, _exp(_cumulated(inputs)), Limits(low, high, np.asarray(options.dual)))
@@ -166,10 +112,6 @@ def cumulative_truncated(inputs: RatioInputs, options: BoundOptions) -> Ratio:
     """Hold the cumulative ratio in bounds that widen with the position, and keep every token's gradient.
 
     r_t = clip(Π_{j≤t} ρ_j, e^{−low √t}, e^{high √t}), a weight whatever the sign of A.
-
-    Args:
-        inputs: Log-probabilities.
-        options: The bounds.
     """
     low, high = _bounds(inputs, options)
     return _truncated(inputs, _exp(_cumulated(inputs)), low, high)
@@ -179,10 +121,6 @@ def tis(inputs: RatioInputs, options: TruncationOptions) -> Ratio:
     """Truncate the token's ratio from above, and keep every token's gradient.
 
     r_t = min(ρ_t, cap), a weight whatever the sign of A. Public code (truncated importance sampling).
-
-    Args:
-        inputs: Log-probabilities.
-        options: The cap.
     """
     return _truncated(inputs, np.exp(inputs.log_ratio), np.asarray(0.0), np.asarray(options.cap))
 
@@ -192,10 +130,6 @@ def sequence_mask(inputs: RatioInputs, options: MaskOptions) -> Ratio:
 
     r_t = ρ_t where (Π_j ρ_j)^{1/L} ∈ [1 − low, 1 + high] and every ρ_j ≥ veto; else no gradient for the whole rollout.
     Public code of Dr. Kernel, arXiv 2602.05885.
-
-    Args:
-        inputs: Log-probabilities.
-        options: The bounds.
     """
     ratio, mean = np.exp(inputs.log_ratio), np.exp(_log_mean(inputs))
     vetoed = (inputs.mask & (ratio < options.veto)).any(axis=1, keepdims=True)
@@ -203,6 +137,7 @@ def sequence_mask(inputs: RatioInputs, options: MaskOptions) -> Ratio:
     return _ratio(inputs, ratio, kept=inputs.mask & kept)
 
 
+# fmt: off
 RATIOS: dict[str, RatioEntry] = {
     "none": RatioEntry(none, "1", "REINFORCE", "code", needs=()),
     "token": RatioEntry(token, "ρ_t", "PPO without its clip", "code", keeps_mean=True),
@@ -212,40 +147,24 @@ RATIOS: dict[str, RatioEntry] = {
     "ppo": RatioEntry(ppo, "ρ_t in min(ρ_t A, clip(ρ_t, 1 − ε, 1 + ε) A)", "PPO", "code", options=ClipOptions),
     "gspo": RatioEntry(gspo, "(Π_j ρ_j)^{1/L}, clipped as ppo", "GSPO, arXiv 2507.18071", "code", options=GspoOptions),
     "ctpo": RatioEntry(
-        ctpo,
-        "Π_{j≤t} ρ_j, its log clipped at −.025 √t and .05 √t as ppo clips",
-        "CTPO, arXiv 2605.07331",
-        "code",
+        ctpo, "Π_{j≤t} ρ_j, its log clipped at −.025 √t and .05 √t as ppo clips", "CTPO, arXiv 2605.07331", "code",
         options=PositionOptions,
     ),
     "cumulative_truncated": RatioEntry(
-        cumulative_truncated,
-        "clip(Π_{j≤t} ρ_j, e^{−.025 √t}, e^{.05 √t})",
-        "the bounds of CTPO as a truncation",
-        "proved",
-        options=BoundOptions,
+        cumulative_truncated, "clip(Π_{j≤t} ρ_j, e^{−.025 √t}, e^{.05 √t})", "the bounds of CTPO as a truncation",
+        "proved", options=BoundOptions,
     ),
     "tis": RatioEntry(tis, "min(ρ_t, cap)", "truncated importance sampling", "code", options=TruncationOptions),
     "sequence_mask": RatioEntry(
-        sequence_mask,
-        "ρ_t · 1[(Π_j ρ_j)^{1/L} ∈ 1 ± .001] · 1[min_j ρ_j ≥ 1e-4]",
-        "Dr. Kernel, arXiv 2602.05885",
-        "code",
-        options=MaskOptions,
+        sequence_mask, "ρ_t · 1[(Π_j ρ_j)^{1/L} ∈ 1 ± .001] · 1[min_j ρ_j ≥ 1e-4]", "Dr. Kernel, arXiv 2602.05885",
+        "code", options=MaskOptions,
     ),
 }
+# fmt: on
 
 
 def importance_ratio(name: str, inputs: RatioInputs, options: Any = None) -> Ratio:
     """Return a ratio with everything its gradient needs.
-
-    Args:
-        name: A key of `RATIOS`.
-        inputs: Log-probabilities and mask.
-        options: An instance of the entry's options dataclass; None means its defaults.
-
-    Returns:
-        The ratio; zero outside the mask. `Ratio.coefficient(advantage * weights)` is what multiplies each score.
 
     Raises:
         InputError: Unknown name or wrong options.

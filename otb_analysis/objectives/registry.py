@@ -1,7 +1,7 @@
 """What every registry of formulas shares: the row of metadata, looking a name up, options, and checked arrays.
 
 Ratios, aggregations and reward shapings are dict literals of `Formula`; estimators have a row of their own
-(`estimators.entry`) and the same options.
+(`estimators.spec`) and the same options.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,23 +27,15 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class Formula:
-    """One row of a registry.
+    """One row of a registry."""
 
-    Attributes:
-        function: (inputs, options) → the answer, a pure function; its docstring's first line is the summary.
-        formula: What it computes, in Unicode.
-        source: Where it comes from.
-        standing: code, proved, abstract or guess: how well that source is known.
-        needs: Inputs it reads beyond the mask.
-        options: Its frozen options dataclass; unknown fields raise.
-    """
-
+    # (inputs, options) → the answer, a pure function; its docstring's first line is the summary
     function: Callable[[Any, Any], Any]
-    formula: str
-    source: str
-    standing: Provenance
-    needs: tuple[str, ...] = ()
-    options: type = NoOptions
+    formula: str  # What it computes, in Unicode
+    source: str  # Where it comes from
+    provenance: Provenance  # code, proved, abstract or guess: how well that source is known
+    needs: tuple[str, ...] = ()  # Inputs it reads beyond the mask
+    options: type = NoOptions  # Its frozen options dataclass; unknown fields raise
 
     @property
     def summary(self) -> str:
@@ -53,11 +45,6 @@ class Formula:
 
 def lookup(kind: str, name: str, registry: Mapping[str, Row]) -> Row:
     """Return a row of a registry.
-
-    Args:
-        kind: What the registry holds, for the error sentence.
-        name: A key.
-        registry: The dict literal.
 
     Raises:
         InputError: The name does not exist.
@@ -69,11 +56,6 @@ def lookup(kind: str, name: str, registry: Mapping[str, Row]) -> Row:
 
 def checked_options(name: str, kind: type, options: Any) -> Any:
     """Return the options, or the defaults for None.
-
-    Args:
-        name: Of the formula.
-        kind: Its options dataclass.
-        options: What the caller passed.
 
     Raises:
         InputError: The options are of another type.
@@ -89,12 +71,7 @@ def checked_options(name: str, kind: type, options: Any) -> Any:
 
 
 def options_from_table(name: str, kind: type, values: Mapping[str, Any]) -> Any:
-    """Return options from a configuration's table.
-
-    Args:
-        name: Of the formula.
-        kind: Its options dataclass.
-        values: Option name → value, as text or as what it is; what is left out keeps its default.
+    """Return options from a configuration's table; values may be text, and what is left out keeps its default.
 
     Raises:
         InputError: An option does not exist, or a value does not fit.
@@ -121,54 +98,42 @@ def _from_text(name: str, key: str, value: Any, default: Any) -> Any:
 def boolean_mask(mask: ArrayLike) -> Bool:
     """Return the mask.
 
-    Args:
-        mask: True at policy tokens [N, T].
-
     Raises:
         InputError: It is not boolean or not [N, T].
     """
-    found = np.asarray(mask)
-    if found.ndim != 2 or found.dtype != np.bool_:
-        raise InputError(f"mask has shape {found.shape} and dtype {found.dtype}; pass booleans of shape [N, T].")
-    return found
+    mask = np.asarray(mask)
+    if mask.ndim != 2 or mask.dtype != np.bool_:
+        raise InputError(f"mask has shape {mask.shape} and dtype {mask.dtype}; pass booleans of shape [N, T].")
+    return mask
 
 
 def group_vector(group: ArrayLike, rollouts: int) -> Int:
     """Return the group of each rollout [N].
 
-    Args:
-        group: Any integers [N].
-        rollouts: N of the mask.
-
     Raises:
         InputError: The shape or the type does not fit.
     """
-    found = np.asarray(group)
-    if found.shape != (rollouts,) or not np.issubdtype(found.dtype, np.integer):
+    group = np.asarray(group)
+    if group.shape != (rollouts,) or not np.issubdtype(group.dtype, np.integer):
         raise InputError(
-            f"group has shape {found.shape} and dtype {found.dtype} but mask has {rollouts} rollouts; "
+            f"group has shape {group.shape} and dtype {group.dtype} but mask has {rollouts} rollouts; "
             "pass one integer per rollout, shape [N]."
         )
-    return found
+    return group
 
 
 def policy_values(name: str, x: ArrayLike | None, mask: Bool) -> Float:
-    """Return a column in float64, zero outside the mask, whatever stands there.
-
-    Args:
-        name: Of the column, for the error sentence.
-        x: Values [N, T].
-        mask: True at policy tokens [N, T].
+    """Return a column in float64, zero outside the mask, where values are never read.
 
     Raises:
         InputError: It is None, of another shape, or NaN or infinite inside the mask.
     """
     if x is None or np.shape(x) != mask.shape:
-        given = "is None" if x is None else f"has shape {np.shape(x)}"
-        raise InputError(f"{name} {given} but mask has {len(mask)} rollouts; pass shape [N, T] = {mask.shape}.")
-    found = masked(x, mask)
-    wrong = np.argwhere(~np.isfinite(found))
+        shape = "is None" if x is None else f"has shape {np.shape(x)}"
+        raise InputError(f"{name} {shape} but mask has {len(mask)} rollouts; pass shape [N, T] = {mask.shape}.")
+    values = masked(x, mask)
+    wrong = np.argwhere(~np.isfinite(values))
     if len(wrong):
         n, t = map(int, wrong[0])
-        raise InputError(f"{name} is {found[n, t]} at rollout {n}, token {t}; pass a finite value per policy token.")
-    return found
+        raise InputError(f"{name} is {values[n, t]} at rollout {n}, token {t}; pass a finite value per policy token.")
+    return values

@@ -30,17 +30,11 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class ShapingInputs:
-    """What a reward shaping may look at; made by `training`.
+    """What a reward shaping may look at; made by `training`."""
 
-    Attributes:
-        reward: Reward per token [N, T].
-        mask: True at policy tokens [N, T].
-        group: Prompt of each rollout [N].
-    """
-
-    reward: Float
-    mask: Bool
-    group: Int
+    reward: Float  # Reward per token [N, T]
+    mask: Bool  # True at policy tokens [N, T]
+    group: Int  # Prompt of each rollout [N]
 
     def __post_init__(self) -> None:
         """Check shapes and values; keep float64 rewards that are zero outside the mask."""
@@ -61,30 +55,19 @@ class ShapingInputs:
 
 @dataclass(frozen=True)
 class Shaped:
-    """Rewards after shaping; read by `training`.
+    """Rewards after shaping; read by `training`."""
 
-    Attributes:
-        reward: Reward per token [N, T], zero outside the mask.
-        keep: False for rollouts that take no part in the update [N].
-    """
-
-    reward: Float
-    keep: Bool
+    reward: Float  # Reward per token [N, T], zero outside the mask
+    keep: Bool  # False for rollouts that take no part in the update [N]
 
 
 @dataclass(frozen=True)
 class LambdaOptions:
-    """Options of `grpo_lambda`.
+    """Options of `grpo_lambda`."""
 
-    Attributes:
-        share: The share of groups, best by accuracy, whose rewards depend on length.
-        alpha: α, the most a long correct rollout can lose.
-        correct: Total reward at or above which a rollout is correct.
-    """
-
-    share: float = 0.2
-    alpha: float = 0.6
-    correct: float = 0.5
+    share: float = 0.2  # The share of groups, best by accuracy, whose rewards depend on length
+    alpha: float = 0.6  # α, the most a long correct rollout can lose
+    correct: float = 0.5  # Total reward at or above which a rollout is correct
 
     def __post_init__(self) -> None:
         if not (0 <= self.share <= 1 and 0 <= self.alpha <= 1):
@@ -93,15 +76,10 @@ class LambdaOptions:
 
 @dataclass(frozen=True)
 class OverlongOptions:
-    """Options of `overlong`.
+    """Options of `overlong`."""
 
-    Attributes:
-        limit: L_max, policy tokens at which the penalty is 1.
-        buffer: Tokens before it over which the penalty grows from 0.
-    """
-
-    limit: int = 20480
-    buffer: int = 4096
+    limit: int = 20480  # L_max, policy tokens at which the penalty is 1
+    buffer: int = 4096  # Tokens before it over which the penalty grows from 0
 
     def __post_init__(self) -> None:
         if not 0 < self.buffer <= self.limit:
@@ -112,10 +90,6 @@ def none(inputs: ShapingInputs, options: NoOptions) -> Shaped:
     """Leave the rewards alone.
 
     r' = r.
-
-    Args:
-        inputs: Rewards, mask and groups.
-        options: None to set.
     """
     return Shaped(inputs.reward, np.ones(len(inputs.mask), bool))
 
@@ -127,10 +101,6 @@ def grpo_lambda(inputs: ShapingInputs, options: LambdaOptions) -> Shaped:
     or 1 in the others. Mean and std (ddof 0) of lengths over the group's correct rollouts; one length gives 1 − α/2.
     The top ⌈share·P⌉ groups, and whoever ties with the last of them; none without a correct rollout. Abstract of
     GRPO-λ, arXiv 2505.18086.
-
-    Args:
-        inputs: Rewards, mask and groups.
-        options: share, α and what is correct.
     """
     groups = Groups.of(inputs.group)
     correct = (inputs.total >= options.correct).astype(np.float64)
@@ -149,10 +119,6 @@ def overlong(inputs: ShapingInputs, options: OverlongOptions) -> Shaped:
     """Take up to 1 from rollouts that come near the length limit.
 
     R' = R − clip((L − (L_max − buffer))/buffer, 0, 1). Public code of DAPO, arXiv 2503.14476.
-
-    Args:
-        inputs: Rewards, mask and groups.
-        options: L_max and buffer.
     """
     penalty = np.clip((inputs.length - (options.limit - options.buffer)) / options.buffer, 0.0, 1.0)
     return Shaped(_add_last(inputs.reward, inputs.mask, -penalty), np.ones(len(penalty), bool))
@@ -163,10 +129,6 @@ def drop_equal(inputs: ShapingInputs, options: NoOptions) -> Shaped:
 
     keep_i = not all R_j of the group are equal: with a group mean they have no gradient, and a batch filled up with
     others has more. Without refilling it only changes what an average divides by. Abstract of DAPO's dynamic sampling.
-
-    Args:
-        inputs: Rewards, mask and groups.
-        options: None to set.
     """
     groups = Groups.of(inputs.group)
     away = inputs.total - groups.spread(groups.sum(inputs.total) / groups.count)
@@ -175,41 +137,28 @@ def drop_equal(inputs: ShapingInputs, options: NoOptions) -> Shaped:
     return Shaped(inputs.reward, groups.spread(differs))
 
 
+# fmt: off
 SHAPINGS: dict[str, Formula] = {
     "none": Formula(none, "r", "the task's own reward", "code", needs=("reward",)),
     "grpo_lambda": Formula(
         grpo_lambda,
         "1 − α·σ((L − mean_correct)/std_correct) if correct, else 0, in the best-solved groups; else 0 or 1",
-        "GRPO-λ, arXiv 2505.18086",
-        "abstract",
-        needs=("reward", "group"),
-        options=LambdaOptions,
+        "GRPO-λ, arXiv 2505.18086", "abstract", needs=("reward", "group"), options=LambdaOptions,
     ),
     "overlong": Formula(
-        overlong,
-        "R − clip((L − (L_max − buffer))/buffer, 0, 1)",
-        "DAPO, arXiv 2503.14476",
-        "code",
-        needs=("reward",),
-        options=OverlongOptions,
+        overlong, "R − clip((L − (L_max − buffer))/buffer, 0, 1)", "DAPO, arXiv 2503.14476", "code",
+        needs=("reward",), options=OverlongOptions,
     ),
     "drop_equal": Formula(
-        drop_equal,
-        "keep where not all R_j of the group are equal",
-        "DAPO, arXiv 2503.14476",
-        "abstract",
+        drop_equal, "keep where not all R_j of the group are equal", "DAPO, arXiv 2503.14476", "abstract",
         needs=("reward", "group"),
     ),
 }
+# fmt: on
 
 
 def shape_rewards(name: str, inputs: ShapingInputs, options: Any = None) -> Shaped:
     """Return rewards after shaping and which rollouts stay.
-
-    Args:
-        name: A key of `SHAPINGS`.
-        inputs: Rewards, mask and groups.
-        options: An instance of the entry's options dataclass; None means its defaults.
 
     Raises:
         InputError: Unknown name or wrong options.

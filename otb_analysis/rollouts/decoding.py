@@ -1,12 +1,12 @@
-"""Token by token: what `generate` draws, at less cost where many short texts are drawn at once.
+"""Sampling token by token: the same draws as `generate`, cheaper where many short texts are drawn at once.
 
-Equal contexts are read once, keys and values grow in place instead of being copied for every token, and rows that have
-ended leave the batch. The tokens drawn from a seed are those of `model.generate` but for rounding: as `multinomial`
-does, y = argmax_v π_v / e_v with e ~ Exp(1), drawn for every row whether it has ended or not.
+Equal contexts are run once, keys and values grow in place instead of being copied for every token, and rows that have
+ended leave the batch. A seed draws the tokens that `model.generate` would draw, up to rounding: like `multinomial`,
+y = argmax_v π_v / e_v with e ~ Exp(1), and e is drawn for every row whether it has ended or not.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,53 +16,46 @@ from torch.distributed.tensor import DTensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from otb_analysis.errors import NonFiniteError
 from otb_analysis.phases import advance, count_to
 
-ROOM, SHARE = 32, 4
-"""A full cache grows by ROOM columns or by one SHARE-th of its length, whichever is more."""
-SPARSE = 0.8
-"""Rows that have ended leave the batch once no more than this share of it goes on."""
+ROOM, SHARE = 32, 4  # A full cache grows by ROOM columns or by one SHARE-th of its length, whichever is more
+SPARSE = 0.8  # Rows that have ended leave the batch once no more than this share of it goes on
 READ = ("input_ids", "attention_mask", "position_ids", "past_key_values")
 PREPARED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """What a model must take as input, and the methods by which `generate` would change that."""
 
 
+class NonFiniteLogits(NonFiniteError):
+    """The policy's logits are NaN or infinite; raised by a generator, which knows contexts and not rollouts."""
+
+    def __init__(self, row: int, token: int):
+        super().__init__(f"logits of context {row} are not finite at generated token {token}.")
+        self.row, self.token = row, token
+
+
 @dataclass(frozen=True)
 class Drawn:
-    """What `decode` drew; entries after a row's first end token are arbitrary.
+    """What `decode` drew; entries after a row's first end token are arbitrary."""
 
-    Attributes:
-        token_ids: Drawn tokens [N, T].
-        logprobs: log-probability of each, in nats [N, T].
-    """
-
-    token_ids: Tensor
-    logprobs: Tensor
+    token_ids: Tensor  # Drawn tokens [N, T]
+    logprobs: Tensor  # log-probability of each, in nats [N, T]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How tokens are drawn.
+    """How tokens are drawn."""
 
-    Attributes:
-        max_new_tokens: Budget of each row.
-        temperature: τ of softmax(logits / τ).
-        ends: Tokens that end a row.
-        pad: Fills the left of shorter contexts, unseen.
-        refuse: Called with the row and the number of tokens before, where logits are not finite; raises.
-    """
-
-    max_new_tokens: int
-    temperature: float
-    ends: Sequence[int]
-    pad: int
-    refuse: Callable[[int, int], None]
+    max_new_tokens: int  # Budget of each row
+    temperature: float  # τ of softmax(logits / τ)
+    ends: Sequence[int]  # Tokens that end a row
+    pad: int  # Fills the left of shorter contexts, unseen
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Return why `decode` does not follow a model, None where it does.
+    """Return why `decode` cannot run a model, or None where it can.
 
-    It follows those whose layers all keep every key and value, and whose inputs are prepared as most models' are.
+    It needs layers that all keep every key and value, and inputs that transformers prepares by its own methods.
     """
     kinds = sorted({type(layer).__name__ for layer in DynamicCache(config=model.config).layers})
     if kinds != [DynamicLayer.__name__]:
@@ -71,19 +64,18 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     missing = [name for name in READ if name not in known]
     if missing:
         return f"its forward pass takes no {missing[0]}"
-    own = [name for name in PREPARED if getattr(type(model), name) is not getattr(GenerationMixin, name)]
-    return f"it has a {own[0]} of its own" if own else None
+    overridden = [name for name in PREPARED if getattr(type(model), name) is not getattr(GenerationMixin, name)]
+    return f"it has a {overridden[0]} of its own" if overridden else None
 
 
 def decode(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw) -> Drawn:
-    """Continue contexts until each has ended or used its budget up.
+    """Continue contexts until each has ended or used up its budget.
 
-    y_t = argmax_v π_v / e_v with e ~ Exp(1), which is a draw from π = softmax(logits / τ).
+    y_t = argmax_v π_v / e_v with e ~ Exp(1), which is a draw from π = softmax(logits / τ). `unsupported_reason` of the
+    model is None.
 
-    Args:
-        model: A model for which `unsupported_reason` is None.
-        contexts: N token sequences.
-        draw: How.
+    Raises:
+        NonFiniteLogits: Logits of a row that goes on are NaN or infinite.
     """
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     # inference mode spares every small operation its bookkeeping; buffers of gathered shards are written in both modes
@@ -104,8 +96,9 @@ def _draw(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw)
         scores = batch.logits.float() / draw.temperature
         bad = ~scores.isfinite().all(-1) & ~ended
         if bool(bad.any()):
-            draw.refuse(int(rows[bad][0]), t)
+            raise NonFiniteLogits(int(rows[bad][0]), t)
         log_pi = scores.log_softmax(-1)
+        # for all n rows, also those that have left the batch: so a seed draws the same whatever rows are left
         waiting = torch.empty(n, scores.shape[1], device=device).exponential_()
         token = (log_pi.exp() / (waiting if len(rows) == n else waiting[rows])).argmax(-1)
         tokens[rows, t], logprobs[rows, t] = token, log_pi.gather(1, token[:, None])[:, 0]

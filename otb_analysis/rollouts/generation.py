@@ -1,4 +1,4 @@
-"""Who continues texts: one protocol, a transformers model behind it; plain sampling, temperature only."""
+"""Generators: a protocol, and its implementation by transformers; plain sampling, temperature only."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.errors import InputError
 from otb_analysis.phases import advance, count_to
-from otb_analysis.rollouts.decoding import Draw, decode, unsupported_reason
+from otb_analysis.rollouts.decoding import Draw, NonFiniteLogits, decode, unsupported_reason
 from otb_analysis.rollouts.models import special_id
 
 _log = logging.getLogger(__name__)
@@ -25,34 +25,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Generation:
-    """One sampled continuation.
+    """One sampled continuation."""
 
-    Attributes:
-        token_ids: The sampled tokens, the end token included when it was sampled.
-        logprobs: log-probability of each under the distribution it was drawn from, in nats.
-        finished: True when the last token is an end token.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finished: bool
-
-
-class NonFiniteLogits(NonFiniteError):
-    """The policy's logits are NaN or infinite; raised by a generator, which knows contexts and not rollouts.
-
-    Attributes:
-        row: Index of the context.
-        token: Tokens generated before.
-    """
-
-    def __init__(self, row: int, token: int):
-        super().__init__(f"logits of context {row} are not finite at generated token {token}.")
-        self.row, self.token = row, token
+    token_ids: list[int]  # The sampled tokens, the end token included when it was sampled
+    logprobs: list[float]  # log-probability of each under the distribution it was drawn from, in nats
+    finished: bool  # True when the last token is an end token
 
 
 class Generator(Protocol):
-    """Whatever can continue texts: transformers here, a serving engine elsewhere."""
+    """Continues texts: a transformers model here, a serving engine elsewhere."""
 
     def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
         """Continue each context by at most `max_new_tokens` tokens, up to and including the end token."""
@@ -86,11 +67,10 @@ class _Tempered(LogitsProcessor):
 
 
 class TransformersGenerator:
-    """Sampling with every filter off whatever the checkpoint's own settings say.
+    """Samples without any filter, whatever the checkpoint's own settings say.
 
-    By `decode` where it follows the model, else by `model.generate`, which is logged: both draw the same tokens from a
-    seed.
-    A generation ends with the tokenizer's end token or any other that the checkpoint's generation settings name.
+    `decode` samples where it supports the model, else `model.generate`, which is logged; a seed draws the same tokens
+    from both. A generation ends with the tokenizer's end token or one that the checkpoint's generation settings name.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -98,16 +78,16 @@ class TransformersGenerator:
         self.pad = special_id(tokenizer, "pad")
         self.ends = end_tokens(model, tokenizer)
         reason = unsupported_reason(model)
-        self.follows = reason is None
+        self.by_decode = reason is None
         if reason is not None:
             _log.info("%s is sampled by its own generate: %s.", type(model).__name__, reason)
 
     def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
         """Continue each context; see `Generator.generate`."""
         check_contexts(self.model, [*contexts, [self.pad]], max_new_tokens)
-        if not self.follows:
+        if not self.by_decode:
             return self.generate_plainly(contexts, max_new_tokens, temperature)
-        drawn = decode(self.model, contexts, Draw(max_new_tokens, temperature, self.ends, self.pad, _refuse))
+        drawn = decode(self.model, contexts, Draw(max_new_tokens, temperature, self.ends, self.pad))
         return self._all_cut(drawn.token_ids, drawn.logprobs)
 
     @torch.no_grad()
@@ -135,12 +115,12 @@ class TransformersGenerator:
     @contextmanager
     def _plain_settings(self) -> Iterator[None]:
         """Hide the checkpoint's generation settings: `generate` fills every field left open from them."""
-        own = self.model.generation_config
+        settings = self.model.generation_config
         self.model.generation_config = GenerationConfig()
         try:
             yield
         finally:
-            self.model.generation_config = own
+            self.model.generation_config = settings
 
     def _settings(self, max_new_tokens: int) -> GenerationConfig:
         return GenerationConfig(
@@ -163,14 +143,10 @@ class TransformersGenerator:
         return Generation(tokens[:length], logprobs[:length], end is not None)
 
 
-def _refuse(row: int, token: int) -> None:
-    raise NonFiniteLogits(row, token)
-
-
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that end a text: the tokenizer's, and any that the checkpoint's generation settings name."""
-    own = getattr(model.generation_config, "eos_token_id", None)
-    named = own if isinstance(own, list) else [own]
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    named = ends if isinstance(ends, list) else [ends]
     return sorted({special_id(tokenizer, "eos"), *(i for i in named if isinstance(i, int))})
 
 

@@ -30,7 +30,6 @@ class VllmGenerator:
 
     Args:
         model: The policy, loaded from a directory, which the engine loads too.
-        tokenizer: Its tokenizer.
         memory: Share of the GPU's memory that the engine may take.
 
     Raises:

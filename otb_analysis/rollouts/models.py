@@ -25,18 +25,14 @@ from otb_analysis.errors import InputError
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 MAX_POSITIONS = 1024
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""A directory without any of them has no tokenizer, though the library would make an empty one."""
+"""A directory needs one of them: without any, the library would make an empty tokenizer."""
 SHIPPED = {"demo": Path(otb_analysis.__file__).parent / "policies" / "demo"}
-"""Policies that come with the package, by name: so that a demo starts alike on every machine."""
+"""Policies that come with the package, by name; with them a demo starts alike on every machine."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token per character, plus padding, end and unknown.
-
-    Args:
-        alphabet: The characters; repeated ones count once.
-    """
+    """Make a tokenizer with one token per character, plus padding, end and unknown."""
     vocab = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(set(alphabet))])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -55,8 +51,6 @@ def small_model(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, se
     """Make a randomly initialised Qwen3-type model for a tokenizer.
 
     Args:
-        config: Sizes.
-        tokenizer: Gives the vocabulary and the special ids.
         seed: Seed of the initial weights; the global random state is left as it was.
 
     Raises:
@@ -96,10 +90,10 @@ def special_id(tokenizer: PreTrainedTokenizerBase, name: Literal["pad", "eos"]) 
     Raises:
         InputError: The tokenizer has none.
     """
-    found = getattr(tokenizer, f"{name}_token_id")
-    if not isinstance(found, int):
+    token_id = getattr(tokenizer, f"{name}_token_id")
+    if not isinstance(token_id, int):
         raise InputError(f"the tokenizer has no {name}_token; set it in its tokenizer_config.json.")
-    return found
+    return token_id
 
 
 def output_layer(model: PreTrainedModel) -> nn.Module:
@@ -108,10 +102,10 @@ def output_layer(model: PreTrainedModel) -> nn.Module:
     Raises:
         InputError: The model has none, so it is no language model.
     """
-    found = model.get_output_embeddings()
-    if not isinstance(found, nn.Module):
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, nn.Module):
         raise InputError(f"{type(model).__name__} has no output layer over a vocabulary; pass a causal language model.")
-    return found
+    return layer
 
 
 def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -137,15 +131,15 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
-        model, found = loaded
+        model, loading_info = loaded
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # someone else's files can make the loading library fail in any way
         raise InputError(
             f"{path} cannot be loaded as a causal language model with its tokenizer ({_first_sentence(error)}); "
             "pass another directory written by save_pretrained."
         ) from error
-    if found["missing_keys"]:
-        name = min(found["missing_keys"])
+    if missing := loading_info["missing_keys"]:
+        name = min(missing)
         raise InputError(
             f"{path} holds no weights for {name}, which would be random; save the causal language model, head included."
         )
@@ -160,7 +154,7 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
 
 
 def _missing(path: str) -> str:
-    """Return the sentence of a directory that is not there; a name on a hub, OWNER/NAME, is one as well."""
+    """Return the error of a missing directory; it differs where the path looks like a hub name, OWNER/NAME."""
     if HUB_NAME.fullmatch(path):
         return (
             f"model {path} is no directory here, and nothing is downloaded from a hub; write the model and its "

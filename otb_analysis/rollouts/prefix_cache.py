@@ -1,7 +1,7 @@
-"""Prompts read once: rollouts of one prompt go on from its keys and values, which keep their graph.
+"""Run each prompt once: its rollouts continue from its keys and values, which keep their graph.
 
-log π(y_t | x, y_{<t}) and its gradient are what a pass over prompt and completion gives; a group of G rollouts reads
-its prompt once instead of G times, and the last token of a rollout, after which nothing is drawn, not at all.
+log π(y_t | x, y_{<t}) and its gradient are those of a pass over prompt and completion. A group of G rollouts runs its
+prompt once instead of G times, and the last token of a rollout, which predicts nothing, is not run.
 """
 
 from collections.abc import Iterator
@@ -26,33 +26,20 @@ MASKED = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class PrefixCache:
-    """The different prompts of a batch as a model read them; made by `read_prompts`, read by scoring passes.
+    """The different prompts of a batch as a model read them; made by `read_prompts`, read by scoring passes."""
 
-    Attributes:
-        keys: Of each layer [P, heads, S, d'], S the length of the longest prompt.
-        values: The same.
-        real: 1 at tokens, 0 at padding [P, S].
-        hidden: Final hidden state behind each prompt [P, d], with its graph.
-        of: Each rollout's prompt [n].
-    """
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    real: Tensor
-    hidden: Tensor
-    of: Tensor
+    keys: tuple[Tensor, ...]  # Of each layer [P, heads, S, d'], S the length of the longest prompt
+    values: tuple[Tensor, ...]  # The same
+    real: Tensor  # 1 at tokens, 0 at padding [P, S]
+    hidden: Tensor  # Final hidden state behind each prompt [P, d], with its graph
+    of: Tensor  # Each rollout's prompt [n]
 
     def take(self, rows: Int) -> "PrefixCache":
         """Return what some of the rollouts go on from."""
         return replace(self, of=self.of[torch.as_tensor(rows, device=self.of.device)])
 
     def inputs(self, ids: Tensor, present: Tensor) -> dict[str, Any]:
-        """Return a model's inputs for completions.
-
-        Args:
-            ids: Completion tokens [n, T].
-            present: True at tokens, false at padding [n, T].
-        """
+        """Return a model's inputs for completions [n, T]; `present` is false at padding."""
         before = self.real[self.of]
         steps = torch.arange(ids.shape[1], device=ids.device)
         layers = zip(self.keys, self.values, strict=True)
@@ -100,10 +87,6 @@ def supports_prefix_cache(model: PreTrainedModel) -> bool:
 def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> PrefixCache | None:
     """Read every different prompt of a batch once.
 
-    Args:
-        model: A model that `supports_prefix_cache`.
-        rollouts: N rollouts.
-
     Returns:
         None where nothing would be saved: rollouts have no prompt in common, or none has a second token.
     """
@@ -119,28 +102,31 @@ def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> PrefixCache | No
         ids[i, : len(text)], real[i, : len(text)] = text, 1
     layers = [DynamicLayer() for _ in DynamicCache(config=model.config).layers]
     seen, mask = torch.as_tensor(ids, device=model.device), torch.as_tensor(real, device=model.device)
-    with _last_states(model, mask.sum(1) - 1) as found:
+    with _last_states(model, mask.sum(1) - 1) as states:
         model(input_ids=seen, attention_mask=mask, past_key_values=Cache(layers=[*layers]), use_cache=True)
     return PrefixCache(
         keys=tuple(layer.keys for layer in layers if layer.keys is not None),
         values=tuple(layer.values for layer in layers if layer.values is not None),
         real=mask,
-        hidden=found[0],
+        hidden=states[0],
         of=torch.as_tensor([number[text] for text in texts], device=model.device),
     )
 
 
 @contextmanager
 def _last_states(model: PreTrainedModel, last: Tensor) -> Iterator[list[Tensor]]:
-    """Collect the final hidden state at one position of each row; the output layer sees a single one of them."""
-    found: list[Tensor] = []
+    """Collect the final hidden state at one position of each row.
+
+    Nobody needs the prompt's logits, so the output layer is given a single state of the batch.
+    """
+    states: list[Tensor] = []
 
     def choose(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        found.append(inputs[0][torch.arange(len(last), device=last.device), last])
+        states.append(inputs[0][torch.arange(len(last), device=last.device), last])
         return (inputs[0][:1, :1], *inputs[1:])
 
     hook = output_layer(model).register_forward_pre_hook(choose)
     try:
-        yield found
+        yield states
     finally:
         hook.remove()

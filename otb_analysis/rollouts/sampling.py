@@ -168,11 +168,6 @@ def sample(
     begins. The episode ends when the task has no reply, the length budget of a turn is used up, or at `max_turns`.
 
     Args:
-        generator: Continues token sequences.
-        tokenizer: Encodes prompts and replies.
-        task: Supplies replies.
-        prompts: One per group [P].
-        config: Group size, budgets, temperature.
         group: Index of the prompt that each rollout answers [N], where only some of them are wanted.
 
     Returns:
@@ -207,10 +202,6 @@ def sample(
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """Return a prompt's tokens: the text's, or the chat template's with the text as the user's message.
-
-    Args:
-        tokenizer: Its chat template is used where it has one and the prompt asks for it.
-        prompt: Text, and whether it is a message.
 
     Raises:
         InputError: There are none.

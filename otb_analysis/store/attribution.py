@@ -13,9 +13,6 @@ MEASURED_BY = "the level attribution measures it: otb train --measure.attributio
 def attributed_steps(store: RunStore) -> list[int]:
     """Return the steps whose tokens carry their share of ‖ḡ‖², in order.
 
-    Args:
-        store: A run.
-
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
@@ -25,9 +22,6 @@ def attributed_steps(store: RunStore) -> list[int]:
 
 def largest_attributed_step(store: RunStore) -> int:
     """Return the attributed step with the largest gradient, the one to look at first.
-
-    Args:
-        store: A run.
 
     Raises:
         InputError: No step was attributed; the sentence says what measures it.
@@ -42,10 +36,6 @@ def largest_attributed_step(store: RunStore) -> int:
 def step_attribution(store: RunStore, step: int) -> StepAttribution:
     """Return who holds ‖ḡ‖² at a step.
 
-    Args:
-        store: A run.
-        step: A step that was attributed.
-
     Raises:
         InputError: The step was not attributed; the sentence names those that were, or what measures them.
         StoreError: A part is broken or lacks a key column.
@@ -58,11 +48,11 @@ def step_attribution(store: RunStore, step: int) -> StepAttribution:
         raise InputError(f"step {step} of {store.path.name} has no attribution, {have}; {MEASURED_BY}.")
     norm = store.steps_df([step], ["grad_norm"])["grad_norm"].to_numpy(np.float64, na_value=np.nan)
     split = bool(tokens[["signal", "noise"]].notna().to_numpy().all())
-    found = AttributedTokens(
+    attributed = AttributedTokens(
         *(tokens[name].to_numpy(np.int64) for name in ("group", "rollout", "t")),
         *(_floats(tokens, name) for name in ("attribution", "signal", "noise")[: 3 if split else 1]),
     )
-    return attribute_step(step, found, float(norm[0]) if norm.size else None)
+    return attribute_step(step, attributed, float(norm[0]) if norm.size else None)
 
 
 def _floats(tokens: pd.DataFrame, name: str) -> np.ndarray:

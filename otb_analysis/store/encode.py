@@ -29,17 +29,11 @@ def encode(table: str, step: int, columns: Columns) -> pa.Table:
     None and masked entries become null and mean *not measured*; NaN stays NaN. A column of the schema that is not
     passed is null throughout; `step` may be left out; columns beyond the schema are kept as they are.
 
-    Args:
-        table: A key of `TABLES`.
-        step: The step all rows belong to.
-        columns: Values by column name.
-
     Raises:
         InputError: A key column is missing or holds a null, lengths differ, or values do not fit the dtype.
     """
-    given = {str(name): columns[name] for name in columns}
     schema = {c.name: c for c in TABLES[table]}
-    arrays = {name: _array(table, name, values, schema.get(name)) for name, values in given.items()}
+    arrays = {str(name): _array(table, str(name), columns[name], schema.get(str(name))) for name in columns}
     n_rows = _common_length(table, arrays)
     arrays.setdefault("step", pa.array(np.full(n_rows, step, dtype=np.int64)))
     _check_keys(table, step, arrays)
@@ -48,12 +42,7 @@ def encode(table: str, step: int, columns: Columns) -> pa.Table:
 
 
 def encode_scalars(table: str, step: int, scalars: Mapping[str, object]) -> pa.Table:
-    """Return a table of one row.
-
-    Args:
-        table: A key of `TABLES`.
-        step: The step.
-        scalars: Value by column name; None means not measured.
+    """Return a table of one row; None means not measured.
 
     Raises:
         InputError: A value does not fit its column.

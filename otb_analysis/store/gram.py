@@ -13,10 +13,6 @@ def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
 
     The M·P group gradients are put in one row, index m·P + p; the table holds the upper triangle of their
     inner products, diagonal included: MP(MP + 1)/2 rows.
-
-    Args:
-        step: The step.
-        gram: Inner products; its symmetry is trusted, the upper triangle is what is stored.
     """
     n_rows, n_groups = len(gram.labels), gram.n_prompts
     upper, other = np.triu_indices(n_rows * n_groups)
@@ -40,7 +36,6 @@ def subgroup_rows(step: int, grams: Mapping[int, Gram]) -> dict[str, np.ndarray]
     """Return the columns of the `subgroups` table for one step: those of `gram_rows`, and the size, for each size.
 
     Args:
-        step: The step.
         grams: Products of smaller groups (`statistics.mean_over_subgroups`) by their size; at least one.
     """
     parts = [gram_rows(step, gram) for gram in grams.values()]
@@ -56,7 +51,6 @@ def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
     measured by different processes) is NaN.
 
     Args:
-        rows: Rows of one step, all columns; at least one.
         prompt_of: Group → name of its prompt; unless it knows all of them, prompts stay unnamed.
     """
     # The first of each pair changes slowest, so the order of `gram_rows` is that in which the others appear.

@@ -1,8 +1,8 @@
 """Where things lie on disk, and which parts of a run a reader may see.
 
 A part holds one step of one table from one rank. The `steps` part is written last, so the steps that have one are the
-complete ones; every other part is invisible, as is anything whose name is not a part's (a temporary file starts with a
-dot). Compaction will list its merged parts in a manifest; `visible_parts` is the one place that has to learn of it.
+complete ones. Readers skip all other parts, and files whose names are not those of parts (a temporary file starts with
+a dot). Compaction will list its merged parts in a manifest; only `visible_parts` will have to read it.
 """
 
 import re
@@ -21,24 +21,15 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,@-]{0,127}")
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """One Parquet file of a table; made by listing a folder, read by the readers.
+    """One Parquet file of a table; made by listing a folder, read by the readers."""
 
-    Attributes:
-        step: The step whose rows it holds.
-        rank: The process that wrote it.
-        path: Where it lies.
-    """
-
-    step: int
-    rank: int
-    path: Path
+    step: int  # The step whose rows it holds
+    rank: int  # The process that wrote it
+    path: Path  # Where it lies
 
 
 def check_run_name(run: str) -> str:
     """Return the name if it can be a directory name anywhere.
-
-    Args:
-        run: Name of a run.
 
     Raises:
         InputError: It is empty, too long, or holds a slash, a space or another sign that is not plain.
@@ -52,23 +43,12 @@ def check_run_name(run: str) -> str:
 
 
 def part_path(run_dir: Path, table: str, step: int, rank: int) -> Path:
-    """Return where a part lies: <run>/<table>/part-<step>-r<rank>.parquet.
-
-    Args:
-        run_dir: Directory of the run.
-        table: A key of `TABLES`.
-        step: The step.
-        rank: The process that writes.
-    """
+    """Return where a part lies: <run>/<table>/part-<step>-r<rank>.parquet."""
     return run_dir / table / f"part-{step:08d}-r{rank}.parquet"
 
 
 def parts_of(run_dir: Path, table: str) -> list[Part]:
     """Return all parts of one table, by step and rank, complete or not.
-
-    Args:
-        run_dir: Directory of the run.
-        table: A key of `TABLES`.
 
     Raises:
         StoreError: The folder cannot be listed.
@@ -85,11 +65,7 @@ def parts_of(run_dir: Path, table: str) -> list[Part]:
 
 
 def complete_steps(run_dir: Path) -> list[int]:
-    """Return the steps that are complete, in order: those with a `steps` part.
-
-    Args:
-        run_dir: Directory of the run.
-    """
+    """Return the steps that are complete, in order: those with a `steps` part."""
     return sorted({part.step for part in parts_of(run_dir, "steps")})
 
 
@@ -97,11 +73,6 @@ def visible_parts(run_dir: Path, tables: Iterable[str], steps: Iterable[int] | N
     """Return the parts a reader may see of each table: those of the steps that are complete at this moment.
 
     The complete steps are looked up once, so that all tables of one answer show the same ones.
-
-    Args:
-        run_dir: Directory of the run.
-        tables: Keys of `TABLES`.
-        steps: Only these steps; None means all.
     """
     visible = set(complete_steps(run_dir))
     if steps is not None:
@@ -110,19 +81,12 @@ def visible_parts(run_dir: Path, tables: Iterable[str], steps: Iterable[int] | N
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a directory is a run, whole or broken: it has a run.json or a table's folder.
-
-    Args:
-        path: Any path.
-    """
+    """Return whether a directory is a run, whole or broken: it has a run.json or a table's folder."""
     return path.is_dir() and any((path / name).exists() for name in (RUN_FILE, *TABLES))
 
 
 def list_runs(root: Path) -> list[Path]:
     """Return the run directories of a root by name; none when the root does not exist.
-
-    Args:
-        root: Directory that holds runs.
 
     Raises:
         StoreError: The root is there but cannot be listed.
@@ -137,9 +101,6 @@ def list_runs(root: Path) -> list[Path]:
 
 def find_run(path: Path) -> Path:
     """Return the path if it is a run.
-
-    Args:
-        path: Directory of the run.
 
     Raises:
         InputError: There is no such run; the sentence names the nearest one beside it.

@@ -14,7 +14,7 @@ _PROC = Path("/proc")
 
 
 def this_process() -> dict[str, object]:
-    """Return what tells this process from every other: host, the place its number means something in, number, start."""
+    """Return what identifies this process: host, the place in which its number is valid, number, start."""
     pid = os.getpid()
     return {"host": platform.node(), "place": _place(), "pid": pid, "start": _start(pid)}
 
@@ -25,7 +25,6 @@ def standing(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
     A run that says it is running is `stopped` where its process is known to be gone, and `running` otherwise.
 
     Args:
-        info: Content of run.json.
         heard: When the run was last written to, in words.
     """
     status, reason = str(info.get("status") or ""), str(info.get("reason") or "")
@@ -40,11 +39,7 @@ def standing(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
 
 
 def other_writer(info: Mapping[str, object]) -> int | None:
-    """Return the number of another process that is known to be writing a run; None where none is known.
-
-    Args:
-        info: Content of run.json.
-    """
+    """Return the number of another process that is known to be writing a run; None where none is known."""
     process = info.get("process")
     if info.get("status") != "running" or not isinstance(process, Mapping) or not _lives(process):
         return None
@@ -52,7 +47,7 @@ def other_writer(info: Mapping[str, object]) -> int | None:
 
 
 def _lives(process: Mapping[str, object]) -> bool | None:
-    """Return whether a process is there; None where this one does not see it by number."""
+    """Return whether a process is running; None where this process cannot see it by number."""
     if process.get("place") is None or process.get("place") != _place():
         return None
     pid = process.get("pid")
@@ -60,7 +55,7 @@ def _lives(process: Mapping[str, object]) -> bool | None:
 
 
 def _place() -> str | None:
-    """Return what two processes share exactly when they see each other by number; None where this cannot be told."""
+    """Return host, boot and process namespace; processes of one place see each other's numbers, None if unknown."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{platform.node()} {boot} {os.readlink(_PROC / 'self/ns/pid')}"

@@ -27,21 +27,18 @@ _ASKED_WRONG = (
 )
 """The query is at fault for certain; behind any other error there may be a broken part, and all are read to find it."""
 
-Parameters = Sequence[object] | Mapping[str, object]
+Steps = Sequence[int] | None
+Names = Sequence[str] | None
+Parameters = Sequence[object] | Mapping[str, object] | None
 
 
 class RunStore:
-    """Reads one run, also while it is being written; safe to share between threads.
-
-    Attributes:
-        path: Directory of the run.
-    """
+    """Reads one run, also while it is being written; safe to share between threads."""
 
     def __init__(self, path: str | Path, *, memory_limit: str = "1GB") -> None:
         """Open a run.
 
         Args:
-            path: Directory of the run, runs/<run>.
             memory_limit: What one query may hold in memory, as DuckDB writes it.
 
         Raises:
@@ -70,19 +67,13 @@ class RunStore:
         return complete_steps(self.path)
 
     def tokens_df(
-        self,
-        steps: Sequence[int] | None = None,
-        columns: Sequence[str] | None = None,
-        where: str | None = None,
-        params: Parameters | None = None,
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
     ) -> pd.DataFrame:
         """Return tokens, one row each, by step.
 
         Args:
             steps: Only these steps; None means all complete ones.
-            columns: Only these columns, in this order; None means all.
             where: An SQL condition over the columns, with `?` or `$name` for `params`.
-            params: Values for the condition.
 
         Raises:
             InputError: A column is unknown (the nearest is named) or the condition cannot be run.
@@ -91,61 +82,28 @@ class RunStore:
         return self._frame("tokens", steps, columns, where, params)
 
     def rollouts_df(
-        self,
-        steps: Sequence[int] | None = None,
-        columns: Sequence[str] | None = None,
-        where: str | None = None,
-        params: Parameters | None = None,
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
     ) -> pd.DataFrame:
         """Return rollouts, one row each, by step; arguments and errors are those of `tokens_df`."""
         return self._frame("rollouts", steps, columns, where, params)
 
     def steps_df(
-        self,
-        steps: Sequence[int] | None = None,
-        columns: Sequence[str] | None = None,
-        where: str | None = None,
-        params: Parameters | None = None,
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
     ) -> pd.DataFrame:
         """Return the scalars of training, one row per step; arguments and errors are those of `tokens_df`."""
         return self._frame("steps", steps, columns, where, params)
 
     def gradients_df(
-        self,
-        steps: Sequence[int] | None = None,
-        columns: Sequence[str] | None = None,
-        where: str | None = None,
-        params: Parameters | None = None,
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
     ) -> pd.DataFrame:
         """Return one row per measured step and estimator; arguments and errors are those of `tokens_df`."""
         return self._frame("gradients", steps, columns, where, params)
 
-    def grams_df(
-        self,
-        steps: Sequence[int] | None = None,
-        columns: Sequence[str] | None = None,
-        where: str | None = None,
-        params: Parameters | None = None,
-    ) -> pd.DataFrame:
-        """Return inner products of group gradients, each pair once; arguments and errors are those of `tokens_df`."""
-        return self._frame("grams", steps, columns, where, params)
-
-    def subgroups_df(
-        self,
-        steps: Sequence[int] | None = None,
-        columns: Sequence[str] | None = None,
-        where: str | None = None,
-        params: Parameters | None = None,
-    ) -> pd.DataFrame:
-        """Return products of smaller groups' gradients; arguments and errors are those of `tokens_df`."""
-        return self._frame("subgroups", steps, columns, where, params)
-
-    def sql(self, query: str, params: Parameters | None = None) -> pd.DataFrame:
+    def sql(self, query: str, params: Parameters = None) -> pd.DataFrame:
         """Return the answer to one SELECT over the views tokens, rollouts, steps, gradients, grams, subgroups.
 
         Args:
             query: One SELECT in DuckDB's SQL; it can reach no file outside this run's directory and change nothing.
-            params: Values for `?` or `$name` in it.
 
         Raises:
             InputError: The query is not one SELECT, or cannot be run.
@@ -158,37 +116,28 @@ class RunStore:
     def gram(self, step: int) -> Gram | None:
         """Return the Gram matrix of group gradients at one step, or None where it was not measured.
 
-        Args:
-            step: A step.
-
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
         return self.grams([step]).get(step)
 
-    def grams(self, steps: Sequence[int] | None = None) -> dict[int, Gram]:
+    def grams(self, steps: Steps = None) -> dict[int, Gram]:
         """Return the Gram matrices of all measured steps, in order; one query instead of one per step.
 
         Prompts carry their `prompt_id` where the rollouts were stored with it.
 
-        Args:
-            steps: Only these steps; None means all complete ones.
-
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        return self._rebuilt(self.grams_df(steps))
+        return self._rebuilt(self._frame("grams", steps))
 
-    def subgroup_grams(self, steps: Sequence[int] | None = None) -> dict[int, dict[int, Gram]]:
+    def subgroup_grams(self, steps: Steps = None) -> dict[int, dict[int, Gram]]:
         """Return the Gram matrices of smaller groups, by size and then by step; empty where none were measured.
 
-        Args:
-            steps: Only these steps; None means all complete ones.
-
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        rows = self.subgroups_df(steps)
+        rows = self._frame("subgroups", steps)
         return {int(str(size)): self._rebuilt(part) for size, part in rows.groupby("size")}
 
     def _rebuilt(self, rows: pd.DataFrame) -> dict[int, Gram]:
@@ -202,9 +151,6 @@ class RunStore:
 
     def token_arrays(self, step: int) -> TokenArrays:
         """Return one step's tokens as [N, T] arrays, from which any estimator can be computed again.
-
-        Args:
-            step: A complete step.
 
         Raises:
             InputError: The step is not complete, or there is no such step.
@@ -221,10 +167,10 @@ class RunStore:
     def _frame(
         self,
         table: str,
-        steps: Sequence[int] | None,
-        columns: Sequence[str] | None,
-        where: str | None,
-        params: Parameters | None,
+        steps: Steps = None,
+        columns: Names = None,
+        where: str | None = None,
+        params: Parameters = None,
     ) -> pd.DataFrame:
         parts = visible_parts(self.path, [table], steps)
         known = column_names(table, parts[table]) if columns is not None else []
@@ -236,7 +182,7 @@ class RunStore:
         condition = "" if where is None else f" WHERE ({where}\n)"
         return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts)
 
-    def _run(self, query: str, params: Parameters | None, tables: Mapping[str, Sequence[Part]]) -> pd.DataFrame:
+    def _run(self, query: str, params: Parameters, tables: Mapping[str, Sequence[Part]]) -> pd.DataFrame:
         with self._connection.cursor() as cursor:
             try:
                 _check_read_only(cursor, query)

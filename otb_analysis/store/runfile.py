@@ -4,20 +4,19 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import BinaryIO
 
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import SCHEMA_VERSION
+from otb_analysis.store.atomic import atomic_file
 from otb_analysis.store.layout import RUN_FILE
 from otb_analysis.store.liveness import this_process
 
 RESERVE = ".reserve"
-"""A file of no use but its room: given up when a run ends, so that a full disk can still record how it ended."""
+"""A file that only holds disk space. It is deleted when a run ends, so that a full disk still has room for run.json."""
 
 PACKAGES = ("otb-analysis", "torch", "transformers", "numpy", "pandas", "pyarrow", "duckdb")
 ENDINGS = ("complete", "failed")
@@ -29,37 +28,8 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that appears under `path` only when everything is in it and on the disk.
-
-    It is written beside its place under a name with a dot, synchronised and renamed; if anything fails it is removed.
-
-    Args:
-        path: Where the file is to appear.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def new_run(run: str, config: Mapping[str, object]) -> dict[str, object]:
-    """Return the content of the run.json of a run that starts now.
-
-    Args:
-        run: Its name.
-        config: Its whole configuration, nested.
-    """
+    """Return the content of the run.json of a run that starts now."""
     return {
         "run": run,
         "status": "running",
@@ -80,10 +50,6 @@ def new_run(run: str, config: Mapping[str, object]) -> dict[str, object]:
 def write_run_file(run_dir: Path, info: Mapping[str, object]) -> None:
     """Write run.json; values JSON does not know (a path, say) are written as their text.
 
-    Args:
-        run_dir: Directory of the run.
-        info: Its content.
-
     Raises:
         OSError: It cannot be written.
     """
@@ -95,9 +61,6 @@ def write_run_file(run_dir: Path, info: Mapping[str, object]) -> None:
 def write_reserve(run_dir: Path) -> None:
     """Set aside the room that one more run.json needs.
 
-    Args:
-        run_dir: Directory of the run, with its run.json.
-
     Raises:
         OSError: There is no room.
     """
@@ -108,9 +71,6 @@ def write_reserve(run_dir: Path) -> None:
 def read_run_file(run_dir: Path) -> dict[str, object]:
     """Return the content of run.json.
 
-    Args:
-        run_dir: Directory of the run.
-
     Raises:
         StoreError: It cannot be read, or it was written by a newer version.
     """
@@ -120,12 +80,12 @@ def read_run_file(run_dir: Path) -> dict[str, object]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise StoreError(f"{path} cannot be read ({why}); restore it, or delete the run and write it again.") from error
-    found = info.get("schema_version") if isinstance(info, dict) else None
-    if not isinstance(found, int):
+    schema = info.get("schema_version") if isinstance(info, dict) else None
+    if not isinstance(schema, int):
         raise StoreError(f"{path} names no schema_version; restore it, or delete the run and write it again.")
-    if found > SCHEMA_VERSION:
+    if schema > SCHEMA_VERSION:
         raise StoreError(
-            f"{path} has schema_version {found}, but this otb-analysis reads up to {SCHEMA_VERSION}; "
+            f"{path} has schema_version {schema}, but this otb-analysis reads up to {SCHEMA_VERSION}; "
             "upgrade otb-analysis to read the run."
         )
     return info

@@ -47,9 +47,6 @@ def runs_df(root: str | Path = "runs") -> pd.DataFrame:
     A run that cannot be read has status `broken` and its `reason` says why; one that says it is running while its
     process is gone has status `stopped`, and the reason of one on another machine says when it was last written to.
 
-    Args:
-        root: Directory that holds runs; one that does not exist holds none.
-
     Raises:
         StoreError: The root cannot be listed.
     """
@@ -62,12 +59,7 @@ def runs_df(root: str | Path = "runs") -> pd.DataFrame:
 
 
 def flat_config(config: Mapping[str, object], prefix: str = "config") -> Iterator[tuple[str, object]]:
-    """Yield a nested configuration as (dotted name, value) pairs; a list becomes its JSON.
-
-    Args:
-        config: The configuration.
-        prefix: What the names start with.
-    """
+    """Yield a nested configuration as (dotted name, value) pairs; a list becomes its JSON."""
     for key, value in config.items():
         name = f"{prefix}.{key}"
         if isinstance(value, Mapping):

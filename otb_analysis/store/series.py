@@ -10,11 +10,7 @@ NUMBERS = tuple(c.name for c in TABLES["steps"] if c.dtype in ("DOUBLE", "BIGINT
 
 
 def step_series(steps: pd.DataFrame) -> StepSeries:
-    """Return the scalars of a run by step, NaN where a step did not record one.
-
-    Args:
-        steps: From `RunStore.steps_df`; flags become 0 and 1, columns that are no numbers are left out.
-    """
+    """Return the scalars of a run by step, NaN where a step did not record one; flags become 0 and 1."""
     ordered = steps.sort_values("step")
     columns = {
         name: ordered[name].astype("Float64").to_numpy(np.float64, na_value=np.nan)

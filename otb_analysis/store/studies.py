@@ -1,4 +1,4 @@
-"""Committed studies as they lie on disk: what was asked, found and measured, without running a study's own code."""
+"""Committed studies read from disk (question, verdict, tables, figures), without running a study's own code."""
 
 import re
 from dataclasses import dataclass
@@ -19,29 +19,17 @@ MEASURED, NOT_RUN, BROKEN = "measured", "not run yet", "cannot be read"
 
 @dataclass(frozen=True)
 class CommittedStudy:
-    """One folder `NN_slug` of studies; made by `committed_studies`, read by the dashboard.
+    """One folder `NN_slug` of studies; made by `committed_studies`, read by the dashboard."""
 
-    Attributes:
-        folder: The folder.
-        title: A few words.
-        question: One sentence; empty where neither page nor index has it.
-        verdict: The answer in one line; of a study that cannot be read, why; empty where it was not run.
-        body: The numbers and how to read them, as Markdown.
-        command: What runs it.
-        cost: Minutes, cells, memory and machines in one sentence; empty where it was not run.
-        state: `measured`, `not run yet` or `cannot be read`.
-        figures: The SVG files that its page shows, in its order.
-    """
-
-    folder: Path
-    title: str
-    question: str
-    verdict: str
-    body: str
-    command: str
-    cost: str
-    state: str
-    figures: tuple[Path, ...] = ()
+    folder: Path  # The folder
+    title: str  # A few words
+    question: str  # One sentence; empty where neither page nor index has it
+    verdict: str  # The answer in one line; of a study that cannot be read, why; empty where it was not run
+    body: str  # The numbers and how to read them, as Markdown
+    command: str  # What runs it
+    cost: str  # Minutes, cells, memory and machines in one sentence; empty where it was not run
+    state: str  # `measured`, `not run yet` or `cannot be read`
+    figures: tuple[Path, ...] = ()  # The SVG files that its page shows, in its order
 
     @property
     def minutes(self) -> str:
@@ -50,31 +38,19 @@ class CommittedStudy:
 
 
 def committed_studies(studies: Path) -> list[CommittedStudy]:
-    """Return every study of a folder in the order of their numbers; one that cannot be read says so itself.
-
-    Args:
-        studies: The folder that holds `NN_slug/`; without any study in it, or absent, nothing is returned.
-    """
+    """Return every study of a folder in the order of their numbers; one that cannot be read says so itself."""
     folders = sorted(p for p in studies.glob("*") if NAME.fullmatch(p.name) and (p / "study.py").is_file())
     questions = _index(studies / "README.md") if folders else {}
     return [_study(folder, questions.get(folder.name, "")) for folder in folders]
 
 
 def study_tables(folder: Path) -> list[str]:
-    """Return the names of a study's result tables, that of the costs last.
-
-    Args:
-        folder: studies/NN_slug.
-    """
+    """Return the names of a study's result tables, that of the costs last."""
     return sorted((path.stem for path in (folder / "results").glob("*.csv")), key=lambda name: (name == COST, name))
 
 
 def study_table(folder: Path, name: str) -> pd.DataFrame:
     """Return one result table of a study.
-
-    Args:
-        folder: studies/NN_slug.
-        name: One of `study_tables`.
 
     Raises:
         StoreError: The file is no table.
@@ -89,9 +65,6 @@ def study_table(folder: Path, name: str) -> pd.DataFrame:
 
 def study_figure(path: Path) -> str:
     """Return the SVG text of a study's figure.
-
-    Args:
-        path: One of `CommittedStudy.figures`.
 
     Raises:
         StoreError: The file is no SVG.

@@ -9,73 +9,41 @@ from otb_analysis.errors import InputError, StoreError
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int
 
 FLOAT_COLUMNS = ("energy_proxy", "energy_calibrated", "grad_norm_sq", "logprob", "behavior_logprob", "entropy", "value")
-TOKEN_COLUMNS = (
-    "group",
-    "rollout",
-    "turn",
-    "t",
-    "token_id",
-    "mask",
-    "measured_by",
-    "reward",
-    *FLOAT_COLUMNS,
-)
+TOKEN_COLUMNS = ("group", "rollout", "turn", "t", "token_id", "mask", "measured_by", "reward", *FLOAT_COLUMNS)
 """The columns of `tokens` that the arrays are made of."""
 
 EXACT_ROWS = "grad_norm_sq IS NOT NULL AND coalesce(measured_by, 'exact') = 'exact'"
-"""SQL over `tokens`: rows whose norm is exact, not an estimate; a run that does not say is taken at its word."""
+"""SQL over `tokens`: rows whose norm is exact. A run without `measured_by` had exact norms only."""
 
-PADDING = -1
-"""`turn` and `token_id` where there is no token, or none was stored."""
+PADDING = -1  # `turn` and `token_id` where there is no token, or none was stored
 
 
 @dataclass(frozen=True)
 class TokenArrays:
-    """One step rebuilt from disk; made by `RunStore.token_arrays`, read by whoever computes estimators again.
+    """One step rebuilt from disk; made by `RunStore.token_arrays`, for computing estimators again.
 
     Column t is the token with that index in the completion; T is the longest completion. Floats are NaN where
     nothing was measured and at padding, except `reward`, which is 0 at padding: nothing is paid there.
-
-    Attributes:
-        rollout: Index of each rollout within the step [N], ascending; rollouts without tokens are there too.
-        group: Its prompt [N].
-        mask: True where the policy sampled a token [N, T].
-        reward: Reward paid at each token [N, T].
-        turn: Turn of each token [N, T], −1 at padding.
-        token_id: Vocabulary index [N, T], −1 at padding.
-        energy_proxy: ‖e_y − π‖² [N, T].
-        energy_calibrated: The same, calibrated on the step's measured tokens [N, T].
-        grad_norm_sq: ‖∇_θ log π(y_t)‖² [N, T], as measured or as estimated.
-        exact: True where `grad_norm_sq` was measured exactly [N, T].
-        logprob: log π(y_t) in nats [N, T].
-        behavior_logprob: The sampler's log-probability in nats [N, T].
-        entropy: Entropy in nats of the distribution y_t was drawn from [N, T].
-        value: V(h_t) before y_t [N, T].
-        rollout_norm_sq: ‖Σ_t ∇_θ log π(y_t)‖² [N].
     """
 
-    rollout: Int
-    group: Int
-    mask: Bool
-    reward: Float
-    turn: Int
-    token_id: Int
-    energy_proxy: Float
-    energy_calibrated: Float
-    grad_norm_sq: Float
-    exact: Bool
-    logprob: Float
-    behavior_logprob: Float
-    entropy: Float
-    value: Float
-    rollout_norm_sq: Float
+    rollout: Int  # Index of each rollout within the step [N], ascending; rollouts without tokens are there too
+    group: Int  # Its prompt [N]
+    mask: Bool  # True where the policy sampled a token [N, T]
+    reward: Float  # Reward paid at each token [N, T]
+    turn: Int  # Turn of each token [N, T], −1 at padding
+    token_id: Int  # Vocabulary index [N, T], −1 at padding
+    energy_proxy: Float  # ‖e_y − π‖² [N, T]
+    energy_calibrated: Float  # The same, calibrated on the step's measured tokens [N, T]
+    grad_norm_sq: Float  # ‖∇_θ log π(y_t)‖² [N, T], as measured or as estimated
+    exact: Bool  # True where `grad_norm_sq` was measured exactly [N, T]
+    logprob: Float  # log π(y_t) in nats [N, T]
+    behavior_logprob: Float  # The sampler's log-probability in nats [N, T]
+    entropy: Float  # Entropy in nats of the distribution y_t was drawn from [N, T]
+    value: Float  # V(h_t) before y_t [N, T]
+    rollout_norm_sq: Float  # ‖Σ_t ∇_θ log π(y_t)‖² [N]
 
     def select(self, rows: Bool | Int) -> "TokenArrays":
-        """Return some of the rollouts.
-
-        Args:
-            rows: Which rollouts: true entries [N], or indices.
-        """
+        """Return some of the rollouts, by true entries [N] or by indices."""
         return TokenArrays(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     def measured_groups(self) -> "TokenArrays":
@@ -124,11 +92,6 @@ class TokenArrays:
 
 def rebuild_token_arrays(where: str, tokens: pd.DataFrame, rollouts: pd.DataFrame) -> TokenArrays:
     """Return the arrays of one step.
-
-    Args:
-        where: Which step of which run, for an error.
-        tokens: Its tokens, `TOKEN_COLUMNS`.
-        rollouts: Its rollouts: group, rollout, score_norm_sq; may be empty.
 
     Raises:
         StoreError: The mask was not stored, so nothing says which tokens the policy sampled.

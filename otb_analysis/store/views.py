@@ -13,29 +13,17 @@ from otb_analysis.store.layout import Part
 
 
 def quoted(name: str) -> str:
-    """Return an SQL identifier.
-
-    Args:
-        name: Any column name.
-    """
+    """Return an SQL identifier."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def literal(text: str) -> str:
-    """Return an SQL string.
-
-    Args:
-        text: Any text.
-    """
+    """Return an SQL string."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def column_names(table: str, parts: Sequence[Part]) -> list[str]:
     """Return the columns of a table: the schema's in its order, then the extra ones of these parts.
-
-    Args:
-        table: A key of `TABLES`.
-        parts: Its parts.
 
     Raises:
         StoreError: A part is broken or lacks a key column.
@@ -48,10 +36,6 @@ def column_names(table: str, parts: Sequence[Part]) -> list[str]:
 
 def select(table: str, parts: Sequence[Part]) -> str:
     """Return a SELECT over the parts with every column of the schema; what no part has reads as null.
-
-    Args:
-        table: A key of `TABLES`.
-        parts: Its parts; none gives a table without rows.
 
     Raises:
         StoreError: A part is broken or lacks a key column.
@@ -68,11 +52,7 @@ def select(table: str, parts: Sequence[Part]) -> str:
 
 
 def broken_part(parts: Sequence[Part]) -> StoreError | None:
-    """Read parts to the end and return the sentence about the first that cannot be read, or None.
-
-    Args:
-        parts: Parts of any tables.
-    """
+    """Read parts to the end and return the sentence about the first that cannot be read, or None."""
     for part in parts:
         try:
             pq.ParquetFile(part.path).read()

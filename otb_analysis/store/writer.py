@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
+from otb_analysis.store.atomic import atomic_file, atomic_folder
 from otb_analysis.store.encode import Columns, encode, encode_scalars
 from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path, parts_of
 from otb_analysis.store.liveness import other_writer, this_process
 from otb_analysis.store.runfile import (
     ENDINGS,
     RESERVE,
-    atomic_file,
     git_state,
     new_run,
     now,
@@ -37,22 +37,14 @@ class StepTables:
 
     Each table is a DataFrame or a dict of columns (lists, arrays, masked arrays); `schema` says which there are.
     None entries and masked ones are null: not measured. NaN stays NaN.
-
-    Attributes:
-        tokens: One row per completion token.
-        rollouts: One row per rollout.
-        steps: The step's scalars; only rank 0's are written.
-        gradients: One row per estimator, when the step was measured.
-        grams: Inner products of group gradients (`gram_rows`), when the step was measured.
-        subgroups: The same of smaller groups cut from them (`subgroup_rows`).
     """
 
-    tokens: Columns | None = None
-    rollouts: Columns | None = None
-    steps: Mapping[str, object] = field(default_factory=dict)
-    gradients: Columns | None = None
-    grams: Columns | None = None
-    subgroups: Columns | None = None
+    tokens: Columns | None = None  # One row per completion token
+    rollouts: Columns | None = None  # One row per rollout
+    steps: Mapping[str, object] = field(default_factory=dict)  # The step's scalars; only rank 0's are written
+    gradients: Columns | None = None  # One row per estimator, when the step was measured
+    grams: Columns | None = None  # Inner products of group gradients (`gram_rows`), when the step was measured
+    subgroups: Columns | None = None  # The same of smaller groups cut from them (`subgroup_rows`)
 
 
 class RunWriter:
@@ -60,10 +52,6 @@ class RunWriter:
 
     Several processes may write one run: rank 0 owns run.json and the `steps` parts, and must write a step after
     the others have written theirs, since the `steps` part is what makes a step visible.
-
-    Attributes:
-        path: Directory of the run.
-        rank: This process.
     """
 
     def __init__(self, path: Path, rank: int = 0) -> None:
@@ -86,11 +74,8 @@ class RunWriter:
         Ranks other than 0 only join the directory that rank 0 made.
 
         Args:
-            root: Directory that holds runs; made when missing.
-            run: Name of the run.
             config: Its whole configuration, nested; `seed` is repeated at the top of run.json.
             if_exists: What to do with a run of that name: refuse, or delete it first.
-            rank: This process.
 
         Raises:
             InputError: The name is no directory name, a directory of that name exists, or the run to be replaced is
@@ -102,7 +87,9 @@ class RunWriter:
             return cls(path, rank)
         try:
             _clear(path, if_exists)
-            _appear(path, new_run(run, config))
+            with atomic_folder(path, replace=False) as draft:
+                write_run_file(draft, new_run(run, config))
+                write_reserve(draft)
         except OSError as error:
             raise StoreError(
                 f"cannot make {path} ({_why(error)}); make its parent writable or pass another."
@@ -114,8 +101,6 @@ class RunWriter:
         """Return the writer of a run that goes on: the steps from `from_step` on are removed, whole or half written.
 
         Args:
-            path: Directory of the run.
-            from_step: The step that will be written next.
             rank: This process; ranks other than 0 must begin after rank 0 has returned.
 
         Raises:
@@ -130,7 +115,9 @@ class RunWriter:
             info = read_run_file(path) | {
                 "status": "running", "reason": "", "updated": now(), "process": this_process()
             }  # fmt: skip
-            resumed = [*_as_list(info.get("resumed")), {"at": now(), "from_step": from_step, "git": git_state()}]
+            earlier = info.get("resumed")
+            resumed = earlier if isinstance(earlier, list) else []
+            resumed = [*resumed, {"at": now(), "from_step": from_step, "git": git_state()}]
             write_run_file(path, info | {"resumed": resumed})
             write_reserve(path)
         except OSError as error:
@@ -141,10 +128,6 @@ class RunWriter:
         """Write all parts of one step; readers see it once its `steps` part is there.
 
         A step that is written again replaces what this rank wrote of it.
-
-        Args:
-            step: The step, from 0.
-            tables: Its rows.
 
         Raises:
             InputError: Columns do not fit the schema; nothing is written.
@@ -165,10 +148,6 @@ class RunWriter:
     def finish(self, status: Literal["complete", "failed"] = "complete", reason: str = "") -> None:
         """Record in run.json how the run ended; ranks other than 0 have nothing to record.
 
-        Args:
-            status: `complete` or `failed`.
-            reason: Why it failed, one sentence.
-
         Raises:
             InputError: The status is unknown.
             StoreError: run.json cannot be read or written.
@@ -188,14 +167,14 @@ class RunWriter:
             ) from error
 
     def _encode(self, step: int, tables: StepTables) -> dict[str, pa.Table]:
-        given = {name: getattr(tables, name) for name in TABLES if name != "steps"}
-        encoded = {name: encode(name, step, columns) for name, columns in given.items() if columns is not None}
+        written = {name: getattr(tables, name) for name in TABLES if name != "steps"}
+        encoded = {name: encode(name, step, columns) for name, columns in written.items() if columns is not None}
         # The dict's order is the order on disk: `steps` makes the step visible, so it comes last.
         return encoded | ({} if self.rank else {"steps": encode_scalars("steps", step, tables.steps)})
 
     def _write_parts(self, parts: dict[Path, pa.Table]) -> None:
         """Write all, then let them appear in their order: what is synchronised together waits for the disk once."""
-        with ExitStack() as appearing:  # which leaves what was entered last first
+        with ExitStack() as appearing:  # closes in reverse order, so `steps` is entered first and appears last
             for path, rows in reversed(parts.items()):
                 path.parent.mkdir(exist_ok=True)
                 part = pa.BufferOutputStream()  # a part has hundreds of pieces, each a call of Python into a file
@@ -237,7 +216,8 @@ def _clear(path: Path, if_exists: str) -> None:
         return
     if if_exists != "replace":
         raise InputError(f"run {path.name!r} already exists in {path.parent}; choose another run name, or replace it.")
-    if path.is_symlink() or not (is_run(path) or _is_empty(path)):
+    empty = path.is_dir() and not any(path.iterdir())
+    if path.is_symlink() or not (is_run(path) or empty):
         raise InputError(f"{path} exists and is no run, so it will not be replaced; choose another run name.")
     with suppress(StoreError):  # a broken run may be replaced
         _refuse_second_writer(path)
@@ -253,20 +233,6 @@ def _refuse_second_writer(path: Path) -> None:
         raise InputError(f"run {path.name!r} is being written by process {pid}; end it first, or choose another name.")
 
 
-def _appear(path: Path, info: Mapping[str, object]) -> None:
-    """Make a run's directory with its run.json in it, or not at all: a process may be killed anywhere in between."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        draft.mkdir()
-        write_run_file(draft, info)
-        write_reserve(draft)
-        draft.rename(path)
-    except OSError:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-
-
 def _remove_from(path: Path, step: int) -> None:
     """Remove what lies at or after a step: the `steps` parts first, so that no reader sees half of one."""
     for table in ("steps", *TABLES):
@@ -277,15 +243,6 @@ def _remove_from(path: Path, step: int) -> None:
         left.unlink(missing_ok=True)
     for left in path.glob(".model.*"):
         shutil.rmtree(left)
-
-
-def _as_list(value: object) -> list[object]:
-    """Return a list found in run.json, or an empty one."""
-    return list(value) if isinstance(value, list) else []
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def _why(error: OSError) -> str:

@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from otb_analysis import __version__
 from otb_analysis.errors import StoreError
+from otb_analysis.store.atomic import atomic_file
 from otb_analysis.study.record import Cell, Tables, Value
 
 
@@ -86,11 +86,11 @@ class CellCache:
             StoreError: The disk refuses.
         """
         path = self.file(cell)
-        draft = path.with_name(f".{path.name}-{os.getpid()}")
+        text = json.dumps(asdict(finished), indent=1, allow_nan=False) + "\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(asdict(finished), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            draft.replace(path)
+            with atomic_file(path) as file:
+                file.write(text.encode())
         except OSError as error:
             raise StoreError(
                 f"cannot keep {path} ({error.strerror}); free some space or pass another --out."

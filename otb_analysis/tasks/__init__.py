@@ -36,7 +36,7 @@ TASKS = {
 
 
 def make_task(config: TrainConfig) -> Task:
-    """Build the configured task: one of the catalogue, or one's own by module:attribute.
+    """Build the configured task: one of the catalogue, or a custom one by module:attribute.
 
     Raises:
         InputError: No task has that name, or its settings are impossible.
@@ -51,11 +51,7 @@ def make_task(config: TrainConfig) -> Task:
 
 
 def task_files(config: TrainConfig) -> list[Path]:
-    """Return the files whose content the task depends on beside its configuration; what is cached is keyed by them.
-
-    Args:
-        config: The run; its task has been made.
-    """
+    """Return the files whose content the task depends on beside its configuration; what is cached is keyed by them."""
     if is_custom(config.task):
         file = source_file(config.task)
         return [] if file is None else [file]

@@ -22,21 +22,13 @@ REFUSALS = (NOT_ARITHMETIC, DIVISION_BY_ZERO, TOO_LONG, TOO_DEEP, TOO_LARGE, TOO
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a calculation is too much.
+    """How much of a calculation is too much."""
 
-    Attributes:
-        length: Characters.
-        depth: Brackets, signs and powers inside each other.
-        digits: Of a number written or of any result, its numerator and its denominator each.
-        exponent: Largest absolute exponent.
-        operations: Operators with two sides.
-    """
-
-    length: int = 128
-    depth: int = 12
-    digits: int = 12
-    exponent: int = 32
-    operations: int = 32
+    length: int = 128  # Characters
+    depth: int = 12  # Brackets, signs and powers inside each other
+    digits: int = 12  # Of a number written or of any result, its numerator and its denominator each
+    exponent: int = 32  # Largest absolute exponent
+    operations: int = 32  # Operators with two sides
 
 
 class Refused(InputError):
@@ -48,10 +40,6 @@ def evaluate(text: str, limits: Limits | None = None) -> Fraction:
 
     expression = term {(+|−) term} · term = signed {(*|/) signed} · signed = − signed | power ·
     power = atom [^ signed] · atom = digits | ( expression ). So −2^2 = −4 and 2^3^2 = 512, as on paper.
-
-    Args:
-        text: Digits, + - * / ^, round brackets, and spaces between them.
-        limits: What is too much; by default `Limits()`.
 
     Raises:
         Refused: With one of `REFUSALS`.
@@ -71,19 +59,16 @@ def tokens_of(text: str) -> list[str]:
     tokens, at = [], 0
     text = text.rstrip(" ")
     while at < len(text):
-        found = TOKEN.match(text, at)
-        if found is None:
+        match = TOKEN.match(text, at)
+        if match is None:
             raise Refused(NOT_ARITHMETIC)
-        tokens.append(found[1])
-        at = found.end()
+        tokens.append(match[1])
+        at = match.end()
     return tokens
 
 
 def reductions(text: str) -> Iterator[tuple[str, Fraction]]:
     """Return the steps in which one solves an expression by hand, innermost brackets first, one operator at a time.
-
-    Args:
-        text: An expression without signs, whose results on the way are whole and not negative.
 
     Returns:
         Each step as (`7*3`, 21), in order; the last one's value is the expression's.

@@ -81,8 +81,8 @@ class Calculator:
     def reward(self, prompt: Prompt, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
         """Return {"correct": 1} for an ended last turn that ends in # and the right number, else {"correct": 0}."""
         last = turns[-1]
-        found = FINAL.search(last.text)
-        right = last.finished and found is not None and Fraction(found[1]) == Fraction(prompt.answer)
+        final = FINAL.search(last.text)
+        right = last.finished and final is not None and Fraction(final[1]) == Fraction(prompt.answer)
         return [*({} for _ in turns[:-1]), {"correct": float(right)}]
 
 

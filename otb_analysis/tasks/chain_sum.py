@@ -1,20 +1,17 @@
 """`chain_sum`: `12+7+30=` is answered by `12+7=19;19+30=49#49` and the end token."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 
 from otb_analysis.config import ChainSumConfig
 from otb_analysis.errors import InputError
-from otb_analysis.tasks.base import Prompt, Split, Turn
+from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn, ends_in_number
 from otb_analysis.tasks.splits import draw_prompt
 
-FINAL = re.compile(r"#([0-9]{1,12})\Z")
 
-
-class ChainSum:
+class ChainSum(SingleTurn):
     """Add a chain of numbers, writing every partial sum; the reward is 1 for a right final number and an ended text.
 
     The split of a problem follows from a hash of its text, so train and held-out prompts are disjoint for every seed.
@@ -59,13 +56,6 @@ class ChainSum:
         steps = [f"{a}+{n}={b}" for a, n, b in zip(sums, terms[1:], sums[1:], strict=False)]
         return [Turn(";".join(steps) + f"#{sums[-1]}", finished=True)]
 
-    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
-        """Return None: one turn ends the episode."""
-        return None
-
-    def reward(self, prompt: Prompt, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Return {"correct": 1} when the text ends, and ends in # and the right number, else {"correct": 0}."""
-        last = turns[-1]
-        found = FINAL.search(last.text)
-        right = last.finished and found is not None and int(found[1]) == int(prompt.answer)
-        return [{"correct": float(right)}]
+    def is_right(self, prompt: Prompt, text: str) -> bool:
+        """Return whether the text ends in # and the right number."""
+        return ends_in_number(text, prompt.answer)

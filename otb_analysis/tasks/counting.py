@@ -1,20 +1,17 @@
 """`counting`: how often does a letter occur; `abcab?a=` is answered by `a1bca2b#2`, or by `#2` at once."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from string import ascii_lowercase
 
 import numpy as np
 
 from otb_analysis.config import CountingConfig
 from otb_analysis.errors import InputError
-from otb_analysis.tasks.base import Prompt, Split, Turn
+from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn, ends_in_number
 from otb_analysis.tasks.splits import draw_prompt
 
-FINAL = re.compile(r"#([0-9]{1,12})\Z")
 
-
-class Counting:
+class Counting(SingleTurn):
     """Count the occurrences of one letter; the reward is 1 for the right number at the end of an ended text.
 
     Counts are drawn evenly from 0 to the text's length, so guessing pays 1 in length + 1. The demonstration either
@@ -67,13 +64,6 @@ class Counting:
             written += f"{item}{count}" if item == target else item
         return [Turn(f"{written}#{count}", finished=True)]
 
-    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
-        """Return None: one turn ends the episode."""
-        return None
-
-    def reward(self, prompt: Prompt, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Return {"correct": 1} when the text ends, and ends in # and the right number, else {"correct": 0}."""
-        last = turns[-1]
-        found = FINAL.search(last.text)
-        right = last.finished and found is not None and int(found[1]) == int(prompt.answer)
-        return [{"correct": float(right)}]
+    def is_right(self, prompt: Prompt, text: str) -> bool:
+        """Return whether the text ends in # and the right number."""
+        return ends_in_number(text, prompt.answer)

@@ -1,4 +1,4 @@
-"""A task of one's own: `--task module:attribute` loads it from any module that can be imported here."""
+"""A custom task: `--task module:attribute` loads it from any module that can be imported here."""
 
 import sys
 from collections.abc import Callable
@@ -18,17 +18,15 @@ def load_task(config: TrainConfig) -> Task:
 
     The attribute is called with the configuration (a class or a function), or taken as it is when it already is a task.
 
-    Args:
-        config: The run; `task` is `module:attribute`.
-
     Raises:
         InputError: The module cannot be imported, has no such attribute, or the attribute makes no task.
     """
-    found: Any = import_attribute("task", config.task)
-    made = _called(found, config) if isinstance(found, type) or (_missing(found) and callable(found)) else found
-    if missing := _missing(made):
+    task: Any = import_attribute("task", config.task)
+    if isinstance(task, type) or (_missing(task) and callable(task)):
+        task = _called(task, config)
+    if missing := _missing(task):
         raise InputError(f"task {config.task!r} has no {missing[0]}; a task has {', '.join(NEEDED)}.")
-    return made
+    return task
 
 
 def source_file(task: str) -> Path | None:

@@ -1,6 +1,6 @@
 """`graph_path`: find a way; `ab,cb,cd,ac:a>d=` is answered by `acd`, by `abcd`, or by any other walk from a to d."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from string import ascii_lowercase
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from otb_analysis.config import GraphPathConfig
 from otb_analysis.errors import InputError
-from otb_analysis.tasks.base import Prompt, Split, Turn
+from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn
 from otb_analysis.tasks.splits import draw_prompt
 
 
-class GraphPath:
+class GraphPath(SingleTurn):
     """Walk from a start to a goal along given edges; any walk that arrives is paid 1, so right answers vary in length.
 
     A problem in another order of its edges is the same one, for the splits too. Demonstrations are paths without
@@ -84,21 +84,15 @@ class GraphPath:
             path.append(ways[rng.integers(len(ways))])
         return "".join(path)
 
-    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
-        """Return None: one turn ends the episode."""
-        return None
-
-    def reward(self, prompt: Prompt, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Return {"correct": 1} for an ended text that is a walk along edges from start to goal, else {"correct": 0}.
+    def is_right(self, prompt: Prompt, text: str) -> bool:
+        """Return whether the text is a walk along edges from start to goal.
 
         Nodes and edges may repeat, and the walk may pass its goal on the way; it must end there.
         """
-        last = turns[-1]
         start, goal = _ends(prompt.text)
-        graph, walk = self._graph(prompt.text), last.text
-        along = all(graph.has_edge(a, b) for a, b in pairwise(walk))
-        right = last.finished and len(walk) > 1 and walk[0] == start and walk[-1] == goal and along
-        return [{"correct": float(right)}]
+        graph = self._graph(prompt.text)
+        along = all(graph.has_edge(a, b) for a, b in pairwise(text))
+        return len(text) > 1 and text[0] == start and text[-1] == goal and along
 
 
 def _ends(text: str) -> tuple[str, str]:

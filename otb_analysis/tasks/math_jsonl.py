@@ -2,24 +2,22 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from otb_analysis.config import MathJsonlConfig
 from otb_analysis.errors import InputError
 from otb_analysis.extras import require
-from otb_analysis.tasks.base import Prompt, Split, Turn
+from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn
 from otb_analysis.tasks.rows import read_rows
 from otb_analysis.tasks.splits import split_of
 
-LONGEST_ANSWER = 300
-"""Characters of a final answer that are looked at."""
-SECONDS = 1
-"""Time after which reading or comparing an answer counts as wrong: 9^9^9^9 has no value in any time."""
+LONGEST_ANSWER = 300  # Characters of a final answer that are looked at
+SECONDS = 1  # Time after which reading or comparing an answer counts as wrong: 9^9^9^9 has no value in any time
 
 
-class MathJsonl:
+class MathJsonl(SingleTurn):
     """Prompts of a file in a seeded order, epoch after epoch; the reward is 1 for an ended text with the right answer.
 
     The final answer is what follows the last `answer_marker`, or else what math-verify finds in the whole text (the
@@ -47,19 +45,21 @@ class MathJsonl:
         self.solutions = {self._prompt(row).id: row[1] for rows in self.rows.values() for row in rows}
 
     def _split_rows(self) -> dict[Split, list[tuple[str, str]]]:
-        own = self.config
-        columns = (own.prompt_column, own.answer_column)
-        train = read_rows(own.train, columns)
-        if own.heldout:
-            heldout = read_rows(own.heldout, columns)
+        config = self.config
+        columns = (config.prompt_column, config.answer_column)
+        train = read_rows(config.train, columns)
+        if config.heldout:
+            heldout = read_rows(config.heldout, columns)
             kept = {prompt for prompt, _ in heldout}
             train = [row for row in train if row[0] not in kept]
         else:
-            heldout = [row for row in train if split_of(row[0], own.heldout_share) == "heldout"]
-            train = [row for row in train if split_of(row[0], own.heldout_share) == "train"]
+            heldout = [row for row in train if split_of(row[0], config.heldout_share) == "heldout"]
+            train = [row for row in train if split_of(row[0], config.heldout_share) == "train"]
         for split, rows in (("train", train), ("heldout", heldout)):
             if not rows:
-                raise InputError(f"math_jsonl has no {split} prompts in {own.train}; pass more rows or another share.")
+                raise InputError(
+                    f"math_jsonl has no {split} prompts in {config.train}; pass more rows or a different share."
+                )
         return {"train": train, "heldout": heldout}
 
     def prompt(self, split: Split, index: int) -> Prompt:
@@ -83,16 +83,10 @@ class MathJsonl:
         """Return the answer column as it is, solution and all."""
         return [Turn(self.solutions[prompt.id], finished=True)]
 
-    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
-        """Return None: one turn ends the episode."""
-        return None
-
-    def reward(self, prompt: Prompt, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Return {"correct": 1} when the text ends and its final answer is the reference's, else {"correct": 0}."""
-        last = turns[-1]
-        given = _after(last.text, self.config.answer_marker)
-        right = last.finished and (given == prompt.answer or self.equal(prompt.answer, given))
-        return [{"correct": float(right)}]
+    def is_right(self, prompt: Prompt, text: str) -> bool:
+        """Return whether the final answer of the text is the reference's."""
+        answer = _after(text, self.config.answer_marker)
+        return answer == prompt.answer or self.equal(prompt.answer, answer)
 
 
 def _after(text: str, marker: str) -> str:

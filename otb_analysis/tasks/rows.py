@@ -9,10 +9,6 @@ from otb_analysis.errors import InputError
 def read_rows(file: str | Path, columns: tuple[str, str]) -> list[tuple[str, str]]:
     """Return two columns of every row, as texts; numbers are written out.
 
-    Args:
-        file: A .jsonl (or .json, one object per line) or .parquet file.
-        columns: Their names.
-
     Raises:
         InputError: The file cannot be read, is empty, or a row lacks a column.
     """

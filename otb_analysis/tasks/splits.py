@@ -9,17 +9,11 @@ from otb_analysis.errors import InputError
 from otb_analysis.tasks.base import Prompt, Split
 
 HELDOUT_SHARE = 0.1
-MOST_DRAWS = 20_000
-"""Draws after which a split counts as empty."""
+MOST_DRAWS = 20_000  # Draws after which a split counts as empty
 
 
 def split_of(name: str, share: float = HELDOUT_SHARE) -> Split:
-    """Return the split of a problem: a hash of its name decides, so that it is the same for every seed and machine.
-
-    Args:
-        name: What the problem is called, alike however it is written.
-        share: Share of all problems that is held out.
-    """
+    """Return the split of a problem: a hash of its name decides, so that it is the same for every seed and machine."""
     digest = hashlib.sha256(name.encode()).digest()
     return "heldout" if int.from_bytes(digest[:8], "big") < share * 2**64 else "train"
 
@@ -30,10 +24,6 @@ def draw_prompt(
     """Return problem `index` of a split: drawn from (seed, split, index) until one is fit and falls into the split.
 
     Args:
-        name: The task, for the error.
-        seed: Of the run.
-        split: Which problems.
-        index: Which of them.
         draw: Makes a problem from random numbers, or None when what came out is not fit; its id decides the split.
 
     Raises:

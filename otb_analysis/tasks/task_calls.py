@@ -9,13 +9,8 @@ from otb_analysis.tasks.base import Prompt, Split, Task, Turn
 
 
 @contextmanager
-def blaming(task: Task, method: str, where: str) -> Iterator[None]:
-    """Turn whatever the task's code raises into one sentence; what already is one passes.
-
-    Args:
-        task: Whose code runs.
-        method: Which method.
-        where: For which prompt or rollout.
+def naming_failures(task: Task, method: str, where: str) -> Iterator[None]:
+    """Turn whatever the task's code raises into one sentence; errors that already are one sentence pass.
 
     Raises:
         InputError: Naming task, method, place and exception.
@@ -39,8 +34,7 @@ def draw_prompts(task: Task, split: Split, start: int, count: int) -> list[Promp
     return [_prompt(task, split, start + i) for i in range(count)]
 
 
-PATIENCE = 100
-"""Repeated problems in a row, at least, after which a split is taken to have no others."""
+PATIENCE = 100  # Repeated problems in a row, at least, after which a split is taken to have no others
 
 
 def distinct_prompts(task: Task, split: Split, count: int) -> list[Prompt]:
@@ -49,18 +43,18 @@ def distinct_prompts(task: Task, split: Split, count: int) -> list[Prompt]:
     Raises:
         InputError: The task raises, or returns something else than a prompt.
     """
-    found: dict[str, Prompt] = {}
+    prompts: dict[str, Prompt] = {}
     index = repeated = 0
-    while len(found) < count and repeated < max(PATIENCE, 2 * len(found)):
+    while len(prompts) < count and repeated < max(PATIENCE, 2 * len(prompts)):
         prompt = _prompt(task, split, index)
-        index, repeated = index + 1, repeated + 1 if prompt.id in found else 0
-        found.setdefault(prompt.id, prompt)
-    return list(found.values())
+        index, repeated = index + 1, repeated + 1 if prompt.id in prompts else 0
+        prompts.setdefault(prompt.id, prompt)
+    return list(prompts.values())
 
 
 def _prompt(task: Task, split: Split, index: int) -> Prompt:
     where = f"{split} problem {index}"
-    with blaming(task, "prompt", where):
+    with naming_failures(task, "prompt", where):
         prompt = task.prompt(split, index)
     if not isinstance(prompt, Prompt):
         raise _unfit(task, "prompt", where, prompt, "return an otb_analysis.tasks.Prompt.")
@@ -75,7 +69,7 @@ def ask_demonstration(task: Task, prompt: Prompt) -> Sequence[Turn]:
     Raises:
         InputError: The task raises, or returns something else than turns.
     """
-    with blaming(task, "demonstration", f"prompt {prompt.id!r}"):
+    with naming_failures(task, "demonstration", f"prompt {prompt.id!r}"):
         turns = list(task.demonstration(prompt))
     if not turns or not all(isinstance(turn, Turn) for turn in turns):
         raise _unfit(
@@ -90,7 +84,7 @@ def ask_reply(task: Task, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
     Raises:
         InputError: The task raises, or returns something else than a text or None.
     """
-    with blaming(task, "reply", f"prompt {prompt.id!r}"):
+    with naming_failures(task, "reply", f"prompt {prompt.id!r}"):
         reply = task.reply(prompt, tuple(turns))
     if reply is not None and not isinstance(reply, str):
         raise _unfit(task, "reply", f"prompt {prompt.id!r}", reply, "return a text, or None to end the episode.")
@@ -100,30 +94,24 @@ def ask_reply(task: Task, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
 def ask_reward(task: Task, prompt: Prompt, turns: Sequence[Turn], rollout: int) -> list[dict[str, float]]:
     """Return the named reward parts of every turn, as plain numbers; they may be NaN.
 
-    Args:
-        task: Who pays.
-        prompt: What was asked.
-        turns: What was written.
-        rollout: Index of the rollout within its step, for the sentence.
-
     Raises:
         InputError: The task raises, does not pay every turn, or pays something that is no mapping of numbers.
     """
     where = f"rollout {rollout} (prompt {prompt.id!r})"
-    with blaming(task, "reward", where):
-        given = task.reward(prompt, tuple(turns))
-    if not isinstance(given, Sequence) or not all(isinstance(parts, Mapping) for parts in given):
+    with naming_failures(task, "reward", where):
+        rewards = task.reward(prompt, tuple(turns))
+    if not isinstance(rewards, Sequence) or not all(isinstance(parts, Mapping) for parts in rewards):
         remedy = 'return one mapping of reward parts per turn, as in [{"correct": 1.0}].'
-        raise _unfit(task, "reward", where, given, remedy)
-    if len(given) != len(turns):
+        raise _unfit(task, "reward", where, rewards, remedy)
+    if len(rewards) != len(turns):
         raise InputError(
-            f"task {task.name!r} pays {len(given)} turns but rollout {rollout} has {len(turns)} "
+            f"task {task.name!r} pays {len(rewards)} turns but rollout {rollout} has {len(turns)} "
             f"(prompt {prompt.id!r}); return one mapping of reward parts per turn."
         )
-    with blaming(task, "reward", where):
-        return [{str(name): float(value) for name, value in parts.items()} for parts in given]
+    with naming_failures(task, "reward", where):
+        return [{str(name): float(value) for name, value in parts.items()} for parts in rewards]
 
 
-def _unfit(task: Task, method: str, where: str, given: object, remedy: str) -> InputError:
-    shown = " ".join(repr(given).split())[:60]
+def _unfit(task: Task, method: str, where: str, answer: object, remedy: str) -> InputError:
+    shown = " ".join(repr(answer).split())[:60]
     return InputError(f"task {task.name!r} returned {shown} from {method} for {where}; {remedy}")

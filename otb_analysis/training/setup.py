@@ -1,7 +1,5 @@
 """Everything a run holds on to between steps: policy, critic, optimizer, instrument, and where the time went."""
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -29,6 +27,7 @@ from otb_analysis.rollouts.generation import Generator, TransformersGenerator
 from otb_analysis.rollouts.generation_vllm import VllmGenerator
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.store.atomic import atomic_folder
 from otb_analysis.tasks import Task, make_task
 from otb_analysis.training.check import check
 from otb_analysis.training.critic.critic import make_critic
@@ -218,14 +217,11 @@ class Trainer:
         parameters = whole_parameters(self.model) if self.processes.sharded else None
         if not self.processes.first:
             return
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            self.policy.save(draft, parameters)
-            self.tokenizer.save_pretrained(draft)
-            shutil.rmtree(path, ignore_errors=True)
-            draft.replace(path)
+            with atomic_folder(path, replace=True) as draft:
+                self.policy.save(draft, parameters)
+                self.tokenizer.save_pretrained(draft)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(draft, ignore_errors=True)
             reason = getattr(error, "strerror", None) or error
             raise StoreError(
                 f"cannot write the trained model to {path} ({reason}); every step is stored, free some space."

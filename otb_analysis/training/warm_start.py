@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from otb_analysis.phases import Phase, phase
 from otb_analysis.rollouts.generation import Generator, TransformersGenerator
 from otb_analysis.rollouts.models import SHIPPED, character_tokenizer, output_layer, small_model, special_id
 from otb_analysis.rollouts.sampling import encode_prompt, sample
+from otb_analysis.store.atomic import atomic_folder
 from otb_analysis.tasks import Prompt, Task, make_task, task_files
 from otb_analysis.tasks.task_calls import ask_demonstration, draw_prompts
 
@@ -210,17 +209,12 @@ def _key(config: TrainConfig) -> str:
 
 
 def _save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, facts: dict[str, float]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
-        (draft / "warm_start.json").write_text(json.dumps(facts, indent=2) + "\n")
-        if path.exists():
-            shutil.rmtree(path)
-        draft.replace(path)
+        with atomic_folder(path, replace=True) as draft:
+            model.save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
+            (draft / "warm_start.json").write_text(json.dumps(facts, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
         raise StoreError(
             f"cannot keep the warm-started model in {path} ({getattr(error, 'strerror', None) or error}); "
             "free some space or make the directory writable."

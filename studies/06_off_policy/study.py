@@ -26,7 +26,8 @@ from otb_analysis.enumeration.drift import case_moments, effective_share, farthe
 from otb_analysis.enumeration.off_policy import CASES, mean_shift, touched
 from otb_analysis.estimators import estimate
 from otb_analysis.measurement.table import TokenTable, token_ratio
-from otb_analysis.objectives.ratios import RatioInputs, effective_sample_size, importance_ratio
+from otb_analysis.objectives.importance import RatioInputs, effective_sample_size
+from otb_analysis.objectives.ratios import importance_ratio
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import (
     cluster_jackknife,

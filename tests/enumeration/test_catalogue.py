@@ -50,7 +50,7 @@ def test_catalogue_names_every_estimator_with_its_formula_and_conditions():
     text = entries()
     for name, entry in ESTIMATORS.items():
         section = text.split(f"## `{name}`\n")[1].split("\n## ")[0]
-        for part in (entry.formula, entry.conditions, entry.source, f"[{entry.standing}]", entry.shown_by):
+        for part in (entry.formula, entry.conditions, entry.source, f"[{entry.provenance}]", entry.shown_by):
             assert part in section
 
 

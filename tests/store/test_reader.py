@@ -36,7 +36,7 @@ def test_steps_columns_and_condition_narrow_the_answer(store):
 def test_every_table_has_a_frame_and_a_view(store):
     assert len(store.rollouts_df()) == 12
     assert len(store.steps_df()) == 3
-    assert store.gradients_df().empty and store.grams_df().empty
+    assert store.gradients_df().empty and store.sql("select * from grams").empty
     answer = store.sql("SELECT r.step, count(*) AS n FROM rollouts r JOIN tokens USING (step, rollout) GROUP BY ALL")
     assert answer["n"].tolist() == [10, 10, 10]
 

@@ -92,7 +92,7 @@ def test_run_without_smaller_groups_reads_as_such_and_names_what_measures_them(t
     # Groups of 3 cannot be halved.
     store = RunStore(trained("otb"))
     assert store.subgroup_grams() == {}
-    assert store.subgroups_df().empty
+    assert store.sql("select * from subgroups").empty
     found = advise_run(store.grams(), store.subgroup_grams(), ("otb", "proxy"))
     assert found.sizes == (3,) and "groups of 3 cannot be cut" in found.sizes_line
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from otb_analysis.errors import StoreError
-from otb_analysis.store.runfile import atomic_file
+from otb_analysis.store.atomic import atomic_file
 
 FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d+)\.pt")
