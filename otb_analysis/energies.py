@@ -14,29 +14,6 @@ from otb_analysis.errors import InputError
 from otb_analysis.types import Bool, Float
 
 
-def logit_energy(logprob: ArrayLike, sum_pi_sq: ArrayLike) -> Float:
-    """Return the score norm in logit space from the two stored columns.
-
-    w = ‖e_y − π‖² = (1 − π_y)² + (Σ_v π_v² − π_y²).
-
-    The textbook 1 − 2π_y + Σ_v π_v² is the same number but cancels on peaked tokens. Here the first term is computed
-    as expm1(log π_y)², and the second is clamped to [0, (1 − π_y)²], the range it has for any distribution; so a
-    rounded Σ_v π_v² costs at most a factor of two and never a sign. Proved; see `logit_stats` for the value computed
-    from the logits themselves.
-
-    Args:
-        logprob: log π_y in nats.
-        sum_pi_sq: Σ_v π_v², of the same distribution.
-
-    Returns:
-        w in [0, 2], shape of the inputs.
-    """
-    log_pi = np.asarray(logprob, np.float64)
-    missed_sq = np.expm1(np.minimum(log_pi, 0.0)) ** 2
-    rest = np.asarray(sum_pi_sq, np.float64) - np.exp(2.0 * log_pi)
-    return missed_sq + np.clip(rest, 0.0, missed_sq)
-
-
 def lm_head_energy(energy: ArrayLike, hidden_norm_sq: ArrayLike, temperature: float = 1.0) -> Float:
     """Return the exact score norm of an untied output matrix.
 

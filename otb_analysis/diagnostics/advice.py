@@ -17,7 +17,6 @@ from otb_analysis.statistics import (
     MIN_CLUSTERS,
     REFERENCE,
     Interval,
-    PoolGram,
     deleted_moments,
     efficiency,
     jackknife_interval,
@@ -104,34 +103,6 @@ def advise(
     if len({value.size for value in values.values()}) > 1:
         raise InputError("smaller groups were measured on other prompts than whole ones; pass those of the same steps.")
     return judge(values, Choice(*present, size), rollouts)
-
-
-def advise_sizes(
-    pools: Sequence[PoolGram], n_rollouts: int, present: tuple[Label, int], reference: Label = REFERENCE
-) -> Advice:
-    """Judge every estimator at several group sizes at one budget: R rollouts are R/N prompts in groups of N.
-
-    Args:
-        pools: One per group size, from the same pools of rollouts, prompts in the same order.
-        n_rollouts: Rollouts R of one update.
-        present: ((estimator, energy source), N) that the run trains with; one of the pools has it.
-        reference: The unbiased estimator that stands for ∇J.
-
-    Raises:
-        InputError: The pools differ in their prompts, or none is that of `present`.
-    """
-    if len({pool.across.shape[-1] for pool in pools}) != 1:
-        raise InputError(
-            f"the pools have {[p.across.shape[-1] for p in pools]} prompts; cut the same pools at every group size."
-        )
-    values = {
-        Choice(*label, pool.size): efficiency(
-            deleted_moments([pool.gram()], label, reference), n_rollouts / pool.size
-        )
-        for pool in pools
-        for label in pool.labels
-    }  # fmt: skip
-    return judge(values, Choice(*present[0], present[1]), n_rollouts)
 
 
 def trained_label(config: Mapping[str, Any], measured: Collection[Label] = ()) -> Label:

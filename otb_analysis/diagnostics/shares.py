@@ -27,8 +27,8 @@ RATIO = (np.log(10.0), np.log(100.0))
 """Largest |log π/μ| of a step: one token that counts ten times, or a hundred times, as much as it was sampled for."""
 
 RATIO_CLIPPED = (0.2, 0.4)
-"""Share of tokens whose gradient a clip, truncation or mask changed. At drift .2 clipping moved the mean gradient by
-4 to 23 % (docs/enumeration.md); published settings clip a few per cent."""
+"""Share of tokens whose gradient a clip, truncation or mask changed. At drift .2 clips and truncations moved the mean
+gradient by 5 to 53 % (docs/catalogue.md); published settings clip a few per cent."""
 
 HEAVY = (1.0, 2.0)
 """Pareto-k of exact energies ‖s_t‖², twice that of the norms: from 1 on the variance of the gradient is infinite, from

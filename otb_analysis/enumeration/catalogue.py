@@ -40,7 +40,7 @@ along ∇J; the last column is where the ranking against `rloo` crosses as P gro
 start; ∞, never. A small V with a small c is a short step, not a quiet one. Here a batch is one prompt, so the batch
 means equal the group's and `james_stein` is `rloo`; the policy samples for itself, so `opob` is `classic_optimal`; a
 turn is two tokens, and the critic of `value` and `tvm` is exact. What random policies say about the theory is in
-[enumeration.md](enumeration.md).
+[study 01](../studies/01_enumeration/README.md).
 """
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from otb_analysis.enumeration.moments import GroupMoments, weighted_moments
-from otb_analysis.enumeration.population import population_moments, position_optimum, values
+from otb_analysis.enumeration.population import position_optimum, values
 from otb_analysis.enumeration.trees import Tree
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, estimate
@@ -81,47 +81,6 @@ def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: st
     """
     members, prob = multisets(tree, n)
     return weighted_moments(group_gradients(name, tree, members, options, source), prob, tree.gradient, n)
-
-
-def group_regret(name: str, tree: Tree, n: int, options: Any = None, source: str = "exact") -> float:
-    """Return what an estimator's groups of N cost in variance above the best constant per position.
-
-    N·V(ḡ) − Var(B*): zero for `position_optimal`, whose rollouts are independent. A biased estimator can go below
-    zero by shrinking; read it beside the projection.
-
-    Args:
-        name: A key of `ESTIMATORS`.
-        tree: The policy.
-        n: N rollouts per group.
-        options: Options of the estimator.
-        source: `exact` or `proxy` energies.
-    """
-    return (
-        group_moments(name, tree, n, options, source).n_variance
-        - population_moments(tree, position_optimum(tree)).variance
-    )
-
-
-def dispersion_ratio(name: str, tree: Tree, n: int) -> float:
-    """Return the dispersion of single rollouts inside a group over N times the group's variance.
-
-    E[(1/(N−1)) Σ_i ‖ĝ_i − ḡ‖²] / (N·V(ḡ)): 1 for rollouts whose baseline does not depend on the group, and not 1 where
-    a baseline couples them. Take the variance from groups, never from the rollouts of one.
-
-    Args:
-        name: A key of `ESTIMATORS`.
-        tree: The policy.
-        n: N rollouts per group, at least 2.
-    """
-    members, prob = multisets(tree, n)
-    factor = (_advantage(name, tree, members, None, "exact") * tree.ratio[members.reshape(-1)]).reshape(
-        *members.shape, -1
-    )
-    single = np.einsum("knt,kntd->knd", factor, tree.score[members])
-    power = prob @ (single**2).sum(axis=(1, 2)) / n
-    group = weighted_moments(single.mean(axis=1), prob, tree.gradient, n)
-    within = n / (n - 1) * (power - group.variance - group.mean @ group.mean)
-    return float(within / group.n_variance)
 
 
 def _advantage(name: str, tree: Tree, members: Int, options: Any, source: str) -> Float:

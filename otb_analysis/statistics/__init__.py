@@ -5,8 +5,7 @@ NumPy in, plain numbers out; a quantity that is undefined on the given data is N
 
 from otb_analysis.statistics.comparisons.alike import Alike, alike
 from otb_analysis.statistics.comparisons.conclusions import conclude
-from otb_analysis.statistics.comparisons.discoveries import Discovery, discoveries
-from otb_analysis.statistics.comparisons.regret import gain_lost, position_optimum, regret
+from otb_analysis.statistics.comparisons.proxies import gain_lost
 from otb_analysis.statistics.comparisons.verdicts import Conclusion, Signal, Verdict
 from otb_analysis.statistics.energies.cells import position_cells
 from otb_analysis.statistics.energies.designs import inclusion_probabilities, systematic_sample
@@ -16,7 +15,6 @@ from otb_analysis.statistics.energies.weights import WeightStatistics, weight_st
 from otb_analysis.statistics.inference.intervals import (
     MIN_CLUSTERS,
     Interval,
-    cluster_bootstrap,
     cluster_jackknife,
     jackknife_interval,
     log_ratio_t,
@@ -49,11 +47,11 @@ from otb_analysis.statistics.moments.pools import (
     partitions,
     pool_gram,
     pool_statistics,
-    rollout_features,
+    position_optimum,
 )
 from otb_analysis.statistics.moments.sketched import SketchNoise, gram_from_sketch, sketch_noise
 from otb_analysis.statistics.moments.subgroups import cut_groups, mean_over_subgroups, smaller_sizes
-from otb_analysis.statistics.moments.totals import Totals, difference_total, hajek_mean, horvitz_thompson
+from otb_analysis.statistics.moments.totals import Totals, difference_total, horvitz_thompson
 from otb_analysis.types import Gram, Label, Proved
 
 __all__ = [
@@ -63,7 +61,6 @@ __all__ = [
     "Alike",
     "Association",
     "Conclusion",
-    "Discovery",
     "Fidelity",
     "GradientStatistics",
     "Gram",
@@ -83,14 +80,12 @@ __all__ = [
     "WeightStatistics",
     "alike",
     "batch_variance",
-    "cluster_bootstrap",
     "cluster_jackknife",
     "conclude",
     "crossing",
     "cut_groups",
     "deleted_moments",
     "difference_total",
-    "discoveries",
     "efficiency",
     "fidelity",
     "gain_lost",
@@ -98,7 +93,6 @@ __all__ = [
     "gradient_statistics",
     "gram_from_sketch",
     "group_gradients",
-    "hajek_mean",
     "held_out",
     "horvitz_thompson",
     "inclusion_probabilities",
@@ -117,10 +111,8 @@ __all__ = [
     "position_optimum",
     "projection",
     "realized_fidelity",
-    "regret",
     "relative_bias",
     "rollout_equivalents",
-    "rollout_features",
     "seed_mean",
     "sf",
     "sketch_noise",

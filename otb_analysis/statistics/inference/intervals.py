@@ -136,48 +136,6 @@ def cluster_jackknife(
     return jackknife_interval(float(estimate), replicates, estimand, scale, level)
 
 
-def cluster_bootstrap(
-    table: ArrayLike,
-    statistic: Callable[[Float], Float],
-    estimand: str,
-    n_resamples: int = 2000,
-    seed: int = 0,
-) -> Interval | None:
-    """Percentile bootstrap of a function of means, resampling whole clusters with replacement.
-
-    For statistics without a smooth delta method, such as medians of clusters. Ratios of variances belong to
-    `cluster_jackknife`: there the percentile interval covered 86–90 % with 8 to 16 prompts.
-
-    Args:
-        table: One row per cluster [K, S].
-        statistic: Maps mean rows [..., S] to values [...], vectorised over the leading axes.
-        estimand: What is estimated, in words.
-        n_resamples: Resamples drawn.
-        seed: Seed of the resampling.
-
-    Returns:
-        A 95 % interval; None for an empty table or a value that is not finite; a point without interval below
-        `MIN_CLUSTERS` clusters or where a resample has no finite value.
-
-    Raises:
-        InputError: The table is not two-dimensional.
-    """
-    rows = _rows(table)
-    k = len(rows)
-    if k == 0:
-        return None
-    counts = np.random.default_rng(seed).multinomial(k, np.full(k, 1 / k), size=n_resamples)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        estimate, values = float(statistic(rows.mean(axis=0))), statistic(counts @ rows / k)
-    if not np.isfinite(estimate):
-        return None
-    method = f"percentile bootstrap of clusters, {n_resamples} resamples, seed {seed}"
-    if k < MIN_CLUSTERS or not np.isfinite(values).all():
-        return Interval(estimate, None, None, k, estimand, method)
-    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(estimate, float(low), float(high), k, estimand, method)
-
-
 def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio") -> Interval | None:
     """Paired Student t interval on the clusters' log-ratios: exp(mean ± t_{K−1} · s/√K) of log(a_k/b_k).
 

@@ -23,13 +23,11 @@ class Totals:
         estimate: Estimated total of each [D].
         stderr: Its standard error [D]: 0 where everything was measured; NaN where it cannot be known because fewer
             than two units of the sample, or none of this domain's, were left to chance.
-        n_drawn: Units of each that were measured [D].
     """
 
     labels: Int
     estimate: Float
     stderr: Float
-    n_drawn: Int
 
 
 def horvitz_thompson(values: ArrayLike, inclusion_prob: ArrayLike, domain: ArrayLike | None = None) -> Totals:
@@ -85,32 +83,6 @@ def difference_total(
     return _totals(y - guess, prob, index, labels, np.bincount(index, guess, len(labels)).astype(np.float64))
 
 
-def hajek_mean(values: ArrayLike, inclusion_prob: ArrayLike) -> tuple[float, float]:
-    """Estimate a mean as a ratio, which does not need to know how many units there are.
-
-    ȳ = Σ (y_k/π_k) / Σ (1/π_k) over what was drawn, with the standard error of the residuals' total over Σ 1/π.
-
-    A constant has that mean, with standard error 0, in every sample; Horvitz–Thompson's total over K has not.
-    Source: Hájek (1971); linearised as in Särndal et al., §5.7.
-
-    Args:
-        values: y of each unit, NaN where it was not drawn [K].
-        inclusion_prob: π of each unit [K].
-
-    Returns:
-        Mean and standard error; NaN where nothing was drawn.
-
-    Raises:
-        InputError: Shapes disagree, or a drawn unit has no probability in (0, 1].
-    """
-    y, prob, index, labels = _checked(values, inclusion_prob, None)
-    weight = np.where(np.isnan(y), 0.0, 1 / np.where(prob > 0, prob, 1.0))
-    if not weight.sum() > 0:
-        return np.nan, np.nan
-    mean = float((weight * np.nan_to_num(y)).sum() / weight.sum())
-    return mean, float(_totals(y - mean, prob, index, labels, np.zeros(1)).stderr[0] / weight.sum())
-
-
 def _checked(values: ArrayLike, inclusion_prob: ArrayLike, domain: ArrayLike | None) -> tuple[Float, Float, Int, Int]:
     y, prob = np.asarray(values, np.float64), np.asarray(inclusion_prob, np.float64)
     where = np.zeros(y.shape, np.int64) if domain is None else np.asarray(domain)
@@ -145,5 +117,4 @@ def _totals(y: Float, prob: Float, index: Int, labels: Int, base: Float) -> Tota
     if freedom > 1e-12:
         known = np.maximum(squares - linear**2 / total, 0.0) / freedom
         variance = np.where(chance & heard, known, variance)
-    n_drawn = np.bincount(own, minlength=count).astype(np.int64)
-    return Totals(labels, base + np.bincount(own, expanded, count), np.sqrt(variance), n_drawn)
+    return Totals(labels, base + np.bincount(own, expanded, count), np.sqrt(variance))

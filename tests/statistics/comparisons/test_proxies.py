@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.statistics import Gram, gain_lost, pooled_statistics, position_optimum, regret
+from otb_analysis.statistics import Gram, gain_lost, pooled_statistics, position_optimum
 
 
 def coin():
@@ -14,18 +14,6 @@ def coin():
 def test_the_optimum_of_a_coin_is_one_minus_p():
     # B* = p·2(1−p)²/(p·2(1−p)² + (1−p)·2p²) = 1 − p.
     assert position_optimum(*coin()) == pytest.approx([0.75])
-
-
-def test_regret_is_the_variance_lost():
-    score, reward, mask = coin()
-    energy = (score**2).sum(axis=2)
-
-    def variance(b):
-        g = score[:, 0] * (reward - b)
-        return ((g - g.mean(axis=0)) ** 2).sum(axis=1).mean()
-
-    for b in (0.0, 0.25, 1.5):
-        assert regret(energy, np.full((4, 1), b), [0.75], mask) == pytest.approx(variance(b) - variance(0.75))
 
 
 def test_positions_that_share_no_parameters_have_the_energy_weighted_return():
@@ -46,8 +34,6 @@ def test_padding_is_never_read():
     dirty = position_optimum(np.where(mask[..., None], features, np.nan), np.where(mask, returns, np.inf), mask)
     np.testing.assert_array_equal(clean, dirty)
     assert clean[2] == 0
-    w = np.where(mask, 1.0, np.nan)
-    assert regret(w, np.where(mask, 1.0, np.nan), np.zeros(3), mask) == pytest.approx(mask.sum() / 6)
 
 
 def test_gain_lost_is_the_share_of_the_efficiency_difference(gram_of, noisy_prompts):
@@ -89,5 +75,3 @@ def test_without_a_gain_there_is_no_share(gram_of, noisy_prompts):
 def test_bad_shapes_are_named():
     with pytest.raises(InputError, match=r"pass \[R, T, K\]"):
         position_optimum(np.zeros((2, 3)), np.zeros((2, 3)), np.ones((2, 3), dtype=bool))
-    with pytest.raises(InputError, match="no rollouts"):
-        regret(np.zeros((0, 2)), np.zeros(2), np.zeros(2), np.zeros((0, 2), dtype=bool))
