@@ -20,11 +20,6 @@ def lm_head_energy(energy: ArrayLike, hidden_norm_sq: ArrayLike, temperature: fl
     ‖∂ log π(y)/∂W_out‖² = w · ‖h‖² / τ², w the logit-space energy at temperature τ. Proved; an output bias adds
     w/τ², which is not included.
 
-    Args:
-        energy: Logit-space energy w.
-        hidden_norm_sq: ‖h‖² of the final hidden state that predicts the token.
-        temperature: Sampling temperature τ.
-
     Raises:
         InputError: The temperature is not positive.
     """
@@ -37,11 +32,6 @@ def token_weight(energy: ArrayLike, mask: Bool, ratio: ArrayLike | None = None) 
     """Return the instantaneous weight of each token.
 
     ρ_t² w_t, or w_t without ratios.
-
-    Args:
-        energy: Token energy w [N, T].
-        mask: True at policy tokens [N, T].
-        ratio: Importance ratio ρ [N, T], or None on-policy.
     """
     weight = masked(energy, mask)
     return weight if ratio is None else weight * masked(ratio, mask) ** 2
@@ -52,14 +42,6 @@ def realized_energy(energy: ArrayLike, mask: Bool, ratio: ArrayLike | None = Non
 
     W_t = Σ_{j≤t} ρ_j² w_j over policy tokens. With ratios this is the sum that the published code forms; its text says
     ρ_t² Σ_j w_j.
-
-    Args:
-        energy: Token energy w [N, T].
-        mask: True at policy tokens [N, T].
-        ratio: Importance ratio ρ [N, T], or None on-policy.
-
-    Returns:
-        W [N, T]; after the last policy token it keeps its final value.
     """
     return np.cumsum(token_weight(energy, mask, ratio), axis=1)
 
@@ -68,10 +50,6 @@ def decayed_energy(weight: Float, decay: float) -> Float:
     """Return the exponentially forgetting sum of the weights so far.
 
     W_t = λ W_{t−1} + w_t = Σ_{j≤t} λ^{t−j} w_j: λ = 0 gives w, λ = 1 gives the realized energy.
-
-    Args:
-        weight: Instantaneous weight [N, T], zero outside the mask; column = policy position.
-        decay: λ in [0, 1].
     """
     return np.asarray(lfilter([1.0], [1.0, -decay], weight, axis=1))
 
@@ -86,7 +64,6 @@ class Calibration:
         effects: γ, one per covariate [C].
         factor: c: makes the estimated total over the fitted sample that of the exact energies.
         log_error: Standard deviation of log w around the fit, over the population the sample stands for.
-        n: Tokens fitted.
     """
 
     intercept: float
@@ -98,10 +75,6 @@ class Calibration:
 
     def predict(self, proxy: ArrayLike, covariates: ArrayLike | None = None) -> Float:
         """Return ŵ of any tokens; a proxy of 0 gives 0.
-
-        Args:
-            proxy: Proxy energies, any shape.
-            covariates: As many as were fitted, on the last axis [..., C]; None when there were none.
 
         Raises:
             InputError: The number of covariates is not the one fitted.

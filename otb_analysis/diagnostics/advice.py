@@ -45,8 +45,6 @@ def advise_run(
         grams: Gram matrix of each measured step (`RunStore.grams`).
         subgroups: Those of smaller groups, by size and step (`RunStore.subgroup_grams`). Where there are any, only
             steps that have all sizes count, so that all candidates see the same prompts.
-        present: (estimator, energy source) that the run trains with.
-        reference: The unbiased estimator that stands for ∇J.
         n_rollouts: Rollouts R of one of the run's updates, of which the measured groups may be a few; those measured
             by default.
 
@@ -75,8 +73,6 @@ def advise(
 
     Args:
         grams: Gram matrices of group gradients, one per measured step, all of one design.
-        present: (estimator, energy source) that the run trains with.
-        reference: The unbiased estimator that stands for ∇J.
         smaller: Gram matrices of smaller groups of the same prompts at the same steps, by their size.
         n_rollouts: Rollouts R of one update, which efficiency is stated for; as many as were measured by default.
 
@@ -109,7 +105,6 @@ def trained_label(config: Mapping[str, Any], measured: Collection[Label] = ()) -
     """Return (estimator, energy source) of the estimator that a run trains with, as its Gram matrices name it.
 
     Args:
-        config: The run's configuration, nested.
         measured: The labels of its Gram matrices: they alone tell an estimator of one's own, whose module is not asked.
 
     Raises:
@@ -131,11 +126,7 @@ def trained_label(config: Mapping[str, Any], measured: Collection[Label] = ()) -
 
 
 def update_rollouts(config: Mapping[str, Any]) -> int | None:
-    """Return the rollouts of one of a run's updates, None where its configuration does not say.
-
-    Args:
-        config: The run's configuration, nested.
-    """
+    """Return the rollouts of one of a run's updates, None where its configuration does not say."""
     own = config.get("sample")
     prompts, size = (own.get(name) if isinstance(own, Mapping) else None for name in ("prompts", "group_size"))
     if not isinstance(prompts, int) or not isinstance(size, int):
@@ -148,8 +139,6 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
 
     Args:
         values: Efficiency of each candidate [1 + K]: from all K prompts, then without each of them in turn.
-        present: One of the candidates.
-        n_rollouts: Rollouts of one update.
 
     Raises:
         InputError: `present` is not among the candidates.

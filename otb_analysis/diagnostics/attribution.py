@@ -85,21 +85,13 @@ class Holders:
         return len(self.share)
 
     def head(self, n: int) -> "Holders":
-        """Return the n largest.
-
-        Args:
-            n: How many at most.
-        """
+        """Return the n largest."""
         names = ("group", "rollout", "t", "n_tokens", "share", "signal", "noise")
         kept: dict[str, Any] = {name: None if (x := getattr(self, name)) is None else x[:n] for name in names}
         return replace(self, **kept)
 
     def holding(self, part: float = 0.5) -> int:
-        """Return how many of the largest hold a part of Σ|share|.
-
-        Args:
-            part: A share in (0, 1].
-        """
+        """Return how many of the largest hold a part of Σ|share|."""
         size = np.abs(self.share)
         if size.sum() == 0:
             return 0
@@ -111,14 +103,10 @@ class StepAttribution:
     """One step's attribution at every level.
 
     Attributes:
-        step: The step.
         norm_sq: Σ share = ‖ḡ‖².
         signal_total: Σ signal, what different prompts' gradients have in common of it; None without the split.
         noise_total: Σ noise, each prompt's own part; None without the split.
         recorded_norm_sq: ‖ḡ‖² of the step's first update as the optimiser saw it, None where it was not recorded.
-        prompts: By prompt.
-        rollouts: By rollout.
-        tokens: By token.
     """
 
     step: int
@@ -138,11 +126,7 @@ class StepAttribution:
         return self.norm_sq / self.recorded_norm_sq - 1
 
     def at(self, level: str) -> Holders:
-        """Return the holders of a level.
-
-        Args:
-            level: `prompt`, `rollout` or `token`.
-        """
+        """Return the holders of a level."""
         return {"prompt": self.prompts, "rollout": self.rollouts, "token": self.tokens}[level]
 
 
@@ -150,8 +134,6 @@ def attribute_step(step: int, tokens: AttributedTokens, grad_norm: float | None 
     """Add a step's shares up by prompt and rollout, and rank every level by |share|.
 
     Args:
-        step: The step.
-        tokens: Its tokens with their shares.
         grad_norm: ‖ḡ‖ of the step's first update, where it was recorded: the check on the sum.
 
     Raises:

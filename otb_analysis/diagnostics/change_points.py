@@ -41,7 +41,6 @@ class ChangePoint:
     """One lasting change of level.
 
     Attributes:
-        column: Which quantity.
         step: First step of the new level, to within `BLOCK` steps.
         before: Level of the segment before it, in the column's unit.
         after: Level of the segment that begins here.
@@ -58,13 +57,6 @@ def change_points(series: StepSeries, columns: tuple[str, ...] = COLUMNS) -> lis
 
     Minimises Σ over segments of the squared deviations + penalty · number of changes, penalty = 8·σ²·log n, σ from the
     differences of neighbouring points, robustly. Positive quantities are taken by their logarithm.
-
-    Args:
-        series: A run.
-        columns: Which of its columns.
-
-    Returns:
-        By step; nothing for columns with fewer than 30 recorded steps.
     """
     found = [point for name in columns for point in _of_one(series, name)]
     return sorted(found, key=lambda point: (point.step, point.column))

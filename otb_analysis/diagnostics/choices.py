@@ -31,7 +31,6 @@ class Advised:
     """One candidate beside the present choice.
 
     Attributes:
-        choice: The candidate.
         efficiency: Share of an update that points along ∇J, None where it is undefined.
         ratio: Efficiency over that of the present choice with its simultaneous interval, None where it is undefined.
     """
@@ -56,12 +55,10 @@ class Advice:
     """What to train with instead, if anything was shown to be better.
 
     Attributes:
-        present: What the run trains with.
         best: The most efficient of the candidates shown to be better, None where none was.
         candidates: All of them, most efficient first.
         n_rollouts: Rollouts of one update, the same for all.
         n_clusters: Prompts behind the intervals.
-        reason: One sentence.
     """
 
     present: Choice

@@ -15,13 +15,7 @@ NORMAL = 1.4826
 
 
 def trailing(x: Float, window: int, statistic: Callable[..., Float]) -> Float:
-    """Return a statistic of the last `window` values at every index; NaN before there are so many.
-
-    Args:
-        x: Values [K].
-        window: Values it looks at.
-        statistic: Such as `np.median`: takes [..., window] and `axis`.
-    """
+    """Return a statistic of the last `window` values at every index; NaN before there are so many."""
     found = np.full(x.size, np.nan)
     if x.size >= window:
         found[window - 1 :] = statistic(sliding_window_view(x, window), axis=-1)
@@ -50,11 +44,7 @@ def usual(x: Float, gap: int, least: int, most: int) -> tuple[Float, Float]:
 
 
 def robust(x: Float) -> tuple[Float, Float]:
-    """Return median and robust spread along the last axis.
-
-    Args:
-        x: Values [..., K].
-    """
+    """Return median and robust spread along the last axis."""
     centre = np.median(x, axis=-1)
     deviation = np.median(np.abs(x - centre[..., None]), axis=-1)
     return centre, np.maximum(NORMAL * deviation, MIN_SPREAD)

@@ -96,11 +96,7 @@ def weights_and_rewards() -> str:
 
 
 def main(path: Path = Path("docs/catalogue.md")) -> None:
-    """Write the page.
-
-    Args:
-        path: Where to.
-    """
+    """Write the page."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(catalogue(), encoding="utf-8")
 

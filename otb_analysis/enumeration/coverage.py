@@ -32,7 +32,6 @@ class Law:
     """The law of one prompt's group gradients under RLOO (row 0) and another estimator (row 1).
 
     Attributes:
-        name: In words.
         draw: (generator, n) → group gradients of n prompts [2, n, D].
         moments: Exact moments, both rows in one array [2].
     """
@@ -74,12 +73,6 @@ def enumerated(seed: int, n_prompts: int = 4, size: int = 4, names: Sequence[str
     A prompt is one of a few policies with shared parameters and three tokens; every multiset of completions is an
     outcome with its exact probability, so that groups with equal rewards (gradient 0) are as frequent as they really
     are.
-
-    Args:
-        seed: Seed of the policies.
-        n_prompts: Policies in the population, equally likely.
-        size: Rollouts per group.
-        names: The estimators, `rloo` first.
     """
     rng = np.random.default_rng(seed)
     gradients, probabilities = [], []
@@ -108,7 +101,6 @@ def scaled_normal(
     The other estimator shares most of RLOO's noise and shrinks the gradient to .56 of it.
 
     Args:
-        name: In words.
         scale: (generator, n) → size of each prompt's noise [n].
         mean_square: Its exact mean square.
     """
@@ -160,18 +152,7 @@ ROWS: tuple[tuple[str, Design], ...] = (
 def measure(
     law: Law, design: Design, repetitions: int = REPETITIONS, seed: int = 0, known: Proved = NOTHING
 ) -> dict[str, Coverage]:
-    """Repeat a measurement and count how often each interval contains the truth.
-
-    Args:
-        law: What is drawn from.
-        design: How much is drawn each time.
-        repetitions: How often.
-        seed: Seed of the draws.
-        known: What is proved of the two estimators.
-
-    Returns:
-        Coverage by name in `QUANTITIES`.
-    """
+    """Repeat a measurement and count how often each interval contains the truth."""
     rng = np.random.default_rng(seed)
     truth = _truth(law, design.prompts)
     covered, given = np.zeros(len(QUANTITIES)), np.zeros(len(QUANTITIES))
@@ -213,15 +194,7 @@ def _truth(law: Law, prompts: int) -> list[float]:
 
 
 def row_text(index: int, repetitions: int = REPETITIONS) -> str:
-    """Run one row of the table and format it.
-
-    Args:
-        index: Position in `ROWS`.
-        repetitions: How often.
-
-    Returns:
-        A Markdown table row.
-    """
+    """Run one row of the table and format it."""
     name, design = ROWS[index]
     law = LAWS[name]()
     found = measure(law, design, repetitions, seed=index)

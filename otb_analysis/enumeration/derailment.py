@@ -21,7 +21,6 @@ class Derailment:
     """The process and its exact population quantities.
 
     Attributes:
-        horizon: T.
         mistake: m, probability of leaving *on* at each token; .7/64 gives J ≈ .50.
         recovery: r.
         pay: q.
@@ -106,10 +105,6 @@ class Derailment:
     def baseline(self, name: str) -> Float:
         """Return a population baseline as a function of position and state.
 
-        Args:
-            name: none, group_mean, value, sequence_optimal, otb, token_optimal or prefix (the best function of the
-                prefix, E[w_t R | state]/E[w_t | state]).
-
         Returns:
             B [T, 2].
         """
@@ -135,9 +130,6 @@ class Derailment:
         """Return the exact variance of one rollout's gradient.
 
         Σ_t E[w_t (R − B_t)²] − ‖∇J‖², positions being orthogonal; R² = R.
-
-        Args:
-            baseline: B [T, 2].
         """
         b = baseline[:, :, None]
         squared = self.reward_after * (1 - 2 * b) + b**2
@@ -145,15 +137,7 @@ class Derailment:
         return float((weight * squared).sum() - self.gradient @ self.gradient)
 
     def sample(self, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, Float]:
-        """Draw rollouts.
-
-        Args:
-            n: How many.
-            rng: Source of randomness.
-
-        Returns:
-            State before each token [n, T], tokens [n, T], rewards [n].
-        """
+        """Draw rollouts."""
         cumulative = np.cumsum(self.policy, axis=1)
         state = np.zeros((n, self.horizon), np.int64)
         token = np.zeros((n, self.horizon), np.int64)
@@ -166,28 +150,14 @@ class Derailment:
         return state, token, ((now == ON) & (rng.random(n) < self.pay)).astype(np.float64)
 
     def inputs(self, state: np.ndarray, token: np.ndarray, reward: Float, n: int) -> EstimatorInputs:
-        """Return estimator inputs for sampled rollouts in groups of n.
-
-        Args:
-            state: State before each token [N, T].
-            token: Tokens [N, T].
-            reward: Terminal rewards [N].
-            n: Rollouts per group.
-        """
+        """Return estimator inputs for sampled rollouts in groups of n."""
         paid = np.zeros(state.shape)
         paid[:, -1] = reward
         group = np.arange(len(reward)) // n
         return EstimatorInputs(paid, np.ones(state.shape, bool), group, energy=self.energy[state, token])
 
     def group_gradients(self, state: np.ndarray, token: np.ndarray, advantage: Float, n: int) -> Float:
-        """Return ḡ of each group of n consecutive rollouts, [N/n, T·2·4].
-
-        Args:
-            state: State before each token [N, T].
-            token: Tokens [N, T].
-            advantage: A [N, T].
-            n: Rollouts per group.
-        """
+        """Return ḡ of each group of n consecutive rollouts, [N/n, T·2·4]."""
         groups = len(state) // n
         scaled = advantage[:, :, None] * self.score[state, token] / n
         out = np.zeros((groups, self.horizon, 2, 4))

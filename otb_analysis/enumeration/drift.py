@@ -25,10 +25,6 @@ LONGEST = 1e4
 def moved_logprob(tree: Tree, move: Float) -> Float:
     """Return log π_{θ+δ}(y_t|h_t) of every completion [M, T], zero outside the mask; exact, whatever the length of δ.
 
-    Args:
-        tree: The policy at θ.
-        move: δ [D].
-
     Raises:
         InputError: δ has another number of entries than the policy has parameters.
     """
@@ -43,11 +39,7 @@ def moved_logprob(tree: Tree, move: Float) -> Float:
 
 
 def divergence(tree: Tree) -> float:
-    """Return KL(μ‖π) of a whole completion in nats, μ the policy that samples: 0 on-policy.
-
-    Args:
-        tree: The policy, with the one that samples.
-    """
+    """Return KL(μ‖π) of a whole completion in nats, μ the policy that samples: 0 on-policy."""
     return float(tree.expect((tree.behavior_logprob - tree.logprob).sum(axis=1)))
 
 
@@ -55,7 +47,6 @@ def sampled_at(tree: Tree, direction: Float, distance: float) -> Tree:
     """Return the policy with a sampler at θ + α·direction, α > 0 such that KL(μ‖π) is a given number.
 
     Args:
-        tree: The policy.
         direction: −∇J for a sampler that the policy has improved on [D].
         distance: KL(μ‖π) of a whole completion in nats.
 
@@ -75,21 +66,12 @@ def sampled_at(tree: Tree, direction: Float, distance: float) -> Tree:
 
 
 def farthest(tree: Tree, direction: Float) -> float:
-    """Return KL(μ‖π) of the sampler at the end of a direction: a bound where it ends in one completion.
-
-    Args:
-        tree: The policy.
-        direction: Any [D].
-    """
+    """Return KL(μ‖π) of the sampler at the end of a direction: a bound where it ends in one completion."""
     return divergence(replace(tree, behavior_logprob=moved_logprob(tree, LONGEST * direction)))
 
 
 def effective_share(tree: Tree) -> float:
-    """Return ESS/N of the sequence ratios with infinitely many rollouts: 1/E_μ[(Π_t ρ_t)²], 1 on-policy.
-
-    Args:
-        tree: The policy, with the one that samples.
-    """
+    """Return ESS/N of the sequence ratios with infinitely many rollouts: 1/E_μ[(Π_t ρ_t)²], 1 on-policy."""
     policy, behavior = tree.logprob.sum(axis=1), tree.behavior_logprob.sum(axis=1)
     total = cast(float, logsumexp(2 * policy - behavior))  # E_μ[(π/μ)²] = Σ π²/μ, which may be too large a number
     return float(np.exp(-total))
@@ -99,10 +81,6 @@ def case_moments(tree: Tree, case: Case) -> GroupMoments:
     """Return the exact moments of one rollout's gradient Σ_t c_t s_t, c the ratio's coefficients for A = G − J.
 
     The baseline J is the limit of every plain mean on-policy. `efficiency(P)` of the answer is that of P rollouts.
-
-    Args:
-        tree: The policy, with the one that samples.
-        case: The ratio.
     """
     coefficient = case.ratio(tree).coefficient(np.where(tree.mask, tree.returns - tree.objective, 0.0))
     single = np.einsum("mt,mtd->md", coefficient, tree.score)

@@ -50,12 +50,7 @@ COMPARED = (
 
 
 def population_row(setting: str, seed: int) -> dict[str, Any]:
-    """Return what facts 1, 2 and 5 say of one policy.
-
-    Args:
-        setting: A key of `SETTINGS`.
-        seed: Seed of the policy.
-    """
+    """Return what facts 1, 2 and 5 say of one policy."""
     tree, rng = random_tree(SETTINGS[setting], np.random.default_rng(seed)), np.random.default_rng([seed, 1])
     best, mean, value, prefix = (
         population_moments(tree, b).variance
@@ -77,12 +72,7 @@ def population_row(setting: str, seed: int) -> dict[str, Any]:
 
 
 def group_row(setting: str, seed: int) -> dict[str, Any]:
-    """Return what facts 3 and 4 say of one policy in groups of four.
-
-    Args:
-        setting: A key of `GROUPS`.
-        seed: Seed of the policy.
-    """
+    """Return what facts 3 and 4 say of one policy in groups of four."""
     tree = random_tree(GROUPS[setting], np.random.default_rng(seed))
     found = {name: group_moments(name, tree, GROUP_SIZE) for name in COMPARED}
     tails = [group_moments("otb_loo", tree, GROUP_SIZE, TailOptions(tail=tail)) for tail in ("group", "zero")]
@@ -113,22 +103,13 @@ def _measures(found: Mapping[str, GroupMoments], reference: GroupMoments, best: 
 
 
 def ratio_row(setting: str, seed: int) -> dict[str, Any]:
-    """Return how far a baseline moves the mean under each ratio on one pair of policies.
-
-    Args:
-        setting: A key of `SETTINGS`.
-        seed: Seed of the policy.
-    """
+    """Return how far a baseline moves the mean under each ratio on one pair of policies."""
     tree = drifted(SETTINGS[setting], seed)
     return {"setting": setting, "policy": seed, **{label: mean_shift(tree, case) for label, case in CASES.items()}}
 
 
 def prompt_row(seed: int) -> dict[str, Any]:
-    """Return how the variance of two prompts' mean gradient splits, on two policies as prompts, groups of two.
-
-    Args:
-        seed: Seed of the pair.
-    """
+    """Return how the variance of two prompts' mean gradient splits, on two policies as prompts, groups of two."""
     trees = [random_tree(GROUP, np.random.default_rng(2 * seed + k)) for k in (0, 1)]
     within, between = prompt_parts("rloo", trees, 2)
     whole, plain = two_prompt_variance("rloo", trees, 2), prompt_parts("none", trees, 2)[1]
@@ -142,11 +123,7 @@ def prompt_row(seed: int) -> dict[str, Any]:
 
 
 def size_row(seed: int) -> dict[str, Any]:
-    """Return `otb` in groups of 4 over the group mean in groups of 32 on one policy, every group enumerated.
-
-    Args:
-        seed: Seed of the policy.
-    """
+    """Return `otb` in groups of 4 over the group mean in groups of 32 on one policy, every group enumerated."""
     tree = random_tree(LONG_GROUPS, np.random.default_rng(seed))
     small, large = group_moments("otb", tree, SMALL), group_moments("group_mean", tree, LARGE)
     return {

@@ -55,9 +55,7 @@ class Bias:
     """Medians over random policies of one entry's exact group moments.
 
     Attributes:
-        relative_bias: ‖m − ∇J‖/‖∇J‖.
         target_bias: The same against the entry's own target.
-        projection: ⟨m, ∇J⟩/‖∇J‖².
         variance: V relative to `rloo`.
         sf: V/c² relative to `rloo`.
         efficiency: Efficiency of one prompt and of 1000.

@@ -23,13 +23,6 @@ def multisets(tree: Tree, n: int) -> tuple[Int, Float]:
 
     P = N!/Π_k c_k! · Π_k p_k^{c_k}: no estimator depends on the order of a group.
 
-    Args:
-        tree: The policy.
-        n: N rollouts per group.
-
-    Returns:
-        Completions of each group [K, N] and probabilities [K].
-
     Raises:
         InputError: There are too many groups to enumerate.
     """
@@ -47,18 +40,7 @@ def multisets(tree: Tree, n: int) -> tuple[Int, Float]:
 
 
 def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, source: str = "exact") -> Float:
-    """Return ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t} of each group; off-policy each score carries its token's ratio.
-
-    Args:
-        name: A key of `ESTIMATORS`; a batch-coupled one sees each group as a batch of its own.
-        tree: The policy.
-        members: Completions of each group [K, N].
-        options: Options of the estimator.
-        source: `exact` or `proxy` energies.
-
-    Returns:
-        Gradients [K, D].
-    """
+    """Return ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t} of each group; off-policy each score carries its token's ratio."""
     k, n = members.shape
     advantage = _advantage(name, tree, members, options, source) * tree.ratio[members.reshape(-1)]
     t = tree.mask.shape[1]
@@ -70,15 +52,7 @@ def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, so
 
 
 def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: str = "exact") -> GroupMoments:
-    """Return the exact moments of an estimator's group gradient.
-
-    Args:
-        name: A key of `ESTIMATORS`.
-        tree: The policy.
-        n: N rollouts per group.
-        options: Options of the estimator.
-        source: `exact` or `proxy` energies.
-    """
+    """Return the exact moments of an estimator's group gradient."""
     members, prob = multisets(tree, n)
     return weighted_moments(group_gradients(name, tree, members, options, source), prob, tree.gradient, n)
 

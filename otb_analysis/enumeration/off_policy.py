@@ -31,8 +31,6 @@ class Case:
     """One ratio with the options under which it is enumerated.
 
     Attributes:
-        name: A key of `RATIOS`.
-        options: Its options; None means the defaults.
         quoted: What other draws of such policies gave first.
     """
 
@@ -46,11 +44,7 @@ class Case:
         return RATIOS[self.name].keeps_mean
 
     def ratio(self, tree: Tree) -> Ratio:
-        """Return the ratio of every token of every completion.
-
-        Args:
-            tree: The policy, with the one that samples.
-        """
+        """Return the ratio of every token of every completion."""
         return importance_ratio(self.name, RatioInputs(tree.logprob, tree.behavior_logprob, tree.mask), self.options)
 
 
@@ -72,25 +66,13 @@ CASES: dict[str, Case] = {
 
 
 def drifted(spec: TreeSpec, seed: int, drift: float = DRIFT) -> Tree:
-    """Draw a policy and the one that sampled for it: same features and rewards, parameters larger by a share.
-
-    Args:
-        spec: What to draw from.
-        seed: Seed of features, parameters and rewards.
-        drift: The share.
-    """
+    """Draw a policy and the one that sampled for it: same features and rewards, parameters larger by a share."""
     older = replace(spec, scale=spec.scale * (1 + drift))
     return random_tree(spec, np.random.default_rng(seed)).sampled_by(random_tree(older, np.random.default_rng(seed)))
 
 
 def mean_gradient(tree: Tree, case: Case, baseline: Float) -> Float:
-    """Return E[Σ_t c_t s_t] exactly [D], c the gradient coefficients of the ratio's surrogate for A = G − B.
-
-    Args:
-        tree: The policy, with the one that samples.
-        case: The ratio.
-        baseline: B [T] or [M, T].
-    """
+    """Return E[Σ_t c_t s_t] exactly [D], c the gradient coefficients of the ratio's surrogate for A = G − B."""
     coefficient = case.ratio(tree).coefficient(tree.returns - masked_rows(baseline, tree))
     return np.einsum("m,mt,mtd->d", tree.prob, coefficient, tree.score)
 
@@ -99,8 +81,6 @@ def mean_shift(tree: Tree, case: Case, baseline: float | None = None) -> float:
     """Return how far a constant baseline moves the mean: ‖E g(B) − E g(0)‖/‖∇J‖.
 
     Args:
-        tree: The policy, with the one that samples.
-        case: The ratio.
         baseline: B; None means J, the limit of the group mean.
     """
     b = _constant(tree, baseline)
@@ -112,8 +92,6 @@ def mean_error(tree: Tree, case: Case, baseline: float | None = None) -> float:
     """Return how far the mean is from the gradient: ‖E g(B) − ∇J‖/‖∇J‖.
 
     Args:
-        tree: The policy, with the one that samples.
-        case: The ratio.
         baseline: B; None means J, the limit of the group mean.
     """
     away = mean_gradient(tree, case, _constant(tree, baseline)) - tree.gradient
@@ -121,12 +99,7 @@ def mean_error(tree: Tree, case: Case, baseline: float | None = None) -> float:
 
 
 def touched(tree: Tree, case: Case) -> float:
-    """Return the share of sampled tokens that a clip or mask stops, or a truncation changes, with the baseline J.
-
-    Args:
-        tree: The policy, with the one that samples.
-        case: The ratio.
-    """
+    """Return the share of sampled tokens that a clip or mask stops, or a truncation changes, with the baseline J."""
     ratio = case.ratio(tree)
     stopped = ratio.limited | ratio.clipped(tree.returns - masked_rows(_constant(tree, None), tree))
     return float(tree.prob @ stopped.sum(axis=1) / (tree.prob @ tree.mask.sum(axis=1)))

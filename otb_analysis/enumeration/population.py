@@ -34,15 +34,6 @@ def population_baseline(name: str, tree: Tree, source: str = "exact", decay: flo
 
     The sums of the entry turn into expectations: `otb` is E[W_t G_t; alive]/E[W_t; alive], and so on.
 
-    Args:
-        name: One of `POPULATION`.
-        tree: The policy.
-        source: `exact` or `proxy` energies.
-        decay: λ of `energy_ema`.
-
-    Returns:
-        B [M, T], zero outside the mask.
-
     Raises:
         InputError: The name has no population form of its own.
     """
@@ -80,11 +71,7 @@ def position_optimum(tree: Tree, ratio: Float | None = None) -> Float:
     B_t* = E[ρ_t s_t · g] / E[ρ_t² ‖s_t‖²], g = Σ_k ρ_k s_k G_k; without ratios E[s_t · Σ_k s_k G_k] / E‖s_t‖².
 
     Args:
-        tree: The policy.
         ratio: What multiplies each score, known at its token [M, T]; None means the exact token ratio.
-
-    Returns:
-        B* [T].
     """
     rho = tree.ratio if ratio is None else ratio
     return tree.expect(_alignment(tree, rho)) / tree.expect(rho**2 * tree.energy)
@@ -94,25 +81,12 @@ def prefix_optimum(tree: Tree) -> Float:
     """Return the variance-optimal function of the prefix.
 
     b*(h) = E[s_t · g | h] / E[‖s_t‖² | h].
-
-    Args:
-        tree: The policy.
-
-    Returns:
-        b*(h_t) of each completion [M, T], zero outside the mask.
     """
     return _by_prefix(tree, _alignment(tree, tree.ratio), tree.ratio**2 * tree.energy)
 
 
 def values(tree: Tree) -> Float:
-    """Return V(h_t) = E[G_t | h_t] under the sampling policy.
-
-    Args:
-        tree: The policy.
-
-    Returns:
-        V [M, T], zero outside the mask.
-    """
+    """Return V(h_t) = E[G_t | h_t] under the sampling policy."""
     return _by_prefix(tree, tree.returns, np.ones(tree.mask.shape))
 
 
@@ -120,8 +94,6 @@ def population_moments(tree: Tree, baseline: Float, ratio: Float | None = None) 
     """Return the exact moments of one rollout's gradient with a baseline that does not depend on that rollout.
 
     Args:
-        tree: The policy.
-        baseline: B [T] or [M, T].
         ratio: What multiplies each score, ρ or a truncation of it [M, T]; None means the exact token ratio.
     """
     factor = (tree.ratio if ratio is None else ratio) * (tree.returns - masked_rows(baseline, tree))
@@ -135,7 +107,6 @@ def regret(tree: Tree, baseline: Float, ratio: Float | None = None) -> float:
     known at token t.
 
     Args:
-        tree: The policy.
         baseline: B [T], or [M, T] constant over the completions alive at each position.
         ratio: What multiplies each score, known at its token [M, T]; None means the exact token ratio.
     """
@@ -145,25 +116,14 @@ def regret(tree: Tree, baseline: Float, ratio: Float | None = None) -> float:
 
 
 def gap_closed(name: str, tree: Tree, source: str = "exact") -> float:
-    """Return the share of the gap from the mean to B* that an entry closes, 1 at the optimum, negative when worse.
-
-    Args:
-        name: One of `POPULATION` that is constant over completions.
-        tree: The policy.
-        source: `exact` or `proxy` energies.
-    """
+    """Return the share of the gap from the mean to B* that an entry closes, 1 at the optimum, negative when worse."""
     return 1 - regret(tree, population_baseline(name, tree, source)) / regret(
         tree, population_baseline("group_mean", tree)
     )
 
 
 def masked_rows(baseline: Float, tree: Tree) -> Float:
-    """Return B as [M, T], zero outside the mask.
-
-    Args:
-        baseline: B [T] or [M, T].
-        tree: The policy.
-    """
+    """Return B as [M, T], zero outside the mask."""
     return masked(np.broadcast_to(baseline, tree.mask.shape), tree.mask)
 
 

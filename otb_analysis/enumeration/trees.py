@@ -21,7 +21,6 @@ class TreeSpec:
     """What to draw a random policy from.
 
     Attributes:
-        vocabulary: V.
         horizon: T, the longest completion.
         shared: D random features shared by all prefixes, or None for a tabular policy.
         end_token: True when token V − 1 ends the completion, so that lengths differ.
@@ -87,11 +86,7 @@ class Tree:
         return self.reward.sum(axis=1)
 
     def expect(self, x: Float) -> Float:
-        """Return the expectation over completions of x [M, ...].
-
-        Args:
-            x: One value or array per completion.
-        """
+        """Return the expectation over completions of x [M, ...]."""
         return np.tensordot(self.prob, x, axes=1)
 
     @cached_property
@@ -114,11 +109,6 @@ class Tree:
         """Return estimator inputs for chosen completions, with every input that can be known exactly but the critic's.
 
         A turn is two tokens, so that entries which compare turns have some.
-
-        Args:
-            rows: Completion of each rollout [N].
-            group: Group of each rollout [N].
-            source: `exact` for ‖s‖², `proxy` for the logit-space energy.
         """
         energy = {"exact": self.energy, "proxy": self.proxy}[source]
         return EstimatorInputs(
@@ -133,20 +123,12 @@ class Tree:
         )
 
     def sampled_by(self, behavior: "Tree") -> "Tree":
-        """Return the same completions sampled by another policy over the same prefixes.
-
-        Args:
-            behavior: A tree of equal vocabulary, horizon and end token.
-        """
+        """Return the same completions sampled by another policy over the same prefixes."""
         return replace(self, behavior_logprob=behavior.logprob)
 
 
 def random_tree(spec: TreeSpec, rng: np.random.Generator) -> Tree:
     """Draw a policy and rewards, and enumerate its completions.
-
-    Args:
-        spec: What to draw from.
-        rng: Source of parameters, features and rewards.
 
     Raises:
         InputError: The tree has fewer than two completions or too many to enumerate.

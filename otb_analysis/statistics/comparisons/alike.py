@@ -35,7 +35,6 @@ def alike(grams: Sequence[Gram], first: Sequence[Label] = ()) -> dict[Label, Ali
     With ⟨a, b⟩ summed over prompts and steps, b = f·a exactly where ⟨a, b⟩² = ‖a‖²‖b‖², and then f = ⟨a, b⟩/‖a‖².
 
     Args:
-        grams: One Gram matrix per step.
         first: Estimators that the others are named after, in this order; the rest follow as measured.
 
     Returns:

@@ -30,9 +30,6 @@ def conclude(
     """Compare every estimator with one of them and say what stands after controlling false discoveries.
 
     Args:
-        grams: Every measured step of one design.
-        known: What is proved of the estimators.
-        against: The reference.
         first: Labels that identical others are named after, such as the ones that trained.
     """
     same = alike(grams, (against, *first))

@@ -25,8 +25,6 @@ def gain_lost(
 
     Args:
         grams: One Gram matrix per step; those with all three labels are used.
-        proxy: The estimator with proxy energies, as (`otb`, `proxy`).
-        exact: The same estimator with the energies the proxy stands for.
         reference: The unbiased estimator that stands for ∇J, and that the gain is counted from.
         n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. The gain is
             largest, and the share best determined, where P is of the order of the noise scale.

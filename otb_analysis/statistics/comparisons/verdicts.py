@@ -23,10 +23,8 @@ class Verdict:
     """One estimator against the reference.
 
     Attributes:
-        label: (estimator, energy source).
         sf: Ratio of variances at equal progress, 95 %; below 1 is better.
         efficiency: Ratio of efficiencies, 95 %; above 1 is better.
-        c_known: True where its projection is proved.
         told: Measures in which it was told from the reference: `sf`, `efficiency`.
     """
 
@@ -86,12 +84,8 @@ class Conclusion:
     """What is known of every estimator measured beside a reference; read by `figures.conclusion`, which says it.
 
     Attributes:
-        against: The reference.
         n_prompts: Independent prompts behind the intervals.
         verdicts: One per estimator that is not a multiple of the reference, identical ones once.
-        alike: What each label is a multiple of.
-        signal: How well ‖∇J‖² is known.
-        cause: Why nothing could be tested.
         best: The best of those told apart as better, with intervals that hold for the choice.
         worst: The farthest behind of those told apart as worse, likewise.
         n_needed: About how many prompts would decide on the undecided one with the lowest SF.
@@ -137,9 +131,5 @@ class Conclusion:
 
 
 def names(verdicts: Sequence[Verdict]) -> int:
-    """Return of how many estimators these are: one with proxy and with exact energies counts once.
-
-    Args:
-        verdicts: Any of a conclusion.
-    """
+    """Return of how many estimators these are: one with proxy and with exact energies counts once."""
     return len({verdict.label[0] for verdict in verdicts})

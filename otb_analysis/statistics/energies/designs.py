@@ -28,10 +28,6 @@ def inclusion_probabilities(size: ArrayLike, n: int, uniform_share: float = UNIF
     Args:
         size: Size measure x of each unit, such as a proxy energy [K].
         n: Units to draw, at least 1; all of them where it is K or more.
-        uniform_share: u in [0, 1], the part drawn whatever the size measure says.
-
-    Returns:
-        π [K] in (0, 1]; units of size 0 have π = 0 only when u = 0.
 
     Raises:
         InputError: A size is negative or not finite, n is not positive, or u is outside [0, 1].
@@ -60,13 +56,6 @@ def systematic_sample(inclusion_prob: ArrayLike, seed: int = 0) -> Bool:
 
     Randomised systematic πps: unit k is drawn where [Σ_{j<k} π_j, Σ_{j≤k} π_j) holds one of U, U + 1, U + 2, …, over a
     random order of the units and U uniform in [0, 1). Where Σ π is no whole number the size is one of its neighbours.
-
-    Args:
-        inclusion_prob: π of each unit in [0, 1] [K].
-        seed: Of the order and the start.
-
-    Returns:
-        True at the units drawn [K].
 
     Raises:
         InputError: A probability is outside [0, 1] or not finite.

@@ -23,10 +23,7 @@ class Association:
     """Agreement of two variables; None where it is undefined (fewer than three values, or a constant one).
 
     Attributes:
-        n: Values compared.
-        pearson: Linear correlation.
         log_pearson: Linear correlation of the logarithms, where both are positive.
-        spearman: Correlation of ranks.
     """
 
     n: int
@@ -61,13 +58,8 @@ def fidelity(
     are rounded to 0.1 % first: rollouts with the same prefix have the same energy, and rounding is not an order.
 
     Args:
-        proxy: Proxy energies, any shape.
-        exact: Exact energies, the same shape.
         mask: True where a value counts; values that are not finite (not measured) never count.
         cell: Integer cell of each value, as from `position_cells`; any shape that broadcasts.
-
-    Returns:
-        A `Fidelity` whose undefined entries are None.
 
     Raises:
         InputError: The shapes differ.
@@ -93,13 +85,7 @@ def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group
     within (prompt, position) is the one that reaches the baseline.
 
     Args:
-        proxy: Token energies by proxy [N, T].
         exact: Exact token energies [N, T]; a rollout counts up to its first token that was not measured.
-        mask: True at policy tokens [N, T].
-        group: Prompt of each rollout [N].
-
-    Returns:
-        As `fidelity` with (prompt, position) cells.
 
     Raises:
         InputError: The shapes differ or are not [N, T].

@@ -36,7 +36,6 @@ def weight_statistics(energy: ArrayLike, mask: ArrayLike, reward: ArrayLike, gro
 
     Args:
         energy: Token energies w [N, T]; entries outside the mask are never read.
-        mask: True at policy tokens [N, T].
         reward: Total reward of each rollout [N].
         group: Prompt of each rollout [N].
 

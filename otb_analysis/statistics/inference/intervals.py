@@ -34,9 +34,7 @@ class Interval:
     """A point and, from `MIN_CLUSTERS` clusters up, an interval around it.
 
     Attributes:
-        estimate: The point.
         low: Lower end, or None where no interval is given.
-        high: Upper end, or None with `low`.
         n_clusters: Independent clusters it rests on.
         estimand: What the interval covers, in words.
         method: How it was computed, in words.
@@ -64,11 +62,8 @@ def jackknife_interval(
     of the clusters' ratios).
 
     Args:
-        estimate: Full-sample value θ̂.
         replicates: θ̂_(k), the value without cluster k [K].
-        estimand: What is estimated, in words.
         scale: `log` for positive quantities and ratios, `logit` for shares in (0, 1), `linear` otherwise.
-        level: Nominal coverage.
 
     Returns:
         None when the estimate itself is not finite; a point without interval below `MIN_CLUSTERS` clusters or where
@@ -115,9 +110,6 @@ def cluster_jackknife(
     Args:
         table: One row per cluster [K, S], for example (Σ x, count) of each prompt.
         statistic: Maps mean rows [..., S] to values [...], vectorised over the leading axes.
-        estimand: What is estimated, in words.
-        scale: See `jackknife_interval`.
-        level: Nominal coverage.
 
     Returns:
         As `jackknife_interval`; None for an empty table.
@@ -143,8 +135,6 @@ def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio
 
     Args:
         numerator: One positive value per cluster [K], for example a prompt's group variance under one estimator.
-        denominator: The same clusters under the other [K].
-        name: What the ratio is of, in words.
 
     Returns:
         None where a value is not positive (the geometric mean does not exist), else the ratio and its interval.

@@ -35,9 +35,6 @@ class Passing:
 def passing(success: ArrayLike) -> Passing:
     """Return avg@n and pass@k of answers, k = 1, 2, 4, … ≤ n, each with its 95 % interval over prompts.
 
-    Args:
-        success: True where an answer is right [P, n], one row per prompt.
-
     Raises:
         InputError: There are no answers, or their shape is another.
     """
@@ -55,14 +52,6 @@ def pass_at_k(correct: ArrayLike, n: int, k: int) -> Float:
     C(n−c, k)/C(n, k) is the share of the k-subsets of the n answers that hold no right one; it is computed as
     Π_{j<k} (n−c−j)/(n−j), in which nothing overflows. For k = 1 it is c/n, for k = n it is 1 where any answer is right.
     Chen et al. 2021 (arXiv 2107.03374), equation 1. Unbiased: proved there.
-
-    Args:
-        correct: Right answers c among the n, per prompt [P].
-        n: Answers per prompt.
-        k: Answers that one may give, at most n.
-
-    Returns:
-        Estimates per prompt [P].
 
     Raises:
         InputError: k is not in 1 … n, or a count not in 0 … n.
@@ -82,10 +71,6 @@ def share_interval(values: ArrayLike, estimand: str) -> Interval:
     The delete-one-prompt jackknife on the logit scale. Where that scale ends, at a mean of 0 or 1 or one prompt away
     from it, the interval is Clopper and Pearson's with S = Σ values successes in P draws, real S allowed: a value in
     [0, 1] of mean p has at most the variance p(1 − p) of a success. For S = 0 it is [0, 1 − (α/2)^{1/P}].
-
-    Args:
-        values: One value per prompt [P], P ≥ 1.
-        estimand: What the mean estimates, in words.
 
     Returns:
         A point without interval below `MIN_CLUSTERS` prompts.

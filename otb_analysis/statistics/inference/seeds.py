@@ -17,8 +17,6 @@ def seed_mean(values: ArrayLike, estimand: str, scale: str = "linear") -> Interv
     of single prompts are not, and have `cluster_jackknife`.
 
     Args:
-        values: One value per seed [K].
-        estimand: What the mean estimates, in words.
         scale: `linear`, `log` for positive quantities, `logit` for shares in (0, 1).
 
     Returns:

@@ -31,30 +31,16 @@ class GradientStatistics:
     """Everything one Gram matrix says about one estimator; the first fields are a row of `schema.GRADIENTS`.
 
     Attributes:
-        estimator: Name in ESTIMATORS.
-        energy_source: Where its energies came from.
-        n_prompts: Prompts P of one update.
-        n_rollouts: Rollouts of one update.
         total_power: mean_p‖ḡ_p‖².
         mean_norm_sq: ‖ḡ‖², averaged over steps where there are several.
         variance: Batch variance of an update of P prompts; None below two prompts.
         variance_low: Lower end of its 95 % interval; None below 16 prompts.
-        variance_high: Upper end of the same.
         within: Part of P·variance from rollouts given the prompt; None, since it takes pools.
         between: Part of P·variance from prompts; None, since it takes pools.
-        relative_bias: ‖m − ∇J‖/‖∇J‖.
-        projection: c = ⟨m, ∇J⟩/‖∇J‖².
-        sf: variance/c².
-        efficiency: Share of the update that points along ∇J.
         reference: Estimator that stands for ∇J, with all proved unbiased ones where there are any; None where it is
             not among the labels.
         c_known: True where c is proved, so that bias, projection and SF are not estimated.
         rollout_equivalents: Rollouts that the reference needs for the same efficiency; ∞ where none suffice.
-        n_clusters: Independent prompts behind the intervals.
-        variance_interval: Interval of `variance`.
-        projection_interval: Interval of `projection`.
-        sf_interval: Interval of `sf`.
-        efficiency_interval: Interval of `efficiency`.
     """
 
     estimator: str
@@ -102,13 +88,7 @@ def gradient_statistics(
 
     Args:
         gram: ⟨g_{m,p}, g_{m',p'}⟩ [M, M, P, P] of group *mean* gradients.
-        labels: (estimator, energy source) of each m.
-        n_rollouts: Rollouts behind the matrix.
         reference: The unbiased estimator that stands for ∇J, on other prompts; bias and progress are None without it.
-        known: What is proved of the estimators.
-
-    Returns:
-        One entry per label, in their order; what is undefined is None.
 
     Raises:
         InputError: The matrix does not have the shape [M, M, P, P] for these labels.
@@ -129,14 +109,9 @@ def pooled_statistics(
     deletes most of that step's pairs. A label is judged on the steps that have both it and the reference.
 
     Args:
-        grams: One Gram matrix per step.
-        reference: The unbiased estimator that stands for ∇J.
         n_prompts: Prompts P of the update that variance, SF and efficiency are stated for; by default a typical
             step's. Other values rescale V/P.
         known: What is proved of the estimators; ‖∇J‖² is then pooled over the unbiased ones.
-
-    Returns:
-        One entry per label, in order of first appearance.
     """
     seen = dict.fromkeys(label for gram in grams for label in gram.labels)
     truth = truth_of(grams, reference, known)

@@ -19,25 +19,13 @@ def truth_of(grams: Sequence[Gram], reference: Label, known: Proved) -> Truth:
 
     With g the mean of M unbiased gradients of a prompt, ⟨g_p, g_q⟩ is the mean over all M² pairs of estimators, each of
     which has the expectation ‖∇J‖² where p ≠ q.
-
-    Args:
-        grams: One Gram matrix per step.
-        reference: Taken where nothing is proved.
-        known: What is proved of the estimators.
     """
     measured = frozenset(label for gram in grams for label in gram.labels)
     return known.truth & measured or reference
 
 
 def clusters(grams: Sequence[Gram]) -> list[Int]:
-    """Number the prompts of several steps: [P] codes per step, equal where the prompt is the same.
-
-    Args:
-        grams: One Gram matrix per step.
-
-    Returns:
-        One int array [P_s] per step with values 0 … K−1.
-    """
+    """Number the prompts of several steps: [P] codes per step, equal where the prompt is the same."""
     number = {name: code for code, name in enumerate(prompts_of(grams))}
     return [np.array([number[name] for name in _names(step, gram)], dtype=np.int64) for step, gram in enumerate(grams)]
 
@@ -48,11 +36,6 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
     E‖g_p‖² is the mean of the diagonal; ‖m‖², ⟨m, ∇J⟩ and ‖∇J‖² are U-statistics, means over pairs of *different*
     prompts, so each is unbiased and no prompt is compared with itself. Numerators and denominators are summed over
     steps before anything is divided.
-
-    Args:
-        grams: One Gram matrix per step, all of which have `label`.
-        label: The estimator m.
-        reference: What stands for ∇J.
 
     Returns:
         Arrays [1 + K]: entry 0 from all K clusters, entry 1 + k without cluster k. NaN where no pair is left.
@@ -78,32 +61,18 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
 
 
 def prompts_of(grams: Sequence[Gram]) -> list[object]:
-    """Return the clusters in the order in which `deleted_moments` leaves them out.
-
-    Args:
-        grams: One Gram matrix per step.
-    """
+    """Return the clusters in the order in which `deleted_moments` leaves them out."""
     return list(dict.fromkeys(name for step, gram in enumerate(grams) for name in _names(step, gram)))
 
 
 def against_reference(grams: Sequence[Gram], label: Label, reference: Truth) -> list[Gram]:
-    """Return the steps that have the label, and the reference too wherever any of them has it.
-
-    Args:
-        grams: One Gram matrix per step.
-        label: The estimator.
-        reference: What stands for ∇J.
-    """
+    """Return the steps that have the label, and the reference too wherever any of them has it."""
     having = [gram for gram in grams if label in gram.labels]
     return [gram for gram in having if gram.has(reference)] or having
 
 
 def typical(counts: list[int]) -> int:
-    """Return the rounded mean of counts, 0 without any.
-
-    Args:
-        counts: Prompts or rollouts of each step.
-    """
+    """Return the rounded mean of counts, 0 without any."""
     return round(sum(counts) / len(counts)) if counts else 0
 
 

@@ -24,8 +24,6 @@ def gradient_noise_scale(grams: Sequence[Gram], label: Label, known: Proved = NO
 
     Args:
         grams: One Gram matrix per step, all of one design (`RunStore.grams`); those that have the label are used.
-        label: (estimator, energy source).
-        known: What is proved of the estimators.
 
     Returns:
         The scale with a 95 % jackknife interval over prompts; a point without interval below 16 prompts, or where ‖m‖²

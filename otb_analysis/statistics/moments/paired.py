@@ -33,11 +33,7 @@ class PairedRatios:
     """One estimator over another on the same rollouts, with intervals over the same prompts.
 
     Attributes:
-        estimator: The numerator's name.
-        energy_source: Its energy source.
         against: The denominator's (estimator, energy source).
-        variance: Ratio of batch variances.
-        sf: Ratio of SFs.
         efficiency: Ratio of efficiencies; above 1 is better.
     """
 
@@ -55,7 +51,6 @@ class Update:
 
     Attributes:
         grams: Gram matrices of group gradients, groups of one size, all with the label and the reference.
-        label: The estimator.
         n_prompts: Groups P that are averaged in one update, each of another prompt.
     """
 
@@ -75,14 +70,9 @@ def paired_ratios(
 
     Args:
         grams: One Gram matrix per step; those with both labels are used.
-        against: The estimator in the denominator.
-        reference: The unbiased estimator that stands for ∇J.
         n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. Ratios of
             variance and SF do not depend on it.
         known: What is proved of the estimators: where c is, the SF needs no ∇J.
-
-    Returns:
-        One entry per other label that shares a step with `against`.
     """
     truth = truth_of(grams, reference, known)
     both = against_reference(grams, against, truth)
@@ -100,13 +90,6 @@ def update_ratios(
     """One update over another whose groups were cut from rollouts of the same prompts, of whichever size.
 
     ∇J is the reference's in either's own groups; leaving out a prompt leaves it out of both.
-
-    Args:
-        above: The numerator.
-        below: The denominator.
-        reference: What stands for ∇J.
-        known: What is proved of the estimators.
-        level: Nominal coverage of the intervals.
 
     Raises:
         InputError: The two are not of the same prompts.
@@ -131,8 +114,6 @@ def four_measures(moments: Moments, batch: int, c: float | None = None) -> dict[
     """Return the four measures with intervals by name, each [1 + K].
 
     Args:
-        moments: From `deleted_moments`.
-        batch: Prompts P of the update.
         c: The proved projection: it and the SF are then defined wherever the variance is, whatever ‖∇J‖² seems to be.
     """
     p = max(batch, 1)
@@ -146,13 +127,7 @@ def four_measures(moments: Moments, batch: int, c: float | None = None) -> dict[
 
 
 def measure_interval(values: Float, name: str, batch: int) -> Interval | None:
-    """Return the jackknife interval of one of the four measures.
-
-    Args:
-        values: From `four_measures` [1 + K].
-        name: Which one.
-        batch: Prompts P of the update.
-    """
+    """Return the jackknife interval of one of the four measures."""
     return jackknife_interval(values[0], values[1:], _MEANING[name](batch), _SCALE[name])
 
 

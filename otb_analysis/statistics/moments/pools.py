@@ -38,15 +38,6 @@ def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -
     Estimators are then evaluated on the rollouts with `group >= 0` and that group vector; batch-coupled ones anew for
     every partition.
 
-    Args:
-        prompt: Prompt of each rollout [R].
-        size: N.
-        shuffles: How many cuts.
-        seed: Seed of the shuffles.
-
-    Returns:
-        One partition per shuffle.
-
     Raises:
         InputError: N is below 1, or a pool is smaller than two groups.
     """
@@ -78,14 +69,6 @@ def _cut(codes: Int, pool: Int, counts: Int, size: int, rng: np.random.Generator
 def held_out(prompt: ArrayLike, share: float = 0.5, seed: int = 0) -> Bool:
     """Choose a share of every prompt's rollouts to hold out, for a quantity that must not see the others.
 
-    Args:
-        prompt: Prompt of each rollout [R].
-        share: Share of each pool, rounded down.
-        seed: Seed of the choice.
-
-    Returns:
-        True where held out [R].
-
     Raises:
         InputError: The share is not between 0 and 1.
     """
@@ -109,11 +92,6 @@ def position_optimum(features: ArrayLike, returns: ArrayLike, mask: ArrayLike) -
 
     Args:
         features: Scores or sketches of one prompt's rollouts [R, T, K].
-        returns: Return-to-go G [R, T].
-        mask: True at policy tokens [R, T].
-
-    Returns:
-        B* [T], 0 where no rollout has a score.
 
     Raises:
         InputError: The shapes do not fit.
@@ -139,10 +117,6 @@ def group_gradients(features: ArrayLike, weights: ArrayLike, partition: Partitio
         features: Scores or sketches with E⟨f_t, f_k⟩ = s_t·s_k per token [R, T, K], or per rollout [R, K]. A sketch
             leaves every mean right and adds noise of its own, which intervals over prompts do not contain.
         weights: Advantage of each estimator per token [M, R, T], or per rollout [M, R].
-        partition: The groups.
-
-    Returns:
-        Group gradients [M, G, K].
 
     Raises:
         InputError: The shapes do not fit.
@@ -167,8 +141,6 @@ class PoolGram:
         across: ⟨ḡ_{m,p}, ḡ_{m',q}⟩ [M, M, P, P] of the prompts' mean gradients; meaningful for p ≠ q.
         same: Mean over groups of ⟨g_{m,a}, g_{m',a}⟩ [M, M, P]: a group with itself.
         apart: Mean over pairs of disjoint groups of one prompt of ⟨g_{m,a}, g_{m',b}⟩ [M, M, P].
-        labels: (estimator, energy source) of each m.
-        size: Rollouts per group N.
     """
 
     across: Float
@@ -178,14 +150,7 @@ class PoolGram:
     size: int
 
     def group_variance(self, label: Label) -> Float:
-        """Variance of the group gradient given the prompt, ddof 1: E‖g_a‖² − E⟨g_a, g_b⟩ over disjoint groups.
-
-        Args:
-            label: An estimator.
-
-        Returns:
-            One estimate per prompt [P]; compare estimators by `log_ratio_t`.
-        """
+        """Variance of the group gradient given the prompt, ddof 1: E‖g_a‖² − E⟨g_a, g_b⟩ over disjoint groups."""
         m = self.labels.index(label)
         return self.same[m, m] - self.apart[m, m]
 
@@ -206,10 +171,6 @@ def pool_gram(gradients: Sequence[ArrayLike], cuts: Sequence[Partition], labels:
     Args:
         gradients: Group gradients [M, G, K] of each partition.
         cuts: The partitions they belong to, all of one group size.
-        labels: (estimator, energy source) of each m.
-
-    Returns:
-        Every product that variance, bias and projection need.
 
     Raises:
         InputError: The arguments differ in length or shape.
@@ -253,12 +214,7 @@ def pool_statistics(
     interval.
 
     Args:
-        pool: From `pool_gram`.
-        reference: The unbiased estimator that stands for ∇J.
         n_prompts: Prompts P of the update that variance and efficiency are stated for; by default those of the pool.
-
-    Returns:
-        One entry per label, with `within` and `between` filled in.
     """
     found = []
     for row in pooled_statistics([pool.gram()], reference, n_prompts):

@@ -32,9 +32,6 @@ def gram_from_sketch(sketch: ArrayLike, group_size: ArrayLike | None = None) -> 
         sketch: Sketches of one step [P, M, dim], as from `gradient_sketch` with prompts as clusters.
         group_size: Rollouts N_p of each prompt [P] where the sketches are of sums; None where the weights hold 1/N_p.
 
-    Returns:
-        Gram matrix [M, M, P, P], float64.
-
     Raises:
         InputError: The sketch does not have three axes, or there is not one positive size per prompt.
     """
@@ -65,13 +62,6 @@ def sketch_noise(gram: ArrayLike, dim: int) -> SketchNoise:
     share. With a matrix that is itself from sketches, traces of squares come out larger by about (tr K)²/dim.
 
     Source: the variance of feature hashing (Weinberger et al., 2009) applied to a quadratic form; checked over seeds.
-
-    Args:
-        gram: ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ [M, M, P, P], exact or from sketches.
-        dim: Buckets of the sketch.
-
-    Returns:
-        Standard errors; NaN below two prompts.
     """
     inner = np.asarray(gram, dtype=float)
     prompts = inner.shape[-1]

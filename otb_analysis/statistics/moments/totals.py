@@ -43,9 +43,6 @@ def horvitz_thompson(values: ArrayLike, inclusion_prob: ArrayLike, domain: Array
         inclusion_prob: π of each unit in (0, 1] [K].
         domain: Integer domain of each unit, such as its rollout [K]; None means one domain.
 
-    Returns:
-        One total per domain.
-
     Raises:
         InputError: Shapes disagree, or a drawn unit has no probability in (0, 1].
     """
@@ -63,15 +60,6 @@ def difference_total(
     Unbiased for predictions that do not look at the sample, and nearly so for a fit of few parameters on it; the better
     of the two where residuals y − ŷ vary less than y. It also speaks about domains with hardly a unit drawn, such as a
     single rollout, where Horvitz–Thompson is all or nothing. The standard error is that of the residuals' total.
-
-    Args:
-        values: y of each unit of the population, NaN where it was not drawn [K].
-        predicted: ŷ of every unit [K].
-        inclusion_prob: π of each unit in (0, 1] [K].
-        domain: Integer domain of each unit [K]; None means one domain.
-
-    Returns:
-        One total per domain.
 
     Raises:
         InputError: Shapes disagree, a prediction is not finite, or a drawn unit has no probability in (0, 1].
