@@ -1,8 +1,8 @@
-"""Which estimator, and which group size, makes the best of a rollout, on one run's own rollouts.
+"""Advice for one run: which estimator, and which group size, makes the most of its rollouts.
 
-Every candidate is judged by its efficiency, the share of an update that points along ∇J, relative to what the run
-trains with, on the same prompts. With m other candidates each interval has level 1 − .05/m (Bonferroni), so all of them
-hold together with 95 % whichever is picked afterwards: the best of many noisy numbers is not mistaken for a better one.
+Every candidate is judged by its efficiency, the share of an update that points along ∇J. It is compared with what the
+run trains with, on the same prompts. With m other candidates each interval has level 1 − .05/m (Bonferroni): all of
+them hold together with 95 %, so that the luckiest of many noisy numbers is not taken for a better estimator.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -66,10 +66,9 @@ def advise(
     smaller: Mapping[int, Sequence[Gram]] | None = None,
     n_rollouts: int | None = None,
 ) -> Advice:
-    """Judge every estimator that was measured at all of a run's measured steps, at the run's own group size.
+    """Judge every estimator that all measured steps have, at the run's own group size.
 
-    With the same steps' products of smaller groups it also judges those, at the same rollouts R of an update: R/n
-    prompts in groups of n.
+    Smaller groups of the same steps are judged too, at the same R rollouts of an update: R/n prompts in groups of n.
 
     Args:
         grams: Gram matrices of group gradients, one per measured step, all of one design.
@@ -86,16 +85,14 @@ def advise(
             f"no measured step has both {'/'.join(present)} and {'/'.join(reference)}; "
             f"{nearest('/'.join(present), known) if known else 'measure some: --measure.exact.every 10.'}"
         )
-    labels = [label for label in both[0].labels if all(label in gram.labels for gram in both)]
     measured = round(np.mean([gram.n_rollouts for gram in both]))
     size = round(measured / np.mean([gram.n_prompts for gram in both]))
     rollouts = n_rollouts or measured
-    values = _values(size, both, labels, rollouts, reference)
-    for own, found in (smaller or {}).items():
-        if [(gram.prompt, gram.n_prompts) for gram in found] != [(gram.prompt, gram.n_prompts) for gram in both]:
-            raise InputError(f"groups of {own} were measured on other prompts than whole ones; pass the same steps'.")
-        named = [label for label in found[0].labels if all(label in gram.labels for gram in found)]
-        values |= _values(own, found, named, rollouts, reference)
+    values = _values(size, both, rollouts, reference)
+    for part, parts in (smaller or {}).items():
+        if [(gram.prompt, gram.n_prompts) for gram in parts] != [(gram.prompt, gram.n_prompts) for gram in both]:
+            raise InputError(f"groups of {part} were measured on other prompts than whole ones; pass the same steps'.")
+        values |= _values(part, parts, rollouts, reference)
     if len({value.size for value in values.values()}) > 1:
         raise InputError("smaller groups were measured on other prompts than whole ones; pass those of the same steps.")
     return judge(values, Choice(*present, size), rollouts)
@@ -105,14 +102,14 @@ def trained_label(config: Mapping[str, Any], measured: Collection[Label] = ()) -
     """Return (estimator, energy source) of the estimator that a run trains with, as its Gram matrices name it.
 
     Args:
-        measured: The labels of its Gram matrices: they alone tell an estimator of one's own, whose module is not asked.
+        measured: The labels of its Gram matrices. They name custom estimators, which are not in `ESTIMATORS`.
 
     Raises:
         InputError: The configuration names no known estimator, and none that was measured.
     """
-    own = config.get("estimator")
-    name = str(own.get("name", "") if isinstance(own, Mapping) else own or "")
-    energy = str(own.get("energy", "proxy") if isinstance(own, Mapping) else "proxy")
+    chosen = config.get("estimator")
+    name = str(chosen.get("name", "") if isinstance(chosen, Mapping) else chosen or "")
+    energy = str(chosen.get("energy", "proxy") if isinstance(chosen, Mapping) else "proxy")
     if name not in ESTIMATORS:
         sources = [source for estimator, source in measured if estimator == name]
         if not sources:
@@ -127,8 +124,8 @@ def trained_label(config: Mapping[str, Any], measured: Collection[Label] = ()) -
 
 def update_rollouts(config: Mapping[str, Any]) -> int | None:
     """Return the rollouts of one of a run's updates, None where its configuration does not say."""
-    own = config.get("sample")
-    prompts, size = (own.get(name) if isinstance(own, Mapping) else None for name in ("prompts", "group_size"))
+    sample = config.get("sample")
+    prompts, size = (sample.get(name) if isinstance(sample, Mapping) else None for name in ("prompts", "group_size"))
     if not isinstance(prompts, int) or not isinstance(size, int):
         return None
     return prompts * size or None
@@ -147,38 +144,39 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
         raise InputError(f"{present} was not measured; {nearest(str(present), map(str, values))}")
     base = values[present]
     # Entries that agree on these rollouts (otb and otb_turn in one turn) are one comparison.
-    others = {own.tobytes() for own in values.values()} - {base.tobytes()}
+    others = {replicates.tobytes() for replicates in values.values()} - {base.tobytes()}
     level = 1 - RISK / max(len(others), 1)
-    found = [
-        Advised(choice, _number(own[0]), None if choice == present else _ratio(own, base, level))
-        for choice, own in values.items()
+    candidates = [
+        Advised(choice, _number(replicates[0]), None if choice == present else _ratio(replicates, base, level))
+        for choice, replicates in values.items()
     ]
-    found.sort(key=lambda one: -np.inf if one.efficiency is None else one.efficiency, reverse=True)
-    better = [one for one in found if one.better]
+    candidates.sort(key=lambda one: -np.inf if one.efficiency is None else one.efficiency, reverse=True)
+    better = [one for one in candidates if one.better]
     n_clusters = base.size - 1
     best = better[0] if better else None
     together = f"95 % together with {len(others)} comparisons over {n_clusters} prompts"
-    return Advice(present, best, tuple(found), n_rollouts, n_clusters, _reason(present, best, found, together))
+    return Advice(
+        present, best, tuple(candidates), n_rollouts, n_clusters, _reason(present, best, candidates, together)
+    )
 
 
-def _values(
-    size: int, grams: Sequence[Gram], labels: Sequence[Label], n_rollouts: int, reference: Label
-) -> dict[Choice, Float]:
-    """Return the efficiency of R rollouts in groups of one size, of some estimators."""
+def _values(size: int, grams: Sequence[Gram], n_rollouts: int, reference: Label) -> dict[Choice, Float]:
+    """Return the efficiency of R rollouts in groups of one size, of every estimator that all steps have."""
+    labels = [label for label in grams[0].labels if all(label in gram.labels for gram in grams)]
     return {
         Choice(*label, size): efficiency(deleted_moments(grams, label, reference), n_rollouts / size)
         for label in labels
     }  # fmt: skip
 
 
-def _ratio(own: Float, base: Float, level: float) -> Interval | None:
-    ratio = np.divide(own, base, out=np.full_like(own, np.nan), where=base > 0)
+def _ratio(above: Float, below: Float, level: float) -> Interval | None:
+    ratio = np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
     return jackknife_interval(ratio[0], ratio[1:], "ratio of the two efficiencies", "log", level)
 
 
-def _reason(present: Choice, best: Advised | None, found: Sequence[Advised], together: str) -> str:
-    now = next(one for one in found if one.choice == present)
-    tested = [one for one in found if one.ratio is not None and one.ratio.low is not None]
+def _reason(present: Choice, best: Advised | None, candidates: Sequence[Advised], together: str) -> str:
+    now = next(one for one in candidates if one.choice == present)
+    tested = [one for one in candidates if one.ratio is not None and one.ratio.low is not None]
     if now.efficiency is None or now.efficiency <= 0:
         return f"Not known: {NO_TRUTH}."
     if best is not None and best.ratio is not None and best.efficiency is not None:

@@ -156,14 +156,14 @@ def attribute_step(step: int, tokens: AttributedTokens, grad_norm: float | None 
 
 def _by(level: str, tokens: AttributedTokens, keys: Int) -> Holders:
     """Sum the shares of tokens that have the same keys [1 to 3, n], and order by size."""
-    found, index = np.unique(keys, axis=1, return_inverse=True)
+    holders, index = np.unique(keys, axis=1, return_inverse=True)
     index = index.reshape(-1)
-    share = np.zeros(found.shape[1])
+    share = np.zeros(holders.shape[1])
     np.add.at(share, index, tokens.share)
     order = np.lexsort((np.arange(share.size), -np.abs(share)))
 
     def key(i: int) -> Int:
-        return found[i][order] if i < len(found) else np.full(share.size, -1)
+        return holders[i][order] if i < len(holders) else np.full(share.size, -1)
 
     def summed(x: Float | None) -> Float | None:
         if x is None:

@@ -36,11 +36,11 @@ def sampling_certificate(series: StepSeries) -> Finding:
     one = deciding(evidence)
     at = one.shown()
     recent = one.value[max(0, at - 19) : at + 1]
-    said = (
+    reason = (
         f"the z-scores of {one.column} averaged {recent.mean():+.2f} over the {recent.size} steps up to step "
         f"{one.step[at]} (last {one.value[at]:+.1f}): evidence of {_factor(one.score[at])} to 1 against exact sampling."
     )
-    return finding_of("sampling_certificate", evidence, said)
+    return finding_of("sampling_certificate", evidence, reason)
 
 
 def _factor(log10: float) -> str:
@@ -59,6 +59,6 @@ def _log_evidence(z: Float) -> Float:
     total = np.log(1 / (np.arange(z.size) // RESTART + 2.0))
     for k, start in enumerate(range(0, z.size, RESTART)):
         n = np.arange(1, z.size - start + 1)
-        own = 0.5 * np.cumsum(z[start:]) ** 2 / (n + PRIOR) - 0.5 * np.log((n + PRIOR) / PRIOR)
-        total[start:] = np.logaddexp(total[start:], own - np.log((k + 1) * (k + 2)))
+        evidence = 0.5 * np.cumsum(z[start:]) ** 2 / (n + PRIOR) - 0.5 * np.log((n + PRIOR) / PRIOR)
+        total[start:] = np.logaddexp(total[start:], evidence - np.log((k + 1) * (k + 2)))
     return total

@@ -58,8 +58,8 @@ def change_points(series: StepSeries, columns: tuple[str, ...] = COLUMNS) -> lis
     Minimises Σ over segments of the squared deviations + penalty · number of changes, penalty = 8·σ²·log n, σ from the
     differences of neighbouring points, robustly. Positive quantities are taken by their logarithm.
     """
-    found = [point for name in columns for point in _of_one(series, name)]
-    return sorted(found, key=lambda point: (point.step, point.column))
+    points = [point for name in columns for point in _of_one(series, name)]
+    return sorted(points, key=lambda point: (point.step, point.column))
 
 
 def _of_one(series: StepSeries, name: str) -> list[ChangePoint]:

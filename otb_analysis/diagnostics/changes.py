@@ -57,12 +57,12 @@ def gradient_surge(series: StepSeries) -> Finding:
     if not one.ready:
         return unmeasured("gradient_surge", series, RECENT + REFERENCE[0], ["grad_norm"], ALWAYS)
     at = one.shown()
-    said = (
+    reason = (
         f"‖ḡ‖ was {np.exp(recent[at]):.3g} (median of {RECENT} steps up to step {step[at]}), "
         f"{np.exp(recent[at] - centre[at]):.2g} times the usual {np.exp(centre[at]):.3g} of the steps before "
         f"(spread {np.expm1(spread[at]):.0%})."
     )
-    return finding_of("gradient_surge", [one], said)
+    return finding_of("gradient_surge", [one], reason)
 
 
 def entropy_collapse(series: StepSeries) -> Finding:
@@ -84,11 +84,11 @@ def entropy_collapse(series: StepSeries) -> Finding:
     if not one.ready:
         return unmeasured("entropy_collapse", series, REFERENCE[0], ["entropy_mean"], ALWAYS)
     at = one.shown()
-    said = (
+    reason = (
         f"entropy was {np.exp(recent[at]):.3g} nats (median of {SLOW} steps up to step {step[at]}), "
         f"{np.exp(recent[at] - top[at]):.0%} of its highest lasting level of {np.exp(top[at]):.3g}."
     )
-    return finding_of("entropy_collapse", [one], said)
+    return finding_of("entropy_collapse", [one], reason)
 
 
 def length_drift(series: StepSeries) -> Finding:
@@ -112,18 +112,18 @@ def length_drift(series: StepSeries) -> Finding:
     if not one.ready:
         return unmeasured("length_drift", series, n + SLOW, ["length_mean"], ALWAYS)
     at = one.shown()
-    said = (
+    reason = (
         f"completions were {np.exp(recent[at]):.3g} tokens long (median of {SLOW} steps up to step {step[at]}), "
         f"{np.exp(recent[at] - start):.2g} times the {np.exp(start):.3g} of the first {n} steps."
     )
-    return finding_of("length_drift", [one], said)
+    return finding_of("length_drift", [one], reason)
 
 
 def _noise(log: Float, recent: Float) -> Float:
     """Spread of single steps around the running median, over the last 100 steps there are [K]."""
-    found = np.full(log.size, np.nan)
+    spread = np.full(log.size, np.nan)
     off = np.abs(log - recent)
     least, most = REFERENCE
     for t in range(least - 1, log.size):
-        found[t] = max(NORMAL * float(np.median(off[max(SLOW - 1, t - most + 1) : t + 1])), MIN_SPREAD)
-    return found
+        spread[t] = max(NORMAL * float(np.median(off[max(SLOW - 1, t - most + 1) : t + 1])), MIN_SPREAD)
+    return spread

@@ -79,8 +79,8 @@ class Advice:
         if len(self.sizes) < 2:
             whole = self.present.size
             return SIZES_UNKNOWN if whole >= 4 and whole % 2 == 0 else NOT_HALVED.format(whole)
-        *smaller, own = self.sizes
+        *smaller, whole = self.sizes
         return (
-            f"Groups of {', '.join(map(str, smaller))} and {own} were compared at the same {self.n_rollouts} rollouts, "
+            f"Groups of {', '.join(map(str, smaller))} and {whole} were compared at the same {self.n_rollouts} rollouts, "
             "smaller ones with more prompts."
         )

@@ -145,8 +145,8 @@ def finding_of(detector: str, evidence: Sequence[Evidence], reason: str) -> Find
     ordered = (first, *(one for one in ready if one is not first))
 
     def earliest(threshold: Literal["watch", "alarm"]) -> int | None:
-        found = [(one, one.first(getattr(one, threshold))) for one in ready]
-        return min((int(one.step[at]) for one, at in found if at is not None), default=None)
+        firsts = [(one, one.first(getattr(one, threshold))) for one in ready]
+        return min((int(one.step[at]) for one, at in firsts if at is not None), default=None)
 
     return Finding(detector, first.level, reason, earliest("watch"), earliest("alarm"), ordered)
 
@@ -163,7 +163,7 @@ def unmeasured(detector: str, series: StepSeries, needed: int, columns: Sequence
     most = max(counts, key=lambda name: counts[name])
     if counts[most] == 0:
         return Finding(detector, "not measured", f"{' and '.join(columns)} never recorded; {remedy}.")
-    said = f"{most} was recorded at {counts[most]} steps, {needed} are needed"
+    counted = f"{most} was recorded at {counts[most]} steps, {needed} are needed"
     if counts[most] == len(series.step) < needed:
-        return Finding(detector, "too short", f"{said}; the run has {counts[most]}.")
-    return Finding(detector, "not measured", f"{said}; {remedy}.")
+        return Finding(detector, "too short", f"{counted}; the run has {counts[most]}.")
+    return Finding(detector, "not measured", f"{counted}; {remedy}.")

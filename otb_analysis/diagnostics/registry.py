@@ -22,4 +22,4 @@ DETECTORS: dict[str, Callable[[StepSeries], Finding]] = {
 
 def diagnose(series: StepSeries) -> list[Finding]:
     """Return what every detector says, the worst first, in the order of `DETECTORS` among equals."""
-    return sorted((detect(series) for detect in DETECTORS.values()), key=lambda found: SEVERITY[found.level])
+    return sorted((detect(series) for detect in DETECTORS.values()), key=lambda finding: SEVERITY[finding.level])

@@ -63,11 +63,11 @@ def zero_variance_groups(series: StepSeries) -> Finding:
         names = ["n_zero_variance_groups"]
         return unmeasured("zero_variance_groups", series, WINDOW, names, ALWAYS)
     at = one.shown()
-    said = (
+    reason = (
         f"{k[at]:.0f} of {n[at]:.0f} groups ({k[at] / n[at]:.0%}) had equal rewards in the {WINDOW} steps up to step "
         f"{step[at]}{_reward_there(series, int(step[at]))}."
     )
-    return finding_of("zero_variance_groups", [one], said)
+    return finding_of("zero_variance_groups", [one], reason)
 
 
 def _reward_there(series: StepSeries, step: int) -> str:
@@ -95,15 +95,15 @@ def clip_fraction(series: StepSeries) -> Finding:
     rise = Evidence("clipped", "rise of that share over all steps before", step, clipped, share - before, *RISE)
     level = Evidence("clipped", "share of clipped steps", step, clipped, share, *NEVER)
     at = rise.shown()
-    said = f"{share[at]:.0%} of the {WINDOW} steps up to step {step[at]} were clipped, {before[at]:.0%} of all before"
+    reason = f"{share[at]:.0%} of the {WINDOW} steps up to step {step[at]} were clipped, {before[at]:.0%} of all before"
     if share[at] >= MOSTLY_CLIPPED:
-        said += "; the maximal norm, not the gradient, sets the length of most of these updates"
-    return _beside(finding_of("clip_fraction", [rise], f"{said}."), level)
+        reason += "; the maximal norm, not the gradient, sets the length of most of these updates"
+    return _beside(finding_of("clip_fraction", [rise], f"{reason}."), level)
 
 
-def _beside(found: Finding, *shown: Evidence) -> Finding:
+def _beside(finding: Finding, *shown: Evidence) -> Finding:
     """Add statistics to a finding that others decided."""
-    return replace(found, evidence=(*found.evidence, *(one for one in shown if one.ready)))
+    return replace(finding, evidence=(*finding.evidence, *(one for one in shown if one.ready)))
 
 
 def ratio_tails(series: StepSeries) -> Finding:
@@ -132,13 +132,13 @@ def ratio_tails(series: StepSeries) -> Finding:
     one = deciding(evidence)
     at = one.shown()
     if one.column == "mismatch_max":
-        said = (
+        reason = (
             f"the largest |log π/μ| of a step was {one.score[at]:.2g} nats (median of 5 steps up to step "
             f"{one.step[at]}): a ratio of up to {np.exp(min(one.score[at], 50.0)):.3g}."
         )
     else:
-        said = f"{one.score[at]:.0%} of tokens were clipped in the {RATIO_WINDOW} steps up to step {one.step[at]}."
-    return finding_of("ratio_tails", evidence, said)
+        reason = f"{one.score[at]:.0%} of tokens were clipped in the {RATIO_WINDOW} steps up to step {one.step[at]}."
+    return finding_of("ratio_tails", evidence, reason)
 
 
 def tail_index(series: StepSeries) -> Finding:
@@ -163,20 +163,20 @@ def tail_index(series: StepSeries) -> Finding:
         return _beside(unmeasured("tail_index", series, TAIL_LEAST, ["exact_tail_k"], remedy), shown)
     at = exact.shown()
     recent = k[max(0, at - TAIL_WINDOW + 1) : at + 1]
-    said = (
+    reason = (
         f"Pareto-k of exact norms was {recent.mean():.2f} on average over {recent.size} records up to step {step[at]}, "
         f"at least {exact.score[at]:.2f} with {CONFIDENCE:.1%} confidence"
     )
     if exact.level == "ok" and exact.score[at] >= UNRELIABLE:
-        said += f": below {HEAVY[0]:g} variances are finite, from ½ on their standard errors are unreliable"
-    return _beside(finding_of("tail_index", [exact], f"{said}."), shown)
+        reason += f": below {HEAVY[0]:g} variances are finite, from ½ on their standard errors are unreliable"
+    return _beside(finding_of("tail_index", [exact], f"{reason}."), shown)
 
 
 def _mean_low(x: Float) -> Float:
     """Lower bound of the mean of the last values, at every index from `TAIL_LEAST` on."""
-    found = np.full(x.size, np.nan)
+    low = np.full(x.size, np.nan)
     for t in range(TAIL_LEAST - 1, x.size):
         recent = x[max(0, t - TAIL_WINDOW + 1) : t + 1]
         error = recent.std(ddof=1) / np.sqrt(recent.size)
-        found[t] = recent.mean() - special.stdtrit(recent.size - 1, CONFIDENCE) * error
-    return found
+        low[t] = recent.mean() - special.stdtrit(recent.size - 1, CONFIDENCE) * error
+    return low

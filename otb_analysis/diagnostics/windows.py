@@ -16,10 +16,10 @@ NORMAL = 1.4826
 
 def trailing(x: Float, window: int, statistic: Callable[..., Float]) -> Float:
     """Return a statistic of the last `window` values at every index; NaN before there are so many."""
-    found = np.full(x.size, np.nan)
+    values = np.full(x.size, np.nan)
     if x.size >= window:
-        found[window - 1 :] = statistic(sliding_window_view(x, window), axis=-1)
-    return found
+        values[window - 1 :] = statistic(sliding_window_view(x, window), axis=-1)
+    return values
 
 
 def usual(x: Float, gap: int, least: int, most: int) -> tuple[Float, Float]:

@@ -153,9 +153,11 @@ def _bias_table(figures: dict[str, Bias]) -> str:
     head = ("estimator", "bias", "c", "V", "SF", "efficiency, P = 1", "P = 1000", "`rloo` ahead above P")
     rows = []
     for name, b in figures.items():
-        own = "" if ESTIMATORS[name].target == "∇J" else f" ({number(b.target_bias)})"
+        against_target = "" if ESTIMATORS[name].target == "∇J" else f" ({number(b.target_bias)})"
         numbers = (b.projection, b.variance, b.sf, *b.efficiency)
-        rows.append((f"`{name}`", number(b.relative_bias) + own, *map(number, numbers), _prompts(b.crossing)))
+        rows.append(
+            (f"`{name}`", number(b.relative_bias) + against_target, *map(number, numbers), _prompts(b.crossing))
+        )
     return table(head, rows)
 
 

@@ -108,8 +108,8 @@ def scaled_normal(
 
     def draw(rng: np.random.Generator, n: int) -> Float:
         size = scale(rng, n)[:, None]
-        shared, own = size * rng.normal(size=(n, dim)), size * rng.normal(size=(n, dim))
-        return np.stack([gradient + shared, 0.56 * (gradient + shared) + 0.35 * own])
+        shared, separate = size * rng.normal(size=(n, dim)), size * rng.normal(size=(n, dim))
+        return np.stack([gradient + shared, 0.56 * (gradient + shared) + 0.35 * separate])
 
     mean = np.stack([gradient, 0.56 * gradient])
     noise = dim * mean_square * np.array([1, 0.56**2 + 0.35**2])
@@ -155,16 +155,16 @@ def measure(
     """Repeat a measurement and count how often each interval contains the truth."""
     rng = np.random.default_rng(seed)
     truth = _truth(law, design.prompts)
-    covered, given = np.zeros(len(QUANTITIES)), np.zeros(len(QUANTITIES))
+    n_covered, n_given = np.zeros(len(QUANTITIES)), np.zeros(len(QUANTITIES))
     for _ in range(repetitions):
         steps = [_gram(law.draw(rng, design.prompts)) for _ in range(design.steps)]
-        for index, found in enumerate(_intervals(steps, known)):
-            if found is not None and found.low is not None and found.high is not None:
-                given[index] += 1
-                covered[index] += found.low <= truth[index] <= found.high
+        for index, interval in enumerate(_intervals(steps, known)):
+            if interval is not None and interval.low is not None and interval.high is not None:
+                n_given[index] += 1
+                n_covered[index] += interval.low <= truth[index] <= interval.high
     return {
         name: Coverage(float(c / n) if n else 0.0, float(n / repetitions))
-        for name, c, n in zip(QUANTITIES, covered, given, strict=True)
+        for name, c, n in zip(QUANTITIES, n_covered, n_given, strict=True)
     }
 
 
@@ -197,8 +197,8 @@ def row_text(index: int, repetitions: int = REPETITIONS) -> str:
     """Run one row of the table and format it."""
     name, design = ROWS[index]
     law = LAWS[name]()
-    found = measure(law, design, repetitions, seed=index)
-    cells = [_cell(found[quantity]) for quantity in QUANTITIES]
+    coverage = measure(law, design, repetitions, seed=index)
+    cells = [_cell(coverage[quantity]) for quantity in QUANTITIES]
     size = f"{design.prompts}" if design.steps == 1 else f"{design.steps} × {design.prompts}"
     return f"| {law.name} | {size} | {' | '.join(cells)} |"
 

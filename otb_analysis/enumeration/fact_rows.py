@@ -74,10 +74,10 @@ def population_row(setting: str, seed: int) -> dict[str, Any]:
 def group_row(setting: str, seed: int) -> dict[str, Any]:
     """Return what facts 3 and 4 say of one policy in groups of four."""
     tree = random_tree(GROUPS[setting], np.random.default_rng(seed))
-    found = {name: group_moments(name, tree, GROUP_SIZE) for name in COMPARED}
+    moments = {name: group_moments(name, tree, GROUP_SIZE) for name in COMPARED}
     tails = [group_moments("otb_loo", tree, GROUP_SIZE, TailOptions(tail=tail)) for tail in ("group", "zero")]
-    unbiased = [found[name] for name in COMPARED if name in ("none", "rloo") or name.endswith("_loo")] + tails[:1]
-    reference, mean = found["rloo"], found["group_mean"]
+    unbiased = [moments[name] for name in COMPARED if name in ("none", "rloo") or name.endswith("_loo")] + tails[:1]
+    reference, mean = moments["rloo"], moments["group_mean"]
     best = population_moments(tree, position_optimum(tree)).variance
     return {
         "setting": setting,
@@ -87,15 +87,15 @@ def group_row(setting: str, seed: int) -> dict[str, Any]:
         "zero_tail_bias": tails[1].relative_bias,
         "mean_length_error": abs(mean.projection - (1 - 1 / GROUP_SIZE)),
         "mean_sideways": sideways(mean),
-        "otb_sideways": sideways(found["otb"]),
+        "otb_sideways": sideways(moments["otb"]),
         "self_inclusion_error": self_inclusion_error(tree, GROUP_SIZE),
-        **_measures(found, reference, best),
+        **_measures(moments, reference, best),
     }
 
 
-def _measures(found: Mapping[str, GroupMoments], reference: GroupMoments, best: float) -> dict[str, float]:
+def _measures(moments: Mapping[str, GroupMoments], reference: GroupMoments, best: float) -> dict[str, float]:
     rows = {}
-    for name, m in found.items():
+    for name, m in moments.items():
         rows[f"v {name}"], rows[f"sf {name}"] = m.variance / reference.variance, m.sf / reference.sf
         rows[f"e1 {name}"], rows[f"e1000 {name}"] = (m.efficiency(p) / reference.efficiency(p) for p in (1, 1000))
         rows[f"nsf {name}"] = GROUP_SIZE * m.sf / best

@@ -61,12 +61,12 @@ def self_inclusion_error(tree: Tree, n: int) -> float:
     members, _ = multisets(tree, n)
     rows, group = members.reshape(-1), np.repeat(np.arange(len(members)), n)
     inputs = tree.inputs(rows, group)
-    own, other = estimate("otb", inputs), estimate("otb_loo", inputs)
+    including, excluding = estimate("otb", inputs), estimate("otb_loo", inputs)
     weight = realized_energy(tree.energy[rows], inputs.mask) * inputs.mask
     everyone = np.repeat(weight.reshape(len(members), n, -1).sum(axis=1), n, axis=0)
     share = np.divide(weight, everyone, out=np.zeros_like(weight), where=everyone > 0)
-    inside = inputs.mask & ~other.fallback
-    return float(np.abs(own.advantage - (1 - share) * other.advantage)[inside].max(initial=0.0))
+    inside = inputs.mask & ~excluding.fallback
+    return float(np.abs(including.advantage - (1 - share) * excluding.advantage)[inside].max(initial=0.0))
 
 
 def prompt_parts(name: str, trees: Sequence[Tree], n: int) -> tuple[float, float]:

@@ -44,14 +44,14 @@ def alike(grams: Sequence[Gram], first: Sequence[Label] = ()) -> dict[Label, Ali
     labels = [label for label in labels if any(label in gram.labels for gram in grams)]
     steps = {label: tuple(k for k, gram in enumerate(grams) if label in gram.labels) for label in labels}
     products = _products(grams, labels)
-    found: dict[Label, Alike] = {}
+    same_as: dict[Label, Alike] = {}
     for j, label in enumerate(labels):
-        found[label] = Alike(label, 1.0)
+        same_as[label] = Alike(label, 1.0)
         for i, other in enumerate(labels[:j]):
-            if found[other].of == other and steps[other] == steps[label] and _parallel(products, i, j):
-                found[label] = Alike(other, float(products[i, j] / products[i, i]))
+            if same_as[other].of == other and steps[other] == steps[label] and _parallel(products, i, j):
+                same_as[label] = Alike(other, float(products[i, j] / products[i, i]))
                 break
-    return found
+    return same_as
 
 
 def _parallel(products: Float, i: int, j: int) -> bool:

@@ -73,13 +73,13 @@ def _told(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
     if not family:
         return verdicts, 1 - RATE
     q_values = stats.false_discovery_control([p for *_, p in family], method="by")
-    told = [(label, name) for (label, name, _), q in zip(family, q_values, strict=True) if q <= RATE]
+    discoveries = [(label, name) for (label, name, _), q in zip(family, q_values, strict=True) if q <= RATE]
     marked = [
-        Verdict(v.label, v.sf, v.efficiency, v.c_known, tuple(name for label, name in told if label == v.label))
+        Verdict(v.label, v.sf, v.efficiency, v.c_known, tuple(name for label, name in discoveries if label == v.label))
         for v in verdicts
     ]
     harmonic = float((1 / np.arange(1, len(family) + 1)).sum())
-    return marked, 1 - RATE * max(len(told), 1) / (len(family) * harmonic)
+    return marked, 1 - RATE * max(len(discoveries), 1) / (len(family) * harmonic)
 
 
 def _again(pick: Verdict, grams: Sequence[Gram], against: Label, truth: Truth, known: Proved, level: float) -> Verdict:
@@ -96,8 +96,8 @@ def _best(better: Sequence[Verdict]) -> Verdict | None:
     Calibrated energies exist only where they are measured, so no run can train with them.
     """
     for sources in (("none", "proxy"), ("exact",)):
-        if found := [v for v in better if v.label[1] in sources]:
-            return max(found, key=_distance)
+        if candidates := [v for v in better if v.label[1] in sources]:
+            return max(candidates, key=_distance)
     return None
 
 

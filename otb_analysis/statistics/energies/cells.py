@@ -19,9 +19,9 @@ def deviation(x: Float, cells: Int) -> Float:
         return x
     scale = np.zeros(cells.max() + 1)
     np.maximum.at(scale, cells, np.abs(x))
-    found = x - (np.bincount(cells, x) / np.maximum(np.bincount(cells), 1))[cells]
+    centred = x - (np.bincount(cells, x) / np.maximum(np.bincount(cells), 1))[cells]
     # What rounding leaves of a constant is not a deviation, and would correlate with anything.
-    return np.where(np.abs(found) > 1e-13 * scale[cells], found, 0.0)
+    return np.where(np.abs(centred) > 1e-13 * scale[cells], centred, 0.0)
 
 
 def rank_within(x: Float, cells: Int) -> Float:

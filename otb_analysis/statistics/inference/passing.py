@@ -76,9 +76,9 @@ def share_interval(values: ArrayLike, estimand: str) -> Interval:
         A point without interval below `MIN_CLUSTERS` prompts.
     """
     x = np.asarray(values, dtype=float)
-    found = cluster_jackknife(x[:, None], lambda rows: rows[..., 0], estimand, scale="logit")
-    if found is not None and (found.low is not None or x.size < MIN_CLUSTERS):
-        return found
+    interval = cluster_jackknife(x[:, None], lambda rows: rows[..., 0], estimand, scale="logit")
+    if interval is not None and (interval.low is not None or x.size < MIN_CLUSTERS):
+        return interval
     total, rest, tail = x.sum(), (1.0 - x).sum(), (1 - LEVEL) / 2
     low = float(stats.beta.ppf(tail, total, rest + 1)) if total > 0 else 0.0
     high = float(stats.beta.isf(tail, total + 1, rest)) if rest > 0 else 1.0

@@ -165,8 +165,8 @@ def _against(moments: Moments, grams: list[Gram], reference: Label, truth: Truth
         return moments
     if not all(reference in gram.labels for gram in grams):
         return replace(moments, reference_power=np.full_like(moments.power, np.nan))
-    own = deleted_moments(grams, reference, truth)
-    return replace(moments, reference_power=own.power - own.mean_sq + moments.truth_sq)
+    of_reference = deleted_moments(grams, reference, truth)
+    return replace(moments, reference_power=of_reference.power - of_reference.mean_sq + moments.truth_sq)
 
 
 def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -> float:
@@ -174,20 +174,20 @@ def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -
         return measures.rollout_equivalents(moments, batch, rollouts)[0]
     # Both are unbiased up to length, so equal efficiency is equal variance/c², and no ∇J is needed.
     spread = np.maximum(moments.reference_power - moments.truth_sq, 0)
-    own = measures.batch_variance(moments, 1) / c**2
-    return float(np.divide(rollouts * spread, own, out=np.full_like(own, np.nan), where=own > 0)[0])
+    variance = measures.batch_variance(moments, 1) / c**2
+    return float(np.divide(rollouts * spread, variance, out=np.full_like(variance, np.nan), where=variance > 0)[0])
 
 
 def _reference_name(grams: list[Gram], reference: Label, truth: Truth) -> str | None:
     if all(reference in gram.labels for gram in grams):
         return reference[0]
-    found = sorted(truth) if isinstance(truth, frozenset) and all(gram.has(truth) for gram in grams) else []
-    return found[0][0] if found else None
+    standing_in = sorted(truth) if isinstance(truth, frozenset) and all(gram.has(truth) for gram in grams) else []
+    return standing_in[0][0] if standing_in else None
 
 
 def _mean_norm_sq(grams: list[Gram], label: Label) -> float | None:
-    found = [g.blocks(label, label)[0].mean() for g in grams if g.n_prompts]
-    return _number(float(np.mean(found))) if found else None
+    norms_sq = [g.blocks(label, label)[0].mean() for g in grams if g.n_prompts]
+    return _number(float(np.mean(norms_sq))) if norms_sq else None
 
 
 def _number(value: float) -> float | None:

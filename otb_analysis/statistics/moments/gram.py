@@ -49,10 +49,10 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
         block = gram.blocks(label, reference)
         other = code[:, None] != code
         pairs = np.where(other, block, 0.0)
-        own = np.einsum("jpp->pj", block)
+        diagonal = np.einsum("jpp->pj", block)
         touched = (pairs.sum(axis=1) + pairs.sum(axis=2)).T
         ones = np.ones((code.size, 1))
-        np.add.at(sums, code, np.hstack([ones, own, 2 * other.sum(axis=1, keepdims=True), touched]))
+        np.add.at(sums, code, np.hstack([ones, diagonal, 2 * other.sum(axis=1, keepdims=True), touched]))
     total = (sums * halves).sum(axis=0)
     kept = np.vstack([total, total - sums])
     counts = np.where(kept[:, [0, 4]] > 0, kept[:, [0, 4]], np.nan)

@@ -76,12 +76,12 @@ def paired_ratios(
     """
     truth = truth_of(grams, reference, known)
     both = against_reference(grams, against, truth)
-    found = []
+    ratios = []
     for label in dict.fromkeys(label for gram in both for label in gram.labels if label != against):
         steps = against_reference(both, label, truth)
         batch = typical([g.n_prompts for g in steps]) if n_prompts is None else n_prompts
-        found.append(update_ratios(Update(steps, label, batch), Update(steps, against, batch), truth, known))
-    return found
+        ratios.append(update_ratios(Update(steps, label, batch), Update(steps, against, batch), truth, known))
+    return ratios
 
 
 def update_ratios(

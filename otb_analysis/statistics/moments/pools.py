@@ -192,9 +192,9 @@ def _products(g: Float, cut: Partition, n_labels: int) -> tuple[Float, Float, Fl
     count = np.bincount(cut.prompt)
     n_prompts = count.size
     sums = _sum_by(g, cut.prompt, n_prompts)
-    own = _sum_by(np.einsum("mak,nak->man", g, g, optimize=True), cut.prompt, n_prompts).transpose(0, 2, 1)
+    same_group = _sum_by(np.einsum("mak,nak->man", g, g, optimize=True), cut.prompt, n_prompts).transpose(0, 2, 1)
     all_pairs = np.einsum("mpk,npk->mnp", sums, sums, optimize=True)
-    return own / count, (all_pairs - own) / (count * (count - 1)), sums / count[:, None]
+    return same_group / count, (all_pairs - same_group) / (count * (count - 1)), sums / count[:, None]
 
 
 def _sum_by(x: Float, index: Int, size: int) -> Float:
@@ -216,12 +216,12 @@ def pool_statistics(
     Args:
         n_prompts: Prompts P of the update that variance and efficiency are stated for; by default those of the pool.
     """
-    found = []
+    rows = []
     for row in pooled_statistics([pool.gram()], reference, n_prompts):
         if row.variance is None:
-            found.append(row)
+            rows.append(row)
             continue
         within = float(pool.group_variance((row.estimator, row.energy_source)).mean())
         # Not clipped: an unbiased estimate of a between-prompt part near 0 is negative half of the time.
-        found.append(replace(row, within=within, between=row.variance * row.n_prompts - within))
-    return found
+        rows.append(replace(row, within=within, between=row.variance * row.n_prompts - within))
+    return rows

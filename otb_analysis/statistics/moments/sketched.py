@@ -71,9 +71,9 @@ def sketch_noise(gram: ArrayLike, dim: int) -> SketchNoise:
     centred = inner - inner.mean(-1, keepdims=True)
     centred = (centred - centred.mean(-2, keepdims=True)) / (prompts * (prompts - 1))
     squares = np.einsum("mnpq,mnpq->mn", centred, centred)  # tr(K_mn K_nm), since K_nm = K_mnᵀ
-    own, variance = np.diag(squares), np.einsum("mmpp->m", centred)
+    self_products, variance = np.diag(squares), np.einsum("mmpp->m", centred)
     v = np.where(variance > 0, variance, np.nan)
-    spread = own / v**2
+    spread = self_products / v**2
     shared = squares / np.multiply.outer(v, v)
     log_ratio = np.sqrt(np.maximum(spread[:, None] + spread - 2 * shared, 0.0) * 2 / dim)
-    return SketchNoise(np.sqrt(2 * own / dim), log_ratio)
+    return SketchNoise(np.sqrt(2 * self_products / dim), log_ratio)

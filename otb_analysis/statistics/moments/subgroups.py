@@ -56,7 +56,7 @@ def mean_over_subgroups(inner: Float, parts: int) -> Float:
     if groups % parts:
         raise InputError(f"inner has {groups} smaller groups; pass {parts} for each prompt.")
     blocks = inner.reshape(rows, rows, groups // parts, parts, groups // parts, parts)
-    found = blocks.mean(axis=(3, 5))
+    averaged = blocks.mean(axis=(3, 5))
     place = np.arange(groups // parts)
-    found[:, :, place, place] = np.einsum("mnpapa->mnp", blocks) / parts
-    return found
+    averaged[:, :, place, place] = np.einsum("mnpapa->mnp", blocks) / parts
+    return averaged

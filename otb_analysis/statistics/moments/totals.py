@@ -94,15 +94,15 @@ def _checked(values: ArrayLike, inclusion_prob: ArrayLike, domain: ArrayLike | N
 def _totals(y: Float, prob: Float, index: Int, labels: Int, base: Float) -> Totals:
     """Expand a sample by domain; `base` is what is known without it."""
     count, drawn = len(labels), ~np.isnan(y)
-    expanded, own = y[drawn] / prob[drawn], index[drawn]
+    expanded, drawn_domain = y[drawn] / prob[drawn], index[drawn]
     c = 1 - prob[drawn]  # 0 for what was certain to be taken
     total = c.sum()
-    squares, linear = np.bincount(own, c * expanded**2, count), np.bincount(own, c * expanded, count)
+    squares, linear = np.bincount(drawn_domain, c * expanded**2, count), np.bincount(drawn_domain, c * expanded, count)
     chance = np.bincount(index[(prob < 1)], minlength=count) > 0
-    heard = np.bincount(own[c > 0], minlength=count) > 0
+    some_drawn = np.bincount(drawn_domain[c > 0], minlength=count) > 0
     variance = np.where(chance, np.nan, 0.0)
     freedom = 1 - ((c / total) ** 2).sum() if total > 0 else 0.0
     if freedom > 1e-12:
         known = np.maximum(squares - linear**2 / total, 0.0) / freedom
-        variance = np.where(chance & heard, known, variance)
-    return Totals(labels, base + np.bincount(own, expanded, count), np.sqrt(variance))
+        variance = np.where(chance & some_drawn, known, variance)
+    return Totals(labels, base + np.bincount(drawn_domain, expanded, count), np.sqrt(variance))
