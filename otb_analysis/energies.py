@@ -3,7 +3,7 @@
 Functions of arrays take [N, T], return float64 and are zero outside the mask where they take one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -29,10 +29,7 @@ def lm_head_energy(energy: ArrayLike, hidden_norm_sq: ArrayLike, temperature: fl
 
 
 def token_weight(energy: ArrayLike, mask: Bool, ratio: ArrayLike | None = None) -> Float:
-    """Return the instantaneous weight of each token.
-
-    ρ_t² w_t, or w_t without ratios.
-    """
+    """Return the instantaneous weight ρ_t² w_t of each token, w_t without ratios [N, T]."""
     weight = masked(energy, mask)
     return weight if ratio is None else weight * masked(ratio, mask) ** 2
 
@@ -40,8 +37,8 @@ def token_weight(energy: ArrayLike, mask: Bool, ratio: ArrayLike | None = None) 
 def realized_energy(energy: ArrayLike, mask: Bool, ratio: ArrayLike | None = None) -> Float:
     """Return the energy realized up to each token: what the optimal token baseline weights by.
 
-    W_t = Σ_{j≤t} ρ_j² w_j over policy tokens. With ratios this is the sum that the published code forms; its text says
-    ρ_t² Σ_j w_j.
+    W_t = Σ_{j≤t} ρ_j² w_j over policy tokens [N, T]; after the last one it keeps its value. With ratios this is the sum
+    that the published code forms; its text says ρ_t² Σ_j w_j.
     """
     return np.cumsum(token_weight(energy, mask, ratio), axis=1)
 
@@ -49,7 +46,8 @@ def realized_energy(energy: ArrayLike, mask: Bool, ratio: ArrayLike | None = Non
 def decayed_energy(weight: Float, decay: float) -> Float:
     """Return the exponentially forgetting sum of the weights so far.
 
-    W_t = λ W_{t−1} + w_t = Σ_{j≤t} λ^{t−j} w_j: λ = 0 gives w, λ = 1 gives the realized energy.
+    W_t = λ W_{t−1} + w_t = Σ_{j≤t} λ^{t−j} w_j: λ = 0 gives w, λ = 1 gives the realized energy. Columns are policy
+    positions, so squeeze a weight with gaps first.
     """
     return np.asarray(lfilter([1.0], [1.0, -decay], weight, axis=1))
 
@@ -83,7 +81,7 @@ class Calibration:
         z = np.zeros((*x.shape, 0)) if covariates is None else np.asarray(covariates, np.float64)
         if z.shape != (*x.shape, len(self.effects)):
             raise InputError(f"covariates has shape {z.shape}; pass shape {(*x.shape, len(self.effects))}.")
-        positive = x > 0
+        positive = x > 0  # a proxy of 0 has no logarithm; it predicts 0
         log_x = np.log(np.where(positive, x, 1.0))
         fitted = np.exp(self.intercept + self.slope * log_x + z @ self.effects)
         return np.where(positive, self.factor * fitted, 0.0)
@@ -133,11 +131,14 @@ def calibrate(
             f"{len(design)} tokens with {len(np.unique(x[use]))} different proxies are too few for a calibration; "
             "measure more of them."
         )
+    # Weighted least squares: rows scaled by √weight.
     root = np.sqrt(1 / prob[use])
-    found = np.linalg.lstsq(design * root[:, None], np.log(y[use]) * root, rcond=None)[0]
-    residual = np.log(y[use]) - design @ found
+    coefficients = np.linalg.lstsq(design * root[:, None], np.log(y[use]) * root, rcond=None)[0]
+    residual = np.log(y[use]) - design @ coefficients
     error = np.sqrt(np.average(residual**2, weights=1 / prob[use]))
-    raw = Calibration(float(found[0]), float(found[1]), found[2:].astype(np.float64), 1.0, float(error), len(design))
-    known = raw.predict(x[seen], z[seen])
-    factor = float((y[seen] / prob[seen]).sum() / (known / prob[seen]).sum())
-    return Calibration(raw.intercept, raw.slope, raw.effects, factor, raw.log_error, raw.n)
+    intercept, slope, *effects = coefficients.tolist()
+    raw = Calibration(intercept, slope, np.array(effects, dtype=np.float64), 1.0, float(error), len(design))
+    predicted = raw.predict(x[seen], z[seen])
+    # Tokens of energy 0 count here: they have no logarithm, but they belong to the total.
+    factor = float((y[seen] / prob[seen]).sum() / (predicted / prob[seen]).sum())
+    return replace(raw, factor=factor)

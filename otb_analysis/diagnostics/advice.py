@@ -13,14 +13,7 @@ import numpy as np
 from otb_analysis.diagnostics.choices import Advice, Advised, Choice
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.statistics import (
-    MIN_CLUSTERS,
-    REFERENCE,
-    Interval,
-    deleted_moments,
-    efficiency,
-    jackknife_interval,
-)
+from otb_analysis.statistics import MIN_CLUSTERS, REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
 from otb_analysis.types import Float, Gram, Label
 
 RISK = 0.05
@@ -71,7 +64,6 @@ def advise(
     Smaller groups of the same steps are judged too, at the same R rollouts of an update: R/n prompts in groups of n.
 
     Args:
-        grams: Gram matrices of group gradients, one per measured step, all of one design.
         smaller: Gram matrices of smaller groups of the same prompts at the same steps, by their size.
         n_rollouts: Rollouts R of one update, which efficiency is stated for; as many as were measured by default.
 

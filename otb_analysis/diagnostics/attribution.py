@@ -1,4 +1,4 @@
-"""Who holds ‖ḡ‖² at a step: tokens, rollouts and prompts, each share split into signal and noise.
+"""Attribution of ‖ḡ‖² at a step to tokens, rollouts and prompts, each share split into signal and noise.
 
 ‖ḡ‖² = Σ_{i,t} c_{i,t} s_{i,t}·ḡ exactly, so shares add up at every level: a rollout's is the sum of its tokens', a
 prompt's the sum of its rollouts'. Shares are signed: a negative one pushes against the update. signal = c·s·(ḡ − ḡ_p),
@@ -19,15 +19,10 @@ LEVELS = ("prompt", "rollout", "token")
 
 @dataclass(frozen=True)
 class AttributedTokens:
-    """One step's policy tokens with their shares; made by the store, read by `attribute_step`.
+    """One step's policy tokens with their shares, [n] each; made by the store, read by `attribute_step`.
 
-    Attributes:
-        group: Prompt of each token [n].
-        rollout: Its rollout within the step [n].
-        t: Its index within the completion [n].
-        share: Its signed share of ‖ḡ‖² [n].
-        signal: The part along other prompts' gradients [n], or None where it was not told apart.
-        noise: The part along its own prompt's [n], or None.
+    `rollout` counts within the step, `t` within the completion. `signal` and `noise` are the parts of `share` along
+    other prompts' gradients and along the prompt's own; both are None where the share was not split.
     """
 
     group: Int
@@ -39,14 +34,8 @@ class AttributedTokens:
 
     def __post_init__(self) -> None:
         """Check shapes and values."""
-        columns = {
-            "group": self.group,
-            "rollout": self.rollout,
-            "t": self.t,
-            "signal": self.signal,
-            "noise": self.noise,
-        }
-        for name, values in columns.items():
+        for name in ("group", "rollout", "t", "signal", "noise"):
+            values = getattr(self, name)
             if values is not None and np.shape(values) != np.shape(self.share):
                 raise InputError(
                     f"{name} has shape {np.shape(values)} but share {np.shape(self.share)}; pass one value per token."
@@ -59,17 +48,9 @@ class AttributedTokens:
 
 @dataclass(frozen=True)
 class Holders:
-    """Who holds ‖ḡ‖² at one level, the largest |share| first.
+    """Shares of ‖ḡ‖² at one of `LEVELS`, [K] each, the largest |share| first.
 
-    Attributes:
-        level: `prompt`, `rollout` or `token`.
-        group: Prompt [K].
-        rollout: Rollout [K]; −1 at level prompt.
-        t: Token [K]; −1 above level token.
-        n_tokens: Policy tokens it has [K].
-        share: Signed share of ‖ḡ‖² [K].
-        signal: Part of it along other prompts' gradients [K], or None.
-        noise: Part of it along the own prompt's [K], or None.
+    `rollout` is −1 at level prompt, `t` is −1 above level token. `signal` and `noise` are None without the split.
     """
 
     level: str
@@ -160,6 +141,7 @@ def _by(level: str, tokens: AttributedTokens, keys: Int) -> Holders:
     index = index.reshape(-1)
     share = np.zeros(holders.shape[1])
     np.add.at(share, index, tokens.share)
+    # Largest first; equals keep the order of their keys, so the ranking is reproducible.
     order = np.lexsort((np.arange(share.size), -np.abs(share)))
 
     def key(i: int) -> Int:

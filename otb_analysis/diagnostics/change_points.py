@@ -69,11 +69,13 @@ def _of_one(series: StepSeries, name: str) -> list[ChangePoint]:
     n = value.size // BLOCK
     if n < 6:
         return []
+    # Medians of blocks: a single spike is no change of level.
     points = np.median(value[: n * BLOCK].reshape(n, BLOCK), axis=1)
     sigma = _noise(points, MIN_SPREAD if log else 1e-9)
     search = ruptures.KernelCPD(kernel="linear", min_size=2).fit(points[:, None])
     ends: Any = search.predict(pen=PENALTY * sigma**2 * np.log(n))
     edges = [0, *ends]
+    # The cost is of means, but the levels reported are medians, which an outlier does not move.
     levels = [float(np.median(points[a:b])) for a, b in pairwise(edges)]
     least = max(LEAST_JUMP * (1 + SHORT / n) * sigma, np.log(LEAST_FACTOR) if log else LEAST_SHIFT)
     return [

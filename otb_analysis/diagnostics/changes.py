@@ -43,9 +43,7 @@ def gradient_surge(series: StepSeries) -> Finding:
 
     score = exp(median of the last 5 log ‖ḡ‖ − median of the 20 to 100 before − 2 · their spread): the factor beyond
     noise. Steps with a gradient of exactly 0 are no evidence either way and are left out.
-
-    Args:
-        series: A run with `grad_norm`.
+    Reads `grad_norm`.
     """
     step, (norm,) = series.recorded("grad_norm")
     step, norm = step[norm > 0], norm[norm > 0]
@@ -70,14 +68,13 @@ def entropy_collapse(series: StepSeries) -> Finding:
 
     score = exp(highest running median so far − median of the last 10 − 1.5 · spread), all of log entropy, the spread
     that of single steps around the running median: the factor by which it fell, beyond noise.
-
-    Args:
-        series: A run with `entropy_mean`, in nats.
+    Reads `entropy_mean`, in nats.
     """
     step, (entropy,) = series.recorded("entropy_mean")
     log = np.log(np.maximum(entropy, NO_ENTROPY))
     recent = trailing(log, SLOW, np.median)
     lasting = trailing(log, REFERENCE[0], np.median)
+    # fmax ignores the NaN of the first steps, where there is no running median yet.
     top = np.fmax.accumulate(lasting) if log.size else lasting
     score = np.exp(top - recent - SLOW_NOISE * _noise(log, recent))
     one = Evidence("entropy_mean", "factor of the fall beyond noise", step, entropy, score, *FALL)
@@ -96,9 +93,7 @@ def length_drift(series: StepSeries) -> Finding:
 
     score = exp(|median of the last 10 − median of the first 20| − 1.5 · spread) of log length: the factor beyond noise,
     in whichever direction.
-
-    Args:
-        series: A run with `length_mean`, in tokens.
+    Reads `length_mean`, in tokens.
     """
     step, (length,) = series.recorded("length_mean")
     step, length = step[length > 0], length[length > 0]
@@ -107,7 +102,7 @@ def length_drift(series: StepSeries) -> Finding:
     n = REFERENCE[0]
     start, spread = robust(log[:n]) if log.size >= n + SLOW else (np.asarray(np.nan), np.asarray(np.nan))
     score = np.exp(np.abs(recent - start) - SLOW_NOISE * np.maximum(spread, 0))
-    score[: n + SLOW - 1] = np.nan
+    score[: n + SLOW - 1] = np.nan  # the first steps would be compared with themselves
     one = Evidence("length_mean", "factor of the change beyond noise", step, length, score, *DRIFT)
     if not one.ready:
         return unmeasured("length_drift", series, n + SLOW, ["length_mean"], ALWAYS)

@@ -57,7 +57,6 @@ class Advice:
     Attributes:
         best: The most efficient of the candidates shown to be better, None where none was.
         candidates: All of them, most efficient first.
-        n_rollouts: Rollouts of one update, the same for all.
         n_clusters: Prompts behind the intervals.
     """
 
@@ -81,6 +80,6 @@ class Advice:
             return SIZES_UNKNOWN if whole >= 4 and whole % 2 == 0 else NOT_HALVED.format(whole)
         *smaller, whole = self.sizes
         return (
-            f"Groups of {', '.join(map(str, smaller))} and {whole} were compared at the same {self.n_rollouts} rollouts, "
-            "smaller ones with more prompts."
+            f"Groups of {', '.join(map(str, smaller))} and {whole} were compared at the same {self.n_rollouts} "
+            "rollouts, smaller ones with more prompts."
         )

@@ -154,11 +154,9 @@ def finding_of(detector: str, evidence: Sequence[Evidence], reason: str) -> Find
 def unmeasured(detector: str, series: StepSeries, needed: int, columns: Sequence[str], remedy: str) -> Finding:
     """Return the finding of a detector that has nothing, or too little, to look at.
 
-    Args:
-        needed: Steps it needs.
-        columns: Columns it can look at; one is enough.
-        remedy: Which level or command measures them, as the end of a sentence.
+    It needs so many steps of one of the columns; the remedy, the end of a sentence, says what measures them.
     """
+    # One column is enough, so the remedy is about the one that was recorded most often.
     counts = {name: len(series.recorded(name)[0]) for name in columns}
     most = max(counts, key=lambda name: counts[name])
     if counts[most] == 0:

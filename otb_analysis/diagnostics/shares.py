@@ -36,7 +36,7 @@ HEAVY = (1.0, 2.0)
 either side of 1: an index of m tail values has a standard error of about (1 + k)/√m."""
 
 UNRELIABLE = 0.5
-"""From this Pareto-k on the standard error of a variance estimate is unreliable: said, and no alarm."""
+"""From this Pareto-k on the standard error of a variance estimate is unreliable: the reason says so, without alarm."""
 
 WINDOW, RATIO_WINDOW, TAIL_WINDOW = 20, 10, 10
 TAIL_LEAST = 5
@@ -50,12 +50,11 @@ def zero_variance_groups(series: StepSeries) -> Finding:
     """How much of the batch teaches nothing, because all rewards within a group are equal?
 
     score = lower 99.9 % Clopper–Pearson bound of the share of such groups over the last 20 steps.
-
-    Args:
-        series: A run with `n_zero_variance_groups` and `n_prompts`; `reward_mean` says on which side they are.
+    Reads `n_zero_variance_groups` and `n_prompts`; `reward_mean` says on which side they are.
     """
     step, (equal, groups) = series.recorded("n_zero_variance_groups", "n_prompts")
     k, n = trailing(equal, WINDOW, np.sum), trailing(groups, WINDOW, np.sum)
+    # Clopper–Pearson's lower bound. For k = 0 it is 0 and has no beta law; half a group gives a bound near 0.
     score = special.betaincinv(np.maximum(k, 0.5), n - k + 1, 1 - CONFIDENCE)
     value = np.divide(equal, groups, out=np.full(equal.shape, np.nan), where=groups > 0)
     one = Evidence("n_zero_variance_groups", "lower bound of the share of groups", step, value, score, *NO_SIGNAL)
@@ -81,9 +80,7 @@ def clip_fraction(series: StepSeries) -> Finding:
     score = share of clipped steps among the last 20 − the share of all steps before them. A share that was high from
     the start is a choice of the maximal norm and no finding: it is shown, and the reason says what it means. So a run
     that clipped more than .35 of its steps before has no rise to be found.
-
-    Args:
-        series: A run with `clipped` (0 or 1 a step).
+    Reads `clipped` (0 or 1 a step).
     """
     step, (clipped,) = series.recorded("clipped")
     if clipped.size < 2 * WINDOW:
@@ -91,6 +88,7 @@ def clip_fraction(series: StepSeries) -> Finding:
     share = trailing(clipped, WINDOW, np.mean)
     before = np.full(clipped.size, np.nan)
     past = np.cumsum(clipped) / np.arange(1, clipped.size + 1)
+    # Steps of the window itself are not "before", and a window's worth of earlier steps is the least to compare with.
     before[2 * WINDOW - 1 :] = past[WINDOW - 1 : -WINDOW]
     rise = Evidence("clipped", "rise of that share over all steps before", step, clipped, share - before, *RISE)
     level = Evidence("clipped", "share of clipped steps", step, clipped, share, *NEVER)
@@ -111,9 +109,7 @@ def ratio_tails(series: StepSeries) -> Finding:
 
     Two scores: the median over 5 steps of the largest |log π − log μ| of a step, and the mean over 10 steps of the
     share of tokens whose gradient a clip, truncation or mask changed.
-
-    Args:
-        series: A run with `mismatch_max` in nats or `ratio_clip_share`.
+    Reads `mismatch_max` in nats or `ratio_clip_share`.
     """
     worst_step, (worst,) = series.recorded("mismatch_max")
     clip_step, (clip,) = series.recorded("ratio_clip_share")
@@ -147,9 +143,7 @@ def tail_index(series: StepSeries) -> Finding:
     score = lower 99.9 % bound (Student's t) of the mean Pareto-k over the last 10 records of exact norms. The proxy
     ‖e_y − π‖² is at most 2, so its variance is finite whatever is fitted to it: its index is shown where it is known,
     and raises nothing.
-
-    Args:
-        series: A run with `exact_tail_k`; one with `energy_tail_k` alone is not measured.
+    Reads `exact_tail_k`; one with `energy_tail_k` alone is not measured.
     """
     step, (k,) = series.recorded("exact_tail_k")
     exact = Evidence("exact_tail_k", "lower bound of the mean Pareto-k", step, k, _mean_low(k), *HEAVY)

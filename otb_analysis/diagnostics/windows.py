@@ -15,7 +15,10 @@ NORMAL = 1.4826
 
 
 def trailing(x: Float, window: int, statistic: Callable[..., Float]) -> Float:
-    """Return a statistic of the last `window` values at every index; NaN before there are so many."""
+    """Return a statistic of the last `window` values at every index [K]; NaN before there are so many.
+
+    The statistic takes [..., window] and `axis`, such as `np.median`.
+    """
     values = np.full(x.size, np.nan)
     if x.size >= window:
         values[window - 1 :] = statistic(sliding_window_view(x, window), axis=-1)
@@ -35,6 +38,7 @@ def usual(x: Float, gap: int, least: int, most: int) -> tuple[Float, Float]:
         most: Values it looks back at most.
     """
     centre, spread = np.full(x.size, np.nan), np.full(x.size, np.nan)
+    # The reference grows until it has its full length; from there on it slides, all indices at once.
     for t in range(gap + least - 1, min(gap + most - 1, x.size)):
         centre[t], spread[t] = robust(x[: t - gap + 1])
     full = gap + most - 1

@@ -84,12 +84,9 @@ def enumerated(seed: int, n_prompts: int = 4, size: int = 4, names: Sequence[str
     g, p = np.concatenate(gradients, axis=1), np.concatenate(probabilities)
     cumulative = np.cumsum(p / p.sum())
     cumulative[-1] = 1.0  # rounding must not leave a gap at the end
+    # Exact over outcomes; sampling a group is then one draw from the cumulative probabilities.
     mean, power = np.einsum("o,mod->md", p, g), np.einsum("o,mod->m", p, g**2)
-    law = Law(
-        "",
-        lambda rng, n: g[:, np.searchsorted(cumulative, rng.random(n), side="right")],
-        _moments(mean, power),
-    )
+    law = Law("", lambda rng, n: g[:, np.searchsorted(cumulative, rng.random(n), side="right")], _moments(mean, power))
     return Law(f"enumerated policies, noise scale {law.noise_scale:.0f} prompts", law.draw, law.moments)
 
 
@@ -130,9 +127,7 @@ LAWS: dict[str, Callable[[], Law]] = {
         "log-normal power, variance 6 mean²", lambda rng, n: np.exp(rng.normal(0, 0.7, n)), np.exp(0.98)
     ),
     "student": lambda: scaled_normal(
-        "power with infinite variance (tail index .5)",
-        lambda rng, n: 2 / np.sqrt(rng.chisquare(4, n)),
-        2.0,
+        "power with infinite variance (tail index .5)", lambda rng, n: 2 / np.sqrt(rng.chisquare(4, n)), 2.0
     ),
     "extreme": lambda: scaled_normal(
         "log-normal power, variance 54 mean²", lambda rng, n: np.exp(rng.normal(0, 1, n)), np.exp(2.0)

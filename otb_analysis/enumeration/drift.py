@@ -31,6 +31,7 @@ def moved_logprob(tree: Tree, move: Float) -> Float:
     if move.shape != tree.score.shape[2:]:
         raise InputError(f"move has shape {move.shape} but scores have {tree.score.shape}; pass one entry a parameter.")
     tilted = tree.logprob + tree.score @ move
+    # The normaliser sums over tokens of a prefix; completions repeat a (prefix, token) pair, so take each pair once.
     pairs = tree.prefix[tree.mask] * (tree.token.max() + 1) + tree.token[tree.mask]
     first = np.unique(pairs, return_index=True)[1]
     total = np.full(tree.prefix.max() + 1, -np.inf)
@@ -59,7 +60,7 @@ def sampled_at(tree: Tree, direction: Float, distance: float) -> Tree:
     def at(length: float) -> Tree:
         return replace(tree, behavior_logprob=moved_logprob(tree, length * direction))
 
-    far = 1.0
+    far = 1.0  # doubled until the root is bracketed
     while divergence(at(far)) < distance:
         far *= 2.0
     return at(cast(float, brentq(lambda length: divergence(at(length)) - distance, 0.0, far, xtol=1e-12)))

@@ -10,12 +10,7 @@ import numpy as np
 from otb_analysis.energies import realized_energy
 from otb_analysis.enumeration.groups import group_gradients, multisets
 from otb_analysis.enumeration.moments import GroupMoments
-from otb_analysis.enumeration.population import (
-    population_baseline,
-    population_moments,
-    position_optimum,
-    regret,
-)
+from otb_analysis.enumeration.population import population_baseline, population_moments, position_optimum, regret
 from otb_analysis.enumeration.trees import Tree
 from otb_analysis.estimators import estimate
 from otb_analysis.types import Float

@@ -79,6 +79,7 @@ def bias_figures() -> dict[str, Bias]:
     for name in ESTIMATORS:
         moments = [group_moments(name, tree, GROUP_SIZE) for tree in trees]
         pairs = list(zip(moments, reference, strict=True))
+        # `grpo` divides by the standard deviation of rewards of 0 or 1, so its target is the gradient over that.
         scale = [(tree.objective * (1 - tree.objective)) ** -0.5 if name == "grpo" else 1.0 for tree in trees]
         out[name] = Bias(
             relative_bias=_median([m.relative_bias for m in moments]),

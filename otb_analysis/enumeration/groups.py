@@ -19,7 +19,7 @@ MOST_GROUPS = 200_000
 
 
 def multisets(tree: Tree, n: int) -> tuple[Int, Float]:
-    """Return every group of n rollouts up to order, with its probability.
+    """Return every group of n rollouts up to order [K, N], with its probability [K].
 
     P = N!/Π_k c_k! · Π_k p_k^{c_k}: no estimator depends on the order of a group.
 
@@ -44,6 +44,7 @@ def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, so
     k, n = members.shape
     advantage = _advantage(name, tree, members, options, source) * tree.ratio[members.reshape(-1)]
     t = tree.mask.shape[1]
+    # Gradients are linear in the scores: one sparse matrix of advantages times the scores of all completions.
     column = (members.reshape(k, n, 1) * t + np.arange(t)).reshape(-1)
     coefficient = csr_array(
         (advantage.reshape(-1) / n, column, np.arange(k + 1) * (n * t)), shape=(k, len(tree.prob) * t)
@@ -65,6 +66,7 @@ def _advantage(name: str, tree: Tree, members: Int, options: Any, source: str) -
     inputs = replace(inputs, value=values(tree)[rows], position_baseline=optimum[rows])
     if not ESTIMATORS[name].batch_coupled:
         return estimate(name, inputs, options).advantage
+    # A batch-coupled estimator would look at all enumerated groups; each one is a batch of its own here.
     parts = [
         estimate(name, tree.inputs(one, np.zeros(len(one), np.int64), source), options).advantage for one in members
     ]

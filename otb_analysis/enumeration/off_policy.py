@@ -1,8 +1,8 @@
-"""Importance ratios on enumerated policies: which let a baseline leave the mean alone, and how far the others move it.
+"""Importance ratios on enumerated policies: under which a baseline leaves the mean alone, and how far others move it.
 
-A ratio that is known at its token and not clipped multiplies s_t by something of mean zero given the prefix, so any
-constant drops out; so does the whole sequence's ratio, under which the sampler disappears. Truncation, clips, masks and
-means over the whole completion break that.
+With a ratio that is known at its token and not clipped, E[ρ_t s_t] = 0 given the prefix, so any constant baseline drops
+out. The same holds for the whole sequence's ratio, which turns the sampler into the policy. Truncation, clips, masks
+and means over the whole completion break it.
 """
 
 from dataclasses import dataclass, replace
@@ -78,22 +78,15 @@ def mean_gradient(tree: Tree, case: Case, baseline: Float) -> Float:
 
 
 def mean_shift(tree: Tree, case: Case, baseline: float | None = None) -> float:
-    """Return how far a constant baseline moves the mean: ‖E g(B) − E g(0)‖/‖∇J‖.
-
-    Args:
-        baseline: B; None means J, the limit of the group mean.
-    """
+    """Return how far a constant baseline B, by default J, moves the mean: ‖E g(B) − E g(0)‖/‖∇J‖."""
+    # Not linear in B where a clip looks at the sign of the advantage, hence the difference of two means.
     b = _constant(tree, baseline)
     moved = mean_gradient(tree, case, b) - mean_gradient(tree, case, np.zeros_like(b))
     return float(np.linalg.norm(moved) / np.linalg.norm(tree.gradient))
 
 
 def mean_error(tree: Tree, case: Case, baseline: float | None = None) -> float:
-    """Return how far the mean is from the gradient: ‖E g(B) − ∇J‖/‖∇J‖.
-
-    Args:
-        baseline: B; None means J, the limit of the group mean.
-    """
+    """Return how far the mean under a constant baseline B, by default J, is from the gradient: ‖E g(B) − ∇J‖/‖∇J‖."""
     away = mean_gradient(tree, case, _constant(tree, baseline)) - tree.gradient
     return float(np.linalg.norm(away) / np.linalg.norm(tree.gradient))
 

@@ -1,6 +1,7 @@
 """Infinitely many rollouts: baselines as expectations, their exact variance, and the optimum they are measured by.
 
-Variance here is that of one rollout's ĝ = Σ_t ρ_t s_t (G_t − B_t) with a baseline that does not depend on it.
+Variance here is that of one rollout's ĝ = Σ_t ρ_t s_t (G_t − B_t) with a baseline that does not depend on it. `ratio`
+is what multiplies each score, known at its token [M, T]: ρ or a truncation of it; None means the exact token ratio.
 """
 
 import numpy as np
@@ -55,6 +56,7 @@ def population_baseline(name: str, tree: Tree, source: str = "exact", decay: flo
     if name in scalar:
         weight = tree.prob * scalar[name]()
         return masked(np.full(tree.mask.shape, weight @ tree.total / weight.sum()), tree.mask)
+    # `otb_carry` keeps finished rollouts in the average, with their total return.
     carried = np.where(tree.mask, tree.returns, tree.total[:, None])
     weight, paid = {
         "otb": lambda: (batch.realized * tree.mask, tree.returns),
@@ -69,9 +71,6 @@ def position_optimum(tree: Tree, ratio: Float | None = None) -> Float:
     """Return the variance-optimal constant of each position.
 
     B_t* = E[ρ_t s_t · g] / E[ρ_t² ‖s_t‖²], g = Σ_k ρ_k s_k G_k; without ratios E[s_t · Σ_k s_k G_k] / E‖s_t‖².
-
-    Args:
-        ratio: What multiplies each score, known at its token [M, T]; None means the exact token ratio.
     """
     rho = tree.ratio if ratio is None else ratio
     return tree.expect(_alignment(tree, rho)) / tree.expect(rho**2 * tree.energy)
@@ -91,11 +90,7 @@ def values(tree: Tree) -> Float:
 
 
 def population_moments(tree: Tree, baseline: Float, ratio: Float | None = None) -> GroupMoments:
-    """Return the exact moments of one rollout's gradient with a baseline that does not depend on that rollout.
-
-    Args:
-        ratio: What multiplies each score, ρ or a truncation of it [M, T]; None means the exact token ratio.
-    """
+    """Return the exact moments of one rollout's gradient with a baseline that does not depend on that rollout."""
     factor = (tree.ratio if ratio is None else ratio) * (tree.returns - masked_rows(baseline, tree))
     return weighted_moments(np.einsum("mt,mtd->md", factor, tree.score), tree.prob, tree.gradient, 1)
 
@@ -106,9 +101,7 @@ def regret(tree: Tree, baseline: Float, ratio: Float | None = None) -> float:
     Var(B) − Var(B*) = Σ_t E[ρ_t²‖s_t‖²] (B_t − B_t*)², exactly, since E[ρ_t s_t·ρ_k s_k] = 0 for t ≠ k wherever ρ_t is
     known at token t.
 
-    Args:
-        baseline: B [T], or [M, T] constant over the completions alive at each position.
-        ratio: What multiplies each score, known at its token [M, T]; None means the exact token ratio.
+    B is [T], or [M, T] constant over the completions alive at each position.
     """
     rho = tree.ratio if ratio is None else ratio
     off = masked_rows(baseline, tree) - masked_rows(position_optimum(tree, rho), tree)

@@ -100,11 +100,6 @@ class Tree:
         """J = E_π R: the success rate when rewards are 0 or 1."""
         return float(np.exp(self.logprob.sum(axis=1)) @ self.total)
 
-    @property
-    def off_policy(self) -> bool:
-        """True when another policy samples."""
-        return self.behavior_logprob is not self.logprob
-
     def inputs(self, rows: Int, group: Int, source: str = "exact") -> EstimatorInputs:
         """Return estimator inputs for chosen completions, with every input that can be known exactly but the critic's.
 
@@ -168,6 +163,7 @@ def _completions(spec: TreeSpec) -> tuple[Int, Int, Bool]:
         ended = np.cumsum(token == v - 1, axis=1) - (token == v - 1) > 0
         token = np.unique(np.where(ended, -1, token), axis=0)
     mask = token >= 0
+    # A prefix is the tuple of tokens before this one; completions that share it share its number.
     history = [tuple(row[:k]) if row[k] >= 0 else None for row in token for k in range(t)]
     number = {h: i for i, h in enumerate(sorted({h for h in history if h is not None}))}
     return token, np.array([-1 if h is None else number[h] for h in history]).reshape(token.shape), mask
@@ -187,6 +183,7 @@ def _rewards(
     if spec.dense:
         return masked(rng.normal(size=shape)[at], mask)
     n = len(mask)
+    # Between a quarter and three quarters of the completions succeed, so that no policy is hopeless or perfect.
     success = rng.permutation(np.arange(n) < rng.integers(max(n // 4, 1), max(n - n // 4, 2)))
     reward = np.zeros(mask.shape)
     reward[np.arange(n), mask.sum(axis=1) - 1] = success

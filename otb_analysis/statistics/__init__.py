@@ -3,15 +3,15 @@
 NumPy in, plain numbers out; a quantity that is undefined on the given data is None.
 """
 
-from otb_analysis.statistics.comparisons.alike import Alike, alike
+from otb_analysis.statistics.comparisons.alike import alike
 from otb_analysis.statistics.comparisons.conclusions import conclude
 from otb_analysis.statistics.comparisons.proxies import gain_lost
-from otb_analysis.statistics.comparisons.verdicts import Conclusion, Signal, Verdict
+from otb_analysis.statistics.comparisons.verdicts import Conclusion, Verdict
 from otb_analysis.statistics.energies.cells import position_cells
 from otb_analysis.statistics.energies.designs import inclusion_probabilities, systematic_sample
 from otb_analysis.statistics.energies.fidelity import Association, Fidelity, fidelity, realized_fidelity
 from otb_analysis.statistics.energies.tail import pareto_k, top_share
-from otb_analysis.statistics.energies.weights import WeightStatistics, weight_statistics
+from otb_analysis.statistics.energies.weights import weight_statistics
 from otb_analysis.statistics.inference.intervals import (
     MIN_CLUSTERS,
     Interval,
@@ -19,24 +19,11 @@ from otb_analysis.statistics.inference.intervals import (
     jackknife_interval,
     log_ratio_t,
 )
-from otb_analysis.statistics.inference.passing import Passing, pass_at_k, passing
+from otb_analysis.statistics.inference.passing import pass_at_k, passing
 from otb_analysis.statistics.inference.seeds import seed_mean
-from otb_analysis.statistics.moments.gradients import (
-    GradientStatistics,
-    gradient_statistics,
-    pooled_statistics,
-)
+from otb_analysis.statistics.moments.gradients import GradientStatistics, gradient_statistics, pooled_statistics
 from otb_analysis.statistics.moments.gram import REFERENCE, deleted_moments
-from otb_analysis.statistics.moments.measures import (
-    Moments,
-    batch_variance,
-    crossing,
-    efficiency,
-    projection,
-    relative_bias,
-    rollout_equivalents,
-    sf,
-)
+from otb_analysis.statistics.moments.measures import Moments, efficiency
 from otb_analysis.statistics.moments.noise import gradient_noise_scale
 from otb_analysis.statistics.moments.paired import NOTHING, PairedRatios, Update, paired_ratios, update_ratios
 from otb_analysis.statistics.moments.pools import (
@@ -49,40 +36,32 @@ from otb_analysis.statistics.moments.pools import (
     pool_statistics,
     position_optimum,
 )
-from otb_analysis.statistics.moments.sketched import SketchNoise, gram_from_sketch, sketch_noise
+from otb_analysis.statistics.moments.sketched import gram_from_sketch, sketch_noise
 from otb_analysis.statistics.moments.subgroups import cut_groups, mean_over_subgroups, smaller_sizes
 from otb_analysis.statistics.moments.totals import Totals, difference_total, horvitz_thompson
-from otb_analysis.types import Gram, Label, Proved
+from otb_analysis.types import Gram, Proved
 
 __all__ = [
     "MIN_CLUSTERS",
     "NOTHING",
     "REFERENCE",
-    "Alike",
     "Association",
     "Conclusion",
     "Fidelity",
     "GradientStatistics",
     "Gram",
     "Interval",
-    "Label",
     "Moments",
     "PairedRatios",
     "Partition",
-    "Passing",
     "PoolGram",
     "Proved",
-    "Signal",
-    "SketchNoise",
     "Totals",
     "Update",
     "Verdict",
-    "WeightStatistics",
     "alike",
-    "batch_variance",
     "cluster_jackknife",
     "conclude",
-    "crossing",
     "cut_groups",
     "deleted_moments",
     "difference_total",
@@ -109,12 +88,8 @@ __all__ = [
     "pooled_statistics",
     "position_cells",
     "position_optimum",
-    "projection",
     "realized_fidelity",
-    "relative_bias",
-    "rollout_equivalents",
     "seed_mean",
-    "sf",
     "sketch_noise",
     "smaller_sizes",
     "systematic_sample",

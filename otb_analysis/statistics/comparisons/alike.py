@@ -1,4 +1,4 @@
-"""Estimators that answered the same, or a multiple of it, on all measured rollouts: nothing is to be told apart."""
+"""Estimators whose gradients were the same, or a multiple of one another, on all measured rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ def alike(grams: Sequence[Gram], first: Sequence[Label] = ()) -> dict[Label, Ali
     Returns:
         One entry per label. Only those of the same steps are compared, and a zero gradient is like no other.
     """
+    # First come, first named: a later label is named after an earlier one.
     labels = list(dict.fromkeys((*first, *(label for gram in grams for label in gram.labels))))
     labels = [label for label in labels if any(label in gram.labels for gram in grams)]
     steps = {label: tuple(k for k, gram in enumerate(grams) if label in gram.labels) for label in labels}
@@ -56,6 +57,7 @@ def alike(grams: Sequence[Gram], first: Sequence[Label] = ()) -> dict[Label, Ali
 
 def _parallel(products: Float, i: int, j: int) -> bool:
     a, b, both = products[i, i], products[j, j], products[i, j]
+    # Equality in Cauchy and Schwarz, up to what float32 gradients lose; a negative product is an opposite direction.
     return bool(both > 0 and a * b - both**2 <= ROUNDING * a * b)
 
 

@@ -1,11 +1,13 @@
-"""What paired comparisons with one estimator allow to be said: who is told from it, who is as good, what is missing.
+"""Conclusions from paired comparisons with one estimator: which differ from it, which are as good, what is missing.
 
-One family of tests: of every estimator its variance at equal progress (SF), and of those whose projection is not proved
-its efficiency too, with the false-discovery rate controlled over all of them (Benjamini–Yekutieli, any dependence).
-Estimators that answered the same, or a multiple of the reference, are no test. The best of those told apart has an
-interval at the level 1 − R·q/(m·Σ1/i), R of m tests being discoveries (Benjamini and Yekutieli 2005): it excludes 1,
-and of all intervals given so 5 % miss at most. That is less than a promise for the best one alone, which looks better
-than it is: with 21 equally good ones its interval covers some 87 %.
+There is one family of tests. Every estimator is tested for its variance at equal progress (SF), and those whose
+projection is not proved for their efficiency too. The false-discovery rate is controlled over all tests
+(Benjamini–Yekutieli, any dependence). Multiples of the reference are not tested.
+
+The best of those that differ has an interval at the level 1 − R·q/(m·Σ1/i), where R of m tests are discoveries
+(Benjamini and Yekutieli 2005). It excludes 1, and at most 5 % of all such intervals miss. For the best one alone the
+promise is weaker, since selection makes it look better than it is: with 21 equally good ones its interval covers some
+87 %.
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ RATE = 0.05
 def conclude(
     grams: Sequence[Gram], known: Proved = NOTHING, against: Label = REFERENCE, first: Sequence[Label] = ()
 ) -> Conclusion:
-    """Compare every estimator with one of them and say what stands after controlling false discoveries.
+    """Compare every estimator with one of them, with control of false discoveries.
 
     Args:
         first: Labels that identical others are named after, such as the ones that trained.
@@ -72,6 +74,7 @@ def _told(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
     ]
     if not family:
         return verdicts, 1 - RATE
+    # All estimators are measured on the same rollouts, so their p-values are dependent.
     q_values = stats.false_discovery_control([p for *_, p in family], method="by")
     discoveries = [(label, name) for (label, name, _), q in zip(family, q_values, strict=True) if q <= RATE]
     marked = [
@@ -126,7 +129,7 @@ def _signal(both: Sequence[Gram], against: Label, truth: Truth) -> Signal:
     interval = jackknife_interval(values[0], values[1:], "‖∇J‖²", "linear")
     if interval is None or interval.low is None or interval.high is None:
         return Signal(bool((values > 0).all()), None)
-    stderr = (interval.high - interval.low) / 4
+    stderr = (interval.high - interval.low) / 4  # a 95 % interval is about four standard errors wide
     length = interval.estimate if interval.estimate > 0 else interval.high
     # Between pairs of prompts that are mostly noise the error falls as 1/K; 1/√K is the slower law, so the safe one.
     needed = None if length <= 0 else max(round(interval.n_clusters * (3 * stderr / length) ** 2), interval.n_clusters)
@@ -140,6 +143,7 @@ def _needed(lead: Verdict | None, n_tests: int, n_prompts: int) -> int | None:
         return None
     off = abs(float(np.log(ratio.estimate)))
     half = max(float(np.log(ratio.high / ratio.estimate)), float(np.log(ratio.estimate / ratio.low)))
+    # Benjamini–Yekutieli's threshold for the smallest of n p-values; an interval shrinks as 1/√prompts.
     strict = RATE / (n_tests * (1 / np.arange(1, n_tests + 1)).sum())
     stretch = stats.norm.isf(strict / 2) / stats.norm.isf(RATE / 2)
     room = float(-np.log(1 - MARGIN) - off)

@@ -11,11 +11,7 @@ from otb_analysis.types import Gram, Label
 
 
 def gain_lost(
-    grams: Sequence[Gram],
-    proxy: Label,
-    exact: Label,
-    reference: Label = REFERENCE,
-    n_prompts: int | None = None,
+    grams: Sequence[Gram], proxy: Label, exact: Label, reference: Label = REFERENCE, n_prompts: int | None = None
 ) -> Interval | None:
     """Share of an estimator's efficiency gain that is lost by using a proxy for its energies.
 
@@ -24,7 +20,6 @@ def gain_lost(
     by.
 
     Args:
-        grams: One Gram matrix per step; those with all three labels are used.
         reference: The unbiased estimator that stands for ∇J, and that the gain is counted from.
         n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. The gain is
             largest, and the share best determined, where P is of the order of the noise scale.

@@ -8,7 +8,7 @@ from otb_analysis.types import Float, Int
 
 
 def position_cells(group: ArrayLike, length: int) -> Int:
-    """Number the (prompt, position) cells of [N, T] arrays."""
+    """Number the (prompt, position) cells of [N, T] arrays: the cell of each token [N, T]."""
     codes = np.unique(np.asarray(group), return_inverse=True)[1].astype(np.int64)
     return codes[:, None] * length + np.arange(length)
 

@@ -22,8 +22,8 @@ the price of somewhat wider errors where it is not (Hesterberg, 1995: defensive 
 def inclusion_probabilities(size: ArrayLike, n: int, uniform_share: float = UNIFORM_SHARE) -> Float:
     """Probabilities with which a sample of n takes each unit, proportional to a size measure and at most 1.
 
-    π_k = min(1, c·((1 − u)·x_k/Σx + u/K)), c such that Σ π_k = n: units large enough are taken for certain, and the
-    rest share what is left of n. With equal sizes, or u = 1, π_k = n/K.
+    π_k = min(1, c·((1 − u)·x_k/Σx + u/K)) [K], u the uniform share and c such that Σ π_k = n: units large enough are
+    taken for certain, and the rest share what is left of n. With equal sizes, or u = 1, π_k = n/K.
 
     Args:
         size: Size measure x of each unit, such as a proxy energy [K].
@@ -65,6 +65,7 @@ def systematic_sample(inclusion_prob: ArrayLike, seed: int = 0) -> Bool:
         raise InputError("inclusion_prob holds a value outside [0, 1]; take them from inclusion_probabilities.")
     rng = np.random.default_rng(seed)
     drawn = prob >= 1
+    # A random order gives the design high entropy, which the variance formula of `totals` takes for granted.
     order = rng.permutation(np.flatnonzero(~drawn))
     ends = np.cumsum(prob[order])
     if ends.size and abs(ends[-1] - round(ends[-1])) < 1e-6:

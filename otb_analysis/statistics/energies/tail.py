@@ -29,7 +29,7 @@ def pareto_k(values: ArrayLike, tail: float = 0.1) -> float | None:
     x = x[np.isfinite(x)]
     if x.size == 0:
         return None
-    threshold = np.quantile(x, 1 - tail)
+    threshold = np.quantile(x, 1 - tail)  # the law is fitted to what lies above it
     excess = x[x > threshold] - threshold
     if excess.size < MIN_EXCEEDANCES or np.ptp(excess) <= 1e-12 * np.abs(x).max():
         return None

@@ -36,8 +36,6 @@ def weight_statistics(energy: ArrayLike, mask: ArrayLike, reward: ArrayLike, gro
 
     Args:
         energy: Token energies w [N, T]; entries outside the mask are never read.
-        reward: Total reward of each rollout [N].
-        group: Prompt of each rollout [N].
 
     Raises:
         InputError: The shapes do not fit, or an energy inside the mask is negative or not finite.

@@ -87,10 +87,10 @@ def jackknife_interval(
         centre, values = float(transform(np.asarray(estimate, dtype=float))), transform(values)
     if not (np.isfinite(centre) and np.isfinite(values).all()):
         return point
-    stderr = float(np.sqrt((k - 1) * values.var()))
+    stderr = float(np.sqrt((k - 1) * values.var()))  # (K−1)/K·Σ(f − mean)²
     law = Studentized.of(-values)  # deleting a cluster that pulls the value up lowers it
     down, up = law.quantiles(level)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # exp of a very wide interval is ∞, and then there is no interval
         low, high = inverse(np.array([centre - down * stderr, centre + up * stderr]))
     if not np.isfinite(high):
         return point
@@ -99,11 +99,7 @@ def jackknife_interval(
 
 
 def cluster_jackknife(
-    table: ArrayLike,
-    statistic: Callable[[Float], Float],
-    estimand: str,
-    scale: str = "log",
-    level: float = LEVEL,
+    table: ArrayLike, statistic: Callable[[Float], Float], estimand: str, scale: str = "log", level: float = LEVEL
 ) -> Interval | None:
     """Jackknife interval of a function of means, from one row of sufficient statistics per cluster.
 
@@ -117,7 +113,9 @@ def cluster_jackknife(
     Raises:
         InputError: The table is not two-dimensional, or the scale is unknown.
     """
-    rows = _rows(table)
+    rows = np.asarray(table, dtype=float)
+    if rows.ndim != 2:
+        raise InputError(f"table has shape {rows.shape}; pass one row of sufficient statistics per cluster, [K, S].")
     if len(rows) == 0:
         return None
     mean = rows.mean(axis=0)
@@ -159,13 +157,7 @@ def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio
 
 
 def _p_value(law: Studentized, centre: float, stderr: float) -> float:
+    # Clusters that all agree: the ratio is known, so the hypothesis is certain or impossible.
     if stderr <= 1e-12 * max(abs(centre), 1e-3):
         return 1.0 if abs(centre) < 1e-9 else 0.0
     return law.p_value(centre / stderr)
-
-
-def _rows(table: ArrayLike) -> Float:
-    rows = np.asarray(table, dtype=float)
-    if rows.ndim != 2:
-        raise InputError(f"table has shape {rows.shape}; pass one row of sufficient statistics per cluster, [K, S].")
-    return rows

@@ -47,7 +47,9 @@ def passing(success: ArrayLike) -> Passing:
 
 
 def pass_at_k(correct: ArrayLike, n: int, k: int) -> Float:
-    """Return 1 − C(n−c, k)/C(n, k), the unbiased estimate of the chance that one of k answers is right.
+    """Return 1 − C(n−c, k)/C(n, k) per prompt [P], the unbiased estimate of the chance that one of k answers is right.
+
+    c [P] counts the right ones among n answers.
 
     C(n−c, k)/C(n, k) is the share of the k-subsets of the n answers that hold no right one; it is computed as
     Π_{j<k} (n−c−j)/(n−j), in which nothing overflows. For k = 1 it is c/n, for k = n it is 1 where any answer is right.
@@ -79,6 +81,7 @@ def share_interval(values: ArrayLike, estimand: str) -> Interval:
     interval = cluster_jackknife(x[:, None], lambda rows: rows[..., 0], estimand, scale="logit")
     if interval is not None and (interval.low is not None or x.size < MIN_CLUSTERS):
         return interval
+    # Too near 0 or 1 for the logit: leaving out one prompt, or none, reaches the end of the scale.
     total, rest, tail = x.sum(), (1.0 - x).sum(), (1 - LEVEL) / 2
     low = float(stats.beta.ppf(tail, total, rest + 1)) if total > 0 else 0.0
     high = float(stats.beta.isf(tail, total + 1, rest)) if rest > 0 else 1.0

@@ -13,7 +13,7 @@ def seed_mean(values: ArrayLike, estimand: str, scale: str = "linear") -> Interv
 
     f⁻¹(f(x̄) ∓ t_{K−1}·se) with se² = (K−1)/K · Σ_k (f(x̄_(k)) − mean)² over the means without one seed; with f the
     identity it is x̄ ∓ t_{K−1}·s/√K. Unlike the intervals over prompts it trusts that the seeds are about normal on that
-    scale: so few cannot tell their own skewness. Training outcomes are averages over many tokens and prompts; rewards
+    scale: a few seeds do not show their skewness. Training outcomes are averages over many tokens and prompts; rewards
     of single prompts are not, and have `cluster_jackknife`.
 
     Args:

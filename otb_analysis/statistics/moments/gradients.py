@@ -78,11 +78,7 @@ class GradientStatistics:
 
 
 def gradient_statistics(
-    gram: ArrayLike,
-    labels: Sequence[Label],
-    n_rollouts: int,
-    reference: Label = REFERENCE,
-    known: Proved = NOTHING,
+    gram: ArrayLike, labels: Sequence[Label], n_rollouts: int, reference: Label = REFERENCE, known: Proved = NOTHING
 ) -> list[GradientStatistics]:
     """Statistics of every estimator on one step's rollouts.
 
@@ -97,10 +93,7 @@ def gradient_statistics(
 
 
 def pooled_statistics(
-    grams: Sequence[Gram],
-    reference: Label = REFERENCE,
-    n_prompts: int | None = None,
-    known: Proved = NOTHING,
+    grams: Sequence[Gram], reference: Label = REFERENCE, n_prompts: int | None = None, known: Proved = NOTHING
 ) -> list[GradientStatistics]:
     """Statistics of every estimator over several steps: sums over steps first, then ratios.
 
@@ -125,6 +118,7 @@ def _one(
     grams: list[Gram], label: Label, against: tuple[Label, Truth], c: float | None, n_prompts: int | None
 ) -> GradientStatistics:
     reference, truth = against
+    # Every array of moments is [1 + K]: entry 0 from all prompts, the others for the jackknife.
     moments = _against(deleted_moments(grams, label, truth), grams, reference, truth)
     groups = typical([g.n_prompts for g in grams])
     batch = groups if n_prompts is None else n_prompts
@@ -142,7 +136,7 @@ def _one(
         variance=_number(values["variance"][0]),
         variance_low=_end(interval["variance"], "low"),
         variance_high=_end(interval["variance"], "high"),
-        within=None,
+        within=None,  # the two parts of the variance take pools of rollouts
         between=None,
         relative_bias=_number(measures.relative_bias(moments)[0] if c is None else abs(1 - c)),
         projection=_number(values["projection"][0]),

@@ -25,7 +25,7 @@ def truth_of(grams: Sequence[Gram], reference: Label, known: Proved) -> Truth:
 
 
 def clusters(grams: Sequence[Gram]) -> list[Int]:
-    """Number the prompts of several steps: [P] codes per step, equal where the prompt is the same."""
+    """Number the prompts of several steps: codes 0 … K−1 per step [P_s], equal where the prompt is the same."""
     number = {name: code for code, name in enumerate(prompts_of(grams))}
     return [np.array([number[name] for name in _names(step, gram)], dtype=np.int64) for step, gram in enumerate(grams)]
 
@@ -47,6 +47,7 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
     halves = np.array([1.0, 1, 1, 1, 0.5, 0.5, 0.5, 0.5])
     for gram, code in zip(grams, codes, strict=True):
         block = gram.blocks(label, reference)
+        # Two groups of one prompt share its difficulty, so their product estimates no product of independent means.
         other = code[:, None] != code
         pairs = np.where(other, block, 0.0)
         diagonal = np.einsum("jpp->pj", block)
@@ -55,6 +56,7 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
         np.add.at(sums, code, np.hstack([ones, diagonal, 2 * other.sum(axis=1, keepdims=True), touched]))
     total = (sums * halves).sum(axis=0)
     kept = np.vstack([total, total - sums])
+    # A cluster left out may leave no pair: NaN there, which gives no interval.
     counts = np.where(kept[:, [0, 4]] > 0, kept[:, [0, 4]], np.nan)
     power, mean = kept[:, 1:4] / counts[:, :1], kept[:, 5:] / counts[:, 1:]
     return Moments(power[:, 0], mean[:, 0], mean[:, 1], mean[:, 2], power[:, 2])

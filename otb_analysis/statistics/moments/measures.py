@@ -87,12 +87,13 @@ def rollout_equivalents(moments: Moments, n_prompts: float, n_rollouts: float) -
     """
     share = efficiency(moments, n_prompts)
     noise = np.maximum(moments.reference_power - moments.truth_sq, 0) / n_prompts
+    # e/(1 − e) is the signal-to-noise ratio of an unbiased update; equal efficiency is equal odds.
     odds = np.where(share >= 1, np.inf, _ratio(share, 1 - share))
     return n_rollouts * _ratio(noise, moments.truth_sq) * odds
 
 
 def with_projection(moments: Moments, c: float | None) -> Moments:
-    """Put what is proved in the place of what would be estimated: m = c·∇J, so ‖m‖² = c²‖∇J‖² and ⟨m, ∇J⟩ = c‖∇J‖².
+    """Use a proved projection instead of an estimate: m = c·∇J, so ‖m‖² = c²‖∇J‖² and ⟨m, ∇J⟩ = c‖∇J‖².
 
     V = E‖g_p‖² − ‖m‖² stays as it was estimated, so the batch variance does not change.
     """
@@ -112,7 +113,7 @@ def crossing(moments: Moments) -> Float:
     noise = (np.maximum(a - b, 0) for a, b in ((moments.reference_power, truth), (moments.power, moments.mean_sq)))
     reference_noise, own_noise = noise
     lead = along_sq * reference_noise - truth**2 * own_noise
-    sideways = truth * moments.mean_sq - along_sq
+    sideways = truth * moments.mean_sq - along_sq  # ‖∇J‖² times what of ‖m‖² is not along ∇J
     straight = sideways <= 1e-12 * along_sq  # what rounding leaves of an unbiased direction
     finite = _ratio(np.maximum(lead, 0), np.where(straight, np.nan, truth * sideways))
     ahead = lead > 1e-12 * along_sq * reference_noise

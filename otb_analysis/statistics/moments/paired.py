@@ -105,6 +105,7 @@ def update_ratios(
     )
     intervals = {}
     for name in ("variance", "sf", "efficiency"):
+        # The ratio is taken for every left-out prompt, so what the two updates share cancels in the interval.
         ratio = np.divide(values[name], base[name], out=np.full_like(values[name], np.nan), where=base[name] > 0)
         intervals[name] = jackknife_interval(ratio[0], ratio[1:], _ratio_words(name, above, below), "log", level)
     return PairedRatios(*above.label, below.label, **intervals)

@@ -33,7 +33,7 @@ class Partition:
 
 
 def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -> list[Partition]:
-    """Cut each prompt's pool into disjoint groups of N, several times.
+    """Cut each prompt's pool into disjoint groups of N, several times; `prompt` is the prompt of each rollout [R].
 
     Estimators are then evaluated on the rollouts with `group >= 0` and that group vector; batch-coupled ones anew for
     every partition.
@@ -57,6 +57,7 @@ def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -
 
 
 def _cut(codes: Int, pool: Int, counts: Int, size: int, rng: np.random.Generator) -> Partition:
+    # Sorted by prompt, in random order within it; the rank within the prompt says which group a rollout falls into.
     order = np.lexsort((rng.random(codes.size), codes))
     rank = np.empty(codes.size, dtype=np.int64)
     rank[order] = np.arange(codes.size) - np.repeat(np.cumsum(pool) - pool, pool)
@@ -67,7 +68,9 @@ def _cut(codes: Int, pool: Int, counts: Int, size: int, rng: np.random.Generator
 
 
 def held_out(prompt: ArrayLike, share: float = 0.5, seed: int = 0) -> Bool:
-    """Choose a share of every prompt's rollouts to hold out, for a quantity that must not see the others.
+    """Choose a share of every prompt's rollouts to hold out, rounded down: True where held out [R].
+
+    For a quantity that must not see the other rollouts, such as a baseline fitted on them.
 
     Raises:
         InputError: The share is not between 0 and 1.
@@ -85,7 +88,7 @@ def held_out(prompt: ArrayLike, share: float = 0.5, seed: int = 0) -> Bool:
 
 
 def position_optimum(features: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> Float:
-    """Best baseline that depends on the position only: B_t* = E[s_t · Σ_k s_k G_k]/E‖s_t‖².
+    """Best baseline that depends on the position only [T]: B_t* = E[s_t · Σ_k s_k G_k]/E‖s_t‖².
 
     Without shared parameters it is E[w_t G_t]/E[w_t]. Estimate it on rollouts other than those it is applied to: on the
     same ones it fits their noise. Standing: proved, and confirmed by enumeration.
@@ -111,7 +114,7 @@ def position_optimum(features: ArrayLike, returns: ArrayLike, mask: ArrayLike) -
 
 
 def group_gradients(features: ArrayLike, weights: ArrayLike, partition: Partition) -> Float:
-    """Mean gradient of every group: g_{m,a} = (1/N) Σ_{i in a} Σ_t A_{m,i,t} f_{i,t}.
+    """Mean gradient of every group [M, G, K]: g_{m,a} = (1/N) Σ_{i in a} Σ_t A_{m,i,t} f_{i,t}.
 
     Args:
         features: Scores or sketches with E⟨f_t, f_k⟩ = s_t·s_k per token [R, T, K], or per rollout [R, K]. A sketch
@@ -150,7 +153,10 @@ class PoolGram:
     size: int
 
     def group_variance(self, label: Label) -> Float:
-        """Variance of the group gradient given the prompt, ddof 1: E‖g_a‖² − E⟨g_a, g_b⟩ over disjoint groups."""
+        """Variance of the group gradient given the prompt, ddof 1: E‖g_a‖² − E⟨g_a, g_b⟩ over disjoint groups.
+
+        One estimate per prompt [P]; compare estimators by `log_ratio_t`.
+        """
         m = self.labels.index(label)
         return self.same[m, m] - self.apart[m, m]
 
@@ -193,6 +199,7 @@ def _products(g: Float, cut: Partition, n_labels: int) -> tuple[Float, Float, Fl
     n_prompts = count.size
     sums = _sum_by(g, cut.prompt, n_prompts)
     same_group = _sum_by(np.einsum("mak,nak->man", g, g, optimize=True), cut.prompt, n_prompts).transpose(0, 2, 1)
+    # ⟨Σ_a g_a, Σ_b g_b⟩ is all pairs at once; without the groups themselves it leaves those of disjoint groups.
     all_pairs = np.einsum("mpk,npk->mnp", sums, sums, optimize=True)
     return same_group / count, (all_pairs - same_group) / (count * (count - 1)), sums / count[:, None]
 

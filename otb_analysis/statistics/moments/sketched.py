@@ -52,7 +52,7 @@ def gram_from_sketch(sketch: ArrayLike, group_size: ArrayLike | None = None) -> 
 
 
 def sketch_noise(gram: ArrayLike, dim: int) -> SketchNoise:
-    """How far batch variances from sketches lie from those of the gradients themselves.
+    """How far batch variances from sketches lie from those of the gradients themselves; NaN below two prompts.
 
     V_m = tr K_mm with K_mm' = H G_mm' H/(P(P−1)), H the centring matrix. A count sketch estimates any trace
     ⟨A, G⟩ = tr Q with variance at most 2‖Q‖²/dim, hence SE(V_m)² ≤ 2 tr(K_mm²)/dim and, to first order,
@@ -68,6 +68,7 @@ def sketch_noise(gram: ArrayLike, dim: int) -> SketchNoise:
     if prompts < 2:
         missing = np.full(len(inner), np.nan)
         return SketchNoise(missing, np.full(inner.shape[:2], np.nan))
+    # H G H from both sides: the variance is around the mean of the prompts.
     centred = inner - inner.mean(-1, keepdims=True)
     centred = (centred - centred.mean(-2, keepdims=True)) / (prompts * (prompts - 1))
     squares = np.einsum("mnpq,mnpq->mn", centred, centred)  # tr(K_mn K_nm), since K_nm = K_mnᵀ

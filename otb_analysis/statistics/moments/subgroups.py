@@ -43,7 +43,7 @@ def cut_groups(group: Int, size: int) -> Int:
 
 
 def mean_over_subgroups(inner: Float, parts: int) -> Float:
-    """Products per prompt from those of its k smaller groups.
+    """Products per prompt [M, M, P, P] from those of its k smaller groups [M, M, kP, kP], one prompt's side by side.
 
     Between prompts p ≠ q: ⟨mean_a g_{m,a}, mean_b g_{m',b}⟩, the product of the means over a in p and b in q. Within a
     prompt: mean_a ⟨g_{m,a}, g_{m',a}⟩, whose expectation is E‖g‖² of *one* smaller group. So moments, and all that
@@ -56,6 +56,7 @@ def mean_over_subgroups(inner: Float, parts: int) -> Float:
     if groups % parts:
         raise InputError(f"inner has {groups} smaller groups; pass {parts} for each prompt.")
     blocks = inner.reshape(rows, rows, groups // parts, parts, groups // parts, parts)
+    # Averaging all a, b would leave ⟨g_a, g_b⟩ of different groups on the diagonal, so it is put right afterwards.
     averaged = blocks.mean(axis=(3, 5))
     place = np.arange(groups // parts)
     averaged[:, :, place, place] = np.einsum("mnpapa->mnp", blocks) / parts

@@ -95,6 +95,7 @@ def _totals(y: Float, prob: Float, index: Int, labels: Int, base: Float) -> Tota
     """Expand a sample by domain; `base` is what is known without it."""
     count, drawn = len(labels), ~np.isnan(y)
     expanded, drawn_domain = y[drawn] / prob[drawn], index[drawn]
+    # Expanded values vary only through units that were left to chance, weighted by how much.
     c = 1 - prob[drawn]  # 0 for what was certain to be taken
     total = c.sum()
     squares, linear = np.bincount(drawn_domain, c * expanded**2, count), np.bincount(drawn_domain, c * expanded, count)
