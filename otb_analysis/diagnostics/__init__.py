@@ -1,4 +1,4 @@
-"""Is this run about to collapse, and who is to blame: detectors, change points, attribution of a step, advice.
+"""Diagnosis of a run: detectors of collapse, change points, attribution of a step's gradient, advice.
 
 NumPy in, frozen records out; a quantity that was not measured is a finding that says what measures it.
 """

@@ -53,7 +53,7 @@ def _evidence(series: StepSeries, name: str) -> Evidence:
 
 
 def _log_evidence(z: Float) -> Float:
-    """Logarithm of E_t [K]. What is not yet started keeps its weight, so the weights always add up to 1."""
+    """Logarithm of E_t [K]. A sum that has not started counts as 1, so the weights always add up to 1."""
     total = np.log(1 / (np.arange(z.size) // RESTART + 2.0))
     for k, start in enumerate(range(0, z.size, RESTART)):
         n = np.arange(1, z.size - start + 1)

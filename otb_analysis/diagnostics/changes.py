@@ -14,10 +14,10 @@ SURGE = (1.5, 3.0)
 """Factors beyond noise. Clipped or not, a gradient that is lastingly three times its usual length is another regime."""
 
 FALL = (2.0, 4.0)
-"""Halving of the entropy happens in healthy training, too, but slowly; a quarter is left of it where runs died."""
+"""Healthy training halves the entropy too, but slowly. Runs that died had a quarter of it left."""
 
 DRIFT = (1.5, 2.5)
-"""Answers half as long again, or two and a half times: far beyond what learning one task changed in calm runs."""
+"""Completions 1.5 and 2.5 times as long, or as short. Learning one task changed calm runs by far less."""
 
 RECENT = 5
 """Steps whose median is the present gradient norm: short, since a surge is fatal within tens of steps."""
@@ -33,7 +33,7 @@ SURGE_NOISE, SLOW_NOISE = 2.0, 1.5
 spread; the rates in docs/results/alarms.md are what counts."""
 
 NO_ENTROPY = 1e-4
-"""Nats below which an entropy is taken as this: less is as collapsed as can be."""
+"""Least entropy in nats: lower values count as this one, since both are a collapse."""
 
 ALWAYS = "otb train records it at every step"
 

@@ -1,4 +1,4 @@
-"""What can be trained with, how it compares, and what is advised: the records of `advice`."""
+"""Records of `advice`: what a run can train with, how it compares with the present choice, and what is advised."""
 
 from dataclasses import dataclass
 
@@ -57,7 +57,6 @@ class Advice:
     Attributes:
         best: The most efficient of the candidates shown to be better, None where none was.
         candidates: All of them, most efficient first.
-        n_clusters: Prompts behind the intervals.
     """
 
     present: Choice

@@ -48,7 +48,7 @@ class StepSeries:
         return np.asarray(self.step)[known], [x[known] for x in values]
 
     def until(self, step: int) -> "StepSeries":
-        """Return what was known when a step had been recorded, and nothing later."""
+        """Return the series up to a step: what was known at that time."""
         kept = np.asarray(self.step) <= step
         return StepSeries(np.asarray(self.step)[kept], {name: np.asarray(x)[kept] for name, x in self.columns.items()})
 
@@ -125,12 +125,12 @@ class Finding:
 
     @property
     def fired(self) -> bool:
-        """True when it ever called for a look."""
+        """True when it ever reached watch or alarm."""
         return self.watch_step is not None
 
 
 def deciding(evidence: Sequence[Evidence]) -> Evidence:
-    """Return the statistic that decides: the one of the worst level, among equals the one that got there first."""
+    """Return the statistic that decides: that of the worst level, and among equals the earliest."""
 
     def rank(one: Evidence) -> tuple[int, int]:
         return SEVERITY[one.level], int(one.step[one.shown()])
@@ -152,9 +152,9 @@ def finding_of(detector: str, evidence: Sequence[Evidence], reason: str) -> Find
 
 
 def unmeasured(detector: str, series: StepSeries, needed: int, columns: Sequence[str], remedy: str) -> Finding:
-    """Return the finding of a detector that has nothing, or too little, to look at.
+    """Return the finding of a detector without enough recorded steps.
 
-    It needs so many steps of one of the columns; the remedy, the end of a sentence, says what measures them.
+    `needed` steps of any one of the columns would be enough. `remedy` says what measures them; it ends a sentence.
     """
     # One column is enough, so the remedy is about the one that was recorded most often.
     counts = {name: len(series.recorded(name)[0]) for name in columns}

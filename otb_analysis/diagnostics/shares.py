@@ -14,7 +14,7 @@ NO_SIGNAL = (0.5, 0.8)
 """Groups of equal reward have no gradient under any group baseline: half of the batch wasted, then four fifths."""
 
 NEVER = (np.inf, np.inf)
-"""Of statistics that are shown and raise no level, however large."""
+"""Thresholds of statistics that are shown but never raise a level."""
 
 RISE = (0.65, 0.85)
 """Rise of the share of clipped steps over all steps before: from almost never to almost always."""
@@ -43,11 +43,11 @@ TAIL_LEAST = 5
 """Records of the tail index that a bound of their mean needs; they come at few steps."""
 
 CONFIDENCE = 0.999
-"""Of one-sided bounds, at every look: a series is looked at hundreds of times, and calm runs come close to levels."""
+"""Confidence of one-sided bounds: high, since a series is tested at every step and calm runs come close to levels."""
 
 
 def zero_variance_groups(series: StepSeries) -> Finding:
-    """How much of the batch teaches nothing, because all rewards within a group are equal?
+    """Does too much of the batch give no gradient, because all rewards within a group are equal?
 
     score = lower 99.9 % Clopper–Pearson bound of the share of such groups over the last 20 steps.
     Reads `n_zero_variance_groups` and `n_prompts`; `reward_mean` says on which side they are.

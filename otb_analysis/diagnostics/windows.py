@@ -50,5 +50,6 @@ def usual(x: Float, gap: int, least: int, most: int) -> tuple[Float, Float]:
 def robust(x: Float) -> tuple[Float, Float]:
     """Return median and robust spread along the last axis."""
     centre = np.median(x, axis=-1)
+    # Medians of medians: a surge among the values hardly moves the spread it is held against.
     deviation = np.median(np.abs(x - centre[..., None]), axis=-1)
     return centre, np.maximum(NORMAL * deviation, MIN_SPREAD)

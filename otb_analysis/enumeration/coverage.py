@@ -206,13 +206,14 @@ def _cell(coverage: Coverage) -> str:
     return text if coverage.given > 0.995 else f"{text} ({100 * coverage.given:.0f})"
 
 
-INTRODUCTION = """# Coverage of the intervals
+STDERR, FLOOR = 100 * np.sqrt(0.95 * 0.05 / REPETITIONS), 100 * NOMINAL_FLOOR
+INTRODUCTION = f"""# Coverage of the intervals
 
-Nominal 95 %, measured where the truth is known exactly; {repetitions} repetitions a row, so a standard error of
-{stderr:.1f} points. Written by `python -m otb_analysis.enumeration.coverage > docs/coverage.md`.
+Nominal 95 %, measured where the truth is known exactly; {REPETITIONS:,} repetitions a row, so a standard error of
+{STDERR:.1f} points. Written by `python -m otb_analysis.enumeration.coverage > docs/coverage.md`.
 
 Columns: batch variance, projection c, SF and efficiency of one estimator, and its ratios to RLOO on the same rollouts.
-Each cell is the percentage of intervals that contain the truth; below {floor:.0f} % it is bold. In parentheses, where
+Each cell is the percentage of intervals that contain the truth; below {FLOOR:.0f} % it is bold. In parentheses, where
 it is not all, the percentage of repetitions in which an interval was given: none is where leaving out a single prompt
 makes the estimate of ‖∇J‖² non-positive or takes the efficiency to 1. "Prompts" is prompts, or steps × prompts. In
 `enumerated` rows the estimator is `otb` with exact energies on softmax policies whose every group is enumerated; in the
@@ -226,24 +227,14 @@ powers warns of it in heavy tails; in the noisy enumerated law nothing in the sa
 there have gradient 0 and most others the same ratio. Steps of two prompts give conservative intervals wherever pairs of
 different prompts are needed.
 
-| law | prompts | {quantities} |
-|---|---|{rules}
+| law | prompts | {" | ".join(QUANTITIES)} |
+|---|---|{"---|" * len(QUANTITIES)}
 """
 
 
 def main() -> None:
     """Print the whole table as Markdown."""
-    stderr = 100 * np.sqrt(0.95 * 0.05 / REPETITIONS)
-    print(
-        INTRODUCTION.format(
-            repetitions=f"{REPETITIONS:,}",
-            stderr=stderr,
-            floor=100 * NOMINAL_FLOOR,
-            quantities=" | ".join(QUANTITIES),
-            rules="---|" * len(QUANTITIES),
-        ),
-        end="",
-    )
+    print(INTRODUCTION, end="")
     for index in range(len(ROWS)):
         print(row_text(index), flush=True)
 

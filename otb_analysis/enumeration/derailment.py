@@ -127,6 +127,7 @@ class Derailment:
         Σ_t E[w_t (R − B_t)²] − ‖∇J‖², positions being orthogonal; R² = R.
         """
         b = baseline[:, :, None]
+        # E[(R − B)² | state, token] with R² = R, rewards being 0 or 1.
         squared = self.reward_after * (1 - 2 * b) + b**2
         weight = self.occupancy[:, :, None] * self.policy * self.energy
         return float((weight * squared).sum() - self.gradient @ self.gradient)

@@ -57,6 +57,7 @@ def self_inclusion_error(tree: Tree, n: int) -> float:
     rows, group = members.reshape(-1), np.repeat(np.arange(len(members)), n)
     inputs = tree.inputs(rows, group)
     including, excluding = estimate("otb", inputs), estimate("otb_loo", inputs)
+    # Finished rollouts keep W but are no longer averaged over, so their weight is 0.
     weight = realized_energy(tree.energy[rows], inputs.mask) * inputs.mask
     everyone = np.repeat(weight.reshape(len(members), n, -1).sum(axis=1), n, axis=0)
     share = np.divide(weight, everyone, out=np.zeros_like(weight), where=everyone > 0)
@@ -79,6 +80,7 @@ def two_prompt_variance(name: str, trees: Sequence[Tree], n: int) -> float:
     """Return tr Cov of the mean gradient of P = 2 prompts, over all pairs of prompts and all of their groups."""
     outcomes, prob, _ = _outcomes(name, trees, n)
     mean, variance = prob @ outcomes, 0.0
+    # One row of pairs at a time: the square of the number of groups does not fit in memory.
     for first, chance in zip(outcomes, prob, strict=True):
         variance += chance * (prob @ ((0.5 * (first + outcomes) - mean) ** 2).sum(axis=1))
     return float(variance)

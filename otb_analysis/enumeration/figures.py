@@ -159,6 +159,7 @@ def derailment_samples(
 
 
 def _sf_pseudo_values(variance: Float, projection: list[float]) -> Float:
+    # The ratio of means without each chunk; a mean of ratios would be biased.
     k, c = len(variance), np.array(projection)
     without = [(x.sum() - x) / (k - 1) for x in (variance, c)]
     return k * variance.mean() / c.mean() ** 2 - (k - 1) * without[0] / without[1] ** 2

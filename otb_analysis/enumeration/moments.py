@@ -45,17 +45,10 @@ class GroupMoments:
 
     def measured(self, reference: "GroupMoments") -> measures.Moments:
         """Return what a Gram matrix of infinitely many prompts would give: the ground truth of `statistics`."""
-        power, mean_sq, along, truth_sq = (
-            np.array(float(x))
-            for x in (
-                self.mean @ self.mean + self.variance,
-                self.mean @ self.mean,
-                self.mean @ reference.mean,
-                reference.mean @ reference.mean,
-            )
-        )
-        reference_power = np.array(float(reference.mean @ reference.mean + reference.variance))
-        return measures.Moments(power, mean_sq, along, truth_sq, reference_power)
+        mean_sq, truth_sq = self.mean @ self.mean, reference.mean @ reference.mean
+        along, reference_power = self.mean @ reference.mean, truth_sq + reference.variance
+        values = (mean_sq + self.variance, mean_sq, along, truth_sq, reference_power)
+        return measures.Moments(*(np.array(float(x)) for x in values))
 
     def efficiency(self, prompts: float) -> float:
         """Return the share of an update of P prompts that points along ∇J.

@@ -122,6 +122,7 @@ def masked_rows(baseline: Float, tree: Tree) -> Float:
 
 def _alignment(tree: Tree, rho: Float) -> Float:
     """ρ_t s_t · Σ_k ρ_k s_k G_k [M, T]."""
+    # g of the completion first: s_t·g then needs no T × T products of scores.
     whole = np.einsum("mt,mtd->md", rho * tree.returns, tree.score)
     return rho * np.einsum("mtd,md->mt", tree.score, whole)
 
@@ -139,5 +140,6 @@ def _by_prefix(tree: Tree, numerator: Float, denominator: Float) -> Float:
 def _batch(tree: Tree, source: str) -> Batch:
     energy = {"exact": tree.energy, "proxy": tree.proxy}[source]
     whole = Groups.of(np.zeros(len(tree.prob), np.int64))
+    # The whole population is one group of an estimator's own batch code, so weights are defined in one place only.
     alive = tree.mask.astype(np.float64)
     return Batch(tree.returns, tree.total, tree.mask, alive, whole, energy=energy, ratio=tree.ratio * alive)

@@ -139,7 +139,9 @@ def random_tree(spec: TreeSpec, rng: np.random.Generator) -> Tree:
     theta = rng.normal(scale=spec.scale, size=features.shape[2])
     log_pi = log_softmax(features @ theta, axis=1)
     pi = np.exp(log_pi)
+    # ∇_θ log π(v|h) = φ(h, v) − E_π φ(h, ·), the policy being log-linear.
     score_of = features - np.einsum("hv,hvd->hd", pi, features)[:, None, :]
+    # ‖e_y − π‖² = Σ_v π_v² − 2π_y + 1: the norm of the score in logit space.
     proxy_of = (pi**2).sum(axis=1, keepdims=True) - 2 * pi + 1
     at = (prefix, token)
     logprob = masked(log_pi[at], mask)

@@ -5,7 +5,6 @@ NumPy in, plain numbers out; a quantity that is undefined on the given data is N
 
 from otb_analysis.statistics.comparisons.alike import alike
 from otb_analysis.statistics.comparisons.conclusions import conclude
-from otb_analysis.statistics.comparisons.proxies import gain_lost
 from otb_analysis.statistics.comparisons.verdicts import Conclusion, Verdict
 from otb_analysis.statistics.energies.cells import position_cells
 from otb_analysis.statistics.energies.designs import inclusion_probabilities, systematic_sample
@@ -25,7 +24,14 @@ from otb_analysis.statistics.moments.gradients import GradientStatistics, gradie
 from otb_analysis.statistics.moments.gram import REFERENCE, deleted_moments
 from otb_analysis.statistics.moments.measures import Moments, efficiency
 from otb_analysis.statistics.moments.noise import gradient_noise_scale
-from otb_analysis.statistics.moments.paired import NOTHING, PairedRatios, Update, paired_ratios, update_ratios
+from otb_analysis.statistics.moments.paired import (
+    NOTHING,
+    PairedRatios,
+    Update,
+    gain_lost,
+    paired_ratios,
+    update_ratios,
+)
 from otb_analysis.statistics.moments.pools import (
     Partition,
     PoolGram,

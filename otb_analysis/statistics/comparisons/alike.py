@@ -8,7 +8,7 @@ import numpy as np
 from otb_analysis.types import Float, Gram, Label
 
 ROUNDING = 1e-8
-"""Share of ‖g‖² beside the other's direction that is rounding: gradients are float32."""
+"""Largest share of ‖g‖² off the other's direction that counts as rounding: gradients are float32."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def _verdict(label: Label, pair: PairedRatios, known: Proved) -> Verdict:
 
 
 def _told(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
-    """Mark what stands, and return the level at which intervals hold for what is chosen among it."""
+    """Mark the discoveries, and return the level at which intervals hold for those selected among them."""
     family = [
         (v.label, name, ratio.p_value)
         for v in verdicts
@@ -94,7 +94,7 @@ def _again(pick: Verdict, grams: Sequence[Gram], against: Label, truth: Truth, k
 
 
 def _best(better: Sequence[Verdict]) -> Verdict | None:
-    """Return the one ahead by most: of those that need no exact norms at every step, if there are any.
+    """Return the one that is farthest ahead, preferring those that need no exact norms at every step.
 
     Calibrated energies exist only where they are measured, so no run can train with them.
     """
@@ -137,7 +137,7 @@ def _signal(both: Sequence[Gram], against: Label, truth: Truth) -> Signal:
 
 
 def _needed(lead: Verdict | None, n_tests: int, n_prompts: int) -> int | None:
-    """About how many prompts tell the leader from 1 as one discovery among n tests, or put it within ±15 %."""
+    """Estimate how many prompts make the leader a discovery among n tests, or put its interval within ±15 %."""
     ratio = lead.sf if lead else None
     if ratio is None or ratio.low is None or ratio.high is None or not 0 < ratio.low < ratio.high:
         return None

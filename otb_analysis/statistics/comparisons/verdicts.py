@@ -9,7 +9,7 @@ from otb_analysis.statistics.inference.intervals import Interval
 from otb_analysis.types import Label
 
 MARGIN = 0.15
-"""An interval of a ratio within 1 ± this says that the two hardly differ."""
+"""Where the interval of a ratio lies within 1 ± this, the two hardly differ."""
 
 ENOUGH = 3
 """Estimators that must differ from the reference, or be decided, for a comparison to conclude."""
@@ -131,5 +131,5 @@ class Conclusion:
 
 
 def names(verdicts: Sequence[Verdict]) -> int:
-    """Return of how many estimators these are: one with proxy and with exact energies counts once."""
+    """Count estimators: one with proxy and with exact energies counts once."""
     return len({verdict.label[0] for verdict in verdicts})

@@ -39,7 +39,7 @@ def inclusion_probabilities(size: ArrayLike, n: int, uniform_share: float = UNIF
         raise InputError(f"n is {n} and uniform_share {uniform_share}; pass n of at least 1 and a share from 0 to 1.")
     if n >= x.size:
         return np.ones(x.size)
-    largest = x.max()
+    largest = x.max()  # Σx of huge sizes would overflow
     x = x / largest if largest > 0 else np.ones(x.size)
     mixed = (1 - uniform_share) * x / x.sum() + uniform_share / x.size
     certain = np.zeros(x.size, bool)

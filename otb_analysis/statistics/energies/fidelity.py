@@ -109,6 +109,7 @@ def _pooled(x: Float, y: Float) -> Association:
 
 
 def _within(x: Float, y: Float, cells: Int) -> tuple[Association, int]:
+    # A value alone in its cell deviates from nothing.
     shared = np.bincount(cells)[cells] > 1 if cells.size else np.zeros(0, dtype=bool)
     x, y, cells = x[shared], y[shared], cells[shared]
     positive = (x > 0) & (y > 0)
@@ -128,6 +129,7 @@ def _correlation(x: Float, y: Float) -> float | None:
     if x.size < 3 or not (_varies(x) and _varies(y)):
         return None
     x, y = x - x.mean(), y - y.mean()
+    # Scaled so that squares of energies of any size neither overflow nor vanish.
     x, y = x / np.abs(x).max(), y / np.abs(y).max()
     return float(np.clip((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()), -1, 1))
 

@@ -41,6 +41,7 @@ def weight_statistics(energy: ArrayLike, mask: ArrayLike, reward: ArrayLike, gro
         InputError: The shapes do not fit, or an energy inside the mask is negative or not finite.
     """
     w, chosen, r, codes, n_prompts = _checked(energy, mask, reward, group)
+    # Deviations from the prompt's mean: between prompts both energy and reward go with difficulty.
     dw, dr = (deviation(x, codes) for x in (np.where(chosen, w, 0.0).sum(axis=1), r))
     ww, wr, rr = (np.bincount(codes, x, n_prompts) for x in (dw * dw, dw * dr, dr * dr))
     # Prompts whose rewards are all equal say nothing about the correlation and would only dilute the pooled one.

@@ -63,7 +63,7 @@ def pass_at_k(correct: ArrayLike, n: int, k: int) -> Float:
         raise InputError(f"k is {k} but every prompt has {n} answers; choose k from 1 to {n}.")
     if count.size and not (count.min() >= 0 and count.max() <= n):
         raise InputError(f"correct holds {count.min():g} to {count.max():g} of {n} answers; pass counts from 0 to {n}.")
-    drawn = np.arange(k)
+    drawn = np.arange(k)  # a factor of 0 appears as soon as k exceeds the wrong answers
     return 1.0 - (np.maximum(n - count[..., None] - drawn, 0.0) / (n - drawn)).prod(axis=-1)
 
 

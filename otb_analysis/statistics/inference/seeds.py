@@ -1,4 +1,4 @@
-"""Means over the few repetitions that a study of whole runs can afford."""
+"""Means over a few seeds of whole training runs."""
 
 import numpy as np
 from numpy.typing import ArrayLike

@@ -15,7 +15,7 @@ from otb_analysis.types import Float
 
 @dataclass(frozen=True)
 class Studentized:
-    """The law of (θ̂ − θ)/se, as far as the clusters tell; Student's for symmetric light-tailed ones.
+    """The law of (θ̂ − θ)/se, estimated from the clusters; Student's for symmetric light-tailed ones.
 
     With a = skewness/√K, Hall's g(T) = T + a·T²/3 + a²·T³/27 + a/6 is symmetric to second order; its inverse
     g⁻¹(q) = (3/a)·((1 + a·(q − a/6))^{1/3} − 1) corrects the quantiles for skewness. The variance of se² depends on the
@@ -51,6 +51,7 @@ class Studentized:
 
     def p_value(self, distance: float) -> float:
         """Return one minus the level at which the interval just reaches a hypothesis."""
+        # The interval reaches a hypothesis by the wider of two quantiles, so the p-value is the larger of two.
         symmetric = np.sign(distance) * self._symmetric(distance)
         return float(min(2 * special.stdtr(self.degrees, -max(min(abs(distance), symmetric), 0.0)), 1.0))
 

@@ -125,6 +125,7 @@ def _one(
     rollouts = round(typical([g.n_rollouts for g in grams]) * (batch / groups if groups else 1))
     values = four_measures(moments, batch, c)
     interval = {name: measure_interval(value, name, batch) for name, value in values.items()}
+    ends = interval["variance"]
     equivalents = _equivalents(moments, max(batch, 1), rollouts, c)
     return GradientStatistics(
         estimator=label[0],
@@ -134,8 +135,8 @@ def _one(
         total_power=_number(moments.power[0]),
         mean_norm_sq=_mean_norm_sq(grams, label),
         variance=_number(values["variance"][0]),
-        variance_low=_end(interval["variance"], "low"),
-        variance_high=_end(interval["variance"], "high"),
+        variance_low=ends.low if ends else None,
+        variance_high=ends.high if ends else None,
         within=None,  # the two parts of the variance take pools of rollouts
         between=None,
         relative_bias=_number(measures.relative_bias(moments)[0] if c is None else abs(1 - c)),
@@ -154,7 +155,7 @@ def _one(
 
 
 def _against(moments: Moments, grams: list[Gram], reference: Label, truth: Truth) -> Moments:
-    """Count rollouts against the reference, also where others stand for ∇J beside it."""
+    """Give the reference's power, which rollouts are compared with, also where several estimators stand for ∇J."""
     if truth == reference:
         return moments
     if not all(reference in gram.labels for gram in grams):
@@ -186,7 +187,3 @@ def _mean_norm_sq(grams: list[Gram], label: Label) -> float | None:
 
 def _number(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
-
-
-def _end(interval: Interval | None, name: str) -> float | None:
-    return None if interval is None else getattr(interval, name)

@@ -79,5 +79,5 @@ def typical(counts: list[int]) -> int:
 
 
 def _names(step: int, gram: Gram) -> list[object]:
-    """What tells a step's prompts from all others: their names, or else step and place."""
+    """Identify each of a step's prompts: by its name, or else by step and place."""
     return [(step, p) for p in range(gram.n_prompts)] if gram.prompt is None else [(p,) for p in gram.prompt]

@@ -1,4 +1,4 @@
-"""One update over another on the same prompts: ratios of variance, SF and efficiency, with intervals on the logarithm.
+"""One update over another on the same prompts: ratios of variance, SF and efficiency, with intervals over prompts.
 
 Pairing removes what two estimators share, so these intervals are much shorter than the two separate ones suggest. The
 estimand is the ratio of the two expectations. Prompts are the clusters.
@@ -74,6 +74,7 @@ def paired_ratios(
             variance and SF do not depend on it.
         known: What is proved of the estimators: where c is, the SF needs no ∇J.
     """
+    # The same ∇J for every pair, so that ratios against one reference can be compared with each other.
     truth = truth_of(grams, reference, known)
     both = against_reference(grams, against, truth)
     ratios = []
@@ -109,6 +110,38 @@ def update_ratios(
         ratio = np.divide(values[name], base[name], out=np.full_like(values[name], np.nan), where=base[name] > 0)
         intervals[name] = jackknife_interval(ratio[0], ratio[1:], _ratio_words(name, above, below), "log", level)
     return PairedRatios(*above.label, below.label, **intervals)
+
+
+def gain_lost(
+    grams: Sequence[Gram], proxy: Label, exact: Label, reference: Label = REFERENCE, n_prompts: int | None = None
+) -> Interval | None:
+    """Share of an estimator's efficiency gain that is lost by using a proxy for its energies.
+
+    (e_exact − e_proxy)/(e_exact − e_reference) on the same rollouts: 0 when the proxy costs nothing, 1 when the gain
+    over the reference is gone, negative when the proxy does better. This, not a correlation, is what a proxy is judged
+    by.
+
+    Args:
+        reference: The unbiased estimator that stands for ∇J, and that the gain is counted from.
+        n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. The gain is
+            largest, and the share best determined, where P is of the order of the noise scale.
+
+    Returns:
+        None where an efficiency is undefined or the exact form gains nothing over the reference; the interval is over
+        prompts, of the ratio of the two differences.
+    """
+    labels = (exact, proxy, reference)
+    having = [gram for gram in grams if all(label in gram.labels for label in labels)]
+    if not having:
+        return None
+    batch = n_prompts or max(round(float(np.mean([gram.n_prompts for gram in having]))), 1)
+    with_exact, with_proxy, plain = (
+        measures.efficiency(deleted_moments(having, label, reference), batch) for label in labels
+    )
+    gain = with_exact - plain
+    share = np.divide(with_exact - with_proxy, gain, out=np.full_like(gain, np.nan), where=gain > 0)
+    estimand = f"share of the efficiency gain lost by {proxy} instead of {exact} in an update of {batch} prompts"
+    return jackknife_interval(share[0], share[1:], estimand, scale="linear")
 
 
 def four_measures(moments: Moments, batch: int, c: float | None = None) -> dict[str, Float]:

@@ -106,6 +106,7 @@ def position_optimum(features: ArrayLike, returns: ArrayLike, mask: ArrayLike) -
             f"features has shape {f.shape}, returns {g.shape} and mask {chosen.shape}; pass [R, T, K], [R, T] and "
             "[R, T]."
         )
+    # Padding may hold NaN, which a product with 0 would keep.
     f, g = np.where(chosen[..., None], f, 0.0), np.where(chosen, g, 0.0)
     gradient = np.einsum("rtk,rt->rk", f, g)
     along = np.einsum("rtk,rk->t", f, gradient)
@@ -186,6 +187,8 @@ def pool_gram(gradients: Sequence[ArrayLike], cuts: Sequence[Partition], labels:
     parts = [_products(np.asarray(g, dtype=float), cut, len(labels)) for g, cut in zip(gradients, cuts, strict=True)]
     same, apart, mean = (np.mean(values, axis=0) for values in zip(*parts, strict=True))
     sizes = np.bincount(cuts[0].group[cuts[0].group >= 0])
+    # Each product within a partition is averaged; across prompts the mean gradients are averaged first, since every
+    # pair of groups of different prompts is as good as any.
     across = np.einsum("mpk,nqk->mnpq", mean, mean, optimize=True)
     return PoolGram(across, same, apart, tuple(labels), int(sizes[0]))
 

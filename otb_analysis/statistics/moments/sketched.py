@@ -11,7 +11,7 @@ from otb_analysis.types import Float
 
 @dataclass(frozen=True)
 class SketchNoise:
-    """Standard errors that sketching adds, given the gradients; sampling error of prompts and rollouts is apart.
+    """Standard errors that sketching adds, given the gradients, without the sampling error of prompts and rollouts.
 
     Attributes:
         variance: Of the batch variance of each of M estimators [M], in its unit.

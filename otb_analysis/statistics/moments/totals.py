@@ -31,7 +31,7 @@ class Totals:
 
 
 def horvitz_thompson(values: ArrayLike, inclusion_prob: ArrayLike, domain: ArrayLike | None = None) -> Totals:
-    """Estimate totals without bias, whatever the size measure was worth.
+    """Estimate totals without bias, whatever size measure the sample was drawn by.
 
     Ŷ_d = Σ_{k drawn, k in d} y_k/π_k.  With every π = 1 it is the plain sum, with standard error 0.
 
@@ -92,7 +92,7 @@ def _checked(values: ArrayLike, inclusion_prob: ArrayLike, domain: ArrayLike | N
 
 
 def _totals(y: Float, prob: Float, index: Int, labels: Int, base: Float) -> Totals:
-    """Expand a sample by domain; `base` is what is known without it."""
+    """Return totals by domain: `base`, known without the sample, plus the expanded sample."""
     count, drawn = len(labels), ~np.isnan(y)
     expanded, drawn_domain = y[drawn] / prob[drawn], index[drawn]
     # Expanded values vary only through units that were left to chance, weighted by how much.

@@ -11,6 +11,7 @@ from otb_analysis.statistics import (
     partitions,
     pool_gram,
     pool_statistics,
+    position_optimum,
 )
 
 RLOO, MEAN = ("rloo", "none"), ("group_mean", "none")
@@ -169,3 +170,39 @@ def test_shapes_that_do_not_fit_are_named():
         pool_gram([], [], [RLOO])
     with pytest.raises(InputError, match="G = 2"):
         pool_gram([np.zeros((1, 3, 2))], [cut], [RLOO])
+
+
+def coin():
+    """Four rollouts of one token, exactly in the proportions of π = (1/4, 3/4); reward 1 for the first token."""
+    score = np.array([[0.75, -0.75], [-0.25, 0.25], [-0.25, 0.25], [-0.25, 0.25]])
+    return score[:, None, :], np.array([[1.0], [0], [0], [0]]), np.ones((4, 1), dtype=bool)
+
+
+def test_the_optimum_of_a_coin_is_one_minus_p():
+    # B* = p·2(1−p)²/(p·2(1−p)² + (1−p)·2p²) = 1 − p.
+    assert position_optimum(*coin()) == pytest.approx([0.75])
+
+
+def test_positions_that_share_no_parameters_have_the_energy_weighted_return():
+    rng = np.random.default_rng(0)
+    features = np.zeros((10, 2, 4))
+    features[:, 0, :2], features[:, 1, 2:] = rng.normal(size=(2, 10, 2))
+    returns = rng.random((10, 2))
+    w = (features**2).sum(axis=2)
+    found = position_optimum(features, returns, np.ones((10, 2), dtype=bool))
+    assert found == pytest.approx((w * returns).sum(axis=0) / w.sum(axis=0))
+
+
+def test_padding_of_an_optimum_is_never_read():
+    rng = np.random.default_rng(1)
+    features, returns = rng.normal(size=(6, 3, 4)), rng.random((6, 3))
+    mask = np.arange(3) < rng.integers(1, 3, size=(6, 1))
+    clean = position_optimum(features, returns, mask)
+    dirty = position_optimum(np.where(mask[..., None], features, np.nan), np.where(mask, returns, np.inf), mask)
+    np.testing.assert_array_equal(clean, dirty)
+    assert clean[2] == 0
+
+
+def test_shapes_of_an_optimum_that_do_not_fit_are_named():
+    with pytest.raises(InputError, match=r"pass \[R, T, K\]"):
+        position_optimum(np.zeros((2, 3)), np.zeros((2, 3)), np.ones((2, 3), dtype=bool))
