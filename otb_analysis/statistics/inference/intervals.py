@@ -36,7 +36,6 @@ class Interval:
     Attributes:
         low: Lower end, or None where no interval is given.
         n_clusters: Independent clusters it rests on.
-        estimand: What the interval covers, in words.
         method: How it was computed, in words.
         p_value: Two-sided p-value of the estimand being 1, for positive quantities and ratios with an interval: below
             1 − level exactly where the interval excludes 1.
