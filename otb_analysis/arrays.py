@@ -1,6 +1,7 @@
 """Masked and grouped reductions on [N, T] arrays: no loop over groups or rollouts, padding never read.
 
-Letters: N rollouts, T padded length, P groups. Whatever comes in, float64 goes out.
+Letters: N rollouts, T padded length, L_i policy tokens of rollout i, P groups. A mask is true at policy tokens [N, T],
+a group is an integer per rollout [N]. Whatever comes in, float64 goes out.
 """
 
 from dataclasses import dataclass
@@ -30,11 +31,7 @@ class Groups:
 
     @classmethod
     def of(cls, group: ArrayLike) -> "Groups":
-        """Number the groups of a vector of arbitrary integers.
-
-        Args:
-            group: Prompt of each rollout [N].
-        """
+        """Number the groups of a vector of arbitrary integers."""
         labels, index = np.unique(np.asarray(group), return_inverse=True)
         return cls(index.astype(np.int64), labels.astype(np.int64))
 
@@ -51,120 +48,65 @@ class Groups:
     @cached_property
     def membership(self) -> csr_array:
         """Indicator matrix [P, N]: ones where the rollout belongs to the group."""
+        # CSR written down directly: the stable order is its column index, so sums add rollouts in their order.
         ends = np.concatenate([[0], np.cumsum(self.count)])
         return csr_array((np.ones(len(self.index)), self.order, ends), shape=(len(self.labels), len(self.index)))
 
     def sum(self, x: ArrayLike) -> Float:
-        """Return Σ over the rollouts of each group, [N, ...] → [P, ...].
-
-        Args:
-            x: One row per rollout, [N] or [N, T].
-        """
+        """Return Σ over the rollouts of each group, [N, ...] → [P, ...]."""
         return self.membership @ np.asarray(x, np.float64)
 
     def spread(self, per_group: NDArray[Scalar]) -> NDArray[Scalar]:
-        """Return each rollout's copy of its group's row, [P, ...] → [N, ...].
-
-        Args:
-            per_group: One row per group.
-        """
+        """Return each rollout's copy of its group's row, [P, ...] → [N, ...]."""
         return per_group[self.index]
 
 
 def group_sum(x: ArrayLike, group: ArrayLike) -> Float:
-    """Return Σ over the rollout's own group, at every rollout.
-
-    y_i = Σ_{j: group_j = group_i} x_j.
-
-    Args:
-        x: One row per rollout, [N] or [N, T].
-        group: Prompt of each rollout [N].
-    """
+    """Return at every rollout the sum over its group: y_i = Σ_{j: group_j = group_i} x_j, shape of x."""
     groups = Groups.of(group)
     return groups.spread(groups.sum(x))
 
 
 def masked(x: ArrayLike, mask: Bool) -> Float:
-    """Return x inside the mask and 0 outside, whatever stands there (NaN included).
-
-    Args:
-        x: Values [N, T].
-        mask: True at policy tokens [N, T].
-    """
-    bits = np.asarray(x, np.float64).view(np.int64)
-    keep = np.multiply(mask, -1, dtype=np.int64)  # all bits or none: a NaN outside is cleared, and no branch is taken
-    return (bits & keep).view(np.float64)
+    """Return x inside the mask and 0 outside, whatever stands there (NaN included)."""
+    return np.where(mask, np.asarray(x, np.float64), 0.0)  # x·mask would keep a NaN outside the mask
 
 
 def returns_to_go(reward: ArrayLike, mask: Bool) -> Float:
-    """Return the reward still to come, the token's own included.
+    """Return the reward from this token on: G_t = Σ_{k≥t} r_k over policy tokens [N, T], zero outside the mask.
 
-    G_t = Σ_{k≥t} r_k over policy tokens; with one terminal reward G_t = R at every t up to it.
-
-    Args:
-        reward: Reward paid at each token [N, T].
-        mask: True at policy tokens [N, T].
-
-    Returns:
-        G [N, T], zero outside the mask.
+    With one terminal reward G_t = R at every t up to it.
     """
     paid = masked(reward, mask)
     return masked(np.cumsum(paid[:, ::-1], axis=1)[:, ::-1], mask)
 
 
 def policy_position(mask: Bool) -> Int:
-    """Return how many policy tokens came before this one, tool tokens skipped.
-
-    Args:
-        mask: True at policy tokens [N, T].
-
-    Returns:
-        0..L−1 at policy tokens and −1 elsewhere [N, T].
-    """
+    """Return how many policy tokens came before each one: 0..L−1, and −1 outside the mask [N, T]."""
     return np.where(mask, np.cumsum(mask, axis=1) - 1, -1)
 
 
 def prefix_length(mask: Bool) -> Int:
-    """Return the column of the first false entry of each row: its length, when no policy token comes later.
-
-    Args:
-        mask: True at policy tokens [N, T].
-    """
+    """Return the column of the first false entry of each row: its length, when no policy token comes later."""
     if not mask.shape[1]:
         return np.zeros(len(mask), np.int64)
-    first_false = mask.argmin(axis=1)
+    first_false = mask.argmin(axis=1)  # 0 also where a row has no false entry
     return np.where((first_false == 0) & mask[:, 0], mask.shape[1], first_false)
 
 
 def has_gaps(mask: Bool) -> bool:
-    """Return True when a policy token comes after a position that is none, so that column and position differ.
-
-    Args:
-        mask: True at policy tokens [N, T].
-    """
+    """Return True when a policy token comes after a position that is none, so that column and position differ."""
     return int(np.count_nonzero(mask)) != int(prefix_length(mask).sum())
 
 
 def squeezed_mask(mask: Bool) -> Bool:
-    """Return the mask after squeezing: row i is true at its first L_i columns [N, max L].
-
-    Args:
-        mask: True at policy tokens [N, T].
-    """
+    """Return the mask after squeezing: row i is true at its first L_i columns [N, max L]."""
     length = np.count_nonzero(mask, axis=1)
     return np.arange(length.max(initial=0)) < length[:, None]
 
 
 def squeeze(x: ArrayLike, mask: Bool) -> Float:
-    """Move every policy token to the column of its policy position; what is not a policy token disappears.
-
-    Args:
-        x: Values [N, T].
-        mask: True at policy tokens [N, T].
-
-    Returns:
-        Values [N, max L], zero after each row's last policy token.
-    """
+    """Move every policy token to the column of its policy position, [N, T] → [N, max L]; other tokens disappear."""
     inside = squeezed_mask(mask)
     out = np.zeros(inside.shape)
     out[inside] = np.asarray(x)[mask]
@@ -172,15 +114,7 @@ def squeeze(x: ArrayLike, mask: Bool) -> Float:
 
 
 def unsqueeze(x: ArrayLike, mask: Bool) -> Float:
-    """Undo `squeeze`: put the value of every policy position back at its token.
-
-    Args:
-        x: Values by policy position [N, max L].
-        mask: True at policy tokens [N, T].
-
-    Returns:
-        Values [N, T], zero outside the mask.
-    """
+    """Undo `squeeze`: put the value of every policy position back at its token, [N, max L] → [N, T]."""
     out = np.zeros(mask.shape)
     out[mask] = np.asarray(x)[squeezed_mask(mask)]
     return out

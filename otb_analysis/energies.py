@@ -3,7 +3,7 @@
 Functions of arrays take [N, T], return float64 and are zero outside the mask where they take one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,39 +14,11 @@ from otb_analysis.errors import InputError
 from otb_analysis.types import Bool, Float
 
 
-def logit_energy(logprob: ArrayLike, sum_pi_sq: ArrayLike) -> Float:
-    """Return the score norm in logit space from the two stored columns.
-
-    w = ‖e_y − π‖² = (1 − π_y)² + (Σ_v π_v² − π_y²).
-
-    The textbook 1 − 2π_y + Σ_v π_v² is the same number but cancels on peaked tokens. Here the first term is computed
-    as expm1(log π_y)², and the second is clamped to [0, (1 − π_y)²], the range it has for any distribution; so a
-    rounded Σ_v π_v² costs at most a factor of two and never a sign. Proved; see `logit_stats` for the value computed
-    from the logits themselves.
-
-    Args:
-        logprob: log π_y in nats.
-        sum_pi_sq: Σ_v π_v², of the same distribution.
-
-    Returns:
-        w in [0, 2], shape of the inputs.
-    """
-    log_pi = np.asarray(logprob, np.float64)
-    missed_sq = np.expm1(np.minimum(log_pi, 0.0)) ** 2
-    rest = np.asarray(sum_pi_sq, np.float64) - np.exp(2.0 * log_pi)
-    return missed_sq + np.clip(rest, 0.0, missed_sq)
-
-
 def lm_head_energy(energy: ArrayLike, hidden_norm_sq: ArrayLike, temperature: float = 1.0) -> Float:
     """Return the exact score norm of an untied output matrix.
 
     ‖∂ log π(y)/∂W_out‖² = w · ‖h‖² / τ², w the logit-space energy at temperature τ. Proved; an output bias adds
     w/τ², which is not included.
-
-    Args:
-        energy: Logit-space energy w.
-        hidden_norm_sq: ‖h‖² of the final hidden state that predicts the token.
-        temperature: Sampling temperature τ.
 
     Raises:
         InputError: The temperature is not positive.
@@ -57,15 +29,7 @@ def lm_head_energy(energy: ArrayLike, hidden_norm_sq: ArrayLike, temperature: fl
 
 
 def token_weight(energy: ArrayLike, mask: Bool, ratio: ArrayLike | None = None) -> Float:
-    """Return the instantaneous weight of each token.
-
-    ρ_t² w_t, or w_t without ratios.
-
-    Args:
-        energy: Token energy w [N, T].
-        mask: True at policy tokens [N, T].
-        ratio: Importance ratio ρ [N, T], or None on-policy.
-    """
+    """Return the instantaneous weight ρ_t² w_t of each token, w_t without ratios [N, T]."""
     weight = masked(energy, mask)
     return weight if ratio is None else weight * masked(ratio, mask) ** 2
 
@@ -73,16 +37,8 @@ def token_weight(energy: ArrayLike, mask: Bool, ratio: ArrayLike | None = None) 
 def realized_energy(energy: ArrayLike, mask: Bool, ratio: ArrayLike | None = None) -> Float:
     """Return the energy realized up to each token: what the optimal token baseline weights by.
 
-    W_t = Σ_{j≤t} ρ_j² w_j over policy tokens. With ratios this is the sum that the published code forms; its text says
-    ρ_t² Σ_j w_j.
-
-    Args:
-        energy: Token energy w [N, T].
-        mask: True at policy tokens [N, T].
-        ratio: Importance ratio ρ [N, T], or None on-policy.
-
-    Returns:
-        W [N, T]; after the last policy token it keeps its final value.
+    W_t = Σ_{j≤t} ρ_j² w_j over policy tokens [N, T]; after the last one it keeps its value. With ratios this is the sum
+    that the published code forms; its text says ρ_t² Σ_j w_j.
     """
     return np.cumsum(token_weight(energy, mask, ratio), axis=1)
 
@@ -90,11 +46,8 @@ def realized_energy(energy: ArrayLike, mask: Bool, ratio: ArrayLike | None = Non
 def decayed_energy(weight: Float, decay: float) -> Float:
     """Return the exponentially forgetting sum of the weights so far.
 
-    W_t = λ W_{t−1} + w_t = Σ_{j≤t} λ^{t−j} w_j: λ = 0 gives w, λ = 1 gives the realized energy.
-
-    Args:
-        weight: Instantaneous weight [N, T], zero outside the mask; column = policy position.
-        decay: λ in [0, 1].
+    W_t = λ W_{t−1} + w_t = Σ_{j≤t} λ^{t−j} w_j: λ = 0 gives w, λ = 1 gives the realized energy. Columns are policy
+    positions, so squeeze a weight with gaps first.
     """
     return np.asarray(lfilter([1.0], [1.0, -decay], weight, axis=1))
 
@@ -109,7 +62,6 @@ class Calibration:
         effects: γ, one per covariate [C].
         factor: c: makes the estimated total over the fitted sample that of the exact energies.
         log_error: Standard deviation of log w around the fit, over the population the sample stands for.
-        n: Tokens fitted.
     """
 
     intercept: float
@@ -122,10 +74,6 @@ class Calibration:
     def predict(self, proxy: ArrayLike, covariates: ArrayLike | None = None) -> Float:
         """Return ŵ of any tokens; a proxy of 0 gives 0.
 
-        Args:
-            proxy: Proxy energies, any shape.
-            covariates: As many as were fitted, on the last axis [..., C]; None when there were none.
-
         Raises:
             InputError: The number of covariates is not the one fitted.
         """
@@ -133,7 +81,7 @@ class Calibration:
         z = np.zeros((*x.shape, 0)) if covariates is None else np.asarray(covariates, np.float64)
         if z.shape != (*x.shape, len(self.effects)):
             raise InputError(f"covariates has shape {z.shape}; pass shape {(*x.shape, len(self.effects))}.")
-        positive = x > 0
+        positive = x > 0  # a proxy of 0 has no logarithm; it predicts 0
         log_x = np.log(np.where(positive, x, 1.0))
         fitted = np.exp(self.intercept + self.slope * log_x + z @ self.effects)
         return np.where(positive, self.factor * fitted, 0.0)
@@ -183,11 +131,14 @@ def calibrate(
             f"{len(design)} tokens with {len(np.unique(x[use]))} different proxies are too few for a calibration; "
             "measure more of them."
         )
+    # Weighted least squares: rows scaled by √weight.
     root = np.sqrt(1 / prob[use])
-    found = np.linalg.lstsq(design * root[:, None], np.log(y[use]) * root, rcond=None)[0]
-    residual = np.log(y[use]) - design @ found
+    coefficients = np.linalg.lstsq(design * root[:, None], np.log(y[use]) * root, rcond=None)[0]
+    residual = np.log(y[use]) - design @ coefficients
     error = np.sqrt(np.average(residual**2, weights=1 / prob[use]))
-    raw = Calibration(float(found[0]), float(found[1]), found[2:].astype(np.float64), 1.0, float(error), len(design))
-    known = raw.predict(x[seen], z[seen])
-    factor = float((y[seen] / prob[seen]).sum() / (known / prob[seen]).sum())
-    return Calibration(raw.intercept, raw.slope, raw.effects, factor, raw.log_error, raw.n)
+    intercept, slope, *effects = coefficients.tolist()
+    raw = Calibration(intercept, slope, np.array(effects, dtype=np.float64), 1.0, float(error), len(design))
+    predicted = raw.predict(x[seen], z[seen])
+    # Tokens of energy 0 count here: they have no logarithm, but they belong to the total.
+    factor = float((y[seen] / prob[seen]).sum() / (predicted / prob[seen]).sum())
+    return replace(raw, factor=factor)

@@ -1,9 +1,9 @@
-"""Is this run about to collapse, and who is to blame: detectors, change points, attribution of a step, advice.
+"""Diagnosis of a run: detectors of collapse, change points, attribution of a step's gradient, advice.
 
 NumPy in, frozen records out; a quantity that was not measured is a finding that says what measures it.
 """
 
-from otb_analysis.diagnostics.advice import advise, advise_run, advise_sizes, trained_label, update_rollouts
+from otb_analysis.diagnostics.advice import advise, advise_run, trained_label, update_rollouts
 from otb_analysis.diagnostics.attribution import LEVELS, AttributedTokens, Holders, StepAttribution, attribute_step
 from otb_analysis.diagnostics.change_points import ChangePoint, change_points
 from otb_analysis.diagnostics.choices import Advice, Advised, Choice
@@ -26,7 +26,6 @@ __all__ = [
     "StepSeries",
     "advise",
     "advise_run",
-    "advise_sizes",
     "attribute_step",
     "change_points",
     "diagnose",

@@ -1,8 +1,8 @@
-"""Which estimator, and which group size, makes the best of a rollout, on one run's own rollouts.
+"""Advice for one run: which estimator, and which group size, makes the most of its rollouts.
 
-Every candidate is judged by its efficiency, the share of an update that points along ∇J, relative to what the run
-trains with, on the same prompts. With m other candidates each interval has level 1 − .05/m (Bonferroni), so all of them
-hold together with 95 % whichever is picked afterwards: the best of many noisy numbers is not mistaken for a better one.
+Every candidate is judged by its efficiency, the share of an update that points along ∇J. It is compared with what the
+run trains with, on the same prompts. With m other candidates each interval has level 1 − .05/m (Bonferroni): all of
+them hold together with 95 %, so that the luckiest of many noisy numbers is not taken for a better estimator.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,15 +13,7 @@ import numpy as np
 from otb_analysis.diagnostics.choices import Advice, Advised, Choice
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.statistics import (
-    MIN_CLUSTERS,
-    REFERENCE,
-    Interval,
-    PoolGram,
-    deleted_moments,
-    efficiency,
-    jackknife_interval,
-)
+from otb_analysis.statistics import MIN_CLUSTERS, REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
 from otb_analysis.types import Float, Gram, Label
 
 RISK = 0.05
@@ -46,8 +38,6 @@ def advise_run(
         grams: Gram matrix of each measured step (`RunStore.grams`).
         subgroups: Those of smaller groups, by size and step (`RunStore.subgroup_grams`). Where there are any, only
             steps that have all sizes count, so that all candidates see the same prompts.
-        present: (estimator, energy source) that the run trains with.
-        reference: The unbiased estimator that stands for ∇J.
         n_rollouts: Rollouts R of one of the run's updates, of which the measured groups may be a few; those measured
             by default.
 
@@ -69,15 +59,11 @@ def advise(
     smaller: Mapping[int, Sequence[Gram]] | None = None,
     n_rollouts: int | None = None,
 ) -> Advice:
-    """Judge every estimator that was measured at all of a run's measured steps, at the run's own group size.
+    """Judge every estimator that all measured steps have, at the run's own group size.
 
-    With the same steps' products of smaller groups it also judges those, at the same rollouts R of an update: R/n
-    prompts in groups of n.
+    Smaller groups of the same steps are judged too, at the same R rollouts of an update: R/n prompts in groups of n.
 
     Args:
-        grams: Gram matrices of group gradients, one per measured step, all of one design.
-        present: (estimator, energy source) that the run trains with.
-        reference: The unbiased estimator that stands for ∇J.
         smaller: Gram matrices of smaller groups of the same prompts at the same steps, by their size.
         n_rollouts: Rollouts R of one update, which efficiency is stated for; as many as were measured by default.
 
@@ -91,62 +77,31 @@ def advise(
             f"no measured step has both {'/'.join(present)} and {'/'.join(reference)}; "
             f"{nearest('/'.join(present), known) if known else 'measure some: --measure.exact.every 10.'}"
         )
-    labels = [label for label in both[0].labels if all(label in gram.labels for gram in both)]
     measured = round(np.mean([gram.n_rollouts for gram in both]))
     size = round(measured / np.mean([gram.n_prompts for gram in both]))
     rollouts = n_rollouts or measured
-    values = _values(size, both, labels, rollouts, reference)
-    for own, found in (smaller or {}).items():
-        if [(gram.prompt, gram.n_prompts) for gram in found] != [(gram.prompt, gram.n_prompts) for gram in both]:
-            raise InputError(f"groups of {own} were measured on other prompts than whole ones; pass the same steps'.")
-        named = [label for label in found[0].labels if all(label in gram.labels for gram in found)]
-        values |= _values(own, found, named, rollouts, reference)
+    values = _values(size, both, rollouts, reference)
+    for part, parts in (smaller or {}).items():
+        if [(gram.prompt, gram.n_prompts) for gram in parts] != [(gram.prompt, gram.n_prompts) for gram in both]:
+            raise InputError(f"groups of {part} were measured on other prompts than whole ones; pass the same steps'.")
+        values |= _values(part, parts, rollouts, reference)
     if len({value.size for value in values.values()}) > 1:
         raise InputError("smaller groups were measured on other prompts than whole ones; pass those of the same steps.")
     return judge(values, Choice(*present, size), rollouts)
-
-
-def advise_sizes(
-    pools: Sequence[PoolGram], n_rollouts: int, present: tuple[Label, int], reference: Label = REFERENCE
-) -> Advice:
-    """Judge every estimator at several group sizes at one budget: R rollouts are R/N prompts in groups of N.
-
-    Args:
-        pools: One per group size, from the same pools of rollouts, prompts in the same order.
-        n_rollouts: Rollouts R of one update.
-        present: ((estimator, energy source), N) that the run trains with; one of the pools has it.
-        reference: The unbiased estimator that stands for ∇J.
-
-    Raises:
-        InputError: The pools differ in their prompts, or none is that of `present`.
-    """
-    if len({pool.across.shape[-1] for pool in pools}) != 1:
-        raise InputError(
-            f"the pools have {[p.across.shape[-1] for p in pools]} prompts; cut the same pools at every group size."
-        )
-    values = {
-        Choice(*label, pool.size): efficiency(
-            deleted_moments([pool.gram()], label, reference), n_rollouts / pool.size
-        )
-        for pool in pools
-        for label in pool.labels
-    }  # fmt: skip
-    return judge(values, Choice(*present[0], present[1]), n_rollouts)
 
 
 def trained_label(config: Mapping[str, Any], measured: Collection[Label] = ()) -> Label:
     """Return (estimator, energy source) of the estimator that a run trains with, as its Gram matrices name it.
 
     Args:
-        config: The run's configuration, nested.
-        measured: The labels of its Gram matrices: they alone tell an estimator of one's own, whose module is not asked.
+        measured: The labels of its Gram matrices. They name custom estimators, which are not in `ESTIMATORS`.
 
     Raises:
         InputError: The configuration names no known estimator, and none that was measured.
     """
-    own = config.get("estimator")
-    name = str(own.get("name", "") if isinstance(own, Mapping) else own or "")
-    energy = str(own.get("energy", "proxy") if isinstance(own, Mapping) else "proxy")
+    chosen = config.get("estimator")
+    name = str(chosen.get("name", "") if isinstance(chosen, Mapping) else chosen or "")
+    energy = str(chosen.get("energy", "proxy") if isinstance(chosen, Mapping) else "proxy")
     if name not in ESTIMATORS:
         sources = [source for estimator, source in measured if estimator == name]
         if not sources:
@@ -160,13 +115,9 @@ def trained_label(config: Mapping[str, Any], measured: Collection[Label] = ()) -
 
 
 def update_rollouts(config: Mapping[str, Any]) -> int | None:
-    """Return the rollouts of one of a run's updates, None where its configuration does not say.
-
-    Args:
-        config: The run's configuration, nested.
-    """
-    own = config.get("sample")
-    prompts, size = (own.get(name) if isinstance(own, Mapping) else None for name in ("prompts", "group_size"))
+    """Return the rollouts of one of a run's updates, None where its configuration does not say."""
+    sample = config.get("sample")
+    prompts, size = (sample.get(name) if isinstance(sample, Mapping) else None for name in ("prompts", "group_size"))
     if not isinstance(prompts, int) or not isinstance(size, int):
         return None
     return prompts * size or None
@@ -177,8 +128,6 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
 
     Args:
         values: Efficiency of each candidate [1 + K]: from all K prompts, then without each of them in turn.
-        present: One of the candidates.
-        n_rollouts: Rollouts of one update.
 
     Raises:
         InputError: `present` is not among the candidates.
@@ -187,38 +136,39 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
         raise InputError(f"{present} was not measured; {nearest(str(present), map(str, values))}")
     base = values[present]
     # Entries that agree on these rollouts (otb and otb_turn in one turn) are one comparison.
-    others = {own.tobytes() for own in values.values()} - {base.tobytes()}
+    others = {replicates.tobytes() for replicates in values.values()} - {base.tobytes()}
     level = 1 - RISK / max(len(others), 1)
-    found = [
-        Advised(choice, _number(own[0]), None if choice == present else _ratio(own, base, level))
-        for choice, own in values.items()
+    candidates = [
+        Advised(choice, _number(replicates[0]), None if choice == present else _ratio(replicates, base, level))
+        for choice, replicates in values.items()
     ]
-    found.sort(key=lambda one: -np.inf if one.efficiency is None else one.efficiency, reverse=True)
-    better = [one for one in found if one.better]
+    candidates.sort(key=lambda one: -np.inf if one.efficiency is None else one.efficiency, reverse=True)
+    better = [one for one in candidates if one.better]
     n_clusters = base.size - 1
     best = better[0] if better else None
     together = f"95 % together with {len(others)} comparisons over {n_clusters} prompts"
-    return Advice(present, best, tuple(found), n_rollouts, n_clusters, _reason(present, best, found, together))
+    return Advice(
+        present, best, tuple(candidates), n_rollouts, n_clusters, _reason(present, best, candidates, together)
+    )
 
 
-def _values(
-    size: int, grams: Sequence[Gram], labels: Sequence[Label], n_rollouts: int, reference: Label
-) -> dict[Choice, Float]:
-    """Return the efficiency of R rollouts in groups of one size, of some estimators."""
+def _values(size: int, grams: Sequence[Gram], n_rollouts: int, reference: Label) -> dict[Choice, Float]:
+    """Return the efficiency of R rollouts in groups of one size, of every estimator that all steps have."""
+    labels = [label for label in grams[0].labels if all(label in gram.labels for gram in grams)]
     return {
         Choice(*label, size): efficiency(deleted_moments(grams, label, reference), n_rollouts / size)
         for label in labels
     }  # fmt: skip
 
 
-def _ratio(own: Float, base: Float, level: float) -> Interval | None:
-    ratio = np.divide(own, base, out=np.full_like(own, np.nan), where=base > 0)
+def _ratio(above: Float, below: Float, level: float) -> Interval | None:
+    ratio = np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
     return jackknife_interval(ratio[0], ratio[1:], "ratio of the two efficiencies", "log", level)
 
 
-def _reason(present: Choice, best: Advised | None, found: Sequence[Advised], together: str) -> str:
-    now = next(one for one in found if one.choice == present)
-    tested = [one for one in found if one.ratio is not None and one.ratio.low is not None]
+def _reason(present: Choice, best: Advised | None, candidates: Sequence[Advised], together: str) -> str:
+    now = next(one for one in candidates if one.choice == present)
+    tested = [one for one in candidates if one.ratio is not None and one.ratio.low is not None]
     if now.efficiency is None or now.efficiency <= 0:
         return f"Not known: {NO_TRUTH}."
     if best is not None and best.ratio is not None and best.efficiency is not None:

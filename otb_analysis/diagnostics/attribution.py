@@ -1,4 +1,4 @@
-"""Who holds ‖ḡ‖² at a step: tokens, rollouts and prompts, each share split into signal and noise.
+"""Attribution of ‖ḡ‖² at a step to tokens, rollouts and prompts, each share split into signal and noise.
 
 ‖ḡ‖² = Σ_{i,t} c_{i,t} s_{i,t}·ḡ exactly, so shares add up at every level: a rollout's is the sum of its tokens', a
 prompt's the sum of its rollouts'. Shares are signed: a negative one pushes against the update. signal = c·s·(ḡ − ḡ_p),
@@ -19,15 +19,10 @@ LEVELS = ("prompt", "rollout", "token")
 
 @dataclass(frozen=True)
 class AttributedTokens:
-    """One step's policy tokens with their shares; made by the store, read by `attribute_step`.
+    """One step's policy tokens with their shares, [n] each; made by the store, read by `attribute_step`.
 
-    Attributes:
-        group: Prompt of each token [n].
-        rollout: Its rollout within the step [n].
-        t: Its index within the completion [n].
-        share: Its signed share of ‖ḡ‖² [n].
-        signal: The part along other prompts' gradients [n], or None where it was not told apart.
-        noise: The part along its own prompt's [n], or None.
+    `rollout` counts within the step, `t` within the completion. `signal` and `noise` are the parts of `share` along
+    other prompts' gradients and along the prompt's own; both are None where the share was not split.
     """
 
     group: Int
@@ -39,14 +34,8 @@ class AttributedTokens:
 
     def __post_init__(self) -> None:
         """Check shapes and values."""
-        columns = {
-            "group": self.group,
-            "rollout": self.rollout,
-            "t": self.t,
-            "signal": self.signal,
-            "noise": self.noise,
-        }
-        for name, values in columns.items():
+        for name in ("group", "rollout", "t", "signal", "noise"):
+            values = getattr(self, name)
             if values is not None and np.shape(values) != np.shape(self.share):
                 raise InputError(
                     f"{name} has shape {np.shape(values)} but share {np.shape(self.share)}; pass one value per token."
@@ -59,17 +48,9 @@ class AttributedTokens:
 
 @dataclass(frozen=True)
 class Holders:
-    """Who holds ‖ḡ‖² at one level, the largest |share| first.
+    """Shares of ‖ḡ‖² at one of `LEVELS`, [K] each, the largest |share| first.
 
-    Attributes:
-        level: `prompt`, `rollout` or `token`.
-        group: Prompt [K].
-        rollout: Rollout [K]; −1 at level prompt.
-        t: Token [K]; −1 above level token.
-        n_tokens: Policy tokens it has [K].
-        share: Signed share of ‖ḡ‖² [K].
-        signal: Part of it along other prompts' gradients [K], or None.
-        noise: Part of it along the own prompt's [K], or None.
+    `rollout` is −1 at level prompt, `t` is −1 above level token. `signal` and `noise` are None without the split.
     """
 
     level: str
@@ -85,21 +66,13 @@ class Holders:
         return len(self.share)
 
     def head(self, n: int) -> "Holders":
-        """Return the n largest.
-
-        Args:
-            n: How many at most.
-        """
+        """Return the n largest."""
         names = ("group", "rollout", "t", "n_tokens", "share", "signal", "noise")
         kept: dict[str, Any] = {name: None if (x := getattr(self, name)) is None else x[:n] for name in names}
         return replace(self, **kept)
 
     def holding(self, part: float = 0.5) -> int:
-        """Return how many of the largest hold a part of Σ|share|.
-
-        Args:
-            part: A share in (0, 1].
-        """
+        """Return how many of the largest hold a part of Σ|share|."""
         size = np.abs(self.share)
         if size.sum() == 0:
             return 0
@@ -111,14 +84,10 @@ class StepAttribution:
     """One step's attribution at every level.
 
     Attributes:
-        step: The step.
         norm_sq: Σ share = ‖ḡ‖².
         signal_total: Σ signal, what different prompts' gradients have in common of it; None without the split.
         noise_total: Σ noise, each prompt's own part; None without the split.
         recorded_norm_sq: ‖ḡ‖² of the step's first update as the optimiser saw it, None where it was not recorded.
-        prompts: By prompt.
-        rollouts: By rollout.
-        tokens: By token.
     """
 
     step: int
@@ -138,11 +107,7 @@ class StepAttribution:
         return self.norm_sq / self.recorded_norm_sq - 1
 
     def at(self, level: str) -> Holders:
-        """Return the holders of a level.
-
-        Args:
-            level: `prompt`, `rollout` or `token`.
-        """
+        """Return the holders of a level."""
         return {"prompt": self.prompts, "rollout": self.rollouts, "token": self.tokens}[level]
 
 
@@ -150,8 +115,6 @@ def attribute_step(step: int, tokens: AttributedTokens, grad_norm: float | None 
     """Add a step's shares up by prompt and rollout, and rank every level by |share|.
 
     Args:
-        step: The step.
-        tokens: Its tokens with their shares.
         grad_norm: ‖ḡ‖ of the step's first update, where it was recorded: the check on the sum.
 
     Raises:
@@ -174,14 +137,15 @@ def attribute_step(step: int, tokens: AttributedTokens, grad_norm: float | None 
 
 def _by(level: str, tokens: AttributedTokens, keys: Int) -> Holders:
     """Sum the shares of tokens that have the same keys [1 to 3, n], and order by size."""
-    found, index = np.unique(keys, axis=1, return_inverse=True)
+    holders, index = np.unique(keys, axis=1, return_inverse=True)
     index = index.reshape(-1)
-    share = np.zeros(found.shape[1])
+    share = np.zeros(holders.shape[1])
     np.add.at(share, index, tokens.share)
+    # Largest first; equals keep the order of their keys, so the ranking is reproducible.
     order = np.lexsort((np.arange(share.size), -np.abs(share)))
 
     def key(i: int) -> Int:
-        return found[i][order] if i < len(found) else np.full(share.size, -1)
+        return holders[i][order] if i < len(holders) else np.full(share.size, -1)
 
     def summed(x: Float | None) -> Float | None:
         if x is None:

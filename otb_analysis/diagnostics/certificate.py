@@ -25,9 +25,7 @@ def sampling_certificate(series: StepSeries) -> Finding:
     (Robbins' normal mixture). Started anew every ten steps and averaged, E_t = Σ_k E_{10k..t}/((k+1)(k+2)), it sees a
     sampler that goes wrong late, and P(some t: E_t ≥ 1/α) ≤ α holds at *all* t together, by Ville's inequality.
     score = log₁₀ E_t. The certificate is proved; that a step's z is nearly normal holds from hundreds of tokens on.
-
-    Args:
-        series: A run with `certificate_prob_z` or `certificate_logprob_z`.
+    Reads `certificate_prob_z` or `certificate_logprob_z`.
     """
     evidence = [_evidence(series, name) for name in COLUMNS]
     if not any(one.ready for one in evidence):
@@ -36,11 +34,11 @@ def sampling_certificate(series: StepSeries) -> Finding:
     one = deciding(evidence)
     at = one.shown()
     recent = one.value[max(0, at - 19) : at + 1]
-    said = (
+    reason = (
         f"the z-scores of {one.column} averaged {recent.mean():+.2f} over the {recent.size} steps up to step "
         f"{one.step[at]} (last {one.value[at]:+.1f}): evidence of {_factor(one.score[at])} to 1 against exact sampling."
     )
-    return finding_of("sampling_certificate", evidence, said)
+    return finding_of("sampling_certificate", evidence, reason)
 
 
 def _factor(log10: float) -> str:
@@ -55,10 +53,11 @@ def _evidence(series: StepSeries, name: str) -> Evidence:
 
 
 def _log_evidence(z: Float) -> Float:
-    """Logarithm of E_t [K]. What is not yet started keeps its weight, so the weights always add up to 1."""
+    """Logarithm of E_t [K]. A sum that has not started counts as 1, so the weights always add up to 1."""
     total = np.log(1 / (np.arange(z.size) // RESTART + 2.0))
     for k, start in enumerate(range(0, z.size, RESTART)):
         n = np.arange(1, z.size - start + 1)
-        own = 0.5 * np.cumsum(z[start:]) ** 2 / (n + PRIOR) - 0.5 * np.log((n + PRIOR) / PRIOR)
-        total[start:] = np.logaddexp(total[start:], own - np.log((k + 1) * (k + 2)))
+        # log of Robbins' mixture of the sum that starts here, with prior precision ρ.
+        evidence = 0.5 * np.cumsum(z[start:]) ** 2 / (n + PRIOR) - 0.5 * np.log((n + PRIOR) / PRIOR)
+        total[start:] = np.logaddexp(total[start:], evidence - np.log((k + 1) * (k + 2)))
     return total

@@ -41,7 +41,6 @@ class ChangePoint:
     """One lasting change of level.
 
     Attributes:
-        column: Which quantity.
         step: First step of the new level, to within `BLOCK` steps.
         before: Level of the segment before it, in the column's unit.
         after: Level of the segment that begins here.
@@ -58,16 +57,9 @@ def change_points(series: StepSeries, columns: tuple[str, ...] = COLUMNS) -> lis
 
     Minimises Σ over segments of the squared deviations + penalty · number of changes, penalty = 8·σ²·log n, σ from the
     differences of neighbouring points, robustly. Positive quantities are taken by their logarithm.
-
-    Args:
-        series: A run.
-        columns: Which of its columns.
-
-    Returns:
-        By step; nothing for columns with fewer than 30 recorded steps.
     """
-    found = [point for name in columns for point in _of_one(series, name)]
-    return sorted(found, key=lambda point: (point.step, point.column))
+    points = [point for name in columns for point in _of_one(series, name)]
+    return sorted(points, key=lambda point: (point.step, point.column))
 
 
 def _of_one(series: StepSeries, name: str) -> list[ChangePoint]:
@@ -77,11 +69,13 @@ def _of_one(series: StepSeries, name: str) -> list[ChangePoint]:
     n = value.size // BLOCK
     if n < 6:
         return []
+    # Medians of blocks: a single spike is no change of level.
     points = np.median(value[: n * BLOCK].reshape(n, BLOCK), axis=1)
     sigma = _noise(points, MIN_SPREAD if log else 1e-9)
     search = ruptures.KernelCPD(kernel="linear", min_size=2).fit(points[:, None])
     ends: Any = search.predict(pen=PENALTY * sigma**2 * np.log(n))
     edges = [0, *ends]
+    # The cost is of means, but the levels reported are medians, which an outlier does not move.
     levels = [float(np.median(points[a:b])) for a, b in pairwise(edges)]
     least = max(LEAST_JUMP * (1 + SHORT / n) * sigma, np.log(LEAST_FACTOR) if log else LEAST_SHIFT)
     return [

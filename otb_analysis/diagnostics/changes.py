@@ -14,10 +14,10 @@ SURGE = (1.5, 3.0)
 """Factors beyond noise. Clipped or not, a gradient that is lastingly three times its usual length is another regime."""
 
 FALL = (2.0, 4.0)
-"""Halving of the entropy happens in healthy training, too, but slowly; a quarter is left of it where runs died."""
+"""Healthy training halves the entropy too, but slowly. Runs that died had a quarter of it left."""
 
 DRIFT = (1.5, 2.5)
-"""Answers half as long again, or two and a half times: far beyond what learning one task changed in calm runs."""
+"""Completions 1.5 and 2.5 times as long, or as short. Learning one task changed calm runs by far less."""
 
 RECENT = 5
 """Steps whose median is the present gradient norm: short, since a surge is fatal within tens of steps."""
@@ -33,7 +33,7 @@ SURGE_NOISE, SLOW_NOISE = 2.0, 1.5
 spread; the rates in docs/results/alarms.md are what counts."""
 
 NO_ENTROPY = 1e-4
-"""Nats below which an entropy is taken as this: less is as collapsed as can be."""
+"""Least entropy in nats: lower values count as this one, since both are a collapse."""
 
 ALWAYS = "otb train records it at every step"
 
@@ -43,9 +43,7 @@ def gradient_surge(series: StepSeries) -> Finding:
 
     score = exp(median of the last 5 log ‖ḡ‖ − median of the 20 to 100 before − 2 · their spread): the factor beyond
     noise. Steps with a gradient of exactly 0 are no evidence either way and are left out.
-
-    Args:
-        series: A run with `grad_norm`.
+    Reads `grad_norm`.
     """
     step, (norm,) = series.recorded("grad_norm")
     step, norm = step[norm > 0], norm[norm > 0]
@@ -57,12 +55,12 @@ def gradient_surge(series: StepSeries) -> Finding:
     if not one.ready:
         return unmeasured("gradient_surge", series, RECENT + REFERENCE[0], ["grad_norm"], ALWAYS)
     at = one.shown()
-    said = (
+    reason = (
         f"‖ḡ‖ was {np.exp(recent[at]):.3g} (median of {RECENT} steps up to step {step[at]}), "
         f"{np.exp(recent[at] - centre[at]):.2g} times the usual {np.exp(centre[at]):.3g} of the steps before "
         f"(spread {np.expm1(spread[at]):.0%})."
     )
-    return finding_of("gradient_surge", [one], said)
+    return finding_of("gradient_surge", [one], reason)
 
 
 def entropy_collapse(series: StepSeries) -> Finding:
@@ -70,25 +68,24 @@ def entropy_collapse(series: StepSeries) -> Finding:
 
     score = exp(highest running median so far − median of the last 10 − 1.5 · spread), all of log entropy, the spread
     that of single steps around the running median: the factor by which it fell, beyond noise.
-
-    Args:
-        series: A run with `entropy_mean`, in nats.
+    Reads `entropy_mean`, in nats.
     """
     step, (entropy,) = series.recorded("entropy_mean")
     log = np.log(np.maximum(entropy, NO_ENTROPY))
     recent = trailing(log, SLOW, np.median)
     lasting = trailing(log, REFERENCE[0], np.median)
+    # fmax ignores the NaN of the first steps, where there is no running median yet.
     top = np.fmax.accumulate(lasting) if log.size else lasting
     score = np.exp(top - recent - SLOW_NOISE * _noise(log, recent))
     one = Evidence("entropy_mean", "factor of the fall beyond noise", step, entropy, score, *FALL)
     if not one.ready:
         return unmeasured("entropy_collapse", series, REFERENCE[0], ["entropy_mean"], ALWAYS)
     at = one.shown()
-    said = (
+    reason = (
         f"entropy was {np.exp(recent[at]):.3g} nats (median of {SLOW} steps up to step {step[at]}), "
         f"{np.exp(recent[at] - top[at]):.0%} of its highest lasting level of {np.exp(top[at]):.3g}."
     )
-    return finding_of("entropy_collapse", [one], said)
+    return finding_of("entropy_collapse", [one], reason)
 
 
 def length_drift(series: StepSeries) -> Finding:
@@ -96,9 +93,7 @@ def length_drift(series: StepSeries) -> Finding:
 
     score = exp(|median of the last 10 − median of the first 20| − 1.5 · spread) of log length: the factor beyond noise,
     in whichever direction.
-
-    Args:
-        series: A run with `length_mean`, in tokens.
+    Reads `length_mean`, in tokens.
     """
     step, (length,) = series.recorded("length_mean")
     step, length = step[length > 0], length[length > 0]
@@ -107,23 +102,23 @@ def length_drift(series: StepSeries) -> Finding:
     n = REFERENCE[0]
     start, spread = robust(log[:n]) if log.size >= n + SLOW else (np.asarray(np.nan), np.asarray(np.nan))
     score = np.exp(np.abs(recent - start) - SLOW_NOISE * np.maximum(spread, 0))
-    score[: n + SLOW - 1] = np.nan
+    score[: n + SLOW - 1] = np.nan  # the first steps would be compared with themselves
     one = Evidence("length_mean", "factor of the change beyond noise", step, length, score, *DRIFT)
     if not one.ready:
         return unmeasured("length_drift", series, n + SLOW, ["length_mean"], ALWAYS)
     at = one.shown()
-    said = (
+    reason = (
         f"completions were {np.exp(recent[at]):.3g} tokens long (median of {SLOW} steps up to step {step[at]}), "
         f"{np.exp(recent[at] - start):.2g} times the {np.exp(start):.3g} of the first {n} steps."
     )
-    return finding_of("length_drift", [one], said)
+    return finding_of("length_drift", [one], reason)
 
 
 def _noise(log: Float, recent: Float) -> Float:
     """Spread of single steps around the running median, over the last 100 steps there are [K]."""
-    found = np.full(log.size, np.nan)
+    spread = np.full(log.size, np.nan)
     off = np.abs(log - recent)
     least, most = REFERENCE
     for t in range(least - 1, log.size):
-        found[t] = max(NORMAL * float(np.median(off[max(SLOW - 1, t - most + 1) : t + 1])), MIN_SPREAD)
-    return found
+        spread[t] = max(NORMAL * float(np.median(off[max(SLOW - 1, t - most + 1) : t + 1])), MIN_SPREAD)
+    return spread

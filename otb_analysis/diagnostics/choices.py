@@ -1,4 +1,4 @@
-"""What can be trained with, how it compares, and what is advised: the records of `advice`."""
+"""Records of `advice`: what a run can train with, how it compares with the present choice, and what is advised."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,6 @@ class Advised:
     """One candidate beside the present choice.
 
     Attributes:
-        choice: The candidate.
         efficiency: Share of an update that points along ∇J, None where it is undefined.
         ratio: Efficiency over that of the present choice with its simultaneous interval, None where it is undefined.
     """
@@ -56,12 +55,8 @@ class Advice:
     """What to train with instead, if anything was shown to be better.
 
     Attributes:
-        present: What the run trains with.
         best: The most efficient of the candidates shown to be better, None where none was.
         candidates: All of them, most efficient first.
-        n_rollouts: Rollouts of one update, the same for all.
-        n_clusters: Prompts behind the intervals.
-        reason: One sentence.
     """
 
     present: Choice
@@ -82,8 +77,8 @@ class Advice:
         if len(self.sizes) < 2:
             whole = self.present.size
             return SIZES_UNKNOWN if whole >= 4 and whole % 2 == 0 else NOT_HALVED.format(whole)
-        *smaller, own = self.sizes
+        *smaller, whole = self.sizes
         return (
-            f"Groups of {', '.join(map(str, smaller))} and {own} were compared at the same {self.n_rollouts} rollouts, "
-            "smaller ones with more prompts."
+            f"Groups of {', '.join(map(str, smaller))} and {whole} were compared at the same {self.n_rollouts} "
+            "rollouts, smaller ones with more prompts."
         )

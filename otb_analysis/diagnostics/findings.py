@@ -41,25 +41,14 @@ class StepSeries:
                 )
 
     def recorded(self, *names: str) -> tuple[Int, list[Float]]:
-        """Return the steps that recorded all of some columns, and their values there.
-
-        Args:
-            names: Columns; one that is not there was recorded at no step.
-
-        Returns:
-            Steps [K] and one array [K] per name.
-        """
+        """Return the steps that recorded all of some columns, and their values there."""
         missing = np.full(len(self.step), np.nan)
         values = [np.asarray(self.columns.get(name, missing), dtype=float) for name in names]
         known = np.isfinite(values).all(axis=0) if values else np.zeros(len(self.step), bool)
         return np.asarray(self.step)[known], [x[known] for x in values]
 
     def until(self, step: int) -> "StepSeries":
-        """Return what was known when a step had been recorded, and nothing later.
-
-        Args:
-            step: A step number.
-        """
+        """Return the series up to a step: what was known at that time."""
         kept = np.asarray(self.step) <= step
         return StepSeries(np.asarray(self.step)[kept], {name: np.asarray(x)[kept] for name, x in self.columns.items()})
 
@@ -101,11 +90,7 @@ class Evidence:
         return "ok" if self.first(self.watch) is None else "watch"
 
     def first(self, threshold: float) -> int | None:
-        """Return the index of the first score at or above a threshold, None where there is none.
-
-        Args:
-            threshold: A score.
-        """
+        """Return the index of the first score at or above a threshold, None where there is none."""
         with np.errstate(invalid="ignore"):
             reached = np.flatnonzero(self.score >= threshold)
         return int(reached[0]) if reached.size else None
@@ -140,16 +125,12 @@ class Finding:
 
     @property
     def fired(self) -> bool:
-        """True when it ever called for a look."""
+        """True when it ever reached watch or alarm."""
         return self.watch_step is not None
 
 
 def deciding(evidence: Sequence[Evidence]) -> Evidence:
-    """Return the statistic that decides: the one of the worst level, among equals the one that got there first.
-
-    Args:
-        evidence: At least one that is ready.
-    """
+    """Return the statistic that decides: that of the worst level, and among equals the earliest."""
 
     def rank(one: Evidence) -> tuple[int, int]:
         return SEVERITY[one.level], int(one.step[one.shown()])
@@ -158,39 +139,29 @@ def deciding(evidence: Sequence[Evidence]) -> Evidence:
 
 
 def finding_of(detector: str, evidence: Sequence[Evidence], reason: str) -> Finding:
-    """Return the finding of some statistics of which at least one is ready.
-
-    Args:
-        detector: Name in `DETECTORS`.
-        evidence: The statistics.
-        reason: The sentence about the one that decides.
-    """
+    """Return the finding of some statistics of which at least one is ready."""
     ready = [one for one in evidence if one.ready]
     first = deciding(ready)
     ordered = (first, *(one for one in ready if one is not first))
 
     def earliest(threshold: Literal["watch", "alarm"]) -> int | None:
-        found = [(one, one.first(getattr(one, threshold))) for one in ready]
-        return min((int(one.step[at]) for one, at in found if at is not None), default=None)
+        firsts = [(one, one.first(getattr(one, threshold))) for one in ready]
+        return min((int(one.step[at]) for one, at in firsts if at is not None), default=None)
 
     return Finding(detector, first.level, reason, earliest("watch"), earliest("alarm"), ordered)
 
 
 def unmeasured(detector: str, series: StepSeries, needed: int, columns: Sequence[str], remedy: str) -> Finding:
-    """Return the finding of a detector that has nothing, or too little, to look at.
+    """Return the finding of a detector without enough recorded steps.
 
-    Args:
-        detector: Name in `DETECTORS`.
-        series: The run.
-        needed: Steps it needs.
-        columns: Columns it can look at; one is enough.
-        remedy: Which level or command measures them, as the end of a sentence.
+    `needed` steps of any one of the columns would be enough. `remedy` says what measures them; it ends a sentence.
     """
+    # One column is enough, so the remedy is about the one that was recorded most often.
     counts = {name: len(series.recorded(name)[0]) for name in columns}
     most = max(counts, key=lambda name: counts[name])
     if counts[most] == 0:
         return Finding(detector, "not measured", f"{' and '.join(columns)} never recorded; {remedy}.")
-    said = f"{most} was recorded at {counts[most]} steps, {needed} are needed"
+    counted = f"{most} was recorded at {counts[most]} steps, {needed} are needed"
     if counts[most] == len(series.step) < needed:
-        return Finding(detector, "too short", f"{said}; the run has {counts[most]}.")
-    return Finding(detector, "not measured", f"{said}; {remedy}.")
+        return Finding(detector, "too short", f"{counted}; the run has {counts[most]}.")
+    return Finding(detector, "not measured", f"{counted}; {remedy}.")

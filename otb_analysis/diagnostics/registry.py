@@ -21,9 +21,5 @@ DETECTORS: dict[str, Callable[[StepSeries], Finding]] = {
 
 
 def diagnose(series: StepSeries) -> list[Finding]:
-    """Return what every detector says, the worst first, in the order of `DETECTORS` among equals.
-
-    Args:
-        series: A run.
-    """
-    return sorted((detect(series) for detect in DETECTORS.values()), key=lambda found: SEVERITY[found.level])
+    """Return what every detector says, the worst first, in the order of `DETECTORS` among equals."""
+    return sorted((detect(series) for detect in DETECTORS.values()), key=lambda finding: SEVERITY[finding.level])

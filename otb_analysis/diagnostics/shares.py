@@ -14,7 +14,7 @@ NO_SIGNAL = (0.5, 0.8)
 """Groups of equal reward have no gradient under any group baseline: half of the batch wasted, then four fifths."""
 
 NEVER = (np.inf, np.inf)
-"""Of statistics that are shown and raise no level, however large."""
+"""Thresholds of statistics that are shown but never raise a level."""
 
 RISE = (0.65, 0.85)
 """Rise of the share of clipped steps over all steps before: from almost never to almost always."""
@@ -27,8 +27,8 @@ RATIO = (np.log(10.0), np.log(100.0))
 """Largest |log π/μ| of a step: one token that counts ten times, or a hundred times, as much as it was sampled for."""
 
 RATIO_CLIPPED = (0.2, 0.4)
-"""Share of tokens whose gradient a clip, truncation or mask changed. At drift .2 clipping moved the mean gradient by
-4 to 23 % (docs/enumeration.md); published settings clip a few per cent."""
+"""Share of tokens whose gradient a clip, truncation or mask changed. At drift .2 clips and truncations moved the mean
+gradient by 5 to 53 % (docs/catalogue.md); published settings clip a few per cent."""
 
 HEAVY = (1.0, 2.0)
 """Pareto-k of exact energies ‖s_t‖², twice that of the norms: from 1 on the variance of the gradient is infinite, from
@@ -36,26 +36,25 @@ HEAVY = (1.0, 2.0)
 either side of 1: an index of m tail values has a standard error of about (1 + k)/√m."""
 
 UNRELIABLE = 0.5
-"""From this Pareto-k on the standard error of a variance estimate is unreliable: said, and no alarm."""
+"""From this Pareto-k on the standard error of a variance estimate is unreliable: the reason says so, without alarm."""
 
 WINDOW, RATIO_WINDOW, TAIL_WINDOW = 20, 10, 10
 TAIL_LEAST = 5
 """Records of the tail index that a bound of their mean needs; they come at few steps."""
 
 CONFIDENCE = 0.999
-"""Of one-sided bounds, at every look: a series is looked at hundreds of times, and calm runs come close to levels."""
+"""Confidence of one-sided bounds: high, since a series is tested at every step and calm runs come close to levels."""
 
 
 def zero_variance_groups(series: StepSeries) -> Finding:
-    """How much of the batch teaches nothing, because all rewards within a group are equal?
+    """Does too much of the batch give no gradient, because all rewards within a group are equal?
 
     score = lower 99.9 % Clopper–Pearson bound of the share of such groups over the last 20 steps.
-
-    Args:
-        series: A run with `n_zero_variance_groups` and `n_prompts`; `reward_mean` says on which side they are.
+    Reads `n_zero_variance_groups` and `n_prompts`; `reward_mean` says on which side they are.
     """
     step, (equal, groups) = series.recorded("n_zero_variance_groups", "n_prompts")
     k, n = trailing(equal, WINDOW, np.sum), trailing(groups, WINDOW, np.sum)
+    # Clopper–Pearson's lower bound. For k = 0 it is 0 and has no beta law; half a group gives a bound near 0.
     score = special.betaincinv(np.maximum(k, 0.5), n - k + 1, 1 - CONFIDENCE)
     value = np.divide(equal, groups, out=np.full(equal.shape, np.nan), where=groups > 0)
     one = Evidence("n_zero_variance_groups", "lower bound of the share of groups", step, value, score, *NO_SIGNAL)
@@ -63,11 +62,11 @@ def zero_variance_groups(series: StepSeries) -> Finding:
         names = ["n_zero_variance_groups"]
         return unmeasured("zero_variance_groups", series, WINDOW, names, ALWAYS)
     at = one.shown()
-    said = (
+    reason = (
         f"{k[at]:.0f} of {n[at]:.0f} groups ({k[at] / n[at]:.0%}) had equal rewards in the {WINDOW} steps up to step "
         f"{step[at]}{_reward_there(series, int(step[at]))}."
     )
-    return finding_of("zero_variance_groups", [one], said)
+    return finding_of("zero_variance_groups", [one], reason)
 
 
 def _reward_there(series: StepSeries, step: int) -> str:
@@ -81,9 +80,7 @@ def clip_fraction(series: StepSeries) -> Finding:
     score = share of clipped steps among the last 20 − the share of all steps before them. A share that was high from
     the start is a choice of the maximal norm and no finding: it is shown, and the reason says what it means. So a run
     that clipped more than .35 of its steps before has no rise to be found.
-
-    Args:
-        series: A run with `clipped` (0 or 1 a step).
+    Reads `clipped` (0 or 1 a step).
     """
     step, (clipped,) = series.recorded("clipped")
     if clipped.size < 2 * WINDOW:
@@ -91,19 +88,20 @@ def clip_fraction(series: StepSeries) -> Finding:
     share = trailing(clipped, WINDOW, np.mean)
     before = np.full(clipped.size, np.nan)
     past = np.cumsum(clipped) / np.arange(1, clipped.size + 1)
+    # Steps of the window itself are not "before", and a window's worth of earlier steps is the least to compare with.
     before[2 * WINDOW - 1 :] = past[WINDOW - 1 : -WINDOW]
     rise = Evidence("clipped", "rise of that share over all steps before", step, clipped, share - before, *RISE)
     level = Evidence("clipped", "share of clipped steps", step, clipped, share, *NEVER)
     at = rise.shown()
-    said = f"{share[at]:.0%} of the {WINDOW} steps up to step {step[at]} were clipped, {before[at]:.0%} of all before"
+    reason = f"{share[at]:.0%} of the {WINDOW} steps up to step {step[at]} were clipped, {before[at]:.0%} of all before"
     if share[at] >= MOSTLY_CLIPPED:
-        said += "; the maximal norm, not the gradient, sets the length of most of these updates"
-    return _beside(finding_of("clip_fraction", [rise], f"{said}."), level)
+        reason += "; the maximal norm, not the gradient, sets the length of most of these updates"
+    return _beside(finding_of("clip_fraction", [rise], f"{reason}."), level)
 
 
-def _beside(found: Finding, *shown: Evidence) -> Finding:
+def _beside(finding: Finding, *shown: Evidence) -> Finding:
     """Add statistics to a finding that others decided."""
-    return replace(found, evidence=(*found.evidence, *(one for one in shown if one.ready)))
+    return replace(finding, evidence=(*finding.evidence, *(one for one in shown if one.ready)))
 
 
 def ratio_tails(series: StepSeries) -> Finding:
@@ -111,9 +109,7 @@ def ratio_tails(series: StepSeries) -> Finding:
 
     Two scores: the median over 5 steps of the largest |log π − log μ| of a step, and the mean over 10 steps of the
     share of tokens whose gradient a clip, truncation or mask changed.
-
-    Args:
-        series: A run with `mismatch_max` in nats or `ratio_clip_share`.
+    Reads `mismatch_max` in nats or `ratio_clip_share`.
     """
     worst_step, (worst,) = series.recorded("mismatch_max")
     clip_step, (clip,) = series.recorded("ratio_clip_share")
@@ -132,13 +128,13 @@ def ratio_tails(series: StepSeries) -> Finding:
     one = deciding(evidence)
     at = one.shown()
     if one.column == "mismatch_max":
-        said = (
+        reason = (
             f"the largest |log π/μ| of a step was {one.score[at]:.2g} nats (median of 5 steps up to step "
             f"{one.step[at]}): a ratio of up to {np.exp(min(one.score[at], 50.0)):.3g}."
         )
     else:
-        said = f"{one.score[at]:.0%} of tokens were clipped in the {RATIO_WINDOW} steps up to step {one.step[at]}."
-    return finding_of("ratio_tails", evidence, said)
+        reason = f"{one.score[at]:.0%} of tokens were clipped in the {RATIO_WINDOW} steps up to step {one.step[at]}."
+    return finding_of("ratio_tails", evidence, reason)
 
 
 def tail_index(series: StepSeries) -> Finding:
@@ -147,9 +143,7 @@ def tail_index(series: StepSeries) -> Finding:
     score = lower 99.9 % bound (Student's t) of the mean Pareto-k over the last 10 records of exact norms. The proxy
     ‖e_y − π‖² is at most 2, so its variance is finite whatever is fitted to it: its index is shown where it is known,
     and raises nothing.
-
-    Args:
-        series: A run with `exact_tail_k`; one with `energy_tail_k` alone is not measured.
+    Reads `exact_tail_k`; one with `energy_tail_k` alone is not measured.
     """
     step, (k,) = series.recorded("exact_tail_k")
     exact = Evidence("exact_tail_k", "lower bound of the mean Pareto-k", step, k, _mean_low(k), *HEAVY)
@@ -163,20 +157,20 @@ def tail_index(series: StepSeries) -> Finding:
         return _beside(unmeasured("tail_index", series, TAIL_LEAST, ["exact_tail_k"], remedy), shown)
     at = exact.shown()
     recent = k[max(0, at - TAIL_WINDOW + 1) : at + 1]
-    said = (
+    reason = (
         f"Pareto-k of exact norms was {recent.mean():.2f} on average over {recent.size} records up to step {step[at]}, "
         f"at least {exact.score[at]:.2f} with {CONFIDENCE:.1%} confidence"
     )
     if exact.level == "ok" and exact.score[at] >= UNRELIABLE:
-        said += f": below {HEAVY[0]:g} variances are finite, from ½ on their standard errors are unreliable"
-    return _beside(finding_of("tail_index", [exact], f"{said}."), shown)
+        reason += f": below {HEAVY[0]:g} variances are finite, from ½ on their standard errors are unreliable"
+    return _beside(finding_of("tail_index", [exact], f"{reason}."), shown)
 
 
 def _mean_low(x: Float) -> Float:
     """Lower bound of the mean of the last values, at every index from `TAIL_LEAST` on."""
-    found = np.full(x.size, np.nan)
+    low = np.full(x.size, np.nan)
     for t in range(TAIL_LEAST - 1, x.size):
         recent = x[max(0, t - TAIL_WINDOW + 1) : t + 1]
         error = recent.std(ddof=1) / np.sqrt(recent.size)
-        found[t] = recent.mean() - special.stdtrit(recent.size - 1, CONFIDENCE) * error
-    return found
+        low[t] = recent.mean() - special.stdtrit(recent.size - 1, CONFIDENCE) * error
+    return low

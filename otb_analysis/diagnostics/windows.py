@@ -15,17 +15,14 @@ NORMAL = 1.4826
 
 
 def trailing(x: Float, window: int, statistic: Callable[..., Float]) -> Float:
-    """Return a statistic of the last `window` values at every index; NaN before there are so many.
+    """Return a statistic of the last `window` values at every index [K]; NaN before there are so many.
 
-    Args:
-        x: Values [K].
-        window: Values it looks at.
-        statistic: Such as `np.median`: takes [..., window] and `axis`.
+    The statistic takes [..., window] and `axis`, such as `np.median`.
     """
-    found = np.full(x.size, np.nan)
+    values = np.full(x.size, np.nan)
     if x.size >= window:
-        found[window - 1 :] = statistic(sliding_window_view(x, window), axis=-1)
-    return found
+        values[window - 1 :] = statistic(sliding_window_view(x, window), axis=-1)
+    return values
 
 
 def usual(x: Float, gap: int, least: int, most: int) -> tuple[Float, Float]:
@@ -41,6 +38,7 @@ def usual(x: Float, gap: int, least: int, most: int) -> tuple[Float, Float]:
         most: Values it looks back at most.
     """
     centre, spread = np.full(x.size, np.nan), np.full(x.size, np.nan)
+    # The reference grows until it has its full length; from there on it slides, all indices at once.
     for t in range(gap + least - 1, min(gap + most - 1, x.size)):
         centre[t], spread[t] = robust(x[: t - gap + 1])
     full = gap + most - 1
@@ -50,11 +48,8 @@ def usual(x: Float, gap: int, least: int, most: int) -> tuple[Float, Float]:
 
 
 def robust(x: Float) -> tuple[Float, Float]:
-    """Return median and robust spread along the last axis.
-
-    Args:
-        x: Values [..., K].
-    """
+    """Return median and robust spread along the last axis."""
     centre = np.median(x, axis=-1)
+    # Medians of medians: a surge among the values hardly moves the spread it is held against.
     deviation = np.median(np.abs(x - centre[..., None]), axis=-1)
     return centre, np.maximum(NORMAL * deviation, MIN_SPREAD)

@@ -1,7 +1,7 @@
 """Tiny softmax policies enumerated exactly: the ground truth that every estimator and statistic is held against."""
 
 from otb_analysis.enumeration.derailment import Derailment
-from otb_analysis.enumeration.groups import group_gradients, group_moments, group_regret
+from otb_analysis.enumeration.groups import group_gradients, group_moments
 from otb_analysis.enumeration.moments import GroupMoments, sampled_moments, weighted_moments
 from otb_analysis.enumeration.population import (
     gap_closed,
@@ -22,7 +22,6 @@ __all__ = [
     "gap_closed",
     "group_gradients",
     "group_moments",
-    "group_regret",
     "population_baseline",
     "population_moments",
     "position_optimum",

@@ -40,7 +40,7 @@ along ∇J; the last column is where the ranking against `rloo` crosses as P gro
 start; ∞, never. A small V with a small c is a short step, not a quiet one. Here a batch is one prompt, so the batch
 means equal the group's and `james_stein` is `rloo`; the policy samples for itself, so `opob` is `classic_optimal`; a
 turn is two tokens, and the critic of `value` and `tvm` is exact. What random policies say about the theory is in
-[enumeration.md](enumeration.md).
+[study 01](../studies/01_enumeration/README.md).
 """
 
 
@@ -96,11 +96,7 @@ def weights_and_rewards() -> str:
 
 
 def main(path: Path = Path("docs/catalogue.md")) -> None:
-    """Write the page.
-
-    Args:
-        path: Where to.
-    """
+    """Write the page."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(catalogue(), encoding="utf-8")
 
@@ -157,9 +153,11 @@ def _bias_table(figures: dict[str, Bias]) -> str:
     head = ("estimator", "bias", "c", "V", "SF", "efficiency, P = 1", "P = 1000", "`rloo` ahead above P")
     rows = []
     for name, b in figures.items():
-        own = "" if ESTIMATORS[name].target == "∇J" else f" ({number(b.target_bias)})"
+        against_target = "" if ESTIMATORS[name].target == "∇J" else f" ({number(b.target_bias)})"
         numbers = (b.projection, b.variance, b.sf, *b.efficiency)
-        rows.append((f"`{name}`", number(b.relative_bias) + own, *map(number, numbers), _prompts(b.crossing)))
+        rows.append(
+            (f"`{name}`", number(b.relative_bias) + against_target, *map(number, numbers), _prompts(b.crossing))
+        )
     return table(head, rows)
 
 

@@ -32,7 +32,6 @@ class Law:
     """The law of one prompt's group gradients under RLOO (row 0) and another estimator (row 1).
 
     Attributes:
-        name: In words.
         draw: (generator, n) → group gradients of n prompts [2, n, D].
         moments: Exact moments, both rows in one array [2].
     """
@@ -74,12 +73,6 @@ def enumerated(seed: int, n_prompts: int = 4, size: int = 4, names: Sequence[str
     A prompt is one of a few policies with shared parameters and three tokens; every multiset of completions is an
     outcome with its exact probability, so that groups with equal rewards (gradient 0) are as frequent as they really
     are.
-
-    Args:
-        seed: Seed of the policies.
-        n_prompts: Policies in the population, equally likely.
-        size: Rollouts per group.
-        names: The estimators, `rloo` first.
     """
     rng = np.random.default_rng(seed)
     gradients, probabilities = [], []
@@ -91,12 +84,9 @@ def enumerated(seed: int, n_prompts: int = 4, size: int = 4, names: Sequence[str
     g, p = np.concatenate(gradients, axis=1), np.concatenate(probabilities)
     cumulative = np.cumsum(p / p.sum())
     cumulative[-1] = 1.0  # rounding must not leave a gap at the end
+    # Exact over outcomes; sampling a group is then one draw from the cumulative probabilities.
     mean, power = np.einsum("o,mod->md", p, g), np.einsum("o,mod->m", p, g**2)
-    law = Law(
-        "",
-        lambda rng, n: g[:, np.searchsorted(cumulative, rng.random(n), side="right")],
-        _moments(mean, power),
-    )
+    law = Law("", lambda rng, n: g[:, np.searchsorted(cumulative, rng.random(n), side="right")], _moments(mean, power))
     return Law(f"enumerated policies, noise scale {law.noise_scale:.0f} prompts", law.draw, law.moments)
 
 
@@ -108,7 +98,6 @@ def scaled_normal(
     The other estimator shares most of RLOO's noise and shrinks the gradient to .56 of it.
 
     Args:
-        name: In words.
         scale: (generator, n) → size of each prompt's noise [n].
         mean_square: Its exact mean square.
     """
@@ -116,8 +105,8 @@ def scaled_normal(
 
     def draw(rng: np.random.Generator, n: int) -> Float:
         size = scale(rng, n)[:, None]
-        shared, own = size * rng.normal(size=(n, dim)), size * rng.normal(size=(n, dim))
-        return np.stack([gradient + shared, 0.56 * (gradient + shared) + 0.35 * own])
+        shared, separate = size * rng.normal(size=(n, dim)), size * rng.normal(size=(n, dim))
+        return np.stack([gradient + shared, 0.56 * (gradient + shared) + 0.35 * separate])
 
     mean = np.stack([gradient, 0.56 * gradient])
     noise = dim * mean_square * np.array([1, 0.56**2 + 0.35**2])
@@ -138,9 +127,7 @@ LAWS: dict[str, Callable[[], Law]] = {
         "log-normal power, variance 6 mean²", lambda rng, n: np.exp(rng.normal(0, 0.7, n)), np.exp(0.98)
     ),
     "student": lambda: scaled_normal(
-        "power with infinite variance (tail index .5)",
-        lambda rng, n: 2 / np.sqrt(rng.chisquare(4, n)),
-        2.0,
+        "power with infinite variance (tail index .5)", lambda rng, n: 2 / np.sqrt(rng.chisquare(4, n)), 2.0
     ),
     "extreme": lambda: scaled_normal(
         "log-normal power, variance 54 mean²", lambda rng, n: np.exp(rng.normal(0, 1, n)), np.exp(2.0)
@@ -160,30 +147,19 @@ ROWS: tuple[tuple[str, Design], ...] = (
 def measure(
     law: Law, design: Design, repetitions: int = REPETITIONS, seed: int = 0, known: Proved = NOTHING
 ) -> dict[str, Coverage]:
-    """Repeat a measurement and count how often each interval contains the truth.
-
-    Args:
-        law: What is drawn from.
-        design: How much is drawn each time.
-        repetitions: How often.
-        seed: Seed of the draws.
-        known: What is proved of the two estimators.
-
-    Returns:
-        Coverage by name in `QUANTITIES`.
-    """
+    """Repeat a measurement and count how often each interval contains the truth."""
     rng = np.random.default_rng(seed)
     truth = _truth(law, design.prompts)
-    covered, given = np.zeros(len(QUANTITIES)), np.zeros(len(QUANTITIES))
+    n_covered, n_given = np.zeros(len(QUANTITIES)), np.zeros(len(QUANTITIES))
     for _ in range(repetitions):
         steps = [_gram(law.draw(rng, design.prompts)) for _ in range(design.steps)]
-        for index, found in enumerate(_intervals(steps, known)):
-            if found is not None and found.low is not None and found.high is not None:
-                given[index] += 1
-                covered[index] += found.low <= truth[index] <= found.high
+        for index, interval in enumerate(_intervals(steps, known)):
+            if interval is not None and interval.low is not None and interval.high is not None:
+                n_given[index] += 1
+                n_covered[index] += interval.low <= truth[index] <= interval.high
     return {
         name: Coverage(float(c / n) if n else 0.0, float(n / repetitions))
-        for name, c, n in zip(QUANTITIES, covered, given, strict=True)
+        for name, c, n in zip(QUANTITIES, n_covered, n_given, strict=True)
     }
 
 
@@ -213,19 +189,11 @@ def _truth(law: Law, prompts: int) -> list[float]:
 
 
 def row_text(index: int, repetitions: int = REPETITIONS) -> str:
-    """Run one row of the table and format it.
-
-    Args:
-        index: Position in `ROWS`.
-        repetitions: How often.
-
-    Returns:
-        A Markdown table row.
-    """
+    """Run one row of the table and format it."""
     name, design = ROWS[index]
     law = LAWS[name]()
-    found = measure(law, design, repetitions, seed=index)
-    cells = [_cell(found[quantity]) for quantity in QUANTITIES]
+    coverage = measure(law, design, repetitions, seed=index)
+    cells = [_cell(coverage[quantity]) for quantity in QUANTITIES]
     size = f"{design.prompts}" if design.steps == 1 else f"{design.steps} × {design.prompts}"
     return f"| {law.name} | {size} | {' | '.join(cells)} |"
 
@@ -238,13 +206,14 @@ def _cell(coverage: Coverage) -> str:
     return text if coverage.given > 0.995 else f"{text} ({100 * coverage.given:.0f})"
 
 
-INTRODUCTION = """# Coverage of the intervals
+STDERR, FLOOR = 100 * np.sqrt(0.95 * 0.05 / REPETITIONS), 100 * NOMINAL_FLOOR
+INTRODUCTION = f"""# Coverage of the intervals
 
-Nominal 95 %, measured where the truth is known exactly; {repetitions} repetitions a row, so a standard error of
-{stderr:.1f} points. Written by `python -m otb_analysis.enumeration.coverage > docs/coverage.md`.
+Nominal 95 %, measured where the truth is known exactly; {REPETITIONS:,} repetitions a row, so a standard error of
+{STDERR:.1f} points. Written by `python -m otb_analysis.enumeration.coverage > docs/coverage.md`.
 
 Columns: batch variance, projection c, SF and efficiency of one estimator, and its ratios to RLOO on the same rollouts.
-Each cell is the percentage of intervals that contain the truth; below {floor:.0f} % it is bold. In parentheses, where
+Each cell is the percentage of intervals that contain the truth; below {FLOOR:.0f} % it is bold. In parentheses, where
 it is not all, the percentage of repetitions in which an interval was given: none is where leaving out a single prompt
 makes the estimate of ‖∇J‖² non-positive or takes the efficiency to 1. "Prompts" is prompts, or steps × prompts. In
 `enumerated` rows the estimator is `otb` with exact energies on softmax policies whose every group is enumerated; in the
@@ -258,24 +227,14 @@ powers warns of it in heavy tails; in the noisy enumerated law nothing in the sa
 there have gradient 0 and most others the same ratio. Steps of two prompts give conservative intervals wherever pairs of
 different prompts are needed.
 
-| law | prompts | {quantities} |
-|---|---|{rules}
+| law | prompts | {" | ".join(QUANTITIES)} |
+|---|---|{"---|" * len(QUANTITIES)}
 """
 
 
 def main() -> None:
     """Print the whole table as Markdown."""
-    stderr = 100 * np.sqrt(0.95 * 0.05 / REPETITIONS)
-    print(
-        INTRODUCTION.format(
-            repetitions=f"{REPETITIONS:,}",
-            stderr=stderr,
-            floor=100 * NOMINAL_FLOOR,
-            quantities=" | ".join(QUANTITIES),
-            rules="---|" * len(QUANTITIES),
-        ),
-        end="",
-    )
+    print(INTRODUCTION, end="")
     for index in range(len(ROWS)):
         print(row_text(index), flush=True)
 

@@ -18,14 +18,7 @@ ON, OFF = 0, 1
 
 @dataclass(frozen=True)
 class Derailment:
-    """The process and its exact population quantities.
-
-    Attributes:
-        horizon: T.
-        mistake: m, probability of leaving *on* at each token; .7/64 gives J ≈ .50.
-        recovery: r.
-        pay: q.
-    """
+    """The process with m = `mistake` (.7/64 gives J ≈ .50), r = `recovery` and q = `pay`; all but samples is exact."""
 
     horizon: int = 64
     mistake: float = 0.7 / 64
@@ -98,20 +91,17 @@ class Derailment:
         out = np.zeros((self.horizon, 2))
         carried = np.zeros(2)
         for t in range(self.horizon):
+            # Energy adds up along the way and moves on with the state.
             gained = self.occupancy[t][:, None] * self.policy * self.energy
             carried = carried @ self.step + np.array([gained[self.follows == s].sum() for s in (ON, OFF)])
             out[t] = carried
         return out
 
     def baseline(self, name: str) -> Float:
-        """Return a population baseline as a function of position and state.
+        """Return a population baseline B [T, 2] as a function of position and state.
 
-        Args:
-            name: none, group_mean, value, sequence_optimal, otb, token_optimal or prefix (the best function of the
-                prefix, E[w_t R | state]/E[w_t | state]).
-
-        Returns:
-            B [T, 2].
+        Names: none, group_mean, value, sequence_optimal, otb, token_optimal and prefix, the best function of the
+        prefix, E[w_t R | state]/E[w_t | state].
         """
         weighted = self.policy * self.energy
         alone = (weighted * self.reward_after).sum(axis=2)  # E[w_t R | state before t]
@@ -135,25 +125,15 @@ class Derailment:
         """Return the exact variance of one rollout's gradient.
 
         Σ_t E[w_t (R − B_t)²] − ‖∇J‖², positions being orthogonal; R² = R.
-
-        Args:
-            baseline: B [T, 2].
         """
         b = baseline[:, :, None]
+        # E[(R − B)² | state, token] with R² = R, rewards being 0 or 1.
         squared = self.reward_after * (1 - 2 * b) + b**2
         weight = self.occupancy[:, :, None] * self.policy * self.energy
         return float((weight * squared).sum() - self.gradient @ self.gradient)
 
     def sample(self, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, Float]:
-        """Draw rollouts.
-
-        Args:
-            n: How many.
-            rng: Source of randomness.
-
-        Returns:
-            State before each token [n, T], tokens [n, T], rewards [n].
-        """
+        """Draw n rollouts: state before each token [n, T], tokens [n, T], rewards [n]."""
         cumulative = np.cumsum(self.policy, axis=1)
         state = np.zeros((n, self.horizon), np.int64)
         token = np.zeros((n, self.horizon), np.int64)
@@ -166,32 +146,19 @@ class Derailment:
         return state, token, ((now == ON) & (rng.random(n) < self.pay)).astype(np.float64)
 
     def inputs(self, state: np.ndarray, token: np.ndarray, reward: Float, n: int) -> EstimatorInputs:
-        """Return estimator inputs for sampled rollouts in groups of n.
-
-        Args:
-            state: State before each token [N, T].
-            token: Tokens [N, T].
-            reward: Terminal rewards [N].
-            n: Rollouts per group.
-        """
+        """Return estimator inputs for sampled rollouts in groups of n."""
         paid = np.zeros(state.shape)
         paid[:, -1] = reward
         group = np.arange(len(reward)) // n
         return EstimatorInputs(paid, np.ones(state.shape, bool), group, energy=self.energy[state, token])
 
     def group_gradients(self, state: np.ndarray, token: np.ndarray, advantage: Float, n: int) -> Float:
-        """Return ḡ of each group of n consecutive rollouts, [N/n, T·2·4].
-
-        Args:
-            state: State before each token [N, T].
-            token: Tokens [N, T].
-            advantage: A [N, T].
-            n: Rollouts per group.
-        """
+        """Return ḡ of each group of n consecutive rollouts, [N/n, T·2·4]."""
         groups = len(state) // n
         scaled = advantage[:, :, None] * self.score[state, token] / n
         out = np.zeros((groups, self.horizon, 2, 4))
         for s in (ON, OFF):
+            # Each state has parameters of its own, so a score goes into the slot of its state only.
             part = np.where((state == s)[:, :, None], scaled, 0.0)
             out[:, :, s] = part.reshape(groups, n, self.horizon, 4).sum(axis=1)
         return out.reshape(groups, -1)

@@ -25,16 +25,13 @@ LONGEST = 1e4
 def moved_logprob(tree: Tree, move: Float) -> Float:
     """Return log π_{θ+δ}(y_t|h_t) of every completion [M, T], zero outside the mask; exact, whatever the length of δ.
 
-    Args:
-        tree: The policy at θ.
-        move: δ [D].
-
     Raises:
         InputError: δ has another number of entries than the policy has parameters.
     """
     if move.shape != tree.score.shape[2:]:
         raise InputError(f"move has shape {move.shape} but scores have {tree.score.shape}; pass one entry a parameter.")
     tilted = tree.logprob + tree.score @ move
+    # The normaliser sums over tokens of a prefix; completions repeat a (prefix, token) pair, so take each pair once.
     pairs = tree.prefix[tree.mask] * (tree.token.max() + 1) + tree.token[tree.mask]
     first = np.unique(pairs, return_index=True)[1]
     total = np.full(tree.prefix.max() + 1, -np.inf)
@@ -43,11 +40,7 @@ def moved_logprob(tree: Tree, move: Float) -> Float:
 
 
 def divergence(tree: Tree) -> float:
-    """Return KL(μ‖π) of a whole completion in nats, μ the policy that samples: 0 on-policy.
-
-    Args:
-        tree: The policy, with the one that samples.
-    """
+    """Return KL(μ‖π) of a whole completion in nats, μ the policy that samples: 0 on-policy."""
     return float(tree.expect((tree.behavior_logprob - tree.logprob).sum(axis=1)))
 
 
@@ -55,7 +48,6 @@ def sampled_at(tree: Tree, direction: Float, distance: float) -> Tree:
     """Return the policy with a sampler at θ + α·direction, α > 0 such that KL(μ‖π) is a given number.
 
     Args:
-        tree: The policy.
         direction: −∇J for a sampler that the policy has improved on [D].
         distance: KL(μ‖π) of a whole completion in nats.
 
@@ -68,28 +60,19 @@ def sampled_at(tree: Tree, direction: Float, distance: float) -> Tree:
     def at(length: float) -> Tree:
         return replace(tree, behavior_logprob=moved_logprob(tree, length * direction))
 
-    far = 1.0
+    far = 1.0  # doubled until the root is bracketed
     while divergence(at(far)) < distance:
         far *= 2.0
     return at(cast(float, brentq(lambda length: divergence(at(length)) - distance, 0.0, far, xtol=1e-12)))
 
 
 def farthest(tree: Tree, direction: Float) -> float:
-    """Return KL(μ‖π) of the sampler at the end of a direction: a bound where it ends in one completion.
-
-    Args:
-        tree: The policy.
-        direction: Any [D].
-    """
+    """Return KL(μ‖π) of the sampler at the end of a direction: a bound where it ends in one completion."""
     return divergence(replace(tree, behavior_logprob=moved_logprob(tree, LONGEST * direction)))
 
 
 def effective_share(tree: Tree) -> float:
-    """Return ESS/N of the sequence ratios with infinitely many rollouts: 1/E_μ[(Π_t ρ_t)²], 1 on-policy.
-
-    Args:
-        tree: The policy, with the one that samples.
-    """
+    """Return ESS/N of the sequence ratios with infinitely many rollouts: 1/E_μ[(Π_t ρ_t)²], 1 on-policy."""
     policy, behavior = tree.logprob.sum(axis=1), tree.behavior_logprob.sum(axis=1)
     total = cast(float, logsumexp(2 * policy - behavior))  # E_μ[(π/μ)²] = Σ π²/μ, which may be too large a number
     return float(np.exp(-total))
@@ -99,10 +82,6 @@ def case_moments(tree: Tree, case: Case) -> GroupMoments:
     """Return the exact moments of one rollout's gradient Σ_t c_t s_t, c the ratio's coefficients for A = G − J.
 
     The baseline J is the limit of every plain mean on-policy. `efficiency(P)` of the answer is that of P rollouts.
-
-    Args:
-        tree: The policy, with the one that samples.
-        case: The ratio.
     """
     coefficient = case.ratio(tree).coefficient(np.where(tree.mask, tree.returns - tree.objective, 0.0))
     single = np.einsum("mt,mtd->md", coefficient, tree.score)

@@ -50,12 +50,7 @@ COMPARED = (
 
 
 def population_row(setting: str, seed: int) -> dict[str, Any]:
-    """Return what facts 1, 2 and 5 say of one policy.
-
-    Args:
-        setting: A key of `SETTINGS`.
-        seed: Seed of the policy.
-    """
+    """Return what facts 1, 2 and 5 say of one policy."""
     tree, rng = random_tree(SETTINGS[setting], np.random.default_rng(seed)), np.random.default_rng([seed, 1])
     best, mean, value, prefix = (
         population_moments(tree, b).variance
@@ -77,17 +72,12 @@ def population_row(setting: str, seed: int) -> dict[str, Any]:
 
 
 def group_row(setting: str, seed: int) -> dict[str, Any]:
-    """Return what facts 3 and 4 say of one policy in groups of four.
-
-    Args:
-        setting: A key of `GROUPS`.
-        seed: Seed of the policy.
-    """
+    """Return what facts 3 and 4 say of one policy in groups of four."""
     tree = random_tree(GROUPS[setting], np.random.default_rng(seed))
-    found = {name: group_moments(name, tree, GROUP_SIZE) for name in COMPARED}
+    moments = {name: group_moments(name, tree, GROUP_SIZE) for name in COMPARED}
     tails = [group_moments("otb_loo", tree, GROUP_SIZE, TailOptions(tail=tail)) for tail in ("group", "zero")]
-    unbiased = [found[name] for name in COMPARED if name in ("none", "rloo") or name.endswith("_loo")] + tails[:1]
-    reference, mean = found["rloo"], found["group_mean"]
+    unbiased = [moments[name] for name in COMPARED if name in ("none", "rloo") or name.endswith("_loo")] + tails[:1]
+    reference, mean = moments["rloo"], moments["group_mean"]
     best = population_moments(tree, position_optimum(tree)).variance
     return {
         "setting": setting,
@@ -97,15 +87,15 @@ def group_row(setting: str, seed: int) -> dict[str, Any]:
         "zero_tail_bias": tails[1].relative_bias,
         "mean_length_error": abs(mean.projection - (1 - 1 / GROUP_SIZE)),
         "mean_sideways": sideways(mean),
-        "otb_sideways": sideways(found["otb"]),
+        "otb_sideways": sideways(moments["otb"]),
         "self_inclusion_error": self_inclusion_error(tree, GROUP_SIZE),
-        **_measures(found, reference, best),
+        **_measures(moments, reference, best),
     }
 
 
-def _measures(found: Mapping[str, GroupMoments], reference: GroupMoments, best: float) -> dict[str, float]:
+def _measures(moments: Mapping[str, GroupMoments], reference: GroupMoments, best: float) -> dict[str, float]:
     rows = {}
-    for name, m in found.items():
+    for name, m in moments.items():
         rows[f"v {name}"], rows[f"sf {name}"] = m.variance / reference.variance, m.sf / reference.sf
         rows[f"e1 {name}"], rows[f"e1000 {name}"] = (m.efficiency(p) / reference.efficiency(p) for p in (1, 1000))
         rows[f"nsf {name}"] = GROUP_SIZE * m.sf / best
@@ -113,22 +103,13 @@ def _measures(found: Mapping[str, GroupMoments], reference: GroupMoments, best: 
 
 
 def ratio_row(setting: str, seed: int) -> dict[str, Any]:
-    """Return how far a baseline moves the mean under each ratio on one pair of policies.
-
-    Args:
-        setting: A key of `SETTINGS`.
-        seed: Seed of the policy.
-    """
+    """Return how far a baseline moves the mean under each ratio on one pair of policies."""
     tree = drifted(SETTINGS[setting], seed)
     return {"setting": setting, "policy": seed, **{label: mean_shift(tree, case) for label, case in CASES.items()}}
 
 
 def prompt_row(seed: int) -> dict[str, Any]:
-    """Return how the variance of two prompts' mean gradient splits, on two policies as prompts, groups of two.
-
-    Args:
-        seed: Seed of the pair.
-    """
+    """Return how the variance of two prompts' mean gradient splits, on two policies as prompts, groups of two."""
     trees = [random_tree(GROUP, np.random.default_rng(2 * seed + k)) for k in (0, 1)]
     within, between = prompt_parts("rloo", trees, 2)
     whole, plain = two_prompt_variance("rloo", trees, 2), prompt_parts("none", trees, 2)[1]
@@ -142,11 +123,7 @@ def prompt_row(seed: int) -> dict[str, Any]:
 
 
 def size_row(seed: int) -> dict[str, Any]:
-    """Return `otb` in groups of 4 over the group mean in groups of 32 on one policy, every group enumerated.
-
-    Args:
-        seed: Seed of the policy.
-    """
+    """Return `otb` in groups of 4 over the group mean in groups of 32 on one policy, every group enumerated."""
     tree = random_tree(LONG_GROUPS, np.random.default_rng(seed))
     small, large = group_moments("otb", tree, SMALL), group_moments("group_mean", tree, LARGE)
     return {

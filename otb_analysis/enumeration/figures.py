@@ -1,24 +1,16 @@
 """Figures of the enumerated policies: bias and noise of every entry, and what random policies say about each fact."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from otb_analysis.enumeration.derailment import Derailment
-from otb_analysis.enumeration.groups import dispersion_ratio, group_moments
+from otb_analysis.enumeration.groups import group_moments
 from otb_analysis.enumeration.moments import GroupMoments, sampled_moments
 from otb_analysis.enumeration.off_policy import CASES, drifted, mean_error, mean_shift, touched
-from otb_analysis.enumeration.population import (
-    gap_closed,
-    population_baseline,
-    population_moments,
-    position_optimum,
-    prefix_optimum,
-    values,
-)
 from otb_analysis.enumeration.trees import TreeSpec, random_tree
-from otb_analysis.estimators import ESTIMATORS, TailOptions, estimate
+from otb_analysis.estimators import ESTIMATORS, estimate
 from otb_analysis.statistics.moments import measures
 from otb_analysis.types import Float
 
@@ -63,9 +55,7 @@ class Bias:
     """Medians over random policies of one entry's exact group moments.
 
     Attributes:
-        relative_bias: ‖m − ∇J‖/‖∇J‖.
         target_bias: The same against the entry's own target.
-        projection: ⟨m, ∇J⟩/‖∇J‖².
         variance: V relative to `rloo`.
         sf: V/c² relative to `rloo`.
         efficiency: Efficiency of one prompt and of 1000.
@@ -89,6 +79,7 @@ def bias_figures() -> dict[str, Bias]:
     for name in ESTIMATORS:
         moments = [group_moments(name, tree, GROUP_SIZE) for tree in trees]
         pairs = list(zip(moments, reference, strict=True))
+        # `grpo` divides by the standard deviation of rewards of 0 or 1, so its target is the gradient over that.
         scale = [(tree.objective * (1 - tree.objective)) ** -0.5 if name == "grpo" else 1.0 for tree in trees]
         out[name] = Bias(
             relative_bias=_median([m.relative_bias for m in moments]),
@@ -99,28 +90,6 @@ def bias_figures() -> dict[str, Bias]:
             efficiency=(_median([m.efficiency(1) for m in moments]), _median([m.efficiency(1000) for m in moments])),
             crossing=_median([float(measures.crossing(m.measured(r))) for m, r in pairs]),
         )
-    return out
-
-
-def gap_figures() -> dict[str, dict[str, Float]]:
-    """Return, per kind of policy, the share of the gap from the mean to B* that each baseline closes, policy by policy.
-
-    Also the gap itself as a share of the mean's variance, and the variance of V(h) and of the best function of the
-    prefix relative to B*'s.
-
-    Returns:
-        Setting → row → one value per policy.
-    """
-    out = {}
-    for setting, spec in SETTINGS.items():
-        trees = [random_tree(spec, np.random.default_rng(seed)) for seed in range(POLICIES)]
-        best = np.array([population_moments(t, position_optimum(t)).variance for t in trees])
-        mean = np.array([population_moments(t, population_baseline("group_mean", t)).variance for t in trees])
-        row = {f"`{n}`, {source}": np.array([gap_closed(n, t, source) for t in trees]) for n, source in CLOSERS}
-        row["gap"] = 1 - best / mean
-        for label, function in (("V(h)", values), ("best of prefix", prefix_optimum)):
-            row[f"{label} / B*"] = np.array([population_moments(t, function(t)).variance for t in trees]) / best
-        out[setting] = row
     return out
 
 
@@ -154,39 +123,6 @@ def shift_figures() -> dict[str, dict[str, Shift]]:
             for label, case in CASES.items()
         }
     return out
-
-
-def group_figures() -> dict[str, Float]:
-    """Return what groups of 4 do on the policies of the bias table, policy by policy.
-
-    Rows: bias of `otb_loo` with tail `zero`, `otb_loo`'s variance over `rloo`'s, and the dispersion of single rollouts
-    inside a group over N times the group's variance.
-    """
-    trees, level = (
-        [random_tree(spec, np.random.default_rng(seed)) for seed in range(GROUP_POLICIES)]
-        for spec in (GROUP, replace(GROUP, end_token=False))
-    )
-    zero = TailOptions(tail="zero")
-    out = {
-        "bias of `otb_loo` with tail `zero`": [
-            group_moments("otb_loo", t, GROUP_SIZE, zero).relative_bias for t in trees
-        ]
-    }
-    out["the same in groups of 2"] = [group_moments("otb_loo", t, 2, zero).relative_bias for t in trees]
-    for label, kind in (("ragged", trees), ("equal lengths", level)):
-        pairs = [[group_moments(n, t, GROUP_SIZE).variance for n in ("otb_loo", "rloo")] for t in kind]
-        out[f"V of `otb_loo` / `rloo`, {label}"] = [own / reference for own, reference in pairs]
-    for name in ("otb", "otb_loo"):
-        out[f"dispersion within a group / N·V, `{name}`"] = [dispersion_ratio(name, t, GROUP_SIZE) for t in trees]
-    return {name: np.array(found) for name, found in out.items()}
-
-
-def derailment_figures() -> dict[str, float]:
-    """Return the exact population variance of each baseline on the derailment process, relative to B*."""
-    process = Derailment()
-    best = process.variance(process.baseline("token_optimal"))
-    names = ("none", "group_mean", "value", "sequence_optimal", "otb", "token_optimal", "prefix")
-    return {name: process.variance(process.baseline(name)) / best for name in names}
 
 
 def derailment_samples(
@@ -223,6 +159,7 @@ def derailment_samples(
 
 
 def _sf_pseudo_values(variance: Float, projection: list[float]) -> Float:
+    # The ratio of means without each chunk; a mean of ratios would be biased.
     k, c = len(variance), np.array(projection)
     without = [(x.sum() - x) / (k - 1) for x in (variance, c)]
     return k * variance.mean() / c.mean() ** 2 - (k - 1) * without[0] / without[1] ** 2

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from otb_analysis.enumeration.moments import GroupMoments, weighted_moments
-from otb_analysis.enumeration.population import population_moments, position_optimum, values
+from otb_analysis.enumeration.population import position_optimum, values
 from otb_analysis.enumeration.trees import Tree
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, estimate
@@ -19,16 +19,9 @@ MOST_GROUPS = 200_000
 
 
 def multisets(tree: Tree, n: int) -> tuple[Int, Float]:
-    """Return every group of n rollouts up to order, with its probability.
+    """Return every group of n rollouts up to order [K, N], with its probability [K].
 
     P = N!/Π_k c_k! · Π_k p_k^{c_k}: no estimator depends on the order of a group.
-
-    Args:
-        tree: The policy.
-        n: N rollouts per group.
-
-    Returns:
-        Completions of each group [K, N] and probabilities [K].
 
     Raises:
         InputError: There are too many groups to enumerate.
@@ -47,21 +40,11 @@ def multisets(tree: Tree, n: int) -> tuple[Int, Float]:
 
 
 def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, source: str = "exact") -> Float:
-    """Return ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t} of each group; off-policy each score carries its token's ratio.
-
-    Args:
-        name: A key of `ESTIMATORS`; a batch-coupled one sees each group as a batch of its own.
-        tree: The policy.
-        members: Completions of each group [K, N].
-        options: Options of the estimator.
-        source: `exact` or `proxy` energies.
-
-    Returns:
-        Gradients [K, D].
-    """
+    """Return ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t} of each group; off-policy each score carries its token's ratio."""
     k, n = members.shape
     advantage = _advantage(name, tree, members, options, source) * tree.ratio[members.reshape(-1)]
     t = tree.mask.shape[1]
+    # Gradients are linear in the scores: one sparse matrix of advantages times the scores of all completions.
     column = (members.reshape(k, n, 1) * t + np.arange(t)).reshape(-1)
     coefficient = csr_array(
         (advantage.reshape(-1) / n, column, np.arange(k + 1) * (n * t)), shape=(k, len(tree.prob) * t)
@@ -70,58 +53,9 @@ def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, so
 
 
 def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: str = "exact") -> GroupMoments:
-    """Return the exact moments of an estimator's group gradient.
-
-    Args:
-        name: A key of `ESTIMATORS`.
-        tree: The policy.
-        n: N rollouts per group.
-        options: Options of the estimator.
-        source: `exact` or `proxy` energies.
-    """
+    """Return the exact moments of an estimator's group gradient."""
     members, prob = multisets(tree, n)
     return weighted_moments(group_gradients(name, tree, members, options, source), prob, tree.gradient, n)
-
-
-def group_regret(name: str, tree: Tree, n: int, options: Any = None, source: str = "exact") -> float:
-    """Return what an estimator's groups of N cost in variance above the best constant per position.
-
-    N·V(ḡ) − Var(B*): zero for `position_optimal`, whose rollouts are independent. A biased estimator can go below
-    zero by shrinking; read it beside the projection.
-
-    Args:
-        name: A key of `ESTIMATORS`.
-        tree: The policy.
-        n: N rollouts per group.
-        options: Options of the estimator.
-        source: `exact` or `proxy` energies.
-    """
-    return (
-        group_moments(name, tree, n, options, source).n_variance
-        - population_moments(tree, position_optimum(tree)).variance
-    )
-
-
-def dispersion_ratio(name: str, tree: Tree, n: int) -> float:
-    """Return the dispersion of single rollouts inside a group over N times the group's variance.
-
-    E[(1/(N−1)) Σ_i ‖ĝ_i − ḡ‖²] / (N·V(ḡ)): 1 for rollouts whose baseline does not depend on the group, and not 1 where
-    a baseline couples them. Take the variance from groups, never from the rollouts of one.
-
-    Args:
-        name: A key of `ESTIMATORS`.
-        tree: The policy.
-        n: N rollouts per group, at least 2.
-    """
-    members, prob = multisets(tree, n)
-    factor = (_advantage(name, tree, members, None, "exact") * tree.ratio[members.reshape(-1)]).reshape(
-        *members.shape, -1
-    )
-    single = np.einsum("knt,kntd->knd", factor, tree.score[members])
-    power = prob @ (single**2).sum(axis=(1, 2)) / n
-    group = weighted_moments(single.mean(axis=1), prob, tree.gradient, n)
-    within = n / (n - 1) * (power - group.variance - group.mean @ group.mean)
-    return float(within / group.n_variance)
 
 
 def _advantage(name: str, tree: Tree, members: Int, options: Any, source: str) -> Float:
@@ -132,6 +66,7 @@ def _advantage(name: str, tree: Tree, members: Int, options: Any, source: str) -
     inputs = replace(inputs, value=values(tree)[rows], position_baseline=optimum[rows])
     if not ESTIMATORS[name].batch_coupled:
         return estimate(name, inputs, options).advantage
+    # A batch-coupled estimator would look at all enumerated groups; each one is a batch of its own here.
     parts = [
         estimate(name, tree.inputs(one, np.zeros(len(one), np.int64), source), options).advantage for one in members
     ]

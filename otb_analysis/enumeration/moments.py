@@ -16,7 +16,6 @@ class GroupMoments:
         mean: m = E ḡ [D].
         variance: V = tr Cov(ḡ) = E‖ḡ‖² − ‖m‖².
         gradient: ∇J [D].
-        n: N rollouts per group.
     """
 
     mean: Float
@@ -45,54 +44,27 @@ class GroupMoments:
         return self.variance / self.projection**2
 
     def measured(self, reference: "GroupMoments") -> measures.Moments:
-        """Return what a Gram matrix of infinitely many prompts would give: the ground truth of `statistics`.
-
-        Args:
-            reference: Exact moments of the estimator that stands for ∇J.
-        """
-        power, mean_sq, along, truth_sq = (
-            np.array(float(x))
-            for x in (
-                self.mean @ self.mean + self.variance,
-                self.mean @ self.mean,
-                self.mean @ reference.mean,
-                reference.mean @ reference.mean,
-            )
-        )
-        reference_power = np.array(float(reference.mean @ reference.mean + reference.variance))
-        return measures.Moments(power, mean_sq, along, truth_sq, reference_power)
+        """Return what a Gram matrix of infinitely many prompts would give: the ground truth of `statistics`."""
+        mean_sq, truth_sq = self.mean @ self.mean, reference.mean @ reference.mean
+        along, reference_power = self.mean @ reference.mean, truth_sq + reference.variance
+        values = (mean_sq + self.variance, mean_sq, along, truth_sq, reference_power)
+        return measures.Moments(*(np.array(float(x)) for x in values))
 
     def efficiency(self, prompts: float) -> float:
         """Return the share of an update of P prompts that points along ∇J.
 
         ⟨m, ∇J⟩² / (‖∇J‖² (‖m‖² + V/P)) ∈ [0, 1].
-
-        Args:
-            prompts: P.
         """
         along = (self.mean @ self.gradient) ** 2 / (self.gradient @ self.gradient)
         return float(along / (self.mean @ self.mean + self.variance / prompts))
 
 
 def weighted_moments(gradients: Float, prob: Float, gradient: Float, n: int) -> GroupMoments:
-    """Return exact moments from all outcomes and their probabilities.
-
-    Args:
-        gradients: ḡ of each outcome [K, D].
-        prob: Probability of each outcome [K].
-        gradient: ∇J [D].
-        n: N rollouts per group.
-    """
+    """Return exact moments from all outcomes and their probabilities."""
     mean = prob @ gradients
     return GroupMoments(mean, float(prob @ ((gradients - mean) ** 2).sum(axis=1)), gradient, n)
 
 
 def sampled_moments(gradients: Float, gradient: Float, n: int) -> GroupMoments:
-    """Return moments estimated from independent groups (ddof 1).
-
-    Args:
-        gradients: ḡ of each group [K, D].
-        gradient: ∇J [D].
-        n: N rollouts per group.
-    """
+    """Return moments estimated from independent groups (ddof 1)."""
     return GroupMoments(gradients.mean(axis=0), float(gradients.var(axis=0, ddof=1).sum()), gradient, n)

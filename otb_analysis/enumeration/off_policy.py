@@ -1,8 +1,8 @@
-"""Importance ratios on enumerated policies: which let a baseline leave the mean alone, and how far the others move it.
+"""Importance ratios on enumerated policies: under which a baseline leaves the mean alone, and how far others move it.
 
-A ratio that is known at its token and not clipped multiplies s_t by something of mean zero given the prefix, so any
-constant drops out; so does the whole sequence's ratio, under which the sampler disappears. Truncation, clips, masks and
-means over the whole completion break that.
+With a ratio that is known at its token and not clipped, E[ρ_t s_t] = 0 given the prefix, so any constant baseline drops
+out. The same holds for the whole sequence's ratio, which turns the sampler into the policy. Truncation, clips, masks
+and means over the whole completion break it.
 """
 
 from dataclasses import dataclass, replace
@@ -31,8 +31,6 @@ class Case:
     """One ratio with the options under which it is enumerated.
 
     Attributes:
-        name: A key of `RATIOS`.
-        options: Its options; None means the defaults.
         quoted: What other draws of such policies gave first.
     """
 
@@ -46,11 +44,7 @@ class Case:
         return RATIOS[self.name].keeps_mean
 
     def ratio(self, tree: Tree) -> Ratio:
-        """Return the ratio of every token of every completion.
-
-        Args:
-            tree: The policy, with the one that samples.
-        """
+        """Return the ratio of every token of every completion."""
         return importance_ratio(self.name, RatioInputs(tree.logprob, tree.behavior_logprob, tree.mask), self.options)
 
 
@@ -72,61 +66,33 @@ CASES: dict[str, Case] = {
 
 
 def drifted(spec: TreeSpec, seed: int, drift: float = DRIFT) -> Tree:
-    """Draw a policy and the one that sampled for it: same features and rewards, parameters larger by a share.
-
-    Args:
-        spec: What to draw from.
-        seed: Seed of features, parameters and rewards.
-        drift: The share.
-    """
+    """Draw a policy and the one that sampled for it: same features and rewards, parameters larger by a share."""
     older = replace(spec, scale=spec.scale * (1 + drift))
     return random_tree(spec, np.random.default_rng(seed)).sampled_by(random_tree(older, np.random.default_rng(seed)))
 
 
 def mean_gradient(tree: Tree, case: Case, baseline: Float) -> Float:
-    """Return E[Σ_t c_t s_t] exactly [D], c the gradient coefficients of the ratio's surrogate for A = G − B.
-
-    Args:
-        tree: The policy, with the one that samples.
-        case: The ratio.
-        baseline: B [T] or [M, T].
-    """
+    """Return E[Σ_t c_t s_t] exactly [D], c the gradient coefficients of the ratio's surrogate for A = G − B."""
     coefficient = case.ratio(tree).coefficient(tree.returns - masked_rows(baseline, tree))
     return np.einsum("m,mt,mtd->d", tree.prob, coefficient, tree.score)
 
 
 def mean_shift(tree: Tree, case: Case, baseline: float | None = None) -> float:
-    """Return how far a constant baseline moves the mean: ‖E g(B) − E g(0)‖/‖∇J‖.
-
-    Args:
-        tree: The policy, with the one that samples.
-        case: The ratio.
-        baseline: B; None means J, the limit of the group mean.
-    """
+    """Return how far a constant baseline B, by default J, moves the mean: ‖E g(B) − E g(0)‖/‖∇J‖."""
+    # Not linear in B where a clip looks at the sign of the advantage, hence the difference of two means.
     b = _constant(tree, baseline)
     moved = mean_gradient(tree, case, b) - mean_gradient(tree, case, np.zeros_like(b))
     return float(np.linalg.norm(moved) / np.linalg.norm(tree.gradient))
 
 
 def mean_error(tree: Tree, case: Case, baseline: float | None = None) -> float:
-    """Return how far the mean is from the gradient: ‖E g(B) − ∇J‖/‖∇J‖.
-
-    Args:
-        tree: The policy, with the one that samples.
-        case: The ratio.
-        baseline: B; None means J, the limit of the group mean.
-    """
+    """Return how far the mean under a constant baseline B, by default J, is from the gradient: ‖E g(B) − ∇J‖/‖∇J‖."""
     away = mean_gradient(tree, case, _constant(tree, baseline)) - tree.gradient
     return float(np.linalg.norm(away) / np.linalg.norm(tree.gradient))
 
 
 def touched(tree: Tree, case: Case) -> float:
-    """Return the share of sampled tokens that a clip or mask stops, or a truncation changes, with the baseline J.
-
-    Args:
-        tree: The policy, with the one that samples.
-        case: The ratio.
-    """
+    """Return the share of sampled tokens that a clip or mask stops, or a truncation changes, with the baseline J."""
     ratio = case.ratio(tree)
     stopped = ratio.limited | ratio.clipped(tree.returns - masked_rows(_constant(tree, None), tree))
     return float(tree.prob @ stopped.sum(axis=1) / (tree.prob @ tree.mask.sum(axis=1)))

@@ -1,6 +1,7 @@
 """Infinitely many rollouts: baselines as expectations, their exact variance, and the optimum they are measured by.
 
-Variance here is that of one rollout's ĝ = Σ_t ρ_t s_t (G_t − B_t) with a baseline that does not depend on it.
+Variance here is that of one rollout's ĝ = Σ_t ρ_t s_t (G_t − B_t) with a baseline that does not depend on it. `ratio`
+is what multiplies each score, known at its token [M, T]: ρ or a truncation of it; None means the exact token ratio.
 """
 
 import numpy as np
@@ -34,15 +35,6 @@ def population_baseline(name: str, tree: Tree, source: str = "exact", decay: flo
 
     The sums of the entry turn into expectations: `otb` is E[W_t G_t; alive]/E[W_t; alive], and so on.
 
-    Args:
-        name: One of `POPULATION`.
-        tree: The policy.
-        source: `exact` or `proxy` energies.
-        decay: λ of `energy_ema`.
-
-    Returns:
-        B [M, T], zero outside the mask.
-
     Raises:
         InputError: The name has no population form of its own.
     """
@@ -64,6 +56,7 @@ def population_baseline(name: str, tree: Tree, source: str = "exact", decay: flo
     if name in scalar:
         weight = tree.prob * scalar[name]()
         return masked(np.full(tree.mask.shape, weight @ tree.total / weight.sum()), tree.mask)
+    # `otb_carry` keeps finished rollouts in the average, with their total return.
     carried = np.where(tree.mask, tree.returns, tree.total[:, None])
     weight, paid = {
         "otb": lambda: (batch.realized * tree.mask, tree.returns),
@@ -78,13 +71,6 @@ def position_optimum(tree: Tree, ratio: Float | None = None) -> Float:
     """Return the variance-optimal constant of each position.
 
     B_t* = E[ρ_t s_t · g] / E[ρ_t² ‖s_t‖²], g = Σ_k ρ_k s_k G_k; without ratios E[s_t · Σ_k s_k G_k] / E‖s_t‖².
-
-    Args:
-        tree: The policy.
-        ratio: What multiplies each score, known at its token [M, T]; None means the exact token ratio.
-
-    Returns:
-        B* [T].
     """
     rho = tree.ratio if ratio is None else ratio
     return tree.expect(_alignment(tree, rho)) / tree.expect(rho**2 * tree.energy)
@@ -94,36 +80,17 @@ def prefix_optimum(tree: Tree) -> Float:
     """Return the variance-optimal function of the prefix.
 
     b*(h) = E[s_t · g | h] / E[‖s_t‖² | h].
-
-    Args:
-        tree: The policy.
-
-    Returns:
-        b*(h_t) of each completion [M, T], zero outside the mask.
     """
     return _by_prefix(tree, _alignment(tree, tree.ratio), tree.ratio**2 * tree.energy)
 
 
 def values(tree: Tree) -> Float:
-    """Return V(h_t) = E[G_t | h_t] under the sampling policy.
-
-    Args:
-        tree: The policy.
-
-    Returns:
-        V [M, T], zero outside the mask.
-    """
+    """Return V(h_t) = E[G_t | h_t] under the sampling policy."""
     return _by_prefix(tree, tree.returns, np.ones(tree.mask.shape))
 
 
 def population_moments(tree: Tree, baseline: Float, ratio: Float | None = None) -> GroupMoments:
-    """Return the exact moments of one rollout's gradient with a baseline that does not depend on that rollout.
-
-    Args:
-        tree: The policy.
-        baseline: B [T] or [M, T].
-        ratio: What multiplies each score, ρ or a truncation of it [M, T]; None means the exact token ratio.
-    """
+    """Return the exact moments of one rollout's gradient with a baseline that does not depend on that rollout."""
     factor = (tree.ratio if ratio is None else ratio) * (tree.returns - masked_rows(baseline, tree))
     return weighted_moments(np.einsum("mt,mtd->md", factor, tree.score), tree.prob, tree.gradient, 1)
 
@@ -134,10 +101,7 @@ def regret(tree: Tree, baseline: Float, ratio: Float | None = None) -> float:
     Var(B) − Var(B*) = Σ_t E[ρ_t²‖s_t‖²] (B_t − B_t*)², exactly, since E[ρ_t s_t·ρ_k s_k] = 0 for t ≠ k wherever ρ_t is
     known at token t.
 
-    Args:
-        tree: The policy.
-        baseline: B [T], or [M, T] constant over the completions alive at each position.
-        ratio: What multiplies each score, known at its token [M, T]; None means the exact token ratio.
+    B is [T], or [M, T] constant over the completions alive at each position.
     """
     rho = tree.ratio if ratio is None else ratio
     off = masked_rows(baseline, tree) - masked_rows(position_optimum(tree, rho), tree)
@@ -145,30 +109,20 @@ def regret(tree: Tree, baseline: Float, ratio: Float | None = None) -> float:
 
 
 def gap_closed(name: str, tree: Tree, source: str = "exact") -> float:
-    """Return the share of the gap from the mean to B* that an entry closes, 1 at the optimum, negative when worse.
-
-    Args:
-        name: One of `POPULATION` that is constant over completions.
-        tree: The policy.
-        source: `exact` or `proxy` energies.
-    """
+    """Return the share of the gap from the mean to B* that an entry closes, 1 at the optimum, negative when worse."""
     return 1 - regret(tree, population_baseline(name, tree, source)) / regret(
         tree, population_baseline("group_mean", tree)
     )
 
 
 def masked_rows(baseline: Float, tree: Tree) -> Float:
-    """Return B as [M, T], zero outside the mask.
-
-    Args:
-        baseline: B [T] or [M, T].
-        tree: The policy.
-    """
+    """Return B as [M, T], zero outside the mask."""
     return masked(np.broadcast_to(baseline, tree.mask.shape), tree.mask)
 
 
 def _alignment(tree: Tree, rho: Float) -> Float:
     """ρ_t s_t · Σ_k ρ_k s_k G_k [M, T]."""
+    # g of the completion first: s_t·g then needs no T × T products of scores.
     whole = np.einsum("mt,mtd->md", rho * tree.returns, tree.score)
     return rho * np.einsum("mtd,md->mt", tree.score, whole)
 
@@ -186,5 +140,6 @@ def _by_prefix(tree: Tree, numerator: Float, denominator: Float) -> Float:
 def _batch(tree: Tree, source: str) -> Batch:
     energy = {"exact": tree.energy, "proxy": tree.proxy}[source]
     whole = Groups.of(np.zeros(len(tree.prob), np.int64))
+    # The whole population is one group of an estimator's own batch code, so weights are defined in one place only.
     alive = tree.mask.astype(np.float64)
     return Batch(tree.returns, tree.total, tree.mask, alive, whole, energy=energy, ratio=tree.ratio * alive)

@@ -21,7 +21,6 @@ class TreeSpec:
     """What to draw a random policy from.
 
     Attributes:
-        vocabulary: V.
         horizon: T, the longest completion.
         shared: D random features shared by all prefixes, or None for a tabular policy.
         end_token: True when token V − 1 ends the completion, so that lengths differ.
@@ -87,11 +86,7 @@ class Tree:
         return self.reward.sum(axis=1)
 
     def expect(self, x: Float) -> Float:
-        """Return the expectation over completions of x [M, ...].
-
-        Args:
-            x: One value or array per completion.
-        """
+        """Return the expectation over completions of x [M, ...]."""
         return np.tensordot(self.prob, x, axes=1)
 
     @cached_property
@@ -105,20 +100,10 @@ class Tree:
         """J = E_π R: the success rate when rewards are 0 or 1."""
         return float(np.exp(self.logprob.sum(axis=1)) @ self.total)
 
-    @property
-    def off_policy(self) -> bool:
-        """True when another policy samples."""
-        return self.behavior_logprob is not self.logprob
-
     def inputs(self, rows: Int, group: Int, source: str = "exact") -> EstimatorInputs:
         """Return estimator inputs for chosen completions, with every input that can be known exactly but the critic's.
 
         A turn is two tokens, so that entries which compare turns have some.
-
-        Args:
-            rows: Completion of each rollout [N].
-            group: Group of each rollout [N].
-            source: `exact` for ‖s‖², `proxy` for the logit-space energy.
         """
         energy = {"exact": self.energy, "proxy": self.proxy}[source]
         return EstimatorInputs(
@@ -133,20 +118,12 @@ class Tree:
         )
 
     def sampled_by(self, behavior: "Tree") -> "Tree":
-        """Return the same completions sampled by another policy over the same prefixes.
-
-        Args:
-            behavior: A tree of equal vocabulary, horizon and end token.
-        """
+        """Return the same completions sampled by another policy over the same prefixes."""
         return replace(self, behavior_logprob=behavior.logprob)
 
 
 def random_tree(spec: TreeSpec, rng: np.random.Generator) -> Tree:
     """Draw a policy and rewards, and enumerate its completions.
-
-    Args:
-        spec: What to draw from.
-        rng: Source of parameters, features and rewards.
 
     Raises:
         InputError: The tree has fewer than two completions or too many to enumerate.
@@ -162,7 +139,9 @@ def random_tree(spec: TreeSpec, rng: np.random.Generator) -> Tree:
     theta = rng.normal(scale=spec.scale, size=features.shape[2])
     log_pi = log_softmax(features @ theta, axis=1)
     pi = np.exp(log_pi)
+    # ∇_θ log π(v|h) = φ(h, v) − E_π φ(h, ·), the policy being log-linear.
     score_of = features - np.einsum("hv,hvd->hd", pi, features)[:, None, :]
+    # ‖e_y − π‖² = Σ_v π_v² − 2π_y + 1: the norm of the score in logit space.
     proxy_of = (pi**2).sum(axis=1, keepdims=True) - 2 * pi + 1
     at = (prefix, token)
     logprob = masked(log_pi[at], mask)
@@ -186,6 +165,7 @@ def _completions(spec: TreeSpec) -> tuple[Int, Int, Bool]:
         ended = np.cumsum(token == v - 1, axis=1) - (token == v - 1) > 0
         token = np.unique(np.where(ended, -1, token), axis=0)
     mask = token >= 0
+    # A prefix is the tuple of tokens before this one; completions that share it share its number.
     history = [tuple(row[:k]) if row[k] >= 0 else None for row in token for k in range(t)]
     number = {h: i for i, h in enumerate(sorted({h for h in history if h is not None}))}
     return token, np.array([-1 if h is None else number[h] for h in history]).reshape(token.shape), mask
@@ -205,6 +185,7 @@ def _rewards(
     if spec.dense:
         return masked(rng.normal(size=shape)[at], mask)
     n = len(mask)
+    # Between a quarter and three quarters of the completions succeed, so that no policy is hopeless or perfect.
     success = rng.permutation(np.arange(n) < rng.integers(max(n // 4, 1), max(n - n // 4, 2)))
     reward = np.zeros(mask.shape)
     reward[np.arange(n), mask.sum(axis=1) - 1] = success

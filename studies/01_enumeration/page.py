@@ -31,8 +31,7 @@ A claim *holds* where it holds on every policy that was enumerated, *does not* w
 policies is given with its exact (Clopper–Pearson) 95 % interval. Policies are drawn at random, so a share or a median
 is one over *such* policies (V = 3, T = 3 or 4, parameters of standard deviation 1), not over language models.
 Figures are median [quartiles] over policies. On the derailment process (64 tokens, one mistake leads into a noisy
-state) groups are sampled, all estimators on the same ones, with Student's 95 % interval over chunks of groups. More
-medians of the same policies, without verdicts: [docs/enumeration.md](../../docs/enumeration.md)."""
+state) groups are sampled, all estimators on the same ones, with Student's 95 % interval over chunks of groups."""
 
 
 def report(tables: Mapping[str, Rows]) -> Findings:

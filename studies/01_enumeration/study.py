@@ -1,7 +1,6 @@
 """The seven facts about baselines, by exact enumeration of tiny policies: which hold, on which policies, by how much.
 
-Everything is exact but groups on the derailment process, which are sampled. The medians that need no verdict stand in
-docs/enumeration.md, made by the same code.
+Everything is exact but groups on the derailment process, which are sampled.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from otb_analysis.diagnostics import Choice, advise, advise_run, advise_sizes, trained_label, update_rollouts
+from otb_analysis.diagnostics import Choice, advise, advise_run, trained_label, update_rollouts
 from otb_analysis.diagnostics.advice import judge
 from otb_analysis.errors import InputError
-from otb_analysis.statistics import paired_ratios, partitions, pool_gram
+from otb_analysis.statistics import paired_ratios
 from otb_analysis.types import Gram
 
 RLOO, MEAN, QUIET = ("rloo", "none"), ("group_mean", "none"), ("otb", "proxy")
@@ -69,31 +69,6 @@ def test_a_gradient_lost_in_noise_is_not_known():
 def test_an_estimator_that_was_not_measured_is_named():
     with pytest.raises(InputError, match="no measured step has both otb_loo/exact and rloo/none"):
         advise([gram(0)], ("otb_loo", "exact"))
-
-
-def pools(sizes, prompts=32, rollouts=64):
-    """Rollouts whose prompts hardly differ but which are noisy themselves, averaged in groups of several sizes."""
-    random = np.random.default_rng(5)
-    own = np.eye(6)[0] + 0.05 * random.normal(size=(prompts, 6))
-    features = (own[:, None] + 1.5 * random.normal(size=(prompts, rollouts, 6))).reshape(-1, 6)
-    names = np.repeat(np.arange(prompts), rollouts)
-    found = []
-    for size in sizes:
-        cuts = partitions(names, size, shuffles=2)
-        means = [np.stack([features[cut.group == g].mean(axis=0) for g in range(len(cut.prompt))]) for cut in cuts]
-        found.append(pool_gram([m[None] for m in means], cuts, [RLOO]))
-    return found
-
-
-def test_group_sizes_are_compared_at_one_budget_of_rollouts():
-    # Means over R rollouts, whatever the grouping, have nearly the same variance where prompts hardly differ.
-    found = advise_sizes(pools([2, 4, 16]), 128, (RLOO, 4))
-    assert {one.choice.size for one in found.candidates} == {2, 4, 16}
-    assert found.n_rollouts == 128 and found.n_clusters == 32
-    ratios = [one.ratio.estimate for one in found.candidates if one.ratio]
-    assert ratios == pytest.approx([1, 1], abs=0.15)
-    with pytest.raises(InputError, match="in groups of 8 was not measured"):
-        advise_sizes(pools([2, 4]), 128, (RLOO, 8))
 
 
 def test_a_stored_runs_smaller_groups_are_judged_at_the_same_number_of_rollouts():

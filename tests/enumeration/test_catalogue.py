@@ -4,10 +4,13 @@ import ast
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from otb_analysis.enumeration.catalogue import catalogue, entries, main, ratios, weights_and_rewards
+from otb_analysis.enumeration.figures import shift_figures
 from otb_analysis.enumeration.off_policy import CASES
+from otb_analysis.enumeration.tables import number, spread, table
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.objectives.aggregation import AGGREGATIONS
 from otb_analysis.objectives.ratios import RATIOS
@@ -44,6 +47,23 @@ def test_published_shifts_agree_with_the_metadata_and_cover_every_ratio():
     published = dict(re.findall(r"^\| (`.*?) \| ([\d.]+)", section, re.M))
     assert {label: shift == "0" for label, shift in published.items()} == {c: CASES[c].keeps_mean for c in CASES}
     assert {case.name for case in CASES.values()} == set(RATIOS)
+
+
+def test_published_shifts_are_those_of_the_code_beside_what_was_first_quoted():
+    text = PAGE.read_text(encoding="utf-8").split("### How far a baseline moves the mean")[1]
+    tabular, shared = shift_figures().values()
+    for label, case in CASES.items():
+        row = next(line for line in text.splitlines() if line.startswith(f"| {label} |"))
+        cells = [cell.strip() for cell in row.split("|")]
+        assert (cells[2], cells[4]) == (spread(tabular[label].shift), spread(shared[label].shift))
+        assert cells[-2] == case.quoted
+
+
+def test_cells_show_median_and_quartiles():
+    assert spread(np.array([1.0, 2.0, 3.0, 4.0, 5.0])) == "3.000 [2.000, 4.000]"
+    assert spread(np.full(3, 1e-14)) == "0"
+    assert (number(0.5), number(-1e-12)) == ("0.500", "0")
+    assert table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
 
 
 def test_catalogue_names_every_estimator_with_its_formula_and_conditions():

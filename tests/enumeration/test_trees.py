@@ -75,7 +75,6 @@ def test_sampling_policy_changes_probabilities_but_not_the_gradient(draw):
     np.testing.assert_array_equal(off.prob, behavior.prob)
     np.testing.assert_array_equal(off.gradient, target.gradient)
     np.testing.assert_allclose(off.prob * off.ratio.prod(axis=1), target.prob, rtol=1e-12)
-    assert off.off_policy and not target.off_policy
 
 
 def test_trees_too_large_to_enumerate_are_refused():

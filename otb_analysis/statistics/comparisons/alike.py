@@ -1,4 +1,4 @@
-"""Estimators that answered the same, or a multiple of it, on all measured rollouts: nothing is to be told apart."""
+"""Estimators whose gradients were the same, or a multiple of one another, on all measured rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 from otb_analysis.types import Float, Gram, Label
 
 ROUNDING = 1e-8
-"""Share of ‖g‖² beside the other's direction that is rounding: gradients are float32."""
+"""Largest share of ‖g‖² off the other's direction that counts as rounding: gradients are float32."""
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,29 @@ def alike(grams: Sequence[Gram], first: Sequence[Label] = ()) -> dict[Label, Ali
     With ⟨a, b⟩ summed over prompts and steps, b = f·a exactly where ⟨a, b⟩² = ‖a‖²‖b‖², and then f = ⟨a, b⟩/‖a‖².
 
     Args:
-        grams: One Gram matrix per step.
         first: Estimators that the others are named after, in this order; the rest follow as measured.
 
     Returns:
         One entry per label. Only those of the same steps are compared, and a zero gradient is like no other.
     """
+    # First come, first named: a later label is named after an earlier one.
     labels = list(dict.fromkeys((*first, *(label for gram in grams for label in gram.labels))))
     labels = [label for label in labels if any(label in gram.labels for gram in grams)]
     steps = {label: tuple(k for k, gram in enumerate(grams) if label in gram.labels) for label in labels}
     products = _products(grams, labels)
-    found: dict[Label, Alike] = {}
+    same_as: dict[Label, Alike] = {}
     for j, label in enumerate(labels):
-        found[label] = Alike(label, 1.0)
+        same_as[label] = Alike(label, 1.0)
         for i, other in enumerate(labels[:j]):
-            if found[other].of == other and steps[other] == steps[label] and _parallel(products, i, j):
-                found[label] = Alike(other, float(products[i, j] / products[i, i]))
+            if same_as[other].of == other and steps[other] == steps[label] and _parallel(products, i, j):
+                same_as[label] = Alike(other, float(products[i, j] / products[i, i]))
                 break
-    return found
+    return same_as
 
 
 def _parallel(products: Float, i: int, j: int) -> bool:
     a, b, both = products[i, i], products[j, j], products[i, j]
+    # Equality in Cauchy and Schwarz, up to what float32 gradients lose; a negative product is an opposite direction.
     return bool(both > 0 and a * b - both**2 <= ROUNDING * a * b)
 
 

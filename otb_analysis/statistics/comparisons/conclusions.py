@@ -1,11 +1,13 @@
-"""What paired comparisons with one estimator allow to be said: who is told from it, who is as good, what is missing.
+"""Conclusions from paired comparisons with one estimator: which differ from it, which are as good, what is missing.
 
-One family of tests: of every estimator its variance at equal progress (SF), and of those whose projection is not proved
-its efficiency too, with the false-discovery rate controlled over all of them (Benjamini–Yekutieli, any dependence).
-Estimators that answered the same, or a multiple of the reference, are no test. The best of those told apart has an
-interval at the level 1 − R·q/(m·Σ1/i), R of m tests being discoveries (Benjamini and Yekutieli 2005): it excludes 1,
-and of all intervals given so 5 % miss at most. That is less than a promise for the best one alone, which looks better
-than it is: with 21 equally good ones its interval covers some 87 %.
+There is one family of tests. Every estimator is tested for its variance at equal progress (SF), and those whose
+projection is not proved for their efficiency too. The false-discovery rate is controlled over all tests
+(Benjamini–Yekutieli, any dependence). Multiples of the reference are not tested.
+
+The best of those that differ has an interval at the level 1 − R·q/(m·Σ1/i), where R of m tests are discoveries
+(Benjamini and Yekutieli 2005). It excludes 1, and at most 5 % of all such intervals miss. For the best one alone the
+promise is weaker, since selection makes it look better than it is: with 21 equally good ones its interval covers some
+87 %.
 """
 
 from collections.abc import Sequence
@@ -27,12 +29,9 @@ RATE = 0.05
 def conclude(
     grams: Sequence[Gram], known: Proved = NOTHING, against: Label = REFERENCE, first: Sequence[Label] = ()
 ) -> Conclusion:
-    """Compare every estimator with one of them and say what stands after controlling false discoveries.
+    """Compare every estimator with one of them, with control of false discoveries.
 
     Args:
-        grams: Every measured step of one design.
-        known: What is proved of the estimators.
-        against: The reference.
         first: Labels that identical others are named after, such as the ones that trained.
     """
     same = alike(grams, (against, *first))
@@ -66,7 +65,7 @@ def _verdict(label: Label, pair: PairedRatios, known: Proved) -> Verdict:
 
 
 def _told(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
-    """Mark what stands, and return the level at which intervals hold for what is chosen among it."""
+    """Mark the discoveries, and return the level at which intervals hold for those selected among them."""
     family = [
         (v.label, name, ratio.p_value)
         for v in verdicts
@@ -75,14 +74,15 @@ def _told(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
     ]
     if not family:
         return verdicts, 1 - RATE
+    # All estimators are measured on the same rollouts, so their p-values are dependent.
     q_values = stats.false_discovery_control([p for *_, p in family], method="by")
-    told = [(label, name) for (label, name, _), q in zip(family, q_values, strict=True) if q <= RATE]
+    discoveries = [(label, name) for (label, name, _), q in zip(family, q_values, strict=True) if q <= RATE]
     marked = [
-        Verdict(v.label, v.sf, v.efficiency, v.c_known, tuple(name for label, name in told if label == v.label))
+        Verdict(v.label, v.sf, v.efficiency, v.c_known, tuple(name for label, name in discoveries if label == v.label))
         for v in verdicts
     ]
     harmonic = float((1 / np.arange(1, len(family) + 1)).sum())
-    return marked, 1 - RATE * max(len(told), 1) / (len(family) * harmonic)
+    return marked, 1 - RATE * max(len(discoveries), 1) / (len(family) * harmonic)
 
 
 def _again(pick: Verdict, grams: Sequence[Gram], against: Label, truth: Truth, known: Proved, level: float) -> Verdict:
@@ -94,13 +94,13 @@ def _again(pick: Verdict, grams: Sequence[Gram], against: Label, truth: Truth, k
 
 
 def _best(better: Sequence[Verdict]) -> Verdict | None:
-    """Return the one ahead by most: of those that need no exact norms at every step, if there are any.
+    """Return the one that is farthest ahead, preferring those that need no exact norms at every step.
 
     Calibrated energies exist only where they are measured, so no run can train with them.
     """
     for sources in (("none", "proxy"), ("exact",)):
-        if found := [v for v in better if v.label[1] in sources]:
-            return max(found, key=_distance)
+        if candidates := [v for v in better if v.label[1] in sources]:
+            return max(candidates, key=_distance)
     return None
 
 
@@ -129,7 +129,7 @@ def _signal(both: Sequence[Gram], against: Label, truth: Truth) -> Signal:
     interval = jackknife_interval(values[0], values[1:], "‖∇J‖²", "linear")
     if interval is None or interval.low is None or interval.high is None:
         return Signal(bool((values > 0).all()), None)
-    stderr = (interval.high - interval.low) / 4
+    stderr = (interval.high - interval.low) / 4  # a 95 % interval is about four standard errors wide
     length = interval.estimate if interval.estimate > 0 else interval.high
     # Between pairs of prompts that are mostly noise the error falls as 1/K; 1/√K is the slower law, so the safe one.
     needed = None if length <= 0 else max(round(interval.n_clusters * (3 * stderr / length) ** 2), interval.n_clusters)
@@ -137,12 +137,13 @@ def _signal(both: Sequence[Gram], against: Label, truth: Truth) -> Signal:
 
 
 def _needed(lead: Verdict | None, n_tests: int, n_prompts: int) -> int | None:
-    """About how many prompts tell the leader from 1 as one discovery among n tests, or put it within ±15 %."""
+    """Estimate how many prompts make the leader a discovery among n tests, or put its interval within ±15 %."""
     ratio = lead.sf if lead else None
     if ratio is None or ratio.low is None or ratio.high is None or not 0 < ratio.low < ratio.high:
         return None
     off = abs(float(np.log(ratio.estimate)))
     half = max(float(np.log(ratio.high / ratio.estimate)), float(np.log(ratio.estimate / ratio.low)))
+    # Benjamini–Yekutieli's threshold for the smallest of n p-values; an interval shrinks as 1/√prompts.
     strict = RATE / (n_tests * (1 / np.arange(1, n_tests + 1)).sum())
     stretch = stats.norm.isf(strict / 2) / stats.norm.isf(RATE / 2)
     room = float(-np.log(1 - MARGIN) - off)

@@ -1,4 +1,4 @@
-"""What a comparison with one estimator found: a verdict on each other one, and what all of them amount to."""
+"""Records of a comparison with one estimator: a verdict on each other one, and the conclusion from all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from otb_analysis.statistics.inference.intervals import Interval
 from otb_analysis.types import Label
 
 MARGIN = 0.15
-"""An interval of a ratio within 1 ± this says that the two hardly differ."""
+"""Where the interval of a ratio lies within 1 ± this, the two hardly differ."""
 
 ENOUGH = 3
-"""Estimators told from the reference with which a comparison concludes."""
+"""Estimators that must differ from the reference, or be decided, for a comparison to conclude."""
 
 Cause = Literal["", "no reference", "alone", "few prompts", "equal rewards", "noise"]
 """Why nothing could be tested; empty where something could."""
@@ -23,11 +23,9 @@ class Verdict:
     """One estimator against the reference.
 
     Attributes:
-        label: (estimator, energy source).
         sf: Ratio of variances at equal progress, 95 %; below 1 is better.
         efficiency: Ratio of efficiencies, 95 %; above 1 is better.
-        c_known: True where its projection is proved.
-        told: Measures in which it was told from the reference: `sf`, `efficiency`.
+        told: Measures in which it differs from the reference after control of false discoveries: `sf`, `efficiency`.
     """
 
     label: Label
@@ -51,12 +49,12 @@ class Verdict:
 
     @property
     def better(self) -> bool:
-        """True where it was told apart, and is ahead in every measure in which it was."""
+        """True where it differs from the reference, and is ahead in every measure in which it does."""
         return bool(self.told) and all(self._ahead(name) for name in self.told)
 
     @property
     def worse(self) -> bool:
-        """True where it was told apart, and is behind in every measure in which it was."""
+        """True where it differs from the reference, and is behind in every measure in which it does."""
         return bool(self.told) and not any(self._ahead(name) for name in self.told)
 
     def _ahead(self, name: str) -> bool:
@@ -86,14 +84,10 @@ class Conclusion:
     """What is known of every estimator measured beside a reference; read by `figures.conclusion`, which says it.
 
     Attributes:
-        against: The reference.
         n_prompts: Independent prompts behind the intervals.
         verdicts: One per estimator that is not a multiple of the reference, identical ones once.
-        alike: What each label is a multiple of.
-        signal: How well ‖∇J‖² is known.
-        cause: Why nothing could be tested.
-        best: The best of those told apart as better, with intervals that hold for the choice.
-        worst: The farthest behind of those told apart as worse, likewise.
+        best: The best of those that are better, with intervals that hold after the selection.
+        worst: The farthest behind of those that are worse, likewise.
         n_needed: About how many prompts would decide on the undecided one with the lowest SF.
     """
 
@@ -114,32 +108,28 @@ class Conclusion:
 
     @property
     def told(self) -> tuple[Verdict, ...]:
-        """Those told from the reference at a false-discovery rate of 5 %."""
+        """Those that differ from the reference at a false-discovery rate of 5 %."""
         return tuple(v for v in self.verdicts if v.told)
 
     @property
     def within(self) -> tuple[Verdict, ...]:
-        """Those not told apart, whose intervals lie within ±15 % of 1."""
+        """Those that do not differ and whose intervals lie within ±15 % of 1."""
         return tuple(v for v in self.verdicts if v.within and not v.told)
 
     @property
     def undecided(self) -> tuple[Verdict, ...]:
-        """Those tested that are neither."""
+        """Those tested that neither differ nor lie within ±15 %."""
         return tuple(v for v in self.tested if not v.told and not v.within)
 
     @property
     def concludes(self) -> bool:
-        """True where three or more were told apart, or where none of three or more tested is undecided.
+        """True where three or more differ, or where three or more were tested and none is undecided.
 
-        An estimator counts once, whichever of its energies were told apart.
+        An estimator counts once, whichever of its energy sources differ.
         """
         return names(self.told) >= ENOUGH or (names(self.tested) >= ENOUGH and not self.undecided)
 
 
 def names(verdicts: Sequence[Verdict]) -> int:
-    """Return of how many estimators these are: one with proxy and with exact energies counts once.
-
-    Args:
-        verdicts: Any of a conclusion.
-    """
+    """Count estimators: one with proxy and with exact energies counts once."""
     return len({verdict.label[0] for verdict in verdicts})

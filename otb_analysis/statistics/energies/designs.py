@@ -22,16 +22,12 @@ the price of somewhat wider errors where it is not (Hesterberg, 1995: defensive 
 def inclusion_probabilities(size: ArrayLike, n: int, uniform_share: float = UNIFORM_SHARE) -> Float:
     """Probabilities with which a sample of n takes each unit, proportional to a size measure and at most 1.
 
-    π_k = min(1, c·((1 − u)·x_k/Σx + u/K)), c such that Σ π_k = n: units large enough are taken for certain, and the
-    rest share what is left of n. With equal sizes, or u = 1, π_k = n/K.
+    π_k = min(1, c·((1 − u)·x_k/Σx + u/K)) [K], u the uniform share and c such that Σ π_k = n: units large enough are
+    taken for certain, and the rest share what is left of n. With equal sizes, or u = 1, π_k = n/K.
 
     Args:
         size: Size measure x of each unit, such as a proxy energy [K].
         n: Units to draw, at least 1; all of them where it is K or more.
-        uniform_share: u in [0, 1], the part drawn whatever the size measure says.
-
-    Returns:
-        π [K] in (0, 1]; units of size 0 have π = 0 only when u = 0.
 
     Raises:
         InputError: A size is negative or not finite, n is not positive, or u is outside [0, 1].
@@ -43,7 +39,7 @@ def inclusion_probabilities(size: ArrayLike, n: int, uniform_share: float = UNIF
         raise InputError(f"n is {n} and uniform_share {uniform_share}; pass n of at least 1 and a share from 0 to 1.")
     if n >= x.size:
         return np.ones(x.size)
-    largest = x.max()
+    largest = x.max()  # Σx of huge sizes would overflow
     x = x / largest if largest > 0 else np.ones(x.size)
     mixed = (1 - uniform_share) * x / x.sum() + uniform_share / x.size
     certain = np.zeros(x.size, bool)
@@ -61,13 +57,6 @@ def systematic_sample(inclusion_prob: ArrayLike, seed: int = 0) -> Bool:
     Randomised systematic πps: unit k is drawn where [Σ_{j<k} π_j, Σ_{j≤k} π_j) holds one of U, U + 1, U + 2, …, over a
     random order of the units and U uniform in [0, 1). Where Σ π is no whole number the size is one of its neighbours.
 
-    Args:
-        inclusion_prob: π of each unit in [0, 1] [K].
-        seed: Of the order and the start.
-
-    Returns:
-        True at the units drawn [K].
-
     Raises:
         InputError: A probability is outside [0, 1] or not finite.
     """
@@ -76,6 +65,7 @@ def systematic_sample(inclusion_prob: ArrayLike, seed: int = 0) -> Bool:
         raise InputError("inclusion_prob holds a value outside [0, 1]; take them from inclusion_probabilities.")
     rng = np.random.default_rng(seed)
     drawn = prob >= 1
+    # A random order gives the design high entropy, which the variance formula of `totals` takes for granted.
     order = rng.permutation(np.flatnonzero(~drawn))
     ends = np.cumsum(prob[order])
     if ends.size and abs(ends[-1] - round(ends[-1])) < 1e-6:

@@ -17,33 +17,19 @@ from otb_analysis.types import Float, Int
 
 _Kind = TypeVar("_Kind", bound=np.generic)
 
-THEIL_SEN_POINTS = 1000
-"""Theil–Sen looks at all pairs, so it runs on at most this many points."""
-
 
 @dataclass(frozen=True)
 class Association:
     """Agreement of two variables; None where it is undefined (fewer than three values, or a constant one).
 
     Attributes:
-        n: Values compared.
-        pearson: Linear correlation.
-        log_pearson: Linear correlation of the logarithms.
-        n_log: Values where both are positive, which `log_pearson` rests on.
-        spearman: Correlation of ranks.
-        chatterjee_xi: ξ(proxy → exact): near 0 for independence, near 1 where exact is a function of proxy.
-        theil_sen_slope: Median slope of exact against proxy.
-        n_theil_sen: Values sampled for it, of `n`.
+        log_pearson: Linear correlation of the logarithms, where both are positive.
     """
 
     n: int
     pearson: float | None
     log_pearson: float | None
-    n_log: int
     spearman: float | None
-    chatterjee_xi: float | None
-    theil_sen_slope: float | None
-    n_theil_sen: int
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,7 @@ class Fidelity:
 
 
 def fidelity(
-    proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike | None = None, cell: ArrayLike | None = None, seed: int = 0
+    proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike | None = None, cell: ArrayLike | None = None
 ) -> Fidelity:
     """Agreement of proxy energies with exact ones, pooled and within cells.
 
@@ -72,14 +58,8 @@ def fidelity(
     are rounded to 0.1 % first: rollouts with the same prefix have the same energy, and rounding is not an order.
 
     Args:
-        proxy: Proxy energies, any shape.
-        exact: Exact energies, the same shape.
         mask: True where a value counts; values that are not finite (not measured) never count.
         cell: Integer cell of each value, as from `position_cells`; any shape that broadcasts.
-        seed: Seed of the Theil–Sen sample.
-
-    Returns:
-        A `Fidelity` whose undefined entries are None.
 
     Raises:
         InputError: The shapes differ.
@@ -90,11 +70,11 @@ def fidelity(
     chosen = np.isfinite(x) & np.isfinite(y)
     if mask is not None:
         chosen &= _as_shape("mask", np.asarray(mask, dtype=bool), x.shape)
-    pooled = _pooled(x[chosen], y[chosen], seed)
+    pooled = _pooled(x[chosen], y[chosen])
     if cell is None:
         return Fidelity(pooled, None, 0)
     cells = np.unique(_as_shape("cell", np.asarray(cell), x.shape)[chosen], return_inverse=True)[1]
-    within, n_cells = _within(x[chosen], y[chosen], cells, seed)
+    within, n_cells = _within(x[chosen], y[chosen], cells)
     return Fidelity(pooled, within, n_cells)
 
 
@@ -105,13 +85,7 @@ def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group
     within (prompt, position) is the one that reaches the baseline.
 
     Args:
-        proxy: Token energies by proxy [N, T].
         exact: Exact token energies [N, T]; a rollout counts up to its first token that was not measured.
-        mask: True at policy tokens [N, T].
-        group: Prompt of each rollout [N].
-
-    Returns:
-        As `fidelity` with (prompt, position) cells.
 
     Raises:
         InputError: The shapes differ or are not [N, T].
@@ -128,21 +102,21 @@ def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group
     return fidelity(running[0], running[1], chosen, cells)
 
 
-def _pooled(x: Float, y: Float, seed: int) -> Association:
+def _pooled(x: Float, y: Float) -> Association:
     positive = (x > 0) & (y > 0)
-    return _association(
-        x, y, np.log(x[positive]), np.log(y[positive]), _Ranks(stats.rankdata(x), stats.rankdata(y)), seed
-    )
+    logs = _correlation(np.log(x[positive]), np.log(y[positive]))
+    return Association(x.size, _correlation(x, y), logs, _correlation(stats.rankdata(x), stats.rankdata(y)))
 
 
-def _within(x: Float, y: Float, cells: Int, seed: int) -> tuple[Association, int]:
+def _within(x: Float, y: Float, cells: Int) -> tuple[Association, int]:
+    # A value alone in its cell deviates from nothing.
     shared = np.bincount(cells)[cells] > 1 if cells.size else np.zeros(0, dtype=bool)
     x, y, cells = x[shared], y[shared], cells[shared]
     positive = (x > 0) & (y > 0)
-    logs = [deviation(np.log(v[positive]), cells[positive]) for v in (x, y)]
-    ranks = _Ranks(*(deviation(rank_within(_coarse(v), cells), cells) for v in (x, y)))
-    found = _association(deviation(x, cells), deviation(y, cells), logs[0], logs[1], ranks, seed)
-    return found, int(np.unique(cells).size)
+    values = _correlation(deviation(x, cells), deviation(y, cells))
+    logs = _correlation(*(deviation(np.log(v[positive]), cells[positive]) for v in (x, y)))
+    ranks = _correlation(*(deviation(rank_within(_coarse(v), cells), cells) for v in (x, y)))
+    return Association(x.size, values, logs, ranks), int(np.unique(cells).size)
 
 
 def _coarse(x: Float) -> Float:
@@ -151,46 +125,13 @@ def _coarse(x: Float) -> Float:
     return np.ldexp(np.round(mantissa * 1024) / 1024, exponent)
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    x: Float
-    y: Float
-
-
-def _association(x: Float, y: Float, log_x: Float, log_y: Float, ranks: _Ranks, seed: int) -> Association:
-    defined = x.size > 2 and _varies(x) and _varies(y)
-    slope, used = _theil_sen(x, y, seed) if defined else (None, 0)
-    return Association(
-        n=x.size,
-        pearson=_correlation(x, y),
-        log_pearson=_correlation(log_x, log_y),
-        n_log=log_x.size,
-        spearman=_correlation(ranks.x, ranks.y),
-        chatterjee_xi=_xi(x, y) if defined else None,
-        theil_sen_slope=slope,
-        n_theil_sen=used,
-    )
-
-
 def _correlation(x: Float, y: Float) -> float | None:
     if x.size < 3 or not (_varies(x) and _varies(y)):
         return None
     x, y = x - x.mean(), y - y.mean()
+    # Scaled so that squares of energies of any size neither overflow nor vanish.
     x, y = x / np.abs(x).max(), y / np.abs(y).max()
     return float(np.clip((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()), -1, 1))
-
-
-def _theil_sen(x: Float, y: Float, seed: int) -> tuple[float | None, int]:
-    if x.size > THEIL_SEN_POINTS:
-        chosen = np.random.default_rng(seed).choice(x.size, THEIL_SEN_POINTS, replace=False)
-        x, y = x[chosen], y[chosen]
-    if not _varies(x):
-        return None, x.size
-    return float(stats.theilslopes(y, x).slope), x.size  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _xi(x: Float, y: Float) -> float:
-    return float(stats.chatterjeexi(x, y).statistic)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _varies(x: Float) -> bool:

@@ -18,10 +18,6 @@ def pareto_k(values: ArrayLike, tail: float = 0.1) -> float | None:
     makes the standard error of a variance estimate unreliable; an infinite gradient variance needs k ≥ 1. Exponential
     tails have k = 0, a bounded quantity (the logit proxy is at most 2) has k < 0. Fitted by maximum likelihood.
 
-    Args:
-        values: Any shape; values that are not finite do not count.
-        tail: Share of the values in the tail.
-
     Returns:
         k, or None with fewer than `MIN_EXCEEDANCES` values above the threshold or where they are all alike.
 
@@ -33,7 +29,7 @@ def pareto_k(values: ArrayLike, tail: float = 0.1) -> float | None:
     x = x[np.isfinite(x)]
     if x.size == 0:
         return None
-    threshold = np.quantile(x, 1 - tail)
+    threshold = np.quantile(x, 1 - tail)  # the law is fitted to what lies above it
     excess = x[x > threshold] - threshold
     if excess.size < MIN_EXCEEDANCES or np.ptp(excess) <= 1e-12 * np.abs(x).max():
         return None
@@ -62,10 +58,6 @@ def top_share(values: ArrayLike, q: float = 0.01) -> float | None:
     """Share of the total that the largest values hold: Σ_{top ⌈q·n⌉} |x| / Σ |x|.
 
     q when all values are equal, 1 when one value is everything.
-
-    Args:
-        values: Any shape; values that are not finite do not count.
-        q: Share of the values that count as largest, at least one value.
 
     Returns:
         A share in [0, 1], None where there is no value or the total is 0.

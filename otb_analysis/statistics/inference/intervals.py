@@ -34,11 +34,8 @@ class Interval:
     """A point and, from `MIN_CLUSTERS` clusters up, an interval around it.
 
     Attributes:
-        estimate: The point.
         low: Lower end, or None where no interval is given.
-        high: Upper end, or None with `low`.
         n_clusters: Independent clusters it rests on.
-        estimand: What the interval covers, in words.
         method: How it was computed, in words.
         p_value: Two-sided p-value of the estimand being 1, for positive quantities and ratios with an interval: below
             1 − level exactly where the interval excludes 1.
@@ -64,11 +61,8 @@ def jackknife_interval(
     of the clusters' ratios).
 
     Args:
-        estimate: Full-sample value θ̂.
         replicates: θ̂_(k), the value without cluster k [K].
-        estimand: What is estimated, in words.
         scale: `log` for positive quantities and ratios, `logit` for shares in (0, 1), `linear` otherwise.
-        level: Nominal coverage.
 
     Returns:
         None when the estimate itself is not finite; a point without interval below `MIN_CLUSTERS` clusters or where
@@ -92,10 +86,10 @@ def jackknife_interval(
         centre, values = float(transform(np.asarray(estimate, dtype=float))), transform(values)
     if not (np.isfinite(centre) and np.isfinite(values).all()):
         return point
-    stderr = float(np.sqrt((k - 1) * values.var()))
+    stderr = float(np.sqrt((k - 1) * values.var()))  # (K−1)/K·Σ(f − mean)²
     law = Studentized.of(-values)  # deleting a cluster that pulls the value up lowers it
     down, up = law.quantiles(level)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # exp of a very wide interval is ∞, and then there is no interval
         low, high = inverse(np.array([centre - down * stderr, centre + up * stderr]))
     if not np.isfinite(high):
         return point
@@ -104,20 +98,13 @@ def jackknife_interval(
 
 
 def cluster_jackknife(
-    table: ArrayLike,
-    statistic: Callable[[Float], Float],
-    estimand: str,
-    scale: str = "log",
-    level: float = LEVEL,
+    table: ArrayLike, statistic: Callable[[Float], Float], estimand: str, scale: str = "log", level: float = LEVEL
 ) -> Interval | None:
     """Jackknife interval of a function of means, from one row of sufficient statistics per cluster.
 
     Args:
         table: One row per cluster [K, S], for example (Σ x, count) of each prompt.
         statistic: Maps mean rows [..., S] to values [...], vectorised over the leading axes.
-        estimand: What is estimated, in words.
-        scale: See `jackknife_interval`.
-        level: Nominal coverage.
 
     Returns:
         As `jackknife_interval`; None for an empty table.
@@ -125,7 +112,9 @@ def cluster_jackknife(
     Raises:
         InputError: The table is not two-dimensional, or the scale is unknown.
     """
-    rows = _rows(table)
+    rows = np.asarray(table, dtype=float)
+    if rows.ndim != 2:
+        raise InputError(f"table has shape {rows.shape}; pass one row of sufficient statistics per cluster, [K, S].")
     if len(rows) == 0:
         return None
     mean = rows.mean(axis=0)
@@ -136,48 +125,6 @@ def cluster_jackknife(
     return jackknife_interval(float(estimate), replicates, estimand, scale, level)
 
 
-def cluster_bootstrap(
-    table: ArrayLike,
-    statistic: Callable[[Float], Float],
-    estimand: str,
-    n_resamples: int = 2000,
-    seed: int = 0,
-) -> Interval | None:
-    """Percentile bootstrap of a function of means, resampling whole clusters with replacement.
-
-    For statistics without a smooth delta method, such as medians of clusters. Ratios of variances belong to
-    `cluster_jackknife`: there the percentile interval covered 86–90 % with 8 to 16 prompts.
-
-    Args:
-        table: One row per cluster [K, S].
-        statistic: Maps mean rows [..., S] to values [...], vectorised over the leading axes.
-        estimand: What is estimated, in words.
-        n_resamples: Resamples drawn.
-        seed: Seed of the resampling.
-
-    Returns:
-        A 95 % interval; None for an empty table or a value that is not finite; a point without interval below
-        `MIN_CLUSTERS` clusters or where a resample has no finite value.
-
-    Raises:
-        InputError: The table is not two-dimensional.
-    """
-    rows = _rows(table)
-    k = len(rows)
-    if k == 0:
-        return None
-    counts = np.random.default_rng(seed).multinomial(k, np.full(k, 1 / k), size=n_resamples)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        estimate, values = float(statistic(rows.mean(axis=0))), statistic(counts @ rows / k)
-    if not np.isfinite(estimate):
-        return None
-    method = f"percentile bootstrap of clusters, {n_resamples} resamples, seed {seed}"
-    if k < MIN_CLUSTERS or not np.isfinite(values).all():
-        return Interval(estimate, None, None, k, estimand, method)
-    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(estimate, float(low), float(high), k, estimand, method)
-
-
 def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio") -> Interval | None:
     """Paired Student t interval on the clusters' log-ratios: exp(mean ± t_{K−1} · s/√K) of log(a_k/b_k).
 
@@ -185,8 +132,6 @@ def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio
 
     Args:
         numerator: One positive value per cluster [K], for example a prompt's group variance under one estimator.
-        denominator: The same clusters under the other [K].
-        name: What the ratio is of, in words.
 
     Returns:
         None where a value is not positive (the geometric mean does not exist), else the ratio and its interval.
@@ -211,13 +156,7 @@ def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio
 
 
 def _p_value(law: Studentized, centre: float, stderr: float) -> float:
+    # Clusters that all agree: the ratio is known, so the hypothesis is certain or impossible.
     if stderr <= 1e-12 * max(abs(centre), 1e-3):
         return 1.0 if abs(centre) < 1e-9 else 0.0
     return law.p_value(centre / stderr)
-
-
-def _rows(table: ArrayLike) -> Float:
-    rows = np.asarray(table, dtype=float)
-    if rows.ndim != 2:
-        raise InputError(f"table has shape {rows.shape}; pass one row of sufficient statistics per cluster, [K, S].")
-    return rows

@@ -35,9 +35,6 @@ class Passing:
 def passing(success: ArrayLike) -> Passing:
     """Return avg@n and pass@k of answers, k = 1, 2, 4, … ≤ n, each with its 95 % interval over prompts.
 
-    Args:
-        success: True where an answer is right [P, n], one row per prompt.
-
     Raises:
         InputError: There are no answers, or their shape is another.
     """
@@ -50,19 +47,13 @@ def passing(success: ArrayLike) -> Passing:
 
 
 def pass_at_k(correct: ArrayLike, n: int, k: int) -> Float:
-    """Return 1 − C(n−c, k)/C(n, k), the unbiased estimate of the chance that one of k answers is right.
+    """Return 1 − C(n−c, k)/C(n, k) per prompt [P], the unbiased estimate of the chance that one of k answers is right.
+
+    c [P] counts the right ones among n answers.
 
     C(n−c, k)/C(n, k) is the share of the k-subsets of the n answers that hold no right one; it is computed as
     Π_{j<k} (n−c−j)/(n−j), in which nothing overflows. For k = 1 it is c/n, for k = n it is 1 where any answer is right.
     Chen et al. 2021 (arXiv 2107.03374), equation 1. Unbiased: proved there.
-
-    Args:
-        correct: Right answers c among the n, per prompt [P].
-        n: Answers per prompt.
-        k: Answers that one may give, at most n.
-
-    Returns:
-        Estimates per prompt [P].
 
     Raises:
         InputError: k is not in 1 … n, or a count not in 0 … n.
@@ -72,7 +63,7 @@ def pass_at_k(correct: ArrayLike, n: int, k: int) -> Float:
         raise InputError(f"k is {k} but every prompt has {n} answers; choose k from 1 to {n}.")
     if count.size and not (count.min() >= 0 and count.max() <= n):
         raise InputError(f"correct holds {count.min():g} to {count.max():g} of {n} answers; pass counts from 0 to {n}.")
-    drawn = np.arange(k)
+    drawn = np.arange(k)  # a factor of 0 appears as soon as k exceeds the wrong answers
     return 1.0 - (np.maximum(n - count[..., None] - drawn, 0.0) / (n - drawn)).prod(axis=-1)
 
 
@@ -83,17 +74,14 @@ def share_interval(values: ArrayLike, estimand: str) -> Interval:
     from it, the interval is Clopper and Pearson's with S = Σ values successes in P draws, real S allowed: a value in
     [0, 1] of mean p has at most the variance p(1 − p) of a success. For S = 0 it is [0, 1 − (α/2)^{1/P}].
 
-    Args:
-        values: One value per prompt [P], P ≥ 1.
-        estimand: What the mean estimates, in words.
-
     Returns:
         A point without interval below `MIN_CLUSTERS` prompts.
     """
     x = np.asarray(values, dtype=float)
-    found = cluster_jackknife(x[:, None], lambda rows: rows[..., 0], estimand, scale="logit")
-    if found is not None and (found.low is not None or x.size < MIN_CLUSTERS):
-        return found
+    interval = cluster_jackknife(x[:, None], lambda rows: rows[..., 0], estimand, scale="logit")
+    if interval is not None and (interval.low is not None or x.size < MIN_CLUSTERS):
+        return interval
+    # Too near 0 or 1 for the logit: leaving out one prompt, or none, reaches the end of the scale.
     total, rest, tail = x.sum(), (1.0 - x).sum(), (1 - LEVEL) / 2
     low = float(stats.beta.ppf(tail, total, rest + 1)) if total > 0 else 0.0
     high = float(stats.beta.isf(tail, total + 1, rest)) if rest > 0 else 1.0

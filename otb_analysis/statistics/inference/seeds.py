@@ -1,4 +1,4 @@
-"""Means over the few repetitions that a study of whole runs can afford."""
+"""Means over a few seeds of whole training runs."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,12 +13,10 @@ def seed_mean(values: ArrayLike, estimand: str, scale: str = "linear") -> Interv
 
     f⁻¹(f(x̄) ∓ t_{K−1}·se) with se² = (K−1)/K · Σ_k (f(x̄_(k)) − mean)² over the means without one seed; with f the
     identity it is x̄ ∓ t_{K−1}·s/√K. Unlike the intervals over prompts it trusts that the seeds are about normal on that
-    scale: so few cannot tell their own skewness. Training outcomes are averages over many tokens and prompts; rewards
+    scale: a few seeds do not show their skewness. Training outcomes are averages over many tokens and prompts; rewards
     of single prompts are not, and have `cluster_jackknife`.
 
     Args:
-        values: One value per seed [K].
-        estimand: What the mean estimates, in words.
         scale: `linear`, `log` for positive quantities, `logit` for shares in (0, 1).
 
     Returns:

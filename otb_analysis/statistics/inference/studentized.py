@@ -15,17 +15,13 @@ from otb_analysis.types import Float
 
 @dataclass(frozen=True)
 class Studentized:
-    """The law of (θ̂ − θ)/se, as far as the clusters tell; Student's for symmetric light-tailed ones.
+    """The law of (θ̂ − θ)/se, estimated from the clusters; Student's for symmetric light-tailed ones.
 
     With a = skewness/√K, Hall's g(T) = T + a·T²/3 + a²·T³/27 + a/6 is symmetric to second order; its inverse
     g⁻¹(q) = (3/a)·((1 + a·(q − a/6))^{1/3} − 1) corrects the quantiles for skewness. The variance of se² depends on the
     kurtosis, and with it the degrees of freedom: 2/(κ/K + 2/(K − 1)), κ the excess kurtosis, at least 0. On each side
     the wider of the plain and the corrected quantile counts. Sources: Hall (1992), On the removal of skewness by
     transformation; Satterthwaite (1946). The combination is ours; docs/coverage.md has what it covers.
-
-    Attributes:
-        skew: a.
-        degrees: Degrees of freedom.
     """
 
     skew: float
@@ -49,20 +45,13 @@ class Studentized:
         return cls(float(skewness / np.sqrt(k)), float(2 / (max(kurtosis, 0.0) / k + 2 / (k - 1))))
 
     def quantiles(self, level: float) -> tuple[float, float]:
-        """Return how many standard errors the interval reaches down and up from the estimate.
-
-        Args:
-            level: Nominal coverage.
-        """
+        """Return how many standard errors the interval reaches down and up from the estimate."""
         t = float(special.stdtrit(self.degrees, (1 + level) / 2))
         return max(t, self._corrected(t)), max(t, -self._corrected(-t))
 
     def p_value(self, distance: float) -> float:
-        """Return one minus the level at which the interval just reaches a hypothesis.
-
-        Args:
-            distance: (θ̂ − θ₀)/se.
-        """
+        """Return one minus the level at which the interval just reaches a hypothesis."""
+        # The interval reaches a hypothesis by the wider of two quantiles, so the p-value is the larger of two.
         symmetric = np.sign(distance) * self._symmetric(distance)
         return float(min(2 * special.stdtr(self.degrees, -max(min(abs(distance), symmetric), 0.0)), 1.0))
 

@@ -31,30 +31,16 @@ class GradientStatistics:
     """Everything one Gram matrix says about one estimator; the first fields are a row of `schema.GRADIENTS`.
 
     Attributes:
-        estimator: Name in ESTIMATORS.
-        energy_source: Where its energies came from.
-        n_prompts: Prompts P of one update.
-        n_rollouts: Rollouts of one update.
         total_power: mean_p‖ḡ_p‖².
         mean_norm_sq: ‖ḡ‖², averaged over steps where there are several.
         variance: Batch variance of an update of P prompts; None below two prompts.
         variance_low: Lower end of its 95 % interval; None below 16 prompts.
-        variance_high: Upper end of the same.
         within: Part of P·variance from rollouts given the prompt; None, since it takes pools.
         between: Part of P·variance from prompts; None, since it takes pools.
-        relative_bias: ‖m − ∇J‖/‖∇J‖.
-        projection: c = ⟨m, ∇J⟩/‖∇J‖².
-        sf: variance/c².
-        efficiency: Share of the update that points along ∇J.
         reference: Estimator that stands for ∇J, with all proved unbiased ones where there are any; None where it is
             not among the labels.
         c_known: True where c is proved, so that bias, projection and SF are not estimated.
         rollout_equivalents: Rollouts that the reference needs for the same efficiency; ∞ where none suffice.
-        n_clusters: Independent prompts behind the intervals.
-        variance_interval: Interval of `variance`.
-        projection_interval: Interval of `projection`.
-        sf_interval: Interval of `sf`.
-        efficiency_interval: Interval of `efficiency`.
     """
 
     estimator: str
@@ -92,23 +78,13 @@ class GradientStatistics:
 
 
 def gradient_statistics(
-    gram: ArrayLike,
-    labels: Sequence[Label],
-    n_rollouts: int,
-    reference: Label = REFERENCE,
-    known: Proved = NOTHING,
+    gram: ArrayLike, labels: Sequence[Label], n_rollouts: int, reference: Label = REFERENCE, known: Proved = NOTHING
 ) -> list[GradientStatistics]:
     """Statistics of every estimator on one step's rollouts.
 
     Args:
         gram: ⟨g_{m,p}, g_{m',p'}⟩ [M, M, P, P] of group *mean* gradients.
-        labels: (estimator, energy source) of each m.
-        n_rollouts: Rollouts behind the matrix.
         reference: The unbiased estimator that stands for ∇J, on other prompts; bias and progress are None without it.
-        known: What is proved of the estimators.
-
-    Returns:
-        One entry per label, in their order; what is undefined is None.
 
     Raises:
         InputError: The matrix does not have the shape [M, M, P, P] for these labels.
@@ -117,10 +93,7 @@ def gradient_statistics(
 
 
 def pooled_statistics(
-    grams: Sequence[Gram],
-    reference: Label = REFERENCE,
-    n_prompts: int | None = None,
-    known: Proved = NOTHING,
+    grams: Sequence[Gram], reference: Label = REFERENCE, n_prompts: int | None = None, known: Proved = NOTHING
 ) -> list[GradientStatistics]:
     """Statistics of every estimator over several steps: sums over steps first, then ratios.
 
@@ -129,14 +102,9 @@ def pooled_statistics(
     deletes most of that step's pairs. A label is judged on the steps that have both it and the reference.
 
     Args:
-        grams: One Gram matrix per step.
-        reference: The unbiased estimator that stands for ∇J.
         n_prompts: Prompts P of the update that variance, SF and efficiency are stated for; by default a typical
             step's. Other values rescale V/P.
         known: What is proved of the estimators; ‖∇J‖² is then pooled over the unbiased ones.
-
-    Returns:
-        One entry per label, in order of first appearance.
     """
     seen = dict.fromkeys(label for gram in grams for label in gram.labels)
     truth = truth_of(grams, reference, known)
@@ -150,12 +118,14 @@ def _one(
     grams: list[Gram], label: Label, against: tuple[Label, Truth], c: float | None, n_prompts: int | None
 ) -> GradientStatistics:
     reference, truth = against
+    # Every array of moments is [1 + K]: entry 0 from all prompts, the others for the jackknife.
     moments = _against(deleted_moments(grams, label, truth), grams, reference, truth)
     groups = typical([g.n_prompts for g in grams])
     batch = groups if n_prompts is None else n_prompts
     rollouts = round(typical([g.n_rollouts for g in grams]) * (batch / groups if groups else 1))
     values = four_measures(moments, batch, c)
     interval = {name: measure_interval(value, name, batch) for name, value in values.items()}
+    ends = interval["variance"]
     equivalents = _equivalents(moments, max(batch, 1), rollouts, c)
     return GradientStatistics(
         estimator=label[0],
@@ -165,9 +135,9 @@ def _one(
         total_power=_number(moments.power[0]),
         mean_norm_sq=_mean_norm_sq(grams, label),
         variance=_number(values["variance"][0]),
-        variance_low=_end(interval["variance"], "low"),
-        variance_high=_end(interval["variance"], "high"),
-        within=None,
+        variance_low=ends.low if ends else None,
+        variance_high=ends.high if ends else None,
+        within=None,  # the two parts of the variance take pools of rollouts
         between=None,
         relative_bias=_number(measures.relative_bias(moments)[0] if c is None else abs(1 - c)),
         projection=_number(values["projection"][0]),
@@ -185,13 +155,13 @@ def _one(
 
 
 def _against(moments: Moments, grams: list[Gram], reference: Label, truth: Truth) -> Moments:
-    """Count rollouts against the reference, also where others stand for ∇J beside it."""
+    """Give the reference's power, which rollouts are compared with, also where several estimators stand for ∇J."""
     if truth == reference:
         return moments
     if not all(reference in gram.labels for gram in grams):
         return replace(moments, reference_power=np.full_like(moments.power, np.nan))
-    own = deleted_moments(grams, reference, truth)
-    return replace(moments, reference_power=own.power - own.mean_sq + moments.truth_sq)
+    of_reference = deleted_moments(grams, reference, truth)
+    return replace(moments, reference_power=of_reference.power - of_reference.mean_sq + moments.truth_sq)
 
 
 def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -> float:
@@ -199,25 +169,21 @@ def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -
         return measures.rollout_equivalents(moments, batch, rollouts)[0]
     # Both are unbiased up to length, so equal efficiency is equal variance/c², and no ∇J is needed.
     spread = np.maximum(moments.reference_power - moments.truth_sq, 0)
-    own = measures.batch_variance(moments, 1) / c**2
-    return float(np.divide(rollouts * spread, own, out=np.full_like(own, np.nan), where=own > 0)[0])
+    variance = measures.batch_variance(moments, 1) / c**2
+    return float(np.divide(rollouts * spread, variance, out=np.full_like(variance, np.nan), where=variance > 0)[0])
 
 
 def _reference_name(grams: list[Gram], reference: Label, truth: Truth) -> str | None:
     if all(reference in gram.labels for gram in grams):
         return reference[0]
-    found = sorted(truth) if isinstance(truth, frozenset) and all(gram.has(truth) for gram in grams) else []
-    return found[0][0] if found else None
+    standing_in = sorted(truth) if isinstance(truth, frozenset) and all(gram.has(truth) for gram in grams) else []
+    return standing_in[0][0] if standing_in else None
 
 
 def _mean_norm_sq(grams: list[Gram], label: Label) -> float | None:
-    found = [g.blocks(label, label)[0].mean() for g in grams if g.n_prompts]
-    return _number(float(np.mean(found))) if found else None
+    norms_sq = [g.blocks(label, label)[0].mean() for g in grams if g.n_prompts]
+    return _number(float(np.mean(norms_sq))) if norms_sq else None
 
 
 def _number(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
-
-
-def _end(interval: Interval | None, name: str) -> float | None:
-    return None if interval is None else getattr(interval, name)

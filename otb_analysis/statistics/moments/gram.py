@@ -19,25 +19,13 @@ def truth_of(grams: Sequence[Gram], reference: Label, known: Proved) -> Truth:
 
     With g the mean of M unbiased gradients of a prompt, ⟨g_p, g_q⟩ is the mean over all M² pairs of estimators, each of
     which has the expectation ‖∇J‖² where p ≠ q.
-
-    Args:
-        grams: One Gram matrix per step.
-        reference: Taken where nothing is proved.
-        known: What is proved of the estimators.
     """
     measured = frozenset(label for gram in grams for label in gram.labels)
     return known.truth & measured or reference
 
 
 def clusters(grams: Sequence[Gram]) -> list[Int]:
-    """Number the prompts of several steps: [P] codes per step, equal where the prompt is the same.
-
-    Args:
-        grams: One Gram matrix per step.
-
-    Returns:
-        One int array [P_s] per step with values 0 … K−1.
-    """
+    """Number the prompts of several steps: codes 0 … K−1 per step [P_s], equal where the prompt is the same."""
     number = {name: code for code, name in enumerate(prompts_of(grams))}
     return [np.array([number[name] for name in _names(step, gram)], dtype=np.int64) for step, gram in enumerate(grams)]
 
@@ -49,11 +37,6 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
     prompts, so each is unbiased and no prompt is compared with itself. Numerators and denominators are summed over
     steps before anything is divided.
 
-    Args:
-        grams: One Gram matrix per step, all of which have `label`.
-        label: The estimator m.
-        reference: What stands for ∇J.
-
     Returns:
         Arrays [1 + K]: entry 0 from all K clusters, entry 1 + k without cluster k. NaN where no pair is left.
     """
@@ -64,49 +47,37 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
     halves = np.array([1.0, 1, 1, 1, 0.5, 0.5, 0.5, 0.5])
     for gram, code in zip(grams, codes, strict=True):
         block = gram.blocks(label, reference)
+        # Two groups of one prompt share its difficulty, so their product estimates no product of independent means.
         other = code[:, None] != code
         pairs = np.where(other, block, 0.0)
-        own = np.einsum("jpp->pj", block)
+        diagonal = np.einsum("jpp->pj", block)
         touched = (pairs.sum(axis=1) + pairs.sum(axis=2)).T
         ones = np.ones((code.size, 1))
-        np.add.at(sums, code, np.hstack([ones, own, 2 * other.sum(axis=1, keepdims=True), touched]))
+        np.add.at(sums, code, np.hstack([ones, diagonal, 2 * other.sum(axis=1, keepdims=True), touched]))
     total = (sums * halves).sum(axis=0)
     kept = np.vstack([total, total - sums])
+    # A cluster left out may leave no pair: NaN there, which gives no interval.
     counts = np.where(kept[:, [0, 4]] > 0, kept[:, [0, 4]], np.nan)
     power, mean = kept[:, 1:4] / counts[:, :1], kept[:, 5:] / counts[:, 1:]
     return Moments(power[:, 0], mean[:, 0], mean[:, 1], mean[:, 2], power[:, 2])
 
 
 def prompts_of(grams: Sequence[Gram]) -> list[object]:
-    """Return the clusters in the order in which `deleted_moments` leaves them out.
-
-    Args:
-        grams: One Gram matrix per step.
-    """
+    """Return the clusters in the order in which `deleted_moments` leaves them out."""
     return list(dict.fromkeys(name for step, gram in enumerate(grams) for name in _names(step, gram)))
 
 
 def against_reference(grams: Sequence[Gram], label: Label, reference: Truth) -> list[Gram]:
-    """Return the steps that have the label, and the reference too wherever any of them has it.
-
-    Args:
-        grams: One Gram matrix per step.
-        label: The estimator.
-        reference: What stands for ∇J.
-    """
+    """Return the steps that have the label, and the reference too wherever any of them has it."""
     having = [gram for gram in grams if label in gram.labels]
     return [gram for gram in having if gram.has(reference)] or having
 
 
 def typical(counts: list[int]) -> int:
-    """Return the rounded mean of counts, 0 without any.
-
-    Args:
-        counts: Prompts or rollouts of each step.
-    """
+    """Return the rounded mean of counts, 0 without any."""
     return round(sum(counts) / len(counts)) if counts else 0
 
 
 def _names(step: int, gram: Gram) -> list[object]:
-    """What tells a step's prompts from all others: their names, or else step and place."""
+    """Identify each of a step's prompts: by its name, or else by step and place."""
     return [(step, p) for p in range(gram.n_prompts)] if gram.prompt is None else [(p,) for p in gram.prompt]

@@ -21,9 +21,6 @@ class Moments:
 
     Attributes:
         power: E‖g_p‖² = ‖m‖² + V of one prompt's group gradient.
-        mean_sq: ‖m‖².
-        along: ⟨m, ∇J⟩.
-        truth_sq: ‖∇J‖².
         reference_power: E‖g_p‖² of the reference.
     """
 
@@ -39,13 +36,6 @@ def batch_variance(moments: Moments, n_prompts: float) -> Float:
 
     With moments estimated from P prompts this equals Σ_p‖ḡ_p − ḡ‖²/(P(P−1)). Prompts are independent, so it holds for
     any baseline. Scaling the gradients by a multiplies it by a².
-
-    Args:
-        moments: Moments of one estimator.
-        n_prompts: Prompts P averaged in one update.
-
-    Returns:
-        norm² of a log-probability gradient.
     """
     return np.maximum(moments.power - moments.mean_sq, 0) / n_prompts
 
@@ -54,12 +44,6 @@ def projection(moments: Moments) -> Float:
     """Progress per step relative to ∇J: c = ⟨m, ∇J⟩/‖∇J‖².
 
     1 for an unbiased estimator; 1 − 1/N for the group mean in groups of N; scales with the estimator.
-
-    Args:
-        moments: Moments of one estimator.
-
-    Returns:
-        c, NaN where the estimate of ‖∇J‖² is not positive.
     """
     return _ratio(moments.along, moments.truth_sq)
 
@@ -69,12 +53,6 @@ def relative_bias(moments: Moments) -> Float:
 
     0 for an unbiased estimator, 1/N for the group mean. The estimated square can be negative and is then taken as 0, so
     the estimate is not itself unbiased.
-
-    Args:
-        moments: Moments of one estimator.
-
-    Returns:
-        A non-negative number, NaN where the estimate of ‖∇J‖² is not positive.
     """
     difference = moments.mean_sq - 2 * moments.along + moments.truth_sq
     return np.sqrt(np.maximum(_ratio(difference, moments.truth_sq), 0))
@@ -85,13 +63,6 @@ def sf(moments: Moments, n_prompts: float) -> Float:
 
     Multiplying an estimator by a constant leaves it unchanged; it does not charge bias in direction, which
     `efficiency` does. It equals the batch variance for an unbiased estimator.
-
-    Args:
-        moments: Moments of one estimator.
-        n_prompts: Prompts P averaged in one update.
-
-    Returns:
-        norm², NaN where the projection is undefined or 0.
     """
     return _ratio(batch_variance(moments, n_prompts), projection(moments) ** 2)
 
@@ -102,13 +73,6 @@ def efficiency(moments: Moments, n_prompts: float) -> Float:
     In [0, 1] for exact moments; an estimate can leave that range through noise and is not clipped. It tends to
     cos²(m, ∇J) as P grows, does not change when the estimator is multiplied by a constant, and is 1/(1 + V/(P‖∇J‖²))
     for an unbiased one.
-
-    Args:
-        moments: Moments of one estimator.
-        n_prompts: Prompts P averaged in one update.
-
-    Returns:
-        A share, NaN where the estimate of ‖∇J‖² or of ‖m‖² + V/P is not positive.
     """
     update_sq = moments.mean_sq + batch_variance(moments, n_prompts)
     return _ratio(_ratio(moments.along**2, moments.truth_sq), update_sq)
@@ -120,29 +84,18 @@ def rollout_equivalents(moments: Moments, n_prompts: float, n_rollouts: float) -
     The reference reaches efficiency e with P' prompts where e = 1/(1 + V_ref/(P'‖∇J‖²)); the answer is
     n_rollouts · P'/P. It is n_rollouts for the reference itself, and ∞ where no number of rollouts reaches e (e ≥ 1,
     which only an estimate can be).
-
-    Args:
-        moments: Moments of one estimator.
-        n_prompts: Prompts P averaged in one update.
-        n_rollouts: Rollouts in that update.
-
-    Returns:
-        A number of rollouts, NaN where the efficiency is undefined.
     """
     share = efficiency(moments, n_prompts)
     noise = np.maximum(moments.reference_power - moments.truth_sq, 0) / n_prompts
+    # e/(1 − e) is the signal-to-noise ratio of an unbiased update; equal efficiency is equal odds.
     odds = np.where(share >= 1, np.inf, _ratio(share, 1 - share))
     return n_rollouts * _ratio(noise, moments.truth_sq) * odds
 
 
 def with_projection(moments: Moments, c: float | None) -> Moments:
-    """Put what is proved in the place of what would be estimated: m = c·∇J, so ‖m‖² = c²‖∇J‖² and ⟨m, ∇J⟩ = c‖∇J‖².
+    """Use a proved projection instead of an estimate: m = c·∇J, so ‖m‖² = c²‖∇J‖² and ⟨m, ∇J⟩ = c‖∇J‖².
 
     V = E‖g_p‖² − ‖m‖² stays as it was estimated, so the batch variance does not change.
-
-    Args:
-        moments: Moments of one estimator.
-        c: Its proved projection; None leaves everything as estimated.
     """
     if c is None:
         return moments
@@ -155,18 +108,12 @@ def crossing(moments: Moments) -> Float:
 
     P = (⟨m,∇J⟩²·V_ref − ‖∇J‖⁴·V) / (‖∇J‖²·(‖∇J‖²·‖m‖² − ⟨m,∇J⟩²)). A biased but quiet estimator is ahead below it. ∞
     where it is quieter at equal progress and its direction is right, so that it stays ahead; 0 where it never is.
-
-    Args:
-        moments: Moments of one estimator.
-
-    Returns:
-        A number of prompts, NaN where the estimate of ‖∇J‖² is not positive.
     """
     truth, along_sq = np.asarray(moments.truth_sq, dtype=float), np.asarray(moments.along, dtype=float) ** 2
     noise = (np.maximum(a - b, 0) for a, b in ((moments.reference_power, truth), (moments.power, moments.mean_sq)))
     reference_noise, own_noise = noise
     lead = along_sq * reference_noise - truth**2 * own_noise
-    sideways = truth * moments.mean_sq - along_sq
+    sideways = truth * moments.mean_sq - along_sq  # ‖∇J‖² times what of ‖m‖² is not along ∇J
     straight = sideways <= 1e-12 * along_sq  # what rounding leaves of an unbiased direction
     finite = _ratio(np.maximum(lead, 0), np.where(straight, np.nan, truth * sideways))
     ahead = lead > 1e-12 * along_sq * reference_noise

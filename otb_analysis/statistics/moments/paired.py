@@ -1,4 +1,4 @@
-"""One update over another on the same prompts: ratios of variance, SF and efficiency, with intervals on the logarithm.
+"""One update over another on the same prompts: ratios of variance, SF and efficiency, with intervals over prompts.
 
 Pairing removes what two estimators share, so these intervals are much shorter than the two separate ones suggest. The
 estimand is the ratio of the two expectations. Prompts are the clusters.
@@ -33,11 +33,7 @@ class PairedRatios:
     """One estimator over another on the same rollouts, with intervals over the same prompts.
 
     Attributes:
-        estimator: The numerator's name.
-        energy_source: Its energy source.
         against: The denominator's (estimator, energy source).
-        variance: Ratio of batch variances.
-        sf: Ratio of SFs.
         efficiency: Ratio of efficiencies; above 1 is better.
     """
 
@@ -55,7 +51,6 @@ class Update:
 
     Attributes:
         grams: Gram matrices of group gradients, groups of one size, all with the label and the reference.
-        label: The estimator.
         n_prompts: Groups P that are averaged in one update, each of another prompt.
     """
 
@@ -75,23 +70,19 @@ def paired_ratios(
 
     Args:
         grams: One Gram matrix per step; those with both labels are used.
-        against: The estimator in the denominator.
-        reference: The unbiased estimator that stands for ∇J.
         n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. Ratios of
             variance and SF do not depend on it.
         known: What is proved of the estimators: where c is, the SF needs no ∇J.
-
-    Returns:
-        One entry per other label that shares a step with `against`.
     """
+    # The same ∇J for every pair, so that ratios against one reference can be compared with each other.
     truth = truth_of(grams, reference, known)
     both = against_reference(grams, against, truth)
-    found = []
+    ratios = []
     for label in dict.fromkeys(label for gram in both for label in gram.labels if label != against):
         steps = against_reference(both, label, truth)
         batch = typical([g.n_prompts for g in steps]) if n_prompts is None else n_prompts
-        found.append(update_ratios(Update(steps, label, batch), Update(steps, against, batch), truth, known))
-    return found
+        ratios.append(update_ratios(Update(steps, label, batch), Update(steps, against, batch), truth, known))
+    return ratios
 
 
 def update_ratios(
@@ -100,13 +91,6 @@ def update_ratios(
     """One update over another whose groups were cut from rollouts of the same prompts, of whichever size.
 
     ∇J is the reference's in either's own groups; leaving out a prompt leaves it out of both.
-
-    Args:
-        above: The numerator.
-        below: The denominator.
-        reference: What stands for ∇J.
-        known: What is proved of the estimators.
-        level: Nominal coverage of the intervals.
 
     Raises:
         InputError: The two are not of the same prompts.
@@ -122,17 +106,48 @@ def update_ratios(
     )
     intervals = {}
     for name in ("variance", "sf", "efficiency"):
+        # The ratio is taken for every left-out prompt, so what the two updates share cancels in the interval.
         ratio = np.divide(values[name], base[name], out=np.full_like(values[name], np.nan), where=base[name] > 0)
         intervals[name] = jackknife_interval(ratio[0], ratio[1:], _ratio_words(name, above, below), "log", level)
     return PairedRatios(*above.label, below.label, **intervals)
+
+
+def gain_lost(
+    grams: Sequence[Gram], proxy: Label, exact: Label, reference: Label = REFERENCE, n_prompts: int | None = None
+) -> Interval | None:
+    """Share of an estimator's efficiency gain that is lost by using a proxy for its energies.
+
+    (e_exact − e_proxy)/(e_exact − e_reference) on the same rollouts: 0 when the proxy costs nothing, 1 when the gain
+    over the reference is gone, negative when the proxy does better. This, not a correlation, is what a proxy is judged
+    by.
+
+    Args:
+        reference: The unbiased estimator that stands for ∇J, and that the gain is counted from.
+        n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. The gain is
+            largest, and the share best determined, where P is of the order of the noise scale.
+
+    Returns:
+        None where an efficiency is undefined or the exact form gains nothing over the reference; the interval is over
+        prompts, of the ratio of the two differences.
+    """
+    labels = (exact, proxy, reference)
+    having = [gram for gram in grams if all(label in gram.labels for label in labels)]
+    if not having:
+        return None
+    batch = n_prompts or max(round(float(np.mean([gram.n_prompts for gram in having]))), 1)
+    with_exact, with_proxy, plain = (
+        measures.efficiency(deleted_moments(having, label, reference), batch) for label in labels
+    )
+    gain = with_exact - plain
+    share = np.divide(with_exact - with_proxy, gain, out=np.full_like(gain, np.nan), where=gain > 0)
+    estimand = f"share of the efficiency gain lost by {proxy} instead of {exact} in an update of {batch} prompts"
+    return jackknife_interval(share[0], share[1:], estimand, scale="linear")
 
 
 def four_measures(moments: Moments, batch: int, c: float | None = None) -> dict[str, Float]:
     """Return the four measures with intervals by name, each [1 + K].
 
     Args:
-        moments: From `deleted_moments`.
-        batch: Prompts P of the update.
         c: The proved projection: it and the SF are then defined wherever the variance is, whatever ‖∇J‖² seems to be.
     """
     p = max(batch, 1)
@@ -146,13 +161,7 @@ def four_measures(moments: Moments, batch: int, c: float | None = None) -> dict[
 
 
 def measure_interval(values: Float, name: str, batch: int) -> Interval | None:
-    """Return the jackknife interval of one of the four measures.
-
-    Args:
-        values: From `four_measures` [1 + K].
-        name: Which one.
-        batch: Prompts P of the update.
-    """
+    """Return the jackknife interval of one of the four measures."""
     return jackknife_interval(values[0], values[1:], _MEANING[name](batch), _SCALE[name])
 
 

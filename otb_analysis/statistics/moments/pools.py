@@ -16,7 +16,6 @@ from scipy.sparse import csr_array
 from otb_analysis.errors import InputError
 from otb_analysis.statistics.moments.gradients import GradientStatistics, pooled_statistics
 from otb_analysis.statistics.moments.gram import REFERENCE
-from otb_analysis.statistics.moments.measures import Moments
 from otb_analysis.types import Bool, Float, Gram, Int, Label
 
 
@@ -34,19 +33,10 @@ class Partition:
 
 
 def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -> list[Partition]:
-    """Cut each prompt's pool into disjoint groups of N, several times.
+    """Cut each prompt's pool into disjoint groups of N, several times; `prompt` is the prompt of each rollout [R].
 
     Estimators are then evaluated on the rollouts with `group >= 0` and that group vector; batch-coupled ones anew for
     every partition.
-
-    Args:
-        prompt: Prompt of each rollout [R].
-        size: N.
-        shuffles: How many cuts.
-        seed: Seed of the shuffles.
-
-    Returns:
-        One partition per shuffle.
 
     Raises:
         InputError: N is below 1, or a pool is smaller than two groups.
@@ -67,6 +57,7 @@ def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -
 
 
 def _cut(codes: Int, pool: Int, counts: Int, size: int, rng: np.random.Generator) -> Partition:
+    # Sorted by prompt, in random order within it; the rank within the prompt says which group a rollout falls into.
     order = np.lexsort((rng.random(codes.size), codes))
     rank = np.empty(codes.size, dtype=np.int64)
     rank[order] = np.arange(codes.size) - np.repeat(np.cumsum(pool) - pool, pool)
@@ -77,15 +68,9 @@ def _cut(codes: Int, pool: Int, counts: Int, size: int, rng: np.random.Generator
 
 
 def held_out(prompt: ArrayLike, share: float = 0.5, seed: int = 0) -> Bool:
-    """Choose a share of every prompt's rollouts to hold out, for a quantity that must not see the others.
+    """Choose a share of every prompt's rollouts to hold out, rounded down: True where held out [R].
 
-    Args:
-        prompt: Prompt of each rollout [R].
-        share: Share of each pool, rounded down.
-        seed: Seed of the choice.
-
-    Returns:
-        True where held out [R].
+    For a quantity that must not see the other rollouts, such as a baseline fitted on them.
 
     Raises:
         InputError: The share is not between 0 and 1.
@@ -102,33 +87,40 @@ def held_out(prompt: ArrayLike, share: float = 0.5, seed: int = 0) -> Bool:
     return chosen
 
 
-def rollout_features(gram: ArrayLike) -> Float:
-    """Vectors whose inner products are a given Gram matrix of rollouts: G = F·Fᵀ.
+def position_optimum(features: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> Float:
+    """Best baseline that depends on the position only [T]: B_t* = E[s_t · Σ_k s_k G_k]/E‖s_t‖².
 
-    For baselines that are constant over a rollout, whose gradients are combinations of the rollouts' total scores.
-    Negative eigenvalues, which only rounding or a sketch can produce, are taken as 0.
+    Without shared parameters it is E[w_t G_t]/E[w_t]. Estimate it on rollouts other than those it is applied to: on the
+    same ones it fits their noise. Standing: proved, and confirmed by enumeration.
 
     Args:
-        gram: ⟨S_i, S_j⟩ [R, R].
+        features: Scores or sketches of one prompt's rollouts [R, T, K].
 
-    Returns:
-        Features [R, R].
+    Raises:
+        InputError: The shapes do not fit.
     """
-    values, vectors = np.linalg.eigh(np.asarray(gram, dtype=float))
-    return vectors * np.sqrt(np.maximum(values, 0))
+    chosen, g = np.asarray(mask, dtype=bool), np.asarray(returns, dtype=float)
+    f = np.asarray(features, dtype=float)
+    if f.ndim != 3 or f.shape[:2] != g.shape or g.shape != chosen.shape:
+        raise InputError(
+            f"features has shape {f.shape}, returns {g.shape} and mask {chosen.shape}; pass [R, T, K], [R, T] and "
+            "[R, T]."
+        )
+    # Padding may hold NaN, which a product with 0 would keep.
+    f, g = np.where(chosen[..., None], f, 0.0), np.where(chosen, g, 0.0)
+    gradient = np.einsum("rtk,rt->rk", f, g)
+    along = np.einsum("rtk,rk->t", f, gradient)
+    energy = np.einsum("rtk,rtk->t", f, f)
+    return np.divide(along, energy, out=np.zeros_like(along), where=energy > 0)
 
 
 def group_gradients(features: ArrayLike, weights: ArrayLike, partition: Partition) -> Float:
-    """Mean gradient of every group: g_{m,a} = (1/N) Σ_{i in a} Σ_t A_{m,i,t} f_{i,t}.
+    """Mean gradient of every group [M, G, K]: g_{m,a} = (1/N) Σ_{i in a} Σ_t A_{m,i,t} f_{i,t}.
 
     Args:
         features: Scores or sketches with E⟨f_t, f_k⟩ = s_t·s_k per token [R, T, K], or per rollout [R, K]. A sketch
             leaves every mean right and adds noise of its own, which intervals over prompts do not contain.
         weights: Advantage of each estimator per token [M, R, T], or per rollout [M, R].
-        partition: The groups.
-
-    Returns:
-        Group gradients [M, G, K].
 
     Raises:
         InputError: The shapes do not fit.
@@ -153,8 +145,6 @@ class PoolGram:
         across: ⟨ḡ_{m,p}, ḡ_{m',q}⟩ [M, M, P, P] of the prompts' mean gradients; meaningful for p ≠ q.
         same: Mean over groups of ⟨g_{m,a}, g_{m',a}⟩ [M, M, P]: a group with itself.
         apart: Mean over pairs of disjoint groups of one prompt of ⟨g_{m,a}, g_{m',b}⟩ [M, M, P].
-        labels: (estimator, energy source) of each m.
-        size: Rollouts per group N.
     """
 
     across: Float
@@ -166,11 +156,7 @@ class PoolGram:
     def group_variance(self, label: Label) -> Float:
         """Variance of the group gradient given the prompt, ddof 1: E‖g_a‖² − E⟨g_a, g_b⟩ over disjoint groups.
 
-        Args:
-            label: An estimator.
-
-        Returns:
-            One estimate per prompt [P]; compare estimators by `log_ratio_t`.
+        One estimate per prompt [P]; compare estimators by `log_ratio_t`.
         """
         m = self.labels.index(label)
         return self.same[m, m] - self.apart[m, m]
@@ -185,35 +171,6 @@ class PoolGram:
         inner[:, :, np.arange(p), np.arange(p)] = self.same
         return Gram(inner, self.labels, p * self.size)
 
-    def given_prompts(self, label: Label, reference: Label = REFERENCE) -> Moments:
-        """Moments when these prompts are all there are: no variance between prompts, same-prompt products included.
-
-        For updates that use each prompt once, so that the batch variance is (1/P²) Σ_p of the group variances. Products
-        within a prompt come from disjoint groups. Intervals over prompts do not apply to this estimand.
-
-        Args:
-            label: The estimator m.
-            reference: The unbiased estimator that stands for ∇J.
-
-        Returns:
-            Scalar moments for `measures`, unbiased over rollouts.
-        """
-        m, r = self.labels.index(label), self.labels.index(reference)
-        p = self.across.shape[-1]
-        apart = ~np.eye(p, dtype=bool)
-
-        def product(a: int, b: int) -> Float:
-            return np.asarray((self.across[a, b][apart].sum() + self.apart[a, b].sum()) / p**2)
-
-        mean_sq, truth = product(m, m), product(r, r)
-        return Moments(
-            mean_sq + self.group_variance(label).mean(),
-            mean_sq,
-            product(m, r),
-            truth,
-            truth + self.group_variance(reference).mean(),
-        )
-
 
 def pool_gram(gradients: Sequence[ArrayLike], cuts: Sequence[Partition], labels: Sequence[Label]) -> PoolGram:
     """Combine the group gradients of all partitions.
@@ -221,10 +178,6 @@ def pool_gram(gradients: Sequence[ArrayLike], cuts: Sequence[Partition], labels:
     Args:
         gradients: Group gradients [M, G, K] of each partition.
         cuts: The partitions they belong to, all of one group size.
-        labels: (estimator, energy source) of each m.
-
-    Returns:
-        Every product that variance, bias and projection need.
 
     Raises:
         InputError: The arguments differ in length or shape.
@@ -234,6 +187,8 @@ def pool_gram(gradients: Sequence[ArrayLike], cuts: Sequence[Partition], labels:
     parts = [_products(np.asarray(g, dtype=float), cut, len(labels)) for g, cut in zip(gradients, cuts, strict=True)]
     same, apart, mean = (np.mean(values, axis=0) for values in zip(*parts, strict=True))
     sizes = np.bincount(cuts[0].group[cuts[0].group >= 0])
+    # Each product within a partition is averaged; across prompts the mean gradients are averaged first, since every
+    # pair of groups of different prompts is as good as any.
     across = np.einsum("mpk,nqk->mnpq", mean, mean, optimize=True)
     return PoolGram(across, same, apart, tuple(labels), int(sizes[0]))
 
@@ -246,9 +201,10 @@ def _products(g: Float, cut: Partition, n_labels: int) -> tuple[Float, Float, Fl
     count = np.bincount(cut.prompt)
     n_prompts = count.size
     sums = _sum_by(g, cut.prompt, n_prompts)
-    own = _sum_by(np.einsum("mak,nak->man", g, g, optimize=True), cut.prompt, n_prompts).transpose(0, 2, 1)
+    same_group = _sum_by(np.einsum("mak,nak->man", g, g, optimize=True), cut.prompt, n_prompts).transpose(0, 2, 1)
+    # ⟨Σ_a g_a, Σ_b g_b⟩ is all pairs at once; without the groups themselves it leaves those of disjoint groups.
     all_pairs = np.einsum("mpk,npk->mnp", sums, sums, optimize=True)
-    return own / count, (all_pairs - own) / (count * (count - 1)), sums / count[:, None]
+    return same_group / count, (all_pairs - same_group) / (count * (count - 1)), sums / count[:, None]
 
 
 def _sum_by(x: Float, index: Int, size: int) -> Float:
@@ -268,19 +224,14 @@ def pool_statistics(
     interval.
 
     Args:
-        pool: From `pool_gram`.
-        reference: The unbiased estimator that stands for ∇J.
         n_prompts: Prompts P of the update that variance and efficiency are stated for; by default those of the pool.
-
-    Returns:
-        One entry per label, with `within` and `between` filled in.
     """
-    found = []
+    rows = []
     for row in pooled_statistics([pool.gram()], reference, n_prompts):
         if row.variance is None:
-            found.append(row)
+            rows.append(row)
             continue
         within = float(pool.group_variance((row.estimator, row.energy_source)).mean())
         # Not clipped: an unbiased estimate of a between-prompt part near 0 is negative half of the time.
-        found.append(replace(row, within=within, between=row.variance * row.n_prompts - within))
-    return found
+        rows.append(replace(row, within=within, between=row.variance * row.n_prompts - within))
+    return rows

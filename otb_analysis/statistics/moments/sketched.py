@@ -11,7 +11,7 @@ from otb_analysis.types import Float
 
 @dataclass(frozen=True)
 class SketchNoise:
-    """Standard errors that sketching adds, given the gradients; sampling error of prompts and rollouts is apart.
+    """Standard errors that sketching adds, given the gradients, without the sampling error of prompts and rollouts.
 
     Attributes:
         variance: Of the batch variance of each of M estimators [M], in its unit.
@@ -31,9 +31,6 @@ def gram_from_sketch(sketch: ArrayLike, group_size: ArrayLike | None = None) -> 
     Args:
         sketch: Sketches of one step [P, M, dim], as from `gradient_sketch` with prompts as clusters.
         group_size: Rollouts N_p of each prompt [P] where the sketches are of sums; None where the weights hold 1/N_p.
-
-    Returns:
-        Gram matrix [M, M, P, P], float64.
 
     Raises:
         InputError: The sketch does not have three axes, or there is not one positive size per prompt.
@@ -55,7 +52,7 @@ def gram_from_sketch(sketch: ArrayLike, group_size: ArrayLike | None = None) -> 
 
 
 def sketch_noise(gram: ArrayLike, dim: int) -> SketchNoise:
-    """How far batch variances from sketches lie from those of the gradients themselves.
+    """How far batch variances from sketches lie from those of the gradients themselves; NaN below two prompts.
 
     V_m = tr K_mm with K_mm' = H G_mm' H/(P(P−1)), H the centring matrix. A count sketch estimates any trace
     ⟨A, G⟩ = tr Q with variance at most 2‖Q‖²/dim, hence SE(V_m)² ≤ 2 tr(K_mm²)/dim and, to first order,
@@ -65,25 +62,19 @@ def sketch_noise(gram: ArrayLike, dim: int) -> SketchNoise:
     share. With a matrix that is itself from sketches, traces of squares come out larger by about (tr K)²/dim.
 
     Source: the variance of feature hashing (Weinberger et al., 2009) applied to a quadratic form; checked over seeds.
-
-    Args:
-        gram: ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ [M, M, P, P], exact or from sketches.
-        dim: Buckets of the sketch.
-
-    Returns:
-        Standard errors; NaN below two prompts.
     """
     inner = np.asarray(gram, dtype=float)
     prompts = inner.shape[-1]
     if prompts < 2:
         missing = np.full(len(inner), np.nan)
         return SketchNoise(missing, np.full(inner.shape[:2], np.nan))
+    # H G H from both sides: the variance is around the mean of the prompts.
     centred = inner - inner.mean(-1, keepdims=True)
     centred = (centred - centred.mean(-2, keepdims=True)) / (prompts * (prompts - 1))
     squares = np.einsum("mnpq,mnpq->mn", centred, centred)  # tr(K_mn K_nm), since K_nm = K_mnᵀ
-    own, variance = np.diag(squares), np.einsum("mmpp->m", centred)
+    self_products, variance = np.diag(squares), np.einsum("mmpp->m", centred)
     v = np.where(variance > 0, variance, np.nan)
-    spread = own / v**2
+    spread = self_products / v**2
     shared = squares / np.multiply.outer(v, v)
     log_ratio = np.sqrt(np.maximum(spread[:, None] + spread - 2 * shared, 0.0) * 2 / dim)
-    return SketchNoise(np.sqrt(2 * own / dim), log_ratio)
+    return SketchNoise(np.sqrt(2 * self_products / dim), log_ratio)

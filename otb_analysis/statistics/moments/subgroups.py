@@ -19,9 +19,6 @@ def smaller_sizes(group: Int) -> list[int]:
 
     Groups of 8 give [4, 2], groups of 6 give [3]; groups of unequal sizes give nothing, since an update of smaller ones
     would not have the same number of rollouts.
-
-    Args:
-        group: Prompt of each rollout [N].
     """
     counts = np.unique(np.unique(group, return_counts=True)[1])
     if counts.size != 1:
@@ -32,13 +29,6 @@ def smaller_sizes(group: Int) -> list[int]:
 
 def cut_groups(group: Int, size: int) -> Int:
     """Cut every group, in the order of its rollouts, into disjoint ones of `size`; what is left over is a smaller one.
-
-    Args:
-        group: Prompt of each rollout [N].
-        size: Rollouts of a smaller group.
-
-    Returns:
-        Smaller group of each rollout [N]; sorted by value, those of one group follow each other in its place.
 
     Raises:
         InputError: The size is below 1.
@@ -53,18 +43,11 @@ def cut_groups(group: Int, size: int) -> Int:
 
 
 def mean_over_subgroups(inner: Float, parts: int) -> Float:
-    """Products per prompt from those of its k smaller groups.
+    """Products per prompt [M, M, P, P] from those of its k smaller groups [M, M, kP, kP], one prompt's side by side.
 
     Between prompts p ≠ q: ⟨mean_a g_{m,a}, mean_b g_{m',b}⟩, the product of the means over a in p and b in q. Within a
     prompt: mean_a ⟨g_{m,a}, g_{m',a}⟩, whose expectation is E‖g‖² of *one* smaller group. So moments, and all that
     follows from them, are those of smaller groups, and each prompt is one cluster. With k = 1 nothing changes.
-
-    Args:
-        inner: ⟨g_{m,a}, g_{m',b}⟩ of smaller groups' mean gradients [M, M, kP, kP], those of one prompt side by side.
-        parts: k.
-
-    Returns:
-        [M, M, P, P], the matrix of a `Gram`.
 
     Raises:
         InputError: The number of smaller groups is no multiple of k.
@@ -73,7 +56,8 @@ def mean_over_subgroups(inner: Float, parts: int) -> Float:
     if groups % parts:
         raise InputError(f"inner has {groups} smaller groups; pass {parts} for each prompt.")
     blocks = inner.reshape(rows, rows, groups // parts, parts, groups // parts, parts)
-    found = blocks.mean(axis=(3, 5))
+    # Averaging all a, b would leave ⟨g_a, g_b⟩ of different groups on the diagonal, so it is put right afterwards.
+    averaged = blocks.mean(axis=(3, 5))
     place = np.arange(groups // parts)
-    found[:, :, place, place] = np.einsum("mnpapa->mnp", blocks) / parts
-    return found
+    averaged[:, :, place, place] = np.einsum("mnpapa->mnp", blocks) / parts
+    return averaged

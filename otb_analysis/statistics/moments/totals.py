@@ -23,17 +23,15 @@ class Totals:
         estimate: Estimated total of each [D].
         stderr: Its standard error [D]: 0 where everything was measured; NaN where it cannot be known because fewer
             than two units of the sample, or none of this domain's, were left to chance.
-        n_drawn: Units of each that were measured [D].
     """
 
     labels: Int
     estimate: Float
     stderr: Float
-    n_drawn: Int
 
 
 def horvitz_thompson(values: ArrayLike, inclusion_prob: ArrayLike, domain: ArrayLike | None = None) -> Totals:
-    """Estimate totals without bias, whatever the size measure was worth.
+    """Estimate totals without bias, whatever size measure the sample was drawn by.
 
     Ŷ_d = Σ_{k drawn, k in d} y_k/π_k.  With every π = 1 it is the plain sum, with standard error 0.
 
@@ -44,9 +42,6 @@ def horvitz_thompson(values: ArrayLike, inclusion_prob: ArrayLike, domain: Array
         values: y of each unit of the population, NaN where it was not drawn [K].
         inclusion_prob: π of each unit in (0, 1] [K].
         domain: Integer domain of each unit, such as its rollout [K]; None means one domain.
-
-    Returns:
-        One total per domain.
 
     Raises:
         InputError: Shapes disagree, or a drawn unit has no probability in (0, 1].
@@ -66,15 +61,6 @@ def difference_total(
     of the two where residuals y − ŷ vary less than y. It also speaks about domains with hardly a unit drawn, such as a
     single rollout, where Horvitz–Thompson is all or nothing. The standard error is that of the residuals' total.
 
-    Args:
-        values: y of each unit of the population, NaN where it was not drawn [K].
-        predicted: ŷ of every unit [K].
-        inclusion_prob: π of each unit in (0, 1] [K].
-        domain: Integer domain of each unit [K]; None means one domain.
-
-    Returns:
-        One total per domain.
-
     Raises:
         InputError: Shapes disagree, a prediction is not finite, or a drawn unit has no probability in (0, 1].
     """
@@ -83,32 +69,6 @@ def difference_total(
     if guess.shape != y.shape or not np.isfinite(guess).all():
         raise InputError(f"predicted has shape {guess.shape}; pass one finite prediction per unit, shape {y.shape}.")
     return _totals(y - guess, prob, index, labels, np.bincount(index, guess, len(labels)).astype(np.float64))
-
-
-def hajek_mean(values: ArrayLike, inclusion_prob: ArrayLike) -> tuple[float, float]:
-    """Estimate a mean as a ratio, which does not need to know how many units there are.
-
-    ȳ = Σ (y_k/π_k) / Σ (1/π_k) over what was drawn, with the standard error of the residuals' total over Σ 1/π.
-
-    A constant has that mean, with standard error 0, in every sample; Horvitz–Thompson's total over K has not.
-    Source: Hájek (1971); linearised as in Särndal et al., §5.7.
-
-    Args:
-        values: y of each unit, NaN where it was not drawn [K].
-        inclusion_prob: π of each unit [K].
-
-    Returns:
-        Mean and standard error; NaN where nothing was drawn.
-
-    Raises:
-        InputError: Shapes disagree, or a drawn unit has no probability in (0, 1].
-    """
-    y, prob, index, labels = _checked(values, inclusion_prob, None)
-    weight = np.where(np.isnan(y), 0.0, 1 / np.where(prob > 0, prob, 1.0))
-    if not weight.sum() > 0:
-        return np.nan, np.nan
-    mean = float((weight * np.nan_to_num(y)).sum() / weight.sum())
-    return mean, float(_totals(y - mean, prob, index, labels, np.zeros(1)).stderr[0] / weight.sum())
 
 
 def _checked(values: ArrayLike, inclusion_prob: ArrayLike, domain: ArrayLike | None) -> tuple[Float, Float, Int, Int]:
@@ -132,18 +92,18 @@ def _checked(values: ArrayLike, inclusion_prob: ArrayLike, domain: ArrayLike | N
 
 
 def _totals(y: Float, prob: Float, index: Int, labels: Int, base: Float) -> Totals:
-    """Expand a sample by domain; `base` is what is known without it."""
+    """Return totals by domain: `base`, known without the sample, plus the expanded sample."""
     count, drawn = len(labels), ~np.isnan(y)
-    expanded, own = y[drawn] / prob[drawn], index[drawn]
+    expanded, drawn_domain = y[drawn] / prob[drawn], index[drawn]
+    # Expanded values vary only through units that were left to chance, weighted by how much.
     c = 1 - prob[drawn]  # 0 for what was certain to be taken
     total = c.sum()
-    squares, linear = np.bincount(own, c * expanded**2, count), np.bincount(own, c * expanded, count)
+    squares, linear = np.bincount(drawn_domain, c * expanded**2, count), np.bincount(drawn_domain, c * expanded, count)
     chance = np.bincount(index[(prob < 1)], minlength=count) > 0
-    heard = np.bincount(own[c > 0], minlength=count) > 0
+    some_drawn = np.bincount(drawn_domain[c > 0], minlength=count) > 0
     variance = np.where(chance, np.nan, 0.0)
     freedom = 1 - ((c / total) ** 2).sum() if total > 0 else 0.0
     if freedom > 1e-12:
         known = np.maximum(squares - linear**2 / total, 0.0) / freedom
-        variance = np.where(chance & heard, known, variance)
-    n_drawn = np.bincount(own, minlength=count).astype(np.int64)
-    return Totals(labels, base + np.bincount(own, expanded, count), np.sqrt(variance), n_drawn)
+        variance = np.where(chance & some_drawn, known, variance)
+    return Totals(labels, base + np.bincount(drawn_domain, expanded, count), np.sqrt(variance))

@@ -3,7 +3,7 @@ import pytest
 from scipy import stats
 
 from otb_analysis.errors import InputError
-from otb_analysis.statistics import cluster_bootstrap, cluster_jackknife, jackknife_interval, log_ratio_t
+from otb_analysis.statistics import cluster_jackknife, jackknife_interval, log_ratio_t
 
 
 def mean(rows):
@@ -66,8 +66,6 @@ def test_fifteen_clusters_give_a_point():
     found = cluster_jackknife(np.ones((15, 1)), mean, "mean")
     assert found is not None
     assert (found.estimate, found.low, found.high, found.n_clusters) == (1.0, None, None, 15)
-    resampled = cluster_bootstrap(np.ones((15, 1)), mean, "mean")
-    assert resampled is not None and resampled.low is None
 
 
 def test_a_replicate_outside_the_scale_gives_a_point():
@@ -80,9 +78,7 @@ def test_a_replicate_outside_the_scale_gives_a_point():
 def test_undefined_estimates_give_none():
     assert jackknife_interval(np.nan, np.ones(20), "x") is None
     assert cluster_jackknife(np.zeros((0, 1)), mean, "x") is None
-    assert cluster_bootstrap(np.zeros((0, 1)), mean, "x") is None
     assert cluster_jackknife(np.zeros((20, 2)), ratio, "x") is None
-    assert cluster_bootstrap(np.zeros((20, 2)), ratio, "x") is None
     assert log_ratio_t([], []) is None
     assert log_ratio_t([1, 0], [1, 1]) is None
 
@@ -91,17 +87,6 @@ def test_logit_intervals_stay_inside_the_unit_interval():
     found = jackknife_interval(0.95, np.linspace(0.90, 0.99, 20), "share", scale="logit")
     assert found is not None and found.low is not None and found.high is not None
     assert 0 < found.low < 0.95 < found.high < 1
-
-
-def test_bootstrap_is_seeded_and_close_to_the_jackknife():
-    rows = np.random.default_rng(3).gamma(5, size=(60, 2))
-    a, b = (cluster_bootstrap(rows, ratio, "ratio", seed=s) for s in (0, 0))
-    assert a == b and a is not None and a.low is not None and a.high is not None
-    jackknife = cluster_jackknife(rows, ratio, "ratio")
-    assert jackknife is not None and jackknife.low is not None and jackknife.high is not None
-    width = jackknife.high - jackknife.low
-    assert abs(a.low - jackknife.low) < 0.25 * width
-    assert abs(a.high - jackknife.high) < 0.25 * width
 
 
 def test_paired_t_names_the_geometric_mean():

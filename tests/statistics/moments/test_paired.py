@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.statistics import Gram, Update, jackknife_interval, paired_ratios, pooled_statistics, update_ratios
+from otb_analysis.statistics import (
+    Gram,
+    Update,
+    gain_lost,
+    jackknife_interval,
+    paired_ratios,
+    pooled_statistics,
+    update_ratios,
+)
 
 RLOO, OTB = ("rloo", "none"), ("otb", "exact")
 PROMPTS, PARTS = 20, 4
@@ -72,3 +80,39 @@ def test_other_prompts_are_one_sentence(sizes):
     whole, part = gram_of_groups(sizes[1]), gram_of_groups(sizes[1], keep=["3", "5"])
     with pytest.raises(InputError, match="otb and rloo were measured on other prompts"):
         update_ratios(Update([whole], OTB, 8), Update([part], RLOO, 8))
+
+
+def test_gain_lost_is_the_share_of_the_efficiency_difference(gram_of, noisy_prompts):
+    rng = np.random.default_rng(2)
+    g = noisy_prompts(rng, [[2, 1]] * 3, 400, noise=0.0)
+    for m, scale in enumerate((2.0, 0.5, 1.0)):
+        g[m] += scale * rng.normal(size=g[m].shape)
+    labels = (("rloo", "none"), ("otb", "exact"), ("otb", "proxy"))
+    gram = Gram(gram_of(g), labels, 400)
+    rloo, exact, proxy = (row.efficiency for row in pooled_statistics([gram], n_prompts=8))
+    found = gain_lost([gram], labels[2], labels[1], n_prompts=8)
+    assert found is not None and rloo is not None and exact is not None and proxy is not None
+    assert found.estimate == pytest.approx((exact - proxy) / (exact - rloo))
+    # V = .5 + 2·scale² is 8.5, 1, 2.5 and ‖∇J‖² = 5: efficiencies at P = 8 are .825, .976, .941, the share .229.
+    assert found.low is not None and found.high is not None
+    assert found.low < 0.229 < found.high and found.n_clusters == 400
+
+
+def test_a_perfect_proxy_loses_nothing(gram_of, noisy_prompts):
+    g = noisy_prompts(np.random.default_rng(3), [[2, 1]] * 3, 20)
+    g[1] *= 0.5
+    g[0] += 3 * np.random.default_rng(4).normal(size=g[0].shape)
+    g[2] = g[1]
+    labels = (("rloo", "none"), ("otb", "exact"), ("otb", "proxy"))
+    found = gain_lost([Gram(gram_of(g), labels, 20)], labels[2], labels[1])
+    assert found is not None and (found.estimate, found.low, found.high) == (0, 0, 0)
+
+
+def test_without_a_gain_there_is_no_share(gram_of, noisy_prompts):
+    g = noisy_prompts(np.random.default_rng(5), [[2, 1]] * 3, 20)
+    g[1:] = g[0]
+    labels = (("rloo", "none"), ("otb", "exact"), ("otb", "proxy"))
+    gram = Gram(gram_of(g), labels, 20)
+    assert gain_lost([gram], labels[2], labels[1]) is None
+    assert gain_lost([gram], ("opo", "proxy"), labels[1]) is None
+    assert gain_lost([], labels[2], labels[1]) is None

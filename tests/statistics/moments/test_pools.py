@@ -5,15 +5,13 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import EstimatorInputs, estimate
 from otb_analysis.statistics import (
     Partition,
-    batch_variance,
     gradient_statistics,
     group_gradients,
     held_out,
     partitions,
     pool_gram,
     pool_statistics,
-    projection,
-    rollout_features,
+    position_optimum,
 )
 
 RLOO, MEAN = ("rloo", "none"), ("group_mean", "none")
@@ -78,11 +76,6 @@ def test_two_groups_of_one_rollout_by_hand():
     assert (row.within, row.between) == pytest.approx((2, 1.5))
     assert row.variance == pytest.approx(1.75)
     assert row.n_rollouts == 2
-    # Given these two prompts: ‖m‖² = (3 + 2·2 + 4)/4 = 2.75, and the batch variance is (2 + 2)/4.
-    given = pool.given_prompts(RLOO)
-    assert given.mean_sq == pytest.approx(2.75)
-    assert batch_variance(given, 2) == pytest.approx(1.0)
-    assert projection(given) == pytest.approx(1)
 
 
 def test_group_gradients_by_token_equal_a_loop():
@@ -94,14 +87,6 @@ def test_group_gradients_by_token_equal_a_loop():
         for a, members in enumerate(([0, 2, 5], [1, 4])):
             slow = np.mean([sum(weights[m, i, t] * features[i, t] for t in range(3)) for i in members], axis=0)
             assert found[m, a] == pytest.approx(slow)
-
-
-def test_a_gram_of_rollouts_is_as_good_as_their_scores():
-    prompt, score, reward = draw(np.random.default_rng(2), 5, 16)
-    direct = pool_of(prompt, score, reward, 4)
-    by_gram = pool_of(prompt, rollout_features(score @ score.T), reward, 4)
-    for a, b in zip(pool_statistics(direct), pool_statistics(by_gram), strict=True):
-        assert (b.variance, b.within, b.between) == pytest.approx((a.variance, a.within, a.between))
 
 
 def test_within_and_between_agree_with_fresh_groups():
@@ -126,27 +111,11 @@ def test_within_and_between_agree_with_fresh_groups():
 
 def test_group_mean_shrinks_by_one_over_n_and_has_no_other_bias():
     pool = pool_of(*draw(np.random.default_rng(4), 8, 32), 4)
-    given = pool.given_prompts(MEAN)
-    assert projection(given) == pytest.approx(0.75)
     rloo, mean = pool_statistics(pool)
+    assert mean.projection == pytest.approx(0.75)
     assert rloo.within is not None and rloo.sf is not None
     assert mean.within == pytest.approx(rloo.within * 0.75**2)
     assert mean.sf == pytest.approx(rloo.sf)
-
-
-def test_given_prompts_moments_are_unbiased():
-    rng = np.random.default_rng(5)
-    direction = np.array([[1.0, 0, 0], [0, 1, 0]])
-    prompt = np.repeat([0, 1], 16)
-    # E[S·1(S·u + ε > 0)] = u·E[φ(ε)] = u/√(4π) for standard normal S and ε, ‖u‖ = 1 (Stein).
-    found = []
-    for _ in range(400):
-        score = rng.normal(size=(32, 3))
-        reward = ((score * direction[prompt]).sum(axis=1) + rng.normal(size=32) > 0).astype(float)
-        found.append(float(pool_of(prompt, score, reward, 4, shuffles=2).given_prompts(RLOO).truth_sq))
-    # ∇J = (u_0 + u_1)/2/√(4π), so ‖∇J‖² = (1/2)/(4π).
-    truth = 0.5 / (4 * np.pi)
-    assert abs(np.mean(found) - truth) < 4 * np.std(found) / np.sqrt(len(found))
 
 
 def test_overlapping_groups_would_understate_the_variance():
@@ -201,3 +170,39 @@ def test_shapes_that_do_not_fit_are_named():
         pool_gram([], [], [RLOO])
     with pytest.raises(InputError, match="G = 2"):
         pool_gram([np.zeros((1, 3, 2))], [cut], [RLOO])
+
+
+def coin():
+    """Four rollouts of one token, exactly in the proportions of π = (1/4, 3/4); reward 1 for the first token."""
+    score = np.array([[0.75, -0.75], [-0.25, 0.25], [-0.25, 0.25], [-0.25, 0.25]])
+    return score[:, None, :], np.array([[1.0], [0], [0], [0]]), np.ones((4, 1), dtype=bool)
+
+
+def test_the_optimum_of_a_coin_is_one_minus_p():
+    # B* = p·2(1−p)²/(p·2(1−p)² + (1−p)·2p²) = 1 − p.
+    assert position_optimum(*coin()) == pytest.approx([0.75])
+
+
+def test_positions_that_share_no_parameters_have_the_energy_weighted_return():
+    rng = np.random.default_rng(0)
+    features = np.zeros((10, 2, 4))
+    features[:, 0, :2], features[:, 1, 2:] = rng.normal(size=(2, 10, 2))
+    returns = rng.random((10, 2))
+    w = (features**2).sum(axis=2)
+    found = position_optimum(features, returns, np.ones((10, 2), dtype=bool))
+    assert found == pytest.approx((w * returns).sum(axis=0) / w.sum(axis=0))
+
+
+def test_padding_of_an_optimum_is_never_read():
+    rng = np.random.default_rng(1)
+    features, returns = rng.normal(size=(6, 3, 4)), rng.random((6, 3))
+    mask = np.arange(3) < rng.integers(1, 3, size=(6, 1))
+    clean = position_optimum(features, returns, mask)
+    dirty = position_optimum(np.where(mask[..., None], features, np.nan), np.where(mask, returns, np.inf), mask)
+    np.testing.assert_array_equal(clean, dirty)
+    assert clean[2] == 0
+
+
+def test_shapes_of_an_optimum_that_do_not_fit_are_named():
+    with pytest.raises(InputError, match=r"pass \[R, T, K\]"):
+        position_optimum(np.zeros((2, 3)), np.zeros((2, 3)), np.ones((2, 3), dtype=bool))

@@ -6,7 +6,6 @@ import pytest
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import (
     difference_total,
-    hajek_mean,
     horvitz_thompson,
     inclusion_probabilities,
     systematic_sample,
@@ -75,7 +74,6 @@ def test_expanded_total_by_hand():
     assert found.estimate.tolist() == [11]
     # u = (4, 4) among the two left to chance: no spread, V = 0.
     assert found.stderr.tolist() == [0]
-    assert found.n_drawn.tolist() == [3]
 
 
 def test_equal_probabilities_give_the_textbook_variance_of_a_simple_random_sample():
@@ -125,14 +123,6 @@ def test_difference_total_by_hand():
     assert found.estimate.tolist() == [8]
     # u = (4, 0), mean 2, c = ½ each, Σc(u − 2)²/(1 − ½) = 4/½.
     assert found.stderr[0] ** 2 == pytest.approx(8)
-
-
-def test_mean_of_a_constant_is_that_constant():
-    mean, stderr = hajek_mean([5, 5, NAN], [0.3, 0.9, 0.3])
-    assert mean == pytest.approx(5) and stderr == pytest.approx(0)
-    # (2/½ + 6/¼)/(2 + 4)
-    assert hajek_mean([2, 6, NAN], [0.5, 0.25, 0.25])[0] == pytest.approx(28 / 6)
-    assert np.isnan(hajek_mean([NAN], [0.5])[0])
 
 
 @pytest.mark.parametrize("uniform_share", [0.1, 1.0])
