@@ -78,10 +78,10 @@ def check(config: TrainConfig, processes: int = 1) -> None:
             "objective.kl_estimator is 'k1' in the loss, where its expected gradient is zero; "
             "take k2 or k3, or set objective.kl_in to 'reward'."
         )
-    for name in POSITIVE:
-        _check_number(config, name, positive=True)
-    for name in NOT_NEGATIVE:
-        _check_number(config, name, positive=False)
+    for name in (*POSITIVE, *NOT_NEGATIVE):
+        number, positive = attrgetter(name)(config), name in POSITIVE
+        if not (number > 0 if positive else number >= 0) or number == float("inf"):
+            raise InputError(f"{name} is {number}; choose a finite number {'above' if positive else 'of at least'} 0.")
     if config.sample.group_size == 1:
         _check_single(config)
     if config.measure.sampled.share > 1:
@@ -184,9 +184,3 @@ def _check_sketch(config: TrainConfig) -> None:
                 f"measure.{name} already measures every group at each step of measure.sketch; "
                 f"lower measure.{name}.prompts or raise measure.{name}.every."
             )
-
-
-def _check_number(config: TrainConfig, name: str, positive: bool) -> None:
-    number = attrgetter(name)(config)
-    if not (number > 0 if positive else number >= 0) or number == float("inf"):
-        raise InputError(f"{name} is {number}; choose a finite number {'above' if positive else 'of at least'} 0.")

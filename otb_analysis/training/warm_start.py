@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from otb_analysis import __version__
 from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.measurement.table import compute_rewards
-from otb_analysis.phases import Phase, phase
+from otb_analysis.phases import phase
 from otb_analysis.rollouts.generation import Generator, TransformersGenerator
 from otb_analysis.rollouts.models import SHIPPED, character_tokenizer, output_layer, small_model, special_id
 from otb_analysis.rollouts.sampling import encode_prompt, sample
@@ -76,36 +77,30 @@ def fit(
     Raises:
         InputError: The step budget ran out below the band.
     """
-    with phase("warm start", config.warm_start.max_steps, "step", at_most=True) as here:
-        return _fitted(model, tokenizer, task, config, here)
-
-
-def _fitted(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, config: TrainConfig, here: Phase
-) -> tuple[int, float]:
     settings, generator = config.warm_start, TransformersGenerator(model, tokenizer)
     optimizers = _optimizers(model, settings.learning_rate)
     torch.manual_seed(config.seed)
     checks = draw_prompts(task, "train", CHECKS_FROM, settings.check_prompts)
-    loss, success, below, every = float("inf"), 0.0, _snapshot(model), settings.check_every
-    for step, batch in enumerate(_batches(tokenizer, task, settings), start=1):
-        loss = 0.95 * loss + 0.05 * _supervised_step(model, optimizers, batch) if step > 1 else 3.0
-        reached = f"{success:.0%} success, {settings.success_low:.0%} wanted"
-        here(step, settings.max_steps, f"warm start, loss {loss:.2f} nats, {reached}")
-        if step % every or (loss > LEARNED_ENOUGH_TO_CHECK and step % (CHECKED_ANYWAY * settings.check_every)):
-            continue
-        early = loss > LEARNED_ENOUGH_TO_CHECK  # an early check must not change later draws
-        with torch.random.fork_rng(enabled=early), phase("checking"):
-            success = success_rate(generator, tokenizer, task, checks, config.sample)
-        if settings.success_low <= success <= settings.success_high:
-            return step, success
-        if success > settings.success_high:
-            model.load_state_dict(below)
-            success, every = 0.0, max(1, every // 5)
-        else:
-            below = _snapshot(model)
-        if step >= settings.max_steps:
-            break
+    loss, success, below, every = float("inf"), 0.0, deepcopy(model.state_dict()), settings.check_every
+    with phase("warm start", settings.max_steps, "step", at_most=True) as here:
+        for step, batch in enumerate(_batches(tokenizer, task, settings), start=1):
+            loss = 0.95 * loss + 0.05 * _supervised_step(model, optimizers, batch) if step > 1 else 3.0
+            reached = f"{success:.0%} success, {settings.success_low:.0%} wanted"
+            here(step, settings.max_steps, f"warm start, loss {loss:.2f} nats, {reached}")
+            if step % every or (loss > LEARNED_ENOUGH_TO_CHECK and step % (CHECKED_ANYWAY * settings.check_every)):
+                continue
+            early = loss > LEARNED_ENOUGH_TO_CHECK  # an early check must not change later draws
+            with torch.random.fork_rng(enabled=early), phase("checking"):
+                success = success_rate(generator, tokenizer, task, checks, config.sample)
+            if settings.success_low <= success <= settings.success_high:
+                return step, success
+            if success > settings.success_high:
+                model.load_state_dict(below)
+                success, every = 0.0, max(1, every // 5)
+            else:
+                below = deepcopy(model.state_dict())
+            if step >= settings.max_steps:
+                break
     raise InputError(
         f"the warm start reached {success:.0%} success after {settings.max_steps} steps; "
         f"{settings.success_low:.0%} is wanted; make the task easier, the model larger or warm_start.max_steps higher."
@@ -178,10 +173,6 @@ def _supervised_step(
     for optimizer in optimizers:
         optimizer.step()
     return float(loss.detach())
-
-
-def _snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def _key(config: TrainConfig) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from otb_analysis.config import LoraConfig, ObjectiveConfig, OptimizeConfig, TrainConfig
+from otb_analysis.config import LoraConfig, OptimizeConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.forward import (
     CompletionLogprobs,
@@ -63,7 +63,9 @@ class Policy:
             model.activation_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
         self._shares = not (processes.sharded or self._checkpointing) and supports_prefix_cache(model)
-        self._reference = _frozen_copy(model, self.adapter, config.objective)
+        # With adapters the base weights stay as they are, so they are the reference.
+        copied = config.objective.kl_coefficient != 0 and self.adapter is None
+        self._reference = deepcopy(model).requires_grad_(False) if copied else None
         for whole in (model, self._reference) if processes.sharded else ():
             if whole is not None:
                 shard(whole, processes)
@@ -282,15 +284,6 @@ def _adapted(model: PreTrainedModel, config: LoraConfig, seed: int) -> "PeftMode
     adapted.eval()
     assert isinstance(adapted, PeftModel)
     return adapted
-
-
-def _frozen_copy(
-    model: PreTrainedModel, adapter: "PeftModel | None", config: ObjectiveConfig
-) -> PreTrainedModel | None:
-    """Return a copy of the starting policy where a divergence needs it; adapters leave the base weights as they are."""
-    if config.kl_coefficient == 0 or adapter is not None:
-        return None
-    return deepcopy(model).requires_grad_(False)
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:
