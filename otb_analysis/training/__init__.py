@@ -1,1 +1,1 @@
-"""The instrumented loop and what it stands on; `loop.py` is the page to read first."""
+"""Training with measurements. Read `loop.py` first: it is one step from prompts to records."""

@@ -16,38 +16,29 @@ TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value", "turn", "token_id", "ra
 """Inputs the loop can provide at every step."""
 
 POSITIVE = (
-    *(
-        f"sample.{name}"
-        for name in ("prompts", "group_size", "max_new_tokens", "max_turns", "temperature", "vllm_memory")
-    ),
-    *(f"optimize.{name}" for name in ("steps", "learning_rate")),
-    *(f"objective.{name}" for name in ("epochs", "minibatches")),
-    *(f"critic.{name}" for name in ("width", "updates")),
-    *(f"warm_start.{name}" for name in ("batch", "learning_rate", "max_steps", "check_every", "check_prompts")),
-    *("evaluate.prompts", "evaluate.samples", "measure.sampled.share", "checkpoint.keep", "lora.alpha"),
+    *("sample.prompts", "sample.group_size", "sample.max_new_tokens", "sample.max_turns", "sample.temperature"),
+    *("sample.vllm_memory", "optimize.steps", "optimize.learning_rate", "objective.epochs", "objective.minibatches"),
+    *("critic.width", "critic.updates", "warm_start.batch", "warm_start.learning_rate", "warm_start.max_steps"),
+    *("warm_start.check_every", "warm_start.check_prompts", "evaluate.prompts", "evaluate.samples"),
+    *("measure.sampled.share", "checkpoint.keep", "lora.alpha"),
 )
 NOT_NEGATIVE = (
     *("seed", "optimize.max_grad_norm", "optimize.weight_decay", "optimize.warmup_steps", "optimize.micro_batch"),
     *("objective.staleness", "objective.kl_coefficient", "objective.entropy_bonus", "checkpoint.every", "lora.rank"),
-    "critic.learning_rate",
-    *("measure.exact.every", "measure.exact.prompts", "evaluate.every"),
-    *("measure.sampled.every", "measure.sampled.prompts", "measure.attribution.every"),
-    *("measure.sketch.every", "measure.sketch.prompts"),
+    *("critic.learning_rate", "evaluate.every", "measure.exact.every", "measure.exact.prompts"),
+    *("measure.sampled.every", "measure.sampled.prompts", "measure.sketch.every", "measure.sketch.prompts"),
+    "measure.attribution.every",
 )
 
 
 def check(config: TrainConfig, processes: int = 1) -> None:
-    """Refuse a configuration that cannot work.
-
-    Args:
-        config: The run.
-        processes: How many take part in it.
+    """Refuse a configuration that cannot work in a run of so many processes.
 
     Raises:
-        InputError: The first thing found, with its remedy.
+        InputError: The first problem, with its remedy.
     """
     path = config.root / check_run_name(config.run_name)
-    if config.if_exists == "error" and path.exists():  # said before minutes are spent on a warm start
+    if config.if_exists == "error" and path.exists():  # before minutes are spent on a warm start
         raise InputError(
             f"run {config.run_name!r} already exists in {config.root}; pass another --run, --if-exists resume "
             "or --if-exists replace."
@@ -81,16 +72,16 @@ def check(config: TrainConfig, processes: int = 1) -> None:
                 f"measure.subgroups has {name!r}, which needs a critic; set critic.enabled or leave it out."
             )
     Objective(config.objective)  # refuses names and options that do not exist
-    own = config.objective
-    if own.kl_coefficient > 0 and (own.kl_estimator, own.kl_in) == ("k1", "loss"):
+    objective = config.objective
+    if objective.kl_coefficient > 0 and (objective.kl_estimator, objective.kl_in) == ("k1", "loss"):
         raise InputError(
             "objective.kl_estimator is 'k1' in the loss, where its expected gradient is zero; "
             "take k2 or k3, or set objective.kl_in to 'reward'."
         )
-    for name in POSITIVE:
-        _check_number(config, name, positive=True)
-    for name in NOT_NEGATIVE:
-        _check_number(config, name, positive=False)
+    for name in (*POSITIVE, *NOT_NEGATIVE):
+        number, positive = attrgetter(name)(config), name in POSITIVE
+        if not (number > 0 if positive else number >= 0) or number == float("inf"):
+            raise InputError(f"{name} is {number}; choose a finite number {'above' if positive else 'of at least'} 0.")
     if config.sample.group_size == 1:
         _check_single(config)
     if config.measure.sampled.share > 1:
@@ -117,7 +108,7 @@ def check(config: TrainConfig, processes: int = 1) -> None:
 
 
 def _check_single(config: TrainConfig) -> None:
-    """Refuse what compares rollouts of a prompt that has only one: it would train as `none`, or not at all."""
+    """With one rollout per prompt, refuse what compares its rollouts: it would train as `none`, or not at all."""
     name = config.estimator.name
     if not entry_of(name).takes_single:
         others = [n for n, e in ESTIMATORS.items() if e.takes_single and set(e.needs) <= TRAINABLE_NEEDS]
@@ -133,19 +124,19 @@ def _check_single(config: TrainConfig) -> None:
 
 
 def _check_critic(config: TrainConfig) -> None:
-    """Refuse settings of the critic that do not fit each other, or the estimator that trains on its values."""
-    own = config.critic
+    """Refuse a critic whose settings contradict each other or the estimator that trains on its values."""
+    critic = config.critic
     for name in ("discount", "decay"):
-        if not 0.0 <= getattr(own, name) <= 1.0:
-            raise InputError(f"critic.{name} is {getattr(own, name)}; choose a number from 0 to 1.")
+        if not 0.0 <= getattr(critic, name) <= 1.0:
+            raise InputError(f"critic.{name} is {getattr(critic, name)}; choose a number from 0 to 1.")
     for name in ("path", "gradient_checkpointing"):
-        if own.kind == "head" and getattr(own, name):
+        if critic.kind == "head" and getattr(critic, name):
             raise InputError(
-                f"critic.{name} is {getattr(own, name)!r}, which a head does not have; set critic.kind to 'model'."
+                f"critic.{name} is {getattr(critic, name)!r}, which a head does not have; set critic.kind to 'model'."
             )
-    if config.estimator.name == "tvm" and own.target != "tvm":
+    if config.estimator.name == "tvm" and critic.target != "tvm":
         raise InputError(
-            f"estimator.name is 'tvm' but critic.target is {own.target!r}; set critic.target to 'tvm', or take the "
+            f"estimator.name is 'tvm' but critic.target is {critic.target!r}; set critic.target to 'tvm', or take the "
             "estimator 'value'."
         )
     if config.estimator.name == "value":
@@ -153,19 +144,20 @@ def _check_critic(config: TrainConfig) -> None:
 
 
 def _check_value(config: TrainConfig) -> None:
-    """Refuse advantages whose γ and λ are not those of the values; any λ takes the returns' own values."""
-    own, asked = config.critic, options_from_dict("value", config.estimator.options)
+    """Refuse advantages whose γ and λ are not those of the critic's target. The target `return` fits any λ."""
+    critic, options = config.critic, options_from_dict("value", config.estimator.options)
     fitted: dict[str, dict[str, float]] = {
         "return": {"discount": 1.0},
-        "gae": {"discount": own.discount, "decay": own.decay},
+        "gae": {"discount": critic.discount, "decay": critic.decay},
         "tvm": {"discount": 1.0, "decay": 1.0},
     }
-    for name, number in fitted[own.target].items():
-        if getattr(asked, name) != number:
-            remedy = f"set critic.{name} to the same" if own.target == "gae" else "set critic.target to 'gae' with both"
+    for name, number in fitted[critic.target].items():
+        if getattr(options, name) != number:
+            gae = critic.target == "gae"
+            remedy = f"set critic.{name} to the same" if gae else "set critic.target to 'gae' with both"
             raise InputError(
-                f"estimator.options {name} is {getattr(asked, name)} but the critic is fitted with {number} "
-                f"(critic.target is {own.target!r}); {remedy}, or change the option to {number}."
+                f"estimator.options {name} is {getattr(options, name)} but the critic is fitted with {number} "
+                f"(critic.target is {critic.target!r}); {remedy}, or change the option to {number}."
             )
 
 
@@ -192,9 +184,3 @@ def _check_sketch(config: TrainConfig) -> None:
                 f"measure.{name} already measures every group at each step of measure.sketch; "
                 f"lower measure.{name}.prompts or raise measure.{name}.every."
             )
-
-
-def _check_number(config: TrainConfig, name: str, positive: bool) -> None:
-    number = attrgetter(name)(config)
-    if not (number > 0 if positive else number >= 0) or number == float("inf"):
-        raise InputError(f"{name} is {number}; choose a finite number {'above' if positive else 'of at least'} 0.")

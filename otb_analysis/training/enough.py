@@ -1,4 +1,4 @@
-"""Whether a run measures enough different prompts for an interval, and whether its answers have room to end."""
+"""Two warnings: too few measured prompts for an interval, and answers that all use up their length budget."""
 
 from collections.abc import Iterator
 
@@ -11,12 +11,7 @@ from otb_analysis.tasks.task_calls import draw_prompts
 
 
 def too_few_prompts(config: TrainConfig, task: Task) -> str:
-    """Return what to change where the level `exact` measures too few different prompts for an interval, else nothing.
-
-    Args:
-        config: The run.
-        task: Its task.
-    """
+    """Return what to change where the level `exact` measures too few prompts for an interval, else nothing."""
     every, most = config.measure.exact.every, config.sample.prompts
     if every <= 0:
         return ""
@@ -34,18 +29,18 @@ def too_few_prompts(config: TrainConfig, task: Task) -> str:
     elif wanted <= most:
         remedy = f"--measure.exact.prompts {wanted}"
     elif total * most >= MIN_CLUSTERS:
-        # every ≤ (steps − 1) / (needed − 1), so that the needed-th measured step is still one of the run's
+        # every ≤ (steps − 1) / (needed − 1): the last measured step that is needed must still be a step of the run
         needed = -(-MIN_CLUSTERS // most)
         remedy = f"--measure.exact.every {max(1, (total - 1) // (needed - 1))} --measure.exact.prompts {most}"
         remedy += " --measure.exact.first 0" if config.measure.exact.first else ""
     else:
         remedy = f"--optimize.steps {-(-MIN_CLUSTERS // most)} --measure.exact.every 1 --measure.exact.prompts {most}"
-    seen, at = plural(len(ids), "different prompt"), plural(steps, "step")
-    return f"this run will measure {seen} at {at}; an interval takes {MIN_CLUSTERS}: {remedy}."
+    prompts, at = plural(len(ids), "different prompt"), plural(steps, "step")
+    return f"this run will measure {prompts} at {at}; an interval takes {MIN_CLUSTERS}: {remedy}."
 
 
 def _measured(config: TrainConfig, task: Task) -> Iterator[set[str]]:
-    """Names of the prompts that the level `exact` measures, step by step; the same that the run will draw."""
+    """Yield the ids of the prompts that the level `exact` measures, step by step, as the run will draw them."""
     most = config.sample.prompts
     count = min(config.measure.exact.prompts or most, most)
     for step in filter(config.measure.exact.due, range(config.optimize.steps)):
@@ -53,13 +48,7 @@ def _measured(config: TrainConfig, task: Task) -> Iterator[set[str]]:
 
 
 def none_ends(config: TrainConfig, step: int, rollouts: Rollouts) -> str:
-    """Return what to change where every answer of a step used its length budget up, else nothing.
-
-    Args:
-        config: The run.
-        step: The step.
-        rollouts: Its rollouts.
-    """
+    """Return what to change where every answer of a step used up its length budget, else nothing."""
     if any(reason != "length" for reason in rollouts.finish_reason):
         return ""
     budget = config.sample.max_new_tokens

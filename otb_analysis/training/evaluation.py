@@ -1,4 +1,4 @@
-"""Held-out prompts: how good the policy is on what it never trains on, without a trace in the training."""
+"""Held-out prompts: how good the policy is on prompts it never trains on. Evaluating changes no later draw."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,15 +16,13 @@ from otb_analysis.training.setup import Trainer, seed_of
 from otb_analysis.types import Float, Int
 
 EVALUATION = 2**31
-"""Seed stream of evaluation: the same draws at every evaluation, and different from those of any step."""
+"""Seed stream: the same at every evaluation, and different from that of any step."""
 
 
 def evaluate(trainer: Trainer, step: int) -> dict[str, object]:
-    """Return what held-out prompts say where that is due, as columns of `steps`; the random state is not touched.
+    """Return the held-out columns of `steps` where evaluation is due; the random state is not touched.
 
-    Args:
-        trainer: The run.
-        step: The step; the last one is always evaluated, unless evaluation is off.
+    The last step is always evaluated, unless evaluation is off.
 
     Raises:
         InputError, NonFiniteError: The task or a logit fails, as in training.
@@ -46,7 +44,7 @@ def evaluate(trainer: Trainer, step: int) -> dict[str, object]:
 
 
 def _rewards(trainer: Trainer, prompts: Sequence[Prompt], group: Int) -> Float:
-    """Return total rewards of this process's answers; `group` holds the prompt of each, and may be empty."""
+    """Return total rewards of this process's answers; `group` holds the prompt of each answer, and may be empty."""
     if not len(group):
         return np.zeros(0)
     settings = trainer.config.evaluate
@@ -57,15 +55,10 @@ def _rewards(trainer: Trainer, prompts: Sequence[Prompt], group: Int) -> Float:
 
 
 def heldout_columns(reward: Float, threshold: float) -> dict[str, object]:
-    """Return the columns of `steps` that total rewards of held-out answers give.
-
-    Args:
-        reward: Total reward of each answer [P, n], one row per prompt.
-        threshold: From which total reward on an answer is a success.
-    """
+    """Return the columns of `steps` from total rewards of answers [P, n]; a success has at least the threshold."""
     success = passing(reward >= threshold)
     by_prompt = reward.mean(axis=1, keepdims=True)
-    # Where all prompts pay the same, nothing is known of what others would: a reward has no bounds to argue from.
+    # Equal means over all prompts give no interval: a reward has no bounds from which to derive one.
     spread = bool(np.ptp(by_prompt) > 0)
     mean = cluster_jackknife(by_prompt, lambda rows: rows[..., 0], "mean reward", scale="linear") if spread else None
     shares = {"heldout_success": success.average, "heldout_pass_at_k": success.at[success.largest]}
@@ -73,9 +66,9 @@ def heldout_columns(reward: Float, threshold: float) -> dict[str, object]:
         "heldout_reward": float(np.mean(reward)),
         "heldout_samples": reward.shape[1],
         "heldout_pass_k": success.largest,
-        **{f"heldout_pass_at_{k}": found.estimate for k, found in success.at.items()},
+        **{f"heldout_pass_at_{k}": share.estimate for k, share in success.at.items()},
     }
-    for name, found in ({"heldout_reward": mean} | shares).items():
-        columns[f"{name}_low"] = found.low if found else None
-        columns[f"{name}_high"] = found.high if found else None
-    return columns | {name: found.estimate for name, found in shares.items()}
+    for name, interval in ({"heldout_reward": mean} | shares).items():
+        columns[f"{name}_low"] = interval.low if interval else None
+        columns[f"{name}_high"] = interval.high if interval else None
+    return columns | {name: share.estimate for name, share in shares.items()}

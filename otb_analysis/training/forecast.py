@@ -1,6 +1,6 @@
-"""What measuring will cost, said before it is paid: multiples of one forward and backward pass of what is measured.
+"""A forecast of what measuring will cost, in multiples of one timed forward and backward pass.
 
-After the first measured step, what it took takes their place.
+After the first measured step its true times replace the forecast.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,29 +29,21 @@ from otb_analysis.types import Bool, Int
 #   sketched norms, a direction     0.4–.7     0.25      0.5
 #   attribution with its split        5–10      2.5    > 2.4
 NORM = {"auto": 0.35, "fast": 0.35, "generic": 0.6, "reference": 1.0}
-"""Exact norms, by engine, for each token: of the share of its rollout that it sees. A backward pass without weight
-gradients is a third of a forward and backward pass."""
-WHOLE = 1.5
-"""Exact norms of whole rollouts."""
-GRAM = 10.0
-"""The Gram matrix of all estimators."""
-SMALLER = 2.5
-"""The Gram matrix of groups cut to one smaller size, of a few estimators."""
+"""Exact norm of one token, by engine, times the share of its rollout that comes before it. A backward pass without
+weight gradients is a third of a forward and backward pass."""
+WHOLE, GRAM, SMALLER = 1.5, 10.0, 2.5
+"""Exact norms of whole rollouts; the Gram matrix of all estimators; that of one smaller group size."""
 DRAWN, FOUND = 1.0, 2.0
-"""Norms of drawn tokens, for each: of the share of its rollout that it sees; and what finding them takes."""
-DIRECTION = 0.4
-"""Sketched norms, for each direction."""
-ATTRIBUTION, SPLIT = 2.4, 1.0
-"""Attribution, and telling signal from noise."""
+"""Norm of one drawn token, times the share of its rollout that comes before it; and the pass that draws the tokens."""
+DIRECTION, ATTRIBUTION, SPLIT = 0.4, 2.4, 1.0
+"""One direction of sketched norms; attribution; its split into signal and noise."""
 
 TIMED = 256
-"""Positions of the rollouts whose pass is timed, if there are as many."""
+"""Most positions of the rollouts whose pass is timed."""
 REPEATED, LONG_ENOUGH = 5, 0.2
-"""Passes that are timed at most, and seconds of them that suffice."""
-OFF = 2.0
-"""A forecast that was wrong by more than this factor is corrected aloud."""
-SHORT = 1.0
-"""Seconds below which a wrong forecast surprises nobody."""
+"""Most passes that are timed, and the seconds of them that suffice."""
+OFF, SHORT = 2.0, 1.0
+"""A forecast that was off by more than this factor is corrected with a note, if more than so many seconds."""
 LISTED = 5
 """Steps that are named one by one."""
 
@@ -62,10 +54,10 @@ class Level:
 
     Attributes:
         name: The phase in which it is measured.
-        what: What it measures of what, for the sentence.
+        what: Words for the sentence.
         due: Whether it runs at a step.
-        multiple: Forward and backward passes of its rollouts.
-        rows: Those rollouts [N].
+        multiple: Its cost in forward and backward passes of its rollouts.
+        rows: True at those rollouts [N].
     """
 
     name: str
@@ -78,48 +70,46 @@ class Level:
 def levels(config: TrainConfig, rollouts: Rollouts, exact_always: bool = False) -> list[Level]:
     """Return everything that a run measures, with its cost on rollouts such as these.
 
-    Args:
-        config: The run.
-        rollouts: Of one step.
-        exact_always: True when the training estimator reads exact norms of all rollouts at each step.
+    `exact_always`: the training estimator reads exact norms of all rollouts at each step.
     """
-    own, every = config.measure, np.ones(len(rollouts.group), bool)
-    exact = rollouts.group < (own.exact.prompts or len(rollouts.prompts))
-    others = rollouts.group[~exact] if own.exact.every > 0 else rollouts.group
-    found = list(_exact(own, rollouts, exact))
+    measure, every = config.measure, np.ones(len(rollouts.group), bool)
+    exact = rollouts.group < (measure.exact.prompts or len(rollouts.prompts))
+    others = rollouts.group[~exact] if measure.exact.every > 0 else rollouts.group
+    due = list(_exact(measure, rollouts, exact))
     if exact_always:
-        norms = _norms(own, rollouts, every)
-        found = [Level("exact norms", "exact norms of every rollout", lambda step: True, norms, every), *found[1:]]
-    if own.sampled.every > 0:
-        rows = _first(rollouts, others, own.sampled.prompts)
-        tokens = FOUND + DRAWN * own.sampled.share * seen(rollouts, rows)
-        found.append(Level("drawn tokens", f"{own.sampled.share:.0%} of the tokens", own.sampled.due, tokens, rows))
-    if own.sketch.every > 0:
-        rows, passes = _first(rollouts, others, own.sketch.prompts), DIRECTION * own.sketch.directions
-        found.append(Level("sketched norms", "sketched norms", own.sketch.due, passes, rows))
-    if own.attribution.every > 0:
-        passes = ATTRIBUTION + SPLIT * own.attribution.split
-        found.append(Level("attribution", "attribution", own.attribution.due, passes, every))
-    return found
+        norms = _norms(measure, rollouts, every)
+        due = [Level("exact norms", "exact norms of every rollout", lambda step: True, norms, every), *due[1:]]
+    if (sampled := measure.sampled).every > 0:
+        rows = _first(rollouts, others, sampled.prompts)
+        tokens = FOUND + DRAWN * sampled.share * seen(rollouts, rows)
+        due.append(Level("drawn tokens", f"{sampled.share:.0%} of the tokens", sampled.due, tokens, rows))
+    if (sketch := measure.sketch).every > 0:
+        rows, passes = _first(rollouts, others, sketch.prompts), DIRECTION * sketch.directions
+        due.append(Level("sketched norms", "sketched norms", sketch.due, passes, rows))
+    if (attribution := measure.attribution).every > 0:
+        passes = ATTRIBUTION + SPLIT * attribution.split
+        due.append(Level("attribution", "attribution", attribution.due, passes, every))
+    return due
 
 
-def _exact(own: MeasureConfig, rollouts: Rollouts, rows: Bool) -> Iterator[Level]:
-    if own.exact.every <= 0:
+def _exact(measure: MeasureConfig, rollouts: Rollouts, rows: Bool) -> Iterator[Level]:
+    due = measure.exact.due
+    if measure.exact.every <= 0:
         return
     prompts = f"{plural(len(np.unique(rollouts.group[rows])), 'prompt')} ({plural(int(rows.sum()), 'rollout')})"
-    yield Level("exact norms", prompts, own.exact.due, _norms(own, rollouts, rows), rows)
-    yield Level("Gram matrix", "", own.exact.due, GRAM, rows)
-    if own.subgroups and (sizes := len(smaller_sizes(rollouts.group[rows]))):
-        yield Level("smaller groups", "", own.exact.due, SMALLER * sizes, rows)
+    yield Level("exact norms", prompts, due, _norms(measure, rollouts, rows), rows)
+    yield Level("Gram matrix", "", due, GRAM, rows)
+    if measure.subgroups and (sizes := len(smaller_sizes(rollouts.group[rows]))):
+        yield Level("smaller groups", "", due, SMALLER * sizes, rows)
 
 
 def _first(rollouts: Rollouts, groups: Int, prompts: int) -> Bool:
-    """True at the rollouts of the first groups; of all where `prompts` is 0."""
+    """Return True at the rollouts of the first groups, or of all where `prompts` is 0."""
     return np.isin(rollouts.group, np.unique(groups)[: prompts or None])
 
 
-def _norms(own: MeasureConfig, rollouts: Rollouts, rows: Bool) -> float:
-    return WHOLE + NORM[own.engine] * seen(rollouts, rows)
+def _norms(measure: MeasureConfig, rollouts: Rollouts, rows: Bool) -> float:
+    return WHOLE + NORM[measure.engine] * seen(rollouts, rows)
 
 
 def seen(rollouts: Rollouts, rows: Bool) -> float:
@@ -134,7 +124,7 @@ def positions(rollouts: Rollouts, rows: Bool) -> int:
 
 
 def seconds_per_position(policy: Policy, rollouts: Rollouts) -> float:
-    """Time a forward and backward pass of the first rollouts, a short one a few times; nothing of it is kept."""
+    """Time a forward and backward pass of the first rollouts; a short pass is repeated a few times."""
     ends = np.cumsum(rollouts.attention_mask.sum(axis=1))
     rows = np.arange(max(1, int(np.searchsorted(ends, TIMED, side="right"))))
     part, times = rollouts.take(rows), list[float]()
@@ -142,30 +132,26 @@ def seconds_per_position(policy: Policy, rollouts: Rollouts) -> float:
         start = perf_counter()
         with policy.arithmetic():
             total = completion_logprobs(policy.model, part, policy.temperature).logprob.sum()
-        found = torch.autograd.grad(total, policy.parameters, allow_unused=True)
-        float(next(g for g in found if g is not None).sum())  # waits for a GPU
+        gradients = torch.autograd.grad(total, policy.parameters, allow_unused=True)
+        float(next(g for g in gradients if g is not None).sum())  # waits for a GPU
         times.append(perf_counter() - start)
     return float(np.median(times)) / int(ends[rows[-1]])
 
 
 class Forecast:
-    """Says before a run's first measured step what measuring will take, and afterwards whether that was right."""
+    """Notes before a run's first measured step what measuring will take, and corrects itself afterwards."""
 
     def __init__(self, config: TrainConfig, exact_always: bool):
         self.config, self.exact_always = config, exact_always
         self.levels: list[Level] = []
         self.seconds: dict[str, float] = {}
-        self.said = False
+        self.corrected = False
 
     def announce(self, step: int, policy: Policy, rollouts: Rollouts, so_far: float, update: float) -> None:
-        """Time a pass at the first step that measures, and note what is to be expected.
+        """Time a pass at the first step that measures, and note the forecast.
 
-        Args:
-            step: The step.
-            policy: The policy.
-            rollouts: The step's.
-            so_far: Seconds that sampling and scoring took.
-            update: Forward and backward passes of all rollouts that the update still takes.
+        `so_far`: seconds that sampling and scoring took. `update`: forward and backward passes of all rollouts that the
+        update still takes.
         """
         if self.levels or not any(level.due(step) for level in levels(self.config, rollouts, self.exact_always)):
             return
@@ -179,12 +165,7 @@ class Forecast:
         note(self.sentence(step, so_far + updating))
 
     def sentence(self, step: int, usual: float) -> str:
-        """Return the forecast in words.
-
-        Args:
-            step: The first measured step.
-            usual: Seconds of a step without measuring.
-        """
+        """Return the forecast from a step on, in words; `usual`: seconds of a step without measuring."""
         what = " and ".join(dict.fromkeys(level.what for level in self.levels if level.what))
         steps = self.steps(step)
         costs = [self.cost(s) for s in steps]
@@ -199,14 +180,14 @@ class Forecast:
         return [step for step in rest if any(level.due(step) for level in self.levels)]
 
     def cost(self, step: int) -> float:
-        """Return the seconds that measuring takes at a step, as far as is known."""
+        """Return the forecast seconds of measuring at a step."""
         return sum(self.seconds[level.name] for level in self.levels if level.due(step))
 
     def correct(self, step: int) -> None:
-        """Put what the first measured step took in place of the forecast, and say so where that was far off."""
-        if self.said or not self.seconds:  # where the pass could not be timed, nothing was said
+        """Replace the forecast by the times of the first measured step, with a note where it was far off."""
+        if self.corrected or not self.seconds:  # without a timed pass there is no forecast
             return
-        self.said, before = True, self.cost(step)
+        self.corrected, before = True, self.cost(step)
         self.seconds = {name: EXPECTED.get(name, value) for name, value in self.seconds.items()}
         took = self.cost(step)
         if max(before, took) > SHORT and not 1 / OFF <= took / before <= OFF:

@@ -1,4 +1,4 @@
-"""Beginning a run, or going on with one that was stopped."""
+"""Begin a run, or go on with one that was stopped."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,27 +14,27 @@ from otb_analysis.training.runtime.checkpoint import Checkpoint, checkpoints, re
 from otb_analysis.training.setup import Trainer
 
 PLACE = {"run", "root", "if_exists", "checkpoint", "trackers"}
-"""Fields that may differ when a run goes on: they say where it lies and who hears of it, not what it is."""
+"""Fields that may differ when a run goes on: they change where it is written and reported, not what it computes."""
 
 
 def begin(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, int]:
     """Return the run's writer and its next step.
 
-    With `if_exists = "resume"` and such a run there, everything goes back to its newest checkpoint and later steps are
-    removed; without a checkpoint it begins anew at step 0, under the same name.
+    With `if_exists = "resume"`, an existing run goes back to its newest checkpoint, and later steps are removed.
+    Without a checkpoint it begins anew at step 0, under the same name.
 
     Raises:
         InputError: The run exists and must not be touched, or was made with another configuration.
         StoreError: The store or the checkpoint cannot be read or written.
     """
     processes = trainer.processes
-    writer, found = processes.broadcast_from_main(lambda: _opened(config, trainer))
+    writer, checkpoint = processes.broadcast_from_main(lambda: _opened(config, trainer))
     writer.rank = processes.rank
-    if found is None:
+    if checkpoint is None:
         return writer, 0
     place = torch.device("cpu") if processes.sharded else trainer.model.device
-    trainer.load_state(read_checkpoint(found, place))
-    return writer, found.step
+    trainer.load_state(read_checkpoint(checkpoint, place))
+    return writer, checkpoint.step
 
 
 def _opened(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, Checkpoint | None]:
@@ -44,18 +44,16 @@ def _opened(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, Checkpoin
         policy = "error" if config.if_exists == "resume" else config.if_exists
         return RunWriter.create(config.root, config.run_name, plain_config(config), if_exists=policy), None
     refuse_other_configuration(config)
-    found = checkpoints(path)
-    if not found:
+    existing = checkpoints(path)
+    if not existing:
         return RunWriter.resume(path, 0), None
-    # What cannot be used is refused before anything is removed.
-    trainer.refuse_other_sharding(read_checkpoint(found[-1], torch.device("cpu")))
-    return RunWriter.resume(path, found[-1].step), found[-1]
+    # Refuse a checkpoint that cannot be used before anything is removed.
+    trainer.refuse_other_sharding(read_checkpoint(existing[-1], torch.device("cpu")))
+    return RunWriter.resume(path, existing[-1].step), existing[-1]
 
 
 def refuse_other_configuration(config: TrainConfig) -> None:
-    """Raise when a run on disk was made with settings that differ from these.
-
-    More steps are allowed where the learning rate does not depend on their number.
+    """Refuse to resume a run with other settings; more steps are allowed where the learning rate is constant.
 
     Raises:
         InputError: The first field that differs, with both values.
@@ -74,14 +72,14 @@ def refuse_other_configuration(config: TrainConfig) -> None:
 def kept(config: TrainConfig) -> str:
     """Return the sentence of a run that was interrupted: what it keeps, and where it would go on."""
     path = config.root / config.run_name
-    steps, found = RunStore(path).complete_steps(), checkpoints(path)
+    steps, existing = RunStore(path).complete_steps(), checkpoints(path)
     if not steps:
         return (
             f"stopped before the first step was complete; {path} holds nothing, so begin anew with --if-exists replace."
         )
     count = plural(len(steps), "step")
-    if found:
-        more = f"--if-exists resume goes on after step {found[-1].step - 1}, where its newest checkpoint is"
+    if existing:
+        more = f"--if-exists resume goes on after step {existing[-1].step - 1}, where its newest checkpoint is"
     else:
         often = f"checkpoint.every is {config.checkpoint.every}"
         more = f"it has no checkpoint yet ({often}), so --if-exists resume begins anew"
@@ -94,7 +92,7 @@ def plain_config(config: TrainConfig) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Turn paths into text and tuples into lists, at any depth, so that run.json gives back what was written."""
+    """Turn paths into text and tuples into lists, at any depth, as JSON reads them back."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -103,10 +101,10 @@ def _plain(value: object) -> object:
 
 
 def _flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
-    found: list[tuple[str, object]] = []
+    fields: list[tuple[str, object]] = []
     for key, value in config.items():
         if isinstance(value, Mapping) and not key.endswith("options"):  # options are one value, also when empty
-            found += _flat(value, f"{prefix}{key}.")
+            fields += _flat(value, f"{prefix}{key}.")
         else:
-            found.append((f"{prefix}{key}", value))
-    return found
+            fields.append((f"{prefix}{key}", value))
+    return fields

@@ -1,8 +1,9 @@
-"""Supervised start: train a small model on demonstrations until sampled answers are right often enough for RL."""
+"""Supervised start: train a small model on demonstrations until its sampled answers succeed often enough for RL."""
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from otb_analysis import __version__
 from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.measurement.table import compute_rewards
-from otb_analysis.phases import Phase, phase
+from otb_analysis.phases import phase
 from otb_analysis.rollouts.generation import Generator, TransformersGenerator
 from otb_analysis.rollouts.models import SHIPPED, character_tokenizer, output_layer, small_model, special_id
 from otb_analysis.rollouts.sampling import encode_prompt, sample
@@ -25,23 +26,21 @@ from otb_analysis.tasks.task_calls import ask_demonstration, draw_prompts
 
 CACHE = Path(".cache/warm")
 DEMONSTRATIONS_FROM = 10_000_000
-"""Index of the first demonstration prompt: far from those that RL draws."""
+"""Index of the first demonstration prompt, far from those that RL draws."""
 CHECKS_FROM = 20_000_000
 MUON_RATIO = 5.0
 """Muon's learning rate over AdamW's."""
 IGNORED = -100
 LEARNED_ENOUGH_TO_CHECK = 0.2
-"""Token loss in nats below which measuring success becomes worth its time."""
+"""Token loss in nats below which success is measured at every check."""
 CHECKED_ANYWAY = 8
-"""Every so many checks, success is measured whatever the loss: a demonstration that chooses at random keeps it high."""
+"""Success is measured at every so many checks at any loss: random choices in demonstrations keep the loss high."""
 
 
 def warm_started(config: TrainConfig, cache: Path = CACHE) -> Path:
     """Return the directory of the warm-started small model, making it when this configuration has none yet.
 
-    Args:
-        config: Task, model, warm start and seed; these and the package version key the cache.
-        cache: Where made models are kept.
+    Task, model, warm start, sampling limits, seed and package version key the cache.
 
     Raises:
         InputError: The model did not reach the wanted success within the step budget.
@@ -55,10 +54,6 @@ def warm_started(config: TrainConfig, cache: Path = CACHE) -> Path:
 
 def make_policy(config: TrainConfig, path: Path) -> None:
     """Warm-start a small model and write it with its tokenizer and `warm_start.json`.
-
-    Args:
-        config: Task, model, warm start and seed.
-        path: Directory to write.
 
     Raises:
         InputError: The model did not reach the wanted success within the step budget.
@@ -74,49 +69,40 @@ def make_policy(config: TrainConfig, path: Path) -> None:
 def fit(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, config: TrainConfig
 ) -> tuple[int, float]:
-    """Train on demonstrations in place until measured success lies in the configured band.
+    """Train on demonstrations in place until measured success lies in the band; return steps taken and that success.
 
-    A check that finds success above the band restores the weights of the check before and goes on in small steps.
-
-    Returns:
-        Steps taken and the success measured last.
+    If success is above the band, the weights of the check before are restored, and checks become more frequent.
 
     Raises:
         InputError: The step budget ran out below the band.
     """
-    with phase("warm start", config.warm_start.max_steps, "step", at_most=True) as here:
-        return _fitted(model, tokenizer, task, config, here)
-
-
-def _fitted(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, config: TrainConfig, here: Phase
-) -> tuple[int, float]:
-    own, generator = config.warm_start, TransformersGenerator(model, tokenizer)
-    optimizers = _optimizers(model, own.learning_rate)
+    settings, generator = config.warm_start, TransformersGenerator(model, tokenizer)
+    optimizers = _optimizers(model, settings.learning_rate)
     torch.manual_seed(config.seed)
-    checks = draw_prompts(task, "train", CHECKS_FROM, own.check_prompts)
-    loss, success, below, every = float("inf"), 0.0, _snapshot(model), own.check_every
-    for step, batch in enumerate(_batches(tokenizer, task, own), start=1):
-        loss = 0.95 * loss + 0.05 * _supervised_step(model, optimizers, batch) if step > 1 else 3.0
-        reached = f"{success:.0%} success, {own.success_low:.0%} wanted"
-        here(step, own.max_steps, f"warm start, loss {loss:.2f} nats, {reached}")
-        if step % every or (loss > LEARNED_ENOUGH_TO_CHECK and step % (CHECKED_ANYWAY * own.check_every)):
-            continue
-        early = loss > LEARNED_ENOUGH_TO_CHECK  # such a check leaves the later draws alone
-        with torch.random.fork_rng(enabled=early), phase("checking"):
-            success = success_rate(generator, tokenizer, task, checks, config.sample)
-        if own.success_low <= success <= own.success_high:
-            return step, success
-        if success > own.success_high:
-            model.load_state_dict(below)
-            success, every = 0.0, max(1, every // 5)
-        else:
-            below = _snapshot(model)
-        if step >= own.max_steps:
-            break
+    checks = draw_prompts(task, "train", CHECKS_FROM, settings.check_prompts)
+    loss, success, below, every = float("inf"), 0.0, deepcopy(model.state_dict()), settings.check_every
+    with phase("warm start", settings.max_steps, "step", at_most=True) as here:
+        for step, batch in enumerate(_batches(tokenizer, task, settings), start=1):
+            loss = 0.95 * loss + 0.05 * _supervised_step(model, optimizers, batch) if step > 1 else 3.0
+            reached = f"{success:.0%} success, {settings.success_low:.0%} wanted"
+            here(step, settings.max_steps, f"warm start, loss {loss:.2f} nats, {reached}")
+            if step % every or (loss > LEARNED_ENOUGH_TO_CHECK and step % (CHECKED_ANYWAY * settings.check_every)):
+                continue
+            early = loss > LEARNED_ENOUGH_TO_CHECK  # an early check must not change later draws
+            with torch.random.fork_rng(enabled=early), phase("checking"):
+                success = success_rate(generator, tokenizer, task, checks, config.sample)
+            if settings.success_low <= success <= settings.success_high:
+                return step, success
+            if success > settings.success_high:
+                model.load_state_dict(below)
+                success, every = 0.0, max(1, every // 5)
+            else:
+                below = deepcopy(model.state_dict())
+            if step >= settings.max_steps:
+                break
     raise InputError(
-        f"the warm start reached {success:.0%} success after {own.max_steps} steps; {own.success_low:.0%} is wanted; "
-        "make the task easier, the model larger or warm_start.max_steps higher."
+        f"the warm start reached {success:.0%} success after {settings.max_steps} steps; "
+        f"{settings.success_low:.0%} is wanted; make the task easier, the model larger or warm_start.max_steps higher."
     )
 
 
@@ -163,7 +149,7 @@ def _collate(examples: list[tuple[list[int], list[int]]], pad: int) -> tuple[tor
 
 
 def _optimizers(model: PreTrainedModel, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the blocks and AdamW for the rest: half the steps of AdamW alone."""
+    """Return Muon for the matrices inside the blocks and AdamW for the rest, which needs half the steps of AdamW."""
     outer = {id(p) for layer in (model.get_input_embeddings(), output_layer(model)) for p in layer.parameters()}
     parameters = list(model.parameters())
     inner = [p for p in parameters if p.ndim == 2 and id(p) not in outer]
@@ -186,10 +172,6 @@ def _supervised_step(
     for optimizer in optimizers:
         optimizer.step()
     return float(loss.detach())
-
-
-def _snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def _key(config: TrainConfig) -> str:

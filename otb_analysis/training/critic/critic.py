@@ -19,21 +19,14 @@ HEAD_RATE = 1e-3
 
 
 class Critic:
-    """V(h_t) and how it is fitted, by least squares; h_t precedes y_t.
+    """V(h_t), fitted by least squares; h_t precedes y_t. Each process holds the whole net and takes the same steps.
 
-    A value that a step records comes from the critic as it was before that step's update, so on-policy it has not seen
-    the rollout it judges.
-
-    Attributes:
-        net: What computes the values.
-        optimizer: AdamW without weight decay over all of its weights.
-        updates: Gradient steps on each batch.
-        processes: Who has other rollouts of the batch; each holds the whole net and takes the same steps.
+    A step records the values from before that step's update, so on-policy the critic has not seen the rollout.
     """
 
     def __init__(
         self, net: HeadNet | BackboneNet, learning_rate: float, updates: int, processes: Processes = SINGLE_PROCESS
-    ) -> None:
+    ):
         self.net, self.updates, self.processes = net, updates, processes
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate, weight_decay=0.0)
 
@@ -49,14 +42,10 @@ class Critic:
         return out
 
     def update(self, batch: CriticBatch, target: Float) -> float:
-        """Take the configured number of gradient steps on the mean of (V(h_t) − y_t)² over the policy tokens of all.
+        """Take gradient steps on the mean of (V(h_t) − y_t)² over all processes' policy tokens; return its first value.
 
-        Args:
-            batch: This process's rollouts of the step.
-            target: Their y_t [N, T]; what stands outside the mask is never read.
-
-        Returns:
-            That mean before the first step; NaN when there is no policy token. Where it is not finite no step is taken.
+        It is NaN without policy tokens; where it is not finite no step is taken. `batch` and `target` [N, T] are this
+        process's.
         """
         goal = torch.as_tensor(target, dtype=torch.float32, device=batch.forward.mask.device)
         first = float("nan")
@@ -73,13 +62,7 @@ class Critic:
         return first
 
     def _accumulate(self, batch: CriticBatch, goal: Tensor, count: int) -> float:
-        """Add the gradient of this process's share of the loss to `.grad`, one part after the other; return it.
-
-        Args:
-            batch: Its rollouts.
-            goal: Their targets [N, T].
-            count: Policy tokens of all processes.
-        """
+        """Add the gradient of this process's part of the loss to `.grad`; return it. `count`: all policy tokens."""
         total = 0.0
         for rows in self.net.parts(batch):
             index = torch.as_tensor(rows, device=goal.device)
@@ -95,7 +78,7 @@ class Critic:
         return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go back to a state that `state` returned."""
+        """Load what `state` returned."""
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -108,26 +91,24 @@ def make_critic(
 ) -> Critic | None:
     """Make a run's critic; None where it has none.
 
-    Args:
-        config: The run.
-        model: The policy as it starts, before adapters enter it; a critic with a backbone copies its weights unless
-            `critic.path` names others.
-        tokenizer: The policy's.
-        processes: Who else takes part in the run.
+    `model` is the policy as it starts, before it gets adapters. A critic with a backbone copies its weights, unless
+    `critic.path` names others.
 
     Raises:
         InputError: `critic.path` holds no language model, or one with other tokens.
     """
-    own = config.critic
-    if not own.enabled:
+    critic = config.critic
+    if not critic.enabled:
         return None
-    if own.kind == "head":
+    if critic.kind == "head":
         width = next(output_layer(model).parameters()).shape[1]
-        head = HeadNet(width, own.width, config.seed).to(model.device)
-        return Critic(head, own.learning_rate or HEAD_RATE, own.updates, processes)
-    start = _loaded(own.path, tokenizer).to(model.device) if own.path else model  # pyright: ignore[reportArgumentType]
-    net = BackboneNet(start, config.optimize.precision == "bfloat16", own.gradient_checkpointing)
-    return Critic(net, own.learning_rate or config.optimize.learning_rate, own.updates, processes)
+        head = HeadNet(width, critic.width, config.seed).to(model.device)
+        return Critic(head, critic.learning_rate or HEAD_RATE, critic.updates, processes)
+    start = model
+    if critic.path:
+        start = _loaded(critic.path, tokenizer).to(model.device)  # pyright: ignore[reportArgumentType]
+    net = BackboneNet(start, config.optimize.precision == "bfloat16", critic.gradient_checkpointing)
+    return Critic(net, critic.learning_rate or config.optimize.learning_rate, critic.updates, processes)
 
 
 def _loaded(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

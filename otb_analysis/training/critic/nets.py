@@ -19,12 +19,11 @@ from otb_analysis.types import Int
 
 @dataclass(frozen=True)
 class CriticBatch:
-    """One step as a critic sees it; made by the trainer, read by both networks.
+    """One step as a critic sees it.
 
     Attributes:
-        rollouts: N rollouts.
-        forward: The policy's pass over them, with its detached hidden states and the mask [N, T].
-        parts: The rollouts, cut into what one pass through a language model may hold.
+        forward: The policy's pass over the rollouts, with its detached hidden states and the mask [N, T].
+        parts: The rollouts, cut into micro-batches for a language model.
     """
 
     rollouts: Rollouts
@@ -44,16 +43,11 @@ class HeadNet(nn.Module):
             )
 
     def parts(self, batch: CriticBatch) -> Sequence[Int]:
-        """Return the batch whole: its hidden states are there already."""
+        """Return one part: the hidden states are there already."""
         return [np.arange(len(batch.forward.mask))]
 
     def forward(self, batch: CriticBatch, rows: Int) -> Tensor:
-        """Return the values of the rows' policy tokens, row after row [tokens].
-
-        Args:
-            batch: The step.
-            rows: Which of its rollouts [n].
-        """
+        """Return the values of the rows' policy tokens, row after row [tokens]."""
         index = torch.as_tensor(rows, device=batch.forward.mask.device)
         hidden = batch.forward.hidden[index][batch.forward.mask[index]]
         return self.layers(hidden.float())[:, 0]
@@ -63,7 +57,7 @@ class BackboneNet(nn.Module):
     """V(h_t) from a language model's layers without its output layer, and one linear function of their last state.
 
     Every weight is trained. The linear function starts at zero, so the first values are 0. Dropout is off in both
-    modes: a value that is recorded and one that is fitted come from the same function, and no random number is drawn.
+    modes, so that recorded and fitted values come from the same function and no random number is drawn.
     """
 
     def __init__(self, model: PreTrainedModel, bfloat16: bool, checkpointing: bool):
@@ -85,16 +79,11 @@ class BackboneNet(nn.Module):
         self.train(checkpointing)  # the library recomputes activations in training mode only
 
     def parts(self, batch: CriticBatch) -> Sequence[Int]:
-        """Return the micro-batches in which the policy, a model of this size, runs."""
+        """Return the policy's micro-batches: the policy has about this size."""
         return batch.parts
 
     def forward(self, batch: CriticBatch, rows: Int) -> Tensor:
-        """Return the values of the rows' policy tokens, row after row [tokens].
-
-        Args:
-            batch: The step.
-            rows: Which of its rollouts [n].
-        """
+        """Return the values of the rows' policy tokens, row after row [tokens]."""
         with self._arithmetic():
             hidden, mask = hidden_states(self.backbone, batch.rollouts.take(rows))
         return self.head(hidden[mask].float())[:, 0]
@@ -106,7 +95,7 @@ class BackboneNet(nn.Module):
 
 
 def _without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """Set every rate to 0 in place: layers of dropout, and the numbers that attention and OPT keep for themselves."""
+    """Set every dropout rate to 0 in place: of dropout layers, and the numbers that attention and OPT modules keep."""
     for module in model.modules():
         kept = [name for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float)]
         for name in ["p"] if isinstance(module, nn.Dropout) else kept:

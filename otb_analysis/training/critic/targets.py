@@ -9,7 +9,7 @@ from otb_analysis.measurement.table import TokenTable
 from otb_analysis.types import EstimatorInputs, Float
 
 ROUNDING = 1e-12
-"""Returns that differ by less than this share of the largest do not vary."""
+"""Returns that differ by less than this share of the largest count as equal."""
 
 
 def critic_target(config: CriticConfig, inputs: EstimatorInputs) -> Float:
@@ -18,14 +18,8 @@ def critic_target(config: CriticConfig, inputs: EstimatorInputs) -> Float:
     `return`: y_t = G_t. `gae`: the λ-return y_t = r_t + γ[(1−λ) V(h_{t+1}) + λ y_{t+1}] with the recorded values and
     V = 0 after the end, which is V(h_t) plus generalized advantage estimation; γ = λ = 1 give G_t, λ = 0 one-step
     temporal differences. `tvm`: the mean total reward of the group's rollouts that start with h_t, the share of correct
-    ones where rewards are 0 or 1 (arXiv 2407.12863). Code, code, abstract.
-
-    Args:
-        config: Target, discount γ, decay λ.
-        inputs: Rewards, mask, groups; `value` for `gae`, `token_id` for `tvm`.
-
-    Returns:
-        Targets [N, T] in units of reward, zero outside the mask.
+    ones where rewards are 0 or 1 (arXiv 2407.12863). Code, code, abstract. Targets [N, T] are in units of reward, zero
+    outside the mask; `gae` reads `inputs.value`, `tvm` reads `inputs.token_id`.
     """
     if config.target == "return":
         return returns_to_go(inputs.reward, inputs.mask)
@@ -36,16 +30,10 @@ def critic_target(config: CriticConfig, inputs: EstimatorInputs) -> Float:
 
 
 def explained_variance(table: TokenTable) -> float | None:
-    """Return 1 − Var(G_t − V(h_t))/Var(G_t) over policy tokens: 1 is a perfect critic, 0 one that says a constant.
+    """Return 1 − Var(G_t − V(h_t))/Var(G_t) over policy tokens: 1 is a perfect critic, 0 a constant, below 0 worse.
 
-    Whatever the critic is fitted to, G is the plain return-to-go, so that critics of different targets compare.
-
-    Args:
-        table: The step, with the values it recorded.
-
-    Returns:
-        The share, negative where the values are worse than a constant; None without values, without policy tokens,
-        where G does not vary, or where a value is not finite.
+    G is always the plain return-to-go, so that critics with different targets can be compared. None without values,
+    without policy tokens, where G does not vary, or where a value is not finite.
     """
     if table.value is None or not table.mask.any():
         return None

@@ -1,4 +1,4 @@
-"""What each token's score is multiplied with: ratio × advantage × aggregation weight, minus the divergence's pull."""
+"""The coefficient of each token's score: ratio × advantage × aggregation weight, minus the divergence's slope."""
 
 from dataclasses import dataclass, field, replace
 
@@ -18,15 +18,13 @@ from otb_analysis.types import Bool, Float, Int
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What the updates of one batch read, by completion token; made by the loop.
+    """What the updates of one batch read, by completion token [N, T].
 
     Attributes:
-        rollouts: The rollouts themselves.
-        mask: True at policy tokens [N, T].
-        advantage: A_t of the estimator that trains [N, T].
-        behavior: log-probability under the policy that sampled, in nats [N, T]; NaN outside the mask.
-        reference: log π_ref in nats [N, T], or None.
-        weight: Aggregation weight of each token within its mini-batch [N, T]; set by `Objective.weighed`.
+        mask: True at policy tokens that train.
+        behavior: log-probability under the policy that sampled, in nats; NaN outside the mask.
+        reference: log π_ref in nats, or None.
+        weight: Aggregation weight of each token within its mini-batch; set by `Objective.weighed`.
         number: Each rollout's index in the step [N].
         seed: Seed of the mini-batches' order.
         rate_factor: Multiplies the learning rate of these updates.
@@ -43,7 +41,7 @@ class TokenBatch:
     rate_factor: float = 1.0
 
     def take(self, rows: Int) -> "TokenBatch":
-        """Return some rollouts, as wide as the longest of them."""
+        """Return some rollouts, padded to the longest of them."""
         rollouts = self.rollouts.take(rows)
         width = rollouts.width
         names = ("mask", "advantage", "behavior", "reference", "weight")
@@ -59,11 +57,11 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What multiplies each token's score.
+    """Coefficients of scores: ĝ = Σ c·∇ log π(y_t) ascends the objective.
 
     Attributes:
-        value: c [n, T], zero outside the mask: ĝ = Σ c·∇ log π(y_t) ascends the objective.
-        by_token: What else is known of each token, by name of the scalar that its mean becomes.
+        value: c [n, T], zero outside the mask.
+        by_token: Other numbers of each token [n, T]; their means become scalars of these names.
     """
 
     value: Float
@@ -71,39 +69,27 @@ class Coefficients:
 
 
 class Objective:
-    """An objective as coefficients: it names a ratio, an aggregation, a shaping and a divergence of the catalogue.
-
-    Attributes:
-        config: The names and their options.
-        off_policy: True when tokens are weighed against the policy that sampled them.
-    """
+    """A ratio, an aggregation, a shaping and a divergence of the catalogue, turned into coefficients."""
 
     def __init__(self, config: ObjectiveConfig):
         self.config = config
         self.off_policy = config.ratio != "none"
-        self._ratio_options = options_from_table(
-            config.ratio, lookup("ratio", config.ratio, RATIOS).options, config.ratio_options
-        )
+        ratio = lookup("ratio", config.ratio, RATIOS)
+        aggregation = lookup("aggregation", config.aggregation, AGGREGATIONS)
+        shaping = lookup("shaping", config.shaping, SHAPINGS)
+        self._ratio_options = options_from_table(config.ratio, ratio.options, config.ratio_options)
         self._aggregation_options = options_from_table(
-            config.aggregation,
-            lookup("aggregation", config.aggregation, AGGREGATIONS).options,
-            config.aggregation_options,
+            config.aggregation, aggregation.options, config.aggregation_options
         )
-        self._shaping_options = options_from_table(
-            config.shaping, lookup("shaping", config.shaping, SHAPINGS).options, config.shaping_options
-        )
+        self._shaping_options = options_from_table(config.shaping, shaping.options, config.shaping_options)
 
     def shaped(self, reward: Float, mask: Bool, group: Int, penalty: Float | None) -> Shaped:
         """Return the rewards that the estimator sees [N, T] and the rollouts that take part in the update [N].
 
-        Args:
-            reward: What the task paid, by token [N, T].
-            mask: True at policy tokens [N, T].
-            group: Prompt of each rollout [N].
-            penalty: What `penalty` takes from each token, or None.
+        `reward` [N, T] is what the task paid, `penalty` [N, T] what the method `penalty` returned.
         """
-        found = shape_rewards(self.config.shaping, ShapingInputs(reward, mask, group), self._shaping_options)
-        return found if penalty is None else replace(found, reward=found.reward - penalty)
+        shaped = shape_rewards(self.config.shaping, ShapingInputs(reward, mask, group), self._shaping_options)
+        return shaped if penalty is None else replace(shaped, reward=shaped.reward - penalty)
 
     def weighed(self, batch: TokenBatch) -> TokenBatch:
         """Return a mini-batch with the aggregation weight of each token."""
@@ -118,13 +104,9 @@ class Objective:
         return importance_ratio(self.config.ratio, inputs, self._ratio_options)
 
     def coefficients(self, batch: TokenBatch, logprob: Float) -> Coefficients:
-        """Return what multiplies each score at the present log-probabilities.
+        """Return c at log-probabilities [n, T], in nats, for n rollouts of a weighed mini-batch.
 
         c = coefficient of the ratio's surrogate at u = weight·advantage, minus β·weight·∂divergence/∂log π.
-
-        Args:
-            batch: Some rollouts of a weighed mini-batch, n of them.
-            logprob: log π under the weights about to move, in nats [n, T].
         """
         ratio = self.ratio(batch, logprob)
         advantage = batch.weight * batch.advantage
@@ -142,22 +124,22 @@ class Objective:
         return Coefficients(value, by_token)
 
     def first_coefficients(self, batch: TokenBatch, logprob: Float) -> Float:
-        """Return what multiplies each score in the gradient of a whole batch before its first update [N, T].
+        """Return c [N, T] of a whole batch before its first update.
 
-        With several mini-batches it is their mean's, up to how each normalises its own part. The entropy bonus is left
-        out: its gradient is no sum of scores.
+        With several mini-batches their mean has these coefficients, up to how each normalises its own part. The entropy
+        bonus is left out: its gradient is no sum of scores.
         """
         return self.coefficients(self.weighed(batch), logprob).value
 
     def penalty(self, logprob: Float, reference: Float | None, mask: Bool) -> Float | None:
-        """Return what the divergence takes from each token's reward [N, T]; None where it takes nothing."""
+        """Return what the divergence subtracts from each token's reward [N, T], or None."""
         if reference is None or self.config.kl_in != "reward":
             return None
         value = divergence(self.config.kl_estimator, logprob, reference)
         return np.where(mask, self.config.kl_coefficient * value, 0.0)
 
     def batch(self, rollouts: Rollouts, table: TokenTable, advantage: Float, reference: Float | None) -> TokenBatch:
-        """Return what the updates of one batch read; `weight` and `seed` are still to come."""
+        """Return what the updates of one batch read; `weight` and `seed` are set later."""
         mask = table.mask & table.keep[:, None]
         return TokenBatch(
             rollouts=rollouts,

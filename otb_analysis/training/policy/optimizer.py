@@ -11,12 +11,7 @@ from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes, f
 
 
 class PolicyOptimizer:
-    """AdamW over the trained parameters.
-
-    Attributes:
-        optimizer: The optimizer itself.
-        batch: Batches finished; the schedule reads it.
-    """
+    """AdamW over the trained parameters; the schedule reads `batch`, the number of finished batches."""
 
     def __init__(
         self, parameters: list[torch.nn.Parameter], config: OptimizeConfig, processes: Processes = SINGLE_PROCESS
@@ -28,20 +23,19 @@ class PolicyOptimizer:
 
     def learning_rate(self, batch: int) -> float:
         """Return the scheduled learning rate of a batch, from 0: linear warm-up, then constant, linear or cosine."""
-        own = self.config
-        if batch < own.warmup_steps:
-            return own.learning_rate * (batch + 1) / (own.warmup_steps + 1)
-        if own.schedule == "constant":
-            return own.learning_rate
-        done = (batch - own.warmup_steps) / max(1, own.steps - own.warmup_steps)
-        fall = 1.0 - done if own.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return own.learning_rate * max(0.0, fall)
+        config = self.config
+        if batch < config.warmup_steps:
+            return config.learning_rate * (batch + 1) / (config.warmup_steps + 1)
+        if config.schedule == "constant":
+            return config.learning_rate
+        done = (batch - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+        fall = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return config.learning_rate * max(0.0, fall)
 
     def step(self, factor: float = 1.0) -> tuple[float, float]:
-        """Clip the sum over processes of `.grad`, step, and clear it; return ‖ĝ‖ before clipping and the learning rate.
+        """Sum `.grad` over processes, clip, step and clear; return ‖ĝ‖ before clipping and the learning rate.
 
-        Args:
-            factor: Multiplies the scheduled learning rate of this step.
+        `factor` multiplies the scheduled learning rate of this step.
 
         Raises:
             NonFiniteError: The gradient is not finite; nothing was changed.
@@ -56,7 +50,7 @@ class PolicyOptimizer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        torch.autograd.graph.increment_version(self.parameters)  # the fused kernel leaves no trace of having written
+        torch.autograd.graph.increment_version(self.parameters)  # the fused kernel does not mark weights as written
         self.optimizer.zero_grad(set_to_none=True)
         return norm, rate
 

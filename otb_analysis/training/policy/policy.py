@@ -1,4 +1,4 @@
-"""The policy as it trains: adapters, arithmetic, memory, its frozen start and its older selves."""
+"""The policy as it trains: adapters, precision, micro-batches, the reference policy and stale weights."""
 
 import warnings
 from collections import deque
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from otb_analysis.config import LoraConfig, ObjectiveConfig, OptimizeConfig, TrainConfig
+from otb_analysis.config import LoraConfig, OptimizeConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.forward import (
     CompletionLogprobs,
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 POSITIONS, LOGIT_BYTES = 1 << 14, 1 << 30
-"""What may be held at once by default: padded positions, and bytes of float32 logits."""
+"""Default limits of a micro-batch: padded positions, and bytes of float32 logits."""
 SHORT = 1 << 11
-"""Padded positions of one pass on a CPU: activations of more leave its cache before they are read again."""
+"""Padded positions of one pass on a CPU; activations of more do not stay in its cache."""
 
 
 class Policy:
@@ -46,8 +46,8 @@ class Policy:
 
     Attributes:
         model: The model, in evaluation mode between passes: dropout would make scored and sampled policies differ.
-        adapter: The PEFT wrapper when adapters are trained, else None; its layers live inside `model`.
-        parameters: What is trained.
+        adapter: The PEFT wrapper when adapters are trained, else None; its layers are inside `model`.
+        parameters: The trained parameters.
         past: Older weights to sample from.
     """
 
@@ -63,69 +63,62 @@ class Policy:
             model.activation_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
         self._shares = not (processes.sharded or self._checkpointing) and supports_prefix_cache(model)
-        self._reference = _frozen_copy(model, self.adapter, config.objective)
-        for held in (model, self._reference) if processes.sharded else ():
-            if held is not None:
-                shard(held, processes)
+        # With adapters the base weights stay as they are, so they are the reference.
+        copied = config.objective.kl_coefficient != 0 and self.adapter is None
+        self._reference = deepcopy(model).requires_grad_(False) if copied else None
+        for whole in (model, self._reference) if processes.sharded else ():
+            if whole is not None:
+                shard(whole, processes)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.past = StaleWeights(self.parameters, config.objective.staleness)
 
     def arithmetic(self) -> AbstractContextManager[object]:
-        """Return the context in which the policy runs: bfloat16 products where the run asks for them."""
+        """Return the context in which the policy runs: autocast to bfloat16 where the run asks for it."""
         if self.settings.precision == "float32":
             return nullcontext()
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Hold the weights that rollouts come from inside the block; every process enters it at the same time."""
+        """Use the weights that rollouts are sampled from inside the block; every process must enter it."""
         with self.whole(), self.past.sampling(), self.arithmetic():
             yield
 
     def whole(self) -> AbstractContextManager[object]:
-        """Return the context in which every process holds all weights; each enters it at the same time."""
+        """Return the context in which every process holds all weights; every process must enter it."""
         return gathered(self.model) if self.processes.sharded else nullcontext()
 
     def forward(self, rollouts: Rollouts, keep_graph: bool, wanted: ForwardOutputs | None = None) -> ForwardPass:
-        """Score a batch once with every statistic of the level `forward`.
+        """Score a batch once with every statistic of the level `forward`, and what is `wanted` (hidden states).
 
-        Args:
-            rollouts: N rollouts.
-            keep_graph: Keep the graph of the log-probabilities where memory holds the whole batch, so that a first
-                update needs no second pass.
-            wanted: What else the pass gives; hidden states by default.
+        `keep_graph` keeps the graph of the log-probabilities where memory holds the whole batch. Then the first update
+        needs no second pass.
         """
         wanted = wanted or ForwardOutputs()
         parts = self.micro_batches(rollouts)
         passes_made = self.passes(len(parts))
         keeps = keep_graph and passes_made == 1
-        passes, found = [], []
+        passes, outputs = [], []
         count_to(len(rollouts.group), "rollout")
         with self.arithmetic(), self._recomputing() if keeps else torch.no_grad():
             for rows in parts:
                 part = rollouts.take(rows)
-                for own, prompts in self._cut(self.model, part):
-                    with _numbered(rows[own]):
-                        found.append(forward_pass(self.model, part.take(own), self.temperature, prompts, wanted))
-                    passes.append(rows[own])
-                    advance(len(own))
+                for some, prompts in self._cut(self.model, part):
+                    with _numbered(rows[some]):
+                        outputs.append(forward_pass(self.model, part.take(some), self.temperature, prompts, wanted))
+                    passes.append(rows[some])
+                    advance(len(some))
         self.idle(rollouts, passes_made - len(parts), self.model)
         with wanted.timed():
-            return ForwardPass.concatenate(found, rollouts, passes)
+            return ForwardPass.concatenate(outputs, rollouts, passes)
 
     def score(self, rollouts: Rollouts, rows: Int, entropy: bool = False) -> CompletionLogprobs:
-        """Score some rollouts that fit into memory, with the graph.
-
-        Args:
-            rollouts: The batch.
-            rows: Which of them [n].
-            entropy: Also the entropies.
-        """
+        """Score some rollouts of a batch that fit into memory, with the graph."""
         with self._recomputing():
             return self._scored(self.model, rollouts, rows, entropy)
 
     def reference_logprob(self, rollouts: Rollouts) -> Float | None:
-        """Return log π_ref(y_t) in nats [N, T] under the policy as it was at the start; None when none was kept."""
+        """Return log π_ref(y_t) in nats [N, T], π_ref the policy at the start; None when it was not kept."""
         if self._reference is None and self.adapter is None:
             return None
         parts = self.micro_batches(rollouts)
@@ -133,17 +126,17 @@ class Policy:
         off = self.adapter.disable_adapter() if self.adapter is not None else nullcontext()
         model = self._reference or self.model
         with torch.no_grad(), off:
-            found = [self._scored(model, rollouts, rows) for rows in parts]
+            scored = [self._scored(model, rollouts, rows) for rows in parts]
         self.idle(rollouts, more, model)
-        return stacked([part.logprob for part in found], rollouts.width).double().cpu().numpy()
+        return stacked([part.logprob for part in scored], rollouts.width).double().cpu().numpy()
 
-    def passes(self, own: int) -> int:
-        """Return how many passes to make where this process needs `own`: all must make as many on sharded weights."""
-        return max(self.processes.gather(own)) if self.processes.sharded else own
+    def passes(self, needed: int) -> int:
+        """Return how many passes to make where so many are needed here; with sharded weights all make equally many."""
+        return max(self.processes.gather(needed)) if self.processes.sharded else needed
 
     @torch.no_grad()
     def idle(self, rollouts: Rollouts, passes: int, model: PreTrainedModel) -> None:
-        """Take part in passes that only other processes need."""
+        """Take part in passes that other processes need."""
         for _ in range(passes):
             with self.arithmetic():
                 completion_logprobs(model, rollouts.take(np.arange(1)), self.temperature)
@@ -157,35 +150,33 @@ class Policy:
         return [index[start : start + size] for start in range(0, len(index), size)]
 
     def _cut(self, model: PreTrainedModel, rollouts: Rollouts) -> Iterator[tuple[Int, PrefixCache | None]]:
-        """Cut what fits into memory into passes, prompts read before; over sharded weights every process makes one."""
+        """Cut a micro-batch into passes, each with its prompts read; with sharded weights it is one pass."""
         if self.processes.sharded:
             yield np.arange(len(rollouts.group)), None
             return
         prompts = read_prompts(model, rollouts) if self._shares else None
         length = rollouts.attention_mask.sum(axis=1) if prompts is None else rollouts.completion_length
         for rows in short_passes(length, model.device):
+            # A completion of one token needs no position after the prompt.
             goes_on = prompts is not None and rollouts.completion_length[rows].max() > 1
-            yield rows, prompts.take(rows) if prompts is not None and goes_on else None  # else nothing follows a prompt
+            yield rows, prompts.take(rows) if prompts is not None and goes_on else None
 
     def _scored(
         self, model: PreTrainedModel, rollouts: Rollouts, rows: Int, entropy: bool = False
     ) -> CompletionLogprobs:
-        """Score some rollouts that fit into memory under a model."""
         part = rollouts.take(rows)
-        passes, found = [], []
+        passes, scored = [], []
         with self.arithmetic():
-            for own, prompts in self._cut(model, part):
-                with _numbered(rows[own]):
-                    found.append(completion_logprobs(model, part.take(own), self.temperature, entropy, prompts))
-                passes.append(own)
-        return CompletionLogprobs.concatenate(found, part, passes)
+            for some, prompts in self._cut(model, part):
+                with _numbered(rows[some]):
+                    scored.append(completion_logprobs(model, part.take(some), self.temperature, entropy, prompts))
+                passes.append(some)
+        return CompletionLogprobs.concatenate(scored, part, passes)
 
     def save(self, path: Path, parameters: dict[str, Tensor] | None = None) -> None:
-        """Write the model as plain `from_pretrained` loads it: adapters are merged, and kept beside it too.
+        """Write the model for `from_pretrained`, with adapters merged, and the adapters themselves beside it.
 
-        Args:
-            path: Directory.
-            parameters: Its whole parameters, where it holds parts of them.
+        `parameters`: its whole parameters, where it holds parts of them.
         """
         if self.adapter is None:
             self.model.save_pretrained(path, state_dict=parameters)
@@ -195,7 +186,7 @@ class Policy:
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """Recompute activations inside, where the run asks for it: the library does so in training mode only."""
+        """Recompute activations inside, where the run asks for it; transformers does so in training mode only."""
         if not self._checkpointing:
             yield
             return
@@ -207,17 +198,10 @@ class Policy:
 
 
 def short_passes(length: Int, device: torch.device) -> list[Int]:
-    """Cut a batch into passes of rollouts of like length: little padding, and activations that stay in a CPU's cache.
+    """Cut a batch into passes of rollouts of like length [N], shortest first: little padding, and a warm CPU cache.
 
-    As few as `SHORT` allows, and the largest as small as that leaves it: a pass costs something however small it is. A
-    GPU takes the batch as it is.
-
-    Args:
-        length: Positions of each rollout that are run [N].
-        device: Where they are scored.
-
-    Returns:
-        Indices of the rollouts of each pass, shortest first; together each of 0 … N − 1 once.
+    There are as few passes as `SHORT` allows, because each has a fixed cost; then the largest is as small as possible.
+    A GPU takes the batch as it is.
     """
     if device.type != "cpu":
         return [np.arange(len(length))]
@@ -231,7 +215,7 @@ def short_passes(length: Int, device: torch.device) -> list[Int]:
 
 
 def _passes(length: Int, order: Int, most: int) -> list[Int]:
-    """Fill one pass after the other, in a given order, with `most` padded positions, or a single rollout of more."""
+    """Fill one pass after the other, in this order, with at most `most` padded positions; a longer rollout is alone."""
     cuts, first = [], 0
     for i, positions in enumerate(length[order].tolist()):
         if i > first and (i + 1 - first) * positions > most:
@@ -242,7 +226,7 @@ def _passes(length: Int, order: Int, most: int) -> list[Int]:
 
 @contextmanager
 def _numbered(rows: Int) -> Iterator[None]:
-    """Name a rollout by its number in the batch where it was scored as part of one."""
+    """Correct the rollout's number in an error: the pass counts its own rows, the batch has others."""
     try:
         yield
     except NonFiniteScore as error:
@@ -250,20 +234,20 @@ def _numbered(rows: Int) -> Iterator[None]:
 
 
 class StaleWeights:
-    """The weights of the last batches, so that rollouts can come from an older policy."""
+    """The weights of the last batches, to sample from an older policy."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], staleness: int):
         self.parameters = parameters
         self.kept: deque[list[Tensor]] = deque(maxlen=staleness)
 
     def remember(self) -> None:
-        """Keep the weights as they are now; called before a batch's first update."""
+        """Keep the present weights; called before a batch's first update."""
         if self.kept.maxlen:
             self.kept.append([p.detach().clone() for p in self.parameters])
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Put the oldest kept weights in place inside the block; the present ones come back untouched."""
+        """Use the oldest kept weights inside the block."""
         if not self.kept:
             yield
             return
@@ -281,7 +265,7 @@ def _adapted(model: PreTrainedModel, config: LoraConfig, seed: int) -> "PeftMode
     """Put adapters into the model, in place, and freeze the rest."""
     if config.rank == 0:
         return None
-    from peft import LoraConfig as PeftLoraConfig  # of the extra `train`; `check` asked for it
+    from peft import LoraConfig as PeftLoraConfig  # from the extra `train`; `check` has asked for it
     from peft import PeftModel, get_peft_model
 
     targets = list(config.targets) or "all-linear"
@@ -289,7 +273,7 @@ def _adapted(model: PreTrainedModel, config: LoraConfig, seed: int) -> "PeftMode
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            # PEFT still asks for an attribute under the name that transformers is giving up.
+            # PEFT reads an attribute whose name transformers deprecates.
             warnings.filterwarnings("ignore", r".*is_gradient_checkpointing", FutureWarning)
             adapted = get_peft_model(model, settings)
     except ValueError as error:
@@ -302,22 +286,9 @@ def _adapted(model: PreTrainedModel, config: LoraConfig, seed: int) -> "PeftMode
     return adapted
 
 
-def _frozen_copy(
-    model: PreTrainedModel, adapter: "PeftModel | None", config: ObjectiveConfig
-) -> PreTrainedModel | None:
-    """Return a copy of the starting policy where a divergence from it is wanted and adapters do not hold it already."""
-    if config.kl_coefficient == 0 or adapter is not None:
-        return None
-    return deepcopy(model).requires_grad_(False)
-
-
 def _refuse_dropout(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
-        rate = (
-            getattr(module, "p", 0.0)
-            if isinstance(module, torch.nn.Dropout)
-            else getattr(module, "attention_dropout", 0.0)
-        )
+        rate = getattr(module, "p" if isinstance(module, torch.nn.Dropout) else "attention_dropout", 0.0)
         if isinstance(rate, float) and rate > 0:
             raise InputError(
                 f"optimize.gradient_checkpointing needs training mode but {name} has dropout {rate:g}; "

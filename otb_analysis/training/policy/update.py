@@ -1,8 +1,7 @@
 """From advantages to new weights: epochs, mini-batches of whole groups, micro-batches that fit memory.
 
-Every objective is run as ĝ = Σ c·∇ log π with a coefficient c per token, computed in NumPy by the objective; the loss
-that is differentiated is −Σ c·log π with c held fixed, so the gradient is the objective's own and nothing is left to
-autograd but the scores (and the entropy bonus).
+Every objective is run as ĝ = Σ c·∇ log π, with a coefficient c per token that NumPy computes. The loss is −Σ c·log π
+with c held fixed, so autograd computes nothing but the scores (and the entropy bonus).
 """
 
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from otb_analysis.types import Float, Int
 
 @dataclass
 class Tally:
-    """What the updates of one batch say about themselves; sums until `scalars` is asked for."""
+    """Numbers of the updates of one batch; `sums` and `tokens` are this process's."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -35,7 +34,7 @@ class Tally:
     tokens: int = 0
 
     def scalars(self, processes: Processes) -> dict[str, object]:
-        """Return the columns of `steps`: loss and ‖ĝ‖ of the first update, which is the one of the policy recorded."""
+        """Return columns of `steps`; loss and ‖ĝ‖ are those of the first update, from the policy that was recorded."""
         sums = total_of(processes, self.sums | {"loss": self.losses[0], "tokens": self.tokens})
         loss, tokens = sums.pop("loss"), sums.pop("tokens")
         means = {name: value / max(tokens, 1) for name, value in sums.items()}
@@ -51,16 +50,12 @@ class Tally:
 
 
 def update(
-    policy: Policy, stepper: PolicyOptimizer, objective: Objective, batch: TokenBatch, forward: ForwardPass
+    policy: Policy, optimizer: PolicyOptimizer, objective: Objective, batch: TokenBatch, forward: ForwardPass
 ) -> dict[str, object]:
     """Take every update of one batch and return its scalars.
 
-    Args:
-        policy: Whose weights move.
-        stepper: Optimizer, clipping and schedule.
-        objective: What a token's coefficient is.
-        batch: Rollouts of all processes, advantages and the log-probabilities they are compared with.
-        forward: This process's pass before the first update; used again where it kept its graph.
+    `batch` holds the rollouts of all processes. `forward` is this process's pass before the first update; the first
+    update uses its graph where it was kept.
 
     Raises:
         NonFiniteError: A loss or a gradient is not finite; the updates before it stay.
@@ -69,47 +64,44 @@ def update(
     for number, rows in enumerate(minibatches(batch.rollouts, objective.config, batch.seed)):
         part = objective.weighed(batch.take(rows))
         whole = number == 0 and len(rows) == len(batch.mask)
-        live = forward.logprob if whole and forward.logprob.requires_grad else None
-        _accumulate(policy, objective, part, live, tally)
-        norm, rate = stepper.step(batch.rate_factor)
+        kept = forward.logprob if whole and forward.logprob.requires_grad else None
+        _accumulate(policy, objective, part, kept, tally)
+        norm, rate = optimizer.step(batch.rate_factor)
         tally.norms.append(norm)
         tally.rates.append(rate)
-        tally.clipped.append(stepper.clips(norm))
+        tally.clipped.append(optimizer.clips(norm))
     return tally.scalars(policy.processes)
 
 
 def minibatches(rollouts: Rollouts, config: ObjectiveConfig, seed: int) -> Iterator[Int]:
-    """Cut a batch into parts of whole groups, in a new random order each epoch; one part keeps the order.
-
-    Args:
-        rollouts: The batch.
-        config: Epochs and mini-batches.
-        seed: Seed of the order; the global random state is left alone.
-    """
+    """Cut a batch into parts of whole groups, in a new random order each epoch; a single part keeps the order."""
     groups = np.unique(rollouts.group)
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)  # the global random state is left alone
     for _ in range(config.epochs):
-        order = draw.permutation(groups) if config.minibatches > 1 else groups
+        order = rng.permutation(groups) if config.minibatches > 1 else groups
         for part in np.array_split(order, min(config.minibatches, len(groups))):
             yield np.flatnonzero(np.isin(rollouts.group, part))
 
 
 def _accumulate(
-    policy: Policy, objective: Objective, batch: TokenBatch, live: torch.Tensor | None, tally: Tally
+    policy: Policy, objective: Objective, batch: TokenBatch, kept: torch.Tensor | None, tally: Tally
 ) -> None:
-    """Add the gradient of this process's part of a mini-batch's loss to `.grad`, one micro-batch after the other."""
+    """Add the gradient of this process's part of a mini-batch's loss to `.grad`, by micro-batches.
+
+    `kept`: log-probabilities of these rollouts with their graph, from an earlier pass.
+    """
     total = 0.0
     with_entropy = objective.config.entropy_bonus > 0
-    own = policy.processes.shard(np.arange(len(batch.mask)))
-    if live is not None and not with_entropy:
-        mask = torch.as_tensor(batch.take(own).mask, device=live.device)
-        total = _backward(objective, batch, own, CompletionLogprobs(live, mask), tally)
+    shard = policy.processes.shard(np.arange(len(batch.mask)))
+    if kept is not None and not with_entropy:
+        mask = torch.as_tensor(batch.take(shard).mask, device=kept.device)
+        total = _backward(objective, batch, shard, CompletionLogprobs(kept, mask), tally)
     else:
-        parts = policy.micro_batches(batch.rollouts, own)
+        parts = policy.micro_batches(batch.rollouts, shard)
         more = policy.passes(len(parts)) - len(parts)
         for rows in counted(parts, "micro-batch"):
             total += _backward(objective, batch, rows, policy.score(batch.rollouts, rows, with_entropy), tally)
-        for _ in range(more):  # others have more: gradients of sharded weights are summed on their way back
+        for _ in range(more):  # sharded weights: every backward pass sums over processes, so all make equally many
             idle = policy.score(batch.rollouts, np.arange(1))
             _weighted(np.zeros(idle.mask.shape), idle.logprob, idle.mask).sum().backward()
     tally.losses.append(total)
@@ -118,8 +110,8 @@ def _accumulate(
 def _backward(objective: Objective, batch: TokenBatch, rows: Int, scored: CompletionLogprobs, tally: Tally) -> float:
     """Back-propagate −Σ c·log π − bonus·Σ weight·entropy of some rollouts; return it."""
     part = batch.take(rows)
-    found = objective.coefficients(part, scored.logprob.detach().double().cpu().numpy())
-    terms = _weighted(found.value, scored.logprob, scored.mask)
+    coefficients = objective.coefficients(part, scored.logprob.detach().double().cpu().numpy())
+    terms = _weighted(coefficients.value, scored.logprob, scored.mask)
     parts = -terms.sum(dim=1)
     if scored.entropy is not None:
         share = objective.config.entropy_bonus * part.mask / batch.mask.sum()
@@ -127,19 +119,19 @@ def _backward(objective: Objective, batch: TokenBatch, rows: Int, scored: Comple
     _refuse_non_finite(parts.detach(), terms.detach(), part.number)
     parts.sum().backward()
     tally.tokens += int(part.mask.sum())
-    for name, values in found.by_token.items():
+    for name, values in coefficients.by_token.items():
         tally.sums[name] = tally.sums.get(name, 0.0) + float(values[part.mask].sum())
     return float(parts.detach().sum())
 
 
 def _weighted(weights: Float, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return weights·values [N, T], zero outside the mask, where nothing is ever read."""
+    """Return weights·values [N, T], zero outside the mask; values there are never read."""
     constant = torch.as_tensor(weights, dtype=values.dtype, device=values.device)
     return torch.where(mask, constant * values, 0.0)
 
 
 def _refuse_non_finite(parts: torch.Tensor, terms: torch.Tensor, number: Int) -> None:
-    """Name the rollout whose loss is not finite, and its first token that makes it so, where a single one does."""
+    """Raise with the rollout whose loss is not finite, and its first token that is not finite, if there is one."""
     bad = ~parts.isfinite()
     if bool(bad.any()):
         n = int(bad.nonzero()[0])

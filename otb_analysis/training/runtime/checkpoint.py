@@ -1,4 +1,4 @@
-"""Checkpoints: all that a later process needs to go on bit for bit, in one file that appears whole or not at all."""
+"""Checkpoints: everything that resuming bit for bit needs, in one file that appears whole or not at all."""
 
 import re
 from dataclasses import dataclass
@@ -16,38 +16,23 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 @dataclass(frozen=True, order=True)
 class Checkpoint:
-    """One file.
-
-    Attributes:
-        step: Steps that had been finished and stored when it was written: the next one has this number.
-        path: Where it lies.
-    """
+    """One file; `step` is the number of steps finished and stored, so the next step has this number."""
 
     step: int
     path: Path
 
 
 def checkpoints(run_dir: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a run, oldest first.
-
-    Args:
-        run_dir: Directory of the run.
-    """
+    """Return the checkpoints of a run, oldest first."""
     files = [(p, _NAME.fullmatch(p.name)) for p in (run_dir / FOLDER).glob("step-*.pt")]
     return sorted(Checkpoint(int(m[1]), p) for p, m in files if m)
 
 
 def write_checkpoint(run_dir: Path, step: int, state: dict[str, Any], keep: int) -> None:
-    """Write a checkpoint, then remove all but the newest.
-
-    Args:
-        run_dir: Directory of the run.
-        step: Steps finished.
-        state: Tensors and plain values.
-        keep: How many to keep.
+    """Write a checkpoint after `step` finished steps, then remove all but the newest `keep`.
 
     Raises:
-        StoreError: The disk refuses; the checkpoints before it are untouched.
+        StoreError: The disk refuses; earlier checkpoints are untouched.
     """
     folder = run_dir / FOLDER
     try:
@@ -65,18 +50,14 @@ def write_checkpoint(run_dir: Path, step: int, state: dict[str, Any], keep: int)
 
 
 def read_checkpoint(checkpoint: Checkpoint, device: torch.device) -> dict[str, Any]:
-    """Return the state a checkpoint holds.
-
-    Args:
-        checkpoint: Which.
-        device: Where its tensors go.
+    """Return the state a checkpoint holds, its tensors on a device.
 
     Raises:
         StoreError: The file cannot be read.
     """
     try:
         return torch.load(checkpoint.path, map_location=device, weights_only=True)
-    except Exception as error:  # a damaged archive fails in as many ways as it has bytes
+    except Exception as error:  # torch raises many kinds of errors for a damaged archive
         raise StoreError(
             f"checkpoint {checkpoint.path} cannot be read ({str(error).splitlines()[0][:120]}); "
             "delete it to resume from the one before it."

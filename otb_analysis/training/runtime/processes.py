@@ -1,6 +1,6 @@
-"""The processes of one run: who they are, what they tell each other, and how all of them end when one does.
+"""The processes of one run: their ranks, what they exchange, and how all of them end when one fails.
 
-`accelerate launch` starts them; a run that was not launched so is one process, for which nothing here does anything.
+`accelerate launch` starts them. Without it a run is one process, and nothing here does anything.
 """
 
 import os
@@ -27,9 +27,9 @@ from otb_analysis.types import Float, Int
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=12)
-"""How long a process waits for another one; a process that ends is noticed at once, by other means."""
+"""How long a process waits for another one. A process that ends is noticed at once, by `Processes._watch`."""
 PROCESS = 2
-"""Seed stream of the processes other than the first; the rank follows it."""
+"""Seed stream of the processes other than the first, followed by the rank."""
 FAILED = "otb/failed"
 """Key under which the first process that fails publishes its error."""
 HEARD = "otb/heard/{}"
@@ -40,11 +40,10 @@ LOOK, GRACE = 0.2, 5.0
 
 @dataclass
 class Processes:
-    """The processes of a run; by default one that is alone.
+    """The processes of a run; by default a single one.
 
     Attributes:
-        rank: This process, from 0; the first one owns run.json, the `steps` parts, checkpoints and the final model.
-        size: How many there are.
+        rank: This process, from 0. Process 0 owns run.json, the `steps` parts, checkpoints and the final model.
         device: Where this process runs its model; None leaves the model where it is.
         sharded: True when each process keeps a part of every parameter (FSDP2), False when each keeps all of them.
         host: Group of all processes for exchanges in main memory.
@@ -62,11 +61,7 @@ class Processes:
 
     @classmethod
     def joined(cls, sharded: bool) -> "Processes":
-        """Meet the others that were launched with this one; alone when there are none.
-
-        Args:
-            sharded: True when the launch asks for FSDP2.
-        """
+        """Join the processes that were launched with this one, if any; `sharded`: the launch asks for FSDP2."""
         if int(os.environ.get("WORLD_SIZE", 1)) < 2:
             return cls()
         require("accelerate", "a run of several processes")
@@ -76,22 +71,22 @@ class Processes:
         state = PartialState(cpu=cpu, timeout=PATIENCE)
         host = dist.new_group(backend="gloo", timeout=PATIENCE)
         assert isinstance(host, ProcessGroup)
-        found = cls(state.process_index, state.num_processes, state.device, sharded, host)
-        threading.Thread(target=found._watch, args=(_store(),), daemon=True).start()
-        return found
+        processes = cls(state.process_index, state.num_processes, state.device, sharded, host)
+        threading.Thread(target=processes._watch, args=(_store(),), daemon=True).start()
+        return processes
 
     @property
     def first(self) -> bool:
-        """True on the process that writes what is written once."""
+        """True on process 0, which writes what is written once."""
         return self.rank == 0
 
     @property
     def seed(self) -> tuple[int, ...]:
-        """What this process's seeds depend on besides the step's; nothing on the first one."""
+        """What this process adds to the step's seed; nothing on the first one."""
         return (PROCESS, self.rank) if self.rank else ()
 
     def shard(self, rows: Int) -> Int:
-        """Return this process's part of some rows: consecutive ones, parts of equal size up to one."""
+        """Return this process's part of some rows: consecutive rows, sizes equal up to one."""
         return np.array_split(rows, self.size)[self.rank]
 
     def gather(self, value: T) -> list[T]:
@@ -102,48 +97,48 @@ class Processes:
         """
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with _lost_named():
-            dist.all_gather_object(found, value, group=self.host)
-        return found
+            dist.all_gather_object(values, value, group=self.host)
+        return values
 
     def broadcast_from_main(self, run: Callable[[], T]) -> T:
-        """Return what a function returns on the first process; the others wait for it.
+        """Run a function on the first process only; return its result on all.
 
         Raises:
             ProcessError: Another process has ended.
         """
         if self.size == 1:
             return run()
-        found: list[Any] = [run() if self.first else None]
+        result: list[Any] = [run() if self.first else None]
         with _lost_named():
-            dist.broadcast_object_list(found, src=0, group=self.host)
-        return found[0]
+            dist.broadcast_object_list(result, src=0, group=self.host)
+        return result[0]
 
     def barrier(self) -> None:
         """Wait until every process is here."""
         self.gather(None)
 
     def rows(self, x: Float, width: int) -> Float:
-        """Return [n, T'] of all processes as one [N, width], zero where a row was shorter."""
+        """Return [n, T'] of all processes as one [N, width], padded with zeros."""
         return np.concatenate([widened(part, width) for part in self.gather(x)])
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add `.grad` up over processes, in place, where each has whole gradients of its own rollouts.
+        """Sum `.grad` over processes, in place. Without a gradient on some process, a parameter counts as zero there.
 
-        A parameter that one process has no gradient of counts as zero there.
+        Each process must hold whole parameters, with the gradients of its own rollouts.
         """
         if self.size == 1:
             return
         with _lost_named():
-            begun = [dist.all_reduce(_gradient(parameter), async_op=True) for parameter in parameters]
-            for work in begun:
+            sums = [dist.all_reduce(_gradient(parameter), async_op=True) for parameter in parameters]
+            for work in sums:
                 if work is not None:
                     work.wait()
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """End all processes when the block fails on one of them, each with the sentence of the first that failed.
+        """End all processes when the block fails on one of them, each with the error of the first that failed.
 
         Raises:
             ProcessError: Another process failed first.
@@ -165,15 +160,16 @@ class Processes:
         """Publish this process's error. Return an earlier one if another process failed first."""
         if self._heard is not None:
             return self._heard
-        own = f"process {self.rank} stopped: {str(error) or type(error).__name__}"
+        ours = f"process {self.rank} stopped: {str(error) or type(error).__name__}"
         try:
             store = _store()
-            said = store.compare_set(FAILED, "", str(error) if isinstance(error, ProcessError) else own).decode()
+            # Only the first process that gets here writes; the others read what it wrote.
+            first = store.compare_set(FAILED, "", str(error) if isinstance(error, ProcessError) else ours).decode()
             store.set(HEARD.format(self.rank), "")
-            if said != own:
-                return said
-            everyone, patience = [HEARD.format(rank) for rank in range(self.size)], monotonic() + GRACE
-            while not store.check(everyone) and monotonic() < patience:
+            if first != ours:
+                return first
+            everyone, deadline = [HEARD.format(rank) for rank in range(self.size)], monotonic() + GRACE
+            while not store.check(everyone) and monotonic() < deadline:  # the store may end with this process
                 sleep(LOOK)
         except RuntimeError:  # the store is gone, and with it the process that kept it
             return None
@@ -190,7 +186,7 @@ class Processes:
                 with suppress(StoreError):
                     self.record(sentence)
                 store.set(HEARD.format(self.rank), "")
-            except RuntimeError:  # the store went with the process that kept it
+            except RuntimeError:  # the store is gone, and with it the process that kept it
                 sentence = self._heard or "another process ended without an error message; look at its own output."
                 with suppress(StoreError):
                     self.record(sentence)
@@ -205,24 +201,19 @@ SINGLE_PROCESS = Processes()
 """A run of one process."""
 
 
-def is_main_process() -> bool:
-    """Return whether this process is the first of those that were launched together, or alone."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
 def widened(x: Float, width: int) -> Float:
     """Return rows [n, T'] with zeros up to `width` columns."""
     return np.pad(x, ((0, 0), (0, width - x.shape[1])))
 
 
 def total_of(processes: Processes, sums: dict[str, float]) -> dict[str, float]:
-    """Return named numbers summed over processes; a name that one of them lacks counts as zero there."""
+    """Return named numbers summed over processes; a missing name counts as zero."""
     parts = processes.gather(sums)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(n for p in parts for n in p)}
 
 
 def full(x: Tensor) -> Tensor:
-    """Return a tensor whole, whether or not it is spread over processes."""
+    """Return a tensor whole, whether or not it is sharded."""
     whole: Callable[[], Tensor] | None = getattr(x, "full_tensor", None)
     return x if whole is None else whole()
 
@@ -234,13 +225,13 @@ def _gradient(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def _store() -> Store:
-    """The processes' common store, over a connection of its own so that a thread may use it."""
+    """Return the processes' common store over a new connection, so that a thread may use it."""
     return _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager
 def _lost_named() -> Iterator[None]:
-    """Turn every error of an interrupted exchange into one sentence."""
+    """Turn any error of an interrupted exchange into one sentence."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""How a run reports its steps without knowing who watches; the phases inside a step are `phases`' own."""
+"""How a run reports its steps, whoever watches. The phases inside a step are reported by `phases`."""
 
 import warnings
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def silent(done: float, total: float, text: str) -> None:
 
 
 def unfailing(bar: Bar) -> Bar:
-    """Return a bar whose first failure is one warning, after which it is silent: it must not end what it watches."""
+    """Return a bar that is silent after its first failure, which is one warning: a bar must not stop a run."""
     failed = False
 
     def guarded(done: float, total: float, text: str) -> None:
@@ -35,15 +35,9 @@ def unfailing(bar: Bar) -> Bar:
 
 
 def step_line(run: str, step: int, total: int, scalars: Mapping[str, Any]) -> str:
-    """Return a stored step in one line: reward, ‖ḡ‖, entropy, clipping, sampled tokens per second.
+    """Return one row of `steps` as a line: reward, ‖ḡ‖, entropy, clipping, sampled tokens per second.
 
-    The clip share is that of tokens under an objective with ratios; without one there is nothing to clip but ‖ḡ‖.
-
-    Args:
-        run: Name of the run.
-        step: The step.
-        total: Steps the run will have at its end.
-        scalars: Its row of `steps`.
+    With importance ratios the line shows the share of clipped tokens, otherwise whether ‖ḡ‖ was clipped.
     """
     share = scalars.get("ratio_clip_share")
     clip = f"clip {share:.1%}" if share is not None else f"‖ḡ‖ {'' if scalars['clipped'] else 'not '}clipped"

@@ -1,8 +1,9 @@
-"""A policy spread over processes (FSDP2): each keeps a part of every weight, gradient and moment."""
+"""A policy sharded over processes (FSDP2): each keeps a part of every weight, gradient and optimizer moment."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,45 +23,37 @@ from otb_analysis.errors import InputError
 from otb_analysis.training.runtime.processes import Processes
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE_ONLY = (
+    *("measure.exact.every", "measure.sampled.every", "measure.sketch.every", "measure.attribution.every"),
+    *("objective.staleness", "lora.rank"),
+)
+"""Settings that need whole parameters on each process."""
 
 
 def asked_for() -> bool:
-    """Return whether `accelerate launch` was told to use FSDP2.
+    """Return whether `accelerate launch` asks for FSDP2.
 
     Raises:
-        InputError: It was told to use FSDP1 or DeepSpeed.
+        InputError: It asks for FSDP1 or DeepSpeed.
     """
-    given = os.environ.get
-    if given("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+    variable = os.environ.get
+    if variable("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise InputError("accelerate was launched with DeepSpeed; launch it with --use_fsdp --fsdp_version 2 instead.")
-    if given("ACCELERATE_USE_FSDP", "false").lower() != "true":
+    if variable("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return False
-    if given("FSDP_VERSION", "1") != "2":
+    if variable("FSDP_VERSION", "1") != "2":
         raise InputError("accelerate was launched with FSDP version 1; add --fsdp_version 2.")
     return True
 
 
 def refuse_unsharded_only(config: TrainConfig, exact: bool) -> None:
-    """Refuse what needs a process to hold whole parameters.
-
-    Args:
-        config: The run.
-        exact: True when the training estimator reads exact norms.
+    """Refuse what needs whole parameters; `exact`: the training estimator reads exact norms.
 
     Raises:
         InputError: The first such setting, with its remedy.
     """
-    own = config.measure
-    whole = {
-        "measure.exact.every": own.exact.every,
-        "measure.sampled.every": own.sampled.every,
-        "measure.sketch.every": own.sketch.every,
-        "measure.attribution.every": own.attribution.every,
-        "objective.staleness": config.objective.staleness,
-        "lora.rank": config.lora.rank,
-    }
-    for name, value in whole.items():
-        if value:
+    for name in WHOLE_ONLY:
+        if value := attrgetter(name)(config):
             raise InputError(
                 f"{name} is {value}, which does not work with FSDP2: each process holds only a part of the parameters; "
                 "set it to 0 or launch without --use_fsdp."
@@ -73,13 +66,10 @@ def refuse_unsharded_only(config: TrainConfig, exact: bool) -> None:
 
 
 def shard(model: PreTrainedModel, processes: Processes) -> None:
-    """Spread a model's parameters over the processes, one unit per decoder layer and one for the rest, in place.
+    """Shard a model's parameters in place: one unit per decoder layer and one for the rest.
 
-    Gradients are summed over processes, not averaged: each holds its rollouts' part of Σ c·∇log π.
-
-    Args:
-        model: The policy, the same on every process.
-        processes: Who shares it.
+    The model must be the same on every process. Gradients are summed over processes, not averaged: each process has its
+    own rollouts' part of Σ c·∇log π.
     """
     assert processes.device is not None
     mesh = init_device_mesh(processes.device.type, (processes.size,))
@@ -95,10 +85,10 @@ def shard(model: PreTrainedModel, processes: Processes) -> None:
 
 @contextmanager
 def gathered(model: PreTrainedModel) -> Iterator[None]:
-    """Hold all parameters on every process inside the block, for forward passes of which each makes its own number.
+    """Hold all parameters on every process inside the block. Every process must enter.
 
-    Gathering and letting go are the only exchanges; without them every generated token would wait for all processes.
-    Every process must enter.
+    Inside, processes exchange nothing, so each makes as many forward passes as it needs. Otherwise every generated
+    token would wait for all processes.
     """
     units = _units(model)
     for unit in units:
@@ -113,7 +103,7 @@ def gathered(model: PreTrainedModel) -> Iterator[None]:
 
 
 def whole_parameters(model: PreTrainedModel) -> dict[str, Any]:
-    """Return all parameters on the first process, in main memory, and nothing on the others; all must call it."""
+    """Return all parameters in main memory on the first process, and nothing on the others; all must call it."""
     return get_model_state_dict(model, options=WHOLE)
 
 
@@ -124,7 +114,7 @@ def whole_state(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_whole_state(model: PreTrainedModel, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Go back to a state that `whole_state` returned; every process passes all of it and keeps its part."""
+    """Load a state that `whole_state` returned; every process passes all of it and keeps its part."""
     set_state_dict(
         model, optimizer, model_state_dict=state["parameters"], optim_state_dict=state["optimizer"], options=WHOLE
     )

@@ -1,6 +1,6 @@
 """Scalars of every step to TensorBoard, wandb or trackio, through accelerate's trackers.
 
-A tracker is an instrument: one that cannot be reached or refuses a step is a warning, once, and a counted gap.
+A tracker that fails gives one warning and a counted gap; it never stops a run.
 """
 
 import math
@@ -22,7 +22,7 @@ TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"
 """Name of a tracker → the package it needs."""
 
 PROJECT = "otb-analysis"
-"""Project that runs appear under where the tracker has projects."""
+"""Name of the project, for trackers that have projects."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -39,19 +39,12 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of one run; none of their failures goes any further.
-
-    Attributes:
-        running: Name → accelerate's tracker, of those that answered.
-    """
+    """The trackers of one run; their failures stop here. `running` holds those that started, by name."""
 
     def __init__(self, names: Sequence[str], run_dir: Path, first: int = 0):
-        """Start trackers.
+        """Start trackers, with their files in the run's directory.
 
-        Args:
-            names: Which, keys of `TRACKERS`.
-            run_dir: Directory of the run; what trackers keep on disk lies in it.
-            first: First step that will be logged; TensorBoard forgets what it holds of this step and later ones.
+        `first` is the first step that will be logged: TensorBoard drops what it holds of this step and later ones.
         """
         self.names = tuple(dict.fromkeys(names))
         self.running: dict[str, GeneralTracker] = {}
@@ -65,12 +58,7 @@ class Trackers:
         self.running[name] = tracker
 
     def log(self, step: int, scalars: Mapping[str, object]) -> int | None:
-        """Log a step's finite numbers and return how many trackers did not take them; None without trackers.
-
-        Args:
-            step: The step.
-            scalars: Columns of `steps`; what was not measured is left out.
-        """
+        """Log a step's finite numbers; return how many trackers failed to take them, or None without trackers."""
         if not self.names:
             return None
         numbers = finite_numbers(scalars)
@@ -86,7 +74,7 @@ class Trackers:
             self._attempt(name, "finish", tracker.finish)
 
     def _attempt(self, name: str, what: str, run: Callable[[], object]) -> bool:
-        """Return whether something worked; this is the edge at which a tracker's failure, whatever it is, ends."""
+        """Return whether something worked; any failure of a tracker stops here and becomes one warning."""
         try:
             run()
         except Exception as error:
@@ -103,7 +91,7 @@ class Trackers:
 
 
 def finite_numbers(scalars: Mapping[str, object]) -> dict[str, float]:
-    """Return the scalars that are finite numbers, booleans among them as 0 and 1."""
+    """Return the scalars that are finite numbers; booleans count as 0 and 1."""
     numbers = {name: float(value) for name, value in scalars.items() if isinstance(value, Real | np.bool_)}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 

@@ -20,7 +20,7 @@ from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore
 from otb_analysis.training.check import check
 from otb_analysis.training.runtime.gather import GatheredRollouts, shard_rows
-from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes, is_main_process, total_of
+from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes, total_of
 from otb_analysis.training.runtime.sharding import asked_for, refuse_unsharded_only
 
 SCRIPT = Path(__file__).with_name("run_of_two.py")
@@ -234,10 +234,3 @@ def test_vllm_on_several_processes_is_refused(tiny_config):
     config = replace(tiny_config, sample=replace(tiny_config.sample, engine="vllm"))
     with pytest.raises(InputError, match="set it to 'transformers'"):
         check(config, processes=2)
-
-
-def test_the_first_process_leads(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert is_main_process()
-    monkeypatch.setenv("RANK", "1")
-    assert not is_main_process()
