@@ -31,20 +31,12 @@ def _diagnosis(_run: Run, path: str, stamp: str) -> tuple[list[Finding], list[Ch
 
 
 def findings(chosen: Sequence[Run]) -> dict[str, list[Finding]]:
-    """Return what every detector says about each run.
-
-    Args:
-        chosen: Readable runs.
-    """
+    """Return what every detector says about each run."""
     return {run.name: _diagnosis(run, run.path, run.stamp)[0] for run in chosen}
 
 
 def changes(chosen: Sequence[Run]) -> dict[str, list[ChangePoint]]:
-    """Return the change points of each run.
-
-    Args:
-        chosen: Readable runs.
-    """
+    """Return the change points of each run."""
     return {run.name: _diagnosis(run, run.path, run.stamp)[1] for run in chosen}
 
 
@@ -54,11 +46,7 @@ def _attributed(_run: Run, path: str, stamp: str) -> list[int]:
 
 
 def attributed(run: Run) -> list[int]:
-    """Return the steps whose tokens carry their share of the gradient.
-
-    Args:
-        run: A readable run.
-    """
+    """Return the steps whose tokens carry their share of the gradient."""
     return _attributed(run, run.path, run.stamp)
 
 
@@ -69,12 +57,7 @@ def _attribution(_run: Run, path: str, stamp: str, step: int) -> tuple[StepAttri
 
 
 def attribution(run: Run, step: int) -> tuple[StepAttribution, pd.DataFrame]:
-    """Return who holds a step's gradient, and the text of its tokens.
-
-    Args:
-        run: A readable run.
-        step: One of `attributed`.
-    """
+    """Return who holds a step's gradient, and the text of its tokens."""
     return _attribution(run, run.path, run.stamp, step)
 
 
@@ -94,9 +77,5 @@ def _advice(_run: Run, path: str, stamp: str) -> str | None:
 
 
 def advice(run: Run) -> str | None:
-    """Return which estimator and group size the run's own rollouts advise, None where no step compared estimators.
-
-    Args:
-        run: A readable run.
-    """
+    """Return which estimator and group size the run's own rollouts advise, None where no step compared estimators."""
     return _advice(run, run.path, run.stamp)

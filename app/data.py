@@ -32,11 +32,7 @@ def _store(path: str) -> RunStore:
 
 
 def store(run: Run) -> RunStore:
-    """Return the reader of a run.
-
-    Args:
-        run: A readable run.
-    """
+    """Return the reader of a run."""
     return _store(run.path)
 
 
@@ -47,11 +43,7 @@ def _config(path: str, stamp: str) -> dict[str, object]:
 
 
 def config(run: Run) -> dict[str, object]:
-    """Return a run's configuration, nested.
-
-    Args:
-        run: A readable run.
-    """
+    """Return a run's configuration, nested."""
     return _config(run.path, run.stamp)
 
 
@@ -61,20 +53,12 @@ def _steps(path: str, stamp: str) -> pd.DataFrame:
 
 
 def steps(chosen: Sequence[Run]) -> dict[str, pd.DataFrame]:
-    """Return the steps table of each run.
-
-    Args:
-        chosen: Readable runs.
-    """
+    """Return the steps table of each run."""
     return {run.name: _steps(run.path, run.stamp) for run in chosen}
 
 
 def headline(run: Run) -> Headline:
-    """Return a run's headline numbers.
-
-    Args:
-        run: A readable run.
-    """
+    """Return a run's headline numbers."""
     return headline_info(run.name, run.estimator, _steps(run.path, run.stamp))
 
 
@@ -84,11 +68,7 @@ def _grams(path: str, stamp: str) -> dict[int, Gram]:
 
 
 def grams(run: Run) -> dict[int, Gram]:
-    """Return the Gram matrix of every measured step.
-
-    Args:
-        run: A readable run.
-    """
+    """Return the Gram matrix of every measured step."""
     return _grams(run.path, run.stamp)
 
 
@@ -104,11 +84,7 @@ def _known(path: str, stamp: str) -> Proved:
 
 
 def known(run: Run) -> Proved:
-    """Return what is proved of a run's estimators.
-
-    Args:
-        run: A readable run.
-    """
+    """Return what is proved of a run's estimators."""
     return _known(run.path, run.stamp)
 
 
@@ -125,31 +101,18 @@ def _conclusion(path: str, stamp: str) -> tuple[str, ...]:
 
 
 def conclusion(run: Run) -> tuple[str, ...]:
-    """Return what a run's comparisons with rloo say, in three sentences; none where no step was measured.
-
-    Args:
-        run: A readable run.
-    """
+    """Return what a run's comparisons with rloo say, in three sentences; none where no step was measured."""
     return _conclusion(run.path, run.stamp)
 
 
 def statistics(run: Run, window: int) -> pd.DataFrame:
-    """Return the measures of every estimator over steps; without Gram matrices the stored points.
-
-    Args:
-        run: A readable run.
-        window: Measured steps pooled into one point.
-    """
+    """Return the measures of every estimator over steps; without Gram matrices the stored points."""
     table = _statistics(run.path, run.stamp, window)
     return table if len(table) else _store(run.path).gradients_df()
 
 
 def default_window(run: Run) -> int:
-    """Return the fewest measured steps to pool for which the last point has all its measures; at most `MAX_WINDOW`.
-
-    Args:
-        run: A readable run.
-    """
+    """Return the fewest measured steps to pool for which the last point has all its measures; at most `MAX_WINDOW`."""
     for window in (1, 2, 3, 5):
         table: Any = statistics(run, window)
         if table.empty or table.loc[table["step"] == table["step"].max(), "projection"].notna().any():
@@ -189,13 +152,7 @@ def _fidelity(path: str, stamp: str, kind: str, source: str) -> MeasuredTokens:
 
 
 def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
-    """Return the agreement of proxy and exact energies over a run.
-
-    Args:
-        run: A readable run.
-        kind: `token` or `realized`.
-        source: `proxy` or `calibrated`.
-    """
+    """Return the agreement of proxy and exact energies over a run."""
     return _fidelity(run.path, run.stamp, kind, source)
 
 
@@ -207,11 +164,7 @@ def _sources(path: str, stamp: str) -> list[str]:
 
 
 def cheap_sources(run: Run) -> list[str]:
-    """Return the energies that stand beside exact norms in a run: the proxy, and its calibration where it was fitted.
-
-    Args:
-        run: A readable run.
-    """
+    """Return the energies that a run has beside exact norms: the proxy, and its calibration where it was fitted."""
     return _sources(run.path, run.stamp)
 
 
@@ -221,13 +174,7 @@ def _gain_lost(path: str, stamp: str, estimator: str, source: str) -> Interval |
 
 
 def lost_by_proxy(run: Run, source: str = "proxy", estimator: str = "otb") -> Interval | None:
-    """Return the share of an estimator's efficiency gain that proxy energies lose, over all measured steps.
-
-    Args:
-        run: A readable run.
-        source: `proxy` or `calibrated`.
-        estimator: One that was measured with exact energies and with these.
-    """
+    """Return the share of an estimator's efficiency gain that proxy energies lose, over all measured steps."""
     return _gain_lost(run.path, run.stamp, estimator, source)
 
 
@@ -238,11 +185,7 @@ def _token_steps(path: str, stamp: str) -> list[int]:
 
 
 def token_steps(run: Run) -> list[int]:
-    """Return the steps whose tokens and rollouts are stored.
-
-    Args:
-        run: A readable run.
-    """
+    """Return the steps whose tokens and rollouts are stored."""
     return _token_steps(run.path, run.stamp)
 
 
@@ -253,11 +196,7 @@ def _exact_steps(path: str, stamp: str) -> list[int]:
 
 
 def exact_steps(run: Run) -> list[int]:
-    """Return the steps at which some groups were measured exactly.
-
-    Args:
-        run: A readable run.
-    """
+    """Return the steps at which some groups were measured exactly."""
     return _exact_steps(run.path, run.stamp)
 
 
@@ -267,12 +206,7 @@ def _rollouts(path: str, stamp: str, step: int) -> pd.DataFrame:
 
 
 def rollouts(run: Run, step: int) -> pd.DataFrame:
-    """Return the rollouts of one step.
-
-    Args:
-        run: A readable run.
-        step: A step.
-    """
+    """Return the rollouts of one step."""
     return _rollouts(run.path, run.stamp, step)
 
 
@@ -282,11 +216,5 @@ def _tokens(path: str, stamp: str, step: int, group: int) -> pd.DataFrame:
 
 
 def tokens(run: Run, step: int, group: int) -> pd.DataFrame:
-    """Return all tokens of one prompt.
-
-    Args:
-        run: A readable run.
-        step: A step.
-        group: Index of the prompt within the step.
-    """
+    """Return all tokens of one prompt."""
     return _tokens(run.path, run.stamp, step, group)

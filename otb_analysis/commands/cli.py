@@ -228,10 +228,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
 def from_toml(kind: type[Config], file: Path) -> Config:
     """Read a configuration; fields that the file leaves out keep their defaults.
 
-    Args:
-        kind: A configuration dataclass with defaults.
-        file: A TOML file whose tables are the nested dataclasses.
-
     Raises:
         InputError: The file cannot be read, names a field that does not exist, or holds a value of another type.
     """

@@ -63,10 +63,6 @@ def demo_configs(config: DemoConfig) -> list[TrainConfig]:
 def run_demo(config: DemoConfig, console: Console | None = None) -> list[Path]:
     """Make what is missing and return the runs' directories; complete runs of the same configuration are reused.
 
-    Args:
-        config: Where, and from which seed.
-        console: Where progress is shown; by default the terminal.
-
     Raises:
         InputError, StoreError, NonFiniteError: What stopped one of the two trainings.
         Interrupted: Ctrl-C; the sentence says what is kept.
@@ -121,9 +117,7 @@ def train_together(configs: Sequence[TrainConfig], open_phases: dict[str, list[P
     """Train each configuration in a process of its own.
 
     Args:
-        configs: The runs.
         open_phases: Takes what each run is doing, by its name, for whoever watches.
-        threads: Threads of each process.
 
     Raises:
         InputError, StoreError, NonFiniteError: What stopped a run; the others are stopped too.

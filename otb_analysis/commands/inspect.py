@@ -196,13 +196,7 @@ def _left_out(run: str, reason: str) -> None:
 
 
 def print_comparison(paths: Sequence[Path], top: int | None = None, conclude_last: bool = False) -> None:
-    """Print what `otb compare` and `otb demo` say.
-
-    Args:
-        paths: Directories of runs.
-        top: Rows per table of estimators; 0 prints all, None the eight that matter.
-        conclude_last: Print the conclusion behind the other tables.
-    """
+    """Print what `otb compare` and `otb demo` say."""
     with shown(), phase("comparing runs"):
         from otb_analysis.report.compare import comparison
 
@@ -211,12 +205,5 @@ def print_comparison(paths: Sequence[Path], top: int | None = None, conclude_las
 
 
 def parsed(kind: type[Config], command: str, words: Sequence[str], default: Config) -> Config:
-    """Return a command's configuration from the command line.
-
-    Args:
-        kind: Its dataclass.
-        command: Its name.
-        words: What follows the name.
-        default: What the words change.
-    """
+    """Return a command's configuration from the command line."""
     return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=())

@@ -35,10 +35,6 @@ class Row:
     """One line of the picture.
 
     Attributes:
-        text: What goes on.
-        share: Of it that is done, None where unknown.
-        elapsed: Seconds since it began.
-        left: Seconds left, None where unknown.
         at_most: True where it may be less.
     """
 
@@ -60,12 +56,7 @@ def remaining(row: Row) -> str:
 
 
 def rows(stack: Sequence[Phase], now: float) -> list[Row]:
-    """Return the whole work in one row, and below it, joined in one, the phases inside it.
-
-    Args:
-        stack: Open phases, outermost first.
-        now: The time.
-    """
+    """Return the whole work in one row, and below it, joined in one, the phases inside it."""
     found = [_row(part, now) for part in (stack[:1], stack[1:]) if part]
     return found[:1] + [row for row in found[1:] if row.elapsed >= AT_ONCE]
 
@@ -85,12 +76,7 @@ def _row(stack: Sequence[Phase], now: float) -> Row:
 
 @contextmanager
 def shown(console: Console | None = None, stacks: Stacks = lambda: [OPEN]) -> Iterator[None]:
-    """Show what goes on while the block runs, and every note that it leaves.
-
-    Args:
-        console: Where; by default the terminal, be it stdout or stderr, else stderr.
-        stacks: Whose phases.
-    """
+    """Show what goes on while the block runs, and every note that it leaves."""
     NOTES.clear()
     watcher = _Watcher(console or progress_console(), stacks)
     watcher.start()
@@ -107,11 +93,7 @@ def progress_console() -> Console:
 
 @contextmanager
 def reported(send: Callable[[list[Phase], list[str]], None]) -> Iterator[None]:
-    """Send what goes on in the block, and its notes, twice a second: to a process that has the terminal.
-
-    Args:
-        send: Takes the open phases and the notes that are new.
-    """
+    """Send what goes on in the block, and its notes, twice a second: to a process that has the terminal."""
     over = Event()
 
     def report() -> None:

@@ -45,11 +45,7 @@ class Mark:
     """One mark on a panel.
 
     Attributes:
-        run: Whose.
-        column: Column of the panel.
-        step: Where.
         kind: `watch`, `alarm` or `change`.
-        text: What happened, for the hover.
     """
 
     run: str
@@ -60,11 +56,7 @@ class Mark:
 
 
 def alarms_table(findings: Mapping[str, Sequence[Finding]]) -> pd.DataFrame:
-    """Return one row per run and detector, the worst first, runs in their order among equals.
-
-    Args:
-        findings: From `diagnose`, by run.
-    """
+    """Return one row per run and detector, the worst first, runs in their order among equals."""
     rows = [
         {
             "run": run,
@@ -85,11 +77,7 @@ def alarms_table(findings: Mapping[str, Sequence[Finding]]) -> pd.DataFrame:
 
 
 def alarms_line(findings: Mapping[str, Sequence[Finding]]) -> str:
-    """Return how many detectors of each level there are, in words.
-
-    Args:
-        findings: From `diagnose`, by run.
-    """
+    """Return how many detectors of each level there are, in words."""
     levels = [found.level for several in findings.values() for found in several]
     counts = [f"{levels.count(level)} {level}" for level in SIGNS if level in levels or level != "too short"]
     return f"{len(DETECTORS)} detectors on {len(findings)} run{'s' * (len(findings) != 1)}: {', '.join(counts)}."
@@ -98,12 +86,7 @@ def alarms_line(findings: Mapping[str, Sequence[Finding]]) -> str:
 def alarm_marks(
     findings: Mapping[str, Sequence[Finding]], points: Mapping[str, Sequence[ChangePoint]]
 ) -> tuple[Mark, ...]:
-    """Return the first firings and the change points of some runs.
-
-    Args:
-        findings: From `diagnose`, by run.
-        points: From `change_points`, by run.
-    """
+    """Return the first firings and the change points of some runs."""
     fired = [
         Mark(run, PANELS.get(one.column, one.column), int(one.step[at]), kind, f"{TITLES[found.detector]}: {kind}")
         for run, several in findings.items()
@@ -121,14 +104,7 @@ def alarm_marks(
 
 
 def add_marks(figure: go.Figure, info: CurvesInfo, marks: Sequence[Mark], columns: int) -> go.Figure:
-    """Draw marks on the curves they belong to; a panel that shows no curve of the run gets none.
-
-    Args:
-        figure: From `plot_curves` of the same info.
-        info: The curves.
-        marks: What to mark.
-        columns: Panels per row.
-    """
+    """Draw marks on the curves they belong to; a panel that shows no curve of the run gets none."""
     styles, named = run_styles(info.estimators), set[str]()
     for index, (quantity, curves) in enumerate(zip(info.quantities, info.curves, strict=True)):
         for curve in curves:

@@ -27,12 +27,9 @@ class AttributionInfo:
     """The numbers behind the picture of one step's attribution, as shares of ‖ḡ‖² (1 is all of it).
 
     Attributes:
-        step: The step.
-        norm_sq: ‖ḡ‖².
         prompt: Name of each bar [K], largest |share| first.
         signal: Signal of each bar [K]; its whole share where the split was not measured.
         noise: Noise of each bar [K], None without the split.
-        count: Tokens counted from the one with the largest share down, 1 … n.
         held: Share of ‖ḡ‖² that so many tokens hold [n]; passes 1 and comes back where tokens push against the update.
     """
 
@@ -46,11 +43,7 @@ class AttributionInfo:
 
 
 def attribution_info(found: StepAttribution) -> AttributionInfo:
-    """Collect bars and curve of one step.
-
-    Args:
-        found: From `attribute_step`.
-    """
+    """Collect bars and curve of one step."""
     whole = found.norm_sq or 1.0
     prompts = found.prompts
     names = [str(g) for g in prompts.group[:MOST_PROMPTS]]
@@ -75,11 +68,7 @@ def _bars(values: np.ndarray, whole: float) -> Array:
 
 
 def plot_attribution(info: AttributionInfo) -> go.Figure:
-    """Draw prompts on the left, tokens on the right.
-
-    Args:
-        info: From `attribution_info`.
-    """
+    """Draw prompts on the left, tokens on the right."""
     titles = [
         ("Prompts", "share of ‖ḡ‖², largest first"),
         ("Tokens", "share of ‖ḡ‖² that the largest so many hold"),
@@ -113,8 +102,6 @@ def attribution_table(
     """Return holders with what they are: prompt, rollout's reward, token's text; shares of ‖ḡ‖² as fractions.
 
     Args:
-        found: The step.
-        holders: One of its levels, or the head of one.
         tokens: Token rows of the step with group, rollout, t, token.
         rollouts: Rollout rows of the step with group, rollout, prompt, reward.
     """
@@ -141,11 +128,7 @@ def attribution_table(
 
 
 def attribution_line(found: StepAttribution) -> str:
-    """Return the step's attribution in two sentences.
-
-    Args:
-        found: From `attribute_step`.
-    """
+    """Return the step's attribution in two sentences."""
     tokens, total = found.tokens, len(found.tokens)
     said = (
         f"At step {found.step} ‖ḡ‖² = {number(found.norm_sq)}; {tokens.holding():,} of {total:,} tokens "

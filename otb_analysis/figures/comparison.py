@@ -30,8 +30,6 @@ class Row:
     """One estimator of the comparison.
 
     Attributes:
-        label: How it is called.
-        style: How it is drawn.
         ratios: Interval of each ratio in the order of `RATIOS`; None where the ratio is undefined.
         values: Its own efficiency, SF, batch variance, projection and rollout-equivalents; None where undefined.
     """
@@ -48,9 +46,6 @@ class ComparisonInfo:
 
     Attributes:
         rows: Best efficiency first, or best SF where that is lost in the noise, undefined ones last.
-        against: Label of the estimator whose ratios are 1.
-        n_steps: Measured steps that entered.
-        n_prompts: Independent prompts over those steps.
         estimand: What points and intervals are, in words.
     """
 
@@ -74,11 +69,8 @@ def comparison_info(
     prompt at a time (paired, on the logarithm), from 16 prompts up.
 
     Args:
-        grams: One Gram matrix per step.
         against: Estimator whose ratios are 1; its first energy source is taken.
-        estimators: Which estimators to show besides that one; all when left out.
         energy_source: Show only estimators that read no energy or this kind; `both` shows all.
-        known: What is proved of the estimators.
 
     Raises:
         InputError: The estimator was not measured in any of the steps.
@@ -118,11 +110,7 @@ def _rank(row: Row) -> tuple[bool, float]:
 
 
 def display_table(info: ComparisonInfo) -> pd.DataFrame:
-    """Return the comparison as it is read: three significant digits, intervals in brackets behind their ratio.
-
-    Args:
-        info: From `comparison_info`.
-    """
+    """Return the comparison as it is read: three significant digits, intervals in brackets behind their ratio."""
     records = []
     for row in info.rows:
         record: dict[str, object] = {"estimator": row.label}
@@ -152,11 +140,7 @@ def _estimand(n_steps: int, n_prompts: int) -> str:
 
 
 def comparison_table(info: ComparisonInfo) -> pd.DataFrame:
-    """Return the comparison as a table, one row per estimator: its own values, then each ratio with its interval.
-
-    Args:
-        info: From `comparison_info`.
-    """
+    """Return the comparison as a table, one row per estimator: its own values, then each ratio with its interval."""
     records = []
     for row in info.rows:
         record: dict[str, object] = {"estimator": row.label, **row.values}
@@ -170,11 +154,7 @@ def comparison_table(info: ComparisonInfo) -> pd.DataFrame:
 
 
 def plot_comparison(info: ComparisonInfo) -> go.Figure:
-    """Draw the forest: one line per estimator, one panel per ratio, logarithmic axes, a rule at 1.
-
-    Args:
-        info: From `comparison_info`.
-    """
+    """Draw the forest: one line per estimator, one panel per ratio, logarithmic axes, a rule at 1."""
     figure = panels(
         [(title, line) for _, title, line in RATIOS], 3, height=max(180, 27 * len(info.rows) + 30), shared_x=False
     )
@@ -213,11 +193,7 @@ def _bar(ratio: Interval) -> dict[str, object]:
 
 
 def interval_text(interval: Interval) -> str:
-    """Return the interval as a line of a hover text, empty where there is none.
-
-    Args:
-        interval: A point with or without ends.
-    """
+    """Return the interval as a line of a hover text, empty where there is none."""
     if interval.low is None:
         return ""
     return f"<br>95 % interval {number(interval.low)} to {number(interval.high)}"

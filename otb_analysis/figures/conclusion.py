@@ -28,8 +28,6 @@ def conclusion_sentences(
     """Return what the comparison says, each sentence of at most 40 words and true whatever the data are.
 
     Args:
-        found: From `conclude`.
-        trained: Estimators that the compared runs train with.
         config: Configuration of one of the runs, for the command that measures more.
     """
     config = config or {}
@@ -47,12 +45,7 @@ def conclusion_sentences(
 
 
 def signal_sentence(found: Conclusion, trained: Sequence[Label] = ()) -> str:
-    """Return why estimators without a proved projection are not judged, and what it takes; empty where they are.
-
-    Args:
-        found: From `conclude`.
-        trained: Estimators that the compared runs train with, which are named first.
-    """
+    """Return why estimators without a proved projection are not judged, and what it takes; empty where they are."""
     untested = [v.label for v in found.verdicts if not v.c_known and not v.tested]
     listed = list(dict.fromkeys(name for name, _ in sorted(untested, key=lambda label: label not in trained)))
     if found.cause not in ("", "noise") or not listed or found.signal.positive:
@@ -66,33 +59,20 @@ def signal_sentence(found: Conclusion, trained: Sequence[Label] = ()) -> str:
 
 
 def shown_name(label: Label) -> str:
-    """Return how an estimator is called in a sentence.
-
-    Args:
-        label: (estimator, energy source).
-    """
+    """Return how an estimator is called in a sentence."""
     name, source = label
     name = "no baseline (none)" if name == "none" else name
     return {"exact": f"{name} with exact norms", "calibrated": f"{name} with calibrated energies"}.get(source, name)
 
 
 def train_options(label: Label) -> str:
-    """Return what to add to a run's own command so that it trains with an estimator.
-
-    Args:
-        label: (estimator, energy source).
-    """
+    """Return what to add to a run's own command so that it trains with an estimator."""
     reads = label[0] in ESTIMATORS and ESTIMATORS[label[0]].reads_energy
     return f"--estimator.name {label[0]}" + (" --estimator.energy exact" if reads and label[1] == "exact" else "")
 
 
 def measure_options(needed: int, config: Mapping[str, Any]) -> str:
-    """Return what to add to a run's own command so that it measures this many prompts, at its own steps if it can.
-
-    Args:
-        needed: Prompts.
-        config: The run's configuration, nested.
-    """
+    """Return what to add to a run's own command so that it measures this many prompts, at its own steps if it can."""
     sample, optimize = (config.get(part) if isinstance(config.get(part), Mapping) else {} for part in PARTS)
     prompts, steps = (sample or {}).get("prompts"), (optimize or {}).get("steps")
     options = "--measure.exact.prompts 0"

@@ -21,9 +21,7 @@ class Quantity:
     """One panel of training curves.
 
     Attributes:
-        title: Panel title.
         line: Unit and reading, below the title.
-        column: Column of the steps table, or of what was derived from it.
         from_zero: A linear axis starts at 0, so that heights compare as ratios.
         share: A share: as `from_zero`, and where it never changes the axis shows 0 to 1.
         rare: Measured rarely: points are drawn, and nothing is smoothed.
@@ -58,14 +56,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class CurvesInfo:
-    """The numbers behind small multiples of training curves.
-
-    Attributes:
-        quantities: One entry per panel.
-        curves: The curves of each panel; a run that never recorded a quantity has none.
-        estimators: Training estimator of each run, which decides its colour.
-        window: Length of the running mean in recorded steps; 1 means none.
-    """
+    """The numbers behind small multiples of training curves."""
 
     quantities: tuple[Quantity, ...]
     curves: tuple[tuple[Curve, ...], ...]
@@ -77,10 +68,6 @@ def running_mean(value: Array, window: int) -> Array:
     """Return the trailing mean of the last `window` entries, of those there are at the start.
 
     m_k = mean(v_{max(0, k−window+1)}, …, v_k); window 1 returns the values.
-
-    Args:
-        value: Recorded values [S].
-        window: Number of entries, at least 1.
     """
     total = np.concatenate([[0.0], np.cumsum(value, dtype=np.float64)])
     end = np.arange(1, len(value) + 1)
@@ -91,14 +78,7 @@ def running_mean(value: Array, window: int) -> Array:
 def curves_info(
     steps: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity], estimators: Mapping[str, str], window: int = 1
 ) -> CurvesInfo:
-    """Collect what each run recorded of each quantity; steps without a value are left out, never drawn as 0.
-
-    Args:
-        steps: Steps table of each run.
-        quantities: What to show, one per panel.
-        estimators: Training estimator of each run.
-        window: Length of the running mean in recorded steps.
-    """
+    """Collect what each run recorded of each quantity; steps without a value are left out, never drawn as 0."""
     curves = tuple(
         tuple(_curve(run, table, quantity, window) for run, table in steps.items() if _has(table, quantity))
         for quantity in quantities
@@ -128,14 +108,7 @@ def _curve(run: str, table: pd.DataFrame, quantity: Quantity, window: int) -> Cu
 
 
 def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y: bool = False) -> go.Figure:
-    """Draw the panels; the running mean is the line, the recorded values stand faintly behind it.
-
-    Args:
-        info: From `curves_info`.
-        columns: Panels per row.
-        height: Height of one row in pixels.
-        log_y: Logarithmic y axes.
-    """
+    """Draw the panels; the running mean is the line, the recorded values stand faintly behind it."""
     figure = panels([(q.title, q.line) for q in info.quantities], columns, height=height)
     styles = run_styles(info.estimators)
     named: set[str] = set()

@@ -43,13 +43,8 @@ class FidelityInfo:
     """The numbers behind the fidelity page.
 
     Attributes:
-        kind: A key of `KINDS`.
-        source: A key of `SOURCES`.
         count: Tokens per cell of the density [B, B] float32, rows are exact, NaN where there are none.
         proxy_edges: log₁₀ of the bin edges along the proxy [B + 1].
-        exact_edges: log₁₀ of the bin edges along the exact energy [B + 1].
-        overall: Agreement over all steps, pooled and within (step, prompt, t).
-        steps: Agreement at each measured step.
         n_tokens: Tokens with both energies.
         n_zero: Of these, tokens where one of them is 0 and the logarithmic axes cannot show them.
         drawn: True when they were drawn with unequal probabilities, so that large energies are over-represented.
@@ -76,8 +71,6 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     Args:
         tokens: Token rows with step, group, rollout, t, mask, the source's column, grad_norm_sq, where some were
             drawn inclusion_prob, and where some were sketched measured_by.
-        kind: `token` or `realized`.
-        source: `proxy` or `calibrated`.
 
     Raises:
         InputError: The kind or the source is unknown, or no token has both energies.
@@ -120,9 +113,6 @@ def exact_norms(tokens: pd.DataFrame) -> pd.Series:
 def comparable(tokens: pd.DataFrame) -> tuple[pd.DataFrame, bool]:
     """Leave out groups of which some tokens were likelier to be measured than others, unless nothing else was measured.
 
-    Args:
-        tokens: Token rows; without a column inclusion_prob nothing was drawn token by token.
-
     Returns:
         The rows to compare, and whether they were drawn with unequal probabilities.
     """
@@ -139,11 +129,6 @@ def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataF
     """Return step, cell, proxy and exact of every policy token that has both energies.
 
     `cell` numbers (step, prompt, position), position counting policy tokens.
-
-    Args:
-        tokens: Token rows.
-        kind: `token` or `realized`.
-        source: A key of `SOURCES`, which stands in the column `proxy`.
     """
     chosen: Any = tokens[tokens["mask"].fillna(False).astype(bool)]
     policy = chosen.sort_values(["step", "rollout", "t"])
@@ -160,11 +145,7 @@ def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataF
 
 
 def agreement(table: pd.DataFrame) -> Fidelity:
-    """Return the correlations of proxy and exact energies, pooled and within (step, prompt, position).
-
-    Args:
-        table: From `energies`.
-    """
+    """Return the correlations of proxy and exact energies, pooled and within (step, prompt, position)."""
     return fidelity(table["proxy"].to_numpy(), table["exact"].to_numpy(), cell=table["cell"].to_numpy())
 
 
@@ -177,11 +158,7 @@ def _density(x: Float, y: Float) -> tuple[Array, Float, Float]:
 
 
 def fidelity_table(info: FidelityInfo) -> pd.DataFrame:
-    """Return the correlations as a table: one row per step and one for all, pooled and within (prompt, t).
-
-    Args:
-        info: From `fidelity_info`.
-    """
+    """Return the correlations as a table: one row per step and one for all, pooled and within (prompt, t)."""
     rows = [("all", info.overall), *((str(s.step), s.fidelity) for s in info.steps)]
     records = []
     for name, found in rows:
@@ -195,11 +172,7 @@ def fidelity_table(info: FidelityInfo) -> pd.DataFrame:
 
 
 def plot_fidelity(info: FidelityInfo) -> go.Figure:
-    """Draw the density of tokens over proxy and exact energy, both axes logarithmic, colour logarithmic in the count.
-
-    Args:
-        info: From `fidelity_info`.
-    """
+    """Draw the density of tokens over proxy and exact energy; both axes and the colour are logarithmic."""
     figure = go.Figure(layout={"template": TEMPLATE})
     middle = [(edges[1:] + edges[:-1]) / 2 for edges in (info.proxy_edges, info.exact_edges)]
     top = int(np.log10(max(2.0, float(np.nanmax(info.count, initial=1))))) + 1
@@ -220,11 +193,7 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
 
 
 def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
-    """Draw the three correlations over steps, within (prompt, t) and pooled.
-
-    Args:
-        info: From `fidelity_info`.
-    """
+    """Draw the three correlations over steps, within (prompt, t) and pooled."""
     titles = (("Within (prompt, t)", "correlation; what the baseline sees"), ("Pooled", "correlation over all tokens"))
     figure = panels(titles, 1, height=205)
     step = np.array([s.step for s in info.steps], np.float32)
@@ -253,9 +222,6 @@ def gain_lost_words(lost: Interval | None) -> tuple[str, str]:
     """Return the share of the gain that a proxy loses as it is shown, a dash without an interval, and what it rests on.
 
     The share is a ratio of two differences, each within noise: a point alone says nothing.
-
-    Args:
-        lost: From `statistics.gain_lost`.
     """
     if lost is None:
         return number(None), "no gain shown"

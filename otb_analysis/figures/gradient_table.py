@@ -15,11 +15,6 @@ class Measure:
     """One way to compare gradient estimators.
 
     Attributes:
-        column: Column of the gradients table.
-        title: Panel title.
-        line: Unit and reading, below the title.
-        formula: What it is, in one line.
-        log: Drawn on a logarithmic axis.
         better: -1 when smaller is better, 1 when larger is, 0 when neither by itself.
     """
 
@@ -68,23 +63,14 @@ MEASURES = (
 
 
 def labels(found: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Return how estimators are called side by side: `otb · proxy` where several energy sources meet, else `otb`.
-
-    Args:
-        found: (estimator, energy source) of each.
-    """
+    """Return how estimators are called side by side: `otb · proxy` where several energy sources meet, else `otb`."""
     pairs = list(found)
     several = len({source for _, source in pairs if source != "none"}) > 1
     return {(e, s): f"{e} · {s}" if several and s != "none" else e for e, s in pairs}
 
 
 def trace_style(estimator: str, energy_source: str) -> Style:
-    """Return the estimator's style; anything but exact energies is drawn dotted.
-
-    Args:
-        estimator: Name in the estimator dictionary.
-        energy_source: Where its energies came from.
-    """
+    """Return the estimator's style; anything but exact energies is drawn dotted."""
     style = estimator_style(estimator)
     if energy_source in ("none", "exact"):
         return style
@@ -92,11 +78,7 @@ def trace_style(estimator: str, energy_source: str) -> Style:
 
 
 def against_truth(found: GradientStatistics) -> tuple[str, ...]:
-    """Return the columns that are measured against ∇J; where c is proved only the efficiency is.
-
-    Args:
-        found: Statistics of one estimator.
-    """
+    """Return the columns that are measured against ∇J; where c is proved only the efficiency is."""
     return ("efficiency",) if found.c_known else ("relative_bias", "projection", "sf", "efficiency")
 
 
@@ -106,9 +88,6 @@ def is_defined(found: GradientStatistics) -> bool:
     It is an average over pairs of different prompts and can come out near 0 or below. It is not when the projection is
     undefined, when there are prompts enough for an interval and leaving out one of them makes it undefined, or when the
     efficiency, a share, comes out above 1.
-
-    Args:
-        found: Statistics of one estimator.
     """
     if found.projection is None or found.efficiency is None or found.efficiency > 1:
         return False
@@ -122,11 +101,6 @@ def statistics_table(grams: Mapping[int, Gram], window: int = 1, known: Proved =
     Row (step, estimator) pools the last `window` measured steps: sums over steps first, then ratios. Where these hold
     fewer than 16 prompts there is a point and no interval; where ‖∇J‖² is lost in the noise there is not even a point
     of what is measured against it.
-
-    Args:
-        grams: Gram matrix of each measured step.
-        window: Measured steps pooled into one point.
-        known: What is proved of the estimators.
     """
     records = []
     steps = sorted(grams)

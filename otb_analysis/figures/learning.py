@@ -17,13 +17,7 @@ SUCCESS = Quantity(
 
 
 def learning_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, str], window: int = 1) -> CurvesInfo:
-    """Collect the reward curves of some runs, and success on held-out prompts where they were answered several times.
-
-    Args:
-        steps: Steps table of each run.
-        estimators: Training estimator of each run.
-        window: Length of the running mean of the training reward, in recorded steps.
-    """
+    """Collect the reward curves of some runs; with several answers per held-out prompt also success and pass@k."""
     found = {int(k) for t in steps.values() if "heldout_pass_k" in t for k in t["heldout_pass_k"].dropna()}
     several = (SUCCESS, _passing(found)) if max(found, default=1) > 1 else ()
     return curves_info(steps, (*QUANTITIES, *several), estimators, window)
@@ -37,9 +31,5 @@ def _passing(found: set[int]) -> Quantity:
 
 
 def plot_learning(info: CurvesInfo) -> go.Figure:
-    """Draw the curves, two in a row.
-
-    Args:
-        info: From `learning_info`.
-    """
+    """Draw the curves, two in a row."""
     return plot_curves(info, columns=2, height=290)

@@ -11,9 +11,6 @@ def number(value: float | int | None) -> str:
     """Return a number with three significant digits, thousands separated; a missing one is an en dash.
 
     0.012345 → 0.0123, 12345.6 → 12,300, 1.2e-7 → 1.20×10⁻⁷; integers keep all their digits.
-
-    Args:
-        value: The number, or None or NaN where there is none.
     """
     if value is None or value != value:
         return "–"
@@ -36,11 +33,6 @@ def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str
 
     It spans all values and, up to a factor of five beyond them, the ends of their intervals: one interval that
     knows next to nothing must not flatten all the others.
-
-    Args:
-        values: What is drawn along it; what is not positive has no place on it.
-        ends: Ends of the intervals.
-        most: Most ticks.
     """
     drawn, reaching = (np.asarray(x, dtype=float) for x in (values, ends))
     drawn, reaching = (x[np.isfinite(x) & (x > 0)] for x in (drawn, reaching))
@@ -63,13 +55,7 @@ def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str
 
 
 def linear_range(values: ArrayLike, ends: ArrayLike, around: float) -> list[float]:
-    """Return the range of a linear axis: all values and one mark, and of their intervals no more than as much again.
-
-    Args:
-        values: What is drawn along it.
-        ends: Ends of the intervals.
-        around: A value that is always in view.
-    """
+    """Return the range of a linear axis: all values and one mark, and of their intervals no more than as much again."""
     drawn, reaching = (np.asarray(x, dtype=float) for x in (values, ends))
     drawn = np.append(drawn[np.isfinite(drawn)], around)
     low, high = drawn.min(), drawn.max()
@@ -89,11 +75,7 @@ def _short(text: str) -> str:
 
 
 def step_axis(steps: ArrayLike) -> dict[str, Any]:
-    """Return an axis of measured steps: ticks at steps that were measured, room on both sides.
-
-    Args:
-        steps: Measured steps, repeated or not.
-    """
+    """Return an axis of measured steps: ticks at steps that were measured, room on both sides."""
     measured = np.unique(np.asarray(steps, dtype=float))
     if measured.size == 0:
         return {}

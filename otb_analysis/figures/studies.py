@@ -21,9 +21,6 @@ def results_table(table: pd.DataFrame) -> pd.DataFrame:
 
     Columns `x`, `x_low`, `x_high` become `x` and `x, interval`; bare `low`, `high` belong to the column before them.
     Numbers stay numbers, so that a column sorts by its estimate; backticks around names are left out.
-
-    Args:
-        table: As a study wrote it.
     """
     columns: dict[str, Any] = {}
     names = [str(name) for name in table.columns]
@@ -39,11 +36,7 @@ def results_table(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def for_dark(svg: str) -> str:
-    """Return a picture of `figures.svg` in the colours of a dark page: paper and ink change places, lines get lighter.
-
-    Args:
-        svg: Its text.
-    """
+    """Return a picture of `figures.svg` for a dark page: paper and ink change places, lines get lighter."""
     return re.sub(r"#[0-9A-Fa-f]{6}\b", lambda found: DARK.get(found[0].upper()) or _lighter(found[0]), svg)
 
 

@@ -13,14 +13,7 @@ from otb_analysis.figures.tokens import visible
 
 @dataclass(frozen=True)
 class TokenDetails:
-    """What a click on a token shows.
-
-    Attributes:
-        rollout: Its rollout.
-        t: Its index within the completion.
-        text: Its text with visible glyphs.
-        formulas: One line per quantity that was measured: (name, formula with numbers).
-    """
+    """What a click on a token shows."""
 
     rollout: int
     t: int
@@ -30,12 +23,6 @@ class TokenDetails:
 
 def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str) -> TokenDetails | None:
     """Write out how one token's probability, energy, return, baseline and advantage come about.
-
-    Args:
-        tokens: Token rows of one step and one prompt.
-        rollout: Rollout of the token.
-        t: Index of the token within the completion.
-        estimator: Name of the training estimator, whose baseline and advantage are stored.
 
     Returns:
         None where there is no such token.

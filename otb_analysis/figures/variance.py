@@ -39,14 +39,9 @@ class VarianceInfo:
     """The numbers behind the variance panels.
 
     Attributes:
-        traces: One tuple of traces per entry of `MEASURES`.
-        n_prompts: Fewest and most measured prompts over the steps.
-        n_rollouts: Fewest and most measured rollouts over the steps.
-        reference: Estimators that stood for ∇J.
         hidden: Points that a logarithmic axis cannot show (SF or variance not above 0), per measure.
         undefined: Points without efficiency, or SF and projection where c is not proved: there the estimate of ‖∇J‖²,
             from pairs of different prompts, is lost in the noise, so that nothing can be measured against it.
-        n_points: Points in all, defined or not.
         c_known: True where the projection of some estimators is proved, and ∇J pooled over the unbiased ones.
     """
 
@@ -70,10 +65,6 @@ def variance_info(gradients: pd.DataFrame, estimators: Iterable[str] | None = No
 
     A column `<measure>_low` beside a measure, where there is one, is the lower end of its 95 % interval clustered by
     prompt; `<measure>_high` the upper end.
-
-    Args:
-        gradients: From `statistics_table`, or the gradients table of a run without Gram matrices.
-        estimators: Which estimators to show; all when left out.
     """
     table: Any = gradients.sort_values("step")  # pandas' own annotations call every selection a Series or a frame
     if estimators is not None:
@@ -106,11 +97,7 @@ def _span(table: Any, column: str) -> tuple[int, int]:
 
 
 def plot_variance(info: VarianceInfo) -> go.Figure:
-    """Draw the four measures, each with its intervals; estimators are set slightly apart so that none hides another.
-
-    Args:
-        info: From `variance_info`.
-    """
+    """Draw the four measures, each with its intervals; estimators are set slightly apart so that none hides another."""
     figure = panels([(m.title, m.line) for m in MEASURES], 2, height=300)
     steps = np.unique(_joined([trace.step for traces in info.traces for trace in traces]))
     named: set[str] = set()

@@ -9,21 +9,13 @@ from otb_analysis.figures.svg import Curve, Panel
 
 
 def percent(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of holders with its shares in per cent.
-
-    Args:
-        rows: From `attribution_table`.
-    """
+    """Return a table of holders with its shares in per cent."""
     shares = [name for name in ("share", "signal", "noise") if name in rows]
     return rows.assign(**{name: [f"{value:.2%}" for value in rows[name]] for name in shares})
 
 
 def curve_panels(info: CurvesInfo) -> tuple[Panel, ...]:
-    """Return small multiples in a form that needs no browser to draw; panels without a curve are left out.
-
-    Args:
-        info: From a `curves_info`.
-    """
+    """Return small multiples in a form that needs no browser to draw; panels without a curve are left out."""
     styles = run_styles(info.estimators)
     return tuple(
         Panel(
@@ -45,11 +37,7 @@ def curve_panels(info: CurvesInfo) -> tuple[Panel, ...]:
 
 
 def cell(value: object) -> str:
-    """Return a table's cell as text: numbers with three digits, a dash where nothing is known.
-
-    Args:
-        value: Anything a table holds.
-    """
+    """Return a table's cell as text: numbers with three digits, a dash where nothing is known."""
     if value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and value != value):
         return "–"
     if isinstance(value, bool):

@@ -36,7 +36,6 @@ def comparison(paths: Sequence[Path], top: int | None = None, conclude_last: boo
     """Return what `otb compare` and `otb demo` print: three sentences and a table per design, and the other tables.
 
     Args:
-        paths: Directories of runs.
         top: Rows per table of estimators; 0 means all, None the eight that matter.
         conclude_last: Put the sentences and their tables behind the others, where a long command ends.
 
@@ -63,9 +62,6 @@ def conclusions(paths: Sequence[Path]) -> dict[str, Conclusion]:
 
     `.told` and `.within` are the estimators told from rloo and those within ±15 % of it, `.concludes` whether that is
     enough; estimators that answered the same count once.
-
-    Args:
-        paths: Directories of runs.
 
     Raises:
         InputError: A run does not exist.
@@ -110,11 +106,7 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
 
 
 def heldout_line(steps: pd.DataFrame) -> str:
-    """Return the last evaluation with its 95 % intervals over prompts in one line; empty where none has an interval.
-
-    Args:
-        steps: Steps table of one run.
-    """
+    """Return the last evaluation with its 95 % intervals over prompts in one line; empty where none has an interval."""
     evaluated: Any = steps.dropna(subset=["heldout_reward"])
     if evaluated.empty:
         return ""
@@ -142,12 +134,7 @@ def without_signal(steps: pd.DataFrame) -> bool:
 
 
 def no_signal(store: RunStore, steps: pd.DataFrame) -> str:
-    """Return why a run without any signal had none, and what to do: answers that are all cut off, or rewards.
-
-    Args:
-        store: The run.
-        steps: Its steps table.
-    """
+    """Return why a run without any signal had none, and what to do: answers that are all cut off, or rewards."""
     if not bool((steps["n_truncated"] >= steps["n_rollouts"]).fillna(False).all()):
         return NO_SIGNAL
     config: Any = store.info.get("config") or {}

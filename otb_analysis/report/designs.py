@@ -26,12 +26,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class Design:
-    """Steps of one task, group size and scope.
-
-    Attributes:
-        name: What they have in common.
-        runs: The runs they are of.
-    """
+    """Steps of one task, group size and scope."""
 
     name: str
     runs: tuple[MeasuredRun, ...]

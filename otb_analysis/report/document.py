@@ -18,14 +18,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its caption.
-
-    Attributes:
-        name: File name without an ending, unique in the report.
-        caption: What it shows.
-        figure: For pages that run plotly.js.
-        panels: The same curves for pages that cannot; empty where there is no such form.
-    """
+    """A figure with its caption."""
 
     name: str
     caption: str
@@ -53,14 +46,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole report.
-
-    Attributes:
-        title: Its heading.
-        command: What made it, as typed.
-        note: When, from what, by which version; one line.
-        sections: In order.
-    """
+    """A whole report."""
 
     title: str
     command: str

@@ -57,7 +57,6 @@ def estimator_table(design: Design, top: int | None = None) -> tuple[Table, str]
     Rows are in the order of the SF ratio, those without its interval after the others, as measured.
 
     Args:
-        design: The steps.
         top: Rows that are kept, the first ones; 0 keeps all, None the eight that matter.
     """
     grams, found = design.grams, design.conclusion

@@ -34,11 +34,7 @@ nav ol {{ columns: 2; padding-left: 20px; font-size: 14px; }} dt {{ font-weight:
 
 
 def to_html(document: Document) -> str:
-    """Return the file's text.
-
-    Args:
-        document: What it says.
-    """
+    """Return the file's text."""
     titles = [escape(section.title) for section in document.sections]
     contents = "".join(f'<li><a href="#s{i}">{title}</a></li>' for i, title in enumerate(titles))
     body = "".join(

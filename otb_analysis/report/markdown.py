@@ -8,12 +8,7 @@ from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture
 
 
 def to_markdown(document: Document, folder: str) -> tuple[str, dict[str, str]]:
-    """Return the page, and its pictures by file name.
-
-    Args:
-        document: What it says.
-        folder: Where the pictures will lie, relative to the page.
-    """
+    """Return the page, and its pictures by file name."""
     pictures: dict[str, str] = {}
     parts = [f"# {_text(document.title)}", _text(document.note), f"```\n{document.command}\n```"]
     for section in document.sections:

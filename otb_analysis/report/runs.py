@@ -15,16 +15,7 @@ from otb_analysis.store.scopes import scope_of, unlike_scopes
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """One run, opened.
-
-    Attributes:
-        name: Its name.
-        store: Its reader.
-        steps: Its steps table.
-        series: The same as series.
-        config: Its configuration, nested.
-        status: How it stands.
-    """
+    """One run, opened."""
 
     name: str
     store: RunStore
@@ -47,9 +38,6 @@ class ReportedRun:
 
 def open_runs(paths: Sequence[Path]) -> list[ReportedRun]:
     """Open runs that can stand in one report.
-
-    Args:
-        paths: Directories of runs.
 
     Raises:
         InputError: There is none, one has no step, or they disagree in scope or schema.

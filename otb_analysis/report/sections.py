@@ -88,11 +88,7 @@ FIDELITY_FORMULAS = (
 
 
 def overview(runs: Sequence[ReportedRun]) -> Section:
-    """Return what the runs are and whether they learn.
-
-    Args:
-        runs: The runs.
-    """
+    """Return what the runs are and whether they learn."""
     rows = [headline_info(run.name, run.estimator, run.steps) for run in runs]
     table = pd.DataFrame(
         {
@@ -124,11 +120,7 @@ def overview(runs: Sequence[ReportedRun]) -> Section:
 
 
 def collapse(runs: Sequence[ReportedRun]) -> Section:
-    """Return alarms, health over steps and change points.
-
-    Args:
-        runs: The runs.
-    """
+    """Return alarms, health over steps and change points."""
     findings = {run.name: diagnose(run.series) for run in runs}
     points = {run.name: change_points(run.series) for run in runs}
     steps = {run.name: run.steps for run in runs}
@@ -154,11 +146,7 @@ def collapse(runs: Sequence[ReportedRun]) -> Section:
 
 
 def estimators(run: ReportedRun) -> Section:
-    """Return every estimator on the run's own rollouts, and the advice.
-
-    Args:
-        run: A run.
-    """
+    """Return every estimator on the run's own rollouts, and the advice."""
     title = f"Estimators on the rollouts of {run.name}"
     grams = list(run.store.grams().values())
     if not grams:
@@ -177,11 +165,7 @@ def estimators(run: ReportedRun) -> Section:
 
 
 def fidelity(run: ReportedRun) -> Section:
-    """Return how well the proxy follows exact norms.
-
-    Args:
-        run: A run.
-    """
+    """Return how well the proxy follows exact norms."""
     title = f"Proxy against exact norms in {run.name}"
     try:
         info = fidelity_info(run.store.tokens_df(columns=FIDELITY_COLUMNS, where=MEASURED))
@@ -194,11 +178,7 @@ def fidelity(run: ReportedRun) -> Section:
 
 
 def lost_line(run: ReportedRun) -> str:
-    """Return which share of otb's gain over rloo the proxy loses on the run's own rollouts, or that none is known.
-
-    Args:
-        run: A run.
-    """
+    """Return which share of otb's gain over rloo the proxy loses on the run's own rollouts, or that none is known."""
     lost = gain_lost(list(run.store.grams().values()), ("otb", "proxy"), ("otb", "exact"))
     if lost is None:
         return "Gain lost by the proxy: not known, exact energies show no gain of otb over rloo on these rollouts."
@@ -207,11 +187,7 @@ def lost_line(run: ReportedRun) -> str:
 
 
 def attribution_section(run: ReportedRun) -> Section:
-    """Return who holds the gradient at the attributed step where it was largest.
-
-    Args:
-        run: A run.
-    """
+    """Return who holds the gradient at the attributed step where it was largest."""
     title = f"Who holds the gradient of {run.name}"
     if not attributed_steps(run.store):
         return Section(title, ("No step was attributed; otb train --measure.attribution.every 1 does.",))
@@ -236,11 +212,7 @@ def attribution_section(run: ReportedRun) -> Section:
 
 
 def provenance(runs: Sequence[ReportedRun]) -> Section:
-    """Return what each run was made with.
-
-    Args:
-        runs: The runs.
-    """
+    """Return what each run was made with."""
     rows = []
     for run in runs:
         info: Any = run.store.info

@@ -12,14 +12,7 @@ NOT_MEASURED = "–"
 
 
 def terminal_table(title: str, caption: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    """Return an empty table.
-
-    Args:
-        title: Above it.
-        caption: Below it.
-        texts: Columns aligned to the left.
-        numbers: Columns after those, aligned to the right.
-    """
+    """Return an empty table."""
     table = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

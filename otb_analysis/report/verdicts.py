@@ -32,9 +32,6 @@ NO_GRAMS = (
 def diagnosis(path: Path) -> list[Table | str]:
     """Return what `otb diagnose` prints about one run: its findings, change points, advice.
 
-    Args:
-        path: Directory of the run.
-
     Raises:
         InputError: The run does not exist or has no complete step.
         StoreError: It cannot be read.
@@ -54,11 +51,7 @@ def diagnosis(path: Path) -> list[Table | str]:
 
 
 def change_line(points: Sequence[ChangePoint]) -> str:
-    """Return the change points in one sentence.
-
-    Args:
-        points: From `change_points`.
-    """
+    """Return the change points in one sentence."""
     if not points:
         return "Change points: none of gradient norm, entropy, length and tail changed its level for good."
     said = [f"{p.column} at step {p.step} ({number(p.before)} → {number(p.after)})" for p in points]
@@ -67,9 +60,6 @@ def change_line(points: Sequence[ChangePoint]) -> str:
 
 def advice_line(store: RunStore) -> str:
     """Return which estimator and group size to train with, or why that is not known.
-
-    Args:
-        store: A run.
 
     Raises:
         StoreError: The run cannot be read.
@@ -90,11 +80,6 @@ def advice_line(store: RunStore) -> str:
 def attribution(path: Path, step: int | None, top: int) -> list[Table | str]:
     """Return what `otb attribution` prints: the prompts, rollouts and tokens that hold a step's ‖ḡ‖².
 
-    Args:
-        path: Directory of the run.
-        step: A step; by default the attributed one with the largest gradient.
-        top: Rows per table.
-
     Raises:
         InputError: The run does not exist or the step was not attributed; the sentence says what measures it.
         StoreError: The run cannot be read.
@@ -114,13 +99,7 @@ def attribution(path: Path, step: int | None, top: int) -> list[Table | str]:
 
 
 def holders_table(level: str, rows: pd.DataFrame, total: int) -> Table:
-    """Return one level of an attribution.
-
-    Args:
-        level: `prompt`, `rollout` or `token`.
-        rows: From `attribution_table`.
-        total: How many there are.
-    """
+    """Return one level of an attribution."""
     texts = [name for name in ("token", "text") if name in rows]
     table = _table(f"The {len(rows)} {level}s with the largest |share| of {total:,}", (), ())
     for name in rows:
