@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from otb_analysis.diagnostics import DETECTORS, ChangePoint, Finding
 from otb_analysis.figures.curves import Curve, CurvesInfo
-from otb_analysis.figures.scales import number
+from otb_analysis.figures.numbers import number
 from otb_analysis.figures.styles import AMBER, run_styles
 from otb_analysis.figures.theme import place
 

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.diagnostics import Holders, StepAttribution
-from otb_analysis.figures.scales import number
+from otb_analysis.figures.numbers import number
 from otb_analysis.figures.styles import BLUE, GREY, ORANGE
 from otb_analysis.figures.theme import RULE, panels, place
 from otb_analysis.figures.tokens import visible

@@ -9,7 +9,8 @@ import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.gradient_table import against_truth, is_defined, labels, trace_style
-from otb_analysis.figures.scales import log_axis, number
+from otb_analysis.figures.numbers import interval_cell, number, span
+from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import Style
 from otb_analysis.figures.theme import RULE, TITLE, note_in_panel, panels, place
 from otb_analysis.figures.variance import UNDEFINED
@@ -116,19 +117,12 @@ def display_table(info: ComparisonInfo) -> pd.DataFrame:
         record: dict[str, object] = {"estimator": row.label}
         record |= {_TITLES.get(name, name): value for name, value in row.values.items()}
         for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
-            record[f"{_TITLES[name]} ÷ {info.against}"] = _bracketed(ratio)
+            record[f"{_TITLES[name]} ÷ {info.against}"] = interval_cell(ratio)
         records.append(record)
     return pd.DataFrame(records)
 
 
 _TITLES = {"efficiency": "efficiency", "sf": "SF", "variance": "variance", "rollout_equivalents": "rollout equivalents"}
-
-
-def _bracketed(ratio: Interval | None) -> str:
-    if ratio is None:
-        return "–"
-    ends = "" if ratio.low is None else f" [{number(ratio.low)}, {number(ratio.high)}]"
-    return number(ratio.estimate) + ends
 
 
 def _estimand(n_steps: int, n_prompts: int) -> str:
@@ -165,11 +159,12 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
             ratio = row.ratios[index]
             if ratio is None or ratio.estimate <= 0:
                 continue
+            ends = "" if ratio.low is None else f"<br>95 % interval {span(ratio.low, ratio.high)}"
             figure.add_scatter(
                 x=np.array([ratio.estimate], np.float32), y=[row.label], mode="markers", showlegend=False,
                 marker={"color": row.style.color, "symbol": row.style.symbol, "size": 9},
                 error_x=_bar(ratio), **where,
-                hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{interval_text(ratio)}"
+                hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{ends}"
                 "<extra></extra>",
             )  # fmt: skip
         empty = not any(row.ratios[index] for row in info.rows)
@@ -190,10 +185,3 @@ def _bar(ratio: Interval) -> dict[str, object]:
         return {"type": "data", "array": [0], "visible": False}
     ends = {"array": [ratio.high - ratio.estimate], "arrayminus": [ratio.estimate - ratio.low]}
     return {"type": "data", "symmetric": False, "thickness": 1.5, "width": 0, **ends}
-
-
-def interval_text(interval: Interval) -> str:
-    """Return the interval as a line of a hover text, empty where there is none."""
-    if interval.low is None:
-        return ""
-    return f"<br>95 % interval {number(interval.low)} to {number(interval.high)}"

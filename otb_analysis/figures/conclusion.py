@@ -1,13 +1,15 @@
-"""A comparison in three sentences: which baseline, by how much with its interval, what to do next."""
+"""A comparison in three sentences: which baseline, by how much with its interval, what to do next; and the advice."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from otb_analysis.diagnostics import advise_run, trained_label, update_rollouts
+from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.statistics import MIN_CLUSTERS, Conclusion, Interval, Verdict
 from otb_analysis.statistics.comparisons.verdicts import MARGIN, names
-from otb_analysis.types import Label
+from otb_analysis.types import Gram, Label
 
 FAR = 20
 """More than this many times the prompts measured is not worth a number."""
@@ -20,6 +22,37 @@ MORE = "a larger --sample.prompts, with --measure.exact.prompts 0 --measure.exac
 COMMAND = "your run's command"
 
 PER_CENT = f"{100 * MARGIN:.0f} %"
+
+
+NO_GRAMS = (
+    "Not known: no step measured every estimator's gradient; the level exact does: "
+    "otb train --measure.exact.every 10 --measure.exact.prompts 16."
+)
+
+
+def trained_labels(config: Mapping[str, Any], grams: Iterable[Gram]) -> tuple[Label, ...]:
+    """Return the estimator that a run trains with; empty where its configuration names none that was measured."""
+    try:
+        return (trained_label(config, [label for gram in grams for label in gram.labels]),)
+    except InputError:  # a run of somebody else's tool need not name one of ours
+        return ()
+
+
+def advice_line(
+    grams: Mapping[int, Gram], subgroups: Mapping[int, Mapping[int, Gram]], config: Mapping[str, Any]
+) -> str:
+    """Return which estimator and group size to train with, or why that is not known.
+
+    `grams` by step and `subgroups` by size and step, as `RunStore.grams` and `RunStore.subgroup_grams` return them.
+    """
+    if not grams:
+        return NO_GRAMS
+    try:
+        present = trained_label(config, [label for gram in grams.values() for label in gram.labels])
+        advice = advise_run(grams, subgroups, present, n_rollouts=update_rollouts(config))
+    except InputError as error:
+        return f"Not known: {error}"
+    return f"{advice.reason} {advice.sizes_line}"
 
 
 def conclusion_sentences(

@@ -9,7 +9,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from otb_analysis.figures.scales import log_axis, number
+from otb_analysis.figures.numbers import bracketed, number
+from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import Style, run_styles
 from otb_analysis.figures.theme import note_in_panel, panels, place
 
@@ -150,11 +151,12 @@ def _scatters(curve: Curve, quantity: Quantity, style: Style) -> list[Any]:
 
 def _readings(curve: Curve) -> list[str]:
     """Each value as the hover shows it, with its interval where there is one."""
-    values = [number(float(v)) for v in curve.value]
     if curve.low is None or curve.high is None:
-        return values
-    ends = zip(values, curve.low, curve.high, strict=True)
-    return [f"{v} [{number(float(a))}, {number(float(b))}]" if np.isfinite(a) else v for v, a, b in ends]
+        return [number(float(v)) for v in curve.value]
+    return [
+        bracketed(float(value), float(low), float(high))
+        for value, low, high in zip(curve.value, curve.low, curve.high, strict=True)
+    ]
 
 
 def _bands(curve: Curve, style: Style) -> list[Any]:

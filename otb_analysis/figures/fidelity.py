@@ -9,7 +9,8 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.scales import log_axis, number, step_axis
+from otb_analysis.figures.numbers import number, span
+from otb_analysis.figures.scales import log_axis, step_axis
 from otb_analysis.figures.theme import TEMPLATE, panels, place
 from otb_analysis.statistics import MIN_CLUSTERS, Association, Fidelity, Interval, fidelity
 
@@ -25,6 +26,13 @@ SOURCES = {
     "calibrated": "energy_calibrated",
 }
 """What is compared with exact energies, and its column."""
+
+
+def fidelity_columns(source: str = "proxy") -> list[str]:
+    """Return the columns of the tokens table that a comparison with exact norms reads."""
+    return ["step", "group", "rollout", "t", "mask", SOURCES[source], "grad_norm_sq", "measured_by", "inclusion_prob"]
+
+
 COEFFICIENTS = (("pearson", "Pearson"), ("log_pearson", "log-Pearson"), ("spearman", "Spearman"))
 _CHEAP = {"proxy": "proxy {}_t in logit space (norm²)", "calibrated": "calibrated proxy {}_t (norm²)"}
 _COLORS = {"pearson": "#0072B2", "log_pearson": "#D55E00", "spearman": "#009E73"}
@@ -226,7 +234,7 @@ def gain_lost_words(lost: Interval | None) -> tuple[str, str]:
     if lost is None:
         return number(None), "no gain shown"
     if lost.low is not None:
-        return number(lost.estimate), f"95 %: {number(lost.low)} to {number(lost.high)}, {lost.n_clusters} prompts"
+        return number(lost.estimate), f"95 %: {span(lost.low, lost.high)}, {lost.n_clusters} prompts"
     if lost.n_clusters < MIN_CLUSTERS:
         return number(None), f"needs {MIN_CLUSTERS} prompts, has {lost.n_clusters}"
     return number(None), f"no interval on these {lost.n_clusters} prompts"

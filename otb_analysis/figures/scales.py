@@ -1,4 +1,4 @@
-"""Numbers and ticks as people read them: three significant digits, powers of ten, steps that were measured."""
+"""Axes with ticks as people read them: powers of ten, round numbers, steps that were measured."""
 
 import math
 from typing import Any
@@ -6,26 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-
-def number(value: float | int | None) -> str:
-    """Return a number with three significant digits, thousands separated; a missing one is an en dash.
-
-    0.012345 → 0.0123, 12345.6 → 12,300, 1.2e-7 → 1.20×10⁻⁷; integers keep all their digits.
-    """
-    if value is None or value != value:
-        return "–"
-    if value < 0:
-        return f"−{number(-value)}"
-    if isinstance(value, int) or math.isinf(value):
-        return f"{value:,}".replace("inf", "∞")
-    if value == 0:
-        return "0"
-    exponent = math.floor(math.log10(abs(float(f"{value:.2e}"))))
-    if not -4 <= exponent < 6:
-        mantissa = value / 10.0**exponent
-        return f"{mantissa:.2f}×10{_power(exponent)}"
-    rounded = round(value, 2 - exponent)
-    return f"{rounded:,.{max(0, 2 - exponent)}f}"
+from otb_analysis.figures.numbers import number, superscript
 
 
 def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str, Any]:
@@ -50,7 +31,7 @@ def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str
     every = math.ceil(len(ticks) / most)
     # Where 1 is among the ticks it stays: ratios are read against it.
     ticks = ticks[ticks.index(1.0) % every if 1.0 in ticks else 0 :: every]
-    text = [number(tick) if 1e-3 <= tick < 1e5 else f"10{_power(round(math.log10(tick)))}" for tick in ticks]
+    text = [number(tick) if 1e-3 <= tick < 1e5 else f"10{superscript(round(math.log10(tick)))}" for tick in ticks]
     return {"type": "log", "range": [low, high], "tickvals": ticks, "ticktext": [_short(t) for t in text]}
 
 
@@ -63,10 +44,6 @@ def linear_range(values: ArrayLike, ends: ArrayLike, around: float) -> list[floa
     reaching = np.clip(np.append(reaching[np.isfinite(reaching)], drawn), low - reach, high + reach)
     margin = 0.06 * (reaching.max() - reaching.min())
     return [float(reaching.min() - margin), float(reaching.max() + margin)]
-
-
-def _power(exponent: int) -> str:
-    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _short(text: str) -> str:

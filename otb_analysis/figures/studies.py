@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from otb_analysis.figures.scales import number
+from otb_analysis.figures.numbers import span
 from otb_analysis.figures.styles import GREY
 from otb_analysis.figures.svg import GRID, INK, PAPER
 
@@ -58,4 +58,4 @@ def _spans(low: Any, high: Any) -> pd.Series:
 def _span(low: object, high: object) -> str | None:
     if not isinstance(low, int | float) or not isinstance(high, int | float) or low != low or high != high:
         return None
-    return f"{number(float(low))} to {number(float(high))}"
+    return span(float(low), float(high))

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.figures.fidelity import exact_norms
-from otb_analysis.figures.scales import number
+from otb_analysis.figures.numbers import number
 from otb_analysis.figures.tokens import visible
 
 

@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.scales import number
+from otb_analysis.figures.numbers import number
 from otb_analysis.figures.theme import TEMPLATE
 from otb_analysis.figures.token_colors import ColorScale, color_scale, token_colors
 from otb_analysis.schema import TOKENS

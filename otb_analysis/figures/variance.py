@@ -14,7 +14,8 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.figures.gradient_table import MEASURES, Measure, labels, trace_style
-from otb_analysis.figures.scales import linear_range, log_axis, number, step_axis
+from otb_analysis.figures.numbers import number, span
+from otb_analysis.figures.scales import linear_range, log_axis, step_axis
 from otb_analysis.figures.styles import Style
 from otb_analysis.figures.theme import RULE, note_in_panel, panels, place
 
@@ -154,7 +155,7 @@ def _drawable(value: Array, log: bool) -> Array:
 
 
 def _hover(step: float, value: float, low: float, high: float) -> str:
-    interval = f"<br>95 % interval {number(float(low))} to {number(float(high))}" if np.isfinite(low) else ""
+    interval = f"<br>95 % interval {span(float(low), float(high))}" if np.isfinite(low) else ""
     return f"step {step:.0f}: <b>{number(float(value))}</b>{interval}"
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
-from otb_analysis.figures.svg import Panel
+from otb_analysis.figures import CurvesInfo
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its caption."""
+    """A figure with its caption; `curves` are the same numbers where the form without a browser can draw them."""
 
     name: str
     caption: str
     figure: go.Figure
-    panels: tuple[Panel, ...] = ()
+    curves: CurvesInfo | None = None
 
 
 @dataclass(frozen=True)

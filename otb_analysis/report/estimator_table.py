@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from otb_analysis.figures import shown_name, signal_sentence
+from otb_analysis.figures.numbers import MISSING, formatted, interval_cell
 from otb_analysis.report.designs import Design
-from otb_analysis.report.terminal import NOT_MEASURED, interval_cell, number_cell, terminal_table
+from otb_analysis.report.terminal import terminal_table
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     REFERENCE,
@@ -40,6 +41,9 @@ ABSOLUTE = ("efficiency", "variance")
 """Columns of numbers that compare with other batches only: shown where all rows are asked for."""
 COLUMNS = ("SF ×rloo", "efficiency ×rloo", "efficiency", "equiv.", "c", "bias", "variance ×rloo", "variance")
 
+TWO = ".2f"
+"""Digits of ratios and shares."""
+
 ITSELF = PairedRatios(*REFERENCE, REFERENCE, *(Interval(1.0, None, None, 0, "itself", "by definition"),) * 3)
 
 EXPLAINED = """\
@@ -71,7 +75,7 @@ def estimator_table(design: Design, top: int | None = None) -> tuple[Table, str]
     cells = {label: _cells(rows[label], ratios.get(label), trusted) for label in shown}
     others = [row for label, row in cells.items() if label != REFERENCE]
     asked = [k for k in range(len(COLUMNS)) if top is not None or COLUMNS[k] not in ABSOLUTE]
-    columns = [k for k in asked if any(row[k] != NOT_MEASURED for row in others)]
+    columns = [k for k in asked if any(row[k] != MISSING for row in others)]
     table = terminal_table(
         f"Estimators on the same rollouts ({design.name}{part}): one update of {most.n_prompts} prompts "
         f"({most.n_rollouts} rollouts), measured on {most.n_clusters} prompts over {len(grams)} steps of all runs",
@@ -120,18 +124,18 @@ def _trusted(reference: GradientStatistics | None) -> bool:
 def _cells(row: GradientStatistics, ratio: PairedRatios | None, trusted: bool) -> list[str]:
     own = row.efficiency_interval
     judged = row.c_known or (row.sf_interval is not None and row.sf_interval.low is not None)
-    c = f"{row.projection:.4g}" if row.c_known else f"≈{row.projection:.2f}" if row.projection else NOT_MEASURED
+    c = f"{row.projection:.4g}" if row.c_known else f"≈{row.projection:.2f}" if row.projection else MISSING
     if (row.estimator, row.energy_source) == REFERENCE:
         ratio = ITSELF
     return [
-        interval_cell(ratio.sf if ratio else None),
-        interval_cell(ratio.efficiency if ratio else None),
-        interval_cell(own) if trusted and own is not None and own.low is not None else NOT_MEASURED,
-        number_cell(row.rollout_equivalents if judged else None, ".0f"),
-        c if judged else NOT_MEASURED,
-        number_cell(row.relative_bias if judged else None, ".2g"),
-        interval_cell(ratio.variance if ratio else None),
-        number_cell(row.variance, ".3g"),
+        interval_cell(ratio.sf if ratio else None, TWO),
+        interval_cell(ratio.efficiency if ratio else None, TWO),
+        interval_cell(own, TWO) if trusted and own is not None and own.low is not None else MISSING,
+        formatted(row.rollout_equivalents if judged else None, ".0f"),
+        c if judged else MISSING,
+        formatted(row.relative_bias if judged else None, ".2g"),
+        interval_cell(ratio.variance if ratio else None, TWO),
+        formatted(row.variance, ".3g"),
     ]
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from otb_analysis.config import CriticConfig, EvaluateConfig, MeasureConfig, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.figures import fidelity_info
-from otb_analysis.report.compare import comparison, conclusions, fidelity_rows, no_signal
+from otb_analysis.report.compare import comparison, fidelity_rows, no_signal
 from otb_analysis.report.designs import designs
 from otb_analysis.report.runs import open_runs
 from otb_analysis.store import RunStore, RunWriter, StepTables
@@ -80,7 +80,8 @@ def test_too_few_prompts_are_named_as_the_reason_and_leave_no_column_of_dashes(o
 
 
 def test_conclusions_of_stored_runs_count_what_was_told_apart(otb_run):
-    (found,) = conclusions([otb_run]).values()
+    (design,) = designs([RunStore(otb_run)]).values()
+    found = design.conclusion
     assert (found.n_prompts, found.told, found.within, found.concludes) == (12, (), (), False)
     assert found.alike["otb_turn", "proxy"].of == ("otb", "proxy")
 
