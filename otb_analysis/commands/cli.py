@@ -31,6 +31,7 @@ from otb_analysis.commands.inspect import (
     attribution_command,
     compare_command,
     diagnose_command,
+    parsed,
     print_comparison,
     report_command,
 )
@@ -126,7 +127,7 @@ def train_command(words: Sequence[str]) -> None:
     """
     words, file = _without_config(words)
     default = TrainConfig() if file is None else from_toml(TrainConfig, file)
-    config = _parsed(TrainConfig, "train", words, default, getdoc(train_command))
+    config = parsed(TrainConfig, "train", words, default, getdoc(train_command))
     if os.environ.get("RANK", "0") != "0":  # the first process speaks for all
         _trained(config)
         return
@@ -155,13 +156,13 @@ def _trained(config: TrainConfig, *bar: Any) -> Path:
 
 def demo_command(words: Sequence[str]) -> None:
     """Train twice, compare, serve."""
-    config = _parsed(DemoConfig, "demo", words, DemoConfig())
+    config = parsed(DemoConfig, "demo", words, DemoConfig())
     with shown(), phase("loading PyTorch and transformers"):
         from otb_analysis.commands.demo import run_demo
         from otb_analysis.rollouts.models import quiet_loading
     quiet_loading()
     console = Console()
-    print_comparison(run_demo(config), conclude_last=True)
+    print_comparison(run_demo(config))
     if config.serve:
         serve(DashboardConfig(config.root, config.port))
     else:
@@ -198,18 +199,16 @@ def study_command(words: Sequence[str]) -> None:
         try:
             written = run_study(folder, Setting(config.quick, config.out, config.only, config.render), whole)
         except KeyboardInterrupt:
-            kept = (
-                "nothing of a quick study is kept" if config.quick else "finished cells are kept for the same command"
-            )
-            raise Interrupted(f"stopped; {kept}.") from None
+            kept = "nothing of a quick study is" if config.quick else "finished cells are"
+            raise Interrupted(f"stopped; {kept} kept.") from None
     console = Console()
-    told = f"{written / 'README.md'} is written." if written else "The cells are kept; others are still missing."
-    console.print(told, soft_wrap=True)
+    result = f"{written / 'README.md'} is written." if written else "The cells are kept; others are still missing."
+    console.print(result, soft_wrap=True)
 
 
 def dashboard_command(words: Sequence[str]) -> None:
     """Serve the dashboard."""
-    serve(_parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
+    serve(parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
@@ -280,12 +279,6 @@ def _without_config(words: Sequence[str]) -> tuple[list[str], Path | None]:
                 raise InputError("--config needs a file; pass one, as in --config run.toml.")
             return [*words[:i], *words[i + 2 :]], Path(words[i + 1])
     return words, None
-
-
-def _parsed(
-    kind: type[Config], command: str, words: Sequence[str], default: Config, description: str | None = None
-) -> Config:
-    return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=(), description=description)
 
 
 if __name__ == "__main__":
