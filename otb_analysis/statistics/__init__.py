@@ -39,14 +39,7 @@ from otb_analysis.statistics.moments.measures import (
     rollout_equivalents,
     sf,
 )
-from otb_analysis.statistics.moments.noise import (
-    GradientNoise,
-    NoiseScale,
-    NormTest,
-    gradient_noise,
-    noise_scale,
-    norm_test,
-)
+from otb_analysis.statistics.moments.noise import gradient_noise_scale
 from otb_analysis.statistics.moments.paired import NOTHING, PairedRatios, Update, paired_ratios, update_ratios
 from otb_analysis.statistics.moments.pools import (
     Partition,
@@ -72,14 +65,11 @@ __all__ = [
     "Conclusion",
     "Discovery",
     "Fidelity",
-    "GradientNoise",
     "GradientStatistics",
     "Gram",
     "Interval",
     "Label",
     "Moments",
-    "NoiseScale",
-    "NormTest",
     "PairedRatios",
     "Partition",
     "Passing",
@@ -104,7 +94,7 @@ __all__ = [
     "efficiency",
     "fidelity",
     "gain_lost",
-    "gradient_noise",
+    "gradient_noise_scale",
     "gradient_statistics",
     "gram_from_sketch",
     "group_gradients",
@@ -115,8 +105,6 @@ __all__ = [
     "jackknife_interval",
     "log_ratio_t",
     "mean_over_subgroups",
-    "noise_scale",
-    "norm_test",
     "paired_ratios",
     "pareto_k",
     "partitions",

@@ -1,69 +1,82 @@
 import numpy as np
 import pytest
 
-from otb_analysis.errors import InputError
-from otb_analysis.statistics import Gram, gradient_noise, gradient_statistics, noise_scale, norm_test
+from otb_analysis.statistics import Gram, gradient_noise_scale, pooled_statistics
+from otb_analysis.types import Proved
 
-RLOO = ("rloo", "none")
-
-
-def test_noise_scale_literal():
-    # |G_1|² = 5, |G_10|² = 1.4: |G|² = (14 − 5)/9 = 1, S = 3.6/.9 = 4.
-    found = noise_scale(5, 1, 1.4, 10)
-    assert (found.grad_sq, found.noise, found.scale) == pytest.approx((1, 4, 4))
+RLOO, OTB = ("rloo", "none"), ("otb", "exact")
 
 
-def test_norms_are_averaged_over_steps_before_dividing():
-    assert noise_scale([4, 6], 1, [1, 1.8], 10) == noise_scale(5, 1, 1.4, 10)
+def test_two_prompts_by_hand(gram_of):
+    # g = (3, 0) and (1, 0): ‖m‖² = 3·1 = 3, E‖g‖² = (9 + 1)/2 = 5, so B = (5 − 3)/3.
+    found = gradient_noise_scale([Gram(gram_of(np.array([[[3.0, 0], [1, 0]]])), (RLOO,), 8)], RLOO)
+    assert found is not None and found.low is None
+    assert found.estimate == pytest.approx(2 / 3)
 
 
-def test_a_signal_that_is_not_positive_has_no_scale():
-    assert noise_scale(5, 1, 0.4, 10).scale is None
-
-
-def test_gram_scale_equals_the_two_batch_formula(gram_of, noisy_prompts):
+def test_it_equals_the_formula_of_two_batch_sizes(gram_of, noisy_prompts):
+    # McCandlish et al.: |G|² = (B|G_B|² − |G_1|²)/(B − 1), S = (|G_1|² − |G_B|²)/(1 − 1/B), scale S/|G|².
     g = noisy_prompts(np.random.default_rng(0), [[2, 1]], 20)[0]
     gram = Gram(gram_of(g[None]), (RLOO,), 80)
-    found = gradient_noise([gram], RLOO)
-    twin = noise_scale((g**2).sum(axis=1), 1, (g.mean(axis=0) ** 2).sum(), 20)
-    assert found is not None and found.scale is not None and found.scale.low is not None
-    assert (found.grad_sq, found.noise, found.scale.estimate) == pytest.approx((twin.grad_sq, twin.noise, twin.scale))
-    # For an unbiased estimator: efficiency = P/(P + scale) = SNR/(1 + SNR).
-    efficiency = gradient_statistics(gram.inner, gram.labels, 80)[0].efficiency
-    assert efficiency == pytest.approx(20 / (20 + found.scale.estimate))
-    assert found.signal_to_noise == pytest.approx(20 / found.scale.estimate)
+    one, all_of_them = (g**2).sum(axis=1).mean(), (g.mean(axis=0) ** 2).sum()
+    signal, noise = (20 * all_of_them - one) / 19, (one - all_of_them) / (1 - 1 / 20)
+    found = gradient_noise_scale([gram], RLOO)
+    assert found is not None and found.low is not None and found.high is not None
+    assert found.estimate == pytest.approx(noise / signal)
+    assert found.low < found.estimate < found.high
 
 
-def test_a_constant_factor_changes_neither_scale_nor_signal_to_noise(gram_of, noisy_prompts):
+def test_an_unbiased_update_of_p_prompts_has_efficiency_p_over_p_plus_scale(gram_of, noisy_prompts):
+    g = noisy_prompts(np.random.default_rng(0), [[2, 1], [2, 1]], 20)
+    gram = Gram(gram_of(g), (RLOO, OTB), 80)
+    for known in (Proved(), Proved({RLOO: 1.0, OTB: 1.0}, frozenset({RLOO, OTB}))):
+        found, row = gradient_noise_scale([gram], RLOO, known), pooled_statistics([gram], known=known)[0]
+        assert found is not None
+        assert row.efficiency == pytest.approx(20 / (20 + found.estimate))
+
+
+def test_a_proved_projection_takes_the_signal_from_the_unbiased_ones(gram_of, noisy_prompts):
+    g = noisy_prompts(np.random.default_rng(3), [[2, 1], [0.5, 0.25]], 20)
+    gram = Gram(gram_of(g), (RLOO, OTB), 80)
+    known = Proved({RLOO: 1.0, OTB: 0.25}, frozenset({RLOO}))
+    row = {r.estimator: r for r in pooled_statistics([gram], known=known)}["otb"]
+    pairs = (g[0].sum(axis=0) ** 2).sum() - (g[0] ** 2).sum()
+    found = gradient_noise_scale([gram], OTB, known)
+    assert found is not None and row.variance is not None
+    assert found.estimate == pytest.approx(20 * row.variance / (0.25**2 * pairs / (20 * 19)))
+
+
+def test_a_projection_without_an_unbiased_estimator_is_not_used(gram_of, noisy_prompts):
+    gram = Gram(gram_of(noisy_prompts(np.random.default_rng(3), [[2, 1]], 20)), (OTB,), 80)
+    assert gradient_noise_scale([gram], OTB, Proved({OTB: 0.25})) == gradient_noise_scale([gram], OTB)
+
+
+def test_a_constant_factor_does_not_change_it(gram_of, noisy_prompts):
     g = noisy_prompts(np.random.default_rng(1), [[2, 1]], 20)
-    one, ten = (gradient_noise([Gram(gram_of(c * g), (RLOO,), 20)], RLOO) for c in (1, 10))
-    assert one is not None and ten is not None and one.scale is not None and ten.scale is not None
-    assert ten.scale.estimate == pytest.approx(one.scale.estimate)
-    assert ten.signal_to_noise == pytest.approx(one.signal_to_noise)
+    one, ten = (gradient_noise_scale([Gram(gram_of(c * g), (RLOO,), 20)], RLOO) for c in (1, 10))
+    assert one is not None and ten is not None
+    assert ten.estimate == pytest.approx(one.estimate)
 
 
-def test_too_little_data_has_no_noise_scale():
-    assert gradient_noise([], RLOO) is None
-    assert gradient_noise([Gram(np.ones((1, 1, 1, 1)), (RLOO,), 4)], RLOO) is None
-    still = gradient_noise([Gram(np.zeros((1, 1, 4, 4)), (RLOO,), 4)], RLOO)
-    assert still is not None and still.scale is None and still.signal_to_noise is None
+def test_its_interval_covers_the_true_scale(gram_of, noisy_prompts):
+    # Var of one prompt's gradient: (.5² + 1²) in each of two coordinates, 2.5; ‖m‖² = 5; B = .5.
+    found = [
+        gradient_noise_scale([Gram(gram_of(noisy_prompts(np.random.default_rng(s), [[2, 1]], 32)), (RLOO,), 32)], RLOO)
+        for s in range(200)
+    ]
+    inside = [f is not None and f.low is not None and f.high is not None and f.low < 0.5 < f.high for f in found]
+    assert np.mean(inside) > 0.95 - 4 * np.sqrt(0.95 * 0.05 / 200)
 
 
-def test_norm_test_by_hand():
-    # variance 4, ‖ḡ‖² 1, ratio 2; at θ = .5 the variance must fall by 16: 8 prompts become 128.
-    found = norm_test(4, 1, 8, theta=0.5)
-    assert found is not None
-    assert (found.ratio, found.passes, found.prompts_needed) == (2, False, 128)
-    assert norm_test(0.2, 1, 8, theta=0.5) == norm_test(0.2, 1, 8, 0.5)
-    passed = norm_test(0.2, 1, 8, theta=0.5)
-    assert passed is not None and passed.passes and passed.prompts_needed == 7
-    assert norm_test(0, 0, 8) is None
+def test_too_little_data_has_no_noise_scale(gram_of):
+    assert gradient_noise_scale([], RLOO) is None
+    assert gradient_noise_scale([Gram(np.ones((1, 1, 1, 1)), (RLOO,), 4)], RLOO) is None
+    assert gradient_noise_scale([Gram(np.zeros((1, 1, 4, 4)), (RLOO,), 4)], RLOO) is None
+    # Two opposite gradients: the estimate of ‖m‖² is −1.
+    assert gradient_noise_scale([Gram(gram_of(np.array([[[1.0], [-1]]])), (RLOO,), 4)], RLOO) is None
 
 
-def test_bad_batches_are_named():
-    with pytest.raises(InputError, match="batches are 10 and 1"):
-        noise_scale(5, 10, 1.4, 1)
-    with pytest.raises(InputError, match="empty"):
-        noise_scale([], 1, [], 2)
-    with pytest.raises(InputError, match="theta is 0"):
-        norm_test(1, 1, 1, theta=0)
+def test_steps_without_the_estimator_do_not_count(gram_of, noisy_prompts):
+    g = noisy_prompts(np.random.default_rng(1), [[2, 1]], 20)
+    with_it, without = Gram(gram_of(g), (RLOO,), 20), Gram(gram_of(g), (OTB,), 20)
+    assert gradient_noise_scale([with_it, without], RLOO) == gradient_noise_scale([with_it], RLOO)
