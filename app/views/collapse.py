@@ -64,7 +64,7 @@ def shown(table: pd.DataFrame, several: bool) -> pd.DataFrame:
 
 def attribution() -> None:
     """Show which tokens hold the gradient of one step of one run; a row leads to its tokens."""
-    st.subheader("Who is to blame", anchor=False)
+    st.subheader("Who holds the gradient", anchor=False)
     run = one_run()
     steps = data.attributed(run)
     if not steps:
@@ -118,7 +118,7 @@ def advice(chosen: list[Run]) -> None:
         st.markdown(f"**{plain(run.name)}**: {plain(data.advice(run))}")
 
 
-with page("Collapse", "Is training about to fall apart, since when, and which tokens are to blame?"):
+with page("Collapse", "Is training about to fall apart, since when, and which tokens hold the gradient?"):
     chosen = selection()
     alarms(chosen)
     st.subheader("Health over steps", anchor=False)

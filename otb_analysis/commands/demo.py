@@ -86,9 +86,9 @@ def _kept(configs: Sequence[TrainConfig]) -> str:
     """Return the sentence of a demo that was interrupted."""
     done = [c.run_name for c in configs if is_complete(c)]
     begun = [c.run_name for c in configs if c.run_name not in done and (c.root / c.run_name).is_dir()]
-    told = [f"{' and '.join(done)} is complete and kept"] if done else []
-    told += [f"{' and '.join(begun)} can be read as far as it is, and begins anew with otb demo"] if begun else []
-    return f"stopped; {'; '.join(told) or 'no run was begun'}."
+    parts = [f"{' and '.join(done)} is complete and kept"] if done else []
+    parts += [f"{' and '.join(begun)} can be read as far as it is, and begins anew with otb demo"] if begun else []
+    return f"stopped; {'; '.join(parts) or 'no run was begun'}."
 
 
 def is_complete(config: TrainConfig) -> bool:

@@ -57,8 +57,8 @@ def remaining(row: Row) -> str:
 
 def rows(stack: Sequence[Phase], now: float) -> list[Row]:
     """Return the whole work in one row, and below it, joined in one, the phases inside it."""
-    found = [_row(part, now) for part in (stack[:1], stack[1:]) if part]
-    return found[:1] + [row for row in found[1:] if row.elapsed >= AT_ONCE]
+    lines = [_row(part, now) for part in (stack[:1], stack[1:]) if part]
+    return lines[:1] + [row for row in lines[1:] if row.elapsed >= AT_ONCE]
 
 
 def _row(stack: Sequence[Phase], now: float) -> Row:
@@ -119,7 +119,7 @@ class _Watcher(Thread):
     def __init__(self, console: Console, stacks: Stacks):
         super().__init__(daemon=True, name="otb progress")
         self.console, self.stacks, self.over = console, stacks, Event()
-        self.began = self.said = monotonic()
+        self.began = self.printed = monotonic()
 
     def run(self) -> None:
         """Draw until the work is over; nothing that fails here reaches it."""
@@ -166,13 +166,13 @@ class _Watcher(Thread):
         while not self.over.wait(REFRESH):
             self._tell()
             now = monotonic()
-            if now - self.said < LINE_EVERY:
+            if now - self.printed < LINE_EVERY:
                 continue
-            self.said = now
+            self.printed = now
             for stack in self.stacks():
-                if found := rows(list(stack), now):
-                    told = " · ".join(row.line for row in found)
-                    self._print(f"[{duration(now - self.began)}] {told}")
+                if lines := rows(list(stack), now):
+                    line = " · ".join(row.line for row in lines)
+                    self._print(f"[{duration(now - self.began)}] {line}")
 
     def _tell(self) -> None:
         while NOTES:

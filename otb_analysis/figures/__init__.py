@@ -17,6 +17,7 @@ from otb_analysis.figures.comparison import (
 from otb_analysis.figures.conclusion import (
     advice_line,
     conclusion_sentences,
+    noise_scale_line,
     shown_name,
     signal_sentence,
     trained_labels,
@@ -30,7 +31,7 @@ from otb_analysis.figures.fidelity import (
     plot_fidelity,
     plot_fidelity_steps,
 )
-from otb_analysis.figures.gradient_table import MEASURES, statistics_table
+from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE, statistics_table
 from otb_analysis.figures.learning import learning_info, plot_learning
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.runs import Headline, config_differences, headline_info
@@ -43,6 +44,7 @@ from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_
 __all__ = [
     "CONFIG",
     "MEASURES",
+    "NOISE_SCALE",
     "SIGNS",
     "CurvesInfo",
     "FidelityInfo",
@@ -70,6 +72,7 @@ __all__ = [
     "gain_lost_words",
     "headline_info",
     "learning_info",
+    "noise_scale_line",
     "number",
     "plot_attribution",
     "plot_collapse",

@@ -60,15 +60,15 @@ def alarms_table(findings: Mapping[str, Sequence[Finding]]) -> pd.DataFrame:
     rows = [
         {
             "run": run,
-            "level": SIGNS[found.level],
-            "detector": TITLES[found.detector],
-            "first watch": found.watch_step,
-            "first alarm": found.alarm_step,
-            "why": found.reason,
-            "_order": list(SIGNS).index(found.level),
+            "level": SIGNS[finding.level],
+            "detector": TITLES[finding.detector],
+            "first watch": finding.watch_step,
+            "first alarm": finding.alarm_step,
+            "why": finding.reason,
+            "_order": list(SIGNS).index(finding.level),
         }
         for run, several in findings.items()
-        for found in several
+        for finding in several
     ]
     columns = ["run", "level", "detector", "first watch", "first alarm", "why", "_order"]
     table = pd.DataFrame(rows, columns=columns).sort_values("_order", kind="stable").drop(columns="_order")
@@ -78,7 +78,7 @@ def alarms_table(findings: Mapping[str, Sequence[Finding]]) -> pd.DataFrame:
 
 def alarms_line(findings: Mapping[str, Sequence[Finding]]) -> str:
     """Return how many detectors of each level there are, in words."""
-    levels = [found.level for several in findings.values() for found in several]
+    levels = [finding.level for several in findings.values() for finding in several]
     counts = [f"{levels.count(level)} {level}" for level in SIGNS if level in levels or level != "too short"]
     return f"{len(DETECTORS)} detectors on {len(findings)} run{'s' * (len(findings) != 1)}: {', '.join(counts)}."
 
@@ -88,10 +88,10 @@ def alarm_marks(
 ) -> tuple[Mark, ...]:
     """Return the first firings and the change points of some runs."""
     fired = [
-        Mark(run, PANELS.get(one.column, one.column), int(one.step[at]), kind, f"{TITLES[found.detector]}: {kind}")
+        Mark(run, PANELS.get(one.column, one.column), int(one.step[at]), kind, f"{TITLES[finding.detector]}: {kind}")
         for run, several in findings.items()
-        for found in several
-        for one in found.evidence
+        for finding in several
+        for one in finding.evidence
         for kind, threshold in (("watch", one.watch), ("alarm", one.alarm))
         if (at := one.first(threshold)) is not None
     ]
@@ -109,15 +109,15 @@ def add_marks(figure: go.Figure, info: CurvesInfo, marks: Sequence[Mark], column
     for index, (quantity, curves) in enumerate(zip(info.quantities, info.curves, strict=True)):
         for curve in curves:
             for kind in (*KINDS, "change"):
-                own = [m for m in marks if (m.run, m.column, m.kind) == (curve.run, quantity.column, kind)]
-                if not own:
+                marked = [m for m in marks if (m.run, m.column, m.kind) == (curve.run, quantity.column, kind)]
+                if not marked:
                     continue
                 name, symbol, color = (*CHANGE, styles[curve.run].color) if kind == "change" else KINDS[kind]
                 figure.add_scatter(
-                    x=[m.step for m in own], y=[_height(curve, m.step) for m in own], mode="markers", name=name,
+                    x=[m.step for m in marked], y=[_height(curve, m.step) for m in marked], mode="markers", name=name,
                     legendgroup=name, showlegend=name not in named,
                     marker={"symbol": symbol, "size": 10, "color": color, "line": {"width": 1, "color": "#FFFFFF"}},
-                    text=[m.text for m in own],
+                    text=[m.text for m in marked],
                     hovertemplate="step %{x}: <b>" + name + "</b><br>%{text}<extra></extra>", **place(index, columns),
                 )  # fmt: skip
                 named.add(name)

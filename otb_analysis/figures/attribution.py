@@ -42,18 +42,18 @@ class AttributionInfo:
     held: Array
 
 
-def attribution_info(found: StepAttribution) -> AttributionInfo:
+def attribution_info(attribution: StepAttribution) -> AttributionInfo:
     """Collect bars and curve of one step."""
-    whole = found.norm_sq or 1.0
-    prompts = found.prompts
+    whole = attribution.norm_sq or 1.0
+    prompts = attribution.prompts
     names = [str(g) for g in prompts.group[:MOST_PROMPTS]]
     if len(prompts) > MOST_PROMPTS:
         names.append(f"{len(prompts) - MOST_PROMPTS} others")
     first = prompts.share if prompts.signal is None else prompts.signal
-    held = np.cumsum(np.sort(found.tokens.share)[::-1]) / whole
+    held = np.cumsum(np.sort(attribution.tokens.share)[::-1]) / whole
     return AttributionInfo(
-        found.step,
-        found.norm_sq,
+        attribution.step,
+        attribution.norm_sq,
         tuple(names),
         _bars(first, whole),
         None if prompts.noise is None else _bars(prompts.noise, whole),
@@ -97,7 +97,7 @@ def plot_attribution(info: AttributionInfo) -> go.Figure:
 
 
 def attribution_table(
-    found: StepAttribution, holders: Holders, tokens: pd.DataFrame, rollouts: pd.DataFrame
+    attribution: StepAttribution, holders: Holders, tokens: pd.DataFrame, rollouts: pd.DataFrame
 ) -> pd.DataFrame:
     """Return holders with what they are: prompt, rollout's reward, token's text; shares of ‖ḡ‖² as fractions.
 
@@ -105,7 +105,7 @@ def attribution_table(
         tokens: Token rows of the step with group, rollout, t, token.
         rollouts: Rollout rows of the step with group, rollout, prompt, reward.
     """
-    whole = found.norm_sq or 1.0
+    whole = attribution.norm_sq or 1.0
     table = pd.DataFrame({"prompt": holders.group})
     if holders.level != "prompt":
         table["rollout"] = holders.rollout
@@ -127,16 +127,16 @@ def attribution_table(
     return table
 
 
-def attribution_line(found: StepAttribution) -> str:
+def attribution_line(attribution: StepAttribution) -> str:
     """Return the step's attribution in two sentences."""
-    tokens, total = found.tokens, len(found.tokens)
-    said = (
-        f"At step {found.step} ‖ḡ‖² = {number(found.norm_sq)}; {tokens.holding():,} of {total:,} tokens "
+    tokens, total = attribution.tokens, len(attribution.tokens)
+    text = (
+        f"At step {attribution.step} ‖ḡ‖² = {number(attribution.norm_sq)}; {tokens.holding():,} of {total:,} tokens "
         f"({tokens.holding() / total:.1%}) hold half of all |shares|"
     )
-    if found.signal_total is None or found.noise_total is None:
-        return f"{said}; signal and noise were not told apart (--measure.attribution.split)."
+    if attribution.signal_total is None or attribution.noise_total is None:
+        return f"{text}; signal and noise were not told apart (--measure.attribution.split)."
     return (
-        f"{said}. Signal, what prompts have in common, is {number(found.signal_total)}; noise, each prompt's own part, "
-        f"is {number(found.noise_total)}."
+        f"{text}. Signal, what prompts have in common, is {number(attribution.signal_total)}; "
+        f"noise, each prompt's own part, is {number(attribution.noise_total)}."
     )

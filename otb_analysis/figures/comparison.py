@@ -14,11 +14,18 @@ from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import Style
 from otb_analysis.figures.theme import RULE, TITLE, note_in_panel, panels, place
 from otb_analysis.figures.variance import UNDEFINED
-from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, Interval, paired_ratios, pooled_statistics
+from otb_analysis.statistics import (
+    MIN_CLUSTERS,
+    NOTHING,
+    Interval,
+    gradient_noise_scale,
+    paired_ratios,
+    pooled_statistics,
+)
 from otb_analysis.types import Gram, Proved
 
 RATIOS = (
-    ("efficiency", "Efficiency ratio", "right of 1 is better"),
+    ("efficiency", "Efficiency ratio", "share of update along ∇J; right of 1 is better"),
     ("sf", "SF ratio", "variance at equal progress; left of 1 is better"),
     ("variance", "Variance ratio", "smaller for shorter steps, too"),
 )
@@ -39,6 +46,7 @@ class Row:
     style: Style
     ratios: tuple[Interval | None, ...]
     values: dict[str, float | None]
+    noise_scale: Interval | None
 
 
 @dataclass(frozen=True)
@@ -76,29 +84,30 @@ def comparison_info(
     Raises:
         InputError: The estimator was not measured in any of the steps.
     """
-    measured = dict.fromkeys(found for gram in grams for found in gram.labels)
-    shown = [found for found in measured if energy_source == "both" or found[1] in ("none", energy_source)]
+    measured = dict.fromkeys(label for gram in grams for label in gram.labels)
+    shown = [label for label in measured if energy_source == "both" or label[1] in ("none", energy_source)]
     if estimators is not None:
-        shown = [found for found in shown if found[0] in {against, *estimators}]
-    base = next((found for found in shown if found[0] == against), None)
+        shown = [label for label in shown if label[0] in {against, *estimators}]
+    base = next((label for label in shown if label[0] == against), None)
     if base is None:
         raise InputError(f"against is {against!r}, which was not measured; {nearest(against, [m for m, _ in shown])}")
-    values = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known)}
+    by_label = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known)}
     pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base, known=known)}
     rows = []
     names = labels(shown)
-    for found in shown:
-        pair, own = pairs.get(found), values[found]
-        lost = {name for one in (own, values[base]) if not is_defined(one) for name in against_truth(one)}
+    for label in shown:
+        pair, statistics = pairs.get(label), by_label[label]
+        lost = {name for one in (statistics, by_label[base]) if not is_defined(one) for name in against_truth(one)}
         ratios = tuple(
-            None if name in lost else _ONE if found == base else getattr(pair, name, None) for name, *_ in RATIOS
+            None if name in lost else _ONE if label == base else getattr(pair, name, None) for name, *_ in RATIOS
         )
-        hidden = () if is_defined(own) else against_truth(own)
+        hidden = () if is_defined(statistics) else against_truth(statistics)
         hidden += ("rollout_equivalents",) if "sf" in hidden else ()
-        numbers = {n: None if n in hidden else getattr(own, n) for n in VALUES}
-        rows.append(Row(names[found], trace_style(*found), ratios, numbers))
+        values = {name: None if name in hidden else getattr(statistics, name) for name in VALUES}
+        scale = gradient_noise_scale(grams, label, known) if is_defined(statistics) else None
+        rows.append(Row(names[label], trace_style(*label), ratios, values, scale))
     rows.sort(key=_rank)
-    n_prompts = values[base].n_clusters
+    n_prompts = by_label[base].n_clusters
     return ComparisonInfo(tuple(rows), names[base], len(grams), n_prompts, _estimand(len(grams), n_prompts))
 
 
@@ -116,6 +125,7 @@ def display_table(info: ComparisonInfo) -> pd.DataFrame:
     for row in info.rows:
         record: dict[str, object] = {"estimator": row.label}
         record |= {_TITLES.get(name, name): value for name, value in row.values.items()}
+        record["noise scale"] = interval_cell(row.noise_scale)
         for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
             record[f"{_TITLES[name]} ÷ {info.against}"] = interval_cell(ratio)
         records.append(record)
@@ -138,10 +148,10 @@ def comparison_table(info: ComparisonInfo) -> pd.DataFrame:
     records = []
     for row in info.rows:
         record: dict[str, object] = {"estimator": row.label, **row.values}
-        for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
-            record[f"{name}_ratio"] = None if ratio is None else ratio.estimate
-            record[f"{name}_ratio_low"] = None if ratio is None else ratio.low
-            record[f"{name}_ratio_high"] = None if ratio is None else ratio.high
+        intervals = {f"{name}_ratio": ratio for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True)}
+        for name, interval in {"noise_scale": row.noise_scale, **intervals}.items():
+            ends = (None, None, None) if interval is None else (interval.estimate, interval.low, interval.high)
+            record |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
         records.append(record)
     table = pd.DataFrame(records)
     return table.astype({name: float for name in table if name != "estimator"})
@@ -169,9 +179,9 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
             )  # fmt: skip
         empty = not any(row.ratios[index] for row in info.rows)
         figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
-        found = [ratio for row in info.rows if (ratio := row.ratios[index])]
-        ends = [end for ratio in found for end in (ratio.low, ratio.high) if end is not None]
-        figure.update_xaxes(**log_axis([1.0, *(ratio.estimate for ratio in found)], ends, most=4), **where)
+        drawn = [ratio for row in info.rows if (ratio := row.ratios[index])]
+        ends = [end for ratio in drawn for end in (ratio.low, ratio.high) if end is not None]
+        figure.update_xaxes(**log_axis([1.0, *(ratio.estimate for ratio in drawn)], ends, most=4), **where)
         figure.update_xaxes(title_text=f"÷ {info.against}", title_standoff=6, **where)
         order = {"categoryorder": "array", "categoryarray": names, "range": [-0.6, len(names) - 0.4]}
         if empty:

@@ -163,10 +163,10 @@ def _bands(curve: Curve, style: Style) -> list[Any]:
     """The intervals of a curve as one outline, of the steps that have one; nothing where none has."""
     if curve.low is None or curve.high is None:
         return []
-    given = np.isfinite(curve.low) & np.isfinite(curve.high)
-    if not given.any():
+    known = np.isfinite(curve.low) & np.isfinite(curve.high)
+    if not known.any():
         return []
-    step, low, high = curve.step[given], curve.low[given], curve.high[given]
+    step, low, high = curve.step[known], curve.low[known], curve.high[known]
     outline = go.Scatter(
         x=np.concatenate([step, step[::-1]]), y=np.concatenate([high, low[::-1]]), mode="lines", fill="toself",
         fillcolor=style.color, line={"color": style.color, "width": 1}, opacity=0.2,

@@ -169,11 +169,11 @@ def fidelity_table(info: FidelityInfo) -> pd.DataFrame:
     """Return the correlations as a table: one row per step and one for all, pooled and within (prompt, t)."""
     rows = [("all", info.overall), *((str(s.step), s.fidelity) for s in info.steps)]
     records = []
-    for name, found in rows:
-        record: dict[str, object] = {"step": name, "tokens": found.pooled.n, "cells": found.n_cells}
+    for name, agreed in rows:
+        record: dict[str, object] = {"step": name, "tokens": agreed.pooled.n, "cells": agreed.n_cells}
         for key, title in COEFFICIENTS:
-            record[f"{title}, pooled"] = getattr(found.pooled, key)
-            record[f"{title}, within"] = getattr(found.within, key) if found.within else None
+            record[f"{title}, pooled"] = getattr(agreed.pooled, key)
+            record[f"{title}, within"] = getattr(agreed.within, key) if agreed.within else None
         records.append(record)
     table = pd.DataFrame(records)
     return table.astype({c: float for c in table if c not in ("step", "tokens", "cells")})
@@ -209,10 +209,10 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
         [s.fidelity.within for s in info.steps],
         [s.fidelity.pooled for s in info.steps],
     ]
-    for index, found in enumerate(both):
+    for index, agreed in enumerate(both):
         for key, title in COEFFICIENTS:
             figure.add_scatter(
-                x=step, y=_coefficients(found, key), name=title, legendgroup=key, showlegend=index == 0,
+                x=step, y=_coefficients(agreed, key), name=title, legendgroup=key, showlegend=index == 0,
                 mode="lines+markers", line={"color": _COLORS[key], "width": 1.6}, marker={"size": 6},
                 hovertemplate=f"step %{{x}}: {title} <b>%{{y:.3f}}</b><extra></extra>", **place(index, 1),
             )  # fmt: skip
@@ -221,8 +221,8 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
     return figure.update_layout(height=470)
 
 
-def _coefficients(found: list[Association | None], key: str) -> Array:
-    values = [np.nan if a is None or getattr(a, key) is None else getattr(a, key) for a in found]
+def _coefficients(agreed: list[Association | None], key: str) -> Array:
+    values = [np.nan if a is None or getattr(a, key) is None else getattr(a, key) for a in agreed]
     return np.array(values, np.float32)
 
 

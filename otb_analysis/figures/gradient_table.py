@@ -62,9 +62,17 @@ MEASURES = (
 )
 
 
-def labels(found: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+NOISE_SCALE = (
+    "Noise scale",
+    "V / ‖m‖² in prompts, V the variance of one prompt's group gradient: at this many prompts the noise of an update "
+    "is as large as its signal. An unbiased estimator with P prompts has efficiency P / (P + noise scale).",
+)
+"""How the noise scale is called, and what it is in one line."""
+
+
+def labels(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
     """Return how estimators are called side by side: `otb · proxy` where several energy sources meet, else `otb`."""
-    pairs = list(found)
+    pairs = list(pairs)
     several = len({source for _, source in pairs if source != "none"}) > 1
     return {(e, s): f"{e} · {s}" if several and s != "none" else e for e, s in pairs}
 
@@ -77,22 +85,22 @@ def trace_style(estimator: str, energy_source: str) -> Style:
     return Style(style.color, "dot" if style.dash == "solid" else "dashdot", style.symbol)
 
 
-def against_truth(found: GradientStatistics) -> tuple[str, ...]:
+def against_truth(statistics: GradientStatistics) -> tuple[str, ...]:
     """Return the columns that are measured against ∇J; where c is proved only the efficiency is."""
-    return ("efficiency",) if found.c_known else ("relative_bias", "projection", "sf", "efficiency")
+    return ("efficiency",) if statistics.c_known else ("relative_bias", "projection", "sf", "efficiency")
 
 
-def is_defined(found: GradientStatistics) -> bool:
+def is_defined(statistics: GradientStatistics) -> bool:
     """Tell whether the estimate of ‖∇J‖² is far enough from 0 for anything to be measured against it.
 
     It is an average over pairs of different prompts and can come out near 0 or below. It is not when the projection is
     undefined, when there are prompts enough for an interval and leaving out one of them makes it undefined, or when the
     efficiency, a share, comes out above 1.
     """
-    if found.projection is None or found.efficiency is None or found.efficiency > 1:
+    if statistics.projection is None or statistics.efficiency is None or statistics.efficiency > 1:
         return False
-    interval = found.efficiency_interval if found.c_known else found.projection_interval
-    return found.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
+    interval = statistics.efficiency_interval if statistics.c_known else statistics.projection_interval
+    return statistics.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
 
 
 def statistics_table(grams: Mapping[int, Gram], window: int = 1, known: Proved = NOTHING) -> pd.DataFrame:
@@ -106,13 +114,17 @@ def statistics_table(grams: Mapping[int, Gram], window: int = 1, known: Proved =
     steps = sorted(grams)
     for last in range(len(steps)):
         pooled = [grams[s] for s in steps[max(0, last + 1 - window) : last + 1]]
-        for found in pooled_statistics(pooled, known=known):
-            blank = () if is_defined(found) else against_truth(found)
-            record: dict[str, object] = {"step": steps[last], **found.as_row(), "n_clusters": found.n_clusters}
+        for statistics in pooled_statistics(pooled, known=known):
+            blank = () if is_defined(statistics) else against_truth(statistics)
+            record: dict[str, object] = {
+                "step": steps[last],
+                **statistics.as_row(),
+                "n_clusters": statistics.n_clusters,
+            }
             record |= dict.fromkeys(blank)
             for measure in MEASURES:
                 hidden = measure.column in blank
-                interval: Interval | None = None if hidden else getattr(found, f"{measure.column}_interval")
+                interval: Interval | None = None if hidden else getattr(statistics, f"{measure.column}_interval")
                 record[f"{measure.column}_low"] = None if interval is None else interval.low
                 record[f"{measure.column}_high"] = None if interval is None else interval.high
             records.append(record)

@@ -92,11 +92,13 @@ def run_styles(estimators: Mapping[str, str]) -> dict[str, Style]:
 def _further(base: Style, turn: int) -> Style:
     """Return the look of a further run: two lightnesses and three dashes in turn make six looks."""
     hue, light, saturation = colorsys.rgb_to_hls(*(int(base.color[i : i + 2], 16) / 255 for i in (1, 3, 5)))
-    own = _luminance(hue, light, saturation)
-    shades = sorted(SHADES, key=lambda shade: -abs(np.cbrt(shade) - np.cbrt(own)))[:2]  # L* goes with the cube root
+    luminance = _luminance(hue, light, saturation)
+    shades = sorted(SHADES, key=lambda shade: -abs(np.cbrt(shade) - np.cbrt(luminance)))[
+        :2
+    ]  # L* goes with the cube root
     wanted = shades[turn % 2]
-    found = root_scalar(lambda x: _luminance(hue, x, saturation) - wanted, bracket=(0.0, 1.0), xtol=1e-4).root
-    color = "#" + "".join(f"{round(255 * part):02X}" for part in colorsys.hls_to_rgb(hue, found, saturation))
+    lightness = root_scalar(lambda x: _luminance(hue, x, saturation) - wanted, bracket=(0.0, 1.0), xtol=1e-4).root
+    color = "#" + "".join(f"{round(255 * part):02X}" for part in colorsys.hls_to_rgb(hue, lightness, saturation))
     dashes = [dash for dash in FURTHER_DASHES if dash != base.dash]
     return Style(color, dashes[turn % 3], base.symbol)
 

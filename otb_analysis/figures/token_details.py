@@ -27,8 +27,8 @@ def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str) ->
     Returns:
         None where there is no such token.
     """
-    found: Any = tokens[tokens["rollout"] == rollout]
-    line = found.sort_values("t")
+    rows: Any = tokens[tokens["rollout"] == rollout]
+    line = rows.sort_values("t")
     here = line[line["t"] == t]
     if here.empty:
         return None
@@ -65,8 +65,8 @@ def _energy(token: dict[str, object], policy: Any, t: int) -> list[tuple[str, st
     lines = []
     logprob, proxy, norm_sq = (_get(token, n) for n in ("logprob", "energy_proxy", "grad_norm_sq"))
     if proxy is not None and logprob is not None:
-        own = (1 - np.exp(logprob)) ** 2
-        text = f"(1 − π)² + Σ_v≠y π_v² = {number(own)} + {number(max(proxy - own, 0.0))} = {number(proxy)}"
+        chosen = (1 - np.exp(logprob)) ** 2
+        text = f"(1 − π)² + Σ_v≠y π_v² = {number(chosen)} + {number(max(proxy - chosen, 0.0))} = {number(proxy)}"
         lines.append(("proxy energy", text))
     how = str(token.get("measured_by") or "exact")
     if norm_sq is not None:

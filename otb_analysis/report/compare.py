@@ -58,7 +58,7 @@ def comparison(paths: Sequence[Path], top: int | None = None, conclude_last: boo
 def learning_table(stores: Sequence[RunStore]) -> Table:
     """Return one row per run: what it learned, how large its gradients were, where its time went."""
     table = terminal_table(
-        "Runs",
+        "Runs: what they learned, and where their time went",
         "reward: mean of the first → last tenth of the steps · ‖ḡ‖: before clipping, median over steps",
         ("run", "estimator"),
         ("steps", "held-out reward", "reward", "‖ḡ‖", "clipped", "tokens", "sample s", "update s", "measure s"),
@@ -139,7 +139,8 @@ def fidelity_rows(store: RunStore) -> list[tuple[str, str, Fidelity]]:
 def fidelity_table(runs: Sequence[Sequence[tuple[str, str, Fidelity]]]) -> Table:
     """Return the proxy's fidelity, pooled and within (prompt, t), where OTB compares rollouts."""
     table = terminal_table(
-        "Proxy against exact norms",
+        "Proxy against exact norms: does the free proxy order tokens as exact norms do?",
+        "energy: squared norm of the gradient of log π, of one token w_t, or of all up to it W_t = Σ_{j≤t} w_j\n"
         "within: among rollouts of one prompt at one position, the only comparison OTB makes.",
         ("run", "of"),
         ("tokens", "Pearson", "log-Pearson", "Spearman", "Pearson within", "Spearman within"),

@@ -11,6 +11,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved
 from otb_analysis.figures import (
     MEASURES,
+    NOISE_SCALE,
     advice_line,
     alarm_marks,
     alarms_line,
@@ -155,7 +156,7 @@ def estimators(run: ReportedRun) -> Section:
     info = comparison_info(grams, "rloo" if "rloo" in names else sorted(names)[0], known=known)
     sentences = [" ".join(design.sentences) for design in designs([run.store]).values()]
     picture = Picture(f"estimators-{run.name}", info.estimand, plot_comparison(info))
-    formulas = Formulas(tuple((measure.title, measure.formula) for measure in MEASURES))
+    formulas = Formulas((*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE))
     table = Grid("Each estimator's own values, then its ratios with 95 % intervals.", display_table(info))
     return Section(title, (*sentences, f"Advice. {advice}", picture, table, formulas))
 

@@ -70,6 +70,11 @@ def test_sentences_stand_first_or_last_with_the_table_of_estimators_behind_them(
     assert last.index("Proxy against exact norms") < last.index("Nothing can be told") < last.index("Estimators on the")
 
 
+def test_noise_scale_of_the_reference_and_of_what_trained_is_one_line_below_the_table(otb_run):
+    text = printed([otb_run])
+    assert text.count("Noise scale, the number of prompts at which noise equals signal: rloo") == 1
+
+
 def test_too_few_prompts_are_named_as_the_reason_and_leave_no_column_of_dashes(otb_run):
     text = printed([otb_run])
     assert "an interval takes 16" in text
