@@ -11,6 +11,7 @@ SOURCES = {"proxy": "proxy", "calibrated": "calibrated"}
 CALIBRATED = "c·proxy^b, fitted at each step to the tokens measured there. c changes no baseline, the exponent b does."
 KINDS = {"token": "token energy w", "realized": "realized energy W"}
 
+ENERGY = "A token's energy w_t is its ‖∇ log π‖². OTB weights by W_t, the sum of w_j over the tokens so far."
 WITHIN = "Within: among rollouts of one prompt at one position, the only comparison OTB makes. Pooled: all tokens."
 DRAWN = (
     "No group was measured whole: these tokens were drawn with unequal probabilities, so large energies are "
@@ -29,7 +30,7 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
     controls = st.container(horizontal=True)
     kind = controls.segmented_control(
         "Energy", list(KINDS), format_func=lambda k: KINDS[k], default="token", key="kind", bind="query-params",
-        required=True, help="A token's energy w_t is ‖∇ log π‖² of that token. OTB weights by W_t, the sum of w_j over the tokens so far.",
+        required=True, help=ENERGY,
     )  # fmt: skip
     known = data.cheap_sources(run)
     source = "proxy"

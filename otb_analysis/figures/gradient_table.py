@@ -12,54 +12,33 @@ from otb_analysis.types import Gram, Proved
 
 @dataclass(frozen=True)
 class Measure:
-    """One way to compare gradient estimators.
-
-    Attributes:
-        better: -1 when smaller is better, 1 when larger is, 0 when neither by itself.
-    """
+    """One way to compare gradient estimators: a column, how its panel is titled, what it is in one line."""
 
     column: str
     title: str
     line: str
     formula: str
-    log: bool
-    better: int
+    log: bool = False
 
 
 MEASURES = (
     Measure(
-        "efficiency",
-        "Efficiency",
-        "share of the update along ∇J",
+        "efficiency", "Efficiency", "share of the update along ∇J",
         "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of an update of P prompts along ∇J. Higher is better.",
-        False,
-        1,
     ),
     Measure(
-        "sf",
-        "Variance at equal progress",
-        "SF = variance / c², norm², lower is better",
-        "Variance at equal progress: SF = batch variance ÷ projection²; the variance itself where c is 1.",
-        True,
-        -1,
+        "sf", "Variance at equal progress", "SF = variance / c², norm², lower is better",
+        "Variance at equal progress: SF = batch variance ÷ projection²; the variance itself where c is 1.", log=True,
     ),
     Measure(
-        "variance",
-        "Batch variance",
-        "norm², smaller for shorter steps, too",
-        "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.",
-        True,
-        0,
+        "variance", "Batch variance", "norm², smaller for shorter steps, too",
+        "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.", log=True,
     ),
     Measure(
-        "projection",
-        "Projection c",
-        "1 = as long as ∇J",
+        "projection", "Projection c", "1 = as long as ∇J",
         "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from unbiased ones on other prompts; 1 where proved.",
-        False,
-        0,
     ),
-)
+)  # fmt: skip
 
 
 NOISE_SCALE = (

@@ -34,7 +34,6 @@ class Headline:
     heldout_gain: float | None
     grad_norm: float | None
     clipped: float | None
-    reward_curve: tuple[float, ...]
 
 
 def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
@@ -54,7 +53,6 @@ def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
         heldout_gain=_value(heldout.iloc[-1] - heldout.iloc[0]) if len(heldout) > 1 else None,
         grad_norm=_value(norm.tail(WINDOW).median()),
         clipped=_value(clipped.tail(WINDOW).mean()),
-        reward_curve=tuple(float(v) for v in reward.iloc[:: max(1, len(reward) // 60)]),
     )
 
 

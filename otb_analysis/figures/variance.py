@@ -48,7 +48,6 @@ class VarianceInfo:
 
     traces: tuple[tuple[Trace, ...], ...]
     n_prompts: tuple[int, int]
-    n_rollouts: tuple[int, int]
     reference: tuple[str, ...]
     hidden: tuple[int, ...]
     undefined: int
@@ -78,9 +77,9 @@ def variance_info(gradients: pd.DataFrame, estimators: Iterable[str] | None = No
     hidden = tuple(int((table[m.column] <= 0).sum()) if m.log else 0 for m in MEASURES)
     reference = tuple(sorted(table["reference"].dropna().unique())) if "reference" in table else ()
     undefined = int(table["efficiency"].isna().sum())
-    prompts, rollouts = _span(table, "n_prompts"), _span(table, "n_rollouts")
+    prompts = _span(table, "n_prompts")
     known = "c_known" in table and bool(table["c_known"].fillna(False).any())
-    return VarianceInfo(traces, prompts, rollouts, reference, hidden, undefined, len(table), known)
+    return VarianceInfo(traces, prompts, reference, hidden, undefined, len(table), known)
 
 
 def _trace(name: str, style: Style, part: Any, column: str) -> Trace:
