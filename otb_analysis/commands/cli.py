@@ -128,7 +128,7 @@ def train_command(words: Sequence[str]) -> None:
     words, file = _without_config(words)
     default = TrainConfig() if file is None else from_toml(TrainConfig, file)
     config = parsed(TrainConfig, "train", words, default, getdoc(train_command))
-    if os.environ.get("RANK", "0") != "0":  # the first process speaks for all
+    if os.environ.get("RANK", "0") != "0":  # only the first process prints
         _trained(config)
         return
     with shown(), phase("otb train") as whole:
@@ -150,7 +150,7 @@ def _trained(config: TrainConfig, *bar: Any) -> Path:
     quiet_loading()
     try:
         return train(config, *bar)
-    except KeyboardInterrupt as stop:  # what a run keeps, it says itself
+    except KeyboardInterrupt as stop:  # the run itself says what it keeps
         raise Interrupted(str(stop) or "stopped; nothing was written.") from None
 
 
@@ -199,8 +199,10 @@ def study_command(words: Sequence[str]) -> None:
         try:
             written = run_study(folder, Setting(config.quick, config.out, config.only, config.render), whole)
         except KeyboardInterrupt:
-            kept = "nothing of a quick study is" if config.quick else "finished cells are"
-            raise Interrupted(f"stopped; {kept} kept.") from None
+            kept = (
+                "nothing of a quick study is kept" if config.quick else "finished cells are kept for the same command"
+            )
+            raise Interrupted(f"stopped; {kept}.") from None
     console = Console()
     result = f"{written / 'README.md'} is written." if written else "The cells are kept; others are still missing."
     console.print(result, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Who watches long work: bars on a terminal, a plain line every 10 s elsewhere; see `phases`."""
+"""Progress of long work: bars on a terminal, a plain line every 10 s elsewhere; see `phases`."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ REPORT = 0.5
 LINE_EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
 AT_ONCE = 1.0
-"""Seconds in which a phase may end unseen, so that short ones do not flicker."""
+"""Phases shorter than this many seconds are not shown, so that the picture does not flicker."""
 
 Stacks = Callable[[], Sequence[Sequence[Phase]]]
 """Gives the open phases of each process that works, outermost first."""
@@ -122,13 +122,13 @@ class _Watcher(Thread):
         self.began = self.printed = monotonic()
 
     def run(self) -> None:
-        """Draw until the work is over; nothing that fails here reaches it."""
+        """Draw until the work is over; an error here never stops the work."""
         draws = self.console.is_terminal and not self.console.is_dumb_terminal
         with suppress(Exception):
             self._draw() if draws else self._write()
 
     def end(self) -> None:
-        """Take the picture down and say what is still to be said."""
+        """Remove the picture and print the notes that are left."""
         self.over.set()
         self.join()
         with suppress(Exception):

@@ -13,10 +13,10 @@ from otb_analysis.statistics.comparisons.verdicts import MARGIN, names
 from otb_analysis.types import Gram, Label, Proved
 
 FAR = 20
-"""More than this many times the prompts measured is not worth a number."""
+"""Above this multiple of the measured prompts the prompts needed are not given as a number."""
 
 SELDOM = 20
-"""Steps between two measurements beyond which a run's course is not seen."""
+"""Most steps between two measurements that are advised."""
 
 MORE = "a larger --sample.prompts, with --measure.exact.prompts 0 --measure.exact.every 1"
 

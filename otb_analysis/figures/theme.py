@@ -1,4 +1,4 @@
-"""The house style: a quiet grid, titles flush left with their unit below, a legend that makes its own room."""
+"""The look of all figures: a light grid, titles on the left with their unit below, a legend above the panels."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -35,7 +35,7 @@ COMMON: tuple[Label, ...] = (
     ("value", "none"),
     ("batch_mean", "none"),
 )
-"""What people ask about first; fills the table after the reference, those that trained, and the best."""
+"""Estimators that fill the table after the reference, those that trained, and the best."""
 
 ABSOLUTE = ("efficiency", "variance")
 """Columns of numbers that compare with other batches only: shown where all rows are asked for."""
@@ -96,7 +96,7 @@ def _repeats(label: Label, conclusion: Conclusion) -> bool:
 
 
 def _rank(label: Label, ratios: dict[Label, PairedRatios]) -> float:
-    """Rank by a ratio that has an interval: a point alone may be the luckiest of many."""
+    """Rank by a ratio that has an interval: a point without one may be best by chance."""
     if label == REFERENCE:
         return 1.0
     ratio = ratios[label].sf if label in ratios else None
@@ -158,7 +158,7 @@ def _notes(design: Design, grams: Sequence[Gram], left_out: Sequence[str]) -> li
 
 
 def _told(conclusion: Conclusion, trained: Sequence[Label]) -> list[str]:
-    """Say who stands after controlling false discoveries, and of those that trained who does not."""
+    """Say which estimators differ after false discoveries are controlled, and which of those that trained do not."""
     if conclusion.cause:
         return []
     base = conclusion.against[0]
@@ -172,7 +172,7 @@ def _told(conclusion: Conclusion, trained: Sequence[Label]) -> list[str]:
     listed = "; ".join(lines) or f"none of {names(conclusion.tested)}"
     notes = [f"Shown to differ from {base} (5 % false discoveries allowed): {listed}."]
     tied = [v.label[0] for v in conclusion.tested if not v.told and v.label in trained]
-    notes += [f"Corrected for step length, {name} and {base} cannot be told_apart apart here." for name in tied]
+    notes += [f"Corrected for step length, {name} and {base} cannot be told apart here." for name in tied]
     if conclusion.best:
         notes.append("Intervals above hold one by one; the one in the sentences is wider, since it was chosen.")
     return notes

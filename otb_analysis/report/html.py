@@ -12,7 +12,7 @@ from otb_analysis.figures.numbers import cell
 from otb_analysis.figures.theme import FONT
 from otb_analysis.report.document import Document, Grid, Picture
 
-SHORT = 26
+SHORT = 32
 """Characters up to which a text column is never broken into lines."""
 
 
