@@ -1,4 +1,7 @@
-"""Cached loads of one run: the pages' only door to its tables. Every cache is bounded and forgets a run that grew."""
+"""Cached loads of one run: the pages' only door to its tables and verdicts.
+
+Every cache is bounded. A `Run` is the key; its stamp changes when the run grows, so that it is read again.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +11,21 @@ import pandas as pd
 import streamlit as st
 from listing import Run
 
-from otb_analysis.diagnostics import trained_label
-from otb_analysis.errors import InputError
+from otb_analysis.diagnostics import ChangePoint, Finding, StepAttribution, change_points, diagnose
 from otb_analysis.estimators import proved
-from otb_analysis.figures import FidelityInfo, conclusion_sentences, fidelity_info, headline_info, statistics_table
-from otb_analysis.figures.fidelity import SOURCES, exact_norms
-from otb_analysis.figures.runs import Headline
+from otb_analysis.figures import (
+    FidelityInfo,
+    Headline,
+    advice_line,
+    conclusion_sentences,
+    fidelity_info,
+    headline_info,
+    statistics_table,
+    trained_labels,
+)
+from otb_analysis.figures.fidelity import SOURCES, exact_norms, fidelity_columns
 from otb_analysis.statistics import Interval, conclude, gain_lost
-from otb_analysis.store import EXACT_ROWS, RunStore
+from otb_analysis.store import EXACT_ROWS, RunStore, attributed_steps, step_attribution, step_series
 from otb_analysis.types import Gram, Proved
 
 MAX_WINDOW = 10
@@ -32,124 +42,72 @@ def _store(path: str) -> RunStore:
 
 
 def store(run: Run) -> RunStore:
-    """Return the reader of a run.
-
-    Args:
-        run: A readable run.
-    """
+    """Return the reader of a run; one reader follows a run that grows."""
     return _store(run.path)
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
-def _config(path: str, stamp: str) -> dict[str, object]:
-    config = _store(path).info.get("config")
-    return config if isinstance(config, dict) else {}
-
-
 def config(run: Run) -> dict[str, object]:
-    """Return a run's configuration, nested.
-
-    Args:
-        run: A readable run.
-    """
-    return _config(run.path, run.stamp)
+    """Return a run's configuration, nested."""
+    stored = store(run).info.get("config")
+    return stored if isinstance(stored, dict) else {}
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
-def _steps(path: str, stamp: str) -> pd.DataFrame:
-    return _store(path).steps_df()
+def _steps(run: Run) -> pd.DataFrame:
+    return store(run).steps_df()
 
 
 def steps(chosen: Sequence[Run]) -> dict[str, pd.DataFrame]:
-    """Return the steps table of each run.
-
-    Args:
-        chosen: Readable runs.
-    """
-    return {run.name: _steps(run.path, run.stamp) for run in chosen}
+    """Return the steps table of each run."""
+    return {run.name: _steps(run) for run in chosen}
 
 
 def headline(run: Run) -> Headline:
-    """Return a run's headline numbers.
-
-    Args:
-        run: A readable run.
-    """
-    return headline_info(run.name, run.estimator, _steps(run.path, run.stamp))
+    """Return a run's headline numbers."""
+    return headline_info(run.name, run.estimator, _steps(run))
 
 
 @st.cache_data(max_entries=8, show_spinner="Reading the Gram matrices …")
-def _grams(path: str, stamp: str) -> dict[int, Gram]:
-    return _store(path).grams()
-
-
 def grams(run: Run) -> dict[int, Gram]:
-    """Return the Gram matrix of every measured step.
-
-    Args:
-        run: A readable run.
-    """
-    return _grams(run.path, run.stamp)
-
-
-@st.cache_data(max_entries=64, show_spinner="Computing intervals …")
-def _statistics(path: str, stamp: str, window: int) -> pd.DataFrame:
-    grams = _grams(path, stamp)
-    return statistics_table(grams, window, _known(path, stamp))
-
-
-def _known(path: str, stamp: str) -> Proved:
-    labels = {label for gram in _grams(path, stamp).values() for label in gram.labels}
-    return proved(labels, _config(path, stamp))
+    """Return the Gram matrix of every measured step."""
+    return store(run).grams()
 
 
 def known(run: Run) -> Proved:
-    """Return what is proved of a run's estimators.
-
-    Args:
-        run: A readable run.
-    """
-    return _known(run.path, run.stamp)
+    """Return what is proved of a run's estimators."""
+    return proved({label for gram in grams(run).values() for label in gram.labels}, config(run))
 
 
 @st.cache_data(max_entries=64, show_spinner="Comparing the estimators …")
-def _conclusion(path: str, stamp: str) -> tuple[str, ...]:
-    config, grams = _config(path, stamp), list(_grams(path, stamp).values())
-    if not grams:
-        return ()
-    try:
-        trained = [trained_label(config, [label for gram in grams for label in gram.labels])]
-    except InputError:  # a run of somebody else's tool need not name one of ours
-        trained = []
-    return conclusion_sentences(conclude(grams, _known(path, stamp), first=trained), trained, config)
-
-
 def conclusion(run: Run) -> tuple[str, ...]:
-    """Return what a run's comparisons with rloo say, in three sentences; none where no step was measured.
+    """Return what a run's comparisons with rloo say, in three sentences; none where no step was measured."""
+    measured = list(grams(run).values())
+    if not measured:
+        return ()
+    trained = trained_labels(config(run), measured)
+    return conclusion_sentences(conclude(measured, known(run), first=trained), trained, config(run))
 
-    Args:
-        run: A readable run.
-    """
-    return _conclusion(run.path, run.stamp)
+
+@st.cache_data(max_entries=64, show_spinner="Comparing estimators …")
+def advice(run: Run) -> str:
+    """Return which estimator and group size the run's own rollouts advise, or why that is not known."""
+    return advice_line(grams(run), store(run).subgroup_grams(), config(run))
+
+
+@st.cache_data(max_entries=64, show_spinner="Computing intervals …")
+def _statistics(run: Run, window: int) -> pd.DataFrame:
+    return statistics_table(grams(run), window, known(run))
 
 
 def statistics(run: Run, window: int) -> pd.DataFrame:
-    """Return the measures of every estimator over steps; without Gram matrices the stored points.
-
-    Args:
-        run: A readable run.
-        window: Measured steps pooled into one point.
-    """
-    table = _statistics(run.path, run.stamp, window)
-    return table if len(table) else _store(run.path).gradients_df()
+    """Return the measures of every estimator over steps, `window` of them pooled; without Gram matrices stored ones."""
+    table = _statistics(run, window)
+    return table if len(table) else store(run).gradients_df()
 
 
 def default_window(run: Run) -> int:
-    """Return the fewest measured steps to pool for which the last point has all its measures; at most `MAX_WINDOW`.
-
-    Args:
-        run: A readable run.
-    """
+    """Return the fewest measured steps to pool for which the last point has all its measures; at most `MAX_WINDOW`."""
     for window in (1, 2, 3, 5):
         table: Any = statistics(run, window)
         if table.empty or table.loc[table["step"] == table["step"].max(), "projection"].notna().any():
@@ -167,126 +125,79 @@ class MeasuredTokens:
 
 
 @st.cache_data(max_entries=8, show_spinner="Comparing proxy and exact norms …")
-def _fidelity(path: str, stamp: str, kind: str, source: str) -> MeasuredTokens:
-    store = _store(path)
-    total = int(store.sql(f"SELECT count(*) AS n FROM tokens WHERE {EXACT_ROWS}")["n"].iloc[0])
+def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
+    """Return the agreement of proxy and exact energies over a run."""
+    total = int(store(run).sql(f"SELECT count(*) AS n FROM tokens WHERE {EXACT_ROWS}")["n"].iloc[0])
     share = min(1000, 1000 * MAX_TOKENS // max(total, 1))
-    columns = [
-        "step",
-        "group",
-        "rollout",
-        "t",
-        "mask",
-        SOURCES[source],
-        "grad_norm_sq",
-        "measured_by",
-        "inclusion_prob",
-    ]
     groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {EXACT_ROWS} AND hash(step, "group") % 1000 < {share}'
-    names = ", ".join(f'"{c}"' for c in columns)
-    table: Any = store.sql(f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})')
+    names = ", ".join(f'"{name}"' for name in fidelity_columns(source))
+    table: Any = store(run).sql(f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})')
     return MeasuredTokens(fidelity_info(table, kind, source), int(exact_norms(table).count()), total)
 
 
-def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
-    """Return the agreement of proxy and exact energies over a run.
-
-    Args:
-        run: A readable run.
-        kind: `token` or `realized`.
-        source: `proxy` or `calibrated`.
-    """
-    return _fidelity(run.path, run.stamp, kind, source)
-
-
 @st.cache_data(max_entries=64, show_spinner=False)
-def _sources(path: str, stamp: str) -> list[str]:
-    counts = ", ".join(f'count("{column}") AS "{name}"' for name, column in SOURCES.items())
-    found = _store(path).sql(f"SELECT {counts} FROM tokens WHERE {EXACT_ROWS}")
-    return [name for name in SOURCES if found[name].iloc[0]]
-
-
 def cheap_sources(run: Run) -> list[str]:
-    """Return the energies that stand beside exact norms in a run: the proxy, and its calibration where it was fitted.
-
-    Args:
-        run: A readable run.
-    """
-    return _sources(run.path, run.stamp)
+    """Return the energies that a run has beside exact norms: the proxy, and its calibration where it was fitted."""
+    counts = ", ".join(f'count("{column}") AS "{name}"' for name, column in SOURCES.items())
+    recorded = store(run).sql(f"SELECT {counts} FROM tokens WHERE {EXACT_ROWS}")
+    return [name for name in SOURCES if recorded[name].iloc[0]]
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
-def _gain_lost(path: str, stamp: str, estimator: str, source: str) -> Interval | None:
-    return gain_lost(list(_grams(path, stamp).values()), (estimator, source), (estimator, "exact"))
-
-
-def lost_by_proxy(run: Run, source: str = "proxy", estimator: str = "otb") -> Interval | None:
-    """Return the share of an estimator's efficiency gain that proxy energies lose, over all measured steps.
-
-    Args:
-        run: A readable run.
-        source: `proxy` or `calibrated`.
-        estimator: One that was measured with exact energies and with these.
-    """
-    return _gain_lost(run.path, run.stamp, estimator, source)
+def lost_by_proxy(run: Run, source: str = "proxy") -> Interval | None:
+    """Return the share of otb's efficiency gain that proxy energies lose, over all measured steps."""
+    return gain_lost(list(grams(run).values()), ("otb", source), ("otb", "exact"))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
-def _token_steps(path: str, stamp: str) -> list[int]:
-    query = "SELECT DISTINCT step FROM tokens WHERE step IN (SELECT step FROM rollouts) ORDER BY step"
-    return [int(s) for s in _store(path).sql(query)["step"]]
-
-
 def token_steps(run: Run) -> list[int]:
-    """Return the steps whose tokens and rollouts are stored.
-
-    Args:
-        run: A readable run.
-    """
-    return _token_steps(run.path, run.stamp)
+    """Return the steps whose tokens and rollouts are stored."""
+    query = "SELECT DISTINCT step FROM tokens WHERE step IN (SELECT step FROM rollouts) ORDER BY step"
+    return [int(s) for s in store(run).sql(query)["step"]]
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
-def _exact_steps(path: str, stamp: str) -> list[int]:
-    query = "SELECT step FROM steps WHERE n_measured_prompts > 0 ORDER BY step"
-    return [int(s) for s in _store(path).sql(query)["step"]]
-
-
 def exact_steps(run: Run) -> list[int]:
-    """Return the steps at which some groups were measured exactly.
-
-    Args:
-        run: A readable run.
-    """
-    return _exact_steps(run.path, run.stamp)
+    """Return the steps at which some groups were measured exactly."""
+    query = "SELECT step FROM steps WHERE n_measured_prompts > 0 ORDER BY step"
+    return [int(s) for s in store(run).sql(query)["step"]]
 
 
 @st.cache_data(max_entries=32, show_spinner=False)
-def _rollouts(path: str, stamp: str, step: int) -> pd.DataFrame:
-    return _store(path).rollouts_df([step])
-
-
 def rollouts(run: Run, step: int) -> pd.DataFrame:
-    """Return the rollouts of one step.
-
-    Args:
-        run: A readable run.
-        step: A step.
-    """
-    return _rollouts(run.path, run.stamp, step)
+    """Return the rollouts of one step."""
+    return store(run).rollouts_df([step])
 
 
 @st.cache_data(max_entries=32, show_spinner=False)
-def _tokens(path: str, stamp: str, step: int, group: int) -> pd.DataFrame:
-    return _store(path).tokens_df([step], where='"group" = ?', params=[group])
-
-
 def tokens(run: Run, step: int, group: int) -> pd.DataFrame:
-    """Return all tokens of one prompt.
+    """Return all tokens of one prompt."""
+    return store(run).tokens_df([step], where='"group" = ?', params=[group])
 
-    Args:
-        run: A readable run.
-        step: A step.
-        group: Index of the prompt within the step.
-    """
-    return _tokens(run.path, run.stamp, step, group)
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def _diagnosis(run: Run) -> tuple[list[Finding], list[ChangePoint]]:
+    series = step_series(_steps(run))
+    return diagnose(series), change_points(series)
+
+
+def findings(chosen: Sequence[Run]) -> dict[str, list[Finding]]:
+    """Return what every detector says about each run."""
+    return {run.name: _diagnosis(run)[0] for run in chosen}
+
+
+def changes(chosen: Sequence[Run]) -> dict[str, list[ChangePoint]]:
+    """Return the change points of each run."""
+    return {run.name: _diagnosis(run)[1] for run in chosen}
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def attributed(run: Run) -> list[int]:
+    """Return the steps whose tokens carry their share of the gradient."""
+    return attributed_steps(store(run))
+
+
+@st.cache_data(max_entries=8, show_spinner=False)
+def attribution(run: Run, step: int) -> tuple[StepAttribution, pd.DataFrame]:
+    """Return who holds a step's gradient, and the text of its tokens."""
+    return step_attribution(store(run), step), store(run).tokens_df([step], ["rollout", "t", "token"])

@@ -19,11 +19,7 @@ class Run:
     """One readable run as pages hand it around.
 
     Attributes:
-        path: Directory of the run.
         stamp: Changes whenever the run grows or its run.json changes; part of every cache key.
-        name: Name of the run.
-        estimator: Name of the training estimator.
-        status: running, complete, failed or stopped.
     """
 
     path: str
@@ -52,11 +48,7 @@ def _asked(option: str) -> str | None:
 
 
 def stamp(path: Path) -> str:
-    """Return a text that changes when a run grows, is replaced or ends: times and number of its files.
-
-    Args:
-        path: Directory of the run.
-    """
+    """Return a text that changes when a run grows, is replaced or ends: times and number of its files."""
     times = []
     for watched in (path / "run.json", path / "steps"):
         try:
@@ -77,12 +69,7 @@ def stamps() -> str:
 
 @st.cache_data(max_entries=4, show_spinner=False, ttl=10)  # a process that is killed changes no file
 def runs(folder: str, stamps: str) -> pd.DataFrame:
-    """Return the table of all runs of a folder, broken ones with their reason.
-
-    Args:
-        folder: Folder of runs.
-        stamps: From `stamps`.
-    """
+    """Return the table of all runs of a folder, broken ones with their reason."""
     return runs_df(folder)
 
 
@@ -96,11 +83,7 @@ def states() -> tuple[str, ...]:
 
 
 def readable(table: pd.DataFrame) -> list[Run]:
-    """Return the runs that can be opened and have at least one complete step: whole ones first, newest first.
-
-    Args:
-        table: From `runs`.
-    """
+    """Return the runs that can be opened and have at least one complete step: whole ones first, newest first."""
     usable: Any = table[(table["status"] != "broken") & (table["n_steps"].fillna(0) > 0)]
     rank = usable["status"].map({"complete": 0, "running": 1}).fillna(2)
     usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
@@ -113,11 +96,7 @@ def readable(table: pd.DataFrame) -> list[Run]:
 
 
 def estimator_names(table: pd.DataFrame) -> dict[str, str]:
-    """Return the training estimator of each run, wherever its configuration keeps it.
-
-    Args:
-        table: From `runs`.
-    """
+    """Return the training estimator of each run, wherever its configuration keeps it."""
     names = [str(c) for c in table if str(c).removesuffix(".name").endswith(".estimator")]
     columns = sorted(names, key=len)
     if not columns:

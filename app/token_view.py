@@ -128,11 +128,7 @@ def token_view(
     """Show all rollouts of one prompt; return (rollout, t) of a token that was just clicked.
 
     Args:
-        info: From `tokens_info`.
-        tokens: The token rows behind it, whose values appear on hover.
         finish: Finish reason by rollout.
-        columns: Numeric columns to list on hover.
-        chosen: (rollout, t) of the token to outline.
     """
     result = _component(
         data=_payload(info, tokens, finish, columns, chosen), key="token_view", on_token_change=lambda: None

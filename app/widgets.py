@@ -18,11 +18,7 @@ _LIVE_SECONDS = 3
 
 
 def plain(text: str) -> str:
-    """Return text that Streamlit's Markdown shows as it is: no markup, directive, formula or link.
-
-    Args:
-        text: Anything: a name, an error sentence, model output.
-    """
+    """Return text that Streamlit's Markdown shows as it is: no markup, directive, formula or link."""
     return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", text.replace("\n", " "))
 
 
@@ -33,9 +29,6 @@ def prose(markdown: str) -> str:
     """Return Markdown as it reads below the headings of a page: no picture, link, formula or directive of Streamlit's.
 
     A number and its interval stay on one line.
-
-    Args:
-        markdown: Of a file; links in it lead to its neighbours, which the dashboard does not serve.
     """
     text = re.sub(r"!\[[^]]*]\([^)]*\)|\[([^]]*)]\([^)]*\)", lambda found: found[1] or "", markdown)
     text = re.sub(r"^(#+) ", r"##\1 ", text, flags=re.MULTILINE)
@@ -46,12 +39,7 @@ def prose(markdown: str) -> str:
 
 @contextmanager
 def page(title: str, question: str) -> Iterator[None]:
-    """Frame a page: its title, the question it answers, and one sentence instead of a traceback.
-
-    Args:
-        title: Page title.
-        question: What the page answers, in one sentence.
-    """
+    """Frame a page: its title, the question it answers, and one sentence instead of a traceback."""
     st.title(title, anchor=False)
     st.caption(question)
     try:
@@ -61,11 +49,7 @@ def page(title: str, question: str) -> Iterator[None]:
 
 
 def choose_runs(runs: Sequence[listing.Run]) -> list[listing.Run]:
-    """Let the sidebar choose runs, for all pages and in the URL; the newest are chosen to begin with.
-
-    Args:
-        runs: Readable runs.
-    """
+    """Let the sidebar choose runs, for all pages and in the URL; the newest are chosen to begin with."""
     names = [run.name for run in runs]
     chosen = st.sidebar.multiselect(
         "Runs", names, default=names[:DEFAULT_RUNS], key="run", bind="query-params", placeholder="Choose runs"
@@ -87,11 +71,7 @@ def selection() -> list[listing.Run]:
 
 
 def reasons(table: pd.DataFrame) -> None:
-    """Say why runs are broken or failed, one line each.
-
-    Args:
-        table: From `listing.runs`.
-    """
+    """Say why runs are broken or failed, one line each."""
     for name, reason in zip(table["run"], table["reason"].fillna(""), strict=True):
         if reason:
             st.caption(f":material/warning: **{plain(str(name))}**: {plain(str(reason))}")
@@ -107,11 +87,7 @@ def one_run() -> listing.Run:
 
 
 def follow(runs: Sequence[listing.Run]) -> None:
-    """While a run is running, look every few seconds whether it grew or was killed, and draw the page again then.
-
-    Args:
-        runs: The chosen runs.
-    """
+    """While a run is running, look every few seconds whether it grew or was killed, and draw the page again then."""
     if not any(run.status == "running" for run in runs):
         return
     live = st.sidebar.toggle("Follow running runs", value=True, key="live", help="Looks for new steps every 3 seconds.")
@@ -129,9 +105,7 @@ def chart(figure: go.Figure, key: str, table: pd.DataFrame | None = None) -> Non
     """Show a figure, with its numbers as CSV below it.
 
     Args:
-        figure: From a `plot_x`.
         key: Unique on the page; also the name of the downloaded files.
-        table: The numbers; no button without them.
     """
     for_background(figure, st.context.theme.type == "dark")
     config = CONFIG | {"toImageButtonOptions": {**CONFIG["toImageButtonOptions"], "filename": f"otb-{key}"}}
@@ -141,12 +115,7 @@ def chart(figure: go.Figure, key: str, table: pd.DataFrame | None = None) -> Non
 
 
 def download(table: pd.DataFrame, key: str) -> None:
-    """Offer a table as CSV.
-
-    Args:
-        table: The numbers.
-        key: Unique on the page; also the name of the file.
-    """
+    """Offer a table as CSV."""
     st.download_button(
         "CSV", table.to_csv(index=False).encode(), f"otb-{key}.csv", "text/csv",
         key=f"csv-{key}", on_click="ignore", type="tertiary", icon=":material/download:",
@@ -154,11 +123,7 @@ def download(table: pd.DataFrame, key: str) -> None:
 
 
 def curves_table(info: CurvesInfo) -> pd.DataFrame:
-    """Return the curves of small multiples as one long table: run, quantity, step, value, ends of its interval.
-
-    Args:
-        info: From a `curves_info`.
-    """
+    """Return the curves of small multiples as one long table: run, quantity, step, value, ends of its interval."""
     parts = [
         pd.DataFrame(
             {"run": c.run, "quantity": q.column, "step": c.step.astype(int), "value": c.value}

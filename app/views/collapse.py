@@ -3,7 +3,6 @@
 from typing import Any
 from urllib.parse import urlencode
 
-import blame
 import data
 import pandas as pd
 import streamlit as st
@@ -43,10 +42,10 @@ SHARES = (
 
 def alarms(chosen: list[Run]) -> None:
     """Show what every detector says about the chosen runs, the worst first."""
-    found = blame.findings(chosen)
+    findings = data.findings(chosen)
     st.subheader("Alarms", anchor=False)
-    st.caption(f"{alarms_line(found)} {FIRED}")
-    table: Any = alarms_table(found)
+    st.caption(f"{alarms_line(findings)} {FIRED}")
+    table: Any = alarms_table(findings)
     calm = table["level"] == SIGNS["ok"]
     if calm.all():
         st.success("Nothing fired.", icon=":material/check:")
@@ -65,9 +64,9 @@ def shown(table: pd.DataFrame, several: bool) -> pd.DataFrame:
 
 def attribution() -> None:
     """Show which tokens hold the gradient of one step of one run; a row leads to its tokens."""
-    st.subheader("Who is to blame", anchor=False)
+    st.subheader("Who holds the gradient", anchor=False)
     run = one_run()
-    steps = blame.attributed(run)
+    steps = data.attributed(run)
     if not steps:
         st.info(NOT_ATTRIBUTED, icon=":material/inbox:")
         return
@@ -79,14 +78,16 @@ def attribution() -> None:
         "Break down by", list(LEVELS), format_func=lambda name: HELD[name], default="token", key="level",
         bind="query-params", required=True,
     )  # fmt: skip
-    found, texts = blame.attribution(run, step)
-    st.caption(plain(attribution_line(found)))
-    chart(plot_attribution(attribution_info(found)), "attribution")
+    shares, texts = data.attribution(run, step)
+    st.caption(plain(attribution_line(shares)))
+    chart(plot_attribution(attribution_info(shares)), "attribution")
     st.caption(SHARES)
-    holders = found.at(str(level))
-    table = attribution_table(found, holders.head(ROWS), texts, data.rollouts(run, step))
-    said = f"The {len(table)} of {len(holders):,} {HELD[str(level)]} with the largest share."
-    st.caption(f"{said} A link opens the tokens of that prompt, coloured by their share.")
+    holders = shares.at(str(level))
+    table = attribution_table(shares, holders.head(ROWS), texts, data.rollouts(run, step))
+    st.caption(
+        f"The {len(table)} of {len(holders):,} {HELD[str(level)]} with the largest share. A link opens the tokens of "
+        "that prompt, coloured by their share."
+    )
     st.dataframe(
         linked(table, run.name, step), hide_index=True, height=330, key="blamed", placeholder="–",
         column_config={
@@ -95,7 +96,7 @@ def attribution() -> None:
             **dict.fromkeys(("share", "signal", "noise"), st.column_config.NumberColumn(format="percent")),
         },
     )  # fmt: skip
-    download(attribution_table(found, holders, texts, data.rollouts(run, step)), f"attribution-{level}s")
+    download(attribution_table(shares, holders, texts, data.rollouts(run, step)), f"attribution-{level}s")
 
 
 def linked(table: pd.DataFrame, run: str, step: int) -> pd.DataFrame:
@@ -114,11 +115,10 @@ def advice(chosen: list[Run]) -> None:
     st.subheader("Advice", anchor=False)
     st.caption("Efficiency relative to the estimator that trains, on the same rollouts. All intervals hold at once.")
     for run in chosen:
-        said = blame.advice(run) or "No step compared estimators; `otb train --measure.exact.every 10` does."
-        st.markdown(f"**{plain(run.name)}**: {said if '`' in said else plain(said)}")
+        st.markdown(f"**{plain(run.name)}**: {plain(data.advice(run))}")
 
 
-with page("Collapse", "Is training about to fall apart, since when, and which tokens are to blame?"):
+with page("Collapse", "Is training about to fall apart, since when, and which tokens hold the gradient?"):
     chosen = selection()
     alarms(chosen)
     st.subheader("Health over steps", anchor=False)
@@ -127,7 +127,7 @@ with page("Collapse", "Is training about to fall apart, since when, and which to
     log_y = right.toggle("Logarithmic axes", key="log", bind="query-params")
     steps = data.steps(chosen)
     info = collapse_info(steps, {run.name: run.estimator for run in chosen}, window)
-    marks = alarm_marks(blame.findings(chosen), blame.changes(chosen))
+    marks = alarm_marks(data.findings(chosen), data.changes(chosen))
     chart(plot_collapse(info, log_y=log_y, marks=marks), "collapse", curves_table(info))
     st.caption(
         "Lines are running means, faint lines the recorded values. Stars and crosses: an alarm fires for the first "

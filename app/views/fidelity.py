@@ -11,6 +11,7 @@ SOURCES = {"proxy": "proxy", "calibrated": "calibrated"}
 CALIBRATED = "c·proxy^b, fitted at each step to the tokens measured there. c changes no baseline, the exponent b does."
 KINDS = {"token": "token energy w", "realized": "realized energy W"}
 
+ENERGY = "A token's energy w_t is its ‖∇ log π‖². OTB weights by W_t, the sum of w_j over the tokens so far."
 WITHIN = "Within: among rollouts of one prompt at one position, the only comparison OTB makes. Pooled: all tokens."
 DRAWN = (
     "No group was measured whole: these tokens were drawn with unequal probabilities, so large energies are "
@@ -29,7 +30,7 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
     controls = st.container(horizontal=True)
     kind = controls.segmented_control(
         "Energy", list(KINDS), format_func=lambda k: KINDS[k], default="token", key="kind", bind="query-params",
-        required=True, help="OTB weights by W_t, the sum of w_j over the tokens so far.",
+        required=True, help=ENERGY,
     )  # fmt: skip
     known = data.cheap_sources(run)
     source = "proxy"
@@ -38,8 +39,8 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
             "Against exact", known, format_func=lambda s: SOURCES[s], default="proxy", key="source",
             bind="query-params", required=True, help=CALIBRATED,
         ))  # fmt: skip
-    found = data.fidelity(run, str(kind), source)
-    info = found.info
+    measured = data.fidelity(run, str(kind), source)
+    info = measured.info
     places = st.columns(len(COEFFICIENTS) + 1)
     for place, (key, title) in zip(places, COEFFICIENTS, strict=False):
         within = getattr(info.overall.within, key) if info.overall.within else None
@@ -58,11 +59,11 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
         chart(plot_fidelity(info), "fidelity")
     with right:
         chart(plot_fidelity_steps(info), "fidelity-steps")
-    part = "all" if found.loaded == found.total else f"{found.loaded:,} of"
+    part = "all" if measured.loaded == measured.total else f"{measured.loaded:,} of"
     st.caption(
-        f"{info.n_tokens:,} tokens compared, from {part} {found.total:,} with an exact norm. "
+        f"{info.n_tokens:,} tokens compared, from {part} {measured.total:,} with an exact norm. "
         + (f"{info.n_zero:,} with a zero energy are not drawn on the logarithmic axes. " if info.n_zero else "")
-        + (DRAWN if info.drawn else LEFT_OUT if info.n_tokens < found.loaded and len(known) > 1 else "")
+        + (DRAWN if info.drawn else LEFT_OUT if info.n_tokens < measured.loaded and len(known) > 1 else "")
         + "OTB compares only rollouts of one prompt at one position, so the correlations within decide. "
         "The pooled ones also count differences between positions and prompts, which OTB never sees."
     )

@@ -57,26 +57,27 @@ def asked_token() -> None:
 
 def prompt_share(tokens: pd.DataFrame, name: str, steps: pd.DataFrame, step: int) -> str:
     """Say what this prompt's tokens add up to, beside the step's whole ‖ḡ‖²."""
-    own = tokens[name].to_numpy(float, na_value=0.0)
+    shares = tokens[name].to_numpy(float, na_value=0.0)
     whole: Any = steps.loc[steps["step"] == step, "grad_norm"]
+    along, against = (number(float(part.sum())) for part in (shares[shares > 0], -shares[shares < 0]))
     return (
-        f"Blue pushes along the update, orange against it. This prompt's tokens add up to {number(float(own.sum()))} "
-        f"({number(float(own[own > 0].sum()))} for, {number(float(-own[own < 0].sum()))} against) "
+        "Blue pushes along the update, orange against it. "
+        f"This prompt's tokens add up to {number(float(shares.sum()))} ({along} for, {against} against) "
         f"of ‖ḡ‖² = {number(float(whole.iloc[0]) ** 2)} of the whole step."
     )
 
 
 def details(tokens: pd.DataFrame, chosen: tuple[int, int], estimator: str) -> None:
     """Show one token's numbers and how they come about."""
-    found = token_details(tokens, *chosen, estimator)
-    if found is None:
+    token = token_details(tokens, *chosen, estimator)
+    if token is None:
         return
     with st.container(border=True):
         left, right = st.columns([1, 4])
-        left.caption(f"token {found.t} of rollout {found.rollout}")
-        left.code(found.text, language=None)
+        left.caption(f"token {token.t} of rollout {token.rollout}")
+        left.code(token.text, language=None)
         right.dataframe(
-            pd.DataFrame(found.formulas, columns=["quantity", "with this token's numbers"]), hide_index=True
+            pd.DataFrame(token.formulas, columns=["quantity", "with this token's numbers"]), hide_index=True
         )
 
 
@@ -105,8 +106,8 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
     chosen: Any = rollouts[rollouts["group"] == group]
     with places[4]:
         scale = st.selectbox("Scale", KINDS, key="scale", bind="query-params", help=SCALE)
-    own = chosen.set_index("rollout")
-    info = tokens_info(tokens, own["reward"], str(name), str(order), str(scale))
+    of_prompt = chosen.set_index("rollout")
+    info = tokens_info(tokens, of_prompt["reward"], str(name), str(order), str(scale))
     described = column("tokens", str(name))
     unit = f" ({described.unit})" if described.unit else ""
     st.caption(plain(f"{described.name}{unit}: {described.meaning}") + " Hover for all values, click for the formulas.")
@@ -114,9 +115,9 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
         st.caption(SKETCHED)
     if str(name) in SIGNED:
         st.caption(plain(prompt_share(tokens, str(name), data.steps([run])[run.name], step)))
-    st.code(str(own["prompt"].iloc[0]), language=None, wrap_lines=True)
+    st.code(str(of_prompt["prompt"].iloc[0]), language=None, wrap_lines=True)
     asked_token()
-    clicked = token_view(info, tokens, own["finish_reason"].to_dict(), measured, st.session_state.get("_token"))
+    clicked = token_view(info, tokens, of_prompt["finish_reason"].to_dict(), measured, st.session_state.get("_token"))
     if clicked and clicked != st.session_state.get("_token"):
         st.session_state["_token"] = clicked
         st.rerun()

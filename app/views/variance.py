@@ -9,6 +9,7 @@ from widgets import chart, one_run, page, plain
 
 from otb_analysis.figures import (
     MEASURES,
+    NOISE_SCALE,
     VarianceInfo,
     comparison_info,
     comparison_table,
@@ -43,8 +44,8 @@ def over_steps(table: Any, chosen: list[str], window: int) -> None:
     chart(plot_variance(info), "variance", table[table["estimator"].isin(chosen)])
     st.caption(footnote(info, window))
     with st.expander("What these are"):
-        for measure in MEASURES:
-            st.markdown(f"**{plain(measure.title)}** = {plain(measure.formula)}")
+        for title, formula in (*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE):
+            st.markdown(f"**{plain(title)}** = {plain(formula)}")
         st.markdown(
             "Halving the step also cuts variance, so compare estimators by efficiency or SF, not by variance alone."
         )
@@ -88,7 +89,7 @@ def compared(run: listing.Run, source: str, estimators: list[str]) -> None:
     chosen = list(grams.values()) if step == steps[0] else [grams[int(str(step))]]
     info = comparison_info(chosen, str(against), source, estimators, data.known(run))
     chart(plot_comparison(info), "comparison", comparison_table(info))
-    st.caption(info.estimand)
+    st.caption(f"{info.estimand} Noise scale: the number of prompts at which an update's noise equals its signal.")
     shown = display_table(info)
     three = st.column_config.NumberColumn(format="%.3g")
     columns: dict[str, Any] = dict.fromkeys(shown.select_dtypes("number").columns, three)

@@ -21,6 +21,7 @@ from otb_analysis.commands.inspect import (
     attribution_command,
     compare_command,
     diagnose_command,
+    parsed,
     print_comparison,
     report_command,
 )
@@ -101,8 +102,8 @@ def train_command(words: Sequence[str]) -> None:
     """
     words, file = _without_config(words)
     default = TrainConfig() if file is None else from_toml(TrainConfig, file)
-    config = _parsed(TrainConfig, "train", words, default, getdoc(train_command))
-    if os.environ.get("RANK", "0") != "0":  # the first process speaks for all
+    config = parsed(TrainConfig, "train", words, default, getdoc(train_command))
+    if os.environ.get("RANK", "0") != "0":  # only the first process prints
         _trained(config)
         return
     with shown(), phase("otb train") as whole:
@@ -124,19 +125,19 @@ def _trained(config: TrainConfig, *bar: Any) -> Path:
     quiet_loading()
     try:
         return train(config, *bar)
-    except KeyboardInterrupt as stop:  # what a run keeps, it says itself
+    except KeyboardInterrupt as stop:  # the run itself says what it keeps
         raise Interrupted(str(stop) or "stopped; nothing was written.") from None
 
 
 def demo_command(words: Sequence[str]) -> None:
     """Train twice, compare, serve."""
-    config = _parsed(DemoConfig, "demo", words, DemoConfig())
+    config = parsed(DemoConfig, "demo", words, DemoConfig())
     with shown(), phase("loading PyTorch and transformers"):
         from otb_analysis.commands.demo import run_demo
         from otb_analysis.rollouts.models import quiet_loading
     quiet_loading()
     console = Console()
-    print_comparison(run_demo(config), conclude_last=True)
+    print_comparison(run_demo(config))
     if config.serve:
         serve(DashboardConfig(config.root, config.port))
     else:
@@ -178,13 +179,13 @@ def study_command(words: Sequence[str]) -> None:
             )
             raise Interrupted(f"stopped; {kept}.") from None
     console = Console()
-    told = f"{written / 'README.md'} is written." if written else "The cells are kept; others are still missing."
-    console.print(told, soft_wrap=True)
+    result = f"{written / 'README.md'} is written." if written else "The cells are kept; others are still missing."
+    console.print(result, soft_wrap=True)
 
 
 def dashboard_command(words: Sequence[str]) -> None:
     """Serve the dashboard."""
-    serve(_parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
+    serve(parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
@@ -202,10 +203,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
 
 def from_toml(kind: type[Config], file: Path) -> Config:
     """Read a configuration; fields that the file leaves out keep their defaults.
-
-    Args:
-        kind: A configuration dataclass with defaults.
-        file: A TOML file whose tables are the nested dataclasses.
 
     Raises:
         InputError: The file cannot be read, names a field that does not exist, or holds a value of another type.
@@ -259,12 +256,6 @@ def _without_config(words: Sequence[str]) -> tuple[list[str], Path | None]:
                 raise InputError("--config needs a file; pass one, as in --config run.toml.")
             return [*words[:i], *words[i + 2 :]], Path(words[i + 1])
     return words, None
-
-
-def _parsed(
-    kind: type[Config], command: str, words: Sequence[str], default: Config, description: str | None = None
-) -> Config:
-    return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=(), description=description)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ ESTIMATORS_COMPARED = ("group_mean", "otb")
 STEPS, PROMPTS = 31, 32
 LEARNING_RATE = 5e-4
 MEASURED_EVERY, ATTRIBUTED_EVERY = 3, 15
-"""The runs measure at steps of their own, so that together they measure twice as many different prompts."""
+"""The two runs measure at different steps, so that together they measure twice as many different prompts."""
 
 
 def demo_configs(config: DemoConfig) -> list[TrainConfig]:
@@ -63,15 +63,11 @@ def demo_configs(config: DemoConfig) -> list[TrainConfig]:
 def run_demo(config: DemoConfig, console: Console | None = None) -> list[Path]:
     """Make what is missing and return the runs' directories; complete runs of the same configuration are reused.
 
-    Args:
-        config: Where, and from which seed.
-        console: Where progress is shown; by default the terminal.
-
     Raises:
         InputError, StoreError, NonFiniteError: What stopped one of the two trainings.
         Interrupted: Ctrl-C; the sentence says what is kept.
     """
-    torch.set_num_threads(1)  # a model this small gains nothing from a second thread, and loses to a busy machine
+    torch.set_num_threads(1)  # a model this small gains nothing from a second thread
     configs = demo_configs(config)
     missing = [c for c in configs if not is_complete(c)]
     workers: dict[str, list[Phase]] = {}
@@ -90,9 +86,9 @@ def _kept(configs: Sequence[TrainConfig]) -> str:
     """Return the sentence of a demo that was interrupted."""
     done = [c.run_name for c in configs if is_complete(c)]
     begun = [c.run_name for c in configs if c.run_name not in done and (c.root / c.run_name).is_dir()]
-    told = [f"{' and '.join(done)} is complete and kept"] if done else []
-    told += [f"{' and '.join(begun)} can be read as far as it is, and begins anew with otb demo"] if begun else []
-    return f"stopped; {'; '.join(told) or 'no run was begun'}."
+    parts = [f"{' and '.join(done)} is complete and kept"] if done else []
+    parts += [f"{' and '.join(begun)} can be read as far as it is, and begins anew with otb demo"] if begun else []
+    return f"stopped; {'; '.join(parts) or 'no run was begun'}."
 
 
 def is_complete(config: TrainConfig) -> bool:
@@ -114,16 +110,14 @@ def _what(config: Mapping[str, object]) -> dict[str, object]:
 
 
 PLACE = ("root", "if_exists")
-"""Fields that say where a run lies, not what it is."""
+"""Fields that say where a run is stored, not how it is trained."""
 
 
 def train_together(configs: Sequence[TrainConfig], open_phases: dict[str, list[Phase]], threads: int = 1) -> None:
     """Train each configuration in a process of its own.
 
     Args:
-        configs: The runs.
         open_phases: Takes what each run is doing, by its name, for whoever watches.
-        threads: Threads of each process.
 
     Raises:
         InputError, StoreError, NonFiniteError: What stopped a run; the others are stopped too.
@@ -132,7 +126,7 @@ def train_together(configs: Sequence[TrainConfig], open_phases: dict[str, list[P
     news: Queue = context.Queue()
     open_phases |= {c.run_name: [Phase(f"{c.run_name}: loading PyTorch and transformers")] for c in configs}
     workers = [context.Process(target=_work, args=(c, threads, news), daemon=True) for c in configs]
-    # Ctrl-C reaches the whole group: workers are born deaf to it, and this process ends them.
+    # Ctrl-C reaches every process of the group. Workers start with it ignored, since this process ends them.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for worker in workers:
         worker.start()
@@ -160,11 +154,11 @@ def _work(config: TrainConfig, threads: int, news: Queue) -> None:
     except KeyboardInterrupt:
         sys.exit(1)  # the run has recorded that it was interrupted
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to record: the parent may end it on its way out
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the run is recorded, so the parent may end this process
 
 
 def _end_with_parent() -> None:
-    """Interrupt this process when the demo is gone, however it ended: nobody would read what it goes on to do."""
+    """Interrupt this process when the demo has ended, also when the demo was killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -176,7 +170,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 LAST_WORDS = 2.0
-"""Seconds in which what a worker said before it ended is still on its way."""
+"""Seconds to wait for the last message of a worker that has ended."""
 
 
 def _watch(workers: Sequence, news: Queue, open_phases: dict[str, list[Phase]]) -> None:

@@ -9,37 +9,41 @@ from typing import Annotated, TypeVar
 
 import tyro
 from rich.console import Console
+from rich.table import Table
 
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import counted, phase
 
 TABLE_WIDTH = 136
-"""Characters that the widest table needs; a narrower terminal wraps its lines rather than losing numbers."""
+"""Characters of a line at least; a narrower terminal wraps the lines of a table rather than losing numbers."""
+UNBOUNDED = 1000
+"""Characters that no table needs: a width at which to measure how many it does."""
 
 Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
-class CompareConfig:
-    """Print learning, estimators and proxy fidelity of runs, side by side."""
+class RunsConfig:
+    """Which runs a command reads."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names of runs, or their paths; all complete runs of the root when none is given."""
-    top: int | None = None
-    """Rows per table of estimators, best first; 0 shows all, no number the eight that matter."""
     root: Path = Path("runs")
     """Directory that holds the runs."""
 
 
 @dataclass(frozen=True)
-class DiagnoseConfig:
-    """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice."""
+class CompareConfig(RunsConfig):
+    """Print learning, estimators and proxy fidelity of runs, side by side."""
 
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of runs, or their paths; all complete runs of the root when none is given."""
-    root: Path = Path("runs")
-    """Directory that holds the runs."""
+    top: int | None = None
+    """Rows per table of estimators, best first; 0 shows all, no number the eight that matter."""
+
+
+@dataclass(frozen=True)
+class DiagnoseConfig(RunsConfig):
+    """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +61,11 @@ class AttributionConfig:
 
 
 @dataclass(frozen=True)
-class ReportConfig:
+class ReportConfig(RunsConfig):
     """Write what the dashboard and the terminal say about runs into one self-contained HTML file, or into Markdown."""
 
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of runs, or their paths; all complete runs of the root when none is given."""
     out: Path = Path("report.html")
     """File to write; its ending, .html or .md, decides the form."""
-    root: Path = Path("runs")
-    """Directory that holds the runs."""
 
 
 def compare_command(words: Sequence[str]) -> None:
@@ -80,6 +80,15 @@ def compare_command(words: Sequence[str]) -> None:
             tables = comparison([_run_path(config.root, name) for name in config.runs], config.top)
         else:
             tables = _comparison_of_readable(config)
+    _print_all(tables)
+
+
+def print_comparison(paths: Sequence[Path]) -> None:
+    """Print what `otb demo` says at its end: the tables of `otb compare`, the conclusion last."""
+    with shown(), phase("comparing runs"):
+        from otb_analysis.report.compare import comparison
+
+        tables = comparison(paths, conclude_last=True)
     _print_all(tables)
 
 
@@ -103,8 +112,8 @@ def diagnose_command(words: Sequence[str]) -> None:
         from otb_analysis.report.verdicts import diagnosis
 
         names = config.runs or _complete_runs(config.root)
-        told = [diagnosis(_run_path(config.root, name)) for name in counted(names, "run")]
-    for parts in told:
+        diagnoses = [diagnosis(_run_path(config.root, name)) for name in counted(names, "run")]
+    for parts in diagnoses:
         _print_all(parts)
 
 
@@ -113,7 +122,8 @@ def attribution_command(words: Sequence[str]) -> None:
     config = parsed(AttributionConfig, "attribution", words, AttributionConfig())
     if not config.run:
         raise InputError("otb attribution needs a run; pass its name, as in otb attribution demo-otb-s0.")
-    _check_top(config.top)
+    if config.top < 1:
+        raise InputError(f"--top is {config.top}; pass at least 1.")
     with shown(), phase("reading the attribution"):
         from otb_analysis.report.verdicts import attribution
 
@@ -141,18 +151,14 @@ def _run_path(root: Path, name: str) -> Path:
     return path if len(path.parts) > 1 and is_run(path) else root / name
 
 
-def _check_top(top: int) -> None:
-    if top < 1:
-        raise InputError(f"--top is {top}; pass at least 1.")
-
-
 def _print_all(parts: Sequence[object]) -> None:
     """Print tables and sentences, each after an empty line."""
-    console = Console()
-    wide = Console(width=max(console.width, TABLE_WIDTH))
+    width = max(Console().width, TABLE_WIDTH)
     for part in parts:
-        wide.print()
-        wide.print(part, markup=False, highlight=False)
+        needed = Console(width=UNBOUNDED).measure(part).maximum if isinstance(part, Table) else width
+        console = Console(width=max(width, needed))
+        console.print()
+        console.print(part, markup=False, highlight=False)
 
 
 def _complete_runs(root: Path) -> list[str]:
@@ -195,28 +201,8 @@ def _left_out(run: str, reason: str) -> None:
     sys.stderr.write(f"otb: {run} is left out: {reason}\n")
 
 
-def print_comparison(paths: Sequence[Path], top: int | None = None, conclude_last: bool = False) -> None:
-    """Print what `otb compare` and `otb demo` say.
-
-    Args:
-        paths: Directories of runs.
-        top: Rows per table of estimators; 0 prints all, None the eight that matter.
-        conclude_last: Print the conclusion behind the other tables.
-    """
-    with shown(), phase("comparing runs"):
-        from otb_analysis.report.compare import comparison
-
-        tables = comparison(paths, top, conclude_last)
-    _print_all(tables)
-
-
-def parsed(kind: type[Config], command: str, words: Sequence[str], default: Config) -> Config:
-    """Return a command's configuration from the command line.
-
-    Args:
-        kind: Its dataclass.
-        command: Its name.
-        words: What follows the name.
-        default: What the words change.
-    """
-    return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=())
+def parsed(
+    kind: type[Config], command: str, words: Sequence[str], default: Config, description: str | None = None
+) -> Config:
+    """Return a command's configuration from the command line."""
+    return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=(), description=description)

@@ -65,11 +65,7 @@ def serve(config: DashboardConfig) -> None:
 
 
 def supervised(command: Sequence[str]) -> int:
-    """Run a command to its end and return its exit code; Ctrl-C or SIGTERM to this process ends the command, too.
-
-    Args:
-        command: Program and arguments.
-    """
+    """Run a command to its end and return its exit code; Ctrl-C or SIGTERM to this process ends the command, too."""
     before = signal.signal(signal.SIGTERM, _terminated)
     process = subprocess.Popen(command, env=os.environ | {"PYTHONUTF8": "1"})
     try:

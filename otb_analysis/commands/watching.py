@@ -1,4 +1,4 @@
-"""Who watches long work: bars on a terminal, a plain line every 10 s elsewhere; see `phases`."""
+"""Progress of long work: bars on a terminal, a plain line every 10 s elsewhere; see `phases`."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ REPORT = 0.5
 LINE_EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
 AT_ONCE = 1.0
-"""Seconds in which a phase may end unseen, so that short ones do not flicker."""
+"""Phases shorter than this many seconds are not shown, so that the picture does not flicker."""
 
 Stacks = Callable[[], Sequence[Sequence[Phase]]]
 """Gives the open phases of each process that works, outermost first."""
@@ -35,10 +35,6 @@ class Row:
     """One line of the picture.
 
     Attributes:
-        text: What goes on.
-        share: Of it that is done, None where unknown.
-        elapsed: Seconds since it began.
-        left: Seconds left, None where unknown.
         at_most: True where it may be less.
     """
 
@@ -60,14 +56,9 @@ def remaining(row: Row) -> str:
 
 
 def rows(stack: Sequence[Phase], now: float) -> list[Row]:
-    """Return the whole work in one row, and below it, joined in one, the phases inside it.
-
-    Args:
-        stack: Open phases, outermost first.
-        now: The time.
-    """
-    found = [_row(part, now) for part in (stack[:1], stack[1:]) if part]
-    return found[:1] + [row for row in found[1:] if row.elapsed >= AT_ONCE]
+    """Return the whole work in one row, and below it, joined in one, the phases inside it."""
+    lines = [_row(part, now) for part in (stack[:1], stack[1:]) if part]
+    return lines[:1] + [row for row in lines[1:] if row.elapsed >= AT_ONCE]
 
 
 def _row(stack: Sequence[Phase], now: float) -> Row:
@@ -85,12 +76,7 @@ def _row(stack: Sequence[Phase], now: float) -> Row:
 
 @contextmanager
 def shown(console: Console | None = None, stacks: Stacks = lambda: [OPEN]) -> Iterator[None]:
-    """Show what goes on while the block runs, and every note that it leaves.
-
-    Args:
-        console: Where; by default the terminal, be it stdout or stderr, else stderr.
-        stacks: Whose phases.
-    """
+    """Show what goes on while the block runs, and every note that it leaves."""
     NOTES.clear()
     watcher = _Watcher(console or progress_console(), stacks)
     watcher.start()
@@ -107,11 +93,7 @@ def progress_console() -> Console:
 
 @contextmanager
 def reported(send: Callable[[list[Phase], list[str]], None]) -> Iterator[None]:
-    """Send what goes on in the block, and its notes, twice a second: to a process that has the terminal.
-
-    Args:
-        send: Takes the open phases and the notes that are new.
-    """
+    """Send what goes on in the block, and its notes, twice a second: to a process that has the terminal."""
     over = Event()
 
     def report() -> None:
@@ -137,16 +119,16 @@ class _Watcher(Thread):
     def __init__(self, console: Console, stacks: Stacks):
         super().__init__(daemon=True, name="otb progress")
         self.console, self.stacks, self.over = console, stacks, Event()
-        self.began = self.said = monotonic()
+        self.began = self.printed = monotonic()
 
     def run(self) -> None:
-        """Draw until the work is over; nothing that fails here reaches it."""
+        """Draw until the work is over; an error here never stops the work."""
         draws = self.console.is_terminal and not self.console.is_dumb_terminal
         with suppress(Exception):
             self._draw() if draws else self._write()
 
     def end(self) -> None:
-        """Take the picture down and say what is still to be said."""
+        """Remove the picture and print the notes that are left."""
         self.over.set()
         self.join()
         with suppress(Exception):
@@ -184,13 +166,13 @@ class _Watcher(Thread):
         while not self.over.wait(REFRESH):
             self._tell()
             now = monotonic()
-            if now - self.said < LINE_EVERY:
+            if now - self.printed < LINE_EVERY:
                 continue
-            self.said = now
+            self.printed = now
             for stack in self.stacks():
-                if found := rows(list(stack), now):
-                    told = " · ".join(row.line for row in found)
-                    self._print(f"[{duration(now - self.began)}] {told}")
+                if lines := rows(list(stack), now):
+                    line = " · ".join(row.line for row in lines)
+                    self._print(f"[{duration(now - self.began)}] {line}")
 
     def _tell(self) -> None:
         while NOTES:

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from otb_analysis.diagnostics import DETECTORS, ChangePoint, Finding
 from otb_analysis.figures.curves import Curve, CurvesInfo
-from otb_analysis.figures.scales import number
+from otb_analysis.figures.numbers import number
 from otb_analysis.figures.styles import AMBER, run_styles
 from otb_analysis.figures.theme import place
 
@@ -45,11 +45,7 @@ class Mark:
     """One mark on a panel.
 
     Attributes:
-        run: Whose.
-        column: Column of the panel.
-        step: Where.
         kind: `watch`, `alarm` or `change`.
-        text: What happened, for the hover.
     """
 
     run: str
@@ -60,23 +56,19 @@ class Mark:
 
 
 def alarms_table(findings: Mapping[str, Sequence[Finding]]) -> pd.DataFrame:
-    """Return one row per run and detector, the worst first, runs in their order among equals.
-
-    Args:
-        findings: From `diagnose`, by run.
-    """
+    """Return one row per run and detector, the worst first, runs in their order among equals."""
     rows = [
         {
             "run": run,
-            "level": SIGNS[found.level],
-            "detector": TITLES[found.detector],
-            "first watch": found.watch_step,
-            "first alarm": found.alarm_step,
-            "why": found.reason,
-            "_order": list(SIGNS).index(found.level),
+            "level": SIGNS[finding.level],
+            "detector": TITLES[finding.detector],
+            "first watch": finding.watch_step,
+            "first alarm": finding.alarm_step,
+            "why": finding.reason,
+            "_order": list(SIGNS).index(finding.level),
         }
         for run, several in findings.items()
-        for found in several
+        for finding in several
     ]
     columns = ["run", "level", "detector", "first watch", "first alarm", "why", "_order"]
     table = pd.DataFrame(rows, columns=columns).sort_values("_order", kind="stable").drop(columns="_order")
@@ -85,12 +77,8 @@ def alarms_table(findings: Mapping[str, Sequence[Finding]]) -> pd.DataFrame:
 
 
 def alarms_line(findings: Mapping[str, Sequence[Finding]]) -> str:
-    """Return how many detectors of each level there are, in words.
-
-    Args:
-        findings: From `diagnose`, by run.
-    """
-    levels = [found.level for several in findings.values() for found in several]
+    """Return how many detectors of each level there are, in words."""
+    levels = [finding.level for several in findings.values() for finding in several]
     counts = [f"{levels.count(level)} {level}" for level in SIGNS if level in levels or level != "too short"]
     return f"{len(DETECTORS)} detectors on {len(findings)} run{'s' * (len(findings) != 1)}: {', '.join(counts)}."
 
@@ -98,17 +86,12 @@ def alarms_line(findings: Mapping[str, Sequence[Finding]]) -> str:
 def alarm_marks(
     findings: Mapping[str, Sequence[Finding]], points: Mapping[str, Sequence[ChangePoint]]
 ) -> tuple[Mark, ...]:
-    """Return the first firings and the change points of some runs.
-
-    Args:
-        findings: From `diagnose`, by run.
-        points: From `change_points`, by run.
-    """
+    """Return the first firings and the change points of some runs."""
     fired = [
-        Mark(run, PANELS.get(one.column, one.column), int(one.step[at]), kind, f"{TITLES[found.detector]}: {kind}")
+        Mark(run, PANELS.get(one.column, one.column), int(one.step[at]), kind, f"{TITLES[finding.detector]}: {kind}")
         for run, several in findings.items()
-        for found in several
-        for one in found.evidence
+        for finding in several
+        for one in finding.evidence
         for kind, threshold in (("watch", one.watch), ("alarm", one.alarm))
         if (at := one.first(threshold)) is not None
     ]
@@ -121,27 +104,20 @@ def alarm_marks(
 
 
 def add_marks(figure: go.Figure, info: CurvesInfo, marks: Sequence[Mark], columns: int) -> go.Figure:
-    """Draw marks on the curves they belong to; a panel that shows no curve of the run gets none.
-
-    Args:
-        figure: From `plot_curves` of the same info.
-        info: The curves.
-        marks: What to mark.
-        columns: Panels per row.
-    """
+    """Draw marks on the curves they belong to; a panel that shows no curve of the run gets none."""
     styles, named = run_styles(info.estimators), set[str]()
     for index, (quantity, curves) in enumerate(zip(info.quantities, info.curves, strict=True)):
         for curve in curves:
             for kind in (*KINDS, "change"):
-                own = [m for m in marks if (m.run, m.column, m.kind) == (curve.run, quantity.column, kind)]
-                if not own:
+                marked = [m for m in marks if (m.run, m.column, m.kind) == (curve.run, quantity.column, kind)]
+                if not marked:
                     continue
                 name, symbol, color = (*CHANGE, styles[curve.run].color) if kind == "change" else KINDS[kind]
                 figure.add_scatter(
-                    x=[m.step for m in own], y=[_height(curve, m.step) for m in own], mode="markers", name=name,
+                    x=[m.step for m in marked], y=[_height(curve, m.step) for m in marked], mode="markers", name=name,
                     legendgroup=name, showlegend=name not in named,
                     marker={"symbol": symbol, "size": 10, "color": color, "line": {"width": 1, "color": "#FFFFFF"}},
-                    text=[m.text for m in own],
+                    text=[m.text for m in marked],
                     hovertemplate="step %{x}: <b>" + name + "</b><br>%{text}<extra></extra>", **place(index, columns),
                 )  # fmt: skip
                 named.add(name)

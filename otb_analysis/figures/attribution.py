@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.diagnostics import Holders, StepAttribution
-from otb_analysis.figures.scales import number
+from otb_analysis.figures.numbers import number
 from otb_analysis.figures.styles import BLUE, GREY, ORANGE
 from otb_analysis.figures.theme import RULE, panels, place
 from otb_analysis.figures.tokens import visible
@@ -27,12 +27,9 @@ class AttributionInfo:
     """The numbers behind the picture of one step's attribution, as shares of ‖ḡ‖² (1 is all of it).
 
     Attributes:
-        step: The step.
-        norm_sq: ‖ḡ‖².
         prompt: Name of each bar [K], largest |share| first.
         signal: Signal of each bar [K]; its whole share where the split was not measured.
         noise: Noise of each bar [K], None without the split.
-        count: Tokens counted from the one with the largest share down, 1 … n.
         held: Share of ‖ḡ‖² that so many tokens hold [n]; passes 1 and comes back where tokens push against the update.
     """
 
@@ -45,22 +42,18 @@ class AttributionInfo:
     held: Array
 
 
-def attribution_info(found: StepAttribution) -> AttributionInfo:
-    """Collect bars and curve of one step.
-
-    Args:
-        found: From `attribute_step`.
-    """
-    whole = found.norm_sq or 1.0
-    prompts = found.prompts
+def attribution_info(attribution: StepAttribution) -> AttributionInfo:
+    """Collect bars and curve of one step."""
+    whole = attribution.norm_sq or 1.0
+    prompts = attribution.prompts
     names = [str(g) for g in prompts.group[:MOST_PROMPTS]]
     if len(prompts) > MOST_PROMPTS:
         names.append(f"{len(prompts) - MOST_PROMPTS} others")
     first = prompts.share if prompts.signal is None else prompts.signal
-    held = np.cumsum(np.sort(found.tokens.share)[::-1]) / whole
+    held = np.cumsum(np.sort(attribution.tokens.share)[::-1]) / whole
     return AttributionInfo(
-        found.step,
-        found.norm_sq,
+        attribution.step,
+        attribution.norm_sq,
         tuple(names),
         _bars(first, whole),
         None if prompts.noise is None else _bars(prompts.noise, whole),
@@ -75,11 +68,7 @@ def _bars(values: np.ndarray, whole: float) -> Array:
 
 
 def plot_attribution(info: AttributionInfo) -> go.Figure:
-    """Draw prompts on the left, tokens on the right.
-
-    Args:
-        info: From `attribution_info`.
-    """
+    """Draw prompts on the left, tokens on the right."""
     titles = [
         ("Prompts", "share of ‖ḡ‖², largest first"),
         ("Tokens", "share of ‖ḡ‖² that the largest so many hold"),
@@ -108,17 +97,15 @@ def plot_attribution(info: AttributionInfo) -> go.Figure:
 
 
 def attribution_table(
-    found: StepAttribution, holders: Holders, tokens: pd.DataFrame, rollouts: pd.DataFrame
+    attribution: StepAttribution, holders: Holders, tokens: pd.DataFrame, rollouts: pd.DataFrame
 ) -> pd.DataFrame:
     """Return holders with what they are: prompt, rollout's reward, token's text; shares of ‖ḡ‖² as fractions.
 
     Args:
-        found: The step.
-        holders: One of its levels, or the head of one.
         tokens: Token rows of the step with group, rollout, t, token.
         rollouts: Rollout rows of the step with group, rollout, prompt, reward.
     """
-    whole = found.norm_sq or 1.0
+    whole = attribution.norm_sq or 1.0
     table = pd.DataFrame({"prompt": holders.group})
     if holders.level != "prompt":
         table["rollout"] = holders.rollout
@@ -140,20 +127,16 @@ def attribution_table(
     return table
 
 
-def attribution_line(found: StepAttribution) -> str:
-    """Return the step's attribution in two sentences.
-
-    Args:
-        found: From `attribute_step`.
-    """
-    tokens, total = found.tokens, len(found.tokens)
-    said = (
-        f"At step {found.step} ‖ḡ‖² = {number(found.norm_sq)}; {tokens.holding():,} of {total:,} tokens "
+def attribution_line(attribution: StepAttribution) -> str:
+    """Return the step's attribution in two sentences."""
+    tokens, total = attribution.tokens, len(attribution.tokens)
+    text = (
+        f"At step {attribution.step} ‖ḡ‖² = {number(attribution.norm_sq)}; {tokens.holding():,} of {total:,} tokens "
         f"({tokens.holding() / total:.1%}) hold half of all |shares|"
     )
-    if found.signal_total is None or found.noise_total is None:
-        return f"{said}; signal and noise were not told apart (--measure.attribution.split)."
+    if attribution.signal_total is None or attribution.noise_total is None:
+        return f"{text}; signal and noise were not told apart (--measure.attribution.split)."
     return (
-        f"{said}. Signal, what prompts have in common, is {number(found.signal_total)}; noise, each prompt's own part, "
-        f"is {number(found.noise_total)}."
+        f"{text}. Signal, what prompts have in common, is {number(attribution.signal_total)}; "
+        f"noise, each prompt's own part, is {number(attribution.noise_total)}."
     )

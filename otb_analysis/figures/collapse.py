@@ -49,9 +49,6 @@ def derived(steps: pd.DataFrame) -> pd.DataFrame:
 
     zero_variance_share = n_zero_variance_groups / n_prompts, the others of `SHARES` alike; clipped_share = mean of
     `clipped` over the last 20 steps, from the fifth on.
-
-    Args:
-        steps: Steps table of one run.
     """
     table = steps.sort_values("step")
     known = {name: pair for name, pair in SHARES.items() if set(pair) <= set(table)}
@@ -63,22 +60,12 @@ def derived(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def collapse_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, str], window: int = 1) -> CurvesInfo:
-    """Collect the curves that tell the health of some runs.
-
-    Args:
-        steps: Steps table of each run.
-        estimators: Training estimator of each run.
-        window: Length of the running mean in recorded steps.
-    """
+    """Collect the curves that tell the health of some runs."""
     return curves_info({run: derived(table) for run, table in steps.items()}, QUANTITIES, estimators, window)
 
 
 def degenerate_table(steps: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return how often each run met degenerate input, summed over its steps; a count never recorded is missing.
-
-    Args:
-        steps: Steps table of each run.
-    """
+    """Return how often each run met degenerate input, summed over its steps; a count never recorded is missing."""
     rows = [table.reindex(columns=list(DEGENERATE)).sum(min_count=1) for table in steps.values()]
     counts = pd.DataFrame(rows, columns=list(DEGENERATE)).astype("Float64").astype("Int64").rename(columns=DEGENERATE)
     counts.insert(0, "run", list(steps))
@@ -86,13 +73,7 @@ def degenerate_table(steps: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def plot_collapse(info: CurvesInfo, *, log_y: bool = False, marks: Sequence[Mark] = ()) -> go.Figure:
-    """Draw small multiples; the panel of the exact Pareto-k marks 1, from which on the gradient's variance is infinite.
-
-    Args:
-        info: From `collapse_info`.
-        log_y: Logarithmic y axes.
-        marks: First firings and change points, from `alarm_marks`.
-    """
+    """Draw small multiples; in the panel of the exact Pareto-k a line at 1 marks infinite variance of the gradient."""
     figure = add_marks(plot_curves(info, columns=3, log_y=log_y), info, marks, 3)
     index = next(i for i, q in enumerate(info.quantities) if q.column == "exact_tail_k")
     if info.curves[index] and not log_y:

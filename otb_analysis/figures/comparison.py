@@ -9,15 +9,23 @@ import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.gradient_table import against_truth, is_defined, labels, trace_style
-from otb_analysis.figures.scales import log_axis, number
+from otb_analysis.figures.numbers import interval_cell, number, span
+from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import Style
 from otb_analysis.figures.theme import RULE, TITLE, note_in_panel, panels, place
 from otb_analysis.figures.variance import UNDEFINED
-from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, Interval, paired_ratios, pooled_statistics
+from otb_analysis.statistics import (
+    MIN_CLUSTERS,
+    NOTHING,
+    Interval,
+    gradient_noise_scale,
+    paired_ratios,
+    pooled_statistics,
+)
 from otb_analysis.types import Gram, Proved
 
 RATIOS = (
-    ("efficiency", "Efficiency ratio", "right of 1 is better"),
+    ("efficiency", "Efficiency ratio", "share of update along ∇J; right of 1 is better"),
     ("sf", "SF ratio", "variance at equal progress; left of 1 is better"),
     ("variance", "Variance ratio", "smaller for shorter steps, too"),
 )
@@ -30,8 +38,6 @@ class Row:
     """One estimator of the comparison.
 
     Attributes:
-        label: How it is called.
-        style: How it is drawn.
         ratios: Interval of each ratio in the order of `RATIOS`; None where the ratio is undefined.
         values: Its own efficiency, SF, batch variance, projection and rollout-equivalents; None where undefined.
     """
@@ -40,6 +46,7 @@ class Row:
     style: Style
     ratios: tuple[Interval | None, ...]
     values: dict[str, float | None]
+    noise_scale: Interval | None
 
 
 @dataclass(frozen=True)
@@ -48,9 +55,6 @@ class ComparisonInfo:
 
     Attributes:
         rows: Best efficiency first, or best SF where that is lost in the noise, undefined ones last.
-        against: Label of the estimator whose ratios are 1.
-        n_steps: Measured steps that entered.
-        n_prompts: Independent prompts over those steps.
         estimand: What points and intervals are, in words.
     """
 
@@ -74,38 +78,36 @@ def comparison_info(
     prompt at a time (paired, on the logarithm), from 16 prompts up.
 
     Args:
-        grams: One Gram matrix per step.
         against: Estimator whose ratios are 1; its first energy source is taken.
-        estimators: Which estimators to show besides that one; all when left out.
         energy_source: Show only estimators that read no energy or this kind; `both` shows all.
-        known: What is proved of the estimators.
 
     Raises:
         InputError: The estimator was not measured in any of the steps.
     """
-    measured = dict.fromkeys(found for gram in grams for found in gram.labels)
-    shown = [found for found in measured if energy_source == "both" or found[1] in ("none", energy_source)]
+    measured = dict.fromkeys(label for gram in grams for label in gram.labels)
+    shown = [label for label in measured if energy_source == "both" or label[1] in ("none", energy_source)]
     if estimators is not None:
-        shown = [found for found in shown if found[0] in {against, *estimators}]
-    base = next((found for found in shown if found[0] == against), None)
+        shown = [label for label in shown if label[0] in {against, *estimators}]
+    base = next((label for label in shown if label[0] == against), None)
     if base is None:
         raise InputError(f"against is {against!r}, which was not measured; {nearest(against, [m for m, _ in shown])}")
-    values = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known)}
+    by_label = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known)}
     pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base, known=known)}
     rows = []
     names = labels(shown)
-    for found in shown:
-        pair, own = pairs.get(found), values[found]
-        lost = {name for one in (own, values[base]) if not is_defined(one) for name in against_truth(one)}
+    for label in shown:
+        pair, statistics = pairs.get(label), by_label[label]
+        lost = {name for one in (statistics, by_label[base]) if not is_defined(one) for name in against_truth(one)}
         ratios = tuple(
-            None if name in lost else _ONE if found == base else getattr(pair, name, None) for name, *_ in RATIOS
+            None if name in lost else _ONE if label == base else getattr(pair, name, None) for name, *_ in RATIOS
         )
-        hidden = () if is_defined(own) else against_truth(own)
+        hidden = () if is_defined(statistics) else against_truth(statistics)
         hidden += ("rollout_equivalents",) if "sf" in hidden else ()
-        numbers = {n: None if n in hidden else getattr(own, n) for n in VALUES}
-        rows.append(Row(names[found], trace_style(*found), ratios, numbers))
+        values = {name: None if name in hidden else getattr(statistics, name) for name in VALUES}
+        scale = gradient_noise_scale(grams, label, known) if is_defined(statistics) else None
+        rows.append(Row(names[label], trace_style(*label), ratios, values, scale))
     rows.sort(key=_rank)
-    n_prompts = values[base].n_clusters
+    n_prompts = by_label[base].n_clusters
     return ComparisonInfo(tuple(rows), names[base], len(grams), n_prompts, _estimand(len(grams), n_prompts))
 
 
@@ -118,29 +120,19 @@ def _rank(row: Row) -> tuple[bool, float]:
 
 
 def display_table(info: ComparisonInfo) -> pd.DataFrame:
-    """Return the comparison as it is read: three significant digits, intervals in brackets behind their ratio.
-
-    Args:
-        info: From `comparison_info`.
-    """
+    """Return the comparison as it is read: three significant digits, intervals in brackets behind their ratio."""
     records = []
     for row in info.rows:
         record: dict[str, object] = {"estimator": row.label}
         record |= {_TITLES.get(name, name): value for name, value in row.values.items()}
+        record["noise scale"] = interval_cell(row.noise_scale)
         for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
-            record[f"{_TITLES[name]} ÷ {info.against}"] = _bracketed(ratio)
+            record[f"{_TITLES[name]} ÷ {info.against}"] = interval_cell(ratio)
         records.append(record)
     return pd.DataFrame(records)
 
 
 _TITLES = {"efficiency": "efficiency", "sf": "SF", "variance": "variance", "rollout_equivalents": "rollout equivalents"}
-
-
-def _bracketed(ratio: Interval | None) -> str:
-    if ratio is None:
-        return "–"
-    ends = "" if ratio.low is None else f" [{number(ratio.low)}, {number(ratio.high)}]"
-    return number(ratio.estimate) + ends
 
 
 def _estimand(n_steps: int, n_prompts: int) -> str:
@@ -152,29 +144,21 @@ def _estimand(n_steps: int, n_prompts: int) -> str:
 
 
 def comparison_table(info: ComparisonInfo) -> pd.DataFrame:
-    """Return the comparison as a table, one row per estimator: its own values, then each ratio with its interval.
-
-    Args:
-        info: From `comparison_info`.
-    """
+    """Return the comparison as a table, one row per estimator: its own values, then each ratio with its interval."""
     records = []
     for row in info.rows:
         record: dict[str, object] = {"estimator": row.label, **row.values}
-        for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
-            record[f"{name}_ratio"] = None if ratio is None else ratio.estimate
-            record[f"{name}_ratio_low"] = None if ratio is None else ratio.low
-            record[f"{name}_ratio_high"] = None if ratio is None else ratio.high
+        intervals = {f"{name}_ratio": ratio for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True)}
+        for name, interval in {"noise_scale": row.noise_scale, **intervals}.items():
+            ends = (None, None, None) if interval is None else (interval.estimate, interval.low, interval.high)
+            record |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
         records.append(record)
     table = pd.DataFrame(records)
     return table.astype({name: float for name in table if name != "estimator"})
 
 
 def plot_comparison(info: ComparisonInfo) -> go.Figure:
-    """Draw the forest: one line per estimator, one panel per ratio, logarithmic axes, a rule at 1.
-
-    Args:
-        info: From `comparison_info`.
-    """
+    """Draw the forest: one line per estimator, one panel per ratio, logarithmic axes, a rule at 1."""
     figure = panels(
         [(title, line) for _, title, line in RATIOS], 3, height=max(180, 27 * len(info.rows) + 30), shared_x=False
     )
@@ -185,18 +169,19 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
             ratio = row.ratios[index]
             if ratio is None or ratio.estimate <= 0:
                 continue
+            ends = "" if ratio.low is None else f"<br>95 % interval {span(ratio.low, ratio.high)}"
             figure.add_scatter(
                 x=np.array([ratio.estimate], np.float32), y=[row.label], mode="markers", showlegend=False,
                 marker={"color": row.style.color, "symbol": row.style.symbol, "size": 9},
                 error_x=_bar(ratio), **where,
-                hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{interval_text(ratio)}"
+                hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{ends}"
                 "<extra></extra>",
             )  # fmt: skip
         empty = not any(row.ratios[index] for row in info.rows)
         figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
-        found = [ratio for row in info.rows if (ratio := row.ratios[index])]
-        ends = [end for ratio in found for end in (ratio.low, ratio.high) if end is not None]
-        figure.update_xaxes(**log_axis([1.0, *(ratio.estimate for ratio in found)], ends, most=4), **where)
+        drawn = [ratio for row in info.rows if (ratio := row.ratios[index])]
+        ends = [end for ratio in drawn for end in (ratio.low, ratio.high) if end is not None]
+        figure.update_xaxes(**log_axis([1.0, *(ratio.estimate for ratio in drawn)], ends, most=4), **where)
         figure.update_xaxes(title_text=f"÷ {info.against}", title_standoff=6, **where)
         order = {"categoryorder": "array", "categoryarray": names, "range": [-0.6, len(names) - 0.4]}
         if empty:
@@ -210,14 +195,3 @@ def _bar(ratio: Interval) -> dict[str, object]:
         return {"type": "data", "array": [0], "visible": False}
     ends = {"array": [ratio.high - ratio.estimate], "arrayminus": [ratio.estimate - ratio.low]}
     return {"type": "data", "symmetric": False, "thickness": 1.5, "width": 0, **ends}
-
-
-def interval_text(interval: Interval) -> str:
-    """Return the interval as a line of a hover text, empty where there is none.
-
-    Args:
-        interval: A point with or without ends.
-    """
-    if interval.low is None:
-        return ""
-    return f"<br>95 % interval {number(interval.low)} to {number(interval.high)}"

@@ -1,19 +1,22 @@
-"""A comparison in three sentences: which baseline, by how much with its interval, what to do next."""
+"""A comparison in three sentences: which baseline, by how much with its interval, what to do next; and the advice."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from otb_analysis.diagnostics import advise_run, trained_label, update_rollouts
+from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.statistics import MIN_CLUSTERS, Conclusion, Interval, Verdict
+from otb_analysis.figures.numbers import interval_cell
+from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, Conclusion, Interval, Verdict, gradient_noise_scale
 from otb_analysis.statistics.comparisons.verdicts import MARGIN, names
-from otb_analysis.types import Label
+from otb_analysis.types import Gram, Label, Proved
 
 FAR = 20
-"""More than this many times the prompts measured is not worth a number."""
+"""Above this multiple of the measured prompts the prompts needed are not given as a number."""
 
 SELDOM = 20
-"""Steps between two measurements beyond which a run's course is not seen."""
+"""Most steps between two measurements that are advised."""
 
 MORE = "a larger --sample.prompts, with --measure.exact.prompts 0 --measure.exact.every 1"
 
@@ -22,77 +25,104 @@ COMMAND = "your run's command"
 PER_CENT = f"{100 * MARGIN:.0f} %"
 
 
+NO_GRAMS = (
+    "Not known: no step measured every estimator's gradient; the level exact does: "
+    "otb train --measure.exact.every 10 --measure.exact.prompts 16."
+)
+
+
+def trained_labels(config: Mapping[str, Any], grams: Iterable[Gram]) -> tuple[Label, ...]:
+    """Return the estimator that a run trains with; empty where its configuration names none that was measured."""
+    try:
+        return (trained_label(config, [label for gram in grams for label in gram.labels]),)
+    except InputError:  # a run of somebody else's tool need not name one of ours
+        return ()
+
+
+def advice_line(
+    grams: Mapping[int, Gram], subgroups: Mapping[int, Mapping[int, Gram]], config: Mapping[str, Any]
+) -> str:
+    """Return which estimator and group size to train with, or why that is not known.
+
+    `grams` by step and `subgroups` by size and step, as `RunStore.grams` and `RunStore.subgroup_grams` return them.
+    """
+    if not grams:
+        return NO_GRAMS
+    try:
+        present = trained_label(config, [label for gram in grams.values() for label in gram.labels])
+        advice = advise_run(grams, subgroups, present, n_rollouts=update_rollouts(config))
+    except InputError as error:
+        return f"Not known: {error}"
+    return f"{advice.reason} {advice.sizes_line}"
+
+
 def conclusion_sentences(
-    found: Conclusion, trained: Sequence[Label] = (), config: Mapping[str, Any] | None = None
+    conclusion: Conclusion, trained: Sequence[Label] = (), config: Mapping[str, Any] | None = None
 ) -> tuple[str, str, str]:
     """Return what the comparison says, each sentence of at most 40 words and true whatever the data are.
 
     Args:
-        found: From `conclude`.
-        trained: Estimators that the compared runs train with.
         config: Configuration of one of the runs, for the command that measures more.
     """
     config = config or {}
-    if found.cause:
-        return _untested(found, config)
-    if found.best:
-        return _ahead(found, found.best, trained)
-    if found.worst:
-        return _behind(found, found.worst, trained)
-    if found.told:
-        return _mixed(found, trained)
-    if not found.undecided:
-        return _same(found, trained)
-    return _undecided(found, trained, config)
+    if conclusion.cause:
+        return _untested(conclusion, config)
+    if conclusion.best:
+        return _ahead(conclusion, conclusion.best, trained)
+    if conclusion.worst:
+        return _behind(conclusion, conclusion.worst, trained)
+    if conclusion.told:
+        return _mixed(conclusion, trained)
+    if not conclusion.undecided:
+        return _same(conclusion, trained)
+    return _undecided(conclusion, trained, config)
 
 
-def signal_sentence(found: Conclusion, trained: Sequence[Label] = ()) -> str:
-    """Return why estimators without a proved projection are not judged, and what it takes; empty where they are.
-
-    Args:
-        found: From `conclude`.
-        trained: Estimators that the compared runs train with, which are named first.
-    """
-    untested = [v.label for v in found.verdicts if not v.c_known and not v.tested]
+def signal_sentence(conclusion: Conclusion, trained: Sequence[Label] = ()) -> str:
+    """Return why estimators without a proved projection are not judged, and what it takes; empty where they are."""
+    untested = [v.label for v in conclusion.verdicts if not v.c_known and not v.tested]
     listed = list(dict.fromkeys(name for name, _ in sorted(untested, key=lambda label: label not in trained)))
-    if found.cause not in ("", "noise") or not listed or found.signal.positive:
+    if conclusion.cause not in ("", "noise") or not listed or conclusion.signal.positive:
         return ""
     first = ", ".join(listed[:3]) + (" and others" if len(listed) > 3 else "")
-    needed = found.signal.n_needed
+    needed = conclusion.signal.n_needed
     return (
-        f"Not judged: {first}. Their step length must be estimated along ∇J, and on {found.n_prompts} prompts noise "
-        f"exceeds that signal; {_prompts(needed, found.n_prompts)} would show it."
+        f"Not judged: {first}. Their step length must be estimated along ∇J, and on {conclusion.n_prompts} prompts "
+        f"noise exceeds that signal; {_prompts(needed, conclusion.n_prompts)} would show it."
     )
 
 
-def shown_name(label: Label) -> str:
-    """Return how an estimator is called in a sentence.
+def noise_scale_line(grams: Sequence[Gram], labels: Iterable[Label], known: Proved = NOTHING) -> str:
+    """Return at how many prompts noise equals signal under some estimators, in one line; empty where none was measured.
 
-    Args:
-        label: (estimator, energy source).
+    The noise scale is V/‖m‖² in prompts, see `gradient_noise_scale`.
     """
+    measured = {label for gram in grams for label in gram.labels}
+    by_scale: dict[str, list[str]] = {}
+    for label in dict.fromkeys(labels):
+        if label in measured:
+            scale = gradient_noise_scale(grams, label, known)
+            text = interval_cell(scale, ".0f") if scale else "not known, since noise hides the signal"
+            by_scale.setdefault(text, []).append(shown_name(label))
+    listed = ", ".join(f"{' and '.join(who)} {text}" for text, who in by_scale.items())
+    return f"Noise scale, the number of prompts at which noise equals signal: {listed}." if listed else ""
+
+
+def shown_name(label: Label) -> str:
+    """Return how an estimator is called in a sentence."""
     name, source = label
     name = "no baseline (none)" if name == "none" else name
     return {"exact": f"{name} with exact norms", "calibrated": f"{name} with calibrated energies"}.get(source, name)
 
 
 def train_options(label: Label) -> str:
-    """Return what to add to a run's own command so that it trains with an estimator.
-
-    Args:
-        label: (estimator, energy source).
-    """
+    """Return what to add to a run's own command so that it trains with an estimator."""
     reads = label[0] in ESTIMATORS and ESTIMATORS[label[0]].reads_energy
     return f"--estimator.name {label[0]}" + (" --estimator.energy exact" if reads and label[1] == "exact" else "")
 
 
 def measure_options(needed: int, config: Mapping[str, Any]) -> str:
-    """Return what to add to a run's own command so that it measures this many prompts, at its own steps if it can.
-
-    Args:
-        needed: Prompts.
-        config: The run's configuration, nested.
-    """
+    """Return what to add to a run's own command so that it measures this many prompts, at its own steps if it can."""
     sample, optimize = (config.get(part) if isinstance(config.get(part), Mapping) else {} for part in PARTS)
     prompts, steps = (sample or {}).get("prompts"), (optimize or {}).get("steps")
     options = "--measure.exact.prompts 0"
@@ -107,20 +137,20 @@ def measure_options(needed: int, config: Mapping[str, Any]) -> str:
 PARTS = ("sample", "optimize")
 
 
-def _ahead(found: Conclusion, best: Verdict, trained: Sequence[Label]) -> tuple[str, str, str]:
-    name, base = shown_name(best.label), found.against[0]
-    better = names([v for v in found.verdicts if v.better])
+def _ahead(conclusion: Conclusion, best: Verdict, trained: Sequence[Label]) -> tuple[str, str, str]:
+    name, base = shown_name(best.label), conclusion.against[0]
+    better = names([v for v in conclusion.verdicts if v.better])
     free = "the best" if best.label[1] == "exact" else "the best that needs no exact norms"
-    first = f"{better} of {_tested(found)} beat {base} on {found.n_prompts} prompts; {free} is {name}."
+    first = f"{better} of {_tested(conclusion)} beat {base} on {conclusion.n_prompts} prompts; {free} is {name}."
     if better == 1:
-        others = names(found.tested) - 1
+        others = names(conclusion.tested) - 1
         rest = f"; none of the other {others} tested does" if others else ""
-        first = f"{name} beats {base} on {found.n_prompts} prompts{rest}."
+        first = f"{name} beats {base} on {conclusion.n_prompts} prompts{rest}."
     faster = "a quieter gradient need not learn faster"
-    if best.label in trained or any(found.alike.get(t) == found.alike.get(best.label) for t in trained):
+    if best.label in trained or any(conclusion.alike.get(t) == conclusion.alike.get(best.label) for t in trained):
         return first, _by_how_much(best, base), (
             f"Next: keep {name}; {faster}, so compare held-out reward with {base} over several seeds: "
-            f"add {train_options(found.against)}."
+            f"add {train_options(conclusion.against)}."
         )  # fmt: skip
     return first, _by_how_much(best, base), (
         f"Next: train with it (add {train_options(best.label)} to {COMMAND}); {faster}, so compare held-out "
@@ -128,82 +158,83 @@ def _ahead(found: Conclusion, best: Verdict, trained: Sequence[Label]) -> tuple[
     )  # fmt: skip
 
 
-def _behind(found: Conclusion, worst: Verdict, trained: Sequence[Label]) -> tuple[str, str, str]:
-    base, worse = found.against[0], [v for v in found.verdicts if v.worse]
-    first = f"No baseline beat {base} on {found.n_prompts} prompts; {names(worse)} of {_tested(found)} fell behind."
-    own = [v.label for v in worse if v.label in trained]
+def _behind(conclusion: Conclusion, worst: Verdict, trained: Sequence[Label]) -> tuple[str, str, str]:
+    base, worse = conclusion.against[0], [v for v in conclusion.verdicts if v.worse]
+    fell = f"{names(worse)} of {_tested(conclusion)} fell behind"
+    first = f"No baseline beat {base} on {conclusion.n_prompts} prompts; {fell}."
+    behind = [v.label for v in worse if v.label in trained]
     keep = f"Next: keep what you have{_named(trained)}; nothing was shown to be better."
-    instead = f"add {train_options(found.against)} to {COMMAND}"
-    mend = f"Next: train with {base} instead of {shown_name(own[0])}: {instead}." if own else keep
+    instead = f"add {train_options(conclusion.against)} to {COMMAND}"
+    mend = f"Next: train with {base} instead of {shown_name(behind[0])}: {instead}." if behind else keep
     return first, f"Farthest behind is {shown_name(worst.label)}. {_by_how_much(worst, base)}", mend
 
 
-def _mixed(found: Conclusion, trained: Sequence[Label]) -> tuple[str, str, str]:
+def _mixed(conclusion: Conclusion, trained: Sequence[Label]) -> tuple[str, str, str]:
     """Of estimators that were told apart, none that a run can train with is ahead or behind throughout."""
-    base, lead, count = found.against[0], found.told[0], names(found.told)
-    who = f"{count} of {_tested(found)} differ" if count > 1 else f"{shown_name(lead.label)} differs"
+    base, lead, count = conclusion.against[0], conclusion.told[0], names(conclusion.told)
+    who = f"{count} of {_tested(conclusion)} differ" if count > 1 else f"{shown_name(lead.label)} differs"
     return (
-        f"{who} from {base} on {found.n_prompts} prompts, but nothing that one can train with is better or worse in "
-        "every respect.",
+        f"{who} from {base} on {conclusion.n_prompts} prompts, but nothing that one can train with is better or worse "
+        "in every respect.",
         f"For {shown_name(lead.label)}: {_by_how_much(lead, base)}",
         f"Next: keep what you have{_named(trained)}; what is ahead in one measure is behind in another.",
     )
 
 
-def _same(found: Conclusion, trained: Sequence[Label]) -> tuple[str, str, str]:
-    base = found.against[0]
-    widest = max(found.within, key=lambda v: (v.sf.high or 0) - (v.sf.low or 0) if v.sf else 0.0)
+def _same(conclusion: Conclusion, trained: Sequence[Label]) -> tuple[str, str, str]:
+    base = conclusion.against[0]
+    widest = max(conclusion.within, key=lambda v: (v.sf.high or 0) - (v.sf.low or 0) if v.sf else 0.0)
     return (
-        f"No difference from {base} is larger than {PER_CENT}: none of {_tested(found)} was told from it on "
-        f"{found.n_prompts} prompts, and every interval is within that.",
+        f"No difference from {base} is larger than {PER_CENT}: none of {_tested(conclusion)} was told from it on "
+        f"{conclusion.n_prompts} prompts, and every interval is within that.",
         f"The widest is of {shown_name(widest.label)}. {_by_how_much(widest, base)}",
         f"Next: keep what you have{_named(trained)}; another of these baselines would hardly change the noise.",
     )
 
 
-def _undecided(found: Conclusion, trained: Sequence[Label], config: Mapping[str, Any]) -> tuple[str, str, str]:
-    base = found.against[0]
-    close = f"; {names(found.within)} within {PER_CENT} of it" if found.within else ""
-    first = f"None of {_tested(found)} can be told from {base} on {found.n_prompts} prompts{close}."
-    lead = min(found.undecided, key=lambda v: v.sf.estimate if v.sf else math.inf)
+def _undecided(conclusion: Conclusion, trained: Sequence[Label], config: Mapping[str, Any]) -> tuple[str, str, str]:
+    base = conclusion.against[0]
+    close = f"; {names(conclusion.within)} within {PER_CENT} of it" if conclusion.within else ""
+    first = f"None of {_tested(conclusion)} can be told from {base} on {conclusion.n_prompts} prompts{close}."
+    lead = min(conclusion.undecided, key=lambda v: v.sf.estimate if v.sf else math.inf)
     chance = f"Lowest of the undecided is {shown_name(lead.label)}, perhaps by chance. {_by_how_much(lead, base)}"
-    if found.n_needed is None or found.n_needed > FAR * found.n_prompts:
+    if conclusion.n_needed is None or conclusion.n_needed > FAR * conclusion.n_prompts:
         far = f"Next: keep what you have{_named(trained)}; to tell them apart takes many times more prompts."
         return first, chance, far
     return first, chance, (
-        f"Next: measure {_prompts(found.n_needed, found.n_prompts)}, which would decide on it, by adding "
-        f"{measure_options(_rounded(found.n_needed), config)}."
+        f"Next: measure {_prompts(conclusion.n_needed, conclusion.n_prompts)}, which would decide on it, by adding "
+        f"{measure_options(_rounded(conclusion.n_needed), config)}."
     )  # fmt: skip
 
 
-def _untested(found: Conclusion, config: Mapping[str, Any]) -> tuple[str, str, str]:
-    base, n = found.against[0], found.n_prompts
-    if found.cause == "no reference":
+def _untested(conclusion: Conclusion, config: Mapping[str, Any]) -> tuple[str, str, str]:
+    base, n = conclusion.against[0], conclusion.n_prompts
+    if conclusion.cause == "no reference":
         return (
             f"Nothing can be compared: {base} was not measured.",
             f"Every comparison is with {base}, which takes at least two rollouts per prompt.",
             "Next: sample groups: otb train --sample.group_size 8.",
         )
-    if found.cause == "alone":
+    if conclusion.cause == "alone":
         return (
             f"Nothing can be compared: only {base} and multiples of it were measured.",
             "A multiple of an update is the same update with another step length.",
             f"Next: measure every estimator, by adding {measure_options(MIN_CLUSTERS, config)}.",
         )
-    if found.cause == "equal rewards":
+    if conclusion.cause == "equal rewards":
         return (
             f"Nothing can be compared: in every measured group all rewards were equal, so the gradient of {base} is 0.",
             "Such groups teach nothing, whatever the baseline.",
             "Next: start from a policy that sometimes succeeds, or choose an easier task.",
         )
-    if found.cause == "few prompts":
+    if conclusion.cause == "few prompts":
         return (
             f"Nothing can be told apart yet: {n} prompt{'s were' if n != 1 else ' was'} measured, and an interval "
             f"takes {MIN_CLUSTERS}.",
             "Without intervals the order of the estimators may be chance.",
             f"Next: measure at least {MIN_CLUSTERS} prompts, by adding {measure_options(MIN_CLUSTERS, config)}.",
         )
-    needed = found.signal.n_needed
+    needed = conclusion.signal.n_needed
     far = needed is None or needed > FAR * n
     return (
         f"Nothing can be told apart on {n} prompts: their noise exceeds the signal.",
@@ -238,8 +269,8 @@ def _interval(ratio: Interval) -> str:
     return f"{ratio.estimate:.2f} ({ratio.low:{ends}}–{ratio.high:{ends}})"
 
 
-def _tested(found: Conclusion) -> str:
-    count = names(found.tested)
+def _tested(conclusion: Conclusion) -> str:
+    count = names(conclusion.tested)
     return "1 baseline tested" if count == 1 else f"{count} baselines tested"
 
 

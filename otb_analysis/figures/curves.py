@@ -9,7 +9,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from otb_analysis.figures.scales import log_axis, number
+from otb_analysis.figures.numbers import bracketed, number
+from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import Style, run_styles
 from otb_analysis.figures.theme import note_in_panel, panels, place
 
@@ -21,9 +22,7 @@ class Quantity:
     """One panel of training curves.
 
     Attributes:
-        title: Panel title.
         line: Unit and reading, below the title.
-        column: Column of the steps table, or of what was derived from it.
         from_zero: A linear axis starts at 0, so that heights compare as ratios.
         share: A share: as `from_zero`, and where it never changes the axis shows 0 to 1.
         rare: Measured rarely: points are drawn, and nothing is smoothed.
@@ -58,14 +57,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class CurvesInfo:
-    """The numbers behind small multiples of training curves.
-
-    Attributes:
-        quantities: One entry per panel.
-        curves: The curves of each panel; a run that never recorded a quantity has none.
-        estimators: Training estimator of each run, which decides its colour.
-        window: Length of the running mean in recorded steps; 1 means none.
-    """
+    """The numbers behind small multiples of training curves."""
 
     quantities: tuple[Quantity, ...]
     curves: tuple[tuple[Curve, ...], ...]
@@ -77,10 +69,6 @@ def running_mean(value: Array, window: int) -> Array:
     """Return the trailing mean of the last `window` entries, of those there are at the start.
 
     m_k = mean(v_{max(0, k−window+1)}, …, v_k); window 1 returns the values.
-
-    Args:
-        value: Recorded values [S].
-        window: Number of entries, at least 1.
     """
     total = np.concatenate([[0.0], np.cumsum(value, dtype=np.float64)])
     end = np.arange(1, len(value) + 1)
@@ -91,14 +79,7 @@ def running_mean(value: Array, window: int) -> Array:
 def curves_info(
     steps: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity], estimators: Mapping[str, str], window: int = 1
 ) -> CurvesInfo:
-    """Collect what each run recorded of each quantity; steps without a value are left out, never drawn as 0.
-
-    Args:
-        steps: Steps table of each run.
-        quantities: What to show, one per panel.
-        estimators: Training estimator of each run.
-        window: Length of the running mean in recorded steps.
-    """
+    """Collect what each run recorded of each quantity; steps without a value are left out, never drawn as 0."""
     curves = tuple(
         tuple(_curve(run, table, quantity, window) for run, table in steps.items() if _has(table, quantity))
         for quantity in quantities
@@ -128,14 +109,7 @@ def _curve(run: str, table: pd.DataFrame, quantity: Quantity, window: int) -> Cu
 
 
 def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y: bool = False) -> go.Figure:
-    """Draw the panels; the running mean is the line, the recorded values stand faintly behind it.
-
-    Args:
-        info: From `curves_info`.
-        columns: Panels per row.
-        height: Height of one row in pixels.
-        log_y: Logarithmic y axes.
-    """
+    """Draw the panels; the running mean is the line, the recorded values stand faintly behind it."""
     figure = panels([(q.title, q.line) for q in info.quantities], columns, height=height)
     styles = run_styles(info.estimators)
     named: set[str] = set()
@@ -177,21 +151,22 @@ def _scatters(curve: Curve, quantity: Quantity, style: Style) -> list[Any]:
 
 def _readings(curve: Curve) -> list[str]:
     """Each value as the hover shows it, with its interval where there is one."""
-    values = [number(float(v)) for v in curve.value]
     if curve.low is None or curve.high is None:
-        return values
-    ends = zip(values, curve.low, curve.high, strict=True)
-    return [f"{v} [{number(float(a))}, {number(float(b))}]" if np.isfinite(a) else v for v, a, b in ends]
+        return [number(float(v)) for v in curve.value]
+    return [
+        bracketed(float(value), float(low), float(high))
+        for value, low, high in zip(curve.value, curve.low, curve.high, strict=True)
+    ]
 
 
 def _bands(curve: Curve, style: Style) -> list[Any]:
     """The intervals of a curve as one outline, of the steps that have one; nothing where none has."""
     if curve.low is None or curve.high is None:
         return []
-    given = np.isfinite(curve.low) & np.isfinite(curve.high)
-    if not given.any():
+    known = np.isfinite(curve.low) & np.isfinite(curve.high)
+    if not known.any():
         return []
-    step, low, high = curve.step[given], curve.low[given], curve.high[given]
+    step, low, high = curve.step[known], curve.low[known], curve.high[known]
     outline = go.Scatter(
         x=np.concatenate([step, step[::-1]]), y=np.concatenate([high, low[::-1]]), mode="lines", fill="toself",
         fillcolor=style.color, line={"color": style.color, "width": 1}, opacity=0.2,

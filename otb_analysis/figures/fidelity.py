@@ -9,7 +9,8 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.scales import log_axis, number, step_axis
+from otb_analysis.figures.numbers import number, span
+from otb_analysis.figures.scales import log_axis, step_axis
 from otb_analysis.figures.theme import TEMPLATE, panels, place
 from otb_analysis.statistics import MIN_CLUSTERS, Association, Fidelity, Interval, fidelity
 
@@ -25,6 +26,13 @@ SOURCES = {
     "calibrated": "energy_calibrated",
 }
 """What is compared with exact energies, and its column."""
+
+
+def fidelity_columns(source: str = "proxy") -> list[str]:
+    """Return the columns of the tokens table that a comparison with exact norms reads."""
+    return ["step", "group", "rollout", "t", "mask", SOURCES[source], "grad_norm_sq", "measured_by", "inclusion_prob"]
+
+
 COEFFICIENTS = (("pearson", "Pearson"), ("log_pearson", "log-Pearson"), ("spearman", "Spearman"))
 _CHEAP = {"proxy": "proxy {}_t in logit space (norm²)", "calibrated": "calibrated proxy {}_t (norm²)"}
 _COLORS = {"pearson": "#0072B2", "log_pearson": "#D55E00", "spearman": "#009E73"}
@@ -43,13 +51,8 @@ class FidelityInfo:
     """The numbers behind the fidelity page.
 
     Attributes:
-        kind: A key of `KINDS`.
-        source: A key of `SOURCES`.
         count: Tokens per cell of the density [B, B] float32, rows are exact, NaN where there are none.
         proxy_edges: log₁₀ of the bin edges along the proxy [B + 1].
-        exact_edges: log₁₀ of the bin edges along the exact energy [B + 1].
-        overall: Agreement over all steps, pooled and within (step, prompt, t).
-        steps: Agreement at each measured step.
         n_tokens: Tokens with both energies.
         n_zero: Of these, tokens where one of them is 0 and the logarithmic axes cannot show them.
         drawn: True when they were drawn with unequal probabilities, so that large energies are over-represented.
@@ -76,8 +79,6 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     Args:
         tokens: Token rows with step, group, rollout, t, mask, the source's column, grad_norm_sq, where some were
             drawn inclusion_prob, and where some were sketched measured_by.
-        kind: `token` or `realized`.
-        source: `proxy` or `calibrated`.
 
     Raises:
         InputError: The kind or the source is unknown, or no token has both energies.
@@ -120,9 +121,6 @@ def exact_norms(tokens: pd.DataFrame) -> pd.Series:
 def comparable(tokens: pd.DataFrame) -> tuple[pd.DataFrame, bool]:
     """Leave out groups of which some tokens were likelier to be measured than others, unless nothing else was measured.
 
-    Args:
-        tokens: Token rows; without a column inclusion_prob nothing was drawn token by token.
-
     Returns:
         The rows to compare, and whether they were drawn with unequal probabilities.
     """
@@ -139,11 +137,6 @@ def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataF
     """Return step, cell, proxy and exact of every policy token that has both energies.
 
     `cell` numbers (step, prompt, position), position counting policy tokens.
-
-    Args:
-        tokens: Token rows.
-        kind: `token` or `realized`.
-        source: A key of `SOURCES`, which stands in the column `proxy`.
     """
     chosen: Any = tokens[tokens["mask"].fillna(False).astype(bool)]
     policy = chosen.sort_values(["step", "rollout", "t"])
@@ -160,11 +153,7 @@ def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataF
 
 
 def agreement(table: pd.DataFrame) -> Fidelity:
-    """Return the correlations of proxy and exact energies, pooled and within (step, prompt, position).
-
-    Args:
-        table: From `energies`.
-    """
+    """Return the correlations of proxy and exact energies, pooled and within (step, prompt, position)."""
     return fidelity(table["proxy"].to_numpy(), table["exact"].to_numpy(), cell=table["cell"].to_numpy())
 
 
@@ -177,29 +166,21 @@ def _density(x: Float, y: Float) -> tuple[Array, Float, Float]:
 
 
 def fidelity_table(info: FidelityInfo) -> pd.DataFrame:
-    """Return the correlations as a table: one row per step and one for all, pooled and within (prompt, t).
-
-    Args:
-        info: From `fidelity_info`.
-    """
+    """Return the correlations as a table: one row per step and one for all, pooled and within (prompt, t)."""
     rows = [("all", info.overall), *((str(s.step), s.fidelity) for s in info.steps)]
     records = []
-    for name, found in rows:
-        record: dict[str, object] = {"step": name, "tokens": found.pooled.n, "cells": found.n_cells}
+    for name, agreed in rows:
+        record: dict[str, object] = {"step": name, "tokens": agreed.pooled.n, "cells": agreed.n_cells}
         for key, title in COEFFICIENTS:
-            record[f"{title}, pooled"] = getattr(found.pooled, key)
-            record[f"{title}, within"] = getattr(found.within, key) if found.within else None
+            record[f"{title}, pooled"] = getattr(agreed.pooled, key)
+            record[f"{title}, within"] = getattr(agreed.within, key) if agreed.within else None
         records.append(record)
     table = pd.DataFrame(records)
     return table.astype({c: float for c in table if c not in ("step", "tokens", "cells")})
 
 
 def plot_fidelity(info: FidelityInfo) -> go.Figure:
-    """Draw the density of tokens over proxy and exact energy, both axes logarithmic, colour logarithmic in the count.
-
-    Args:
-        info: From `fidelity_info`.
-    """
+    """Draw the density of tokens over proxy and exact energy; both axes and the colour are logarithmic."""
     figure = go.Figure(layout={"template": TEMPLATE})
     middle = [(edges[1:] + edges[:-1]) / 2 for edges in (info.proxy_edges, info.exact_edges)]
     top = int(np.log10(max(2.0, float(np.nanmax(info.count, initial=1))))) + 1
@@ -220,11 +201,7 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
 
 
 def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
-    """Draw the three correlations over steps, within (prompt, t) and pooled.
-
-    Args:
-        info: From `fidelity_info`.
-    """
+    """Draw the three correlations over steps, within (prompt, t) and pooled."""
     titles = (("Within (prompt, t)", "correlation; what the baseline sees"), ("Pooled", "correlation over all tokens"))
     figure = panels(titles, 1, height=205)
     step = np.array([s.step for s in info.steps], np.float32)
@@ -232,10 +209,10 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
         [s.fidelity.within for s in info.steps],
         [s.fidelity.pooled for s in info.steps],
     ]
-    for index, found in enumerate(both):
+    for index, agreed in enumerate(both):
         for key, title in COEFFICIENTS:
             figure.add_scatter(
-                x=step, y=_coefficients(found, key), name=title, legendgroup=key, showlegend=index == 0,
+                x=step, y=_coefficients(agreed, key), name=title, legendgroup=key, showlegend=index == 0,
                 mode="lines+markers", line={"color": _COLORS[key], "width": 1.6}, marker={"size": 6},
                 hovertemplate=f"step %{{x}}: {title} <b>%{{y:.3f}}</b><extra></extra>", **place(index, 1),
             )  # fmt: skip
@@ -244,8 +221,8 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
     return figure.update_layout(height=470)
 
 
-def _coefficients(found: list[Association | None], key: str) -> Array:
-    values = [np.nan if a is None or getattr(a, key) is None else getattr(a, key) for a in found]
+def _coefficients(agreed: list[Association | None], key: str) -> Array:
+    values = [np.nan if a is None or getattr(a, key) is None else getattr(a, key) for a in agreed]
     return np.array(values, np.float32)
 
 
@@ -253,14 +230,11 @@ def gain_lost_words(lost: Interval | None) -> tuple[str, str]:
     """Return the share of the gain that a proxy loses as it is shown, a dash without an interval, and what it rests on.
 
     The share is a ratio of two differences, each within noise: a point alone says nothing.
-
-    Args:
-        lost: From `statistics.gain_lost`.
     """
     if lost is None:
         return number(None), "no gain shown"
     if lost.low is not None:
-        return number(lost.estimate), f"95 %: {number(lost.low)} to {number(lost.high)}, {lost.n_clusters} prompts"
+        return number(lost.estimate), f"95 %: {span(lost.low, lost.high)}, {lost.n_clusters} prompts"
     if lost.n_clusters < MIN_CLUSTERS:
         return number(None), f"needs {MIN_CLUSTERS} prompts, has {lost.n_clusters}"
     return number(None), f"no interval on these {lost.n_clusters} prompts"

@@ -12,108 +12,74 @@ from otb_analysis.types import Gram, Proved
 
 @dataclass(frozen=True)
 class Measure:
-    """One way to compare gradient estimators.
-
-    Attributes:
-        column: Column of the gradients table.
-        title: Panel title.
-        line: Unit and reading, below the title.
-        formula: What it is, in one line.
-        log: Drawn on a logarithmic axis.
-        better: -1 when smaller is better, 1 when larger is, 0 when neither by itself.
-    """
+    """One way to compare gradient estimators: a column, how its panel is titled, what it is in one line."""
 
     column: str
     title: str
     line: str
     formula: str
-    log: bool
-    better: int
+    log: bool = False
 
 
 MEASURES = (
     Measure(
-        "efficiency",
-        "Efficiency",
-        "share of the update along ∇J",
+        "efficiency", "Efficiency", "share of the update along ∇J",
         "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of an update of P prompts along ∇J. Higher is better.",
-        False,
-        1,
     ),
     Measure(
-        "sf",
-        "Variance at equal progress",
-        "SF = variance / c², norm², lower is better",
-        "Variance at equal progress: SF = batch variance ÷ projection²; the variance itself where c is 1.",
-        True,
-        -1,
+        "sf", "Variance at equal progress", "SF = variance / c², norm², lower is better",
+        "Variance at equal progress: SF = batch variance ÷ projection²; the variance itself where c is 1.", log=True,
     ),
     Measure(
-        "variance",
-        "Batch variance",
-        "norm², smaller for shorter steps, too",
-        "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.",
-        True,
-        0,
+        "variance", "Batch variance", "norm², smaller for shorter steps, too",
+        "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.", log=True,
     ),
     Measure(
-        "projection",
-        "Projection c",
-        "1 = as long as ∇J",
+        "projection", "Projection c", "1 = as long as ∇J",
         "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from unbiased ones on other prompts; 1 where proved.",
-        False,
-        0,
     ),
+)  # fmt: skip
+
+
+NOISE_SCALE = (
+    "Noise scale",
+    "V / ‖m‖² in prompts, V the variance of one prompt's group gradient: at this many prompts the noise of an update "
+    "is as large as its signal. An unbiased estimator with P prompts has efficiency P / (P + noise scale).",
 )
+"""How the noise scale is called, and what it is in one line."""
 
 
-def labels(found: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Return how estimators are called side by side: `otb · proxy` where several energy sources meet, else `otb`.
-
-    Args:
-        found: (estimator, energy source) of each.
-    """
-    pairs = list(found)
+def labels(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return how estimators are called side by side: `otb · proxy` where several energy sources meet, else `otb`."""
+    pairs = list(pairs)
     several = len({source for _, source in pairs if source != "none"}) > 1
     return {(e, s): f"{e} · {s}" if several and s != "none" else e for e, s in pairs}
 
 
 def trace_style(estimator: str, energy_source: str) -> Style:
-    """Return the estimator's style; anything but exact energies is drawn dotted.
-
-    Args:
-        estimator: Name in the estimator dictionary.
-        energy_source: Where its energies came from.
-    """
+    """Return the estimator's style; anything but exact energies is drawn dotted."""
     style = estimator_style(estimator)
     if energy_source in ("none", "exact"):
         return style
     return Style(style.color, "dot" if style.dash == "solid" else "dashdot", style.symbol)
 
 
-def against_truth(found: GradientStatistics) -> tuple[str, ...]:
-    """Return the columns that are measured against ∇J; where c is proved only the efficiency is.
-
-    Args:
-        found: Statistics of one estimator.
-    """
-    return ("efficiency",) if found.c_known else ("relative_bias", "projection", "sf", "efficiency")
+def against_truth(statistics: GradientStatistics) -> tuple[str, ...]:
+    """Return the columns that are measured against ∇J; where c is proved only the efficiency is."""
+    return ("efficiency",) if statistics.c_known else ("relative_bias", "projection", "sf", "efficiency")
 
 
-def is_defined(found: GradientStatistics) -> bool:
+def is_defined(statistics: GradientStatistics) -> bool:
     """Tell whether the estimate of ‖∇J‖² is far enough from 0 for anything to be measured against it.
 
     It is an average over pairs of different prompts and can come out near 0 or below. It is not when the projection is
     undefined, when there are prompts enough for an interval and leaving out one of them makes it undefined, or when the
     efficiency, a share, comes out above 1.
-
-    Args:
-        found: Statistics of one estimator.
     """
-    if found.projection is None or found.efficiency is None or found.efficiency > 1:
+    if statistics.projection is None or statistics.efficiency is None or statistics.efficiency > 1:
         return False
-    interval = found.efficiency_interval if found.c_known else found.projection_interval
-    return found.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
+    interval = statistics.efficiency_interval if statistics.c_known else statistics.projection_interval
+    return statistics.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
 
 
 def statistics_table(grams: Mapping[int, Gram], window: int = 1, known: Proved = NOTHING) -> pd.DataFrame:
@@ -122,23 +88,22 @@ def statistics_table(grams: Mapping[int, Gram], window: int = 1, known: Proved =
     Row (step, estimator) pools the last `window` measured steps: sums over steps first, then ratios. Where these hold
     fewer than 16 prompts there is a point and no interval; where ‖∇J‖² is lost in the noise there is not even a point
     of what is measured against it.
-
-    Args:
-        grams: Gram matrix of each measured step.
-        window: Measured steps pooled into one point.
-        known: What is proved of the estimators.
     """
     records = []
     steps = sorted(grams)
     for last in range(len(steps)):
         pooled = [grams[s] for s in steps[max(0, last + 1 - window) : last + 1]]
-        for found in pooled_statistics(pooled, known=known):
-            blank = () if is_defined(found) else against_truth(found)
-            record: dict[str, object] = {"step": steps[last], **found.as_row(), "n_clusters": found.n_clusters}
+        for statistics in pooled_statistics(pooled, known=known):
+            blank = () if is_defined(statistics) else against_truth(statistics)
+            record: dict[str, object] = {
+                "step": steps[last],
+                **statistics.as_row(),
+                "n_clusters": statistics.n_clusters,
+            }
             record |= dict.fromkeys(blank)
             for measure in MEASURES:
                 hidden = measure.column in blank
-                interval: Interval | None = None if hidden else getattr(found, f"{measure.column}_interval")
+                interval: Interval | None = None if hidden else getattr(statistics, f"{measure.column}_interval")
                 record[f"{measure.column}_low"] = None if interval is None else interval.low
                 record[f"{measure.column}_high"] = None if interval is None else interval.high
             records.append(record)

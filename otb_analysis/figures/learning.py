@@ -17,29 +17,19 @@ SUCCESS = Quantity(
 
 
 def learning_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, str], window: int = 1) -> CurvesInfo:
-    """Collect the reward curves of some runs, and success on held-out prompts where they were answered several times.
-
-    Args:
-        steps: Steps table of each run.
-        estimators: Training estimator of each run.
-        window: Length of the running mean of the training reward, in recorded steps.
-    """
-    found = {int(k) for t in steps.values() if "heldout_pass_k" in t for k in t["heldout_pass_k"].dropna()}
-    several = (SUCCESS, _passing(found)) if max(found, default=1) > 1 else ()
+    """Collect the reward curves of some runs; with several answers per held-out prompt also success and pass@k."""
+    ks = {int(k) for t in steps.values() if "heldout_pass_k" in t for k in t["heldout_pass_k"].dropna()}
+    several = (SUCCESS, _passing(ks)) if max(ks, default=1) > 1 else ()
     return curves_info(steps, (*QUANTITIES, *several), estimators, window)
 
 
-def _passing(found: set[int]) -> Quantity:
+def _passing(ks: set[int]) -> Quantity:
     """Return the panel of pass@k, named after the one k that the runs have, if they have one."""
-    k = str(next(iter(found))) if len(found) == 1 else "k"
+    k = str(next(iter(ks))) if len(ks) == 1 else "k"
     note = f"one of {k} answers is right, 95 % interval"
     return Quantity(f"Held-out pass@{k}", note, "heldout_pass_at_k", rare=True, interval=True)
 
 
 def plot_learning(info: CurvesInfo) -> go.Figure:
-    """Draw the curves, two in a row.
-
-    Args:
-        info: From `learning_info`.
-    """
+    """Draw the curves, two in a row."""
     return plot_curves(info, columns=2, height=290)

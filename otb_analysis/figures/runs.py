@@ -21,16 +21,8 @@ class Headline:
     """One run in a few numbers; None where nothing was recorded.
 
     Attributes:
-        run: Run name.
-        estimator: Name of the training estimator.
-        steps: Complete steps.
         reward: Mean reward over the last tenth of the steps (rounded down, at least one).
-        reward_gain: The same minus its value over the first tenth; None for a single step.
-        heldout: Last recorded held-out reward.
-        heldout_gain: The same minus the first recorded one.
         grad_norm: Median ‖ḡ‖ over the last `WINDOW` steps.
-        clipped: Share of the last `WINDOW` steps that were clipped.
-        reward_curve: Mean reward by step, thinned to at most 60 points.
     """
 
     run: str
@@ -42,17 +34,10 @@ class Headline:
     heldout_gain: float | None
     grad_norm: float | None
     clipped: float | None
-    reward_curve: tuple[float, ...]
 
 
 def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
-    """Sum up one run.
-
-    Args:
-        run: Run name.
-        estimator: Name of the training estimator.
-        steps: Steps table.
-    """
+    """Sum up one run."""
     table = steps.sort_values("step")
     reward, heldout = _recorded(table, "reward_mean"), _recorded(table, "heldout_reward")
     clipped, norm = _recorded(table, "clipped"), _recorded(table, "grad_norm")
@@ -68,7 +53,6 @@ def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
         heldout_gain=_value(heldout.iloc[-1] - heldout.iloc[0]) if len(heldout) > 1 else None,
         grad_norm=_value(norm.tail(WINDOW).median()),
         clipped=_value(clipped.tail(WINDOW).mean()),
-        reward_curve=tuple(float(v) for v in reward.iloc[:: max(1, len(reward) // 60)]),
     )
 
 
@@ -84,12 +68,7 @@ def _value(number: float | None) -> float | None:
 
 
 def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return a nested configuration with dotted names: {"task": {"terms": 3}} → {"task.terms": 3}.
-
-    Args:
-        config: Nested mapping.
-        prefix: Put before every name.
-    """
+    """Return a nested configuration with dotted names: {"task": {"terms": 3}} → {"task.terms": 3}."""
     flat: dict[str, object] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
@@ -125,9 +104,6 @@ def config_differences(configs: Mapping[str, Mapping[str, object]]) -> Differenc
 
     The setting `run` is the name of the run and never listed. One that some runs did not record is listed where another
     run has changed it, or where no default of it is known.
-
-    Args:
-        configs: Configuration of each run, as stored.
     """
     flat = {run: flatten(config) for run, config in configs.items()}
     names = [name for name in dict.fromkeys(name for config in flat.values() for name in config) if name != "run"]

@@ -1,4 +1,4 @@
-"""Numbers and ticks as people read them: three significant digits, powers of ten, steps that were measured."""
+"""Axes with ticks as people read them: powers of ten, round numbers, steps that were measured."""
 
 import math
 from typing import Any
@@ -6,29 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-
-def number(value: float | int | None) -> str:
-    """Return a number with three significant digits, thousands separated; a missing one is an en dash.
-
-    0.012345 → 0.0123, 12345.6 → 12,300, 1.2e-7 → 1.20×10⁻⁷; integers keep all their digits.
-
-    Args:
-        value: The number, or None or NaN where there is none.
-    """
-    if value is None or value != value:
-        return "–"
-    if value < 0:
-        return f"−{number(-value)}"
-    if isinstance(value, int) or math.isinf(value):
-        return f"{value:,}".replace("inf", "∞")
-    if value == 0:
-        return "0"
-    exponent = math.floor(math.log10(abs(float(f"{value:.2e}"))))
-    if not -4 <= exponent < 6:
-        mantissa = value / 10.0**exponent
-        return f"{mantissa:.2f}×10{_power(exponent)}"
-    rounded = round(value, 2 - exponent)
-    return f"{rounded:,.{max(0, 2 - exponent)}f}"
+from otb_analysis.figures.numbers import number, superscript
 
 
 def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str, Any]:
@@ -36,11 +14,6 @@ def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str
 
     It spans all values and, up to a factor of five beyond them, the ends of their intervals: one interval that
     knows next to nothing must not flatten all the others.
-
-    Args:
-        values: What is drawn along it; what is not positive has no place on it.
-        ends: Ends of the intervals.
-        most: Most ticks.
     """
     drawn, reaching = (np.asarray(x, dtype=float) for x in (values, ends))
     drawn, reaching = (x[np.isfinite(x) & (x > 0)] for x in (drawn, reaching))
@@ -58,18 +31,12 @@ def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str
     every = math.ceil(len(ticks) / most)
     # Where 1 is among the ticks it stays: ratios are read against it.
     ticks = ticks[ticks.index(1.0) % every if 1.0 in ticks else 0 :: every]
-    text = [number(tick) if 1e-3 <= tick < 1e5 else f"10{_power(round(math.log10(tick)))}" for tick in ticks]
+    text = [number(tick) if 1e-3 <= tick < 1e5 else f"10{superscript(round(math.log10(tick)))}" for tick in ticks]
     return {"type": "log", "range": [low, high], "tickvals": ticks, "ticktext": [_short(t) for t in text]}
 
 
 def linear_range(values: ArrayLike, ends: ArrayLike, around: float) -> list[float]:
-    """Return the range of a linear axis: all values and one mark, and of their intervals no more than as much again.
-
-    Args:
-        values: What is drawn along it.
-        ends: Ends of the intervals.
-        around: A value that is always in view.
-    """
+    """Return the range of a linear axis: all values and one mark, and of their intervals no more than as much again."""
     drawn, reaching = (np.asarray(x, dtype=float) for x in (values, ends))
     drawn = np.append(drawn[np.isfinite(drawn)], around)
     low, high = drawn.min(), drawn.max()
@@ -79,21 +46,13 @@ def linear_range(values: ArrayLike, ends: ArrayLike, around: float) -> list[floa
     return [float(reaching.min() - margin), float(reaching.max() + margin)]
 
 
-def _power(exponent: int) -> str:
-    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-
-
 def _short(text: str) -> str:
     """Drop the zeros that a tick does not need: 0.100 → 0.1, 2.00 → 2."""
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def step_axis(steps: ArrayLike) -> dict[str, Any]:
-    """Return an axis of measured steps: ticks at steps that were measured, room on both sides.
-
-    Args:
-        steps: Measured steps, repeated or not.
-    """
+    """Return an axis of measured steps: ticks at steps that were measured, room on both sides."""
     measured = np.unique(np.asarray(steps, dtype=float))
     if measured.size == 0:
         return {}

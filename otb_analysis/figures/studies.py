@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from otb_analysis.figures.scales import number
+from otb_analysis.figures.numbers import span
 from otb_analysis.figures.styles import GREY
 from otb_analysis.figures.svg import GRID, INK, PAPER
 
@@ -21,9 +21,6 @@ def results_table(table: pd.DataFrame) -> pd.DataFrame:
 
     Columns `x`, `x_low`, `x_high` become `x` and `x, interval`; bare `low`, `high` belong to the column before them.
     Numbers stay numbers, so that a column sorts by its estimate; backticks around names are left out.
-
-    Args:
-        table: As a study wrote it.
     """
     columns: dict[str, Any] = {}
     names = [str(name) for name in table.columns]
@@ -39,11 +36,7 @@ def results_table(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def for_dark(svg: str) -> str:
-    """Return a picture of `figures.svg` in the colours of a dark page: paper and ink change places, lines get lighter.
-
-    Args:
-        svg: Its text.
-    """
+    """Return a picture of `figures.svg` for a dark page: paper and ink change places, lines get lighter."""
     return re.sub(r"#[0-9A-Fa-f]{6}\b", lambda found: DARK.get(found[0].upper()) or _lighter(found[0]), svg)
 
 
@@ -65,4 +58,4 @@ def _spans(low: Any, high: Any) -> pd.Series:
 def _span(low: object, high: object) -> str | None:
     if not isinstance(low, int | float) or not isinstance(high, int | float) or low != low or high != high:
         return None
-    return f"{number(float(low))} to {number(float(high))}"
+    return span(float(low), float(high))

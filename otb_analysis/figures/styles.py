@@ -18,13 +18,7 @@ BLUE, ORANGE, GREEN, PINK, AMBER, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A
 
 @dataclass(frozen=True)
 class Style:
-    """How one estimator or run is drawn everywhere.
-
-    Attributes:
-        color: Hex colour.
-        dash: Plotly dash name.
-        symbol: Plotly marker name.
-    """
+    """How one estimator or run is drawn everywhere."""
 
     color: str
     dash: str = "solid"
@@ -73,11 +67,7 @@ FALLBACK_STYLES = (Style("#5B6770"), Style("#93764A"), Style("#5F7F6B"), Style("
 
 
 def estimator_style(name: str) -> Style:
-    """Return the colour, dash and marker of an estimator; an unknown name gets a muted style, always the same one.
-
-    Args:
-        name: Name in the estimator dictionary.
-    """
+    """Return the colour, dash and marker of an estimator; an unknown name gets a muted style, always the same one."""
     return ESTIMATOR_STYLES.get(name, FALLBACK_STYLES[sum(name.encode()) % len(FALLBACK_STYLES)])
 
 
@@ -85,9 +75,6 @@ def run_styles(estimators: Mapping[str, str]) -> dict[str, Style]:
     """Return one style per run: its training estimator's, with another lightness and dash from the second run on.
 
     Hue and marker stay the estimator's. Further runs of one colour have six looks before one returns.
-
-    Args:
-        estimators: Run name to the name of the estimator that trains it.
     """
     seen: set[Style] = set()
     further: dict[str, int] = {}
@@ -105,11 +92,13 @@ def run_styles(estimators: Mapping[str, str]) -> dict[str, Style]:
 def _further(base: Style, turn: int) -> Style:
     """Return the look of a further run: two lightnesses and three dashes in turn make six looks."""
     hue, light, saturation = colorsys.rgb_to_hls(*(int(base.color[i : i + 2], 16) / 255 for i in (1, 3, 5)))
-    own = _luminance(hue, light, saturation)
-    shades = sorted(SHADES, key=lambda shade: -abs(np.cbrt(shade) - np.cbrt(own)))[:2]  # L* goes with the cube root
+    luminance = _luminance(hue, light, saturation)
+    shades = sorted(SHADES, key=lambda shade: -abs(np.cbrt(shade) - np.cbrt(luminance)))[
+        :2
+    ]  # L* goes with the cube root
     wanted = shades[turn % 2]
-    found = root_scalar(lambda x: _luminance(hue, x, saturation) - wanted, bracket=(0.0, 1.0), xtol=1e-4).root
-    color = "#" + "".join(f"{round(255 * part):02X}" for part in colorsys.hls_to_rgb(hue, found, saturation))
+    lightness = root_scalar(lambda x: _luminance(hue, x, saturation) - wanted, bracket=(0.0, 1.0), xtol=1e-4).root
+    color = "#" + "".join(f"{round(255 * part):02X}" for part in colorsys.hls_to_rgb(hue, lightness, saturation))
     dashes = [dash for dash in FURTHER_DASHES if dash != base.dash]
     return Style(color, dashes[turn % 3], base.symbol)
 

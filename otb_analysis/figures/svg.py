@@ -24,12 +24,8 @@ class Curve:
     """One line; with `low` and `high` a band around it, or bars where it is drawn as points.
 
     Attributes:
-        x, y: Points, in order of x.
         name: In the legend; curves of one name share an entry, those without a name have none.
-        low, high: Ends of the interval at each point.
-        color: Hex colour.
         width: Of the line in pixels; 0 draws points with bars instead.
-        dashed: Whether the line is.
     """
 
     x: Sequence[float]
@@ -47,12 +43,7 @@ class Panel:
     """One set of axes.
 
     Attributes:
-        title: Above it.
-        note: The line below the title: what is drawn, in which unit.
-        x_label: Below the horizontal axis.
-        curves: What is drawn, the first at the bottom.
         rules: (height, words) of horizontal dashed lines.
-        y_range: Ends of the vertical axis; by default those of the data.
         percent: Whether heights are shares, written in percent.
     """
 
@@ -87,12 +78,7 @@ class _Axis:
 
 
 def svg(panels: Sequence[Panel], columns: int = 2) -> str:
-    """Return a picture of panels, row by row, with one legend below them.
-
-    Args:
-        panels: At least one.
-        columns: Panels per row.
-    """
+    """Return a picture of panels, row by row, with one legend below them."""
     columns = min(columns, len(panels))
     width, height = columns * WIDTH, math.ceil(len(panels) / columns) * HEIGHT
     named = {curve.name: curve for panel in panels for curve in panel.curves if curve.name}

@@ -1,4 +1,4 @@
-"""The house style: a quiet grid, titles flush left with their unit below, a legend that makes its own room."""
+"""The look of all figures: a light grid, titles on the left with their unit below, a legend above the panels."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -56,9 +56,6 @@ def panels(titles: Sequence[tuple[str, str]], columns: int, *, height: int = 250
 
     Args:
         titles: (title, unit and reading) of each panel, row by row; short enough for a third of a small window.
-        columns: Panels per row.
-        height: Height of one row in pixels.
-        shared_x: Zooming one panel zooms all.
     """
     rows = math.ceil(len(titles) / columns)
     figure = make_subplots(
@@ -84,23 +81,12 @@ def panels(titles: Sequence[tuple[str, str]], columns: int, *, height: int = 250
 
 
 def place(index: int, columns: int) -> dict[str, Any]:
-    """Return `row` and `col` of a panel, counted from its index.
-
-    Args:
-        index: Panel index, row by row.
-        columns: Panels per row.
-    """
+    """Return `row` and `col` of a panel, counted from its index."""
     return {"row": index // columns + 1, "col": index % columns + 1}
 
 
 def note_in_panel(figure: go.Figure, text: str, where: Mapping[str, int]) -> None:
-    """Say in the middle of an empty panel why it is empty, and take away the numbers of its empty axis.
-
-    Args:
-        figure: From `panels`.
-        text: A few words.
-        where: From `place`.
-    """
+    """Say in the middle of an empty panel why it is empty, and take away the numbers of its empty axis."""
     # A browser draws no axes for a panel without a trace, and would put the note into the first panel.
     figure.add_scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip", **dict(where))
     figure.add_annotation(
@@ -111,12 +97,7 @@ def note_in_panel(figure: go.Figure, text: str, where: Mapping[str, int]) -> Non
 
 
 def for_background(figure: go.Figure, dark: bool) -> go.Figure:
-    """Give a figure the ink that reads on a light or a dark page; returns the figure it was given.
-
-    Args:
-        figure: Any figure in house style.
-        dark: The page is dark.
-    """
+    """Give a figure the ink that reads on a light or a dark page; returns the figure it was given."""
     ink, paper = ("#E6EAEE", "#1C232A") if dark else ("#1B2229", "#FFFFFF")
     hover = {"bgcolor": paper, "bordercolor": RULE, "font": {"color": ink}}
     return figure.update_layout(font={"color": ink}, hoverlabel=hover)

@@ -27,14 +27,7 @@ _LEVELS = 64
 
 @dataclass(frozen=True)
 class ColorScale:
-    """Which value gets which colour.
-
-    Attributes:
-        low: Value of the first colour.
-        high: Value of the last colour.
-        diverging: Symmetric around 0.
-        log: Logarithmic in between.
-    """
+    """Which value gets which colour."""
 
     low: float
     high: float
@@ -52,22 +45,14 @@ class ColorScale:
         return [[i / (len(self.colors) - 1), color] for i, color in enumerate(self.colors)]
 
     def position(self, value: NDArray[Any]) -> Float:
-        """Return where each value lies between the two ends, in [0, 1]; NaN where there is no value.
-
-        Args:
-            value: Values of any shape, NaN where not measured.
-        """
+        """Return where each value lies between the two ends, in [0, 1]; NaN where there is no value."""
         clipped = np.clip(np.asarray(value, dtype=float), self.low, self.high)
         if self.log:
             return np.log(clipped / self.low) / np.log(self.high / self.low)
         return (clipped - self.low) / (self.high - self.low)
 
     def values(self, position: Float) -> list[float]:
-        """Return the values at some positions, the inverse of `position`.
-
-        Args:
-            position: Numbers in [0, 1].
-        """
+        """Return the values at some positions, the inverse of `position`."""
         if self.log:
             return [float(self.low * (self.high / self.low) ** p) for p in position]
         return [float(self.low + (self.high - self.low) * p) for p in position]
@@ -80,7 +65,6 @@ def color_scale(value: Float, kind: str = "auto", signed: bool = False) -> Color
     logarithmically: from the largest value down, at most four powers of ten. A constant column gets a scale of width 1.
 
     Args:
-        value: Values, NaN where not measured.
         kind: `linear`, `log` (linear where values are signed or all 0), or `auto`: log where clipping would hide much.
         signed: The sign matters, so that 0 has the middle colour also where all values have one sign.
 
@@ -106,12 +90,7 @@ def color_scale(value: Float, kind: str = "auto", signed: bool = False) -> Color
 
 
 def token_colors(value: Float, scale: ColorScale) -> list[tuple[str | None, str | None]]:
-    """Return background and text colour of each value; (None, None) where there is no value.
-
-    Args:
-        value: Values [T], NaN where not measured.
-        scale: From `color_scale`.
-    """
+    """Return background and text colour of each value; (None, None) where there is no value."""
     position = scale.position(value)
     seen = np.isfinite(position)
     # 64 levels are more than the eye tells apart, and keep one sampling for any number of tokens.

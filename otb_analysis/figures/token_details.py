@@ -7,20 +7,13 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.figures.fidelity import exact_norms
-from otb_analysis.figures.scales import number
+from otb_analysis.figures.numbers import number
 from otb_analysis.figures.tokens import visible
 
 
 @dataclass(frozen=True)
 class TokenDetails:
-    """What a click on a token shows.
-
-    Attributes:
-        rollout: Its rollout.
-        t: Its index within the completion.
-        text: Its text with visible glyphs.
-        formulas: One line per quantity that was measured: (name, formula with numbers).
-    """
+    """What a click on a token shows."""
 
     rollout: int
     t: int
@@ -31,17 +24,11 @@ class TokenDetails:
 def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str) -> TokenDetails | None:
     """Write out how one token's probability, energy, return, baseline and advantage come about.
 
-    Args:
-        tokens: Token rows of one step and one prompt.
-        rollout: Rollout of the token.
-        t: Index of the token within the completion.
-        estimator: Name of the training estimator, whose baseline and advantage are stored.
-
     Returns:
         None where there is no such token.
     """
-    found: Any = tokens[tokens["rollout"] == rollout]
-    line = found.sort_values("t")
+    rows: Any = tokens[tokens["rollout"] == rollout]
+    line = rows.sort_values("t")
     here = line[line["t"] == t]
     if here.empty:
         return None
@@ -78,8 +65,8 @@ def _energy(token: dict[str, object], policy: Any, t: int) -> list[tuple[str, st
     lines = []
     logprob, proxy, norm_sq = (_get(token, n) for n in ("logprob", "energy_proxy", "grad_norm_sq"))
     if proxy is not None and logprob is not None:
-        own = (1 - np.exp(logprob)) ** 2
-        text = f"(1 − π)² + Σ_v≠y π_v² = {number(own)} + {number(max(proxy - own, 0.0))} = {number(proxy)}"
+        chosen = (1 - np.exp(logprob)) ** 2
+        text = f"(1 − π)² + Σ_v≠y π_v² = {number(chosen)} + {number(max(proxy - chosen, 0.0))} = {number(proxy)}"
         lines.append(("proxy energy", text))
     how = str(token.get("measured_by") or "exact")
     if norm_sq is not None:

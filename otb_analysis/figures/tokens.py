@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.scales import number
+from otb_analysis.figures.numbers import number
 from otb_analysis.figures.theme import TEMPLATE
 from otb_analysis.figures.token_colors import ColorScale, color_scale, token_colors
 from otb_analysis.schema import TOKENS
@@ -37,12 +37,9 @@ class Token:
     """One token of the view.
 
     Attributes:
-        t: Index within the completion.
         text: Decoded text with visible glyphs; text, never markup.
-        breaks: The token ends a line.
         tool: Tool output, not sampled by the policy.
         color: Background colour, or None where the column was not measured.
-        ink: Text colour that reads on it, or None.
     """
 
     t: int
@@ -68,14 +65,8 @@ class TokensInfo:
     """The numbers behind the token view.
 
     Attributes:
-        column: The column that colours.
-        rollouts: In the order asked for.
         values: The column as a grid [rollouts, T] float32, NaN where not measured or beyond the end.
         unknown: 1 where there is a token without a value, NaN elsewhere [rollouts, T] float32.
-        scale: Which value gets which colour.
-        n_missing: Tokens without a value.
-        n_below: Tokens below the scale, drawn in its first colour.
-        n_above: Tokens above the scale, drawn in its last colour.
     """
 
     column: str
@@ -89,11 +80,7 @@ class TokensInfo:
 
 
 def visible(text: str) -> str:
-    """Return a token's text with a glyph or a code point for each character that has no shape of its own.
-
-    Args:
-        text: Decoded text of one token.
-    """
+    """Return a token's text with a glyph or a code point for each character that has no shape of its own."""
     if text == "":
         return "∅"
     return "".join(GLYPHS.get(c) or (f"⟨{ord(c):04X}⟩" if _shapeless(c) else c) for c in text)
@@ -110,11 +97,7 @@ def tokens_info(
     """Lay out all rollouts of one prompt and colour them by one column.
 
     Args:
-        tokens: Token rows of one step and one prompt.
-        rewards: Total reward by rollout.
-        column: A numeric column of the tokens table.
         order: `rollout`, `reward` (best first) or `length` (longest first).
-        scale: `auto`, `linear` or `log`, see `color_scale`.
 
     Raises:
         InputError: The column is not a numeric column of the table, there are no tokens, or order or scale is unknown.
@@ -165,11 +148,7 @@ def _row(rollout: int, part: Any, reward: float | None, scale: ColorScale) -> Ro
 
 
 def plot_tokens(info: TokensInfo) -> go.Figure:
-    """Draw the grid rollouts × position as a heatmap; gaps are tokens that were not measured or do not exist.
-
-    Args:
-        info: From `tokens_info`.
-    """
+    """Draw the grid rollouts × position as a heatmap; gaps are tokens that were not measured or do not exist."""
     figure = go.Figure(layout={"template": TEMPLATE})
     where = {
         "x": np.arange(info.values.shape[1], dtype=np.float32), "y": [f"rollout {r.rollout}" for r in info.rollouts],

@@ -14,7 +14,8 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from otb_analysis.figures.gradient_table import MEASURES, Measure, labels, trace_style
-from otb_analysis.figures.scales import linear_range, log_axis, number, step_axis
+from otb_analysis.figures.numbers import number, span
+from otb_analysis.figures.scales import linear_range, log_axis, step_axis
 from otb_analysis.figures.styles import Style
 from otb_analysis.figures.theme import RULE, note_in_panel, panels, place
 
@@ -39,20 +40,14 @@ class VarianceInfo:
     """The numbers behind the variance panels.
 
     Attributes:
-        traces: One tuple of traces per entry of `MEASURES`.
-        n_prompts: Fewest and most measured prompts over the steps.
-        n_rollouts: Fewest and most measured rollouts over the steps.
-        reference: Estimators that stood for ∇J.
         hidden: Points that a logarithmic axis cannot show (SF or variance not above 0), per measure.
         undefined: Points without efficiency, or SF and projection where c is not proved: there the estimate of ‖∇J‖²,
             from pairs of different prompts, is lost in the noise, so that nothing can be measured against it.
-        n_points: Points in all, defined or not.
         c_known: True where the projection of some estimators is proved, and ∇J pooled over the unbiased ones.
     """
 
     traces: tuple[tuple[Trace, ...], ...]
     n_prompts: tuple[int, int]
-    n_rollouts: tuple[int, int]
     reference: tuple[str, ...]
     hidden: tuple[int, ...]
     undefined: int
@@ -70,10 +65,6 @@ def variance_info(gradients: pd.DataFrame, estimators: Iterable[str] | None = No
 
     A column `<measure>_low` beside a measure, where there is one, is the lower end of its 95 % interval clustered by
     prompt; `<measure>_high` the upper end.
-
-    Args:
-        gradients: From `statistics_table`, or the gradients table of a run without Gram matrices.
-        estimators: Which estimators to show; all when left out.
     """
     table: Any = gradients.sort_values("step")  # pandas' own annotations call every selection a Series or a frame
     if estimators is not None:
@@ -86,9 +77,9 @@ def variance_info(gradients: pd.DataFrame, estimators: Iterable[str] | None = No
     hidden = tuple(int((table[m.column] <= 0).sum()) if m.log else 0 for m in MEASURES)
     reference = tuple(sorted(table["reference"].dropna().unique())) if "reference" in table else ()
     undefined = int(table["efficiency"].isna().sum())
-    prompts, rollouts = _span(table, "n_prompts"), _span(table, "n_rollouts")
+    prompts = _span(table, "n_prompts")
     known = "c_known" in table and bool(table["c_known"].fillna(False).any())
-    return VarianceInfo(traces, prompts, rollouts, reference, hidden, undefined, len(table), known)
+    return VarianceInfo(traces, prompts, reference, hidden, undefined, len(table), known)
 
 
 def _trace(name: str, style: Style, part: Any, column: str) -> Trace:
@@ -106,11 +97,7 @@ def _span(table: Any, column: str) -> tuple[int, int]:
 
 
 def plot_variance(info: VarianceInfo) -> go.Figure:
-    """Draw the four measures, each with its intervals; estimators are set slightly apart so that none hides another.
-
-    Args:
-        info: From `variance_info`.
-    """
+    """Draw the four measures, each with its intervals; estimators are set slightly apart so that none hides another."""
     figure = panels([(m.title, m.line) for m in MEASURES], 2, height=300)
     steps = np.unique(_joined([trace.step for traces in info.traces for trace in traces]))
     named: set[str] = set()
@@ -167,7 +154,7 @@ def _drawable(value: Array, log: bool) -> Array:
 
 
 def _hover(step: float, value: float, low: float, high: float) -> str:
-    interval = f"<br>95 % interval {number(float(low))} to {number(float(high))}" if np.isfinite(low) else ""
+    interval = f"<br>95 % interval {span(float(low), float(high))}" if np.isfinite(low) else ""
     return f"step {step:.0f}: <b>{number(float(value))}</b>{interval}"
 
 

@@ -19,10 +19,6 @@ __all__ = ["report", "write_report"]
 def report(paths: Sequence[Path], command: str) -> Document:
     """Return what there is to say about some runs.
 
-    Args:
-        paths: Directories of runs.
-        command: What made the report, as typed.
-
     Raises:
         InputError: A run does not exist or has no step, or the runs disagree in scope or schema.
         StoreError: A run cannot be read.
@@ -43,9 +39,7 @@ def write_report(paths: Sequence[Path], out: Path, command: str) -> list[Path]:
     """Write a report and return the files it is made of, the page first.
 
     Args:
-        paths: Directories of runs.
         out: A file ending in .html or .md; pictures of the latter lie in a folder beside it.
-        command: What made it, as typed.
 
     Raises:
         InputError: The ending is another, or as `report`.

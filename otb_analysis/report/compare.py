@@ -8,19 +8,17 @@ import pandas as pd
 from rich.table import Table
 
 from otb_analysis.errors import InputError
-from otb_analysis.figures.fidelity import agreement, comparable, energies
+from otb_analysis.figures.fidelity import agreement, comparable, energies, fidelity_columns
+from otb_analysis.figures.numbers import MISSING, bracketed, formatted
 from otb_analysis.report.designs import designs
 from otb_analysis.report.estimator_table import estimator_table
-from otb_analysis.report.terminal import NOT_MEASURED, number_cell, terminal_table
-from otb_analysis.statistics import Conclusion, Fidelity
+from otb_analysis.report.runs import config_of, estimator_of
+from otb_analysis.report.terminal import terminal_table
+from otb_analysis.statistics import Fidelity
 from otb_analysis.store import EXACT_ROWS, RunStore
 from otb_analysis.store.scopes import unlike_scopes
 
 FIDELITY_OF = {"token": "token energy w_t", "realized": "realized energy W_t"}
-FIDELITY_COLUMNS = (
-    *("step", "group", "rollout", "t", "mask"),
-    *("energy_proxy", "grad_norm_sq", "measured_by", "inclusion_prob"),
-)
 MEASURED_GROUPS = f'(step, "group") IN (SELECT step, "group" FROM tokens WHERE {EXACT_ROWS})'
 NO_SIGNAL = (
     "at every step all rewards within a group were equal, so its gradients say nothing; "
@@ -36,7 +34,6 @@ def comparison(paths: Sequence[Path], top: int | None = None, conclude_last: boo
     """Return what `otb compare` and `otb demo` print: three sentences and a table per design, and the other tables.
 
     Args:
-        paths: Directories of runs.
         top: Rows per table of estimators; 0 means all, None the eight that matter.
         conclude_last: Put the sentences and their tables behind the others, where a long command ends.
 
@@ -48,36 +45,20 @@ def comparison(paths: Sequence[Path], top: int | None = None, conclude_last: boo
     learned = learning_table(stores)
     if apart := unlike_scopes([store for store in stores if not store.gradients_df(columns=["step"]).empty]):
         learned.caption = f"{learned.caption}\n{apart}: each has a table of estimators of its own."
-    found = designs(stores)
+    by_name = designs(stores)
     concluded: list[Table | str] = []
-    for name, design in found.items():
-        concluded.append("\n".join(([f"{name}:"] if len(found) > 1 else []) + list(design.sentences)))
+    for name, design in by_name.items():
+        concluded.append("\n".join(([f"{name}:"] if len(by_name) > 1 else []) + list(design.sentences)))
         concluded += estimator_table(design, top)
     measured = [table for store in stores if (table := fidelity_rows(store))]
     others: list[Table | str] = [learned, *([fidelity_table(measured)] if measured else [])]
     return others + concluded if conclude_last else concluded + others
 
 
-def conclusions(paths: Sequence[Path]) -> dict[str, Conclusion]:
-    """Return what stored runs allow to be said, by what makes their steps comparable.
-
-    `.told` and `.within` are the estimators told from rloo and those within ±15 % of it, `.concludes` whether that is
-    enough; estimators that answered the same count once.
-
-    Args:
-        paths: Directories of runs.
-
-    Raises:
-        InputError: A run does not exist.
-        StoreError: A run cannot be read.
-    """
-    return {name: design.conclusion for name, design in designs([RunStore(path) for path in paths]).items()}
-
-
 def learning_table(stores: Sequence[RunStore]) -> Table:
     """Return one row per run: what it learned, how large its gradients were, where its time went."""
     table = terminal_table(
-        "Runs",
+        "Runs: what they learned, and where their time went",
         "reward: mean of the first → last tenth of the steps · ‖ḡ‖: before clipping, median over steps",
         ("run", "estimator"),
         ("steps", "held-out reward", "reward", "‖ḡ‖", "clipped", "tokens", "sample s", "update s", "measure s"),
@@ -90,9 +71,9 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
         edge = max(1, len(steps) // 10)
         table.add_row(
             store.path.name,
-            _estimator_name(store),
+            estimator_of(config_of(store)) or MISSING,
             str(len(steps)),
-            f"{heldout.iloc[0]:.3f} → {heldout.iloc[-1]:.3f}" if len(heldout) else NOT_MEASURED,
+            f"{heldout.iloc[0]:.3f} → {heldout.iloc[-1]:.3f}" if len(heldout) else MISSING,
             f"{steps['reward_mean'].head(edge).mean():.3f} → {steps['reward_mean'].tail(edge).mean():.3f}",
             f"{steps['grad_norm'].median():.3g}",
             f"{steps['clipped'].mean():.0%}",
@@ -110,11 +91,7 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
 
 
 def heldout_line(steps: pd.DataFrame) -> str:
-    """Return the last evaluation with its 95 % intervals over prompts in one line; empty where none has an interval.
-
-    Args:
-        steps: Steps table of one run.
-    """
+    """Return the last evaluation with its 95 % intervals over prompts in one line; empty where none has an interval."""
     evaluated: Any = steps.dropna(subset=["heldout_reward"])
     if evaluated.empty:
         return ""
@@ -124,7 +101,7 @@ def heldout_line(steps: pd.DataFrame) -> str:
         shown[f"avg@{last['heldout_samples']:.0f}"] = "heldout_success"
         shown[f"pass@{last['heldout_pass_k']:.0f}"] = "heldout_pass_at_k"
     parts = [
-        f"{name} {last[column]:.3f} [{last[f'{column}_low']:.3f}, {last[f'{column}_high']:.3f}]"
+        f"{name} {bracketed(last[column], last[f'{column}_low'], last[f'{column}_high'], '.3f')}"
         for name, column in shown.items()
         if pd.notna(last[f"{column}_low"])
     ]
@@ -142,22 +119,10 @@ def without_signal(steps: pd.DataFrame) -> bool:
 
 
 def no_signal(store: RunStore, steps: pd.DataFrame) -> str:
-    """Return why a run without any signal had none, and what to do: answers that are all cut off, or rewards.
-
-    Args:
-        store: The run.
-        steps: Its steps table.
-    """
+    """Return why a run without any signal had none, and what to do: answers that are all cut off, or rewards."""
     if not bool((steps["n_truncated"] >= steps["n_rollouts"]).fillna(False).all()):
         return NO_SIGNAL
-    config: Any = store.info.get("config") or {}
-    return CUT.format(budget=(config.get("sample") or {}).get("max_new_tokens", "its limit"))
-
-
-def _estimator_name(store: RunStore) -> str:
-    config: Any = store.info.get("config") or {}
-    own = config.get("estimator") or {}
-    return str(own.get("name", NOT_MEASURED)) if isinstance(own, dict) else str(own)
+    return CUT.format(budget=(config_of(store).get("sample") or {}).get("max_new_tokens", "its limit"))
 
 
 def fidelity_rows(store: RunStore) -> list[tuple[str, str, Fidelity]]:
@@ -166,7 +131,7 @@ def fidelity_rows(store: RunStore) -> list[tuple[str, str, Fidelity]]:
     The numbers are those of the dashboard's page: every policy token with both energies, each rollout's running sums up
     to its first token without an exact norm.
     """
-    tokens, _ = comparable(store.tokens_df(columns=FIDELITY_COLUMNS, where=MEASURED_GROUPS))
+    tokens, _ = comparable(store.tokens_df(columns=fidelity_columns(), where=MEASURED_GROUPS))
     tables = {title: energies(tokens, kind) for kind, title in FIDELITY_OF.items()}
     return [(store.path.name, title, agreement(table)) for title, table in tables.items() if len(table)]
 
@@ -174,21 +139,15 @@ def fidelity_rows(store: RunStore) -> list[tuple[str, str, Fidelity]]:
 def fidelity_table(runs: Sequence[Sequence[tuple[str, str, Fidelity]]]) -> Table:
     """Return the proxy's fidelity, pooled and within (prompt, t), where OTB compares rollouts."""
     table = terminal_table(
-        "Proxy against exact norms",
+        "Proxy against exact norms: does the free proxy order tokens as exact norms do?",
+        "energy: squared norm of the gradient of log π, of one token w_t, or of all up to it W_t = Σ_{j≤t} w_j\n"
         "within: among rollouts of one prompt at one position, the only comparison OTB makes.",
         ("run", "of"),
         ("tokens", "Pearson", "log-Pearson", "Spearman", "Pearson within", "Spearman within"),
     )
-    for run, name, found in (row for rows in runs for row in rows):
-        pooled, within = found.pooled, found.within
-        table.add_row(
-            run,
-            name,
-            f"{pooled.n:,}",
-            number_cell(pooled.pearson),
-            number_cell(pooled.log_pearson),
-            number_cell(pooled.spearman),
-            number_cell(within.pearson if within else None),
-            number_cell(within.spearman if within else None),
-        )
+    for run, name, fidelity in (row for rows in runs for row in rows):
+        pooled, within = fidelity.pooled, fidelity.within
+        correlations = (pooled.pearson, pooled.log_pearson, pooled.spearman)
+        correlations += (within.pearson, within.spearman) if within else (None, None)
+        table.add_row(run, name, f"{pooled.n:,}", *(formatted(value, ".2f") for value in correlations))
     return table

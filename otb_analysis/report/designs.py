@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from otb_analysis.diagnostics import trained_label
-from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved_in_all, unproved_because
-from otb_analysis.figures import conclusion_sentences
+from otb_analysis.figures import conclusion_sentences, trained_labels
+from otb_analysis.report.runs import config_of
 from otb_analysis.statistics import Conclusion, conclude
 from otb_analysis.store import RunStore
 from otb_analysis.store.scopes import WHOLE, scope_of
@@ -26,12 +25,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class Design:
-    """Steps of one task, group size and scope.
-
-    Attributes:
-        name: What they have in common.
-        runs: The runs they are of.
-    """
+    """Steps of one task, group size and scope."""
 
     name: str
     runs: tuple[MeasuredRun, ...]
@@ -55,13 +49,7 @@ class Design:
     @property
     def trained(self) -> tuple[Label, ...]:
         """The estimators that the runs train with."""
-        found = []
-        for run in self.runs:
-            try:
-                found.append(trained_label(run.config, [label for gram in run.grams for label in gram.labels]))
-            except InputError:  # a run of somebody else's tool need not name one of ours
-                continue
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(label for run in self.runs for label in trained_labels(run.config, run.grams)))
 
     @cached_property
     def conclusion(self) -> Conclusion:
@@ -81,16 +69,15 @@ def designs(stores: Sequence[RunStore]) -> dict[str, Design]:
     are never averaged. Steps of different policies on one task are: the figures then describe an average policy of
     these runs.
     """
-    found: dict[str, list[MeasuredRun]] = {}
+    runs_by_name: dict[str, list[MeasuredRun]] = {}
     for store in stores:
-        stored = store.info.get("config")
-        config: Mapping[str, Any] = stored if isinstance(stored, dict) else {}
+        config = config_of(store)
         by_name: dict[str, list[Gram]] = {}
         for gram in store.grams().values():
             by_name.setdefault(_name(store, config, gram), []).append(gram)
         for name, grams in by_name.items():
-            found.setdefault(name, []).append(MeasuredRun(store.path.name, config, tuple(grams)))
-    return {name: Design(name, tuple(runs)) for name, runs in found.items()}
+            runs_by_name.setdefault(name, []).append(MeasuredRun(store.path.name, config, tuple(grams)))
+    return {name: Design(name, tuple(runs)) for name, runs in runs_by_name.items()}
 
 
 def _name(store: RunStore, config: Mapping[str, Any], gram: Gram) -> str:

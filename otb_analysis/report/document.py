@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
-from otb_analysis.figures.svg import Panel
+from otb_analysis.figures import CurvesInfo
 
 
 @dataclass(frozen=True)
@@ -18,19 +18,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its caption.
-
-    Attributes:
-        name: File name without an ending, unique in the report.
-        caption: What it shows.
-        figure: For pages that run plotly.js.
-        panels: The same curves for pages that cannot; empty where there is no such form.
-    """
+    """A figure with its caption; `curves` are the same numbers where the form without a browser can draw them."""
 
     name: str
     caption: str
     figure: go.Figure
-    panels: tuple[Panel, ...] = ()
+    curves: CurvesInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -53,14 +46,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole report.
-
-    Attributes:
-        title: Its heading.
-        command: What made it, as typed.
-        note: When, from what, by which version; one line.
-        sections: In order.
-    """
+    """A whole report."""
 
     title: str
     command: str

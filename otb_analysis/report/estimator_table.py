@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from otb_analysis.figures import shown_name, signal_sentence
+from otb_analysis.figures import noise_scale_line, shown_name, signal_sentence
+from otb_analysis.figures.numbers import MISSING, formatted, interval_cell
 from otb_analysis.report.designs import Design
-from otb_analysis.report.terminal import NOT_MEASURED, interval_cell, number_cell, terminal_table
+from otb_analysis.report.terminal import terminal_table
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     REFERENCE,
@@ -34,11 +35,14 @@ COMMON: tuple[Label, ...] = (
     ("value", "none"),
     ("batch_mean", "none"),
 )
-"""What people ask about first; fills the table after the reference, those that trained, and the best."""
+"""Estimators that fill the table after the reference, those that trained, and the best."""
 
 ABSOLUTE = ("efficiency", "variance")
 """Columns of numbers that compare with other batches only: shown where all rows are asked for."""
 COLUMNS = ("SF ×rloo", "efficiency ×rloo", "efficiency", "equiv.", "c", "bias", "variance ×rloo", "variance")
+
+TWO = ".2f"
+"""Digits of ratios and shares."""
 
 ITSELF = PairedRatios(*REFERENCE, REFERENCE, *(Interval(1.0, None, None, 0, "itself", "by definition"),) * 3)
 
@@ -47,6 +51,7 @@ SF: variance at equal progress, variance/c²; below 1 is better · ×rloo: ratio
 efficiency: share of an update that points along the true gradient ∇J · equiv.: rollouts rloo would need for the same
 c: step length along ∇J, known where proved, ≈ where estimated · –: not known on these prompts
 bias: distance of the mean update from the true gradient; 0 = none detectable.
+energy: what an estimator weights tokens by: exact ‖∇ log π‖², its free proxy from the logits, or none.
 Ratios are of averages, not averages of ratios.
 """
 
@@ -57,24 +62,24 @@ def estimator_table(design: Design, top: int | None = None) -> tuple[Table, str]
     Rows are in the order of the SF ratio, those without its interval after the others, as measured.
 
     Args:
-        design: The steps.
         top: Rows that are kept, the first ones; 0 keeps all, None the eight that matter.
     """
-    grams, found = design.grams, design.conclusion
+    grams, conclusion = design.grams, design.conclusion
     rows = {(r.estimator, r.energy_source): r for r in pooled_statistics(grams, known=design.known)}
     ratios = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, known=design.known)}
-    different = [label for label in rows if not _repeats(label, found)]
+    different = [label for label in rows if not _repeats(label, conclusion)]
     ordered = sorted(different, key=lambda label: _rank(label, ratios))
-    shown = _chosen(ordered, found, design.trained, top)
+    shown = _chosen(ordered, conclusion, design.trained, top)
     most = max(rows.values(), key=lambda r: r.n_clusters)
     part = f"; {len(shown)} of {len(ordered)} rows, --top 0 shows all" if len(shown) < len(ordered) else ""
     trusted = _trusted(rows.get(REFERENCE))
     cells = {label: _cells(rows[label], ratios.get(label), trusted) for label in shown}
     others = [row for label, row in cells.items() if label != REFERENCE]
     asked = [k for k in range(len(COLUMNS)) if top is not None or COLUMNS[k] not in ABSOLUTE]
-    columns = [k for k in asked if any(row[k] != NOT_MEASURED for row in others)]
+    columns = [k for k in asked if any(row[k] != MISSING for row in others)]
     table = terminal_table(
-        f"Estimators on the same rollouts ({design.name}{part}): one update of {most.n_prompts} prompts "
+        f"Estimators on the same rollouts, the least noisy at equal progress first ({design.name}{part}): "
+        f"one update of {most.n_prompts} prompts "
         f"({most.n_rollouts} rollouts), measured on {most.n_clusters} prompts over {len(grams)} steps of all runs",
         "",
         ("estimator", "energy"),
@@ -86,25 +91,27 @@ def estimator_table(design: Design, top: int | None = None) -> tuple[Table, str]
     return table, EXPLAINED + "\n".join(_notes(design, grams, left_out))
 
 
-def _repeats(label: Label, found: Conclusion) -> bool:
-    return found.alike[label].of != label and found.alike[label].identical
+def _repeats(label: Label, conclusion: Conclusion) -> bool:
+    return conclusion.alike[label].of != label and conclusion.alike[label].identical
 
 
 def _rank(label: Label, ratios: dict[Label, PairedRatios]) -> float:
-    """Rank by a ratio that has an interval: a point alone may be the luckiest of many."""
+    """Rank by a ratio that has an interval: a point without one may be best by chance."""
     if label == REFERENCE:
         return 1.0
     ratio = ratios[label].sf if label in ratios else None
     return float("inf") if ratio is None or ratio.low is None else ratio.estimate
 
 
-def _chosen(ordered: list[Label], found: Conclusion, trained: Sequence[Label], top: int | None) -> list[Label]:
+def _chosen(ordered: list[Label], conclusion: Conclusion, trained: Sequence[Label], top: int | None) -> list[Label]:
     if top is not None:
         return ordered[: top or None]
-    best = [found.best.label] if found.best else []
-    told = [verdict.label for verdict in found.told]
-    wanted = [REFERENCE, *trained, *best, *told, *COMMON, *ordered]
-    named = dict.fromkeys(found.alike[one].of if _repeats(one, found) else one for one in wanted if one in found.alike)
+    best = [conclusion.best.label] if conclusion.best else []
+    told_apart = [verdict.label for verdict in conclusion.told]
+    wanted = [REFERENCE, *trained, *best, *told_apart, *COMMON, *ordered]
+    named = dict.fromkeys(
+        conclusion.alike[one].of if _repeats(one, conclusion) else one for one in wanted if one in conclusion.alike
+    )
     kept = list(named)[:MATTER]
     return [label for label in ordered if label in kept]
 
@@ -119,30 +126,30 @@ def _trusted(reference: GradientStatistics | None) -> bool:
 
 
 def _cells(row: GradientStatistics, ratio: PairedRatios | None, trusted: bool) -> list[str]:
-    own = row.efficiency_interval
+    interval = row.efficiency_interval
     judged = row.c_known or (row.sf_interval is not None and row.sf_interval.low is not None)
-    c = f"{row.projection:.4g}" if row.c_known else f"≈{row.projection:.2f}" if row.projection else NOT_MEASURED
+    c = f"{row.projection:.4g}" if row.c_known else f"≈{row.projection:.2f}" if row.projection else MISSING
     if (row.estimator, row.energy_source) == REFERENCE:
         ratio = ITSELF
     return [
-        interval_cell(ratio.sf if ratio else None),
-        interval_cell(ratio.efficiency if ratio else None),
-        interval_cell(own) if trusted and own is not None and own.low is not None else NOT_MEASURED,
-        number_cell(row.rollout_equivalents if judged else None, ".0f"),
-        c if judged else NOT_MEASURED,
-        number_cell(row.relative_bias if judged else None, ".2g"),
-        interval_cell(ratio.variance if ratio else None),
-        number_cell(row.variance, ".3g"),
+        interval_cell(ratio.sf if ratio else None, TWO),
+        interval_cell(ratio.efficiency if ratio else None, TWO),
+        interval_cell(interval, TWO) if trusted and interval is not None and interval.low is not None else MISSING,
+        formatted(row.rollout_equivalents if judged else None, ".0f"),
+        c if judged else MISSING,
+        formatted(row.relative_bias if judged else None, ".2g"),
+        interval_cell(ratio.variance if ratio else None, TWO),
+        formatted(row.variance, ".3g"),
     ]
 
 
 def _notes(design: Design, grams: Sequence[Gram], left_out: Sequence[str]) -> list[str]:
-    found = design.conclusion
-    notes = [*_told(found, design.trained), *_alike(found), *_rarer(grams)]
-    if signal := signal_sentence(found, design.trained):
-        notes.append(signal)
+    conclusion = design.conclusion
+    notes = [*_told(conclusion, design.trained), *_alike(conclusion), *_rarer(grams)]
+    scale = noise_scale_line(grams, (REFERENCE, *design.trained), design.known)
+    notes += [line for line in (scale, signal_sentence(conclusion, design.trained)) if line]
     if left_out:
-        few = found.n_prompts < MIN_CLUSTERS
+        few = conclusion.n_prompts < MIN_CLUSTERS
         why = f"an interval takes {MIN_CLUSTERS} prompts" if few else "noise exceeds the signal"
         notes.append(f"Not shown, since {why}: {', '.join(left_out)}.")
     if design.unproved:
@@ -150,29 +157,29 @@ def _notes(design: Design, grams: Sequence[Gram], left_out: Sequence[str]) -> li
     return notes
 
 
-def _told(found: Conclusion, trained: Sequence[Label]) -> list[str]:
-    """Say who stands after controlling false discoveries, and of those that trained who does not."""
-    if found.cause:
+def _told(conclusion: Conclusion, trained: Sequence[Label]) -> list[str]:
+    """Say which estimators differ after false discoveries are controlled, and which of those that trained do not."""
+    if conclusion.cause:
         return []
-    base = found.against[0]
+    base = conclusion.against[0]
     lines = []
     for words, picked in (
-        ("better", [v for v in found.told if v.better]),
-        ("worse", [v for v in found.told if v.worse]),
+        ("better", [v for v in conclusion.told if v.better]),
+        ("worse", [v for v in conclusion.told if v.worse]),
     ):
         if picked:
             lines.append(f"{words} than {base}: {', '.join(shown_name(v.label) for v in picked)}")
-    said = "; ".join(lines) or f"none of {names(found.tested)}"
-    notes = [f"Shown to differ from {base} (5 % false discoveries allowed): {said}."]
-    tied = [v.label[0] for v in found.tested if not v.told and v.label in trained]
+    listed = "; ".join(lines) or f"none of {names(conclusion.tested)}"
+    notes = [f"Shown to differ from {base} (5 % false discoveries allowed): {listed}."]
+    tied = [v.label[0] for v in conclusion.tested if not v.told and v.label in trained]
     notes += [f"Corrected for step length, {name} and {base} cannot be told apart here." for name in tied]
-    if found.best:
+    if conclusion.best:
         notes.append("Intervals above hold one by one; the one in the sentences is wider, since it was chosen.")
     return notes
 
 
-def _alike(found: Conclusion) -> list[str]:
-    others = [(label, one) for label, one in found.alike.items() if one.of != label]
+def _alike(conclusion: Conclusion) -> list[str]:
+    others = [(label, one) for label, one in conclusion.alike.items() if one.of != label]
     same = dict.fromkeys(f"{label[0]} = {one.of[0]}" for label, one in others if one.identical)
     times = [f"{label[0]} = {one.factor:.4g} × {one.of[0]}" for label, one in others if not one.identical]
     notes = [f"Identical on these rollouts, shown once: {', '.join(same)}."] if same else []

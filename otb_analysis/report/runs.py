@@ -1,6 +1,6 @@
 """The runs of a report: what is read of each, and whether they can stand in one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,21 +10,12 @@ import pandas as pd
 from otb_analysis.diagnostics import StepSeries
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore, step_series
-from otb_analysis.store.scopes import scope_of, unlike_scopes
+from otb_analysis.store.scopes import unlike_scopes
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """One run, opened.
-
-    Attributes:
-        name: Its name.
-        store: Its reader.
-        steps: Its steps table.
-        series: The same as series.
-        config: Its configuration, nested.
-        status: How it stands.
-    """
+    """One run, opened; `series` holds the same numbers as the table `steps`."""
 
     name: str
     store: RunStore
@@ -36,20 +27,23 @@ class ReportedRun:
     @property
     def estimator(self) -> str:
         """Name of the training estimator; empty where the configuration has none."""
-        own = self.config.get("estimator") or {}
-        return str(own.get("name", "") if isinstance(own, dict) else own)
+        return estimator_of(self.config)
 
-    @property
-    def scope(self) -> str:
-        """Parameters whose gradient was measured."""
-        return scope_of(self.store)
+
+def config_of(store: RunStore) -> dict[str, Any]:
+    """Return a run's configuration, nested; empty where it stored none."""
+    config = store.info.get("config")
+    return config if isinstance(config, dict) else {}
+
+
+def estimator_of(config: Mapping[str, Any]) -> str:
+    """Return the name of the training estimator; empty where the configuration has none."""
+    estimator = config.get("estimator") or {}
+    return str(estimator.get("name", "") if isinstance(estimator, dict) else estimator)
 
 
 def open_runs(paths: Sequence[Path]) -> list[ReportedRun]:
     """Open runs that can stand in one report.
-
-    Args:
-        paths: Directories of runs.
 
     Raises:
         InputError: There is none, one has no step, or they disagree in scope or schema.
@@ -79,7 +73,6 @@ def _open(path: Path) -> ReportedRun:
     steps = store.steps_df()
     if steps.empty:
         raise InputError(f"run {path.name} has no complete step yet; wait for one, or train it again.")
-    config = store.info.get("config")
     status, reason = store.standing
-    said = f"{status}: {reason}" if reason else status
-    return ReportedRun(path.name, store, steps, step_series(steps), config if isinstance(config, dict) else {}, said)
+    described = f"{status}: {reason}" if reason else status
+    return ReportedRun(path.name, store, steps, step_series(steps), config_of(store), described)

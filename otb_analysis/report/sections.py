@@ -11,6 +11,8 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved
 from otb_analysis.figures import (
     MEASURES,
+    NOISE_SCALE,
+    advice_line,
     alarm_marks,
     alarms_line,
     alarms_table,
@@ -33,25 +35,21 @@ from otb_analysis.figures import (
     plot_fidelity,
     plot_learning,
 )
-from otb_analysis.report.cells import curve_panels, percent
+from otb_analysis.figures.fidelity import fidelity_columns
+from otb_analysis.report.compare import MEASURED_GROUPS
 from otb_analysis.report.designs import designs
 from otb_analysis.report.document import Formulas, Grid, Part, Picture, Section
 from otb_analysis.report.runs import ReportedRun
-from otb_analysis.report.verdicts import advice_line, change_line
+from otb_analysis.report.verdicts import change_line
 from otb_analysis.statistics import gain_lost
 from otb_analysis.store import attributed_steps, largest_attributed_step, step_attribution
+from otb_analysis.store.scopes import scope_of
 
 WINDOW = 10
 """Steps of the running means."""
 
 TOP = 12
 """Holders listed per level."""
-
-FIDELITY_COLUMNS = (
-    *("step", "group", "rollout", "t", "mask"),
-    *("energy_proxy", "grad_norm_sq", "measured_by", "inclusion_prob"),
-)
-MEASURED = 'mask AND (step, "group") IN (SELECT step, "group" FROM tokens WHERE grad_norm_sq IS NOT NULL)'
 
 
 def _from(bounds: tuple[float, float]) -> str:
@@ -88,11 +86,7 @@ FIDELITY_FORMULAS = (
 
 
 def overview(runs: Sequence[ReportedRun]) -> Section:
-    """Return what the runs are and whether they learn.
-
-    Args:
-        runs: The runs.
-    """
+    """Return what the runs are and whether they learn."""
     rows = [headline_info(run.name, run.estimator, run.steps) for run in runs]
     table = pd.DataFrame(
         {
@@ -114,7 +108,7 @@ def overview(runs: Sequence[ReportedRun]) -> Section:
             "Reward: mean of the last tenth of the steps; change since the first tenth. ‖ḡ‖, clipped: last 20 steps.",
             table,
         ),
-        Picture("learning", f"Running means over {WINDOW} steps.", plot_learning(info), curve_panels(info)),
+        Picture("learning", f"Running means over {WINDOW} steps.", plot_learning(info), info),
     ]
     if len(runs) > 1:
         same = f"The runs have the same configuration. {differences.note}".rstrip()
@@ -124,11 +118,7 @@ def overview(runs: Sequence[ReportedRun]) -> Section:
 
 
 def collapse(runs: Sequence[ReportedRun]) -> Section:
-    """Return alarms, health over steps and change points.
-
-    Args:
-        runs: The runs.
-    """
+    """Return alarms, health over steps and change points."""
     findings = {run.name: diagnose(run.series) for run in runs}
     points = {run.name: change_points(run.series) for run in runs}
     steps = {run.name: run.steps for run in runs}
@@ -138,12 +128,12 @@ def collapse(runs: Sequence[ReportedRun]) -> Section:
         "Alarms and health over steps",
         (
             Grid(f"{alarms_line(findings)} {fired}", alarms_table(findings)),
-            *(f"{run}. {change_line(found)}" for run, found in points.items()),
+            *(f"{run}. {change_line(changed)}" for run, changed in points.items()),
             Picture(
                 "collapse",
                 f"Running means over {WINDOW} steps; the interactive form marks first firings and change points.",
                 plot_collapse(info, marks=alarm_marks(findings, points)),
-                curve_panels(info),
+                info,
             ),
             Grid(
                 "Degenerate input over all steps: allowed, but nothing can be learned from it.", degenerate_table(steps)
@@ -154,37 +144,28 @@ def collapse(runs: Sequence[ReportedRun]) -> Section:
 
 
 def estimators(run: ReportedRun) -> Section:
-    """Return every estimator on the run's own rollouts, and the advice.
-
-    Args:
-        run: A run.
-    """
+    """Return every estimator on the run's own rollouts, and the advice."""
     title = f"Estimators on the rollouts of {run.name}"
-    grams = list(run.store.grams().values())
+    by_step = run.store.grams()
+    advice = advice_line(by_step, run.store.subgroup_grams(), run.config)
+    grams = list(by_step.values())
     if not grams:
-        return Section(title, (f"{advice_line(run.store)}",))
+        return Section(title, (advice,))
     names = {name for gram in grams for name, _ in gram.labels}
     known = proved({label for gram in grams for label in gram.labels}, run.config)
     info = comparison_info(grams, "rloo" if "rloo" in names else sorted(names)[0], known=known)
-    said = [" ".join(design.sentences) for design in designs([run.store]).values()]
+    sentences = [" ".join(design.sentences) for design in designs([run.store]).values()]
     picture = Picture(f"estimators-{run.name}", info.estimand, plot_comparison(info))
-    formulas = Formulas(tuple((measure.title, measure.formula) for measure in MEASURES))
+    formulas = Formulas((*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE))
     table = Grid("Each estimator's own values, then its ratios with 95 % intervals.", display_table(info))
-    return Section(
-        title,
-        (*said, f"Advice. {advice_line(run.store)}", picture, table, formulas),
-    )
+    return Section(title, (*sentences, f"Advice. {advice}", picture, table, formulas))
 
 
 def fidelity(run: ReportedRun) -> Section:
-    """Return how well the proxy follows exact norms.
-
-    Args:
-        run: A run.
-    """
+    """Return how well the proxy follows exact norms."""
     title = f"Proxy against exact norms in {run.name}"
     try:
-        info = fidelity_info(run.store.tokens_df(columns=FIDELITY_COLUMNS, where=MEASURED))
+        info = fidelity_info(run.store.tokens_df(columns=fidelity_columns(), where=MEASURED_GROUPS))
     except InputError as error:
         return Section(title, (str(error),))
     picture = Picture(f"fidelity-{run.name}", f"{info.n_tokens:,} tokens with both energies.", plot_fidelity(info))
@@ -194,11 +175,7 @@ def fidelity(run: ReportedRun) -> Section:
 
 
 def lost_line(run: ReportedRun) -> str:
-    """Return which share of otb's gain over rloo the proxy loses on the run's own rollouts, or that none is known.
-
-    Args:
-        run: A run.
-    """
+    """Return which share of otb's gain over rloo the proxy loses on the run's own rollouts, or that none is known."""
     lost = gain_lost(list(run.store.grams().values()), ("otb", "proxy"), ("otb", "exact"))
     if lost is None:
         return "Gain lost by the proxy: not known, exact energies show no gain of otb over rloo on these rollouts."
@@ -207,22 +184,19 @@ def lost_line(run: ReportedRun) -> str:
 
 
 def attribution_section(run: ReportedRun) -> Section:
-    """Return who holds the gradient at the attributed step where it was largest.
-
-    Args:
-        run: A run.
-    """
+    """Return who holds the gradient at the attributed step where it was largest."""
     title = f"Who holds the gradient of {run.name}"
     if not attributed_steps(run.store):
         return Section(title, ("No step was attributed; otb train --measure.attribution.every 1 does.",))
     step = largest_attributed_step(run.store)
-    found = step_attribution(run.store, step)
+    shares = step_attribution(run.store, step)
     tokens = run.store.tokens_df([step], ["rollout", "t", "token"])
     rollouts = run.store.rollouts_df([step], ["group", "rollout", "prompt", "reward"])
     grids = [
-        Grid(f"The {level}s with the largest |share| of {len(found.at(level)):,}; shares of ‖ḡ‖².", percent(rows))
+        Grid(f"The {level}s with the largest |share| of {len(holders):,}; shares of ‖ḡ‖².", percent(rows))
         for level in LEVELS
-        for rows in [attribution_table(found, found.at(level).head(TOP), tokens, rollouts)]
+        for holders in [shares.at(level)]
+        for rows in [attribution_table(shares, holders.head(TOP), tokens, rollouts)]
     ]
     formulas = (
         (
@@ -231,21 +205,24 @@ def attribution_section(run: ReportedRun) -> Section:
         ),
         ("signal, noise", "c·s·(ḡ − ḡ_p) and c·s·ḡ_p, ḡ_p the part of the token's own prompt"),
     )
-    picture = Picture(f"attribution-{run.name}", attribution_line(found), plot_attribution(attribution_info(found)))
+    picture = Picture(f"attribution-{run.name}", attribution_line(shares), plot_attribution(attribution_info(shares)))
     return Section(title, (picture, *grids, Formulas(formulas)))
 
 
-def provenance(runs: Sequence[ReportedRun]) -> Section:
-    """Return what each run was made with.
+def percent(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return a table of holders with its shares in per cent."""
+    shares = [name for name in ("share", "signal", "noise") if name in rows]
+    return rows.assign(**{name: [f"{value:.2%}" for value in rows[name]] for name in shares})
 
-    Args:
-        runs: The runs.
-    """
+
+def provenance(runs: Sequence[ReportedRun]) -> Section:
+    """Return what each run was made with."""
     rows = []
     for run in runs:
         info: Any = run.store.info
         git, packages = info.get("git") or {}, info.get("packages") or {}
         row = {"run": run.name, "created": info.get("created"), "seed": run.config.get("seed")}
-        row |= {"scope": run.scope, "schema": info.get("schema_version"), "commit": str(git.get("commit") or "–")[:12]}
-        rows.append(row | {"changed files": bool(git.get("diff")), "torch": packages.get("torch", "–")})
+        row |= {"scope": scope_of(run.store), "schema": info.get("schema_version")}
+        row |= {"commit": str(git.get("commit") or "–")[:12], "changed files": bool(git.get("diff"))}
+        rows.append(row | {"torch": packages.get("torch", "–")})
     return Section("How the runs were made", (Grid("From each run's run.json.", pd.DataFrame(rows)),))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from otb_analysis.figures import conclusion_sentences, signal_sentence
+from otb_analysis.figures import conclusion_sentences, noise_scale_line, signal_sentence
 from otb_analysis.figures.conclusion import measure_options
 from otb_analysis.statistics import Gram, Interval, Proved, conclude
 from otb_analysis.statistics.comparisons.verdicts import Verdict, names
@@ -144,3 +144,16 @@ def test_an_estimator_ahead_in_one_measure_and_behind_in_the_other_is_neither_be
     said = conclusion_sentences(found, TRAINED, CONFIG)
     assert said[0].startswith("otb differs from rloo on 64 prompts, but nothing that one can train with")
     assert all(len(sentence.split()) <= 40 for sentence in said)
+
+
+def test_noise_scale_is_one_line_with_equal_scales_named_together():
+    rng = np.random.default_rng(0)
+    rloo = 3 * np.eye(12)[0] + rng.normal(size=(64, 12))
+    g = np.stack([rloo, 0.875 * rloo, rng.normal(size=(64, 12))])
+    g[2] -= g[2].mean(axis=0)  # pairs of different prompts then have a negative inner product on average
+    labels: tuple[Label, ...] = (RLOO, ("group_mean", "none"), ("otb", "proxy"))
+    gram = Gram(np.einsum("mpd,nqd->mnpq", g, g), labels, 256)
+    line = noise_scale_line([gram], labels)
+    assert line.startswith("Noise scale, the number of prompts at which noise equals signal: rloo and group_mean 1 [")
+    assert line.endswith("otb not known, since noise hides the signal.") and "\n" not in line
+    assert noise_scale_line([gram], [("value", "none")]) == ""

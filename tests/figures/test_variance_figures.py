@@ -6,7 +6,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
 from otb_analysis.figures.gradient_table import MEASURES, labels, statistics_table
 from otb_analysis.figures.variance import plot_variance, variance_info
-from otb_analysis.statistics import pooled_statistics
+from otb_analysis.statistics import gradient_noise_scale, pooled_statistics
 from otb_analysis.types import Gram
 
 
@@ -97,6 +97,19 @@ def test_tables_hold_one_row_per_estimator(grams):
     assert table["estimator"].tolist() == [row.label for row in info.rows]
     assert table.loc[0, "sf_ratio_low"] < table.loc[0, "sf_ratio"] < table.loc[0, "sf_ratio_high"]
     assert " [" in display_table(info)["SF ÷ rloo"].iloc[0]
+
+
+def test_noise_scale_stands_beside_each_estimator_with_its_interval(grams):
+    info = comparison_info(list(grams.values()))
+    scale = gradient_noise_scale(list(grams.values()), ("otb", "exact"))
+    (row,) = (row for row in info.rows if row.label == "otb · exact")
+    assert row.noise_scale == scale and scale.low < scale.estimate < scale.high
+    shown = display_table(info).set_index("estimator")["noise scale"]
+    assert shown["otb · exact"] == f"{scale.estimate:.3g} [{scale.low:.3g}, {scale.high:.3g}]"
+    table = comparison_table(info).set_index("estimator")
+    assert table.loc["otb · exact", "noise_scale_high"] == scale.high
+    # Half the noise of rloo is a quarter of its noise scale.
+    assert scale.estimate < 0.5 * table.loc["rloo", "noise_scale"]
 
 
 def test_forest_draws_one_point_per_estimator_and_ratio(grams):

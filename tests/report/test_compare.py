@@ -14,7 +14,7 @@ from rich.console import Console
 from otb_analysis.config import CriticConfig, EvaluateConfig, MeasureConfig, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.figures import fidelity_info
-from otb_analysis.report.compare import comparison, conclusions, fidelity_rows, no_signal
+from otb_analysis.report.compare import comparison, fidelity_rows, no_signal
 from otb_analysis.report.designs import designs
 from otb_analysis.report.runs import open_runs
 from otb_analysis.store import RunStore, RunWriter, StepTables
@@ -70,6 +70,11 @@ def test_sentences_stand_first_or_last_with_the_table_of_estimators_behind_them(
     assert last.index("Proxy against exact norms") < last.index("Nothing can be told") < last.index("Estimators on the")
 
 
+def test_noise_scale_of_the_reference_and_of_what_trained_is_one_line_below_the_table(otb_run):
+    text = printed([otb_run])
+    assert text.count("Noise scale, the number of prompts at which noise equals signal: rloo") == 1
+
+
 def test_too_few_prompts_are_named_as_the_reason_and_leave_no_column_of_dashes(otb_run):
     text = printed([otb_run])
     assert "an interval takes 16" in text
@@ -80,7 +85,8 @@ def test_too_few_prompts_are_named_as_the_reason_and_leave_no_column_of_dashes(o
 
 
 def test_conclusions_of_stored_runs_count_what_was_told_apart(otb_run):
-    (found,) = conclusions([otb_run]).values()
+    (design,) = designs([RunStore(otb_run)]).values()
+    found = design.conclusion
     assert (found.n_prompts, found.told, found.within, found.concludes) == (12, (), (), False)
     assert found.alike["otb_turn", "proxy"].of == ("otb", "proxy")
 

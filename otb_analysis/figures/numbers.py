@@ -1,0 +1,72 @@
+"""Numbers and intervals as people read them, on pages, in reports and in the terminal."""
+
+import math
+from typing import Any
+
+import pandas as pd
+
+from otb_analysis.statistics import Interval
+
+MISSING = "–"
+"""Stands where there is no value."""
+
+
+def number(value: float | int | None) -> str:
+    """Return a number with three significant digits, thousands separated; a missing one (None, NaN) is an en dash.
+
+    0.012345 → 0.0123, 12345.6 → 12,300, 1.2e-7 → 1.20×10⁻⁷; integers keep all their digits.
+    """
+    if value is None or value != value:
+        return MISSING
+    if value < 0:
+        return f"−{number(-value)}"
+    if isinstance(value, int) or math.isinf(value):
+        return f"{value:,}".replace("inf", "∞")
+    if value == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(float(f"{value:.2e}"))))
+    if not -4 <= exponent < 6:
+        return f"{value / 10.0**exponent:.2f}×10{superscript(exponent)}"
+    return f"{round(value, 2 - exponent):,.{max(0, 2 - exponent)}f}"
+
+
+def superscript(exponent: int) -> str:
+    """Return an exponent in raised digits: −7 → ⁻⁷."""
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def formatted(value: float | None, form: str = "") -> str:
+    """Return a number in a format of Python's, as `.2f`; without one as `number` does."""
+    if not form or value is None:
+        return number(value)
+    return "∞" if math.isinf(value) else format(value, form)
+
+
+def span(low: float | None, high: float | None) -> str:
+    """Return the two ends of an interval: 0.73 to 0.87."""
+    return f"{number(low)} to {number(high)}"
+
+
+def bracketed(value: float | None, low: float | None, high: float | None, form: str = "") -> str:
+    """Return a value with the ends of its interval in brackets, where it has them: 0.79 [0.73, 0.87]."""
+    point = formatted(value, form)
+    if value is None or low is None or high is None or math.isnan(low):
+        return point
+    return f"{point} [{formatted(low, form)}, {formatted(high, form)}]"
+
+
+def interval_cell(interval: Interval | None, form: str = "") -> str:
+    """Return an estimate with its interval as `bracketed` writes it; a dash where there is none."""
+    return MISSING if interval is None else bracketed(interval.estimate, interval.low, interval.high, form)
+
+
+def cell(value: Any) -> str:
+    """Return a table's cell as text: three digits for numbers, yes or no for truth values, a dash for the missing."""
+    if value is None or value is pd.NA or value is pd.NaT:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return number(value)
+    item = getattr(value, "item", None)  # a scalar of NumPy's
+    return cell(item()) if callable(item) else str(value)
