@@ -91,7 +91,7 @@ class Attribution:
         share: weights · alignment [N, L], zero outside the mask.
         alignment: s_{n,t}·direction [N, L], zero outside the mask: the change of log π per unit step along it.
         norm_sq: ‖direction‖², from the direction itself, so that it checks the shares.
-        method: What ran: "jvp", "difference", "stencil" or "reference".
+        method: What ran: "jvp", "difference" or "reference".
         step: ε of the differences, else None.
         step_error: Relative distance between the slopes at ε and those of a trial at a longer step, on the trial's
             tokens, else None; the trial's own error is part of it.

@@ -19,15 +19,10 @@ FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class Basis:
-    """weights = mix @ rows, up to TOLERANCE of each row.
+    """weights = mix @ rows, up to TOLERANCE of each row."""
 
-    Attributes:
-        rows: Basis rows [r, K], orthogonal in the metric of the tokens' scales.
-        mix: Coefficients [M, r].
-    """
-
-    rows: Float
-    mix: Float
+    rows: Float  # Basis rows [r, K], orthogonal in the metric of the tokens' scales
+    mix: Float  # Coefficients [M, r]
 
 
 def basis_of(weights: Float, scale: Float) -> Basis:
@@ -38,7 +33,6 @@ def basis_of(weights: Float, scale: Float) -> Basis:
     smallest one that leaves no row more than TOLERANCE away.
 
     Args:
-        weights: Rows [M, K].
         scale: What ‖s_k‖ is roughly proportional to [K], such as 1 − π_k; not negative.
     """
     metric = np.maximum(scale, FLOOR * scale.max(initial=0.0))

@@ -400,6 +400,6 @@ def test_products_of_float32_gradients_are_those_of_float64():
 def test_blocks_are_the_largest_list_of_modules(make_model, batch):
     model = make_model("qwen2")
     problem = prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
-    anatomy = blocks.anatomy_of(problem)
-    assert anatomy.blocks == tuple(model.model.layers) and anatomy.outside == ("model.norm.weight",)
-    assert anatomy.ends == ("model.embed_tokens.weight",) * 2
+    structure = blocks.structure_of(problem)
+    assert structure.blocks == tuple(model.model.layers) and structure.outside == ("model.norm.weight",)
+    assert structure.ends == ("model.embed_tokens.weight",) * 2
