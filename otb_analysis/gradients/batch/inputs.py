@@ -42,6 +42,11 @@ class Rollout:
     targets: Tensor  # Increasing indices into `ids` of the K sampled tokens, each ≥ 1, on the same device [K]
     columns: Int  # Columns of those tokens in the padded batch [K]
 
+    @property
+    def length(self) -> int:
+        """Positions that a forward pass has: up to the last token that a sampled one is predicted from."""
+        return int(self.targets[-1])
+
     def blocks(self, size: int) -> Iterator["Rollout"]:
         """The same rollout with at most `size` consecutive sampled tokens at a time."""
         for k in range(0, len(self.columns), size):
@@ -99,8 +104,8 @@ def restricted(batch: ScoreBatch, mask: Bool) -> ScoreBatch:
 def microbatches(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, ...]]:
     """Cut rollouts into batches of at most `BATCH_POSITIONS` padded positions, like lengths together."""
     batch: tuple[Rollout, ...] = ()
-    for rollout in sorted(rollouts, key=lambda r: -int(r.targets[-1])):
-        if batch and (len(batch) + 1) * int(batch[0].targets[-1]) > BATCH_POSITIONS:
+    for rollout in sorted(rollouts, key=lambda r: -r.length):
+        if batch and (len(batch) + 1) * batch[0].length > BATCH_POSITIONS:
             yield batch
             batch = ()
         batch = (*batch, rollout)

@@ -49,7 +49,7 @@ class Layout:
 def padded(rollouts: tuple[Rollout, ...]) -> Layout:
     """Return one row per rollout, padded on the right, where causal attention never looks."""
     keep = torch.cat([r.targets for r in rollouts]).unique() - 1
-    prefixes = [r.ids[: int(r.targets[-1])] for r in rollouts]
+    prefixes = [r.ids[: r.length] for r in rollouts]
     ids = pad_sequence(prefixes, batch_first=True)
     lengths = torch.tensor([len(prefix) for prefix in prefixes], device=ids.device)
     real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]

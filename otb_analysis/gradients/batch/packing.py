@@ -35,7 +35,7 @@ def layout_of(
     if attention not in ("eager", "sdpa") or kind.itemsize < 4 or not packing_pays(tree):
         return plain
     one_row = packed(rollouts, tree, kind)
-    longest, seen = max(int(r.targets[-1]) for r in rollouts), _PACKED.setdefault(batch.model, {})
+    longest, seen = max(r.length for r in rollouts), _PACKED.setdefault(batch.model, {})
     key = f"{attention} {kind}"
     if key not in seen or 0 < seen[key] < longest:
         seen[key] = longest if _same_logprobs(batch, rollouts, (plain, one_row)) else NEVER

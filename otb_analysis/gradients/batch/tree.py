@@ -52,7 +52,7 @@ def prefix_tree(texts: Sequence[Sequence[int]]) -> Tree:
 
 def tree_of(rollouts: Sequence[Rollout]) -> Tree:
     """Return the tree of some rollouts, each up to its last sampled token."""
-    return prefix_tree([r.ids[: int(r.targets[-1]) + 1].tolist() for r in rollouts])
+    return prefix_tree([r.ids[: r.length + 1].tolist() for r in rollouts])
 
 
 def sampled_nodes(rollouts: Sequence[Rollout], tree: Tree) -> Int:

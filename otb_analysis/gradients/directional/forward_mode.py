@@ -23,7 +23,7 @@ def derivative(
 
     d/dε f(x + εẋ) at ε = 0, x = `primals` and ẋ = `tangents`, exact up to rounding; one pass, no graph.
     """
-    with fwd.dual_level(), DualAttention(), warnings.catch_warnings():
+    with fwd.dual_level(), ReplacedAttention(_attend), warnings.catch_warnings():
         # PyTorch scripts formulas of its own when forward mode first runs, and warns of that.
         warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)
         duals = [fwd.make_dual(x.detach(), t.to(x)) for x, t in zip(primals, tangents, strict=True)]
@@ -31,17 +31,11 @@ def derivative(
         return torch.zeros_like(value) if moved is None else moved.clone()
 
 
-class DualAttention(ReplacedAttention):
-    """Inside this context `scaled_dot_product_attention` has a forward-mode derivative.
-
-    Calls that it does not follow (active dropout, a mask that itself moves) run in PyTorch's plain form, which has one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_attend)
-
-
 def _attend(call: AttentionCall) -> Tensor | None:
+    """Attention with a forward-mode derivative.
+
+    None for active dropout and for a mask that itself moves: PyTorch's plain form, which runs then, has a derivative.
+    """
     mask = None if call.attn_mask is None else fwd.unpack_dual(call.attn_mask)
     if call.dropout_p or call.query.ndim != 4 or (mask is not None and mask.tangent is not None):
         return None

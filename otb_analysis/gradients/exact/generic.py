@@ -25,7 +25,6 @@ from otb_analysis.gradients.exact.plan import (
     Plan,
     disagreement,
     find_plan,
-    length,
     probe,
     reference_norms,
 )
@@ -81,7 +80,7 @@ def fits(batch: ScoreBatch, rows: int | None = None) -> bool:
     if batch.scope.head is not None:
         return True
     signals = sum(len(r.columns) if rows is None else rows for r in batch.rollouts)
-    if signals <= sum(FEW + length(r) / POSITIONS_PER_SIGNAL for r in batch.rollouts):
+    if signals <= sum(FEW + r.length / POSITIONS_PER_SIGNAL for r in batch.rollouts):
         return False
     return has_plan(batch)
 

@@ -39,7 +39,7 @@ def traced(batch: ScoreBatch, rollout: Rollout, names: Iterable[str]) -> Trace:
     modules = dict(batch.model.named_modules())
     trace = Trace()
     inner = replace(batch, scope=replace(batch.scope, head=None))
-    attention = many_signals(int(rollout.targets[-1]))
+    attention = many_signals(rollout.length)
     # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
     with batch.scope.active(), _watching({n: modules[n] for n in names}, trace), attention:
         trace.logprob = sampled_logprobs(inner, (rollout,))
@@ -55,7 +55,7 @@ def traced_to(cut: str, batch: ScoreBatch, rollout: Rollout, names: Iterable[str
         trace.inputs[cut] = args[0]
         raise ReachedCut
 
-    watched, attention = {n: modules[n] for n in names}, many_signals(int(rollout.targets[-1]))
+    watched, attention = {n: modules[n] for n in names}, many_signals(rollout.length)
     with suppress(ReachedCut), modules[cut].register_forward_pre_hook(stop), _watching(watched, trace), attention:
         sampled_logprobs(batch, (rollout,))
     return trace
@@ -75,7 +75,7 @@ def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Ten
 
     try:
         return vmap(one)(seeds)
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # a RuntimeError too, but no fault of the model's
         raise
     except RuntimeError as error:  # how torch says that an operation cannot be batched
         why = str(error).split(". ")[0].splitlines()[0]
@@ -89,7 +89,7 @@ def own_rows(tensor: Tensor, rollout: Rollout) -> Tensor:
 
     A layer runs on the whole prefix or, like the output layer, on the kept positions only.
     """
-    length, kept = int(rollout.targets[-1]), len(rollout.targets)
+    length, kept = rollout.length, len(rollout.targets)
     if tensor.ndim < 2 or tensor.shape[0] != 1 or tensor.shape[1] not in (length, kept):
         raise UnfitError(
             f"a layer works on shape {tuple(tensor.shape)} where [1, {length}, ...] was expected; "

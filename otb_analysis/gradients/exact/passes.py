@@ -11,7 +11,7 @@ from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
 from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX, SCALES
 from otb_analysis.gradients.exact.parameter_tangents import Norm, norm_of
-from otb_analysis.gradients.exact.plan import ParameterUse, Plan, length
+from otb_analysis.gradients.exact.plan import ParameterUse, Plan
 
 SIGNAL_BYTES = 1 << 27
 """What the signals of one block may occupy in all layers below the cut; longer rollouts get smaller blocks."""
@@ -80,7 +80,7 @@ class DecomposedRollout:
 
     def _separate_tied(self) -> None:
         """Split a tied matrix: in the rows that are also read as input both uses add before they are squared."""
-        tokens = self.rollout.ids[: length(self.rollout)].unique()
+        tokens = self.rollout.ids[: self.rollout.length].unique()
         for parameter, use in self.plan.tied.items():
             left, right = self.outer[use]
             self.shared[parameter] = right[:, tokens], left
@@ -93,7 +93,7 @@ class DecomposedRollout:
     @property
     def block_size(self) -> int:
         """Signals that the memory allowed holds at once."""
-        each = length(self.rollout) * self.plan.width * self.token_signals.element_size()
+        each = self.rollout.length * self.plan.width * self.token_signals.element_size()
         return max(1, SIGNAL_BYTES // max(each, 1))
 
     def coordinates(self, trace: Trace, rollout: Rollout, mix: Mix) -> Iterator[tuple[ParameterUse, Tensor]]:

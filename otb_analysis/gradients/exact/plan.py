@@ -53,7 +53,7 @@ class Plan:
 
 
 def find_plan(batch: ScoreBatch) -> Plan:
-    """Take a model decomposed.
+    """Find how to decompose the scores of a model.
 
     Raises:
         UnfitError: A parameter in scope has no rule, or the engine has no rule for something in the model.
@@ -133,7 +133,7 @@ def _placed(use: ParameterUse, trace: Trace, rollout: Rollout) -> ParameterUse:
     """
     inputs, output = trace.inputs[use.module], trace.outputs[use.module]
     if use.rule is SCALE and inputs.ndim == 4 and inputs.shape == output.shape and inputs.shape[0] == 1:
-        on_second, on_third = (size == length(rollout) for size in inputs.shape[1:3])
+        on_second, on_third = (size == rollout.length for size in inputs.shape[1:3])
         if on_third and not on_second:
             return replace(use, rule=HEADED_SCALE)
         if on_third:
@@ -141,7 +141,7 @@ def _placed(use: ParameterUse, trace: Trace, rollout: Rollout) -> ParameterUse:
                 f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)}, where heads and positions "
                 'cannot be told apart; pass engine="reference" or leave it out of scope.'
             )
-    rows = (length(rollout), len(rollout.targets))
+    rows = (rollout.length, len(rollout.targets))
     kept = all(x.ndim >= 2 and x.shape[0] == 1 and x.shape[1] in rows for x in (inputs, output))
     if not kept or output.ndim < 3 or (use.rule is MATRIX and inputs.ndim != 3):
         raise UnfitError(
@@ -202,19 +202,14 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
         if _stays(at_input[name], rollout):
             chained = pull_back(x, targets, at_input[name])
             if all(_close(c, d) for c, d in zip(chained, direct.values(), strict=True)):
-                width = sum(math.prod(d.shape[3:]) * d.shape[2] // length(rollout) for d in direct.values())
+                width = sum(math.prod(d.shape[3:]) * d.shape[2] // rollout.length for d in direct.values())
                 return Plan(above, below, name, width)
     raise UnfitError('no layer of the model separates its last attention from what follows; pass engine="reference".')
 
 
-def length(rollout: Rollout) -> int:
-    """Positions that a forward pass of the rollout has."""
-    return int(rollout.targets[-1])
-
-
 def _stays(signal: Tensor, rollout: Rollout) -> bool:
     """Whether signal k of [K, 1, n, ...] is zero everywhere but at the position that predicts token k."""
-    if signal.ndim < 3 or signal.shape[1] != 1 or signal.shape[2] not in (length(rollout), len(rollout.targets)):
+    if signal.ndim < 3 or signal.shape[1] != 1 or signal.shape[2] not in (rollout.length, len(rollout.targets)):
         return False
     rest = signal[:, 0].clone()
     rest[torch.arange(len(rest)), own_rows(signal[0], rollout)] = 0

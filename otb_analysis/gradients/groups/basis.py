@@ -41,6 +41,7 @@ def basis_of(weights: Float, scale: Float) -> Basis:
     used = length[:, 0] > 0
     if not used.any():
         return Basis(np.zeros((0, weights.shape[1])), np.zeros((len(weights), 0)))
+    # Rows of length 1: the rank must not depend on how large an estimator's weights are.
     left, values, right = np.linalg.svd(scaled[used] / length[used], full_matrices=False)
     mixed = left * values
     missing = np.sqrt(np.cumsum((mixed**2)[:, ::-1], axis=1)[:, ::-1])  # [m, r]: row m without its first r directions

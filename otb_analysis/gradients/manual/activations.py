@@ -94,7 +94,7 @@ class Activations:
 def run(layout: LlamaLayout, rollout: Rollout) -> Activations:
     """Run a rollout up to the position that predicts its last sampled token."""
     at = rollout.targets - 1
-    x = layout.embedding[rollout.ids[: int(rollout.targets[-1])]]
+    x = layout.embedding[rollout.ids[: rollout.length]]
     cos, sin = layout.rotary(x[None], torch.arange(len(x), device=x.device)[None])
     turns = Turns(cos[0], sin[0])
     blocks: list[BlockPass] = []
@@ -163,7 +163,7 @@ def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:
 
 def _feed(layer: Layer, x: Tensor) -> tuple[FeedForward, Tensor]:
     gate, up = layer.gate(x), layer.up(x)
-    with torch.enable_grad():
+    with torch.enable_grad():  # the slope of any activation, entry by entry
         leaf = gate.requires_grad_()
         opened = layer.activation(leaf)
         slope = torch.autograd.grad(opened.sum(), leaf)[0]

@@ -16,7 +16,7 @@ from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.norm_accumulators import Parts, Running, Single, norm_sq, outer_gram
-from otb_analysis.gradients.exact.plan import disagreement, length, probe, reference_norms
+from otb_analysis.gradients.exact.plan import disagreement, probe, reference_norms
 from otb_analysis.gradients.manual.llama_layout import LlamaLayout, read
 from otb_analysis.gradients.manual.manual_backward import ManualBackward, Mix
 from otb_analysis.types import Float, ScoreNorms
@@ -115,7 +115,7 @@ def _parts(manual: ManualBackward) -> dict[str, Tensor]:
 def block_size(manual: ManualBackward) -> int:
     """Tokens whose signals travel together: fewer are slower to call, more waste the tail of their prefix."""
     widest = max(2 * len(layer.up.weight) for layer in manual.layout.layers)
-    each = length(manual.rollout) * widest * manual.token_signals.element_size()
+    each = manual.rollout.length * widest * manual.token_signals.element_size()
     wanted = BLOCK if each * 2 * BLOCK > CACHE_BYTES else 2 * BLOCK
     return max(1, min(wanted, SIGNAL_BYTES // each))
 

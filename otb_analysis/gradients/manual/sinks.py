@@ -78,7 +78,7 @@ class Above:
 
 
 class Below:
-    """Coordinates of gradients whose signals reach a whole prefix, handed to a accumulator."""
+    """Coordinates of gradients whose signals reach a whole prefix, handed to an accumulator."""
 
     def __init__(self, known: dict[Place, Factor], accumulator: NormAccumulator) -> None:
         self._factors, self._accumulator = known, accumulator

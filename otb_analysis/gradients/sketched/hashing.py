@@ -55,6 +55,7 @@ def check_dim(dim: int) -> None:
 
 def _signed_buckets(start: int, length: int, dim: int, seed: int, device: torch.device) -> Tensor:
     """h(j) where σ(j) = +1 and dim + h(j) where it is −1."""
+    # One draw for bucket and sign: the upper half of 2·dim values stands for −1.
     mixed = _shift(_mix(torch.arange(start, start + length, device=device), seed), 1)
     size = 2 * dim
     return mixed.bitwise_and_(size - 1) if size & (size - 1) == 0 else mixed.remainder_(size)

@@ -30,7 +30,7 @@ from otb_analysis.gradients.exact.parameter_tangents import (
     sides,
 )
 from otb_analysis.gradients.exact.passes import DecomposedRollout
-from otb_analysis.gradients.exact.plan import ParameterUse, Plan, length, probe
+from otb_analysis.gradients.exact.plan import ParameterUse, Plan, probe
 from otb_analysis.gradients.exact.reference import token_alignments
 from otb_analysis.gradients.sketched.directions import Directions
 from otb_analysis.gradients.sketched.dual import Tape, dual, primal_of, tangent_of
@@ -46,7 +46,7 @@ def above(decomposed: DecomposedRollout, directions: Directions) -> Tensor:
     """s_t·D_k of the layers above the cut [K tokens, k]."""
     modules = dict(decomposed.batch.model.named_modules())
     total = decomposed.zeros(directions.count)
-    tokens = decomposed.rollout.ids[: length(decomposed.rollout)].unique()
+    tokens = decomposed.rollout.ids[: decomposed.rollout.length].unique()
     tied = decomposed.plan.tied
     shared = ((tied[name], left, right, tokens) for name, (right, left) in decomposed.shared.items())
     for use, left, right, rows in (*((u, left, right, ...) for u, (left, right) in decomposed.outer.items()), *shared):
@@ -116,7 +116,7 @@ def below(decomposed: DecomposedRollout, moves: DirectionBatch) -> Tensor:
     total = decomposed.zeros(moves.count)
     if decomposed.plan.cut is None:
         return total
-    passes, tape = -(-moves.count // max(1, ROWS // length(decomposed.rollout))), Tape()
+    passes, tape = -(-moves.count // max(1, ROWS // decomposed.rollout.length)), Tape()
     size = -(-moves.count // passes)
     for start in range(0, moves.count, size):
         some = slice(start, min(start + size, moves.count))

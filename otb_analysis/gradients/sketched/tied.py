@@ -51,6 +51,7 @@ def aligned(
         return None
     normal = torch.randn(dimension, min(count, dimension), generator=generator, dtype=torch.float64)
     frame = torch.linalg.qr(normal).Q.to(values.device) * dimension**0.5
+    # eigh gives A_t in the basis G: ⟨A_t, G_j⟩ = (vectors · values^½)/scale, and σ_j = values_j^½.
     known = (vectors @ (values[:, None] ** 0.25 * frame)) / scale[:, None]
     mixed = (vectors @ (values[:, None] ** -0.25 * frame)).T * scale
     rows = {name: torch.stack([(c[:, None] * r).T @ left for c in mixed]) for name, (r, left) in parts.items()}
