@@ -113,8 +113,8 @@ def test_logits_that_are_not_the_output_layers_own_stay_as_they_are(make_model, 
 
 
 def sampled(forward, model, batch, temperature):
-    problem = prepare(model, Batch(*batch.args, batch.attention_mask), "all", temperature)
-    return forward(problem, problem.rollouts).detach().double()
+    prepared = prepare(model, Batch(*batch.args, batch.attention_mask), "all", temperature)
+    return forward(prepared, prepared.rollouts).detach().double()
 
 
 def test_the_share_of_a_single_token_is_its_norm(make_model, sample):
