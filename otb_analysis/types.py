@@ -72,7 +72,7 @@ class Attribution:
     share: Float  # weights · alignment [N, L], zero outside the mask
     alignment: Float  # s_{n,t}·direction [N, L], zero outside the mask: the change of log π per unit step along it
     norm_sq: float  # ‖direction‖², from the direction itself, so that it checks the shares
-    method: str  # What ran: "jvp", "difference", "stencil" or "reference"
+    method: str  # What ran: "jvp", "difference" or "reference"
     step: float | None = None  # ε of the differences, else None
     # Relative distance between the slopes at ε and those of a trial at a longer step, on the trial's tokens, else None;
     # the trial's own error is part of it

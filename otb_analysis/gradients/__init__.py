@@ -1,9 +1,21 @@
 """Exact norms and inner products of score gradients, their sketches, and their attribution to tokens.
 
 The score of token t is s_t = ∇_θ log π(y_t | x, y_{<t}): the gradient of a *log-probability* (not of a loss) over the
-parameters in scope, without 1/N and without an advantage factor. Three questions are answered about it: how large each
-token's score is, how large any weighted sum of a rollout's scores is, and how the gradients of whole groups relate.
-`sketch` estimates the last for models of any size with a stated error; `attribution` says which tokens make a gradient.
+parameters in scope, without 1/N and without an advantage factor.
+
+| function                                      | what it returns                              | folders          |
+|-----------------------------------------------|----------------------------------------------|------------------|
+| `token_score_norms`                           | ‖s_t‖² of every token, path norms            | manual, exact    |
+| `weighted_score_norms`                        | ‖Σ_t w_t s_t‖² of every rollout              | manual, exact    |
+| `group_gradient_gram`                         | ⟨g_p, g_p'⟩ of whole groups' gradients       | groups, exact    |
+| `sketch_score_norms`                          | ‖s_t‖² estimated, with standard errors       | sketched, exact  |
+| `gradient_sketch`, `count_sketch`             | short vectors with the inner products of g_p | sketched         |
+| `sampled_score_norms`                         | ‖s_t‖² of randomly drawn tokens              | sampled, exact   |
+| `gradient_attribution`, `signal_noise`        | each token's share of ‖ḡ‖²                   | directional      |
+| `batch_gradient`                              | ḡ, as a direction for the attribution        | directional      |
+
+Every function starts from `batch`, which checks the arguments and strips the padding. A folder imports only from those
+above it: batch · exact · groups, manual, directional, sampled · sketched.
 """
 
 from collections.abc import Callable
@@ -16,14 +28,8 @@ from torch import Tensor, nn
 from otb_analysis.errors import InputError
 from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, Weights, check_group, check_weights, prepare
 from otb_analysis.gradients.batch.tree import distinct, distinct_rollouts
-from otb_analysis.gradients.directional.attribution import (
-    batch_gradient,
-    gradient_attribution,
-    predicted_logprob_change,
-    signal_noise,
-)
+from otb_analysis.gradients.directional.attribution import batch_gradient, gradient_attribution, signal_noise
 from otb_analysis.gradients.exact import generic, reference
-from otb_analysis.gradients.exact.gram import gram_from_features
 from otb_analysis.gradients.groups import group_gram
 from otb_analysis.gradients.manual import fast
 from otb_analysis.gradients.sampled.sampled import sampled_score_norms
@@ -39,9 +45,7 @@ __all__ = [
     "count_sketch",
     "gradient_attribution",
     "gradient_sketch",
-    "gram_from_features",
     "group_gradient_gram",
-    "predicted_logprob_change",
     "sampled_score_norms",
     "signal_noise",
     "sketch_score_norms",
@@ -95,10 +99,10 @@ def token_score_norms(
         input_ids: Token ids [N, L].
         mask: True at the tokens the policy sampled, the end token included [N, L]; gaps are allowed.
         attention_mask: True at real tokens [N, L]; None means that nothing is padding.
-        engine: "fast" (a backward pass written by hand for Llama, Mistral, Qwen2 and Qwen3; raises where it does not
-            follow the model), "generic" (batched signals, no weight gradients; raises where it has no rule),
-            "reference" (one backward pass per token) or "auto" (fast, else generic where it is verified and pays, else
-            reference; why an engine was passed over is logged).
+        engine: "fast" (a backward pass written by hand for Llama, Mistral, Qwen2 and Qwen3; raises for other models),
+            "generic" (batched signals, no weight gradients; raises where it has no rule), "reference" (one backward
+            pass per token) or "auto" (fast, else generic where it is verified and pays, else reference; why an engine
+            was passed over is logged).
         scope: "all" is every parameter that requires grad, tied ones once; "lm_head" the output layer's own use, also
             when it is tied; anything else a regular expression searched in the parameter names.
         path: Whether to measure path norms too.
@@ -109,17 +113,20 @@ def token_score_norms(
         zero outside the mask; `engine` names the engine that ran.
 
     Raises:
-        InputError: Something passed does not fit; the sentence says what and what to do.
+        InputError: An argument does not fit; the sentence says what and what to do.
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    chosen = _engine(engine, problem)
+    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    chosen = _engine(engine, batch)
     if path or engine == "reference":
-        return chosen.token_score_norms(problem, path)
-    once = distinct(problem)
-    found = chosen.token_score_norms(once.problem, path)
-    return replace(found, norm_sq=once.spread(found.norm_sq, problem), logprob=once.spread(found.logprob, problem))
+        return chosen.token_score_norms(batch, path)
+    # Equal texts have equal scores, which rollouts of one prompt often share at their beginning: each is measured once.
+    once, twin = distinct(batch)
+    norms = chosen.token_score_norms(once, path)
+    norm_sq, logprob = np.zeros(batch.shape), np.zeros(batch.shape)
+    norm_sq[batch.mask], logprob[batch.mask] = norms.norm_sq[twin], norms.logprob[twin]
+    return replace(norms, norm_sq=norm_sq, logprob=logprob)
 
 
 @torch.inference_mode(False)
@@ -135,38 +142,25 @@ def weighted_score_norms(
     scope: str = "all",
     temperature: float = 1.0,
 ) -> Float:
-    """Exact squared norm of weighted sums of a rollout's scores.
+    """Exact squared norm [N, M] of weighted sums of a rollout's scores, float64.
 
     ‖Σ_t weights[n,m,t] s_{n,t}‖², s_{n,t} = ∇_θ log π(y_{n,t} | y_{n,<t}).
 
     Scores are gradients of the log-probability over the parameters in `scope`: no 1/N and no advantage factor beyond
-    `weights`. Unit rows give `token_score_norms`, a row of ones the path norm of the whole rollout. A row of zeros
-    costs nothing.
-
-    Args:
-        model: A causal language model with the Hugging Face call convention.
-        input_ids: Token ids [N, L].
-        mask: True at the tokens the policy sampled [N, L].
-        weights: M rows of weights per rollout [N, M, L]; never read outside the mask.
-        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
-        engine: As in `token_score_norms`.
-        scope: As in `token_score_norms`.
-        temperature: τ of the policy softmax(logits / τ).
-
-    Returns:
-        Squared norms [N, M], float64, in the square of the weights' unit times norm².
+    `weights` [N, M, L], which are never read outside the mask. Unit rows give `token_score_norms`, a row of ones the
+    path norm of the whole rollout. A row of zeros costs nothing. The other arguments are those of `token_score_norms`.
 
     Raises:
-        InputError: Something passed does not fit; the sentence says what and what to do.
+        InputError: An argument does not fit; the sentence says what and what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    checked = check_weights(weights, problem.mask)
-    chosen = _engine(engine, problem, checked.shape[1])
+    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    checked = check_weights(weights, batch.mask)
+    chosen = _engine(engine, batch, checked.shape[1])
     if engine == "reference":
-        return chosen.weighted_score_norms(problem, checked)
-    once, twin = distinct_rollouts(problem, checked)
+        return chosen.weighted_score_norms(batch, checked)
+    once, twin = distinct_rollouts(batch, checked)
     return chosen.weighted_score_norms(once, checked)[twin]
 
 
@@ -184,43 +178,30 @@ def group_gradient_gram(
     scope: str = "all",
     temperature: float = 1.0,
 ) -> Float:
-    """Inner products of the gradients of whole groups, for many rows of weights at once.
+    """Inner products of the gradients of whole groups [M, M, P, P], for M rows of weights at once, float64.
 
     G[m, m', p, p'] = ⟨g_{m,p}, g_{m',p'}⟩,  g_{m,p} = Σ_{n in p} Σ_t weights[n,m,t] s_{n,t}.
 
     g_{m,p} is the *sum* over the prompt's rollouts of log-probability gradients over the parameters in `scope`: no 1/N,
-    no advantage factor beyond `weights`. Put 1/N_p into the weights (or divide by N_p N_p') for the mean gradient ḡ_p.
+    no advantage factor beyond `weights` [N, M, L]. Put 1/N_p into the weights (or divide by N_p N_p') for the mean
+    gradient ḡ_p. `group` holds the prompt of each rollout [N], any integers; axis p is ordered by the distinct values.
     Power, batch variance, bias, projection and paired intervals all follow from this matrix. With one rollout per
-    prompt, G[m, m, p, p] is `weighted_score_norms`.
+    prompt, G[m, m, p, p] is `weighted_score_norms`. The other arguments are those of `token_score_norms`.
 
     Cost: a prompt's M rows are factored, and only the gradients of their r ≤ M basis rows are formed (`basis`): one
     forward and r + 1 backward passes of the prompt's rollouts, in one round over the model, one block of it at a time
     (`layered`). Each entry is right to 1e-6 of ‖g‖‖g'‖ in float32. A model that is not made of blocks has the basis'
     gradients formed whole, with one more round of passes for each 4 GiB of them (`gram.GRADIENT_BYTES`), and
-    "reference" forms those of all M rows; `gram_from_features` estimates the matrix without any.
-
-    Args:
-        model: A causal language model with the Hugging Face call convention.
-        input_ids: Token ids [N, L].
-        mask: True at the tokens the policy sampled [N, L].
-        weights: M rows of weights per rollout [N, M, L], usually advantages; never read outside the mask.
-        group: Prompt of each rollout [N], any integers; axis p is ordered by the sorted distinct values.
-        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
-        engine: As in `token_score_norms`.
-        scope: As in `token_score_norms`.
-        temperature: τ of the policy softmax(logits / τ).
-
-    Returns:
-        Gram matrix [M, M, P, P], float64, symmetric under exchange of (m, p) and (m', p').
+    "reference" forms those of all M rows; `gradient_sketch` estimates the matrix without holding any.
 
     Raises:
-        InputError: Something passed does not fit; the sentence says what and what to do.
+        InputError: An argument does not fit; the sentence says what and what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    checked = check_weights(weights, problem.mask), check_group(group, problem.shape[0])
-    return ENGINES["generic" if engine == "auto" else engine].group_gradient_gram(problem, *checked)
+    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    checked = check_weights(weights, batch.mask), check_group(group, batch.shape[0])
+    return ENGINES["generic" if engine == "auto" else engine].group_gradient_gram(batch, *checked)
 
 
 def _known(name: str) -> None:
@@ -228,7 +209,7 @@ def _known(name: str) -> None:
         raise InputError(f"engine {name!r} is not available in this version; pass one of: {', '.join(ENGINES)}, auto.")
 
 
-def _engine(name: str, problem: ScoreBatch, rows: int | None = None) -> Engine:
+def _engine(name: str, batch: ScoreBatch, rows: int | None = None) -> Engine:
     if name == "auto":
-        name = "fast" if fast.fits(problem) else "generic" if generic.fits(problem, rows) else "reference"
+        name = "fast" if fast.fits(batch) else "generic" if generic.fits(batch, rows) else "reference"
     return ENGINES[name]

@@ -37,18 +37,10 @@ def logit_stats(
     advantage factor. ‖∇ of an untied output matrix‖² = w·‖h‖²/τ² exactly; other parameters' norms only correlate with
     it. The textbook form 1 − 2π_y + Σπ² cancels on peaked tokens; this one does not. Uniform π gives w = 1 − 1/V.
 
-    Args:
-        logits: Logits [..., V]; or leave them out and pass `hidden` and `weight`.
-        hidden: Final hidden states [..., d] that predict the tokens.
-        weight: Output matrix [V, d].
-        bias: Output bias [V].
-        token_ids: The drawn tokens [...].
-        temperature: τ.
-        chunk: Rows and vocabulary entries per tile; None chooses tiles that stay in a core's cache.
-
-    Returns:
-        Float64 arrays of the shape of `token_ids`; logprob and entropy in nats, logprob_variance in nats²;
-        `hidden_norm_sq` only if `hidden` was given.
+    Pass either `logits` [..., V], or the final `hidden` states [..., d] that predict the tokens and the output `weight`
+    [V, d] and `bias` [V]. The arrays are float64, of the shape of `token_ids`; logprob and entropy in nats,
+    logprob_variance in nats²; `hidden_norm_sq` only if `hidden` was passed. `chunk` is the rows and vocabulary entries
+    per tile; None chooses tiles that stay in a core's cache.
 
     Raises:
         InputError: Shapes disagree, a token id is outside the vocabulary, or the temperature is not positive.
@@ -57,7 +49,7 @@ def logit_stats(
     shape = tuple(token_ids.shape)
     source = _source(logits, hidden, weight, bias, shape, temperature)
     y = _tokens(token_ids, source.vocabulary, shape)
-    others = sum_over_tiles(source, y.to(source.given.device), chunk or source.chunk())
+    others = sum_over_tiles(source, y.to(source.values.device), chunk or source.chunk())
     _refuse_non_finite(others, shape)
     values = {name: value.reshape(shape).cpu().numpy() for name, value in _finish(others).items()}
     norm_sq = None if hidden is None else hidden.double().square().sum(-1).reshape(shape).cpu().numpy()
@@ -96,22 +88,19 @@ def _source(
         raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
     if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
         raise InputError("logit_stats takes either logits, or hidden and weight together; pass exactly one of the two.")
-    given, name = (logits, "logits") if hidden is None else (hidden, "hidden")
-    assert given is not None
-    if given.shape[:-1] != shape:
+    values, name = (logits, "logits") if hidden is None else (hidden, "hidden")
+    assert values is not None
+    if values.shape[:-1] != shape:
         raise InputError(
-            f"{name} has shape {tuple(given.shape)} but token_ids has shape {shape}; "
-            f"pass one row per token, shape {[*shape, given.shape[-1]]}."
+            f"{name} has shape {tuple(values.shape)} but token_ids has shape {shape}; "
+            f"pass one row per token, shape {[*shape, values.shape[-1]]}."
         )
-    if weight is not None and (weight.ndim != 2 or weight.shape[1] != given.shape[-1]):
+    if weight is not None and (weight.ndim != 2 or weight.shape[1] != values.shape[-1]):
         raise InputError(
-            f"weight has shape {tuple(weight.shape)} but hidden has {given.shape[-1]} features; "
+            f"weight has shape {tuple(weight.shape)} but hidden has {values.shape[-1]} features; "
             "pass the output matrix, shape [V, d]."
         )
-    flat = given.reshape(-1, given.shape[-1])
-    source = (
-        Source(flat, None, None, None, temperature) if hidden is None else Source(None, flat, weight, bias, temperature)
-    )
+    source = Source(values.reshape(-1, values.shape[-1]), weight, bias, temperature)
     if source.vocabulary < 2:
         raise InputError("logits has a vocabulary of one entry; pass at least two.")
     return source

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,62 +21,50 @@ MERGED = 1 << 11
 
 @dataclass(frozen=True)
 class Source:
-    """Where the logits of R rows come from: a tensor [R, V], or hidden states [R, d] and an output layer [V, d]."""
+    """Where the logits of R rows come from: logits [R, V], or hidden states [R, d] and an output layer [V, d]."""
 
-    logits: Tensor | None
-    hidden: Tensor | None
+    values: Tensor  # logits where there is no weight, else hidden states
     weight: Tensor | None
     bias: Tensor | None
     temperature: float
 
     @property
-    def given(self) -> Tensor:
-        """What has one row per token: the logits, or else the hidden states."""
-        given = self.hidden if self.logits is None else self.logits
-        assert given is not None
-        return given
-
-    @property
     def vocabulary(self) -> int:
         """V."""
-        return self.given.shape[-1] if self.weight is None else self.weight.shape[0]
+        return self.values.shape[-1] if self.weight is None else self.weight.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the arithmetic: float32 or better, so bfloat16 and float16 are promoted."""
-        return torch.promote_types(self.given.dtype, torch.float32)
+        return torch.promote_types(self.values.dtype, torch.float32)
 
     def chunk(self) -> tuple[int, int]:
         """Rows and vocabulary entries per tile: few rows get long tiles, so that every tile is worth its calls."""
-        rows = max(1, min(ROWS["logits" if self.hidden is None else "hidden"], len(self.given)))
-        columns = ENTRIES["cpu" if self.given.device.type == "cpu" else "other"] // rows
+        rows = max(1, min(ROWS["logits" if self.weight is None else "hidden"], len(self.values)))
+        columns = ENTRIES["cpu" if self.values.device.type == "cpu" else "other"] // rows
         if self.weight is not None and self.weight.dtype != self.dtype:
             columns = min(columns, max(PROMOTED // self.weight.shape[1], 128))
         if columns > self.vocabulary:  # a small vocabulary gets more rows, for the same reason
-            rows = max(rows, min(rows * columns // self.vocabulary, len(self.given)))
+            rows = max(rows, min(rows * columns // self.vocabulary, len(self.values)))
         return rows, columns
 
     def promoted(self) -> "Source":
         """The same with hidden states in the dtype of the arithmetic: d numbers a row, where the logits would be V."""
-        if self.hidden is None:
-            return self
-        return Source(None, self.hidden.to(self.dtype), self.weight, self.bias, self.temperature)
+        return self if self.weight is None else replace(self, values=self.values.to(self.dtype))
 
     def columns(self, low: int, high: int) -> "Source":
         """The part of the source for vocabulary entries low..high, promoted once for all rows."""
-        if self.logits is not None:
-            return Source(self.logits[:, low:high], None, None, None, self.temperature)
-        assert self.weight is not None
+        if self.weight is None:
+            return replace(self, values=self.values[:, low:high])
         bias = None if self.bias is None else self.bias[low:high].to(self.dtype)
-        return Source(None, self.hidden, self.weight[low:high].to(self.dtype), bias, self.temperature)
+        return replace(self, weight=self.weight[low:high].to(self.dtype), bias=bias)
 
     def fill(self, rows: slice, z: Tensor) -> None:
         """Write the logits of some rows, divided by the temperature."""
-        if self.logits is not None:
-            z.copy_(self.logits[rows])
+        if self.weight is None:
+            z.copy_(self.values[rows])
         else:
-            assert self.weight is not None
-            torch.mm(self.given[rows], self.weight.T, out=z)
+            torch.mm(self.values[rows], self.weight.T, out=z)
             if self.bias is not None:
                 z.add_(self.bias)
         if self.temperature != 1:
@@ -88,8 +76,8 @@ class Source:
         The product of two bfloat16 numbers is exact in float32, and the sums stay in float32, so nothing is rounded
         that the promoted product would not round.
         """
-        halves = self.weight is not None and {self.given.dtype, self.weight.dtype} == {torch.bfloat16}
-        return _bfloat16_products() if halves and self.given.device.type == "cpu" else nullcontext()
+        halves = self.weight is not None and {self.values.dtype, self.weight.dtype} == {torch.bfloat16}
+        return _bfloat16_products() if halves and self.values.device.type == "cpu" else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -128,17 +116,12 @@ def sum_over_tiles(source: Source, y: Tensor, chunk: tuple[int, int]) -> Others:
     """Sum over all other logits of every row.
 
     Vocabulary outside, rows inside: each slice of the output matrix is read and promoted once.
-
-    Args:
-        source: Where the logits come from.
-        y: The drawn tokens [R], on its device.
-        chunk: Rows and vocabulary entries per tile.
     """
     across, down = list(_spans(source.vocabulary, chunk[1])), list(_spans(len(y), chunk[0]))
     entries = max(b - a for a, b in across) * max(b - a for a, b in down)
-    z, e, product = source.given.new_empty(3, entries, dtype=source.dtype)
-    sums = source.given.new_empty(6, len(across), len(y), dtype=source.dtype)
-    drawn = source.given.new_empty(len(y), dtype=source.dtype)
+    z, e, product = source.values.new_empty(3, entries, dtype=source.dtype)
+    sums = source.values.new_empty(6, len(across), len(y), dtype=source.dtype)
+    drawn = source.values.new_empty(len(y), dtype=source.dtype)
     promoted = source.promoted()
     with source.products():
         for s, (low, high) in enumerate(across):
@@ -147,8 +130,7 @@ def sum_over_tiles(source: Source, y: Tensor, chunk: tuple[int, int]) -> Others:
                 shape = last - first, high - low
                 tile = [x[: shape[0] * shape[1]].view(shape) for x in (z, e, product)]
                 part.fill(slice(first, last), tile[0])
-                own = y[first:last] - low
-                _sum_tile(tile, own, sums[:, s, first:last], drawn[first:last])
+                _sum_tile(tile, y[first:last] - low, sums[:, s, first:last], drawn[first:last])
     return Others.of_slices(sums, drawn)
 
 

@@ -10,7 +10,6 @@ from otb_analysis.gradients import (
     gradient_attribution,
     gradient_sketch,
     group_gradient_gram,
-    predicted_logprob_change,
     sampled_score_norms,
     signal_noise,
     sketch_score_norms,
@@ -33,9 +32,6 @@ FUNCTIONS = {
     "gradient_attribution": lambda m, ids, mask, real: gradient_attribution(m, ids, mask, ROW, real).share,
     "signal_noise": lambda m, ids, mask, real: signal_noise(m, ids, mask, ROW, GROUP, real).signal,
     "batch_gradient": lambda m, ids, mask, real: batch_gradient(m, ids, mask, ROW, real)["model.norm.weight"].numpy(),
-    "predicted_logprob_change": lambda m, ids, mask, real: predicted_logprob_change(
-        m, ids, mask, {"model.norm.weight": torch.ones(16)}, real
-    ),
 }
 
 

@@ -18,47 +18,29 @@ BLOCK = 32
 """Tokens whose rows of the output layer are widened to float64 at a time."""
 
 
-def sampled_logprobs(problem: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> Tensor:
-    """Log-probabilities of every sampled token of some rollouts, from one forward pass, with its graph.
+def sampled_logprobs(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> Tensor:
+    """Log-probabilities of every sampled token of some rollouts [Σ K], from one forward pass, with its graph.
 
     log π(y_t) = z_t[y_t] − lse(z_t), z_t = logits at index t − 1, divided by the temperature, in float32 or better.
-    Each rollout is run up to the last token that a sampled one is predicted from; several rollouts are padded on the
-    right, where causal attention never looks, so that indices stay position ids.
-
-    Args:
-        problem: Model, scope and temperature.
-        rollouts: Those to run together.
-        layout: How they lie in the pass; by default a padded row for each.
-
-    Returns:
-        One vector [Σ K] in the order of the rollouts and, within each, of its sampled tokens.
+    Each rollout is run up to the last token that a sampled one is predicted from. Without a `layout` each rollout has a
+    row, padded on the right, where causal attention never looks, so that indices stay position ids.
 
     Raises:
         NonFiniteError: A logit is NaN or infinite.
         InputError: A sampled token lies outside the vocabulary of the output layer.
     """
-    run = _run(problem, rollouts, layout)
-    return _cooled(run.z, problem.temperature).log_softmax(-1).gather(-1, run.targets[:, None])[:, 0]
+    run = _run(batch, rollouts, layout)
+    return _cooled(run.z, batch.temperature).log_softmax(-1).gather(-1, run.targets[:, None])[:, 0]
 
 
-def sampled_logits(problem: ScoreBatch, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, Tensor]:
-    """Logits z_t / τ [Σ K, V] behind `sampled_logprobs`, with their graph, and the sampled tokens y_t [Σ K].
-
-    Raises:
-        NonFiniteError: A logit is NaN or infinite.
-        InputError: A sampled token lies outside the vocabulary of the output layer.
-    """
-    run = _run(problem, rollouts)
-    return _cooled(run.z, problem.temperature), run.targets
+def sampled_logits(batch: ScoreBatch, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, Tensor]:
+    """Logits z_t / τ [Σ K, V] behind `sampled_logprobs`, with their graph, and the sampled tokens y_t [Σ K]."""
+    run = _run(batch, rollouts)
+    return _cooled(run.z, batch.temperature), run.targets
 
 
 def policy_logits(logits: Tensor, rollouts: tuple[Rollout, ...], temperature: float) -> Tensor:
-    """Logits of the policy that sampled, z / τ in float32 or better [Σ K, V].
-
-    Args:
-        logits: The model's, at the positions that predict the sampled tokens of the rollouts [Σ K, V].
-        rollouts: Those that the rows belong to.
-        temperature: τ.
+    """Logits of the policy that sampled, z / τ in float32 or better, from the model's [Σ K, V].
 
     Raises:
         NonFiniteError: A logit is NaN or infinite.
@@ -71,29 +53,23 @@ def policy_logits(logits: Tensor, rollouts: tuple[Rollout, ...], temperature: fl
 
 
 @torch.no_grad()
-def sharp_logprobs(problem: ScoreBatch, rollouts: tuple[Rollout, ...]) -> Tensor:
-    """The same without a graph, in float64, free of most of the rounding of float32 logits.
+def sharp_logprobs(batch: ScoreBatch, rollouts: tuple[Rollout, ...]) -> Tensor:
+    """Log-probabilities [Σ K] as from `sampled_logprobs`, without a graph, in float64, nearly free of float32 rounding.
 
     log π(y) moves by δz_y − Σ_v π_v δz_v when logits round, so the logits of y and of the likeliest token matter
     most. Those are taken again as float64 products of the output layer's weight with its own input, and exponentials
     are summed in float64: rounding falls several times at the price of two rows of the product. A model whose logits
     are not what a linear output layer returned (scaled, soft-capped, adapted, quantised) keeps them as they are.
-
-    Args:
-        problem: Model, scope and temperature.
-        rollouts: Those to run together.
-
-    Returns:
-        One vector [Σ K] as from `sampled_logprobs`, float64.
     """
-    with _watched(problem) as calls:
-        run = _run(problem, rollouts)
+    with _watched(batch) as calls:
+        run = _run(batch, rollouts)
     peak, likeliest = run.z.max(-1, keepdim=True)
     columns = torch.cat([run.targets[:, None], likeliest], dim=-1)
     rough = run.z.gather(-1, columns).double()
     sharp = calls[-1].at(columns, run) if calls and calls[-1].made(run.logits) else rough
-    total = (run.z - peak).div_(problem.temperature).exp_().sum(-1, dtype=torch.float64)
-    sharp, rough = ((x - peak) / problem.temperature for x in (sharp, rough))
+    # The sum is corrected where it matters: the term of the likeliest token is replaced by its sharper value.
+    total = (run.z - peak).div_(batch.temperature).exp_().sum(-1, dtype=torch.float64)
+    sharp, rough = ((x - peak) / batch.temperature for x in (sharp, rough))
     moved = sharp[:, 1:].exp() - rough[:, 1:].exp()
     return sharp[:, 0] - (total + moved.sum(-1)).log()
 
@@ -130,30 +106,28 @@ class _OutputCall:
 
 
 @contextmanager
-def _watched(problem: ScoreBatch) -> Iterator[list[_OutputCall]]:
+def _watched(batch: ScoreBatch) -> Iterator[list[_OutputCall]]:
     """Note every call of a plain linear output layer inside the block, with the weights it used."""
     calls: list[_OutputCall] = []
-    get_head = getattr(problem.model, "get_output_embeddings", None)
+    get_head = getattr(batch.model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     if type(head) is not nn.Linear:
         yield calls
         return
 
     def note(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
-        own = [module.weight, module.bias] if problem.scope.head is None else [*problem.scope.parameters, module.bias]
-        calls.append(_OutputCall(args[0], output, own[0], own[1]))
+        # In scope "lm_head" the layer is evaluated on the scope's leaves, not on its own tensors.
+        used = [module.weight, module.bias] if batch.scope.head is None else [*batch.scope.parameters, module.bias]
+        calls.append(_OutputCall(args[0], output, used[0], used[1]))
 
-    handle = head.register_forward_hook(note)
-    try:
+    with head.register_forward_hook(note):
         yield calls
-    finally:
-        handle.remove()
 
 
-def _run(problem: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> _Run:
+def _run(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> _Run:
     layout = padded(rollouts) if layout is None else layout
-    with problem.scope.active():
-        logits = model_logits(problem.model, layout)
+    with batch.scope.active():
+        logits = model_logits(batch.model, layout)
     z = policy_logits(layout.pick(logits), rollouts, 1.0)
     targets = torch.cat([r.ids[r.targets] for r in rollouts])
     return _Run(logits, layout, z, targets)
@@ -162,8 +136,8 @@ def _run(problem: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | No
 def model_logits(model: nn.Module, layout: Layout) -> Tensor:
     """Logits without a key-value cache, at the kept positions only [n, |keep|, V] where the model can do that."""
     inputs = {"input_ids": layout.ids, "use_cache": False, **layout.inputs}
-    own = vars(model).get("forward")  # replaced on this object, which the memory below must not keep alive
-    if _takes_kept(own) if own else _keeps(type(model).forward):
+    replaced = vars(model).get("forward")  # belongs to this object, which the cache below must not keep alive
+    if _takes_kept(replaced) if replaced else _keeps(type(model).forward):
         return model(**inputs, logits_to_keep=layout.keep).logits
     return model(**inputs).logits
 

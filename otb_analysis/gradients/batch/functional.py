@@ -1,7 +1,7 @@
 """Log-probabilities as a function of the scope's tensors: the model is evaluated at other weights, never written to."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,17 +28,11 @@ PLAIN_ATTENTION = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class Functional:
-    """log π of sampled tokens as a function of the tensors in scope; made by `functional`.
+    """log π of sampled tokens as a function of the tensors in scope; made by `functional`."""
 
-    Attributes:
-        problem: The checked batch.
-        parameters: The scope's tensors at the model's own weights, in float32 or better.
-        fixed: Float32 copies of the weights outside the scope by name, where the model's are narrower.
-    """
-
-    problem: ScoreBatch
-    parameters: tuple[Tensor, ...]
-    fixed: dict[str, Tensor]
+    batch: ScoreBatch
+    parameters: tuple[Tensor, ...]  # The scope's tensors at the model's own weights, in float32 or better
+    fixed: dict[str, Tensor]  # Float32 copies of the weights outside the scope by name, where the model's are narrower
 
     def logprobs(
         self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...], layout: Layout | None = None
@@ -46,38 +40,38 @@ class Functional:
         """Log-probabilities [Σ K] of the rollouts' sampled tokens with `parameters` in place of the scope's."""
         return self._call(partial(sampled_logprobs, layout=layout), parameters, rollouts)
 
-    def batches(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[tuple[Rollout, ...], Layout]]:
+    def microbatches(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[tuple[Rollout, ...], Layout]]:
         """Rollouts that run together and how they lie in the pass; what they have in common is read once."""
-        for batch in microbatches(rollouts):
-            yield batch, layout_of(self.problem, batch, dtype=self.parameters[0].dtype)
+        for micro in microbatches(rollouts):
+            yield micro, layout_of(self.batch, micro, dtype=self.parameters[0].dtype)
 
     @torch.no_grad()
     def evaluate(self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Float:
         """The same without a graph and with as little rounding as is cheap, as float64 [N, L]; zero elsewhere."""
-        result = np.zeros(self.problem.shape)
-        for batch in microbatches(rollouts):
-            scatter(result, batch, self._call(sharp_logprobs, parameters, batch))
+        result = np.zeros(self.batch.shape)
+        for micro in microbatches(rollouts):
+            scatter(result, micro, self._call(sharp_logprobs, parameters, micro))
         return result
 
     def _call(self, forward: Forward, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Tensor:
-        scope = self.problem.scope
+        scope = self.batch.scope
         swapped = dict(self.fixed)
         if scope.head is None:
             swapped |= dict(zip(scope.names, parameters, strict=True))
         else:
             scope = replace(scope, parameters=tuple(parameters))
-        call = _Call(replace(self.problem, scope=scope), forward)
+        call = _Call(replace(self.batch, scope=scope), forward)
         named = {f"model.{name}": tensor for name, tensor in swapped.items()}
-        with _plain_attention(self.problem.model), _padding_rows_held(self.problem.model):
+        with _plain_attention(self.batch.model), _padding_rows_held(self.batch.model):
             return functional_call(call, named, (rollouts,), tie_weights=True)
 
     def gradient(self, weights: Float, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, ...]:
         """Σ weights[n, t] s_{n,t} over some rollouts by one ordinary backward pass; weights [N, L]."""
         leaves = [p.detach().requires_grad_() for p in self.parameters]
         total = tuple(torch.zeros_like(p) for p in self.parameters)
-        for batch, layout in self.batches([r for r in rollouts if weights[r.row, r.columns].any()]):
-            row = np.concatenate([weights[r.row, r.columns] for r in batch])
-            values = self.logprobs(leaves, batch, layout)
+        for micro, layout in self.microbatches([r for r in rollouts if weights[r.row, r.columns].any()]):
+            row = np.concatenate([weights[r.row, r.columns] for r in micro])
+            values = self.logprobs(leaves, micro, layout)
             grads = torch.autograd.grad(values, leaves, torch.from_numpy(row).to(values), allow_unused=True)
             for into, grad in zip(total, grads, strict=True):
                 if grad is not None:
@@ -88,66 +82,59 @@ class Functional:
 class _Call(nn.Module):
     """A forward pass as a module, so that `functional_call` can swap the weights under it."""
 
-    def __init__(self, problem: ScoreBatch, run: Forward) -> None:
+    def __init__(self, batch: ScoreBatch, run: Forward) -> None:
         super().__init__()
-        self.model = problem.model
-        self.problem = problem
-        self.run = run
+        self.model, self.batch, self.run = batch.model, batch, run
 
     def forward(self, rollouts: tuple[Rollout, ...]) -> Tensor:
-        return self.run(self.problem, rollouts)
+        return self.run(self.batch, rollouts)
 
 
-def functional(problem: ScoreBatch) -> Functional:
-    """Take a problem's weights out of its model.
+def functional(batch: ScoreBatch) -> Functional:
+    """Take a batch's weights out of its model.
 
     Weights in float32 or float64 are shared, not copied. A half-precision model is evaluated on float32 copies of all
     its weights, since a direction's differences drown in half precision; that takes 4 bytes a parameter.
     """
-    inside = {id(p) for p in problem.scope.parameters}
-    outside = [*problem.model.named_parameters(), *problem.model.named_buffers()]
+    inside = {id(p) for p in batch.scope.parameters}
+    outside = [*batch.model.named_parameters(), *batch.model.named_buffers()]
     fixed = {name: _wide(t) for name, t in outside if _wide(t).dtype != t.dtype and id(t) not in inside}
-    return Functional(problem, tuple(_wide(p) for p in problem.scope.parameters), fixed)
+    return Functional(batch, tuple(_wide(p) for p in batch.scope.parameters), fixed)
 
 
-def check_direction(direction: Direction, function: Functional, what: str = "direction") -> tuple[Tensor, ...]:
-    """Turn tensors by name into one tensor per tensor in scope, zeros where none was given.
-
-    Args:
-        direction: Tensors by parameter name; a tied parameter answers to each of its names.
-        function: The log-probabilities it will be a direction of.
-        what: What the caller calls it.
+def check_direction(direction: Direction, function: Functional) -> tuple[Tensor, ...]:
+    """Turn tensors by name (of a tied parameter, any) into one tensor per tensor in scope, zeros by default.
 
     Raises:
         InputError: A name is not in scope, a shape does not fit, a tied parameter would move in two ways, or there is
             no tensor at all.
         NonFiniteError: A tensor holds NaN or infinity.
     """
-    given: dict[int, Tensor] = {}
-    index = _index(function.problem)
+    moves: dict[int, Tensor] = {}
+    index = _index(function.batch)
     for name, tensor in direction.items():
         if name not in index:
-            raise InputError(f"{what} names {name!r}, which is not in scope; {nearest(name, index)}")
+            raise InputError(f"direction names {name!r}, which is not in scope; {nearest(name, index)}")
         i = index[name]
         like = function.parameters[i]
         if tensor.shape != like.shape:
             raise InputError(
-                f"{what}[{name!r}] has shape {tuple(tensor.shape)} but the parameter has shape {tuple(like.shape)}; "
+                f"direction[{name!r}] has shape {tuple(tensor.shape)} but the parameter has shape {tuple(like.shape)}; "
                 "pass one entry per parameter entry."
             )
         moved = tensor.detach().to(like)
         # A finite norm has finite entries, and reads a tensor ten times as fast; finite entries may still overflow.
         if not (torch.linalg.vector_norm(moved).isfinite() or moved.isfinite().all()):
-            raise NonFiniteError(f"{what}[{name!r}] is not finite; pass finite tensors.")
-        if i in given and not torch.equal(given[i], moved):
+            raise NonFiniteError(f"direction[{name!r}] is not finite; pass finite tensors.")
+        if i in moves and not torch.equal(moves[i], moved):
             raise InputError(
-                f"{what} moves the tied parameter {function.problem.scope.names[i]!r} differently under another name, "
+                f"direction moves the tied parameter {function.batch.scope.names[i]!r} differently under another name, "
                 f"{name!r}; pass it once."
             )
-        given[i] = moved
-    if not given:
-        raise InputError(f"{what} is empty; pass one tensor per parameter name.")
-    return tuple(given[i] if i in given else torch.zeros_like(p) for i, p in enumerate(function.parameters))
+        moves[i] = moved
+    if not moves:
+        raise InputError("direction is empty; pass one tensor per parameter name.")
+    return tuple(moves[i] if i in moves else torch.zeros_like(p) for i, p in enumerate(function.parameters))
 
 
 def scatter(into: Float, rollouts: Sequence[Rollout], values: Tensor) -> None:
@@ -157,12 +144,12 @@ def scatter(into: Float, rollouts: Sequence[Rollout], values: Tensor) -> None:
         into[rollout.row, rollout.columns] = part
 
 
-def _index(problem: ScoreBatch) -> dict[str, int]:
+def _index(batch: ScoreBatch) -> dict[str, int]:
     """Place in the scope of every parameter name, all names of a tied one included."""
-    place = {id(p): i for i, p in enumerate(problem.scope.parameters)}
-    named = dict(problem.model.named_parameters(remove_duplicate=False))
+    place = {id(p): i for i, p in enumerate(batch.scope.parameters)}
+    named = dict(batch.model.named_parameters(remove_duplicate=False))
     aliases = {name: place[id(p)] for name, p in named.items() if id(p) in place}
-    return aliases | {name: i for i, name in enumerate(problem.scope.names)}
+    return aliases | {name: i for i, name in enumerate(batch.scope.names)}
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -182,25 +169,23 @@ def _padding_rows_held(model: nn.Module) -> Iterator[None]:
 
         return table.register_forward_hook(hold)
 
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    handles = [held(m, m.padding_idx) for m in tables if m.padding_idx is not None]
-    try:
+    with ExitStack() as handles:
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                handles.enter_context(held(module, module.padding_idx))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def _plain_attention(model: nn.Module) -> Iterator[None]:
     """Put PyTorch's own attention in place of a kernel that would not take float32 or forward-mode derivatives."""
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    found = getattr(inner.config, "_attn_implementation", None) if inner is not None else None
-    if inner is None or found is None or found in PLAIN_ATTENTION:
+    kernel = getattr(inner.config, "_attn_implementation", None) if inner is not None else None
+    if inner is None or kernel is None or kernel in PLAIN_ATTENTION:
         yield
         return
     inner.set_attn_implementation("eager")
     try:
         yield
     finally:
-        inner.set_attn_implementation(found)
+        inner.set_attn_implementation(kernel)

@@ -26,34 +26,26 @@ rollout has a pass of its own."""
 
 @dataclass(frozen=True)
 class Batch:
-    """What the caller passed, still padded.
+    """What the caller passed, still padded."""
 
-    Attributes:
-        input_ids: Token ids [N, L]; read only where `attention_mask` is true.
-        mask: True at the tokens the policy sampled [N, L].
-        attention_mask: True at real tokens [N, L], or None when nothing is padding.
-    """
-
-    input_ids: Tensor
-    mask: Tensor
-    attention_mask: Tensor | None = None
+    input_ids: Tensor  # Token ids [N, L]; read only where `attention_mask` is true
+    mask: Tensor  # True at the tokens the policy sampled [N, L]
+    attention_mask: Tensor | None = None  # True at real tokens [N, L], or None when nothing is padding
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout with its padding stripped, so that a token's index is its position id, cumsum(attention_mask) − 1.
+    """One rollout with its padding stripped, so that a token's index is its position id, cumsum(attention_mask) − 1."""
 
-    Attributes:
-        row: Index n of the rollout in the batch.
-        ids: Its real tokens, on the model's device [ℓ].
-        targets: Increasing indices into `ids` of the K sampled tokens, each ≥ 1, on the same device [K].
-        columns: Columns of those tokens in the padded batch [K].
-    """
+    row: int  # Index n of the rollout in the batch
+    ids: Tensor  # Its real tokens, on the model's device [ℓ]
+    targets: Tensor  # Increasing indices into `ids` of the K sampled tokens, each ≥ 1, on the same device [K]
+    columns: Int  # Columns of those tokens in the padded batch [K]
 
-    row: int
-    ids: Tensor
-    targets: Tensor
-    columns: Int
+    @property
+    def length(self) -> int:
+        """Positions that a forward pass has: up to the last token that a sampled one is predicted from."""
+        return int(self.targets[-1])
 
     def blocks(self, size: int) -> Iterator["Rollout"]:
         """The same rollout with at most `size` consecutive sampled tokens at a time."""
@@ -63,34 +55,18 @@ class Rollout:
 
 @dataclass(frozen=True)
 class ScoreBatch:
-    """A checked batch and what to differentiate; made by `prepare`, read by every engine.
+    """A checked batch and what to differentiate; made by `prepare`, read by every engine."""
 
-    Attributes:
-        model: The causal language model, left as it was found.
-        rollouts: Those rollouts that hold a sampled token.
-        shape: (N, L) of the padded batch.
-        mask: True at sampled tokens [N, L].
-        scope: The parameters of the score.
-        temperature: τ; the policy is softmax(logits / τ).
-    """
-
-    model: nn.Module
-    rollouts: tuple[Rollout, ...]
-    shape: tuple[int, int]
-    mask: Bool
-    scope: Scope
-    temperature: float
+    model: nn.Module  # The causal language model, left as it was found
+    rollouts: tuple[Rollout, ...]  # Those rollouts that hold a sampled token
+    shape: tuple[int, int]  # (N, L) of the padded batch
+    mask: Bool  # True at sampled tokens [N, L]
+    scope: Scope  # The parameters of the score
+    temperature: float  # τ; the policy is softmax(logits / τ)
 
 
 def prepare(model: nn.Module, batch: Batch, scope: str, temperature: float, *, sharded: bool = False) -> ScoreBatch:
-    """Check a batch against a model and strip its padding.
-
-    Args:
-        model: A causal language model.
-        batch: What the caller passed.
-        scope: As in `token_score_norms`.
-        temperature: τ.
-        sharded: Whether the caller knows what to do with parameters of which this process holds a part.
+    """Check a batch against a model and strip its padding; `sharded` allows parameters that other processes share.
 
     Raises:
         InputError: Parameters are shards or were made in inference mode, shapes disagree, a sampled token is padding or
@@ -104,7 +80,8 @@ def prepare(model: nn.Module, batch: Batch, scope: str, temperature: float, *, s
     refuse_inference(model)
     refuse_dropout(model)
     ids, mask, real = _aligned(batch)
-    rollouts = tuple(_strip(row, ids, mask, real, _device(model)) for row in range(len(ids)) if mask[row].any())
+    device = next(model.parameters()).device
+    rollouts = tuple(_strip(row, ids, mask, real, device) for row in range(len(ids)) if mask[row].any())
     for rollout in rollouts:
         _check_vocabulary(model, rollout)
     if rollouts:
@@ -114,11 +91,21 @@ def prepare(model: nn.Module, batch: Batch, scope: str, temperature: float, *, s
     return ScoreBatch(model, rollouts, shape, mask.numpy(), select_scope(model, scope), float(temperature))
 
 
+def restricted(batch: ScoreBatch, mask: Bool) -> ScoreBatch:
+    """The same rollouts in full length, with only some of the sampled tokens to be measured [N, L]."""
+    rollouts = []
+    for rollout in batch.rollouts:
+        at = np.flatnonzero(mask[rollout.row, rollout.columns])
+        if len(at):
+            rollouts.append(replace(rollout, targets=rollout.targets[at], columns=rollout.columns[at]))
+    return replace(batch, rollouts=tuple(rollouts), mask=mask)
+
+
 def microbatches(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, ...]]:
     """Cut rollouts into batches of at most `BATCH_POSITIONS` padded positions, like lengths together."""
     batch: tuple[Rollout, ...] = ()
-    for rollout in sorted(rollouts, key=lambda r: -int(r.targets[-1])):
-        if batch and (len(batch) + 1) * int(batch[0].targets[-1]) > BATCH_POSITIONS:
+    for rollout in sorted(rollouts, key=lambda r: -r.length):
+        if batch and (len(batch) + 1) * batch[0].length > BATCH_POSITIONS:
             yield batch
             batch = ()
         batch = (*batch, rollout)
@@ -127,12 +114,7 @@ def microbatches(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, ...]]:
 
 
 def check_weight_row(weights: Weights, mask: Bool) -> Float:
-    """Return one row of weights per rollout [N, L] as float64 with zeros outside the mask.
-
-    Raises:
-        InputError: The shape does not fit the mask.
-        NonFiniteError: A weight inside the mask is NaN or infinite.
-    """
+    """Return one row of weights per rollout [N, L] as float64, zero outside the mask; raises as `check_weights`."""
     if tuple(weights.shape) != mask.shape:
         raise InputError(
             f"weights has shape {tuple(weights.shape)} but input_ids has shape {mask.shape}; "
@@ -166,11 +148,7 @@ def check_weights(weights: Weights, mask: Bool) -> Float:
 
 
 def check_group(group: Tensor | np.ndarray, n: int, name: str = "group") -> Int:
-    """Return the group (or whatever `name` calls it) of each rollout as int64 [N].
-
-    Raises:
-        InputError: It is not one integer per rollout.
-    """
+    """Return the group (or whatever `name` calls it) of each rollout as int64 [N]; raises on anything else."""
     array = group.detach().cpu().numpy() if isinstance(group, Tensor) else np.asarray(group)
     if array.shape != (n,) or array.dtype.kind not in "iu":
         raise InputError(
@@ -180,14 +158,10 @@ def check_group(group: Tensor | np.ndarray, n: int, name: str = "group") -> Int:
     return array.astype(np.int64)
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
 def _aligned(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    for name, given in vars(batch).items():
-        if not isinstance(given, Tensor) and (given is not None or name != "attention_mask"):
-            raise InputError(f"{name} is a {type(given).__name__}; pass a torch tensor, shape [N, L].")
+    for name, value in vars(batch).items():
+        if not isinstance(value, Tensor) and (value is not None or name != "attention_mask"):
+            raise InputError(f"{name} is a {type(value).__name__}; pass a torch tensor, shape [N, L].")
     ids = batch.input_ids.detach().cpu()
     if ids.ndim != 2:
         raise InputError(f"input_ids has shape {tuple(ids.shape)}; pass one row per rollout, shape [N, L].")

@@ -30,18 +30,13 @@ short its attention costs little beside its layers."""
 
 @dataclass(frozen=True)
 class Layout:
-    """What a model is called with, and where it predicts the sampled tokens.
+    """What a model is called with, and where it predicts the sampled tokens."""
 
-    Attributes:
-        ids: Token ids [n, ℓ].
-        keep: Increasing positions at which some sampled token is predicted [|keep|].
-        at: Row of each sampled token [Σ K] among the n · |keep| predictions; None where that is their order.
-        inputs: Attention mask and position ids, where the model's own defaults would not do.
-    """
-
-    ids: Tensor
-    keep: Tensor
+    ids: Tensor  # Token ids [n, ℓ]
+    keep: Tensor  # Increasing positions at which some sampled token is predicted [|keep|]
+    # Row of each sampled token [Σ K] among the n · |keep| predictions; None where that is their order
     at: Tensor | None
+    # Attention mask and position ids, where the model's own defaults would not do
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def pick(self, values: Tensor) -> Tensor:
@@ -54,7 +49,7 @@ class Layout:
 def padded(rollouts: tuple[Rollout, ...]) -> Layout:
     """Return one row per rollout, padded on the right, where causal attention never looks."""
     keep = torch.cat([r.targets for r in rollouts]).unique() - 1
-    prefixes = [r.ids[: int(r.targets[-1])] for r in rollouts]
+    prefixes = [r.ids[: r.length] for r in rollouts]
     ids = pad_sequence(prefixes, batch_first=True)
     lengths = torch.tensor([len(prefix) for prefix in prefixes], device=ids.device)
     real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
@@ -68,8 +63,6 @@ def packed(rollouts: tuple[Rollout, ...], tree: Tree, dtype: torch.dtype) -> Lay
     """Return one row of all that the rollouts read.
 
     Args:
-        rollouts: Rollouts on one device.
-        tree: Their prefix tree.
         dtype: Of the model's activations, which its attention mask is added to.
     """
     device = rollouts[0].ids.device

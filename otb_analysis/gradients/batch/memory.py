@@ -15,11 +15,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def refuse_more_than_fit(name: str, count: int, each: int, device: torch.device) -> None:
-    """Raise where `count` things of `each` bytes exceed the memory.
-
-    Raises:
-        InputError: They do; the sentence says how many fit.
-    """
+    """Raise where `count` things of `each` bytes exceed the memory; the sentence says how many fit."""
     fit = memory_bytes(device) // each
     if count > fit:
         raise InputError(

@@ -47,11 +47,6 @@ def refuse_length_dependence(model: nn.Module, row: int, length: int) -> None:
     """Raise where a rotary embedding turns the first tokens of a text by the length of the whole.
 
     Engines cut a text behind the token that they score, which changes nothing as long as no token looks ahead.
-
-    Args:
-        model: The model.
-        row: The longest rollout.
-        length: Its number of tokens.
     """
     for name, module in model.named_modules():
         for kind, limit in _steady_lengths(module):

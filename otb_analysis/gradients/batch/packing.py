@@ -1,4 +1,4 @@
-"""Which models follow a packed row: seen once, by comparing log-probabilities with those of padded rows."""
+"""Which models give a packed row the log-probabilities of padded rows: both are compared at first use."""
 
 from weakref import WeakKeyDictionary
 
@@ -17,41 +17,38 @@ _PACKED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 
 def layout_of(
-    problem: ScoreBatch, rollouts: tuple[Rollout, ...], tree: Tree | None = None, dtype: torch.dtype | None = None
+    batch: ScoreBatch, rollouts: tuple[Rollout, ...], tree: Tree | None = None, dtype: torch.dtype | None = None
 ) -> Layout:
-    """One packed row where that is less work and the model is seen to follow it, else a padded row for each rollout.
+    """One packed row where that is less work and the model gives it the same numbers, else a padded row per rollout.
 
     A window of attention, or any other use of where tokens lie, shows in the log-probabilities as soon as it matters;
     so they are compared again for every rollout that is longer than those seen right before.
 
     Args:
-        problem: Model and scope.
-        rollouts: Those to run together; most is saved on those of one prompt.
-        tree: Their prefix tree, where it is known.
         dtype: Of the activations, where they are not of the model's own dtype.
     """
     plain = padded(rollouts)
-    attention = getattr(getattr(problem.model, "config", None), "_attn_implementation", None)
-    kind = next(problem.model.parameters()).dtype
+    attention = getattr(getattr(batch.model, "config", None), "_attn_implementation", None)
+    kind = next(batch.model.parameters()).dtype
     tree = tree_of(rollouts) if tree is None else tree
     # In half precision rounding hides what a window of attention does: there nothing could be seen.
     if attention not in ("eager", "sdpa") or kind.itemsize < 4 or not packing_pays(tree):
         return plain
     one_row = packed(rollouts, tree, kind)
-    longest, seen = max(int(r.targets[-1]) for r in rollouts), _PACKED.setdefault(problem.model, {})
+    longest, seen = max(r.length for r in rollouts), _PACKED.setdefault(batch.model, {})
     key = f"{attention} {kind}"
     if key not in seen or 0 < seen[key] < longest:
-        seen[key] = longest if _same_logprobs(problem, rollouts, (plain, one_row)) else NEVER
+        seen[key] = longest if _same_logprobs(batch, rollouts, (plain, one_row)) else NEVER
     if seen[key] == NEVER:
         return plain
     return one_row if dtype in (None, kind) else packed(rollouts, tree, dtype)
 
 
 @torch.no_grad()
-def _same_logprobs(problem: ScoreBatch, rollouts: tuple[Rollout, ...], layouts: tuple[Layout, Layout]) -> bool:
-    expected = sampled_logprobs(problem, rollouts, layouts[0])
+def _same_logprobs(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layouts: tuple[Layout, Layout]) -> bool:
+    expected = sampled_logprobs(batch, rollouts, layouts[0])
     try:
-        found = sampled_logprobs(problem, rollouts, layouts[1])
+        got = sampled_logprobs(batch, rollouts, layouts[1])
     except (RuntimeError, ValueError, TypeError, IndexError, NonFiniteError):  # a model that takes no such mask
         return False
-    return torch.allclose(found, expected, rtol=0, atol=1e-4)
+    return torch.allclose(got, expected, rtol=0, atol=1e-4)

@@ -13,19 +13,12 @@ from otb_analysis.errors import InputError
 
 @dataclass(frozen=True)
 class Scope:
-    """The tensors to differentiate by; made by `select_scope`, read by every engine.
+    """The tensors to differentiate by; made by `select_scope`, read by every engine."""
 
-    Attributes:
-        name: What the caller asked for.
-        names: Parameter names, one per tensor; a tied parameter appears once, under its first name.
-        parameters: The tensors themselves; their `.grad` and `requires_grad` are never written.
-        head: The output layer when only its own use counts, else None.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    parameters: tuple[Tensor, ...]
-    head: nn.Linear | None = None
+    name: str  # What the caller asked for
+    names: tuple[str, ...]  # Parameter names, one per tensor; a tied parameter appears once, under its first name
+    parameters: tuple[Tensor, ...]  # The tensors themselves; their `.grad` and `requires_grad` are never written
+    head: nn.Linear | None = None  # The output layer when only its own use counts, else None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -45,11 +38,8 @@ class Scope:
             calls.append(True)
             return nn.functional.linear(args[0].detach(), weight, bias)
 
-        handle = self.head.register_forward_hook(on_leaves)
-        try:
+        with self.head.register_forward_hook(on_leaves):
             yield
-        finally:
-            handle.remove()
         if not calls:
             raise unreached(self.head)
 
@@ -58,7 +48,6 @@ def select_scope(model: nn.Module, scope: str) -> Scope:
     """Resolve a scope to tensors.
 
     Args:
-        model: A causal language model.
         scope: "all" (every parameter that requires grad, tied ones once), "lm_head" (the output layer's weight and
             bias in their output use only, also when tied), or a regular expression searched in the parameter names
             (a tied parameter answers to each of its names and then counts in all its uses; frozen ones never count).

@@ -5,25 +5,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, restricted
 from otb_analysis.types import Bool, Float, Int
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Every distinct beginning of some texts is a node, named by its last token; parents come before their children.
+    """Every distinct beginning of some texts is a node, named by its last token; parents come before their children."""
 
-    Attributes:
-        token: Last token of each beginning [n].
-        parent: Node of the beginning without it [n]; −1 for a first token.
-        depth: Index of that token in its text [n].
-        paths: By text, the nodes of its beginnings, shortest first.
-    """
-
-    token: Int
-    parent: Int
-    depth: Int
-    paths: tuple[Int, ...]
+    token: Int  # Last token of each beginning [n]
+    parent: Int  # Node of the beginning without it [n]; −1 for a first token
+    depth: Int  # Index of that token in its text [n]
+    paths: tuple[Int, ...]  # By text, the nodes of its beginnings, shortest first
 
     def reads(self, nodes: Int) -> Bool:
         """Whether node i reads node j [|nodes|, |nodes|]: j is i or stands before it in its text.
@@ -33,11 +26,11 @@ class Tree:
         """
         place = np.full(len(self.token) + 1, -1)
         place[nodes] = np.arange(len(nodes))
-        found = np.eye(len(nodes), dtype=bool)
+        reads = np.eye(len(nodes), dtype=bool)
         for i, parent in enumerate(place[self.parent[nodes]]):  # place[-1] stays −1: a first token has no parent
             if parent >= 0:
-                found[i] |= found[parent]
-        return found
+                reads[i] |= reads[parent]
+        return reads
 
 
 def prefix_tree(texts: Sequence[Sequence[int]]) -> Tree:
@@ -59,7 +52,7 @@ def prefix_tree(texts: Sequence[Sequence[int]]) -> Tree:
 
 def tree_of(rollouts: Sequence[Rollout]) -> Tree:
     """Return the tree of some rollouts, each up to its last sampled token."""
-    return prefix_tree([r.ids[: int(r.targets[-1]) + 1].tolist() for r in rollouts])
+    return prefix_tree([r.ids[: r.length + 1].tolist() for r in rollouts])
 
 
 def sampled_nodes(rollouts: Sequence[Rollout], tree: Tree) -> Int:
@@ -67,58 +60,29 @@ def sampled_nodes(rollouts: Sequence[Rollout], tree: Tree) -> Int:
     return np.concatenate([path[r.targets.cpu().numpy()] for r, path in zip(rollouts, tree.paths, strict=True)])
 
 
-@dataclass(frozen=True)
-class Distinct:
-    """A batch in which every score is sampled once, and where each of the others has its twin.
+def distinct(batch: ScoreBatch) -> tuple[ScoreBatch, tuple[Int, Int]]:
+    """Leave out every sampled token whose text up to it another rollout has sampled too: the scores are the same.
 
-    Attributes:
-        problem: The batch without the repeated tokens.
-        rows: By sampled token of the whole batch, row and column of its twin in `problem`.
-        columns: The same; both in the order of the whole batch's rollouts.
+    Returns also, for every true entry of the mask in its order, row and column of the token that stands for it.
     """
-
-    problem: ScoreBatch
-    rows: Int
-    columns: Int
-
-    def spread(self, values: Float, into: ScoreBatch) -> Float:
-        """Give every sampled token of the whole batch its twin's number [N, L]."""
-        result = np.zeros(into.shape)
-        rows = np.concatenate([np.full(len(r.columns), r.row) for r in into.rollouts])
-        columns = np.concatenate([r.columns for r in into.rollouts])
-        result[rows, columns] = values[self.rows, self.columns]
-        return result
+    rows, columns = np.nonzero(batch.mask)
+    if not len(rows):
+        return batch, (rows, columns)
+    _, first, twin = np.unique(
+        sampled_nodes(batch.rollouts, tree_of(batch.rollouts)), return_index=True, return_inverse=True
+    )
+    kept = np.zeros_like(batch.mask)
+    kept[rows[first], columns[first]] = True
+    return restricted(batch, kept), (rows[first[twin]], columns[first[twin]])
 
 
-def distinct(problem: ScoreBatch) -> Distinct:
-    """Leave out every sampled token whose text up to it another rollout has sampled too: the scores are the same."""
-    if not problem.rollouts:
-        return Distinct(problem, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    nodes = sampled_nodes(problem.rollouts, tree_of(problem.rollouts))
-    _, first, twin = np.unique(nodes, return_index=True, return_inverse=True)
-    rows = np.concatenate([np.full(len(r.columns), r.row) for r in problem.rollouts])
-    columns = np.concatenate([r.columns for r in problem.rollouts])
-    kept, start, rollouts = np.isin(np.arange(len(nodes)), first), 0, []
-    for rollout in problem.rollouts:
-        own = kept[start : (start := start + len(rollout.columns))]
-        if own.any():
-            at = np.flatnonzero(own)
-            rollouts.append(replace(rollout, targets=rollout.targets[at], columns=rollout.columns[at]))
-    return Distinct(replace(problem, rollouts=tuple(rollouts)), rows[first[twin]], columns[first[twin]])
-
-
-def distinct_rollouts(problem: ScoreBatch, weights: Float) -> tuple[ScoreBatch, Int]:
-    """Leave out every rollout that has another one's text and weights; return also the row of each one's twin [N].
-
-    Args:
-        problem: The checked batch.
-        weights: Rows of weights [N, M, L].
-    """
-    twin, known, kept = np.arange(problem.shape[0]), dict[tuple[bytes, ...], int](), []
-    for rollout in problem.rollouts:
-        own = weights[rollout.row][:, rollout.columns]
-        key = tuple(x.tobytes() for x in (rollout.ids.cpu().numpy(), rollout.targets.cpu().numpy(), own))
+def distinct_rollouts(batch: ScoreBatch, weights: Float) -> tuple[ScoreBatch, Int]:
+    """Leave out every rollout that has another one's text and weights; return also the row of each one's twin [N]."""
+    twin, known, kept = np.arange(batch.shape[0]), dict[tuple[bytes, ...], int](), []
+    for rollout in batch.rollouts:
+        rows = weights[rollout.row][:, rollout.columns]
+        key = tuple(x.tobytes() for x in (rollout.ids.cpu().numpy(), rollout.targets.cpu().numpy(), rows))
         twin[rollout.row] = known.setdefault(key, rollout.row)
         if twin[rollout.row] == rollout.row:
             kept.append(rollout)
-    return replace(problem, rollouts=tuple(kept)), twin
+    return replace(batch, rollouts=tuple(kept)), twin

@@ -1,4 +1,4 @@
-"""Which tokens make a gradient: exact signed shares of ‖ḡ‖², signal and noise, and the effect of a parameter step.
+"""Which tokens make a gradient: exact signed shares of ‖ḡ‖², and their split into signal and noise.
 
 All of it is s_{n,t}·d for some direction d of the parameters, for every token at once.
 """
@@ -17,7 +17,7 @@ from otb_analysis.gradients.directional.directional import METHODS, Method, Slop
 from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.gram import norm_sq_of
 from otb_analysis.phases import counted
-from otb_analysis.types import Attribution, Float, SignalNoise
+from otb_analysis.types import Attribution, SignalNoise
 
 
 @torch.inference_mode(False)
@@ -41,39 +41,33 @@ def gradient_attribution(
 
     Scores are gradients of the log-probability over the parameters in `scope`: no sign change, no 1/N and no advantage
     factor beyond `weights`. With one token of weight 1 its share is its norm². Costs one ordinary backward pass for ḡ
-    (none with a direction) and one forward-mode pass, or two or four forward passes by differences, beside a trial of a
-    few tokens. Σ share meets ‖ḡ‖² to 1e-6 by forward mode in float32, to about 1e-5 by four points and 1e-4 by two:
-    `sum_error` says how far it is. The model is evaluated at other weights but never written to; half-precision models
-    on float32 copies of their weights, attention kernels other than sdpa and eager replaced by eager meanwhile.
+    (none with a direction) and one forward-mode pass, or two forward passes by differences, beside a trial of a few
+    tokens. Σ share meets ‖ḡ‖² to 1e-6 by forward mode in float32, to about 1e-4 by differences: `sum_error` says how
+    far it is. The model is evaluated at other weights but never written to; half-precision models on float32 copies of
+    their weights, attention kernels other than sdpa and eager replaced by eager meanwhile.
+
+    `share` and `alignment` = s·direction are [N, L], float64, zero outside the mask; `norm_sq` is ‖direction‖². With an
+    optimizer's step Δθ as direction, `alignment` is the first-order change of every token's log-probability, in nats.
+    Arguments that are not listed are those of `token_score_norms`.
 
     Args:
-        model: A causal language model with the Hugging Face call convention.
-        input_ids: Token ids [N, L].
-        mask: True at the tokens the policy sampled [N, L].
         weights: Weight of each token's score [N, L], usually advantage / N; never read outside the mask.
-        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
         direction: Tensors by parameter name, any of a tied parameter's names; a held-out gradient from
             `batch_gradient`, say. What is left out is zero; None means ḡ.
-        method: "jvp" (forward mode, exact), or differences, which take forward passes only and check their step:
-            "difference" (two points, correct to about 3e-4) or "stencil" (four points, to about 1e-4).
+        method: "jvp" (forward mode, exact) or "difference" (two points, correct to about 3e-4, which takes forward
+            passes only and checks its step).
         engine: "auto" runs `method`; "reference" is its slow twin, one backward pass per token.
-        scope: As in `token_score_norms`.
-        temperature: τ of the policy softmax(logits / τ).
-
-    Returns:
-        `share` and `alignment` [N, L], float64, zero outside the mask; `norm_sq` = ‖direction‖², which without a
-        direction is ‖ḡ‖² = Σ share; the method that ran with its step size and error.
 
     Raises:
-        InputError: Something passed does not fit, or the log-probabilities are too rough for differences.
+        InputError: An argument does not fit, or the log-probabilities are too rough for differences.
         NonFiniteError: A logit, a weight or the direction is NaN or infinite.
     """
     run = _method(method, engine)
-    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    row = check_weight_row(weights, problem.mask)
-    function = functional(problem)
-    along = function.gradient(row, problem.rollouts) if direction is None else check_direction(direction, function)
-    slopes = run(function, problem.rollouts, along)
+    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    row = check_weight_row(weights, batch.mask)
+    function = functional(batch)
+    along = function.gradient(row, batch.rollouts) if direction is None else check_direction(direction, function)
+    slopes = run(function, batch.rollouts, along)
     ran = engine if engine == "reference" else method
     share, norm_sq = row * slopes.value, norm_sq_of(along)
     sum_error = float(share.sum() / norm_sq - 1) if direction is None and norm_sq > 0 else None
@@ -104,38 +98,26 @@ def signal_noise(
     positive signal; noise includes the token's own norm². Costs one backward pass and two forward-mode passes over the
     batch whatever the number of prompts, since ḡ_p is differentiated along on its own rollouts only.
 
-    Args:
-        model: A causal language model with the Hugging Face call convention.
-        input_ids: Token ids [N, L].
-        mask: True at the tokens the policy sampled [N, L].
-        weights: Weight of each token's score [N, L], usually advantage / N; never read outside the mask.
-        group: Prompt of each rollout [N], any integers.
-        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
-        method: As in `gradient_attribution`.
-        engine: As in `gradient_attribution`.
-        scope: As in `token_score_norms`.
-        temperature: τ of the policy softmax(logits / τ).
-
-    Returns:
-        `signal` and `noise` [N, L], float64, zero outside the mask; `norm_sq` = ‖ḡ‖² and `group_norm_sq` = ‖ḡ_p‖² [P].
+    `signal` and `noise` are [N, L], float64, zero outside the mask; `group_norm_sq` is ‖ḡ_p‖² [P]. `group` holds the
+    prompt of each rollout [N], any integers; the other arguments are those of `gradient_attribution`.
 
     Raises:
-        InputError: Something passed does not fit, or the log-probabilities are too rough for differences.
+        InputError: An argument does not fit, or the log-probabilities are too rough for differences.
         NonFiniteError: A logit or a weight is NaN or infinite.
     """
     run = _method(method, engine)
-    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    row, prompt = check_weight_row(weights, problem.mask), check_group(group, problem.shape[0])
-    function = functional(problem)
+    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    row, prompt = check_weight_row(weights, batch.mask), check_group(group, batch.shape[0])
+    function = functional(batch)
     total = [torch.zeros_like(p) for p in function.parameters]
-    weighted = [r for r in problem.rollouts if row[r.row].any()]  # the others have neither share nor gradient
-    noise, power = np.zeros(problem.shape), []
+    weighted = [r for r in batch.rollouts if row[r.row].any()]  # the others have neither share nor gradient
+    noise, power = np.zeros(batch.shape), []
     for p in counted(np.unique(prompt).tolist(), "prompt"):
         members = tuple(r for r in weighted if prompt[r.row] == p)
-        own = function.gradient(row, members)
-        noise += row * run(function, members, own).value
-        power.append(norm_sq_of(own))
-        for into, part in zip(total, own, strict=True):
+        gradient = function.gradient(row, members)
+        noise += row * run(function, members, gradient).value
+        power.append(norm_sq_of(gradient))
+        for into, part in zip(total, gradient, strict=True):
             into.add_(part)
     share = row * run(function, tuple(weighted), total).value
     return SignalNoise(share - noise, noise, norm_sq_of(total), np.array(power))
@@ -156,69 +138,17 @@ def batch_gradient(
     """Gradient of a weighted sum of log-probabilities, as a direction for `gradient_attribution`.
 
     ḡ = Σ_{n,t} weights[n,t] s_{n,t}, over the parameters in `scope`: no sign change, no 1/N, no advantage factor beyond
-    `weights`. On held-out rollouts with their advantages it is the direction in which held-out reward grows.
-
-    Args:
-        model: A causal language model with the Hugging Face call convention.
-        input_ids: Token ids [N, L].
-        mask: True at the tokens the policy sampled [N, L].
-        weights: Weight of each token's score [N, L]; never read outside the mask.
-        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
-        scope: As in `token_score_norms`.
-        temperature: τ of the policy softmax(logits / τ).
-
-    Returns:
-        One tensor per parameter name, a tied parameter once; float32 for half-precision models.
+    `weights` [N, L]. On held-out rollouts with their advantages it is the direction in which held-out reward grows.
+    One tensor per parameter name, a tied parameter once; float32 for half-precision models. The other arguments are
+    those of `token_score_norms`.
 
     Raises:
-        InputError: Something passed does not fit; the sentence says what and what to do.
+        InputError: An argument does not fit; the sentence says what and what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
-    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    gradient = functional(problem).gradient(check_weight_row(weights, problem.mask), problem.rollouts)
-    return dict(zip(problem.scope.names, gradient, strict=True))
-
-
-@torch.inference_mode(False)
-@torch.enable_grad()
-def predicted_logprob_change(
-    model: nn.Module,
-    input_ids: Tensor,
-    mask: Tensor,
-    step: Direction,
-    attention_mask: Tensor | None = None,
-    *,
-    method: str = "jvp",
-    engine: str = "auto",
-    scope: str = "all",
-    temperature: float = 1.0,
-) -> Float:
-    """First-order change of every token's log-probability along a parameter step, such as an optimizer's.
-
-    Δ log π(y_{n,t}) ≈ s_{n,t}·Δθ, with an error of second order in Δθ; the model holds the weights *before* the step.
-
-    Args:
-        model: A causal language model with the Hugging Face call convention.
-        input_ids: Token ids [N, L].
-        mask: True at the tokens to predict for [N, L].
-        step: Δθ by parameter name; what is left out does not move.
-        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
-        method: As in `gradient_attribution`.
-        engine: As in `gradient_attribution`.
-        scope: As in `token_score_norms`; the step may not leave it.
-        temperature: τ of the policy softmax(logits / τ).
-
-    Returns:
-        Predicted changes in nats [N, L], float64, zero outside the mask.
-
-    Raises:
-        InputError: Something passed does not fit, or the log-probabilities are too rough for differences.
-        NonFiniteError: A logit or the step is NaN or infinite.
-    """
-    run = _method(method, engine)
-    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    function = functional(problem)
-    return run(function, problem.rollouts, check_direction(step, function, "step")).value
+    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    gradient = functional(batch).gradient(check_weight_row(weights, batch.mask), batch.rollouts)
+    return dict(zip(batch.scope.names, gradient, strict=True))
 
 
 def _method(method: str, engine: str) -> Method:
@@ -230,4 +160,4 @@ def _method(method: str, engine: str) -> Method:
 
 
 def _slow_twin(function: Functional, rollouts: tuple[Rollout, ...], direction: Sequence[Tensor]) -> Slopes:
-    return Slopes(reference.token_alignments(replace(function.problem, rollouts=rollouts), direction))
+    return Slopes(reference.token_alignments(replace(function.batch, rollouts=rollouts), direction))

@@ -1,11 +1,10 @@
 """Derivatives of every token's log-probability along one direction of the parameters, at the price of a few passes.
 
-s_t·d = d/dε log π_{θ+εd}(y_t) at ε = 0: all tokens at once, by forward mode or by differences of two or four points.
+s_t·d = d/dε log π_{θ+εd}(y_t) at ε = 0: all tokens at once, by forward mode or by differences of two points.
 
-What limits differences in float32: the error of a sum of shares is truncation, c ε² for two points, against rounding,
-δ/ε. With float32 logits the two meet at 1e-5 to 1e-4 of ‖ḡ‖² on random and trained models of 1 and 29 M parameters. The
-output layer does most of the rounding, so `Functional.evaluate` takes the logits that matter in float64; what is left
-is that of the layers below, and four points can step further before they truncate.
+What limits differences in float32: the error of a sum of shares is truncation, c ε², against rounding, δ/ε. With
+float32 logits the two meet at 1e-5 to 1e-4 of ‖ḡ‖² on random and trained models of 1 and 29 M parameters. The output
+layer does most of the rounding, so `Functional.evaluate` takes the logits that matter in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,40 +33,28 @@ TOLERANCE = 0.01
 TRIED, TRIED_TOKENS, TRIED_OF = 4, 16, 2000
 """Rollouts in a trial at most, evenly spread, the first so many sampled tokens of each, and tokens of the batch for
 every one of them: a trial takes four passes, which on a small batch would cost as much as the differences."""
-TWO_POINT_TRUNCATION, FOUR_POINT_TRUNCATION = 1e-5, 2e-4
-"""Aimed-at truncation of a two-point difference, relative to the slopes; the four-point stencil removes it to the order
-of its square, so it may step further, where rounding weighs less."""
+TRUNCATION = 1e-5
+"""Aimed-at truncation of a difference, relative to the slopes."""
 
 
 @dataclass(frozen=True)
 class Slopes:
-    """Derivatives along a direction.
+    """Derivatives along a direction."""
 
-    Attributes:
-        value: s·direction [N, L], zero where nothing was asked for.
-        step: ε of the differences, or None.
-        step_error: Relative distance to the slopes at the trial's longer step, corrected by its third differences,
-            over the tokens tried, or None.
-    """
-
-    value: Float
-    step: float | None = None
+    value: Float  # s·direction [N, L], zero where nothing was asked for
+    step: float | None = None  # ε of the differences, or None
+    # Relative distance to the slopes at the trial's longer step, corrected by its third differences, over the tokens
+    # tried, or None
     step_error: float | None = None
 
 
 def jvp(function: Functional, rollouts: tuple[Rollout, ...], direction: Sequence[Tensor]) -> Slopes:
-    """Exact slopes by one forward-mode pass, with an attention that has such a derivative.
-
-    Args:
-        function: The log-probabilities.
-        rollouts: Those to differentiate.
-        direction: One tensor per tensor in scope.
-    """
-    value = np.zeros(function.problem.shape)
-    for batch, layout in function.batches(rollouts):
-        logprobs = partial(function.logprobs, rollouts=batch, layout=layout)
+    """Exact slopes by one forward-mode pass, with an attention that has such a derivative."""
+    value = np.zeros(function.batch.shape)
+    for micro, layout in function.microbatches(rollouts):
+        logprobs = partial(function.logprobs, rollouts=micro, layout=layout)
         moved = derivative(logprobs, function.parameters, direction)
-        scatter(value, batch, moved)
+        scatter(value, micro, moved)
     return Slopes(value)
 
 
@@ -77,41 +64,24 @@ def difference(function: Functional, rollouts: tuple[Rollout, ...], direction: S
     (log π_{θ+εd} − log π_{θ−εd})/(2ε), ε from a trial on the first tokens of a few rollouts, against which the result
     is checked.
 
-    Args:
-        function: The log-probabilities.
-        rollouts: Those to differentiate.
-        direction: One tensor per tensor in scope.
-
     Raises:
         InputError: The log-probabilities are too rough for differences.
     """
-    return _differences(function, rollouts, direction, TWO_POINT_TRUNCATION, _two_points)
-
-
-def stencil(function: Functional, rollouts: tuple[Rollout, ...], direction: Sequence[Tensor]) -> Slopes:
-    """Slopes by four-point differences, four forward passes, with any attention kernel; correct to about 1e-4.
-
-    (8[f(ε) − f(−ε)] − [f(2ε) − f(−2ε)])/(12ε) for f(ε) = log π_{θ+εd}: truncation is of fourth order, so that ε can
-    be some five times that of `difference` and rounding weighs a fifth.
-
-    Args:
-        function: The log-probabilities.
-        rollouts: Those to differentiate.
-        direction: One tensor per tensor in scope.
-
-    Raises:
-        InputError: The log-probabilities are too rough for differences.
-    """
-    return _differences(function, rollouts, direction, FOUR_POINT_TRUNCATION, _four_points)
+    size = norm_sq_of(direction) ** 0.5
+    if size == 0 or not rollouts:
+        return Slopes(np.zeros(function.batch.shape), 0.0, 0.0)
+    line = _Line(function, direction)
+    trial = _trial(line, rollouts, TRIAL * (norm_sq_of(function.parameters) ** 0.5 or 1.0) / size)
+    step = trial.wanted(TRUNCATION)
+    slopes = (line(step, rollouts) - line(-step, rollouts)) / (2 * step)
+    error = trial.distance(slopes)
+    if error > TOLERANCE:
+        raise _too_rough(error)
+    return Slopes(slopes, step, error)
 
 
 Method = Callable[[Functional, tuple[Rollout, ...], Sequence[Tensor]], Slopes]
-
-METHODS: dict[str, Method] = {
-    "jvp": jvp,
-    "difference": difference,
-    "stencil": stencil,
-}
+METHODS: dict[str, Method] = {"jvp": jvp, "difference": difference}
 
 
 class _Line:
@@ -131,19 +101,12 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Slopes of a few tokens at a known step.
+    """Slopes of a few tokens at a known step."""
 
-    Attributes:
-        rollouts: The tokens tried.
-        slopes: Their slopes with the truncation taken off [N, L].
-        step: ε of the trial.
-        truncation: ‖ε² f‴/6‖/‖f′‖.
-    """
-
-    rollouts: tuple[Rollout, ...]
-    slopes: Float
-    step: float
-    truncation: float
+    rollouts: tuple[Rollout, ...]  # The tokens tried
+    slopes: Float  # Their slopes with the truncation taken off [N, L]
+    step: float  # ε of the trial
+    truncation: float  # ‖ε² f‴/6‖/‖f′‖
 
     def wanted(self, truncation: float) -> float:
         """Step at which the truncation, quadratic in it, is the one asked for; the trial's where there is none."""
@@ -157,51 +120,23 @@ class _Trial:
         return _relative(slopes[tried] - self.slopes[tried], self.slopes[tried])
 
 
-def _differences(
-    function: Functional,
-    rollouts: tuple[Rollout, ...],
-    direction: Sequence[Tensor],
-    truncation: float,
-    formula: Callable[[_Line, tuple[Rollout, ...], float], Float],
-) -> Slopes:
-    size = norm_sq_of(direction) ** 0.5
-    if size == 0 or not rollouts:
-        return Slopes(np.zeros(function.problem.shape), 0.0, 0.0)
-    line = _Line(function, direction)
-    trial = _trial(line, rollouts, TRIAL * (norm_sq_of(function.parameters) ** 0.5 or 1.0) / size)
-    step = trial.wanted(truncation)
-    slopes = formula(line, rollouts, step)
-    error = trial.distance(slopes)
-    if error > TOLERANCE:
-        raise _too_rough(error)
-    return Slopes(slopes, step, error)
-
-
-def _two_points(line: _Line, rollouts: tuple[Rollout, ...], step: float) -> Float:
-    return (line(step, rollouts) - line(-step, rollouts)) / (2 * step)
-
-
-def _four_points(line: _Line, rollouts: tuple[Rollout, ...], step: float) -> Float:
-    near, far = _two_points(line, rollouts, step), _two_points(line, rollouts, 2 * step)
-    return (4 * near - far) / 3
-
-
 def _trial(line: _Line, rollouts: tuple[Rollout, ...], step: float) -> _Trial:
     """Third differences of a few tokens at the first step, from `step` down, that is short enough for them."""
     tried = max(1, min(TRIED, sum(len(r.columns) for r in rollouts) // TRIED_OF))
     spread = rollouts[:: -(-len(rollouts) // tried)]
     some = tuple(next(r.blocks(TRIED_TOKENS)) for r in spread)
     middle = line.function.evaluate(line.function.parameters, some)
-    found = []
+    truncations = []
     for _ in range(ATTEMPTS):
         up, down, far = line(step, some), line(-step, some), line(2 * step, some)
+        # ε² f‴/6, the truncation of a two-point difference, from the third difference; taken off the slopes.
         bend = (far - 3 * up + 3 * middle - down) / (6 * step)
         slopes = (up - down) / (2 * step) - bend
-        found.append(_relative(bend, slopes))
-        if found[-1] <= LINEAR:
-            return _Trial(some, slopes, step, found[-1])
+        truncations.append(_relative(bend, slopes))
+        if truncations[-1] <= LINEAR:
+            return _Trial(some, slopes, step, truncations[-1])
         step /= SHRINK
-    raise _too_rough(min(found))
+    raise _too_rough(min(truncations))
 
 
 def _relative(distance: Float, scale: Float) -> float:

@@ -6,34 +6,24 @@ positions, positions] for keys that a causal mask hides. Here a block of queries
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.autograd.forward_ad as fwd
 from torch import Tensor
 
-from otb_analysis.gradients.exact.attention import AttentionCall, ReplacedAttention
-
-QUERIES = 64
-"""Queries of one block: later keys are skipped, and the block's scores stay in cache."""
+from otb_analysis.gradients.exact.attention import AttentionCall, ReplacedAttention, block_scores, query_blocks
 
 
 @torch.no_grad()  # around forward mode this only drops the reverse graph
 def derivative(
     function: Callable[[Sequence[Tensor]], Tensor], primals: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> Tensor:
-    """Derivative of a function of several tensors along one direction, by forward mode.
+    """Derivative of a function of several tensors along one direction, by forward mode; zeros where nothing moves it.
 
-    d/dε f(x + εẋ) at ε = 0, exact up to rounding; one pass, no graph.
-
-    Args:
-        function: From tensors shaped like `primals` to one tensor.
-        primals: x.
-        tangents: ẋ, one per primal.
-
-    Returns:
-        The derivative, of the shape of the function's value; zeros where nothing moves it.
+    d/dε f(x + εẋ) at ε = 0, x = `primals` and ẋ = `tangents`, exact up to rounding; one pass, no graph.
     """
-    with fwd.dual_level(), DualAttention(), warnings.catch_warnings():
+    with fwd.dual_level(), ReplacedAttention(_attend), warnings.catch_warnings():
         # PyTorch scripts formulas of its own when forward mode first runs, and warns of that.
         warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)
         duals = [fwd.make_dual(x.detach(), t.to(x)) for x, t in zip(primals, tangents, strict=True)]
@@ -41,30 +31,18 @@ def derivative(
         return torch.zeros_like(value) if moved is None else moved.clone()
 
 
-class DualAttention(ReplacedAttention):
-    """Inside this context `scaled_dot_product_attention` has a forward-mode derivative.
-
-    Calls that it does not follow (active dropout, a mask that itself moves) run in PyTorch's plain form, which has one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_attend)
-
-
 def _attend(call: AttentionCall) -> Tensor | None:
-    query, mask, causal = call.query, call.attn_mask, call.is_causal
-    moving_mask = mask is not None and fwd.unpack_dual(mask).tangent is not None
-    if call.dropout_p or moving_mask or query.ndim != 4:
+    """Attention with a forward-mode derivative.
+
+    None for active dropout and for a mask that itself moves: PyTorch's plain form, which runs then, has a derivative.
+    """
+    mask = None if call.attn_mask is None else fwd.unpack_dual(call.attn_mask)
+    if call.dropout_p or call.query.ndim != 4 or (mask is not None and mask.tangent is not None):
         return None
-    repeats = query.shape[1] // call.key.shape[1] if call.enable_gqa else 1
-    operands = [_parts(x, n) for x, n in ((query, 1), (call.key, repeats), (call.value, repeats))]
-    length, keys = query.shape[2], call.key.shape[2]
-    blocks = []
-    for start in range(0, length, QUERIES):
-        rows = slice(start, min(start + QUERIES, length))
-        seen = slice(0, rows.stop if causal else keys)
-        hidden = _hidden(mask, causal, rows, seen, query)
-        blocks.append(_block(operands, rows, seen, hidden, call.factor))
+    call = replace(call, attn_mask=None if mask is None else mask.primal)
+    repeats = call.query.shape[1] // call.key.shape[1] if call.enable_gqa else 1
+    operands = [_parts(x, n) for x, n in ((call.query, 1), (call.key, repeats), (call.value, repeats))]
+    blocks = [_block(call, operands, rows) for rows in query_blocks(call.query.shape[2])]
     primal, tangent = (torch.cat(part, dim=2) for part in zip(*blocks, strict=True))
     return fwd.make_dual(primal, tangent)
 
@@ -78,33 +56,14 @@ def _parts(x: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
     return primal.repeat_interleave(repeats, 1), moved.repeat_interleave(repeats, 1)
 
 
-def _hidden(mask: Tensor | None, causal: bool, rows: slice, seen: slice, like: Tensor) -> Tensor | None:
-    """What is added to a block's scores, broadcastable to [n, h, rows, keys]."""
-    if mask is None and not causal:
-        return None
-    added = torch.zeros(rows.stop - rows.start, seen.stop, dtype=like.dtype, device=like.device)
-    if causal:
-        ahead = torch.ones(added.shape, dtype=torch.bool, device=like.device).triu(rows.start + 1)
-        added = added.masked_fill_(ahead, -torch.inf)
-    if mask is None:
-        return added
-    part = fwd.unpack_dual(mask).primal[..., rows if mask.shape[-2] > 1 else slice(None), seen]
-    if part.dtype == torch.bool:
-        return torch.zeros(part.shape, dtype=like.dtype, device=like.device).masked_fill_(~part, -torch.inf) + added
-    return part + added
-
-
-def _block(
-    operands: Sequence[tuple[Tensor, Tensor]], rows: slice, seen: slice, hidden: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return o = Pv and ȯ = (P∘Ṡ)v − rowsum(P∘Ṡ)∘o + Pv̇ of some queries, Ṡ = scale·(q̇kᵀ + qk̇ᵀ)."""
+def _block(call: AttentionCall, operands: Sequence[tuple[Tensor, Tensor]], rows: slice) -> tuple[Tensor, Tensor]:
+    """O = Pv and ȯ = (P∘Ṡ)v − rowsum(P∘Ṡ)∘o + Pv̇ of some queries, Ṡ = scale·(q̇kᵀ + qk̇ᵀ)."""
     (q, q_dot), (k, k_dot), (v, v_dot) = operands
-    q, q_dot, k, k_dot, v, v_dot = q[:, :, rows], q_dot[:, :, rows], *(x[:, :, seen] for x in (k, k_dot, v, v_dot))
-    scores = (q @ k.mT).mul_(scale)
-    if hidden is not None:
-        scores = scores.add_(hidden) if hidden.dtype == scores.dtype else scores + hidden
-    p = scores.softmax(-1)
-    turned = (torch.cat([q_dot, q], -1) @ torch.cat([k, k_dot], -1).mT).mul_(p).mul_(scale)
+    p = block_scores(call, q, k, rows).softmax(-1)
+    q, q_dot = q[:, :, rows], q_dot[:, :, rows]
+    k, k_dot, v, v_dot = (x[:, :, : p.shape[-1]] for x in (k, k_dot, v, v_dot))
+    # Side by side, the two terms of Ṡ, and those of ȯ, are one product each.
+    turned = (torch.cat([q_dot, q], -1) @ torch.cat([k, k_dot], -1).mT).mul_(p).mul_(call.factor)
     out = p @ v
     moved = torch.cat([turned, p], -1) @ torch.cat([v, v_dot], -2)
     return out, moved.addcmul_(turned.sum(-1, keepdim=True), out, value=-1)

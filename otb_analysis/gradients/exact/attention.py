@@ -6,7 +6,7 @@ computed again for one tile of queries at a time, all signals of the tile go thr
 in cache, and keys behind a causal mask or outside a sliding window, whose probability is zero, take no part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,6 +22,10 @@ TILED_FROM = 128
 """Queries from which the tiles pay: on fewer the plain kernel's backward pass is as fast (twice as slow on 512)."""
 TILE_BYTES = 1 << 21
 """What the signals of one tile of queries may occupy at their keys: as much as a core's own cache."""
+
+
+QUERIES = 64
+"""Queries of one block in forward mode: later keys are skipped, and the block's scores stay in cache."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,30 @@ class AttentionCall:
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
-class ReplacedAttention(TorchFunctionMode):
-    """Inside this context `scaled_dot_product_attention` is another function.
+def query_blocks(length: int) -> Iterator[slice]:
+    """Ranges of at most `QUERIES` queries."""
+    return (slice(start, min(start + QUERIES, length)) for start in range(0, length, QUERIES))
 
-    Args:
-        attend: Answers a call; where it returns None, PyTorch's plain form runs.
+
+def block_scores(call: AttentionCall, query: Tensor, key: Tensor, rows: slice) -> Tensor:
+    """Scores [..., b, keys] of some queries with the keys that they may see, −∞ where a query does not see a key.
+
+    `query` and `key` are those of the call without derivatives, as many heads of each.
     """
+    keys = slice(0, rows.stop if call.is_causal else key.shape[-2])
+    scores = (query[..., rows, :] @ key[..., keys, :].mT).mul_(call.factor)
+    if call.is_causal:
+        size = rows.stop - rows.start  # keys before the block are seen by all of its queries
+        future = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
+        scores[..., rows.start :].masked_fill_(future, -torch.inf)
+    if call.attn_mask is not None:
+        mask = additive(call.attn_mask, scores.dtype)
+        scores = scores + mask[..., rows if mask.shape[-2] > 1 else slice(None), keys]
+    return scores
+
+
+class ReplacedAttention(TorchFunctionMode):
+    """Inside this context `attend` answers `scaled_dot_product_attention`, or PyTorch's plain form where it is None."""
 
     def __init__(self, attend: Callable[[AttentionCall], Tensor | None]) -> None:
         super().__init__()
@@ -59,9 +81,9 @@ class ReplacedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        found = self._attend(AttentionCall(*args, **kwargs))
-        if found is not None:
-            return found
+        output = self._attend(AttentionCall(*args, **kwargs))
+        if output is not None:
+            return output
         with sdpa_kernel(SDPBackend.MATH):
             return func(*args, **kwargs)
 
@@ -78,18 +100,14 @@ class TiledAttention(ReplacedAttention):
 
 
 def many_signals(queries: int) -> AbstractContextManager[object]:
-    """Inside this context attention has a backward pass that takes many signals at once, the tiled one where it pays.
-
-    Args:
-        queries: Positions of the rollout that runs. Where they are few the plain kernel is asked for, since watching
-            every call of PyTorch costs more than a short attention does.
-    """
+    """Inside this context attention's backward pass takes many signals at once; the tiled one runs where it pays."""
+    # On few positions watching every call of PyTorch costs more than the attention itself.
     return TiledAttention() if queries >= TILED_FROM else sdpa_kernel(SDPBackend.MATH)
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Who reads what: an additive mask [h or 1, n, m], whether positions see only earlier ones, and the scale."""
+    """Which query reads which key: an additive mask [h or 1, n, m], whether attention is causal, and the scale."""
 
     mask: Tensor | None
     causal: bool
@@ -128,8 +146,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(signal, query, key, value, mask, causal, scale):
-        found = _each_rollout(signal[None], (query, key, value), (mask, causal, scale))
-        return tuple(x[0] for x in found)
+        return tuple(x[0] for x in _each_rollout(signal[None], (query, key, value), (mask, causal, scale)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -147,24 +164,23 @@ def _each_rollout(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Signals [C, N, h, n, e] at the output → signals [C, N, ...] at query, key and value, one rollout at a time."""
     mask, causal, scale = options
-    added = _additive(mask, (signals.shape[-2], inputs[1].shape[-2]))
-    found = []
+    added = None
+    if mask is not None:  # of any shape that fits the scores; as [N or 1, h or 1, n, m]
+        added = additive(mask, torch.float32).reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+        added = added.expand(*added.shape[:2], signals.shape[-2], inputs[1].shape[-2])
+    rollouts = []
     for row in range(signals.shape[1]):
-        own = None if added is None else added[row if len(added) > 1 else 0]
-        read = _Read(own, causal, scale)
-        found.append(_pull_back(signals[:, row], (inputs[0][row], inputs[1][row], inputs[2][row]), read))
-    at_query, at_key, at_value = (torch.stack(parts, dim=1) for parts in zip(*found, strict=True))
+        read = _Read(None if added is None else added[row if len(added) > 1 else 0], causal, scale)
+        rollouts.append(_pull_back(signals[:, row], (inputs[0][row], inputs[1][row], inputs[2][row]), read))
+    at_query, at_key, at_value = (torch.stack(parts, dim=1) for parts in zip(*rollouts, strict=True))
     return at_query, at_key, at_value
 
 
-def _additive(mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """A mask, of any shape that fits the scores, as something to add to them: [N or 1, h or 1, n, m]."""
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
-    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    return mask.expand(*mask.shape[:2], *shape)
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to the scores: a boolean one becomes 0 where it is true and −∞ elsewhere."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def _pull_back(signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], read: _Read) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,12 +201,14 @@ def _pull_back(signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], read: _Re
         q = queries[:, :, tile].flatten(1, 2)
         seen, p = _probabilities(queries[:, :, tile], key, read, tile)
         signal = rows[:, :, tile].reshape(heads, -1, width)
+        # δv: P does not depend on the signal, so all signals are columns of one product.
         at_value[:, seen] += p.mT @ signal.view(heads, len(q[0]), -1)
         score = (signal @ value[:, seen].mT).view(heads, len(q[0]), count, -1).mul_(p[:, :, None])
+        # δs = P ∘ (δvᵀ − row sum), the derivative of the softmax, in place.
         score -= p[:, :, None] * score.sum(-1, keepdim=True)
         score *= read.scale
-        found = score.flatten(1, 2) @ key[:, seen]
-        at_query[:, :, tile] = found.view(heads, group, -1, count, query.shape[-1])
+        at_tile = score.flatten(1, 2) @ key[:, seen]
+        at_query[:, :, tile] = at_tile.view(heads, group, -1, count, query.shape[-1])
         at_key[..., seen] += (q.mT @ score.flatten(2)).view(heads, -1, count, score.shape[-1])
     return (
         at_query.permute(3, 0, 1, 2, 4).flatten(1, 2).to(inputs[0].dtype),

@@ -9,27 +9,25 @@ import logging
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import NonFiniteError
-from otb_analysis.gradients.batch.inputs import ScoreBatch
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
 from otb_analysis.gradients.exact import head
 from otb_analysis.gradients.exact.hooks import traced_to
 from otb_analysis.gradients.exact.layers import UnfitError
-from otb_analysis.gradients.exact.norm_accumulators import norm_sq, outer_gram
+from otb_analysis.gradients.exact.norm_accumulators import leading_sums, norm_sq, outer_gram
 from otb_analysis.gradients.exact.passes import DecomposedRollout, Mix
 from otb_analysis.gradients.exact.plan import (
     ParameterUse,
     Plan,
     disagreement,
     find_plan,
-    length,
     probe,
     reference_norms,
 )
-from otb_analysis.phases import counted
 from otb_analysis.types import Float, ScoreNorms
 
 NAME = "generic"
@@ -43,89 +41,71 @@ _log = logging.getLogger(__name__)
 _PLANS: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], "Plan | UnfitError"]] = WeakKeyDictionary()
 
 
-def token_score_norms(problem: ScoreBatch, path: bool) -> ScoreNorms:
+def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
     """Squared norm of every token's score, and with `path` of the running sums, without forming a gradient.
-
-    Args:
-        problem: The checked batch.
-        path: Also accumulate the signals' coordinates from token to token.
 
     Raises:
         UnfitError: A parameter in scope has no rule; the sentence names it.
     """
-    if problem.scope.head is not None:
-        return head.token_score_norms(problem, path, NAME)
-    plan = plan_for(problem)
-    norms, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
-    for rollout in counted(problem.rollouts, "rollout"):
-        where = rollout.row, rollout.columns
-        apart = DecomposedRollout(problem, plan, rollout)
-        logprob[where] = apart.trace.logprob.detach().double().cpu().numpy()
-        single, running = _token_norms(apart, path)
-        norms[where], path_norm_sq[where] = single.cpu().numpy(), running.cpu().numpy()
-    return ScoreNorms(norms, logprob, NAME, path_norm_sq if path else None)
+    if batch.scope.head is not None:
+        return head.token_score_norms(batch, path, NAME)
+    plan = plan_for(batch)
+
+    def measure(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+        decomposed = DecomposedRollout(batch, plan, rollout)
+        return decomposed.trace.logprob, *_token_norms(decomposed, path)
+
+    return norms_of_tokens(batch, NAME, path, measure)
 
 
-def weighted_score_norms(problem: ScoreBatch, weights: Float) -> Float:
+def weighted_score_norms(batch: ScoreBatch, weights: Float) -> Float:
     """‖Σ_t weights[n,m,t] s_{n,t}‖² with one backward signal per row that is not all zero.
 
     Raises:
         UnfitError: A parameter in scope has no rule; the sentence names it.
     """
-    if problem.scope.head is not None:
-        return head.weighted_score_norms(problem, weights)
-    plan = plan_for(problem)
-    result = np.zeros(weights.shape[:2])
-    for rollout in counted(problem.rollouts, "rollout"):
-        rows = weights[rollout.row][:, rollout.columns]
-        active = np.flatnonzero(rows.any(-1))
-        if len(active):
-            apart = DecomposedRollout(problem, plan, rollout)
-            found = _weighted_norms(apart, torch.from_numpy(rows[active]).to(apart.own.device))
-            result[rollout.row, active] = found.cpu().numpy()
-    return result
+    if batch.scope.head is not None:
+        return head.weighted_score_norms(batch, weights)
+    plan = plan_for(batch)
+    return norms_of_rows(
+        batch, weights, lambda rollout, rows: _row_norms(DecomposedRollout(batch, plan, rollout), rows)
+    )
 
 
-def fits(problem: ScoreBatch, rows: int | None = None) -> bool:
-    """Whether "auto" should use this engine; a model that it cannot follow is logged once, with the reason.
+def fits(batch: ScoreBatch, rows: int | None = None) -> bool:
+    """Whether "auto" should use this engine, for `rows` weighted sums per rollout (None: for every token's own score).
 
-    Args:
-        problem: The checked batch.
-        rows: Weighted sums per rollout; None for every sampled token's own score.
+    A model that has no plan is logged once, with the reason.
     """
-    if problem.scope.head is not None:
+    if batch.scope.head is not None:
         return True
-    signals = sum(len(r.columns) if rows is None else rows for r in problem.rollouts)
-    if signals <= sum(FEW + length(r) / POSITIONS_PER_SIGNAL for r in problem.rollouts):
+    signals = sum(len(r.columns) if rows is None else rows for r in batch.rollouts)
+    if signals <= sum(FEW + r.length / POSITIONS_PER_SIGNAL for r in batch.rollouts):
         return False
-    return has_plan(problem)
+    return has_plan(batch)
 
 
-def has_plan(problem: ScoreBatch) -> bool:
-    """Whether the model can be taken apart; one that cannot is logged once, with the reason."""
-    known = model_key(problem) in _PLANS.get(problem.model, {})
+def has_plan(batch: ScoreBatch) -> bool:
+    """Whether there is a plan for the model; one without is logged once, with the reason."""
+    known = model_key(batch) in _PLANS.get(batch.model, {})
     try:
-        plan_for(problem)
+        plan_for(batch)
     except UnfitError as reason:
         if not known:
-            _log.warning('%s is measured by engine="reference": %s', type(problem.model).__name__, reason)
+            _log.warning('%s is measured by engine="reference": %s', type(batch.model).__name__, reason)
         return False
     return True
 
 
-def plan_for(problem: ScoreBatch) -> Plan:
-    """Plan of a model and scope, made and checked against the reference engine at first use.
-
-    Raises:
-        UnfitError: The model or the scope does not fit.
-    """
-    if not problem.rollouts:
+def plan_for(batch: ScoreBatch) -> Plan:
+    """Plan of a model and scope, made and checked against the reference engine at first use; raises if none fits."""
+    if not batch.rollouts:
         return Plan((), (), None, 0)
-    plans, key = _PLANS.setdefault(problem.model, {}), model_key(problem)
+    plans, key = _PLANS.setdefault(batch.model, {}), model_key(batch)
     if key not in plans:
         try:
-            plan = find_plan(problem)
-            _check(problem, plan)
+            plan = find_plan(batch)
+            _check(batch, plan)
             plans[key] = plan
         except UnfitError as reason:
             plans[key] = UnfitError(str(reason))  # without the traceback, whose frames hold the model
@@ -134,77 +114,77 @@ def plan_for(problem: ScoreBatch) -> Plan:
                 "logits are not finite on a probe of the vocabulary; check the model's weights for NaN or infinity, "
                 'or pass engine="reference".'
             ) from error
-    found = plans[key]
-    if isinstance(found, UnfitError):
-        raise UnfitError(str(found))
-    return found
+    known = plans[key]
+    if isinstance(known, UnfitError):
+        raise UnfitError(str(known))
+    return known
 
 
-def model_key(problem: ScoreBatch) -> tuple[object, ...]:
+def model_key(batch: ScoreBatch) -> tuple[object, ...]:
     """What a plan depends on besides the identity of the model: its layers, attention, dtypes and the scope."""
-    layers = tuple((name, type(module), module.training) for name, module in problem.model.named_modules())
-    attention = getattr(getattr(problem.model, "config", None), "_attn_implementation", None)
-    dtypes = tuple(p.dtype for p in problem.scope.parameters)
-    return problem.scope.names, problem.scope.head is None, attention, dtypes, layers
+    layers = tuple((name, type(module), module.training) for name, module in batch.model.named_modules())
+    attention = getattr(getattr(batch.model, "config", None), "_attn_implementation", None)
+    dtypes = tuple(p.dtype for p in batch.scope.parameters)
+    return batch.scope.names, batch.scope.head is None, attention, dtypes, layers
 
 
-def _check(problem: ScoreBatch, plan: Plan) -> None:
+def _check(batch: ScoreBatch, plan: Plan) -> None:
     """Compare the probe's log-probabilities and, parameter by parameter, its norms with the reference computation."""
-    rollout = probe(problem)
-    apart = DecomposedRollout(problem, plan, rollout)
-    expected, norms = reference_norms(problem, rollout)
-    coarse = problem.scope.parameters[0].dtype.itemsize < 4
-    logprob = apart.trace.logprob.detach().double()
+    rollout = probe(batch)
+    decomposed = DecomposedRollout(batch, plan, rollout)
+    expected, norms = reference_norms(batch, rollout)
+    coarse = batch.scope.parameters[0].dtype.itemsize < 4
+    logprob = decomposed.trace.logprob.detach().double()
     if not torch.allclose(logprob, expected, rtol=0, atol=0.2 if coarse else 1e-4):
         raise UnfitError('log-probabilities differ with plain attention kernels; pass engine="reference".')
-    if found := disagreement(problem, _parts(apart), norms):
-        raise UnfitError(f'{found}; pass engine="reference" or leave it out of scope.')
+    if reason := disagreement(batch, _parts(decomposed), norms):
+        raise UnfitError(f'{reason}; pass engine="reference" or leave it out of scope.')
 
 
-def _parts(apart: DecomposedRollout) -> dict[str, Tensor]:
+def _parts(decomposed: DecomposedRollout) -> dict[str, Tensor]:
     """‖s_t‖² parameter by parameter, in one block."""
     parts: dict[str, Tensor] = {}
-    for use, (left, right) in apart.outer.items():
+    for use, (left, right) in decomposed.outer.items():
         parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(left) * norm_sq(right)
-    size = len(apart.rollout.columns)
+    size = len(decomposed.rollout.columns)
     mix = Mix(torch.eye(size), slice(0, size))
-    for use, found in apart.coordinates(apart.trace, apart.rollout, mix):
-        parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(found)
+    for use, coordinates in decomposed.coordinates(decomposed.trace, decomposed.rollout, mix):
+        parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(coordinates)
     return parts
 
 
-def _token_norms(apart: DecomposedRollout, path: bool) -> tuple[Tensor, Tensor]:
+def _token_norms(decomposed: DecomposedRollout, path: bool) -> tuple[Tensor, Tensor]:
     """‖s_t‖² and, if asked for, ‖Σ_{j≤t} s_j‖² of a rollout's K sampled tokens."""
-    norms, path_norm_sq = _outer_norms(apart, path)
+    norms, path_norm_sq = _outer_norms(decomposed, path)
     running: dict[ParameterUse, Tensor] = {}
-    for span, found in _blocks(apart):
+    for span, coordinates_by_use in _blocks(decomposed):
         single, sums = [], []
-        for use, part in found:
-            single.append(_rows(part))
+        for use, coordinates in coordinates_by_use:
+            single.append(_row_lengths(coordinates))
             if path:
-                sums.append(_rows(_accumulate(running, use, part)))
+                sums.append(_row_lengths(_accumulate(running, use, coordinates)))
         norms[span] += _total(single)
         if path:
             path_norm_sq[span] += _total(sums)
     return norms, path_norm_sq
 
 
-def _blocks(apart: DecomposedRollout) -> Iterator[tuple[slice, Iterator[tuple[ParameterUse, Tensor]]]]:
+def _blocks(decomposed: DecomposedRollout) -> Iterator[tuple[slice, Iterator[tuple[ParameterUse, Tensor]]]]:
     """Coordinates of a rollout's sampled tokens, some at a time: on the prefix they see, the last on the whole pass."""
-    start, count = 0, len(apart.rollout.columns)
-    for block in apart.rollout.blocks(min(BLOCK, apart.block_size)) if apart.plan.cut else ():
+    start, count = 0, len(decomposed.rollout.columns)
+    for block in decomposed.rollout.blocks(min(BLOCK, decomposed.block_size)) if decomposed.plan.cut else ():
         span = slice(start, start := start + len(block.columns))
         mix = Mix(torch.eye(len(block.columns)), span)
-        if start == count:
-            yield span, apart.coordinates(apart.trace, apart.rollout, mix)
+        if start == count:  # the last block sees the whole rollout, whose pass is there already
+            yield span, decomposed.coordinates(decomposed.trace, decomposed.rollout, mix)
         else:
-            trace = traced_to(apart.plan.cut or "", apart.problem, block, apart.plan.modules)
-            yield span, apart.coordinates(trace, block, mix)
+            trace = traced_to(decomposed.plan.cut or "", decomposed.batch, block, decomposed.plan.modules)
+            yield span, decomposed.coordinates(trace, block, mix)
 
 
-def _rows(found: Tensor) -> Tensor:
+def _row_lengths(coordinates: Tensor) -> Tensor:
     """Norms along the last axis of coordinates [C, ...], flat [C, ·]."""
-    return torch.linalg.vector_norm(found, dim=-1).view(len(found), -1)
+    return torch.linalg.vector_norm(coordinates, dim=-1).view(len(coordinates), -1)
 
 
 def _total(rows: list[Tensor]) -> Tensor:
@@ -212,38 +192,38 @@ def _total(rows: list[Tensor]) -> Tensor:
     return torch.cat(rows, dim=1).double().square().sum(1)
 
 
-def _outer_norms(apart: DecomposedRollout, path: bool) -> tuple[Tensor, Tensor]:
+def _outer_norms(decomposed: DecomposedRollout, path: bool) -> tuple[Tensor, Tensor]:
     """The share of the layers above the cut; path norms are sums over the leading blocks of a K × K Gram matrix."""
-    norms = torch.zeros(len(apart.rollout.columns), dtype=torch.float64, device=apart.own.device)
+    norms = decomposed.zeros()
     path_norm_sq = torch.zeros_like(norms)
-    for left, right in apart.outer.values():
+    for left, right in decomposed.outer.values():
         norms += norm_sq(left) * norm_sq(right)
         if path:
-            gram = outer_gram(left, right)
-            path_norm_sq += (2 * gram.tril().sum(1) - gram.diagonal()).cumsum(0)
+            path_norm_sq += leading_sums(outer_gram(left, right))
     return norms, path_norm_sq
 
 
-def _weighted_norms(apart: DecomposedRollout, rows: Tensor) -> Tensor:
+def _row_norms(decomposed: DecomposedRollout, rows: Tensor) -> Tensor:
     """‖Σ_k rows[m,k] s_k‖² of one rollout [M]."""
+    rows = rows.to(decomposed.token_signals.device)
     result = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-    for left, right in apart.outer.values():
+    for left, right in decomposed.outer.values():
         result += (rows @ outer_gram(left, right) * rows).sum(-1)
-    size = min(BLOCK, apart.block_size)
+    size = min(BLOCK, decomposed.block_size)
     for start in range(0, len(rows), size):
         mix = Mix(rows[start : start + size], slice(None))
-        for _, found in apart.coordinates(apart.trace, apart.rollout, mix):
-            result[start : start + size] += norm_sq(found)
+        for _, coordinates in decomposed.coordinates(decomposed.trace, decomposed.rollout, mix):
+            result[start : start + size] += norm_sq(coordinates)
     return result
 
 
-def _accumulate(running: dict[ParameterUse, Tensor], use: ParameterUse, found: Tensor) -> Tensor:
+def _accumulate(running: dict[ParameterUse, Tensor], use: ParameterUse, coordinates: Tensor) -> Tensor:
     """Running sums of coordinates over the tokens so far; a longer prefix only appends coordinates.
 
     A product with a triangle of ones: on one thread `cumsum` along the first axis takes up to ten times as long.
     """
-    ones = torch.ones(len(found), len(found), dtype=found.dtype, device=found.device).tril()
-    total = (ones @ found.flatten(1)).view_as(found)
+    ones = torch.ones(len(coordinates), len(coordinates), dtype=coordinates.dtype, device=coordinates.device).tril()
+    total = (ones @ coordinates.flatten(1)).view_as(coordinates)
     if use in running:
         before = running[use]
         total[:, : len(before)] += before

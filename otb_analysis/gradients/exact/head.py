@@ -14,61 +14,53 @@ from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.forward import sampled_logits
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
 from otb_analysis.gradients.batch.scope import unreached
 from otb_analysis.gradients.exact.gram import refuse_many
 from otb_analysis.gradients.exact.hooks import own_rows
 from otb_analysis.gradients.exact.layers import wide
+from otb_analysis.gradients.exact.norm_accumulators import leading_sums
 from otb_analysis.types import Float, Int, ScoreNorms
 
 HELD_BYTES = 1 << 30
 """What the vectors δ of the tokens of one block of a Gram matrix may occupy; other blocks are computed again."""
 
 
-def token_score_norms(problem: ScoreBatch, path: bool, name: str) -> ScoreNorms:
-    """‖s_t‖² = ‖δ_t‖² ‖h_t‖², with a bias ‖δ_t‖² (‖h_t‖² + 1), and of the running sums with `path`.
+def token_score_norms(batch: ScoreBatch, path: bool, name: str) -> ScoreNorms:
+    """‖s_t‖² = ‖δ_t‖² ‖h_t‖², with a bias ‖δ_t‖² (‖h_t‖² + 1), and of running sums with `path`; engine `name`."""
 
-    Args:
-        problem: The checked batch, with the output layer as its scope.
-        path: Also sum the inner products ⟨δ_i, δ_j⟩⟨h_i, h_j⟩ of all pairs up to each token.
-        name: Engine to report.
-    """
-    norm_sq, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
-    for rollout in problem.rollouts:
-        where = rollout.row, rollout.columns
-        found = _outer(problem, rollout)
-        logprob[where] = found.logprob.cpu().numpy()
-        norm_sq[where] = (_norm_sq(found.left) * _norm_sq(found.right)).cpu().numpy()
-        if path:
-            kernel = _kernel(found, found)
-            path_norm_sq[where] = (2 * kernel.tril().sum(1) - kernel.diagonal()).cumsum(0).cpu().numpy()
-    return ScoreNorms(norm_sq, logprob, name, path_norm_sq if path else None)
+    def measure(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+        scores = _outer(batch, rollout)
+        norms = _norm_sq(scores.left) * _norm_sq(scores.right)
+        return scores.logprob, norms, leading_sums(_kernel(scores, scores)) if path else torch.zeros_like(norms)
+
+    return norms_of_tokens(batch, name, path, measure)
 
 
-def weighted_score_norms(problem: ScoreBatch, weights: Float) -> Float:
+def weighted_score_norms(batch: ScoreBatch, weights: Float) -> Float:
     """‖Σ_t weights[n,m,t] s_{n,t}‖² from the inner products of a rollout's tokens."""
-    result = np.zeros(weights.shape[:2])
-    for rollout in problem.rollouts:
-        rows = torch.from_numpy(weights[rollout.row][:, rollout.columns])
-        if rows.any():
-            found = _outer(problem, rollout)
-            result[rollout.row] = (rows @ _kernel(found, found).cpu() * rows).sum(-1).numpy()
-    return result
+
+    def measure(rollout: Rollout, rows: Tensor) -> Tensor:
+        scores = _outer(batch, rollout)
+        return (rows @ _kernel(scores, scores).cpu() * rows).sum(-1)
+
+    return norms_of_rows(batch, weights, measure)
 
 
-def group_gradient_gram(problem: ScoreBatch, weights: Float, group: Int) -> Float:
+def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
     """Gram matrix [M, M, P, P] from the inner products of all pairs of tokens, block by block."""
     prompts, index = np.unique(group, return_inverse=True)
     count = weights.shape[1] * len(prompts)
     refuse_many(count)
     gram = torch.zeros(count, count, dtype=torch.float64)
-    rollouts = [r for r in problem.rollouts if weights[r.row][:, r.columns].any()]
-    blocks = list(_blocks(rollouts, problem.scope.parameters[0]))
+    rollouts = [r for r in batch.rollouts if weights[r.row][:, r.columns].any()]
+    blocks = list(_blocks(rollouts, batch.scope.parameters[0]))
     for i, block in enumerate(blocks):
-        first = _joined(problem, block)
+        first = _joined(batch, block)
         rows = _spread(block, weights, (index, len(prompts)))
         gram += rows @ _kernel(first, first).cpu() @ rows.T
         for other in blocks[i + 1 :]:
-            part = rows @ _kernel(first, _joined(problem, other)).cpu()
+            part = rows @ _kernel(first, _joined(batch, other)).cpu()
             part = part @ _spread(other, weights, (index, len(prompts))).T
             gram += part + part.T
     shape = (weights.shape[1], len(prompts)) * 2
@@ -84,26 +76,27 @@ class _Outer:
     logprob: Tensor
 
 
-def _outer(problem: ScoreBatch, rollout: Rollout) -> _Outer:
-    head = problem.scope.head
+def _outer(batch: ScoreBatch, rollout: Rollout) -> _Outer:
+    head = batch.scope.head
     assert head is not None
-    inner = replace(problem, scope=replace(problem.scope, head=None))
-    with torch.no_grad(), _tapped(head) as seen:
+    inner = replace(batch, scope=replace(batch.scope, head=None))
+    with torch.no_grad(), _leaf_at_output(head) as seen:
         z, targets = sampled_logits(inner, (rollout,))
         if not seen:
             raise unreached(head)
         hidden, output = seen
         logprob, at = z.detach().log_softmax(-1), targets[:, None]
+        # e_y − π with 1 − π_y as the sum of the other π: the difference would cancel for a sure token.
         others = logprob.exp().scatter(-1, at, 0.0)
         (delta,) = torch.autograd.grad(z, output, (-others).scatter(-1, at, others.sum(-1, keepdim=True)))
     right = wide(hidden[0, own_rows(hidden, rollout)])
-    if len(problem.scope.parameters) > 1:
+    if len(batch.scope.parameters) > 1:
         right = torch.cat([right, torch.ones_like(right[:, :1])], dim=-1)
     return _Outer(wide(delta[0, own_rows(delta, rollout)]), right, logprob.gather(-1, at)[:, 0].double())
 
 
 @contextmanager
-def _tapped(head: nn.Module) -> Iterator[list[Tensor]]:
+def _leaf_at_output(head: nn.Module) -> Iterator[list[Tensor]]:
     """Start the graph at the output of the layer: what is below it needs none. Yields its input and output."""
     seen: list[Tensor] = []
 
@@ -113,11 +106,8 @@ def _tapped(head: nn.Module) -> Iterator[list[Tensor]]:
         torch.set_grad_enabled(True)  # until the caller's `no_grad` ends
         return leaf
 
-    handle = head.register_forward_hook(hook)
-    try:
+    with head.register_forward_hook(hook):
         yield seen
-    finally:
-        handle.remove()
 
 
 def _blocks(rollouts: list[Rollout], weight: Tensor) -> Iterator[list[Rollout]]:
@@ -133,8 +123,8 @@ def _blocks(rollouts: list[Rollout], weight: Tensor) -> Iterator[list[Rollout]]:
         yield block
 
 
-def _joined(problem: ScoreBatch, rollouts: list[Rollout]) -> _Outer:
-    parts = [_outer(problem, r) for r in rollouts]
+def _joined(batch: ScoreBatch, rollouts: list[Rollout]) -> _Outer:
+    parts = [_outer(batch, r) for r in rollouts]
     return _Outer(*(torch.cat([getattr(p, name) for p in parts]) for name in ("left", "right", "logprob")))
 
 

@@ -1,7 +1,7 @@
 """Forward passes that remember what went into and came out of chosen layers, and the signals that come back to them."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,42 +27,37 @@ class Trace:
     logprob: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
-class _ReachedCut(Exception):
-    """A pass has come as far as it must."""
+class ReachedCut(Exception):
+    """Raised by a hook once a forward pass has come as far as it must; what follows is not run."""
 
 
-def traced(problem: ScoreBatch, rollout: Rollout, names: Iterable[str]) -> Trace:
+def traced(batch: ScoreBatch, rollout: Rollout, names: Iterable[str]) -> Trace:
     """Run one rollout up to its last sampled token while watching some modules.
 
     Attention runs with a backward pass of its own, because the fused kernels have no rule for many signals at once.
     """
-    modules = dict(problem.model.named_modules())
+    modules = dict(batch.model.named_modules())
     trace = Trace()
-    inner = replace(problem, scope=replace(problem.scope, head=None))
-    attention = many_signals(int(rollout.targets[-1]))
+    inner = replace(batch, scope=replace(batch.scope, head=None))
+    attention = many_signals(rollout.length)
     # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
-    with problem.scope.active(), _watching({n: modules[n] for n in names}, trace), attention:
+    with batch.scope.active(), _watching({n: modules[n] for n in names}, trace), attention:
         trace.logprob = sampled_logprobs(inner, (rollout,))
     return trace
 
 
-def traced_to(cut: str, problem: ScoreBatch, rollout: Rollout, names: Iterable[str]) -> Trace:
+def traced_to(cut: str, batch: ScoreBatch, rollout: Rollout, names: Iterable[str]) -> Trace:
     """Re-run a rollout and stop at the input of the layer `cut`; no log-probabilities."""
-    modules = dict(problem.model.named_modules())
+    modules = dict(batch.model.named_modules())
     trace = Trace()
 
     def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
         trace.inputs[cut] = args[0]
-        raise _ReachedCut
+        raise ReachedCut
 
-    handle = modules[cut].register_forward_pre_hook(stop)
-    try:
-        with _watching({n: modules[n] for n in names}, trace), many_signals(int(rollout.targets[-1])):
-            sampled_logprobs(problem, (rollout,))
-    except _ReachedCut:
-        pass
-    finally:
-        handle.remove()
+    watched, attention = {n: modules[n] for n in names}, many_signals(rollout.length)
+    with suppress(ReachedCut), modules[cut].register_forward_pre_hook(stop), _watching(watched, trace), attention:
+        sampled_logprobs(batch, (rollout,))
     return trace
 
 
@@ -80,7 +75,7 @@ def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Ten
 
     try:
         return vmap(one)(seeds)
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # a RuntimeError too, but no fault of the model's
         raise
     except RuntimeError as error:  # how torch says that an operation cannot be batched
         why = str(error).split(". ")[0].splitlines()[0]
@@ -94,7 +89,7 @@ def own_rows(tensor: Tensor, rollout: Rollout) -> Tensor:
 
     A layer runs on the whole prefix or, like the output layer, on the kept positions only.
     """
-    length, kept = int(rollout.targets[-1]), len(rollout.targets)
+    length, kept = rollout.length, len(rollout.targets)
     if tensor.ndim < 2 or tensor.shape[0] != 1 or tensor.shape[1] not in (length, kept):
         raise UnfitError(
             f"a layer works on shape {tuple(tensor.shape)} where [1, {length}, ...] was expected; "
@@ -115,9 +110,7 @@ def _watching(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[None]:
 
         return hook
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in modules.items()]
-    try:
+    with ExitStack() as handles:
+        for name, module in modules.items():
+            handles.enter_context(module.register_forward_hook(watch(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -18,23 +18,19 @@ from otb_analysis.errors import InputError
 
 
 class UnfitError(InputError):
-    """An engine does not follow this model; the sentence says which part of it and what to do."""
+    """An engine has no rule for something in this model; the sentence says for what, and what to do."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter of one layer type is differentiated.
+    """How one parameter of one layer type is differentiated."""
 
-    Attributes:
-        prepare: (module, input [1, T, ...]) → what is kept of the inputs of a whole rollout.
-        coordinates: (kept, δ [C, b, ...]) → coordinates [C, ...] of C gradients for a prefix of b ≤ T positions; along
-            the first coordinate axis they are nested in the prefix.
-        outer: (module, inputs [K, ...], δ [K, ...]) → (left [K, a], right [K, b]) of K tokens that signal at one
-            position each.
-    """
-
+    # (module, input [1, T, ...]) → what is kept of the inputs of a whole rollout
     prepare: Callable[[nn.Module, Tensor], Tensor]
+    # (kept, δ [C, b, ...]) → coordinates [C, ...] of C gradients for a prefix of b ≤ T positions; along the first
+    # coordinate axis they are nested in the prefix
     coordinates: Callable[[Tensor, Tensor], Tensor]
+    # (module, inputs [K, ...], δ [K, ...]) → (left [K, a], right [K, b]) of K tokens that signal at one position each
     outer: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -60,26 +56,17 @@ def wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _triangle(_module: nn.Module, inputs: Tensor) -> Tensor:
-    """R [min(d_in, T), T] of Aᵀ = QR: for every prefix ‖A_{:b}ᵀδ‖ = ‖R_{:b,:b} δ‖, b·d_out numbers, not d_in·d_out."""
-    return torch.linalg.qr(wide(inputs[0]).T, mode="r").R
+def _summed(signal: Tensor) -> Tensor:
+    return signal.flatten(1, -2).sum(1)
 
 
-def _matrix_coordinates(triangle: Tensor, signal: Tensor) -> Tensor:
-    length = signal.shape[1]
-    return triangle[:length, :length] @ wide(signal)
-
-
-def _matrix_outer(_module: nn.Module, inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
-    return wide(inputs), wide(signal)
-
-
-def _untouched(_module: nn.Module, inputs: Tensor) -> Tensor:
-    return inputs[0]
-
-
-def _bias_coordinates(_kept: Tensor, signal: Tensor) -> Tensor:
-    return _summed(wide(signal))
+def _normalised(module: nn.Module, inputs: Tensor) -> Tensor:
+    """∂output/∂weight: the layer is affine in its weight, so output at one minus output at zero, with its own casts."""
+    parameters = dict(module.named_parameters())
+    zero = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    one = zero | {"weight": torch.ones_like(parameters["weight"])}
+    with torch.no_grad():
+        return wide(functional_call(module, one, (inputs,)) - functional_call(module, zero, (inputs,)))
 
 
 def _bias_outer(_module: nn.Module, _inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,33 +74,12 @@ def _bias_outer(_module: nn.Module, _inputs: Tensor, signal: Tensor) -> tuple[Te
     return torch.ones_like(right[:, :1]), right
 
 
-def _normalised(module: nn.Module, inputs: Tensor) -> Tensor:
-    """∂output/∂weight: the layer is affine in its weight, so output at one minus output at zero, with its own casts."""
-    own = dict(module.named_parameters())
-    zero = {name: torch.zeros_like(p) for name, p in own.items()}
-    one = zero | {"weight": torch.ones_like(own["weight"])}
-    with torch.no_grad():
-        return wide(functional_call(module, one, (inputs,)) - functional_call(module, zero, (inputs,)))
-
-
-def _scale_prepare(module: nn.Module, inputs: Tensor) -> Tensor:
-    return _normalised(module, inputs)[0]
-
-
-def _scale_coordinates(normalised: Tensor, signal: Tensor) -> Tensor:
-    return _summed(normalised[: signal.shape[1]] * wide(signal))
-
-
 def _scale_outer(module: nn.Module, inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
     return _bias_outer(module, inputs, _normalised(module, inputs) * signal)
 
 
-def _headed_prepare(module: nn.Module, inputs: Tensor) -> Tensor:
-    return _scale_prepare(module, inputs).transpose(0, 1)
-
-
-def _headed_coordinates(normalised: Tensor, signal: Tensor) -> Tensor:
-    return _scale_coordinates(normalised, signal.transpose(1, 2))
+def _scale_coordinates(normalised: Tensor, signal: Tensor) -> Tensor:
+    return _summed(normalised[: signal.shape[1]] * wide(signal))
 
 
 def row_factors(module: nn.Module, ids: Tensor) -> Tensor:
@@ -145,14 +111,26 @@ def _embedding_outer(module: nn.Module, _ids: Tensor, _signal: Tensor) -> tuple[
     raise UnfitError(f'a {type(module).__name__} behind the last attention has no rule; pass engine="reference".')
 
 
-def _summed(signal: Tensor) -> Tensor:
-    return signal.flatten(1, -2).sum(1)
-
-
-MATRIX = Rule(_triangle, _matrix_coordinates, _matrix_outer)
-BIAS = Rule(_untouched, _bias_coordinates, _bias_outer)
-SCALE = Rule(_scale_prepare, _scale_coordinates, _scale_outer)
-HEADED_SCALE = Rule(_headed_prepare, _headed_coordinates, _scale_outer)
+# R [min(d_in, T), T] of Aᵀ = QR stands for A: for every prefix ‖A_{:b}ᵀδ‖ = ‖R_{:b,:b} δ‖, which is b·d_out numbers
+# instead of d_in·d_out.
+MATRIX = Rule(
+    prepare=lambda _module, inputs: torch.linalg.qr(wide(inputs[0]).T, mode="r").R,
+    coordinates=lambda triangle, signal: triangle[: signal.shape[1], : signal.shape[1]] @ wide(signal),
+    outer=lambda _module, inputs, signal: (wide(inputs), wide(signal)),
+)
+BIAS = Rule(
+    prepare=lambda _module, inputs: inputs[0],
+    coordinates=lambda _kept, signal: _summed(wide(signal)),
+    outer=_bias_outer,
+)
+SCALE = Rule(
+    prepare=lambda module, inputs: _normalised(module, inputs)[0], coordinates=_scale_coordinates, outer=_scale_outer
+)
+HEADED_SCALE = Rule(
+    prepare=lambda module, inputs: _normalised(module, inputs)[0].transpose(0, 1),
+    coordinates=lambda normalised, signal: _scale_coordinates(normalised, signal.transpose(1, 2)),
+    outer=_scale_outer,
+)
 """A scale on inputs with heads before positions, [1, heads, T, ...]: Gemma 3's norms of query and key."""
 SCALES = (SCALE, HEADED_SCALE)
 EMBEDDING = Rule(_rows, _embedding_coordinates, _embedding_outer)

@@ -1,11 +1,12 @@
 """Coordinates of gradients turned into squared norms: of single scores, of running sums, or parameter by parameter.
 
-A tally is handed coordinates X [r, C, D] of C gradients for one group of parameters at a time. It owns the buffers that
-they are written into, so that the running sums can lie next to what is added to them.
+The backward pass hands an accumulator the coordinates X [r, C, D] of C gradients for one group of parameters at a time.
+The accumulator owns the memory that they are written into, so that running sums can lie next to what is added to them.
 """
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,9 +27,7 @@ class Workspace:
 
     def take(self, name: Hashable, *shape: int) -> Tensor:
         """An uninitialised tensor that is valid until the same name is taken again."""
-        size = 1
-        for n in shape:
-            size *= n
+        size = math.prod(shape)
         held = self._held.get(name)
         if held is None or held.numel() < size:
             self._held.pop(name, None)
@@ -37,33 +36,31 @@ class Workspace:
         return held[:size].view(shape)
 
 
-class Tally(Protocol):
-    """What the backward pass needs of a tally."""
-
-    def take(self, group: Group, rows: int, count: int) -> Tensor:
-        """Memory [rows, count, D] to write the coordinates of `count` gradients to."""
-        ...
-
-    def note(self, group: Group, found: Tensor) -> None:
-        """Count coordinates that were written to the memory taken last for this group."""
-        ...
-
-
-class Single:
-    """‖s_c‖² of each of the C gradients of a block."""
+class NormAccumulator(ABC):
+    """Takes coordinates of gradients, one group of parameters after the other."""
 
     def __init__(self, work: Workspace) -> None:
         self._work = work
-        self._rows: list[Tensor] = []
 
     def take(self, group: Group, rows: int, count: int) -> Tensor:
-        """See `Tally`."""
+        """Memory [rows, count, D] to write the coordinates of `count` gradients to."""
         return self._work.take("coordinates", rows, count, _width(group))
 
-    def note(self, group: Group, found: Tensor) -> None:
-        """See `Tally`."""
-        del group  # norms of all parameters add up
-        self._rows.append(torch.linalg.vector_norm(found, dim=-1))
+    @abstractmethod
+    def note(self, group: Group, coordinates: Tensor) -> None:
+        """Count coordinates that were written to the memory taken last for this group."""
+
+
+class Single(NormAccumulator):
+    """‖s_c‖² of each of the C gradients of a block."""
+
+    def __init__(self, work: Workspace) -> None:
+        super().__init__(work)
+        self._rows: list[Tensor] = []
+
+    def note(self, group: Group, coordinates: Tensor) -> None:
+        """Keep the lengths of coordinate rows: norms of all parameters add up, so the group does not matter."""
+        self._rows.append(torch.linalg.vector_norm(coordinates, dim=-1))
 
     def total(self) -> Tensor:
         """Squared norms [C] since the last call, float64."""
@@ -72,7 +69,7 @@ class Single:
         return rows.double().square().sum(0)
 
 
-class Running:
+class Running(NormAccumulator):
     """‖s_c‖² and ‖Σ_{j≤c} s_j‖², the sum going on from block to block.
 
     The running sum S lies in front of the block's X, so that one small Gram matrix per coordinate row,
@@ -80,12 +77,12 @@ class Running:
     """
 
     def __init__(self, work: Workspace) -> None:
-        self._work = work
+        super().__init__(work)
         self._sums: dict[Group, Tensor] = {}
         self._grams: list[Tensor] = []
 
     def take(self, group: Group, rows: int, count: int) -> Tensor:
-        """See `Tally`; a longer prefix only appends coordinate rows, whose sum so far is zero."""
+        """Memory behind the running sums; a longer prefix only appends coordinate rows, whose sum so far is zero."""
         both = self._work.take("coordinates", rows, 1 + count, _width(group))
         before = self._sums.get(group)
         known = 0 if before is None else len(before)
@@ -94,10 +91,10 @@ class Running:
         both[known:, 0] = 0
         return both[:, 1:]
 
-    def note(self, group: Group, found: Tensor) -> None:
-        """See `Tally`."""
-        rows, count, width = found.shape
-        both = self._work.take("coordinates", rows, 1 + count, width)
+    def note(self, group: Group, coordinates: Tensor) -> None:
+        """Keep the inner products of the running sums and the coordinates, and the new sums."""
+        rows, count, width = coordinates.shape
+        both = self._work.take("coordinates", rows, 1 + count, width)  # the same memory, with S in front
         self._grams.append(torch.bmm(both, both.transpose(1, 2)))
         self._sums[group] = both.sum(1)
 
@@ -108,21 +105,22 @@ class Running:
         return gram.diagonal()[1:], gram.cumsum(0).cumsum(1).diagonal()[1:]
 
 
-class Parts:
+class Parts(NormAccumulator):
     """‖s_c‖² parameter by parameter, for checking a model."""
 
     def __init__(self, work: Workspace) -> None:
-        self._work = work
+        super().__init__(work)
         self.by_name: dict[str, Tensor] = {}
 
-    def take(self, group: Group, rows: int, count: int) -> Tensor:
-        """See `Tally`."""
-        return self._work.take("coordinates", rows, count, _width(group))
-
-    def note(self, group: Group, found: Tensor) -> None:
-        """See `Tally`."""
-        for (name, _), part in zip(group, found.split([width for _, width in group], -1), strict=True):
+    def note(self, group: Group, coordinates: Tensor) -> None:
+        """Add each parameter's part."""
+        for (name, _), part in zip(group, coordinates.split([width for _, width in group], -1), strict=True):
             self.by_name[name] = self.by_name.get(name, 0.0) + part.double().square().sum((0, 2))
+
+
+def leading_sums(gram: Tensor) -> Tensor:
+    """‖Σ_{j≤k} s_j‖² [K] from the inner products of K vectors: the sums of the leading blocks of their Gram matrix."""
+    return (2 * gram.tril().sum(1) - gram.diagonal()).cumsum(0)
 
 
 def outer_gram(left: Tensor, right: Tensor) -> Tensor:

@@ -21,14 +21,10 @@ Sides = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Norm:
-    """What a normalisation does to one text.
+    """What a normalisation does to one text."""
 
-    Attributes:
-        normal: The normalised input x̂ before scale and bias [1, T, ...].
-        gain: ẏ = gain∘(ẋ − x̂·mean(x̂∘ẋ)) [1, T, ...], for an RMSNorm; None leaves the derivative to the operations.
-    """
-
-    normal: Tensor
+    normal: Tensor  # The normalised input x̂ before scale and bias [1, T, ...]
+    # ẏ = gain∘(ẋ − x̂·mean(x̂∘ẋ)) [1, T, ...], for an RMSNorm; None leaves the derivative to the operations
     gain: Tensor | None
 
 
@@ -43,7 +39,7 @@ def sides(use: ParameterUse, signs: Signs, module: nn.Module) -> Sides:
 
 @torch.no_grad()
 def norm_of(module: nn.Module, inputs: Tensor) -> Norm:
-    """Take apart what a layer with a scale makes of a text's inputs [1, T, ...], in the inputs' own layout.
+    """What a layer with a scale makes of a text's inputs [1, T, ...], in the inputs' own layout.
 
     With x̂ = x·r and y = w∘x̂ the gain is w∘r, r = x̂·x/x·x; whether the layer is of this kind is tried out.
     """
@@ -67,10 +63,6 @@ def _matrix(total: Tensor, _module: nn.Module, inputs: Tensor, along: Sides) -> 
     total.addcmul_((inner.to(inputs) @ inputs[0].T)[:, :, None], outer.to(inputs)[:, None, :])
 
 
-def _bias(total: Tensor, _module: nn.Module, _inputs: Tensor, along: Sides) -> None:
-    total.add_(_last(along[1], total))
-
-
 def _scale(total: Tensor, _module: nn.Module, normal: Tensor, along: Sides) -> None:
     total.addcmul_(normal, _last(along[1], total))
 
@@ -81,7 +73,7 @@ def _embedding(total: Tensor, module: nn.Module, ids: Tensor, along: Sides) -> N
     total.addcmul_(rows[:, :, None], inner[:, None, :])
 
 
-def embedding_offset(module: nn.Module, ids: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+def embedding_tangent(module: nn.Module, ids: Tensor, rows: Tensor, like: Tensor) -> Tensor:
     """Tangents [k, T, d] of an embedding whose rows of a text's distinct tokens move by `rows` [k, U, d]."""
     index = ids[0].unique(return_inverse=True)[1]
     return rows[:, index].to(like) * row_factors(module, ids[0]).to(like)[:, None]
@@ -91,9 +83,9 @@ def _last(signs: Tensor, like: Tensor) -> Tensor:
     return signs.to(like).reshape(len(signs), *[1] * (like.ndim - 2), -1)
 
 
-OFFSETS: dict[Rule, Callable[[Tensor, nn.Module, Tensor, Sides], None]] = {
+TANGENT_RULES: dict[Rule, Callable[[Tensor, nn.Module, Tensor, Sides], object]] = {
     MATRIX: _matrix,
-    BIAS: _bias,
+    BIAS: lambda total, _module, _inputs, along: total.add_(_last(along[1], total)),
     SCALE: _scale,
     HEADED_SCALE: _scale,
     EMBEDDING: _embedding,

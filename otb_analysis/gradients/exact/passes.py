@@ -1,4 +1,4 @@
-"""One rollout taken apart by a plan: outer products above the cut, coordinates below it."""
+"""One rollout decomposed by a plan: outer products above the cut, coordinates below it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
 from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX, SCALES
 from otb_analysis.gradients.exact.parameter_tangents import Norm, norm_of
-from otb_analysis.gradients.exact.plan import ParameterUse, Plan, length
+from otb_analysis.gradients.exact.plan import ParameterUse, Plan
 
 SIGNAL_BYTES = 1 << 27
 """What the signals of one block may occupy in all layers below the cut; longer rollouts get smaller blocks."""
@@ -26,28 +26,21 @@ class Mix:
 
 
 class DecomposedRollout:
-    """Everything that one forward and one ordinary backward pass of a rollout give.
+    """Everything that one forward and one ordinary backward pass of a rollout with K sampled tokens give.
 
     The sum of all log-probabilities is pulled back once; at and above the cut each position then holds exactly the
     signal of the token that it predicts.
-
-    Attributes:
-        problem: The checked batch.
-        plan: How the model is taken apart.
-        rollout: The rollout, with K sampled tokens.
-        trace: Its forward pass, whose graph is kept.
-        own: Each token's own signal at the cut [K, ...].
-        outer: By use above the cut, the tokens' gradients as outer products (left [K, a], right [K, b]); of a tied
-            matrix only those rows that the rollout does not read as input.
-        shared: By tied parameter, the other rows: (right [K, U], left [K, d]) for the U distinct tokens read.
     """
 
-    def __init__(self, problem: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
-        self.problem, self.plan, self.rollout = problem, plan, rollout
-        self.trace = traced(problem, rollout, plan.modules)
+    def __init__(self, batch: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
+        self.batch, self.plan, self.rollout = batch, plan, rollout
+        self.trace = traced(batch, rollout, plan.modules)  # its graph is kept
+        # By use above the cut, the tokens' gradients as outer products (left [K, a], right [K, b]); of a tied matrix
+        # only those rows that the rollout does not read as input.
         self.outer: dict[ParameterUse, tuple[Tensor, Tensor]] = {}
+        # By tied parameter, the other rows: (right [K, U], left [K, d]) for the U distinct tokens read.
         self.shared: dict[str, tuple[Tensor, Tensor]] = {}
-        modules = dict(problem.model.named_modules())
+        modules = dict(batch.model.named_modules())
         names = list(dict.fromkeys(u.module for u in plan.above))
         signals = self._signals([self.trace.outputs[n] for n in names])
         for use in plan.above:
@@ -59,7 +52,7 @@ class DecomposedRollout:
     @cached_property
     def kept(self) -> dict[ParameterUse, Tensor]:
         """By use below the cut, what its rule keeps of the layer's inputs; made when first asked for."""
-        modules = dict(self.problem.model.named_modules())
+        modules = dict(self.batch.model.named_modules())
         # Query, key and value read one tensor; what is kept of it is made once.
         made: dict[tuple[object, ...], Tensor] = {}
         kept = {}
@@ -74,7 +67,7 @@ class DecomposedRollout:
     @cached_property
     def norms(self) -> dict[str, Norm]:
         """By module below the cut with a scale, what it does to the rollout's activations."""
-        modules = dict(self.problem.model.named_modules())
+        modules = dict(self.batch.model.named_modules())
         scaled = dict.fromkeys(u.module for u in self.plan.below if u.rule in SCALES)
         return {name: norm_of(modules[name], self.trace.inputs[name].detach()) for name in scaled}
 
@@ -82,44 +75,45 @@ class DecomposedRollout:
         cut = [] if self.plan.cut is None else [self.trace.inputs[self.plan.cut]]
         total = self.trace.logprob.sum()
         *signals, last = torch.autograd.grad(total, [*outputs, *(cut or outputs[:1])], retain_graph=True)
-        self.own = last[0, own_rows(last, self.rollout)]
+        self.token_signals = last[0, own_rows(last, self.rollout)]  # each token's own signal at the cut [K, ...]
         return tuple(signals)
 
     def _separate_tied(self) -> None:
         """Split a tied matrix: in the rows that are also read as input both uses add before they are squared."""
-        tokens = self.rollout.ids[: length(self.rollout)].unique()
+        tokens = self.rollout.ids[: self.rollout.length].unique()
         for parameter, use in self.plan.tied.items():
             left, right = self.outer[use]
             self.shared[parameter] = right[:, tokens], left
             self.outer[use] = left, right.index_fill(1, tokens, 0.0)
 
+    def zeros(self, *shape: int) -> Tensor:
+        """Float64 zeros [K, *shape], to add up numbers of the sampled tokens."""
+        return torch.zeros(len(self.rollout.columns), *shape, dtype=torch.float64, device=self.token_signals.device)
+
     @property
     def block_size(self) -> int:
         """Signals that the memory allowed holds at once."""
-        each = length(self.rollout) * self.plan.width * self.own.element_size()
+        each = self.rollout.length * self.plan.width * self.token_signals.element_size()
         return max(1, SIGNAL_BYTES // max(each, 1))
 
     def coordinates(self, trace: Trace, rollout: Rollout, mix: Mix) -> Iterator[tuple[ParameterUse, Tensor]]:
         """Coordinates [C, ...] below the cut of several weighted scores.
 
-        Args:
-            trace: A pass over `rollout`, as far as the cut at least.
-            rollout: The rollout, or a prefix of it; it ends with the tokens of the mix.
-            mix: The weights, over the last sampled tokens of `rollout`.
+        `rollout` is the rollout, or a prefix of it that ends with the tokens of the mix; `trace` is a pass over it.
         """
         if self.plan.cut is None:
             return
         source = trace.inputs[self.plan.cut]
         seeds = source.new_zeros(len(mix.weights), *source.shape)
-        own = self.own[mix.span]
-        at = own_rows(source, rollout)[-len(own) :]  # the last block shares the whole rollout's pass
-        seeds[:, 0, at] = torch.einsum("ck,k...->ck...", mix.weights.to(own), own)
+        signals = self.token_signals[mix.span]
+        at = own_rows(source, rollout)[-len(signals) :]  # the last block shares the whole rollout's pass
+        seeds[:, 0, at] = torch.einsum("ck,k...->ck...", mix.weights.to(signals), signals)
         names = list(dict.fromkeys(u.module for u in self.plan.below))
-        signals = pull_back(source, [trace.outputs[n] for n in names], seeds)
+        at_outputs = pull_back(source, [trace.outputs[n] for n in names], seeds)
         for use in self.plan.below:
-            found = use.rule.coordinates(self.kept[use], signals[names.index(use.module)][:, 0])
+            coordinates = use.rule.coordinates(self.kept[use], at_outputs[names.index(use.module)][:, 0])
             if use.rule is EMBEDDING and use.parameter in self.shared:
                 right, left = (part[mix.span] for part in self.shared[use.parameter])
-                for total, row in zip(found, mix.weights.to(right), strict=True):
+                for total, row in zip(coordinates, mix.weights.to(right), strict=True):
                     total += (row[:, None] * right).T @ left
-            yield use, found
+            yield use, coordinates

@@ -32,19 +32,12 @@ class ParameterUse:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the scores of one model and scope are taken apart; it holds names, not the model.
+    """How the scores of one model and scope are taken apart; it holds names, not the model."""
 
-    Attributes:
-        above: Uses in layers where a token signals at its own position only.
-        below: Uses in all other layers.
-        cut: Module whose input separates the two; None when nothing is below.
-        width: Numbers per position that one backward signal has in all layers below.
-    """
-
-    above: tuple[ParameterUse, ...]
-    below: tuple[ParameterUse, ...]
-    cut: str | None
-    width: int
+    above: tuple[ParameterUse, ...]  # Uses in layers where a token signals at its own position only
+    below: tuple[ParameterUse, ...]  # Uses in all other layers
+    cut: str | None  # Module whose input separates the two; None when nothing is below
+    width: int  # Numbers per position that one backward signal has in all layers below
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -59,18 +52,18 @@ class Plan:
         return {u.parameter: u for u in self.above if u.parameter in embeddings}
 
 
-def find_plan(problem: ScoreBatch) -> Plan:
-    """Take a model apart.
+def find_plan(batch: ScoreBatch) -> Plan:
+    """Find how to decompose the scores of a model.
 
     Raises:
-        UnfitError: A parameter in scope has no rule, or the model does something that the engine does not follow.
+        UnfitError: A parameter in scope has no rule, or the engine has no rule for something in the model.
     """
-    _refuse_unfollowed(problem.model)
-    uses = _uses(problem)
-    rollout = probe(problem)
-    leaves = [name for name, module in problem.model.named_modules() if not any(module.children())]
+    _refuse_unsupported(batch.model)
+    uses = _uses(batch)
+    rollout = probe(batch)
+    leaves = [name for name, module in batch.model.named_modules() if not any(module.children())]
     watched = dict.fromkeys([u.module for u in uses] + leaves)
-    trace = traced(problem, rollout, watched)
+    trace = traced(batch, rollout, watched)
     for use in uses:
         if use.module in trace.repeated or use.module not in trace.outputs:
             often = "more than once" if use.module in trace.repeated else "not by a plain call"
@@ -81,37 +74,31 @@ def find_plan(problem: ScoreBatch) -> Plan:
     return _split(tuple(_placed(use, trace, rollout) for use in uses), trace, rollout)
 
 
-def probe(problem: ScoreBatch) -> Rollout:
+def probe(batch: ScoreBatch) -> Rollout:
     """A short random text over the model's vocabulary with three sampled tokens."""
-    get_embedding = getattr(problem.model, "get_input_embeddings", None)
+    get_embedding = getattr(batch.model, "get_input_embeddings", None)
     size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", None)
-    known = torch.cat([r.ids for r in problem.rollouts]).unique()
+    known = torch.cat([r.ids for r in batch.rollouts]).unique()
     pool = known.cpu() if size is None else torch.arange(size)
     order = torch.randint(len(pool), (PROBE_LENGTH,), generator=torch.Generator().manual_seed(0))
     targets = torch.tensor(PROBE_TARGETS, device=known.device)
     return Rollout(0, pool[order].to(known.device), targets, np.array(PROBE_TARGETS))
 
 
-def reference_norms(problem: ScoreBatch, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+def reference_norms(batch: ScoreBatch, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities [K] by the model's own kernels, and ‖s_t‖² [K] of each parameter by plain backward passes."""
-    values = sampled_logprobs(problem, (rollout,))
-    norms = torch.zeros(len(problem.scope.names), len(values), dtype=torch.float64, device=values.device)
+    values = sampled_logprobs(batch, (rollout,))
+    norms = torch.zeros(len(batch.scope.names), len(values), dtype=torch.float64, device=values.device)
     for k, value in enumerate(values):
-        grads = torch.autograd.grad(value, problem.scope.parameters, retain_graph=True, materialize_grads=True)
+        grads = torch.autograd.grad(value, batch.scope.parameters, retain_graph=True, materialize_grads=True)
         norms[:, k] = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in grads])
         del grads  # before the next ones are formed: each is as large as the model
-    return values.detach().double(), dict(zip(problem.scope.names, norms, strict=True))
+    return values.detach().double(), dict(zip(batch.scope.names, norms, strict=True))
 
 
-def disagreement(problem: ScoreBatch, parts: dict[str, Tensor], norms: dict[str, Tensor]) -> str | None:
-    """The first parameter whose ‖s_t‖² on a probe are not the reference ones, in a clause; None where all agree.
-
-    Args:
-        problem: The checked batch; with weights of half precision only gross differences count.
-        parts: An engine's ‖s_t‖² by parameter.
-        norms: Those of `reference_norms`.
-    """
-    coarse = problem.scope.parameters[0].dtype.itemsize < 4
+def disagreement(batch: ScoreBatch, parts: dict[str, Tensor], norms: dict[str, Tensor]) -> str | None:
+    """The first parameter whose ‖s_t‖² on a probe are not the reference ones, in a clause; None where all agree."""
+    coarse = batch.scope.parameters[0].dtype.itemsize < 4
     relative, absolute = (0.2, 1e-2) if coarse else (1e-3, 1e-6)
     total = sum(norms.values())
     for name, norm in norms.items():
@@ -124,7 +111,7 @@ def disagreement(problem: ScoreBatch, parts: dict[str, Tensor], norms: dict[str,
     return None
 
 
-def _refuse_unfollowed(model: nn.Module) -> None:
+def _refuse_unsupported(model: nn.Module) -> None:
     for name, module in model.named_modules():
         attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if attention not in (None, "eager", "sdpa"):
@@ -142,12 +129,11 @@ def _refuse_unfollowed(model: nn.Module) -> None:
 def _placed(use: ParameterUse, trace: Trace, rollout: Rollout) -> ParameterUse:
     """The use with the rule for its layout: positions on the second axis, or behind the heads on the third.
 
-    Raises:
-        UnfitError: Positions are on neither, as in a router on flattened tokens, or it is not clear on which.
+    Positions are on neither in a router on flattened tokens, say, which has no rule.
     """
     inputs, output = trace.inputs[use.module], trace.outputs[use.module]
     if use.rule is SCALE and inputs.ndim == 4 and inputs.shape == output.shape and inputs.shape[0] == 1:
-        on_second, on_third = (size == length(rollout) for size in inputs.shape[1:3])
+        on_second, on_third = (size == rollout.length for size in inputs.shape[1:3])
         if on_third and not on_second:
             return replace(use, rule=HEADED_SCALE)
         if on_third:
@@ -155,7 +141,7 @@ def _placed(use: ParameterUse, trace: Trace, rollout: Rollout) -> ParameterUse:
                 f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)}, where heads and positions "
                 'cannot be told apart; pass engine="reference" or leave it out of scope.'
             )
-    rows = (length(rollout), len(rollout.targets))
+    rows = (rollout.length, len(rollout.targets))
     kept = all(x.ndim >= 2 and x.shape[0] == 1 and x.shape[1] in rows for x in (inputs, output))
     if not kept or output.ndim < 3 or (use.rule is MATRIX and inputs.ndim != 3):
         raise UnfitError(
@@ -165,13 +151,13 @@ def _placed(use: ParameterUse, trace: Trace, rollout: Rollout) -> ParameterUse:
     return use
 
 
-def _uses(problem: ScoreBatch) -> tuple[ParameterUse, ...]:
-    scope, uses = problem.scope, []
+def _uses(batch: ScoreBatch) -> tuple[ParameterUse, ...]:
+    scope, uses = batch.scope, []
     if scope.head is not None:
-        module = next(name for name, m in problem.model.named_modules() if m is scope.head)
+        module = next(name for name, m in batch.model.named_modules() if m is scope.head)
         return tuple(_use(name, module, scope.head, name.rpartition(".")[2]) for name in scope.names)
     names = {id(p): name for name, p in zip(scope.names, scope.parameters, strict=True)}
-    for module_name, module in problem.model.named_modules():
+    for module_name, module in batch.model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             if id(parameter) in names:
                 uses.append(_use(names[id(parameter)], module_name, module, leaf))
@@ -216,19 +202,14 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
         if _stays(at_input[name], rollout):
             chained = pull_back(x, targets, at_input[name])
             if all(_close(c, d) for c, d in zip(chained, direct.values(), strict=True)):
-                width = sum(math.prod(d.shape[3:]) * d.shape[2] // length(rollout) for d in direct.values())
+                width = sum(math.prod(d.shape[3:]) * d.shape[2] // rollout.length for d in direct.values())
                 return Plan(above, below, name, width)
     raise UnfitError('no layer of the model separates its last attention from what follows; pass engine="reference".')
 
 
-def length(rollout: Rollout) -> int:
-    """Positions that a forward pass of the rollout has."""
-    return int(rollout.targets[-1])
-
-
 def _stays(signal: Tensor, rollout: Rollout) -> bool:
     """Whether signal k of [K, 1, n, ...] is zero everywhere but at the position that predicts token k."""
-    if signal.ndim < 3 or signal.shape[1] != 1 or signal.shape[2] not in (length(rollout), len(rollout.targets)):
+    if signal.ndim < 3 or signal.shape[1] != 1 or signal.shape[2] not in (rollout.length, len(rollout.targets)):
         return False
     rest = signal[:, 0].clone()
     rest[torch.arange(len(rest)), own_rows(signal[0], rollout)] = 0

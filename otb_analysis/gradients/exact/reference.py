@@ -5,7 +5,6 @@ its backward passes run. Gradients are formed in the model's dtype, squared norm
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
 from otb_analysis.gradients.exact.gram import (
     Stretch,
     gram_matrix,
@@ -22,7 +22,6 @@ from otb_analysis.gradients.exact.gram import (
     stretches,
     tell_rounds,
 )
-from otb_analysis.phases import counted
 from otb_analysis.types import Bool, Float, Int, ScoreNorms
 
 NAME = "reference"
@@ -31,112 +30,102 @@ BLOCK = 16
 running it anyway costs more than the extra forward passes (1.5 times as long for 46 tokens of a small model)."""
 
 
-def token_score_norms(problem: ScoreBatch, path: bool) -> ScoreNorms:
+def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
     """Squared norm of every token's score by one `torch.autograd.grad` per token.
 
-    Args:
-        problem: The checked batch.
-        path: Also keep the running sum Σ_{j≤t} s_j (in float64) and its squared norm.
+    With `path` the running sum Σ_{j≤t} s_j is kept in float64, and its squared norm is taken too.
     """
-    norm_sq, path_norm_sq, logprob = (np.zeros(problem.shape) for _ in range(3))
-    for rollout in counted(problem.rollouts, "rollout"):
-        running = [torch.zeros_like(p, dtype=torch.float64) for p in problem.scope.parameters] if path else []
-        for block in rollout.blocks(BLOCK):
-            values = sampled_logprobs(problem, (block,))
-            logprob[block.row, block.columns] = values.detach().double().cpu().numpy()
-            for column, unit in zip(block.columns, torch.eye(len(values)).to(values), strict=True):
-                score = _weighted_score(values, unit, problem.scope.parameters)
-                norm_sq[block.row, column] = norm_sq_of(score)
-                if path:
-                    for total, part in zip(running, score, strict=True):
-                        total.add_(part)
-                    path_norm_sq[block.row, column] = norm_sq_of(running)
-    return ScoreNorms(norm_sq, logprob, NAME, path_norm_sq if path else None)
+
+    def measure(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+        running = [torch.zeros_like(p, dtype=torch.float64) for p in batch.scope.parameters] if path else []
+        measured = []
+        for logprob, score in _scores(batch, rollout):
+            if path:
+                for total, part in zip(running, score, strict=True):
+                    total.add_(part)
+            measured.append((logprob, norm_sq_of(score), norm_sq_of(running) if path else 0.0))
+        logprob, norms, path_norms = torch.tensor(measured, dtype=torch.float64).T
+        return logprob, norms, path_norms
+
+    return norms_of_tokens(batch, NAME, path, measure)
 
 
-def weighted_score_norms(problem: ScoreBatch, weights: Float) -> Float:
+def weighted_score_norms(batch: ScoreBatch, weights: Float) -> Float:
     """‖Σ_t weights[n,m,t] s_{n,t}‖² by one forward per rollout and one backward per row that is not all zero."""
-    result = np.zeros(weights.shape[:2])
-    for rollout in counted(problem.rollouts, "rollout"):
-        rows = weights[rollout.row][:, rollout.columns]
-        active = np.flatnonzero(rows.any(-1))
-        if len(active) == 0:
-            continue
-        values = sampled_logprobs(problem, (rollout,))
-        for m in active:
-            score = _weighted_score(values, torch.from_numpy(rows[m]).to(values), problem.scope.parameters)
-            result[rollout.row, m] = norm_sq_of(score)
-    return result
+
+    def measure(rollout: Rollout, rows: Tensor) -> Tensor:
+        values = sampled_logprobs(batch, (rollout,))
+        scores = (_weighted_score(values, row.to(values), batch.scope.parameters) for row in rows)
+        return torch.tensor([norm_sq_of(score) for score in scores], dtype=torch.float64)
+
+    return norms_of_rows(batch, weights, measure)
 
 
-def group_gradient_gram(problem: ScoreBatch, weights: Float, group: Int) -> Float:
+def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
     """Gram matrix [M, M, P, P] by one forward per prompt and one backward per row that is not all zero there.
 
     Where the gradients do not fit in `GRADIENT_BYTES` together, the parameters are taken a stretch at a time, with a
     backward pass as far as that stretch for every row; the products of the stretches add up.
-
-    Raises:
-        InputError: The matrix itself does not fit in `GRADIENT_BYTES`.
     """
-    prompts = [_prompt(problem, weights, group == p) for p in np.unique(group)]
-    where = [(m, p) for p, prompt in enumerate(prompts) for m in prompt.active]
+    prompts = [prompt_weights(batch, weights, group == p) for p in np.unique(group)]
+    active = [np.flatnonzero(rows.any(-1)) for _, rows in prompts]
     gram = np.zeros((weights.shape[1], weights.shape[1], len(prompts), len(prompts)))
-    if where:
-        refuse_many(len(where))
-        rounds = stretches(problem.scope.parameters, len(where))
-        tell_rounds(len(rounds), len(where))
+    count = sum(len(rows) for rows in active)
+    if count:
+        refuse_many(count)
+        rounds = stretches(batch.scope.parameters, count)
+        tell_rounds(len(rounds), count)
         total = sum(
-            gram_matrix([g for prompt in prompts for g in _stretch_gradients(problem, prompt, stretch)])
+            gram_matrix(
+                [
+                    gradient
+                    for (rollouts, rows), used in zip(prompts, active, strict=True)
+                    for gradient in _stretch_gradients(batch, rollouts, rows[used], stretch)
+                ]
+            )
             for stretch in rounds
         )
-        m, p = np.array(where).T
+        m, p = np.concatenate(active), np.repeat(np.arange(len(prompts)), [len(rows) for rows in active])
         gram[m[:, None], m[None, :], p[:, None], p[None, :]] = total
     return gram
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """The rollouts of one prompt that hold a sampled token, their weights side by side [M, Σ K], the rows in use."""
-
-    rollouts: tuple[Rollout, ...]
-    weights: Float
-    active: Int
-
-
-def _prompt(problem: ScoreBatch, weights: Float, member: Bool) -> _Prompt:
-    rollouts = tuple(r for r in problem.rollouts if member[r.row])
+def prompt_weights(batch: ScoreBatch, weights: Float, member: Bool) -> tuple[tuple[Rollout, ...], Float]:
+    """One prompt's rollouts that hold a sampled token, and the weights of their tokens side by side [M, Σ K]."""
+    rollouts = tuple(r for r in batch.rollouts if member[r.row])
     rows = [weights[r.row][:, r.columns] for r in rollouts]
-    stacked = np.concatenate([np.zeros((weights.shape[1], 0)), *rows], axis=1)
-    return _Prompt(rollouts, stacked, np.flatnonzero(stacked.any(-1)))
+    return rollouts, np.concatenate([np.zeros((weights.shape[1], 0)), *rows], axis=1)
 
 
-def _stretch_gradients(problem: ScoreBatch, prompt: _Prompt, stretch: Stretch) -> Iterator[list[Tensor]]:
-    """The gradients of a prompt's rows, on a stretch of the parameters only."""
-    if len(prompt.active) == 0:
+def _stretch_gradients(
+    batch: ScoreBatch, rollouts: tuple[Rollout, ...], rows: Float, stretch: Stretch
+) -> Iterator[list[Tensor]]:
+    """The gradients of a prompt's rows of weights, on a stretch of the parameters only."""
+    if len(rows) == 0:
         return
-    values = sampled_logprobs(problem, prompt.rollouts)
-    parameters = [problem.scope.parameters[index] for index, _ in stretch]
-    for m in prompt.active:
-        score = _weighted_score(values, torch.from_numpy(prompt.weights[m]).to(values), parameters)
+    values = sampled_logprobs(batch, rollouts)
+    parameters = [batch.scope.parameters[index] for index, _ in stretch]
+    for row in torch.from_numpy(rows):
+        score = _weighted_score(values, row.to(values), parameters)
         yield [held(part, span) for part, (_, span) in zip(score, stretch, strict=True)]
 
 
-def token_alignments(problem: ScoreBatch, direction: Sequence[Tensor]) -> Float:
-    """s_{n,t}·direction [N, L] by one `torch.autograd.grad` per token: the slow twin of `directional`.
-
-    Args:
-        problem: The checked batch.
-        direction: One tensor per tensor in scope.
-    """
-    result = np.zeros(problem.shape)
-    for rollout in problem.rollouts:
-        for block in rollout.blocks(BLOCK):
-            values = sampled_logprobs(problem, (block,))
-            for column, unit in zip(block.columns, torch.eye(len(values)).to(values), strict=True):
-                score = _weighted_score(values, unit, problem.scope.parameters)
-                dots = [(s.double() * d.double()).sum() for s, d in zip(score, direction, strict=True)]
-                result[block.row, column] = float(torch.stack(dots).sum())
+def token_alignments(batch: ScoreBatch, direction: Sequence[Tensor]) -> Float:
+    """s_{n,t}·direction [N, L] by one `torch.autograd.grad` per token: the slow twin of `directional`."""
+    result = np.zeros(batch.shape)
+    for rollout in batch.rollouts:
+        for column, (_, score) in zip(rollout.columns, _scores(batch, rollout), strict=True):
+            dots = [(s.double() * d.double()).sum() for s, d in zip(score, direction, strict=True)]
+            result[rollout.row, column] = float(torch.stack(dots).sum())
     return result
+
+
+def _scores(batch: ScoreBatch, rollout: Rollout) -> Iterator[tuple[float, list[Tensor]]]:
+    """Log-probability and score of every sampled token."""
+    for block in rollout.blocks(BLOCK):
+        values = sampled_logprobs(batch, (block,))
+        for value, unit in zip(values.detach().double().tolist(), torch.eye(len(values)).to(values), strict=True):
+            yield value, _weighted_score(values, unit, batch.scope.parameters)
 
 
 def _weighted_score(logprob: Tensor, weights: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

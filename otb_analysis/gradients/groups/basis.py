@@ -19,15 +19,10 @@ FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class Basis:
-    """weights = mix @ rows, up to TOLERANCE of each row.
+    """weights = mix @ rows, up to TOLERANCE of each row."""
 
-    Attributes:
-        rows: Basis rows [r, K], orthogonal in the metric of the tokens' scales.
-        mix: Coefficients [M, r].
-    """
-
-    rows: Float
-    mix: Float
+    rows: Float  # Basis rows [r, K], orthogonal in the metric of the tokens' scales
+    mix: Float  # Coefficients [M, r]
 
 
 def basis_of(weights: Float, scale: Float) -> Basis:
@@ -38,7 +33,6 @@ def basis_of(weights: Float, scale: Float) -> Basis:
     smallest one that leaves no row more than TOLERANCE away.
 
     Args:
-        weights: Rows [M, K].
         scale: What ‖s_k‖ is roughly proportional to [K], such as 1 − π_k; not negative.
     """
     metric = np.maximum(scale, FLOOR * scale.max(initial=0.0))
@@ -47,6 +41,7 @@ def basis_of(weights: Float, scale: Float) -> Basis:
     used = length[:, 0] > 0
     if not used.any():
         return Basis(np.zeros((0, weights.shape[1])), np.zeros((len(weights), 0)))
+    # Rows of length 1: the rank must not depend on how large an estimator's weights are.
     left, values, right = np.linalg.svd(scaled[used] / length[used], full_matrices=False)
     mixed = left * values
     missing = np.sqrt(np.cumsum((mixed**2)[:, ::-1], axis=1)[:, ::-1])  # [m, r]: row m without its first r directions

@@ -1,7 +1,7 @@
 """Where a model is cut into blocks, found in its modules and checked on every pass."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,15 +10,11 @@ from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.batch.layout import Layout
+from otb_analysis.gradients.exact.hooks import ReachedCut
 from otb_analysis.gradients.exact.layers import UnfitError
 
-
-class _ReachedBlocks(Exception):
-    """A pass has come as far as it must."""
-
-
 HIDDEN = object()
-"""Stands among a block's arguments where its input belongs."""
+"""Placeholder for a block's input among its stored arguments, so that the input itself can be dropped."""
 
 
 class Call:
@@ -45,21 +41,13 @@ class Seen:
     count: int = 0
 
     def last(self) -> Tensor:
-        """Output of the last block, from which the graph begins.
-
-        Raises:
-            UnfitError: The blocks did not run one after the other, each once.
-        """
+        """Output of the last block, from which the graph begins; raises where the blocks did not run in their order."""
         if self.output is None or len(self.calls) != self.count:
             raise UnfitError("its blocks do not run one after the other")
         return self.output
 
     def hidden(self, layout: Layout) -> Tensor | None:
-        """Inputs of the output layer at the sampled tokens [K, d]; None where it was not watched.
-
-        Raises:
-            UnfitError: The output layer did not run exactly once.
-        """
+        """Inputs of the output layer at the sampled tokens [K, d], None where it was not watched."""
         if not self.into_head:
             return None
         if len(self.into_head) != 1 or self.into_head[0].ndim != 3:
@@ -77,24 +65,15 @@ class Below:
 
 
 @dataclass(frozen=True)
-class Anatomy:
-    """A model in blocks, for one scope.
+class BlockStructure:
+    """A model in blocks, for one scope."""
 
-    Attributes:
-        blocks: The blocks in the order in which they run, each fed by the one before.
-        inside: By block, the names of its parameters in scope.
-        embedding: The input embedding, if its weight is in scope.
-        head: The output layer, if its weight is in scope.
-        ends: Names of the weights of `embedding` and `head`, the same where they are tied.
-        outside: Names of all other parameters in scope, used above the last block or below the first.
-    """
-
-    blocks: tuple[nn.Module, ...]
-    inside: tuple[tuple[str, ...], ...]
-    embedding: nn.Embedding | None
-    head: nn.Linear | None
-    ends: tuple[str | None, str | None]
-    outside: tuple[str, ...]
+    blocks: tuple[nn.Module, ...]  # The blocks in the order in which they run, each fed by the one before
+    inside: tuple[tuple[str, ...], ...]  # By block, the names of its parameters in scope
+    embedding: nn.Embedding | None  # The input embedding, if its weight is in scope
+    head: nn.Linear | None  # The output layer, if its weight is in scope
+    ends: tuple[str | None, str | None]  # Names of the weights of `embedding` and `head`, the same where they are tied
+    outside: tuple[str, ...]  # Names of all other parameters in scope, used above the last block or below the first
 
     @property
     def first(self) -> int:
@@ -132,14 +111,13 @@ class Anatomy:
         def into_head(_module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
             seen.into_head.append(args[0])
 
-        handles = [b.register_forward_pre_hook(before, with_kwargs=True) for b in self.blocks]
-        handles += [b.register_forward_hook(after) for b in self.blocks]
-        handles += [] if self.head is None else [self.head.register_forward_hook(into_head)]
-        try:
+        with ExitStack() as handles:
+            for block in self.blocks:
+                handles.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
+                handles.enter_context(block.register_forward_hook(after))
+            if self.head is not None:
+                handles.enter_context(self.head.register_forward_hook(into_head))
             yield seen
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def stopped(self) -> Iterator[Below]:
@@ -152,27 +130,23 @@ class Anatomy:
 
         def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             seen.first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            raise _ReachedBlocks
+            raise ReachedCut
 
-        handles = [self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True)]
-        handles += [] if self.embedding is None else [self.embedding.register_forward_hook(after)]
-        try:
+        with ExitStack() as handles, suppress(ReachedCut):
+            handles.enter_context(self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True))
+            if self.embedding is not None:
+                handles.enter_context(self.embedding.register_forward_hook(after))
             yield seen
-        except _ReachedBlocks:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
-def anatomy_of(problem: ScoreBatch) -> Anatomy:
+def structure_of(batch: ScoreBatch) -> BlockStructure:
     """Sort the parameters in scope by where in the model they act.
 
     Raises:
         UnfitError: There are no blocks, or one parameter acts in several of these places, a tied embedding excepted.
     """
-    model = problem.model
-    names = {id(p): name for name, p in zip(problem.scope.names, problem.scope.parameters, strict=True)}
+    model = batch.model
+    names = {id(p): name for name, p in zip(batch.scope.names, batch.scope.parameters, strict=True)}
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         raise UnfitError("it has no list of blocks")
@@ -188,23 +162,19 @@ def anatomy_of(problem: ScoreBatch) -> Anatomy:
     members = [name for block in inside for name in block]
     if len({*members, *ends}) < len(members) + len(set(ends)):
         raise UnfitError("its blocks share parameters")
-    outside = tuple(name for name in problem.scope.names if name not in {*members, *ends})
-    return Anatomy(blocks, inside, embedding, head, ends, outside)
+    outside = tuple(name for name in batch.scope.names if name not in {*members, *ends})
+    return BlockStructure(blocks, inside, embedding, head, ends, outside)
 
 
 def _layer(model: nn.Module, which: str, kind: type, names: dict[int, str]) -> Any:
-    """The input or output embedding if its weight is in scope.
-
-    Raises:
-        UnfitError: It does more than a plain layer of its kind, whose gradient could be taken in slices.
-    """
+    """The input or output embedding if its weight is in scope; only a plain layer's gradient can be taken in slices."""
     get = getattr(model, f"get_{which}_embeddings", None)
-    found = get() if callable(get) else None
-    if id(getattr(found, "weight", None)) not in names:
+    layer = get() if callable(get) else None
+    if id(getattr(layer, "weight", None)) not in names:
         return None
-    if type(found) is not kind:
-        raise UnfitError(f"its {which} embedding is a {type(found).__name__}")
-    return found
+    if type(layer) is not kind:
+        raise UnfitError(f"its {which} embedding is a {type(layer).__name__}")
+    return layer
 
 
 def _first(output: Any) -> Tensor:

@@ -20,11 +20,12 @@ from otb_analysis.gradients.exact.generic import model_key
 from otb_analysis.gradients.exact.gram import add_products, refuse_many
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.plan import disagreement, probe, reference_norms
+from otb_analysis.gradients.exact.reference import prompt_weights
 from otb_analysis.gradients.groups.basis import Basis, basis_of
-from otb_analysis.gradients.groups.blocks import Anatomy, anatomy_of
+from otb_analysis.gradients.groups.blocks import BlockStructure, structure_of
 from otb_analysis.gradients.groups.layered import Layered
 from otb_analysis.phases import count_to, note
-from otb_analysis.types import Bool, Float, Int
+from otb_analysis.types import Float, Int
 
 _log = logging.getLogger(__name__)
 _TOLD: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -54,25 +55,22 @@ class _Prompt:
         return torch.from_numpy(rows)
 
 
-def group_gradient_gram(problem: ScoreBatch, weights: Float, group: Int) -> Float:
+def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
     """Gram matrix [M, M, P, P] from the gradients of each prompt's basis rows; all else is algebra in float64.
 
     A model of blocks is measured block by block (`layered`). Another one has its basis' gradients formed whole by
     `reference`, in as many rounds as their memory takes. Which way a model takes is said once.
-
-    Raises:
-        InputError: The matrix itself does not fit in `gram.GRADIENT_BYTES`.
     """
-    if problem.scope.head is not None:
-        return head.group_gradient_gram(problem, weights, group)
-    prompts = [_prompt(problem, weights, group == p) for p in np.unique(group)]
+    if batch.scope.head is not None:
+        return head.group_gradient_gram(batch, weights, group)
+    prompts = [_Prompt(*prompt_weights(batch, weights, group == p)) for p in np.unique(group)]
     refuse_many(sum(int(p.weights.any(-1).sum()) for p in prompts))
     try:
-        total = _block_by_block(problem, [p for p in prompts if p.weights.any()])
-        _tell(problem.model, "is measured block by block, in one round of passes")
+        total = _block_by_block(batch, [p for p in prompts if p.weights.any()])
+        _tell(batch.model, "is measured block by block, in one round of passes")
     except UnfitError as reason:
-        _tell(problem.model, f"is not measured block by block: {reason}")
-        total = _formed_whole(problem, prompts, weights.shape, group)
+        _tell(batch.model, f"is not measured block by block: {reason}")
+        total = _formed_whole(batch, prompts, weights.shape, group)
     return _mixed(total, prompts)
 
 
@@ -84,42 +82,38 @@ def _tell(model: nn.Module, which: str) -> None:
         note(f"Gram matrix: {type(model).__name__} {which}.")
 
 
-def _block_by_block(problem: ScoreBatch, prompts: Sequence[_Prompt]) -> Float:
-    """Products [R, R] of the basis rows' gradients, in one round of passes.
-
-    Raises:
-        UnfitError: The model is not made of blocks.
-    """
-    layered = Layered(problem, verified_anatomy(problem), len(prompts))
-    count_to(len(prompts) * layered.anatomy.steps, "pass")
+def _block_by_block(batch: ScoreBatch, prompts: Sequence[_Prompt]) -> Float:
+    """Products [R, R] of the basis rows' gradients, in one round of passes; raises if the model has no blocks."""
+    layered = Layered(batch, verified_structure(batch), len(prompts))
+    count_to(len(prompts) * layered.structure.steps, "pass")
     for prompt in prompts:
-        layered.add(prompt.rollouts, layout_of(problem, prompt.rollouts, prompt.tree), prompt.rows)
+        layered.add(prompt.rollouts, layout_of(batch, prompt.rollouts, prompt.tree), prompt.rows)
     count = sum(len(prompt.basis.rows) for prompt in prompts)
-    total = torch.zeros(count, count, dtype=torch.float64, device=problem.scope.parameters[0].device)
+    total = torch.zeros(count, count, dtype=torch.float64, device=batch.scope.parameters[0].device)
     for _, gradients in layered.gradients() if count else ():
         add_products(total, gradients)
     return total.cpu().numpy()
 
 
-def verified_anatomy(problem: ScoreBatch) -> Anatomy:
+def verified_structure(batch: ScoreBatch) -> BlockStructure:
     """How a model is cut into blocks, checked against plain backward passes on a probe at first use.
 
     Raises:
         UnfitError: It has no blocks, or some parameter's gradient is not the sum of what its blocks give.
     """
-    anatomy = anatomy_of(problem)
-    verdicts, key = _VERDICTS.setdefault(problem.model, {}), model_key(problem)
-    if problem.rollouts and key not in verdicts:
-        verdicts[key] = _objection(problem, anatomy)
+    structure = structure_of(batch)
+    verdicts, key = _VERDICTS.setdefault(batch.model, {}), model_key(batch)
+    if batch.rollouts and key not in verdicts:
+        verdicts[key] = _objection(batch, structure)
     if reason := verdicts.get(key):
         raise UnfitError(reason)
-    return anatomy
+    return structure
 
 
-def _objection(problem: ScoreBatch, anatomy: Anatomy) -> str | None:
+def _objection(batch: ScoreBatch, structure: BlockStructure) -> str | None:
     """Compare each parameter's squared score norms on a probe with those of plain backward passes."""
-    rollout = probe(problem)
-    layered, parts = Layered(problem, anatomy), dict[str, Tensor]()
+    rollout = probe(batch)
+    layered, parts = Layered(batch, structure), dict[str, Tensor]()
     try:
         layered.add((rollout,), padded((rollout,)), lambda logprob: torch.eye(len(logprob)))
         for name, gradients in layered.gradients():
@@ -129,33 +123,28 @@ def _objection(problem: ScoreBatch, anatomy: Anatomy) -> str | None:
         return str(reason)
     except NonFiniteError:  # says nothing about the blocks, and the place is the probe's
         return "its logits are not finite on a probe of the vocabulary"
-    return disagreement(problem, parts, reference_norms(problem, rollout)[1])
+    return disagreement(batch, parts, reference_norms(batch, rollout)[1])
 
 
-def _formed_whole(problem: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[int, ...], group: Int) -> Float:
+def _formed_whole(batch: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[int, ...], group: Int) -> Float:
     """Products [R, R] of the basis rows' whole gradients, for a model that is not made of blocks."""
-    inner = reference.group_gradient_gram(problem, _basis_weights(problem, prompts, shape), group)
+    inner = reference.group_gradient_gram(batch, _basis_weights(batch, prompts, shape), group)
     where = [(m, p) for p, prompt in enumerate(prompts) for m in range(len(prompt.basis.rows))]
     m, p = np.array(where, dtype=np.int64).reshape(-1, 2).T
     return inner[m[:, None], m[None, :], p[:, None], p[None, :]]
 
 
-def basis_weights(problem: ScoreBatch, weights: Float, group: Int) -> Float:
-    """Weights [N, r, L] of the gradients that a Gram matrix is made of, r the largest rank of any prompt's rows.
-
-    Args:
-        problem: The checked batch.
-        weights: Rows of weights [N, M, L].
-        group: Prompt of each rollout [N].
-    """
-    return _basis_weights(problem, [_prompt(problem, weights, group == p) for p in np.unique(group)], weights.shape)
+def basis_weights(batch: ScoreBatch, weights: Float, group: Int) -> Float:
+    """Weights [N, r, L] of the gradients that a Gram matrix is made of, r the largest rank of any prompt's rows."""
+    prompts = [_Prompt(*prompt_weights(batch, weights, group == p)) for p in np.unique(group)]
+    return _basis_weights(batch, prompts, weights.shape)
 
 
-def _basis_weights(problem: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[int, ...]) -> Float:
+def _basis_weights(batch: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[int, ...]) -> Float:
     for prompt in prompts:
         if prompt.weights.any():
             with torch.no_grad():
-                prompt.rows(sampled_logprobs(problem, prompt.rollouts))
+                prompt.rows(sampled_logprobs(batch, prompt.rollouts))
     weights = np.zeros((shape[0], max((len(prompt.basis.rows) for prompt in prompts), default=0), shape[2]))
     for prompt in prompts:
         start = 0
@@ -171,9 +160,3 @@ def _mixed(total: Float, prompts: Sequence[_Prompt]) -> Float:
     size = len(prompts[0].weights) if prompts else 0
     whole = (mix @ total @ mix.T).reshape(len(prompts), size, len(prompts), size)
     return np.ascontiguousarray(whole.transpose(1, 3, 0, 2))
-
-
-def _prompt(problem: ScoreBatch, weights: Float, member: Bool) -> _Prompt:
-    rollouts = tuple(r for r in problem.rollouts if member[r.row])
-    rows = [weights[r.row][:, r.columns] for r in rollouts]
-    return _Prompt(rollouts, np.concatenate([np.zeros((weights.shape[1], 0)), *rows], axis=1))

@@ -26,7 +26,7 @@ from otb_analysis.gradients.exact.attention import many_signals
 from otb_analysis.gradients.exact.gram import stretches
 from otb_analysis.gradients.exact.hooks import pull_back
 from otb_analysis.gradients.exact.layers import UnfitError
-from otb_analysis.gradients.groups.blocks import Anatomy, Call
+from otb_analysis.gradients.groups.blocks import BlockStructure, Call
 from otb_analysis.gradients.groups.vocabulary import Ends, vocabulary_gradients
 from otb_analysis.phases import advance
 
@@ -41,64 +41,50 @@ Gradients = Iterator[tuple[str, Tensor]]
 
 @dataclass
 class Pass:
-    """One prompt's rollouts: what went into each block, and the signals that have come back so far.
+    """One prompt's rollouts: what went into each block, and the signals that have come back so far."""
 
-    Attributes:
-        layout: How the rollouts lie in the pass.
-        calls: Arguments of each block.
-        ends: What the vocabulary's matrices need to know.
-        signals: Backward signals at the output of the next block to go through [r, *x].
-        outside: By parameter outside of the blocks, the gradients of the rows from above the last block.
-    """
-
-    layout: Layout
-    calls: list[Call]
-    ends: Ends
-    signals: Tensor
+    layout: Layout  # How the rollouts lie in the pass
+    calls: list[Call]  # Arguments of each block
+    ends: Ends  # What the vocabulary's matrices need to know
+    signals: Tensor  # Backward signals at the output of the next block to go through [r, *x]
+    # By parameter outside of the blocks, the gradients of the rows from above the last block
     outside: list[list[Tensor]] = field(default_factory=list)
 
 
 class Layered:
     """Forward passes of many prompts, then their gradients block by block."""
 
-    def __init__(self, problem: ScoreBatch, anatomy: Anatomy, prompts: int = 1) -> None:
-        self.problem, self.anatomy, self.prompts = problem, anatomy, prompts
-        self.named = dict(zip(problem.scope.names, problem.scope.parameters, strict=True))
+    def __init__(self, batch: ScoreBatch, structure: BlockStructure, prompts: int = 1) -> None:
+        self.batch, self.structure, self.prompts = batch, structure, prompts
+        self.named = dict(zip(batch.scope.names, batch.scope.parameters, strict=True))
         self.passes: list[Pass] = []
 
     def add(self, rollouts: tuple[Rollout, ...], layout: Layout, rows_of: Callable[[Tensor], Tensor]) -> None:
         """Run a prompt's rollouts forward and bring the signals of its rows back to the last block's output.
 
-        Args:
-            rollouts: Rollouts of one prompt.
-            layout: How they lie in the pass.
-            rows_of: Gives the prompt's rows of weights [r, K] from its log-probabilities [K].
+        `rows_of` gives the prompt's rows of weights [r, K] from its log-probabilities [K].
 
         Raises:
             UnfitError: The model does not run its blocks one after the other, or changes the output layer's logits.
         """
-        parameters = [self.named[name] for name in self.anatomy.outside]
-        with torch.no_grad(), self.anatomy.watched() as seen:
-            values = sampled_logprobs(self.problem, rollouts, layout)
+        parameters = [self.named[name] for name in self.structure.outside]
+        with torch.no_grad(), self.structure.watched() as seen:
+            values = sampled_logprobs(self.batch, rollouts, layout)
             last = seen.last()
             rows = rows_of(values.detach()).to(values)
-            found = [_pulled(values, [last, *parameters], row) for row in rows]
+            pulled = [_pulled(values, [last, *parameters], row) for row in rows]
         targets = torch.cat([r.ids[r.targets] for r in rollouts])
         ends = Ends(rows, targets, seen.hidden(layout))
-        ends.check(self.anatomy.head, values.detach(), self.problem.temperature)
-        outside = [[f[1 + i] for f in found] for i in range(len(parameters))]
-        signals = _stacked([f[0] for f in found], last)
+        ends.check(self.structure.head, values.detach(), self.batch.temperature)
+        outside = [[gradients[1 + i] for gradients in pulled] for i in range(len(parameters))]
+        signals = _stacked([gradients[0] for gradients in pulled], last)
         self._refuse_more_than_fits(signals)
         self._drop(seen.calls)
         self.passes.append(Pass(layout, seen.calls, ends, signals, outside))
         advance()
 
     def _refuse_more_than_fits(self, signals: Tensor) -> None:
-        """Raise where the signals of all prompts, as many as this one's, would not leave half of the memory free.
-
-        Raises:
-            UnfitError: They would not.
-        """
+        """Raise where the signals of all prompts, as many as this one's, would not leave half of the memory free."""
         needed = self.prompts * 2 * signals.numel() * signals.element_size()  # at a block's output and at its input
         if needed > memory_bytes(signals.device) // 2:
             raise UnfitError(f"the signals of {self.prompts} prompts would take {needed / 2**30:.1f} GiB")
@@ -114,72 +100,77 @@ class Layered:
 
     def gradients(self) -> Gradients:
         """Form every parameter's gradients of all rows, from the last block to the first."""
-        for index in reversed(range(self.anatomy.first, len(self.anatomy.blocks))):
+        for index in reversed(range(self.structure.first, len(self.structure.blocks))):
             yield from self._block(index)
-        if self.anatomy.embedding is not None or self.anatomy.outside:
-            for own in self.passes:
-                self._below(own)
-        for i, name in enumerate(self.anatomy.outside):
-            yield name, torch.stack([row.flatten() for own in self.passes for row in own.outside[i]])
-        yield from vocabulary_gradients(self.anatomy, [own.ends for own in self.passes], self.problem.temperature)
+        if self.structure.embedding is not None or self.structure.outside:
+            for prompt in self.passes:
+                self._below(prompt)
+        for i, name in enumerate(self.structure.outside):
+            yield name, torch.stack([row.flatten() for prompt in self.passes for row in prompt.outside[i]])
+        yield from vocabulary_gradients(self.structure, [prompt.ends for prompt in self.passes], self.batch.temperature)
 
     def _block(self, index: int) -> Gradients:
         """Take all signals through a block; where its gradients do not fit together, once more for each part of them.
 
         Each further part repeats this block alone: too little memory costs passes over a block, not over the model.
         """
-        names = self.anatomy.inside[index]
-        parameters, count = [self.named[name] for name in names], sum(len(own.signals) for own in self.passes)
+        names = self.structure.inside[index]
+        parameters, count = [self.named[name] for name in names], sum(len(prompt.signals) for prompt in self.passes)
         parts = stretches(parameters, max(count, 1))
         for part in parts:
             held = [parameters[i].new_empty(count, span.stop - span.start) for i, span in part]
             start = 0
-            for own in self.passes:
-                into = [h[start : start + len(own.signals)] for h in held]
-                start += len(own.signals)
-                back = self._through(index, own, [(parameters[i], span) for i, span in part], into)
+            for prompt in self.passes:
+                into = [h[start : start + len(prompt.signals)] for h in held]
+                start += len(prompt.signals)
+                back = self._through(index, prompt, [(parameters[i], span) for i, span in part], into)
                 if part is parts[-1]:
-                    own.signals, own.calls[index].hidden = back, None
+                    # Only now: every part needs the signals at the block's output and its input once more.
+                    prompt.signals, prompt.calls[index].hidden = back, None
                     advance()
             for into, (i, _) in zip(held, part, strict=True):
                 yield names[i], into
 
-    def _through(self, index: int, own: Pass, wanted: Sequence[tuple[Tensor, slice]], into: Sequence[Tensor]) -> Tensor:
+    def _through(
+        self, index: int, prompt: Pass, wanted: Sequence[tuple[Tensor, slice]], into: Sequence[Tensor]
+    ) -> Tensor:
         """Write the gradients of one prompt's rows; return its signals at the block's input."""
-        source = self._input(index, own).detach().requires_grad_()
-        with many_signals(own.layout.ids.shape[1]):
-            output = own.calls[index].again(self.anatomy.blocks[index], source)
+        source = self._input(index, prompt).detach().requires_grad_()
+        with many_signals(prompt.layout.ids.shape[1]):
+            output = prompt.calls[index].again(self.structure.blocks[index], source)
         inputs = [source, *(parameter for parameter, _ in wanted)]
-        back = torch.empty_like(own.signals)
+        back = torch.empty_like(prompt.signals)
         size = sum(parameter.numel() * parameter.element_size() for parameter, _ in wanted)
-        for rows in _some_at_once(own.signals, size):
-            back[rows], *found = pull_back(output, inputs, own.signals[rows])
-            for row, gradient, (_, span) in zip(into, found, wanted, strict=True):
+        for rows in _some_at_once(prompt.signals, size):
+            back[rows], *gradients = pull_back(output, inputs, prompt.signals[rows])
+            for row, gradient, (_, span) in zip(into, gradients, wanted, strict=True):
                 row[rows] = gradient.flatten(1)[:, span]
         return back
 
     @torch.no_grad()
-    def _input(self, index: int, own: Pass) -> Tensor:
+    def _input(self, index: int, prompt: Pass) -> Tensor:
         """Input of a block, run again from the last block before it whose input was kept."""
-        first = next(i for i in range(index, -1, -1) if own.calls[i].hidden is not None)
-        hidden = own.calls[first].hidden
+        first = next(i for i in range(index, -1, -1) if prompt.calls[i].hidden is not None)
+        hidden = prompt.calls[first].hidden
         assert hidden is not None
         for i in range(first, index):
-            hidden = own.calls[i + 1].hidden = own.calls[i].again(self.anatomy.blocks[i], hidden)
+            hidden = prompt.calls[i + 1].hidden = prompt.calls[i].again(self.structure.blocks[i], hidden)
         return hidden
 
-    def _below(self, own: Pass) -> None:
+    def _below(self, prompt: Pass) -> None:
         """Bring a prompt's signals from the first block's input to the embedding's output."""
-        parameters = [self.named[name] for name in self.anatomy.outside]
-        with self.anatomy.stopped() as seen:
-            model_logits(self.problem.model, own.layout)
+        parameters = [self.named[name] for name in self.structure.outside]
+        with self.structure.stopped() as seen:
+            model_logits(self.batch.model, prompt.layout)
         leaves = [] if seen.embedded is None else [seen.embedded]
-        found = [_pulled(seen.first, [*leaves, *parameters], signal) for signal in own.signals]
+        pulled = [_pulled(seen.first, [*leaves, *parameters], signal) for signal in prompt.signals]
         if seen.embedded is not None:
-            own.ends.read(seen.ids, _stacked([f[0] for f in found], seen.embedded), self.anatomy.embedding)
-        for i, rows in enumerate(own.outside):
+            prompt.ends.read(
+                seen.ids, _stacked([gradients[0] for gradients in pulled], seen.embedded), self.structure.embedding
+            )
+        for i, rows in enumerate(prompt.outside):
             for k, row in enumerate(rows):
-                rows[k] = row + found[k][len(leaves) + i]
+                rows[k] = row + pulled[k][len(leaves) + i]
 
 
 def _pulled(output: Tensor, inputs: Sequence[Tensor], signal: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from otb_analysis.gradients.batch.inputs import Rollout
-from otb_analysis.gradients.manual.llama_layout import Anatomy, Layer, Norm
+from otb_analysis.gradients.manual.llama_layout import Layer, LlamaLayout, Norm
 
 
 class Rows:
@@ -83,39 +83,32 @@ class Turns:
 
 @dataclass(frozen=True)
 class Activations:
-    """A whole forward pass.
+    """A whole forward pass."""
 
-    Attributes:
-        blocks: By layer; `after` and `feed` of the last one have one row per sampled token.
-        final: The last norm at the sampled tokens.
-        hidden: Its output [K, d].
-        turns: The rotary embedding.
-    """
-
-    blocks: tuple[BlockPass, ...]
-    final: NormPass
-    hidden: Tensor
-    turns: Turns
+    blocks: tuple[BlockPass, ...]  # By layer; `after` and `feed` of the last one have one row per sampled token
+    final: NormPass  # The last norm at the sampled tokens
+    hidden: Tensor  # Its output [K, d]
+    turns: Turns  # The rotary embedding
 
 
-def run(anatomy: Anatomy, rollout: Rollout) -> Activations:
+def run(layout: LlamaLayout, rollout: Rollout) -> Activations:
     """Run a rollout up to the position that predicts its last sampled token."""
     at = rollout.targets - 1
-    x = anatomy.embedding[rollout.ids[: int(rollout.targets[-1])]]
-    cos, sin = anatomy.rotary(x[None], torch.arange(len(x), device=x.device)[None])
+    x = layout.embedding[rollout.ids[: rollout.length]]
+    cos, sin = layout.rotary(x[None], torch.arange(len(x), device=x.device)[None])
     turns = Turns(cos[0], sin[0])
     blocks: list[BlockPass] = []
-    for layer in anatomy.layers:
+    for layer in layout.layers:
         before, normed = _norm(layer.before, x)
-        attention = _attend(layer, normed, turns, anatomy.round_softmax)
+        attention = _attend(layer, normed, turns, layout.round_softmax)
         x = x + layer.output(attention.mixed)
-        if layer is anatomy.layers[-1]:
+        if layer is layout.layers[-1]:
             x = x[at]
         after, normed = _norm(layer.after, x)
         feed, out = _feed(layer, normed)
         x = x + out
         blocks.append(BlockPass(before, attention, after, feed))
-    final, hidden = _norm(anatomy.norm, x)
+    final, hidden = _norm(layout.norm, x)
     return Activations(tuple(blocks), final, hidden, turns)
 
 
@@ -170,7 +163,7 @@ def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:
 
 def _feed(layer: Layer, x: Tensor) -> tuple[FeedForward, Tensor]:
     gate, up = layer.gate(x), layer.up(x)
-    with torch.enable_grad():
+    with torch.enable_grad():  # the slope of any activation, entry by entry
         leaf = gate.requires_grad_()
         opened = layer.activation(leaf)
         slope = torch.autograd.grad(opened.sum(), leaf)[0]

@@ -88,6 +88,7 @@ def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[
     """
     heads, b, count, size = mixed.shape
     outputs = kept.mixed[:b].view(b, heads, size).transpose(0, 1)
+    # Σ_j P_ij (δO Vᵀ)_ij = δO_i·O_i: the row sums of the softmax's derivative, without a pass over the scores.
     mean = torch.mul(mixed, outputs[:, :, None], out=work.take("product", *mixed.shape)).sum(-1, keepdim=True)
     # Memory of other parts that is idle here: they never run at the same time.
     key = work.take("gate", heads, count, b, size)
@@ -105,7 +106,7 @@ def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[
         query = query.view(heads, -1, count, size).permute(1, 2, 0, 3)
         unrotate(query, turns.at(slice(start, stop), kept.scaling), out=out[0][start:stop])
         scores, outer = scores.view(heads, -1, count * stop).transpose(1, 2), rows.view(heads, -1, count * size)
-        if stop == b:
+        if stop == b:  # the last slice comes first and sees every key: it writes what the others add to
             torch.bmm(scores, kept.query[:, start:stop], out=key.view(heads, count * b, size))
             torch.bmm(weights.transpose(1, 2), outer, out=value)
         else:

@@ -8,18 +8,17 @@ that is used again.
 import logging
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import NonFiniteError
-from otb_analysis.gradients.batch.inputs import ScoreBatch
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.norm_accumulators import Parts, Running, Single, norm_sq, outer_gram
-from otb_analysis.gradients.exact.plan import disagreement, length, probe, reference_norms
-from otb_analysis.gradients.manual.llama_layout import Anatomy, read
-from otb_analysis.gradients.manual.manual_backward import Mix, Unrolled
-from otb_analysis.phases import counted
+from otb_analysis.gradients.exact.plan import disagreement, probe, reference_norms
+from otb_analysis.gradients.manual.llama_layout import LlamaLayout, read
+from otb_analysis.gradients.manual.manual_backward import ManualBackward, Mix
 from otb_analysis.types import Float, ScoreNorms
 
 NAME = "fast"
@@ -32,149 +31,126 @@ _TOLD: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def token_score_norms(problem: ScoreBatch, path: bool) -> ScoreNorms:
-    """Squared norm of every token's score, and with `path` of the running sums, without forming a gradient.
+def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
+    """Squared norm of every token's score, and with `path` of the running sums, without forming a gradient."""
+    layout = checked_layout(batch)
 
-    Args:
-        problem: The checked batch.
-        path: Also keep a running sum of the signals' coordinates from token to token.
+    def measure(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+        manual = ManualBackward(layout, rollout, batch.temperature)
+        return manual.logprob, *_token_norms(manual, path)
 
-    Raises:
-        UnfitError: The model is not one that the engine follows; the sentence says why.
-    """
-    norms, path_norms, logprob = (np.zeros(problem.shape) for _ in range(3))
-    anatomy = anatomy_for(problem)
-    for rollout in counted(problem.rollouts, "rollout"):
-        where = rollout.row, rollout.columns
-        unrolled = Unrolled(anatomy, rollout, problem.temperature)
-        logprob[where] = unrolled.logprob.double().cpu().numpy()
-        single, running = _token_norms(unrolled, path)
-        norms[where], path_norms[where] = single.cpu().numpy(), running.cpu().numpy()
-    return ScoreNorms(norms, logprob, NAME, path_norms if path else None)
+    return norms_of_tokens(batch, NAME, path, measure)
 
 
 @torch.no_grad()
-def weighted_score_norms(problem: ScoreBatch, weights: Float) -> Float:
-    """‖Σ_t weights[n,m,t] s_{n,t}‖² with one backward signal per row that is not all zero.
-
-    Raises:
-        UnfitError: The model is not one that the engine follows; the sentence says why.
-    """
-    anatomy = anatomy_for(problem)
-    result = np.zeros(weights.shape[:2])
-    for rollout in counted(problem.rollouts, "rollout"):
-        rows = weights[rollout.row][:, rollout.columns]
-        active = np.flatnonzero(rows.any(-1))
-        if len(active):
-            unrolled = Unrolled(anatomy, rollout, problem.temperature)
-            found = _weighted_norms(unrolled, torch.from_numpy(rows[active]).to(unrolled.own.device))
-            result[rollout.row, active] = found.cpu().numpy()
-    return result
+def weighted_score_norms(batch: ScoreBatch, weights: Float) -> Float:
+    """‖Σ_t weights[n,m,t] s_{n,t}‖² with one backward signal per row that is not all zero."""
+    layout = checked_layout(batch)
+    return norms_of_rows(
+        batch, weights, lambda rollout, rows: _row_norms(ManualBackward(layout, rollout, batch.temperature), rows)
+    )
 
 
-def anatomy_for(problem: ScoreBatch) -> Anatomy:
-    """The model in parts, which at first use is checked against the model's own passes.
-
-    Raises:
-        UnfitError: The model or the scope does not fit.
-    """
-    anatomy = read(problem)
-    verdicts, key = _VERDICTS.setdefault(problem.model, {}), _key(problem)
-    if problem.rollouts and key not in verdicts:
+def checked_layout(batch: ScoreBatch) -> LlamaLayout:
+    """The model in parts, which at first use is checked against the model's own passes; raises if it does not fit."""
+    layout = read(batch)
+    verdicts, key = _VERDICTS.setdefault(batch.model, {}), _key(batch)
+    if batch.rollouts and key not in verdicts:
         with torch.no_grad():
-            verdicts[key] = _objection(problem, anatomy)
+            verdicts[key] = _objection(batch, layout)
     if reason := verdicts.get(key):
         raise UnfitError(reason)
-    return anatomy
+    return layout
 
 
-def fits(problem: ScoreBatch) -> bool:
-    """Whether "auto" should use this engine; why it does not follow a model is logged once."""
+def fits(batch: ScoreBatch) -> bool:
+    """Whether "auto" should use this engine; a model that it does not support is logged once, with the reason."""
     try:
-        anatomy_for(problem)
+        checked_layout(batch)
     except UnfitError as reason:
-        if _TOLD.get(problem.model) != str(reason):
-            _TOLD[problem.model] = str(reason)
-            _log.info('%s is not measured by engine="fast": %s', type(problem.model).__name__, reason)
+        if _TOLD.get(batch.model) != str(reason):
+            _TOLD[batch.model] = str(reason)
+            _log.info('%s is not measured by engine="fast": %s', type(batch.model).__name__, reason)
         return False
     return True
 
 
-def _key(problem: ScoreBatch) -> tuple[object, ...]:
+def _key(batch: ScoreBatch) -> tuple[object, ...]:
     """What a verdict depends on besides the identity of the model: attention, dtypes, the scope and what layers run."""
-    attention = getattr(getattr(problem.model, "config", None), "_attn_implementation", None)
-    dtypes = tuple(p.dtype for p in problem.model.parameters())
-    code = frozenset(type(module).forward for module in problem.model.modules())
-    return problem.scope.names, problem.scope.head is None, attention, dtypes, code
+    attention = getattr(getattr(batch.model, "config", None), "_attn_implementation", None)
+    dtypes = tuple(p.dtype for p in batch.model.parameters())
+    code = frozenset(type(module).forward for module in batch.model.modules())
+    return batch.scope.names, batch.scope.head is None, attention, dtypes, code
 
 
-def _objection(problem: ScoreBatch, anatomy: Anatomy) -> str | None:
+def _objection(batch: ScoreBatch, layout: LlamaLayout) -> str | None:
     """Compare a probe's log-probabilities and, parameter by parameter, its norms with the reference computation."""
-    rollout = probe(problem)
+    rollout = probe(batch)
     try:
-        unrolled = Unrolled(anatomy, rollout, problem.temperature)
+        manual = ManualBackward(layout, rollout, batch.temperature)
         with torch.enable_grad():
-            expected, norms = reference_norms(problem, rollout)
+            expected, norms = reference_norms(batch, rollout)
     except NonFiniteError as error:  # says nothing about the layers, and the place is the probe's
         raise UnfitError(
             "logits are not finite on a probe of the vocabulary; check the model's weights for NaN or infinity, "
             'or pass engine="reference".'
         ) from error
-    coarse = problem.scope.parameters[0].dtype.itemsize < 4
-    off = float((unrolled.logprob.double() - expected).abs().max())
+    coarse = batch.scope.parameters[0].dtype.itemsize < 4
+    off = float((manual.logprob.double() - expected).abs().max())
     if not off <= (0.2 if coarse else 1e-4):
         return f'log-probabilities by hand are {off:.2g} nats from the model\'s own; pass engine="generic".'
-    found = disagreement(problem, _parts(unrolled), norms)
-    return f'{found}; pass engine="generic".' if found else None
+    reason = disagreement(batch, _parts(manual), norms)
+    return f'{reason}; pass engine="generic".' if reason else None
 
 
-def _parts(unrolled: Unrolled) -> dict[str, Tensor]:
+def _parts(manual: ManualBackward) -> dict[str, Tensor]:
     """‖s_t‖² parameter by parameter, in one block."""
-    tally = Parts(unrolled.work)
-    for name, left, right in unrolled.outer:
-        tally.by_name[name] = tally.by_name.get(name, 0.0) + norm_sq(left) * norm_sq(right)
-    unrolled.below(Mix(None, slice(None)), tally)
-    return tally.by_name
+    accumulator = Parts(manual.work)
+    for name, left, right in manual.outer:
+        accumulator.by_name[name] = accumulator.by_name.get(name, 0.0) + norm_sq(left) * norm_sq(right)
+    manual.below(Mix(None, slice(None)), accumulator)
+    return accumulator.by_name
 
 
-def block_size(unrolled: Unrolled) -> int:
+def block_size(manual: ManualBackward) -> int:
     """Tokens whose signals travel together: fewer are slower to call, more waste the tail of their prefix."""
-    widest = max(2 * len(layer.up.weight) for layer in unrolled.anatomy.layers)
-    each = length(unrolled.rollout) * widest * unrolled.own.element_size()
+    widest = max(2 * len(layer.up.weight) for layer in manual.layout.layers)
+    each = manual.rollout.length * widest * manual.token_signals.element_size()
     wanted = BLOCK if each * 2 * BLOCK > CACHE_BYTES else 2 * BLOCK
     return max(1, min(wanted, SIGNAL_BYTES // each))
 
 
-def _token_norms(unrolled: Unrolled, path: bool) -> tuple[Tensor, Tensor]:
+def _token_norms(manual: ManualBackward, path: bool) -> tuple[Tensor, Tensor]:
     """‖s_t‖² and, if asked for, ‖Σ_{j≤t} s_j‖² of a rollout's K sampled tokens."""
-    count = len(unrolled.own)
-    norms = torch.zeros(count, dtype=torch.float64, device=unrolled.own.device)
+    count = len(manual.token_signals)
+    norms = torch.zeros(count, dtype=torch.float64, device=manual.token_signals.device)
     path_norms = torch.zeros_like(norms)
-    for _, left, right in unrolled.outer:
+    for _, left, right in manual.outer:
         norms += norm_sq(left) * norm_sq(right)
         if path:
             path_norms += outer_gram(left, right).cumsum(0).cumsum(1).diagonal()
-    size = block_size(unrolled)
-    tally = Running(unrolled.work) if path else Single(unrolled.work)
-    for start in range(0, count, size) if unrolled.anatomy.reaches_below else ():
+    size = block_size(manual)
+    accumulator = Running(manual.work) if path else Single(manual.work)
+    for start in range(0, count, size) if manual.layout.reaches_below else ():
         span = slice(start, start + size)
-        unrolled.below(Mix(None, span), tally)
-        if isinstance(tally, Running):
-            single, running = tally.total()
+        manual.below(Mix(None, span), accumulator)
+        if isinstance(accumulator, Running):
+            single, running = accumulator.total()
             path_norms[span] += running
         else:
-            single = tally.total()
+            single = accumulator.total()
         norms[span] += single
     return norms, path_norms
 
 
-def _weighted_norms(unrolled: Unrolled, rows: Tensor) -> Tensor:
+def _row_norms(manual: ManualBackward, rows: Tensor) -> Tensor:
     """‖Σ_k rows[m,k] s_k‖² of one rollout [M]."""
+    rows = rows.to(manual.token_signals.device)
     result = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-    for _, left, right in unrolled.outer:
+    for _, left, right in manual.outer:
         result += (rows @ outer_gram(left, right) * rows).sum(-1)
-    size, tally = block_size(unrolled), Single(unrolled.work)
-    for start in range(0, len(rows), size) if unrolled.anatomy.reaches_below else ():
-        unrolled.below(Mix(rows[start : start + size], slice(None)), tally)
-        result[start : start + size] += tally.total()
+    size, accumulator = block_size(manual), Single(manual.work)
+    for start in range(0, len(rows), size) if manual.layout.reaches_below else ():
+        manual.below(Mix(rows[start : start + size], slice(None)), accumulator)
+        result[start : start + size] += accumulator.total()
     return result

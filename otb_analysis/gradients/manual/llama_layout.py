@@ -1,6 +1,6 @@
 """A model read into the parts that passes by hand work on: tensors in one dtype, and the names they have in scope.
 
-The parts are what the passes by hand read; the model itself is not touched again.
+The passes by hand read these parts only, never the model itself.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, MistralConfig
 
 from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.exact.layers import UnfitError
-from otb_analysis.gradients.manual.support_check import ELSEWHERE, refuse_unfollowed
+from otb_analysis.gradients.manual.support_check import ELSEWHERE, refuse_unsupported
 
 
 @dataclass(frozen=True)
@@ -62,28 +62,17 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Anatomy:
-    """A model in the working dtype, float32 or the model's own if that is wider; made for one call, never stored.
+class LlamaLayout:
+    """A model in the working dtype, float32 or the model's own if that is wider; made for one call, never stored."""
 
-    Attributes:
-        embedding: Rows of the input embedding [V, d].
-        embedding_name: Its name in scope.
-        ignored: The token whose embedding row takes no gradient.
-        layers: Decoder blocks, first to last.
-        norm: The norm before the output layer.
-        head: The output layer.
-        rotary: Module that gives cos and sin, with whatever scaling the model has.
-        round_softmax: Whether attention weights are rounded to float32, as eager attention does.
-    """
-
-    embedding: Tensor
-    embedding_name: str | None
-    ignored: int | None
-    layers: tuple[Layer, ...]
-    norm: Norm
-    head: Dense
-    rotary: nn.Module
-    round_softmax: bool
+    embedding: Tensor  # Rows of the input embedding [V, d]
+    embedding_name: str | None  # Its name in scope
+    ignored: int | None  # The token whose embedding row takes no gradient
+    layers: tuple[Layer, ...]  # Decoder blocks, first to last
+    norm: Norm  # The norm before the output layer
+    head: Dense  # The output layer
+    rotary: nn.Module  # Module that gives cos and sin, with whatever scaling the model has
+    round_softmax: bool  # Whether attention weights are rounded to float32, as eager attention does
 
     @property
     def tied(self) -> bool:
@@ -106,29 +95,15 @@ class Anatomy:
 
 def _trained(parts: Iterable[object]) -> bool:
     """Whether a parameter of some parts of a block is in scope."""
-    names = [
-        name
-        for part in parts
-        for name in (
-            (part.name,)
-            if isinstance(part, Norm)
-            else (part.weight_name, part.bias_name)
-            if isinstance(part, Dense)
-            else ()
-        )
-    ]
-    return any(name is not None for name in names)
+    fields = ("name", "weight_name", "bias_name")
+    return any(getattr(part, field, None) is not None for part in parts for field in fields)
 
 
-def read(problem: ScoreBatch) -> Anatomy:
-    """Read a model into its parts.
-
-    Raises:
-        UnfitError: It is of no family that the engine follows, or something about it is out of the ordinary.
-    """
-    model: Any = problem.model
-    refuse_unfollowed(model)
-    names = _names(problem)
+def read(batch: ScoreBatch) -> LlamaLayout:
+    """Read a model into its parts; raises `UnfitError` where `refuse_unsupported` does, or a parameter is shared."""
+    model: Any = batch.model
+    refuse_unsupported(model)
+    names = _names(batch)
     dtype = torch.float32
     for parameter in model.parameters():
         dtype = torch.promote_types(dtype, parameter.dtype)
@@ -138,9 +113,9 @@ def read(problem: ScoreBatch) -> Anatomy:
         reader.layer(layer, _window(config, i)) for i, layer in enumerate(base.layers[: config.num_hidden_layers])
     )
     head = reader.dense(model.lm_head)
-    if problem.scope.head is not None:  # the scope's leaves share the layer's storage but are tensors of their own
-        head = Dense(head.weight, head.bias, *(n if n in problem.scope.names else None for n in _HEAD_NAMES))
-    return Anatomy(
+    if batch.scope.head is not None:  # the scope's leaves share the layer's storage but are tensors of their own
+        head = Dense(head.weight, head.bias, *(n if n in batch.scope.names else None for n in _HEAD_NAMES))
+    return LlamaLayout(
         reader.cast(base.embed_tokens.weight),
         names.get(id(base.embed_tokens.weight)),
         base.embed_tokens.padding_idx,
@@ -155,15 +130,16 @@ def read(problem: ScoreBatch) -> Anatomy:
 _HEAD_NAMES = ("lm_head.weight", "lm_head.bias")
 
 
-def _names(problem: ScoreBatch) -> dict[int, str]:
+def _names(batch: ScoreBatch) -> dict[int, str]:
     """Scope name by parameter identity; a parameter that two layers share has no hand-written rule."""
-    scope = problem.scope
+    scope = batch.scope
     names = {id(p): name for name, p in zip(scope.names, scope.parameters, strict=True)}
-    model: Any = problem.model
+    model: Any = batch.model
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     uses[id(model.lm_head.weight)] -= int(tied)
-    repeated = Counter(id(m) for m in _every(model))
+    every = (m for _, m in model.named_modules(remove_duplicate=False))
+    repeated = Counter(id(m) for m in every if next(m.parameters(False), None) is not None)
     for parameter, name in names.items():
         if uses[parameter] > 1:
             raise UnfitError(
@@ -172,14 +148,6 @@ def _names(problem: ScoreBatch) -> dict[int, str]:
     if any(count > 1 for count in repeated.values()):
         raise UnfitError(f"a decoder layer is used more than once in one forward pass; {ELSEWHERE}")
     return names
-
-
-def _every(model: Any) -> list[nn.Module]:
-    return [
-        module
-        for _, module in model.named_modules(remove_duplicate=False)
-        if next(module.parameters(False), None) is not None
-    ]
 
 
 class _Reader:

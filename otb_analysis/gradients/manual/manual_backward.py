@@ -7,7 +7,7 @@ from torch import Tensor
 
 from otb_analysis.gradients.batch.forward import policy_logits
 from otb_analysis.gradients.batch.inputs import Rollout
-from otb_analysis.gradients.exact.norm_accumulators import Tally, Workspace
+from otb_analysis.gradients.exact.norm_accumulators import NormAccumulator, Workspace
 from otb_analysis.gradients.manual.activations import run, without_inputs
 from otb_analysis.gradients.manual.backward import (
     block_backward,
@@ -17,7 +17,7 @@ from otb_analysis.gradients.manual.backward import (
     through,
     unrotate,
 )
-from otb_analysis.gradients.manual.llama_layout import Anatomy
+from otb_analysis.gradients.manual.llama_layout import LlamaLayout
 from otb_analysis.gradients.manual.sinks import Above, Below, factors
 
 
@@ -43,54 +43,46 @@ class LastAttention:
     at_input: Tensor
 
 
-class Unrolled:
-    """A rollout's forward pass and everything that its K sampled tokens signal at one position only.
+class ManualBackward:
+    """A rollout's forward pass and everything that its K sampled tokens signal at one position only."""
 
-    Attributes:
-        anatomy: The model.
-        rollout: The rollout.
-        work: Memory for blocks of signals.
-        acts: The forward pass.
-        logprob: Log-probabilities [K].
-        own: Signals in the residual stream behind the last attention [K, d].
-        outer: (parameter, left, right) of gradients above the cut; of a tied matrix only the rows that the rollout does
-            not read as input.
-        shared: The other rows: (right [K, U], left [K, d]) for the U distinct tokens read, or None.
-    """
-
-    def __init__(self, anatomy: Anatomy, rollout: Rollout, temperature: float) -> None:
-        self.anatomy, self.rollout = anatomy, rollout
-        self.acts = run(anatomy, rollout)
+    def __init__(self, layout: LlamaLayout, rollout: Rollout, temperature: float) -> None:
+        self.layout, self.rollout = layout, rollout
+        self.acts = run(layout, rollout)
         self.work = Workspace(self.acts.hidden)
-        log_probabilities = policy_logits(anatomy.head(self.acts.hidden), (rollout,), temperature).log_softmax(-1)
+        log_probabilities = policy_logits(layout.head(self.acts.hidden), (rollout,), temperature).log_softmax(-1)
         sampled = rollout.ids[rollout.targets][:, None]
         self.logprob = log_probabilities.gather(-1, sampled)[:, 0]
+        # ∂ log π_y/∂z = (e_y − π)/τ, written over the log-probabilities: the largest tensor of the pass.
         signal = log_probabilities.exp_().neg_()
         signal.scatter_add_(-1, sampled, torch.ones_like(signal[:, :1])).div_(temperature)
         above = Above()
-        self.own = self._through_last_feed(signal, above)
+        # Each token's own signal in the residual stream behind the last attention [K, d].
+        self.token_signals = self._through_last_feed(signal, above)
         self.last = self._through_last_attention(above)
         self.tokens, self.index = rollout.ids[: len(self.acts.turns.cos)].unique(return_inverse=True)
+        # (parameter, left, right) of gradients above the cut; of a tied matrix only the rows that the rollout does not
+        # read as input. The others are in `shared`: (right [K, U], left [K, d]) for the U distinct tokens read.
         self.outer = above.outer
-        self.shared = self._separate_tied() if anatomy.tied else None
-        self.factors = factors(anatomy, self.acts)
+        self.shared = self._separate_tied() if layout.tied else None
+        self.factors = factors(layout, self.acts)
         self.acts = without_inputs(self.acts)
 
     def _through_last_feed(self, at_logits: Tensor, above: Above) -> Tensor:
-        anatomy, acts, tools = self.anatomy, self.acts, (above, self.work)
-        above.dense((-1, "head"), (anatomy.head,), acts.hidden, at_logits[:, None])
+        layout, acts, tools = self.layout, self.acts, (above, self.work)
+        above.dense((-1, "head"), (layout.head,), acts.hidden, at_logits[:, None])
         stream = torch.zeros_like(acts.hidden)[:, None]
-        norm_backward(anatomy.norm, acts.final, (at_logits @ anatomy.head.weight)[:, None], stream, tools)
-        layer, kept = anatomy.layers[-1], acts.blocks[-1]
+        norm_backward(layout.norm, acts.final, (at_logits @ layout.head.weight)[:, None], stream, tools)
+        layer, kept = layout.layers[-1], acts.blocks[-1]
         signal = feed_backward(layer, -1, kept.feed, stream, tools)
         norm_backward(layer.after, kept.after, signal, stream, tools)
         return stream[:, 0]
 
     def _through_last_attention(self, above: Above) -> LastAttention:
-        layer, kept, at = self.anatomy.layers[-1], self.acts.blocks[-1].attention, self.rollout.targets - 1
-        above.dense((-1, "output"), (layer.output,), kept.mixed[at], self.own[:, None])
+        layer, kept, at = self.layout.layers[-1], self.acts.blocks[-1].attention, self.rollout.targets - 1
+        above.dense((-1, "output"), (layer.output,), kept.mixed[at], self.token_signals[:, None])
         heads = len(kept.query)
-        mixed = (self.own @ layer.output.weight).unflatten(-1, (heads, -1)).transpose(0, 1).contiguous()
+        mixed = (self.token_signals @ layer.output.weight).unflatten(-1, (heads, -1)).transpose(0, 1).contiguous()
         outputs = kept.mixed[at].unflatten(-1, (heads, -1)).transpose(0, 1)
         weights = kept.weights[:, at]
         scores = (
@@ -107,29 +99,31 @@ class Unrolled:
 
     def _separate_tied(self) -> tuple[Tensor, Tensor]:
         """Split a tied matrix: in the rows that are also read as input both uses add before they are squared."""
-        place = next(i for i, (name, _, _) in enumerate(self.outer) if name == self.anatomy.embedding_name)
+        place = next(i for i, (name, _, _) in enumerate(self.outer) if name == self.layout.embedding_name)
         name, signal, hidden = self.outer[place]
         shared = signal[:, self.tokens]
         self.outer[place] = name, signal.index_fill_(1, self.tokens, 0.0), hidden
         return shared, hidden
 
-    def below(self, mix: Mix, tally: Tally) -> None:
+    def below(self, mix: Mix, accumulator: NormAccumulator) -> None:
         """Take weighted scores through everything below the cut, on the prefix that their tokens see."""
-        sink, tools = (made := Below(self.factors, tally)), (made, self.work)
+        sink, tools = (made := Below(self.factors, accumulator)), (made, self.work)
         b = int(self.rollout.targets[mix.span][-1])
-        if not self.anatomy.reaches_below:
+        if not self.layout.reaches_below:
             return
         stream = self._seed(mix, b, tools)
-        for index in range(len(self.anatomy.layers) - 2, self.anatomy.lowest - 1, -1):
-            block_backward(self.anatomy.layers[index], index, self.acts.blocks[index], self.acts.turns, stream, tools)
-        if self.anatomy.embedding_name is not None:
-            self._embedding(mix, stream, sink, tally)
+        for index in range(len(self.layout.layers) - 2, self.layout.lowest - 1, -1):
+            block_backward(self.layout.layers[index], index, self.acts.blocks[index], self.acts.turns, stream, tools)
+        if self.layout.embedding_name is not None:
+            self._embedding(mix, stream, sink, accumulator)
 
     def _seed(self, mix: Mix, b: int, tools: tuple[Below, Workspace]) -> Tensor:
         """Signals in the residual stream below the last attention [b, C, d]."""
-        layer, kept = self.anatomy.layers[-1], self.acts.blocks[-1]
+        layer, kept = self.layout.layers[-1], self.acts.blocks[-1]
         at, size = self.rollout.targets[mix.span] - 1, layer.head_dim
-        weights = torch.eye(len(at)).to(self.own) if mix.weights is None else mix.weights.to(self.own)
+        weights = (
+            torch.eye(len(at)).to(self.token_signals) if mix.weights is None else mix.weights.to(self.token_signals)
+        )
         count, heads = len(weights), len(self.last.query)
         groups = heads * size // len(layer.key.weight)
 
@@ -137,8 +131,8 @@ class Unrolled:
             """Σ_k rows[h, k, j] weights[c, k] source[h, k, :], summed over shared keys [b, C, H', h]."""
             mixed = weights.T[None, :, :, None] * source[:, mix.span, None]
             rows = rows[:, mix.span, :b].transpose(1, 2)
-            found = torch.bmm(rows, mixed.flatten(2)).view(-1, groups, b, count, size).sum(1)
-            return found.permute(1, 2, 0, 3)
+            summed = torch.bmm(rows, mixed.flatten(2)).view(-1, groups, b, count, size).sum(1)
+            return summed.permute(1, 2, 0, 3)
 
         both = self.work.take("qkv", b, count, 2 * len(layer.key.weight))
         at_key, at_value = (part.unflatten(-1, (-1, size)) for part in both.chunk(2, -1))
@@ -146,12 +140,12 @@ class Unrolled:
         at_value.copy_(spread(self.last.weights, self.last.mixed))
         if layer.key_norm is not None and kept.attention.key_pass is not None:
             head_norm_backward(layer.key_norm, kept.attention.key_pass.at(slice(b)), at_key, tools[0])
-        place = len(self.anatomy.layers) - 1, "attention"
+        place = len(self.layout.layers) - 1, "attention"
         tools[0].dense(place, (layer.key, layer.value), kept.attention.inputs[:b], both)
         signal = through(both, (layer.key, layer.value), self.work)
-        stream = self.work.take("stream", b, count, self.own.shape[-1]).zero_()
+        stream = self.work.take("stream", b, count, self.token_signals.shape[-1]).zero_()
         signal.index_add_(0, at, self._placed(mix, self.last.at_input))
-        stream.index_add_(0, at, self._placed(mix, self.own))
+        stream.index_add_(0, at, self._placed(mix, self.token_signals))
         norm_backward(layer.before, kept.before.at(slice(b)), signal, stream, tools)
         return stream
 
@@ -162,18 +156,18 @@ class Unrolled:
             return torch.diag_embed(rows.T).permute(1, 2, 0)
         return mix.weights.to(rows).T[:, :, None] * rows[:, None]
 
-    def _embedding(self, mix: Mix, stream: Tensor, sink: Below, tally: Tally) -> None:
+    def _embedding(self, mix: Mix, stream: Tensor, sink: Below, accumulator: NormAccumulator) -> None:
         """One row for each distinct token of the rollout, shared by all its prefixes and by a tied output layer."""
         b, count, width = stream.shape
-        group = ((str(self.anatomy.embedding_name), width),)
-        found = tally.take(group, len(self.tokens), count).zero_()
-        if self.anatomy.ignored is not None:
-            stream.masked_fill_((self.rollout.ids[:b] == self.anatomy.ignored)[:, None, None], 0)
-        found.index_add_(0, self.index[:b], stream)
+        group = ((str(self.layout.embedding_name), width),)
+        rows = accumulator.take(group, len(self.tokens), count).zero_()
+        if self.layout.ignored is not None:
+            stream.masked_fill_((self.rollout.ids[:b] == self.layout.ignored)[:, None, None], 0)
+        rows.index_add_(0, self.index[:b], stream)
         if self.shared is not None:
             right, left = (part[mix.span] for part in self.shared)
             if mix.weights is None:
-                found.addcmul_(right.T[:, :, None], left[None])
+                rows.addcmul_(right.T[:, :, None], left[None])
             else:
-                found += torch.einsum("ck,ku,kd->ucd", mix.weights.to(right), right, left)
-        tally.note(group, found)
+                rows += torch.einsum("ck,ku,kd->ucd", mix.weights.to(right), right, left)
+        accumulator.note(group, rows)

@@ -6,23 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otb_analysis.gradients.exact.norm_accumulators import Group, Tally
+from otb_analysis.gradients.exact.norm_accumulators import Group, NormAccumulator
 from otb_analysis.gradients.manual.activations import Activations
 from otb_analysis.gradients.manual.backward import Place
-from otb_analysis.gradients.manual.llama_layout import Anatomy, Dense, Norm
+from otb_analysis.gradients.manual.llama_layout import Dense, LlamaLayout, Norm
 
 
 @dataclass(frozen=True)
 class Factor:
-    """What is kept of a linear layer's inputs A [T, d]: ‖A_{:b}ᵀδ‖ = ‖M_b δ‖ for every prefix of b positions.
+    """What is kept of a linear layer's inputs A [T, d]: ‖A_{:b}ᵀδ‖ = ‖M_b δ‖ for every prefix of b positions."""
 
-    Attributes:
-        matrix: R of Aᵀ = QR where the rollout is short, Aᵀ itself where R would be no smaller for most prefixes.
-        triangular: Whether it is R, of which a prefix needs the first b rows only.
-    """
-
-    matrix: Tensor
-    triangular: bool
+    matrix: Tensor  # R of Aᵀ = QR where the rollout is short, Aᵀ itself where R would be no smaller for most prefixes
+    triangular: bool  # Whether it is R, of which a prefix needs the first b rows only
 
     def prefix(self, b: int) -> Tensor:
         """M_b."""
@@ -36,24 +31,26 @@ def factor(inputs: Tensor) -> Factor:
     return Factor(torch.linalg.qr(inputs.T, mode="r").R, True)
 
 
-def factors(anatomy: Anatomy, acts: Activations) -> dict[Place, Factor]:
+def factors(layout: LlamaLayout, acts: Activations) -> dict[Place, Factor]:
     """Factors of all inputs that a weight in scope below the cut reads."""
-    found: dict[Place, Factor] = {}
-    for index, (layer, kept) in enumerate(zip(anatomy.layers, acts.blocks, strict=True)):
+    made: dict[Place, Factor] = {}
+    for index, (layer, kept) in enumerate(zip(layout.layers, acts.blocks, strict=True)):
+        attention, feed, last = kept.attention, kept.feed, index == len(layout.layers) - 1
+        # Of the last block only key and value lie below the cut.
         reads: list[tuple[str, Tensor, tuple[Dense, ...]]] = [
-            ("attention", kept.attention.inputs, (layer.key, layer.value))
+            (
+                "attention",
+                attention.inputs,
+                (layer.key, layer.value) if last else (layer.query, layer.key, layer.value),
+            ),
+            ("output", attention.mixed, () if last else (layer.output,)),
+            ("feed", feed.inputs, () if last else (layer.gate, layer.up)),
+            ("down", feed.act, () if last else (layer.down,)),
         ]
-        if index < len(anatomy.layers) - 1:
-            reads = [
-                ("attention", kept.attention.inputs, (layer.query, layer.key, layer.value)),
-                ("output", kept.attention.mixed, (layer.output,)),
-                ("feed", kept.feed.inputs, (layer.gate, layer.up)),
-                ("down", kept.feed.act, (layer.down,)),
-            ]
         for name, inputs, layers in reads:
             if any(dense.weight_name for dense in layers):
-                found[index, name] = factor(inputs)
-    return found
+                made[index, name] = factor(inputs)
+    return made
 
 
 class Above:
@@ -63,7 +60,7 @@ class Above:
         self.outer: list[tuple[str, Tensor, Tensor]] = []
 
     def dense(self, place: Place, layers: Sequence[Dense], inputs: Tensor, signal: Tensor) -> None:
-        """See `Sink`; signal [K, 1, ΣD]."""
+        """Note the gradients of linear layers; signal [K, 1, ΣD]."""
         for (name, _), part in _each([d.weight_name for d in layers], layers, signal):
             # Only the signal at the logits, the largest, does not lie in memory that is used again.
             self.outer.append((name, part[:, 0] if place[1] == "head" else part[:, 0].clone(), inputs))
@@ -71,7 +68,7 @@ class Above:
             self.add_vector(name, part[:, 0].clone())
 
     def scale(self, norm: Norm, product: Tensor) -> None:
-        """See `Sink`; product [K, 1, ..., d]."""
+        """Note the gradients of a norm's weight; product [K, 1, ..., d]."""
         if norm.name is not None:
             self.add_vector(norm.name, product.flatten(1, -2).sum(1))
 
@@ -81,33 +78,33 @@ class Above:
 
 
 class Below:
-    """Coordinates of gradients whose signals reach a whole prefix, handed to a tally."""
+    """Coordinates of gradients whose signals reach a whole prefix, handed to an accumulator."""
 
-    def __init__(self, known: dict[Place, Factor], tally: Tally) -> None:
-        self._factors, self._tally = known, tally
+    def __init__(self, known: dict[Place, Factor], accumulator: NormAccumulator) -> None:
+        self._factors, self._accumulator = known, accumulator
 
     def dense(self, place: Place, layers: Sequence[Dense], inputs: Tensor, signal: Tensor) -> None:
-        """See `Sink`."""
+        """Hand on the coordinates of linear layers; signal [b, C, ΣD]."""
         b, count, _ = signal.shape
         for group, part in _together([d.weight_name for d in layers], layers, signal):
             matrix = self._factors[place].prefix(b)
-            found = self._tally.take(group, len(matrix), count)
-            torch.mm(matrix, part.reshape(b, -1), out=found.flatten(1))
-            self._tally.note(group, found)
+            coordinates = self._accumulator.take(group, len(matrix), count)
+            torch.mm(matrix, part.reshape(b, -1), out=coordinates.flatten(1))
+            self._accumulator.note(group, coordinates)
         for group, part in _together([d.bias_name for d in layers], layers, signal):
             self.vector(group, part.sum(0))
 
     def scale(self, norm: Norm, product: Tensor) -> None:
-        """See `Sink`."""
+        """Hand on the gradients of a norm's weight; product [b, C, ..., d]."""
         if norm.name is not None:
             summed = product.sum(0) if product.ndim == 3 else product.sum((0, 2))
             self.vector(((norm.name, summed.shape[-1]),), summed)
 
     def vector(self, group: Group, gradient: Tensor) -> None:
         """A parameter's own gradients [C, d]."""
-        found = self._tally.take(group, 1, len(gradient))
-        found[0] = gradient
-        self._tally.note(group, found)
+        coordinates = self._accumulator.take(group, 1, len(gradient))
+        coordinates[0] = gradient
+        self._accumulator.note(group, coordinates)
 
 
 def _each(

@@ -1,4 +1,4 @@
-"""What the hand-written engine follows, and one sentence for each thing that it does not.
+"""Which models the hand-written engine supports, and one sentence for each thing that it does not.
 
 The engine repeats a forward pass from the weights alone, so everything that could make the model's own pass differ is
 looked for by exact type: layers, hooks, replaced methods, attention kernels. What no type shows, such as a method
@@ -27,12 +27,8 @@ PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbeddin
 ELSEWHERE = 'pass engine="generic" or engine="auto".'
 
 
-def refuse_unfollowed(model: nn.Module) -> None:
-    """Check every module of a model.
-
-    Raises:
-        UnfitError: It is of no family that the engine follows, or something about it is out of the ordinary.
-    """
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise where a model is of no supported family, or something about one of its modules is out of the ordinary."""
     if type(model) not in FAMILIES:
         known = ", ".join(kind.__name__ for kind in FAMILIES)
         raise UnfitError(f"a {type(model).__name__} has no hand-written backward pass ({known} have); {ELSEWHERE}")

@@ -1,18 +1,16 @@
 """The level `sampled`: exact norms for a random part of the tokens, each with a known probability of being drawn."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, prepare
+from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, prepare, restricted
 from otb_analysis.gradients.exact import generic, reference
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.sampled import scattered
 from otb_analysis.statistics import inclusion_probabilities, systematic_sample
-from otb_analysis.types import Bool, Float, SampledNorms
+from otb_analysis.types import Float, SampledNorms
 
 SIZES = ("uniform", "proxy", "above_cut")
 ENGINES = ("auto", "scattered", "generic", "reference")
@@ -43,27 +41,19 @@ def sampled_score_norms(
     factor. With `tokens` at or above the number of sampled tokens this is `token_score_norms`, all probabilities 1. The
     energies of trained models are heavy-tailed, so a uniform sample needs many times as many tokens as one drawn in
     proportion to the norm above the last attention, which costs one forward and one backward pass over the batch.
+    `norm_sq` [N, L] is exact where drawn, NaN at the other tokens of the mask and zero outside it; `inclusion_prob` and
+    `size` [N, L] are zero outside the mask. Arguments that are not listed are those of `token_score_norms`.
 
     Args:
-        model: A causal language model with the Hugging Face call convention.
-        input_ids: Token ids [N, L].
-        mask: True at the tokens to draw from, those that the policy sampled [N, L].
-        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
-        tokens: How many to draw.
+        tokens: How many to draw among the true entries of `mask`.
         by: Size measure: "above_cut" (‖s‖² restricted to the layers above the last attention), "proxy" or "uniform".
         proxy: Energies to draw in proportion to with by="proxy" [N, L], such as those of `logit_stats`.
         seed: Seed of the draw; torch's random state is left alone.
         engine: "auto" ("scattered" where the generic engine has rules for the model, else "reference"), "scattered"
             (one copy of the rollout per drawn token, many copies in one pass), "generic" or "reference".
-        scope: As in `token_score_norms`.
-        temperature: τ of the policy softmax(logits / τ).
-
-    Returns:
-        `norm_sq` [N, L]: exact where drawn, NaN at the other tokens of the mask, zero outside it; `inclusion_prob` and
-        `size` [N, L], zero outside the mask.
 
     Raises:
-        InputError: Something passed does not fit, or "above_cut" is asked of a model without rules or of a scope with
+        InputError: An argument does not fit, or "above_cut" is asked of a model without rules or of a scope with
             nothing up there; the sentence says what to do.
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
@@ -71,57 +61,46 @@ def sampled_score_norms(
         raise InputError(f"by is {by!r}; {nearest(by, SIZES)}")
     if engine not in ENGINES:
         raise InputError(f"engine is {engine!r}; {nearest(engine, ENGINES)}")
-    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    size = _size(problem, by, proxy)
-    prob = np.zeros(problem.shape)
-    prob[problem.mask] = inclusion_probabilities(size[problem.mask], tokens) if problem.mask.any() else 0.0
-    drawn = np.zeros(problem.shape, bool)
-    drawn[problem.mask] = systematic_sample(prob[problem.mask], seed)
-    found, name = _measured(_restricted(problem, drawn), engine)
-    norm_sq = np.where(drawn, found, np.where(problem.mask, np.nan, 0.0))
+    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    size = _size(batch, by, proxy)
+    prob = np.zeros(batch.shape)
+    prob[batch.mask] = inclusion_probabilities(size[batch.mask], tokens) if batch.mask.any() else 0.0
+    drawn = np.zeros(batch.shape, bool)
+    drawn[batch.mask] = systematic_sample(prob[batch.mask], seed)
+    measured, name = _measured(restricted(batch, drawn), engine)
+    norm_sq = np.where(drawn, measured, np.where(batch.mask, np.nan, 0.0))
     return SampledNorms(norm_sq, prob, size, name)
 
 
-def _size(problem: ScoreBatch, by: str, proxy: Float | None) -> Float:
-    if by == "uniform" or not problem.rollouts:
-        return np.where(problem.mask, 1.0, 0.0)
+def _size(batch: ScoreBatch, by: str, proxy: Float | None) -> Float:
+    if by == "uniform" or not batch.rollouts:
+        return np.where(batch.mask, 1.0, 0.0)
     if by == "proxy":
-        if proxy is None or np.shape(proxy) != problem.shape:
+        if proxy is None or np.shape(proxy) != batch.shape:
             raise InputError(
-                f"proxy has shape {None if proxy is None else np.shape(proxy)} but input_ids {problem.shape}; "
+                f"proxy has shape {None if proxy is None else np.shape(proxy)} but input_ids {batch.shape}; "
                 'pass one energy per token, shape [N, L], or by="above_cut".'
             )
-        return np.where(problem.mask, proxy, 0.0)
+        return np.where(batch.mask, proxy, 0.0)
     try:
-        plan = generic.plan_for(problem)
+        plan = generic.plan_for(batch)
         if plan.above:
-            return scattered.norms_above_cut(problem, plan)
+            return scattered.norms_above_cut(batch, plan)
     except UnfitError as reason:
         raise InputError(
             f'the norm above the cut is not available for this model, pass by="proxy": {reason}'
         ) from reason
     raise InputError(
-        f'scope {problem.scope.name!r} holds no parameter above the last attention, where by="above_cut" measures; '
+        f'scope {batch.scope.name!r} holds no parameter above the last attention, where by="above_cut" measures; '
         'pass by="proxy" with energies, or by="uniform".'
     )
 
 
-def _restricted(problem: ScoreBatch, drawn: Bool) -> ScoreBatch:
-    """The same rollouts in full length, with only the drawn tokens to be measured."""
-    kept = []
-    for rollout in problem.rollouts:
-        chosen = drawn[rollout.row, rollout.columns]
-        if chosen.any():
-            on_device = torch.from_numpy(chosen).to(rollout.targets.device)
-            kept.append(replace(rollout, targets=rollout.targets[on_device], columns=rollout.columns[chosen]))
-    return replace(problem, rollouts=tuple(kept), mask=drawn)
-
-
-def _measured(problem: ScoreBatch, engine: str) -> tuple[Float, str]:
+def _measured(batch: ScoreBatch, engine: str) -> tuple[Float, str]:
     if engine == "auto":
         # What one token gains over plain backward passes does not depend on how few there are; a plan must exist.
-        engine = "scattered" if generic.has_plan(problem) else "reference"
+        engine = "scattered" if generic.has_plan(batch) else "reference"
     if engine == "scattered":
-        return scattered.token_norms(problem, generic.plan_for(problem)), engine
+        return scattered.token_norms(batch, generic.plan_for(batch)), engine
     module = generic if engine == "generic" else reference
-    return module.token_score_norms(problem, False).norm_sq, engine
+    return module.token_score_norms(batch, False).norm_sq, engine

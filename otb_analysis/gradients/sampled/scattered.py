@@ -1,15 +1,15 @@
 """Exact norms of single tokens scattered over a batch: a copy of the rollout for each, many copies in one pass.
 
-Where most tokens of a rollout are wanted the generic engine shares one graph among them. Where a few are wanted of
-each, it is cheaper to cut a copy of the rollout behind each of them and to run ordinary batches of such copies: a row
-that holds one sampled token leaves nothing but its own signals at every layer, and per-row norms follow from the
-layers' inputs and signals without a weight gradient. The share of the layers above the last attention comes even
-cheaper: one ordinary backward pass gives it for every token of the batch, because there no two tokens mix.
+The generic engine shares one graph among most tokens of a rollout. For a few tokens of each rollout it is cheaper to
+cut a copy of the rollout behind each of them and to run ordinary batches of such copies: the signals in a row that
+holds one sampled token are that token's alone, and per-row norms follow from the layers' inputs and signals without a
+weight gradient. The share of the layers above the last attention is cheaper still: no two tokens mix there, so one
+ordinary backward pass gives it for every token of the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from otb_analysis.gradients.exact.layers import (
     HEADED_SCALE,
     MATRIX,
     SCALE,
-    Rule,
     UnfitError,
     row_factors,
     wide,
@@ -34,95 +33,83 @@ from otb_analysis.gradients.exact.plan import ParameterUse, Plan
 from otb_analysis.phases import advance, count_to
 from otb_analysis.types import Float
 
-SUMMED = (BIAS, SCALE, HEADED_SCALE)
-"""Rules whose outer product already sums over whatever lies between the first and the last axis."""
+Layer = tuple[ParameterUse, nn.Module, Tensor, Tensor]
+"""One use in a pass: the parameter, its module, the module's input and the signal at its output, rows first."""
 
 
-def norms_above_cut(problem: ScoreBatch, plan: Plan) -> Float:
+def norms_above_cut(batch: ScoreBatch, plan: Plan) -> Float:
     """The part of every token's squared score norm that lies in the layers above the last attention [N, L].
 
     One forward and one backward pass over the batch. A tied matrix counts with its output use only. It is a lower
     bound of ‖s_t‖² up to that matrix's cross term, and all of ‖s_t‖² where nothing in scope is below.
-
-    Args:
-        problem: The checked batch.
-        plan: How its model is taken apart.
     """
-    found = np.zeros(problem.shape)
-    modules = dict(problem.model.named_modules())
-    for batch in microbatches(problem.rollouts):
-        seen = _Pass(problem, plan.above, batch)
-        total = torch.zeros(len(seen.row), dtype=torch.float64, device=seen.row.device)
-        for use, inputs, signal in seen.layers():
-            left, right = use.rule.outer(modules[use.module], inputs[seen.at(inputs)], signal[seen.at(signal)])
-            total += norm_sq(left) * norm_sq(right)
-        found[seen.places] = total.cpu().numpy()
-    return found
+    result = np.zeros(batch.shape)
+    for micro in microbatches(batch.rollouts):
+        run = _Pass(batch, plan.above, micro)
+        for layer in run.layers():
+            left, right = run.outer(layer)
+            result[run.places] += (norm_sq(left) * norm_sq(right)).cpu().numpy()
+    return result
 
 
-def token_norms(problem: ScoreBatch, plan: Plan) -> Float:
+def token_norms(batch: ScoreBatch, plan: Plan) -> Float:
     """Exact squared norm of the score of every token in the mask [N, L], zero elsewhere.
 
     As `generic.token_score_norms`, which is the faster one where a rollout has many sampled tokens.
-
-    Args:
-        problem: The checked batch; its mask holds the tokens to measure.
-        plan: How its model is taken apart.
     """
-    found = np.zeros(problem.shape)
-    copies = [one for rollout in problem.rollouts for one in rollout.blocks(1)]
+    result = np.zeros(batch.shape)
+    copies = [one for rollout in batch.rollouts for one in rollout.blocks(1)]
     count_to(len(copies), "token")
-    for batch in microbatches(copies):
-        seen = _Pass(problem, (*plan.above, *plan.below), batch)
-        found[seen.places] = _row_norms(problem, plan, seen).cpu().numpy()
-        advance(len(batch))
-    return found
+    for micro in microbatches(copies):
+        run = _Pass(batch, (*plan.above, *plan.below), micro)
+        result[run.places] = _row_norms(plan, run).cpu().numpy()
+        advance(len(micro))
+    return result
 
 
 class _Pass:
-    """One forward and one backward pass over some rollouts, summed over all their sampled tokens.
+    """One forward and one backward pass over some rollouts, summed over all their sampled tokens."""
 
-    Attributes:
-        row: Row of each sampled token within the pass [K].
-        places: (rollouts, columns) of the tokens in the padded batch.
-    """
-
-    def __init__(self, problem: ScoreBatch, uses: Sequence[ParameterUse], rollouts: tuple[Rollout, ...]) -> None:
-        self.uses, self.trace = uses, _traced(problem, uses, rollouts)
+    def __init__(self, batch: ScoreBatch, uses: Sequence[ParameterUse], rollouts: tuple[Rollout, ...]) -> None:
+        self.uses, self.modules = uses, dict(batch.model.named_modules())
+        self.trace = _traced(batch, uses, rollouts)
         counts = torch.tensor([len(r.columns) for r in rollouts])
         self.position = torch.cat([r.targets for r in rollouts]) - 1
-        self.row = torch.repeat_interleave(counts).to(self.position.device)
+        self.row = torch.repeat_interleave(counts).to(self.position.device)  # of each sampled token within the pass [K]
         self.kept = self.position.unique()
-        self.places = (
-            np.repeat([r.row for r in rollouts], counts.numpy()),
-            np.concatenate([r.columns for r in rollouts]),
-        )
+        # Rollouts and columns of the tokens in the padded batch.
+        self.places = np.repeat([r.row for r in rollouts], counts), np.concatenate([r.columns for r in rollouts])
         self.names = list(dict.fromkeys(u.module for u in uses))
         outputs = [self.trace.outputs[name] for name in self.names]
         self.signals = torch.autograd.grad(self.trace.logprob.sum(), outputs)
 
-    def layers(self) -> Iterator[tuple[ParameterUse, Tensor, Tensor]]:
+    def layers(self) -> Iterator[Layer]:
         """Every use with its layer's input and the signal at its output, all rows and positions."""
         for use in self.uses:
-            yield use, self.trace.inputs[use.module].detach(), self.signals[self.names.index(use.module)]
+            inputs, signal = self.trace.inputs[use.module].detach(), self.signals[self.names.index(use.module)]
+            yield use, self.modules[use.module], inputs, signal
 
-    def at(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    def outer(self, layer: Layer) -> tuple[Tensor, Tensor]:
+        """Gradients of the sampled tokens, which signal at one position each, as outer products [K, a] ⊗ [K, b]."""
+        use, module, inputs, signal = layer
+        return use.rule.outer(module, inputs[self._at(inputs)], signal[self._at(signal)])
+
+    def _at(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Index of the positions that predict the sampled tokens; the output layer may run on the kept ones only."""
         if tensor.shape[1] == len(self.kept):
             return self.row, torch.searchsorted(self.kept, self.position)
         return self.row, self.position
 
 
-def _traced(problem: ScoreBatch, uses: Sequence[ParameterUse], rollouts: tuple[Rollout, ...]) -> Trace:
+def _traced(batch: ScoreBatch, uses: Sequence[ParameterUse], rollouts: tuple[Rollout, ...]) -> Trace:
     """Run rollouts as one ordinary batch, with the model's own attention kernels, while watching the layers in use."""
-    modules = dict(problem.model.named_modules())
+    modules = dict(batch.model.named_modules())
     trace = Trace()
-    inner = replace(problem, scope=replace(problem.scope, head=None))
+    inner = replace(batch, scope=replace(batch.scope, head=None))
     # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
-    with problem.scope.active(), ExitStack() as hooks:
+    with batch.scope.active(), ExitStack() as hooks:
         for name in dict.fromkeys(u.module for u in uses):
-            handle = modules[name].register_forward_hook(_row_by_row(name, len(rollouts), trace))
-            hooks.callback(handle.remove)
+            hooks.enter_context(modules[name].register_forward_hook(_row_by_row(name, len(rollouts), trace)))
         trace.logprob = sampled_logprobs(inner, rollouts)
     return trace
 
@@ -135,60 +122,51 @@ def _row_by_row(name: str, rows: int, trace: Trace) -> Callable[[nn.Module, tupl
     """
 
     def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        given = args[0]
-        if given.shape[0] not in (1, rows) or output.shape[0] != given.shape[0]:
+        inputs = args[0]
+        if inputs.shape[0] not in (1, rows) or output.shape[0] != inputs.shape[0]:
             raise UnfitError(
-                f"layer {name} works on shape {tuple(given.shape)} where {rows} rollouts were expected; "
+                f"layer {name} works on shape {tuple(inputs.shape)} where {rows} rollouts were expected; "
                 'pass engine="reference".'
             )
-        if given.shape[0] < rows:
-            given, output = (x.expand(rows, *x.shape[1:]) for x in (given, output))
-        trace.inputs[name], trace.outputs[name] = given, output
+        if inputs.shape[0] < rows:
+            inputs, output = (x.expand(rows, *x.shape[1:]) for x in (inputs, output))
+        trace.inputs[name], trace.outputs[name] = inputs, output
         return output
 
     return hook
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """One use in a pass whose rows hold one token each: the layer's inputs and signals, and their per-row factors."""
-
-    use: ParameterUse
-    module: nn.Module
-    inputs: Tensor
-    signal: Tensor
-
-
-def _row_norms(problem: ScoreBatch, plan: Plan, seen: _Pass) -> Tensor:
-    """‖s‖² of each row's one token [B]."""
-    modules = dict(problem.model.named_modules())
-    total = torch.zeros(len(seen.row), dtype=torch.float64, device=seen.row.device)
+def _row_norms(plan: Plan, run: _Pass) -> Tensor:
+    """‖s‖² [B] of the one token that each row of a pass holds."""
+    total = torch.zeros(len(run.row), dtype=torch.float64, device=run.row.device)
     outer: dict[str, tuple[Tensor, Tensor]] = {}
     above = set(plan.above)
-    for use, inputs, signal in seen.layers():
-        module = modules[use.module]
+    for layer in run.layers():
+        use = layer[0]
         if use in above:
-            left, right = use.rule.outer(module, inputs[seen.at(inputs)], signal[seen.at(signal)])
+            left, right = outer[use.parameter] = run.outer(layer)
             total += norm_sq(left) * norm_sq(right)
-            outer[use.parameter] = left, right
             continue
-        total += _below(_Layer(use, module, inputs, signal))
+        total += _below(layer)
         if use.rule is EMBEDDING and use.parameter in plan.tied:
-            total += _tied_cross(_Layer(use, module, inputs, signal), *outer[use.parameter])
+            total += _tied_cross(layer, *outer[use.parameter])
     return total
 
 
-def _below(layer: _Layer) -> Tensor:
-    rule: Rule = layer.use.rule
-    if rule is MATRIX:
-        return _matrix(wide(layer.inputs), wide(layer.signal))
-    if rule in SUMMED:
-        left, right = rule.outer(layer.module, layer.inputs, layer.signal)
+def _below(layer: Layer) -> Tensor:
+    """‖gradient‖² of each row [B]."""
+    use, module, inputs, signal = layer
+    if use.rule is MATRIX:
+        return _matrix(wide(inputs), wide(signal))
+    if use.rule in (BIAS, SCALE, HEADED_SCALE):  # their outer product sums over all axes between the first and the last
+        left, right = use.rule.outer(module, inputs, signal)
         return norm_sq(left) * norm_sq(right)
-    if rule is EMBEDDING:
-        return _embedding(layer)
-    rows = zip(layer.inputs.split(1), layer.signal.split(1), strict=True)
-    return torch.cat([norm_sq(rule.coordinates(rule.prepare(layer.module, a), s)) for a, s in rows])
+    if use.rule is EMBEDDING:  # signals of positions that read the same token add up
+        same = inputs[:, :, None] == inputs[:, None, :]
+        scaled = wide(signal) * row_factors(module, inputs)[..., None]
+        return ((scaled @ scaled.mT).double() * same).flatten(1).sum(1).clamp(min=0.0)
+    rows = zip(inputs.split(1), signal.split(1), strict=True)
+    return torch.cat([norm_sq(use.rule.coordinates(use.rule.prepare(module, a), s)) for a, s in rows])
 
 
 def _matrix(inputs: Tensor, signal: Tensor) -> Tensor:
@@ -201,16 +179,8 @@ def _matrix(inputs: Tensor, signal: Tensor) -> Tensor:
     return norm_sq(inputs.mT @ signal)
 
 
-def _embedding(layer: _Layer) -> Tensor:
-    """‖gradient‖² of an embedding [B]: signals of positions that read the same token add up."""
-    same = layer.inputs[:, :, None] == layer.inputs[:, None, :]
-    signal = wide(layer.signal) * row_factors(layer.module, layer.inputs)[..., None]
-    return ((signal @ signal.mT).double() * same).flatten(1).sum(1).clamp(min=0.0)
-
-
-def _tied_cross(layer: _Layer, left: Tensor, right: Tensor) -> Tensor:
+def _tied_cross(layer: Layer, left: Tensor, right: Tensor) -> Tensor:
     """2⟨input use, output use⟩ of a tied matrix [B]: 2 Σ_t (δ_t·h) · (e_y − π)[x_t]."""
-    along = (wide(layer.signal) * left[:, None, :]).sum(-1)
-    return 2 * (along.double() * right.gather(1, layer.inputs).double() * row_factors(layer.module, layer.inputs)).sum(
-        1
-    )
+    _, module, ids, signal = layer
+    along = (wide(signal) * left[:, None, :]).sum(-1)
+    return 2 * (along.double() * right.gather(1, ids).double() * row_factors(module, ids)).sum(1)

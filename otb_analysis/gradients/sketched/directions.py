@@ -16,26 +16,21 @@ class Directions:
     """K random directions D with E[(s·D)²] = ‖s‖² for every s; each entry has mean 0 and variance 1.
 
     A parameter's own stream depends on the seed and its name only.
-
-    Attributes:
-        problem: The checked batch, for its scope.
-        count: K.
-        seed: Seed.
     """
 
-    problem: ScoreBatch
-    count: int
+    batch: ScoreBatch
+    count: int  # K
     seed: int
 
     @cached_property
     def signs(self) -> dict[str, tuple[Tensor, ...]]:
         """By parameter one Rademacher vector per axis and direction, ([K, n_0], [K, n_1], …); ±1 in float32 or 64."""
-        found = {}
-        for name, like in zip(self.problem.scope.names, self.problem.scope.parameters, strict=True):
+        signs = {}
+        for name, like in zip(self.batch.scope.names, self.batch.scope.parameters, strict=True):
             bits = self._bits(name)
             drawn = [_signs(bits, (self.count, n)) for n in like.shape]
-            found[name] = tuple(x.to(like.device, _wide(like)) for x in drawn)
-        return found
+            signs[name] = tuple(x.to(like.device, _wide(like)) for x in drawn)
+        return signs
 
     def rank_one(self, k: int) -> list[Tensor]:
         """Direction k in full: of each tensor the outer product of the signs of its axes."""
@@ -49,7 +44,7 @@ class Directions:
     def gaussian(self, k: int) -> list[Tensor]:
         """Direction k with independent standard normal entries."""
         dense = []
-        for name, like in zip(self.problem.scope.names, self.problem.scope.parameters, strict=True):
+        for name, like in zip(self.batch.scope.names, self.batch.scope.parameters, strict=True):
             values = torch.randn(like.shape, generator=self.stream(f"{name}:{k}"), dtype=_wide(like))
             dense.append(values.to(like.device))
         return dense

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as f
 from torch import Tensor
 
+from otb_analysis.gradients.exact.attention import AttentionCall
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.sketched.dual_attention import Moving, attention_tangent, attention_weights
 
@@ -70,15 +71,9 @@ class Dual(torch.Tensor):
 
 
 def dual(primal: Tensor, tangent: Tensor, rate: Tensor | None = None) -> Dual:
-    """Join an activation and its tangents.
+    """Join an activation [1, ...] and its tangents [k, ...]; raises where the directions' axis was moved.
 
-    Args:
-        primal: The activation [1, ...].
-        tangent: Its tangents [k, ...].
-        rate: What they are still to be multiplied by [1, ...], so that a gate's product is one pass, not two.
-
-    Raises:
-        UnfitError: An operation has moved the first axis, on which the directions lie.
+    The tangents are still to be multiplied by `rate` [1, ...], so that a gate's product is one pass, not two.
     """
     if tangent.shape[1:] != primal.shape[1:]:
         raise UnfitError(
@@ -222,23 +217,11 @@ def _layer_norm(
     return dual(out, moved.mul_(rate if weight is None else rate * weight))
 
 
-def _attention(
-    _func: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Dual:
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    operands = [_grouped(x, query.shape[1] // x.shape[1] if enable_gqa else 1) for x in (query, key, value)]
-    q, k, v = operands
-    weights = once(
-        lambda: attention_weights(q.primal, k.primal, v.primal, _additive(attn_mask, q.primal), is_causal, factor)
-    )
+def _attention(_func: Any, *args: Any, **kwargs: Any) -> Dual:
+    call = AttentionCall(*args, **kwargs)
+    repeats = call.query.shape[1] // call.key.shape[1] if call.enable_gqa else 1
+    q, k, v = _grouped(call.query, 1), _grouped(call.key, repeats), _grouped(call.value, repeats)
+    weights = once(lambda: attention_weights(call, q.primal, k.primal, v.primal))
     return dual(weights.output, attention_tangent(q, k, v, weights))
 
 
@@ -249,12 +232,6 @@ def _grouped(x: Any, repeats: int) -> Moving:
         return Moving(primal_of(x), tangent)
     moved = None if tangent is None else tangent.repeat_interleave(repeats, 1)
     return Moving(primal_of(x).repeat_interleave(repeats, 1), moved)
-
-
-def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(~mask, -torch.inf)
 
 
 def _dropout(_func: Any, x: Dual, p: float = 0.5, training: bool = True, inplace: bool = False) -> Dual:
@@ -268,11 +245,6 @@ def _named(*names: str) -> Iterator[Any]:
         for home in (torch.Tensor, torch, f):
             if hasattr(home, name):
                 yield getattr(home, name)
-
-
-def _getters(*names: str) -> Iterator[Any]:
-    for name in names:
-        yield getattr(torch.Tensor, name).__get__
 
 
 def _table() -> dict[Any, Callable[..., Any]]:
@@ -300,8 +272,8 @@ def _table() -> dict[Any, Callable[..., Any]]:
         _dropout: iter([f.dropout]),
     }  # fmt: skip
     table = {func: rule for rule, funcs in rules.items() for func in funcs}
-    getters = _getters("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_nested")
-    return table | dict.fromkeys(getters, _fixed)
+    attributes = "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_nested"
+    return table | {getattr(torch.Tensor, name).__get__: _fixed for name in attributes}
 
 
 Dual.rules.update(_table())

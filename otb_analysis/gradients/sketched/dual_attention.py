@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-QUERIES = 64
-"""Queries of one block: later keys are skipped, and the block's weights for a few directions stay in cache."""
+from otb_analysis.gradients.exact.attention import AttentionCall, block_scores, query_blocks
 
 
 @dataclass(frozen=True)
@@ -19,57 +18,28 @@ class Moving:
 
 @dataclass(frozen=True)
 class Weights:
-    """What attention computes without tangents.
+    """What attention computes without tangents."""
 
-    Attributes:
-        blocks: P by blocks of queries [1, H, b, keys].
-        slopes: scale·P, likewise.
-        output: o [1, H, T, d].
-    """
-
-    blocks: tuple[Tensor, ...]
-    slopes: tuple[Tensor, ...]
-    output: Tensor
+    blocks: tuple[Tensor, ...]  # P by blocks of queries [1, H, b, keys]
+    slopes: tuple[Tensor, ...]  # scale·P, likewise
+    output: Tensor  # o [1, H, T, d]
 
 
-def attention_weights(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> Weights:
-    """O = Pv, P = softmax(scale·qkᵀ + bias).
-
-    Args:
-        query: Queries [1, H, T, d].
-        key: Keys, with as many heads as the queries.
-        value: Values, likewise.
-        bias: What is added to the scores, broadcastable to [1, H, T, T], or None.
-        causal: Whether each query sees the keys up to its own position only.
-        scale: Factor of the scores.
-    """
-    length, blocks, outputs = query.shape[-2], [], []
-    for start in range(0, length, QUERIES):
-        rows = slice(start, min(start + QUERIES, length))
-        keys = slice(0, rows.stop if causal else key.shape[-2])
-        scores = (query[..., rows, :] @ key[..., keys, :].mT).mul_(scale)
-        if causal:
-            future = torch.ones(rows.stop - start, rows.stop - start, dtype=torch.bool, device=scores.device).triu(1)
-            scores[..., start:].masked_fill_(future, -torch.inf)
-        if bias is not None:
-            scores = scores + bias[..., rows if bias.shape[-2] > 1 else slice(None), keys]
-        blocks.append(scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(scores.dtype))
-        outputs.append(blocks[-1] @ value[..., keys, :])
-    return Weights(tuple(blocks), tuple(b * scale for b in blocks), torch.cat(outputs, -2))
+def attention_weights(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Weights:
+    """O = Pv, P = softmax(scale·qkᵀ + mask), of operands with as many heads each [1, H, T, d]."""
+    blocks, outputs = [], []
+    for rows in query_blocks(query.shape[-2]):
+        scores = block_scores(call, query, key, rows)
+        p = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(scores.dtype)
+        blocks.append(p)
+        outputs.append(p @ value[..., : p.shape[-1], :])
+    return Weights(tuple(blocks), tuple(p * call.factor for p in blocks), torch.cat(outputs, -2))
 
 
 def attention_tangent(query: Moving, key: Moving, value: Moving, weights: Weights) -> Tensor:
     """Derivative of attention along k directions [k, H, T, d].
 
     ȯ = (P∘Ṡ)v − rowsum(P∘Ṡ)·o + Pv̇,  Ṡ = scale·(q̇kᵀ + qk̇ᵀ).
-
-    Args:
-        query: Queries.
-        key: Keys.
-        value: Values.
-        weights: P and o.
     """
     k = next(len(x.tangent) for x in (query, key, value) if x.tangent is not None)
     output = weights.output
@@ -115,5 +85,5 @@ def _through_values(moved: Tensor, tangent: Tensor, weights: Weights) -> None:
     start = 0
     for block in weights.blocks:
         rows = slice(start, start := start + block.shape[-2])
-        found = block[0] @ columns[:, : block.shape[-1]]
-        moved[..., rows, :] += found.unflatten(-1, (k, width)).permute(2, 0, 1, 3)
+        product = block[0] @ columns[:, : block.shape[-1]]
+        moved[..., rows, :] += product.unflatten(-1, (k, width)).permute(2, 0, 1, 3)

@@ -12,17 +12,9 @@ CHUNK = 1 << 15
 def count_sketch(values: Tensor, start: int, dim: int, seed: int = 0) -> Tensor:
     """Count sketch of a piece of a long vector, such as one shard of a gradient; the pieces' sketches add up.
 
-    Bucket b holds Σ_{j: h(j)=b} σ(j) values[j − start] for the indices j = start, start + 1, … of the whole vector.
-    The hash is a fixed integer function of (seed, j), so it is the same in every process and on every device.
-
-    Args:
-        values: The piece, flattened in its order.
-        start: Index of its first entry in the whole vector.
-        dim: Buckets.
-        seed: Seed of the hash.
-
-    Returns:
-        The sketch [dim], float64, on the device of `values`.
+    Bucket b holds Σ_{j: h(j)=b} σ(j) values[j − start] for the indices j = start, start + 1, … of the whole vector, of
+    which `values` is a piece. The hash is a fixed integer function of (seed, j), so it is the same in every process and
+    on every device. The sketch is [dim], float64, on the device of `values`.
 
     Raises:
         InputError: `dim` is not positive.
@@ -56,17 +48,14 @@ class Buckets:
 
 
 def check_dim(dim: int) -> None:
-    """Refuse a number of buckets that cannot be.
-
-    Raises:
-        InputError: `dim` is not positive.
-    """
+    """Raise where the number of buckets is not positive."""
     if dim < 1:
         raise InputError(f"dim is {dim}; pass a positive number of buckets, 65536 by default.")
 
 
 def _signed_buckets(start: int, length: int, dim: int, seed: int, device: torch.device) -> Tensor:
     """h(j) where σ(j) = +1 and dim + h(j) where it is −1."""
+    # One draw for bucket and sign: the upper half of 2·dim values stands for −1.
     mixed = _shift(_mix(torch.arange(start, start + length, device=device), seed), 1)
     size = 2 * dim
     return mixed.bitwise_and_(size - 1) if size & (size - 1) == 0 else mixed.remainder_(size)

@@ -39,27 +39,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Projected:
-    """What is known of the scores s = a + b of one rollout's T sampled tokens, a measured and b projected.
-
-    Attributes:
-        rollout: The rollout.
-        logprob: log π in nats [T].
-        sketched: b·D_k [T, K].
-        exact: ‖a‖² of single tokens [T], or 0.
-        exact_path: ‖Σ_{j≤t} a_j‖² [T], or 0.
-        known: Of directions for ⟨a, b⟩, the known factors α_k [T, k]; none where a and b share no parameter.
-        found: Of these directions, b·D_k [T, k].
-        unseen: Share of a's span that they leave out.
-    """
+    """What is known of the scores s = a + b of one rollout's T sampled tokens, a measured and b projected."""
 
     rollout: Rollout
-    logprob: Float
-    sketched: Float
-    exact: Float | float = 0.0
-    exact_path: Float | float = 0.0
+    logprob: Float  # log π in nats [T]
+    sketched: Float  # b·D_k [T, K]
+    exact: Float | float = 0.0  # ‖a‖² of single tokens [T], or 0
+    exact_path: Float | float = 0.0  # ‖Σ_{j≤t} a_j‖² [T], or 0
+    # Of directions for ⟨a, b⟩, the known factors α_k [T, k]; none where a and b share no parameter
     known: Float | None = None
-    found: Float | None = None
-    unseen: float = 0.0
+    projected: Float | None = None  # Of these directions, b·D_k [T, k]
+    unseen: float = 0.0  # Share of a's span that they leave out
 
     @property
     def norm_sq(self) -> Float:
@@ -69,9 +59,11 @@ class Projected:
     @property
     def norm_sq_stderr(self) -> Float:
         """Their standard errors [T]: independent directions, and some of an orthonormal frame of a's span."""
-        own, both = self.sketched**2, self._products()
-        variance = own.var(1, ddof=1) / own.shape[1]
-        return np.sqrt(variance + both.var(1, ddof=1) / both.shape[1] * self.unseen if self.unseen else variance)
+        squares, products = self.sketched**2, self._products()
+        variance = squares.var(1, ddof=1) / squares.shape[1]
+        if self.unseen:  # directions that span all of a leave nothing of ⟨a, b⟩ to chance
+            variance = variance + products.var(1, ddof=1) / products.shape[1] * self.unseen
+        return np.sqrt(variance)
 
     @property
     def path_norm_sq(self) -> Float:
@@ -80,9 +72,9 @@ class Projected:
 
     def _products(self, summed: Callable[[Float, int], Float] = lambda values, _axis: values) -> Float:
         """2 α_k b·D_k [T, k], of single tokens or of sums over tokens."""
-        if self.known is None or self.found is None:
+        if self.known is None or self.projected is None:
             return np.zeros((len(self.sketched), 1))
-        return 2 * summed(self.known, 0) * summed(self.found, 0)
+        return 2 * summed(self.known, 0) * summed(self.projected, 0)
 
 
 @torch.inference_mode(False)
@@ -119,12 +111,10 @@ def sketch_score_norms(
     The relative error is √(2/K) for "gaussian", somewhat more for "rank_one", and for "hybrid" as much smaller as less
     of the norm lies below; a hybrid estimate can come out negative. Where everything lies above the last attention, as
     in scope "lm_head", hybrid is exact. All rollouts and all calls with one seed share the directions of a parameter.
+    `features` [N, L, K] are s·D_k/√K, float32, so that E⟨f_t, f_k⟩ = s_t·s_k, across rollouts and calls. Arguments that
+    are not listed are those of `token_score_norms`.
 
     Args:
-        model: A causal language model with the Hugging Face call convention.
-        input_ids: Token ids [N, L].
-        mask: True at the tokens the policy sampled [N, L].
-        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
         directions: K ≥ 2.
         method: "hybrid", "rank_one" or "gaussian".
         engine: "auto" (the batched pass; a model without rules for it gets "rank_one" by one forward-mode pass a
@@ -133,25 +123,18 @@ def sketch_score_norms(
         seed: Seed of the directions.
         path: Whether to estimate path norms ‖Σ_{j≤t} s_{n,j}‖² too.
         features: Whether to return the projections, from which every s_t·s_k can be estimated; not with "hybrid".
-        scope: As in `token_score_norms`.
-        temperature: τ of the policy softmax(logits / τ).
-
-    Returns:
-        `norm_sq`, `norm_sq_stderr` and, if asked for, `path_norm_sq` [N, L] (norm²), `logprob` [N, L] (nats), float64,
-        zero outside the mask; with `features` also `features` [N, L, K], float32, s·D_k/√K, so that
-        E⟨f_t, f_k⟩ = s_t·s_k, across rollouts and calls; `engine` names the method that ran.
 
     Raises:
-        InputError: Something passed does not fit, or so many directions do not fit in memory.
+        InputError: An argument does not fit, or so many directions do not fit in memory.
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
     _check_request(directions, method, engine, features)
-    problem = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    drawn = Directions(problem, directions, seed)
+    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    drawn = Directions(batch, directions, seed)
     _check_memory(drawn)
     ran, parts = _projections(drawn, method, engine)
-    norm_sq, stderr, paths, logprob = (np.zeros(problem.shape) for _ in range(4))
-    kept = np.zeros((*problem.shape, directions), dtype=np.float32) if features else None
+    norm_sq, stderr, paths, logprob = (np.zeros(batch.shape) for _ in range(4))
+    kept = np.zeros((*batch.shape, directions), dtype=np.float32) if features else None
     for part in parts:
         where = part.rollout.row, part.rollout.columns
         norm_sq[where], stderr[where], logprob[where] = part.norm_sq, part.norm_sq_stderr, part.logprob
@@ -163,69 +146,69 @@ def sketch_score_norms(
 
 
 def _projections(directions: Directions, method: str, engine: str) -> tuple[str, Iterator[Projected]]:
-    """The method that runs and what it finds, rollout by rollout."""
+    """The method that runs and its projections, rollout by rollout."""
     if engine == "reference" or method == "gaussian":
         return method, _one_by_one(directions, method, reference.token_alignments if engine == "reference" else _slopes)
     try:
-        checked_plan(directions.problem)
+        checked_plan(directions.batch)
     except UnfitError as reason:
         if engine == "generic":
             raise
-        name = type(directions.problem.model).__name__
+        name = type(directions.batch.model).__name__
         _log.warning('%s is sketched by method "rank_one", one pass a direction: %s', name, reason)
         return "rank_one", _one_by_one(directions, "rank_one", _slopes)
     return method, (_hybrid if method == "hybrid" else _rank_one)(directions)
 
 
 def _hybrid(directions: Directions) -> Iterator[Projected]:
-    for apart in _taken_apart(directions):
-        single, running = exact_above(apart)
+    for decomposed in _decomposed(directions):
+        single, running = exact_above(decomposed)
         measured = single.cpu().numpy(), running.cpu().numpy()
-        kept = max(2, directions.count // TIED_SHARE) if apart.shared else 0
-        along = aligned(apart.shared, single, kept, directions.stream("tied")) if apart.shared else None
+        kept = max(2, directions.count // TIED_SHARE) if decomposed.shared else 0
+        along = aligned(decomposed.shared, single, kept, directions.stream("tied")) if decomposed.shared else None
         count = max(2, directions.count - kept)
-        sketched = below(apart, hybrid_moves(apart, directions, count, along)).cpu().numpy()
-        found = Projected(apart.rollout, _logprob(apart), sketched[:, :count], *measured)
+        sketched = below(decomposed, hybrid_moves(decomposed, directions, count, along)).cpu().numpy()
+        projected = Projected(decomposed.rollout, _logprob(decomposed), sketched[:, :count], *measured)
         if along is not None:
-            both = {"known": along.known.cpu().numpy(), "found": sketched[:, count:], "unseen": along.unseen}
-            found = replace(found, **both)
-        yield found
+            known = along.known.cpu().numpy()
+            projected = replace(projected, known=known, projected=sketched[:, count:], unseen=along.unseen)
+        yield projected
 
 
 def _rank_one(directions: Directions) -> Iterator[Projected]:
     moves = DirectionBatch(directions.count, directions.signs, {})
-    for apart in _taken_apart(directions):
-        whole = above(apart, directions) + below(apart, moves)
-        yield Projected(apart.rollout, _logprob(apart), whole.cpu().numpy())
+    for decomposed in _decomposed(directions):
+        whole = above(decomposed, directions) + below(decomposed, moves)
+        yield Projected(decomposed.rollout, _logprob(decomposed), whole.cpu().numpy())
 
 
-def _taken_apart(directions: Directions) -> Iterator[DecomposedRollout]:
-    plan = checked_plan(directions.problem)
-    for rollout in counted(directions.problem.rollouts, "rollout"):
-        yield DecomposedRollout(directions.problem, plan, rollout)
+def _decomposed(directions: Directions) -> Iterator[DecomposedRollout]:
+    plan = checked_plan(directions.batch)
+    for rollout in counted(directions.batch.rollouts, "rollout"):
+        yield DecomposedRollout(directions.batch, plan, rollout)
 
 
-def _logprob(apart: DecomposedRollout) -> Float:
-    return apart.trace.logprob.detach().double().cpu().numpy()
+def _logprob(decomposed: DecomposedRollout) -> Float:
+    return decomposed.trace.logprob.detach().double().cpu().numpy()
 
 
-def _slopes(problem: ScoreBatch, direction: Sequence[Tensor]) -> Float:
-    return jvp(functional(problem), problem.rollouts, direction).value
+def _slopes(batch: ScoreBatch, direction: Sequence[Tensor]) -> Float:
+    return jvp(functional(batch), batch.rollouts, direction).value
 
 
 def _one_by_one(
     directions: Directions, method: str, slopes: Callable[[ScoreBatch, Sequence[Tensor]], Float]
 ) -> Iterator[Projected]:
     """One direction after the other, each formed in full."""
-    problem, draw = directions.problem, directions.gaussian if method == "gaussian" else directions.rank_one
-    found = np.zeros((*problem.shape, directions.count), dtype=np.float32)
+    batch, draw = directions.batch, directions.gaussian if method == "gaussian" else directions.rank_one
+    projections = np.zeros((*batch.shape, directions.count), dtype=np.float32)
     for k in counted(range(directions.count), "direction"):
-        found[..., k] = slopes(problem, draw(k))
-    function = functional(problem)
-    logprob = function.evaluate(function.parameters, problem.rollouts)
-    for rollout in problem.rollouts:
+        projections[..., k] = slopes(batch, draw(k))
+    function = functional(batch)
+    logprob = function.evaluate(function.parameters, batch.rollouts)
+    for rollout in batch.rollouts:
         where = rollout.row, rollout.columns
-        yield Projected(rollout, logprob[where], found[where].astype(np.float64))
+        yield Projected(rollout, logprob[where], projections[where].astype(np.float64))
 
 
 def _check_request(directions: int, method: str, engine: str, features: bool) -> None:
@@ -245,6 +228,6 @@ def _check_request(directions: int, method: str, engine: str, features: bool) ->
 
 def _check_memory(directions: Directions) -> None:
     """Refuse more directions than memory holds signs and projections of."""
-    parameters = directions.problem.scope.parameters
-    each = 4 * sum(sum(p.shape) for p in parameters) + 8 * math.prod(directions.problem.shape)
+    parameters = directions.batch.scope.parameters
+    each = 4 * sum(sum(p.shape) for p in parameters) + 8 * math.prod(directions.batch.shape)
     refuse_more_than_fit("directions", directions.count, each, parameters[0].device)

@@ -24,11 +24,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 class Shards:
-    """What this process holds of the gradients of a sharded model.
-
-    Args:
-        model: A model after `fully_shard`, on a mesh of any dimension; replicated dimensions count once.
-        scope: The scope asked for.
+    """What this process holds of the gradients of a model after `fully_shard`; replicated mesh dimensions count once.
 
     Raises:
         InputError: A parameter is cut otherwise than along its first dimension, meshes differ, or the scope is
@@ -54,37 +50,33 @@ class Shards:
         ]
 
     def gradients(
-        self, problem: ScoreBatch, batch: tuple[Rollout, ...], weights: NDArray[np.float64]
+        self, batch: ScoreBatch, rollouts: tuple[Rollout, ...], weights: NDArray[np.float64]
     ) -> Iterator[tuple[int, list[Tensor | None]]]:
         """Local parts of Σ_k weights[m, k] s_k with its m, by one forward and one backward pass per nonzero row.
 
         The parts come from `.grad`, where the sharding leaves them, averaged over processes that saw the same batch;
         what lay there before is put back.
         """
-        every = [p for p in problem.model.parameters() if p.requires_grad]
+        every = [p for p in batch.model.parameters() if p.requires_grad]
         before = [p.grad for p in every]
         for m in np.flatnonzero(weights.any(-1)):
             for p in every:
                 p.grad = None
-            values = sampled_logprobs(problem, batch)
+            values = sampled_logprobs(batch, rollouts)
             try:
                 values.backward(torch.from_numpy(weights[m]).to(values))
-                found = [_local(p.grad) for p in problem.scope.parameters]
+                local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in batch.scope.parameters]
             finally:
                 for p, grad in zip(every, before, strict=True):
                     p.grad = grad
-            yield int(m), found
+            yield int(m), local
 
-    def check_same(self, problem: ScoreBatch, weights: NDArray[np.float64]) -> None:
-        """Refuse batches that differ between processes: the sharding averages their gradients.
-
-        Raises:
-            InputError: They differ.
-        """
-        ids = np.concatenate([r.ids.cpu().numpy() for r in problem.rollouts]) if problem.rollouts else np.zeros(0)
-        digest = sha256(b"".join(x.tobytes() for x in (ids, problem.mask, weights))).digest()
-        own = torch.tensor(list(digest[:16]), dtype=torch.int32, device=problem.scope.parameters[0].device)
-        low, high = own.clone(), own.clone()
+    def check_same(self, batch: ScoreBatch, weights: NDArray[np.float64]) -> None:
+        """Raise where batches differ between processes: the sharding averages their gradients."""
+        ids = np.concatenate([r.ids.cpu().numpy() for r in batch.rollouts]) if batch.rollouts else np.zeros(0)
+        digest = sha256(b"".join(x.tobytes() for x in (ids, batch.mask, weights))).digest()
+        low = torch.tensor(list(digest[:16]), dtype=torch.int32, device=batch.scope.parameters[0].device)
+        high = low.clone()
         for group in self.mesh.get_all_groups():
             dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
             dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
@@ -102,21 +94,21 @@ class Shards:
 
 
 def _mesh(model: nn.Module) -> DeviceMesh:
-    found = {}
+    meshes = {}
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
-            found.setdefault(p.device_mesh, name)
+            meshes.setdefault(p.device_mesh, name)
             for placement in p.placements:
                 if not (isinstance(placement, Replicate) or (type(placement) is Shard and placement.dim == 0)):
                     raise InputError(
                         f"parameter {name!r} is placed as {placement}; gradient_sketch adds up shards along the first "
                         "dimension, as fully_shard makes them."
                     )
-    if len(found) != 1:
+    if len(meshes) != 1:
         raise InputError(
-            f"the model's parameters are spread over {len(found)} meshes; gradient_sketch adds up one of them."
+            f"the model's parameters are spread over {len(meshes)} meshes; gradient_sketch adds up one of them."
         )
-    return next(iter(found))
+    return next(iter(meshes))
 
 
 def _span(parameter: DTensor, start: int) -> tuple[int, int]:
@@ -127,7 +119,3 @@ def _span(parameter: DTensor, start: int) -> tuple[int, int]:
         return start, 0 if any(copies) else 1
     stride = int(np.prod(shape[1:]))
     return start + offset[0] * stride, shape[0] * stride
-
-
-def _local(gradient: Tensor | None) -> Tensor | None:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

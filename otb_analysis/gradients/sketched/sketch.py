@@ -59,77 +59,62 @@ def gradient_sketch(
     row. Inside `DistributedDataParallel` the wrapped model is measured on this process's batch: sketches of disjoint
     rollouts add up, as gradients do.
 
+    Sketches are [C, M, dim], float32, accumulated in float64. `weights` is [N, M, L]; `cluster` holds the rollout index
+    or prompt of each rollout [N], any integers; axis c is ordered by the distinct values. The other arguments are those
+    of `token_score_norms`.
+
     Source: Charikar, Chen and Farach-Colton (2002); used as feature hashing by Weinberger et al. (2009), whose
     variance is the one stated.
 
-    Args:
-        model: A causal language model with the Hugging Face call convention.
-        input_ids: Token ids [N, L].
-        mask: True at the tokens the policy sampled [N, L].
-        weights: M rows of weights per rollout [N, M, L]; never read outside the mask.
-        cluster: Rollout index or prompt of each rollout [N], any integers; axis c is ordered by the distinct values.
-        attention_mask: True at real tokens [N, L]; None means that nothing is padding.
-        dim: Buckets.
-        seed: Seed of the hash.
-        scope: As in `token_score_norms`.
-        temperature: τ of the policy softmax(logits / τ).
-
-    Returns:
-        Sketches [C, M, dim], float32, accumulated in float64.
-
     Raises:
-        InputError: Something passed does not fit, or so many buckets do not fit in memory; the sentence says what to
-            do.
+        InputError: An argument does not fit, or so many buckets do not fit in memory; the sentence says what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
     check_dim(dim)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     shards = Shards(inner, scope) if is_sharded(inner) else None
-    problem = prepare(inner, Batch(input_ids, mask, attention_mask), scope, temperature, sharded=shards is not None)
-    rows = check_weights(weights, problem.mask)
-    member = check_group(cluster, problem.shape[0], "cluster")
+    batch = prepare(inner, Batch(input_ids, mask, attention_mask), scope, temperature, sharded=shards is not None)
+    rows = check_weights(weights, batch.mask)
+    member = check_group(cluster, batch.shape[0], "cluster")
     clusters = np.unique(member)
     # Float64 sums of one cluster, what is added to them with both signs, and the float32 result.
     each = 8 * (rows.shape[1] + 3) + 4 * len(clusters) * rows.shape[1]
-    refuse_more_than_fit("dim", dim, each, problem.scope.parameters[0].device)
+    refuse_more_than_fit("dim", dim, each, batch.scope.parameters[0].device)
     if shards is not None:
-        shards.check_same(problem, rows)
-    sketch = _sketcher(problem, shards, dim, seed)
+        shards.check_same(batch, rows)
+    sketch = _sketcher(batch, shards, dim, seed)
     result = np.zeros((len(clusters), rows.shape[1], dim), dtype=np.float32)
     for c, name in enumerate(clusters):
-        sums = torch.zeros(rows.shape[1], dim, dtype=torch.float64, device=problem.scope.parameters[0].device)
-        for batch in microbatches([r for r in problem.rollouts if member[r.row] == name]):
-            stacked = np.concatenate([rows[r.row][:, r.columns] for r in batch], axis=1)
+        sums = torch.zeros(rows.shape[1], dim, dtype=torch.float64, device=batch.scope.parameters[0].device)
+        for micro in microbatches([r for r in batch.rollouts if member[r.row] == name]):
+            stacked = np.concatenate([rows[r.row][:, r.columns] for r in micro], axis=1)
             gradients = _gradients if shards is None else shards.gradients
-            for m, gradient in gradients(problem, batch, stacked):
+            for m, gradient in gradients(batch, micro, stacked):
                 sketch(sums[m], gradient)
         result[c] = (sums if shards is None else shards.total(sums)).cpu().numpy()
     return result
 
 
 def _gradients(
-    problem: ScoreBatch, batch: tuple[Rollout, ...], weights: NDArray[np.float64]
+    batch: ScoreBatch, rollouts: tuple[Rollout, ...], weights: NDArray[np.float64]
 ) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
     """Σ_k weights[m, k] s_k with its m, by one backward pass per row that is not all zero."""
-    active = np.flatnonzero(weights.any(-1))
-    if len(active) == 0:
+    active = np.flatnonzero(weights.any(-1)).tolist()
+    if not active:
         return
-    values = sampled_logprobs(problem, batch)
+    values = sampled_logprobs(batch, rollouts)
     for m in active:
         row = torch.from_numpy(weights[m]).to(values)
-        last = bool(m == active[-1])
-        yield (
-            int(m),
-            torch.autograd.grad(values, problem.scope.parameters, row, retain_graph=not last, allow_unused=True),
-        )
+        kept = m != active[-1]
+        yield m, torch.autograd.grad(values, batch.scope.parameters, row, retain_graph=kept, allow_unused=True)
 
 
 def _sketcher(
-    problem: ScoreBatch, shards: Shards | None, dim: int, seed: int
+    batch: ScoreBatch, shards: Shards | None, dim: int, seed: int
 ) -> Callable[[Tensor, Sequence[Tensor | None]], None]:
     """A function that adds the sketch of a gradient (of what this process holds of it) to a row of sums."""
-    whole = [(start, p.numel()) for start, p in zip(_starts(problem), problem.scope.parameters, strict=True)]
-    spans = whole if shards is None else shards.spans(problem.scope.parameters, _starts(problem))
+    whole = [(start, p.numel()) for start, p in zip(_starts(batch), batch.scope.parameters, strict=True)]
+    spans = whole if shards is None else shards.spans(batch.scope.parameters, _starts(batch))
     kept: dict[int, Buckets] = {}
     keep = sum(length for _, length in spans) <= KEPT
 
@@ -144,14 +129,13 @@ def _sketcher(
     return add
 
 
-def _starts(problem: ScoreBatch) -> list[int]:
+def _starts(batch: ScoreBatch) -> list[int]:
     """Index of each scope tensor's first entry among all of the model's parameters, frozen ones included."""
-    start, found = 0, {}
-    for parameter in problem.model.parameters():
-        found[id(parameter)] = start
+    start, starts = 0, {}
+    for parameter in batch.model.parameters():
+        starts[id(parameter)] = start
         start += parameter.numel()
-    head = problem.scope.head
-    tensors = (
-        problem.scope.parameters if head is None else [head.weight, *([head.bias] if head.bias is not None else [])]
-    )
-    return [found[id(p)] for p in tensors[: len(problem.scope.parameters)]]
+    head = batch.scope.head
+    # In scope "lm_head" the scope's tensors are leaves of their own, in the order of weight and bias.
+    tensors = batch.scope.parameters if head is None else list(head.parameters())[: len(batch.scope.parameters)]
+    return [starts[id(p)] for p in tensors]

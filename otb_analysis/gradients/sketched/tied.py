@@ -20,17 +20,11 @@ NEGLIGIBLE = 1e-12
 
 @dataclass(frozen=True)
 class Aligned:
-    """Directions D_k of tied matrices, on the rows that a rollout reads, and the known side of their products.
+    """Directions D_k of tied matrices, on the rows that a rollout reads, and the known side of their products."""
 
-    Attributes:
-        rows: By tied parameter, D_k [k, U, d].
-        known: Factors α_tk with E[α_tk ⟨B_t, D_k⟩] = ⟨A_t, B_t⟩ [T, k].
-        dimension: Of the span; with as many directions the mean over them is exact.
-    """
-
-    rows: dict[str, Tensor]
-    known: Tensor
-    dimension: int
+    rows: dict[str, Tensor]  # By tied parameter, D_k [k, U, d]
+    known: Tensor  # Factors α_tk with E[α_tk ⟨B_t, D_k⟩] = ⟨A_t, B_t⟩ [T, k]
+    dimension: int  # Of the span; with as many directions the mean over them is exact
 
     @property
     def unseen(self) -> float:
@@ -41,16 +35,10 @@ class Aligned:
 def aligned(
     shared: Mapping[str, tuple[Tensor, Tensor]], norm_sq: Tensor, count: int, generator: torch.Generator
 ) -> Aligned | None:
-    """Draw directions in the span of the output uses.
+    """Draw at most `count` directions in the span of the output uses; None where the span is empty.
 
-    Args:
-        shared: By tied parameter (right [T, U], left [T, d]), whose outer products are the A_t.
-        norm_sq: ‖a_t‖² of all that is known of the scores [T], the scale of each token.
-        count: Directions at most; the dimension of the span is enough.
-        generator: Random numbers, on the CPU.
-
-    Returns:
-        The directions, or None where the span is empty.
+    `shared` holds by tied parameter (right [T, U], left [T, d]), whose outer products are the A_t; `norm_sq` ‖a_t‖² of
+    all that is known of the scores [T], the scale of each token.
     """
     scale = norm_sq.clamp_min(torch.finfo(norm_sq.dtype).tiny).rsqrt()
     parts = {name: (right.double(), left.double()) for name, (right, left) in shared.items()}
@@ -63,6 +51,7 @@ def aligned(
         return None
     normal = torch.randn(dimension, min(count, dimension), generator=generator, dtype=torch.float64)
     frame = torch.linalg.qr(normal).Q.to(values.device) * dimension**0.5
+    # eigh gives A_t in the basis G: ⟨A_t, G_j⟩ = (vectors · values^½)/scale, and σ_j = values_j^½.
     known = (vectors @ (values[:, None] ** 0.25 * frame)) / scale[:, None]
     mixed = (vectors @ (values[:, None] ** -0.25 * frame)).T * scale
     rows = {name: torch.stack([(c[:, None] * r).T @ left for c in mixed]) for name, (r, left) in parts.items()}

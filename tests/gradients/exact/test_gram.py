@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.gradients import gram_from_features, group_gradient_gram, sketch_score_norms
+from otb_analysis.errors import InputError
+from otb_analysis.gradients import group_gradient_gram, sketch_score_norms
 from otb_analysis.gradients.exact import gram
 
 GROUP = np.array([7, -1, 7, 7, 2])
@@ -54,7 +54,7 @@ def test_only_one_stretch_of_the_gradients_is_held_and_the_rounds_are_told(make_
     monkeypatch.setattr(gram, "GRADIENT_BYTES", 1 << 13)
     group_gradient_gram(model, *batch.args, weights_of(), GROUP, batch.attention_mask, engine="reference")
     assert len(sizes) > 10 and max(sizes) <= 1 << 13
-    assert re.search(r"6 gradients exceed .* rounds of backward passes; gram_from_features estimates it", caplog.text)
+    assert re.search(r"6 gradients exceed .* rounds of backward passes; gradient_sketch estimates it", caplog.text)
 
 
 def test_a_gram_matrix_larger_than_the_memory_allowed_is_refused(make_model, sample, monkeypatch):
@@ -63,43 +63,12 @@ def test_a_gram_matrix_larger_than_the_memory_allowed_is_refused(make_model, sam
     model, batch = make_model("qwen2"), sample["both"]
     monkeypatch.setattr(gram, "GRADIENT_BYTES", 128)
     with pytest.raises(
-        InputError, match=r"weights has 6 rows, .*pass at most 4 \(rows of weights times prompts\).*from_features"
+        InputError,
+        match=r"weights has 6 rows, .*pass at most 4 \(rows of weights.*from gradient_sketch",
     ):
         group_gradient_gram(model, *batch.args, weights_of(), GROUP, batch.attention_mask)
     with pytest.raises(InputError, match="weights has 9 rows, "):
         group_gradient_gram(model, *batch.args, weights_of(), GROUP, batch.attention_mask, scope="lm_head")
-    with pytest.raises(InputError, match="weights has 9 rows, "):
-        gram_from_features(np.ones((5, 12, 2)), weights_of(), GROUP)
-
-
-def test_features_that_are_the_scores_give_the_gram_matrix():
-    # Two rollouts of one prompt and one of another: F_0 = (1, 0) + 2·(0, 1) = (1, 2), F_1 = 3·(1, 1) = (3, 3).
-    features = np.array([[[1.0, 0.0]], [[0.0, 1.0]], [[1.0, 1.0]]])
-    weights = np.array([1.0, 2.0, 3.0])[:, None, None]
-    np.testing.assert_array_equal(gram_from_features(features, weights, np.array([4, 4, 9]))[0, 0], [[5, 9], [9, 18]])
-
-
-def test_projections_give_every_entry_without_bias():
-    # Known score vectors, Gaussian directions shared by all tokens; the mean over seeds is within 4 standard errors,
-    # diagonals included, and one seed's spread is √((G_aa G_bb + G_ab²)/K).
-    generator = np.random.default_rng(0)
-    scores, weights, group = generator.normal(size=(6, 5, 40)), generator.normal(size=(6, 2, 5)), np.arange(6) // 2
-    exact = gram_from_features(scores, weights, group)
-    directions, seeds = 16, 400
-    draws = np.stack([
-        gram_from_features((scores @ generator.normal(size=(40, directions)) / np.sqrt(directions)).astype(np.float32),
-                           weights, group) for _ in range(seeds)
-    ])  # fmt: skip
-    power = np.einsum("mmpp->mp", exact)
-    spread = np.sqrt((power[:, None, :, None] * power[None, :, None, :] + exact**2) / directions)
-    assert np.abs((draws.mean(0) - exact) / (spread / np.sqrt(seeds))).max() < 4
-    np.testing.assert_allclose(draws.std(0), spread, rtol=0.2)
-    # Directions of their own for each rollout are wrong off the diagonal: that is what sharing is for.
-    apart = np.stack([
-        gram_from_features(np.einsum("ntd,ndk->ntk", scores, generator.normal(size=(6, 40, 16))) / 4, weights, group)
-        for _ in range(100)
-    ]).mean(0)  # fmt: skip
-    assert np.abs(apart[:, :, 0, 1]).max() < 0.3 * np.abs(exact[:, :, 0, 1]).max()
 
 
 def test_features_of_the_sketch_estimate_the_exact_matrix(make_model, sample):
@@ -111,22 +80,11 @@ def test_features_of_the_sketch_estimate_the_exact_matrix(make_model, sample):
             model, *batch.args, batch.attention_mask, directions=64, method="rank_one", features=True, seed=seed
         )
         masked = weights_of() * batch.mask[:, None].numpy()
-        draws.append(gram_from_features(found.features, masked, GROUP))
+        sums = np.einsum("nmt,ntk->nmk", masked, found.features)
+        by_prompt = np.stack([sums[p == GROUP].sum(0) for p in np.unique(GROUP)])
+        draws.append(np.einsum("pmk,qnk->mnpq", by_prompt, by_prompt))
     error = np.std(draws, axis=0, ddof=1) / np.sqrt(len(draws))
     assert (np.abs(np.mean(draws, axis=0) - exact) <= 4.5 * error).all()
-
-
-def test_features_without_weight_are_never_read_and_bad_input_is_named():
-    features, weights, group = np.ones((2, 3, 4)), np.ones((2, 1, 3)), np.array([0, 1])
-    weights[1, 0, 2], features[1, 2] = 0.0, np.nan
-    assert np.isfinite(gram_from_features(features, weights, group)).all()
-    weights[1, 0, 2] = 1.0
-    with pytest.raises(NonFiniteError, match="features is not finite at rollout 1, token 2"):
-        gram_from_features(features, weights, group)
-    with pytest.raises(InputError, match=r"features has shape \(2, 3\)"):
-        gram_from_features(features[..., 0], weights, group)
-    with pytest.raises(InputError, match=r"weights has shape \(2, 1, 2\)"):
-        gram_from_features(features, weights[..., 1:], group)
 
 
 @pytest.mark.parametrize("value", [1e-30, 3.0, 1e30])

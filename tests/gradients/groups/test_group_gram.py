@@ -181,9 +181,9 @@ def test_long_padded_rows_go_through_tiled_attention(make_model, make_sample, at
 def test_half_precision_is_never_packed(batch):
     torch.manual_seed(0)
     model = mistral().bfloat16().eval()
-    problem = prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
-    long = tuple(r for r in problem.rollouts if GROUP[r.row] == 3)
-    assert "position_ids" not in packing.layout_of(problem, long, dtype=torch.float32).inputs
+    prepared = prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
+    long = tuple(r for r in prepared.rollouts if GROUP[r.row] == 3)
+    assert "position_ids" not in packing.layout_of(prepared, long, dtype=torch.float32).inputs
 
 
 def test_frozen_parameters_are_left_out(make_model, batch):
@@ -214,9 +214,9 @@ def test_windows_and_capped_logits_give_the_same_matrix_another_way(make, batch)
     torch.manual_seed(0)
     model = make().double().eval()
     assert distance(*both(model, batch, weights_of())) < 1e-6
-    problem = prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
-    long = tuple(r for r in problem.rollouts if GROUP[r.row] == 3)
-    assert "position_ids" not in packing.layout_of(problem, long).inputs  # a window reaches over less than a rollout
+    prepared = prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
+    long = tuple(r for r in prepared.rollouts if GROUP[r.row] == 3)
+    assert "position_ids" not in packing.layout_of(prepared, long).inputs  # a window reaches over less than a rollout
 
 
 def cohere():
@@ -289,8 +289,8 @@ def test_weights_that_are_not_finite_name_their_rollout(make_model, batch):
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "llama"])
 def test_packed_rollouts_have_the_log_probabilities_of_padded_ones(make_model, batch, family):
-    problem = prepare(make_model(family), Batch(*batch.args, batch.attention_mask), "all", 1.0)
-    some = tuple(r for r in problem.rollouts if GROUP[r.row] == 3)
+    prepared = prepare(make_model(family), Batch(*batch.args, batch.attention_mask), "all", 1.0)
+    some = tuple(r for r in prepared.rollouts if GROUP[r.row] == 3)
     tree = tree_of(some)
     assert packing_pays(tree)
     layout = packed(some, tree, torch.float64)
@@ -298,7 +298,7 @@ def test_packed_rollouts_have_the_log_probabilities_of_padded_ones(make_model, b
     assert layout.ids.tolist() == [[5, 2, 9, 4, 7, 1, 6, 2, 8]]
     assert layout.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 5, 6, 7]]
     with torch.no_grad():
-        one, many = (sampled_logprobs(problem, some, x) for x in (layout, padded(some)))
+        one, many = (sampled_logprobs(prepared, some, x) for x in (layout, padded(some)))
     torch.testing.assert_close(one, many, rtol=0, atol=1e-6)
 
 
@@ -319,9 +319,9 @@ def test_scores_that_are_sampled_twice_are_measured_once_and_counted_twice(make_
     measured = []
     engine = gradients.ENGINES["generic"]
 
-    def spy(problem, path):
-        measured.append([r.columns.tolist() for r in problem.rollouts])
-        return engine.token_score_norms(problem, path)
+    def spy(prepared, path):
+        measured.append([r.columns.tolist() for r in prepared.rollouts])
+        return engine.token_score_norms(prepared, path)
 
     monkeypatch.setitem(gradients.ENGINES, "generic", replace(engine, token_score_norms=spy))
     found = gradients.token_score_norms(model, *sample.args, sample.attention_mask, engine="generic")
@@ -399,7 +399,7 @@ def test_products_of_float32_gradients_are_those_of_float64():
 
 def test_blocks_are_the_largest_list_of_modules(make_model, batch):
     model = make_model("qwen2")
-    problem = prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
-    anatomy = blocks.anatomy_of(problem)
-    assert anatomy.blocks == tuple(model.model.layers) and anatomy.outside == ("model.norm.weight",)
-    assert anatomy.ends == ("model.embed_tokens.weight",) * 2
+    prepared = prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
+    structure = blocks.structure_of(prepared)
+    assert structure.blocks == tuple(model.model.layers) and structure.outside == ("model.norm.weight",)
+    assert structure.ends == ("model.embed_tokens.weight",) * 2

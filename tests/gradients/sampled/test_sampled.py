@@ -18,7 +18,7 @@ ALL = 99
 
 
 @pytest.fixture
-def problem(sample):
+def prepared(sample):
     def made(model, side="both", scope="all", temperature=1.0):
         batch = sample[side]
         return prepare(model, Batch(batch.input_ids, batch.mask, batch.attention_mask), scope, temperature)
@@ -39,12 +39,12 @@ def test_scattered_copies_give_the_norms_of_the_reference_engine(case, sample):
 
 
 @pytest.mark.parametrize("scope", ["lm_head", "layers.1", "embed", "mlp|norm"])
-def test_scattered_copies_know_every_scope(make_model, problem, scope):
+def test_scattered_copies_know_every_scope(make_model, prepared, scope):
     for tied in (True, False):
         model = make_model("qwen3", tied)
-        posed = problem(model, scope=scope)
-        exact = generic.token_score_norms(posed, False).norm_sq
-        found = scattered.token_norms(posed, generic.plan_for(posed))
+        scored = prepared(model, scope=scope)
+        exact = generic.token_score_norms(scored, False).norm_sq
+        found = scattered.token_norms(scored, generic.plan_for(scored))
         np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-6 * exact.max())
 
 
@@ -69,35 +69,35 @@ def test_embedding_rows_of_padding_tokens_are_not_trained(make_model, make_sampl
     np.testing.assert_allclose(found, exact, rtol=2e-5)
 
 
-def test_a_rule_without_a_row_form_goes_rollout_by_rollout(make_model, problem):
-    posed = problem(make_model("gpt2", tied=False))
-    plan = generic.plan_for(posed)
+def test_a_rule_without_a_row_form_goes_rollout_by_rollout(make_model, prepared):
+    scored = prepared(make_model("gpt2", tied=False))
+    plan = generic.plan_for(scored)
     # The same rules under another identity: nothing in `scattered` knows them.
     below = tuple(replace(u, rule=replace(u.rule, prepare=lambda m, x, p=u.rule.prepare: p(m, x))) for u in plan.below)
     np.testing.assert_allclose(
-        scattered.token_norms(posed, replace(plan, below=below)), scattered.token_norms(posed, plan), rtol=1e-6
+        scattered.token_norms(scored, replace(plan, below=below)), scattered.token_norms(scored, plan), rtol=1e-6
     )
 
 
-def test_norm_above_the_cut_is_that_of_the_layers_there(make_model, problem):
-    posed = problem(make_model("llama", tied=False))
-    plan = generic.plan_for(posed)
-    expected = np.zeros(posed.shape)
-    for rollout in posed.rollouts:
-        parts = DecomposedRollout(posed, plan, rollout).outer.values()
+def test_norm_above_the_cut_is_that_of_the_layers_there(make_model, prepared):
+    scored = prepared(make_model("llama", tied=False))
+    plan = generic.plan_for(scored)
+    expected = np.zeros(scored.shape)
+    for rollout in scored.rollouts:
+        parts = DecomposedRollout(scored, plan, rollout).outer.values()
         expected[rollout.row, rollout.columns] = sum(
             (a.square().sum(-1) * b.square().sum(-1)).numpy() for a, b in parts
         )
-    found = scattered.norms_above_cut(posed, plan)
+    found = scattered.norms_above_cut(scored, plan)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    exact = generic.token_score_norms(posed, False).norm_sq
-    assert (found <= exact * (1 + 1e-6)).all() and (found[posed.mask] > 0).all()
+    exact = generic.token_score_norms(scored, False).norm_sq
+    assert (found <= exact * (1 + 1e-6)).all() and (found[scored.mask] > 0).all()
 
 
-def test_norm_above_the_cut_is_everything_where_nothing_in_scope_is_below(make_model, problem):
-    posed = problem(make_model("qwen2"), scope="lm_head")
-    exact = generic.token_score_norms(posed, False).norm_sq
-    np.testing.assert_allclose(scattered.norms_above_cut(posed, generic.plan_for(posed)), exact, rtol=1e-5)
+def test_norm_above_the_cut_is_everything_where_nothing_in_scope_is_below(make_model, prepared):
+    scored = prepared(make_model("qwen2"), scope="lm_head")
+    exact = generic.token_score_norms(scored, False).norm_sq
+    np.testing.assert_allclose(scattered.norms_above_cut(scored, generic.plan_for(scored)), exact, rtol=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["auto", "scattered", "generic", "reference"])

@@ -40,11 +40,11 @@ def test_projections_are_those_of_one_backward_per_token(case, sample, side):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_eager_attention_and_long_texts_are_followed(make_model, make_sample, family, monkeypatch):
+def test_eager_attention_and_long_texts_are_sketched(make_model, make_sample, family, monkeypatch):
     model = make_model(family)
     texts = [torch.randint(17, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (40, 33)]
     batch = make_sample(texts, [[0] * 3 + [1] * 37, [0] * 5 + [1, 1, 0, 0, 0] + [1] * 23], "left", length=41)
-    monkeypatch.setattr("otb_analysis.gradients.sketched.dual_attention.QUERIES", 16)
+    monkeypatch.setattr("otb_analysis.gradients.exact.attention.QUERIES", 16)
     monkeypatch.setattr(tangents, "ROWS", 90)  # two directions at a time
     projected_alike(model, batch, 5)
     model.set_attn_implementation("eager")
