@@ -42,9 +42,9 @@ from otb_analysis.statistics import (
 )
 from otb_analysis.study import Cell, Study, Tables
 from otb_analysis.study.agreement import correlation
+from otb_analysis.study.formats import interval_columns, rounded
 from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, trained, warm_start, write
 from otb_analysis.study.pools import promising_prompts
-from otb_analysis.study.words import interval_columns, rounded
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.resume import plain_config

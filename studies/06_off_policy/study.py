@@ -39,9 +39,9 @@ from otb_analysis.study import (
     Tables,
     interval_columns,
 )
+from otb_analysis.study.formats import rounded
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
 from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
-from otb_analysis.study.words import rounded
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
