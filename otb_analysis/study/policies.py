@@ -80,10 +80,6 @@ class ScoredRollouts:
 def fresh_policy(config: TrainConfig, architecture: str = "qwen3") -> Policy:
     """Return a randomly initialised policy of the configured sizes for the configured task.
 
-    Args:
-        config: Task, sizes and seed.
-        architecture: One of `ARCHITECTURES`.
-
     Raises:
         InputError: The architecture is not known.
     """
@@ -98,10 +94,7 @@ def fresh_policy(config: TrainConfig, architecture: str = "qwen3") -> Policy:
 def small_gpt2(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> GPT2LMHeadModel:
     """Make a randomly initialised GPT-2-type model: learned positions, biases, layer norms, one head per key.
 
-    Args:
-        config: Sizes; `key_value_heads` has no counterpart.
-        tokenizer: Gives the vocabulary and the special ids.
-        seed: Seed of the initial weights; the global random state is left as it was.
+    `key_value_heads` has no counterpart. The global random state is left as it was.
     """
     shape = GPT2Config(
         vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=config.width, n_layer=config.layers,
@@ -117,10 +110,6 @@ def small_gpt2(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, see
 def warm_start(policy: Policy, config: TrainConfig) -> float:
     """Train a policy on demonstrations in place until its success lies in the configured band, and return it.
 
-    Args:
-        policy: From `fresh_policy`.
-        config: Of the same task and sizes.
-
     Raises:
         InputError: The step budget ran out below the band.
     """
@@ -128,14 +117,7 @@ def warm_start(policy: Policy, config: TrainConfig) -> float:
 
 
 def trained(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) -> Policy:
-    """Return a policy after reinforcement learning from where it is.
-
-    Args:
-        policy: Where to start; left as it is.
-        config: The run, of the same task.
-        work: Directory for the checkpoint and the run.
-        bar: Progress.
-    """
+    """Return a policy after reinforcement learning from where it is; the one given is left as it is."""
     start = work / "start"
     policy.model.save_pretrained(start)
     policy.tokenizer.save_pretrained(start)
@@ -145,14 +127,7 @@ def trained(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) 
 
 
 def write(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int) -> ScoredRollouts:
-    """Sample groups of rollouts and score every token once.
-
-    Args:
-        policy: Who writes.
-        prompts: One per group.
-        config: Group size, budget, temperature.
-        seed: Of the sampling; the global random state is left as it was.
-    """
+    """Sample groups of rollouts, one per prompt, and score every token once; the global random state is kept."""
     generator = TransformersGenerator(policy.model, policy.tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

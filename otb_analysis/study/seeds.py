@@ -39,6 +39,11 @@ def paired_difference(arm: dict[int, float], base: dict[int, float], quantity: s
     return seed_mean([arm[seed] - base[seed] for seed in arm], quantity)
 
 
+def held_projection(projection: float | None) -> float:
+    """Return a projection c held in [.1, 1], and 1 where the pools are too small to tell, as a factor on a rate."""
+    return 1.0 if projection is None else float(np.clip(projection, 0.1, 1.0))
+
+
 def final_success(rows: Rows) -> Sequence[float]:
     """Return each seed's last held-out success of an arm; all seeds have the same steps."""
     last = max(row["step"] for row in rows)

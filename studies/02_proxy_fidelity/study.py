@@ -40,9 +40,8 @@ from otb_analysis.statistics import (
     systematic_sample,
     weight_statistics,
 )
-from otb_analysis.study import Cell, Study, Tables
+from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
 from otb_analysis.study.agreement import correlation
-from otb_analysis.study.formats import interval_columns, rounded
 from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, trained, warm_start, write
 from otb_analysis.study.pools import promising_prompts
 from otb_analysis.tasks import Prompt

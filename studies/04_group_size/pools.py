@@ -7,7 +7,8 @@ from typing import Any
 from otb_analysis.config import TrainConfig
 from otb_analysis.estimators import estimate
 from otb_analysis.statistics import Update, pooled_statistics, update_ratios
-from otb_analysis.study import Rows, Tables, interval_columns, select
+from otb_analysis.study import Tables
+from otb_analysis.study.formats import ratio_columns, statistics_columns
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, regrouped, scored
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
@@ -45,10 +46,7 @@ def pool_rows(grams: Sequence[Gram], n: int) -> list[dict[str, Any]]:
         for found in pooled_statistics(grams, REFERENCE, rollouts // n):
             rows.append(
                 {"estimator": found.estimator, "size": n, "update": rollouts, "clusters": found.n_clusters}
-                | interval_columns("variance", found.variance_interval)
-                | interval_columns("projection", found.projection_interval)
-                | interval_columns("sf", found.sf_interval)
-                | interval_columns("efficiency", found.efficiency_interval)
+                | statistics_columns(found)
             )
     return rows
 
@@ -56,22 +54,10 @@ def pool_rows(grams: Sequence[Gram], n: int) -> list[dict[str, Any]]:
 def ratio_row(grams: Mapping[int, Sequence[Gram]], name: str, other: str) -> dict[str, Any]:
     """Return an arm's update over another arm's, each with its own number of rollouts."""
     above, below = (update_of(grams, ARMS[arm]) for arm in (name, other))
-    found = update_ratios(above, below, REFERENCE)
-    return (
-        {"arm": name, "against": other}
-        | interval_columns("variance", found.variance)
-        | interval_columns("sf", found.sf)
-        | interval_columns("efficiency", found.efficiency)
-    )
+    return {"arm": name, "against": other} | ratio_columns(update_ratios(above, below, REFERENCE))
 
 
 def update_of(grams: Mapping[int, Sequence[Gram]], arm: Arm) -> Update:
     """Return an arm's update as the pools measure it."""
     (label,) = (label for label in LABELS if label[0] == arm.estimator)
     return Update(grams[arm.group], label, arm.prompts)
-
-
-def pick(pool: Rows, estimator: str, size: int, update: int) -> Mapping[str, Any]:
-    """Return the row of an estimator at a group size and update size."""
-    (row,) = select(pool, estimator=estimator, size=size, update=update)
-    return row

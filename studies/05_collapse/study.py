@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from otb_analysis.config import (
@@ -31,9 +30,9 @@ from otb_analysis.estimators import estimate
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
 from otb_analysis.statistics import pooled_statistics
 from otb_analysis.store import RunStore
-from otb_analysis.study import Cell, Rows, Study, Tables, interval_columns, select
+from otb_analysis.study import Cell, Study, Tables, interval_columns, select
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
-from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
+from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, held_projection, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
@@ -152,7 +151,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     name, seed = str(cell.settings["arm"]), int(str(cell.settings["seed"]))
     config = started(config_of(seed, size, quick, ARMS[name]), work)
     if name == "scaled":
-        shorter = config.optimize.learning_rate * projection_of(cell.given["projection"])
+        (otb,) = select(cell.given["projection"], estimator="otb")
+        shorter = config.optimize.learning_rate * held_projection(otb["projection"])
         config = replace(config, optimize=replace(config.optimize, learning_rate=shorter))
     estimator = EstimatorConfig(name=ARMS[name].estimator)
     store = RunStore(train(replace(config, root=work, run=name, estimator=estimator), bar))
@@ -174,12 +174,6 @@ def projection_rows(size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[
         | interval_columns("projection", found.projection_interval)
         for found in pooled_statistics(grams, REFERENCE)
     ]
-
-
-def projection_of(rows: Rows) -> float:
-    """Return c of `otb`, held in [.1, 1] where the pools are too small to tell."""
-    (row,) = select(rows, estimator="otb")
-    return 1.0 if row["projection"] is None else float(np.clip(row["projection"], 0.1, 1.0))
 
 
 STUDY = Study(

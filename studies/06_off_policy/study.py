@@ -28,18 +28,8 @@ from otb_analysis.estimators import estimate
 from otb_analysis.measurement.table import TokenTable, token_ratio
 from otb_analysis.objectives.ratios import RatioInputs, effective_sample_size, importance_ratio
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.statistics import (
-    cluster_jackknife,
-    paired_ratios,
-    pooled_statistics,
-)
-from otb_analysis.study import (
-    Cell,
-    Study,
-    Tables,
-    interval_columns,
-)
-from otb_analysis.study.formats import rounded
+from otb_analysis.statistics import cluster_jackknife, paired_ratios, pooled_statistics
+from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
 from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train_step

@@ -28,12 +28,8 @@ from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import paired_ratios, pooled_statistics, weight_statistics
 from otb_analysis.store import RunStore
-from otb_analysis.study import (
-    Cell,
-    Study,
-    Tables,
-    interval_columns,
-)
+from otb_analysis.study import Cell, Study, Tables
+from otb_analysis.study.formats import ratio_columns, statistics_columns
 from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, regrouped, scored
 from otb_analysis.study.seeds import QUICK_START, started
 from otb_analysis.training.loop import train, train_step
@@ -169,17 +165,11 @@ def statistics_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
     pairs = {p.estimator: p for p in paired_ratios(grams, REFERENCE, REFERENCE, UPDATE_PROMPTS)}
     rows = []
     for found in pooled_statistics(grams, REFERENCE, UPDATE_PROMPTS):
-        pair = pairs.get(found.estimator)
         rows.append(
             {"estimator": found.estimator, "clusters": found.n_clusters, "bias": found.relative_bias}
             | {"rollout_equivalents": found.rollout_equivalents, "rollouts": found.n_rollouts}
-            | interval_columns("variance", found.variance_interval)
-            | interval_columns("projection", found.projection_interval)
-            | interval_columns("sf", found.sf_interval)
-            | interval_columns("efficiency", found.efficiency_interval)
-            | interval_columns("variance_ratio", None if pair is None else pair.variance)
-            | interval_columns("sf_ratio", None if pair is None else pair.sf)
-            | interval_columns("efficiency_ratio", None if pair is None else pair.efficiency)
+            | statistics_columns(found)
+            | ratio_columns(pairs.get(found.estimator), "_ratio")
         )
     return rows
 
