@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import otb_analysis
 from otb_analysis.errors import InputError
@@ -64,14 +65,16 @@ def load_study(folder: Path) -> Study:
         del sys.modules[name]
     sys.modules[package.__name__] = package
     importlib.invalidate_caches()
-    study = getattr(_module(package, FILE), "STUDY", None)
+    names = _names(package, FILE)
+    study = names.get("STUDY")
     if not isinstance(study, Study):
         raise InputError(f"{folder / FILE} defines no STUDY; assign an otb_analysis.study.Study to that name.")
-    if not (folder / DERIVED).is_file():
-        return study
-    derived = _module(package, DERIVED)
-    return replace(study, **{name: getattr(derived, name) for name in ("numbers", "figures") if hasattr(derived, name)})
+    derived = _names(package, DERIVED) if (folder / DERIVED).is_file() else {}
+    told = {name: derived[name] for name in ("numbers", "figures") if name in derived}
+    return replace(study, names=names | derived, **told)
 
 
-def _module(package: ModuleType, file: str) -> ModuleType:
-    return importlib.import_module(f"{package.__name__}.{Path(file).stem}")
+def _names(package: ModuleType, file: str) -> dict[str, Any]:
+    """Return what a file of a study defines or imports under a public name."""
+    module = importlib.import_module(f"{package.__name__}.{Path(file).stem}")
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}

@@ -43,7 +43,8 @@ class Study:
     """A question and how it is answered.
 
     `numbers` and `figures` see the tables as read from the result files and nothing else, so that the page can be made
-    again from what is committed. Both are left out where `derived.py` beside `study.py` defines them.
+    again from what is committed. Both are left out where `derived.py` beside `study.py` defines them. `names` is filled
+    in when the study is loaded.
 
     Attributes:
         title: A few words.
@@ -53,6 +54,7 @@ class Study:
         measure: (cell, empty directory of its own, progress) → rows.
         numbers: Tables → what the template needs beyond them: differences over seeds, tests, functions for its cells.
         figures: Tables → SVG text by file name; the page shows them in this order, below the verdict.
+        names: Constants and functions of `study.py` and `derived.py`, which the template may use.
     """
 
     title: str
@@ -62,3 +64,4 @@ class Study:
     measure: Callable[[Cell, Path, Bar], Tables]
     numbers: Callable[[Mapping[str, Rows]], Mapping[str, Any]] = nothing
     figures: Callable[[Mapping[str, Rows]], Mapping[str, str]] = nothing
+    names: Mapping[str, Any] = field(default_factory=dict)

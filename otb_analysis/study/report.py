@@ -28,7 +28,7 @@ def study_page(
 
     Args:
         folder: studies/NN_slug; its `README.md.j2` fills the blocks `verdict` and `page` of `study.md.j2`.
-        study: The study; its `numbers` stand beside the tables in the template.
+        study: The study; its `names` and `numbers` stand beside the tables in the template.
         tables: Its result tables.
         quick: Leave the verdict out: it was written for the full setting.
 
@@ -39,7 +39,8 @@ def study_page(
         raise InputError(f"{folder} has no {TEMPLATE}; write the page of the study there.")
     figures = study.figures(tables)
     facts = {"study": study, "name": folder.name, "tables": tables, "figures": figures, "quick": quick}
-    page = _environment(folder).get_template(TEMPLATE).render(facts | dict(tables) | dict(study.numbers(tables)))
+    seen = dict(study.names) | facts | dict(tables) | dict(study.numbers(tables))
+    page = _environment(folder).get_template(TEMPLATE).render(seen)
     return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n", figures
 
 

@@ -27,7 +27,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
             for suffix, column in (("", "success"), ("_low", "low"), ("_high", "high"))
         }
         runs.append({**run, **cost[run["cell"]], **ends, **GOALS[run["task"]]})
-    return {"each_run": runs, "minutes_allowed": MINUTES, "goals": GOALS, "over_seeds": over_seeds}
+    return {"each_run": runs}
 
 
 def over_seeds(rows: Rows, name: str = "success") -> Interval | None:

@@ -104,12 +104,9 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "sampled_mean": lambda at, n, name, measure: seed_mean(chunks(n, name, measure)[at], measure),
         "spread": spread,
         "largest": lambda values: abs(values).max(),
-        "settings": list(SETTINGS),
-        "known_ratios": KNOWN_RATIOS,
         "other_ratios": [name for name in CASES if name not in KNOWN_RATIOS],
         "estimators": COMPARED,
         "sampled": SAMPLED,
-        "sizes_shown": (SMALL, LARGE),
     }  # fmt: skip
 
 

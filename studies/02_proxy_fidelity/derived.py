@@ -10,7 +10,7 @@ from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.study import Row, Rows, distinct, select
 from otb_analysis.study.formats import above, below, interval_curve
 
-from .study import CALIBRATION_SHARE, DIRECTIONS, ESTIMATORS, SOURCES, UPDATES
+from .study import SOURCES, UPDATES
 
 STAGE_WORDS = {"init": "random init", "warm": "supervised start", "rl": "during RL"}
 COLORS: dict[str, str] = dict(zip(SOURCES, (ORANGE, AMBER, GREEN, BLUE), strict=True))
@@ -30,13 +30,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "exact_told": [row for row in exact if above(row, 1, "to_rloo") or below(row, 1, "to_rloo")],
         "excluded": excluded,
         "middle_excluded": float(np.median(excluded)) if excluded else None,
-        "find": find,
-        "stage_words": STAGE_WORDS,
-        "sources": SOURCES,
-        "estimators": ESTIMATORS,
-        "updates": UPDATES,
-        "calibration": CALIBRATION_SHARE,
-        "directions": DIRECTIONS,
     }
 
 

@@ -13,7 +13,7 @@ from otb_analysis.study import Row, Rows, column, distinct, select
 from otb_analysis.study.agreement import correlation
 from otb_analysis.study.formats import above, below
 
-from .study import FAMILY, HEAD, LESSON, REGIME_SIZE, UPDATES
+from .study import FAMILY, HEAD, UPDATES
 
 SHOWN = ("rloo", "none", "value", "grpo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "token_optimal")
 KINDS = {"success": "success rate", "corr": "corr(W_T, R)", "spread": "length spread"}
@@ -37,17 +37,10 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "sf_lower": [row for row in lower if below(row, 1, "sf")],
         "sf_higher": [row for row in lower if above(row, 1, "sf")],
         "regimes": regimes(tables),
-        "efficiency_at": efficiency_at,
         "best_first": lambda rows: sorted(rows, key=lambda row: -(row[f"efficiency{HEAD}"] or 0)),
         "chosen": [row for row in rows if row["estimator"] in SHOWN and row["source"] != "proxy"],
-        "family": FAMILY,
-        "head": HEAD,
-        "updates": UPDATES,
         "small": small,
         "large": large,
-        "regime_size": REGIME_SIZE,
-        "kinds": KINDS,
-        "lesson": LESSON.prompts * LESSON.group_size,
     }
 
 

@@ -13,7 +13,7 @@ from otb_analysis.study.formats import mean_curve
 from otb_analysis.study.seeds import paired_difference
 
 from . import forecast
-from .study import ARMS, CALM_RATE, LONG
+from .study import ARMS
 
 CONTRASTS = (
     ("scaled", "rloo"),
@@ -55,12 +55,9 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "c": next(iter(select(tables["projection"], estimator="otb"))),
         "scaled_at": select(runs, arm="scaled")[0]["rate"] / select(runs, arm="rloo")[0]["rate"],
         "long_seeds": distinct([row for row in staged if ARMS[row["arm"]].long], "seed"),
-        "long": LONG,
-        "calm_rate": CALM_RATE,
         "fatal": {name: fatal_shares(attribution, name) for name in ARMS if name in distinct(attribution, "arm")},
         "pairs": pairs,
         "changes": [against_control(pairs, name) for name in ("grad_norm", *SHARES)],
-        "shares": SHARES,
     }
 
 

@@ -14,7 +14,7 @@ from otb_analysis.statistics import Interval, cluster_jackknife
 from otb_analysis.study import Row, Rows, distinct, interval_columns, rounded, select
 from otb_analysis.study.formats import interval_curve
 
-from .study import BASELINES, BUDGETS, DIVERGENCES, DRIFTS, KINDS
+from .study import BUDGETS, DIVERGENCES, KINDS
 
 PLAIN, RATE = "`none`", 0.05
 """What the others are compared with, and the rate of false discoveries."""
@@ -42,12 +42,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "always_more": [name for name in names if more[name, many] == every],
         "ever_more_in_small": [name for name in names if more[name, few]],
         "always_less": [name for name in names if less[name, few] == less[name, many] == every],
-        "cases": list(CASES),
-        "kinds": KINDS,
-        "baselines": BASELINES,
-        "budgets": BUDGETS,
-        "drifts": DRIFTS,
-        "distances": DIVERGENCES,
     }
 
 

@@ -11,7 +11,7 @@ from otb_analysis.study import Rows, distinct, select
 from otb_analysis.study.formats import above, below, interval_curve, mean_curve
 from otb_analysis.study.seeds import later_success, paired_difference
 
-from .study import CONFIG, STAGES, TRAINED
+from .study import TRAINED
 
 TURNS = ("otb_turn", "otb_turn_loo", "trloo")
 """The estimators for turns that the question asks about."""
@@ -26,10 +26,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     gains = {name: _gain(means, name) for name in means if name != "rloo"}
     told = [row for row in rows if above(row, 1, "efficiency_ratio") or below(row, 1, "efficiency_ratio")]
     trained = [name for name in TURNS if above(gains[name], 0) or below(gains[name], 0)]
-    stages = {stage: words.format(steps=tables["rollouts"][0]["steps"]) for stage, words in STAGES.items()}
-    return {"success": success, "gains": gains, "told_apart": told + trained, "turns": TURNS, "stages": stages} | {
-        "rate": CONFIG.optimize.learning_rate
-    }
+    return {"success": success, "gains": gains, "told_apart": told + trained}
 
 
 def _gain(means: Mapping[str, dict[int, float]], name: str) -> Interval | None:
