@@ -33,11 +33,7 @@ class Finished:
 
 
 class CellCache:
-    """The finished cells of one study and the directories in which its cells work.
-
-    Attributes:
-        path: runs/studies/NN_slug.
-    """
+    """The finished cells of one study and the directories in which its cells work, in runs/studies/NN_slug."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ Measured = Interval | Row | None
 
 def rounded(value: float | None, digits: int = 5) -> float | None:
     """Return a number with so many significant digits, as a table keeps it; None where it is not finite."""
-    return float(f"{value:.{digits}g}") if value is not None and isfinite(value) else None
+    return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None
 
 
 def interval_columns(name: str, found: Interval | None) -> dict[str, float | None]:

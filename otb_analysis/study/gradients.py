@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from otb_analysis.errors import InputError
+from otb_analysis.estimators import estimate
 from otb_analysis.gradients import group_gradient_gram
 from otb_analysis.measurement.levels import by_column
 from otb_analysis.measurement.table import TokenTable, compute_rewards
@@ -20,6 +21,9 @@ from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.setup import Trainer, seed_of
 from otb_analysis.types import Float, Gram, Int, Label
+
+PROMPTS_FROM = 1_000_000
+"""Index of the first training prompt that is measured: far beyond those trained on."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,15 @@ def prompt_gram(model: PreTrainedModel, batches: Sequence[Weighed], temperature:
     at = source[:, None] * size + np.arange(size)
     picked = inner[rows[:, :, None, None], rows.T[:, :, None, None], at[:, None, :, None], at[None, :, None, :]]
     return Gram(picked, tuple(labels), len(batches[0].rollouts.group), prompt=names[0])
+
+
+def estimator_gram(trainer: Trainer, rollouts: Rollouts, table: TokenTable, labels: Sequence[Label]) -> Gram:
+    """Return the Gram matrix of estimators on rollouts in their present groups, with proxy energies.
+
+    The token table may be of the same rollouts in other groups.
+    """
+    inputs = replace(table.inputs(table.stats.energy), group=rollouts.group)
+    return prompt_gram(trainer.model, [Weighed(rollouts, {k: estimate(k[0], inputs).advantage for k in labels})])
 
 
 def _side_by_side(

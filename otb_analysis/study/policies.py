@@ -29,13 +29,7 @@ POSITIONS = 192
 
 @dataclass(frozen=True)
 class Policy:
-    """A model with what it needs to be asked; made by `fresh_policy`.
-
-    Attributes:
-        model: In evaluation mode.
-        tokenizer: One token per character.
-        task: What it is asked.
-    """
+    """A model in evaluation mode, its tokenizer of single characters, and the task; made by `fresh_policy`."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -44,12 +38,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """What a policy wrote and what one forward pass says about it; made by `write`.
+    """What a policy wrote and what one forward pass says about its tokens [N, T]; made by `write`.
 
-    Attributes:
-        rollouts: Groups of rollouts.
-        table: Their tokens, rewards and forward statistics [N, T].
-        temperature: They were sampled and are scored at.
+    The temperature is that of sampling and of scoring.
     """
 
     rollouts: Rollouts

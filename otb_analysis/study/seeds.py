@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from otb_analysis.config import ChainSumConfig, TrainConfig, WarmStartConfig
+from otb_analysis.config import ChainSumConfig, MeasureConfig, Schedule, SmallModelConfig, TrainConfig, WarmStartConfig
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.study.record import Rows
 from otb_analysis.study.results import distinct, select
 from otb_analysis.training.warm_start import warm_started
 
+MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
+FORWARD_ONLY = MeasureConfig(exact=Schedule())
+"""What the studies train, and measure beside it: nothing."""
 QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
 QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
 """Task of the quick settings. It trains in seconds; little is learned."""

@@ -16,6 +16,7 @@ from .study import chosen_rate
 
 BASE = "otb4"
 """The arm that the question is about: all others are measured against it."""
+WORDS = {name: arm.words.replace(",", "") for name, arm in ARMS.items()}
 AHEAD_OF = ("mean32", "rloo4")
 """Arms whose distance from it the figure shows."""
 
@@ -28,7 +29,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     finals = {name: final_success(select(curves, arm=name)) for name in arms}
     swept = sorted(distinct(sweep, "rate"))
     return {
-        "words": {name: arm.words.replace(",", "") for name, arm in ARMS.items()},
         "shared": shared,
         "means": {name: _mean(list(later_success(select(shared, arm=name)).values())) for name in arms},
         "finals": {name: _mean(finals[name]) for name in arms},
@@ -68,7 +68,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     names, shared = distinct(curves, "arm"), shared_evaluations(curves)
     learning = [
         mean_curve(
-            select(curves, arm=name), "thousands", "success", ARMS[name].words.replace(",", ""), ARMS[name].color,
+            select(curves, arm=name), "thousands", "success", WORDS[name], ARMS[name].color,
             dashed=ARMS[name].group == LARGE_GROUP,
         )
         for name in names
@@ -76,7 +76,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     ahead = [_gap_curve(shared, name) for name in names if name in AHEAD_OF]
     panels = [
         Panel("Held-out success", "mean over seeds", "thousand tokens sampled", learning, percent=True),
-        Panel(f"{ARMS[BASE].words.replace(',', '')} minus others", "points, same seeds, 95 % interval",
+        Panel(f"{WORDS[BASE]} minus others", "points, same seeds, 95 % interval",
               "thousand rollouts", ahead, rules=[(0.0, "")], percent=True),
     ]  # fmt: skip
     return {"learning.svg": svg(panels, columns=2)}
@@ -90,4 +90,4 @@ def _gap_curve(shared: Rows, name: str) -> Any:
             {row["seed"]: row["success"] for row in select(shared, arm=arm, n_rollouts=count)} for arm in (BASE, name)
         )
         points[count / 1000] = paired_difference(otb, other, f"held-out success of {BASE} minus {name}")
-    return interval_curve(points, "", f"minus {ARMS[name].words.replace(',', '')}", ARMS[name].color)
+    return interval_curve(points, "", f"minus {WORDS[name]}", ARMS[name].color)

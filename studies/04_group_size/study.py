@@ -11,25 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from otb_analysis.config import (
-    CriticConfig,
-    EstimatorConfig,
-    EvaluateConfig,
-    OptimizeConfig,
-    SampleConfig,
-    SmallModelConfig,
-    TrainConfig,
-)
-from otb_analysis.config.measuring import MeasureConfig, Schedule
+from otb_analysis.config import CriticConfig, EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig
 from otb_analysis.store import RunStore
 from otb_analysis.study import Cell, Rows, Study, Tables, distinct, select
-from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, held_projection, started
+from otb_analysis.study.seeds import FORWARD_ONLY, MODEL, QUICK_START, QUICK_TASK, held_projection, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 
-from .arms import ARMS, LABELS, PAIRS, SMALL_GROUP, Arm
-from .pools import pool_tables
+from .arms import ARMS, LABELS, PAIRS, SMALL_GROUP, Arm, pool_tables
 
 RATES = (3e-4, 1e-3, 2e-3, 4e-3)
 """Learning rates of the sweep."""
@@ -57,9 +47,9 @@ SMALL = Size(
     evaluations=2, heldout=24, pool_prompts=18, pool=64, pool_seeds=(0,),
 )  # fmt: skip
 CONFIG = TrainConfig(
-    small_model=SmallModelConfig(layers=2, width=64, feed_forward=160),
+    small_model=MODEL,
     critic=CriticConfig(enabled=False),
-    measure=MeasureConfig(exact=Schedule()),
+    measure=FORWARD_ONLY,
 )
 
 

@@ -21,18 +21,16 @@ from otb_analysis.config import (
     ObjectiveConfig,
     OptimizeConfig,
     SampleConfig,
-    SmallModelConfig,
     TrainConfig,
     WarmStartConfig,
 )
 from otb_analysis.config.measuring import AttributionSchedule, MeasureConfig, Schedule
-from otb_analysis.estimators import estimate
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
 from otb_analysis.statistics import pooled_statistics
 from otb_analysis.store import RunStore
 from otb_analysis.study import Cell, Study, Tables, interval_columns, select
-from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
-from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, held_projection, started
+from otb_analysis.study.gradients import PROMPTS_FROM, drawn, estimator_gram, scored
+from otb_analysis.study.seeds import MODEL, QUICK_START, QUICK_TASK, held_projection, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
@@ -69,7 +67,8 @@ CALM_RATE = 3e-4
 """Constant, of the arm without old rollouts."""
 LONG = ChainSumConfig(terms_min=4, terms_max=6)
 """The other arms add 2 to 4 terms."""
-PROMPTS_FROM, POOL = 1_000_000, 1
+POOL = 1
+"""Seed of the sampling."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ SMALL = Size(
     seeds=(0, 1), arms=("rloo", "scaled", "otb", "calm"), steps=15, attribute_every=4, pool_prompts=4, pool_seeds=(0,)
 )  # fmt: skip
 CONFIG = TrainConfig(
-    small_model=SmallModelConfig(layers=2, width=64, feed_forward=160),
+    small_model=MODEL,
     sample=SampleConfig(prompts=8, group_size=8),
     objective=ObjectiveConfig(staleness=4),
     warm_start=WarmStartConfig(success_low=0.6, success_high=0.85),
@@ -165,10 +164,7 @@ def projection_rows(size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[
     for seed in size.pool_seeds:
         trainer = Trainer.from_config(started(config_of(seed, size, quick, ARMS[AGAINST]), work))
         rollouts = drawn(trainer, PROMPTS_FROM, size.pool_prompts, CONFIG.sample.group_size, POOL)
-        table = scored(trainer, rollouts)
-        inputs = table.inputs(table.stats.energy)
-        advantage = {label: estimate(label[0], inputs).advantage for label in LABELS}
-        grams.append(prompt_gram(trainer.model, [Weighed(rollouts, advantage)]))
+        grams.append(estimator_gram(trainer, rollouts, scored(trainer, rollouts), LABELS))
     return [
         {"estimator": found.estimator, "clusters": found.n_clusters, "projection": found.projection}
         | interval_columns("projection", found.projection_interval)
