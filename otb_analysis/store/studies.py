@@ -94,7 +94,7 @@ def _study(folder: Path, question: str) -> CommittedStudy:
 
 
 def _page(text: str, blank: CommittedStudy, head: str) -> CommittedStudy:
-    """Take the parts of a page apart as `study.page` joined them."""
+    """Take the parts of a page apart as `study.report` joined them."""
     front, _, made = text.partition(MADE)
     title, question, verdict, *rest = [part for part in front.strip().split("\n\n") if part.strip()] + [""] * 3
     if not (title.startswith(head) and verdict.startswith("**Verdict.** ")):

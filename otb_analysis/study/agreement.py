@@ -10,16 +10,10 @@ from otb_analysis.types import Float, Int
 
 
 def correlation(x: Float, y: Float, prompt: Int, cell: Int | None = None) -> Interval | None:
-    """Return the Pearson correlation of two variables with a jackknife interval over prompts.
+    """Return the Pearson correlation of two variables [n] with a jackknife interval over prompts.
 
-    corr(x − x̄_c, y − ȳ_c) with cells, corr(x, y) without. The interval is formed on Fisher's scale, atanh r, which is
-    half the logit of (1 + r)/2.
-
-    Args:
-        x: One variable [n].
-        y: The other [n].
-        prompt: Prompt of each value, the cluster [n].
-        cell: (prompt, position) cell of each value [n], or None for all values at once; no cell spans two prompts.
+    corr(x − x̄_c, y − ȳ_c) with (prompt, position) cells, corr(x, y) without; no cell spans two prompts. The interval is
+    formed on Fisher's scale, atanh r, which is half the logit of (1 + r)/2.
 
     Returns:
         None where either variable is constant; a point below 16 prompts.

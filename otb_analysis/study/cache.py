@@ -33,36 +33,21 @@ class Finished:
 
 
 class CellCache:
-    """The finished cells of one study and the directories in which its cells work.
-
-    Attributes:
-        path: runs/studies/NN_slug.
-    """
+    """The finished cells of one study and the directories in which its cells work, in runs/studies/NN_slug."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def work(self, cell: Cell) -> Path:
-        """Return the directory in which a cell works, whether it exists or not.
-
-        Args:
-            cell: The cell.
-        """
+        """Return the directory in which a cell works, whether it exists or not."""
         return self.path / "cells" / f"{cell.name}-{_digest(cell)}"
 
     def file(self, cell: Cell) -> Path:
-        """Return the file in which a finished cell is kept, whether it exists or not.
-
-        Args:
-            cell: The cell.
-        """
+        """Return the file in which a finished cell is kept, whether it exists or not."""
         return self.path / "results" / f"{cell.name}-{_digest(cell)}.json"
 
     def load(self, cell: Cell) -> Finished | None:
         """Return a finished cell, or None when it is not.
-
-        Args:
-            cell: The cell.
 
         Raises:
             StoreError: Its file cannot be read.
@@ -77,10 +62,6 @@ class CellCache:
 
     def keep(self, cell: Cell, finished: Finished) -> None:
         """Keep a finished cell.
-
-        Args:
-            cell: The cell.
-            finished: Its result.
 
         Raises:
             StoreError: The disk refuses.
@@ -98,11 +79,7 @@ class CellCache:
 
 
 def joined(results: Sequence[Finished]) -> dict[str, list[Mapping[str, Value]]]:
-    """Return the tables of all cells one below the other, in the cells' order.
-
-    Args:
-        results: One per cell.
-    """
+    """Return the tables of all cells one below the other, in the cells' order."""
     names = dict.fromkeys(name for one in results for name in one.tables)
     return {name: [row for one in results for row in one.tables.get(name, ())] for name in names}
 

@@ -22,56 +22,39 @@ def critic_batches(
 ) -> list[ScoredRollouts]:
     """Return batches of rollouts of distinct prompts' groups for critics to be fitted on.
 
-    Args:
-        policy: Who writes.
-        first: Index of the first prompt of the training split; far from those that are measured.
-        batches: How many.
-        config: Prompts and group size of a batch, budget, temperature.
-        seed: Of the sampling.
-        bar: Progress.
+    `first` is the index of the first prompt of the training split: far from those that are measured.
     """
-    found = []
+    written = []
     for k in range(batches):
         prompts = draw_prompts(policy.task, "train", first + k * config.prompts, config.prompts)
-        found.append(write(policy, prompts, config, seed=seed + k))
+        written.append(write(policy, prompts, config, seed=seed + k))
         bar(k + 1, batches, "rollouts for critics")
-    return found
+    return written
 
 
-def fitted_critic(policy: Policy, own: CriticConfig, batches: Sequence[ScoredRollouts], bar: Bar = silent) -> Critic:
+def fitted_critic(policy: Policy, config: CriticConfig, batches: Sequence[ScoredRollouts], bar: Bar = silent) -> Critic:
     """Return a critic fitted to each batch in turn, as a run fits the one beside its policy.
 
+    A critic with a backbone starts from the policy's weights.
     Where all reward comes at the end, the targets `return` and `tvm` make the same critic: rollouts that share a prefix
     share its value, so their mean return gives the same gradient as each one's own.
-
-    Args:
-        policy: Whose completions are judged; a critic with a backbone starts from its weights.
-        own: Kind, target, width, rate and gradient steps on each batch.
-        batches: From `critic_batches`.
-        bar: Progress.
 
     Raises:
         InputError: There is no batch, or the critic is switched off.
     """
-    critic = make_critic(TrainConfig(critic=own), policy.model, policy.tokenizer)
+    critic = make_critic(TrainConfig(critic=config), policy.model, policy.tokenizer)
     if critic is None or not batches:
         raise InputError("a critic is fitted on at least one batch with critic.enabled true; pass both.")
     for k, written in enumerate(batches):
         seen = _as_critic_sees(policy, written)
         table = replace(written.table, value=critic.value(seen))
-        critic.update(seen, critic_target(own, table.inputs(None)))
-        bar(k + 1, len(batches), f"fitting a critic to {own.target}")
+        critic.update(seen, critic_target(config, table.inputs(None)))
+        bar(k + 1, len(batches), f"fitting a critic to {config.target}")
     return critic
 
 
 def with_values(policy: Policy, critic: Critic, written: ScoredRollouts) -> ScoredRollouts:
-    """Return rollouts with a critic's values V(h_t) in their table.
-
-    Args:
-        policy: Who wrote them.
-        critic: From `fitted_critic`, on other rollouts.
-        written: The rollouts.
-    """
+    """Return rollouts with a critic's values V(h_t) in their table."""
     value = critic.value(_as_critic_sees(policy, written))
     return replace(written, table=replace(written.table, value=value))
 

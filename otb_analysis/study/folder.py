@@ -3,24 +3,21 @@
 import importlib
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import otb_analysis
 from otb_analysis.errors import InputError
 from otb_analysis.study.record import Study
 
-FOLDER, FILE, PAGE = "studies", "study.py", "page.py"
+FOLDER, FILE, DERIVED = "studies", "study.py", "derived.py"
 NAME = re.compile(r"(\d\d)_(\w+)")
 
 
 def find_studies_folder(start: Path = Path()) -> Path:
     """Return `studies/` of a directory or, failing that, of the repository that the package is installed from.
-
-    Args:
-        start: Where to look first; the current directory.
 
     Raises:
         InputError: There is none: the package was installed without its repository.
@@ -35,21 +32,12 @@ def find_studies_folder(start: Path = Path()) -> Path:
 
 
 def study_folders(studies: Path) -> list[Path]:
-    """Return the folders NN_slug of studies, in the order of their numbers.
-
-    Args:
-        studies: The folder that holds them.
-    """
-    found = [path.parent for path in studies.glob(f"*/{FILE}") if NAME.fullmatch(path.parent.name)]
-    return sorted(found, key=lambda path: path.name)
+    """Return the folders NN_slug of studies, in the order of their numbers."""
+    return sorted(path.parent for path in studies.glob(f"*/{FILE}") if NAME.fullmatch(path.parent.name))
 
 
 def find_study(name: str, studies: Path) -> Path:
     """Return a study's folder by its name (`00_training`), number (`00`, `0`) or slug (`training`).
-
-    Args:
-        name: What it is called.
-        studies: The folder that holds them.
 
     Raises:
         InputError: No study is called that; the sentence lists those there are.
@@ -60,17 +48,16 @@ def find_study(name: str, studies: Path) -> Path:
         if name in (folder.name, slug) or (name.isdigit() and int(name) == int(number)):
             return folder
     asked = f"study {name!r} does not exist" if name else "otb study needs the name of a study"
-    raise InputError(f"{asked}; those there are: {_listed(folders)}.")
+    raise InputError(f"{asked}; those there are: {', '.join(folder.name for folder in folders) or 'none'}.")
 
 
 def load_study(folder: Path) -> Study:
-    """Run a study's file and return its `STUDY`, with the `report` of `page.py` where there is such a file.
+    """Run a study's file and return its `STUDY`, with `numbers` and `figures` of `derived.py` where there is one.
 
-    Args:
-        folder: studies/NN_slug. Its files import one another relatively: `from .study import …`.
+    The files of a study import one another relatively: `from .study import …`.
 
     Raises:
-        InputError: The file defines no `STUDY`, or `page.py` no `report`.
+        InputError: The file defines no `STUDY`.
     """
     package = ModuleType(f"study_{folder.name}")
     package.__path__ = [str(folder)]
@@ -78,20 +65,16 @@ def load_study(folder: Path) -> Study:
         del sys.modules[name]
     sys.modules[package.__name__] = package
     importlib.invalidate_caches()
-    study = getattr(_module(package, FILE), "STUDY", None)
+    names = _names(package, FILE)
+    study = names.get("STUDY")
     if not isinstance(study, Study):
         raise InputError(f"{folder / FILE} defines no STUDY; assign an otb_analysis.study.Study to that name.")
-    if not (folder / PAGE).is_file():
-        return study
-    report = getattr(_module(package, PAGE), "report", None)
-    if report is None:
-        raise InputError(f"{folder / PAGE} defines no report; write one from tables to otb_analysis.study.Findings.")
-    return replace(study, report=report)
+    derived = _names(package, DERIVED) if (folder / DERIVED).is_file() else {}
+    told = {name: derived[name] for name in ("numbers", "figures") if name in derived}
+    return replace(study, names=names | derived, **told)
 
 
-def _module(package: ModuleType, file: str) -> ModuleType:
-    return importlib.import_module(f"{package.__name__}.{Path(file).stem}")
-
-
-def _listed(folders: Sequence[Path]) -> str:
-    return ", ".join(folder.name for folder in folders) or "none"
+def _names(package: ModuleType, file: str) -> dict[str, Any]:
+    """Return what a file of a study defines or imports under a public name."""
+    module = importlib.import_module(f"{package.__name__}.{Path(file).stem}")
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from otb_analysis.errors import InputError
+from otb_analysis.estimators import estimate
 from otb_analysis.gradients import group_gradient_gram
 from otb_analysis.measurement.table import TokenTable, compute_rewards
 from otb_analysis.rollouts.sampling import Rollouts, sample
@@ -19,6 +20,9 @@ from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.setup import Trainer, seed_of
 from otb_analysis.types import Float, Gram, Int, Label
+
+PROMPTS_FROM = 1_000_000
+"""Index of the first training prompt that is measured: far beyond those trained on."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,6 @@ def prompt_gram(model: PreTrainedModel, batches: Sequence[Weighed], temperature:
     ḡ_{m,p} = (1/N_p) Σ_{n in p} Σ_t c_{m,n,t} ∇θ log π(y_{n,t}), θ all parameters that require grad; no other factor.
     Group p of every batch belongs to the same prompt, whose id names it: groups of one prompt are one cluster.
 
-    Args:
-        model: The policy at whose parameters the scores are taken.
-        batches: Each with labels of its own.
-        temperature: τ of the policy softmax(logits / τ).
-
     Returns:
         The matrix [M, M, P, P], with the rollouts of the first batch as its count.
 
@@ -57,11 +56,20 @@ def prompt_gram(model: PreTrainedModel, batches: Sequence[Weighed], temperature:
     size, labels = len(names[0]), [label for batch in batches for label in batch.coefficient]
     ids, mask, weights, group, attention = _side_by_side(batches, size, len(labels))
     inner = group_gradient_gram(model, ids, mask, weights, group, attention, temperature=temperature)
-    own = np.repeat(np.arange(len(batches)), [len(batch.coefficient) for batch in batches])
+    source = np.repeat(np.arange(len(batches)), [len(batch.coefficient) for batch in batches])
     rows = np.arange(len(labels))[:, None]
-    at = own[:, None] * size + np.arange(size)
+    at = source[:, None] * size + np.arange(size)
     picked = inner[rows[:, :, None, None], rows.T[:, :, None, None], at[:, None, :, None], at[None, :, None, :]]
     return Gram(picked, tuple(labels), len(batches[0].rollouts.group), prompt=names[0])
+
+
+def estimator_gram(trainer: Trainer, rollouts: Rollouts, table: TokenTable, labels: Sequence[Label]) -> Gram:
+    """Return the Gram matrix of estimators on rollouts in their present groups, with proxy energies.
+
+    The token table may be of the same rollouts in other groups.
+    """
+    inputs = replace(table.inputs(table.stats.energy), group=rollouts.group)
+    return prompt_gram(trainer.model, [Weighed(rollouts, {k: estimate(k[0], inputs).advantage for k in labels})])
 
 
 def _side_by_side(
@@ -72,15 +80,15 @@ def _side_by_side(
     columns: list[list[np.ndarray]] = [[], [], [], [], []]
     first = 0
     for number, batch in enumerate(batches):
-        own, every = batch.rollouts, np.ones(len(batch.rollouts.group), bool)
-        count = np.bincount(own.group, minlength=size)[own.group]
+        rollouts, every = batch.rollouts, np.ones(len(batch.rollouts.group), bool)
+        count = np.bincount(rollouts.group, minlength=size)[rollouts.group]
         stacked = np.stack(list(batch.coefficient.values())) / count[:, None]
         weights = np.zeros((len(every), n_labels, width))
-        weights[:, first : first + len(stacked), : own.input_ids.shape[1]] = own.by_column(stacked)
+        weights[:, first : first + len(stacked), : rollouts.input_ids.shape[1]] = rollouts.by_column(stacked)
         first += len(stacked)
-        wide = ((0, 0), (0, width - own.input_ids.shape[1]))
-        parts = (np.pad(own.input_ids, wide), np.pad(own.mask, wide), weights, number * size + own.group)
-        for column, part in zip(columns, (*parts, np.pad(own.attention_mask, wide)), strict=True):
+        wide = ((0, 0), (0, width - rollouts.input_ids.shape[1]))
+        parts = (np.pad(rollouts.input_ids, wide), np.pad(rollouts.mask, wide), weights, number * size + rollouts.group)
+        for column, part in zip(columns, (*parts, np.pad(rollouts.attention_mask, wide)), strict=True):
             column.append(part)
     ids, mask, weights, group, attention = (np.concatenate(column) for column in columns)
     return torch.as_tensor(ids), torch.as_tensor(mask), weights, group, torch.as_tensor(attention).long()
@@ -89,12 +97,7 @@ def _side_by_side(
 def drawn(trainer: Trainer, start: int, n_prompts: int, group_size: int, seed: int) -> Rollouts:
     """Sample groups of rollouts of training prompts `start` … from the trainer's policy as it is now.
 
-    Args:
-        trainer: Holds policy, task and sampler; its random state is left alone.
-        start: Index of the first prompt.
-        n_prompts: P.
-        group_size: Rollouts of each.
-        seed: Of the sampling.
+    The trainer's random state is left alone.
     """
     prompts = draw_prompts(trainer.task, "train", start, n_prompts)
     settings = replace(trainer.config.sample, prompts=n_prompts, group_size=group_size)
@@ -104,12 +107,7 @@ def drawn(trainer: Trainer, start: int, n_prompts: int, group_size: int, seed: i
 
 
 def scored(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
-    """Return the token table of rollouts under the trainer's policy as it is now, whoever sampled them.
-
-    Args:
-        trainer: Holds policy and task.
-        rollouts: Any of its task.
-    """
+    """Return the token table of rollouts under the trainer's policy as it is now, whoever sampled them."""
     forward = trainer.policy.forward(rollouts, keep_graph=False)
     return trainer.table(rollouts, forward, compute_rewards(trainer.task, rollouts), None)
 
@@ -117,9 +115,7 @@ def scored(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
 def regrouped(rollouts: Rollouts, size: int) -> Rollouts:
     """Return the same rollouts in smaller groups: each prompt's are cut into disjoint ones of equal size.
 
-    Args:
-        rollouts: Group by group, as `sample` returns them.
-        size: Rollouts per group; a divisor of the present size.
+    The rollouts come group by group, as `sample` returns them.
 
     Raises:
         InputError: The present groups do not divide.

@@ -28,13 +28,7 @@ POSITIONS = 192
 
 @dataclass(frozen=True)
 class Policy:
-    """A model with what it needs to be asked; made by `fresh_policy`.
-
-    Attributes:
-        model: In evaluation mode.
-        tokenizer: One token per character.
-        task: What it is asked.
-    """
+    """A model in evaluation mode, its tokenizer of single characters, and the task; made by `fresh_policy`."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -43,12 +37,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """What a policy wrote and what one forward pass says about it; made by `write`.
+    """What a policy wrote and what one forward pass says about its tokens [N, T]; made by `write`.
 
-    Attributes:
-        rollouts: Groups of rollouts.
-        table: Their tokens, rewards and forward statistics [N, T].
-        temperature: They were sampled and are scored at.
+    The temperature is that of sampling and of scoring.
     """
 
     rollouts: Rollouts
@@ -79,10 +70,6 @@ class ScoredRollouts:
 def fresh_policy(config: TrainConfig, architecture: str = "qwen3") -> Policy:
     """Return a randomly initialised policy of the configured sizes for the configured task.
 
-    Args:
-        config: Task, sizes and seed.
-        architecture: One of `ARCHITECTURES`.
-
     Raises:
         InputError: The architecture is not known.
     """
@@ -97,10 +84,7 @@ def fresh_policy(config: TrainConfig, architecture: str = "qwen3") -> Policy:
 def small_gpt2(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> GPT2LMHeadModel:
     """Make a randomly initialised GPT-2-type model: learned positions, biases, layer norms, one head per key.
 
-    Args:
-        config: Sizes; `key_value_heads` has no counterpart.
-        tokenizer: Gives the vocabulary and the special ids.
-        seed: Seed of the initial weights; the global random state is left as it was.
+    `key_value_heads` has no counterpart. The global random state is left as it was.
     """
     shape = GPT2Config(
         vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=config.width, n_layer=config.layers,
@@ -116,10 +100,6 @@ def small_gpt2(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, see
 def warm_start(policy: Policy, config: TrainConfig) -> float:
     """Train a policy on demonstrations in place until its success lies in the configured band, and return it.
 
-    Args:
-        policy: From `fresh_policy`.
-        config: Of the same task and sizes.
-
     Raises:
         InputError: The step budget ran out below the band.
     """
@@ -127,14 +107,7 @@ def warm_start(policy: Policy, config: TrainConfig) -> float:
 
 
 def trained(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) -> Policy:
-    """Return a policy after reinforcement learning from where it is.
-
-    Args:
-        policy: Where to start; left as it is.
-        config: The run, of the same task.
-        work: Directory for the checkpoint and the run.
-        bar: Progress.
-    """
+    """Return a policy after reinforcement learning from where it is; the one given is left as it is."""
     start = work / "start"
     policy.model.save_pretrained(start)
     policy.tokenizer.save_pretrained(start)
@@ -144,14 +117,7 @@ def trained(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) 
 
 
 def write(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int) -> ScoredRollouts:
-    """Sample groups of rollouts and score every token once.
-
-    Args:
-        policy: Who writes.
-        prompts: One per group.
-        config: Group size, budget, temperature.
-        seed: Of the sampling; the global random state is left as it was.
-    """
+    """Sample groups of rollouts, one per prompt, and score every token once; the global random state is kept."""
     generator = TransformersGenerator(policy.model, policy.tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -52,15 +52,9 @@ class Pool:
 def promising_prompts(policy: Policy, first: int, count: int, config: SampleConfig, seed: int) -> list[Prompt]:
     """Return prompts that a pilot of independent rollouts answers rightly sometimes, and sometimes not.
 
-    Elsewhere every estimator but those without a baseline gives 0. The pilot's rollouts are not used again, so that the
-    choice of prompts does not touch what is measured on them.
-
-    Args:
-        policy: Who is asked.
-        first: Index of the first candidate of the training split.
-        count: Prompts wanted; four times as many are tried.
-        config: Of the pilot; its group size is what decides.
-        seed: Of the pilot's sampling.
+    Elsewhere every estimator but those without a baseline gives 0. Four times as many candidates as are wanted are
+    tried, from index `first` of the training split, each with `config.group_size` pilot rollouts. Those are not used
+    again, so that the choice of prompts does not touch what is measured on them.
 
     Raises:
         InputError: Too few candidates qualify.
@@ -79,14 +73,10 @@ def promising_prompts(policy: Policy, first: int, count: int, config: SampleConf
 
 
 def measure_pool(policy: Policy, written: ScoredRollouts, dim: int, seed: int = 0, bar: Bar = silent) -> Pool:
-    """Measure every token of a pool: exact norms, and sketches of the scores.
+    """Measure every token of a pool: exact norms, and sketches of the scores in `dim` buckets.
 
-    Args:
-        policy: Who wrote it.
-        written: The pool, group = prompt; with a critic's values in its table `value` and `tvm` are measured too.
-        dim: Buckets of the sketch.
-        seed: Of the hash, and of the halves for B*.
-        bar: Progress.
+    A group is all rollouts of a prompt. With a critic's values in its table `value` and `tvm` are measured too. The
+    seed is that of the hash and of the halves for B*.
     """
     table = written.table
     energy, whole = exact_norms(policy, written)
@@ -97,12 +87,7 @@ def measure_pool(policy: Policy, written: ScoredRollouts, dim: int, seed: int = 
 
 
 def exact_norms(policy: Policy, written: ScoredRollouts) -> tuple[Float, Float]:
-    """Return ‖s_{n,t}‖² [N, T] and ‖Σ_t s_{n,t}‖² [N], each distinct rollout measured once.
-
-    Args:
-        policy: Who wrote them.
-        written: The rollouts.
-    """
+    """Return ‖s_{n,t}‖² [N, T] and ‖Σ_t s_{n,t}‖² [N], each distinct rollout measured once."""
     ids, mask, attention = written.batch
     first, back = written.distinct()
     args = (policy.model, ids[first], mask[first])
@@ -118,37 +103,28 @@ def token_sketches(
     """Return count sketches of all distinct scores [U, K] and the one of each token [N, T].
 
     Tokens with the same prefix have the same score, so each is sketched once: one backward pass per distinct token.
-
-    Args:
-        policy: Who wrote them.
-        written: The rollouts.
-        dim: Buckets K.
-        seed: Of the hash.
-        bar: Progress.
     """
     ids, mask, attention = written.batch
     node, first = distinct_tokens(ids.numpy(), mask.numpy())
-    found = np.zeros((int(node.max(initial=0)) + 1, dim), np.float32)
+    sketch = np.zeros((int(node.max(initial=0)) + 1, dim), np.float32)
     todo = np.flatnonzero(first.any(axis=1))
     for done, n in enumerate(todo):
         columns = np.flatnonzero(first[n])
         rows = torch.zeros(1, len(columns), ids.shape[1])
         rows[0, torch.arange(len(columns)), torch.as_tensor(columns)] = 1.0
         one = slice(n, n + 1)
-        found[node[n, columns]] = gradient_sketch(
+        sketch[node[n, columns]] = gradient_sketch(
             policy.model, ids[one], mask[one], rows, np.zeros(1, np.int64), attention[one], dim=dim, seed=seed,
             temperature=written.temperature,
         )[0]  # fmt: skip
         bar(done + 1, len(todo), "sketching scores")
-    return found, np.where(written.table.mask, written.rollouts.by_token(node), 0)
+    return sketch, np.where(written.table.mask, written.rollouts.by_token(node), 0)
 
 
 def distinct_tokens(ids: Int, mask: Bool) -> tuple[Int, Bool]:
     """Number tokens so that those with the same prefix and value share a number, and tell where each is met first.
 
-    Args:
-        ids: Token ids, padded on the right [N, L].
-        mask: True at policy tokens [N, L].
+    Token ids [N, L] are padded on the right; the mask [N, L] is true at policy tokens.
 
     Returns:
         Number of each policy token from 0, 0 elsewhere [N, L], and True where a number is new [N, L].
@@ -163,18 +139,13 @@ def distinct_tokens(ids: Int, mask: Bool) -> tuple[Int, Bool]:
 
 
 def cross_fitted_optimum(pool: Pool, seed: int) -> Float:
-    """Return B_t* [N, T] of each rollout from the other half of its prompt's pool.
-
-    Args:
-        pool: With sketched scores.
-        seed: Of the halves.
-    """
+    """Return B_t* [N, T] of each rollout from the other half of its prompt's pool."""
     inputs = pool.inputs
     half, out = held_out(inputs.group, seed=seed), np.zeros(inputs.mask.shape)
     returns = returns_to_go(inputs.reward, inputs.mask)
     for prompt in np.unique(inputs.group):
-        for own in (half, ~half):
-            rows, others = (np.flatnonzero((inputs.group == prompt) & part) for part in (own, ~own))
+        for mine in (half, ~half):  # each half takes B* from the other: no rollout judges itself
+            rows, others = (np.flatnonzero((inputs.group == prompt) & part) for part in (mine, ~mine))
             features = pool.features(others)
             width = features.shape[1]
             out[rows, :width] = position_optimum(features, returns[others, :width], inputs.mask[others, :width])
@@ -186,22 +157,18 @@ def every_estimate(pool: Pool, cut: Partition) -> dict[Label, Float]:
 
     Estimators that weigh by energies run with exact norms and with the proxy. Those that couple prompts see batches of
     one group per prompt, as a training step would hold them.
-
-    Args:
-        pool: The rollouts.
-        cut: Their groups; every rollout is in one.
     """
     exact = replace(pool.inputs, group=cut.group)
     sources = {"exact": exact, "proxy": replace(exact, energy=pool.proxy)}
-    found: dict[Label, Float] = {}
+    advantages: dict[Label, Float] = {}
     for name in available(exact):
         if ESTIMATORS[name].batch_coupled:
-            found[name, "none"] = _by_batch(name, exact, cut)
+            advantages[name, "none"] = _by_batch(name, exact, cut)
         elif "energy" in ESTIMATORS[name].needs:
-            found |= {(name, source): estimate(name, inputs).advantage for source, inputs in sources.items()}
+            advantages |= {(name, source): estimate(name, inputs).advantage for source, inputs in sources.items()}
         else:
-            found[name, "none"] = estimate(name, exact).advantage
-    return found
+            advantages[name, "none"] = estimate(name, exact).advantage
+    return advantages
 
 
 def _by_batch(name: str, inputs: EstimatorInputs, cut: Partition) -> Float:
@@ -217,11 +184,7 @@ def _by_batch(name: str, inputs: EstimatorInputs, cut: Partition) -> Float:
 
 
 def different(estimates: Mapping[Label, Float]) -> dict[Label, Label]:
-    """Return, for every label, the first label with the very same advantages.
-
-    Args:
-        estimates: Advantages by label.
-    """
+    """Return, for every label, the first label with the very same advantages."""
     seen: dict[bytes, Label] = {}
     return {label: seen.setdefault(np.ascontiguousarray(a).tobytes(), label) for label, a in estimates.items()}
 
@@ -229,12 +192,8 @@ def different(estimates: Mapping[Label, Float]) -> dict[Label, Label]:
 def pool_grams(pool: Pool, cuts: Sequence[Partition], anchors: Sequence[Label] = (REFERENCE,)) -> Iterator[PoolGram]:
     """Yield the Gram matrices of all estimators, a few at a time, each time with the same ones first.
 
-    Estimators whose advantages are those of another one on every cut come with it, under the first one's name.
-
-    Args:
-        pool: With sketched scores.
-        cuts: Of one group size.
-        anchors: What all others are compared with, `rloo` among them: the first labels of every matrix.
+    Estimators whose advantages are those of another one on every cut come with it, under the first one's name. The cuts
+    are of one group size; `anchors`, `rloo` among them, are the first labels of every matrix.
     """
     estimates = [every_estimate(pool, cut) for cut in cuts]
     first = different({label: np.stack([e[label] for e in estimates]) for label in estimates[0]})
@@ -254,8 +213,8 @@ def _gradients(
     for prompt in range(int(cut.prompt.max()) + 1):
         groups = np.flatnonzero(cut.prompt == prompt)
         rows = np.flatnonzero(np.isin(cut.group, groups))
-        own = Partition(cut.group[rows] - groups[0], np.zeros(groups.size, np.int64))
+        part = Partition(cut.group[rows] - groups[0], np.zeros(groups.size, np.int64))
         features = pool.features(rows)
         weights = np.stack([estimates[label][rows, : features.shape[1]] for label in labels])
-        out[:, groups] = group_gradients(features, weights, own)
+        out[:, groups] = group_gradients(features, weights, part)
     return out

@@ -1,17 +1,17 @@
-"""What a study is: `STUDY` in `studies/NN_slug/study.py`, told by `report` in `page.py` beside it."""
+"""What a study is: `STUDY` in `studies/NN_slug/study.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from otb_analysis.errors import InputError
 from otb_analysis.training.runtime.progress import Bar
 
 Value = float | int | str | bool | None
 Tables = Mapping[str, Sequence[Mapping[str, Value]]]
 """Rows of each table by the table's name, as a cell measures them."""
-Rows = Sequence[Mapping[str, Any]]
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
 """Rows of a table as they were read; which column holds what, the study knows that wrote it."""
 
 
@@ -33,33 +33,18 @@ class Cell:
     given: Tables = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What a study says about its tables; made by `Study.report`, read by the pages.
-
-    Attributes:
-        verdict: The answer in one line.
-        body: The numbers, as Markdown below the verdict.
-        figures: SVG text by file name; the page shows them in this order, below the verdict.
-    """
-
-    verdict: str
-    body: str
-    figures: Mapping[str, str] = field(default_factory=dict)
-
-
-def untold(tables: Mapping[str, Rows]) -> Findings:
-    """Stand in for a page that nobody wrote.
-
-    Raises:
-        InputError: Always.
-    """
-    raise InputError(f"a study of {', '.join(tables)} has no report; define it in a page.py beside its study.py.")
+def nothing(tables: Mapping[str, Rows]) -> Mapping[str, Any]:
+    """Return nothing beside the tables."""
+    return {}
 
 
 @dataclass(frozen=True)
 class Study:
     """A question and how it is answered.
+
+    `numbers` and `figures` see the tables as read from the result files and nothing else, so that the page can be made
+    again from what is committed. Both are left out where `derived.py` beside `study.py` defines them. `names` is filled
+    in when the study is loaded.
 
     Attributes:
         title: A few words.
@@ -67,8 +52,9 @@ class Study:
         cells: The full setting, whose results are committed.
         quick: The same work at constants that take less than two minutes on two cores.
         measure: (cell, empty directory of its own, progress) → rows.
-        report: Tables as read from the result files → what they say. It reads nothing else, so that the page can be
-            made again from what is committed. Left out where `page.py` beside `study.py` defines it.
+        numbers: Tables → what the template needs beyond them: differences over seeds, tests, functions for its cells.
+        figures: Tables → SVG text by file name; the page shows them in this order, below the verdict.
+        names: Constants and functions of `study.py` and `derived.py`, which the template may use.
     """
 
     title: str
@@ -76,4 +62,6 @@ class Study:
     cells: Sequence[Cell]
     quick: Sequence[Cell]
     measure: Callable[[Cell, Path, Bar], Tables]
-    report: Callable[[Mapping[str, Rows]], Findings] = untold
+    numbers: Callable[[Mapping[str, Rows]], Mapping[str, Any]] = nothing
+    figures: Callable[[Mapping[str, Rows]], Mapping[str, str]] = nothing
+    names: Mapping[str, Any] = field(default_factory=dict)

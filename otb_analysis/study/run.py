@@ -9,11 +9,11 @@ from time import perf_counter, process_time
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.study.cache import CellCache, Finished, joined
+from otb_analysis.study.cost import COST, cost_rows, forget_peak_memory, machine_words, peak_memory_mib
 from otb_analysis.study.folder import load_study
-from otb_analysis.study.page import index_page, study_page
 from otb_analysis.study.record import Cell, Study
-from otb_analysis.study.results import COST, cost_rows, read_tables, write_tables
-from otb_analysis.study.words import forget_peak_memory, machine_words, peak_memory_mib
+from otb_analysis.study.report import index_page, study_page
+from otb_analysis.study.results import read_tables, write_tables
 from otb_analysis.training.runtime.progress import Bar, silent
 
 CACHE = Path("runs") / "studies"
@@ -39,12 +39,7 @@ class Setting:
 
 
 def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
-    """Run a study and return the folder that its page went to, or None while cells are still missing.
-
-    Args:
-        folder: studies/NN_slug.
-        setting: How.
-        bar: Progress.
+    """Run the study of a folder and return where its page went, or None while cells are still missing.
 
     Raises:
         InputError: A cell that was asked for does not exist, or there are no tables to render.
@@ -61,19 +56,14 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
         if len(results) < len(cells):
             return None
         write_tables(target / "results", joined(results) | {COST: cost_rows(cells, results)})
-    write_pages(folder, study, target)
+    write_pages(folder, study, target, setting.quick)
     if target == folder:
         _write(folder.parent / "README.md", index_page(folder.parent))
     return target
 
 
-def write_pages(folder: Path, study: Study, target: Path) -> None:
-    """Write README and figures of a study from its tables.
-
-    Args:
-        folder: studies/NN_slug, which names the study.
-        study: The study.
-        target: Where its results are, and the page goes.
+def write_pages(folder: Path, study: Study, target: Path, quick: bool = False) -> None:
+    """Write README and figures of a study from the tables in `target`, and beside them.
 
     Raises:
         InputError: There are no tables.
@@ -82,8 +72,8 @@ def write_pages(folder: Path, study: Study, target: Path) -> None:
     tables = read_tables(target / "results")
     if COST not in tables:
         raise InputError(f"{target} has no result tables; run otb study {folder.name} first.")
-    page, found = study_page(folder, study, tables)
-    for name, svg in found.figures.items():
+    page, figures = study_page(folder, study, tables, quick)
+    for name, svg in figures.items():
         _write(target / "results" / name, svg)
     _write(target / "README.md", page)
 
@@ -99,16 +89,16 @@ def _measured(study: Study, cells: Sequence[Cell], cache: CellCache, only: Seque
             bar(number, len(cells), f"{cell.name}: starting")
             cache.keep(cell, _finish(study, _with_given(cell, cache), cache.work(cell), bar))
         bar(number + 1, len(cells), cell.name)
-    return [found for cell in cells if (found := cache.load(cell)) is not None]
+    return [finished for cell in cells if (finished := cache.load(cell)) is not None]
 
 
 def _with_given(cell: Cell, cache: CellCache) -> Cell:
     """Fill in the tables of the cells that a cell comes after."""
-    found = {other.name: cache.load(other) for other in cell.after}
-    missing = [name for name, finished in found.items() if finished is None]
+    earlier = {other.name: cache.load(other) for other in cell.after}
+    missing = [name for name, finished in earlier.items() if finished is None]
     if missing:
         raise InputError(f"cell {cell.name!r} comes after {', '.join(missing)}; measure those first.")
-    return replace(cell, given=joined([finished for finished in found.values() if finished is not None]))
+    return replace(cell, given=joined([finished for finished in earlier.values() if finished is not None]))
 
 
 def _finish(study: Study, cell: Cell, work: Path, bar: Bar) -> Finished:

@@ -6,23 +6,22 @@ from pathlib import Path
 
 import numpy as np
 
-from otb_analysis.config import ChainSumConfig, TrainConfig, WarmStartConfig
+from otb_analysis.config import ChainSumConfig, MeasureConfig, Schedule, SmallModelConfig, TrainConfig, WarmStartConfig
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.study.record import Rows
 from otb_analysis.study.results import distinct, select
 from otb_analysis.training.warm_start import warm_started
 
+MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
+FORWARD_ONLY = MeasureConfig(exact=Schedule())
+"""What the studies train, and measure beside it: nothing."""
 QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
 QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
 """Task of the quick settings. It trains in seconds; little is learned."""
 
 
 def started(config: TrainConfig, work: Path) -> TrainConfig:
-    """Return a configuration whose model is its supervised start, which all cells of a study share.
-
-    Args:
-        config: Seed, task, sizes and the band of the start's success.
-        work: The cell's directory; starts are kept beside it.
+    """Return a configuration whose model is its supervised start; starts are kept beside `work` for all cells.
 
     Raises:
         InputError: The step budget ran out below the band.
@@ -31,48 +30,24 @@ def started(config: TrainConfig, work: Path) -> TrainConfig:
 
 
 def later_success(rows: Rows) -> dict[int, float]:
-    """Return each seed's mean held-out success over the evaluations after the first, which no update preceded.
-
-    Args:
-        rows: Of one arm, with `seed`, `step` and `success`.
-    """
+    """Return each seed's mean held-out success over an arm's evaluations after the first one."""
     later = [row for row in rows if row["step"] > 0]
     return {
         seed: float(np.mean([row["success"] for row in select(later, seed=seed)])) for seed in distinct(later, "seed")
     }
 
 
-def paired_difference(own: dict[int, float], base: dict[int, float], quantity: str) -> Interval | None:
-    """Return the mean over seeds of own − base with Student's interval; None without a seed.
-
-    Args:
-        own: By seed.
-        base: By seed, of at least those.
-        quantity: What the numbers are, for warnings.
-    """
-    return seed_mean([own[seed] - base[seed] for seed in own], quantity)
+def paired_difference(arm: dict[int, float], base: dict[int, float], quantity: str) -> Interval | None:
+    """Return the mean over an arm's seeds of arm − base with Student's interval; None without a seed."""
+    return seed_mean([arm[seed] - base[seed] for seed in arm], quantity)
 
 
-def difference_words(found: Interval | None, scale: float = 1.0, digits: int = 0) -> str:
-    """Return a difference with its sign and interval, as in `+3.1 (-0.4 to +6.6)`; a dash where there is none.
-
-    Args:
-        found: The difference.
-        scale: What it is multiplied by: 100 for points.
-        digits: Behind the point.
-    """
-    if found is None:
-        return "–"
-    ends = (found.estimate, found.low, found.high)
-    estimate, low, high = ("" if x is None else f"{scale * x:+.{digits}f}" for x in ends)
-    return f"{estimate} ({low} to {high})" if low and high else estimate
+def held_projection(projection: float | None) -> float:
+    """Return a projection c held in [.1, 1], and 1 where the pools are too small to tell, as a factor on a rate."""
+    return 1.0 if projection is None else float(np.clip(projection, 0.1, 1.0))
 
 
 def final_success(rows: Rows) -> Sequence[float]:
-    """Return each seed's last held-out success.
-
-    Args:
-        rows: Of one arm, with `step` and `success`; all seeds have the same steps.
-    """
+    """Return each seed's last held-out success of an arm; all seeds have the same steps."""
     last = max(row["step"] for row in rows)
     return [row["success"] for row in rows if row["step"] == last]

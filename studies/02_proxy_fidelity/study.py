@@ -40,11 +40,10 @@ from otb_analysis.statistics import (
     systematic_sample,
     weight_statistics,
 )
-from otb_analysis.study import Cell, Study, Tables
+from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
 from otb_analysis.study.agreement import correlation
 from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, trained, warm_start, write
 from otb_analysis.study.pools import promising_prompts
-from otb_analysis.study.words import interval_columns, rounded
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.resume import plain_config
@@ -128,17 +127,17 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
 
 
 def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: dict[str, list[dict[str, Any]]], bar: Bar) -> None:
-    temperatures = [1.0] if stage == "init" else _numbers(cell, "temperatures")
-    prompts, grams = int(str(cell.settings["prompts"])), []
+    settings: dict[str, Any] = dict(cell.settings)
+    temperatures, prompts, grams = [1.0] if stage == "init" else settings["temperatures"], settings["prompts"], []
     for k, temperature in enumerate(temperatures):
         key = {"model": cell.name, "stage": stage, "temperature": temperature}
         bar(k, len(temperatures), f"{cell.name}: {stage} at temperature {temperature}")
         sample = SampleConfig(prompts=prompts, group_size=GROUP_SIZE, temperature=temperature)
         first = FIRST_PROMPT + 10_000 * (STAGES.index(stage) * 10 + k)
-        pilot = 0 if stage == "init" else int(str(cell.settings["pilot"]))
+        pilot = 0 if stage == "init" else settings["pilot"]
         written = write(policy, chosen_prompts(policy, first, sample, pilot), sample, seed=k)
         energies = energies_of(policy, written, k)
-        facts = facts_of(policy, written, energies) | {"rl_steps": cell.settings["rl_steps"], "pilot": pilot}
+        facts = facts_of(policy, written, energies) | {"rl_steps": settings["rl_steps"], "pilot": pilot}
         tables["policies"].append(key | facts)
         tables["agreement"] += [key | row for row in agreement_rows(written, energies)]
         if np.ptp(written.table.rewards.total) > 0:
@@ -280,11 +279,6 @@ def efficiency_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
 
 def _label(row: Any) -> Label:
     return row.estimator, row.energy_source
-
-
-def _numbers(cell: Cell, name: str) -> list[float]:
-    found = cell.settings[name]
-    return [float(x) for x in found] if isinstance(found, list) else []
 
 
 STUDY = Study(

@@ -29,11 +29,10 @@ from otb_analysis.statistics import (
     sketch_noise,
     weight_statistics,
 )
-from otb_analysis.study import Cell, Study, Tables
+from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
 from otb_analysis.study.critics import critic_batches, fitted_critic, with_values
 from otb_analysis.study.policies import fresh_policy, warm_start, write
 from otb_analysis.study.pools import REFERENCE, Pool, measure_pool, pool_grams, promising_prompts
-from otb_analysis.study.words import interval_columns, rounded
 from otb_analysis.training.critic.targets import explained_variance
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float, Label

@@ -11,32 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from otb_analysis.config import (
-    CriticConfig,
-    EstimatorConfig,
-    EvaluateConfig,
-    OptimizeConfig,
-    SampleConfig,
-    SmallModelConfig,
-    TrainConfig,
-)
-from otb_analysis.config.measuring import MeasureConfig, Schedule
+from otb_analysis.config import CriticConfig, EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig
 from otb_analysis.store import RunStore
-from otb_analysis.study import (
-    Cell,
-    Rows,
-    Study,
-    Tables,
-    distinct,
-    select,
-)
-from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
+from otb_analysis.study import Cell, Rows, Study, Tables, distinct, select
+from otb_analysis.study.seeds import FORWARD_ONLY, MODEL, QUICK_START, QUICK_TASK, held_projection, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 
-from .arms import ARMS, LABELS, PAIRS, SMALL_GROUP, Arm
-from .pools import pick, pool_tables
+from .arms import ARMS, LABELS, PAIRS, SMALL_GROUP, Arm, pool_tables
 
 RATES = (3e-4, 1e-3, 2e-3, 4e-3)
 """Learning rates of the sweep."""
@@ -64,9 +47,9 @@ SMALL = Size(
     evaluations=2, heldout=24, pool_prompts=18, pool=64, pool_seeds=(0,),
 )  # fmt: skip
 CONFIG = TrainConfig(
-    small_model=SmallModelConfig(layers=2, width=64, feed_forward=160),
+    small_model=MODEL,
     critic=CriticConfig(enabled=False),
-    measure=MeasureConfig(exact=Schedule()),
+    measure=FORWARD_ONLY,
 )
 
 
@@ -124,7 +107,10 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     if cell.name.startswith("sweep"):
         plan = [(rate, seed) for rate in size.rates for seed in size.sweep_seeds]
         return {"sweep": [swept(name, rate, seed, size, (quick, work, bar)) for rate, seed in plan]}
-    rate = chosen_rate(cell.given["sweep"]) * (projection_of(cell.given["pool"]) if ARMS[name].follows else 1.0)
+    rate = chosen_rate(cell.given["sweep"])
+    if ARMS[name].follows:
+        (otb,) = select(cell.given["pool"], estimator="otb", size=SMALL_GROUP, update=64)
+        rate *= held_projection(otb["projection"])
     return {"curves": trained(name, rate, int(str(cell.settings["seed"])), size, (quick, work, bar))}
 
 
@@ -132,12 +118,6 @@ def chosen_rate(sweep: Rows) -> float:
     """Return the learning rate with the best mean held-out success over the sweep's seeds."""
     means = {rate: float(np.mean([r["mean"] for r in select(sweep, rate=rate)])) for rate in distinct(sweep, "rate")}
     return max(means, key=lambda rate: means[rate])
-
-
-def projection_of(pool: Rows) -> float:
-    """Return the projection c of `otb` in small groups, held in [.1, 1] where the pools are too small to tell."""
-    found = pick(pool, "otb", SMALL_GROUP, 64)["projection"]
-    return 1.0 if found is None else float(np.clip(found, 0.1, 1.0))
 
 
 def swept(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path, Bar]) -> dict[str, Any]:

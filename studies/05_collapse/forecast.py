@@ -1,14 +1,15 @@
 """Which detectors tell runs that are about to collapse from calm ones, and how the signals they read go."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from otb_analysis.diagnostics import DETECTORS
-from otb_analysis.study import Rows, distinct, markdown_table, select
+from otb_analysis.study import Rows, column, distinct, mean, select
 
-from .survival import calm, listed, staged
+from .study import ARMS
 
 CONDITIONS = ("sampling_certificate", "ratio_tails")
 """Call old rollouts themselves, which every staged run has and no calm one: no forecast."""
@@ -17,44 +18,66 @@ MISSING = "not measured"
 LEVEL = 0.05
 ALL_SIGNS = 100_000
 """More than the 2^16 of sixteen seeds, so that every combination is tried."""
-FEW = 5
-"""Fewer leads than that are given one by one."""
-SIGNAL_WORDS = {
-    "entropy": ("entropy", "{:.2f}", " nats"),
-    "grad_norm": ("‖ḡ‖", "{:.2f}", ""),
-    "length": ("length", "{:.1f}", " tokens"),
-}
+SIGNALS = ("entropy", "grad_norm", "length")
+WHEN = ("first", "before", "last")
 
-SIGNALS = """\
-`entropy_collapse` looks for a fall, `gradient_surge` for a rise. Medians over the runs that collapsed, of the first 10
-steps → the 10 up to the collapse → the last 10: {words}. By arm, means:"""
+Run = tuple[str, int]
+"""Arm and seed."""
 
 
-def ends_of(runs: Rows) -> dict[tuple[str, int], int | None]:
-    """Return the collapse of every run by arm and seed."""
-    return {(row["arm"], row["seed"]): row["collapse"] for row in runs}
-
-
-def calls(runs: Rows, detectors: Rows, name: str) -> dict[tuple[str, int], int | None]:
-    """Return the step at which a detector first called each of some runs, None where it never did."""
-    own = {(row["arm"], row["seed"]): row["watch"] for row in select(detectors, detector=name)}
-    return {(row["arm"], row["seed"]): own[row["arm"], row["seed"]] for row in runs}
+def numbers(runs: Rows, detectors: Rows, signals: Rows) -> dict[str, Any]:
+    """Return what each detector called, which forecast is shown, and how the signals went."""
+    broken, quiet = collapsed(runs), still_calm(runs)
+    pending = [row for row in runs if not ARMS[row["arm"]].calm and row["collapse"] is None]
+    names, arms = tested(detectors), distinct(signals, "arm")
+    p_values = dict(zip(names, holm([p_value(seed_differences(runs, detectors, n)) for n in names]), strict=True))
+    told = {
+        name: {
+            "leads": sorted(leads_of(runs, detectors, name)),
+            "broken": called(broken, detectors, name),
+            "pending": called(pending, detectors, name),
+            "quiet": called(quiet, detectors, name),
+            "p": p_values.get(name),
+        }
+        for name in measured(detectors)
+    }
+    ends = [row for row in signals if any((r["arm"], r["seed"]) == (row["arm"], row["seed"]) for r in broken)]
+    return {
+        "told": told,
+        "all_detectors": list(DETECTORS),
+        "p_values": p_values,
+        "forecast_shown": [name for name, p in p_values.items() if p <= LEVEL],
+        "blind": [name for name in p_values if not told[name]["broken"]],
+        "broken": broken,
+        "pending": pending,
+        "quiet": quiet,
+        "calm_runs": [row for row in runs if ARMS[row["arm"]].calm],
+        "signal_path": {name: {a: path(select(signals, arm=a), name) for a in arms} for name in SIGNALS},
+        "signal_change": {name: change(ends, name) for name in SIGNALS} if ends else {},
+    }  # fmt: skip
 
 
 def collapsed(runs: Rows) -> Rows:
     """Return the staged runs that collapsed."""
-    return [row for row in staged(runs) if row["collapse"] is not None]
+    return [row for row in runs if not ARMS[row["arm"]].calm and row["collapse"] is not None]
 
 
 def still_calm(runs: Rows) -> Rows:
     """Return the calm arm's runs that did not collapse by the same rule."""
-    return [row for row in calm(runs) if row["collapse"] is None]
+    return [row for row in runs if ARMS[row["arm"]].calm and row["collapse"] is None]
+
+
+def calls(runs: Rows, detectors: Rows, name: str) -> dict[Run, int | None]:
+    """Return the step at which a detector first called each of some runs, None where it never did."""
+    watch = {(row["arm"], row["seed"]): row["watch"] for row in select(detectors, detector=name)}
+    return {(row["arm"], row["seed"]): watch[row["arm"], row["seed"]] for row in runs}
 
 
 def leads_of(runs: Rows, detectors: Rows, name: str) -> list[int]:
     """Return a detector's lead in every run that collapsed and that it called at or before the collapse."""
-    ends, found = ends_of(runs), calls(collapsed(runs), detectors, name)
-    return [end - at for key, at in found.items() if at is not None and (end := ends[key]) is not None and at <= end]
+    ends: Mapping[Run, int | None] = {(row["arm"], row["seed"]): row["collapse"] for row in runs}
+    first = calls(collapsed(runs), detectors, name)
+    return [end - at for key, at in first.items() if at is not None and (end := ends[key]) is not None and at <= end]
 
 
 def called(runs: Rows, detectors: Rows, name: str) -> int:
@@ -62,21 +85,14 @@ def called(runs: Rows, detectors: Rows, name: str) -> int:
     return sum(at is not None for at in calls(runs, detectors, name).values())
 
 
-def leads_words(leads: list[int]) -> str:
-    """Return leads as median and range, few of them one by one."""
-    if len(leads) < FEW:
-        return ", ".join(map(str, sorted(leads))) or "–"
-    return f"median {np.median(leads):.0f} ({min(leads)}–{max(leads)})"
-
-
 def seed_differences(runs: Rows, detectors: Rows, name: str) -> list[float]:
     """Return, seed by seed, the share of its collapsed runs called in time minus the share of its calm runs called."""
     differences = []
     for seed in distinct(runs, "seed"):
-        own = select(runs, seed=seed)
-        broken, quiet = collapsed(own), still_calm(own)
+        same = select(runs, seed=seed)
+        broken, quiet = collapsed(same), still_calm(same)
         if broken and quiet:
-            in_time = len(leads_of(own, detectors, name)) / len(broken)
+            in_time = len(leads_of(same, detectors, name)) / len(broken)
             differences.append(in_time - called(quiet, detectors, name) / len(quiet))
     return differences
 
@@ -111,78 +127,13 @@ def tested(detectors: Rows) -> list[str]:
     return [name for name in measured(detectors) if name not in CONDITIONS]
 
 
-def adjusted_p(runs: Rows, detectors: Rows) -> dict[str, float]:
-    """Return the adjusted p-value of each tested detector."""
-    names = tested(detectors)
-    raw = [p_value(seed_differences(runs, detectors, name)) for name in names]
-    return dict(zip(names, holm(raw), strict=True))
+def path(rows: Rows, name: str) -> list[float | None]:
+    """Return a signal's means at the start, before the collapse, over the runs that had one, and at the end."""
+    return [mean(column(rows, f"{name}_{when}")) for when in WHEN]
 
 
-def forecast(runs: Rows, detectors: Rows) -> str:
-    """Say which detectors tell runs that collapse from calm ones beforehand, and which never call at all."""
-    shown = [name for name, p in adjusted_p(runs, detectors).items() if p <= LEVEL]
-    said = [f"beforehand {', '.join(hits_words(runs, detectors, name) for name in shown)}"] if shown else []
-    said = said or ["no detector is shown to tell runs that collapse from calm ones beforehand"]
-    blind = [name for name in tested(detectors) if not called(collapsed(runs), detectors, name)]
-    said += [f"{listed(blind)} never call{'s' * (len(blind) == 1)} this collapse, not even afterwards"] if blind else []
-    return "; ".join(said)
-
-
-def hits_words(runs: Rows, detectors: Rows, name: str) -> str:
-    """Return a detector's calls in time and in calm runs."""
-    leads, quiet = leads_of(runs, detectors, name), still_calm(runs)
-    hits = f"`{name}` calls {len(leads)} of {len(collapsed(runs))} (steps ahead: {leads_words(leads)})"
-    return f"{hits}, and {called(quiet, detectors, name)} of {len(quiet)} calm runs"
-
-
-def detectors_table(runs: Rows, detectors: Rows) -> str:
-    """Return how often each detector called a collapse in time, at all, and runs that had none."""
-    broken, quiet = collapsed(runs), still_calm(runs)
-    pending = [row for row in staged(runs) if row["collapse"] is None]
-    adjusted, known, lines = adjusted_p(runs, detectors), measured(detectors), []
-    for name in DETECTORS:
-        if name not in known:
-            lines.append([f"`{name}`", MISSING, *["–"] * 5])
-            continue
-        leads = leads_of(runs, detectors, name)
-        counts = [f"{called(rows, detectors, name)} of {len(rows)}" for rows in (broken, pending, quiet)]
-        p = f"{adjusted[name]:.3f}" if name in adjusted else "–"
-        lines.append([f"`{name}`", f"{len(leads)} of {len(broken)}", leads_words(leads), *counts, p])
-    headers = ["detector", "called in time", "lead, steps", "called at all", "not yet collapsed, called",
-               "calm, called", "p"]  # fmt: skip
-    return markdown_table(headers, lines)
-
-
-def signals_words(runs: Rows, signals: Rows) -> str:
-    """Say how entropy, ‖ḡ‖ and length go in the runs that collapsed."""
-    broken = {(row["arm"], row["seed"]) for row in collapsed(runs)}
-    own = [row for row in signals if (row["arm"], row["seed"]) in broken]
-    return SIGNALS.format(words="; ".join(signal_part(own, name) for name in SIGNAL_WORDS)) if own else ""
-
-
-def signal_part(own: Rows, name: str) -> str:
-    """Return one signal's medians at the start, before the collapse and at the end, and in how many runs it rose."""
-    words, form, unit = SIGNAL_WORDS[name]
-    first, before, last = (
-        form.format(np.median([row[f"{name}_{where}"] for row in own])) for where in ("first", "before", "last")
-    )
-    rose = [sum(row[f"{name}_{where}"] > row[f"{name}_first"] for row in own) for where in ("before", "last")]
-    return f"{words} {first} → {before} → {last}{unit}, above the first in {rose[0]} and {rose[1]} of {len(own)} runs"
-
-
-def signals_table(runs: Rows, signals: Rows) -> str:
-    """Return every arm's signals, means over its runs, those before a collapse over the runs that had one."""
-    lines = []
-    for arm in distinct(signals, "arm"):
-        own = select(signals, arm=arm)
-        lines.append([f"`{arm}`", *(signal_means(own, name) for name in SIGNAL_WORDS)])
-    return markdown_table(["arm", "entropy", "‖ḡ‖", "length"], lines)
-
-
-def signal_means(own: Rows, name: str) -> str:
-    """Return one arm's means of a signal at the start, before the collapse and at the end."""
-    means = []
-    for where in ("first", "before", "last"):
-        values = [row[f"{name}_{where}"] for row in own if row[f"{name}_{where}"] is not None]
-        means.append(SIGNAL_WORDS[name][1].format(np.mean(values)) if values else "–")
-    return " → ".join(means)
+def change(rows: Rows, name: str) -> dict[str, Any]:
+    """Return a signal's medians at the start, before the collapse and at the end, and in how many runs it rose."""
+    medians = [float(np.median(column(rows, f"{name}_{when}"))) for when in WHEN]
+    rose = [sum(row[f"{name}_{when}"] > row[f"{name}_first"] for row in rows) for when in WHEN[1:]]
+    return {"medians": medians, "rose": rose}

@@ -83,12 +83,7 @@ def signal_means(steps: pd.DataFrame, end: int | None) -> dict[str, float | None
 
 
 def windows(attributed: Sequence[int], end: int) -> dict[str, list[int]]:
-    """Return the last attributed steps up to a collapse, and as many up to half of the way where they do not meet.
-
-    Args:
-        attributed: Steps that were attributed, in order.
-        end: The collapse.
-    """
+    """Return the last attributed steps up to a collapse, and as many up to half of the way where they do not meet."""
     fatal = [step for step in attributed if step <= end][-ATTRIBUTED:]
     control = [step for step in attributed if step <= end // 2][-ATTRIBUTED:]
     apart = bool(fatal) and len(control) == ATTRIBUTED and control[-1] < fatal[0]
@@ -105,32 +100,27 @@ def attribution_rows(store: RunStore, steps: pd.DataFrame, end: int) -> list[dic
     for name, tried in found.items():
         tried_steps = [step_attribution(store, step) for step in tried]
         if tried_steps:
-            own = max(tried_steps, key=lambda one: one.norm_sq)
-            rows.append({"window": name, "collapse": end, "usual_norm": usual} | holders(own, succeeded(store, own)))
+            step = max(tried_steps, key=lambda one: one.norm_sq)
+            rows.append({"window": name, "collapse": end, "usual_norm": usual} | holders(step, succeeded(store, step)))
     return rows
 
 
-def holders(own: StepAttribution, paid: Sequence[int]) -> dict[str, Any]:
-    """Return one step's shares: of the largest tokens, the largest prompt, the rollouts that failed, and noise.
-
-    Args:
-        own: The step's attribution.
-        paid: Rollouts of the step that were rewarded.
-    """
-    tokens, prompts = np.abs(own.tokens.share), np.abs(own.prompts.share)
-    failed = ~np.isin(own.tokens.rollout, paid)
+def holders(step: StepAttribution, paid: Sequence[int]) -> dict[str, Any]:
+    """Return one step's shares: of the largest tokens, the largest prompt, unpaid rollouts, and noise."""
+    tokens, prompts = np.abs(step.tokens.share), np.abs(step.prompts.share)
+    failed = ~np.isin(step.tokens.rollout, paid)
     return {
-        "step": own.step,
-        "grad_norm": own.norm_sq**0.5,
+        "step": step.step,
+        "grad_norm": step.norm_sq**0.5,
         "top_tokens": top_share(tokens),
         "top_prompt": float(prompts.max() / prompts.sum()),
         "failed": float(tokens[failed].sum() / tokens.sum()),
         "failed_tokens": float(failed.mean()),
-        "noise": known(own.noise_total) / own.norm_sq,
+        "noise": known(step.noise_total) / step.norm_sq,
     }
 
 
-def succeeded(store: RunStore, own: StepAttribution) -> list[int]:
+def succeeded(store: RunStore, step: StepAttribution) -> list[int]:
     """Return the rollouts of a step that were paid."""
-    found = store.sql("SELECT rollout FROM rollouts WHERE step = ? AND reward >= 0.5", [own.step])
+    found = store.sql("SELECT rollout FROM rollouts WHERE step = ? AND reward >= 0.5", [step.step])
     return [int(rollout) for rollout in found["rollout"]]

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from otb_analysis.config import (
@@ -22,18 +21,16 @@ from otb_analysis.config import (
     ObjectiveConfig,
     OptimizeConfig,
     SampleConfig,
-    SmallModelConfig,
     TrainConfig,
     WarmStartConfig,
 )
 from otb_analysis.config.measuring import AttributionSchedule, MeasureConfig, Schedule
-from otb_analysis.estimators import estimate
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
 from otb_analysis.statistics import pooled_statistics
 from otb_analysis.store import RunStore
-from otb_analysis.study import Cell, Rows, Study, Tables, interval_columns, select
-from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
-from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
+from otb_analysis.study import Cell, Study, Tables, interval_columns, select
+from otb_analysis.study.gradients import PROMPTS_FROM, drawn, estimator_gram, scored
+from otb_analysis.study.seeds import MODEL, QUICK_START, QUICK_TASK, held_projection, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
@@ -70,7 +67,8 @@ CALM_RATE = 3e-4
 """Constant, of the arm without old rollouts."""
 LONG = ChainSumConfig(terms_min=4, terms_max=6)
 """The other arms add 2 to 4 terms."""
-PROMPTS_FROM, POOL = 1_000_000, 1
+POOL = 1
+"""Seed of the sampling."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ SMALL = Size(
     seeds=(0, 1), arms=("rloo", "scaled", "otb", "calm"), steps=15, attribute_every=4, pool_prompts=4, pool_seeds=(0,)
 )  # fmt: skip
 CONFIG = TrainConfig(
-    small_model=SmallModelConfig(layers=2, width=64, feed_forward=160),
+    small_model=MODEL,
     sample=SampleConfig(prompts=8, group_size=8),
     objective=ObjectiveConfig(staleness=4),
     warm_start=WarmStartConfig(success_low=0.6, success_high=0.85),
@@ -152,7 +150,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     name, seed = str(cell.settings["arm"]), int(str(cell.settings["seed"]))
     config = started(config_of(seed, size, quick, ARMS[name]), work)
     if name == "scaled":
-        shorter = config.optimize.learning_rate * projection_of(cell.given["projection"])
+        (otb,) = select(cell.given["projection"], estimator="otb")
+        shorter = config.optimize.learning_rate * held_projection(otb["projection"])
         config = replace(config, optimize=replace(config.optimize, learning_rate=shorter))
     estimator = EstimatorConfig(name=ARMS[name].estimator)
     store = RunStore(train(replace(config, root=work, run=name, estimator=estimator), bar))
@@ -165,21 +164,12 @@ def projection_rows(size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[
     for seed in size.pool_seeds:
         trainer = Trainer.from_config(started(config_of(seed, size, quick, ARMS[AGAINST]), work))
         rollouts = drawn(trainer, PROMPTS_FROM, size.pool_prompts, CONFIG.sample.group_size, POOL)
-        table = scored(trainer, rollouts)
-        inputs = table.inputs(table.stats.energy)
-        advantage = {label: estimate(label[0], inputs).advantage for label in LABELS}
-        grams.append(prompt_gram(trainer.model, [Weighed(rollouts, advantage)]))
+        grams.append(estimator_gram(trainer, rollouts, scored(trainer, rollouts), LABELS))
     return [
         {"estimator": found.estimator, "clusters": found.n_clusters, "projection": found.projection}
         | interval_columns("projection", found.projection_interval)
         for found in pooled_statistics(grams, REFERENCE)
     ]
-
-
-def projection_of(rows: Rows) -> float:
-    """Return c of `otb`, held in [.1, 1] where the pools are too small to tell."""
-    (row,) = select(rows, estimator="otb")
-    return 1.0 if row["projection"] is None else float(np.clip(row["projection"], 0.1, 1.0))
 
 
 STUDY = Study(

@@ -12,15 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from otb_analysis.config import (
-    EvaluateConfig,
-    ObjectiveConfig,
-    OptimizeConfig,
-    SampleConfig,
-    SmallModelConfig,
-    TrainConfig,
-)
-from otb_analysis.config.measuring import MeasureConfig, Schedule
+from otb_analysis.config import EvaluateConfig, ObjectiveConfig, OptimizeConfig, SampleConfig, TrainConfig
 from otb_analysis.enumeration import Tree, TreeSpec, random_tree
 from otb_analysis.enumeration.drift import case_moments, effective_share, farthest, sampled_at
 from otb_analysis.enumeration.off_policy import CASES, mean_shift, touched
@@ -29,20 +21,10 @@ from otb_analysis.measurement.table import TokenTable, token_ratio
 from otb_analysis.objectives.importance import RatioInputs, effective_sample_size
 from otb_analysis.objectives.ratios import importance_ratio
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.statistics import (
-    cluster_jackknife,
-    paired_ratios,
-    pooled_statistics,
-)
-from otb_analysis.study import (
-    Cell,
-    Study,
-    Tables,
-    interval_columns,
-)
-from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
-from otb_analysis.study.seeds import QUICK_START, QUICK_TASK, started
-from otb_analysis.study.words import rounded
+from otb_analysis.statistics import cluster_jackknife, paired_ratios, pooled_statistics
+from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
+from otb_analysis.study.gradients import PROMPTS_FROM, Weighed, drawn, prompt_gram, scored
+from otb_analysis.study.seeds import FORWARD_ONLY, MODEL, QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
@@ -65,8 +47,8 @@ KINDS = {
 }
 BASELINES = ("rloo", "otb")
 TRUTH = ("on-policy", "rloo")
-PROMPTS_FROM, FRESH, OLD = 1_000_000, 1, 2
-"""Index of the first prompt that is measured, beyond those trained on; seeds of fresh and of old rollouts."""
+FRESH, OLD = 1, 2
+"""Seeds of fresh and of old rollouts."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +67,10 @@ class Size:
 FULL = Size()
 SMALL = Size(instances=24, seeds=(0,), prompts=16, group=4, truth_group=4, lags=(1, 3), epochs=(1, 3))
 CONFIG = TrainConfig(
-    small_model=SmallModelConfig(layers=2, width=64, feed_forward=160),
+    small_model=MODEL,
     sample=SampleConfig(prompts=16, group_size=8),
     optimize=OptimizeConfig(steps=1000, learning_rate=1e-3),
-    measure=MeasureConfig(exact=Schedule()),
+    measure=FORWARD_ONLY,
     evaluate=EvaluateConfig(every=0),
 )
 

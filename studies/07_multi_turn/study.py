@@ -19,23 +19,17 @@ from otb_analysis.config import (
     EvaluateConfig,
     OptimizeConfig,
     SampleConfig,
-    SmallModelConfig,
     TrainConfig,
 )
-from otb_analysis.config.measuring import MeasureConfig, Schedule
-from otb_analysis.estimators import ESTIMATORS, estimate
+from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import paired_ratios, pooled_statistics, weight_statistics
 from otb_analysis.store import RunStore
-from otb_analysis.study import (
-    Cell,
-    Study,
-    Tables,
-    interval_columns,
-)
-from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, regrouped, scored
-from otb_analysis.study.seeds import QUICK_START, started
+from otb_analysis.study import Cell, Study, Tables
+from otb_analysis.study.formats import ratio_columns, statistics_columns
+from otb_analysis.study.gradients import PROMPTS_FROM, drawn, estimator_gram, regrouped, scored
+from otb_analysis.study.seeds import FORWARD_ONLY, MODEL, QUICK_START, started
 from otb_analysis.training.loop import train, train_step
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
@@ -53,8 +47,8 @@ REFERENCE = ("rloo", "none")
 STAGES = {"start": "after the supervised start", "trained": "after {steps} steps of training"}
 UPDATE_PROMPTS = 16
 """Prompts of the update that efficiency is stated for: as in the training runs."""
-PROMPTS_FROM, POOL = 1_000_000, 1
-"""Index of the first prompt that is measured, beyond those trained on; seed of the sampling."""
+POOL = 1
+"""Seed of the sampling."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +71,11 @@ SMALL = Size(
 )  # fmt: skip
 CONFIG = TrainConfig(
     task="calculator",
-    small_model=SmallModelConfig(layers=2, width=64, feed_forward=160),
+    small_model=MODEL,
     sample=SampleConfig(prompts=UPDATE_PROMPTS, group_size=8),
     estimator=EstimatorConfig(name="rloo"),
     optimize=OptimizeConfig(steps=1000, learning_rate=1e-3),
-    measure=MeasureConfig(exact=Schedule()),
+    measure=FORWARD_ONLY,
     critic=CriticConfig(enabled=False),
     evaluate=EvaluateConfig(every=0),
 )
@@ -118,6 +112,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
 def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Tables:
     """Return statistics of every estimator at every group size over all seeds' prompts, and what the rollouts are."""
     grams: dict[int, list[Gram]] = {n: [] for n in size.sizes}
+    labels = [(name, "proxy" if ESTIMATORS[name].reads_energy else "none") for name in COMPARED]
     facts = []
     for number, seed in enumerate(size.seeds):
         trainer = Trainer.from_config(started(config_of(seed, quick), work))
@@ -127,22 +122,10 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
         table = scored(trainer, rollouts)
         facts.append({"stage": stage, "seed": seed, "steps": size.steps} | rollout_facts(rollouts, table))
         for n in size.sizes:
-            grams[n].append(gram_of(trainer, regrouped(rollouts, n), table))
+            grams[n].append(estimator_gram(trainer, regrouped(rollouts, n), table, labels))
             bar(number + 1, len(size.seeds), f"{stage}: seed {seed}, groups of {n}")
     rows = [{"stage": stage, "size": n} | row for n in size.sizes for row in statistics_rows(grams[n])]
     return {"rollouts": facts, "estimators": rows}
-
-
-def gram_of(trainer: Trainer, rollouts: Rollouts, table: TokenTable) -> Gram:
-    """Return the Gram matrix of every estimator on rollouts in their present groups, with proxy energies."""
-    inputs = replace(table.inputs(table.stats.energy), group=rollouts.group)
-    advantage = {(name, source_of(name)): estimate(name, inputs).advantage for name in COMPARED}
-    return prompt_gram(trainer.model, [Weighed(rollouts, advantage)])
-
-
-def source_of(name: str) -> str:
-    """Return the energy source of an estimator's label."""
-    return "proxy" if ESTIMATORS[name].reads_energy else "none"
 
 
 def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | None]:
@@ -169,17 +152,11 @@ def statistics_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
     pairs = {p.estimator: p for p in paired_ratios(grams, REFERENCE, REFERENCE, UPDATE_PROMPTS)}
     rows = []
     for found in pooled_statistics(grams, REFERENCE, UPDATE_PROMPTS):
-        pair = pairs.get(found.estimator)
         rows.append(
             {"estimator": found.estimator, "clusters": found.n_clusters, "bias": found.relative_bias}
             | {"rollout_equivalents": found.rollout_equivalents, "rollouts": found.n_rollouts}
-            | interval_columns("variance", found.variance_interval)
-            | interval_columns("projection", found.projection_interval)
-            | interval_columns("sf", found.sf_interval)
-            | interval_columns("efficiency", found.efficiency_interval)
-            | interval_columns("variance_ratio", None if pair is None else pair.variance)
-            | interval_columns("sf_ratio", None if pair is None else pair.sf)
-            | interval_columns("efficiency_ratio", None if pair is None else pair.efficiency)
+            | statistics_columns(found)
+            | ratio_columns(pairs.get(found.estimator), "_ratio")
         )
     return rows
 

@@ -5,7 +5,7 @@ import pytest
 SOURCE = """
 from pathlib import Path
 from otb_analysis.figures.svg import Curve, Panel, svg
-from otb_analysis.study import Cell, Findings, Study, markdown_table
+from otb_analysis.study import Cell, Study
 
 ASKED = Path({asked!r})
 
@@ -21,15 +21,24 @@ def measure(cell, work, bar):
         raise KeyboardInterrupt
     return {{"squares": [{{"n": cell.settings["n"], "square": cell.settings["n"] ** 2 * cell.settings["constant"]}}]}}
 
-def report(tables):
-    found = tables["squares"]
-    rows = [[str(row["n"]), str(row["square"])] for row in found]
-    curve = Curve([row["n"] for row in found], [row["square"] for row in found], "square")
-    picture = svg([Panel("Squares", "of n", "n", [curve])])
-    verdict = f"they sum to {{sum(row['square'] for row in found)}}"
-    return Findings(verdict, markdown_table(["n", "square"], rows), {{"squares.svg": picture}})
+def figures(tables):
+    n, square = ([row[name] for row in tables["squares"]] for name in ("n", "square"))
+    return {{"squares.svg": svg([Panel("Squares", "of n", "n", [Curve(n, square, "square")])])}}
 
-STUDY = Study("Squares", "How large are they?", cells(1), cells(10), measure, report)
+STUDY = Study("Squares", "How large are they?", cells(1), cells(10), measure, figures=figures)
+"""
+PAGE = """\
+{% extends "study.md.j2" %}
+{% block verdict %}
+they sum to
+{{ squares | column("square") | sum }}
+{% endblock %}
+{% block page %}
+{{ heads("n", "square") }}
+{% for row in squares %}
+| {{ row.n }} | {{ row.square }} |
+{% endfor %}
+{% endblock %}
 """
 
 
@@ -45,4 +54,5 @@ def squares(tmp_path, asked):
     folder = tmp_path / "studies" / "07_squares"
     folder.mkdir(parents=True)
     (folder / "study.py").write_text(SOURCE.format(asked=str(asked)))
+    (folder / "README.md.j2").write_text(PAGE)
     return folder

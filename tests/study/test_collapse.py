@@ -1,4 +1,4 @@
-"""05_collapse: its arms, the step it calls a collapse, and what its page says of tables made by hand."""
+"""05_collapse: its arms, the step it calls a collapse, and what it makes of tables made by hand."""
 
 import importlib
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from otb_analysis.study import load_study
+from otb_analysis.study import load_study, study_page
 
 FOLDER = Path(__file__).parent.parent.parent / "studies" / "05_collapse"
 
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent.parent.parent / "studies" / "05_collapse"
 def parts():
     """The study and its files."""
     study = load_study(FOLDER)
-    names = ("study", "runs", "survival", "forecast", "fatal", "page")
+    names = ("study", "runs", "forecast", "derived")
     return {"STUDY": study} | {name: importlib.import_module(f"study_{FOLDER.name}.{name}") for name in names}
 
 
@@ -81,23 +81,14 @@ def test_control_window_is_as_long_as_the_fatal_one_and_before_it(parts):
 
 
 def test_contrasts_are_paired_over_seeds_and_say_which_side_is_cut(parts):
-    survival = parts["survival"]
+    derived = parts["derived"]
     # otb − scaled: 90 − 44 = 46, 100 − 64 = 36; t of one degree of freedom is 12.706, s/√2 = 5
-    found = survival.contrast(RUNS, "otb", "scaled")
+    found = derived.contrast(RUNS, "otb", "scaled")
     assert found.estimate == 41
     assert found.low == pytest.approx(41 - 12.706 * 5, abs=1e-2)
-    assert survival.contrast_words(RUNS, "otb", "scaled").startswith("at least +41 ")
-    assert survival.bound(RUNS, "scaled", "otb") == "at most "
-    assert survival.bound(RUNS, "scaled", "rloo") == ""
-    assert survival.bound(RUNS, "otb", "calm") == "both cut: "
-
-
-def test_needed_c_is_the_ratio_of_mean_lifetimes(parts):
-    projection = [{"estimator": "otb", "projection": 0.9, "projection_low": 0.7, "projection_high": 1.1}]
-    words = parts["survival"].needed_words(RUNS, projection)
-    # rloo 50, otb 95, so c = .526; at c = .5 scaled would last 100 steps, and lasted 54
-    assert "would last 100 steps (it lasted 54)" in words.replace("\n", " ")
-    assert "at most c = 0.53, below the interval" in words.replace("\n", " ")
+    sides = [derived.bound(RUNS, *pair) for pair in (("otb", "scaled"), ("scaled", "otb"), ("scaled", "rloo"))]
+    assert sides == ["at least ", "at most ", ""]
+    assert derived.bound(RUNS, "otb", "calm") == "both cut: "
 
 
 def watched(detector, steps):
@@ -120,29 +111,32 @@ def test_a_call_after_the_collapse_is_no_forecast_but_not_blind(parts):
     # in time: rloo 0 at 30 of 40, otb 0 at 90 of 90; late: rloo 1; the run that lasted and calm 1 are called, too
     rows = all_detectors(parts, length_drift=[30, 70, None, None, 90, 50, None, 10])
     assert sorted(forecast.leads_of(RUNS, rows, "length_drift")) == [0, 10]
-    line = next(x for x in forecast.detectors_table(RUNS, rows).splitlines() if "length_drift" in x)
-    assert line.startswith("| `length_drift` | 2 of 5 | 0, 10 | 3 of 5 | 1 of 1 | 1 of 2 | ")
+    numbers = forecast.numbers(RUNS, rows, [])
+    told = numbers["told"]["length_drift"]
+    assert (told["leads"], told["broken"], told["pending"], told["quiet"]) == ([0, 10], 3, 1, 1)
+    assert [len(numbers[name]) for name in ("broken", "pending", "quiet")] == [5, 1, 2]
     # seed 0: 2 of 3 collapsed runs against no calm one; seed 1: 0 of 2 against the calm one
     assert forecast.seed_differences(RUNS, rows, "length_drift") == pytest.approx([2 / 3, -1])
-    blind = "`gradient_surge`, `entropy_collapse`, `zero_variance_groups`, `tail_index` and `clip_fraction` never call"
-    assert blind in forecast.forecast(RUNS, rows)
+    assert numbers["blind"] == [
+        "gradient_surge",
+        "entropy_collapse",
+        "zero_variance_groups",
+        "tail_index",
+        "clip_fraction",
+    ]
 
 
 def test_detector_that_was_not_measured_is_neither_blind_nor_tested(parts):
     forecast = parts["forecast"]
     rows = all_detectors(parts, tail_index=None)
-    assert "tail_index" not in forecast.forecast(RUNS, rows) and "tail_index" not in forecast.tested(rows)
-    assert "| `tail_index` | not measured | – | – | – | – | – |" in forecast.detectors_table(RUNS, rows)
+    numbers = forecast.numbers(RUNS, rows, [])
+    assert "tail_index" not in {*numbers["blind"], *numbers["told"], *numbers["p_values"]}
+    assert "tail_index" in numbers["all_detectors"]
 
 
 def test_calm_run_that_collapses_is_no_false_alarm(parts):
     runs = [*RUNS[:-1], run("calm", 1, 80)]
     assert [row["seed"] for row in parts["forecast"].still_calm(runs)] == [0]
-
-
-def test_few_leads_are_given_one_by_one(parts):
-    words = parts["forecast"].leads_words
-    assert (words([]), words([32, 0, 30]), words([1, 2, 3, 4, 10])) == ("–", "0, 30, 32", "median 3 (1–10)")
 
 
 def test_sign_flips_are_exact(parts):
@@ -171,14 +165,15 @@ def test_fatal_and_control_steps_are_paired_by_run(parts):
         held("fatal", "otb", 1, 9.0),
     ]  # fmt: skip
     # seed 0: the median of .4 and 2 is 1.2; seed 1: −.2, since otb has no control; their mean is .5
-    assert parts["fatal"].paired_change(rows, "noise").estimate == pytest.approx(0.5)
-    line = next(x for x in parts["fatal"].control_table(rows).splitlines() if "noise" in x)
-    assert line.startswith("| noise, % | 90 (60–300) | 80 (50–100) | 2 of 3 | +50 (")
-    otb = next(x for x in parts["fatal"].fatal_table(rows).splitlines() if "`otb`" in x)
-    assert otb.startswith("| `otb` | 2 | 10 (10–10) | 2.0 (2.0–2.0) | 50 (50–50) |")
+    pairs = parts["derived"].paired(rows)
+    assert parts["derived"].paired_change(pairs, "noise").estimate == pytest.approx(0.5)
+    noise = parts["derived"].against_control(pairs, "noise")
+    assert (noise["fatal"], noise["control"], noise["higher"]) == ([0.9, 3.0, 0.6], [0.5, 1.0, 0.8], 2)
+    shares = parts["derived"].fatal_shares(rows, "otb")
+    assert (shares["before"], shares["surge"], shares["noise"]) == ([10, 10], [2.0, 2.0], [3.0, 9.0])
 
 
-def test_page_says_whether_shorter_steps_explain(parts):
+def test_page_tells_lifetimes_and_what_c_would_explain_them(parts):
     signals = [
         {"arm": row["arm"], "seed": row["seed"]}
         | {f"{name}_{where}": 1.0 for name in ("entropy", "grad_norm", "length") for where in ("first", "last")}
@@ -189,10 +184,13 @@ def test_page_says_whether_shorter_steps_explain(parts):
         "runs": RUNS, "signals": signals, "detectors": all_detectors(parts), "attribution": [],
         "projection": [{"estimator": "otb", "projection": 0.5, "projection_low": 0.4, "projection_high": 0.6}],
         "curves": [{"arm": row["arm"], "seed": row["seed"], "step": 0, "reward": 0.5} for row in RUNS],
+        "cost": [{"minutes": 1.0, "peak_mib": 1, "machine": "M"}],
     }  # fmt: skip
-    found = parts["page"].report(tables)
-    assert "; collapsed: `rloo` 2 of 2, `scaled` 2 of 2, `otb` 1 of 2; " in found.verdict
-    assert "c = 0.50 (0.40–0.60) times as long as `rloo`'s, `otb` at least +41 (" in found.verdict
-    assert found.verdict.startswith("No arm is shown to outlast shorter steps")
-    assert "The horizon was not varied" in found.body
-    assert "entropy 1.00 → 2.00 → 1.00 nats, above the first in 5 and 0 of 5 runs" in found.body
+    page = " ".join(study_page(FOLDER, parts["STUDY"], tables, quick=True)[0].split())
+    assert "Collapsed: `rloo` 2 of 2, `scaled` 2 of 2, `otb` 1 of 2." in page
+    assert "`scaled` takes c = 0.50 (0.40–0.60) times the rate" in page
+    assert "| `otb` − `scaled` | at least +41 (" in page
+    # rloo 50, otb 95, so c = .526; at c = .5 scaled would last 100 steps, and lasted 54
+    assert "would last 100 steps (it lasted 54)" in page and "at most c = 0.53. The interval" in page
+    assert "The horizon was not varied" in page
+    assert "entropy 1.00 → 2.00 → 1.00 nats, above the first in 5 and 0 of 5 runs" in page

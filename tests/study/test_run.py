@@ -2,6 +2,7 @@ import json
 import re
 
 import pytest
+from jinja2 import UndefinedError
 
 from otb_analysis.commands.cli import main
 from otb_analysis.errors import InputError, StoreError
@@ -119,7 +120,8 @@ def test_quick_writes_elsewhere_and_leaves_results_and_cache_alone(squares, tmp_
     before = files(squares.parent) | files(tmp_path / "cache")
     target = run_study(squares, setting(tmp_path, quick=True))
     assert target is not None and squares.parent not in target.parents
-    assert "they sum to 140" in (target / "README.md").read_text()
+    page = (target / "README.md").read_text()
+    assert "**Verdict.** None: this is the quick setting" in page and "| 3 | 90 |" in page and "they sum" not in page
     assert files(squares.parent) | files(tmp_path / "cache") == before
 
 
@@ -131,7 +133,7 @@ def test_quick_begins_anew_in_the_directory_it_is_given(squares, asked, tmp_path
 
 def test_out_takes_the_full_results_instead_of_the_studys_folder(squares, tmp_path):
     run_study(squares, setting(tmp_path, out=tmp_path / "out"))
-    assert [path.name for path in squares.iterdir()] == ["study.py"]
+    assert sorted(path.name for path in squares.iterdir()) == ["README.md.j2", "study.py"]
     assert (tmp_path / "out" / "07_squares" / "README.md").read_text().startswith(PAGE)
 
 
@@ -147,6 +149,29 @@ def test_render_follows_the_tables_and_measures_nothing(squares, asked, tmp_path
 def test_render_without_tables_says_what_to_run(squares, tmp_path):
     with pytest.raises(InputError, match="has no result tables; run otb study 07_squares first"):
         run_study(squares, setting(tmp_path, render=True))
+
+
+def test_figures_and_numbers_beside_the_tables_come_from_derived_where_there_is_one(squares, tmp_path):
+    derived = (
+        "def figures(tables):\n    return {}\n\ndef numbers(tables):\n    return {'roots': len(tables['squares'])}\n"
+    )
+    (squares / "derived.py").write_text(derived)
+    (squares / "README.md.j2").write_text((squares / "README.md.j2").read_text().replace("they sum", "{{ roots }} sum"))
+    run_study(squares, setting(tmp_path))
+    page = (squares / "README.md").read_text()
+    assert "**Verdict.** 3 sum to 14" in page and ".svg" not in page
+
+
+def test_a_study_without_a_template_says_what_to_write(squares, tmp_path):
+    (squares / "README.md.j2").unlink()
+    with pytest.raises(InputError, match=r"07_squares has no README\.md\.j2; write the page of the study there"):
+        run_study(squares, setting(tmp_path))
+
+
+def test_a_name_that_the_tables_lack_is_an_error_and_no_gap_in_the_page(squares, tmp_path):
+    (squares / "README.md.j2").write_text('{% extends "study.md.j2" %}{% block page %}{{ cubes }}{% endblock %}')
+    with pytest.raises(UndefinedError, match="'cubes' is undefined"):
+        run_study(squares, setting(tmp_path))
 
 
 def test_values_come_back_from_the_tables_as_they_were(tmp_path):
@@ -244,7 +269,7 @@ def test_the_command_runs_a_study_and_says_where_its_page_is(squares, tmp_path, 
 
 
 CHAIN = """
-from otb_analysis.study import Cell, Findings, Study
+from otb_analysis.study import Cell, Study
 
 FIRST = [Cell(f"sweep-{n}", {"n": n}) for n in (2, 5, 3)]
 LAST = Cell("best", {"times": 10}, after=tuple(FIRST))
@@ -255,10 +280,7 @@ def measure(cell, work, bar):
         return {"found": [{"value": cell.settings["times"] * top, "tried": len(cell.given["tried"])}]}
     return {"tried": [dict(cell.settings)]}
 
-def report(tables):
-    return Findings(str(tables["found"][0]), "")
-
-STUDY = Study("Chain", "Which?", [*FIRST, LAST], [*FIRST, LAST], measure, report)
+STUDY = Study("Chain", "Which?", [*FIRST, LAST], [*FIRST, LAST], measure)
 """
 
 
@@ -268,6 +290,9 @@ def chain(tmp_path):
     folder = tmp_path / "studies" / "08_chain"
     folder.mkdir(parents=True)
     (folder / "study.py").write_text(CHAIN)
+    (folder / "README.md.j2").write_text(
+        '{% extends "study.md.j2" %}{% block verdict %}{{ found[0].value }}{% endblock %}'
+    )
     return folder
 
 

@@ -1,0 +1,52 @@
+"""What the page of Training needs beyond its tables: goals, each run's ends, means over seeds, learning curves."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from otb_analysis.figures.styles import BLUE, GREY
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.study import Rows, column, distinct, select
+from otb_analysis.study.formats import interval_curve
+
+MINUTES = 20
+"""What a seed may take."""
+GOALS = {"chain_sum": {"target": 0.75, "aim": 0.90}, "calculator": {"target": 0.80, "aim": 0.90}}
+"""Held-out success that training is to reach, and to aim at."""
+
+
+def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
+    """Return every run with its cost, start and end, and functions for means over seeds."""
+    curves, cost = tables["curves"], {row["cell"]: row for row in tables["cost"]}
+    runs = []
+    for run in tables["runs"]:
+        points = select(curves, task=run["task"], seed=run["seed"])
+        ends = {
+            f"{end}{suffix}": points[at][column]
+            for end, at in (("before", 0), ("after", -1))
+            for suffix, column in (("", "success"), ("_low", "low"), ("_high", "high"))
+        }
+        runs.append({**run, **cost[run["cell"]], **ends, **GOALS[run["task"]]})
+    return {"each_run": runs}
+
+
+def over_seeds(rows: Rows, name: str = "success") -> Interval | None:
+    """Return the mean over seeds of a share, with Student's interval on the logit scale."""
+    return seed_mean(column(rows, name), "held-out success of a seed", scale="logit")
+
+
+def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
+    """Draw each task's learning curves: the seeds thin, their mean with its interval."""
+    curves = tables["curves"]
+    return {"curves.svg": svg([_panel(task, select(curves, task=task)) for task in distinct(curves, "task")])}
+
+
+def _panel(task: str, curves: Rows) -> Panel:
+    points = {step: over_seeds(select(curves, step=step)) for step in sorted(distinct(curves, "step"))}
+    mean = interval_curve(points, "", "mean over seeds, 95 % interval", BLUE)
+    seeds = [
+        Curve(column(rows, "step"), column(rows, "success"), "one seed", color=GREY, width=1.0)
+        for rows in (select(curves, seed=seed) for seed in distinct(curves, "seed"))
+    ]
+    rules = [(GOALS[task][name], name) for name in ("target", "aim")]
+    return Panel(task, "success on held-out prompts", "step", [mean, *seeds], rules, (0.0, 1.0), percent=True)

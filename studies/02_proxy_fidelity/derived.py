@@ -1,0 +1,62 @@
+"""What the page of Proxy fidelity needs beyond its tables: rows pooled over temperatures, and its figure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE
+from otb_analysis.figures.svg import Panel, svg
+from otb_analysis.study import Row, Rows, distinct, select
+from otb_analysis.study.formats import above, below, interval_curve
+
+from .study import SOURCES, UPDATES
+
+STAGE_WORDS = {"init": "random init", "warm": "supervised start", "rl": "during RL"}
+COLORS: dict[str, str] = dict(zip(SOURCES, (ORANGE, AMBER, GREEN, BLUE), strict=True))
+
+
+def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
+    """Return the efficiency rows that the page shows, and which of them tell a source from exact norms."""
+    pooled = [row for row in _pooled(tables["efficiency"]) if row["to_rloo"] is not None]
+    tested = [r for r in select(pooled, update=UPDATES[1], estimator="otb") if r["to_exact_low"] is not None]
+    exact = [row for row in select(pooled, update=UPDATES[1], estimator="otb", source="exact") if row["to_rloo_low"]]
+    excluded = sorted(1 - row["to_exact_low"] for row in select(tested, source="proxy"))
+    return {
+        "pooled": pooled,
+        "tested": tested,
+        "told_apart": [row for row in tested if above(row, 1, "to_exact") or below(row, 1, "to_exact")],
+        "exact_over_rloo": exact,
+        "exact_told": [row for row in exact if above(row, 1, "to_rloo") or below(row, 1, "to_rloo")],
+        "excluded": excluded,
+        "middle_excluded": float(np.median(excluded)) if excluded else None,
+    }
+
+
+def _pooled(efficiency: Rows) -> Rows:
+    """The rows pooled over temperatures, or at the only one there is."""
+    whole = {(row["model"], row["stage"]) for row in efficiency if row["temperature"] is None}
+    return [r for r in efficiency if r["temperature"] is None or (r["model"], r["stage"]) not in whole]
+
+
+def find(rows: Rows, **values: Any) -> Row:
+    """Return the first row with these values, or an empty one."""
+    return next(iter(select(rows, **values)), {})
+
+
+def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
+    """Draw the correlation of log W_t within (prompt, t) at temperature 1 against Qwen3-type sizes, by stage."""
+    size = {row["model"]: row["parameters"] / 1000 for row in tables["policies"]}
+    panels = []
+    for stage in distinct(tables["agreement"], "stage"):
+        rows = select(tables["agreement"], of="W", stage=stage, temperature=1.0)
+        qwen = sorted((r for r in rows if r["model"].startswith("qwen3")), key=lambda row: size[row["model"]])
+        curves = [
+            interval_curve(
+                {size[row["model"]]: row for row in select(qwen, source=name)}, "log_within", name, COLORS[name]
+            )
+            for name in SOURCES
+        ]
+        note = "correlation of log W_t with the exact one within (prompt, t)"
+        panels.append(Panel(STAGE_WORDS[stage], note, "thousand parameters, Qwen3 type", curves))
+    return {"within.svg": svg(panels, columns=3)}

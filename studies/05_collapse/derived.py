@@ -1,0 +1,135 @@
+"""What the page of Collapse needs beyond its tables: lifetimes and their differences, fatal steps, the figure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.figures.styles import GREY
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.study import Row, Rows, column, distinct, select
+from otb_analysis.study.formats import mean_curve
+from otb_analysis.study.seeds import paired_difference
+
+from . import forecast
+from .study import ARMS
+
+CONTRASTS = (
+    ("scaled", "rloo"),
+    ("otb", "rloo"),
+    ("otb", "scaled"),
+    ("otb_loo", "scaled"),
+    ("sequence_optimal_loo", "scaled"),
+    ("otb", "otb_loo"),
+    ("otb_long", "rloo_long"),
+    ("rloo_long", "rloo"),
+)
+"""Arms whose lifetimes are compared seed by seed: the first minus the second."""
+SHARES = {
+    "top_tokens": "top 1 % of tokens",
+    "top_prompt": "largest prompt",
+    "failed": "failed rollouts' share",
+    "failed_tokens": "failed rollouts' tokens",
+    "noise": "noise",
+}
+"""Columns that are shown in percent."""
+
+
+def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
+    """Return lifetimes and their differences, what detectors told, and what was special about the fatal steps."""
+    runs, attribution = tables["runs"], tables.get("attribution", [])
+    staged = [row for row in runs if not ARMS[row["arm"]].calm]
+    arms = distinct(staged, "arm")
+    lifetimes = {name: survived(staged, name) for name in arms}
+    pairs = paired(attribution)
+    return forecast.numbers(runs, tables["detectors"], tables["signals"]) | {
+        "staged": staged,
+        "lifetime": {name: seed_mean(list(of.values()), "steps survived") for name, of in lifetimes.items()},
+        "lasted": {name: lasted(staged, name) for name in arms},
+        "contrasts": {
+            (arm, base): {"bound": bound(staged, arm, base), "steps": contrast(staged, arm, base)}
+            for arm, base in CONTRASTS
+            if arm in arms and base in arms
+        },
+        "c": next(iter(select(tables["projection"], estimator="otb"))),
+        "scaled_at": select(runs, arm="scaled")[0]["rate"] / select(runs, arm="rloo")[0]["rate"],
+        "long_seeds": distinct([row for row in staged if ARMS[row["arm"]].long], "seed"),
+        "fatal": {name: fatal_shares(attribution, name) for name in ARMS if name in distinct(attribution, "arm")},
+        "pairs": pairs,
+        "changes": [against_control(pairs, name) for name in ("grad_norm", *SHARES)],
+    }
+
+
+def survived(runs: Rows, name: str) -> dict[int, float]:
+    """Return the steps that each seed lasted, all of them where it never collapsed."""
+    arm = select(runs, arm=name)
+    return {row["seed"]: float(row["steps"] if row["collapse"] is None else row["collapse"]) for row in arm}
+
+
+def lasted(runs: Rows, name: str) -> int:
+    """Return how many runs of an arm never collapsed, so that their lifetime is not known."""
+    return sum(row["collapse"] is None for row in select(runs, arm=name))
+
+
+def contrast(runs: Rows, arm: str, base: str) -> Interval | None:
+    """Return by how many steps one arm outlasts another, seed by seed, both cut at the last step."""
+    return paired_difference(survived(runs, arm), survived(runs, base), f"steps survived beyond {base}")
+
+
+def bound(runs: Rows, arm: str, base: str) -> str:
+    """Say which side the last step cuts a difference of lifetimes on: none, the first, the second or both."""
+    if lasted(runs, arm):
+        return "both cut: " if lasted(runs, base) else "at least "
+    return "at most " if lasted(runs, base) else ""
+
+
+def paired(attribution: Rows) -> list[tuple[Row, Row]]:
+    """Return the fatal and the control step of every run that has both."""
+    control = {(row["arm"], row["seed"]): row for row in select(attribution, window="control")}
+    fatal = select(attribution, window="fatal")
+    return [(row, control[key]) for row in fatal if (key := (row["arm"], row["seed"])) in control]
+
+
+def paired_change(pairs: list[tuple[Row, Row]], name: str) -> Interval | None:
+    """Return by how much fatal steps exceed control steps: the median over a seed's runs, then Student's over seeds."""
+    seeds = dict.fromkeys(fatal["seed"] for fatal, _ in pairs)
+    changes = [
+        float(np.median([fatal[name] - control[name] for fatal, control in pairs if fatal["seed"] == seed]))
+        for seed in seeds
+    ]
+    return seed_mean(changes, f"fatal minus control {name}")
+
+
+def against_control(pairs: list[tuple[Row, Row]], name: str) -> dict[str, Any]:
+    """Return a quantity at fatal and at control steps, and how it is shown: shares in percent, ‖ḡ‖ as it is."""
+    fatal, control = ([pair[side][name] for pair in pairs] for side in (0, 1))
+    return {
+        "name": name, "fatal": fatal, "control": control, "change": paired_change(pairs, name),
+        "higher": sum(a > b for a, b in zip(fatal, control, strict=True)),
+        "form": ".0f" if name in SHARES else ".1f", "scale": 100 if name in SHARES else 1,
+    }  # fmt: skip
+
+
+def fatal_shares(attribution: Rows, name: str) -> dict[str, list[float]]:
+    """Return what an arm's fatal steps were like, run by run."""
+    rows = select(attribution, arm=name, window="fatal")
+    before = [row["collapse"] - row["step"] for row in rows]
+    surge = [row["grad_norm"] / row["usual_norm"] for row in rows if row["usual_norm"]]
+    return {"before": before, "surge": surge} | {share: column(rows, share) for share in SHARES}
+
+
+def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
+    """Draw the trailing reward of every arm: the seeds thin, their mean."""
+    curves = tables["curves"]
+    return {"reward.svg": svg([_panel(arm, select(curves, arm=arm)) for arm in ARMS if select(curves, arm=arm)])}
+
+
+def _panel(name: str, curves: Rows) -> Panel:
+    seeds = [
+        Curve(column(rows, "step"), column(rows, "reward"), "one seed", color=GREY, width=1.0)
+        for rows in (select(curves, seed=seed) for seed in distinct(curves, "seed"))
+    ]
+    middle = mean_curve(curves, "step", "reward", name, ARMS[name].color, width=3.0)
+    note = "mean reward of the last 6 steps"
+    return Panel(name, note, "step", [*seeds, middle], y_range=(0.0, 1.0), percent=True)

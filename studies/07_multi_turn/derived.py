@@ -1,0 +1,57 @@
+"""What the page of Many turns needs beyond its tables: differences over seeds, and its figure."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from otb_analysis.figures.styles import ESTIMATOR_STYLES, SKY
+from otb_analysis.figures.svg import Panel, svg
+from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.study import Rows, distinct, select
+from otb_analysis.study.formats import above, below, interval_curve, mean_curve
+from otb_analysis.study.seeds import later_success, paired_difference
+
+from .study import TRAINED
+
+TURNS = ("otb_turn", "otb_turn_loo", "trloo")
+"""The estimators for turns that the question asks about."""
+DRAWN = ("group_mean", "trloo", "otb_turn", "otb_turn_loo", "sequence_optimal_loo")
+
+
+def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
+    """Return success in training, differences from `rloo` over seeds, and which of all intervals tell them apart."""
+    points, rows = tables["curves"], [row for row in tables["estimators"] if row["estimator"] in TURNS]
+    means = {name: later_success(select(points, estimator=name)) for name in distinct(points, "estimator")}
+    success = {name: seed_mean(list(of.values()), "mean held-out success", "logit") for name, of in means.items()}
+    gains = {name: _gain(means, name) for name in means if name != "rloo"}
+    told = [row for row in rows if above(row, 1, "efficiency_ratio") or below(row, 1, "efficiency_ratio")]
+    trained = [name for name in TURNS if above(gains[name], 0) or below(gains[name], 0)]
+    return {"success": success, "gains": gains, "told_apart": told + trained}
+
+
+def _gain(means: Mapping[str, dict[int, float]], name: str) -> Interval | None:
+    return paired_difference(means[name], means["rloo"], "held-out success minus that of rloo")
+
+
+def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
+    """Draw efficiency over `rloo`'s by group size for each stage, and the mean learning curves."""
+    rows, points, panels = tables["estimators"], tables["curves"], []
+    for stage in distinct(rows, "stage"):
+        curves = [
+            interval_curve(
+                {row["size"]: row for row in select(rows, stage=stage, estimator=name)}, "efficiency_ratio", name,
+                **_looks(name),
+            )
+            for name in DRAWN
+        ]  # fmt: skip
+        if any(math.isfinite(y) for curve in curves for y in curve.y):
+            panels.append(Panel(f"Rollouts: {stage}", "efficiency over rloo's", "N", curves, ((1.0, "rloo"),)))
+    learning = [mean_curve(select(points, estimator=name), "step", "success", name, **_looks(name)) for name in TRAINED]
+    panels.append(Panel("Training", "held-out success", "step", learning, percent=True))
+    return {"efficiency.svg": svg(panels)}
+
+
+def _looks(name: str) -> dict[str, Any]:
+    """An estimator's usual colour and dash, but `trloo` beside its relative `rloo` has a colour of its own."""
+    style = ESTIMATOR_STYLES[name]
+    return {"color": SKY if name == "trloo" else style.color, "dashed": style.dash != "solid"}
