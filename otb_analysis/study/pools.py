@@ -8,10 +8,11 @@ import torch
 from numpy.typing import NDArray
 
 from otb_analysis.arrays import returns_to_go
-from otb_analysis.config import SampleConfig
+from otb_analysis.config import MeasureConfig, SampleConfig
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate
-from otb_analysis.gradients import gradient_sketch, token_score_norms, weighted_score_norms
+from otb_analysis.gradients import gradient_sketch
+from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.statistics import Partition, PoolGram, group_gradients, held_out, pool_gram, position_optimum
 from otb_analysis.study.policies import Policy, ScoredRollouts, write
 from otb_analysis.tasks import Prompt
@@ -87,14 +88,10 @@ def measure_pool(policy: Policy, written: ScoredRollouts, dim: int, seed: int = 
 
 
 def exact_norms(policy: Policy, written: ScoredRollouts) -> tuple[Float, Float]:
-    """Return ‖s_{n,t}‖² [N, T] and ‖Σ_t s_{n,t}‖² [N], each distinct rollout measured once."""
-    ids, mask, attention = written.batch
-    first, back = written.distinct()
-    args = (policy.model, ids[first], mask[first])
-    settings = {"attention_mask": attention[first], "temperature": written.temperature}
-    token = token_score_norms(*args, **settings).norm_sq
-    whole = weighted_score_norms(*args, mask[first][:, None].float(), **settings)[:, 0]
-    return written.by_token(token[back]), whole[back]
+    """Return ‖s_{n,t}‖² [N, T], 0 outside the mask, and ‖Σ_t s_{n,t}‖² [N]."""
+    measurer = GradientMeasurer(policy.model, MeasureConfig(), written.temperature)
+    measured = measurer.norms(written.rollouts, np.unique(written.rollouts.group))
+    return np.nan_to_num(measured.norm_sq), measured.rollout_norm_sq
 
 
 def token_sketches(
