@@ -14,7 +14,7 @@ from otb_analysis.figures import for_dark, results_table
 from otb_analysis.store import CommittedStudy, committed_studies, study_figure, study_table, study_tables
 from otb_analysis.store.studies import BROKEN, MEASURED, NOT_RUN
 
-SHORT = 320
+SHORT = 320  # letters of a verdict in the list; a string below a constant would be shown on the page
 NONE = """There is no study in {folder}. The installed package comes without them: clone the repository and start
 `otb dashboard` there, or name the folder: `otb dashboard --studies <folder>` or the variable `OTB_STUDIES`."""
 LONG = 2500  # letters of a section that is closed to begin with
