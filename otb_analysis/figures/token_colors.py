@@ -64,9 +64,8 @@ def color_scale(value: Float, kind: str = "auto", signed: bool = False) -> Color
     Signed values: ±the 98 % quantile of |v|. Others linearly: the central 98 %, from 0 where they come near it. Others
     logarithmically: from the largest value down, at most four powers of ten. A constant column gets a scale of width 1.
 
-    Args:
-        kind: `linear`, `log` (linear where values are signed or all 0), or `auto`: log where clipping would hide much.
-        signed: The sign matters, so that 0 has the middle colour also where all values have one sign.
+    `kind` is `linear`, `log` (linear where values are signed or all 0) or `auto`, which is `log` where clipping would
+    hide much. With `signed`, 0 has the middle colour also where all values have one sign.
 
     Raises:
         InputError: The kind is unknown.

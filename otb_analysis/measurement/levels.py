@@ -36,13 +36,7 @@ def draw_energies(
 ) -> TokenMeasurements:
     """Draw tokens, measure them, and calibrate the proxy on all that was measured at this step.
 
-    Args:
-        policy: The policy and its scope.
-        plan: How many tokens of how many groups, and by what size measure.
-        seed: Seed of the draw.
-        rollouts: The step's rollouts.
-        table: Their token table.
-        measured: From the level `exact`.
+    `measured` comes from the level `exact`.
 
     Raises:
         InputError: The size measure is not available for this model, or too few tokens fix no calibration.
@@ -85,14 +79,10 @@ def _draw(
 
 
 def attribute(policy: MeasuredPolicy, rollouts: Rollouts, weights: Float, *, method: str, split: bool) -> TokenShares:
-    """Attribute ‖Σ weights·s‖² to tokens.
+    """Attribute ‖Σ weights·s‖² to tokens, by `method` "jvp" or "difference".
 
-    Args:
-        policy: The policy and its scope.
-        rollouts: All of the step's rollouts.
-        weights: Weight of each token's score [N, T], zero outside the mask: A/N for the gradient of the update.
-        method: `jvp` or `difference`.
-        split: Also tell each share's signal from its noise, for one more pass.
+    `weights` [N, T] is zero outside the mask: A/N for the gradient of the update. `split` also tells each share's
+    signal from its noise, for one more pass.
     """
     ids, mask, attention = rollouts.tensors(policy.model.device)
     row, inside = rollouts.by_column(weights[None])[:, 0], rollouts.policy_tokens()
