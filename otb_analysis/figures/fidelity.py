@@ -13,8 +13,8 @@ from otb_analysis.figures.numbers import number, span
 from otb_analysis.figures.scales import log_axis, step_axis
 from otb_analysis.figures.theme import TEMPLATE, panels, place
 from otb_analysis.statistics import MIN_CLUSTERS, Association, Fidelity, Interval, fidelity
+from otb_analysis.types import Float
 
-Float = NDArray[np.float64]
 Array = NDArray[np.float32]
 BINS = 60
 KINDS = {

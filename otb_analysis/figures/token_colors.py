@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
 from otb_analysis.errors import InputError, nearest
+from otb_analysis.types import Float
 
-Float = NDArray[np.float64]
 SEQUENTIAL = ("#EAF1F6", "#CFE3EE", "#8FC1DA", "#3F93BF", "#0B6596", "#06395A")
 DIVERGING = ("#A63C00", "#E07B39", "#F6C9A8", "#F4F6F8", "#A9CFE5", "#3F8FC0", "#0B5483")
 KINDS = ("auto", "linear", "log")

@@ -12,8 +12,7 @@ from otb_analysis.config import MeasureConfig
 from otb_analysis.estimators import proved
 from otb_analysis.gradients import group_gradient_gram, token_score_norms, weighted_score_norms
 from otb_analysis.measurement.advantages import every_advantage
-from otb_analysis.measurement.levels import MeasuredPolicy, attribute, draw_energies
-from otb_analysis.measurement.sketched import groups_to_sketch, sketch_groups
+from otb_analysis.measurement.levels import MeasuredPolicy, attribute, draw_energies, groups_to_sketch, sketch_groups
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.measurement.tokens import TokenMeasurements, TokenShares
 from otb_analysis.phases import phase
