@@ -61,7 +61,7 @@ def demo_row(root: Path, threads: int, seed: int) -> dict[str, Any]:
         "seed": seed,
         "reward": float(steps[0]["reward_mean"].iloc[0]),
         "prompts": conclusion.n_prompts,
-        "told": names(conclusion.told),
+        "told": names(conclusion.different),
         "within": names(conclusion.within),
         "tested": names(conclusion.tested),
         "minutes": seconds / 60,

@@ -34,12 +34,9 @@ def advise_run(
 ) -> Advice:
     """Judge every estimator of a stored run at its own group size, and those measured on smaller groups too.
 
-    Args:
-        grams: Gram matrix of each measured step (`RunStore.grams`).
-        subgroups: Those of smaller groups, by size and step (`RunStore.subgroup_grams`). Where there are any, only
-            steps that have all sizes count, so that all candidates see the same prompts.
-        n_rollouts: Rollouts R of one of the run's updates, of which the measured groups may be a few; those measured
-            by default.
+    `grams` holds the Gram matrix of each measured step, `subgroups` those of smaller groups by size and step. Where
+    there are any, only steps that have all sizes count, so that all candidates see the same prompts. `n_rollouts` are
+    the rollouts R of one update, which may be more than were measured; by default as many.
 
     Raises:
         InputError: No step has both `present` and the reference.
@@ -61,11 +58,8 @@ def advise(
 ) -> Advice:
     """Judge every estimator that all measured steps have, at the run's own group size.
 
-    Smaller groups of the same steps are judged too, at the same R rollouts of an update: R/n prompts in groups of n.
-
-    Args:
-        smaller: Gram matrices of smaller groups of the same prompts at the same steps, by their size.
-        n_rollouts: Rollouts R of one update, which efficiency is stated for; as many as were measured by default.
+    `smaller` holds Gram matrices of smaller groups of the same prompts and steps, by size. They are judged at the same
+    R rollouts of an update: R/n prompts in groups of n. `n_rollouts` is R; by default as many as were measured.
 
     Raises:
         InputError: No step has both `present` and the reference, or smaller groups are of other prompts.
@@ -93,8 +87,7 @@ def advise(
 def trained_label(config: Mapping[str, Any], measured: Collection[Label] = ()) -> Label:
     """Return (estimator, energy source) of the estimator that a run trains with, as its Gram matrices name it.
 
-    Args:
-        measured: The labels of its Gram matrices. They name custom estimators, which are not in `ESTIMATORS`.
+    `measured` are the labels of its Gram matrices. They name custom estimators, which are not in `ESTIMATORS`.
 
     Raises:
         InputError: The configuration names no known estimator, and none that was measured.
@@ -126,8 +119,7 @@ def update_rollouts(config: Mapping[str, Any]) -> int | None:
 def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> Advice:
     """Compare candidates with the present choice, all intervals together at 95 %.
 
-    Args:
-        values: Efficiency of each candidate [1 + K]: from all K prompts, then without each of them in turn.
+    `values` holds the efficiency of each candidate [1 + K]: from all K prompts, then without each of them in turn.
 
     Raises:
         InputError: `present` is not among the candidates.

@@ -81,19 +81,14 @@ class Holders:
 
 @dataclass(frozen=True)
 class StepAttribution:
-    """One step's attribution at every level.
-
-    Attributes:
-        norm_sq: Σ share = ‖ḡ‖².
-        signal_total: Σ signal, what different prompts' gradients have in common of it; None without the split.
-        noise_total: Σ noise, each prompt's own part; None without the split.
-        recorded_norm_sq: ‖ḡ‖² of the step's first update as the optimiser saw it, None where it was not recorded.
-    """
+    """One step's attribution at every level."""
 
     step: int
-    norm_sq: float
+    norm_sq: float  # Σ share = ‖ḡ‖²
+    # Σ signal, what different prompts' gradients have in common of it; None without the split.
     signal_total: float | None
-    noise_total: float | None
+    noise_total: float | None  # Σ noise, each prompt's own part; None without the split
+    # ‖ḡ‖² of the step's first update as the optimiser saw it, None where it was not recorded.
     recorded_norm_sq: float | None
     prompts: Holders
     rollouts: Holders
@@ -114,8 +109,7 @@ class StepAttribution:
 def attribute_step(step: int, tokens: AttributedTokens, grad_norm: float | None = None) -> StepAttribution:
     """Add a step's shares up by prompt and rollout, and rank every level by |share|.
 
-    Args:
-        grad_norm: ‖ḡ‖ of the step's first update, where it was recorded: the check on the sum.
+    `grad_norm` is ‖ḡ‖ of the step's first update, where it was recorded; the sum is checked against it.
 
     Raises:
         InputError: There is no token.

@@ -38,18 +38,12 @@ of the tail index in a healthy run, would be cut into steps otherwise."""
 
 @dataclass(frozen=True)
 class ChangePoint:
-    """One lasting change of level.
-
-    Attributes:
-        step: First step of the new level, to within `BLOCK` steps.
-        before: Level of the segment before it, in the column's unit.
-        after: Level of the segment that begins here.
-    """
+    """One lasting change of level."""
 
     column: str
-    step: int
-    before: float
-    after: float
+    step: int  # First step of the new level, to within `BLOCK` steps
+    before: float  # Level of the segment before it, in the column's unit
+    after: float  # Level of the segment that begins here
 
 
 def change_points(series: StepSeries, columns: tuple[str, ...] = COLUMNS) -> list[ChangePoint]:

@@ -28,15 +28,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Advised:
-    """One candidate beside the present choice.
-
-    Attributes:
-        efficiency: Share of an update that points along ∇J, None where it is undefined.
-        ratio: Efficiency over that of the present choice with its simultaneous interval, None where it is undefined.
-    """
+    """One candidate beside the present choice."""
 
     choice: Choice
-    efficiency: float | None
+    efficiency: float | None  # Share of an update that points along ∇J, None where it is undefined
+    # Efficiency over that of the present choice with its simultaneous interval, None where it is undefined.
     ratio: Interval | None
 
     @property
@@ -52,16 +48,11 @@ class Advised:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to train with instead, if anything was shown to be better.
-
-    Attributes:
-        best: The most efficient of the candidates shown to be better, None where none was.
-        candidates: All of them, most efficient first.
-    """
+    """What to train with instead, if anything was shown to be better."""
 
     present: Choice
-    best: Advised | None
-    candidates: tuple[Advised, ...]
+    best: Advised | None  # The most efficient of the candidates shown to be better, None where none was
+    candidates: tuple[Advised, ...]  # All of them, most efficient first
     n_rollouts: int
     n_clusters: int
     reason: str

@@ -20,15 +20,10 @@ SEVERITY: dict[Level, int] = {"alarm": 0, "watch": 1, "not measured": 2, "too sh
 
 @dataclass(frozen=True)
 class StepSeries:
-    """Scalars of one run; made by the store from its steps table, read by detectors.
+    """Scalars of one run; made by the store from its steps table, read by detectors."""
 
-    Attributes:
-        step: Step numbers [S], ascending.
-        columns: Name in `schema.STEPS` → values [S]; NaN where a step did not record it.
-    """
-
-    step: Int
-    columns: Mapping[str, Float]
+    step: Int  # Step numbers [S], ascending
+    columns: Mapping[str, Float]  # Name in `schema.STEPS` → values [S]; NaN where a step did not record it
 
     def __post_init__(self) -> None:
         """Check the shapes and the order."""
@@ -55,25 +50,15 @@ class StepSeries:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One causal statistic against its two thresholds.
+    """One causal statistic against its two thresholds."""
 
-    Attributes:
-        column: Column of `schema.STEPS` it is computed from.
-        statistic: What `score` is, in words.
-        step: Steps that recorded the column [K].
-        value: The column there [K].
-        score: The statistic [K]; NaN while too few steps are known.
-        watch: Score from which on it is worth a look.
-        alarm: Score from which on something is wrong; ∞ where the statistic never calls for more than a look.
-    """
-
-    column: str
-    statistic: str
-    step: Int
-    value: Float
-    score: Float
-    watch: float
-    alarm: float
+    column: str  # Column of `schema.STEPS` it is computed from
+    statistic: str  # What `score` is, in words
+    step: Int  # Steps that recorded the column [K]
+    value: Float  # The column there [K]
+    score: Float  # The statistic [K]; NaN while too few steps are known
+    watch: float  # Score from which on it is worth a look
+    alarm: float  # Score from which on something is wrong; ∞ where the statistic never calls for more than a look
 
     @property
     def ready(self) -> bool:
@@ -103,25 +88,19 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one detector says about one run.
+    """What one detector says about one run."""
 
-    Attributes:
-        detector: Its name in `DETECTORS`.
-        level: `ok`, `watch`, `alarm`, the highest reached so far, or `not measured`, or `too short` where every step of
-            the run recorded what is needed and they are too few.
-        reason: One sentence with the numbers; for `not measured`, what is missing and what measures it; for
-            `too short`, how many steps are needed.
-        watch_step: The step at which it first reached `watch` or more, known at that step; None where it never did.
-        alarm_step: The same for `alarm`.
-        evidence: The statistics behind it, the one that decided first.
-    """
-
-    detector: str
+    detector: str  # Its name in `DETECTORS`
+    # `ok`, `watch`, `alarm`, the highest reached so far, or `not measured`, or `too short` where every step of the run
+    # recorded what is needed and they are too few.
     level: Level
+    # One sentence with the numbers; for `not measured`, what is missing and what measures it; for `too short`, how many
+    # steps are needed.
     reason: str
+    # The step at which it first reached `watch` or more, known at that step; None where it never did.
     watch_step: int | None = None
-    alarm_step: int | None = None
-    evidence: tuple[Evidence, ...] = ()
+    alarm_step: int | None = None  # The same for `alarm`
+    evidence: tuple[Evidence, ...] = ()  # The statistics behind it, the one that decided first
 
     @property
     def fired(self) -> bool:

@@ -28,14 +28,8 @@ def trailing(x: Float, window: int, statistic: Callable[..., Float]) -> Float:
 def usual(x: Float, gap: int, least: int, most: int) -> tuple[Float, Float]:
     """Return median and robust spread of what came before the last `gap` values, at every index.
 
-    The reference at index t is x[max(0, t−gap−most+1) … t−gap]. Spread = 1.4826 · median absolute deviation, at least
-    `MIN_SPREAD`.
-
-    Args:
-        x: Values [K], usually logarithms.
-        gap: Recent values that do not count.
-        least: Values a reference needs; NaN before.
-        most: Values it looks back at most.
+    The reference at index t is x[max(0, t−gap−most+1) … t−gap], NaN while it has fewer than `least` values; x [K] are
+    usually logarithms. Spread = 1.4826 · median absolute deviation, at least `MIN_SPREAD`.
     """
     centre, spread = np.full(x.size, np.nan), np.full(x.size, np.nan)
     # The reference grows until it has its full length; from there on it slides, all indices at once.

@@ -1,19 +1,9 @@
 """Figures as pairs: `x_info(...)` holds the numbers, `plot_x(info)` draws them; pages and reports share both."""
 
 from otb_analysis.figures.alarms import SIGNS, alarm_marks, alarms_line, alarms_table
-from otb_analysis.figures.attribution import (
-    attribution_info,
-    attribution_line,
-    attribution_table,
-    plot_attribution,
-)
+from otb_analysis.figures.attribution import attribution_info, attribution_line, attribution_table, plot_attribution
 from otb_analysis.figures.collapse import collapse_info, degenerate_table, plot_collapse
-from otb_analysis.figures.comparison import (
-    comparison_info,
-    comparison_table,
-    display_table,
-    plot_comparison,
-)
+from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
 from otb_analysis.figures.conclusion import (
     advice_line,
     conclusion_sentences,

@@ -42,16 +42,12 @@ CHANGE = ("change point", "triangle-down")
 
 @dataclass(frozen=True)
 class Mark:
-    """One mark on a panel.
-
-    Attributes:
-        kind: `watch`, `alarm` or `change`.
-    """
+    """One mark on a panel."""
 
     run: str
     column: str
     step: int
-    kind: str
+    kind: str  # `watch`, `alarm` or `change`
     text: str
 
 

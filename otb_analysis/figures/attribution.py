@@ -1,4 +1,4 @@
-"""Who holds ‖ḡ‖² at a step: prompts as bars of signal and noise, tokens as a curve of what the largest hold."""
+"""Shares of ‖ḡ‖² at a step: prompts as bars of signal and noise, tokens as a curve of what the largest hold."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,21 +24,15 @@ TEXT = 60
 
 @dataclass(frozen=True)
 class AttributionInfo:
-    """The numbers behind the picture of one step's attribution, as shares of ‖ḡ‖² (1 is all of it).
-
-    Attributes:
-        prompt: Name of each bar [K], largest |share| first.
-        signal: Signal of each bar [K]; its whole share where the split was not measured.
-        noise: Noise of each bar [K], None without the split.
-        held: Share of ‖ḡ‖² that so many tokens hold [n]; passes 1 and comes back where tokens push against the update.
-    """
+    """The numbers behind the picture of one step's attribution, as shares of ‖ḡ‖² (1 is all of it)."""
 
     step: int
     norm_sq: float
-    prompt: tuple[str, ...]
-    signal: Array
-    noise: Array | None
+    prompt: tuple[str, ...]  # Name of each bar [K], largest |share| first
+    signal: Array  # Signal of each bar [K]; its whole share where the split was not measured
+    noise: Array | None  # Noise of each bar [K], None without the split
     count: Array
+    # Share of ‖ḡ‖² that so many tokens hold [n]; passes 1 and comes back where tokens push against the update.
     held: Array
 
 
@@ -101,9 +95,7 @@ def attribution_table(
 ) -> pd.DataFrame:
     """Return holders with what they are: prompt, rollout's reward, token's text; shares of ‖ḡ‖² as fractions.
 
-    Args:
-        tokens: Token rows of the step with group, rollout, t, token.
-        rollouts: Rollout rows of the step with group, rollout, prompt, reward.
+    `tokens` are the step's rows with rollout, t, token; `rollouts` those with group, rollout, prompt, reward.
     """
     whole = attribution.norm_sq or 1.0
     table = pd.DataFrame({"prompt": holders.group})

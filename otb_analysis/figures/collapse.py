@@ -38,7 +38,7 @@ DEGENERATE = {
     "n_truncated": "cut completions",
     "measurement_gaps": "measurement gaps",
 }
-"""What is legal and yet nothing to learn or to measure from; counted, never an error."""
+"""Legal input from which nothing can be learned or measured; counted, never an error."""
 CLIP_WINDOW = 20
 INFINITE = 1.0
 """Pareto-k of exact energies from which on the gradient's variance is infinite; the bounded proxy has no such line."""
@@ -60,7 +60,7 @@ def derived(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def collapse_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, str], window: int = 1) -> CurvesInfo:
-    """Collect the curves that tell the health of some runs."""
+    """Collect the curves that show the health of some runs."""
     return curves_info({run: derived(table) for run, table in steps.items()}, QUANTITIES, estimators, window)
 
 

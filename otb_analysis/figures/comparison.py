@@ -35,34 +35,26 @@ _ONE = Interval(1.0, None, None, 0, "the estimator over itself", "by definition"
 
 @dataclass(frozen=True)
 class Row:
-    """One estimator of the comparison.
-
-    Attributes:
-        ratios: Interval of each ratio in the order of `RATIOS`; None where the ratio is undefined.
-        values: Its own efficiency, SF, batch variance, projection and rollout-equivalents; None where undefined.
-    """
+    """One estimator of the comparison."""
 
     label: str
     style: Style
+    # Interval of each ratio in the order of `RATIOS`; None where the ratio is undefined.
     ratios: tuple[Interval | None, ...]
+    # Its own efficiency, SF, batch variance, projection and rollout-equivalents; None where undefined.
     values: dict[str, float | None]
     noise_scale: Interval | None
 
 
 @dataclass(frozen=True)
 class ComparisonInfo:
-    """The numbers behind the forest plot.
+    """The numbers behind the forest plot."""
 
-    Attributes:
-        rows: Best efficiency first, or best SF where that is lost in the noise, undefined ones last.
-        estimand: What points and intervals are, in words.
-    """
-
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...]  # Best efficiency first, or best SF where that is lost in the noise, undefined ones last
     against: str
     n_steps: int
     n_prompts: int
-    estimand: str
+    estimand: str  # What points and intervals are, in words
 
 
 def comparison_info(
@@ -77,9 +69,8 @@ def comparison_info(
     ratio = measure(estimator)/measure(against), sums over steps before anything is divided; the interval deletes one
     prompt at a time (paired, on the logarithm), from 16 prompts up.
 
-    Args:
-        against: Estimator whose ratios are 1; its first energy source is taken.
-        energy_source: Show only estimators that read no energy or this kind; `both` shows all.
+    `against` is compared with its first energy source. `energy_source` limits the rows to estimators that read no
+    energy or this kind; `both` shows all.
 
     Raises:
         InputError: The estimator was not measured in any of the steps.

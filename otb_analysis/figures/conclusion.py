@@ -61,8 +61,7 @@ def conclusion_sentences(
 ) -> tuple[str, str, str]:
     """Return what the comparison says, each sentence of at most 40 words and true whatever the data are.
 
-    Args:
-        config: Configuration of one of the runs, for the command that measures more.
+    `config` is that of one of the runs, for the command that measures more.
     """
     config = config or {}
     if conclusion.cause:
@@ -71,7 +70,7 @@ def conclusion_sentences(
         return _ahead(conclusion, conclusion.best, trained)
     if conclusion.worst:
         return _behind(conclusion, conclusion.worst, trained)
-    if conclusion.told:
+    if conclusion.different:
         return _mixed(conclusion, trained)
     if not conclusion.undecided:
         return _same(conclusion, trained)
@@ -123,8 +122,9 @@ def train_options(label: Label) -> str:
 
 def measure_options(needed: int, config: Mapping[str, Any]) -> str:
     """Return what to add to a run's own command so that it measures this many prompts, at its own steps if it can."""
-    sample, optimize = (config.get(part) if isinstance(config.get(part), Mapping) else {} for part in PARTS)
-    prompts, steps = (sample or {}).get("prompts"), (optimize or {}).get("steps")
+    sample, optimize = config.get("sample"), config.get("optimize")
+    prompts = sample.get("prompts") if isinstance(sample, Mapping) else None
+    steps = optimize.get("steps") if isinstance(optimize, Mapping) else None
     options = "--measure.exact.prompts 0"
     if not isinstance(prompts, int) or not isinstance(steps, int) or prompts < 1 or steps < 1:
         return f"{options} --measure.exact.every 5"
@@ -132,9 +132,6 @@ def measure_options(needed: int, config: Mapping[str, Any]) -> str:
     if measured <= steps:
         return f"{options} --measure.exact.every {min(steps // measured, SELDOM)}"
     return f"{options} --measure.exact.every 1 --sample.prompts {math.ceil(needed / steps)}"
-
-
-PARTS = ("sample", "optimize")
 
 
 def _ahead(conclusion: Conclusion, best: Verdict, trained: Sequence[Label]) -> tuple[str, str, str]:
@@ -165,13 +162,13 @@ def _behind(conclusion: Conclusion, worst: Verdict, trained: Sequence[Label]) ->
     behind = [v.label for v in worse if v.label in trained]
     keep = f"Next: keep what you have{_named(trained)}; nothing was shown to be better."
     instead = f"add {train_options(conclusion.against)} to {COMMAND}"
-    mend = f"Next: train with {base} instead of {shown_name(behind[0])}: {instead}." if behind else keep
-    return first, f"Farthest behind is {shown_name(worst.label)}. {_by_how_much(worst, base)}", mend
+    remedy = f"Next: train with {base} instead of {shown_name(behind[0])}: {instead}." if behind else keep
+    return first, f"Farthest behind is {shown_name(worst.label)}. {_by_how_much(worst, base)}", remedy
 
 
 def _mixed(conclusion: Conclusion, trained: Sequence[Label]) -> tuple[str, str, str]:
-    """Of estimators that were told apart, none that a run can train with is ahead or behind throughout."""
-    base, lead, count = conclusion.against[0], conclusion.told[0], names(conclusion.told)
+    """Some estimators differ, but none that a run can train with is better or worse in every measure."""
+    base, lead, count = conclusion.against[0], conclusion.different[0], names(conclusion.different)
     who = f"{count} of {_tested(conclusion)} differ" if count > 1 else f"{shown_name(lead.label)} differs"
     return (
         f"{who} from {base} on {conclusion.n_prompts} prompts, but nothing that one can train with is better or worse "
@@ -245,8 +242,8 @@ def _untested(conclusion: Conclusion, config: Mapping[str, Any]) -> tuple[str, s
 
 
 def _by_how_much(verdict: Verdict, base: str) -> str:
-    if verdict.sf is not None and (not verdict.told or "sf" in verdict.told):
-        saved = _saved(verdict.sf) if verdict.told else ""
+    if verdict.sf is not None and (not verdict.differs_in or "sf" in verdict.differs_in):
+        saved = _saved(verdict.sf) if verdict.differs_in else ""
         return f"Its variance at equal progress (SF) is {_interval(verdict.sf)} times {base}'s{saved}."
     ratio = verdict.efficiency
     shown = _interval(ratio) if ratio else "not known"

@@ -19,24 +19,16 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Quantity:
-    """One panel of training curves.
-
-    Attributes:
-        line: Unit and reading, below the title.
-        from_zero: A linear axis starts at 0, so that heights compare as ratios.
-        share: A share: as `from_zero`, and where it never changes the axis shows 0 to 1.
-        rare: Measured rarely: points are drawn, and nothing is smoothed.
-        smoothed: Takes part in the running mean; False for what is a running mean already.
-        interval: The columns `<column>_low` and `<column>_high` are the ends of its interval, drawn as a band.
-    """
+    """One panel of training curves."""
 
     title: str
-    line: str
+    line: str  # Unit and reading, below the title
     column: str
-    from_zero: bool = False
-    share: bool = False
-    rare: bool = False
-    smoothed: bool = True
+    from_zero: bool = False  # A linear axis starts at 0, so that heights compare as ratios
+    share: bool = False  # A share: as `from_zero`, and where it never changes the axis shows 0 to 1
+    rare: bool = False  # Measured rarely: points are drawn, and nothing is smoothed
+    smoothed: bool = True  # Takes part in the running mean; False for what is a running mean already
+    # The columns `<column>_low` and `<column>_high` are the ends of its interval, drawn as a band.
     interval: bool = False
 
 

@@ -13,8 +13,8 @@ from otb_analysis.figures.numbers import number, span
 from otb_analysis.figures.scales import log_axis, step_axis
 from otb_analysis.figures.theme import TEMPLATE, panels, place
 from otb_analysis.statistics import MIN_CLUSTERS, Association, Fidelity, Interval, fidelity
+from otb_analysis.types import Float
 
-Float = NDArray[np.float64]
 Array = NDArray[np.float32]
 BINS = 60
 KINDS = {
@@ -48,25 +48,18 @@ class StepFidelity:
 
 @dataclass(frozen=True)
 class FidelityInfo:
-    """The numbers behind the fidelity page.
-
-    Attributes:
-        count: Tokens per cell of the density [B, B] float32, rows are exact, NaN where there are none.
-        proxy_edges: log₁₀ of the bin edges along the proxy [B + 1].
-        n_tokens: Tokens with both energies.
-        n_zero: Of these, tokens where one of them is 0 and the logarithmic axes cannot show them.
-        drawn: True when they were drawn with unequal probabilities, so that large energies are over-represented.
-    """
+    """The numbers behind the fidelity page."""
 
     kind: str
     source: str
-    count: Array
-    proxy_edges: Float
+    count: Array  # Tokens per cell of the density [B, B] float32, rows are exact, NaN where there are none
+    proxy_edges: Float  # log₁₀ of the bin edges along the proxy [B + 1]
     exact_edges: Float
     overall: Fidelity
     steps: tuple[StepFidelity, ...]
-    n_tokens: int
-    n_zero: int
+    n_tokens: int  # Tokens with both energies
+    n_zero: int  # Of these, tokens where one of them is 0 and the logarithmic axes cannot show them
+    # True when they were drawn with unequal probabilities, so that large energies are over-represented.
     drawn: bool = False
 
 
@@ -76,9 +69,7 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     Realized energies are running sums over policy tokens; a rollout counts up to its first token without an exact norm.
     Groups whose tokens were drawn with unequal probabilities are left out unless there are no others.
 
-    Args:
-        tokens: Token rows with step, group, rollout, t, mask, the source's column, grad_norm_sq, where some were
-            drawn inclusion_prob, and where some were sketched measured_by.
+    `tokens` needs the columns of `fidelity_columns`; measured_by and inclusion_prob may be missing.
 
     Raises:
         InputError: The kind or the source is unknown, or no token has both energies.
@@ -106,10 +97,9 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
 
 
 def exact_norms(tokens: pd.DataFrame) -> pd.Series:
-    """Return grad_norm_sq where it was measured exactly, null elsewhere: no proxy is judged by an estimate.
+    """Return grad_norm_sq where it was measured exactly, null elsewhere: no proxy is compared with an estimate.
 
-    Args:
-        tokens: Token rows; without a column measured_by, or where it is null, all norms count as exact.
+    Without a column measured_by, or where it is null, norms count as exact.
     """
     norm_sq: Any = tokens["grad_norm_sq"]
     if "measured_by" not in tokens:
@@ -119,10 +109,9 @@ def exact_norms(tokens: pd.DataFrame) -> pd.Series:
 
 
 def comparable(tokens: pd.DataFrame) -> tuple[pd.DataFrame, bool]:
-    """Leave out groups of which some tokens were likelier to be measured than others, unless nothing else was measured.
+    """Return the rows to compare, and whether their tokens were drawn with unequal probabilities.
 
-    Returns:
-        The rows to compare, and whether they were drawn with unequal probabilities.
+    Groups drawn with unequal probabilities are left out unless nothing else was measured.
     """
     if "inclusion_prob" not in tokens:
         return tokens, False

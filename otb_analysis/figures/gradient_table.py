@@ -46,7 +46,7 @@ NOISE_SCALE = (
     "V / ‖m‖² in prompts, V the variance of one prompt's group gradient: at this many prompts the noise of an update "
     "is as large as its signal. An unbiased estimator with P prompts has efficiency P / (P + noise scale).",
 )
-"""How the noise scale is called, and what it is in one line."""
+"""Name of the noise scale, and what it is in one line."""
 
 
 def labels(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:

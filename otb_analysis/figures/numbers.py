@@ -36,7 +36,7 @@ def superscript(exponent: int) -> str:
 
 
 def formatted(value: float | None, form: str = "") -> str:
-    """Return a number in a format of Python's, as `.2f`; without one as `number` does."""
+    """Return a number in a Python format such as `.2f`; without one as `number` writes it."""
     if not form or value is None:
         return number(value)
     return "∞" if math.isinf(value) else format(value, form)

@@ -18,21 +18,16 @@ NOT_RECORDED = "–"
 
 @dataclass(frozen=True)
 class Headline:
-    """One run in a few numbers; None where nothing was recorded.
-
-    Attributes:
-        reward: Mean reward over the last tenth of the steps (rounded down, at least one).
-        grad_norm: Median ‖ḡ‖ over the last `WINDOW` steps.
-    """
+    """One run in a few numbers; None where nothing was recorded."""
 
     run: str
     estimator: str
     steps: int
-    reward: float | None
+    reward: float | None  # Mean reward over the last tenth of the steps (rounded down, at least one)
     reward_gain: float | None
     heldout: float | None
     heldout_gain: float | None
-    grad_norm: float | None
+    grad_norm: float | None  # Median ‖ḡ‖ over the last `WINDOW` steps
     clipped: float | None
 
 
@@ -78,15 +73,11 @@ def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 @dataclass(frozen=True)
 class Differences:
-    """In which settings some runs differ.
+    """In which settings some runs differ."""
 
-    Attributes:
-        table: One row per setting, one column per run, all as text; a dash where a run did not record the setting.
-        left_out: Number of settings that some runs did not record and the others have at their defaults.
-    """
-
+    # One row per setting, one column per run, all as text; a dash where a run did not record the setting.
     table: pd.DataFrame
-    left_out: int
+    left_out: int  # Number of settings that some runs did not record and the others have at their defaults
 
     @property
     def note(self) -> str:

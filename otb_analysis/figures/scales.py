@@ -12,8 +12,8 @@ from otb_analysis.figures.numbers import number, superscript
 def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str, Any]:
     """Return a logarithmic axis with readable ticks: decades, or 1–2–5 where the values span less than two.
 
-    It spans all values and, up to a factor of five beyond them, the ends of their intervals: one interval that
-    knows next to nothing must not flatten all the others.
+    It spans all values and, up to a factor of five beyond them, the ends of their intervals: one very wide
+    interval must not flatten all the others.
     """
     drawn, reaching = (np.asarray(x, dtype=float) for x in (values, ends))
     drawn, reaching = (x[np.isfinite(x) & (x > 0)] for x in (drawn, reaching))
@@ -36,7 +36,7 @@ def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str
 
 
 def linear_range(values: ArrayLike, ends: ArrayLike, around: float) -> list[float]:
-    """Return the range of a linear axis: all values and one mark, and of their intervals no more than as much again."""
+    """Return the range of a linear axis: all values, one mark, and intervals up to as far again."""
     drawn, reaching = (np.asarray(x, dtype=float) for x in (values, ends))
     drawn = np.append(drawn[np.isfinite(drawn)], around)
     low, high = drawn.min(), drawn.max()

@@ -37,7 +37,7 @@ def results_table(table: pd.DataFrame) -> pd.DataFrame:
 
 def for_dark(svg: str) -> str:
     """Return a picture of `figures.svg` for a dark page: paper and ink change places, lines get lighter."""
-    return re.sub(r"#[0-9A-Fa-f]{6}\b", lambda found: DARK.get(found[0].upper()) or _lighter(found[0]), svg)
+    return re.sub(r"#[0-9A-Fa-f]{6}\b", lambda match: DARK.get(match[0].upper()) or _lighter(match[0]), svg)
 
 
 def _plain(value: Any) -> Any:

@@ -21,39 +21,29 @@ STYLE = "font-family='system-ui, sans-serif' font-size='12'"
 
 @dataclass(frozen=True)
 class Curve:
-    """One line; with `low` and `high` a band around it, or bars where it is drawn as points.
-
-    Attributes:
-        name: In the legend; curves of one name share an entry, those without a name have none.
-        width: Of the line in pixels; 0 draws points with bars instead.
-    """
+    """One line; with `low` and `high` a band around it, or bars where it is drawn as points."""
 
     x: Sequence[float]
     y: Sequence[float]
-    name: str = ""
+    name: str = ""  # In the legend; curves of one name share an entry, those without a name have none
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     color: str = BLUE
-    width: float = 2.0
+    width: float = 2.0  # Of the line in pixels; 0 draws points with bars instead
     dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes.
-
-    Attributes:
-        rules: (height, words) of horizontal dashed lines.
-        percent: Whether heights are shares, written in percent.
-    """
+    """One set of axes."""
 
     title: str
     note: str
     x_label: str
     curves: Sequence[Curve]
-    rules: Sequence[tuple[float, str]] = ()
+    rules: Sequence[tuple[float, str]] = ()  # (height, words) of horizontal dashed lines
     y_range: tuple[float, float] | None = None
-    percent: bool = False
+    percent: bool = False  # Whether heights are shares, written in percent
 
 
 @dataclass(frozen=True)

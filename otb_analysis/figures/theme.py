@@ -52,10 +52,8 @@ TEMPLATE = go.layout.Template(
 def panels(titles: Sequence[tuple[str, str]], columns: int, *, height: int = 250, shared_x: bool = True) -> go.Figure:
     """Return an empty grid of panels in house style: a title flush left above each, what it measures in a line below.
 
-    The legend stands above the first row and pushes the panels down when it needs several lines.
-
-    Args:
-        titles: (title, unit and reading) of each panel, row by row; short enough for a third of a small window.
+    `titles` holds (title, unit and reading) row by row, short enough for a third of a small window. The legend stands
+    above the first row and pushes the panels down when it needs several lines.
     """
     rows = math.ceil(len(titles) / columns)
     figure = make_subplots(
@@ -86,7 +84,7 @@ def place(index: int, columns: int) -> dict[str, Any]:
 
 
 def note_in_panel(figure: go.Figure, text: str, where: Mapping[str, int]) -> None:
-    """Say in the middle of an empty panel why it is empty, and take away the numbers of its empty axis."""
+    """Write into an empty panel why it is empty, and hide the numbers of its axis."""
     # A browser draws no axes for a panel without a trace, and would put the note into the first panel.
     figure.add_scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip", **dict(where))
     figure.add_annotation(
@@ -97,7 +95,7 @@ def note_in_panel(figure: go.Figure, text: str, where: Mapping[str, int]) -> Non
 
 
 def for_background(figure: go.Figure, dark: bool) -> go.Figure:
-    """Give a figure the ink that reads on a light or a dark page; returns the figure it was given."""
+    """Set a figure's text colour for a light or a dark page, in place, and return it."""
     ink, paper = ("#E6EAEE", "#1C232A") if dark else ("#1B2229", "#FFFFFF")
     hover = {"bgcolor": paper, "bordercolor": RULE, "font": {"color": ink}}
     return figure.update_layout(font={"color": ink}, hoverlabel=hover)

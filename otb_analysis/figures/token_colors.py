@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
 from otb_analysis.errors import InputError, nearest
+from otb_analysis.types import Float
 
-Float = NDArray[np.float64]
 SEQUENTIAL = ("#EAF1F6", "#CFE3EE", "#8FC1DA", "#3F93BF", "#0B6596", "#06395A")
 DIVERGING = ("#A63C00", "#E07B39", "#F6C9A8", "#F4F6F8", "#A9CFE5", "#3F8FC0", "#0B5483")
 KINDS = ("auto", "linear", "log")
@@ -64,9 +64,8 @@ def color_scale(value: Float, kind: str = "auto", signed: bool = False) -> Color
     Signed values: ±the 98 % quantile of |v|. Others linearly: the central 98 %, from 0 where they come near it. Others
     logarithmically: from the largest value down, at most four powers of ten. A constant column gets a scale of width 1.
 
-    Args:
-        kind: `linear`, `log` (linear where values are signed or all 0), or `auto`: log where clipping would hide much.
-        signed: The sign matters, so that 0 has the middle colour also where all values have one sign.
+    `kind` is `linear`, `log` (linear where values are signed or all 0) or `auto`, which is `log` where clipping would
+    hide much. With `signed`, 0 has the middle colour also where all values have one sign.
 
     Raises:
         InputError: The kind is unknown.

@@ -22,11 +22,7 @@ class TokenDetails:
 
 
 def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str) -> TokenDetails | None:
-    """Write out how one token's probability, energy, return, baseline and advantage come about.
-
-    Returns:
-        None where there is no such token.
-    """
+    """Write out a token's probability, energy, return, baseline and advantage; None where there is no such token."""
     rows: Any = tokens[tokens["rollout"] == rollout]
     line = rows.sort_values("t")
     here = line[line["t"] == t]
@@ -90,14 +86,14 @@ def _advantage(token: dict[str, object], policy: Any, t: int, estimator: str) ->
     ahead = policy.loc[policy["t"] >= t, "reward"]
     if not ahead.notna().all():
         return []
-    paid = float(ahead.sum())
-    lines = [("return", f"G = Σ of rewards from here on = {number(paid)}")]
+    to_go = float(ahead.sum())
+    lines = [("return", f"G = Σ of rewards from here on = {number(to_go)}")]
     if baseline is None or advantage is None:
         return lines
     name = estimator or "training estimator"
     lines.append((f"baseline of {name}", f"B = {number(baseline)}"))
-    plain = f"G − B = {number(paid)} − {number(baseline)} = {number(paid - baseline)}"
-    same = abs(paid - baseline - advantage) <= 1e-4 * max(1.0, abs(advantage))
+    plain = f"G − B = {number(to_go)} − {number(baseline)} = {number(to_go - baseline)}"
+    same = abs(to_go - baseline - advantage) <= 1e-4 * max(1.0, abs(advantage))
     lines.append(("advantage", plain if same else f"{plain}, rescaled by the estimator to A = {number(advantage)}"))
     return lines
 

@@ -34,19 +34,13 @@ SIGNED = ("attribution", "signal", "noise")
 
 @dataclass(frozen=True)
 class Token:
-    """One token of the view.
-
-    Attributes:
-        text: Decoded text with visible glyphs; text, never markup.
-        tool: Tool output, not sampled by the policy.
-        color: Background colour, or None where the column was not measured.
-    """
+    """One token of the view."""
 
     t: int
-    text: str
+    text: str  # Decoded text with visible glyphs; text, never markup
     breaks: bool
-    tool: bool
-    color: str | None
+    tool: bool  # Tool output, not sampled by the policy
+    color: str | None  # Background colour, or None where the column was not measured
     ink: str | None
 
 
@@ -62,17 +56,12 @@ class RolloutRow:
 
 @dataclass(frozen=True)
 class TokensInfo:
-    """The numbers behind the token view.
-
-    Attributes:
-        values: The column as a grid [rollouts, T] float32, NaN where not measured or beyond the end.
-        unknown: 1 where there is a token without a value, NaN elsewhere [rollouts, T] float32.
-    """
+    """The numbers behind the token view."""
 
     column: str
     rollouts: tuple[RolloutRow, ...]
-    values: Array
-    unknown: Array
+    values: Array  # The column as a grid [rollouts, T] float32, NaN where not measured or beyond the end
+    unknown: Array  # 1 where there is a token without a value, NaN elsewhere [rollouts, T] float32
     scale: ColorScale
     n_missing: int
     n_below: int
@@ -96,8 +85,7 @@ def tokens_info(
 ) -> TokensInfo:
     """Lay out all rollouts of one prompt and colour them by one column.
 
-    Args:
-        order: `rollout`, `reward` (best first) or `length` (longest first).
+    `order` is `rollout`, `reward` (best first) or `length` (longest first).
 
     Raises:
         InputError: The column is not a numeric column of the table, there are no tokens, or order or scale is unknown.
@@ -143,8 +131,8 @@ def _row(rollout: int, part: Any, reward: float | None, scale: ColorScale) -> Ro
         Token(int(t), visible(text), text.endswith("\n"), not policy, color, ink)
         for t, text, policy, (color, ink) in zip(part["t"], texts, part["_policy"], colors, strict=True)
     )
-    paid = None if reward is None or reward != reward else float(reward)
-    return RolloutRow(rollout, paid, int(part["_policy"].sum()), tokens)
+    known_reward = None if reward is None or reward != reward else float(reward)
+    return RolloutRow(rollout, known_reward, int(part["_policy"].sum()), tokens)
 
 
 def plot_tokens(info: TokensInfo) -> go.Figure:

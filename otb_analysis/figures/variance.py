@@ -37,21 +37,17 @@ class Trace:
 
 @dataclass(frozen=True)
 class VarianceInfo:
-    """The numbers behind the variance panels.
-
-    Attributes:
-        hidden: Points that a logarithmic axis cannot show (SF or variance not above 0), per measure.
-        undefined: Points without efficiency, or SF and projection where c is not proved: there the estimate of ‖∇J‖²,
-            from pairs of different prompts, is lost in the noise, so that nothing can be measured against it.
-        c_known: True where the projection of some estimators is proved, and ∇J pooled over the unbiased ones.
-    """
+    """The numbers behind the variance panels."""
 
     traces: tuple[tuple[Trace, ...], ...]
     n_prompts: tuple[int, int]
     reference: tuple[str, ...]
-    hidden: tuple[int, ...]
+    hidden: tuple[int, ...]  # Points that a logarithmic axis cannot show (SF or variance not above 0), per measure
+    # Points without efficiency, or SF and projection where c is not proved: there the estimate of ‖∇J‖², from pairs of
+    # different prompts, is lost in the noise, so that nothing can be measured against it.
     undefined: int
     n_points: int
+    # True where the projection of some estimators is proved, and ∇J pooled over the unbiased ones.
     c_known: bool = False
 
     @property

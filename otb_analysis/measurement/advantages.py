@@ -19,27 +19,27 @@ def every_advantage(
 ) -> dict[Label, Float]:
     """Return the advantages [n, T] of every estimator whose inputs exist, by (estimator, energy source), on some rows.
 
-    Estimators that read the proxy, calibrated or not, or no energy see the whole batch, as they would in training, so
-    that entries which couple prompts are what they are; those that read exact norms see the measured rows. `options`
-    holds the options of estimators that do not run with their defaults, those of the one that trains, which may be
-    one's own.
+    Estimators that read the proxy, calibrated or not, or no energy see the whole batch, as in training, since some
+    couple prompts. Those that read exact norms see the measured rows. `options` holds the options of estimators that do
+    not run with their defaults, such as the one that trains.
     """
     options = options or {}
     proxy = table.inputs(table.stats.energy)
     part = _rows_of(table.inputs(measured.whole_norm_sq, measured.rollout_norm_sq), rows)
     everywhere = set(available(proxy, options))
-    found: dict[Label, Float] = {}
+    advantages: dict[Label, Float] = {}
     for name in available(part, options):
         reads_energy = entry_of(name).reads_energy
         if name in everywhere:
-            found[name, "proxy" if reads_energy else "none"] = estimate(name, proxy, options.get(name)).advantage[rows]
+            source = "proxy" if reads_energy else "none"
+            advantages[name, source] = estimate(name, proxy, options.get(name)).advantage[rows]
         if reads_energy and calibrated is not None:
-            found[name, "calibrated"] = estimate(name, table.inputs(calibrated), options.get(name)).advantage[rows]
+            advantages[name, "calibrated"] = estimate(name, table.inputs(calibrated), options.get(name)).advantage[rows]
         if reads_energy or name not in everywhere:
-            found[name, "exact"] = estimate(name, part, options.get(name)).advantage
-    return found
+            advantages[name, "exact"] = estimate(name, part, options.get(name)).advantage
+    return advantages
 
 
 def _rows_of(inputs: EstimatorInputs, rows: Bool) -> EstimatorInputs:
-    given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    return replace(inputs, **{name: x[rows] for name, x in given.items() if x is not None})
+    columns = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return replace(inputs, **{name: x[rows] for name, x in columns.items() if x is not None})

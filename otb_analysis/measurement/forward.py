@@ -18,12 +18,7 @@ from otb_analysis.types import Int, LogitStats
 
 
 class NonFiniteScore(NonFiniteError):
-    """The policy's logits are NaN or infinite.
-
-    Attributes:
-        row: Index of the rollout in the pass.
-        token: Index of its completion token.
-    """
+    """The policy's logits are NaN or infinite, at rollout `row` of the pass and its completion token `token`."""
 
     def __init__(self, row: int, token: int):
         super().__init__(
@@ -35,16 +30,11 @@ class NonFiniteScore(NonFiniteError):
 
 @dataclass(frozen=True)
 class CompletionLogprobs:
-    """Log-probabilities with their graph, by completion token; made by `score`, read by the update.
+    """Log-probabilities with their graph, by completion token; made by `completion_logprobs`, read by the update."""
 
-    Attributes:
-        logprob: log π(y_t) in nats [N, T], float32; zero outside the mask.
-        mask: True at policy tokens [N, T], on the model's device.
-        entropy: Entropy of each token's distribution in nats [N, T], or None if it was not asked for.
-    """
-
-    logprob: Tensor
-    mask: Tensor
+    logprob: Tensor  # log π(y_t) in nats [N, T], float32; zero outside the mask
+    mask: Tensor  # True at policy tokens [N, T], on the model's device
+    # Entropy of each token's distribution in nats [N, T], or None if it was not asked for.
     entropy: Tensor | None = None
 
     @classmethod
@@ -64,21 +54,14 @@ class CompletionLogprobs:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What one forward pass gives, by completion token; made by `forward_pass`, read by the loop and the critic.
+    """What one forward pass gives, by completion token; made by `forward_pass`, read by the loop and the critic."""
 
-    Attributes:
-        logprob: log π(y_t) in nats [N, T], float32, with its graph if memory held the whole batch; zero outside the
-            mask.
-        hidden: Final hidden state that predicts y_t [N, T, d], detached; zero outside the mask; d is 0 where nobody
-            asked for it.
-        mask: True at policy tokens [N, T], on the model's device.
-        stats: Statistics of the distributions [N, T], zero outside the mask.
-    """
-
+    # log π(y_t) in nats [N, T], float32, with its graph if memory held the whole batch; zero outside the mask.
     logprob: Tensor
+    # Final hidden state that predicts y_t [N, T, d], detached; zero outside the mask; d is 0 where nobody asked for it.
     hidden: Tensor
-    mask: Tensor
-    stats: LogitStats
+    mask: Tensor  # True at policy tokens [N, T], on the model's device
+    stats: LogitStats  # Statistics of the distributions [N, T], zero outside the mask
 
     @classmethod
     def concatenate(cls, parts: Sequence["ForwardPass"], rollouts: Rollouts, rows: Sequence[Int]) -> "ForwardPass":
@@ -99,14 +82,10 @@ def stacked(parts: Sequence[Tensor], width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ForwardOutputs:
-    """What a forward pass gives besides log-probabilities and statistics.
+    """What a forward pass gives besides log-probabilities and statistics."""
 
-    Attributes:
-        hidden: True for the final hidden states.
-        timed: Context in which the statistics are computed, for whoever times them apart.
-    """
-
-    hidden: bool = True
+    hidden: bool = True  # True for the final hidden states
+    # Context in which the statistics are computed, for whoever times them apart.
     timed: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
@@ -121,13 +100,8 @@ def forward_pass(
 
     Prompts start at column 0 and padding is on the right, so that the model's own positions are
     cumsum(attention_mask) − 1 at every token, also in architectures that take no position ids.
-
-    Args:
-        model: The policy.
-        rollouts: N rollouts.
-        temperature: τ of the policy softmax(logits / τ).
-        prompts: Their prompts, where the model has read them already.
-        wanted: What else it gives; hidden states by default.
+    The policy is softmax(logits / temperature). `prompts` holds the prompts where the model has read them already;
+    `wanted` says what else to return, hidden states by default.
 
     Raises:
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
@@ -152,12 +126,8 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """Score every completion token without the statistics, as an update needs it.
 
-    Args:
-        model: The policy.
-        rollouts: N rollouts.
-        temperature: τ of the policy softmax(logits / τ).
-        entropy: Also the entropies, with their graph.
-        prompts: Their prompts, where the model has read them already.
+    The policy is softmax(logits / temperature). `entropy` adds the entropies, with their graph; `prompts` holds the
+    prompts where the model has read them already.
 
     Raises:
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
@@ -165,19 +135,14 @@ def completion_logprobs(
     view = _View.of(rollouts, model.device)
     log_pi = _log_pi(view.policy_tokens(model, prompts)[0], temperature)
     logprob = log_pi.gather(-1, view.targets[view.mask][:, None])[:, 0]
-    own = -(log_pi.exp() * log_pi).sum(-1) if entropy else None
-    return CompletionLogprobs(view.placed(logprob), view.mask, None if own is None else view.placed(own))
+    entropies = view.placed(-(log_pi.exp() * log_pi).sum(-1)) if entropy else None
+    return CompletionLogprobs(view.placed(logprob), view.mask, entropies)
 
 
 def hidden_states(backbone: PreTrainedModel, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-    """Return the final hidden states that precede the completion tokens, with their graph, and the mask.
+    """Return the final hidden states before the completion tokens [N, T, d], with their graph, and the mask [N, T].
 
-    Args:
-        backbone: The layers of a language model without its output layer.
-        rollouts: N rollouts.
-
-    Returns:
-        Hidden states [N, T, d], arbitrary outside the mask, and the mask of policy tokens [N, T].
+    `backbone` is a language model without its output layer. The states are arbitrary outside the mask.
     """
     view = _View.of(rollouts, backbone.device)
     hidden = backbone(input_ids=view.ids, attention_mask=view.attention, use_cache=False).last_hidden_state
@@ -252,7 +217,7 @@ def _filled(parts: Sequence[np.ndarray], rows: Sequence[Int], shape: tuple[int, 
 
 def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temperature: float) -> LogitStats:
     """Return the statistics [N, T] of the policy tokens [K, ...]; entries outside the mask are zero."""
-    found = logit_stats(logits, token_ids=targets, temperature=temperature)
+    stats = logit_stats(logits, token_ids=targets, temperature=temperature)
     inside = mask.cpu().numpy()
 
     def placed(values: np.ndarray) -> np.ndarray:
@@ -261,13 +226,13 @@ def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temper
         return out
 
     return LogitStats(
-        logprob=placed(found.logprob),
-        entropy=placed(found.entropy),
-        sum_pi_sq=placed(found.sum_pi_sq),
-        energy=placed(found.energy),
+        logprob=placed(stats.logprob),
+        entropy=placed(stats.entropy),
+        sum_pi_sq=placed(stats.sum_pi_sq),
+        energy=placed(stats.energy),
         hidden_norm_sq=placed(hidden.float().square().sum(-1, dtype=torch.float64).cpu().numpy()),
-        pi_variance=placed(found.pi_variance),
-        logprob_variance=placed(found.logprob_variance),
+        pi_variance=placed(stats.pi_variance),
+        logprob_variance=placed(stats.logprob_variance),
     )
 
 

@@ -1,6 +1,7 @@
-"""The levels `sampled` and `attribution`: exact norms of drawn tokens, and every token's share of ‖ḡ‖².
+"""The levels `sampled`, `sketch` and `attribution`.
 
-Both are per completion token [N, T]; NaN where nothing is known.
+They give exact norms of drawn tokens, estimated norms of whole groups, and every token's share of ‖ḡ‖².
+All are per completion token [N, T]; NaN where nothing is known.
 """
 
 from dataclasses import dataclass
@@ -8,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedModel
 
-from otb_analysis.config import SampledSchedule
+from otb_analysis.config import SampledSchedule, SketchSchedule
 from otb_analysis.energies import calibrate
-from otb_analysis.gradients import gradient_attribution, sampled_score_norms, signal_noise
+from otb_analysis.gradients import gradient_attribution, sampled_score_norms, signal_noise, sketch_score_norms
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.measurement.tokens import DrawnTokens, TokenMeasurements, TokenShares
 from otb_analysis.rollouts.sampling import Rollouts
@@ -36,13 +37,7 @@ def draw_energies(
 ) -> TokenMeasurements:
     """Draw tokens, measure them, and calibrate the proxy on all that was measured at this step.
 
-    Args:
-        policy: The policy and its scope.
-        plan: How many tokens of how many groups, and by what size measure.
-        seed: Seed of the draw.
-        rollouts: The step's rollouts.
-        table: Their token table.
-        measured: From the level `exact`.
+    `measured` comes from the level `exact`.
 
     Raises:
         InputError: The size measure is not available for this model, or too few tokens fix no calibration.
@@ -84,15 +79,53 @@ def _draw(
     return by_token(norms.norm_sq), by_token(norms.inclusion_prob)
 
 
-def attribute(policy: MeasuredPolicy, rollouts: Rollouts, weights: Float, *, method: str, split: bool) -> TokenShares:
-    """Attribute ‖Σ weights·s‖² to tokens.
+def groups_to_sketch(plan: SketchSchedule, table: TokenTable, measured: TokenMeasurements) -> Int:
+    """Return the first groups of which no token was measured or could be drawn: prompts come in random order."""
+    known = np.isfinite(measured.norm_sq)
+    if measured.drawn is not None:
+        known |= measured.drawn.population
+    left = np.setdiff1d(np.unique(table.group), table.group[known.any(axis=1)])
+    return left[: plan.prompts or len(left)]
 
-    Args:
-        policy: The policy and its scope.
-        rollouts: All of the step's rollouts.
-        weights: Weight of each token's score [N, T], zero outside the mask: A/N for the gradient of the update.
-        method: `jvp` or `difference`.
-        split: Also tell each share's signal from its noise, for one more pass.
+
+def sketch_groups(
+    policy: MeasuredPolicy,
+    plan: SketchSchedule,
+    seed: int,
+    rollouts: Rollouts,
+    groups: Int,
+    measured: TokenMeasurements,
+) -> TokenMeasurements:
+    """Estimate the norm of every token's score in some groups, each with its standard error.
+
+    Estimates are unbiased, and by the method `hybrid` now and then below 0. The seed draws the directions.
+
+    Raises:
+        InputError: The model cannot be sketched by that method, or so many directions do not fit in memory.
+    """
+    rows = np.isin(rollouts.group, groups)
+    ids, mask, attention = rollouts.tensors(policy.model.device, rows)
+    norms = sketch_score_norms(
+        policy.model, ids, mask, attention, directions=plan.directions, method=plan.method, seed=seed,
+        scope=policy.scope, temperature=policy.temperature,
+    )  # fmt: skip
+    inside = rollouts.policy_tokens()[rows]
+
+    def by_token(x: Float | None) -> Float:
+        out = np.full(measured.norm_sq.shape, np.nan)
+        if x is not None:
+            out[rows] = np.where(inside, rollouts.by_token(x, rows), np.nan)
+        return out
+
+    share = len(groups) / len(rollouts.prompts)
+    return measured.with_sketched(by_token(norms.norm_sq), by_token(norms.norm_sq_stderr), len(groups), share)
+
+
+def attribute(policy: MeasuredPolicy, rollouts: Rollouts, weights: Float, *, method: str, split: bool) -> TokenShares:
+    """Attribute ‖Σ weights·s‖² to tokens, by `method` "jvp" or "difference".
+
+    `weights` [N, T] is zero outside the mask: A/N for the gradient of the update. `split` also tells each share's
+    signal from its noise, for one more pass.
     """
     ids, mask, attention = rollouts.tensors(policy.model.device)
     row, inside = rollouts.by_column(weights[None])[:, 0], rollouts.policy_tokens()

@@ -12,8 +12,7 @@ from otb_analysis.config import MeasureConfig
 from otb_analysis.estimators import proved
 from otb_analysis.gradients import group_gradient_gram, token_score_norms, weighted_score_norms
 from otb_analysis.measurement.advantages import every_advantage
-from otb_analysis.measurement.levels import MeasuredPolicy, attribute, draw_energies
-from otb_analysis.measurement.sketched import groups_to_sketch, sketch_groups
+from otb_analysis.measurement.levels import MeasuredPolicy, attribute, draw_energies, groups_to_sketch, sketch_groups
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.measurement.tokens import TokenMeasurements, TokenShares
 from otb_analysis.phases import phase
@@ -33,21 +32,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measurement:
-    """Everything scheduled that was measured at a step; empty where nothing was due.
+    """Everything scheduled that was measured at a step; empty where nothing was due."""
 
-    Attributes:
-        tokens: What is known of the scores.
-        gram: Inner products of group mean gradients under every estimator.
-        subgroups: Inner products of smaller groups cut from the measured ones, by their size.
-        statistics: A row per estimator.
-        gaps: Instruments that failed.
-    """
-
-    tokens: TokenMeasurements
-    gram: Gram | None = None
+    tokens: TokenMeasurements  # What is known of the scores
+    gram: Gram | None = None  # Inner products of group mean gradients under every estimator
+    # Inner products of smaller groups cut from the measured ones, by their size.
     subgroups: Mapping[int, Gram] = field(default_factory=dict)
-    statistics: tuple[GradientStatistics, ...] = ()
-    gaps: int = 0
+    statistics: tuple[GradientStatistics, ...] = ()  # A row per estimator
+    gaps: int = 0  # Measurements that failed
 
     def added(self, what: str, run: Callable[[], TokenMeasurements]) -> "Measurement":
         """Return this with what one more level measured, or with one more gap."""
@@ -110,16 +102,16 @@ class GradientMeasurer:
         """
         rows = np.isin(rollouts.group, groups)
         names = {REFERENCE[0], *(self.options or ()), *self.config.subgroups}
-        found = {}
+        grams = {}
         for size in smaller_sizes(rollouts.group[rows]):
             cut = cut_groups(rollouts.group, size)
             every = every_advantage(replace(table, group=cut), measured, rows, self.options)
-            own = {label: advantage for label, advantage in every.items() if label[0] in names}
-            inner = self._inner(rollouts, rows, cut, own)
+            chosen = {label: advantage for label, advantage in every.items() if label[0] in names}
+            inner = self._inner(rollouts, rows, cut, chosen)
             whole = mean_over_subgroups(inner, inner.shape[-1] // len(groups))
             prompts = tuple(rollouts.prompts[g].id for g in groups)
-            found[size] = Gram(whole, tuple(own), int(rows.sum()), prompts, groups)
-        return found
+            grams[size] = Gram(whole, tuple(chosen), int(rows.sum()), prompts, groups)
+        return grams
 
     def _inner(self, rollouts: Rollouts, rows: Bool, group: Int, advantages: Mapping[Label, Float]) -> Float:
         """Return inner products of mean gradients of some rows' groups; equal advantages are measured once."""
@@ -133,13 +125,9 @@ class GradientMeasurer:
         return inner[np.ix_(back, back)]
 
     def measure(self, step: int, rollouts: Rollouts, table: TokenTable, known: TokenMeasurements | None) -> Measurement:
-        """Return what is due at a step; a failing instrument is a warning and a gap, never the end of the run.
+        """Return what is due at a step; a measurement that fails is a warning and a gap, and the run goes on.
 
-        Args:
-            step: The step; it seeds what is drawn.
-            rollouts: Its rollouts.
-            table: Its token table.
-            known: Exact norms of all groups when the training estimator needed them already.
+        The step seeds what is drawn. `known` holds exact norms of all groups where the training estimator needed them.
         """
         config, groups = self.config, self.groups_due(step, len(rollouts.prompts))
         done = Measurement(TokenMeasurements.nothing(table.mask.shape) if known is None else known)
@@ -183,12 +171,8 @@ class GradientMeasurer:
     def attribute(self, step: int, rollouts: Rollouts, weights: Callable[[], Float], done: Measurement) -> Measurement:
         """Return a measurement with every token's share of ‖ḡ‖², ḡ = Σ weights·s, where that is due.
 
-        Args:
-            step: The step.
-            rollouts: Its rollouts.
-            weights: Gives what multiplies each score in the first update [N, T], zero outside the mask; A/N by
-                default. Asked only where attribution is due.
-            done: What else was measured.
+        `weights` is called only then. It returns what multiplies each score in the first update [N, T], zero outside
+        the mask; by default that is A/N.
         """
         if not self.config.attribution.due(step):
             return done
@@ -210,7 +194,7 @@ class GradientMeasurer:
 
 
 def _attempt(what: str, run: Callable[[], T]) -> T | None:
-    """Run an instrument; this is the edge at which its failure, whatever it is, must not reach the training."""
+    """Return a measurement, or None with a warning: no failure of measuring may stop the training."""
     try:
         with phase(what.partition(" at step ")[0]):
             return run()

@@ -17,52 +17,33 @@ from otb_analysis.types import Bool, Estimate, EstimatorInputs, Float, Int, Logi
 
 @dataclass(frozen=True)
 class Rewards:
-    """What the task paid; made by `compute_rewards`, read by the table.
+    """What the task paid; made by `compute_rewards`, read by the table."""
 
-    Attributes:
-        by_token: Reward at each completion token [N, T]: a turn's reward sits on its last policy token. What the
-            estimator sees: after shaping and penalties, where a run has them.
-        total: What the task itself paid, summed over the rollout [N].
-        parts: Name of a reward part → its sum over the rollout [N].
-    """
-
+    # Reward at each completion token [N, T]: a turn's reward sits on its last policy token. What the estimator sees:
+    # after shaping and penalties, where a run has them.
     by_token: Float
-    total: Float
-    parts: dict[str, Float]
+    total: Float  # What the task itself paid, summed over the rollout [N]
+    parts: dict[str, Float]  # Name of a reward part → its sum over the rollout [N]
 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """One step's tokens; every formula from here on is NumPy float64.
+    """One step's tokens; every formula from here on is NumPy float64."""
 
-    Attributes:
-        mask: True at policy tokens [N, T].
-        present: True at completion tokens, tool tokens included [N, T].
-        group: Prompt of each rollout [N].
-        turn: Turn of each token [N, T].
-        token_id: Vocabulary index [N, T].
-        behavior_logprob: The sampler's log-probability in nats [N, T], NaN outside the mask.
-        stats: Forward statistics [N, T].
-        rewards: What the task paid.
-        value: V(h_t) before y_t [N, T], or None without a critic.
-        ratio: Importance ratio π(y_t)/μ(y_t) [N, T], or None where the run weighs nothing by it.
-        keep: False for rollouts that take no part in the update [N].
-    """
-
-    mask: Bool
-    present: Bool
-    group: Int
-    turn: Int
-    token_id: Int
-    behavior_logprob: Float
-    stats: LogitStats
-    rewards: Rewards
-    value: Float | None
-    ratio: Float | None
-    keep: Bool
+    mask: Bool  # True at policy tokens [N, T]
+    present: Bool  # True at completion tokens, tool tokens included [N, T]
+    group: Int  # Prompt of each rollout [N]
+    turn: Int  # Turn of each token [N, T]
+    token_id: Int  # Vocabulary index [N, T]
+    behavior_logprob: Float  # The sampler's log-probability in nats [N, T], NaN outside the mask
+    stats: LogitStats  # Forward statistics [N, T]
+    rewards: Rewards  # What the task paid
+    value: Float | None  # V(h_t) before y_t [N, T], or None without a critic
+    ratio: Float | None  # Importance ratio π(y_t)/μ(y_t) [N, T], or None where the run weighs nothing by it
+    keep: Bool  # False for rollouts that take no part in the update [N]
 
     def inputs(self, energy: Float | None, rollout_norm_sq: Float | None = None) -> EstimatorInputs:
-        """Return what an estimator may look at, with the given energies [N, T]."""
+        """Return an estimator's inputs, with these energies [N, T]."""
         return EstimatorInputs(
             reward=self.rewards.by_token,
             mask=self.mask,
@@ -86,12 +67,12 @@ def compute_rewards(task: Task, rollouts: Rollouts) -> Rewards:
     """
     mask, turn = rollouts.policy_tokens(), rollouts.by_token(rollouts.turn)
     by_token = np.zeros(mask.shape)
-    paid = [
+    by_turn = [
         ask_reward(task, rollouts.prompts[g], turns, n)
         for n, (g, turns) in enumerate(zip(rollouts.group, rollouts.turns, strict=True))
     ]
-    names = dict.fromkeys(name for turns in paid for parts in turns for name in parts)
-    parts = {name: np.array([sum(p.get(name, 0.0) for p in turns) for turns in paid]) for name in names}
+    names = dict.fromkeys(name for turns in by_turn for parts in turns for name in parts)
+    parts = {name: np.array([sum(p.get(name, 0.0) for p in turns) for turns in by_turn]) for name in names}
     for name, values in parts.items():
         if not np.isfinite(values).all():
             n = int(np.flatnonzero(~np.isfinite(values))[0])
@@ -99,11 +80,11 @@ def compute_rewards(task: Task, rollouts: Rollouts) -> Rewards:
                 f"reward part {name!r} of rollout {n} (group {rollouts.group[n]}, prompt "
                 f"{rollouts.prompts[rollouts.group[n]].id!r}) is {values[n]}; mend the task's reward."
             )
-    for n, turns in enumerate(paid):
-        for k, given in enumerate(turns):
+    for n, turns in enumerate(by_turn):
+        for k, turn_parts in enumerate(turns):
             tokens = np.flatnonzero(mask[n] & (turn[n] == k))
             if len(tokens):
-                by_token[n, tokens[-1]] += sum(given.values())
+                by_token[n, tokens[-1]] += sum(turn_parts.values())
     return Rewards(by_token, by_token.sum(axis=1), parts)
 
 
@@ -136,11 +117,7 @@ def token_rows(
 ) -> dict[str, object]:
     """Return the columns of the step's rows of `tokens`; masked entries were not measured.
 
-    Args:
-        table: The step.
-        estimate: Of the estimator that trains.
-        measured: What is known of the scores.
-        tokenizer: Decodes single tokens, so that readers need none.
+    `estimate` is of the estimator that trains. Tokens are decoded one by one, so that readers need no tokenizer.
     """
     n, t = np.nonzero(table.present)
     texts = {i: str(tokenizer.decode([i])) for i in np.unique(table.token_id[n, t]).tolist()}

@@ -16,19 +16,13 @@ from otb_analysis.types import Bool, Float, Int
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """How the tokens of the level `sampled` were drawn, and what their norms say about all others.
+    """How the tokens of the level `sampled` were drawn, and what their norms say about all others."""
 
-    Attributes:
-        probability: π within the measured groups [N, T], 1 in those measured whole; NaN outside them and of the mask.
-        share: Share of the step's groups that were measured; groups come in random order.
-        calibration: Proxy to exact energy, fitted on the measured tokens.
-        calibrated: Its prediction for every policy token [N, T], zero outside the mask.
-    """
-
+    # π within the measured groups [N, T], 1 in those measured whole; NaN outside them and of the mask.
     probability: Float
-    share: float
-    calibration: Calibration
-    calibrated: Float
+    share: float  # Share of the step's groups that were measured; groups come in random order
+    calibration: Calibration  # Proxy to exact energy, fitted on the measured tokens
+    calibrated: Float  # Its prediction for every policy token [N, T], zero outside the mask
 
     @property
     def population(self) -> Bool:
@@ -38,42 +32,25 @@ class DrawnTokens:
 
 @dataclass(frozen=True)
 class TokenShares:
-    """Every token's signed share of ‖ḡ‖², ḡ the gradient that the update follows [N, T], NaN outside the mask.
+    """Every token's signed share of ‖ḡ‖², ḡ the gradient that the update follows [N, T], NaN outside the mask."""
 
-    Attributes:
-        share: c·s·ḡ, c the token's coefficient in ḡ = Σ c·s; sums to ‖ḡ‖².
-        signal: The part along the other prompts' gradients, or None when it was not asked for.
-        noise: The part along the own prompt's, or None.
-    """
-
-    share: Float
-    signal: Float | None
-    noise: Float | None
+    share: Float  # c·s·ḡ, c the token's coefficient in ḡ = Σ c·s; sums to ‖ḡ‖²
+    signal: Float | None  # The part along the other prompts' gradients, or None when it was not asked for
+    noise: Float | None  # The part along the own prompt's, or None
 
 
 @dataclass(frozen=True)
 class TokenMeasurements:
-    """What was measured of a step's scores s_{n,t} = ∇ log π(y_{n,t}); made by the levels, read by the store.
+    """What was measured of a step's scores s_{n,t} = ∇ log π(y_{n,t}); made by the levels, read by the store."""
 
-    Attributes:
-        norm_sq: ‖s_{n,t}‖² [N, T], exact or estimated; NaN where it was not measured.
-        stderr: Standard error of estimates [N, T]; those of one step share their directions and do not average out.
-        measured_by: How, at each token [N, T]: `none`, `exact` or `sketch`.
-        inclusion_prob: Chance of a token to be measured at this step [N, T]; known of tokens not drawn, too.
-        rollout_norm_sq: ‖Σ_t s_{n,t}‖² of rollouts whose group was measured whole [N], else NaN.
-        drawn: How tokens were drawn, if the level `sampled` ran.
-        shares: Attribution, if it ran.
-        n_sketched: Groups with estimated norms.
-    """
-
-    norm_sq: Float
-    stderr: Float
-    measured_by: NDArray[np.str_]
-    inclusion_prob: Float
-    rollout_norm_sq: Float
-    drawn: DrawnTokens | None = None
-    shares: TokenShares | None = None
-    n_sketched: int = 0
+    norm_sq: Float  # ‖s_{n,t}‖² [N, T], exact or estimated; NaN where it was not measured
+    stderr: Float  # Standard error of estimates [N, T]; those of one step share their directions and do not average out
+    measured_by: NDArray[np.str_]  # How, at each token [N, T]: `none`, `exact` or `sketch`
+    inclusion_prob: Float  # Chance of a token to be measured at this step [N, T]; known of tokens not drawn, too
+    rollout_norm_sq: Float  # ‖Σ_t s_{n,t}‖² of rollouts whose group was measured whole [N], else NaN
+    drawn: DrawnTokens | None = None  # How tokens were drawn, if the level `sampled` ran
+    shares: TokenShares | None = None  # Attribution, if it ran
+    n_sketched: int = 0  # Groups with estimated norms
 
     @classmethod
     def nothing(cls, shape: tuple[int, ...]) -> "TokenMeasurements":
@@ -158,9 +135,7 @@ class TokenMeasurements:
     def columns(self, tokens: tuple[Int, Int], mask: Bool) -> dict[str, object]:
         """Return the columns of `tokens` that measuring fills; masked entries were not measured.
 
-        Args:
-            tokens: Rollout and position of each row.
-            mask: True at policy tokens [N, T].
+        `tokens` is the rollout and the position of each row, `mask` [N, T] is true at policy tokens.
         """
 
         def known(x: Float) -> np.ma.MaskedArray:

@@ -107,8 +107,8 @@ def _chosen(ordered: list[Label], conclusion: Conclusion, trained: Sequence[Labe
     if top is not None:
         return ordered[: top or None]
     best = [conclusion.best.label] if conclusion.best else []
-    told_apart = [verdict.label for verdict in conclusion.told]
-    wanted = [REFERENCE, *trained, *best, *told_apart, *COMMON, *ordered]
+    different = [verdict.label for verdict in conclusion.different]
+    wanted = [REFERENCE, *trained, *best, *different, *COMMON, *ordered]
     named = dict.fromkeys(
         conclusion.alike[one].of if _repeats(one, conclusion) else one for one in wanted if one in conclusion.alike
     )
@@ -164,14 +164,14 @@ def _told(conclusion: Conclusion, trained: Sequence[Label]) -> list[str]:
     base = conclusion.against[0]
     lines = []
     for words, picked in (
-        ("better", [v for v in conclusion.told if v.better]),
-        ("worse", [v for v in conclusion.told if v.worse]),
+        ("better", [v for v in conclusion.different if v.better]),
+        ("worse", [v for v in conclusion.different if v.worse]),
     ):
         if picked:
             lines.append(f"{words} than {base}: {', '.join(shown_name(v.label) for v in picked)}")
     listed = "; ".join(lines) or f"none of {names(conclusion.tested)}"
     notes = [f"Shown to differ from {base} (5 % false discoveries allowed): {listed}."]
-    tied = [v.label[0] for v in conclusion.tested if not v.told and v.label in trained]
+    tied = [v.label[0] for v in conclusion.tested if not v.differs_in and v.label in trained]
     notes += [f"Corrected for step length, {name} and {base} cannot be told apart here." for name in tied]
     if conclusion.best:
         notes.append("Intervals above hold one by one; the one in the sentences is wider, since it was chosen.")

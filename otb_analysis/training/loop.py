@@ -6,7 +6,7 @@ lengths.
 Everything recorded at a step describes the policy before that step's first update.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from otb_analysis.training.enough import none_ends, too_few_prompts
 from otb_analysis.training.evaluation import evaluate
 from otb_analysis.training.resume import begin, kept
 from otb_analysis.training.runtime.checkpoint import write_checkpoint
-from otb_analysis.training.runtime.gather import GatheredRollouts, shard_rows, shared_norms
+from otb_analysis.training.runtime.gather import gather_rollouts, shard_rows, shared_norms
 from otb_analysis.training.runtime.processes import Processes
 from otb_analysis.training.runtime.progress import Bar, silent, step_line, unfailing
 from otb_analysis.training.runtime.sharding import asked_for
@@ -40,11 +40,7 @@ ORDER = 1
 
 
 def train(config: TrainConfig, bar: Bar = silent) -> Path:
-    """Train a policy, measuring all the way, and return the run's directory.
-
-    Args:
-        config: The run.
-        bar: Progress.
+    """Train a policy, measure its steps, and return the run's directory.
 
     Raises:
         InputError: The configuration names something that does not exist or cannot work; nothing was written.
@@ -62,8 +58,8 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
     with _ending_recorded(writer, config), _tracking(names, writer, first) as trackers, processes.together():
         steps = config.optimize.steps
         bar(first, steps, f"{config.run_name}: {first} of {steps} steps")
-        if processes.first and (told := too_few_prompts(config, trainer.task)):
-            note(told)
+        if processes.first and (warning := too_few_prompts(config, trainer.task)):
+            note(warning)
         for step in range(first, steps):
             with _step_named(step):
                 tables = train_step(trainer, step)
@@ -93,7 +89,7 @@ def write_step(writer: RunWriter, step: int, tables: StepTables, processes: Proc
 
 
 def keep_checkpoint(trainer: Trainer, run_dir: Path, done: int) -> None:
-    """Write a checkpoint where one is due: every so many steps, and after the last.
+    """Write a checkpoint every `checkpoint.every` steps, and after the last.
 
     Raises:
         StoreError: The disk refuses.
@@ -114,20 +110,21 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         prompts = draw_prompts(trainer.task, "train", step * config.sample.prompts, config.sample.prompts)
         group = processes.shard(np.repeat(np.arange(len(prompts)), config.sample.group_size))
         with policy.sampling():
-            own = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample, group)
+            local = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample, group)
     with trainer.timed("estimate"):
-        paid = compute_rewards(trainer.task, own)
+        local_rewards = compute_rewards(trainer.task, local)
     with trainer.timed("update", "scoring"):
-        forward = policy.forward(own, trainer.one_update, trainer.wanted())
-        own_reference = policy.reference_logprob(own)
+        forward = policy.forward(local, trainer.one_update, trainer.wanted())
+        local_reference = policy.reference_logprob(local)
     with trainer.timed("estimate"):
-        whole = GatheredRollouts(own, paid, forward.stats, own_reference).gathered(processes)
-        rollouts, rewards, reference = whole.rollouts, whole.rewards, whole.reference
-        forward = replace(forward, stats=whole.stats)
+        rollouts, rewards, stats, reference = gather_rollouts(
+            processes, local, local_rewards, forward.stats, local_reference
+        )
+        forward = replace(forward, stats=stats)
         table = trainer.table(rollouts, forward, rewards, reference)
-    if not trainer.cut_told and processes.first and (told := none_ends(config, step, rollouts)):
-        trainer.cut_told = True
-        note(told)
+    if not trainer.cut_noted and processes.first and (warning := none_ends(config, step, rollouts)):
+        trainer.cut_noted = True
+        note(warning)
     with trainer.timed("measure"):
         trainer.announce(step, rollouts)
         instrument, groups = trainer.instrument, np.arange(len(prompts))
@@ -152,28 +149,24 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
     with trainer.timed("update"):
         scalars |= trainer.update(batch, forward)
         scalars |= trainer.update_critic(rollouts, forward, table)
-        del forward  # its graph takes time to take down, which is the update's and not the record's
+        del forward  # freeing its graph takes time, which counts for the update
     scalars |= summarize(rollouts, table, trained, measurement) | trainer.take_seconds()
     tokens = token_rows(table, trained, measurement.tokens, trainer.tokenizer)
     by_rollout, first = rollout_rows(rollouts, table, measurement.tokens), processes.first
+    gradients = [row.as_row() for row in measurement.statistics] if first else []
     return StepTables(
         tokens=shard_rows(tokens, processes, len(table.mask)),
         rollouts=shard_rows(by_rollout, processes, len(table.mask)),
         steps=scalars,
-        gradients=columns_of([row.as_row() for row in measurement.statistics]) if first else None,
+        gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
         grams=gram_rows(step, measurement.gram) if first and measurement.gram else None,
         subgroups=subgroup_rows(step, measurement.subgroups) if first and measurement.subgroups else None,
     )
 
 
-def columns_of(rows: Sequence[Mapping[str, object]]) -> dict[str, list[object]] | None:
-    """Turn rows into columns; None when there are none."""
-    return {name: [row[name] for row in rows] for name in rows[0]} if rows else None
-
-
 @contextmanager
 def _ending_recorded(writer: RunWriter, config: TrainConfig) -> Iterator[None]:
-    """Write into run.json how the run ended, whatever ends it; the exception goes on."""
+    """Write into run.json how the run ended; exceptions pass through."""
     try:
         yield
     except BaseException as error:
@@ -190,7 +183,7 @@ def _ending_recorded(writer: RunWriter, config: TrainConfig) -> Iterator[None]:
 
 @contextmanager
 def _tracking(names: Sequence[str], writer: RunWriter, first: int) -> Iterator[Trackers]:
-    """Start trackers, and let them write what they hold however the run ends."""
+    """Start trackers, and finish them however the run ends."""
     trackers = Trackers(names, writer.path, first)
     try:
         yield trackers
@@ -200,7 +193,7 @@ def _tracking(names: Sequence[str], writer: RunWriter, first: int) -> Iterator[T
 
 @contextmanager
 def _step_named(step: int) -> Iterator[None]:
-    """Put the step into the sentence of whatever is not finite."""
+    """Add the step to the message of a NonFiniteError."""
     try:
         yield
     except NonFiniteError as error:

@@ -1,4 +1,4 @@
-"""Everything a run holds on to between steps: policy, critic, optimizer, instrument, and where the time went."""
+"""The state of a run between steps: policy, critic, optimizer, gradient measurer, and time spent by phase."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -57,23 +57,11 @@ PHASES = {
     "evaluate": "held-out prompts",
     "store": "storing",
 }
-"""What is timed, under the name of its column, and how it is shown."""
+"""Timed phase, as in the name of its column → its words on the screen."""
 
 
 class Trainer:
-    """The state of one run.
-
-    Attributes:
-        config: The run's configuration.
-        processes: Who else takes part.
-        policy: The policy and how it is run.
-        model: Its model.
-        objective: What a token's coefficient is.
-        stepper: Optimizer, clipping and schedule.
-        trains_on_exact: True when the training estimator reads exact norms, so that every rollout is measured.
-        seconds: Time spent since the last record, by phase.
-        clock: What tells the time, in seconds.
-    """
+    """The state of one run."""
 
     def __init__(
         self,
@@ -86,6 +74,7 @@ class Trainer:
         entry = entry_of(config.estimator.name)
         self.processes = processes
         self.config, self.tokenizer, self.task = config, tokenizer, task
+        # The training estimator reads exact norms, so every rollout is measured.
         self.trains_on_exact = "rollout_norm_sq" in entry.needs or (
             "energy" in entry.needs and config.estimator.energy == "exact"
         )
@@ -99,16 +88,20 @@ class Trainer:
         self.objective = Objective(config.objective)
         self.stepper = PolicyOptimizer(self.policy.parameters, config.optimize, processes)
         self.options = options_from_dict(config.estimator.name, config.estimator.options)
-        self.generator = _generator(config, model, tokenizer)
+        self.generator: Generator = (
+            VllmGenerator(model, tokenizer, config.sample.vllm_memory)
+            if config.sample.engine == "vllm"
+            else TransformersGenerator(model, tokenizer)
+        )
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
-        own = {name: options_from_dict(name, {}) for name in config.measure.subgroups if is_custom(name)}
-        trained = own | {config.estimator.name: self.options}
+        custom = {name: options_from_dict(name, {}) for name in config.measure.subgroups if is_custom(name)}
+        trained = custom | {config.estimator.name: self.options}
         by_group = "group" in SHAPINGS[config.objective.shaping].needs  # smaller groups would be paid differently
         measured = replace(config.measure, subgroups=()) if by_group else config.measure
         self.instrument = GradientMeasurer(model, measured, config.sample.temperature, trained, asdict(config))
-        self.cut_told = False  # that every answer of some step was cut off
+        self.cut_noted = False  # that every answer of some step was cut off
         self.forecast = Forecast(config, self.trains_on_exact)
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # since the last record, by phase
         self.clock: Callable[[], float] = perf_counter
 
     @classmethod
@@ -129,11 +122,9 @@ class Trainer:
 
     @contextmanager
     def timed(self, name: str, shown: str = "") -> Iterator[None]:
-        """Add the time of a block to a phase; phases timed inside it count for themselves alone.
+        """Add the time of a block to one of `PHASES`, less that of the phases timed inside it.
 
-        Args:
-            name: One of `PHASES`.
-            shown: What those who watch are told instead of its usual words.
+        `shown` replaces the phase's usual words on the screen.
         """
         start, before = self.clock(), sum(self.seconds.values())
         try:
@@ -153,9 +144,9 @@ class Trainer:
         return {f"seconds_{phase}": value for phase, value in taken.items()}
 
     def announce(self, step: int, rollouts: Rollouts) -> None:
-        """Note what measuring will cost, before a step measures for the first time; never the end of the run."""
-        own = self.config.objective
-        left = 2 / 3 if self.one_update else own.epochs  # the backward pass alone, or every epoch's whole passes
+        """Note what measuring will cost, before a step first measures; a failure here does not stop the run."""
+        # One update needs the backward pass alone; several take whole passes in every epoch.
+        left = 2 / 3 if self.one_update else self.config.objective.epochs
         if self.processes.first and not self.processes.sharded:
             with suppress(Exception):
                 self.forecast.announce(step, self.policy, rollouts, sum(self.seconds.values()), left)
@@ -163,15 +154,15 @@ class Trainer:
     @property
     def one_update(self) -> bool:
         """True when a batch is updated on once and whole, so that one forward pass serves statistics and update."""
-        own = self.config.objective
-        return own.epochs * own.minibatches == 1 and own.entropy_bonus == 0
+        objective = self.config.objective
+        return objective.epochs * objective.minibatches == 1 and objective.entropy_bonus == 0
 
     def table(self, rollouts: Rollouts, forward: ForwardPass, rewards: Rewards, reference: Float | None) -> TokenTable:
         """Return the step's token table: what the estimator will see, after shaping, penalties and ratios."""
         value = None
         if self.critic is not None:
-            found = self.critic.value(self._judged(rollouts, forward))
-            value = self.processes.rows(found, rollouts.width)
+            local_value = self.critic.value(self._critic_batch(rollouts, forward))
+            value = self.processes.rows(local_value, rollouts.width)
         table = token_table(rollouts, forward, rewards, value)
         penalty = self.objective.penalty(table.stats.logprob, reference, table.mask)
         shaped = self.objective.shaped(rewards.by_token, table.mask, table.group, penalty)
@@ -196,17 +187,17 @@ class Trainer:
         if self.critic is None:
             return {}
         target = critic_target(self.config.critic, table.inputs(None))
-        own = self.processes.shard(np.arange(len(target)))
-        loss = self.critic.update(self._judged(rollouts, forward), target[own, : forward.mask.shape[1]])
+        rows = self.processes.shard(np.arange(len(target)))
+        loss = self.critic.update(self._critic_batch(rollouts, forward), target[rows, : forward.mask.shape[1]])
         return {
             "critic_loss": loss if np.isfinite(loss) else None,
             "critic_explained_variance": explained_variance(table),
         }
 
-    def _judged(self, rollouts: Rollouts, forward: ForwardPass) -> CriticBatch:
-        """Return this process's share of all rollouts with its pass over them, as the critic sees them."""
-        own = rollouts.take(self.processes.shard(np.arange(len(rollouts.group))))
-        return CriticBatch(own, forward, self.policy.micro_batches(own))
+    def _critic_batch(self, rollouts: Rollouts, forward: ForwardPass) -> CriticBatch:
+        """Return this process's shard of all rollouts with its forward pass over them, for the critic."""
+        local = rollouts.take(self.processes.shard(np.arange(len(rollouts.group))))
+        return CriticBatch(local, forward, self.policy.micro_batches(local))
 
     def save(self, path: Path) -> None:
         """Write the policy and its tokenizer so that plain `from_pretrained` loads them; whole or not at all.
@@ -247,7 +238,7 @@ class Trainer:
         """Refuse a state of sharded parameters where these are not, or the other way round.
 
         Raises:
-            InputError: It is one.
+            InputError: One of them is sharded, the other is not.
         """
         if state.get("sharded", False) != self.processes.sharded:
             raise InputError(
@@ -257,10 +248,10 @@ class Trainer:
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go back to a state that `state` returned, in place.
+        """Restore what `state` returned, in place.
 
         Raises:
-            InputError: It is of sharded parameters and these are not, or the other way round.
+            InputError: Its parameters are sharded and these are not, or the other way round.
         """
         self.refuse_other_sharding(state)
         if self.processes.sharded:
@@ -275,12 +266,6 @@ class Trainer:
         if self.critic is not None:
             self.critic.load_state(state["critic"])
         torch.set_rng_state(state["random"])
-
-
-def _generator(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Generator:
-    if config.sample.engine == "vllm":
-        return VllmGenerator(model, tokenizer, config.sample.vllm_memory)
-    return TransformersGenerator(model, tokenizer)
 
 
 def _launched(sharded: bool) -> str:

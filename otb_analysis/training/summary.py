@@ -11,7 +11,7 @@ from otb_analysis.types import Bool, Estimate, Float, LogitStats
 
 
 def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measurement: Measurement) -> dict[str, object]:
-    """Return what a step's rollouts say about themselves; the loop adds what the update says.
+    """Return the scalars of a step's rollouts; the loop adds those of the update.
 
     Degenerate but legal input (groups of one, equal rewards, empty or cut completions) is counted here.
     """
@@ -32,7 +32,10 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "n_prompts": len(rollouts.prompts),
         "n_rollouts": len(reward),
         "n_tokens": int(inside.sum()),
-        **_degenerate(rollouts, table),
+        "n_zero_variance_groups": int(zero_variance_groups(reward, table.group).sum()),
+        "n_singleton_groups": int((np.bincount(table.group) == 1).sum()),
+        "n_empty_completions": sum(not any(turn.text for turn in turns) for turns in rollouts.turns),
+        "n_truncated": sum(reason == "length" for reason in rollouts.finish_reason),
         "fallback_share": _mean(estimate.fallback[inside].astype(float)),
         "energy_proxy_mean": _mean(energy),
         "energy_tail_k": pareto_k(energy),
@@ -56,11 +59,11 @@ def zero_variance_groups(reward: Float, group: np.ndarray) -> Bool:
 
 
 def level_scalars(measured: TokenMeasurements) -> dict[str, object]:
-    """Return what the levels `sampled` and `attribution` say about the step as a whole; nothing where neither ran."""
-    found: dict[str, object] = {}
+    """Return the step's scalars from the levels `sampled` and `attribution`; empty where neither ran."""
+    scalars: dict[str, object] = {}
     if (drawn := measured.drawn) is not None:
         total = measured.energy_total
-        found |= {
+        scalars |= {
             "energy_total": None if total is None else float(total.estimate[0]),
             "energy_total_stderr": None if total is None or np.isnan(total.stderr[0]) else float(total.stderr[0]),
             "n_sampled_tokens": int((measured.measured_by == "exact").sum()),
@@ -68,34 +71,19 @@ def level_scalars(measured: TokenMeasurements) -> dict[str, object]:
             "calibration_error": drawn.calibration.log_error,
         }
     if (shares := measured.shares) is not None:
-        found["attribution_top_share"] = top_share(np.abs(shares.share[np.isfinite(shares.share)]))
+        scalars["attribution_top_share"] = top_share(np.abs(shares.share[np.isfinite(shares.share)]))
         if shares.signal is not None and shares.noise is not None:
-            found |= {"signal_total": float(np.nansum(shares.signal)), "noise_total": float(np.nansum(shares.noise))}
-    return found
-
-
-def _degenerate(rollouts: Rollouts, table: TokenTable) -> dict[str, object]:
-    return {
-        "n_zero_variance_groups": int(zero_variance_groups(table.rewards.total, table.group).sum()),
-        "n_singleton_groups": int((np.bincount(table.group) == 1).sum()),
-        "n_empty_completions": sum(not any(turn.text for turn in turns) for turns in rollouts.turns),
-        "n_truncated": sum(reason == "length" for reason in rollouts.finish_reason),
-    }
+            signal, noise = float(np.nansum(shares.signal)), float(np.nansum(shares.noise))
+            scalars |= {"signal_total": signal, "noise_total": noise}
+    return scalars
 
 
 def sampling_check(stats: LogitStats, mask: Bool) -> dict[str, float | None]:
-    """Return the two z-scores of the sampling certificate.
+    """Return the two z-scores of the sampling certificate, as columns of `steps`; None where nothing was random.
 
     z = Σ(π_y − Σ_v π_v²)/√Σ Var(π_y) and z = Σ(log π_y + H)/√Σ Var(log π_y) over policy tokens. Both numerators are
     martingales with these conditional variances if every token was drawn from the scored distribution, so a wrong
     temperature, a filter or another engine's probabilities show as |z| far above 2. Proved.
-
-    Args:
-        stats: Forward statistics [N, T].
-        mask: True at policy tokens [N, T].
-
-    Returns:
-        Columns of `steps`; None where nothing was random.
     """
     sums = {
         "certificate_prob_z": (np.exp(stats.logprob) - stats.sum_pi_sq, stats.pi_variance),
@@ -106,7 +94,7 @@ def sampling_check(stats: LogitStats, mask: Bool) -> dict[str, float | None]:
 
 
 def _exact_tail(table: TokenTable, measured: TokenMeasurements) -> float | None:
-    """Return the tail of the exact norms; the proxy's has its own column, so that no curve changes what it shows."""
+    """Return the tail index of the exact norms; the proxy's has a column of its own."""
     if not measured.whole.any():
         return None
     exact = measured.whole_norm_sq[table.mask]

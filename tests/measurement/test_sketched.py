@@ -115,7 +115,7 @@ def test_failing_sketch_is_a_warning_and_a_counted_gap(trainer, monkeypatch):
         raise RuntimeError("the lens fell off")
 
     trainer.instrument.config = MeasureConfig(exact=Schedule(1, 1), sketch=SKETCH)
-    monkeypatch.setattr("otb_analysis.measurement.sketched.sketch_score_norms", fail)
+    monkeypatch.setattr("otb_analysis.measurement.levels.sketch_score_norms", fail)
     with pytest.warns(RuntimeWarning, match="sketched norms at step 0 failed and is missing from the run: the lens"):
         tables = train_step(trainer, 0)
     assert (tables.steps["measurement_gaps"], tables.steps["n_sketched_prompts"]) == (1, 0)

@@ -51,7 +51,7 @@ def conclude(
         None if pick is None else _again(pick, both, against, truth, known, level)
         for pick in (_best(better), max(worse, key=_distance, default=None))
     ]
-    undecided = [v for v in tested if not v.told and not v.within]
+    undecided = [v for v in tested if not v.differs_in and not v.within]
     needed = _needed(min(undecided, key=_sf, default=None), len(tested), count)
     return Conclusion(
         against, count, tuple(verdicts), same, _signal(both, against, truth), cause, chosen[0], chosen[1], needed
@@ -90,7 +90,7 @@ def _again(pick: Verdict, grams: Sequence[Gram], against: Label, truth: Truth, k
     steps = against_reference(grams, pick.label, truth)
     batch = round(float(np.mean([gram.n_prompts for gram in steps])))
     pair = update_ratios(Update(steps, pick.label, batch), Update(steps, against, batch), truth, known, level)
-    return Verdict(pick.label, pair.sf, pair.efficiency, pick.c_known, pick.told)
+    return Verdict(pick.label, pair.sf, pair.efficiency, pick.c_known, pick.differs_in)
 
 
 def _best(better: Sequence[Verdict]) -> Verdict | None:
@@ -105,7 +105,7 @@ def _best(better: Sequence[Verdict]) -> Verdict | None:
 
 
 def _distance(verdict: Verdict) -> float:
-    return max(abs(float(np.log(getattr(verdict, name).estimate))) for name in verdict.told)
+    return max(abs(float(np.log(getattr(verdict, name).estimate))) for name in verdict.differs_in)
 
 
 def _sf(verdict: Verdict) -> float:

@@ -25,14 +25,14 @@ class Verdict:
     Attributes:
         sf: Ratio of variances at equal progress, 95 %; below 1 is better.
         efficiency: Ratio of efficiencies, 95 %; above 1 is better.
-        told: Measures in which it differs from the reference after control of false discoveries: `sf`, `efficiency`.
+        differs_in: Which of `sf` and `efficiency` differ from the reference, false discoveries controlled.
     """
 
     label: Label
     sf: Interval | None
     efficiency: Interval | None
     c_known: bool
-    told: tuple[str, ...] = ()
+    differs_in: tuple[str, ...] = ()
 
     @property
     def tested(self) -> bool:
@@ -50,12 +50,12 @@ class Verdict:
     @property
     def better(self) -> bool:
         """True where it differs from the reference, and is ahead in every measure in which it does."""
-        return bool(self.told) and all(self._ahead(name) for name in self.told)
+        return bool(self.differs_in) and all(self._ahead(name) for name in self.differs_in)
 
     @property
     def worse(self) -> bool:
         """True where it differs from the reference, and is behind in every measure in which it does."""
-        return bool(self.told) and not any(self._ahead(name) for name in self.told)
+        return bool(self.differs_in) and not any(self._ahead(name) for name in self.differs_in)
 
     def _ahead(self, name: str) -> bool:
         return (self.sf is not None and self.sf.estimate < 1) if name == "sf" else _above_one(self.efficiency)
@@ -107,19 +107,19 @@ class Conclusion:
         return tuple(v for v in self.verdicts if v.tested)
 
     @property
-    def told(self) -> tuple[Verdict, ...]:
+    def different(self) -> tuple[Verdict, ...]:
         """Those that differ from the reference at a false-discovery rate of 5 %."""
-        return tuple(v for v in self.verdicts if v.told)
+        return tuple(v for v in self.verdicts if v.differs_in)
 
     @property
     def within(self) -> tuple[Verdict, ...]:
         """Those that do not differ and whose intervals lie within ±15 % of 1."""
-        return tuple(v for v in self.verdicts if v.within and not v.told)
+        return tuple(v for v in self.verdicts if v.within and not v.differs_in)
 
     @property
     def undecided(self) -> tuple[Verdict, ...]:
         """Those tested that neither differ nor lie within ±15 %."""
-        return tuple(v for v in self.tested if not v.told and not v.within)
+        return tuple(v for v in self.tested if not v.differs_in and not v.within)
 
     @property
     def concludes(self) -> bool:
@@ -127,7 +127,7 @@ class Conclusion:
 
         An estimator counts once, whichever of its energy sources differ.
         """
-        return names(self.told) >= ENOUGH or (names(self.tested) >= ENOUGH and not self.undecided)
+        return names(self.different) >= ENOUGH or (names(self.tested) >= ENOUGH and not self.undecided)
 
 
 def names(verdicts: Sequence[Verdict]) -> int:

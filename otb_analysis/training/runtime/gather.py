@@ -1,11 +1,11 @@
-"""From each process's rollouts to the step's: whatever the formulas couple is put together before any is computed.
+"""Gather the rollouts of all processes before estimators run.
 
-Groups may span processes, so estimators, shapings and aggregations see all rollouts on every process, and each process
-then keeps its own rows.
+Groups may span processes, so estimators, shapings and aggregations see all rollouts on every process. Each process then
+stores its own rows.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -18,36 +18,41 @@ from otb_analysis.training.runtime.processes import Processes, widened
 from otb_analysis.types import Float, Int, LogitStats
 
 
-@dataclass(frozen=True)
-class GatheredRollouts:
-    """What one process, or all together, know of a step's rollouts before the table; made by the loop.
+def gather_rollouts(
+    processes: Processes, rollouts: Rollouts, rewards: Rewards, stats: LogitStats, reference: Float | None
+) -> tuple[Rollouts, Rewards, LogitStats, Float | None]:
+    """Put together what all processes know of a step's rollouts, in the order of their ranks.
 
-    Attributes:
-        rollouts: The rollouts, n of them; groups are numbered over all processes.
-        rewards: What the task paid for them.
-        stats: Forward statistics [n, T].
-        reference: log π_ref in nats [n, T], or None.
+    Groups are numbered over all processes. `stats` and `reference`, log π_ref in nats or None, are [n, T].
     """
+    shards = processes.gather((rollouts, rewards, stats, reference))
+    if len(shards) == 1:
+        return shards[0]
+    all_rollouts, all_rewards, all_stats, references = zip(*shards, strict=True)
+    rollouts = Rollouts.concatenate(all_rollouts)
 
-    rollouts: Rollouts
-    rewards: Rewards
-    stats: LogitStats
-    reference: Float | None
+    def tokens(arrays: Iterable[Float]) -> Float:
+        return np.concatenate([widened(x, rollouts.width) for x in arrays])
 
-    def gathered(self, processes: Processes) -> "GatheredRollouts":
-        """Return the shares of all processes as one, in the order of their ranks."""
-        parts = processes.gather(self)
-        return parts[0] if len(parts) == 1 else _joined(parts)
+    # Processes can differ in the parts that their rollouts were paid for: a missing part is 0.
+    names = dict.fromkeys(name for shard in all_rewards for name in shard.parts)
+    rewards = Rewards(
+        by_token=tokens(shard.by_token for shard in all_rewards),
+        total=np.concatenate([shard.total for shard in all_rewards]),
+        parts={
+            name: np.concatenate([shard.parts.get(name, np.zeros(len(shard.total))) for shard in all_rewards])
+            for name in names
+        },
+    )
+    columns: dict[str, Any] = {
+        field.name: None if getattr(stats, field.name) is None else tokens(getattr(s, field.name) for s in all_stats)
+        for field in fields(LogitStats)
+    }
+    return rollouts, rewards, LogitStats(**columns), None if reference is None else tokens(references)
 
 
 def shard_rows(columns: Mapping[str, object], processes: Processes, n_rollouts: int) -> dict[str, object]:
-    """Return the rows of this process's rollouts.
-
-    Args:
-        columns: Columns with `rollout`, the rollout's number in the step, among them.
-        processes: Whose rows.
-        n_rollouts: Rollouts of the step.
-    """
+    """Return the rows of this process's rollouts; the column `rollout` numbers all `n_rollouts` of the step."""
     if processes.size == 1:
         return dict(columns)
     keep = np.flatnonzero(np.isin(columns["rollout"], processes.shard(np.arange(n_rollouts))))  # pyright: ignore
@@ -57,46 +62,7 @@ def shard_rows(columns: Mapping[str, object], processes: Processes, n_rollouts: 
 def shared_norms(
     instrument: GradientMeasurer, processes: Processes, rollouts: Rollouts, groups: Int
 ) -> TokenMeasurements:
-    """Return exact norms of some groups, each measured by one process.
-
-    Args:
-        instrument: Measures.
-        processes: Who takes part.
-        rollouts: Those of all processes.
-        groups: Which groups.
-    """
-    own = processes.shard(groups)
-    parts = [part for part in processes.gather(instrument.norms(rollouts, own) if len(own) else None) if part]
+    """Return exact norms of some groups, each measured by one process; `rollouts` are those of all processes."""
+    shard = processes.shard(groups)
+    parts = [part for part in processes.gather(instrument.norms(rollouts, shard) if len(shard) else None) if part]
     return parts[0] if len(parts) == 1 else TokenMeasurements.joined(parts, rollouts.group)
-
-
-def _joined(parts: Sequence[GatheredRollouts]) -> GatheredRollouts:
-    rollouts = Rollouts.concatenate([part.rollouts for part in parts])
-    width = rollouts.width
-
-    def tokens(arrays: list[Float]) -> Float:
-        return np.concatenate([widened(x, width) for x in arrays])
-
-    names = dict.fromkeys(name for part in parts for name in part.rewards.parts)
-    rewards = Rewards(
-        by_token=tokens([part.rewards.by_token for part in parts]),
-        total=np.concatenate([part.rewards.total for part in parts]),
-        parts={
-            name: np.concatenate([p.rewards.parts.get(name, np.zeros(len(p.rewards.total))) for p in parts])
-            for name in names
-        },
-    )
-    columns: list[dict[str, Any]] = [
-        {f.name: getattr(part.stats, f.name) for f in fields(LogitStats)} for part in parts
-    ]
-    by_name: dict[str, Any] = {
-        name: None if x is None else tokens([c[name] for c in columns]) for name, x in columns[0].items()
-    }
-    reference = [part.reference for part in parts if part.reference is not None]
-    return replace(
-        parts[0],
-        rollouts=rollouts,
-        rewards=rewards,
-        stats=LogitStats(**by_name),
-        reference=tokens(reference) if reference else None,
-    )

@@ -29,8 +29,8 @@ def measured(gram_of):
 
 def test_quieter_and_noisier_estimators_are_told_apart_and_the_best_is_named(measured):
     found = conclude([measured(0, [1, 0.6, 0.8, 1.5, 1.0])], unbiased(*NAMES))
-    assert {v.label for v in found.told if v.better} == {NAMES[0], NAMES[1]}
-    assert {v.label for v in found.told if v.worse} >= {NAMES[2]}
+    assert {v.label for v in found.different if v.better} == {NAMES[0], NAMES[1]}
+    assert {v.label for v in found.different if v.worse} >= {NAMES[2]}
     assert found.best is not None and found.worst is not None
     assert (found.best.label, found.worst.label) == (NAMES[0], NAMES[2])
     assert found.concludes
@@ -58,7 +58,7 @@ def test_identical_rows_and_multiples_of_the_reference_are_no_comparison(gram_of
 
 def test_intervals_within_fifteen_percent_conclude_without_a_difference(measured):
     found = conclude([measured(3, [1, 1, 1, 1], own=0.05)], unbiased(*NAMES))
-    assert (len(found.within), found.told, found.undecided) == (3, (), ())
+    assert (len(found.within), found.different, found.undecided) == (3, (), ())
     assert found.concludes
     assert found.best is found.worst is None
 
@@ -69,7 +69,7 @@ def test_undecided_says_how_many_prompts_would_decide_and_that_many_do(measured)
     assert not found.concludes and found.undecided
     assert found.n_needed is not None and found.n_needed > 32
     more = conclude([measured(5, sizes, n_prompts=2 * found.n_needed)], unbiased(*NAMES))
-    assert NAMES[0] in [v.label for v in (*more.told, *more.within)]
+    assert NAMES[0] in [v.label for v in (*more.different, *more.within)]
 
 
 def test_fewer_than_sixteen_prompts_equal_rewards_and_a_missing_reference_are_named(measured):
@@ -88,7 +88,7 @@ def test_without_a_proof_noise_that_exceeds_the_signal_is_the_cause_and_with_one
     gram = Gram(gram_of(np.stack([g[0], 0.3 * g[1]])), (REFERENCE, OTB), 96)
     assert conclude([gram]).cause == "noise"
     assert not conclude([gram]).signal.positive
-    assert [v.label for v in conclude([gram], unbiased(OTB)).told] == [OTB]
+    assert [v.label for v in conclude([gram], unbiased(OTB)).different] == [OTB]
 
 
 def test_one_run_without_signal_does_not_blank_what_the_other_decides(measured, gram_of):
@@ -98,15 +98,15 @@ def test_one_run_without_signal_does_not_blank_what_the_other_decides(measured, 
     bad = Gram(gram_of(np.stack([noise[0], 0.6 * noise[0] + 0.1 * noise[1]])), good.labels, 96)
     pooled = conclude([good, bad], known)
     assert not pooled.signal.positive
-    assert conclude([good]).told and not conclude([good, bad]).told  # as long as c is estimated
-    assert [v.label for v in pooled.told] == [NAMES[0]]
+    assert conclude([good]).different and not conclude([good, bad]).different  # as long as c is estimated
+    assert [v.label for v in pooled.different] == [NAMES[0]]
 
 
 def test_estimators_with_a_proof_are_tested_once_and_others_by_efficiency_too(measured):
     found = conclude([measured(0, [1, 0.6, 0.6])], unbiased(NAMES[0]))
     proved, estimated = found.verdicts
-    assert (proved.efficiency, proved.told) == (None, ("sf",))
-    assert estimated.efficiency is not None and set(estimated.told) == {"sf", "efficiency"}
+    assert (proved.efficiency, proved.differs_in) == (None, ("sf",))
+    assert estimated.efficiency is not None and set(estimated.differs_in) == {"sf", "efficiency"}
 
 
 def test_best_is_one_that_needs_no_exact_norms_where_one_was_told_apart(measured):
@@ -125,7 +125,7 @@ def test_false_discoveries_and_missed_choices_are_as_rare_as_stated(measured):
     wrong = missed = 0
     for seed in range(runs):
         found = conclude([measured(seed, sizes, n_prompts=32)], unbiased(*NAMES))
-        wrong += any(v.label != NAMES[0] for v in found.told)
+        wrong += any(v.label != NAMES[0] for v in found.different)
         if found.best is not None:
             exact = truth if found.best.label == NAMES[0] else 1.0
             missed += not found.best.sf.low <= exact <= found.best.sf.high

@@ -19,7 +19,7 @@ from otb_analysis.rollouts.models import load_policy
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore
 from otb_analysis.training.check import check
-from otb_analysis.training.runtime.gather import GatheredRollouts, shard_rows
+from otb_analysis.training.runtime.gather import gather_rollouts, shard_rows
 from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes, total_of
 from otb_analysis.training.runtime.sharding import asked_for, refuse_unsharded_only
 
@@ -189,22 +189,20 @@ def test_shares_cut_from_a_batch_join_to_the_batch(trainer, monkeypatch):
 
     def share(rows):
         part = whole.take(rows)
-        return GatheredRollouts(
-            part, compute_rewards(trainer.task, part), trainer.policy.forward(part, keep_graph=False).stats, None
-        )
+        return part, compute_rewards(trainer.task, part), trainer.policy.forward(part, keep_graph=False).stats, None
 
     parts = [share(np.arange(0, 5)), share(np.arange(5, 12))]
     monkeypatch.setattr(Processes, "gather", lambda self, value: parts)
-    joined, expected = Processes(0, 2), share(np.arange(12))
-    found = parts[0].gathered(joined)
+    _, expected_rewards, expected_stats, _ = share(np.arange(12))
+    rollouts, rewards, stats, _ = gather_rollouts(Processes(0, 2), *parts[0])
     for name in ("attention_mask", "mask", "turn", "group", "prompt_length", "behavior_logprob"):
-        np.testing.assert_array_equal(getattr(found.rollouts, name), getattr(whole, name))
+        np.testing.assert_array_equal(getattr(rollouts, name), getattr(whole, name))
     inside = whole.attention_mask
-    np.testing.assert_array_equal(found.rollouts.input_ids[inside], whole.input_ids[inside])
-    assert found.rollouts.turns == whole.turns
-    np.testing.assert_array_equal(found.rewards.by_token, expected.rewards.by_token)
-    np.testing.assert_array_equal(found.rewards.parts["odd"], expected.rewards.parts["odd"])
-    np.testing.assert_allclose(found.stats.energy, expected.stats.energy, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(rollouts.input_ids[inside], whole.input_ids[inside])
+    assert rollouts.turns == whole.turns
+    np.testing.assert_array_equal(rewards.by_token, expected_rewards.by_token)
+    np.testing.assert_array_equal(rewards.parts["odd"], expected_rewards.parts["odd"])
+    np.testing.assert_allclose(stats.energy, expected_stats.energy, rtol=1e-5, atol=1e-7)
 
 
 def test_fsdp_of_version_1_is_refused(monkeypatch):
