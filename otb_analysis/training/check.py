@@ -5,15 +5,13 @@ from operator import attrgetter
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import ESTIMATORS, entry_of, options_from_dict
+from otb_analysis.estimators.spec import TRAINABLE_NEEDS
 from otb_analysis.extras import require
 from otb_analysis.gradients import ENGINES
 from otb_analysis.gradients.sketched.score_sketch import METHODS
 from otb_analysis.store.layout import check_run_name
 from otb_analysis.training.policy.objective import Objective
 from otb_analysis.training.runtime.trackers import check_trackers
-
-TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value", "turn", "token_id", "ratio"}
-"""Inputs the loop can provide at every step."""
 
 POSITIVE = (
     *("sample.prompts", "sample.group_size", "sample.max_new_tokens", "sample.max_turns", "sample.temperature"),
