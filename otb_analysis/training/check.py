@@ -23,9 +23,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     *("seed", "optimize.max_grad_norm", "optimize.weight_decay", "optimize.warmup_steps", "optimize.micro_batch"),
     *("objective.staleness", "objective.kl_coefficient", "objective.entropy_bonus", "checkpoint.every", "lora.rank"),
-    *("critic.learning_rate", "evaluate.every", "measure.exact.every", "measure.exact.prompts"),
-    *("measure.sampled.every", "measure.sampled.prompts", "measure.sketch.every", "measure.sketch.prompts"),
-    "measure.attribution.every",
+    *("critic.learning_rate", "evaluate.every"),
 )
 
 
@@ -76,7 +74,13 @@ def check(config: TrainConfig, processes: int = 1) -> None:
             "objective.kl_estimator is 'k1' in the loss, where its expected gradient is zero; "
             "take k2 or k3, or set objective.kl_in to 'reward'."
         )
-    for name in (*POSITIVE, *NOT_NEGATIVE):
+    scheduled = (
+        f"measure.{level}.{name}"
+        for level, schedule in config.measure.schedules.items()
+        for name in ("every", "prompts")
+        if hasattr(schedule, name)
+    )
+    for name in (*POSITIVE, *NOT_NEGATIVE, *scheduled):
         number, positive = attrgetter(name)(config), name in POSITIVE
         if not (number > 0 if positive else number >= 0) or number == float("inf"):
             raise InputError(f"{name} is {number}; choose a finite number {'above' if positive else 'of at least'} 0.")

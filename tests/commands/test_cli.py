@@ -149,6 +149,8 @@ def test_help_names_no_object_of_the_source(capsys):
         (["--model", "no/such/dir"], "model directory no/such/dir does not exist; pass a directory written by"),
         (["--estimator.options", "tale", "zero"], "option 'tale' does not exist for otb; did you mean 'tail'?"),
         (["--sample.prompts", "0"], "sample.prompts is 0; choose a finite number above 0."),
+        (["--measure.sketch.prompts=-1"], "measure.sketch.prompts is -1; choose a finite number of at least 0."),
+        (["--measure.attribution.every=-1"], "measure.attribution.every is -1; choose a finite number of at least 0."),
         (["--run", "../escape"], "run name '../escape' cannot be a directory name"),
         (["--small-model.width", "30"], "small_model.width is 30"),
         (["--config", "no.toml"], "no.toml cannot be read (No such file or directory); pass an existing TOML file."),
