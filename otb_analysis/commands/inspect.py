@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from otb_analysis.commands.choices_help import registry_of_help
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import counted, phase
@@ -205,4 +206,12 @@ def parsed(
     kind: type[Config], command: str, words: Sequence[str], default: Config, description: str | None = None
 ) -> Config:
     """Return a command's configuration from the command line."""
-    return tyro.cli(kind, prog=f"otb {command}", args=list(words), default=default, config=(), description=description)
+    return tyro.cli(
+        kind,
+        prog=f"otb {command}",
+        args=list(words),
+        default=default,
+        config=(),
+        description=description,
+        registry=registry_of_help(),
+    )

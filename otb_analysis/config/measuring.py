@@ -1,6 +1,6 @@
 """At which steps which quantity is measured, and with what it is evaluated."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 
@@ -70,6 +70,12 @@ class MeasureConfig:
     engine: Literal["auto", "reference", "generic", "fast"] = "auto"  # Which gradient engine measures.
     scope: str = "all"
     """Parameters whose gradient is measured: all, lm_head, or a regular expression over parameter names."""
+
+    @property
+    def schedules(self) -> dict[str, StepSchedule]:
+        """The schedule of every level, by the level's name."""
+        values = {level.name: getattr(self, level.name) for level in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, StepSchedule)}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Options of the tasks that come with the library."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -58,3 +58,14 @@ class MathJsonlConfig:
     answer_marker: str = "####"  # What stands before the final answer in the answer column, and may in a completion.
     template: str = "{prompt}"  # What the policy is given; {prompt} stands for the prompt column.
     chat: bool = True  # True wraps the prompt by the tokenizer's chat template, where it has one.
+
+
+@dataclass(frozen=True)
+class TaskSections:
+    """The sections of a run's configuration that tasks have, each named as its task."""
+
+    chain_sum: ChainSumConfig = field(default_factory=ChainSumConfig)
+    calculator: CalculatorConfig = field(default_factory=CalculatorConfig)
+    counting: CountingConfig = field(default_factory=CountingConfig)
+    graph_path: GraphPathConfig = field(default_factory=GraphPathConfig)
+    math_jsonl: MathJsonlConfig = field(default_factory=MathJsonlConfig)

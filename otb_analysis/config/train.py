@@ -6,7 +6,7 @@ from typing import Literal
 
 from otb_analysis.config.learning import CriticConfig, EstimatorConfig, LoraConfig, ObjectiveConfig, OptimizeConfig
 from otb_analysis.config.measuring import EvaluateConfig, MeasureConfig
-from otb_analysis.config.tasks import CalculatorConfig, ChainSumConfig, CountingConfig, GraphPathConfig, MathJsonlConfig
+from otb_analysis.config.tasks import TaskSections
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """One instrumented training run."""
+class RunConfig:
+    """Where a run is kept, and what it starts from."""
 
     run: str = ""  # Name of the run's directory; by default TASK-ESTIMATOR-sSEED.
     root: Path = Path("runs")  # Directory that holds the runs.
@@ -74,11 +74,14 @@ class TrainConfig:
     seed: int = 0  # Seed of prompts, sampling and initial weights.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where the scalars of every step go besides the store; TensorBoard's files lie in the run's own directory."""
-    chain_sum: ChainSumConfig = field(default_factory=ChainSumConfig)
-    calculator: CalculatorConfig = field(default_factory=CalculatorConfig)
-    counting: CountingConfig = field(default_factory=CountingConfig)
-    graph_path: GraphPathConfig = field(default_factory=GraphPathConfig)
-    math_jsonl: MathJsonlConfig = field(default_factory=MathJsonlConfig)
+
+
+# Fields come in the order of the bases from right to left: run … trackers, the tasks' sections, and then these. Stored
+# configurations and the help have that order.
+@dataclass(frozen=True)
+class TrainConfig(TaskSections, RunConfig):
+    """One instrumented training run."""
+
     small_model: SmallModelConfig = field(default_factory=SmallModelConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)

@@ -48,7 +48,7 @@ class Case:
         return importance_ratio(self.name, RatioInputs(tree.logprob, tree.behavior_logprob, tree.mask), self.options)
 
 
-CASES: dict[str, Case] = {
+_CHOSEN = {
     "`token`": Case("token", quoted="0"),
     "`sequence`": Case("sequence"),
     "`cumulative`": Case("cumulative", quoted="0"),
@@ -62,6 +62,8 @@ CASES: dict[str, Case] = {
     "`gspo` without its clip": Case("gspo", GspoOptions(low=float("inf"), high=float("inf")), "moves"),
     "`gspo`": Case("gspo"),
 }
+_COVERED = {case.name for case in _CHOSEN.values()}
+CASES: dict[str, Case] = _CHOSEN | {f"`{name}`": Case(name) for name in RATIOS if name not in _COVERED}
 """Every ratio; with options where the defaults do nothing, or stop everything, at this drift."""
 
 

@@ -9,6 +9,9 @@ from otb_analysis.objectives.registry import NoOptions, Provenance
 
 Tail = Literal["own_return", "group", "zero"]
 
+TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value", "turn", "token_id", "ratio"}
+"""Inputs that a training run can provide at every step."""
+
 
 @dataclass(frozen=True)
 class TailOptions:

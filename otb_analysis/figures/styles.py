@@ -67,8 +67,13 @@ FALLBACK_STYLES = (Style("#5B6770"), Style("#93764A"), Style("#5F7F6B"), Style("
 
 
 def estimator_style(name: str) -> Style:
-    """Return the colour, dash and marker of an estimator; an unknown name gets a muted style, always the same one."""
-    return ESTIMATOR_STYLES.get(name, FALLBACK_STYLES[sum(name.encode()) % len(FALLBACK_STYLES)])
+    """Return the colour, dash and marker of an estimator; other names get a muted style, always the same one."""
+    if name in ESTIMATOR_STYLES:
+        return ESTIMATOR_STYLES[name]
+    if (twin := name.removesuffix("_loo")) != name:
+        style = estimator_style(twin)
+        return Style(style.color, "dash", f"{style.symbol}-open")
+    return FALLBACK_STYLES[sum(name.encode()) % len(FALLBACK_STYLES)]
 
 
 def run_styles(estimators: Mapping[str, str]) -> dict[str, Style]:

@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 
-from otb_analysis.config import CalculatorConfig
+from otb_analysis.config.tasks import CalculatorConfig
 from otb_analysis.errors import InputError
 from otb_analysis.tasks.arithmetic import REFUSALS, Limits, Refused, evaluate, reductions
 from otb_analysis.tasks.base import Prompt, Split, Turn

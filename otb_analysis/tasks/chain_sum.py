@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from otb_analysis.config import ChainSumConfig
+from otb_analysis.config.tasks import ChainSumConfig
 from otb_analysis.errors import InputError
 from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn, ends_in_number
 from otb_analysis.tasks.splits import draw_prompt

@@ -5,7 +5,7 @@ from string import ascii_lowercase
 
 import numpy as np
 
-from otb_analysis.config import CountingConfig
+from otb_analysis.config.tasks import CountingConfig
 from otb_analysis.errors import InputError
 from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn, ends_in_number
 from otb_analysis.tasks.splits import draw_prompt

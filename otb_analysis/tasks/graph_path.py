@@ -7,7 +7,7 @@ from string import ascii_lowercase
 import networkx as nx
 import numpy as np
 
-from otb_analysis.config import GraphPathConfig
+from otb_analysis.config.tasks import GraphPathConfig
 from otb_analysis.errors import InputError
 from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn
 from otb_analysis.tasks.splits import draw_prompt

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from otb_analysis.config import MathJsonlConfig
+from otb_analysis.config.tasks import MathJsonlConfig
 from otb_analysis.errors import InputError
 from otb_analysis.extras import require
 from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn

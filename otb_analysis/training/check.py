@@ -5,15 +5,13 @@ from operator import attrgetter
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import ESTIMATORS, entry_of, options_from_dict
+from otb_analysis.estimators.spec import TRAINABLE_NEEDS
 from otb_analysis.extras import require
 from otb_analysis.gradients import ENGINES
 from otb_analysis.gradients.sketched.score_sketch import METHODS
 from otb_analysis.store.layout import check_run_name
 from otb_analysis.training.policy.objective import Objective
 from otb_analysis.training.runtime.trackers import check_trackers
-
-TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value", "turn", "token_id", "ratio"}
-"""Inputs the loop can provide at every step."""
 
 POSITIVE = (
     *("sample.prompts", "sample.group_size", "sample.max_new_tokens", "sample.max_turns", "sample.temperature"),
@@ -25,9 +23,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     *("seed", "optimize.max_grad_norm", "optimize.weight_decay", "optimize.warmup_steps", "optimize.micro_batch"),
     *("objective.staleness", "objective.kl_coefficient", "objective.entropy_bonus", "checkpoint.every", "lora.rank"),
-    *("critic.learning_rate", "evaluate.every", "measure.exact.every", "measure.exact.prompts"),
-    *("measure.sampled.every", "measure.sampled.prompts", "measure.sketch.every", "measure.sketch.prompts"),
-    "measure.attribution.every",
+    *("critic.learning_rate", "evaluate.every"),
 )
 
 
@@ -78,7 +74,13 @@ def check(config: TrainConfig, processes: int = 1) -> None:
             "objective.kl_estimator is 'k1' in the loss, where its expected gradient is zero; "
             "take k2 or k3, or set objective.kl_in to 'reward'."
         )
-    for name in (*POSITIVE, *NOT_NEGATIVE):
+    scheduled = (
+        f"measure.{level}.{name}"
+        for level, schedule in config.measure.schedules.items()
+        for name in ("every", "prompts")
+        if hasattr(schedule, name)
+    )
+    for name in (*POSITIVE, *NOT_NEGATIVE, *scheduled):
         number, positive = attrgetter(name)(config), name in POSITIVE
         if not (number > 0 if positive else number >= 0) or number == float("inf"):
             raise InputError(f"{name} is {number}; choose a finite number {'above' if positive else 'of at least'} 0.")

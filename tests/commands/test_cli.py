@@ -20,12 +20,12 @@ from otb_analysis.commands.inspect import _print_all
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import Interrupted
 from otb_analysis.estimators import ESTIMATORS
+from otb_analysis.estimators.spec import TRAINABLE_NEEDS
 from otb_analysis.objectives.aggregation import AGGREGATIONS
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.tasks import TASKS
-from otb_analysis.training.check import TRAINABLE_NEEDS
 
 
 def sentence(capsys, words, code=2):
@@ -109,6 +109,27 @@ def test_help_of_options_lists_every_one_and_whose_it_is(option, registry, capsy
     assert asked - explained(capsys, option) == set()
 
 
+@pytest.mark.parametrize(
+    ("option", "registry", "like"),
+    [
+        ("estimator.name", ESTIMATORS, "energy_ema"),
+        ("estimator.options", ESTIMATORS, "energy_ema"),
+        ("objective.ratio", RATIOS, "ppo"),
+        ("objective.ratio-options", RATIOS, "ppo"),
+        ("objective.aggregation", AGGREGATIONS, "constant"),
+        ("objective.shaping-options", SHAPINGS, "overlong"),
+        ("task", TASKS, "counting"),
+    ],
+)
+def test_help_lists_a_new_row_of_a_registry_by_itself(option, registry, like, capsys, monkeypatch):
+    monkeypatch.setitem(registry, "newest", registry[like])
+    assert "newest" in explained(capsys, option)
+
+
+def test_help_leaves_out_an_estimator_that_cannot_train(capsys):
+    assert "position_optimal" not in explained(capsys, "estimator.name")
+
+
 def test_help_names_no_object_of_the_source(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
@@ -128,6 +149,8 @@ def test_help_names_no_object_of_the_source(capsys):
         (["--model", "no/such/dir"], "model directory no/such/dir does not exist; pass a directory written by"),
         (["--estimator.options", "tale", "zero"], "option 'tale' does not exist for otb; did you mean 'tail'?"),
         (["--sample.prompts", "0"], "sample.prompts is 0; choose a finite number above 0."),
+        (["--measure.sketch.prompts=-1"], "measure.sketch.prompts is -1; choose a finite number of at least 0."),
+        (["--measure.attribution.every=-1"], "measure.attribution.every is -1; choose a finite number of at least 0."),
         (["--run", "../escape"], "run name '../escape' cannot be a directory name"),
         (["--small-model.width", "30"], "small_model.width is 30"),
         (["--config", "no.toml"], "no.toml cannot be read (No such file or directory); pass an existing TOML file."),

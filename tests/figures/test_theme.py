@@ -28,16 +28,22 @@ def test_leave_one_out_form_is_the_dashed_twin_of_its_self_inclusive_form():
         assert (plain.color, plain.dash, loo.dash) == (loo.color, "solid", "dash")
 
 
-def test_every_estimator_has_a_style_of_its_own():
-    assert set(ESTIMATORS) <= set(ESTIMATOR_STYLES)
+def test_every_styled_name_is_an_estimator():
+    assert set(ESTIMATOR_STYLES) <= set(ESTIMATORS)
 
 
 def test_no_two_estimators_look_alike():
     assert len(set(ESTIMATOR_STYLES.values())) == len(ESTIMATOR_STYLES)
 
 
-def test_unknown_estimator_always_gets_the_same_muted_style():
+def test_estimator_without_a_style_always_gets_the_same_one_that_no_other_estimator_has():
     assert estimator_style("mine") == estimator_style("mine")
+    assert estimator_style("mine") not in ESTIMATOR_STYLES.values()
+
+
+def test_leave_one_out_form_without_a_style_is_the_dashed_twin_too():
+    plain, loo = estimator_style("mine"), estimator_style("mine_loo")
+    assert (loo.color, loo.dash, loo.symbol) == (plain.color, "dash", f"{plain.symbol}-open")
 
 
 def luminance(color):

@@ -23,11 +23,8 @@ from otb_analysis.errors import InputError
 from otb_analysis.training.runtime.processes import Processes
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-WHOLE_ONLY = (
-    *("measure.exact.every", "measure.sampled.every", "measure.sketch.every", "measure.attribution.every"),
-    *("objective.staleness", "lora.rank"),
-)
-"""Settings that need whole parameters on each process."""
+WHOLE_ONLY = ("objective.staleness", "lora.rank")
+"""Settings that need whole parameters on each process. Every level of measuring needs them, too."""
 
 
 def asked_for() -> bool:
@@ -52,7 +49,7 @@ def refuse_unsharded_only(config: TrainConfig, exact: bool) -> None:
     Raises:
         InputError: The first such setting, with its remedy.
     """
-    for name in WHOLE_ONLY:
+    for name in (*(f"measure.{level}.every" for level in config.measure.schedules), *WHOLE_ONLY):
         if value := attrgetter(name)(config):
             raise InputError(
                 f"{name} is {value}, which does not work with FSDP2: each process holds only a part of the parameters; "

@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -213,10 +214,9 @@ def test_fsdp_of_version_1_is_refused(monkeypatch):
     assert asked_for()
 
 
-@pytest.mark.parametrize("level", ["exact", "sampled", "sketch", "attribution"])
+@pytest.mark.parametrize("level", MeasureConfig().schedules)
 def test_levels_that_need_whole_parameters_are_refused_under_fsdp(level):
-    never = {name: replace(getattr(MeasureConfig(), name), every=0) for name in ("exact", "sampled", "sketch")}
-    never["attribution"] = replace(MeasureConfig().attribution, every=0)
+    never: dict[str, Any] = {name: replace(plan, every=0) for name, plan in MeasureConfig().schedules.items()}
     refuse_unsharded_only(TrainConfig(measure=MeasureConfig(**never)), exact=False)
     due = MeasureConfig(**never | {level: replace(never[level], every=3)})
     with pytest.raises(InputError, match=rf"measure\.{level}\.every is 3, which does not work with FSDP2"):

@@ -1,0 +1,114 @@
+"""Help of fields whose values are the rows of a registry: rows that the text beside the field leaves out are added.
+
+Configurations stand below the registries and cannot read them. The command line can, and does so only when a help is
+printed: the import takes a second.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+
+from otb_analysis.config import EstimatorConfig, ObjectiveConfig, TrainConfig
+
+
+def complete_names(text: str, registry: Mapping[str, Any]) -> str:
+    """Add the names that a help text does not have."""
+    missing = [name for name in registry if name not in _words(text)]
+    return f"{text}\nAlso: {', '.join(missing)}." if missing else text
+
+
+def complete_options(text: str, registry: Mapping[str, Any]) -> str:
+    """Add the rows whose name, or one of whose options, a help text does not have; `_loo` forms go with their twin."""
+    words = _words(text)
+    missing = {
+        name: options
+        for name, row in registry.items()
+        if (options := [field.name for field in fields(row.options)])
+        and not {name.removesuffix("_loo"), *options} <= words
+    }
+    return "\n".join([text, *(f"{', '.join(options)}: of {name}." for name, options in missing.items())])
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
+
+
+def _estimators() -> Mapping[str, Any]:
+    """Return the estimators that can train; the others need inputs that training cannot provide."""
+    from otb_analysis.estimators import ESTIMATORS
+    from otb_analysis.estimators.spec import TRAINABLE_NEEDS
+
+    return {name: row for name, row in ESTIMATORS.items() if set(row.needs) <= TRAINABLE_NEEDS}
+
+
+def _ratios() -> Mapping[str, Any]:
+    from otb_analysis.objectives.ratios import RATIOS
+
+    return RATIOS
+
+
+def _aggregations() -> Mapping[str, Any]:
+    from otb_analysis.objectives.aggregation import AGGREGATIONS
+
+    return AGGREGATIONS
+
+
+def _shapings() -> Mapping[str, Any]:
+    from otb_analysis.objectives.shaping import SHAPINGS
+
+    return SHAPINGS
+
+
+def _tasks() -> Mapping[str, Any]:
+    from otb_analysis.tasks import TASKS
+
+    return TASKS
+
+
+Complete = Callable[[str, Mapping[str, Any]], str]
+CHOICES: dict[tuple[type, str], tuple[Complete, Callable[[], Mapping[str, Any]]]] = {
+    (TrainConfig, "task"): (complete_names, _tasks),
+    (EstimatorConfig, "name"): (complete_names, _estimators),
+    (EstimatorConfig, "options"): (complete_options, _estimators),
+    (ObjectiveConfig, "ratio"): (complete_names, _ratios),
+    (ObjectiveConfig, "ratio_options"): (complete_options, _ratios),
+    (ObjectiveConfig, "aggregation"): (complete_names, _aggregations),
+    (ObjectiveConfig, "aggregation_options"): (complete_options, _aggregations),
+    (ObjectiveConfig, "shaping"): (complete_names, _shapings),
+    (ObjectiveConfig, "shaping_options"): (complete_options, _shapings),
+}
+
+
+def registry_of_help() -> ConstructorRegistry:
+    """Return rules for tyro under which the help of `CHOICES` is complete."""
+    registry, inside = ConstructorRegistry(), set[type]()
+
+    @registry.struct_rule
+    def completed(info: StructTypeInfo) -> StructConstructorSpec | None:
+        if info.type in inside or info.type not in {kind for kind, _ in CHOICES}:
+            return None
+        inside.add(info.type)  # the call below asks this rule again; then tyro's own rule answers
+        try:
+            spec = ConstructorRegistry.get_struct_spec(info)
+        finally:
+            inside.discard(info.type)
+        if not isinstance(spec, StructConstructorSpec):
+            return None
+        return replace(spec, fields=tuple(_completed(info.type, field) for field in spec.fields))
+
+    return registry
+
+
+def _completed(kind: type, field: StructFieldSpec) -> StructFieldSpec:
+    if (kind, field.name) not in CHOICES:
+        return field
+    complete, rows = CHOICES[kind, field.name]
+    written = field.helptext
+
+    def text() -> str:  # called only when the help is printed
+        return complete((written() if callable(written) else written) or "", rows())
+
+    return replace(field, helptext=text)
