@@ -100,13 +100,13 @@ def _step(config: GramConfig) -> _Step:
     paid = replace(paid, by_token=last * np.random.default_rng(0).integers(2, size=(len(group), 1)).astype(float))
     table = trainer.table(rollouts, trainer.policy.forward(rollouts, False, trainer.wanted()), paid, None)
     every = np.ones(len(group), bool)
-    norms = trainer.instrument.norms(rollouts, np.arange(config.prompts))
+    norms = trainer.measurer.norms(rollouts, np.arange(config.prompts))
     advantages = np.stack(list(every_advantage(table, norms, every).values())) / config.group_size
     return _Step(trainer, rollouts, table, rollouts.by_column(advantages))
 
 
 def _calls(step: _Step, config: GramConfig) -> dict[str, Callable[[], object]]:
-    measure, rollouts, table = step.trainer.instrument, step.rollouts, step.table
+    measure, rollouts, table = step.trainer.measurer, step.rollouts, step.table
     model, groups, every = step.trainer.model, np.arange(config.prompts), np.ones(len(rollouts.group), bool)
     ids, mask, real = rollouts.tensors(model.device)
     problem, norms = prepare(model, Batch(ids, mask, real), "all", 1.0), measure.norms(rollouts, groups)

@@ -127,12 +127,12 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         note(warning)
     with trainer.timed("measure"):
         trainer.announce(step, rollouts)
-        instrument, groups = trainer.instrument, np.arange(len(prompts))
+        measurer, groups = trainer.measurer, np.arange(len(prompts))
         norms = None
         if trainer.trains_on_exact:
             with phase("exact norms"):
-                norms = shared_norms(instrument, processes, rollouts, groups)
-        measurement = processes.broadcast_from_main(lambda: instrument.measure(step, rollouts, table, norms))
+                norms = shared_norms(measurer, processes, rollouts, groups)
+        measurement = processes.broadcast_from_main(lambda: measurer.measure(step, rollouts, table, norms))
     with trainer.timed("estimate"):
         inputs = table.inputs(table.stats.energy if config.estimator.energy == "proxy" else None)
         if norms is not None:
@@ -143,7 +143,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
     with trainer.timed("measure", "attributing"):
         first_coefficients = partial(trainer.objective.first_coefficients, batch, table.stats.logprob)
         measurement = processes.broadcast_from_main(
-            lambda: instrument.attribute(step, rollouts, first_coefficients, measurement)
+            lambda: measurer.attribute(step, rollouts, first_coefficients, measurement)
         )
         trainer.forecast.correct(step)
     with trainer.timed("update"):

@@ -86,7 +86,7 @@ class Trainer:
         self.policy = Policy(model, config, processes)
         self.model = self.policy.model
         self.objective = Objective(config.objective)
-        self.stepper = PolicyOptimizer(self.policy.parameters, config.optimize, processes)
+        self.optimizer = PolicyOptimizer(self.policy.parameters, config.optimize, processes)
         self.options = options_from_dict(config.estimator.name, config.estimator.options)
         self.generator: Generator = (
             VllmGenerator(model, tokenizer, config.sample.vllm_memory)
@@ -98,7 +98,7 @@ class Trainer:
         trained = custom | {config.estimator.name: self.options}
         by_group = "group" in SHAPINGS[config.objective.shaping].needs  # smaller groups would be paid differently
         measured = replace(config.measure, subgroups=()) if by_group else config.measure
-        self.instrument = GradientMeasurer(model, measured, config.sample.temperature, trained, asdict(config))
+        self.measurer = GradientMeasurer(model, measured, config.sample.temperature, trained, asdict(config))
         self.cut_noted = False  # that every answer of some step was cut off
         self.forecast = Forecast(config, self.trains_on_exact)
         self.seconds: dict[str, float] = {}  # since the last record, by phase
@@ -178,8 +178,8 @@ class Trainer:
         self.policy.past.remember()
         if self.config.optimize.scale_by_ess:
             batch = replace(batch, rate_factor=learning_rate_factor(batch.sequence_ratio(forward.stats.logprob)))
-        scalars = update(self.policy, self.stepper, self.objective, batch, forward)
-        self.stepper.batch += 1
+        scalars = update(self.policy, self.optimizer, self.objective, batch, forward)
+        self.optimizer.batch += 1
         return scalars
 
     def update_critic(self, rollouts: Rollouts, forward: ForwardPass, table: TokenTable) -> dict[str, object]:
@@ -221,15 +221,15 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Return what a later process needs to go on bit for bit: tensors and plain values only."""
         if self.processes.sharded:
-            weights = whole_state(self.model, self.stepper.optimizer)
+            weights = whole_state(self.model, self.optimizer.optimizer)
         else:
             parameters = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
-            weights = {"parameters": parameters, "optimizer": self.stepper.optimizer.state_dict()}
+            weights = {"parameters": parameters, "optimizer": self.optimizer.optimizer.state_dict()}
         return {
             **weights,
             "sharded": self.processes.sharded,
             "past": [[t.detach() for t in old] for old in self.policy.past.kept],
-            "batch": self.stepper.batch,
+            "batch": self.optimizer.batch,
             "critic": None if self.critic is None else self.critic.state(),
             "random": torch.get_rng_state(),
         }
@@ -255,14 +255,14 @@ class Trainer:
         """
         self.refuse_other_sharding(state)
         if self.processes.sharded:
-            load_whole_state(self.model, self.stepper.optimizer, state)
+            load_whole_state(self.model, self.optimizer.optimizer, state)
         else:
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     parameter.copy_(state["parameters"][name])
-            self.stepper.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.optimizer.load_state_dict(state["optimizer"])
         self.policy.past.kept.extend(state["past"])
-        self.stepper.batch = state["batch"]
+        self.optimizer.batch = state["batch"]
         if self.critic is not None:
             self.critic.load_state(state["critic"])
         torch.set_rng_state(state["random"])

@@ -157,7 +157,7 @@ def test_attention_without_forward_mode_is_measured_by_differences_from_then_on(
         return honest(*args, method=method, **named)
 
     monkeypatch.setattr("otb_analysis.measurement.measurer.attribute", without_forward_mode)
-    trainer.instrument.config = WATCHED
+    trainer.measurer.config = WATCHED
     norm = train_step(trainer, 0).steps["grad_norm"]
     shares = train_step(trainer, 1).tokens["attribution"]
     assert asked == ["jvp", "difference", "difference"]
@@ -169,7 +169,7 @@ def test_failing_level_is_a_warning_and_a_counted_gap(trainer, monkeypatch, brok
     def fail(*args, **named):
         raise RuntimeError("the lens fell off")
 
-    trainer.instrument.config = replace(WATCHED, exact=Schedule(every=1, prompts=0))
+    trainer.measurer.config = replace(WATCHED, exact=Schedule(every=1, prompts=0))
     monkeypatch.setattr(f"otb_analysis.measurement.measurer.{broken}", fail)
     with pytest.warns(RuntimeWarning, match=r"at step 0 failed and is missing from the run: the lens fell off"):
         tables = train_step(trainer, 0)

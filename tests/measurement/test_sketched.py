@@ -103,7 +103,7 @@ def test_groups_from_which_tokens_were_drawn_are_left_to_the_level_that_drew(tra
 
 
 def test_an_estimator_that_needed_every_exact_norm_leaves_nothing_to_sketch(trainer, monkeypatch):
-    trainer.instrument.config = MeasureConfig(exact=OFF, sketch=SKETCH)
+    trainer.measurer.config = MeasureConfig(exact=OFF, sketch=SKETCH)
     trainer.trains_on_exact = True
     tables = train_step(trainer, 0)
     assert tables.steps["n_sketched_prompts"] == 0 and tables.steps["measurement_gaps"] == 0
@@ -114,7 +114,7 @@ def test_failing_sketch_is_a_warning_and_a_counted_gap(trainer, monkeypatch):
     def fail(*args, **named):
         raise RuntimeError("the lens fell off")
 
-    trainer.instrument.config = MeasureConfig(exact=Schedule(1, 1), sketch=SKETCH)
+    trainer.measurer.config = MeasureConfig(exact=Schedule(1, 1), sketch=SKETCH)
     monkeypatch.setattr("otb_analysis.measurement.levels.sketch_score_norms", fail)
     with pytest.warns(RuntimeWarning, match="sketched norms at step 0 failed and is missing from the run: the lens"):
         tables = train_step(trainer, 0)

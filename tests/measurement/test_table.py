@@ -88,8 +88,8 @@ def test_estimators_that_take_position_from_the_column_refuse_and_name_the_one_t
 def test_exact_level_measures_a_batch_with_tool_tokens(tiny_model, rollouts, table):
     from otb_analysis.config import MeasureConfig, Schedule
 
-    instrument = GradientMeasurer(tiny_model, MeasureConfig(exact=Schedule(1, 0)), 1.0)
-    found = instrument.measure(0, rollouts, table, None)
+    measurer = GradientMeasurer(tiny_model, MeasureConfig(exact=Schedule(1, 0)), 1.0)
+    found = measurer.measure(0, rollouts, table, None)
     assert found.gaps == 0
     assert np.array_equal(np.isfinite(found.tokens.norm_sq), table.mask)
     names = {name for name, _ in found.gram.labels}

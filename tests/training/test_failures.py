@@ -166,7 +166,7 @@ def test_gradient_that_is_not_finite_changes_nothing(trainer):
     weight = next(trainer.model.parameters())
     (weight * 0.0).sum().sqrt().backward()  # 0, with an infinite derivative times 0: NaN
     with pytest.raises(NonFiniteError, match=r"grad_norm is nan; lower optimize\.learning_rate"):
-        trainer.stepper.step()
+        trainer.optimizer.step()
     assert all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
 
 

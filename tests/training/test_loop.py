@@ -339,7 +339,7 @@ def test_failing_instrument_is_a_warning_and_a_counted_gap(trainer, monkeypatch,
     if broken == "gradient_statistics":
         monkeypatch.setattr(measure, broken, fail)
     else:
-        monkeypatch.setattr(trainer.instrument, broken, fail)
+        monkeypatch.setattr(trainer.measurer, broken, fail)
     with pytest.warns(RuntimeWarning, match=r"at step 0 failed and is missing from the run: the lens fell off"):
         tables = train_step(trainer, 0)
     assert tables.steps["measurement_gaps"] == 1

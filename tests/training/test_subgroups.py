@@ -22,7 +22,7 @@ FOURS = SampleConfig(prompts=3, group_size=4, max_new_tokens=6)
 
 @pytest.fixture
 def step(made):
-    """Three groups of four rollouts with their table, and an instrument that measures them all."""
+    """Three groups of four rollouts with their table, and an measurer that measures them all."""
     trainer = made(sample=FOURS)
     torch.manual_seed(3)
     prompts = [trainer.task.prompt("train", i) for i in range(3)]
@@ -35,9 +35,9 @@ def step(made):
 
 def test_smaller_groups_are_as_if_only_their_rollouts_had_been_sampled(step):
     trainer, rollouts, table = step
-    instrument, groups = trainer.instrument, np.arange(3)
-    norms = instrument.norms(rollouts, groups)
-    found = instrument.subgroups(rollouts, table, norms, groups)
+    measurer, groups = trainer.measurer, np.arange(3)
+    norms = measurer.norms(rollouts, groups)
+    found = measurer.subgroups(rollouts, table, norms, groups)
     assert list(found) == [2] and found[2].n_rollouts == 12
     assert found[2].labels == (("rloo", "none"), ("otb", "proxy"), ("otb", "exact"))
     energies = {"none": table.stats.energy, "proxy": table.stats.energy, "exact": norms.norm_sq}
@@ -69,9 +69,9 @@ def test_smaller_groups_are_as_if_only_their_rollouts_had_been_sampled(step):
 def test_only_named_estimators_the_reference_and_the_trained_one_are_measured(step):
     trainer, rollouts, table = step
     config = replace(trainer.config.measure, subgroups=("group_mean",))
-    instrument = GradientMeasurer(trainer.model, config, 1.0, {"otb_loo": None})
-    norms = instrument.norms(rollouts, np.arange(3))
-    (found,) = instrument.subgroups(rollouts, table, norms, np.arange(3)).values()
+    measurer = GradientMeasurer(trainer.model, config, 1.0, {"otb_loo": None})
+    norms = measurer.norms(rollouts, np.arange(3))
+    (found,) = measurer.subgroups(rollouts, table, norms, np.arange(3)).values()
     assert {name for name, _ in found.labels} == {"rloo", "group_mean", "otb_loo"}
 
 
@@ -110,9 +110,9 @@ def test_failure_is_a_gap_that_leaves_the_rest(step, monkeypatch):
     def fail(*args):
         raise RuntimeError("the knife is blunt")
 
-    monkeypatch.setattr(trainer.instrument, "subgroups", fail)
+    monkeypatch.setattr(trainer.measurer, "subgroups", fail)
     with pytest.warns(RuntimeWarning, match="smaller groups at step 0 failed .* the knife is blunt"):
-        found = trainer.instrument.measure(0, rollouts, table, None)
+        found = trainer.measurer.measure(0, rollouts, table, None)
     assert found.gaps == 1 and found.statistics and not found.subgroups
 
 

@@ -60,9 +60,9 @@ def shard_rows(columns: Mapping[str, object], processes: Processes, n_rollouts: 
 
 
 def shared_norms(
-    instrument: GradientMeasurer, processes: Processes, rollouts: Rollouts, groups: Int
+    measurer: GradientMeasurer, processes: Processes, rollouts: Rollouts, groups: Int
 ) -> TokenMeasurements:
     """Return exact norms of some groups, each measured by one process; `rollouts` are those of all processes."""
     shard = processes.shard(groups)
-    parts = [part for part in processes.gather(instrument.norms(rollouts, shard) if len(shard) else None) if part]
+    parts = [part for part in processes.gather(measurer.norms(rollouts, shard) if len(shard) else None) if part]
     return parts[0] if len(parts) == 1 else TokenMeasurements.joined(parts, rollouts.group)

@@ -35,13 +35,13 @@ def drawn(trainer, seed=3):
 def gathered(trainer, batch, forward):
     """The gradient that one update would step along, as one vector, without stepping."""
     found = []
-    step = trainer.stepper.step
+    step = trainer.optimizer.step
 
     def watching(factor=1.0):
         found.append(torch.cat([-p.grad.flatten().double() for p in trainer.policy.parameters]))
         return step(factor)
 
-    trainer.stepper.step = watching
+    trainer.optimizer.step = watching
     trainer.update(batch, forward)
     return found
 
@@ -284,8 +284,8 @@ def test_effective_sample_size_scales_the_learning_rate(made):
 def test_a_step_is_seen_in_the_version_of_every_parameter():
     # Who holds a copy of the weights, as vLLM's engine does, asks the versions whether it is still theirs.
     parameter = torch.nn.Parameter(torch.ones(3))
-    stepper = PolicyOptimizer([parameter], OptimizeConfig())
+    optimizer = PolicyOptimizer([parameter], OptimizeConfig())
     before = parameter._version
     parameter.grad = torch.ones(3)
-    stepper.step()
+    optimizer.step()
     assert parameter._version > before
