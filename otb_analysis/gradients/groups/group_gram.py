@@ -115,6 +115,8 @@ def _objection(batch: ScoreBatch, structure: BlockStructure) -> str | None:
     rollout = probe(batch)
     layered, parts = Layered(batch, structure), dict[str, Tensor]()
     try:
+        # First, while little is held: each of its gradients is as large as the model.
+        expected = reference_norms(batch, rollout)[1]
         layered.add((rollout,), padded((rollout,)), lambda logprob: torch.eye(len(logprob)))
         for name, gradients in layered.gradients():
             norm_sq = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64).square()
@@ -123,7 +125,7 @@ def _objection(batch: ScoreBatch, structure: BlockStructure) -> str | None:
         return str(reason)
     except NonFiniteError:  # says nothing about the blocks, and the place is the probe's
         return "its logits are not finite on a probe of the vocabulary"
-    return disagreement(batch, parts, reference_norms(batch, rollout)[1])
+    return disagreement(batch, parts, expected)
 
 
 def _formed_whole(batch: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[int, ...], group: Int) -> Float:
