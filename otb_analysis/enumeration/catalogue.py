@@ -2,18 +2,28 @@
 
 import math
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from otb_analysis.enumeration.figures import PERFORMED, POLICIES, Bias, Shift, bias_figures, shift_figures
-from otb_analysis.enumeration.off_policy import CASES, DRIFT
-from otb_analysis.enumeration.tables import number, spread, table
+from otb_analysis.enumeration.facts import GROUP, GROUP_SIZE, SETTINGS
+from otb_analysis.enumeration.groups import group_moments
+from otb_analysis.enumeration.off_policy import CASES, DRIFT, case_moments, drifted, mean_shift, touched
+from otb_analysis.enumeration.trees import random_tree
 from otb_analysis.estimators import ESTIMATORS, EstimatorSpec
 from otb_analysis.objectives.aggregation import AGGREGATIONS
 from otb_analysis.objectives.ratios import RATIOS, RatioEntry
 from otb_analysis.objectives.registry import Formula
 from otb_analysis.objectives.shaping import SHAPINGS
+from otb_analysis.statistics.moments import measures
+from otb_analysis.types import Float
+
+ROUNDING = 1e-9
+"""What holds exactly comes out below this."""
+DRAWN, POLICIES = 12, 60
+"""Random policies behind the biases, and behind the shifts."""
 
 HEAD = """# Catalogue of estimators, ratios, aggregations and reward shapings
 
@@ -33,7 +43,7 @@ importance ratios), W_t = Σ_{k≤t} w_k the realized energy. Where a formula is
 BIAS = f"""## Bias and noise, enumerated
 
 Exact moments of the group gradient without sampling noise, medians over
-{PERFORMED}.
+{DRAWN} random policies (V = 3, T = 3, end token, 5 shared parameters, rewards 0 or 1), groups of {GROUP_SIZE}.
 Bias is ‖m − ∇J‖/‖∇J‖ with m = E ḡ; for `grpo` the number in brackets is against its own target. Projection
 c = ⟨m, ∇J⟩/‖∇J‖². V and SF = V/c² are relative to `rloo`. Efficiency is the share of an update of P prompts that points
 along ∇J; the last column is where the ranking against `rloo` crosses as P grows: 0, `rloo` is ahead or level from the
@@ -75,7 +85,7 @@ COUPLED = "yes; recompute it inside every resample (with 24 prompts, not doing s
 
 def catalogue() -> str:
     """Return the whole page as Markdown."""
-    measured = [BIAS, _bias_table(bias_figures()), ratios(), SHIFT, _shift_table(shift_figures())]
+    measured = [BIAS, _bias_table(), ratios(), SHIFT, _shift_table()]
     return "\n".join([entries(), *measured, weights_and_rewards()])
 
 
@@ -134,31 +144,88 @@ def _options(kind: type) -> str:
     return ", ".join(f"`{key} = {value!r}`" for key, value in vars(kind()).items())
 
 
-def _shift_table(figures: dict[str, dict[str, Shift]]) -> str:
-    tabular, shared = figures.values()
+@dataclass(frozen=True)
+class Shift:
+    """What one ratio does to the mean of the gradient with the baseline B = J, policy by policy."""
+
+    shift: Float  # ‖E g(B) − E g(0)‖/‖∇J‖: how far the baseline moves the mean
+    error: Float  # ‖E g(B) − ∇J‖/‖∇J‖: how far the mean is from the gradient
+    touched: Float  # Share of tokens that a clip or mask stops or a truncation changes
+
+
+def shift_figures() -> dict[str, dict[str, Shift]]:
+    """Return, per kind of policy, how far the group mean as baseline moves E ĝ under each ratio."""
+    figures = {}
+    for setting in ("tabular, terminal", "shared, terminal"):
+        trees = [drifted(SETTINGS[setting], seed) for seed in range(POLICIES)]
+        figures[setting] = {
+            label: Shift(
+                shift=np.array([mean_shift(tree, case) for tree in trees]),
+                error=np.array([case_moments(tree, case).relative_bias for tree in trees]),
+                touched=np.array([touched(tree, case) for tree in trees]),
+            )
+            for label, case in CASES.items()
+        }
+    return figures
+
+
+def _shift_table() -> str:
+    tabular, shared = shift_figures().values()
     head = ("ratio", "moved, tabular", "policies", "moved, shared", "policies", "off", "touched", "quoted")
     rows = []
     for label, case in CASES.items():
-        cells = [x for f in (tabular[label], shared[label]) for x in (spread(f.shift), f"{f.moved} of {POLICIES}")]
-        left = (number(float(np.median(x))) for x in (shared[label].error, shared[label].touched))
-        rows.append((label, *cells, *left, case.quoted))
+        moved = [
+            cell
+            for figures in (tabular[label], shared[label])
+            for cell in (spread(figures.shift), f"{(figures.shift > ROUNDING).sum()} of {POLICIES}")
+        ]
+        medians = (number(float(np.median(x))) for x in (shared[label].error, shared[label].touched))
+        rows.append((label, *moved, *medians, case.quoted))
     return table(head, rows)
 
 
-def _prompts(p: float) -> str:
-    return "∞" if math.isinf(p) else f"{p:.0f}"
-
-
-def _bias_table(figures: dict[str, Bias]) -> str:
+def _bias_table() -> str:
     head = ("estimator", "bias", "c", "V", "SF", "efficiency, P = 1", "P = 1000", "`rloo` ahead above P")
+    trees = [random_tree(GROUP, np.random.default_rng(seed)) for seed in range(DRAWN)]
+    reference = [group_moments("rloo", tree, GROUP_SIZE) for tree in trees]
     rows = []
-    for name, b in figures.items():
-        against_target = "" if ESTIMATORS[name].target == "∇J" else f" ({number(b.target_bias)})"
-        numbers = (b.projection, b.variance, b.sf, *b.efficiency)
-        rows.append(
-            (f"`{name}`", number(b.relative_bias) + against_target, *map(number, numbers), _prompts(b.crossing))
+    for name, entry in ESTIMATORS.items():
+        moments = [group_moments(name, tree, GROUP_SIZE) for tree in trees]
+        pairs = list(zip(moments, reference, strict=True))
+        bias = number(float(np.median([m.relative_bias for m in moments])))
+        if entry.target != "∇J":
+            # `grpo` divides by the standard deviation of rewards of 0 or 1, so its target is the gradient over that.
+            targets = [tree.gradient * (tree.objective * (1 - tree.objective)) ** -0.5 for tree in trees]
+            off = [np.linalg.norm(m.mean - t) / np.linalg.norm(t) for m, t in zip(moments, targets, strict=True)]
+            bias += f" ({number(float(np.median(off)))})"
+        columns = (
+            [m.projection for m in moments],
+            [m.variance / r.variance for m, r in pairs],
+            [m.sf / r.sf for m, r in pairs],
+            [m.efficiency(1) for m in moments],
+            [m.efficiency(1000) for m in moments],
         )
+        crossing = float(np.median([float(measures.crossing(m.measured(r))) for m, r in pairs]))
+        last = "∞" if math.isinf(crossing) else f"{crossing:.0f}"
+        rows.append((f"`{name}`", bias, *(number(float(np.median(column))) for column in columns), last))
     return table(head, rows)
+
+
+def number(x: float) -> str:
+    """Return three decimals, and a bare 0 for rounding."""
+    return "0" if abs(x) < ROUNDING else f"{x:.3f}"
+
+
+def spread(x: Float) -> str:
+    """Return the median and the quartiles."""
+    low, middle, high = np.quantile(x, [0.25, 0.5, 0.75])
+    return number(middle) if number(low) == number(high) else f"{number(middle)} [{number(low)}, {number(high)}]"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -6,14 +6,22 @@ with m/3 switches *off*. *Off*: tokens 0, 1, 2 with (.4, .3, .3)(1 − r) stay o
 R = 1 with probability q if on at the end, else 0. Everything below is exact by dynamic programming but `sample`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from otb_analysis.enumeration.moments import sampled_moments
+from otb_analysis.estimators import estimate
 from otb_analysis.types import EstimatorInputs, Float
 
 ON, OFF = 0, 1
+SAMPLED = (
+    "none", "group_mean", "rloo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "token_optimal",
+    "token_optimal_loo",
+)  # fmt: skip
+"""Estimators whose groups are sampled, in the order of the table's rows."""
 
 
 @dataclass(frozen=True)
@@ -162,3 +170,39 @@ class Derailment:
             part = np.where((state == s)[:, :, None], scaled, 0.0)
             out[:, :, s] = part.reshape(groups, n, self.horizon, 4).sum(axis=1)
         return out.reshape(groups, -1)
+
+
+def derailment_samples(process: Derailment, sizes: Sequence[tuple[int, int, int]]) -> dict[tuple[str, int], Float]:
+    """Return N·V and N·SF of group gradients on the derailment process, relative to the variance of B*.
+
+    Sampled: every estimator on the same rollouts, in chunks of independent groups, so that differences between
+    estimators have standard errors over chunks. SF = V/c² is a ratio of means, so its column holds jackknife
+    pseudo-values, K·θ − (K−1)·θ_(k): their mean is the estimate, their standard error includes that of c.
+
+    A size is a group size, the number of chunks, and groups per chunk.
+
+    Returns:
+        (estimator, N) → [chunks, 2], the columns N·V and N·SF.
+    """
+    rng = np.random.default_rng(1)
+    best = process.variance(process.baseline("token_optimal"))
+    out = {}
+    for n, chunks, groups in sizes:
+        moments = {name: [] for name in SAMPLED}
+        for _ in range(chunks):
+            state, token, reward = process.sample(n * groups, rng)
+            inputs = process.inputs(state, token, reward, n)
+            for name in SAMPLED:
+                gradients = process.group_gradients(state, token, estimate(name, inputs).advantage, n)
+                moments[name].append(sampled_moments(gradients, process.gradient, n))
+        for name, parts in moments.items():
+            variance = np.array([m.n_variance for m in parts]) / best
+            out[name, n] = np.stack([variance, _sf_pseudo_values(variance, [m.projection for m in parts])], axis=1)
+    return out
+
+
+def _sf_pseudo_values(variance: Float, projection: list[float]) -> Float:
+    # The ratio of means without each chunk; a mean of ratios would be biased.
+    k, c = len(variance), np.array(projection)
+    without = [(x.sum() - x) / (k - 1) for x in (variance, c)]
+    return k * variance.mean() / c.mean() ** 2 - (k - 1) * without[0] / without[1] ** 2

@@ -1,4 +1,4 @@
-"""Samplers at a stated distance from an enumerated policy, and what each importance ratio makes of their completions.
+"""Samplers at a stated distance from an enumerated policy.
 
 The policy of a tree is log-linear, so its scores at one parameter vector give its probabilities at every other: with
 s_v = φ_v − E_π φ, log π_{θ+δ}(v|h) = log π_θ(v|h) + s_v·δ − log Σ_u π_θ(u|h) e^{s_u·δ}. A sampler can so be put behind
@@ -12,8 +12,6 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 
-from otb_analysis.enumeration.moments import GroupMoments, weighted_moments
-from otb_analysis.enumeration.off_policy import Case
 from otb_analysis.enumeration.trees import Tree
 from otb_analysis.errors import InputError
 from otb_analysis.types import Float
@@ -76,13 +74,3 @@ def effective_share(tree: Tree) -> float:
     policy, behavior = tree.logprob.sum(axis=1), tree.behavior_logprob.sum(axis=1)
     total = cast(float, logsumexp(2 * policy - behavior))  # E_μ[(π/μ)²] = Σ π²/μ, which may be too large a number
     return float(np.exp(-total))
-
-
-def case_moments(tree: Tree, case: Case) -> GroupMoments:
-    """Return the exact moments of one rollout's gradient Σ_t c_t s_t, c the ratio's coefficients for A = G − J.
-
-    The baseline J is the limit of every plain mean on-policy. `efficiency(P)` of the answer is that of P rollouts.
-    """
-    coefficient = case.ratio(tree).coefficient(np.where(tree.mask, tree.returns - tree.objective, 0.0))
-    single = np.einsum("mt,mtd->md", coefficient, tree.score)
-    return weighted_moments(single, tree.prob, tree.gradient, 1)

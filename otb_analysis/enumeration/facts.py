@@ -1,19 +1,57 @@
-"""What the facts about baselines say of one enumerated policy: errors of identities, correlations, parts of a variance.
+"""What the facts about baselines say of one enumerated policy, and one row of figures per random policy for study 01.
 
 Identities come out as errors relative to a natural scale, 0 up to rounding where they hold.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from otb_analysis.energies import realized_energy
-from otb_analysis.enumeration.groups import group_gradients, multisets
+from otb_analysis.enumeration.groups import group_gradients, group_moments, multisets
 from otb_analysis.enumeration.moments import GroupMoments
-from otb_analysis.enumeration.population import population_baseline, population_moments, position_optimum, regret
-from otb_analysis.enumeration.trees import Tree
-from otb_analysis.estimators import estimate
+from otb_analysis.enumeration.off_policy import CASES, drifted, mean_shift
+from otb_analysis.enumeration.population import (
+    gap_closed,
+    population_baseline,
+    population_moments,
+    position_optimum,
+    prefix_optimum,
+    regret,
+    values,
+)
+from otb_analysis.enumeration.trees import Tree, TreeSpec, random_tree
+from otb_analysis.estimators import TailOptions, estimate
 from otb_analysis.types import Float
+
+SETTINGS = {
+    "tabular, terminal": TreeSpec(),
+    "tabular, dense": TreeSpec(dense=True),
+    "shared, terminal": TreeSpec(shared=6),
+    "shared, dense": TreeSpec(shared=6, dense=True),
+}
+CLOSERS = (
+    ("classic_optimal", "exact"),
+    ("sequence_optimal", "exact"),
+    ("otb", "exact"),
+    ("otb", "proxy"),
+    ("token_optimal", "exact"),
+    ("token_optimal", "proxy"),
+)
+"""Estimators and energies whose share of the gap closed is listed."""
+GROUP, GROUP_SIZE = TreeSpec(horizon=3, shared=5, end_token=True), 4
+GROUPS = {"ragged": GROUP, "equal": replace(GROUP, end_token=False)}
+"""Policies whose groups of four are enumerated, by their lengths."""
+LONG_GROUPS = TreeSpec(vocabulary=2, horizon=4, shared=3, end_token=True)
+"""Five completions: few enough to enumerate every group of 32."""
+LARGE, SMALL = 32, 4
+COMPARED = (
+    "none", "group_mean", "rloo", "sequence_optimal", "otb", "token_optimal", "sequence_optimal_loo", "otb_loo",
+    "token_optimal_loo",
+)  # fmt: skip
+"""Estimators of the groups, in the order of the table's columns."""
 
 
 def score_overlap(tree: Tree) -> float:
@@ -92,3 +130,84 @@ def _outcomes(name: str, trees: Sequence[Tree], n: int) -> tuple[Float, Float, n
     outcomes = [group_gradients(name, tree, members) for tree, (members, _) in zip(trees, drawn, strict=True)]
     prob = np.concatenate([p / len(trees) for _, p in drawn])
     return np.concatenate(outcomes), prob, np.repeat(np.arange(len(trees)), [len(p) for _, p in drawn])
+
+
+def population_row(setting: str, seed: int) -> dict[str, Any]:
+    """Return what facts 1, 2 and 5 say of one policy."""
+    tree, rng = random_tree(SETTINGS[setting], np.random.default_rng(seed)), np.random.default_rng([seed, 1])
+    best, mean, value, prefix = (
+        population_moments(tree, b).variance
+        for b in (position_optimum(tree), population_baseline("group_mean", tree), values(tree), prefix_optimum(tree))
+    )
+    off_policy = drifted(SETTINGS[setting], seed)
+    return {
+        "setting": setting,
+        "policy": seed,
+        "overlap": score_overlap(tree),
+        "regret_error": regret_error(tree, rng.normal(size=tree.mask.shape[1])),
+        "regret_error_off_policy": regret_error(off_policy, rng.normal(size=tree.mask.shape[1])),
+        "first_token_error": first_token_error(tree),
+        **{f"{name} {source}": gap_closed(name, tree, source) for name, source in CLOSERS},
+        "gap": 1 - best / mean,
+        "value": value / best,
+        "prefix": prefix / best,
+    }
+
+
+def group_row(setting: str, seed: int) -> dict[str, Any]:
+    """Return what facts 3 and 4 say of one policy in groups of four."""
+    tree = random_tree(GROUPS[setting], np.random.default_rng(seed))
+    moments = {name: group_moments(name, tree, GROUP_SIZE) for name in COMPARED}
+    tails = [group_moments("otb_loo", tree, GROUP_SIZE, TailOptions(tail=tail)) for tail in ("group", "zero")]
+    unbiased = [moments[name] for name in COMPARED if name in ("none", "rloo") or name.endswith("_loo")] + tails[:1]
+    reference, mean = moments["rloo"], moments["group_mean"]
+    best = population_moments(tree, position_optimum(tree)).variance
+    row = {
+        "setting": setting,
+        "policy": seed,
+        "corr": energy_reward_corr(tree),
+        "loo_bias": max(m.relative_bias for m in unbiased),
+        "zero_tail_bias": tails[1].relative_bias,
+        "mean_length_error": abs(mean.projection - (1 - 1 / GROUP_SIZE)),
+        "mean_sideways": sideways(mean),
+        "otb_sideways": sideways(moments["otb"]),
+        "self_inclusion_error": self_inclusion_error(tree, GROUP_SIZE),
+    }
+    for name, m in moments.items():
+        row[f"v {name}"], row[f"sf {name}"] = m.variance / reference.variance, m.sf / reference.sf
+        row[f"e1 {name}"], row[f"e1000 {name}"] = (m.efficiency(p) / reference.efficiency(p) for p in (1, 1000))
+        row[f"nsf {name}"] = GROUP_SIZE * m.sf / best
+    return row
+
+
+def ratio_row(setting: str, seed: int) -> dict[str, Any]:
+    """Return how far a baseline moves the mean under each ratio on one pair of policies."""
+    tree = drifted(SETTINGS[setting], seed)
+    return {"setting": setting, "policy": seed, **{label: mean_shift(tree, case) for label, case in CASES.items()}}
+
+
+def prompt_row(seed: int) -> dict[str, Any]:
+    """Return how the variance of two prompts' mean gradient splits, on two policies as prompts, groups of two."""
+    trees = [random_tree(GROUP, np.random.default_rng(2 * seed + k)) for k in (0, 1)]
+    within, between = prompt_parts("rloo", trees, 2)
+    whole, plain = two_prompt_variance("rloo", trees, 2), prompt_parts("none", trees, 2)[1]
+    return {
+        "policy": seed,
+        "split_error": abs((within + between) / 2 - whole) / whole,
+        "between_rloo_error": abs(between / plain - 1),
+        "between_mean": prompt_parts("group_mean", trees, 2)[1] / plain,
+        "between_otb": prompt_parts("otb", trees, 2)[1] / plain,
+    }
+
+
+def size_row(seed: int) -> dict[str, Any]:
+    """Return `otb` in groups of 4 over the group mean in groups of 32 on one policy, every group enumerated."""
+    tree = random_tree(LONG_GROUPS, np.random.default_rng(seed))
+    small, large = group_moments("otb", tree, SMALL), group_moments("group_mean", tree, LARGE)
+    return {
+        "policy": seed,
+        "corr": energy_reward_corr(tree),
+        "variance": small.variance / large.variance,
+        "sf": small.sf / large.sf,
+        "efficiency": small.efficiency(1) / large.efficiency(1),
+    }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from otb_analysis.enumeration.moments import GroupMoments, weighted_moments
 from otb_analysis.enumeration.population import masked_rows
 from otb_analysis.enumeration.trees import Tree, TreeSpec, random_tree
 from otb_analysis.objectives.ratios import (
@@ -87,10 +88,14 @@ def mean_shift(tree: Tree, case: Case, baseline: float | None = None) -> float:
     return float(np.linalg.norm(moved) / np.linalg.norm(tree.gradient))
 
 
-def mean_error(tree: Tree, case: Case, baseline: float | None = None) -> float:
-    """Return how far the mean under a constant baseline B, by default J, is from the gradient: ‖E g(B) − ∇J‖/‖∇J‖."""
-    away = mean_gradient(tree, case, _constant(tree, baseline)) - tree.gradient
-    return float(np.linalg.norm(away) / np.linalg.norm(tree.gradient))
+def case_moments(tree: Tree, case: Case) -> GroupMoments:
+    """Return the exact moments of one rollout's gradient Σ_t c_t s_t, c the ratio's coefficients for A = G − J.
+
+    The baseline J is the limit of every plain mean on-policy. `efficiency(P)` of the answer is that of P rollouts.
+    """
+    coefficient = case.ratio(tree).coefficient(tree.returns - masked_rows(_constant(tree, None), tree))
+    single = np.einsum("mt,mtd->md", coefficient, tree.score)
+    return weighted_moments(single, tree.prob, tree.gradient, 1)
 
 
 def touched(tree: Tree, case: Case) -> float:

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from otb_analysis.enumeration.fact_rows import COMPARED, LARGE, SMALL
-from otb_analysis.enumeration.figures import SAMPLED, SETTINGS
+from otb_analysis.enumeration.catalogue import spread
+from otb_analysis.enumeration.facts import COMPARED, LARGE, SETTINGS, SMALL
 from otb_analysis.enumeration.off_policy import CASES
-from otb_analysis.enumeration.tables import spread
 from otb_analysis.figures.styles import GREY, estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
@@ -106,7 +105,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "largest": lambda values: abs(values).max(),
         "other_ratios": [name for name in CASES if name not in KNOWN_RATIOS],
         "estimators": COMPARED,
-        "sampled": SAMPLED,
     }  # fmt: skip
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.enumeration import Derailment
-from otb_analysis.enumeration.fact_rows import (
+from otb_analysis.enumeration.derailment import derailment_samples
+from otb_analysis.enumeration.facts import (
     GROUPS,
     LARGE,
+    SETTINGS,
     SMALL,
     group_row,
     population_row,
@@ -20,7 +22,6 @@ from otb_analysis.enumeration.fact_rows import (
     ratio_row,
     size_row,
 )
-from otb_analysis.enumeration.figures import SETTINGS, derailment_samples
 from otb_analysis.study import Cell, Study, Tables
 from otb_analysis.training.runtime.progress import Bar
 

@@ -14,8 +14,8 @@ import torch
 
 from otb_analysis.config import EvaluateConfig, ObjectiveConfig, OptimizeConfig, SampleConfig, TrainConfig
 from otb_analysis.enumeration import Tree, TreeSpec, random_tree
-from otb_analysis.enumeration.drift import case_moments, effective_share, farthest, sampled_at
-from otb_analysis.enumeration.off_policy import CASES, mean_shift, touched
+from otb_analysis.enumeration.drift import effective_share, farthest, sampled_at
+from otb_analysis.enumeration.off_policy import CASES, case_moments, mean_shift, touched
 from otb_analysis.estimators import estimate
 from otb_analysis.measurement.table import TokenTable, token_ratio
 from otb_analysis.objectives.importance import RatioInputs, effective_sample_size

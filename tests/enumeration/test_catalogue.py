@@ -7,10 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration.catalogue import catalogue, entries, main, ratios, weights_and_rewards
-from otb_analysis.enumeration.figures import shift_figures
+from otb_analysis.enumeration.catalogue import (
+    catalogue,
+    entries,
+    main,
+    number,
+    ratios,
+    shift_figures,
+    spread,
+    table,
+    weights_and_rewards,
+)
 from otb_analysis.enumeration.off_policy import CASES
-from otb_analysis.enumeration.tables import number, spread, table
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.objectives.aggregation import AGGREGATIONS
 from otb_analysis.objectives.ratios import RATIOS

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.enumeration import Derailment, population_moments
-from otb_analysis.enumeration.figures import derailment_samples
+from otb_analysis.enumeration.derailment import derailment_samples
 from otb_analysis.enumeration.trees import Tree
 
 
@@ -74,7 +74,7 @@ def test_sampled_gradients_have_the_exact_mean_and_variance():
 @pytest.fixture(scope="module")
 def measured():
     """Per chunk of independent groups: N·V and N·SF of every estimator on the same rollouts, relative to B*."""
-    return derailment_samples()
+    return derailment_samples(Derailment(), ((4, 12, 400), (32, 6, 100)))
 
 
 def lower(a, b, column):

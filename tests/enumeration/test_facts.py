@@ -2,11 +2,14 @@ import numpy as np
 import pytest
 
 from otb_analysis.enumeration import GroupMoments, Tree, group_moments
-from otb_analysis.enumeration.fact_rows import COMPARED, group_row, population_row, ratio_row
 from otb_analysis.enumeration.facts import (
+    COMPARED,
     energy_reward_corr,
     first_token_error,
+    group_row,
+    population_row,
     prompt_parts,
+    ratio_row,
     regret_error,
     score_overlap,
     self_inclusion_error,

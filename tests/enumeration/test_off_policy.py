@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 
 from otb_analysis.enumeration import TreeSpec, population_moments, position_optimum, regret
-from otb_analysis.enumeration.off_policy import CASES, Case, drifted, mean_error, mean_gradient, mean_shift, touched
+from otb_analysis.enumeration.off_policy import CASES, Case, case_moments, drifted, mean_gradient, mean_shift, touched
 
 SHARED = TreeSpec(shared=6)
 KEEPING = [label for label, case in CASES.items() if case.keeps_mean]
 MOVING = [label for label, case in CASES.items() if not case.keeps_mean]
 KNOWN = [label for label in KEEPING if CASES[label].name != "sequence"]  # known at the token
 SEQUENCE = Case("sequence")
+
+
+def mean_error(tree, case):
+    return case_moments(tree, case).relative_bias
 
 
 def weights(tree, name):
