@@ -166,7 +166,7 @@ def study_command(words: Sequence[str]) -> None:
     config: StudyConfig = tyro.cli(StudyConfig, prog="otb study", args=list(words), config=())
     with shown(), phase("starting") as whole:
         from otb_analysis.rollouts.models import quiet_loading
-        from otb_analysis.study.folder import find_studies_folder, find_study
+        from otb_analysis.study.record import find_studies_folder, find_study
         from otb_analysis.study.run import Setting, run_study
 
         folder = find_study(config.name, find_studies_folder())

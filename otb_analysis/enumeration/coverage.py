@@ -29,16 +29,11 @@ QUANTITIES = ("variance", "projection", "SF", "efficiency", "variance ratio", "S
 
 @dataclass(frozen=True)
 class Law:
-    """The law of one prompt's group gradients under RLOO (row 0) and another estimator (row 1).
-
-    Attributes:
-        draw: (generator, n) → group gradients of n prompts [2, n, D].
-        moments: Exact moments, both rows in one array [2].
-    """
+    """The law of one prompt's group gradients under RLOO (row 0) and another estimator (row 1)."""
 
     name: str
-    draw: Callable[[np.random.Generator, int], Float]
-    moments: Moments
+    draw: Callable[[np.random.Generator, int], Float]  # (generator, n) → group gradients of n prompts [2, n, D]
+    moments: Moments  # Exact, both rows in one array [2]
 
     @property
     def noise_scale(self) -> float:
@@ -47,24 +42,11 @@ class Law:
 
 
 @dataclass(frozen=True)
-class Design:
-    """How much is measured: steps × prompts, every prompt a new one."""
-
-    steps: int
-    prompts: int
-
-
-@dataclass(frozen=True)
 class Coverage:
-    """Coverage of one quantity in one setting.
+    """Coverage of one quantity in one setting."""
 
-    Attributes:
-        covered: Share of the intervals given that contain the truth.
-        given: Share of the repetitions that gave an interval.
-    """
-
-    covered: float
-    given: float
+    covered: float  # Share of the intervals given that contain the truth
+    given: float  # Share of the repetitions that gave an interval
 
 
 def enumerated(seed: int, n_prompts: int = 4, size: int = 4, names: Sequence[str] = ("rloo", "otb")) -> Law:
@@ -134,26 +116,27 @@ LAWS: dict[str, Callable[[], Law]] = {
     ),
 }
 
-ROWS: tuple[tuple[str, Design], ...] = (
-    *((law, Design(1, prompts)) for law in LAWS for prompts in (24, 64)),
-    ("noisy", Design(1, 16)),
-    ("noisy", Design(16, 2)),
-    ("noisy", Design(8, 8)),
-    ("lognormal", Design(8, 8)),
+ROWS = (
+    *((law, 1, prompts) for law in LAWS for prompts in (24, 64)),
+    ("noisy", 1, 16),
+    ("noisy", 16, 2),
+    ("noisy", 8, 8),
+    ("lognormal", 8, 8),
 )
-"""What the published table holds, in order; the seed of a row is its index."""
+"""Law, steps and prompts of each row of the published table, every prompt a new one; the seed of a row is its index."""
 
 
 def measure(
-    law: Law, design: Design, repetitions: int = REPETITIONS, seed: int = 0, known: Proved = NOTHING
+    law: Law, steps: int, prompts: int, repetitions: int = REPETITIONS, seed: int = 0, known: Proved = NOTHING
 ) -> dict[str, Coverage]:
-    """Repeat a measurement and count how often each interval contains the truth."""
+    """Repeat a measurement of steps × prompts and count how often each interval contains the truth."""
     rng = np.random.default_rng(seed)
-    truth = _truth(law, design.prompts)
+    truth = _truth(law, prompts)
     n_covered, n_given = np.zeros(len(QUANTITIES)), np.zeros(len(QUANTITIES))
     for _ in range(repetitions):
-        steps = [_gram(law.draw(rng, design.prompts)) for _ in range(design.steps)]
-        for index, interval in enumerate(_intervals(steps, known)):
+        gradients = [law.draw(rng, prompts) for _ in range(steps)]
+        grams = [Gram(np.einsum("mpd,nqd->mnpq", g, g), (REFERENCE, OTHER), g.shape[1]) for g in gradients]
+        for index, interval in enumerate(_intervals(grams, known)):
             if interval is not None and interval.low is not None and interval.high is not None:
                 n_given[index] += 1
                 n_covered[index] += interval.low <= truth[index] <= interval.high
@@ -163,22 +146,10 @@ def measure(
     }
 
 
-def _gram(g: Float) -> Gram:
-    return Gram(np.einsum("mpd,nqd->mnpq", g, g), (REFERENCE, OTHER), g.shape[1])
-
-
 def _intervals(grams: Sequence[Gram], known: Proved) -> list[Interval | None]:
-    other = pooled_statistics(grams, known=known)[1]
-    pair = paired_ratios(grams, known=known)[0]
-    return [
-        other.variance_interval,
-        other.projection_interval,
-        other.sf_interval,
-        other.efficiency_interval,
-        pair.variance,
-        pair.sf,
-        pair.efficiency,
-    ]
+    other, pair = pooled_statistics(grams, known=known)[1], paired_ratios(grams, known=known)[0]
+    alone = (other.variance_interval, other.projection_interval, other.sf_interval, other.efficiency_interval)
+    return [*alone, pair.variance, pair.sf, pair.efficiency]
 
 
 def _truth(law: Law, prompts: int) -> list[float]:
@@ -190,11 +161,11 @@ def _truth(law: Law, prompts: int) -> list[float]:
 
 def row_text(index: int, repetitions: int = REPETITIONS) -> str:
     """Run one row of the table and format it."""
-    name, design = ROWS[index]
+    name, steps, prompts = ROWS[index]
     law = LAWS[name]()
-    coverage = measure(law, design, repetitions, seed=index)
+    coverage = measure(law, steps, prompts, repetitions, seed=index)
     cells = [_cell(coverage[quantity]) for quantity in QUANTITIES]
-    size = f"{design.prompts}" if design.steps == 1 else f"{design.steps} × {design.prompts}"
+    size = f"{prompts}" if steps == 1 else f"{steps} × {prompts}"
     return f"| {law.name} | {size} | {' | '.join(cells)} |"
 
 
@@ -232,12 +203,7 @@ different prompts are needed.
 """
 
 
-def main() -> None:
-    """Print the whole table as Markdown."""
-    print(INTRODUCTION, end="")
-    for index in range(len(ROWS)):
-        print(row_text(index), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    print(INTRODUCTION, end="")
+    for row in range(len(ROWS)):
+        print(row_text(row), flush=True)

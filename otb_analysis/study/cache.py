@@ -1,7 +1,9 @@
-"""Finished cells: one JSON file each, which appears by rename, named after all that the result depends on."""
+"""Finished cells and what they took: one JSON file each, named after all that the result depends on."""
 
 import hashlib
 import json
+import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +11,11 @@ from pathlib import Path
 from otb_analysis import __version__
 from otb_analysis.errors import StoreError
 from otb_analysis.store.atomic import atomic_file
-from otb_analysis.study.record import Cell, Tables, Value
+from otb_analysis.study.record import Cell, Rows, Tables, Value
+
+COST = "cost"
+"""Name of the table that every study has."""
+CPU, STATUS, FORGET = Path("/proc/cpuinfo"), Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,17 @@ class Finished:
     peak_mib: int | None
     machine: str
     processor_minutes: float | None = None
+
+    def cost(self, cell: str) -> dict[str, Value]:
+        """Return the row of the cost table."""
+        processor = None if self.processor_minutes is None else round(self.processor_minutes, 2)
+        return {
+            "cell": cell,
+            "minutes": round(self.minutes, 2),
+            "processor_minutes": processor,
+            "peak_mib": self.peak_mib,
+            "machine": self.machine,
+        }
 
 
 class CellCache:
@@ -82,6 +99,49 @@ def joined(results: Sequence[Finished]) -> dict[str, list[Mapping[str, Value]]]:
     """Return the tables of all cells one below the other, in the cells' order."""
     names = dict.fromkeys(name for one in results for name in one.tables)
     return {name: [row for one in results for row in one.tables.get(name, ())] for name in names}
+
+
+def minutes_words(cost: Rows) -> str:
+    """Return the minutes of all cells together, as in `83 min of processor time (120 min by the clock)`.
+
+    Where a cell has no processor time, only the clock is told.
+    """
+    clock = _minutes(sum(row["minutes"] for row in cost))
+    processor = [row["processor_minutes"] for row in cost if row.get("processor_minutes") is not None]
+    if len(processor) < len(cost):
+        return clock
+    return f"{_minutes(sum(processor))} of processor time ({clock} by the clock)"
+
+
+def _minutes(minutes: float) -> str:
+    return f"{minutes:.1f} min" if minutes < 10 else f"{minutes:.0f} min"
+
+
+def machine_words() -> str:
+    """Return the machine in words: cores that this process may use, their kind, memory of the machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{cores} core{'s' * (cores > 1)} of {_processor()}, {memory:.0f} GiB of memory"
+
+
+def forget_peak_memory() -> None:
+    """Ask the system to measure the most memory held from now on, where it can."""
+    if os.access(FORGET, os.W_OK):
+        FORGET.write_text("5")
+
+
+def peak_memory_mib() -> int | None:
+    """Return the most memory that this process held since `forget_peak_memory`, in MiB, where the system tells."""
+    if not STATUS.exists():
+        return None
+    (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    return round(int(line.split()[1]) / 1024)
+
+
+def _processor() -> str:
+    lines = CPU.read_text().splitlines() if CPU.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _digest(cell: Cell) -> str:

@@ -10,6 +10,7 @@ from otb_analysis.figures.svg import Curve
 from otb_analysis.statistics import Interval
 from otb_analysis.study.record import Row, Rows
 from otb_analysis.study.results import distinct, select
+from otb_analysis.types import Label
 
 Measured = Interval | Row | None
 """An interval, a row with the columns NAME, NAME_low and NAME_high, or nothing."""
@@ -25,16 +26,20 @@ def interval_columns(name: str, found: Interval | None) -> dict[str, float | Non
     return dict(zip((name, f"{name}_low", f"{name}_high"), map(rounded, ends(found)), strict=True))
 
 
-def statistics_columns(row: Any) -> dict[str, float | None]:
-    """Return raw variance, projection, SF and efficiency of a row of `pooled_statistics`, with their intervals."""
-    names = ("variance", "projection", "sf", "efficiency")
+def statistics_columns(row: Any, *names: str) -> dict[str, float | None]:
+    """Return quantities of a row of `pooled_statistics` with their intervals; without names the usual four."""
+    names = names or ("variance", "projection", "sf", "efficiency")
     return {k: v for name in names for k, v in interval_columns(name, getattr(row, f"{name}_interval")).items()}
 
 
-def ratio_columns(pair: Any, suffix: str = "") -> dict[str, float | None]:
-    """Return ratios of raw variance, SF and efficiency with their intervals; nothing is known without a pair."""
-    names = ("variance", "sf", "efficiency")
-    return {k: v for n in names for k, v in interval_columns(f"{n}{suffix}", getattr(pair, n, None)).items()}
+def ratio_columns(pair: Any, names: Mapping[str, str]) -> dict[str, float | None]:
+    """Return ratios of a pair (`variance`, `sf`, `efficiency`) by the columns' names; nothing is known without one."""
+    return {k: v for name, of in names.items() for k, v in interval_columns(name, getattr(pair, of, None)).items()}
+
+
+def by_label(rows: Sequence[Any]) -> dict[Label, Any]:
+    """Return rows of `pooled_statistics` or `paired_ratios` by estimator and energy source."""
+    return {(row.estimator, row.energy_source): row for row in rows}
 
 
 def ends(of: Measured, name: str = "") -> tuple[float | None, float | None, float | None]:

@@ -18,7 +18,6 @@ from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks import Prompt, Task, make_task
 from otb_analysis.training.loop import train
 from otb_analysis.training.runtime.progress import Bar, silent
-from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Int
 
 ARCHITECTURES = ("qwen3", "gpt2")
@@ -62,10 +61,6 @@ class ScoredRollouts:
         """Return numbers by column [N, L] by completion token [N, T], zero outside the mask."""
         return np.where(self.table.mask, self.rollouts.by_token(x), 0.0)
 
-    def by_column(self, x: Float) -> Float:
-        """Return rows of numbers by completion token [M, N, T] by column [N, M, L]."""
-        return self.rollouts.by_column(x)
-
 
 def fresh_policy(config: TrainConfig, architecture: str = "qwen3") -> Policy:
     """Return a randomly initialised policy of the configured sizes for the configured task.
@@ -95,15 +90,6 @@ def small_gpt2(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, see
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return GPT2LMHeadModel(shape).eval()
-
-
-def warm_start(policy: Policy, config: TrainConfig) -> float:
-    """Train a policy on demonstrations in place until its success lies in the configured band, and return it.
-
-    Raises:
-        InputError: The step budget ran out below the band.
-    """
-    return fit(policy.model, policy.tokenizer, policy.task, config)[1]
 
 
 def trained(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) -> Policy:

@@ -80,18 +80,12 @@ def measure_pool(policy: Policy, written: ScoredRollouts, dim: int, seed: int = 
     seed is that of the hash and of the halves for B*.
     """
     table = written.table
-    energy, whole = exact_norms(policy, written)
-    sketch, node = token_sketches(policy, written, dim, seed, bar)
-    inputs = table.inputs(energy, whole)
-    pool = Pool(written, inputs, np.where(table.mask, table.stats.energy, 0.0), sketch, node)
-    return replace(pool, inputs=replace(inputs, position_baseline=cross_fitted_optimum(pool, seed)))
-
-
-def exact_norms(policy: Policy, written: ScoredRollouts) -> tuple[Float, Float]:
-    """Return ‖s_{n,t}‖² [N, T], 0 outside the mask, and ‖Σ_t s_{n,t}‖² [N]."""
     measurer = GradientMeasurer(policy.model, MeasureConfig(), written.temperature)
     measured = measurer.norms(written.rollouts, np.unique(written.rollouts.group))
-    return np.nan_to_num(measured.norm_sq), measured.rollout_norm_sq
+    sketch, node = token_sketches(policy, written, dim, seed, bar)
+    inputs = table.inputs(np.nan_to_num(measured.norm_sq), measured.rollout_norm_sq)
+    pool = Pool(written, inputs, np.where(table.mask, table.stats.energy, 0.0), sketch, node)
+    return replace(pool, inputs=replace(inputs, position_baseline=cross_fitted_optimum(pool, seed)))
 
 
 def token_sketches(
@@ -180,12 +174,6 @@ def _by_batch(name: str, inputs: EstimatorInputs, cut: Partition) -> Float:
     return out
 
 
-def different(estimates: Mapping[Label, Float]) -> dict[Label, Label]:
-    """Return, for every label, the first label with the very same advantages."""
-    seen: dict[bytes, Label] = {}
-    return {label: seen.setdefault(np.ascontiguousarray(a).tobytes(), label) for label, a in estimates.items()}
-
-
 def pool_grams(pool: Pool, cuts: Sequence[Partition], anchors: Sequence[Label] = (REFERENCE,)) -> Iterator[PoolGram]:
     """Yield the Gram matrices of all estimators, a few at a time, each time with the same ones first.
 
@@ -193,7 +181,8 @@ def pool_grams(pool: Pool, cuts: Sequence[Partition], anchors: Sequence[Label] =
     are of one group size; `anchors`, `rloo` among them, are the first labels of every matrix.
     """
     estimates = [every_estimate(pool, cut) for cut in cuts]
-    first = different({label: np.stack([e[label] for e in estimates]) for label in estimates[0]})
+    seen: dict[bytes, Label] = {}
+    first = {label: seen.setdefault(np.stack([e[label] for e in estimates]).tobytes(), label) for label in estimates[0]}
     fixed = list(dict.fromkeys(first[label] for label in anchors))
     labels = [*fixed, *(label for label, same in first.items() if label == same and label not in fixed)]
     every = [_gradients(pool, cut, e, labels) for cut, e in zip(cuts, estimates, strict=True)]

@@ -1,12 +1,20 @@
-"""What a study is: `STUDY` in `studies/NN_slug/study.py`."""
+"""What a study is: `STUDY` in `studies/NN_slug/study.py`, found and loaded by its path, so the library names none."""
 
+import importlib
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import otb_analysis
+from otb_analysis.errors import InputError
 from otb_analysis.training.runtime.progress import Bar
 
+FOLDER, FILE, DERIVED = "studies", "study.py", "derived.py"
+NAME = re.compile(r"(\d\d)_(\w+)")
 Value = float | int | str | bool | None
 Tables = Mapping[str, Sequence[Mapping[str, Value]]]
 """Rows of each table by the table's name, as a cell measures them."""
@@ -28,7 +36,7 @@ class Cell:
     """
 
     name: str
-    settings: Mapping[str, object]
+    settings: Mapping[str, Any]
     after: tuple["Cell", ...] = ()
     given: Tables = field(default_factory=dict)
 
@@ -65,3 +73,67 @@ class Study:
     numbers: Callable[[Mapping[str, Rows]], Mapping[str, Any]] = nothing
     figures: Callable[[Mapping[str, Rows]], Mapping[str, str]] = nothing
     names: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_studies_folder(start: Path = Path()) -> Path:
+    """Return `studies/` of a directory or, failing that, of the repository that the package is installed from.
+
+    Raises:
+        InputError: There is none: the package was installed without its repository.
+    """
+    for root in (start, Path(otb_analysis.__file__).parent.parent):
+        if study_folders(root / FOLDER):
+            return root / FOLDER
+    raise InputError(
+        f"studies need a clone of the repository, and {start.resolve()} has no folder {FOLDER}/ with a study in it; "
+        "run otb study in a clone."
+    )
+
+
+def study_folders(studies: Path) -> list[Path]:
+    """Return the folders NN_slug of studies, in the order of their numbers."""
+    return sorted(path.parent for path in studies.glob(f"*/{FILE}") if NAME.fullmatch(path.parent.name))
+
+
+def find_study(name: str, studies: Path) -> Path:
+    """Return a study's folder by its name (`00_training`), number (`00`, `0`) or slug (`training`).
+
+    Raises:
+        InputError: No study is called that; the sentence lists those there are.
+    """
+    folders = study_folders(studies)
+    for folder in folders:
+        number, slug = folder.name.split("_", 1)
+        if name in (folder.name, slug) or (name.isdigit() and int(name) == int(number)):
+            return folder
+    asked = f"study {name!r} does not exist" if name else "otb study needs the name of a study"
+    raise InputError(f"{asked}; those there are: {', '.join(folder.name for folder in folders) or 'none'}.")
+
+
+def load_study(folder: Path) -> Study:
+    """Run a study's file and return its `STUDY`, with `numbers` and `figures` of `derived.py` where there is one.
+
+    The files of a study import one another relatively: `from .study import …`.
+
+    Raises:
+        InputError: The file defines no `STUDY`.
+    """
+    package = ModuleType(f"study_{folder.name}")
+    package.__path__ = [str(folder)]
+    for name in [name for name in sys.modules if name == package.__name__ or name.startswith(f"{package.__name__}.")]:
+        del sys.modules[name]
+    sys.modules[package.__name__] = package
+    importlib.invalidate_caches()
+    names = _names(package, FILE)
+    study = names.get("STUDY")
+    if not isinstance(study, Study):
+        raise InputError(f"{folder / FILE} defines no STUDY; assign an otb_analysis.study.Study to that name.")
+    derived = _names(package, DERIVED) if (folder / DERIVED).is_file() else {}
+    told = {name: derived[name] for name in ("numbers", "figures") if name in derived}
+    return replace(study, names=names | derived, **told)
+
+
+def _names(package: ModuleType, file: str) -> dict[str, Any]:
+    """Return what a file of a study defines or imports under a public name."""
+    module = importlib.import_module(f"{package.__name__}.{Path(file).stem}")
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}

@@ -11,9 +11,8 @@ from otb_analysis.errors import InputError
 from otb_analysis.store import CommittedStudy, committed_studies
 from otb_analysis.store.studies import NOT_RUN
 from otb_analysis.study import formats
-from otb_analysis.study.cost import COST, minutes_words
-from otb_analysis.study.folder import load_study
-from otb_analysis.study.record import Rows, Study
+from otb_analysis.study.cache import COST, minutes_words
+from otb_analysis.study.record import Rows, Study, load_study
 from otb_analysis.study.results import distinct, read_tables, select
 
 TEMPLATE, FRAME, INDEX = "README.md.j2", "study.md.j2", "index.md.j2"

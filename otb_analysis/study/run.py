@@ -7,11 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, process_time
 
+import torch
+
 from otb_analysis.errors import InputError, StoreError, nearest
-from otb_analysis.study.cache import CellCache, Finished, joined
-from otb_analysis.study.cost import COST, cost_rows, forget_peak_memory, machine_words, peak_memory_mib
-from otb_analysis.study.folder import load_study
-from otb_analysis.study.record import Cell, Study
+from otb_analysis.study.cache import (
+    COST,
+    CellCache,
+    Finished,
+    forget_peak_memory,
+    joined,
+    machine_words,
+    peak_memory_mib,
+)
+from otb_analysis.study.record import Cell, Study, load_study
 from otb_analysis.study.report import index_page, study_page
 from otb_analysis.study.results import read_tables, write_tables
 from otb_analysis.training.runtime.progress import Bar, silent
@@ -55,7 +63,8 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
         results = _measured(study, cells, cache, setting.only, bar)
         if len(results) < len(cells):
             return None
-        write_tables(target / "results", joined(results) | {COST: cost_rows(cells, results)})
+        cost = [one.cost(cell.name) for cell, one in zip(cells, results, strict=True)]
+        write_tables(target / "results", joined(results) | {COST: cost})
     write_pages(folder, study, target, setting.quick)
     if target == folder:
         _write(folder.parent / "README.md", index_page(folder.parent))
@@ -106,6 +115,7 @@ def _finish(study: Study, cell: Cell, work: Path, bar: Bar) -> Finished:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
     forget_peak_memory()
+    torch.set_num_threads(1)  # models as small as those of studies gain nothing from a second thread
     clock, processor = perf_counter(), process_time()
     tables = study.measure(cell, work, bar)
     minutes, processor_minutes = (perf_counter() - clock) / 60, (process_time() - processor) / 60

@@ -1,12 +1,20 @@
 """Arms of a training study compared seed by seed: arms of a seed share its start and its prompts."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from otb_analysis.config import ChainSumConfig, MeasureConfig, Schedule, SmallModelConfig, TrainConfig, WarmStartConfig
+from otb_analysis.config import (
+    ChainSumConfig,
+    CriticConfig,
+    EvaluateConfig,
+    MeasureConfig,
+    Schedule,
+    SmallModelConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.study.record import Rows
 from otb_analysis.study.results import distinct, select
@@ -14,7 +22,13 @@ from otb_analysis.training.warm_start import warm_started
 
 MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
 FORWARD_ONLY = MeasureConfig(exact=Schedule())
-"""What the studies train, and measure beside it: nothing."""
+BASE = TrainConfig(
+    small_model=MODEL,
+    measure=FORWARD_ONLY,
+    critic=CriticConfig(enabled=False),
+    evaluate=EvaluateConfig(every=0),
+)
+"""What the studies train, with nothing beside it."""
 QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
 QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
 """Task of the quick settings. It trains in seconds; little is learned."""
@@ -45,9 +59,3 @@ def paired_difference(arm: dict[int, float], base: dict[int, float], quantity: s
 def held_projection(projection: float | None) -> float:
     """Return a projection c held in [.1, 1], and 1 where the pools are too small to tell, as a factor on a rate."""
     return 1.0 if projection is None else float(np.clip(projection, 0.1, 1.0))
-
-
-def final_success(rows: Rows) -> Sequence[float]:
-    """Return each seed's last held-out success of an arm; all seeds have the same steps."""
-    last = max(row["step"] for row in rows)
-    return [row["success"] for row in rows if row["step"] == last]

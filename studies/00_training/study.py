@@ -10,8 +10,6 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-import torch
-
 from otb_analysis.commands.cli import from_toml
 from otb_analysis.config import CalculatorConfig, ChainSumConfig, SmallModelConfig, TrainConfig, WarmStartConfig
 from otb_analysis.store import RunStore
@@ -57,8 +55,7 @@ def cells(seeds: Mapping[str, Sequence[int]], quick: bool) -> list[Cell]:
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Make the supervised start, train from it, and read the run's learning curve."""
-    torch.set_num_threads(1)  # a model this small gains nothing from a second thread
-    config = config_of(str(cell.settings["task"]), int(str(cell.settings["seed"])), bool(cell.settings["quick"]))
+    config = config_of(cell.settings["task"], cell.settings["seed"], cell.settings["quick"])
     began = process_time()
     start = warm_started(config, work / "warm")
     trained_from = process_time()

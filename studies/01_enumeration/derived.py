@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 from otb_analysis.enumeration.catalogue import spread
-from otb_analysis.enumeration.facts import COMPARED, LARGE, SETTINGS, SMALL
+from otb_analysis.enumeration.facts import COMPARED, GROUPS, LARGE, SETTINGS, SMALL
 from otb_analysis.enumeration.off_policy import CASES
 from otb_analysis.figures.styles import GREY, estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, distinct, select
+from otb_analysis.study import Rows, column, distinct, select
 from otb_analysis.study.formats import above, below
 from otb_analysis.types import Float
 
@@ -33,7 +34,10 @@ WITHIN = (3 / 4, 4 / 3)
 """A ratio is within a third where neither is more than 4/3 of the other."""
 KNOWN_RATIOS = ("`token`", "`sequence`", "`cumulative`", "`minpro`")
 
-Columns = Mapping[str, Float]
+Columns = Mapping[str, pd.DataFrame]
+"""Rows of the tables, and of parts of them."""
+Cases = Any
+"""True or false for every case, a sequence or a column."""
 Derailed = Callable[..., Any]
 """(group size, estimator, measure) → that measure on each chunk of sampled groups, at each rate of mistakes."""
 
@@ -43,7 +47,7 @@ class Claim:
     """One checkable sentence: the fact that it is part of, and on which cases it holds."""
 
     fact: int
-    cases: Sequence[bool] | np.ndarray
+    cases: Cases
 
     @property
     def holds(self) -> int:
@@ -72,23 +76,22 @@ class Claim:
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return every claim, the columns that it was checked on, and groups on the derailment process."""
-    population, groups = tables["population"], tables["groups"]
-    of = {name: columns(rows) for name, rows in tables.items() if name not in ("cost", "derailment")}
-    for kind in ("tabular", "shared"):
-        of[kind] = columns([row for row in population if row["setting"].startswith(kind)])
-    of |= {setting: columns(select(population, setting=setting)) for setting in SETTINGS}
-    of |= {name: columns(select(groups, setting=name)) for name in ("ragged", "equal")}
-    of |= {f"{name}, corr": with_corr(of[name]) for name in ("ragged", "equal")}
+    of = {name: pd.DataFrame(rows) for name, rows in tables.items() if name not in ("cost", "derailment")}
+    population = tables["population"]
+    for kind in ("tabular", "shared", *SETTINGS):
+        of[kind] = pd.DataFrame([row for row in population if row["setting"].startswith(kind)])
+    for name in GROUPS:
+        of[name] = pd.DataFrame(select(tables["groups"], setting=name))
+        of[f"{name}, corr"] = of[name].dropna(subset=["corr"])
     rates = distinct(tables["derailment"], "mistakes")
 
     def chunks(n: int, estimator: str, measure: str) -> list[Float]:
         rows = select(tables["derailment_groups"], n=n, estimator=estimator)
-        return [columns(select(rows, mistakes=rate))[measure] for rate in rates]
+        return [np.array(column(select(rows, mistakes=rate), measure)) for rate in rates]
 
     derailed = derailment(tables["derailment"], rates, chunks)
     quoted = quoted_gaps(of)
-    claims = identities(of) | about_groups(of) | about_values(of) | about_derailment(derailed)
-    claims["quoted"] = Claim(2, [inside for _, _, _, inside in quoted])
+    claims = all_claims(of, derailed, [inside for *_, inside in quoted])
     held = {fact: [c.everywhere for c in claims.values() if c.fact == fact] for fact in range(1, 8)}
     return {
         "claims": claims,
@@ -97,83 +100,78 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "partly": {fact: any(c.holds for c in claims.values() if c.fact == fact) for fact in range(1, 8)},
         "of": of,
         "outside": [case for case in quoted if not case[-1]],
-        "rank": {name: stats.spearmanr(of[f"{name}, corr"]["corr"], of[f"{name}, corr"]["v otb_loo"])[0]
-                 for name in ("ragged", "equal")},
+        "rank": {
+            name: stats.spearmanr(of[f"{name}, corr"]["corr"], of[f"{name}, corr"]["v otb_loo"])[0] for name in GROUPS
+        },
         "derailed": derailed,
         "sampled_mean": lambda at, n, name, measure: seed_mean(chunks(n, name, measure)[at], measure),
         "spread": spread,
         "largest": lambda values: abs(values).max(),
         "other_ratios": [name for name in CASES if name not in KNOWN_RATIOS],
         "estimators": COMPARED,
-    }  # fmt: skip
-
-
-def columns(rows: Rows) -> dict[str, Any]:
-    """Return the columns of rows as arrays; missing numbers are NaN."""
-    return {
-        name: np.array([row[name] for row in rows], dtype=None if isinstance(rows[0][name], str) else float)
-        for name in rows[0]
     }
 
 
-def with_corr(of: Columns) -> dict[str, Float]:
-    """Return the policies whose energies and rewards both vary."""
-    known = np.isfinite(of["corr"])
-    return {name: values[known] for name, values in of.items()}
-
-
-def identities(of: Mapping[str, Columns]) -> dict[str, Claim]:
-    """Return the claims that a number is 0 to rounding, by the column that holds it."""
-    where = {
-        "population": {"overlap": 1, "regret_error": 1, "regret_error_off_policy": 6},
-        "prompts": {"split_error": 1, "between_rloo_error": 1},
-        "tabular": {"first_token_error": 2},
-        "groups": {"self_inclusion_error": 3, "mean_length_error": 3, "mean_sideways": 3, "loo_bias": 4},
-        "ratios": dict.fromkeys(KNOWN_RATIOS, 6),
-    }
-    return {
-        name: Claim(fact, abs(of[table][name]) < ROUNDING) for table, own in where.items() for name, fact in own.items()
-    }
-
-
-def about_groups(of: Mapping[str, Columns]) -> dict[str, Claim]:
-    """Return the claims about baselines from groups, of random policies."""
+def all_claims(of: Columns, derailed: Mapping[str, Any], quoted: Sequence[bool]) -> dict[str, Claim]:
+    """Return the claims by their names in the template; on the derailment process each rate of mistakes is a case."""
     tabular, shared, groups, sizes = of["tabular"], of["shared"], of["groups"], of["sizes"]
-    least, most = WITHIN
-    claims = {
-        "between_any": Claim(1, abs(of["prompts"]["between_otb"] - 1) < ROUNDING),
-        "token_optimal": Claim(2, abs(tabular["token_optimal exact"] - 1) < ROUNDING),
-        "otb_is_not": Claim(2, tabular["otb exact"] < 1 - ROUNDING),
-        "token_optimal_ahead": Claim(2, shared["token_optimal exact"] >= shared["otb exact"]),
-        "otb_sideways": Claim(3, groups["otb_sideways"] > ROUNDING),
-        "reversed": Claim(3, (groups["v otb"] < 1) & (groups["sf otb"] > 1)),
-        "fooled": Claim(3, (groups["v otb"] < 1) & (groups["e1000 otb"] < 1)),
-        "beats_optimum": Claim(3, groups["nsf sequence_optimal"] < 1),
-        "zero_tail": Claim(4, of["ragged"]["zero_tail_bias"] > ROUNDING),
-        "sizes_raw": Claim(7, (least < sizes["variance"]) & (sizes["variance"] < most)),
-        "sizes_sf": Claim(7, sizes["sf"] > 1),
-        "sizes_efficiency": Claim(7, sizes["efficiency"] < 1),
-    }
-    for name in ("ragged", "equal"):
-        known = of[f"{name}, corr"]
-        claims[f"rloo_ahead {name}"] = Claim(4, of[name]["v otb_loo"] > 1)
-        claims[f"corr_decides {name}"] = Claim(4, (known["corr"] < 0) == (known["v otb_loo"] < 1))
-    claims |= {f"no_worse {setting}": Claim(2, of[setting]["otb exact"] >= 0) for setting in SETTINGS}
-    moved = {name: of["ratios"][name] > ROUNDING for name in CASES if name not in KNOWN_RATIOS}
-    return claims | {name: Claim(6, cases) for name, cases in moved.items()}
-
-
-def about_values(of: Mapping[str, Columns]) -> dict[str, Claim]:
-    """Return the claims about values as baselines, of random policies."""
     value, prefix = of["population"]["value"], of["population"]["prefix"]
-    return {
-        "value_above": Claim(5, value > prefix * (1 + ROUNDING)),
-        "prefix_best": Claim(5, prefix <= np.minimum(1, value) * (1 + ROUNDING)),
-        "value_constant": Claim(5, value > 1),
+    least, most = WITHIN
+    cases: dict[int, dict[str, Cases]] = {
+        1: _zero(of["population"], "overlap", "regret_error")
+        | _zero(of["prompts"], "split_error", "between_rloo_error")
+        | {"between_any": abs(of["prompts"]["between_otb"] - 1) < ROUNDING},
+        2: _zero(tabular, "first_token_error")
+        | {
+            "token_optimal": abs(tabular["token_optimal exact"] - 1) < ROUNDING,
+            "otb_is_not": tabular["otb exact"] < 1 - ROUNDING,
+            "token_optimal_ahead": shared["token_optimal exact"] >= shared["otb exact"],
+            "quoted": quoted,
+        }
+        | {f"no_worse {setting}": of[setting]["otb exact"] >= 0 for setting in SETTINGS},
+        3: _zero(groups, "self_inclusion_error", "mean_length_error", "mean_sideways")
+        | {
+            "otb_sideways": groups["otb_sideways"] > ROUNDING,
+            "reversed": (groups["v otb"] < 1) & (groups["sf otb"] > 1),
+            "fooled": (groups["v otb"] < 1) & (groups["e1000 otb"] < 1),
+            "beats_optimum": groups["nsf sequence_optimal"] < 1,
+            "beats_optimum derailment": [below(x, 1) for x in derailed["beats_optimum"]],
+        },
+        4: _zero(groups, "loo_bias")
+        | {
+            "zero_tail": of["ragged"]["zero_tail_bias"] > ROUNDING,
+            "otb_loo derailment": [below(x, 1) for x in derailed["otb_loo"]],
+            "sequence_optimal_loo derailment": [below(x, 1) for x in derailed["sequence_optimal_loo"]],
+            "mean_worse": [x > 1 for x in derailed["mean_worse"]],
+        }
+        | {f"rloo_ahead {name}": of[name]["v otb_loo"] > 1 for name in GROUPS}
+        | {f"corr_decides {k}": (of[f"{k}, corr"]["corr"] < 0) == (of[f"{k}, corr"]["v otb_loo"] < 1) for k in GROUPS},
+        5: {
+            "value_above": value > prefix * (1 + ROUNDING),
+            "prefix_best": prefix <= np.minimum(1, value) * (1 + ROUNDING),
+            "value_constant": value > 1,
+            "value derailment": [x > 1 for x in derailed["value"]],
+        },
+        6: _zero(of["population"], "regret_error_off_policy")
+        | _zero(of["ratios"], *KNOWN_RATIOS)
+        | {name: of["ratios"][name] > ROUNDING for name in CASES if name not in KNOWN_RATIOS},
+        7: {
+            "sizes_raw": (least < sizes["variance"]) & (sizes["variance"] < most),
+            "sizes_sf": sizes["sf"] > 1,
+            "sizes_efficiency": sizes["efficiency"] < 1,
+            "sizes_raw derailment": [least < x.estimate < most for x in derailed["sizes_raw"]],
+            "sizes_sf derailment": [above(x, 1) for x in derailed["sizes_sf"]],
+        },
     }
+    return {name: Claim(fact, held) for fact, claims in cases.items() for name, held in claims.items()}
 
 
-def quoted_gaps(of: Mapping[str, Columns]) -> list[tuple[str, str, float, bool]]:
+def _zero(rows: pd.DataFrame, *names: str) -> dict[str, Cases]:
+    """Where columns are 0 to rounding: identities."""
+    return {name: abs(rows[name]) < ROUNDING for name in names}
+
+
+def quoted_gaps(of: Columns) -> list[tuple[str, str, float, bool]]:
     """Return the median of the gap closed of each estimator and setting, and whether it is in the range first found."""
     return [
         (name, setting, middle, low - 0.005 <= middle <= high + 0.005)
@@ -214,37 +212,24 @@ def size_ratios(chunks: Derailed, measure: str) -> list[Interval]:
     return ratios
 
 
-def about_derailment(derailed: Mapping[str, Any]) -> dict[str, Claim]:
-    """Return the claims about the derailment process; each rate of mistakes is a case."""
-    least, most = WITHIN
-    return {
-        "beats_optimum derailment": Claim(3, [below(x, 1) for x in derailed["beats_optimum"]]),
-        "otb_loo derailment": Claim(4, [below(x, 1) for x in derailed["otb_loo"]]),
-        "sequence_optimal_loo derailment": Claim(4, [below(x, 1) for x in derailed["sequence_optimal_loo"]]),
-        "mean_worse": Claim(4, [x > 1 for x in derailed["mean_worse"]]),
-        "value derailment": Claim(5, [x > 1 for x in derailed["value"]]),
-        "sizes_raw derailment": Claim(7, [least < x.estimate < most for x in derailed["sizes_raw"]]),
-        "sizes_sf derailment": Claim(7, [above(x, 1) for x in derailed["sizes_sf"]]),
-    }
-
-
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw the variance of `otb_loo` over `rloo`, and the two ratios of fact 7, against corr(W_T, R)."""
-    groups = {name: columns(select(tables["groups"], setting=name)) for name in ("ragged", "equal")}
-    colors = {"ragged": estimator_style("otb_loo").color, "equal": GREY}
-    left = [_points(of, "v otb_loo", f"otb_loo, {name}", colors[name]) for name, of in groups.items()]
-    sizes = columns(tables["sizes"])
+    sizes, rule = tables["sizes"], ((1.0, "equal"),)
+    left = [
+        _points(select(tables["groups"], setting=name), "v otb_loo", f"otb_loo, {name}", color)
+        for name, color in (("ragged", estimator_style("otb_loo").color), ("equal", GREY))
+    ]
     right = [
         _points(sizes, "variance", "raw variance", GREY),
         _points(sizes, "sf", "SF", estimator_style("rloo").color),
     ]
     panels = [
-        Panel("otb_loo over rloo, N = 4", "variance, one point a policy", "corr(W_T, R)", left, ((1.0, "equal"),)),
-        Panel("otb at N = 4 over the mean at N = 32", "one point a policy", "corr(W_T, R)", right, ((1.0, "equal"),)),
+        Panel("otb_loo over rloo, N = 4", "variance, one point a policy", "corr(W_T, R)", left, rule),
+        Panel("otb at N = 4 over the mean at N = 32", "one point a policy", "corr(W_T, R)", right, rule),
     ]
     return {"corr.svg": svg(panels)}
 
 
-def _points(of: Columns, name: str, words: str, color: str) -> Curve:
-    known = with_corr(of)
-    return Curve(known["corr"].tolist(), known[name].tolist(), words, width=0, color=color)
+def _points(rows: Rows, name: str, words: str, color: str) -> Curve:
+    known = [row for row in rows if row["corr"] is not None]
+    return Curve(column(known, "corr"), column(known, name), words, width=0, color=color)

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.enumeration import Derailment
-from otb_analysis.enumeration.derailment import derailment_samples
+from otb_analysis.enumeration.derailment import Derailment, derailment_samples
 from otb_analysis.enumeration.facts import (
     GROUPS,
     LARGE,
@@ -22,7 +21,7 @@ from otb_analysis.enumeration.facts import (
     ratio_row,
     size_row,
 )
-from otb_analysis.study import Cell, Study, Tables
+from otb_analysis.study import Cell, Study, Tables, rounded
 from otb_analysis.training.runtime.progress import Bar
 
 POLICIES = {"population": 60, "ragged": 60, "equal": 24, "ratios": 60, "prompts": 20, "sizes": 60}
@@ -33,41 +32,38 @@ MISTAKES = (0.2, 0.7, 2.0)
 CHUNKS = ((SMALL, 24, 400), (LARGE, 12, 150))
 QUICK_CHUNKS = ((SMALL, 3, 40), (LARGE, 3, 10))
 """Group size, chunks, groups per chunk."""
+ROWS: dict[str, tuple[Callable[..., dict[str, Any]], Sequence[str | None]]] = {
+    "population": (population_row, list(SETTINGS)),
+    "groups": (group_row, list(GROUPS)),
+    "ratios": (ratio_row, ["tabular, terminal", "shared, terminal"]),
+    "prompts": (prompt_row, [None]),
+    "sizes": (size_row, [None]),
+}
+"""What makes the row of one policy, and for which kinds of policies."""
 
 
 def cells(policies: Mapping[str, int], chunks: Sequence[Sequence[int]]) -> list[Cell]:
     """Return one cell per kind of policy."""
-    names = ("population", "groups", "ratios", "prompts", "sizes")
-    found = [Cell(name, {key: n for key, n in policies.items() if key == name or key in GROUPS}) for name in names]
-    return [*found, Cell("derailment", {"mistakes": list(MISTAKES), "chunks": [list(c) for c in chunks]})]
+    exact = [Cell(name, {key: n for key, n in policies.items() if key == name or key in GROUPS}) for name in ROWS]
+    return [*exact, Cell("derailment", {"mistakes": list(MISTAKES), "chunks": [list(c) for c in chunks]})]
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Enumerate the policies of a cell."""
     if cell.name == "derailment":
         return derailment_tables(cell.settings, bar)
-    if cell.name == "groups":
-        rows = [row for name in GROUPS for row in _each(name, cell, lambda seed, n=name: group_row(n, seed), bar)]
-        return {"groups": rows}
-    if cell.name in ("population", "ratios"):
-        make = population_row if cell.name == "population" else ratio_row
-        kinds = list(SETTINGS) if cell.name == "population" else ["tabular, terminal", "shared, terminal"]
-        return {cell.name: [row for k in kinds for row in _each(cell.name, cell, lambda seed, k=k: make(k, seed), bar)]}
-    return {cell.name: _each(cell.name, cell, {"prompts": prompt_row, "sizes": size_row}[cell.name], bar)}
+    make, kinds = ROWS[cell.name]
+    rows = []
+    for kind in kinds:
+        count = cell.settings[kind if kind in GROUPS else cell.name]
+        for seed in range(count):
+            rows.append(_short(make(seed) if kind is None else make(kind, seed)))
+            bar(seed + 1, count, f"{cell.name}: policy {seed + 1} of {kind or cell.name}")
+    return {cell.name: rows}
 
 
-def _each(key: str, cell: Cell, make: Callable[[int], dict[str, Any]], bar: Bar) -> list[dict[str, Any]]:
-    count, rows = int(str(cell.settings[key])), []
-    for seed in range(count):
-        rows.append({name: _short(value) for name, value in make(seed).items()})
-        bar(seed + 1, count, f"{cell.name}: policy {seed + 1} of {key}")
-    return rows
-
-
-def _short(value: Any) -> Any:
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.6g}") if np.isfinite(value) else None
+def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: rounded(value, 6) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def derailment_tables(settings: Mapping[str, Any], bar: Bar) -> Tables:
@@ -81,11 +77,11 @@ def derailment_tables(settings: Mapping[str, Any], bar: Bar) -> Tables:
         for name in ("none", "group_mean", "value", "sequence_optimal", "otb", "token_optimal", "prefix"):
             relative = process.variance(process.baseline(name)) / best
             facts = {"mistakes": mistakes, "success": process.success, "corr": corr, "baseline": name}
-            exact.append({key: _short(value) for key, value in (facts | {"variance": relative}).items()})
+            exact.append(_short(facts | {"variance": relative}))
         for (name, n), chunks in derailment_samples(process, sizes).items():
             for chunk, (variance, sf) in enumerate(chunks.tolist()):
                 row = {"mistakes": mistakes, "n": n, "chunk": chunk, "estimator": name, "nv": variance, "nsf": sf}
-                sampled.append({key: _short(value) for key, value in row.items()})
+                sampled.append(_short(row))
         bar(number + 1, len(settings["mistakes"]), f"derailment: {mistakes} mistakes")
     return {"derailment": exact, "derailment_groups": sampled}
 

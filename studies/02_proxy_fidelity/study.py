@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from otb_analysis.arrays import policy_position
 from otb_analysis.config import (
@@ -27,7 +26,7 @@ from otb_analysis.config import (
 )
 from otb_analysis.energies import calibrate, lm_head_energy, realized_energy
 from otb_analysis.estimators import estimate
-from otb_analysis.gradients import group_gradient_gram, sketch_score_norms, token_score_norms
+from otb_analysis.gradients import sketch_score_norms, token_score_norms
 from otb_analysis.statistics import (
     Interval,
     fidelity,
@@ -42,12 +41,15 @@ from otb_analysis.statistics import (
 )
 from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
 from otb_analysis.study.agreement import correlation
-from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, trained, warm_start, write
+from otb_analysis.study.formats import by_label, ratio_columns
+from otb_analysis.study.gradients import Weighed, prompt_gram
+from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, trained, write
 from otb_analysis.study.pools import promising_prompts
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Gram, Int, Label
 
 MODELS = {
@@ -70,6 +72,8 @@ SOURCES = ("proxy", "calibrated", "sketch", "lm_head")
 ESTIMATORS = ("otb", "otb_loo")
 UPDATES = (8, 32, 256)
 """Prompts of the update that efficiency is stated for; the middle one heads the page."""
+OVER_RLOO = {"to_rloo": "efficiency", "sf_to_rloo": "sf", "variance_to_rloo": "variance"}
+"""Columns of the ratios to `rloo`."""
 STAGES = ("init", "warm", "rl")
 FIRST_PROMPT = 30_000_000
 """Far from the prompts of training and of the supervised start."""
@@ -115,19 +119,18 @@ def cells(quick: bool) -> list[Cell]:
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Make the three stages of a model and measure each of them."""
-    torch.set_num_threads(1)
-    config = config_of(cell.name, bool(cell.settings["quick"]))
-    policy = fresh_policy(config, str(cell.settings["architecture"]))
+    config = config_of(cell.name, cell.settings["quick"])
+    policy = fresh_policy(config, cell.settings["architecture"])
     tables: dict[str, list[dict[str, Any]]] = {"policies": [], "agreement": [], "efficiency": []}
     _measure_stage(cell, "init", policy, tables, bar)
-    warm_start(policy, config)
+    fit(policy.model, policy.tokenizer, policy.task, config)
     _measure_stage(cell, "warm", policy, tables, bar)
     _measure_stage(cell, "rl", trained(policy, config, work, bar), tables, bar)
     return tables
 
 
 def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: dict[str, list[dict[str, Any]]], bar: Bar) -> None:
-    settings: dict[str, Any] = dict(cell.settings)
+    settings = cell.settings
     temperatures, prompts, grams = [1.0] if stage == "init" else settings["temperatures"], settings["prompts"], []
     for k, temperature in enumerate(temperatures):
         key = {"model": cell.name, "stage": stage, "temperature": temperature}
@@ -238,25 +241,17 @@ def gram_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Floa
     for name in ESTIMATORS:
         for source, energy in energies.items():
             advantages[name, source] = estimate(name, written.table.inputs(energy)).advantage
-    ids, mask, attention = written.batch
-    weights = written.by_column(np.stack(list(advantages.values())) / GROUP_SIZE)
-    group, temperature = written.rollouts.group, written.temperature
-    inner = group_gradient_gram(policy.model, ids, mask, weights, group, attention, temperature=temperature)
-    names = tuple(f"{temperature}: {prompt.id}" for prompt in written.rollouts.prompts)
-    return Gram(inner, tuple(advantages), len(group), prompt=names)
+    gram = prompt_gram(policy.model, [Weighed(written.rollouts, advantages)], written.temperature)
+    return replace(gram, prompt=tuple(f"{written.temperature}: {prompt.id}" for prompt in written.rollouts.prompts))
 
 
 def efficiency_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
     """Return efficiency of every source at each size of update, over exact norms and `rloo`, and the gain lost."""
     rows = []
     for prompts in UPDATES:
-        against = {
-            name: {_label(r): r for r in paired_ratios(grams, (name, "exact"), n_prompts=prompts)}
-            for name in ESTIMATORS
-        }
-        plain = {_label(r): r for r in paired_ratios(grams, n_prompts=prompts)}
-        for row in pooled_statistics(grams, n_prompts=prompts):
-            label = (row.estimator, row.energy_source)
+        against = {name: by_label(paired_ratios(grams, (name, "exact"), n_prompts=prompts)) for name in ESTIMATORS}
+        plain = by_label(paired_ratios(grams, n_prompts=prompts))
+        for label, row in by_label(pooled_statistics(grams, n_prompts=prompts)).items():
             exact = against.get(row.estimator, {}).get(label)
             lost = gain_lost(grams, label, (row.estimator, "exact"), n_prompts=prompts) if exact else None
             rows.append({
@@ -268,17 +263,11 @@ def efficiency_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
                 "rollouts": row.n_rollouts,
                 "equivalents": rounded(row.rollout_equivalents),
                 "projection": row.projection,
-                **interval_columns("to_exact", exact.efficiency if exact else None),
+                **ratio_columns(exact, {"to_exact": "efficiency"}),
                 **interval_columns("lost", lost),
-                **interval_columns("to_rloo", plain[label].efficiency if label in plain else None),
-                **interval_columns("sf_to_rloo", plain[label].sf if label in plain else None),
-                **interval_columns("variance_to_rloo", plain[label].variance if label in plain else None),
+                **ratio_columns(plain.get(label), OVER_RLOO),
             })  # fmt: skip
     return rows
-
-
-def _label(row: Any) -> Label:
-    return row.estimator, row.energy_source
 
 
 STUDY = Study(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from otb_analysis.config import (
     ChainSumConfig,
@@ -29,12 +28,14 @@ from otb_analysis.statistics import (
     sketch_noise,
     weight_statistics,
 )
-from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
+from otb_analysis.study import Cell, Study, Tables, rounded
 from otb_analysis.study.critics import critic_batches, fitted_critic, with_values
-from otb_analysis.study.policies import fresh_policy, warm_start, write
+from otb_analysis.study.formats import by_label, ratio_columns, statistics_columns
+from otb_analysis.study.policies import fresh_policy, write
 from otb_analysis.study.pools import REFERENCE, Pool, measure_pool, pool_grams, promising_prompts
 from otb_analysis.training.critic.targets import explained_variance
 from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Label
 
 SETTINGS = {
@@ -101,11 +102,10 @@ def _learner(config: TrainConfig) -> dict[str, Any]:
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Teach a policy, let it fill the pools, measure them, and compare every estimator at every group size."""
-    torch.set_num_threads(1)
-    settings: dict[str, Any] = dict(cell.settings)
+    settings = cell.settings
     config = config_of(cell.name, settings["quick"])
     policy = fresh_policy(config)
-    warm_start(policy, config)
+    fit(policy.model, policy.tokenizer, policy.task, config)
     length = LENGTHS[config.task]
     pilot = SampleConfig(group_size=settings["pilot"], max_new_tokens=length)
     prompts = promising_prompts(policy, FIRST_PROMPT, settings["prompts"], pilot, seed=1)
@@ -171,10 +171,8 @@ def prompt_facts(pool: Pool) -> list[dict[str, Any]]:
 
 def estimator_rows(gram: PoolGram, buckets: int, without: Sequence[Label]) -> list[dict[str, Any]]:
     """Return every measure of every estimator of a block but those that an earlier block had."""
-    bare = {(r.estimator, r.energy_source): r for r in paired_ratios([gram.gram()], ANCHORS[1], n_prompts=HEAD)}
-    ratios = {
-        p: {(r.estimator, r.energy_source): r for r in paired_ratios([gram.gram()], n_prompts=p)} for p in UPDATES
-    }
+    bare = by_label(paired_ratios([gram.gram()], ANCHORS[1], n_prompts=HEAD))
+    ratios = {p: by_label(paired_ratios([gram.gram()], n_prompts=p)) for p in UPDATES}
     statistics = {p: pool_statistics(gram, n_prompts=p) for p in UPDATES}
     noise = sketch_noise(gram.gram().inner, buckets).log_ratio[:, 0]
     rows = []
@@ -183,27 +181,20 @@ def estimator_rows(gram: PoolGram, buckets: int, without: Sequence[Label]) -> li
             continue
         one, pair = statistics[HEAD][m], ratios[HEAD].get(label)
         row = {"size": gram.size, "estimator": label[0], "source": label[1]}
-        row |= interval_columns("projection", one.projection_interval) | {"bias": rounded(one.relative_bias)}
+        row |= statistics_columns(one, "projection") | {"bias": rounded(one.relative_bias)}
         row |= {"n_variance": rounded(one.n_variance), "within": rounded(one.within), "between": rounded(one.between)}
-        row |= interval_columns("variance", pair.variance if pair else None) | interval_columns(
-            "sf", pair.sf if pair else None
-        )
-        other = bare.get(label)
-        row |= interval_columns("sf_bare", other.sf if other else None)
-        row |= interval_columns("gain_bare", other.efficiency if other else None)
+        row |= ratio_columns(pair, {"variance": "variance", "sf": "sf"})
+        row |= ratio_columns(bare.get(label), {"sf_bare": "sf", "gain_bare": "efficiency"})
         for p in UPDATES:
-            own, ratio = statistics[p][m], ratios[p].get(label)
+            own = statistics[p][m]
             row |= {f"efficiency{p}": rounded(own.efficiency)}
-            row |= interval_columns(f"gain{p}", ratio.efficiency if ratio else None)
+            row |= ratio_columns(ratios[p].get(label), {f"gain{p}": "efficiency"})
             if p == HEAD and own.rollout_equivalents is not None:
                 row["equivalents"] = rounded(100 * own.rollout_equivalents / own.n_rollouts)
-                row |= interval_columns("efficiency", own.efficiency_interval)
-        rows.append(row | {"p_value": _p(pair), "sketch_noise": rounded(noise[m])})
+                row |= statistics_columns(own, "efficiency")
+        p_value = None if pair is None or pair.efficiency is None else rounded(pair.efficiency.p_value)
+        rows.append(row | {"p_value": p_value, "sketch_noise": rounded(noise[m])})
     return rows
-
-
-def _p(pair: Any) -> float | None:
-    return None if pair is None or pair.efficiency is None else rounded(pair.efficiency.p_value)
 
 
 def variance_rows(gram: PoolGram, without: Sequence[Label]) -> list[dict[str, Any]]:

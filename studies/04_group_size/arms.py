@@ -55,6 +55,8 @@ PAIRS = (
     ("otb4-wide", "rloo4-wide"),
 )
 """Updates that are compared on the same pools."""
+RATIOS = {"variance": "variance", "sf": "sf", "efficiency": "efficiency"}
+"""Columns of the ratios."""
 SMALL_GROUP, LARGE_GROUP = 4, 32
 POOL = 1
 """Seed of the sampling."""
@@ -91,7 +93,7 @@ def pool_rows(grams: Sequence[Gram], n: int) -> list[dict[str, Any]]:
 def ratio_row(grams: Mapping[int, Sequence[Gram]], name: str, other: str) -> dict[str, Any]:
     """Return an arm's update over another arm's, each with its own number of rollouts."""
     above, below = (update_of(grams, ARMS[arm]) for arm in (name, other))
-    return {"arm": name, "against": other} | ratio_columns(update_ratios(above, below, REFERENCE))
+    return {"arm": name, "against": other} | ratio_columns(update_ratios(above, below, REFERENCE), RATIOS)
 
 
 def update_of(grams: Mapping[int, Sequence[Gram]], arm: Arm) -> Update:

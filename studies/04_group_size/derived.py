@@ -9,7 +9,7 @@ from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.study import Rows, column, distinct, mean, select
 from otb_analysis.study.formats import interval_curve, mean_curve
-from otb_analysis.study.seeds import final_success, later_success, paired_difference
+from otb_analysis.study.seeds import later_success, paired_difference
 
 from .arms import ARMS, LARGE_GROUP
 from .study import chosen_rate
@@ -26,7 +26,8 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     curves, sweep = tables["curves"], tables["sweep"]
     shared, arms = shared_evaluations(curves), distinct(curves, "arm")
     rates = {name: chosen_rate(select(sweep, arm=name)) for name in distinct(sweep, "arm")}
-    finals = {name: final_success(select(curves, arm=name)) for name in arms}
+    last = {name: max(column(select(curves, arm=name), "step")) for name in arms}
+    finals = {name: column(select(curves, arm=name, step=last[name]), "success") for name in arms}
     swept = sorted(distinct(sweep, "rate"))
     return {
         "shared": shared,

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from otb_analysis.config import CriticConfig, EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig
+from otb_analysis.config import EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig
 from otb_analysis.store import RunStore
 from otb_analysis.study import Cell, Rows, Study, Tables, distinct, select
-from otb_analysis.study.seeds import FORWARD_ONLY, MODEL, QUICK_START, QUICK_TASK, held_projection, started
+from otb_analysis.study.seeds import BASE, QUICK_START, QUICK_TASK, held_projection, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
@@ -46,16 +45,11 @@ SMALL = Size(
     seeds=(0, 1), sweep_seeds=(100,), rates=(1e-3, 4e-3), arms=("otb4", "scaled4", "mean32"), rollouts=1_024,
     evaluations=2, heldout=24, pool_prompts=18, pool=64, pool_seeds=(0,),
 )  # fmt: skip
-CONFIG = TrainConfig(
-    small_model=MODEL,
-    critic=CriticConfig(enabled=False),
-    measure=FORWARD_ONLY,
-)
 
 
 def base_config(seed: int, quick: bool) -> TrainConfig:
     """Return what all arms of a seed share: task, model and supervised start."""
-    config = replace(CONFIG, seed=seed)
+    config = replace(BASE, seed=seed, evaluate=EvaluateConfig())
     return replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START) if quick else config
 
 
@@ -97,13 +91,12 @@ def cells(size: Size, quick: bool) -> list[Cell]:
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Measure pools, sweep an arm's learning rate, or train an arm at the chosen one."""
-    torch.set_num_threads(1)  # a model this small gains nothing from a second thread
-    quick = bool(cell.settings["quick"])
+    quick = cell.settings["quick"]
     size = SMALL if quick else FULL
     if cell.name == "pool":
         starts = [started(base_config(seed, quick), work) for seed in size.pool_seeds]
         return pool_tables(starts, size.pool_prompts, size.pool, bar)
-    name = str(cell.settings["arm"])
+    name = cell.settings["arm"]
     if cell.name.startswith("sweep"):
         plan = [(rate, seed) for rate in size.rates for seed in size.sweep_seeds]
         return {"sweep": [swept(name, rate, seed, size, (quick, work, bar)) for rate, seed in plan]}
@@ -111,7 +104,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     if ARMS[name].follows:
         (otb,) = select(cell.given["pool"], estimator="otb", size=SMALL_GROUP, update=64)
         rate *= held_projection(otb["projection"])
-    return {"curves": trained(name, rate, int(str(cell.settings["seed"])), size, (quick, work, bar))}
+    return {"curves": trained(name, rate, cell.settings["seed"], size, (quick, work, bar))}
 
 
 def chosen_rate(sweep: Rows) -> float:

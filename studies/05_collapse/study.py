@@ -11,26 +11,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from otb_analysis.config import (
     ChainSumConfig,
-    CriticConfig,
     EstimatorConfig,
-    EvaluateConfig,
     ObjectiveConfig,
     OptimizeConfig,
     SampleConfig,
     TrainConfig,
     WarmStartConfig,
 )
-from otb_analysis.config.measuring import AttributionSchedule, MeasureConfig, Schedule
+from otb_analysis.config.measuring import AttributionSchedule
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
 from otb_analysis.statistics import pooled_statistics
 from otb_analysis.store import RunStore
-from otb_analysis.study import Cell, Study, Tables, interval_columns, select
+from otb_analysis.study import Cell, Study, Tables, select
+from otb_analysis.study.formats import statistics_columns
 from otb_analysis.study.gradients import PROMPTS_FROM, drawn, estimator_gram, scored
-from otb_analysis.study.seeds import MODEL, QUICK_START, QUICK_TASK, held_projection, started
+from otb_analysis.study.seeds import BASE, FORWARD_ONLY, QUICK_START, QUICK_TASK, held_projection, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
@@ -88,14 +85,12 @@ FULL = Size()
 SMALL = Size(
     seeds=(0, 1), arms=("rloo", "scaled", "otb", "calm"), steps=15, attribute_every=4, pool_prompts=4, pool_seeds=(0,)
 )  # fmt: skip
-CONFIG = TrainConfig(
-    small_model=MODEL,
+CONFIG = replace(
+    BASE,
     sample=SampleConfig(prompts=8, group_size=8),
     objective=ObjectiveConfig(staleness=4),
     warm_start=WarmStartConfig(success_low=0.6, success_high=0.85),
     optimize=OptimizeConfig(learning_rate=4e-3),
-    critic=CriticConfig(enabled=False),
-    evaluate=EvaluateConfig(every=0),
 )
 QUICK_RATE = 5e-2
 QUICK_SAMPLE = SampleConfig(prompts=4, group_size=4)
@@ -104,7 +99,7 @@ QUICK_SAMPLE = SampleConfig(prompts=4, group_size=4)
 def config_of(seed: int, size: Size, quick: bool, arm: Arm) -> TrainConfig:
     """Return the settings of an arm but for its estimator and for what `scaled` takes from c."""
     every = 0 if arm.calm or arm.long else size.attribute_every
-    measured = MeasureConfig(exact=Schedule(), attribution=AttributionSchedule(every=every))
+    measured = replace(FORWARD_ONLY, attribution=AttributionSchedule(every=every))
     rising = replace(CONFIG.optimize, steps=size.steps, warmup_steps=size.steps)
     config = replace(CONFIG, seed=seed, measure=measured, optimize=rising)
     config = replace(config, checkpoint=replace(config.checkpoint, every=0))
@@ -142,12 +137,11 @@ def cells(size: Size, quick: bool) -> list[Cell]:
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Measure the projection of `otb` at the starts, or let one arm of a seed run into its end."""
-    torch.set_num_threads(1)  # a model this small gains nothing from a second thread
-    quick = bool(cell.settings["quick"])
+    quick = cell.settings["quick"]
     size = SMALL if quick else FULL
     if cell.name == "projection":
         return {"projection": projection_rows(size, quick, work, bar)}
-    name, seed = str(cell.settings["arm"]), int(str(cell.settings["seed"]))
+    name, seed = cell.settings["arm"], cell.settings["seed"]
     config = started(config_of(seed, size, quick, ARMS[name]), work)
     if name == "scaled":
         (otb,) = select(cell.given["projection"], estimator="otb")
@@ -166,9 +160,8 @@ def projection_rows(size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[
         rollouts = drawn(trainer, PROMPTS_FROM, size.pool_prompts, CONFIG.sample.group_size, POOL)
         grams.append(estimator_gram(trainer, rollouts, scored(trainer, rollouts), LABELS))
     return [
-        {"estimator": found.estimator, "clusters": found.n_clusters, "projection": found.projection}
-        | interval_columns("projection", found.projection_interval)
-        for found in pooled_statistics(grams, REFERENCE)
+        {"estimator": row.estimator, "clusters": row.n_clusters} | statistics_columns(row, "projection")
+        for row in pooled_statistics(grams, REFERENCE)
     ]
 
 

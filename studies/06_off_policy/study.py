@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from otb_analysis.config import EvaluateConfig, ObjectiveConfig, OptimizeConfig, SampleConfig, TrainConfig
-from otb_analysis.enumeration import Tree, TreeSpec, random_tree
+from otb_analysis.config import EstimatorConfig, ObjectiveConfig, OptimizeConfig, SampleConfig, TrainConfig
 from otb_analysis.enumeration.drift import effective_share, farthest, sampled_at
 from otb_analysis.enumeration.off_policy import CASES, case_moments, mean_shift, touched
+from otb_analysis.enumeration.trees import Tree, TreeSpec, random_tree
 from otb_analysis.estimators import estimate
 from otb_analysis.measurement.table import TokenTable, token_ratio
 from otb_analysis.objectives.importance import RatioInputs, effective_sample_size
@@ -23,8 +23,9 @@ from otb_analysis.objectives.ratios import importance_ratio
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import cluster_jackknife, paired_ratios, pooled_statistics
 from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
+from otb_analysis.study.formats import by_label, statistics_columns
 from otb_analysis.study.gradients import PROMPTS_FROM, Weighed, drawn, prompt_gram, scored
-from otb_analysis.study.seeds import FORWARD_ONLY, MODEL, QUICK_START, QUICK_TASK, started
+from otb_analysis.study.seeds import BASE, QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
@@ -66,12 +67,11 @@ class Size:
 
 FULL = Size()
 SMALL = Size(instances=24, seeds=(0,), prompts=16, group=4, truth_group=4, lags=(1, 3), epochs=(1, 3))
-CONFIG = TrainConfig(
-    small_model=MODEL,
+CONFIG = replace(
+    BASE,
     sample=SampleConfig(prompts=16, group_size=8),
+    estimator=EstimatorConfig(name="rloo"),
     optimize=OptimizeConfig(steps=1000, learning_rate=1e-3),
-    measure=FORWARD_ONLY,
-    evaluate=EvaluateConfig(every=0),
 )
 
 
@@ -79,9 +79,6 @@ def config_of(kind: str, seed: int, quick: bool) -> TrainConfig:
     """Return the configuration of a seed's model; rollouts are reused under PPO's clip, as is usual."""
     ratio = "ppo" if kind == "reused" else "none"
     config = replace(CONFIG, seed=seed, objective=ObjectiveConfig(ratio=ratio))
-    config = replace(
-        config, estimator=replace(config.estimator, name="rloo"), critic=replace(config.critic, enabled=False)
-    )
     return replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START) if quick else config
 
 
@@ -97,10 +94,9 @@ def cells(size: Size, quick: bool) -> list[Cell]:
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Enumerate policies, or train a model and look back."""
-    torch.set_num_threads(1)  # a model this small gains nothing from a second thread
     if "drift" in cell.settings:
-        return exact_tables(str(cell.settings["drift"]), int(str(cell.settings["instances"])), bar)
-    quick = bool(cell.settings["quick"])
+        return exact_tables(cell.settings["drift"], cell.settings["instances"], bar)
+    quick = cell.settings["quick"]
     return sampled_tables(cell.name, SMALL if quick else FULL, quick, work, bar)
 
 
@@ -273,22 +269,19 @@ def distance_facts(table: TokenTable) -> dict[str, float]:
 
 def statistics_rows(kind: str, lag: int, grams: Sequence[Gram]) -> list[dict[str, Any]]:
     """Return a row per ratio and baseline: its statistics over all seeds' prompts, and its efficiency over `none`'s."""
-    pairs = {(p.estimator, p.energy_source): p for p in paired_ratios(grams, ("`none`", "rloo"), TRUTH)}
+    pairs = by_label(paired_ratios(grams, ("`none`", "rloo"), TRUTH))
     rows = []
-    for found in pooled_statistics(grams, TRUTH):
-        if (found.estimator, found.energy_source) == TRUTH:
-            continue
-        pair = pairs.get((found.estimator, found.energy_source))
-        ratio = None if pair is None else pair.efficiency
-        rows.append(
-            {"kind": kind, "lag": lag, "ratio": found.estimator, "baseline": found.energy_source}
-            | {"prompts": found.n_prompts, "clusters": found.n_clusters, "bias": found.relative_bias}
-            | {"variance": found.variance, "sf": found.sf}
-            | interval_columns("projection", found.projection_interval)
-            | interval_columns("efficiency", found.efficiency_interval)
-            | interval_columns("against_none", ratio)
-            | {"against_none_p": None if ratio is None else rounded(ratio.p_value)}
-        )
+    for (name, baseline), row in by_label(pooled_statistics(grams, TRUTH)).items():
+        if (name, baseline) != TRUTH:
+            pair = pairs.get((name, baseline))
+            ratio = None if pair is None else pair.efficiency
+            rows.append(
+                {"kind": kind, "lag": lag, "ratio": name, "baseline": baseline, "prompts": row.n_prompts}
+                | {"clusters": row.n_clusters, "bias": row.relative_bias, "variance": row.variance, "sf": row.sf}
+                | statistics_columns(row, "projection", "efficiency")
+                | interval_columns("against_none", ratio)
+                | {"against_none_p": None if ratio is None else rounded(ratio.p_value)}
+            )
     return rows
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from otb_analysis.config import (
     CalculatorConfig,
-    CriticConfig,
     EstimatorConfig,
     EvaluateConfig,
     OptimizeConfig,
@@ -29,7 +27,7 @@ from otb_analysis.store import RunStore
 from otb_analysis.study import Cell, Study, Tables
 from otb_analysis.study.formats import ratio_columns, statistics_columns
 from otb_analysis.study.gradients import PROMPTS_FROM, drawn, estimator_gram, regrouped, scored
-from otb_analysis.study.seeds import FORWARD_ONLY, MODEL, QUICK_START, started
+from otb_analysis.study.seeds import BASE, QUICK_START, started
 from otb_analysis.training.loop import train, train_step
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
@@ -45,6 +43,8 @@ COMPARED = (
 TRAINED = ("rloo", "trloo", "otb_turn", "otb_turn_loo")
 REFERENCE = ("rloo", "none")
 STAGES = {"start": "after the supervised start", "trained": "after {steps} steps of training"}
+RATIOS = {"variance_ratio": "variance", "sf_ratio": "sf", "efficiency_ratio": "efficiency"}
+"""Columns of the ratios to the reference."""
 UPDATE_PROMPTS = 16
 """Prompts of the update that efficiency is stated for: as in the training runs."""
 POOL = 1
@@ -69,15 +69,12 @@ FULL = Size()
 SMALL = Size(
     seeds=(0,), prompts=20, pool=4, sizes=(2, 4), steps=1, train_seeds=(0, 1), train_steps=2, heldout=32
 )  # fmt: skip
-CONFIG = TrainConfig(
+CONFIG = replace(
+    BASE,
     task="calculator",
-    small_model=MODEL,
     sample=SampleConfig(prompts=UPDATE_PROMPTS, group_size=8),
     estimator=EstimatorConfig(name="rloo"),
     optimize=OptimizeConfig(steps=1000, learning_rate=1e-3),
-    measure=FORWARD_ONLY,
-    critic=CriticConfig(enabled=False),
-    evaluate=EvaluateConfig(every=0),
 )
 QUICK_TASK = CalculatorConfig(operations_min=1, operations_max=1, largest=9)
 
@@ -101,11 +98,10 @@ def cells(size: Size, quick: bool) -> list[Cell]:
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Pool rollouts of every seed's policy, or train a seed under every estimator."""
-    torch.set_num_threads(1)  # a model this small gains nothing from a second thread
-    quick = bool(cell.settings["quick"])
+    quick = cell.settings["quick"]
     size = SMALL if quick else FULL
     if cell.name.startswith("train"):
-        return {"curves": curves(int(str(cell.settings["seed"])), size, quick, work, bar)}
+        return {"curves": curves(cell.settings["seed"], size, quick, work, bar)}
     return pool_tables(cell.name.removeprefix("pool-"), size, quick, work, bar)
 
 
@@ -150,15 +146,13 @@ def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | No
 def statistics_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
     """Return a row per estimator: its statistics, and its ratios to the reference, with intervals over prompts."""
     pairs = {p.estimator: p for p in paired_ratios(grams, REFERENCE, REFERENCE, UPDATE_PROMPTS)}
-    rows = []
-    for found in pooled_statistics(grams, REFERENCE, UPDATE_PROMPTS):
-        rows.append(
-            {"estimator": found.estimator, "clusters": found.n_clusters, "bias": found.relative_bias}
-            | {"rollout_equivalents": found.rollout_equivalents, "rollouts": found.n_rollouts}
-            | statistics_columns(found)
-            | ratio_columns(pairs.get(found.estimator), "_ratio")
-        )
-    return rows
+    return [
+        {"estimator": row.estimator, "clusters": row.n_clusters, "bias": row.relative_bias}
+        | {"rollout_equivalents": row.rollout_equivalents, "rollouts": row.n_rollouts}
+        | statistics_columns(row)
+        | ratio_columns(pairs.get(row.estimator), RATIOS)
+        for row in pooled_statistics(grams, REFERENCE, UPDATE_PROMPTS)
+    ]
 
 
 def curves(seed: int, size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[str, Any]]:

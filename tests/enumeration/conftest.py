@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration import TreeSpec, random_tree
+from otb_analysis.enumeration.trees import TreeSpec, random_tree
 
 SPECS = {
     f"{'shared' if shared else 'tabular'}-{'dense' if dense else 'terminal'}{'-end' if end else ''}": TreeSpec(

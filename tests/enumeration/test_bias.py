@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration import group_gradients, group_moments
-from otb_analysis.enumeration.groups import multisets
+from otb_analysis.enumeration.groups import group_gradients, group_moments, multisets
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, DecayOptions, EstimatorInputs, TailOptions, estimate
 

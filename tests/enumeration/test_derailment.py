@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration import Derailment, population_moments
-from otb_analysis.enumeration.derailment import derailment_samples
+from otb_analysis.enumeration.derailment import Derailment, derailment_samples
+from otb_analysis.enumeration.population import population_moments
 from otb_analysis.enumeration.trees import Tree
 
 

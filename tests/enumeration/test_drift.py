@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from otb_analysis.enumeration import TreeSpec, random_tree
 from otb_analysis.enumeration.drift import divergence, effective_share, moved_logprob, sampled_at
 from otb_analysis.enumeration.off_policy import CASES, case_moments, mean_gradient
+from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import Moments
 

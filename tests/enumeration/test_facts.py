@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration import GroupMoments, Tree, group_moments
 from otb_analysis.enumeration.facts import (
     COMPARED,
     energy_reward_corr,
@@ -16,6 +15,9 @@ from otb_analysis.enumeration.facts import (
     sideways,
     two_prompt_variance,
 )
+from otb_analysis.enumeration.groups import group_moments
+from otb_analysis.enumeration.moments import GroupMoments
+from otb_analysis.enumeration.trees import Tree
 
 PROMPTS = {"horizon": 3, "shared": 5, "end_token": True}
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from otb_analysis.enumeration import GroupMoments, sampled_moments, weighted_moments
+from otb_analysis.enumeration.moments import GroupMoments, sampled_moments, weighted_moments
 
 
 def test_measures_of_a_shrunk_estimate():

@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration import TreeSpec, population_moments, position_optimum, regret
 from otb_analysis.enumeration.off_policy import CASES, Case, case_moments, drifted, mean_gradient, mean_shift, touched
+from otb_analysis.enumeration.population import population_moments, position_optimum, regret
+from otb_analysis.enumeration.trees import TreeSpec
 
 SHARED = TreeSpec(shared=6)
 KEEPING = [label for label, case in CASES.items() if case.keeps_mean]

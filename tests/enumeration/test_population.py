@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration import (
+from otb_analysis.enumeration.groups import group_moments
+from otb_analysis.enumeration.population import (
+    POPULATION,
     gap_closed,
-    group_moments,
     population_baseline,
     population_moments,
     position_optimum,
@@ -13,7 +14,6 @@ from otb_analysis.enumeration import (
     regret,
     values,
 )
-from otb_analysis.enumeration.population import POPULATION
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import DecayOptions
 

@@ -5,7 +5,8 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration import TreeSpec, group_gradients, group_moments, random_tree
+from otb_analysis.enumeration.groups import group_gradients, group_moments
+from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.statistics.moments import measures
 from otb_analysis.statistics.moments.gram import deleted_moments
 from otb_analysis.types import Gram

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration import TreeSpec, random_tree, values
+from otb_analysis.enumeration.population import values
+from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.errors import InputError
 
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from otb_analysis import enumeration
-from otb_analysis.enumeration import TreeSpec, group_moments, random_tree
+from otb_analysis.enumeration import population
+from otb_analysis.enumeration.groups import group_moments
+from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.estimators import EstimatorInputs, estimate
 from otb_analysis.statistics import group_gradients, partitions, pool_gram, position_optimum
 
@@ -97,4 +98,4 @@ def test_sampled_optimum_tends_to_the_exact_one(tree):
     rng = np.random.default_rng(3)
     rows = rng.choice(len(tree.prob), 100_000, p=tree.prob / tree.prob.sum())
     optimum = position_optimum(tree.score[rows], tree.returns[rows], tree.mask[rows])
-    assert optimum == pytest.approx(enumeration.position_optimum(tree), abs=0.03)
+    assert optimum == pytest.approx(population.position_optimum(tree), abs=0.03)

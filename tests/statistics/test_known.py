@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration.coverage import NOMINAL_FLOOR, OTHER, Design, enumerated, measure
+from otb_analysis.enumeration.coverage import NOMINAL_FLOOR, OTHER, enumerated, measure
 from otb_analysis.statistics import Gram, Proved, deleted_moments, paired_ratios, pooled_statistics
 from otb_analysis.statistics.moments.gram import REFERENCE
 
@@ -91,12 +91,12 @@ def test_pooled_gradient_is_unbiased_and_less_noisy_than_that_of_rloo_alone(seed
 
 def test_intervals_with_a_known_projection_cover_and_are_always_given_where_prompts_suffice():
     law = enumerated(2, names=("rloo", "otb_loo"))
-    known = measure(law, Design(1, 24), repetitions=200, known=BOTH)
+    known = measure(law, 1, 24, repetitions=200, known=BOTH)
     slack = 2 * np.sqrt(NOMINAL_FLOOR * (1 - NOMINAL_FLOOR) / 200)
     assert known["SF ratio"].covered > NOMINAL_FLOOR - slack
     assert known["SF"].covered > 0.85  # rare prompts decide in this law, as docs/coverage.md says
     assert known["SF ratio"].given == known["SF"].given == 1.0
-    assert measure(law, Design(1, 24), repetitions=200)["SF ratio"].given < 0.9
+    assert measure(law, 1, 24, repetitions=200)["SF ratio"].given < 0.9
 
 
 def test_known_projection_shortens_the_interval_of_the_sf_ratio():

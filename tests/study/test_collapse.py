@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from otb_analysis.study import load_study, study_page
+from otb_analysis.study.record import load_study
+from otb_analysis.study.report import study_page
 
 FOLDER = Path(__file__).parent.parent.parent / "studies" / "05_collapse"
 

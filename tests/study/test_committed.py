@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from otb_analysis.store import committed_studies
-from otb_analysis.study import Setting, index_page, load_study, read_tables, run_study, study_folders, study_page
-from otb_analysis.study.report import OUTDATED
+from otb_analysis.study.record import load_study, study_folders
+from otb_analysis.study.report import OUTDATED, index_page, study_page
+from otb_analysis.study.results import read_tables
+from otb_analysis.study.run import Setting, run_study
 
 ROOT = Path(__file__).parent.parent.parent
 STUDIES = ROOT / "studies"

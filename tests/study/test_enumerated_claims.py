@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from otb_analysis.study import load_study
+from otb_analysis.study.record import load_study
 
 FOLDER = Path(__file__).parent.parent.parent / "studies" / "01_enumeration"
 

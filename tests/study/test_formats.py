@@ -4,7 +4,7 @@ import pytest
 
 from otb_analysis.statistics import Interval
 from otb_analysis.study import interval_columns, known, rounded
-from otb_analysis.study.cost import forget_peak_memory, minutes_words, peak_memory_mib
+from otb_analysis.study.cache import forget_peak_memory, minutes_words, peak_memory_mib
 from otb_analysis.study.formats import (
     above,
     around,

@@ -78,7 +78,7 @@ def test_grams_are_those_of_the_gradients_up_to_the_sketch(policy, pool):
     ids, mask, attention = pool.written.batch
     for block in blocks:
         for m, label in enumerate(block.labels):
-            weights = pool.written.by_column(every_estimate(pool, cut)[label][None] / 2)
+            weights = pool.written.rollouts.by_column(every_estimate(pool, cut)[label][None] / 2)
             exact = group_gradient_gram(policy.model, ids, mask, weights, cut.group, attention)[0, 0]
             power = np.diag(exact).reshape(2, 2).mean(axis=1)
             np.testing.assert_allclose(block.same[m, m], power, rtol=0.15, atol=0.1 * power.max())

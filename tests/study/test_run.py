@@ -6,19 +6,12 @@ from jinja2 import UndefinedError
 
 from otb_analysis.commands.cli import main
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.study import (
-    Setting,
-    distinct,
-    find_studies_folder,
-    find_study,
-    index_page,
-    load_study,
-    read_tables,
-    run_study,
-    select,
-)
+from otb_analysis.study import distinct, select
 from otb_analysis.study.cache import CellCache, Finished, joined
-from otb_analysis.study.results import write_tables
+from otb_analysis.study.record import find_studies_folder, find_study, load_study
+from otb_analysis.study.report import index_page
+from otb_analysis.study.results import read_tables, write_tables
+from otb_analysis.study.run import Setting, run_study
 
 PAGE = """\
 # 07 · Squares

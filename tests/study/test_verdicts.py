@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from otb_analysis.study import load_study, read_tables, select
+from otb_analysis.study import select
+from otb_analysis.study.record import load_study
+from otb_analysis.study.results import read_tables
 
 STUDIES = Path(__file__).parent.parent.parent / "studies"
 
