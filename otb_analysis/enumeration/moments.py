@@ -10,17 +10,11 @@ from otb_analysis.types import Float
 
 @dataclass(frozen=True)
 class GroupMoments:
-    """First two moments of one prompt's group gradient ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t}.
+    """First two moments of one prompt's group gradient ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t}."""
 
-    Attributes:
-        mean: m = E ḡ [D].
-        variance: V = tr Cov(ḡ) = E‖ḡ‖² − ‖m‖².
-        gradient: ∇J [D].
-    """
-
-    mean: Float
-    variance: float
-    gradient: Float
+    mean: Float  # m = E ḡ [D]
+    variance: float  # V = tr Cov(ḡ) = E‖ḡ‖² − ‖m‖²
+    gradient: Float  # ∇J [D]
     n: int
 
     @property

@@ -29,15 +29,11 @@ DRIFT = 0.2
 
 @dataclass(frozen=True)
 class Case:
-    """One ratio with the options under which it is enumerated.
-
-    Attributes:
-        quoted: What other draws of such policies gave first.
-    """
+    """One ratio with the options under which it is enumerated."""
 
     name: str
     options: object = None
-    quoted: str = ""
+    quoted: str = ""  # What other draws of such policies gave first
 
     @property
     def keeps_mean(self) -> bool:

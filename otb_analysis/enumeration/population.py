@@ -15,18 +15,9 @@ from otb_analysis.estimators.batch import Batch
 from otb_analysis.types import Float
 
 POPULATION = (
-    "none",
-    "group_mean",
-    "opo",
-    "classic_optimal",
-    "sequence_optimal",
-    "otb",
-    "otb_carry",
-    "token_optimal",
-    "energy_ema",
-    "position_optimal",
-    "value",
-)
+    "none", "group_mean", "opo", "classic_optimal", "sequence_optimal", "otb", "otb_carry", "token_optimal",
+    "energy_ema", "position_optimal", "value",
+)  # fmt: skip
 """Entries with a limit of their own; leave-one-out forms share it, and so does every plain mean."""
 
 

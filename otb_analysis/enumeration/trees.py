@@ -18,47 +18,28 @@ from otb_analysis.types import Bool, EstimatorInputs, Float, Int
 
 @dataclass(frozen=True)
 class TreeSpec:
-    """What to draw a random policy from.
-
-    Attributes:
-        horizon: T, the longest completion.
-        shared: D random features shared by all prefixes, or None for a tabular policy.
-        end_token: True when token V − 1 ends the completion, so that lengths differ.
-        dense: True for a normal reward at every token; False for one terminal reward of 0 or 1.
-        scale: Standard deviation of the parameters.
-    """
+    """What to draw a random policy from."""
 
     vocabulary: int = 3
-    horizon: int = 4
-    shared: int | None = None
-    end_token: bool = False
-    dense: bool = False
-    scale: float = 1.0
+    horizon: int = 4  # T, the longest completion
+    shared: int | None = None  # D random features shared by all prefixes, or None for a tabular policy
+    end_token: bool = False  # Whether token V − 1 ends the completion, so that lengths differ
+    dense: bool = False  # A normal reward at every token instead of one terminal reward of 0 or 1
+    scale: float = 1.0  # Standard deviation of the parameters
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Every completion of one prompt, with the probability of being *sampled*.
+    """Every completion of one prompt, with the probability of being *sampled*; all [M, T] but the score."""
 
-    Attributes:
-        logprob: log π(y_t | h_t) [M, T], zero outside the mask.
-        mask: True at tokens of the completion [M, T].
-        prefix: Index of h_t [M, T], −1 outside the mask.
-        reward: Reward at each token [M, T].
-        score: s_t = ∇_θ log π(y_t | h_t) [M, T, D], zero outside the mask.
-        proxy: ‖e_y − π(·|h_t)‖² [M, T].
-        behavior_logprob: log-probability under the policy that samples [M, T]; the policy itself when on-policy.
-        token: Vocabulary index of y_t [M, T], −1 outside the mask.
-    """
-
-    logprob: Float
-    mask: Bool
-    prefix: Int
+    logprob: Float  # log π(y_t | h_t), zero outside the mask
+    mask: Bool  # True at tokens of the completion
+    prefix: Int  # Index of h_t, −1 outside the mask
     reward: Float
-    score: Float
-    proxy: Float
-    behavior_logprob: Float
-    token: Int
+    score: Float  # s_t = ∇_θ log π(y_t | h_t) [M, T, D], zero outside the mask
+    proxy: Float  # ‖e_y − π(·|h_t)‖²
+    behavior_logprob: Float  # log-probability under the policy that samples; the policy itself when on-policy
+    token: Int  # Vocabulary index of y_t, −1 outside the mask
 
     @cached_property
     def prob(self) -> Float:

@@ -22,20 +22,14 @@ CPU, STATUS, FORGET = Path("/proc/cpuinfo"), Path("/proc/self/status"), Path("/p
 class Finished:
     """A cell's result and what it took.
 
-    Attributes:
-        tables: What the study measured.
-        minutes: By the clock.
-        peak_mib: The most memory that the process held meanwhile, in MiB; None where the system does not tell.
-        machine: Where, in words.
-        processor_minutes: Of this process, all its threads together; None where it was not measured. The fairer cost
-            where the machine is shared.
+    Processor time is the fairer cost where the machine is shared; None where it was not measured.
     """
 
-    tables: Tables
-    minutes: float
-    peak_mib: int | None
-    machine: str
-    processor_minutes: float | None = None
+    tables: Tables  # What the study measured
+    minutes: float  # By the clock
+    peak_mib: int | None  # The most memory that the process held meanwhile; None where the system does not tell
+    machine: str  # In words
+    processor_minutes: float | None = None  # Of this process, all its threads together
 
     def cost(self, cell: str) -> dict[str, Value]:
         """Return the row of the cost table."""

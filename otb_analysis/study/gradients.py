@@ -29,13 +29,11 @@ PROMPTS_FROM = 1_000_000
 class Weighed:
     """Rollouts and, under each name, what multiplies their tokens' scores; made by a study, read by `prompt_gram`.
 
-    Attributes:
-        rollouts: Groups of rollouts.
-        coefficient: Label → c [N, T]; the group gradient is (1/N_p) Σ_{n in p} Σ_t c_{n,t} s_{n,t}.
+    The group gradient is (1/N_p) Σ_{n in p} Σ_t c_{n,t} s_{n,t}.
     """
 
     rollouts: Rollouts
-    coefficient: Mapping[Label, Float]
+    coefficient: Mapping[Label, Float]  # Label → c [N, T]
 
 
 def prompt_gram(model: PreTrainedModel, batches: Sequence[Weighed], temperature: float = 1.0) -> Gram:

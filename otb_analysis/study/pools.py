@@ -27,21 +27,13 @@ REFERENCE: Label = ("rloo", "none")
 
 @dataclass(frozen=True)
 class Pool:
-    """Rollouts of several prompts with the score of every token as a count sketch; made by `measure_pool`.
-
-    Attributes:
-        written: The rollouts and their forward statistics.
-        inputs: Estimator inputs with exact energies, rollout norms and a cross-fitted B*; group = prompt.
-        proxy: Logit-space energies [N, T].
-        sketch: Sketches of the distinct scores [U, K], float32.
-        node: Row of `sketch` of each token [N, T], 0 outside the mask.
-    """
+    """Rollouts of several prompts with the score of every token as a count sketch; made by `measure_pool`."""
 
     written: ScoredRollouts
-    inputs: EstimatorInputs
-    proxy: Float
-    sketch: NDArray[np.float32]
-    node: Int
+    inputs: EstimatorInputs  # With exact energies, rollout norms and a cross-fitted B*; group = prompt
+    proxy: Float  # Logit-space energies [N, T]
+    sketch: NDArray[np.float32]  # Sketches of the distinct scores [U, K]
+    node: Int  # Row of `sketch` of each token [N, T], 0 outside the mask
 
     def features(self, rows: Int) -> NDArray[np.float32]:
         """Return the sketched scores of some rollouts, as wide as the longest [n, t, K], zero outside the mask."""

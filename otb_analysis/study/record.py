@@ -27,18 +27,14 @@ Rows = Sequence[Row]
 class Cell:
     """The unit of work that is never done twice; made by a study, kept by `study.cache`.
 
-    Attributes:
-        name: Unique in its study; lower-case letters, digits and dashes.
-        settings: All that its result depends on, in JSON's types; a change makes it another cell.
-        after: Earlier cells of the study whose tables it reads: a comparison at the learning rate that a sweep chose.
-            What they depend on, it depends on.
-        given: Those tables, one below the other; filled in when it is measured.
+    A cell may come after others of its study and read their tables: a comparison at the learning rate that a sweep
+    chose. It depends on all that they depend on.
     """
 
-    name: str
-    settings: Mapping[str, Any]
+    name: str  # Unique in its study; lower-case letters, digits and dashes
+    settings: Mapping[str, Any]  # All that its result depends on, in JSON's types; a change makes it another cell
     after: tuple["Cell", ...] = ()
-    given: Tables = field(default_factory=dict)
+    given: Tables = field(default_factory=dict)  # Their tables, one below the other; filled in when it is measured
 
 
 def nothing(tables: Mapping[str, Rows]) -> Mapping[str, Any]:
@@ -53,25 +49,18 @@ class Study:
     `numbers` and `figures` see the tables as read from the result files and nothing else, so that the page can be made
     again from what is committed. Both are left out where `derived.py` beside `study.py` defines them. `names` is filled
     in when the study is loaded.
-
-    Attributes:
-        title: A few words.
-        question: One sentence.
-        cells: The full setting, whose results are committed.
-        quick: The same work at constants that take less than two minutes on two cores.
-        measure: (cell, empty directory of its own, progress) → rows.
-        numbers: Tables → what the template needs beyond them: differences over seeds, tests, functions for its cells.
-        figures: Tables → SVG text by file name; the page shows them in this order, below the verdict.
-        names: Constants and functions of `study.py` and `derived.py`, which the template may use.
     """
 
-    title: str
-    question: str
-    cells: Sequence[Cell]
-    quick: Sequence[Cell]
-    measure: Callable[[Cell, Path, Bar], Tables]
+    title: str  # A few words
+    question: str  # One sentence
+    cells: Sequence[Cell]  # The full setting, whose results are committed
+    quick: Sequence[Cell]  # The same work at constants that take less than two minutes on two cores
+    measure: Callable[[Cell, Path, Bar], Tables]  # (cell, empty directory of its own, progress) → rows; on one thread
+    # Tables → what the template needs beyond them: differences over seeds, tests, functions for its cells
     numbers: Callable[[Mapping[str, Rows]], Mapping[str, Any]] = nothing
+    # Tables → SVG text by file name; the page shows them in this order, below the verdict
     figures: Callable[[Mapping[str, Rows]], Mapping[str, str]] = nothing
+    # Constants and functions of `study.py` and `derived.py`, which the template may use
     names: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -25,11 +25,8 @@ def study_page(
 ) -> tuple[str, Mapping[str, str]]:
     """Return the README of a study, and its figures as SVG text by file name.
 
-    Args:
-        folder: studies/NN_slug; its `README.md.j2` fills the blocks `verdict` and `page` of `study.md.j2`.
-        study: The study; its `names` and `numbers` stand beside the tables in the template.
-        tables: Its result tables.
-        quick: Leave the verdict out: it was written for the full setting.
+    `README.md.j2` of the folder fills the blocks `verdict` and `page` of `study.md.j2`. It sees the tables and the
+    study's `names` and `numbers`. A quick page leaves the verdict out, which was written for the full setting.
 
     Raises:
         InputError: The template is missing.

@@ -29,21 +29,13 @@ CACHE = Path("runs") / "studies"
 
 @dataclass(frozen=True)
 class Setting:
-    """How a study is run.
+    """How a study is run."""
 
-    Attributes:
-        quick: At reduced constants, into `out` or a temporary directory, and from the beginning.
-        out: Where page and results go instead of the study's own folder; `NN_slug` is added.
-        only: Names of the cells to measure; the pages are written once no cell is missing.
-        render: Measure nothing: make pages and figures from the tables there are.
-        cache: Where finished cells of the full setting are kept.
-    """
-
-    quick: bool = False
-    out: Path | None = None
-    only: Sequence[str] = ()
-    render: bool = False
-    cache: Path = CACHE
+    quick: bool = False  # At reduced constants, into `out` or a temporary directory, and from the beginning
+    out: Path | None = None  # Where page and results go instead of the study's own folder; `NN_slug` is added
+    only: Sequence[str] = ()  # Names of the cells to measure; the pages are written once no cell is missing
+    render: bool = False  # Measure nothing: make pages and figures from the tables there are
+    cache: Path = CACHE  # Where finished cells of the full setting are kept
 
 
 def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
@@ -65,19 +57,14 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
             return None
         cost = [one.cost(cell.name) for cell, one in zip(cells, results, strict=True)]
         write_tables(target / "results", joined(results) | {COST: cost})
-    write_pages(folder, study, target, setting.quick)
+    _write_pages(folder, study, target, setting.quick)
     if target == folder:
         _write(folder.parent / "README.md", index_page(folder.parent))
     return target
 
 
-def write_pages(folder: Path, study: Study, target: Path, quick: bool = False) -> None:
-    """Write README and figures of a study from the tables in `target`, and beside them.
-
-    Raises:
-        InputError: There are no tables.
-        StoreError: The disk refuses.
-    """
+def _write_pages(folder: Path, study: Study, target: Path, quick: bool) -> None:
+    """Write README and figures of a study from the tables in `target`, and beside them."""
     tables = read_tables(target / "results")
     if COST not in tables:
         raise InputError(f"{target} has no result tables; run otb study {folder.name} first.")

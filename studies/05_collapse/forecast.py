@@ -1,6 +1,5 @@
 """Which detectors tell runs that are about to collapse from calm ones, and how the signals they read go."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,14 @@ ALL_SIGNS = 100_000
 SIGNALS = ("entropy", "grad_norm", "length")
 WHEN = ("first", "before", "last")
 
-Run = tuple[str, int]
-"""Arm and seed."""
-
 
 def numbers(runs: Rows, detectors: Rows, signals: Rows) -> dict[str, Any]:
     """Return what each detector called, which forecast is shown, and how the signals went."""
     broken, quiet = collapsed(runs), still_calm(runs)
     pending = [row for row in runs if not ARMS[row["arm"]].calm and row["collapse"] is None]
-    names, arms = tested(detectors), distinct(signals, "arm")
+    arms = distinct(signals, "arm")
+    # no test of the detectors that call the staged conditions themselves
+    names = [name for name in measured(detectors) if name not in CONDITIONS]
     p_values = dict(zip(names, holm([p_value(seed_differences(runs, detectors, n)) for n in names]), strict=True))
     told = {
         name: {
@@ -67,7 +65,7 @@ def still_calm(runs: Rows) -> Rows:
     return [row for row in runs if ARMS[row["arm"]].calm and row["collapse"] is None]
 
 
-def calls(runs: Rows, detectors: Rows, name: str) -> dict[Run, int | None]:
+def calls(runs: Rows, detectors: Rows, name: str) -> dict[tuple[str, int], int | None]:
     """Return the step at which a detector first called each of some runs, None where it never did."""
     watch = {(row["arm"], row["seed"]): row["watch"] for row in select(detectors, detector=name)}
     return {(row["arm"], row["seed"]): watch[row["arm"], row["seed"]] for row in runs}
@@ -75,9 +73,10 @@ def calls(runs: Rows, detectors: Rows, name: str) -> dict[Run, int | None]:
 
 def leads_of(runs: Rows, detectors: Rows, name: str) -> list[int]:
     """Return a detector's lead in every run that collapsed and that it called at or before the collapse."""
-    ends: Mapping[Run, int | None] = {(row["arm"], row["seed"]): row["collapse"] for row in runs}
-    first = calls(collapsed(runs), detectors, name)
-    return [end - at for key, at in first.items() if at is not None and (end := ends[key]) is not None and at <= end]
+    broken = collapsed(runs)
+    first = calls(broken, detectors, name)
+    leads = [(row["collapse"], first[row["arm"], row["seed"]]) for row in broken]
+    return [end - at for end, at in leads if at is not None and at <= end]
 
 
 def called(runs: Rows, detectors: Rows, name: str) -> int:
@@ -120,11 +119,6 @@ def holm(p_values: list[float]) -> list[float]:
 def measured(detectors: Rows) -> list[str]:
     """Return the detectors that had what they read in some run."""
     return [name for name in DETECTORS if any(row["level"] != MISSING for row in select(detectors, detector=name))]
-
-
-def tested(detectors: Rows) -> list[str]:
-    """Return the detectors that are tested: measured, and no detector of the staged conditions themselves."""
-    return [name for name in measured(detectors) if name not in CONDITIONS]
 
 
 def path(rows: Rows, name: str) -> list[float | None]:

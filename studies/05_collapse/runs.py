@@ -101,14 +101,15 @@ def attribution_rows(store: RunStore, steps: pd.DataFrame, end: int) -> list[dic
         tried_steps = [step_attribution(store, step) for step in tried]
         if tried_steps:
             step = max(tried_steps, key=lambda one: one.norm_sq)
-            rows.append({"window": name, "collapse": end, "usual_norm": usual} | holders(step, succeeded(store, step)))
+            rows.append({"window": name, "collapse": end, "usual_norm": usual} | holders(store, step))
     return rows
 
 
-def holders(step: StepAttribution, paid: Sequence[int]) -> dict[str, Any]:
+def holders(store: RunStore, step: StepAttribution) -> dict[str, Any]:
     """Return one step's shares: of the largest tokens, the largest prompt, unpaid rollouts, and noise."""
     tokens, prompts = np.abs(step.tokens.share), np.abs(step.prompts.share)
-    failed = ~np.isin(step.tokens.rollout, paid)
+    paid = store.sql("SELECT rollout FROM rollouts WHERE step = ? AND reward >= 0.5", [step.step])["rollout"]
+    failed = ~np.isin(step.tokens.rollout, paid.to_numpy(np.int64))
     return {
         "step": step.step,
         "grad_norm": step.norm_sq**0.5,
@@ -118,9 +119,3 @@ def holders(step: StepAttribution, paid: Sequence[int]) -> dict[str, Any]:
         "failed_tokens": float(failed.mean()),
         "noise": known(step.noise_total) / step.norm_sq,
     }
-
-
-def succeeded(store: RunStore, step: StepAttribution) -> list[int]:
-    """Return the rollouts of a step that were paid."""
-    found = store.sql("SELECT rollout FROM rollouts WHERE step = ? AND reward >= 0.5", [step.step])
-    return [int(rollout) for rollout in found["rollout"]]
