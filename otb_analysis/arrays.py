@@ -67,6 +67,14 @@ def group_sum(x: ArrayLike, group: ArrayLike) -> Float:
     return groups.spread(groups.sum(x))
 
 
+def rank_within(index: Int, order: Int) -> Int:
+    """Return how many of each rollout's group come before it in an order that is sorted by group [N]."""
+    count = np.bincount(index)
+    rank = np.empty(index.size, np.int64)
+    rank[order] = np.arange(index.size) - np.repeat(np.cumsum(count) - count, count)
+    return rank
+
+
 def masked(x: ArrayLike, mask: Bool) -> Float:
     """Return x inside the mask and 0 outside, whatever stands there (NaN included)."""
     return np.where(mask, np.asarray(x, np.float64), 0.0)  # x·mask would keep a NaN outside the mask

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partialmethod
 from pathlib import Path
 
 import duckdb
@@ -66,10 +67,15 @@ class RunStore:
         """Return the steps that can be read, in order."""
         return complete_steps(self.path)
 
-    def tokens_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    def frame(
+        self,
+        table: str,
+        steps: Steps = None,
+        columns: Names = None,
+        where: str | None = None,
+        params: Parameters = None,
     ) -> pd.DataFrame:
-        """Return tokens, one row each, by step.
+        """Return the rows of a table, by step.
 
         Args:
             steps: Only these steps; None means all complete ones.
@@ -79,25 +85,21 @@ class RunStore:
             InputError: A column is unknown (the nearest is named) or the condition cannot be run.
             StoreError: A part is broken or lacks a key column.
         """
-        return self._frame("tokens", steps, columns, where, params)
+        parts = visible_parts(self.path, [table], steps)
+        known = column_names(table, parts[table]) if columns is not None else []
+        for name in columns or ():
+            if name not in known:
+                raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
+        chosen = "*" if columns is None else ", ".join(map(quoted, columns))
+        # The line break ends a comment in the condition.
+        condition = "" if where is None else f" WHERE ({where}\n)"
+        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts)
 
-    def rollouts_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return rollouts, one row each, by step; arguments and errors are those of `tokens_df`."""
-        return self._frame("rollouts", steps, columns, where, params)
-
-    def steps_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return the scalars of training, one row per step; arguments and errors are those of `tokens_df`."""
-        return self._frame("steps", steps, columns, where, params)
-
-    def gradients_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return one row per measured step and estimator; arguments and errors are those of `tokens_df`."""
-        return self._frame("gradients", steps, columns, where, params)
+    # One row per completion token, per rollout, per step, and per measured step and estimator.
+    tokens_df = partialmethod(frame, "tokens")
+    rollouts_df = partialmethod(frame, "rollouts")
+    steps_df = partialmethod(frame, "steps")
+    gradients_df = partialmethod(frame, "gradients")
 
     def sql(self, query: str, params: Parameters = None) -> pd.DataFrame:
         """Return the answer to one SELECT over the views tokens, rollouts, steps, gradients, grams, subgroups.
@@ -112,14 +114,6 @@ class RunStore:
         # A view costs a look at every part, so only tables that the text mentions get one.
         tables = [table for table in TABLES if table in query.lower()]
         return self._run(query, params, visible_parts(self.path, tables))
-
-    def gram(self, step: int) -> Gram | None:
-        """Return the Gram matrix of group gradients at one step, or None where it was not measured.
-
-        Raises:
-            StoreError: A part is broken or lacks a key column.
-        """
-        return self.grams([step]).get(step)
 
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
         """Return the Gram matrices of all measured steps, in order; one query instead of one per step.
@@ -171,24 +165,6 @@ class RunStore:
         tokens = self.tokens_df([step], list(TOKEN_COLUMNS))
         rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"])
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
-
-    def _frame(
-        self,
-        table: str,
-        steps: Steps = None,
-        columns: Names = None,
-        where: str | None = None,
-        params: Parameters = None,
-    ) -> pd.DataFrame:
-        parts = visible_parts(self.path, [table], steps)
-        known = column_names(table, parts[table]) if columns is not None else []
-        for name in columns or ():
-            if name not in known:
-                raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
-        chosen = "*" if columns is None else ", ".join(map(quoted, columns))
-        # The line break ends a comment in the condition.
-        condition = "" if where is None else f" WHERE ({where}\n)"
-        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts)
 
     def _run(
         self, query: str, params: Parameters, tables: Mapping[str, Sequence[Part]], categories: Sequence[str] = ()

@@ -80,7 +80,7 @@ def test_smaller_groups_come_back_from_disk_and_advice_compares_them(trained):
     store = RunStore(run)
     by_size = store.subgroup_grams()
     assert list(by_size) == [2] and list(by_size[2]) == [0, 1, 2]
-    whole, small = store.gram(0), by_size[2][0]
+    whole, small = store.grams()[0], by_size[2][0]
     assert (small.groups.tolist(), small.prompt) == (whole.groups.tolist(), whole.prompt)
     found = advise_run(store.grams(), by_size, ("otb", "proxy"))
     assert found.sizes == (2, 4)

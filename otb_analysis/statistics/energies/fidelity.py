@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from otb_analysis.errors import InputError
-from otb_analysis.statistics.energies.cells import deviation, position_cells, rank_within
+from otb_analysis.statistics.energies.cells import cell_ranks, deviation, position_cells
 from otb_analysis.types import Float, Int
 
 _Kind = TypeVar("_Kind", bound=np.generic)
@@ -115,8 +115,8 @@ def _within(x: Float, y: Float, cells: Int) -> tuple[Association, int]:
     positive = (x > 0) & (y > 0)
     values = _correlation(deviation(x, cells), deviation(y, cells))
     logs = _correlation(*(deviation(np.log(v[positive]), cells[positive]) for v in (x, y)))
-    ranks = _correlation(*(deviation(rank_within(_coarse(v), cells), cells) for v in (x, y)))
-    return Association(x.size, values, logs, ranks), int(np.unique(cells).size)
+    ranked = _correlation(*(deviation(cell_ranks(_coarse(v), cells), cells) for v in (x, y)))
+    return Association(x.size, values, logs, ranked), int(np.unique(cells).size)
 
 
 def _coarse(x: Float) -> Float:

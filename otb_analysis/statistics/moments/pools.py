@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 
+from otb_analysis.arrays import rank_within
 from otb_analysis.errors import InputError
 from otb_analysis.statistics.moments.gradients import GradientStatistics, pooled_statistics
 from otb_analysis.statistics.moments.gram import REFERENCE
@@ -52,39 +53,29 @@ def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -
             f"groups, so pass a size of at most {pool[p] // 2} or a larger pool."
         )
     rng = np.random.default_rng(seed)
-    counts = pool // size
-    return [_cut(codes, pool, counts, size, rng) for _ in range(shuffles)]
+    return [_cut(codes, pool // size, size, rng) for _ in range(shuffles)]
 
 
-def _cut(codes: Int, pool: Int, counts: Int, size: int, rng: np.random.Generator) -> Partition:
-    # Sorted by prompt, in random order within it; the rank within the prompt says which group a rollout falls into.
-    order = np.lexsort((rng.random(codes.size), codes))
-    rank = np.empty(codes.size, dtype=np.int64)
-    rank[order] = np.arange(codes.size) - np.repeat(np.cumsum(pool) - pool, pool)
-    inside = rank // size
+def _cut(codes: Int, counts: Int, size: int, rng: np.random.Generator) -> Partition:
+    inside = _shuffled_rank(codes, rng) // size
     first = np.cumsum(counts) - counts
+    # What does not fill a last group is left over: a smaller group would have another variance.
     group = np.where(inside < counts[codes], first[codes] + inside, -1)
     return Partition(group, np.repeat(np.arange(counts.size), counts))
 
 
-def held_out(prompt: ArrayLike, share: float = 0.5, seed: int = 0) -> Bool:
-    """Choose a share of every prompt's rollouts to hold out, rounded down: True where held out [R].
+def held_out(prompt: ArrayLike, seed: int = 0) -> Bool:
+    """Choose half of every prompt's rollouts to hold out, rounded down: True where held out [R].
 
     For a quantity that must not see the other rollouts, such as a baseline fitted on them.
-
-    Raises:
-        InputError: The share is not between 0 and 1.
     """
-    if not 0 <= share <= 1:
-        raise InputError(f"share is {share}; pass a number in [0, 1].")
     codes = np.unique(np.asarray(prompt), return_inverse=True)[1]
-    pool = np.bincount(codes)
-    taken = np.floor(share * pool + 1e-9).astype(np.int64)
-    order = np.lexsort((np.random.default_rng(seed).random(codes.size), codes))
-    chosen = np.zeros(codes.size, dtype=bool)
-    rank = np.arange(codes.size) - np.repeat(np.cumsum(pool) - pool, pool)
-    chosen[order] = rank < taken[codes[order]]
-    return chosen
+    return _shuffled_rank(codes, np.random.default_rng(seed)) < (np.bincount(codes) // 2)[codes]
+
+
+def _shuffled_rank(codes: Int, rng: np.random.Generator) -> Int:
+    """Number the rollouts of every prompt from 0 in random order [R]."""
+    return rank_within(codes, np.lexsort((rng.random(codes.size), codes)))
 
 
 def position_optimum(features: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> Float:
