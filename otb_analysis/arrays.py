@@ -19,15 +19,10 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True)
 class Groups:
-    """Ragged groups of rollouts, as sums over them and as copies back to them.
+    """Ragged groups of rollouts, as sums over them and as copies back to them."""
 
-    Attributes:
-        index: Group number of each rollout, 0..P−1 [N].
-        labels: The caller's group value of each number [P], ascending.
-    """
-
-    index: Int
-    labels: Int
+    index: Int  # Group number of each rollout, 0..P−1 [N]
+    labels: Int  # The caller's group value of each number [P], ascending
 
     @classmethod
     def of(cls, group: ArrayLike) -> "Groups":

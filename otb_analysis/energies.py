@@ -47,19 +47,12 @@ def decayed_energy(weight: Float, decay: float) -> Float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A proxy turned into an estimate of the exact energy: ŵ = c·e^a·proxy^b; made by `calibrate`.
+    """A proxy turned into an estimate of the exact energy: ŵ = c·e^a·proxy^b; made by `calibrate`."""
 
-    Attributes:
-        intercept: a.
-        slope: b: 1 where the proxy only misses the scale.
-        factor: c: makes the estimated total over the fitted sample that of the exact energies.
-        log_error: Standard deviation of log w around the fit, over the population the sample stands for.
-    """
-
-    intercept: float
-    slope: float
-    factor: float
-    log_error: float
+    intercept: float  # a
+    slope: float  # b: 1 where the proxy only misses the scale
+    factor: float  # c: makes the estimated total over the fitted sample that of the exact energies
+    log_error: float  # Standard deviation of log w around the fit, over the population the sample stands for
     n: int
 
     def predict(self, proxy: ArrayLike) -> Float:

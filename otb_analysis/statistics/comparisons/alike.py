@@ -13,15 +13,10 @@ ROUNDING = 1e-8
 
 @dataclass(frozen=True)
 class Alike:
-    """One estimator as a multiple of another: g = factor·g_of on every prompt of every step.
+    """One estimator as a multiple of another: g = factor·g_of on every prompt of every step."""
 
-    Attributes:
-        of: The other one; itself where no earlier one is alike.
-        factor: 1 where the two are identical, as `otb` and `otb_turn` in one turn.
-    """
-
-    of: Label
-    factor: float
+    of: Label  # The other one; itself where no earlier one is alike
+    factor: float  # 1 where the two are identical, as `otb` and `otb_turn` in one turn
 
     @property
     def identical(self) -> bool:

@@ -20,18 +20,13 @@ Cause = Literal["", "no reference", "alone", "few prompts", "equal rewards", "no
 
 @dataclass(frozen=True)
 class Verdict:
-    """One estimator against the reference.
-
-    Attributes:
-        sf: Ratio of variances at equal progress, 95 %; below 1 is better.
-        efficiency: Ratio of efficiencies, 95 %; above 1 is better.
-        differs_in: Which of `sf` and `efficiency` differ from the reference, false discoveries controlled.
-    """
+    """One estimator against the reference."""
 
     label: Label
-    sf: Interval | None
-    efficiency: Interval | None
+    sf: Interval | None  # Ratio of variances at equal progress, 95 %; below 1 is better
+    efficiency: Interval | None  # Ratio of efficiencies, 95 %; above 1 is better
     c_known: bool
+    # Which of `sf` and `efficiency` differ from the reference, false discoveries controlled.
     differs_in: tuple[str, ...] = ()
 
     @property
@@ -67,39 +62,27 @@ def _above_one(ratio: Interval | None) -> bool:
 
 @dataclass(frozen=True)
 class Signal:
-    """How well ‖∇J‖² is known, which estimators without a proved projection are judged by.
+    """How well ‖∇J‖² is known, which estimators without a proved projection are judged by."""
 
-    Attributes:
-        positive: True where its estimate is positive, and stays so without any one prompt.
-        n_needed: About how many prompts would make it three standard errors long; None where its interval holds
-            nothing positive. A lower bound where the estimate itself is not positive.
-    """
-
-    positive: bool
+    positive: bool  # True where its estimate is positive, and stays so without any one prompt
+    # About how many prompts would make it three standard errors long; None where its interval holds nothing positive. A
+    # lower bound where the estimate itself is not positive.
     n_needed: int | None
 
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What is known of every estimator measured beside a reference; read by `figures.conclusion`, which says it.
-
-    Attributes:
-        n_prompts: Independent prompts behind the intervals.
-        verdicts: One per estimator that is not a multiple of the reference, identical ones once.
-        best: The best of those that are better, with intervals that hold after the selection.
-        worst: The farthest behind of those that are worse, likewise.
-        n_needed: About how many prompts would decide on the undecided one with the lowest SF.
-    """
+    """What is known of every estimator measured beside a reference; read by `figures.conclusion`, which says it."""
 
     against: Label
-    n_prompts: int
-    verdicts: tuple[Verdict, ...]
+    n_prompts: int  # Independent prompts behind the intervals
+    verdicts: tuple[Verdict, ...]  # One per estimator that is not a multiple of the reference, identical ones once
     alike: dict[Label, Alike]
     signal: Signal
     cause: Cause
-    best: Verdict | None
-    worst: Verdict | None
-    n_needed: int | None
+    best: Verdict | None  # The best of those that are better, with intervals that hold after the selection
+    worst: Verdict | None  # The farthest behind of those that are worse, likewise
+    n_needed: int | None  # About how many prompts would decide on the undecided one with the lowest SF
 
     @property
     def tested(self) -> tuple[Verdict, ...]:

@@ -20,32 +20,23 @@ _Kind = TypeVar("_Kind", bound=np.generic)
 
 @dataclass(frozen=True)
 class Association:
-    """Agreement of two variables; None where it is undefined (fewer than three values, or a constant one).
-
-    Attributes:
-        log_pearson: Linear correlation of the logarithms, where both are positive.
-    """
+    """Agreement of two variables; None where it is undefined (fewer than three values, or a constant one)."""
 
     n: int
     pearson: float | None
-    log_pearson: float | None
+    log_pearson: float | None  # Linear correlation of the logarithms, where both are positive
     spearman: float | None
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Agreement of a proxy with exact energies; made by `fidelity`, read by figures and reports.
+    """Agreement of a proxy with exact energies; made by `fidelity`, read by figures and reports."""
 
-    Attributes:
-        pooled: Over all values at once.
-        within: Over deviations from cell means (of values, logarithms, ranks within the cell), in cells of two or more
-            values; None when no cells were given.
-        n_cells: Cells of two or more values.
-    """
-
-    pooled: Association
+    pooled: Association  # Over all values at once
+    # Over deviations from cell means (of values, logarithms, ranks within the cell), in cells of two or more values;
+    # None when no cells were given.
     within: Association | None
-    n_cells: int
+    n_cells: int  # Cells of two or more values
 
 
 def fidelity(

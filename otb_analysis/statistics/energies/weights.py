@@ -16,16 +16,11 @@ from otb_analysis.types import Bool, Float, Int
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """Energies against rewards; made by `weight_statistics`.
+    """Energies against rewards; made by `weight_statistics`."""
 
-    Attributes:
-        total_reward_corr: corr(W_T, R) over the rollouts of each prompt, prompts in ascending order [P]; NaN where
-            either is constant.
-        pooled_total_reward_corr: The same of deviations from the prompts' means, over all prompts at once; None where
-            it is undefined.
-    """
-
+    # corr(W_T, R) over the rollouts of each prompt, prompts in ascending order [P]; NaN where either is constant.
     total_reward_corr: Float
+    # The same of deviations from the prompts' means, over all prompts at once; None where it is undefined.
     pooled_total_reward_corr: float | None
 
 

@@ -31,22 +31,16 @@ SCALES: dict[str, tuple[Callable[[Float], Float], Callable[[Float], Float]]] = {
 
 @dataclass(frozen=True)
 class Interval:
-    """A point and, from `MIN_CLUSTERS` clusters up, an interval around it.
-
-    Attributes:
-        low: Lower end, or None where no interval is given.
-        n_clusters: Independent clusters it rests on.
-        method: How it was computed, in words.
-        p_value: Two-sided p-value of the estimand being 1, for positive quantities and ratios with an interval: below
-            1 − level exactly where the interval excludes 1.
-    """
+    """A point and, from `MIN_CLUSTERS` clusters up, an interval around it."""
 
     estimate: float
-    low: float | None
+    low: float | None  # Lower end, or None where no interval is given
     high: float | None
-    n_clusters: int
+    n_clusters: int  # Independent clusters it rests on
     estimand: str
-    method: str
+    method: str  # How it was computed, in words
+    # Two-sided p-value of the estimand being 1, for positive quantities and ratios with an interval: below 1 − level
+    # exactly where the interval excludes 1.
     p_value: float | None = None
 
 

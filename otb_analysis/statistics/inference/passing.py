@@ -16,15 +16,10 @@ from otb_analysis.types import Float
 
 @dataclass(frozen=True)
 class Passing:
-    """Success on P prompts of n answers each.
+    """Success on P prompts of n answers each."""
 
-    Attributes:
-        average: avg@n: the share of answers that are right, which is also the estimate of pass@1.
-        at: k → pass@k, the chance that at least one of k answers is right, for k = 1, 2, 4, … ≤ n.
-    """
-
-    average: Interval
-    at: dict[int, Interval]
+    average: Interval  # avg@n: the share of answers that are right, which is also the estimate of pass@1
+    at: dict[int, Interval]  # k → pass@k, the chance that at least one of k answers is right, for k = 1, 2, 4, … ≤ n
 
     @property
     def largest(self) -> int:

@@ -28,39 +28,28 @@ from otb_analysis.types import Gram, Label, Proved
 
 @dataclass(frozen=True)
 class GradientStatistics:
-    """Everything one Gram matrix says about one estimator; the first fields are a row of `schema.GRADIENTS`.
-
-    Attributes:
-        total_power: mean_p‖ḡ_p‖².
-        mean_norm_sq: ‖ḡ‖², averaged over steps where there are several.
-        variance: Batch variance of an update of P prompts; None below two prompts.
-        variance_low: Lower end of its 95 % interval; None below 16 prompts.
-        within: Part of P·variance from rollouts given the prompt; None, since it takes pools.
-        between: Part of P·variance from prompts; None, since it takes pools.
-        reference: Estimator that stands for ∇J, with all proved unbiased ones where there are any; None where it is
-            not among the labels.
-        c_known: True where c is proved, so that bias, projection and SF are not estimated.
-        rollout_equivalents: Rollouts that the reference needs for the same efficiency; ∞ where none suffice.
-    """
+    """Everything one Gram matrix says about one estimator; the first fields are a row of `schema.GRADIENTS`."""
 
     estimator: str
     energy_source: str
     n_prompts: int
     n_rollouts: int
-    total_power: float | None
-    mean_norm_sq: float | None
-    variance: float | None
-    variance_low: float | None
+    total_power: float | None  # mean_p‖ḡ_p‖²
+    mean_norm_sq: float | None  # ‖ḡ‖², averaged over steps where there are several
+    variance: float | None  # Batch variance of an update of P prompts; None below two prompts
+    variance_low: float | None  # Lower end of its 95 % interval; None below 16 prompts
     variance_high: float | None
-    within: float | None
-    between: float | None
+    within: float | None  # Part of P·variance from rollouts given the prompt; None, since it takes pools
+    between: float | None  # Part of P·variance from prompts; None, since it takes pools
     relative_bias: float | None
     projection: float | None
     sf: float | None
     efficiency: float | None
+    # Estimator that stands for ∇J, with all proved unbiased ones where there are any; None where it is not among the
+    # labels.
     reference: str | None
-    c_known: bool
-    rollout_equivalents: float | None
+    c_known: bool  # True where c is proved, so that bias, projection and SF are not estimated
+    rollout_equivalents: float | None  # Rollouts that the reference needs for the same efficiency; ∞ where none suffice
     n_clusters: int
     variance_interval: Interval | None
     projection_interval: Interval | None

@@ -17,18 +17,13 @@ from otb_analysis.types import Float
 
 @dataclass(frozen=True)
 class Moments:
-    """First and second moments of group gradients, each of any one shape; made by `gram`, or exactly by enumeration.
+    """First and second moments of group gradients, each of any one shape; made by `gram`, or exactly by enumeration."""
 
-    Attributes:
-        power: E‖g_p‖² = ‖m‖² + V of one prompt's group gradient.
-        reference_power: E‖g_p‖² of the reference.
-    """
-
-    power: Float
+    power: Float  # E‖g_p‖² = ‖m‖² + V of one prompt's group gradient
     mean_sq: Float
     along: Float
     truth_sq: Float
-    reference_power: Float
+    reference_power: Float  # E‖g_p‖² of the reference
 
 
 def batch_variance(moments: Moments, n_prompts: float) -> Float:

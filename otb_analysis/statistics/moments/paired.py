@@ -30,33 +30,23 @@ NOTHING = Proved()
 
 @dataclass(frozen=True)
 class PairedRatios:
-    """One estimator over another on the same rollouts, with intervals over the same prompts.
-
-    Attributes:
-        against: The denominator's (estimator, energy source).
-        efficiency: Ratio of efficiencies; above 1 is better.
-    """
+    """One estimator over another on the same rollouts, with intervals over the same prompts."""
 
     estimator: str
     energy_source: str
-    against: Label
+    against: Label  # The denominator's (estimator, energy source)
     variance: Interval | None
     sf: Interval | None
-    efficiency: Interval | None
+    efficiency: Interval | None  # Ratio of efficiencies; above 1 is better
 
 
 @dataclass(frozen=True)
 class Update:
-    """One way of making an update; made by whoever compares group sizes, read by `update_ratios`.
+    """One way of making an update; made by whoever compares group sizes, read by `update_ratios`."""
 
-    Attributes:
-        grams: Gram matrices of group gradients, groups of one size, all with the label and the reference.
-        n_prompts: Groups P that are averaged in one update, each of another prompt.
-    """
-
-    grams: Sequence[Gram]
+    grams: Sequence[Gram]  # Gram matrices of group gradients, groups of one size, all with the label and the reference
     label: Label
-    n_prompts: int
+    n_prompts: int  # Groups P that are averaged in one update, each of another prompt
 
 
 def paired_ratios(

@@ -22,15 +22,10 @@ from otb_analysis.types import Bool, Float, Gram, Int, Label
 
 @dataclass(frozen=True)
 class Partition:
-    """One cut of the pools into disjoint groups.
+    """One cut of the pools into disjoint groups."""
 
-    Attributes:
-        group: Group of each rollout [R], −1 where it is left over.
-        prompt: Prompt of each group [G], numbered 0 … P−1 in sorted order of the pool's names.
-    """
-
-    group: Int
-    prompt: Int
+    group: Int  # Group of each rollout [R], −1 where it is left over
+    prompt: Int  # Prompt of each group [G], numbered 0 … P−1 in sorted order of the pool's names
 
 
 def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -> list[Partition]:
@@ -130,17 +125,11 @@ def group_gradients(features: ArrayLike, weights: ArrayLike, partition: Partitio
 
 @dataclass(frozen=True)
 class PoolGram:
-    """Inner products of group gradients from pools, averaged over partitions; made by `pool_gram`.
+    """Inner products of group gradients from pools, averaged over partitions; made by `pool_gram`."""
 
-    Attributes:
-        across: ⟨ḡ_{m,p}, ḡ_{m',q}⟩ [M, M, P, P] of the prompts' mean gradients; meaningful for p ≠ q.
-        same: Mean over groups of ⟨g_{m,a}, g_{m',a}⟩ [M, M, P]: a group with itself.
-        apart: Mean over pairs of disjoint groups of one prompt of ⟨g_{m,a}, g_{m',b}⟩ [M, M, P].
-    """
-
-    across: Float
-    same: Float
-    apart: Float
+    across: Float  # ⟨ḡ_{m,p}, ḡ_{m',q}⟩ [M, M, P, P] of the prompts' mean gradients; meaningful for p ≠ q
+    same: Float  # Mean over groups of ⟨g_{m,a}, g_{m',a}⟩ [M, M, P]: a group with itself
+    apart: Float  # Mean over pairs of disjoint groups of one prompt of ⟨g_{m,a}, g_{m',b}⟩ [M, M, P]
     labels: tuple[Label, ...]
     size: int
 

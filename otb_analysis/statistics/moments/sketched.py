@@ -11,15 +11,10 @@ from otb_analysis.types import Float
 
 @dataclass(frozen=True)
 class SketchNoise:
-    """Standard errors that sketching adds, given the gradients, without the sampling error of prompts and rollouts.
+    """Standard errors that sketching adds, given the gradients, without the sampling error of prompts and rollouts."""
 
-    Attributes:
-        variance: Of the batch variance of each of M estimators [M], in its unit.
-        log_ratio: Of log(V_m/V_m') [M, M], zero on the diagonal; NaN where a variance is not positive.
-    """
-
-    variance: Float
-    log_ratio: Float
+    variance: Float  # Of the batch variance of each of M estimators [M], in its unit
+    log_ratio: Float  # Of log(V_m/V_m') [M, M], zero on the diagonal; NaN where a variance is not positive
 
 
 def gram_from_sketch(sketch: ArrayLike, group_size: ArrayLike | None = None) -> Float:

@@ -16,17 +16,12 @@ from otb_analysis.types import Float, Int
 
 @dataclass(frozen=True)
 class Totals:
-    """Estimated totals, one per domain; made by `horvitz_thompson` and `difference_total`.
+    """Estimated totals, one per domain; made by `horvitz_thompson` and `difference_total`."""
 
-    Attributes:
-        labels: Domains in ascending order [D]; a single 0 when none were given.
-        estimate: Estimated total of each [D].
-        stderr: Its standard error [D]: 0 where everything was measured; NaN where it cannot be known because fewer
-            than two units of the sample, or none of this domain's, were left to chance.
-    """
-
-    labels: Int
-    estimate: Float
+    labels: Int  # Domains in ascending order [D]; a single 0 when none were given
+    estimate: Float  # Estimated total of each [D]
+    # Its standard error [D]: 0 where everything was measured; NaN where it cannot be known because fewer than two units
+    # of the sample, or none of this domain's, were left to chance.
     stderr: Float
 
 
