@@ -134,12 +134,13 @@ def _by(level: str, tokens: AttributedTokens, keys: Int) -> Holders:
     holders, index = np.unique(keys, axis=1, return_inverse=True)
     index = index.reshape(-1)
 
-    def summed(x: Float | None) -> Float | None:
+    def summed(x: Float | None) -> Any:
         return None if x is None else np.bincount(index, x, holders.shape[1])
 
-    share = np.bincount(index, tokens.share, holders.shape[1])
+    share = summed(tokens.share)
     # Largest first; equals keep the order of their keys, so the ranking is reproducible.
     order = np.lexsort((np.arange(share.size), -np.abs(share)))
-    keys = [*holders, *np.full((3 - len(holders), share.size), -1)]
-    columns: tuple[Any, ...] = *keys, np.bincount(index), share, summed(tokens.signal), summed(tokens.noise)
-    return Holders(level, *(None if x is None else x[order] for x in columns))
+    absent = np.full((3 - len(holders), share.size), -1)
+    sums = share, summed(tokens.signal), summed(tokens.noise)
+    columns: list[Any] = [x if x is None else x[order] for x in (*holders, *absent, np.bincount(index), *sums)]
+    return Holders(level, *columns)
