@@ -72,15 +72,8 @@ def calibrate(exact: ArrayLike, proxy: ArrayLike, inclusion_prob: ArrayLike | No
     The weights make the sample stand for its population. The factor undoes what the logarithm loses (E e^ε > e^{E ε}):
     with constant fitted values it is Duan's (1983) smearing mean of e^ε; as a ratio of totals it needs no equal spread
     and makes Σ ŵ over all tokens the model-assisted estimate of Σ w (`statistics.difference_total` then adds nothing).
-    An exact power law w = k·proxy^b is found as it is.
-
-    Args:
-        exact: w, NaN where it was not measured, any shape.
-        proxy: Proxy energies, such as ‖e_y − π‖² or the norm above the cut, the same shape.
-        inclusion_prob: Probability with which each token was measured; None means all alike.
-
-    Returns:
-        The fit; tokens where either energy is 0 or not measured have no part in its exponents.
+    An exact power law w = k·proxy^b is found as it is. Tokens that were not measured are NaN in `exact`; those where
+    either energy is 0 have no part in the exponent.
 
     Raises:
         InputError: Shapes disagree, a probability of a measured token is not in (0, 1], or fewer than three

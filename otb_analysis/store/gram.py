@@ -37,11 +37,7 @@ def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
 
 
 def subgroup_rows(step: int, grams: Mapping[int, Gram]) -> dict[str, np.ndarray]:
-    """Return the columns of the `subgroups` table for one step: those of `gram_rows`, and the size, for each size.
-
-    Args:
-        grams: Products of smaller groups (`statistics.mean_over_subgroups`) by their size; at least one.
-    """
+    """Return the columns of the `subgroups` table for one step: those of `gram_rows`, and the size, for each size."""
     parts = [gram_rows(step, gram) for gram in grams.values()]
     sizes = [np.full(len(part["step"]), size) for size, part in zip(grams, parts, strict=True)]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -52,10 +48,7 @@ def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
     """Return the Gram matrix of one step's rows of `grams`.
 
     Rows and groups come in the order in which `gram_rows` wrote them. A pair that is not in the table (two groups
-    measured by different processes) is NaN.
-
-    Args:
-        prompt_of: Group → name of its prompt; unless it knows all of them, prompts stay unnamed.
+    measured by different processes) is NaN. Unless `prompt_of` knows all groups, prompts stay unnamed.
     """
     # The first of each pair changes slowest, so the order of `gram_rows` is that in which the others appear.
     name, names = _factorize(rows, "other_estimator", "estimator")

@@ -28,12 +28,8 @@ def alike(grams: Sequence[Gram], first: Sequence[Label] = ()) -> dict[Label, Ali
     """Return for every estimator which one it is a multiple of, by Cauchy and Schwarz over all measured prompts.
 
     With ⟨a, b⟩ summed over prompts and steps, b = f·a exactly where ⟨a, b⟩² = ‖a‖²‖b‖², and then f = ⟨a, b⟩/‖a‖².
-
-    Args:
-        first: Estimators that the others are named after, in this order; the rest follow as measured.
-
-    Returns:
-        One entry per label. Only those of the same steps are compared, and a zero gradient is like no other.
+    Only those of the same steps are compared, and a zero gradient is like no other. Others are named after those of
+    `first`, in its order.
     """
     # First come, first named: a later label is named after an earlier one.
     labels = list(dict.fromkeys((*first, *(label for gram in grams for label in gram.labels))))

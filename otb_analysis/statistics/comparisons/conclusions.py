@@ -31,8 +31,7 @@ def conclude(
 ) -> Conclusion:
     """Compare every estimator with one of them, with control of false discoveries.
 
-    Args:
-        first: Labels that identical others are named after, such as the ones that trained.
+    Identical estimators are named after those of `first`, such as the ones that trained.
     """
     same = alike(grams, (against, *first))
     pairs = {

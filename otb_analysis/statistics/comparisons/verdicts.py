@@ -11,9 +11,6 @@ from otb_analysis.types import Label
 MARGIN = 0.15
 """Where the interval of a ratio lies within 1 ± this, the two hardly differ."""
 
-ENOUGH = 3
-"""Estimators that must differ from the reference, or be decided, for a comparison to conclude."""
-
 Cause = Literal["", "no reference", "alone", "few prompts", "equal rewards", "noise"]
 """Why nothing could be tested; empty where something could."""
 
@@ -53,11 +50,8 @@ class Verdict:
         return bool(self.differs_in) and not any(self._ahead(name) for name in self.differs_in)
 
     def _ahead(self, name: str) -> bool:
-        return (self.sf is not None and self.sf.estimate < 1) if name == "sf" else _above_one(self.efficiency)
-
-
-def _above_one(ratio: Interval | None) -> bool:
-    return ratio is not None and ratio.estimate > 1
+        ratio = self.sf if name == "sf" else self.efficiency
+        return ratio is not None and (ratio.estimate < 1 if name == "sf" else ratio.estimate > 1)
 
 
 @dataclass(frozen=True)
@@ -103,14 +97,6 @@ class Conclusion:
     def undecided(self) -> tuple[Verdict, ...]:
         """Those tested that neither differ nor lie within ±15 %."""
         return tuple(v for v in self.tested if not v.differs_in and not v.within)
-
-    @property
-    def concludes(self) -> bool:
-        """True where three or more differ, or where three or more were tested and none is undecided.
-
-        An estimator counts once, whichever of its energy sources differ.
-        """
-        return names(self.different) >= ENOUGH or (names(self.tested) >= ENOUGH and not self.undecided)
 
 
 def names(verdicts: Sequence[Verdict]) -> int:

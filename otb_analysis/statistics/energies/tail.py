@@ -18,10 +18,8 @@ def pareto_k(values: ArrayLike) -> float | None:
 
     P(X − u > x | X > u) ≈ (1 + k·x/σ)^{−1/k}; moments of order 1/k and above are infinite. On token *energies* k ≥ ½
     makes the standard error of a variance estimate unreliable; an infinite gradient variance needs k ≥ 1. Exponential
-    tails have k = 0, a bounded quantity (the logit proxy is at most 2) has k < 0. Fitted by maximum likelihood.
-
-    Returns:
-        k, or None with fewer than `MIN_EXCEEDANCES` values above the threshold or where they are all alike.
+    tails have k = 0, a bounded quantity (the logit proxy is at most 2) has k < 0. Fitted by maximum likelihood; None
+    with fewer than `MIN_EXCEEDANCES` values above the threshold or where they are all alike.
     """
     x = np.asarray(values, dtype=float).ravel()
     x = x[np.isfinite(x)]

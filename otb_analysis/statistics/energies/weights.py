@@ -29,9 +29,6 @@ def weight_statistics(energy: ArrayLike, mask: ArrayLike, reward: ArrayLike, gro
 
     Multiplying all energies, or all rewards, of a prompt by a positive constant does not change the prompt's figure.
 
-    Args:
-        energy: Token energies w [N, T]; entries outside the mask are never read.
-
     Raises:
         InputError: The shapes do not fit, or an energy inside the mask is negative or not finite.
     """

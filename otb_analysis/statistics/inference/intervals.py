@@ -56,7 +56,6 @@ def jackknife_interval(
 
     Args:
         replicates: θ̂_(k), the value without cluster k [K].
-        scale: `log` for positive quantities and ratios, `logit` for shares in (0, 1), `linear` otherwise.
 
     Returns:
         None when the estimate itself is not finite; a point without interval below `MIN_CLUSTERS` clusters or where
@@ -92,16 +91,13 @@ def jackknife_interval(
 
 
 def cluster_jackknife(
-    table: ArrayLike, statistic: Callable[[Float], Float], estimand: str, scale: str = "log", level: float = LEVEL
+    table: ArrayLike, statistic: Callable[[Float], Float], estimand: str, scale: str = "log"
 ) -> Interval | None:
-    """Jackknife interval of a function of means, from one row of sufficient statistics per cluster.
+    """Jackknife interval of a function of means, from one row of sufficient statistics per cluster; None without any.
 
     Args:
         table: One row per cluster [K, S], for example (Σ x, count) of each prompt.
         statistic: Maps mean rows [..., S] to values [...], vectorised over the leading axes.
-
-    Returns:
-        As `jackknife_interval`; None for an empty table.
 
     Raises:
         InputError: The table is not two-dimensional, or the scale is unknown.
@@ -116,19 +112,14 @@ def cluster_jackknife(
     deleted = mean - (rows - mean) / max(len(rows) - 1, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         estimate, replicates = statistic(mean), statistic(deleted)
-    return jackknife_interval(float(estimate), replicates, estimand, scale, level)
+    return jackknife_interval(float(estimate), replicates, estimand, scale)
 
 
 def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio") -> Interval | None:
-    """Paired Student t interval on the clusters' log-ratios: exp(mean ± t_{K−1} · s/√K) of log(a_k/b_k).
+    """Paired Student t interval on the clusters' log-ratios: exp(mean ± t_{K−1} · s/√K) of log(a_k/b_k), both [K].
 
-    The estimand is the *geometric mean ratio* over clusters, not the ratio of the means.
-
-    Args:
-        numerator: One positive value per cluster [K], for example a prompt's group variance under one estimator.
-
-    Returns:
-        None where a value is not positive (the geometric mean does not exist), else the ratio and its interval.
+    The estimand is the *geometric mean ratio* over clusters, not the ratio of the means. None where a value is not
+    positive, since the geometric mean does not exist.
 
     Raises:
         InputError: The two arguments differ in shape.

@@ -67,10 +67,8 @@ def share_interval(values: ArrayLike, estimand: str) -> Interval:
 
     The delete-one-prompt jackknife on the logit scale. Where that scale ends, at a mean of 0 or 1 or one prompt away
     from it, the interval is Clopper and Pearson's with S = Σ values successes in P draws, real S allowed: a value in
-    [0, 1] of mean p has at most the variance p(1 − p) of a success. For S = 0 it is [0, 1 − (α/2)^{1/P}].
-
-    Returns:
-        A point without interval below `MIN_CLUSTERS` prompts.
+    [0, 1] of mean p has at most the variance p(1 − p) of a success. For S = 0 it is [0, 1 − (α/2)^{1/P}]. Below
+    `MIN_CLUSTERS` prompts it is a point without interval.
     """
     x = np.asarray(values, dtype=float)
     interval = cluster_jackknife(x[:, None], lambda rows: rows[..., 0], estimand, scale="logit")

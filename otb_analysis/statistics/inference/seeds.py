@@ -16,9 +16,6 @@ def seed_mean(values: ArrayLike, estimand: str, scale: str = "linear") -> Interv
     scale: a few seeds do not show their skewness. Training outcomes are averages over many tokens and prompts; rewards
     of single prompts are not, and have `cluster_jackknife`.
 
-    Args:
-        scale: `linear`, `log` for positive quantities, `logit` for shares in (0, 1).
-
     Returns:
         None without a value or where one is not finite; a point for one seed, for seeds that are all alike, and where
         a mean is outside the domain of the scale.

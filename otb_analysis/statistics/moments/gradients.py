@@ -69,11 +69,9 @@ class GradientStatistics:
 def gradient_statistics(
     gram: ArrayLike, labels: Sequence[Label], n_rollouts: int, reference: Label = REFERENCE, known: Proved = NOTHING
 ) -> list[GradientStatistics]:
-    """Statistics of every estimator on one step's rollouts.
+    """Statistics of every estimator on one step's rollouts, from ⟨g_{m,p}, g_{m',p'}⟩ [M, M, P, P] of group *means*.
 
-    Args:
-        gram: ⟨g_{m,p}, g_{m',p'}⟩ [M, M, P, P] of group *mean* gradients.
-        reference: The unbiased estimator that stands for ∇J, on other prompts; bias and progress are None without it.
+    Bias and progress are None where the unbiased `reference` is not among the labels.
 
     Raises:
         InputError: The matrix does not have the shape [M, M, P, P] for these labels.

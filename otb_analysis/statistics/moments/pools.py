@@ -153,11 +153,7 @@ class PoolGram:
 
 
 def pool_gram(gradients: Sequence[ArrayLike], cuts: Sequence[Partition], labels: Sequence[Label]) -> PoolGram:
-    """Combine the group gradients of all partitions.
-
-    Args:
-        gradients: Group gradients [M, G, K] of each partition.
-        cuts: The partitions they belong to, all of one group size.
+    """Combine the group gradients [M, G, K] of all partitions, which are all of one group size.
 
     Raises:
         InputError: The arguments differ in length or shape.
@@ -201,10 +197,7 @@ def pool_statistics(
 
     P·variance = within + between: within = mean over prompts of the group variance, between = variance over prompts of
     the group gradient's mean. A baseline touches only the first. Prompts are a sample, and the clusters of every
-    interval.
-
-    Args:
-        n_prompts: Prompts P of the update that variance and efficiency are stated for; by default those of the pool.
+    interval. `n_prompts` as in `pooled_statistics`.
     """
     rows = []
     for row in pooled_statistics([pool.gram()], reference, n_prompts):
