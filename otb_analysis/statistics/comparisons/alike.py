@@ -40,6 +40,7 @@ def alike(grams: Sequence[Gram], first: Sequence[Label] = ()) -> dict[Label, Ali
     for j, label in enumerate(labels):
         same_as[label] = Alike(label, 1.0)
         for i, other in enumerate(labels[:j]):
+            # Sums over other steps hold other prompts. Only the first of a family gives its name: no chains of names.
             if same_as[other].of == other and steps[other] == steps[label] and _parallel(products, i, j):
                 same_as[label] = Alike(other, float(products[i, j] / products[i, i]))
                 break

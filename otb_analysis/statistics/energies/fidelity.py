@@ -89,6 +89,7 @@ def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group
     # NaN is absorbing: after a token that was not measured the running sum is unknown, hence not compared.
     running = [np.cumsum(np.where(chosen, w, 0.0), axis=1) for w in (x, y)]
     position = np.cumsum(chosen, axis=1) - 1
+    # By policy position, as the baseline compares: a column counts tool tokens too.
     cells = position_cells(group, x.shape[1])[:, :1] + position
     return fidelity(running[0], running[1], chosen, cells)
 

@@ -29,6 +29,7 @@ def pareto_k(values: ArrayLike) -> float | None:
     excess = x[x > threshold] - threshold
     if excess.size < MIN_EXCEEDANCES or np.ptp(excess) <= 1e-12 * np.abs(x).max():
         return None
+    # Divided by the mean: the shape has no unit, and the search starts near its answer.
     k = _pareto_shape(excess / excess.mean())
     return k if np.isfinite(k) else None
 
@@ -42,6 +43,7 @@ def _pareto_shape(x: Float) -> float:
 
     def loss(at: Float) -> float:
         k, scale = at
+        # For k < 0 the law ends at −scale/k; parameters under which the largest value is impossible have no likelihood.
         if scale <= 0 or 1 + k * top / scale <= 0:
             return np.inf
         shape = (1 + 1 / k) * np.log1p(k * x / scale).sum() if k else x.sum() / scale

@@ -41,6 +41,7 @@ def weight_statistics(energy: ArrayLike, mask: ArrayLike, reward: ArrayLike, gro
     norm = np.sqrt(ww * rr)
     each = np.divide(wr, norm, out=np.full(n_prompts, np.nan), where=norm > 0)
     sum_ww, sum_wr, sum_rr = (x[informative].sum() for x in (ww, wr, rr))
+    # Sums before the quotient: a mean of the prompts' correlations would let prompts of two rollouts, ±1, decide.
     scale = sum_ww * sum_rr
     return WeightStatistics(each, float(sum_wr / np.sqrt(scale)) if scale > 0 else None)
 

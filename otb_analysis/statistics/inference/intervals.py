@@ -79,6 +79,7 @@ def jackknife_interval(
         centre, values = float(transform(np.asarray(estimate, dtype=float))), transform(values)
     if not (np.isfinite(centre) and np.isfinite(values).all()):
         return point
+    # A replicate moves by only 1/(K−1) of what its cluster is off, hence K−1 in front of their variance.
     stderr = float(np.sqrt((k - 1) * values.var()))  # (K−1)/K·Σ(f − mean)²
     law = Studentized.of(-values)  # deleting a cluster that pulls the value up lowers it
     down, up = law.quantiles(level)
@@ -86,6 +87,7 @@ def jackknife_interval(
         low, high = inverse(np.array([centre - down * stderr, centre + up * stderr]))
     if not np.isfinite(high):
         return point
+    # Only a ratio has a natural hypothesis: that the two are equal.
     p_value = _p_value(law, centre, stderr) if scale == "log" else None
     return Interval(float(estimate), float(low), float(high), k, estimand, method, p_value)
 
@@ -129,6 +131,7 @@ def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio
         raise InputError(f"numerator has shape {a.shape} but denominator {b.shape}; pass one value per cluster, [K].")
     if a.size == 0 or not (np.isfinite(a).all() and np.isfinite(b).all() and (a > 0).all() and (b > 0).all()):
         return None
+    # Paired by cluster: what makes a prompt hard is in both and cancels in the ratio.
     logs, k = np.log(a / b), a.size
     estimate, estimand = float(np.exp(logs.mean())), f"geometric mean over clusters of the {name}"
     method = f"paired Student t on log-ratios with {k - 1} degrees of freedom"

@@ -37,6 +37,7 @@ def passing(success: ArrayLike) -> Passing:
     if right.ndim != 2 or not right.size:
         raise InputError(f"success has shape {right.shape}; pass one row per prompt and one column per answer, [P, n].")
     n, count = right.shape[1], right.sum(axis=1)
+    # One number per prompt: its answers share its difficulty and are no independent observations.
     at = {k: share_interval(pass_at_k(count, n, k), f"pass@{k}") for k in powers_of_two(n)}
     return Passing(share_interval(count / n, f"avg@{n}"), at)
 
@@ -75,6 +76,7 @@ def share_interval(values: ArrayLike, estimand: str) -> Interval:
     if interval is not None and (interval.low is not None or x.size < MIN_CLUSTERS):
         return interval
     # Too near 0 or 1 for the logit: leaving out one prompt, or none, reaches the end of the scale.
+    # A value in [0, 1] varies at most as much as a success, so counting it as a part of one is on the safe side.
     total, rest, tail = x.sum(), (1.0 - x).sum(), (1 - LEVEL) / 2
     low = float(stats.beta.ppf(tail, total, rest + 1)) if total > 0 else 0.0
     high = float(stats.beta.isf(tail, total + 1, rest)) if rest > 0 else 1.0

@@ -32,12 +32,15 @@ def seed_mean(values: ArrayLike, estimand: str, scale: str = "linear") -> Interv
         return None
     method = f"Student t over {k} seeds on the {scale} scale"
     point = Interval(float(x.mean()), None, None, k, estimand, method)
+    # Seeds that agree to the last digit do not show their spread: no interval, rather than one of length 0.
     if k < 2 or np.ptp(x) == 0:
         return point
     with np.errstate(divide="ignore", invalid="ignore"):
+        # Means without one seed, as over prompts: one formula for every scale.
         centre, deleted = transform(x.mean()), transform((x.sum() - x) / (k - 1))
     if not (np.isfinite(centre) and np.isfinite(deleted).all()):
         return point
+    # No correction for skewness: three to ten values do not show it, and its estimate would be noise.
     half = float(special.stdtrit(k - 1, (1 + LEVEL) / 2) * np.sqrt((k - 1) * deleted.var()))
     low, high = inverse(np.array([centre - half, centre + half]))
     return Interval(float(x.mean()), float(low), float(high), k, estimand, method)

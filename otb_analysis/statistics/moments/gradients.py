@@ -109,6 +109,7 @@ def _one(
     moments = _against(deleted_moments(grams, label, truth), grams, reference, truth)
     groups = typical([g.n_prompts for g in grams])
     batch = groups if n_prompts is None else n_prompts
+    # An update of other prompts than were measured has rollouts in proportion: the group size stays.
     rollouts = round(typical([g.n_rollouts for g in grams]) * (batch / groups if groups else 1))
     values = four_measures(moments, batch, c)
     interval = {name: measure_interval(value, name, batch) for name, value in values.items()}
@@ -147,6 +148,7 @@ def _against(moments: Moments, grams: list[Gram], reference: Label, truth: Truth
         return moments
     if not all(reference in gram.labels for gram in grams):
         return replace(moments, reference_power=np.full_like(moments.power, np.nan))
+    # Its own spread, and the pooled ‖∇J‖²: its own estimate of ‖∇J‖² is the noisier one.
     of_reference = deleted_moments(grams, reference, truth)
     return replace(moments, reference_power=of_reference.power - of_reference.mean_sq + moments.truth_sq)
 

@@ -30,6 +30,7 @@ def gradient_noise_scale(grams: Sequence[Gram], label: Label, known: Proved = NO
     measured = {other for gram in grams for other in gram.labels}
     unbiased = known.truth & measured
     c = known.projection.get(label) if unbiased else None
+    # Without a proof the estimator stands for its own mean: ‖m‖² is a mean over its own pairs, and needs no ∇J.
     truth: Truth = label if c is None else unbiased
     steps = against_reference(grams, label, truth)
     moments = with_projection(deleted_moments(steps, label, truth), c)

@@ -85,6 +85,7 @@ def update_ratios(
     Raises:
         InputError: The two are not of the same prompts.
     """
+    # Replicate k must leave out the same prompt in both, or nothing cancels.
     if prompts_of(above.grams) != prompts_of(below.grams):
         raise InputError(
             f"{above.label[0]} and {below.label[0]} were measured on other prompts; pass Gram matrices whose prompts "
@@ -126,6 +127,7 @@ def gain_lost(grams: Sequence[Gram], proxy: Label, exact: Label, n_prompts: int 
     gain = with_exact - plain
     share = np.divide(with_exact - with_proxy, gain, out=np.full_like(gain, np.nan), where=gain > 0)
     estimand = f"share of the efficiency gain lost by {proxy} instead of {exact} in an update of {batch} prompts"
+    # Linear: the share is below 0 where the proxy does better, and there it has no logarithm.
     return jackknife_interval(share[0], share[1:], estimand, scale="linear")
 
 
@@ -135,6 +137,7 @@ def four_measures(moments: Moments, batch: int, c: float | None = None) -> dict[
     Args:
         c: The proved projection: it and the SF are then defined wherever the variance is, whatever ‖∇J‖² seems to be.
     """
+    # Without a measured step the typical batch is 0, and V/P would divide by it.
     p = max(batch, 1)
     variance = measures.batch_variance(moments, p)
     return {
@@ -150,6 +153,7 @@ def measure_interval(values: Float, name: str, batch: int) -> Interval | None:
     return jackknife_interval(values[0], values[1:], _MEANING[name](batch), _SCALE[name])
 
 
+# Positive quantities by their logarithm, a share of 1 by its logit; c can come out negative and stays as it is.
 _SCALE = {"variance": "log", "projection": "linear", "sf": "log", "efficiency": "logit"}
 _MEANING: dict[str, Callable[[int], str]] = {
     "variance": lambda p: f"batch variance of an update of {p} prompts",

@@ -41,6 +41,7 @@ def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -
     pool = np.bincount(codes, minlength=names.size)
     if size < 1:
         raise InputError(f"size is {size}; pass groups of at least one rollout.")
+    # One group per prompt has no spread within the prompt; E⟨g_a, g_b⟩ takes two that share no rollout.
     if (pool < 2 * size).any():
         p = int(np.argmin(pool))
         raise InputError(
@@ -94,6 +95,7 @@ def position_optimum(features: ArrayLike, returns: ArrayLike, mask: ArrayLike) -
         )
     # Padding may hold NaN, which a product with 0 would keep.
     f, g = np.where(chosen[..., None], f, 0.0), np.where(chosen, g, 0.0)
+    # The whole rollout's gradient, since tokens share parameters: s_t·s_k is not 0 for k ≠ t.
     gradient = np.einsum("rtk,rt->rk", f, g)
     along = np.einsum("rtk,rk->t", f, gradient)
     energy = np.einsum("rtk,rtk->t", f, f)
@@ -138,6 +140,7 @@ class PoolGram:
 
         One estimate per prompt [P]; compare estimators by `log_ratio_t`.
         """
+        # ⟨g_a, g_b⟩ of disjoint groups estimates ‖E g‖² without bias; ‖mean of groups‖² would contain their noise.
         m = self.labels.index(label)
         return self.same[m, m] - self.apart[m, m]
 
@@ -147,6 +150,7 @@ class PoolGram:
         Its expectation is that of a single such update, with much less noise.
         """
         p = self.across.shape[-1]
+        # Only the diagonal differs between one group per prompt and the mean of many: it holds the noise of one group.
         inner = self.across.copy()
         inner[:, :, np.arange(p), np.arange(p)] = self.same
         return Gram(inner, self.labels, p * self.size)
@@ -186,6 +190,7 @@ def _products(g: Float, cut: Partition, n_labels: int) -> tuple[Float, Float, Fl
 def _sum_by(x: Float, index: Int, size: int) -> Float:
     """Sum the middle axis of [M, n, K] by index: [M, size, K]."""
     m, n, k = x.shape
+    # A sparse product adds whole rows; np.add.at would walk through [M, n, K] entry by entry.
     member = csr_array((np.ones(n), (index, np.arange(n))), shape=(size, n))
     return (member @ x.transpose(1, 0, 2).reshape(n, m * k)).reshape(size, m, k).transpose(1, 0, 2)
 

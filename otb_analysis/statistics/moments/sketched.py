@@ -40,6 +40,7 @@ def gram_from_sketch(sketch: ArrayLike, group_size: ArrayLike | None = None) -> 
                 f"group_size has shape {size.shape} but sketch has {len(vectors)} prompts; "
                 "pass one positive number of rollouts per prompt."
             )
+        # Sums over unlike groups would weigh prompts by their rollouts; moments are of group means.
         vectors = vectors / size[:, None, None]
     prompts, rows, dim = vectors.shape
     flat = vectors.reshape(prompts * rows, dim)
@@ -68,6 +69,7 @@ def sketch_noise(gram: ArrayLike, dim: int) -> SketchNoise:
     centred = (centred - centred.mean(-2, keepdims=True)) / (prompts * (prompts - 1))
     squares = np.einsum("mnpq,mnpq->mn", centred, centred)  # tr(K_mn K_nm), since K_nm = K_mnᵀ
     self_products, variance = np.diag(squares), np.einsum("mmpp->m", centred)
+    # A sketched variance can come out negative, and has no logarithm then.
     v = np.where(variance > 0, variance, np.nan)
     spread = self_products / v**2
     shared = squares / np.multiply.outer(v, v)

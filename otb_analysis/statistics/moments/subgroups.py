@@ -22,6 +22,7 @@ def smaller_sizes(group: Int) -> list[int]:
     would not have the same number of rollouts.
     """
     counts = np.unique(np.unique(group, return_counts=True)[1])
+    # Groups of unlike size would be cut into unlike numbers, and prompts would no longer weigh alike.
     if counts.size != 1:
         return []
     whole = int(counts[0])
