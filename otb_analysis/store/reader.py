@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pandas as pd
@@ -27,6 +28,9 @@ _ASKED_WRONG = (
     duckdb.PermissionException,
 )
 """The query is at fault for certain; behind any other error there may be a broken part, and all are read to find it."""
+
+WHOLE = "all"
+"""The scope of a run that measured the gradient of all parameters; those of unlike scopes do not compare."""
 
 Steps = Sequence[int] | None
 Names = Sequence[str] | None
@@ -188,6 +192,25 @@ class RunStore:
             except duckdb.Error as error:
                 broken = broken_part([part for parts in tables.values() for part in parts])
                 raise broken or _refused(error) from error
+
+
+def scope_of(store: RunStore) -> str:
+    """Return whose parameters' gradient a run measured, as its configuration says; all where it does not say."""
+    config: Any = store.info.get("config") or {}
+    measure = config.get("measure")
+    return str(measure.get("scope", WHOLE)) if isinstance(measure, dict) else WHOLE
+
+
+def unlike_scopes(stores: Sequence[RunStore]) -> str:
+    """Return which two runs measured gradients of other parameters, for a remedy to follow; empty where none did."""
+    for other in stores[1:]:
+        first, second = scope_of(stores[0]), scope_of(other)
+        if second != first:
+            names = (stores[0].path.name, other.path.name)
+            return (
+                f"{names[0]} measured gradients of scope {first!r} but {names[1]} of {second!r}, which do not compare"
+            )
+    return ""
 
 
 def _open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:

@@ -41,8 +41,7 @@ def horvitz_thompson(values: ArrayLike, inclusion_prob: ArrayLike, domain: Array
     Raises:
         InputError: Shapes disagree, or a drawn unit has no probability in (0, 1].
     """
-    y, prob, index, labels = _checked(values, inclusion_prob, domain)
-    return _totals(y, prob, index, labels, np.zeros(len(labels)))
+    return difference_total(values, np.zeros(np.shape(values)), inclusion_prob, domain)
 
 
 def difference_total(
