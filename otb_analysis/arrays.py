@@ -19,15 +19,10 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True)
 class Groups:
-    """Ragged groups of rollouts, as sums over them and as copies back to them.
+    """Ragged groups of rollouts, as sums over them and as copies back to them."""
 
-    Attributes:
-        index: Group number of each rollout, 0..P−1 [N].
-        labels: The caller's group value of each number [P], ascending.
-    """
-
-    index: Int
-    labels: Int
+    index: Int  # Group number of each rollout, 0..P−1 [N]
+    labels: Int  # The caller's group value of each number [P], ascending
 
     @classmethod
     def of(cls, group: ArrayLike) -> "Groups":
@@ -65,6 +60,14 @@ def group_sum(x: ArrayLike, group: ArrayLike) -> Float:
     """Return at every rollout the sum over its group: y_i = Σ_{j: group_j = group_i} x_j, shape of x."""
     groups = Groups.of(group)
     return groups.spread(groups.sum(x))
+
+
+def rank_within(index: Int, order: Int) -> Int:
+    """Return how many of each rollout's group come before it in an order that is sorted by group [N]."""
+    count = np.bincount(index)
+    rank = np.empty(index.size, np.int64)
+    rank[order] = np.arange(index.size) - np.repeat(np.cumsum(count) - count, count)
+    return rank
 
 
 def masked(x: ArrayLike, mask: Bool) -> Float:

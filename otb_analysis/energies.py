@@ -1,4 +1,4 @@
-"""Token energies w_t = ‖s_t‖² as weights: proxies, their calibration, sums over the past, importance ratios.
+"""Token energies w_t = ‖s_t‖² as weights: proxies, their calibration, sums over the past.
 
 Functions of arrays take [N, T], return float64 and are zero outside the mask where they take one.
 """
@@ -28,19 +28,12 @@ def lm_head_energy(energy: ArrayLike, hidden_norm_sq: ArrayLike, temperature: fl
     return np.asarray(energy, np.float64) * np.asarray(hidden_norm_sq, np.float64) / temperature**2
 
 
-def token_weight(energy: ArrayLike, mask: Bool, ratio: ArrayLike | None = None) -> Float:
-    """Return the instantaneous weight ρ_t² w_t of each token, w_t without ratios [N, T]."""
-    weight = masked(energy, mask)
-    return weight if ratio is None else weight * masked(ratio, mask) ** 2
-
-
-def realized_energy(energy: ArrayLike, mask: Bool, ratio: ArrayLike | None = None) -> Float:
+def realized_energy(energy: ArrayLike, mask: Bool) -> Float:
     """Return the energy realized up to each token: what the optimal token baseline weights by.
 
-    W_t = Σ_{j≤t} ρ_j² w_j over policy tokens [N, T]; after the last one it keeps its value. With ratios this is the sum
-    that the published code forms; its text says ρ_t² Σ_j w_j.
+    W_t = Σ_{j≤t} w_j over policy tokens [N, T]; after the last one it keeps its value.
     """
-    return np.cumsum(token_weight(energy, mask, ratio), axis=1)
+    return np.cumsum(masked(energy, mask), axis=1)
 
 
 def decayed_energy(weight: Float, decay: float) -> Float:
@@ -54,79 +47,50 @@ def decayed_energy(weight: Float, decay: float) -> Float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A proxy turned into an estimate of the exact energy: ŵ = c·exp(a + γ·z)·proxy^b; made by `calibrate`.
+    """A proxy turned into an estimate of the exact energy: ŵ = c·e^a·proxy^b; made by `calibrate`."""
 
-    Attributes:
-        intercept: a.
-        slope: b: 1 where the proxy only misses the scale.
-        effects: γ, one per covariate [C].
-        factor: c: makes the estimated total over the fitted sample that of the exact energies.
-        log_error: Standard deviation of log w around the fit, over the population the sample stands for.
-    """
-
-    intercept: float
-    slope: float
-    effects: Float
-    factor: float
-    log_error: float
+    intercept: float  # a
+    slope: float  # b: 1 where the proxy only misses the scale
+    factor: float  # c: makes the estimated total over the fitted sample that of the exact energies
+    log_error: float  # Standard deviation of log w around the fit, over the population the sample stands for
     n: int
 
-    def predict(self, proxy: ArrayLike, covariates: ArrayLike | None = None) -> Float:
-        """Return ŵ of any tokens; a proxy of 0 gives 0.
-
-        Raises:
-            InputError: The number of covariates is not the one fitted.
-        """
+    def predict(self, proxy: ArrayLike) -> Float:
+        """Return ŵ of any tokens; a proxy of 0 gives 0."""
         x = np.asarray(proxy, np.float64)
-        z = np.zeros((*x.shape, 0)) if covariates is None else np.asarray(covariates, np.float64)
-        if z.shape != (*x.shape, len(self.effects)):
-            raise InputError(f"covariates has shape {z.shape}; pass shape {(*x.shape, len(self.effects))}.")
         positive = x > 0  # a proxy of 0 has no logarithm; it predicts 0
-        log_x = np.log(np.where(positive, x, 1.0))
-        fitted = np.exp(self.intercept + self.slope * log_x + z @ self.effects)
+        fitted = np.exp(self.intercept + self.slope * np.log(np.where(positive, x, 1.0)))
         return np.where(positive, self.factor * fitted, 0.0)
 
 
-def calibrate(
-    exact: ArrayLike, proxy: ArrayLike, inclusion_prob: ArrayLike | None = None, covariates: ArrayLike | None = None
-) -> Calibration:
+def calibrate(exact: ArrayLike, proxy: ArrayLike, inclusion_prob: ArrayLike | None = None) -> Calibration:
     """Fit a proxy to exact energies on the tokens where both are known, for use on all others.
 
-    log w ≈ a + b·log proxy + γ·z by least squares with weights 1/π, then ŵ = c·exp(…) with
+    log w ≈ a + b·log proxy by least squares with weights 1/π, then ŵ = c·exp(…) with
     c = Σ_drawn (w/π) / Σ_drawn (exp(…)/π).
 
     The weights make the sample stand for its population. The factor undoes what the logarithm loses (E e^ε > e^{E ε}):
     with constant fitted values it is Duan's (1983) smearing mean of e^ε; as a ratio of totals it needs no equal spread
     and makes Σ ŵ over all tokens the model-assisted estimate of Σ w (`statistics.difference_total` then adds nothing).
-    An exact power law w = k·proxy^b is found as it is.
-
-    Args:
-        exact: w, NaN where it was not measured, any shape.
-        proxy: Proxy energies, such as ‖e_y − π‖² or the norm above the cut, the same shape.
-        inclusion_prob: Probability with which each token was measured; None means all alike.
-        covariates: Further columns on the last axis, such as log ‖h‖² or the position [..., C].
-
-    Returns:
-        The fit; tokens where either energy is 0 or not measured have no part in its exponents.
+    An exact power law w = k·proxy^b is found as it is. Tokens that were not measured are NaN in `exact`; those where
+    either energy is 0 have no part in the exponent.
 
     Raises:
-        InputError: Shapes disagree, a probability of a measured token is not in (0, 1], or fewer tokens than
-            coefficients plus one are usable, or their proxies are all alike.
+        InputError: Shapes disagree, a probability of a measured token is not in (0, 1], or fewer than three
+            tokens are usable, or their proxies are all alike.
     """
     y, x = np.asarray(exact, np.float64), np.asarray(proxy, np.float64)
     prob = np.ones(y.shape) if inclusion_prob is None else np.asarray(inclusion_prob, np.float64)
-    z = np.zeros((*y.shape, 0)) if covariates is None else np.asarray(covariates, np.float64)
-    if not y.shape == x.shape == prob.shape == z.shape[:-1]:
+    if not y.shape == x.shape == prob.shape:
         raise InputError(
-            f"exact has shape {y.shape}, proxy {x.shape}, inclusion_prob {prob.shape} and covariates {z.shape}; "
-            "pass one of each per token, covariates with one more axis."
+            f"exact has shape {y.shape}, proxy {x.shape} and inclusion_prob {prob.shape}; pass one of each per token."
         )
     seen = ~np.isnan(y)
     if not ((prob[seen] > 0) & (prob[seen] <= 1)).all():
         raise InputError("inclusion_prob of a measured token is outside (0, 1]; pass what it was drawn with.")
     use = seen & (y > 0) & (x > 0)
-    design = np.column_stack([np.ones(use.sum()), np.log(x[use]), z[use]])
-    if len(design) <= design.shape[1] or np.ptp(design[:, 1]) < 1e-9:
+    design = np.column_stack([np.ones(use.sum()), np.log(x[use])])
+    if len(design) < 3 or np.ptp(design[:, 1]) < 1e-9:
         raise InputError(
             f"{len(design)} tokens with {len(np.unique(x[use]))} different proxies are too few for a calibration; "
             "measure more of them."
@@ -136,9 +100,8 @@ def calibrate(
     coefficients = np.linalg.lstsq(design * root[:, None], np.log(y[use]) * root, rcond=None)[0]
     residual = np.log(y[use]) - design @ coefficients
     error = np.sqrt(np.average(residual**2, weights=1 / prob[use]))
-    intercept, slope, *effects = coefficients.tolist()
-    raw = Calibration(intercept, slope, np.array(effects, dtype=np.float64), 1.0, float(error), len(design))
-    predicted = raw.predict(x[seen], z[seen])
+    raw = Calibration(*coefficients.tolist(), factor=1.0, log_error=float(error), n=len(design))
+    predicted = raw.predict(x[seen])
     # Tokens of energy 0 count here: they have no logarithm, but they belong to the total.
     factor = float((y[seen] / prob[seen]).sum() / (predicted / prob[seen]).sum())
     return replace(raw, factor=factor)

@@ -8,7 +8,6 @@ from otb_analysis.energies import (
     decayed_energy,
     lm_head_energy,
     realized_energy,
-    token_weight,
 )
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import difference_total, horvitz_thompson, inclusion_probabilities, systematic_sample
@@ -34,9 +33,6 @@ def test_realized_energy_accumulates_over_policy_tokens():
     mask = np.array([[True, False, True], [True, False, False]])
     w = np.array([[1, NAN, 2], [3, NAN, NAN]])
     np.testing.assert_array_equal(realized_energy(w, mask), [[1, 1, 3], [3, 3, 3]])
-    ratio = np.array([[2, NAN, 1], [1, NAN, NAN]])
-    np.testing.assert_array_equal(realized_energy(w, mask, ratio), [[4, 4, 6], [3, 3, 3]])
-    np.testing.assert_array_equal(token_weight(w, mask, ratio), [[4, 0, 2], [3, 0, 0]])
 
 
 @pytest.mark.parametrize(("decay", "expected"), [(0.0, [4, 1, 1]), (1.0, [4, 5, 6]), (0.5, [4, 3, 2.5])])
@@ -67,15 +63,13 @@ def test_tokens_stand_for_those_that_were_not_drawn():
         assert getattr(weighted, name) == pytest.approx(getattr(copied, name))
 
 
-def test_covariates_take_their_part_and_zero_energies_count_in_the_total_only():
-    rng = np.random.default_rng(0)
-    proxy, z = rng.lognormal(size=50), rng.normal(size=(50, 2))
-    exact = 2 * proxy**0.7 * np.exp(z @ [0.3, -0.2])
-    found = calibrate(exact, proxy, covariates=z)
-    np.testing.assert_allclose(found.effects, [0.3, -0.2])
-    np.testing.assert_allclose(found.predict(proxy, z), exact)
+def test_zero_energies_count_in_the_total_only():
+    proxy = np.random.default_rng(0).lognormal(size=50)
+    exact = 2 * proxy**0.7
+    np.testing.assert_allclose(calibrate(exact, proxy).predict(proxy), exact)
     exact[0] = 0
-    assert calibrate(exact, proxy, covariates=z).predict(proxy, z).sum() == pytest.approx(exact.sum())
+    assert calibrate(exact, proxy).slope == pytest.approx(0.7)
+    assert calibrate(exact, proxy).predict(proxy).sum() == pytest.approx(exact.sum())
 
 
 def test_calibrated_energies_add_up_to_the_model_assisted_total_and_are_unbiased():
@@ -107,8 +101,3 @@ def test_calibrated_energies_add_up_to_the_model_assisted_total_and_are_unbiased
 def test_calibration_refuses_what_cannot_be_fitted(arguments, said):
     with pytest.raises(InputError, match=said):
         calibrate(*arguments)
-
-
-def test_prediction_takes_the_covariates_that_were_fitted():
-    with pytest.raises(InputError, match=r"covariates has shape \(2, 1\)"):
-        calibrate([1, 2, 4], [1, 2, 3]).predict([1, 2], [[1], [1]])

@@ -3,7 +3,7 @@
 NumPy in, frozen records out; a quantity that was not measured is a finding that says what measures it.
 """
 
-from otb_analysis.diagnostics.advice import advise, advise_run, trained_label, update_rollouts
+from otb_analysis.diagnostics.advice import advise, trained_label, update_rollouts
 from otb_analysis.diagnostics.attribution import LEVELS, AttributedTokens, Holders, StepAttribution, attribute_step
 from otb_analysis.diagnostics.change_points import ChangePoint, change_points
 from otb_analysis.diagnostics.choices import Advice, Advised, Choice
@@ -25,7 +25,6 @@ __all__ = [
     "StepAttribution",
     "StepSeries",
     "advise",
-    "advise_run",
     "attribute_step",
     "change_points",
     "diagnose",

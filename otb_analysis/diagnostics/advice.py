@@ -25,62 +25,40 @@ NO_TRUTH = (
 )
 
 
-def advise_run(
+def advise(
     grams: Mapping[int, Gram],
     subgroups: Mapping[int, Mapping[int, Gram]],
     present: Label,
-    reference: Label = REFERENCE,
     n_rollouts: int | None = None,
 ) -> Advice:
-    """Judge every estimator of a stored run at its own group size, and those measured on smaller groups too.
+    """Judge every estimator that all measured steps have, at the run's own group size and at the smaller ones.
 
     `grams` holds the Gram matrix of each measured step, `subgroups` those of smaller groups by size and step. Where
-    there are any, only steps that have all sizes count, so that all candidates see the same prompts. `n_rollouts` are
-    the rollouts R of one update, which may be more than were measured; by default as many.
+    there are any, only steps that have all sizes count, so that all candidates see the same prompts. Smaller groups are
+    judged at the same R rollouts of an update: R/n prompts in groups of n. `n_rollouts` is R, which may be more than
+    were measured; by default as many.
 
     Raises:
-        InputError: No step has both `present` and the reference.
+        InputError: No step has both `present` and `rloo`, or smaller groups are of other prompts.
     """
-    whole = {step: gram for step, gram in grams.items() if {present, reference} <= set(gram.labels)} or dict(grams)
-    common = [step for step in whole if all(step in by_step for by_step in subgroups.values())]
-    if not subgroups or not common:
-        return advise(list(whole.values()), present, reference, n_rollouts=n_rollouts)
-    smaller = {size: [by_step[step] for step in common] for size, by_step in subgroups.items()}
-    return advise([whole[step] for step in common], present, reference, smaller, n_rollouts)
-
-
-def advise(
-    grams: Sequence[Gram],
-    present: Label,
-    reference: Label = REFERENCE,
-    smaller: Mapping[int, Sequence[Gram]] | None = None,
-    n_rollouts: int | None = None,
-) -> Advice:
-    """Judge every estimator that all measured steps have, at the run's own group size.
-
-    `smaller` holds Gram matrices of smaller groups of the same prompts and steps, by size. They are judged at the same
-    R rollouts of an update: R/n prompts in groups of n. `n_rollouts` is R; by default as many as were measured.
-
-    Raises:
-        InputError: No step has both `present` and the reference, or smaller groups are of other prompts.
-    """
-    both = [gram for gram in grams if present in gram.labels and reference in gram.labels]
+    both = {step: gram for step, gram in grams.items() if {present, REFERENCE} <= set(gram.labels)}
     if not both:
-        known = dict.fromkeys("/".join(label) for gram in grams for label in gram.labels)
+        known = dict.fromkeys("/".join(label) for gram in grams.values() for label in gram.labels)
         raise InputError(
-            f"no measured step has both {'/'.join(present)} and {'/'.join(reference)}; "
+            f"no measured step has both {'/'.join(present)} and {'/'.join(REFERENCE)}; "
             f"{nearest('/'.join(present), known) if known else 'measure some: --measure.exact.every 10.'}"
         )
-    measured = round(np.mean([gram.n_rollouts for gram in both]))
-    size = round(measured / np.mean([gram.n_prompts for gram in both]))
+    common = [step for step in both if all(step in by_step for by_step in subgroups.values())]
+    whole = [both[step] for step in common or both]
+    measured = round(np.mean([gram.n_rollouts for gram in whole]))
+    size = round(measured / np.mean([gram.n_prompts for gram in whole]))
     rollouts = n_rollouts or measured
-    values = _values(size, both, rollouts, reference)
-    for part, parts in (smaller or {}).items():
-        if [(gram.prompt, gram.n_prompts) for gram in parts] != [(gram.prompt, gram.n_prompts) for gram in both]:
+    values = _values(size, whole, rollouts)
+    for part, by_step in subgroups.items() if common else ():
+        parts = [by_step[step] for step in common]
+        if [(gram.prompt, gram.n_prompts) for gram in parts] != [(gram.prompt, gram.n_prompts) for gram in whole]:
             raise InputError(f"groups of {part} were measured on other prompts than whole ones; pass the same steps'.")
-        values |= _values(part, parts, rollouts, reference)
-    if len({value.size for value in values.values()}) > 1:
-        raise InputError("smaller groups were measured on other prompts than whole ones; pass those of the same steps.")
+        values |= _values(part, parts, rollouts)
     return judge(values, Choice(*present, size), rollouts)
 
 
@@ -144,13 +122,10 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
     )
 
 
-def _values(size: int, grams: Sequence[Gram], n_rollouts: int, reference: Label) -> dict[Choice, Float]:
+def _values(size: int, grams: Sequence[Gram], n_rollouts: int) -> dict[Choice, Float]:
     """Return the efficiency of R rollouts in groups of one size, of every estimator that all steps have."""
     labels = [label for label in grams[0].labels if all(label in gram.labels for gram in grams)]
-    return {
-        Choice(*label, size): efficiency(deleted_moments(grams, label, reference), n_rollouts / size)
-        for label in labels
-    }  # fmt: skip
+    return {Choice(*label, size): efficiency(deleted_moments(grams, label), n_rollouts / size) for label in labels}
 
 
 def _ratio(above: Float, below: Float, level: float) -> Interval | None:

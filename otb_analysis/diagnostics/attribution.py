@@ -133,20 +133,14 @@ def _by(level: str, tokens: AttributedTokens, keys: Int) -> Holders:
     """Sum the shares of tokens that have the same keys [1 to 3, n], and order by size."""
     holders, index = np.unique(keys, axis=1, return_inverse=True)
     index = index.reshape(-1)
-    share = np.zeros(holders.shape[1])
-    np.add.at(share, index, tokens.share)
+
+    def summed(x: Float | None) -> Any:
+        return None if x is None else np.bincount(index, x, holders.shape[1])
+
+    share = summed(tokens.share)
     # Largest first; equals keep the order of their keys, so the ranking is reproducible.
     order = np.lexsort((np.arange(share.size), -np.abs(share)))
-
-    def key(i: int) -> Int:
-        return holders[i][order] if i < len(holders) else np.full(share.size, -1)
-
-    def summed(x: Float | None) -> Float | None:
-        if x is None:
-            return None
-        total = np.zeros(share.size)
-        np.add.at(total, index, x)
-        return total[order]
-
-    count = np.bincount(index)[order]
-    return Holders(level, key(0), key(1), key(2), count, share[order], summed(tokens.signal), summed(tokens.noise))
+    absent = np.full((3 - len(holders), share.size), -1)
+    sums = share, summed(tokens.signal), summed(tokens.noise)
+    columns: list[Any] = [x if x is None else x[order] for x in (*holders, *absent, np.bincount(index), *sums)]
+    return Holders(level, *columns)

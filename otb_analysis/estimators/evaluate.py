@@ -62,10 +62,6 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     A_{i,t} = G_{i,t} − B_{i,t} (GRPO then divides); the formula of B is `ESTIMATORS[name].formula`. Entries outside
     the mask are never read. A rollout without policy tokens has no return and takes no part in any mean.
 
-    Args:
-        name: A key of `ESTIMATORS`, or `module:function` of a custom estimator.
-        options: An instance of the estimator's options dataclass; None means its defaults.
-
     Raises:
         InputError: Unknown name, missing input, wrong shape, a value that cannot be, wrong options, or a mask with
             gaps where column and position must agree.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from otb_analysis.arrays import Groups, has_gaps, unsqueeze
+from otb_analysis.arrays import Groups, unsqueeze
 from otb_analysis.errors import InputError
 from otb_analysis.estimators.batch import BaselineResult, Batch, check_shapes, prepare, provided
 from otb_analysis.estimators.means import group_scale
@@ -48,13 +48,7 @@ def prefix_values(inputs: EstimatorInputs) -> PrefixValues:
     batch, _ = prepare(inputs, np.arange(len(mask)), Groups.of(inputs.group), ("token_id",))
     sums = prefix_sums(batch)
     values = sums.total / np.maximum(sums.count, 1)
-    parts = [np.where(batch.mask, part, 0.0) for part in (values[:, :-1], values[:, 1:])]
-    if not has_gaps(mask):
-        wide = [np.zeros(mask.shape), np.zeros(mask.shape)]
-        for out, part in zip(wide, parts, strict=True):
-            out[:, : part.shape[1]] = part
-        return PrefixValues(*wide)
-    return PrefixValues(*(unsqueeze(part, mask) for part in parts))
+    return PrefixValues(unsqueeze(values[:, :-1], mask), unsqueeze(values[:, 1:], mask))
 
 
 def tempo(batch: Batch, options: NoOptions) -> BaselineResult:

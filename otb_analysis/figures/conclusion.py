@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from otb_analysis.diagnostics import advise_run, trained_label, update_rollouts
+from otb_analysis.diagnostics import advise, trained_label, update_rollouts
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.figures.numbers import interval_cell
@@ -50,7 +50,7 @@ def advice_line(
         return NO_GRAMS
     try:
         present = trained_label(config, [label for gram in grams.values() for label in gram.labels])
-        advice = advise_run(grams, subgroups, present, n_rollouts=update_rollouts(config))
+        advice = advise(grams, subgroups, present, n_rollouts=update_rollouts(config))
     except InputError as error:
         return f"Not known: {error}"
     return f"{advice.reason} {advice.sizes_line}"

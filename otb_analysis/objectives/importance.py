@@ -145,11 +145,7 @@ class Ratio:
     through: Literal["token", "rollout"] = "token"
 
     def clipped(self, weighted: ArrayLike) -> Bool:
-        """Return where the clip stops the gradient of a token whose advantage has this sign.
-
-        Args:
-            weighted: Advantage, weighted or not [N, T]; only its sign is read.
-        """
+        """Return where the clip stops the gradient of a token whose advantage has this sign."""
         u = masked(weighted, self.mask)
         r, limits = self.value, self.limits
         negative = (u < 0) & ((r < limits.low) | (r > limits.dual))
@@ -161,9 +157,6 @@ class Ratio:
         ∇ Σ_t f(r_t, u_t) = Σ_t c_t s_t. Through the token c_t = r_t u_t where neither clip nor mask stops it; through
         the rollout c_k = (1/L) Σ_t r u_t over the same tokens, for every k of the rollout. Exact at the parameters of
         `value`, in log-probability, with no 1/N: whatever averages is in u.
-
-        Args:
-            weighted: u = advantage · aggregation weight [N, T]; 0 at tokens without advantage.
         """
         u = masked(weighted, self.mask)
         flows = self.kept & ~self.clipped(u)
@@ -177,10 +170,8 @@ class Ratio:
 def effective_sample_size(weight: ArrayLike) -> float:
     """Return how many equally weighted samples carry as much information.
 
-    ESS = (Σ_i w_i)² / Σ_i w_i²: B for B equal weights, 1 when one weight has everything, 0 when all are zero.
-
-    Args:
-        weight: Importance weights ≥ 0 [B], one per rollout (or per token).
+    ESS = (Σ_i w_i)² / Σ_i w_i² of weights ≥ 0 [B]: B for B equal weights, 1 when one weight has everything, 0 when all
+    are zero.
 
     Raises:
         InputError: A weight is negative, NaN or infinite.
@@ -195,10 +186,8 @@ def effective_sample_size(weight: ArrayLike) -> float:
 def learning_rate_factor(weight: ArrayLike) -> float:
     """Return by what `opob` scales the learning rate off-policy.
 
-    √(ESS/B): 1 on-policy, less the more unequal the weights. Public code of VCPO, arXiv 2602.17616.
-
-    Args:
-        weight: Sequence ratios Π_t ρ_t of the batch [B].
+    √(ESS/B) of the sequence ratios Π_t ρ_t [B]: 1 on-policy, less the more unequal the weights. Public code of VCPO,
+    arXiv 2602.17616.
 
     Raises:
         InputError: There is no weight, or one is negative, NaN or infinite.

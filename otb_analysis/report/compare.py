@@ -16,7 +16,7 @@ from otb_analysis.report.runs import config_of, estimator_of
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.statistics import Fidelity
 from otb_analysis.store import EXACT_ROWS, RunStore
-from otb_analysis.store.scopes import unlike_scopes
+from otb_analysis.store.reader import unlike_scopes
 
 FIDELITY_OF = {"token": "token energy w_t", "realized": "realized energy W_t"}
 MEASURED_GROUPS = f'(step, "group") IN (SELECT step, "group" FROM tokens WHERE {EXACT_ROWS})'

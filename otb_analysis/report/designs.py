@@ -10,7 +10,7 @@ from otb_analysis.figures import conclusion_sentences, trained_labels
 from otb_analysis.report.runs import config_of
 from otb_analysis.statistics import Conclusion, conclude
 from otb_analysis.store import RunStore
-from otb_analysis.store.scopes import WHOLE, scope_of
+from otb_analysis.store.reader import WHOLE, scope_of
 from otb_analysis.types import Gram, Label, Proved
 
 

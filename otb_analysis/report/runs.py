@@ -10,7 +10,7 @@ import pandas as pd
 from otb_analysis.diagnostics import StepSeries
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore, step_series
-from otb_analysis.store.scopes import unlike_scopes
+from otb_analysis.store.reader import unlike_scopes
 
 
 @dataclass(frozen=True)

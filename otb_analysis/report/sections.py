@@ -43,7 +43,7 @@ from otb_analysis.report.runs import ReportedRun
 from otb_analysis.report.verdicts import change_line
 from otb_analysis.statistics import gain_lost
 from otb_analysis.store import attributed_steps, largest_attributed_step, step_attribution
-from otb_analysis.store.scopes import scope_of
+from otb_analysis.store.reader import scope_of
 
 WINDOW = 10
 """Steps of the running means."""

@@ -1,10 +1,9 @@
 """The only door to disk: one writer, read-only readers, and the table of all runs."""
 
-from otb_analysis.store.attribution import attributed_steps, largest_attributed_step, step_attribution
+from otb_analysis.store.diagnosed import attributed_steps, largest_attributed_step, step_attribution, step_series
 from otb_analysis.store.gram import gram_rows, subgroup_rows
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.runs import runs_df
-from otb_analysis.store.series import step_series
 from otb_analysis.store.studies import CommittedStudy, committed_studies, study_figure, study_table, study_tables
 from otb_analysis.store.token_arrays import EXACT_ROWS, TokenArrays
 from otb_analysis.store.writer import RunWriter, StepTables

@@ -52,7 +52,9 @@ def encode_scalars(table: str, step: int, scalars: Mapping[str, object]) -> pa.T
 
 def _array(table: str, name: str, values: object, column: Column | None) -> pa.Array:
     try:
-        array = _infer(values)
+        # from_pandas=False: otherwise Arrow reads every measured NaN as "not measured".
+        array = pa.array(values, from_pandas=False)
+        array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
         return array if column is None or array.type == ARROW[column.dtype] else array.cast(ARROW[column.dtype])
     except (pa.ArrowException, ValueError, TypeError) as error:
         dtype = column.dtype if column else "an Arrow column"
@@ -61,18 +63,6 @@ def _array(table: str, name: str, values: object, column: Column | None) -> pa.A
             f"column {name!r} of {table} cannot be stored as {dtype} ({reason}); "
             "pass one value of that type per row, None where it was not measured."
         ) from error
-
-
-def _infer(values: object) -> pa.Array:
-    # from_pandas=False everywhere: otherwise Arrow reads every measured NaN as "not measured".
-    if isinstance(values, np.ma.MaskedArray):
-        return pa.array(values.data, mask=np.ma.getmaskarray(values), from_pandas=False)
-    if isinstance(values, pd.Series | pd.api.extensions.ExtensionArray):
-        array = pa.array(values, from_pandas=False)
-        return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-    if isinstance(values, list | tuple):
-        return pa.array(values, from_pandas=False)
-    return pa.array(np.asarray(values), from_pandas=False)
 
 
 def _common_length(table: str, arrays: Mapping[str, pa.Array]) -> int:

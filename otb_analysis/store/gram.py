@@ -4,8 +4,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import union_categoricals
 
 from otb_analysis.types import Gram, Int
+
+PRODUCT_TEXTS = ("estimator", "energy_source", "other_estimator", "other_energy_source")
+"""The columns of text of `grams` and `subgroups`."""
 
 
 def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
@@ -33,11 +37,7 @@ def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
 
 
 def subgroup_rows(step: int, grams: Mapping[int, Gram]) -> dict[str, np.ndarray]:
-    """Return the columns of the `subgroups` table for one step: those of `gram_rows`, and the size, for each size.
-
-    Args:
-        grams: Products of smaller groups (`statistics.mean_over_subgroups`) by their size; at least one.
-    """
+    """Return the columns of the `subgroups` table for one step: those of `gram_rows`, and the size, for each size."""
     parts = [gram_rows(step, gram) for gram in grams.values()]
     sizes = [np.full(len(part["step"]), size) for size, part in zip(grams, parts, strict=True)]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -48,30 +48,28 @@ def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
     """Return the Gram matrix of one step's rows of `grams`.
 
     Rows and groups come in the order in which `gram_rows` wrote them. A pair that is not in the table (two groups
-    measured by different processes) is NaN.
-
-    Args:
-        prompt_of: Group → name of its prompt; unless it knows all of them, prompts stay unnamed.
+    measured by different processes) is NaN. Unless `prompt_of` knows all groups, prompts stay unnamed.
     """
     # The first of each pair changes slowest, so the order of `gram_rows` is that in which the others appear.
     name, names = _factorize(rows, "other_estimator", "estimator")
     source, sources = _factorize(rows, "other_energy_source", "energy_source")
     label, labels = pd.factorize(name * len(sources) + source)
-    group, groups = _factorize(rows, "other_group", "group")
+    group, groups = pd.factorize(np.concatenate([rows["other_group"].to_numpy(), rows["group"].to_numpy()]))
     (m_other, m), (p_other, p) = np.split(label, 2), np.split(group, 2)
     inner = np.full((len(labels),) * 2 + (len(groups),) * 2, np.nan)
     inner[m, m_other, p, p_other] = inner[m_other, m, p_other, p] = rows["inner_product"].to_numpy(np.float64)
     known = all(int(g) in prompt_of for g in groups)
     return Gram(
         inner=inner,
-        labels=tuple((str(names[code // len(sources)]), str(sources[code % len(sources)])) for code in labels),
+        labels=tuple((names[code // len(sources)], sources[code % len(sources)]) for code in labels),
         n_rollouts=int(rows["n_rollouts"].iloc[0]),
         prompt=tuple(prompt_of[int(g)] for g in groups) if known else None,
-        groups=groups.astype(np.int64),
+        groups=np.asarray(groups, dtype=np.int64),
     )
 
 
-def _factorize(rows: pd.DataFrame, first: str, second: str) -> tuple[Int, np.ndarray]:
-    """Return codes of one column's values followed by another's, and the values in order of appearance."""
-    codes, values = pd.factorize(np.concatenate([rows[first].to_numpy(), rows[second].to_numpy()]))
-    return codes, np.asarray(values)
+def _factorize(rows: pd.DataFrame, first: str, second: str) -> tuple[Int, list[str]]:
+    """Return codes of one column's texts followed by another's, and the texts in order of appearance."""
+    both = [pd.Categorical(rows[name]) for name in (first, second)]
+    codes, texts = pd.factorize(union_categoricals(both))
+    return codes, list(texts)

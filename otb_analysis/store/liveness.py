@@ -23,9 +23,7 @@ def standing(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
     """Return the status of a run as it is now, and why.
 
     A run that says it is running is `stopped` where its process is known to be gone, and `running` otherwise.
-
-    Args:
-        heard: When the run was last written to, in words.
+    `heard` is when it was last written to, in words.
     """
     status, reason = str(info.get("status") or ""), str(info.get("reason") or "")
     process = info.get("process")

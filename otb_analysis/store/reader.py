@@ -3,14 +3,16 @@
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pandas as pd
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
-from otb_analysis.store.gram import rebuild_gram
+from otb_analysis.store.gram import PRODUCT_TEXTS, rebuild_gram
 from otb_analysis.store.layout import Part, complete_steps, find_run, parts_of, visible_parts
 from otb_analysis.store.liveness import standing
 from otb_analysis.store.runfile import read_run_file
@@ -26,6 +28,9 @@ _ASKED_WRONG = (
     duckdb.PermissionException,
 )
 """The query is at fault for certain; behind any other error there may be a broken part, and all are read to find it."""
+
+WHOLE = "all"
+"""The scope of a run that measured the gradient of all parameters; those of unlike scopes do not compare."""
 
 Steps = Sequence[int] | None
 Names = Sequence[str] | None
@@ -66,10 +71,15 @@ class RunStore:
         """Return the steps that can be read, in order."""
         return complete_steps(self.path)
 
-    def tokens_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    def frame(
+        self,
+        table: str,
+        steps: Steps = None,
+        columns: Names = None,
+        where: str | None = None,
+        params: Parameters = None,
     ) -> pd.DataFrame:
-        """Return tokens, one row each, by step.
+        """Return the rows of a table, by step.
 
         Args:
             steps: Only these steps; None means all complete ones.
@@ -79,25 +89,21 @@ class RunStore:
             InputError: A column is unknown (the nearest is named) or the condition cannot be run.
             StoreError: A part is broken or lacks a key column.
         """
-        return self._frame("tokens", steps, columns, where, params)
+        parts = visible_parts(self.path, [table], steps)
+        known = column_names(table, parts[table]) if columns is not None else []
+        for name in columns or ():
+            if name not in known:
+                raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
+        chosen = "*" if columns is None else ", ".join(map(quoted, columns))
+        # The line break ends a comment in the condition.
+        condition = "" if where is None else f" WHERE ({where}\n)"
+        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts)
 
-    def rollouts_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return rollouts, one row each, by step; arguments and errors are those of `tokens_df`."""
-        return self._frame("rollouts", steps, columns, where, params)
-
-    def steps_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return the scalars of training, one row per step; arguments and errors are those of `tokens_df`."""
-        return self._frame("steps", steps, columns, where, params)
-
-    def gradients_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return one row per measured step and estimator; arguments and errors are those of `tokens_df`."""
-        return self._frame("gradients", steps, columns, where, params)
+    # One row per completion token, per rollout, per step, and per measured step and estimator.
+    tokens_df = partialmethod(frame, "tokens")
+    rollouts_df = partialmethod(frame, "rollouts")
+    steps_df = partialmethod(frame, "steps")
+    gradients_df = partialmethod(frame, "gradients")
 
     def sql(self, query: str, params: Parameters = None) -> pd.DataFrame:
         """Return the answer to one SELECT over the views tokens, rollouts, steps, gradients, grams, subgroups.
@@ -113,14 +119,6 @@ class RunStore:
         tables = [table for table in TABLES if table in query.lower()]
         return self._run(query, params, visible_parts(self.path, tables))
 
-    def gram(self, step: int) -> Gram | None:
-        """Return the Gram matrix of group gradients at one step, or None where it was not measured.
-
-        Raises:
-            StoreError: A part is broken or lacks a key column.
-        """
-        return self.grams([step]).get(step)
-
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
         """Return the Gram matrices of all measured steps, in order; one query instead of one per step.
 
@@ -129,7 +127,7 @@ class RunStore:
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        return self._rebuilt(self._frame("grams", steps))
+        return self._rebuilt(self._products("grams", steps))
 
     def subgroup_grams(self, steps: Steps = None) -> dict[int, dict[int, Gram]]:
         """Return the Gram matrices of smaller groups, by size and then by step; empty where none were measured.
@@ -137,8 +135,16 @@ class RunStore:
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        rows = self._frame("subgroups", steps)
+        rows = self._products("subgroups", steps)
         return {int(str(size)): self._rebuilt(part) for size, part in rows.groupby("size")}
+
+    def _products(self, table: str, steps: Steps) -> pd.DataFrame:
+        """Return the rows of `grams` or `subgroups`, their texts as categories.
+
+        A step has half a million of them, and pandas takes a second for each million texts but none for codes.
+        """
+        query = f"SELECT * FROM {table}"
+        return self._run(query, None, visible_parts(self.path, [table], steps), categories=PRODUCT_TEXTS)
 
     def _rebuilt(self, rows: pd.DataFrame) -> dict[int, Gram]:
         """Return the Gram matrix of every step among the rows of `grams` or of one size of `subgroups`."""
@@ -164,31 +170,17 @@ class RunStore:
         rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"])
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
 
-    def _frame(
-        self,
-        table: str,
-        steps: Steps = None,
-        columns: Names = None,
-        where: str | None = None,
-        params: Parameters = None,
+    def _run(
+        self, query: str, params: Parameters, tables: Mapping[str, Sequence[Part]], categories: Sequence[str] = ()
     ) -> pd.DataFrame:
-        parts = visible_parts(self.path, [table], steps)
-        known = column_names(table, parts[table]) if columns is not None else []
-        for name in columns or ():
-            if name not in known:
-                raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
-        chosen = "*" if columns is None else ", ".join(map(quoted, columns))
-        # The line break ends a comment in the condition.
-        condition = "" if where is None else f" WHERE ({where}\n)"
-        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts)
-
-    def _run(self, query: str, params: Parameters, tables: Mapping[str, Sequence[Part]]) -> pd.DataFrame:
         with self._connection.cursor() as cursor:
             try:
                 _check_read_only(cursor, query)
                 for table, parts in tables.items():
                     # Temporary views belong to the cursor, so threads do not meet and no list of parts grows old.
                     cursor.execute(f"CREATE TEMP VIEW {table} AS {select(table, parts)}")
+                if categories:
+                    return cursor.sql(query, params=params).to_arrow_table().to_pandas(categories=list(categories))
                 return cursor.execute(query, params).df()
             except duckdb.OutOfMemoryException as error:
                 raise StoreError(
@@ -200,6 +192,25 @@ class RunStore:
             except duckdb.Error as error:
                 broken = broken_part([part for parts in tables.values() for part in parts])
                 raise broken or _refused(error) from error
+
+
+def scope_of(store: RunStore) -> str:
+    """Return whose parameters' gradient a run measured, as its configuration says; all where it does not say."""
+    config: Any = store.info.get("config") or {}
+    measure = config.get("measure")
+    return str(measure.get("scope", WHOLE)) if isinstance(measure, dict) else WHOLE
+
+
+def unlike_scopes(stores: Sequence[RunStore]) -> str:
+    """Return which two runs measured gradients of other parameters, for a remedy to follow; empty where none did."""
+    for other in stores[1:]:
+        first, second = scope_of(stores[0]), scope_of(other)
+        if second != first:
+            names = (stores[0].path.name, other.path.name)
+            return (
+                f"{names[0]} measured gradients of scope {first!r} but {names[1]} of {second!r}, which do not compare"
+            )
+    return ""
 
 
 def _open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:

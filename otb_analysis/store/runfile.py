@@ -94,7 +94,7 @@ def read_run_file(run_dir: Path) -> dict[str, object]:
 def git_state() -> dict[str, object] | None:
     """Return commit and uncommitted diff of the repository around the working directory, or None outside of one.
 
-    The diff is cut after about a megabyte, and `diff_truncated` says so.
+    The diff is cut after a megabyte, and `diff_truncated` says so.
     """
     commit = _git("rev-parse", "HEAD")
     if not commit:
@@ -108,20 +108,13 @@ def git_state() -> dict[str, object] | None:
 
 
 def _git(*arguments: str) -> bytes | None:
-    """Return the first megabyte, and one byte to tell that there is more, of what git prints."""
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    command = ["git", *arguments]
+    """Return what git prints; None where it fails."""
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # two runs that start together must not wait for each other
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
-    except OSError:
+        answer = subprocess.run(["git", *arguments], capture_output=True, env=environment, check=True)
+    except (OSError, subprocess.CalledProcessError):
         return None
-    with process:
-        assert process.stdout is not None
-        output = process.stdout.read(MAX_DIFF_BYTES + 1)
-        cut = len(output) > MAX_DIFF_BYTES
-        if cut:
-            process.kill()
-    return output if cut or process.returncode == 0 else None
+    return answer.stdout
 
 
 def _version(package: str) -> str | None:

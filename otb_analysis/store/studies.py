@@ -1,7 +1,7 @@
 """Committed studies read from disk (question, verdict, tables, figures), without running a study's own code."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -88,8 +88,7 @@ def _study(folder: Path, question: str) -> CommittedStudy:
     try:
         text = page.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason = f"{page} cannot be read ({error}); run {command} --render."
-        return CommittedStudy(folder, blank.title, question, reason, "", command, "", BROKEN)
+        return replace(blank, verdict=f"{page} cannot be read ({error}); run {command} --render.", state=BROKEN)
     return _page(text, blank, f"# {number} · ")
 
 
@@ -99,15 +98,21 @@ def _page(text: str, blank: CommittedStudy, head: str) -> CommittedStudy:
     title, question, verdict, *rest = [part for part in front.strip().split("\n\n") if part.strip()] + [""] * 3
     if not (title.startswith(head) and verdict.startswith("**Verdict.** ")):
         reason = f"{blank.folder / 'README.md'} is no page of a study; run {blank.command} --render."
-        return CommittedStudy(blank.folder, blank.title, blank.question, reason, "", blank.command, "", BROKEN)
+        return replace(blank, verdict=reason, state=BROKEN)
     pictures = re.findall(r"^!\[[^]]*]\((results/[\w.-]+\.svg)\)$", front, re.MULTILINE)
     body = "\n\n".join(part for part in rest if part and not part.startswith("!["))
     cost = made.split("```")[-1].strip().partition(" Tables: ")[0]
     figures = tuple(blank.folder / name for name in pictures if (blank.folder / name).is_file())
-    return CommittedStudy(
-        blank.folder, title.removeprefix(head), question.removeprefix("**Question.** "),
-        verdict.removeprefix("**Verdict.** "), body, blank.command, cost, MEASURED, figures,
-    )  # fmt: skip
+    return replace(
+        blank,
+        title=title.removeprefix(head),
+        question=question.removeprefix("**Question.** "),
+        verdict=verdict.removeprefix("**Verdict.** "),
+        body=body,
+        cost=cost,
+        state=MEASURED,
+        figures=figures,
+    )
 
 
 def _index(page: Path) -> dict[str, str]:

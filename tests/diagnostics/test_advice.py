@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from otb_analysis.diagnostics import Choice, advise, advise_run, trained_label, update_rollouts
+from otb_analysis.diagnostics import Choice, advise, trained_label, update_rollouts
 from otb_analysis.diagnostics.advice import judge
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import paired_ratios
@@ -19,14 +19,14 @@ def gram(seed, n_prompts=40, noise=(2.0, 2.0, 0.5), size=8):
     return Gram(np.einsum("mpd,nqd->mnpq", g, g), (RLOO, MEAN, QUIET), n_prompts * size)
 
 
-STEPS = [gram(seed, 16) for seed in range(8)]
+STEPS = {seed: gram(seed, 16) for seed in range(8)}
 """At 16 prompts an update of the noisy two has an efficiency of about .6, that of the quiet one of about .97."""
 
 
 def test_a_quieter_estimator_is_advised_with_the_ratio_that_statistics_give():
-    found = advise(STEPS, RLOO)
+    found = advise(STEPS, {}, RLOO)
     assert found.best is not None and found.best.choice == Choice("otb", "proxy", 8)
-    same = {p.estimator: p.efficiency for p in paired_ratios(STEPS)}["otb"]
+    same = {p.estimator: p.efficiency for p in paired_ratios(list(STEPS.values()))}["otb"]
     assert found.best.ratio.estimate == pytest.approx(same.estimate)
     # Two comparisons at 97.5 % each: wider than one at 95 %.
     assert found.best.ratio.low < same.low and found.best.ratio.high > same.high
@@ -34,14 +34,14 @@ def test_a_quieter_estimator_is_advised_with_the_ratio_that_statistics_give():
 
 
 def test_the_quietest_has_nothing_better_to_change_to():
-    found = advise(STEPS, QUIET)
+    found = advise(STEPS, {}, QUIET)
     assert found.best is None and found.reason.startswith("No difference shown: nothing was more efficient than otb")
     assert any(one.worse for one in found.candidates)
 
 
 def test_alike_estimators_are_called_different_as_rarely_as_promised():
     # 5 % of 100 at most, all comparisons together: more than 12 is beyond three standard errors.
-    shown = sum(advise([gram(seed, 20, (2.0, 2.0, 2.0))], RLOO).best is not None for seed in range(100))
+    shown = sum(advise({0: gram(seed, 20, (2.0, 2.0, 2.0))}, {}, RLOO).best is not None for seed in range(100))
     assert shown <= 12
 
 
@@ -52,11 +52,11 @@ def test_entries_that_agree_are_one_comparison():
         (*one.labels, ("otb_turn", "proxy")),
         one.n_rollouts,
     )
-    assert "with 2 comparisons" in advise([twice], RLOO).reason
+    assert "with 2 comparisons" in advise({0: twice}, {}, RLOO).reason
 
 
 def test_few_prompts_are_not_tested():
-    found = advise([gram(2, 8)], RLOO)
+    found = advise({0: gram(2, 8)}, {}, RLOO)
     assert found.best is None and found.reason.startswith("Not tested") and "16 prompts" in found.reason
 
 
@@ -68,14 +68,13 @@ def test_a_gradient_lost_in_noise_is_not_known():
 
 def test_an_estimator_that_was_not_measured_is_named():
     with pytest.raises(InputError, match="no measured step has both otb_loo/exact and rloo/none"):
-        advise([gram(0)], ("otb_loo", "exact"))
+        advise({0: gram(0)}, {}, ("otb_loo", "exact"))
 
 
 def test_a_stored_runs_smaller_groups_are_judged_at_the_same_number_of_rollouts():
     # 16 prompts of 8 rollouts. In the smaller groups of 2, of which an update has 64, the two are as noisy as in
     # groups of 8: noise averaged over four times as many groups, so four times the prompts in the efficiency.
-    steps = {seed: gram(seed, 16) for seed in range(8)}
-    found = advise_run(steps, {2: steps}, RLOO)
+    found = advise(STEPS, {2: STEPS}, RLOO)
     assert found.sizes == (2, 8) and found.n_rollouts == 128
     assert found.best.choice.size == 2 and found.best.ratio.low > 1
     small = next(one for one in found.candidates if one.choice == Choice("rloo", "none", 2))
@@ -87,16 +86,16 @@ def test_a_stored_runs_smaller_groups_are_judged_at_the_same_number_of_rollouts(
 
 def test_only_steps_that_have_every_size_are_judged():
     steps = {seed: gram(seed, 16) for seed in range(4)}
-    found = advise_run(steps, {4: {1: steps[1], 3: steps[3]}}, RLOO)
+    found = advise(steps, {4: {1: steps[1], 3: steps[3]}}, RLOO)
     assert found.n_clusters == 32
-    alone = advise_run(steps, {}, RLOO)
+    alone = advise(steps, {}, RLOO)
     assert alone.n_clusters == 64 and alone.sizes == (8,)
     assert "the level exact measures" in alone.sizes_line
 
 
 def test_smaller_groups_of_other_prompts_are_refused():
     with pytest.raises(InputError, match="other prompts"):
-        advise([gram(0, 16)], RLOO, smaller={2: [gram(0, 20)]})
+        advise({0: gram(0, 16)}, {2: {0: gram(0, 20)}}, RLOO)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_an_unknown_training_estimator_is_named():
 def test_efficiency_is_stated_for_the_runs_updates_not_for_the_groups_that_were_measured():
     # 1/e − 1 = V/(P‖∇J‖²): measured on 16 prompts of 8, stated for updates of 64 prompts it is a quarter.
     steps = {seed: gram(seed, 16) for seed in range(8)}
-    few, many = (advise_run(steps, {}, RLOO, n_rollouts=n).candidates for n in (None, 512))
+    few, many = (advise(steps, {}, RLOO, n_rollouts=n).candidates for n in (None, 512))
     small, large = (next(one for one in found if one.choice == Choice("rloo", "none", 8)) for found in (few, many))
     assert (1 / large.efficiency - 1) == pytest.approx((1 / small.efficiency - 1) / 4)
 

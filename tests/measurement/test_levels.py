@@ -99,7 +99,7 @@ def test_groups_that_are_measured_whole_count_as_certain(trained):
 def test_calibrated_energies_are_a_source_of_the_gram_matrix_and_come_back_from_disk(trained):
     path = trained("both", measure=MeasureConfig(exact=Schedule(every=1, prompts=2), sampled=DRAWN))
     store = RunStore(path)
-    gram = store.gram(0)
+    gram = store.grams()[0]
     labels = set(gram.labels)
     assert {("otb", "calibrated"), ("otb", "proxy"), ("otb", "exact")} <= labels
     assert ("rloo", "calibrated") not in labels

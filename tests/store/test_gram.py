@@ -18,7 +18,7 @@ def random_gram(groups=(7, 2), seed=0):
 def test_gram_comes_back_with_the_order_of_its_labels_and_groups(writer):
     gram = random_gram()
     writer.write_step(4, StepTables(grams=gram_rows(4, gram)))
-    read = RunStore(writer.path).gram(4)
+    read = RunStore(writer.path).grams()[4]
     assert read.labels == LABELS
     assert read.groups.tolist() == [7, 2]
     assert read.n_rollouts == 8
@@ -27,7 +27,7 @@ def test_gram_comes_back_with_the_order_of_its_labels_and_groups(writer):
 
 def test_step_without_gram_is_none(writer):
     writer.write_step(0, StepTables())
-    assert RunStore(writer.path).gram(0) is None
+    assert RunStore(writer.path).grams() == {}
 
 
 def test_rows_hold_each_unordered_pair_once():
@@ -44,7 +44,7 @@ def test_order_of_rows_on_disk_does_not_matter_for_the_numbers(writer):
     rows = gram_rows(0, gram)
     order = np.random.default_rng(1).permutation(len(rows["group"]))
     writer.write_step(0, StepTables(grams={name: values[order] for name, values in rows.items()}))
-    read = RunStore(writer.path).gram(0)
+    read = RunStore(writer.path).grams()[0]
     m = [read.labels.index(label) for label in LABELS]
     p = [read.groups.tolist().index(group) for group in (7, 2)]
     np.testing.assert_allclose(read.inner[np.ix_(m, m, p, p)], gram.inner, rtol=1e-15)
@@ -54,7 +54,7 @@ def test_pairs_across_ranks_that_nobody_computed_are_nan(writer):
     first, second = random_gram((0,)), random_gram((1,), seed=1)
     rows = [gram_rows(0, gram) for gram in (first, second)]
     writer.write_step(0, StepTables(grams={name: np.concatenate([r[name] for r in rows]) for name in rows[0]}))
-    read = RunStore(writer.path).gram(0)
+    read = RunStore(writer.path).grams()[0]
     assert np.isnan(read.inner[:, :, 0, 1]).all()
     np.testing.assert_allclose(read.inner[:, :, 1, 1], second.inner[:, :, 0, 0], rtol=1e-15)
 
@@ -74,7 +74,7 @@ def test_gram_whose_parts_do_not_fit_is_refused(parts, sentence):
 def test_prompts_are_named_from_the_rollouts_so_that_a_returning_prompt_is_one_cluster(writer):
     rollouts = {"group": [7, 2], "rollout": [0, 1], "prompt_id": ["a", "b"]}
     writer.write_step(0, StepTables(rollouts=rollouts, grams=gram_rows(0, random_gram())))
-    assert RunStore(writer.path).gram(0).prompt == ("a", "b")
+    assert RunStore(writer.path).grams()[0].prompt == ("a", "b")
 
 
 def test_all_grams_at_once_are_those_of_each_step(writer):
@@ -85,5 +85,5 @@ def test_all_grams_at_once_are_those_of_each_step(writer):
     grams = store.grams()
     assert list(grams) == [0, 3]
     for step, gram in grams.items():
-        np.testing.assert_array_equal(gram.inner, store.gram(step).inner)
+        np.testing.assert_array_equal(gram.inner, store.grams()[step].inner)
         assert gram.prompt is None

@@ -163,7 +163,7 @@ def test_exact_norms_are_kept_for_policy_tokens_of_measured_groups_only(trained)
     assert set(tokens["inclusion_prob"].dropna()) == {0.5}
     assert store.rollouts_df()["score_norm_sq"].notna().sum() == 2 * 2 * 3
     assert store.steps_df()["n_measured_prompts"].tolist() == [2, 0, 2]
-    assert store.gram(1) is None
+    assert 1 not in store.grams()
     # The same two groups measured among all four: the same numbers.
     whole = RunStore(trained("otb")).tokens_df()
     np.testing.assert_array_equal(tokens["grad_norm_sq"][measured], whole["grad_norm_sq"][measured])
@@ -228,7 +228,7 @@ def test_two_estimators_meet_the_same_prompts_and_at_first_the_same_rollouts(otb
     drawn = ["step", "rollout", "t", "token_id", "logprob", "reward", "grad_norm_sq"]
     assert first.tokens_df([0], drawn).equals(second.tokens_df([0], drawn))
     # On the same rollouts the same Gram matrix, whoever trains.
-    a, b = first.gram(0), second.gram(0)
+    a, b = first.grams()[0], second.grams()[0]
     assert a.labels == b.labels
     np.testing.assert_array_equal(a.inner, b.inner)
     assert not same_weights(otb_run, mean)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from otb_analysis.config import MeasureConfig, SampleConfig, Schedule
-from otb_analysis.diagnostics import advise_run
+from otb_analysis.diagnostics import advise
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import group_gradient_gram
@@ -80,9 +80,9 @@ def test_smaller_groups_come_back_from_disk_and_advice_compares_them(trained):
     store = RunStore(run)
     by_size = store.subgroup_grams()
     assert list(by_size) == [2] and list(by_size[2]) == [0, 1, 2]
-    whole, small = store.gram(0), by_size[2][0]
+    whole, small = store.grams()[0], by_size[2][0]
     assert (small.groups.tolist(), small.prompt) == (whole.groups.tolist(), whole.prompt)
-    found = advise_run(store.grams(), by_size, ("otb", "proxy"))
+    found = advise(store.grams(), by_size, ("otb", "proxy"))
     assert found.sizes == (2, 4)
     assert "Groups of 2 and 4 were compared at the same 12 rollouts" in found.sizes_line
     assert (run / "subgroups").is_dir()
@@ -93,7 +93,7 @@ def test_run_without_smaller_groups_reads_as_such_and_names_what_measures_them(t
     store = RunStore(trained("otb"))
     assert store.subgroup_grams() == {}
     assert store.sql("select * from subgroups").empty
-    found = advise_run(store.grams(), store.subgroup_grams(), ("otb", "proxy"))
+    found = advise(store.grams(), store.subgroup_grams(), ("otb", "proxy"))
     assert found.sizes == (3,) and "groups of 3 cannot be cut" in found.sizes_line
 
 

@@ -13,15 +13,10 @@ ROUNDING = 1e-8
 
 @dataclass(frozen=True)
 class Alike:
-    """One estimator as a multiple of another: g = factor·g_of on every prompt of every step.
+    """One estimator as a multiple of another: g = factor·g_of on every prompt of every step."""
 
-    Attributes:
-        of: The other one; itself where no earlier one is alike.
-        factor: 1 where the two are identical, as `otb` and `otb_turn` in one turn.
-    """
-
-    of: Label
-    factor: float
+    of: Label  # The other one; itself where no earlier one is alike
+    factor: float  # 1 where the two are identical, as `otb` and `otb_turn` in one turn
 
     @property
     def identical(self) -> bool:
@@ -33,12 +28,8 @@ def alike(grams: Sequence[Gram], first: Sequence[Label] = ()) -> dict[Label, Ali
     """Return for every estimator which one it is a multiple of, by Cauchy and Schwarz over all measured prompts.
 
     With ⟨a, b⟩ summed over prompts and steps, b = f·a exactly where ⟨a, b⟩² = ‖a‖²‖b‖², and then f = ⟨a, b⟩/‖a‖².
-
-    Args:
-        first: Estimators that the others are named after, in this order; the rest follow as measured.
-
-    Returns:
-        One entry per label. Only those of the same steps are compared, and a zero gradient is like no other.
+    Only those of the same steps are compared, and a zero gradient is like no other. Others are named after those of
+    `first`, in its order.
     """
     # First come, first named: a later label is named after an earlier one.
     labels = list(dict.fromkeys((*first, *(label for gram in grams for label in gram.labels))))
@@ -49,6 +40,7 @@ def alike(grams: Sequence[Gram], first: Sequence[Label] = ()) -> dict[Label, Ali
     for j, label in enumerate(labels):
         same_as[label] = Alike(label, 1.0)
         for i, other in enumerate(labels[:j]):
+            # Sums over other steps hold other prompts. Only the first of a family gives its name: no chains of names.
             if same_as[other].of == other and steps[other] == steps[label] and _parallel(products, i, j):
                 same_as[label] = Alike(other, float(products[i, j] / products[i, i]))
                 break

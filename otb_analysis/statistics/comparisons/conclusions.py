@@ -31,9 +31,9 @@ def conclude(
 ) -> Conclusion:
     """Compare every estimator with one of them, with control of false discoveries.
 
-    Args:
-        first: Labels that identical others are named after, such as the ones that trained.
+    Identical estimators are named after those of `first`, such as the ones that trained.
     """
+    # A multiple of another estimator would be a second test of the same thing, and make every threshold stricter.
     same = alike(grams, (against, *first))
     pairs = {
         (p.estimator, p.energy_source): p
@@ -43,10 +43,12 @@ def conclude(
     verdicts, level = _told([_verdict(label, pair, known) for label, pair in pairs.items()])
     truth = truth_of(grams, against, known)
     both = [gram for gram in against_reference(grams, against, truth) if against in gram.labels]
+    # The first entry is from all prompts, each other one leaves one of them out.
     count = deleted_moments(both, against, truth).power.size - 1 if both else 0
     tested = [v for v in verdicts if v.tested]
     cause = "" if tested else _cause(both, against, count, bool(verdicts))
     better, worse = [v for v in verdicts if v.better], [v for v in verdicts if v.worse]
+    # The extreme one of many looks more extreme than it is, so its interval is made wider for the selection.
     chosen = [
         None if pick is None else _again(pick, both, against, truth, known, level)
         for pick in (_best(better), max(worse, key=_distance, default=None))
@@ -81,6 +83,7 @@ def _told(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
         Verdict(v.label, v.sf, v.efficiency, v.c_known, tuple(name for label, name in discoveries if label == v.label))
         for v in verdicts
     ]
+    # Under any dependence, intervals at this level for the R selected of m keep the rate of those that miss.
     harmonic = float((1 / np.arange(1, len(family) + 1)).sum())
     return marked, 1 - RATE * max(len(discoveries), 1) / (len(family) * harmonic)
 
@@ -105,6 +108,7 @@ def _best(better: Sequence[Verdict]) -> Verdict | None:
 
 
 def _distance(verdict: Verdict) -> float:
+    # By logarithms, half and twice are equally far from 1.
     return max(abs(float(np.log(getattr(verdict, name).estimate))) for name in verdict.differs_in)
 
 
@@ -117,6 +121,7 @@ def _cause(both: Sequence[Gram], against: Label, count: int, others: bool) -> Ca
         return "no reference"
     if not others:
         return "alone"
+    # Equal rewards leave no advantage under a group baseline, so the gradient is exactly 0.
     if not any(np.trace(gram.blocks(against, against)[0]) > 0 for gram in both):
         return "equal rewards"
     return "few prompts" if count < MIN_CLUSTERS else "noise"
@@ -141,6 +146,7 @@ def _needed(lead: Verdict | None, n_tests: int, n_prompts: int) -> int | None:
     ratio = lead.sf if lead else None
     if ratio is None or ratio.low is None or ratio.high is None or not 0 < ratio.low < ratio.high:
         return None
+    # The interval was made on the log scale, so its length is about the same everywhere there.
     off = abs(float(np.log(ratio.estimate)))
     half = max(float(np.log(ratio.high / ratio.estimate)), float(np.log(ratio.estimate / ratio.low)))
     # Benjamini–Yekutieli's threshold for the smallest of n p-values; an interval shrinks as 1/√prompts.

@@ -11,27 +11,19 @@ from otb_analysis.types import Label
 MARGIN = 0.15
 """Where the interval of a ratio lies within 1 ± this, the two hardly differ."""
 
-ENOUGH = 3
-"""Estimators that must differ from the reference, or be decided, for a comparison to conclude."""
-
 Cause = Literal["", "no reference", "alone", "few prompts", "equal rewards", "noise"]
 """Why nothing could be tested; empty where something could."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One estimator against the reference.
-
-    Attributes:
-        sf: Ratio of variances at equal progress, 95 %; below 1 is better.
-        efficiency: Ratio of efficiencies, 95 %; above 1 is better.
-        differs_in: Which of `sf` and `efficiency` differ from the reference, false discoveries controlled.
-    """
+    """One estimator against the reference."""
 
     label: Label
-    sf: Interval | None
-    efficiency: Interval | None
+    sf: Interval | None  # Ratio of variances at equal progress, 95 %; below 1 is better
+    efficiency: Interval | None  # Ratio of efficiencies, 95 %; above 1 is better
     c_known: bool
+    # Which of `sf` and `efficiency` differ from the reference, false discoveries controlled.
     differs_in: tuple[str, ...] = ()
 
     @property
@@ -58,48 +50,33 @@ class Verdict:
         return bool(self.differs_in) and not any(self._ahead(name) for name in self.differs_in)
 
     def _ahead(self, name: str) -> bool:
-        return (self.sf is not None and self.sf.estimate < 1) if name == "sf" else _above_one(self.efficiency)
-
-
-def _above_one(ratio: Interval | None) -> bool:
-    return ratio is not None and ratio.estimate > 1
+        ratio = self.sf if name == "sf" else self.efficiency
+        return ratio is not None and (ratio.estimate < 1 if name == "sf" else ratio.estimate > 1)
 
 
 @dataclass(frozen=True)
 class Signal:
-    """How well ‖∇J‖² is known, which estimators without a proved projection are judged by.
+    """How well ‖∇J‖² is known, which estimators without a proved projection are judged by."""
 
-    Attributes:
-        positive: True where its estimate is positive, and stays so without any one prompt.
-        n_needed: About how many prompts would make it three standard errors long; None where its interval holds
-            nothing positive. A lower bound where the estimate itself is not positive.
-    """
-
-    positive: bool
+    positive: bool  # True where its estimate is positive, and stays so without any one prompt
+    # About how many prompts would make it three standard errors long; None where its interval holds nothing positive. A
+    # lower bound where the estimate itself is not positive.
     n_needed: int | None
 
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What is known of every estimator measured beside a reference; read by `figures.conclusion`, which says it.
-
-    Attributes:
-        n_prompts: Independent prompts behind the intervals.
-        verdicts: One per estimator that is not a multiple of the reference, identical ones once.
-        best: The best of those that are better, with intervals that hold after the selection.
-        worst: The farthest behind of those that are worse, likewise.
-        n_needed: About how many prompts would decide on the undecided one with the lowest SF.
-    """
+    """What is known of every estimator measured beside a reference; read by `figures.conclusion`, which says it."""
 
     against: Label
-    n_prompts: int
-    verdicts: tuple[Verdict, ...]
+    n_prompts: int  # Independent prompts behind the intervals
+    verdicts: tuple[Verdict, ...]  # One per estimator that is not a multiple of the reference, identical ones once
     alike: dict[Label, Alike]
     signal: Signal
     cause: Cause
-    best: Verdict | None
-    worst: Verdict | None
-    n_needed: int | None
+    best: Verdict | None  # The best of those that are better, with intervals that hold after the selection
+    worst: Verdict | None  # The farthest behind of those that are worse, likewise
+    n_needed: int | None  # About how many prompts would decide on the undecided one with the lowest SF
 
     @property
     def tested(self) -> tuple[Verdict, ...]:
@@ -120,14 +97,6 @@ class Conclusion:
     def undecided(self) -> tuple[Verdict, ...]:
         """Those tested that neither differ nor lie within ±15 %."""
         return tuple(v for v in self.tested if not v.differs_in and not v.within)
-
-    @property
-    def concludes(self) -> bool:
-        """True where three or more differ, or where three or more were tested and none is undecided.
-
-        An estimator counts once, whichever of its energy sources differ.
-        """
-        return names(self.different) >= ENOUGH or (names(self.tested) >= ENOUGH and not self.undecided)
 
 
 def names(verdicts: Sequence[Verdict]) -> int:

@@ -24,7 +24,7 @@ def deviation(x: Float, cells: Int) -> Float:
     return np.where(np.abs(centred) > 1e-13 * scale[cells], centred, 0.0)
 
 
-def rank_within(x: Float, cells: Int) -> Float:
+def cell_ranks(x: Float, cells: Int) -> Float:
     """Rank values within their cells, ties averaged, scaled to (0, 1) so that cells of any size weigh alike."""
     if x.size == 0:
         return x

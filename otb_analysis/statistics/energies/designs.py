@@ -41,6 +41,7 @@ def inclusion_probabilities(size: ArrayLike, n: int, uniform_share: float = UNIF
         return np.ones(x.size)
     largest = x.max()  # Σx of huge sizes would overflow
     x = x / largest if largest > 0 else np.ones(x.size)
+    # Without the uniform part a unit of tiny size could be drawn, once in a while, at a weight of thousands.
     mixed = (1 - uniform_share) * x / x.sum() + uniform_share / x.size
     certain = np.zeros(x.size, bool)
     while True:  # each pass takes at least one more unit for certain, or is the last

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from otb_analysis.errors import InputError
-from otb_analysis.statistics.energies.cells import deviation, position_cells, rank_within
+from otb_analysis.statistics.energies.cells import cell_ranks, deviation, position_cells
 from otb_analysis.types import Float, Int
 
 _Kind = TypeVar("_Kind", bound=np.generic)
@@ -20,32 +20,23 @@ _Kind = TypeVar("_Kind", bound=np.generic)
 
 @dataclass(frozen=True)
 class Association:
-    """Agreement of two variables; None where it is undefined (fewer than three values, or a constant one).
-
-    Attributes:
-        log_pearson: Linear correlation of the logarithms, where both are positive.
-    """
+    """Agreement of two variables; None where it is undefined (fewer than three values, or a constant one)."""
 
     n: int
     pearson: float | None
-    log_pearson: float | None
+    log_pearson: float | None  # Linear correlation of the logarithms, where both are positive
     spearman: float | None
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Agreement of a proxy with exact energies; made by `fidelity`, read by figures and reports.
+    """Agreement of a proxy with exact energies; made by `fidelity`, read by figures and reports."""
 
-    Attributes:
-        pooled: Over all values at once.
-        within: Over deviations from cell means (of values, logarithms, ranks within the cell), in cells of two or more
-            values; None when no cells were given.
-        n_cells: Cells of two or more values.
-    """
-
-    pooled: Association
+    pooled: Association  # Over all values at once
+    # Over deviations from cell means (of values, logarithms, ranks within the cell), in cells of two or more values;
+    # None when no cells were given.
     within: Association | None
-    n_cells: int
+    n_cells: int  # Cells of two or more values
 
 
 def fidelity(
@@ -98,6 +89,7 @@ def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group
     # NaN is absorbing: after a token that was not measured the running sum is unknown, hence not compared.
     running = [np.cumsum(np.where(chosen, w, 0.0), axis=1) for w in (x, y)]
     position = np.cumsum(chosen, axis=1) - 1
+    # By policy position, as the baseline compares: a column counts tool tokens too.
     cells = position_cells(group, x.shape[1])[:, :1] + position
     return fidelity(running[0], running[1], chosen, cells)
 
@@ -115,8 +107,8 @@ def _within(x: Float, y: Float, cells: Int) -> tuple[Association, int]:
     positive = (x > 0) & (y > 0)
     values = _correlation(deviation(x, cells), deviation(y, cells))
     logs = _correlation(*(deviation(np.log(v[positive]), cells[positive]) for v in (x, y)))
-    ranks = _correlation(*(deviation(rank_within(_coarse(v), cells), cells) for v in (x, y)))
-    return Association(x.size, values, logs, ranks), int(np.unique(cells).size)
+    ranked = _correlation(*(deviation(cell_ranks(_coarse(v), cells), cells) for v in (x, y)))
+    return Association(x.size, values, logs, ranked), int(np.unique(cells).size)
 
 
 def _coarse(x: Float) -> Float:

@@ -4,35 +4,32 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import optimize
 
-from otb_analysis.errors import InputError
 from otb_analysis.types import Float
+
+TAIL, TOP = 0.1, 0.01
+"""Shares of the values that make up the tail of `pareto_k` and the top of `top_share`."""
 
 MIN_EXCEEDANCES = 25
 """Fewer tail values than this give no index."""
 
 
-def pareto_k(values: ArrayLike, tail: float = 0.1) -> float | None:
-    """Shape k of a generalised Pareto law fitted to the upper tail of `values`.
+def pareto_k(values: ArrayLike) -> float | None:
+    """Shape k of a generalised Pareto law fitted to the upper tenth of `values`.
 
     P(X − u > x | X > u) ≈ (1 + k·x/σ)^{−1/k}; moments of order 1/k and above are infinite. On token *energies* k ≥ ½
     makes the standard error of a variance estimate unreliable; an infinite gradient variance needs k ≥ 1. Exponential
-    tails have k = 0, a bounded quantity (the logit proxy is at most 2) has k < 0. Fitted by maximum likelihood.
-
-    Returns:
-        k, or None with fewer than `MIN_EXCEEDANCES` values above the threshold or where they are all alike.
-
-    Raises:
-        InputError: `tail` is not between 0 and 1.
+    tails have k = 0, a bounded quantity (the logit proxy is at most 2) has k < 0. Fitted by maximum likelihood; None
+    with fewer than `MIN_EXCEEDANCES` values above the threshold or where they are all alike.
     """
-    _check_share("tail", tail)
     x = np.asarray(values, dtype=float).ravel()
     x = x[np.isfinite(x)]
     if x.size == 0:
         return None
-    threshold = np.quantile(x, 1 - tail)  # the law is fitted to what lies above it
+    threshold = np.quantile(x, 1 - TAIL)  # the law is fitted to what lies above it
     excess = x[x > threshold] - threshold
     if excess.size < MIN_EXCEEDANCES or np.ptp(excess) <= 1e-12 * np.abs(x).max():
         return None
+    # Divided by the mean: the shape has no unit, and the search starts near its answer.
     k = _pareto_shape(excess / excess.mean())
     return k if np.isfinite(k) else None
 
@@ -46,6 +43,7 @@ def _pareto_shape(x: Float) -> float:
 
     def loss(at: Float) -> float:
         k, scale = at
+        # For k < 0 the law ends at −scale/k; parameters under which the largest value is impossible have no likelihood.
         if scale <= 0 or 1 + k * top / scale <= 0:
             return np.inf
         shape = (1 + 1 / k) * np.log1p(k * x / scale).sum() if k else x.sum() / scale
@@ -54,27 +52,15 @@ def _pareto_shape(x: Float) -> float:
     return float(optimize.fmin(loss, (1.0, 1.0), disp=False)[0])
 
 
-def top_share(values: ArrayLike, q: float = 0.01) -> float | None:
-    """Share of the total that the largest values hold: Σ_{top ⌈q·n⌉} |x| / Σ |x|.
+def top_share(values: ArrayLike) -> float | None:
+    """Share of the total that the largest 1 % of the values hold: Σ_{top ⌈n/100⌉} |x| / Σ |x|.
 
-    q when all values are equal, 1 when one value is everything.
-
-    Returns:
-        A share in [0, 1], None where there is no value or the total is 0.
-
-    Raises:
-        InputError: `q` is not between 0 and 1.
+    None where there is no value or the total is 0; 1 when one value is everything.
     """
-    _check_share("q", q)
     x = np.abs(np.asarray(values, dtype=float).ravel())
     x = x[np.isfinite(x)]
     total = x.sum()
     if total == 0:
         return None
-    n_top = int(np.ceil(q * x.size))
+    n_top = int(np.ceil(TOP * x.size))
     return float(np.partition(x, x.size - n_top)[x.size - n_top :].sum() / total)
-
-
-def _check_share(name: str, value: float) -> None:
-    if not 0 < value <= 1:
-        raise InputError(f"{name} is {value}; pass a share in (0, 1].")

@@ -16,16 +16,11 @@ from otb_analysis.types import Bool, Float, Int
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """Energies against rewards; made by `weight_statistics`.
+    """Energies against rewards; made by `weight_statistics`."""
 
-    Attributes:
-        total_reward_corr: corr(W_T, R) over the rollouts of each prompt, prompts in ascending order [P]; NaN where
-            either is constant.
-        pooled_total_reward_corr: The same of deviations from the prompts' means, over all prompts at once; None where
-            it is undefined.
-    """
-
+    # corr(W_T, R) over the rollouts of each prompt, prompts in ascending order [P]; NaN where either is constant.
     total_reward_corr: Float
+    # The same of deviations from the prompts' means, over all prompts at once; None where it is undefined.
     pooled_total_reward_corr: float | None
 
 
@@ -33,9 +28,6 @@ def weight_statistics(energy: ArrayLike, mask: ArrayLike, reward: ArrayLike, gro
     """Correlate energies with rewards within prompts: corr(W_T, R) over rollouts, W_T = Σ_t w_t.
 
     Multiplying all energies, or all rewards, of a prompt by a positive constant does not change the prompt's figure.
-
-    Args:
-        energy: Token energies w [N, T]; entries outside the mask are never read.
 
     Raises:
         InputError: The shapes do not fit, or an energy inside the mask is negative or not finite.
@@ -49,6 +41,7 @@ def weight_statistics(energy: ArrayLike, mask: ArrayLike, reward: ArrayLike, gro
     norm = np.sqrt(ww * rr)
     each = np.divide(wr, norm, out=np.full(n_prompts, np.nan), where=norm > 0)
     sum_ww, sum_wr, sum_rr = (x[informative].sum() for x in (ww, wr, rr))
+    # Sums before the quotient: a mean of the prompts' correlations would let prompts of two rollouts, ±1, decide.
     scale = sum_ww * sum_rr
     return WeightStatistics(each, float(sum_wr / np.sqrt(scale)) if scale > 0 else None)
 

@@ -31,22 +31,16 @@ SCALES: dict[str, tuple[Callable[[Float], Float], Callable[[Float], Float]]] = {
 
 @dataclass(frozen=True)
 class Interval:
-    """A point and, from `MIN_CLUSTERS` clusters up, an interval around it.
-
-    Attributes:
-        low: Lower end, or None where no interval is given.
-        n_clusters: Independent clusters it rests on.
-        method: How it was computed, in words.
-        p_value: Two-sided p-value of the estimand being 1, for positive quantities and ratios with an interval: below
-            1 − level exactly where the interval excludes 1.
-    """
+    """A point and, from `MIN_CLUSTERS` clusters up, an interval around it."""
 
     estimate: float
-    low: float | None
+    low: float | None  # Lower end, or None where no interval is given
     high: float | None
-    n_clusters: int
+    n_clusters: int  # Independent clusters it rests on
     estimand: str
-    method: str
+    method: str  # How it was computed, in words
+    # Two-sided p-value of the estimand being 1, for positive quantities and ratios with an interval: below 1 − level
+    # exactly where the interval excludes 1.
     p_value: float | None = None
 
 
@@ -62,7 +56,6 @@ def jackknife_interval(
 
     Args:
         replicates: θ̂_(k), the value without cluster k [K].
-        scale: `log` for positive quantities and ratios, `logit` for shares in (0, 1), `linear` otherwise.
 
     Returns:
         None when the estimate itself is not finite; a point without interval below `MIN_CLUSTERS` clusters or where
@@ -86,6 +79,7 @@ def jackknife_interval(
         centre, values = float(transform(np.asarray(estimate, dtype=float))), transform(values)
     if not (np.isfinite(centre) and np.isfinite(values).all()):
         return point
+    # A replicate moves by only 1/(K−1) of what its cluster is off, hence K−1 in front of their variance.
     stderr = float(np.sqrt((k - 1) * values.var()))  # (K−1)/K·Σ(f − mean)²
     law = Studentized.of(-values)  # deleting a cluster that pulls the value up lowers it
     down, up = law.quantiles(level)
@@ -93,21 +87,19 @@ def jackknife_interval(
         low, high = inverse(np.array([centre - down * stderr, centre + up * stderr]))
     if not np.isfinite(high):
         return point
+    # Only a ratio has a natural hypothesis: that the two are equal.
     p_value = _p_value(law, centre, stderr) if scale == "log" else None
     return Interval(float(estimate), float(low), float(high), k, estimand, method, p_value)
 
 
 def cluster_jackknife(
-    table: ArrayLike, statistic: Callable[[Float], Float], estimand: str, scale: str = "log", level: float = LEVEL
+    table: ArrayLike, statistic: Callable[[Float], Float], estimand: str, scale: str = "log"
 ) -> Interval | None:
-    """Jackknife interval of a function of means, from one row of sufficient statistics per cluster.
+    """Jackknife interval of a function of means, from one row of sufficient statistics per cluster; None without any.
 
     Args:
         table: One row per cluster [K, S], for example (Σ x, count) of each prompt.
         statistic: Maps mean rows [..., S] to values [...], vectorised over the leading axes.
-
-    Returns:
-        As `jackknife_interval`; None for an empty table.
 
     Raises:
         InputError: The table is not two-dimensional, or the scale is unknown.
@@ -122,19 +114,14 @@ def cluster_jackknife(
     deleted = mean - (rows - mean) / max(len(rows) - 1, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         estimate, replicates = statistic(mean), statistic(deleted)
-    return jackknife_interval(float(estimate), replicates, estimand, scale, level)
+    return jackknife_interval(float(estimate), replicates, estimand, scale)
 
 
 def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio") -> Interval | None:
-    """Paired Student t interval on the clusters' log-ratios: exp(mean ± t_{K−1} · s/√K) of log(a_k/b_k).
+    """Paired Student t interval on the clusters' log-ratios: exp(mean ± t_{K−1} · s/√K) of log(a_k/b_k), both [K].
 
-    The estimand is the *geometric mean ratio* over clusters, not the ratio of the means.
-
-    Args:
-        numerator: One positive value per cluster [K], for example a prompt's group variance under one estimator.
-
-    Returns:
-        None where a value is not positive (the geometric mean does not exist), else the ratio and its interval.
+    The estimand is the *geometric mean ratio* over clusters, not the ratio of the means. None where a value is not
+    positive, since the geometric mean does not exist.
 
     Raises:
         InputError: The two arguments differ in shape.
@@ -144,6 +131,7 @@ def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio
         raise InputError(f"numerator has shape {a.shape} but denominator {b.shape}; pass one value per cluster, [K].")
     if a.size == 0 or not (np.isfinite(a).all() and np.isfinite(b).all() and (a > 0).all() and (b > 0).all()):
         return None
+    # Paired by cluster: what makes a prompt hard is in both and cancels in the ratio.
     logs, k = np.log(a / b), a.size
     estimate, estimand = float(np.exp(logs.mean())), f"geometric mean over clusters of the {name}"
     method = f"paired Student t on log-ratios with {k - 1} degrees of freedom"

@@ -16,15 +16,10 @@ from otb_analysis.types import Float
 
 @dataclass(frozen=True)
 class Passing:
-    """Success on P prompts of n answers each.
+    """Success on P prompts of n answers each."""
 
-    Attributes:
-        average: avg@n: the share of answers that are right, which is also the estimate of pass@1.
-        at: k → pass@k, the chance that at least one of k answers is right, for k = 1, 2, 4, … ≤ n.
-    """
-
-    average: Interval
-    at: dict[int, Interval]
+    average: Interval  # avg@n: the share of answers that are right, which is also the estimate of pass@1
+    at: dict[int, Interval]  # k → pass@k, the chance that at least one of k answers is right, for k = 1, 2, 4, … ≤ n
 
     @property
     def largest(self) -> int:
@@ -42,6 +37,7 @@ def passing(success: ArrayLike) -> Passing:
     if right.ndim != 2 or not right.size:
         raise InputError(f"success has shape {right.shape}; pass one row per prompt and one column per answer, [P, n].")
     n, count = right.shape[1], right.sum(axis=1)
+    # One number per prompt: its answers share its difficulty and are no independent observations.
     at = {k: share_interval(pass_at_k(count, n, k), f"pass@{k}") for k in powers_of_two(n)}
     return Passing(share_interval(count / n, f"avg@{n}"), at)
 
@@ -72,16 +68,15 @@ def share_interval(values: ArrayLike, estimand: str) -> Interval:
 
     The delete-one-prompt jackknife on the logit scale. Where that scale ends, at a mean of 0 or 1 or one prompt away
     from it, the interval is Clopper and Pearson's with S = Σ values successes in P draws, real S allowed: a value in
-    [0, 1] of mean p has at most the variance p(1 − p) of a success. For S = 0 it is [0, 1 − (α/2)^{1/P}].
-
-    Returns:
-        A point without interval below `MIN_CLUSTERS` prompts.
+    [0, 1] of mean p has at most the variance p(1 − p) of a success. For S = 0 it is [0, 1 − (α/2)^{1/P}]. Below
+    `MIN_CLUSTERS` prompts it is a point without interval.
     """
     x = np.asarray(values, dtype=float)
     interval = cluster_jackknife(x[:, None], lambda rows: rows[..., 0], estimand, scale="logit")
     if interval is not None and (interval.low is not None or x.size < MIN_CLUSTERS):
         return interval
     # Too near 0 or 1 for the logit: leaving out one prompt, or none, reaches the end of the scale.
+    # A value in [0, 1] varies at most as much as a success, so counting it as a part of one is on the safe side.
     total, rest, tail = x.sum(), (1.0 - x).sum(), (1 - LEVEL) / 2
     low = float(stats.beta.ppf(tail, total, rest + 1)) if total > 0 else 0.0
     high = float(stats.beta.isf(tail, total + 1, rest)) if rest > 0 else 1.0

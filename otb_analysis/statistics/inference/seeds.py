@@ -16,9 +16,6 @@ def seed_mean(values: ArrayLike, estimand: str, scale: str = "linear") -> Interv
     scale: a few seeds do not show their skewness. Training outcomes are averages over many tokens and prompts; rewards
     of single prompts are not, and have `cluster_jackknife`.
 
-    Args:
-        scale: `linear`, `log` for positive quantities, `logit` for shares in (0, 1).
-
     Returns:
         None without a value or where one is not finite; a point for one seed, for seeds that are all alike, and where
         a mean is outside the domain of the scale.
@@ -35,12 +32,15 @@ def seed_mean(values: ArrayLike, estimand: str, scale: str = "linear") -> Interv
         return None
     method = f"Student t over {k} seeds on the {scale} scale"
     point = Interval(float(x.mean()), None, None, k, estimand, method)
+    # Seeds that agree to the last digit do not show their spread: no interval, rather than one of length 0.
     if k < 2 or np.ptp(x) == 0:
         return point
     with np.errstate(divide="ignore", invalid="ignore"):
+        # Means without one seed, as over prompts: one formula for every scale.
         centre, deleted = transform(x.mean()), transform((x.sum() - x) / (k - 1))
     if not (np.isfinite(centre) and np.isfinite(deleted).all()):
         return point
+    # No correction for skewness: three to ten values do not show it, and its estimate would be noise.
     half = float(special.stdtrit(k - 1, (1 + LEVEL) / 2) * np.sqrt((k - 1) * deleted.var()))
     low, high = inverse(np.array([centre - half, centre + half]))
     return Interval(float(x.mean()), float(low), float(high), k, estimand, method)

@@ -36,17 +36,20 @@ class Studentized:
                 estimate up has a large one.
         """
         k = influence.size
+        # Clusters that are alike up to rounding have no shape to correct for.
         if np.ptp(influence) <= 1e-12 * np.abs(influence).max(initial=0.0):
             return cls(0.0, k - 1.0)
         z = (influence - influence.mean()) / influence.std()
         # Sample skewness and excess kurtosis with the usual small-sample corrections (G₁ and G₂).
         skewness = np.mean(z**3) * np.sqrt(k * (k - 1)) / (k - 2)
         kurtosis = ((k + 1) * (np.mean(z**4) - 3) + 6) * (k - 1) / ((k - 2) * (k - 3))
+        # Negative excess kurtosis would shorten the interval; of few clusters that is not to be trusted.
         return cls(float(skewness / np.sqrt(k)), float(2 / (max(kurtosis, 0.0) / k + 2 / (k - 1))))
 
     def quantiles(self, level: float) -> tuple[float, float]:
         """Return how many standard errors the interval reaches down and up from the estimate."""
         t = float(special.stdtrit(self.degrees, (1 + level) / 2))
+        # The wider of the two on each side: skewness of few clusters is too noisy to shorten an interval by.
         return max(t, self._corrected(t)), max(t, -self._corrected(-t))
 
     def p_value(self, distance: float) -> float:
@@ -57,6 +60,7 @@ class Studentized:
 
     def _corrected(self, q: float) -> float:
         a = self.skew
+        # At skewness 0 the correction vanishes but 3/a does not exist. cbrt has a real root below 0, a power has none.
         return q if abs(a) < 1e-6 else float(3 / a * (np.cbrt(1 + a * (q - a / 6)) - 1))
 
     def _symmetric(self, t: float) -> float:

@@ -28,39 +28,28 @@ from otb_analysis.types import Gram, Label, Proved
 
 @dataclass(frozen=True)
 class GradientStatistics:
-    """Everything one Gram matrix says about one estimator; the first fields are a row of `schema.GRADIENTS`.
-
-    Attributes:
-        total_power: mean_p‖ḡ_p‖².
-        mean_norm_sq: ‖ḡ‖², averaged over steps where there are several.
-        variance: Batch variance of an update of P prompts; None below two prompts.
-        variance_low: Lower end of its 95 % interval; None below 16 prompts.
-        within: Part of P·variance from rollouts given the prompt; None, since it takes pools.
-        between: Part of P·variance from prompts; None, since it takes pools.
-        reference: Estimator that stands for ∇J, with all proved unbiased ones where there are any; None where it is
-            not among the labels.
-        c_known: True where c is proved, so that bias, projection and SF are not estimated.
-        rollout_equivalents: Rollouts that the reference needs for the same efficiency; ∞ where none suffice.
-    """
+    """Everything one Gram matrix says about one estimator; the first fields are a row of `schema.GRADIENTS`."""
 
     estimator: str
     energy_source: str
     n_prompts: int
     n_rollouts: int
-    total_power: float | None
-    mean_norm_sq: float | None
-    variance: float | None
-    variance_low: float | None
+    total_power: float | None  # mean_p‖ḡ_p‖²
+    mean_norm_sq: float | None  # ‖ḡ‖², averaged over steps where there are several
+    variance: float | None  # Batch variance of an update of P prompts; None below two prompts
+    variance_low: float | None  # Lower end of its 95 % interval; None below 16 prompts
     variance_high: float | None
-    within: float | None
-    between: float | None
+    within: float | None  # Part of P·variance from rollouts given the prompt; None, since it takes pools
+    between: float | None  # Part of P·variance from prompts; None, since it takes pools
     relative_bias: float | None
     projection: float | None
     sf: float | None
     efficiency: float | None
+    # Estimator that stands for ∇J, with all proved unbiased ones where there are any; None where it is not among the
+    # labels.
     reference: str | None
-    c_known: bool
-    rollout_equivalents: float | None
+    c_known: bool  # True where c is proved, so that bias, projection and SF are not estimated
+    rollout_equivalents: float | None  # Rollouts that the reference needs for the same efficiency; ∞ where none suffice
     n_clusters: int
     variance_interval: Interval | None
     projection_interval: Interval | None
@@ -80,11 +69,9 @@ class GradientStatistics:
 def gradient_statistics(
     gram: ArrayLike, labels: Sequence[Label], n_rollouts: int, reference: Label = REFERENCE, known: Proved = NOTHING
 ) -> list[GradientStatistics]:
-    """Statistics of every estimator on one step's rollouts.
+    """Statistics of every estimator on one step's rollouts, from ⟨g_{m,p}, g_{m',p'}⟩ [M, M, P, P] of group *means*.
 
-    Args:
-        gram: ⟨g_{m,p}, g_{m',p'}⟩ [M, M, P, P] of group *mean* gradients.
-        reference: The unbiased estimator that stands for ∇J, on other prompts; bias and progress are None without it.
+    Bias and progress are None where the unbiased `reference` is not among the labels.
 
     Raises:
         InputError: The matrix does not have the shape [M, M, P, P] for these labels.
@@ -122,6 +109,7 @@ def _one(
     moments = _against(deleted_moments(grams, label, truth), grams, reference, truth)
     groups = typical([g.n_prompts for g in grams])
     batch = groups if n_prompts is None else n_prompts
+    # An update of other prompts than were measured has rollouts in proportion: the group size stays.
     rollouts = round(typical([g.n_rollouts for g in grams]) * (batch / groups if groups else 1))
     values = four_measures(moments, batch, c)
     interval = {name: measure_interval(value, name, batch) for name, value in values.items()}
@@ -160,6 +148,7 @@ def _against(moments: Moments, grams: list[Gram], reference: Label, truth: Truth
         return moments
     if not all(reference in gram.labels for gram in grams):
         return replace(moments, reference_power=np.full_like(moments.power, np.nan))
+    # Its own spread, and the pooled ‖∇J‖²: its own estimate of ‖∇J‖² is the noisier one.
     of_reference = deleted_moments(grams, reference, truth)
     return replace(moments, reference_power=of_reference.power - of_reference.mean_sq + moments.truth_sq)
 

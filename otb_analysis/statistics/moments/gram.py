@@ -21,6 +21,7 @@ def truth_of(grams: Sequence[Gram], reference: Label, known: Proved) -> Truth:
     which has the expectation ‖∇J‖² where p ≠ q.
     """
     measured = frozenset(label for gram in grams for label in gram.labels)
+    # The mean of M unbiased gradients is unbiased too, and as a rule less noisy than any of them.
     return known.truth & measured or reference
 
 
@@ -46,15 +47,19 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
     # A pair is charged to both of its clusters, so the totals of the pair columns are half their sums.
     halves = np.array([1.0, 1, 1, 1, 0.5, 0.5, 0.5, 0.5])
     for gram, code in zip(grams, codes, strict=True):
+        # E⟨g_p, g_p⟩ = ‖m‖² + V holds the noise of one prompt; for p ≠ q the noises are independent and leave ‖m‖².
         block = gram.blocks(label, reference)
         # Two groups of one prompt share its difficulty, so their product estimates no product of independent means.
         other = code[:, None] != code
         pairs = np.where(other, block, 0.0)
         diagonal = np.einsum("jpp->pj", block)
+        # ⟨m_p, ∇J_q⟩ and ⟨m_q, ∇J_p⟩ are two products; a cluster takes part as row and as column.
         touched = (pairs.sum(axis=1) + pairs.sum(axis=2)).T
         ones = np.ones((code.size, 1))
+        # A prompt may be there twice in a step: indexing with += would keep its last group only.
         np.add.at(sums, code, np.hstack([ones, diagonal, 2 * other.sum(axis=1, keepdims=True), touched]))
     total = (sums * halves).sum(axis=0)
+    # Sums per cluster make leaving one out a subtraction; K passes over all pairs would cost K times as much.
     kept = np.vstack([total, total - sums])
     # A cluster left out may leave no pair: NaN there, which gives no interval.
     counts = np.where(kept[:, [0, 4]] > 0, kept[:, [0, 4]], np.nan)
@@ -70,6 +75,7 @@ def prompts_of(grams: Sequence[Gram]) -> list[object]:
 def against_reference(grams: Sequence[Gram], label: Label, reference: Truth) -> list[Gram]:
     """Return the steps that have the label, and the reference too wherever any of them has it."""
     having = [gram for gram in grams if label in gram.labels]
+    # One set of steps for both: on unlike steps a ratio would compare prompts, not estimators.
     return [gram for gram in having if gram.has(reference)] or having
 
 

@@ -17,18 +17,13 @@ from otb_analysis.types import Float
 
 @dataclass(frozen=True)
 class Moments:
-    """First and second moments of group gradients, each of any one shape; made by `gram`, or exactly by enumeration.
+    """First and second moments of group gradients, each of any one shape; made by `gram`, or exactly by enumeration."""
 
-    Attributes:
-        power: E‖g_p‖² = ‖m‖² + V of one prompt's group gradient.
-        reference_power: E‖g_p‖² of the reference.
-    """
-
-    power: Float
+    power: Float  # E‖g_p‖² = ‖m‖² + V of one prompt's group gradient
     mean_sq: Float
     along: Float
     truth_sq: Float
-    reference_power: Float
+    reference_power: Float  # E‖g_p‖² of the reference
 
 
 def batch_variance(moments: Moments, n_prompts: float) -> Float:
@@ -37,6 +32,7 @@ def batch_variance(moments: Moments, n_prompts: float) -> Float:
     With moments estimated from P prompts this equals Σ_p‖ḡ_p − ḡ‖²/(P(P−1)). Prompts are independent, so it holds for
     any baseline. Scaling the gradients by a multiplies it by a².
     """
+    # The estimate of ‖m‖² has no bias, so by chance it exceeds the power; a variance is not negative.
     return np.maximum(moments.power - moments.mean_sq, 0) / n_prompts
 
 
@@ -54,6 +50,7 @@ def relative_bias(moments: Moments) -> Float:
     0 for an unbiased estimator, 1/N for the group mean. The estimated square can be negative and is then taken as 0, so
     the estimate is not itself unbiased.
     """
+    # Of three unbiased terms, so it is often negative where the bias is small; √ of its positive part is biased up.
     difference = moments.mean_sq - 2 * moments.along + moments.truth_sq
     return np.sqrt(np.maximum(_ratio(difference, moments.truth_sq), 0))
 
@@ -74,6 +71,7 @@ def efficiency(moments: Moments, n_prompts: float) -> Float:
     cos²(m, ∇J) as P grows, does not change when the estimator is multiplied by a constant, and is 1/(1 + V/(P‖∇J‖²))
     for an unbiased one.
     """
+    # ‖m‖² + V/P is E‖ĝ‖²: the squared length of the whole update, noise included.
     update_sq = moments.mean_sq + batch_variance(moments, n_prompts)
     return _ratio(_ratio(moments.along**2, moments.truth_sq), update_sq)
 
@@ -99,6 +97,7 @@ def with_projection(moments: Moments, c: float | None) -> Moments:
     """
     if c is None:
         return moments
+    # m is known to be c·∇J, so estimating its length and direction a second time would only add noise.
     mean_sq, spread = c**2 * moments.truth_sq, np.maximum(moments.power - moments.mean_sq, 0)
     return replace(moments, power=spread + mean_sq, mean_sq=mean_sq, along=c * moments.truth_sq)
 
@@ -124,4 +123,5 @@ def _ratio(numerator: Float, denominator: Float) -> Float:
     """Return the quotient where the denominator is positive, NaN elsewhere."""
     numerator, denominator = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
     shape = np.broadcast_shapes(numerator.shape, denominator.shape)
+    # An estimated ‖∇J‖² at or below 0 is lost in noise: what it divides is unknown, not infinite.
     return np.divide(numerator, denominator, out=np.full(shape, np.nan), where=denominator > 0)

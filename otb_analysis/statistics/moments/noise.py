@@ -22,9 +22,6 @@ def gradient_noise_scale(grams: Sequence[Gram], label: Label, known: Proved = NO
     projection c is proved, ‖m‖² = c²·‖∇J‖², with ‖∇J‖² from all proved unbiased estimators, which is less noisy.
     Source: McCandlish et al. (2018), whose two batch sizes are here one prompt and all prompts.
 
-    Args:
-        grams: One Gram matrix per step, all of one design (`RunStore.grams`); those that have the label are used.
-
     Returns:
         The scale with a 95 % jackknife interval over prompts; a point without interval below 16 prompts, or where ‖m‖²
         is not positive without one of the prompts. None where the estimate of ‖m‖² is not positive, since the scale is
@@ -33,6 +30,7 @@ def gradient_noise_scale(grams: Sequence[Gram], label: Label, known: Proved = NO
     measured = {other for gram in grams for other in gram.labels}
     unbiased = known.truth & measured
     c = known.projection.get(label) if unbiased else None
+    # Without a proof the estimator stands for its own mean: ‖m‖² is a mean over its own pairs, and needs no ∇J.
     truth: Truth = label if c is None else unbiased
     steps = against_reference(grams, label, truth)
     moments = with_projection(deleted_moments(steps, label, truth), c)

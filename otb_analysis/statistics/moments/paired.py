@@ -30,33 +30,23 @@ NOTHING = Proved()
 
 @dataclass(frozen=True)
 class PairedRatios:
-    """One estimator over another on the same rollouts, with intervals over the same prompts.
-
-    Attributes:
-        against: The denominator's (estimator, energy source).
-        efficiency: Ratio of efficiencies; above 1 is better.
-    """
+    """One estimator over another on the same rollouts, with intervals over the same prompts."""
 
     estimator: str
     energy_source: str
-    against: Label
+    against: Label  # The denominator's (estimator, energy source)
     variance: Interval | None
     sf: Interval | None
-    efficiency: Interval | None
+    efficiency: Interval | None  # Ratio of efficiencies; above 1 is better
 
 
 @dataclass(frozen=True)
 class Update:
-    """One way of making an update; made by whoever compares group sizes, read by `update_ratios`.
+    """One way of making an update; made by whoever compares group sizes, read by `update_ratios`."""
 
-    Attributes:
-        grams: Gram matrices of group gradients, groups of one size, all with the label and the reference.
-        n_prompts: Groups P that are averaged in one update, each of another prompt.
-    """
-
-    grams: Sequence[Gram]
+    grams: Sequence[Gram]  # Gram matrices of group gradients, groups of one size, all with the label and the reference
     label: Label
-    n_prompts: int
+    n_prompts: int  # Groups P that are averaged in one update, each of another prompt
 
 
 def paired_ratios(
@@ -95,6 +85,7 @@ def update_ratios(
     Raises:
         InputError: The two are not of the same prompts.
     """
+    # Replicate k must leave out the same prompt in both, or nothing cancels.
     if prompts_of(above.grams) != prompts_of(below.grams):
         raise InputError(
             f"{above.label[0]} and {below.label[0]} were measured on other prompts; pass Gram matrices whose prompts "
@@ -112,35 +103,31 @@ def update_ratios(
     return PairedRatios(*above.label, below.label, **intervals)
 
 
-def gain_lost(
-    grams: Sequence[Gram], proxy: Label, exact: Label, reference: Label = REFERENCE, n_prompts: int | None = None
-) -> Interval | None:
+def gain_lost(grams: Sequence[Gram], proxy: Label, exact: Label, n_prompts: int | None = None) -> Interval | None:
     """Share of an estimator's efficiency gain that is lost by using a proxy for its energies.
 
-    (e_exact − e_proxy)/(e_exact − e_reference) on the same rollouts: 0 when the proxy costs nothing, 1 when the gain
-    over the reference is gone, negative when the proxy does better. This, not a correlation, is what a proxy is judged
+    (e_exact − e_proxy)/(e_exact − e_rloo) on the same rollouts: 0 when the proxy costs nothing, 1 when the gain
+    over `rloo` is gone, negative when the proxy does better. This, not a correlation, is what a proxy is judged
     by.
 
     Args:
-        reference: The unbiased estimator that stands for ∇J, and that the gain is counted from.
         n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. The gain is
             largest, and the share best determined, where P is of the order of the noise scale.
 
     Returns:
-        None where an efficiency is undefined or the exact form gains nothing over the reference; the interval is over
+        None where an efficiency is undefined or the exact form gains nothing over `rloo`; the interval is over
         prompts, of the ratio of the two differences.
     """
-    labels = (exact, proxy, reference)
+    labels = (exact, proxy, REFERENCE)
     having = [gram for gram in grams if all(label in gram.labels for label in labels)]
     if not having:
         return None
-    batch = n_prompts or max(round(float(np.mean([gram.n_prompts for gram in having]))), 1)
-    with_exact, with_proxy, plain = (
-        measures.efficiency(deleted_moments(having, label, reference), batch) for label in labels
-    )
+    batch = n_prompts or max(typical([gram.n_prompts for gram in having]), 1)
+    with_exact, with_proxy, plain = (measures.efficiency(deleted_moments(having, label), batch) for label in labels)
     gain = with_exact - plain
     share = np.divide(with_exact - with_proxy, gain, out=np.full_like(gain, np.nan), where=gain > 0)
     estimand = f"share of the efficiency gain lost by {proxy} instead of {exact} in an update of {batch} prompts"
+    # Linear: the share is below 0 where the proxy does better, and there it has no logarithm.
     return jackknife_interval(share[0], share[1:], estimand, scale="linear")
 
 
@@ -150,6 +137,7 @@ def four_measures(moments: Moments, batch: int, c: float | None = None) -> dict[
     Args:
         c: The proved projection: it and the SF are then defined wherever the variance is, whatever ‖∇J‖² seems to be.
     """
+    # Without a measured step the typical batch is 0, and V/P would divide by it.
     p = max(batch, 1)
     variance = measures.batch_variance(moments, p)
     return {
@@ -165,6 +153,7 @@ def measure_interval(values: Float, name: str, batch: int) -> Interval | None:
     return jackknife_interval(values[0], values[1:], _MEANING[name](batch), _SCALE[name])
 
 
+# Positive quantities by their logarithm, a share of 1 by its logit; c can come out negative and stays as it is.
 _SCALE = {"variance": "log", "projection": "linear", "sf": "log", "efficiency": "logit"}
 _MEANING: dict[str, Callable[[int], str]] = {
     "variance": lambda p: f"batch variance of an update of {p} prompts",

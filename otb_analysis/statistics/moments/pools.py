@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 
+from otb_analysis.arrays import rank_within
 from otb_analysis.errors import InputError
 from otb_analysis.statistics.moments.gradients import GradientStatistics, pooled_statistics
 from otb_analysis.statistics.moments.gram import REFERENCE
@@ -21,15 +22,10 @@ from otb_analysis.types import Bool, Float, Gram, Int, Label
 
 @dataclass(frozen=True)
 class Partition:
-    """One cut of the pools into disjoint groups.
+    """One cut of the pools into disjoint groups."""
 
-    Attributes:
-        group: Group of each rollout [R], −1 where it is left over.
-        prompt: Prompt of each group [G], numbered 0 … P−1 in sorted order of the pool's names.
-    """
-
-    group: Int
-    prompt: Int
+    group: Int  # Group of each rollout [R], −1 where it is left over
+    prompt: Int  # Prompt of each group [G], numbered 0 … P−1 in sorted order of the pool's names
 
 
 def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -> list[Partition]:
@@ -45,6 +41,7 @@ def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -
     pool = np.bincount(codes, minlength=names.size)
     if size < 1:
         raise InputError(f"size is {size}; pass groups of at least one rollout.")
+    # One group per prompt has no spread within the prompt; E⟨g_a, g_b⟩ takes two that share no rollout.
     if (pool < 2 * size).any():
         p = int(np.argmin(pool))
         raise InputError(
@@ -52,39 +49,29 @@ def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -
             f"groups, so pass a size of at most {pool[p] // 2} or a larger pool."
         )
     rng = np.random.default_rng(seed)
-    counts = pool // size
-    return [_cut(codes, pool, counts, size, rng) for _ in range(shuffles)]
+    return [_cut(codes, pool // size, size, rng) for _ in range(shuffles)]
 
 
-def _cut(codes: Int, pool: Int, counts: Int, size: int, rng: np.random.Generator) -> Partition:
-    # Sorted by prompt, in random order within it; the rank within the prompt says which group a rollout falls into.
-    order = np.lexsort((rng.random(codes.size), codes))
-    rank = np.empty(codes.size, dtype=np.int64)
-    rank[order] = np.arange(codes.size) - np.repeat(np.cumsum(pool) - pool, pool)
-    inside = rank // size
+def _cut(codes: Int, counts: Int, size: int, rng: np.random.Generator) -> Partition:
+    inside = _shuffled_rank(codes, rng) // size
     first = np.cumsum(counts) - counts
+    # What does not fill a last group is left over: a smaller group would have another variance.
     group = np.where(inside < counts[codes], first[codes] + inside, -1)
     return Partition(group, np.repeat(np.arange(counts.size), counts))
 
 
-def held_out(prompt: ArrayLike, share: float = 0.5, seed: int = 0) -> Bool:
-    """Choose a share of every prompt's rollouts to hold out, rounded down: True where held out [R].
+def held_out(prompt: ArrayLike, seed: int = 0) -> Bool:
+    """Choose half of every prompt's rollouts to hold out, rounded down: True where held out [R].
 
     For a quantity that must not see the other rollouts, such as a baseline fitted on them.
-
-    Raises:
-        InputError: The share is not between 0 and 1.
     """
-    if not 0 <= share <= 1:
-        raise InputError(f"share is {share}; pass a number in [0, 1].")
     codes = np.unique(np.asarray(prompt), return_inverse=True)[1]
-    pool = np.bincount(codes)
-    taken = np.floor(share * pool + 1e-9).astype(np.int64)
-    order = np.lexsort((np.random.default_rng(seed).random(codes.size), codes))
-    chosen = np.zeros(codes.size, dtype=bool)
-    rank = np.arange(codes.size) - np.repeat(np.cumsum(pool) - pool, pool)
-    chosen[order] = rank < taken[codes[order]]
-    return chosen
+    return _shuffled_rank(codes, np.random.default_rng(seed)) < (np.bincount(codes) // 2)[codes]
+
+
+def _shuffled_rank(codes: Int, rng: np.random.Generator) -> Int:
+    """Number the rollouts of every prompt from 0 in random order [R]."""
+    return rank_within(codes, np.lexsort((rng.random(codes.size), codes)))
 
 
 def position_optimum(features: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> Float:
@@ -108,6 +95,7 @@ def position_optimum(features: ArrayLike, returns: ArrayLike, mask: ArrayLike) -
         )
     # Padding may hold NaN, which a product with 0 would keep.
     f, g = np.where(chosen[..., None], f, 0.0), np.where(chosen, g, 0.0)
+    # The whole rollout's gradient, since tokens share parameters: s_t·s_k is not 0 for k ≠ t.
     gradient = np.einsum("rtk,rt->rk", f, g)
     along = np.einsum("rtk,rk->t", f, gradient)
     energy = np.einsum("rtk,rtk->t", f, f)
@@ -139,17 +127,11 @@ def group_gradients(features: ArrayLike, weights: ArrayLike, partition: Partitio
 
 @dataclass(frozen=True)
 class PoolGram:
-    """Inner products of group gradients from pools, averaged over partitions; made by `pool_gram`.
+    """Inner products of group gradients from pools, averaged over partitions; made by `pool_gram`."""
 
-    Attributes:
-        across: ⟨ḡ_{m,p}, ḡ_{m',q}⟩ [M, M, P, P] of the prompts' mean gradients; meaningful for p ≠ q.
-        same: Mean over groups of ⟨g_{m,a}, g_{m',a}⟩ [M, M, P]: a group with itself.
-        apart: Mean over pairs of disjoint groups of one prompt of ⟨g_{m,a}, g_{m',b}⟩ [M, M, P].
-    """
-
-    across: Float
-    same: Float
-    apart: Float
+    across: Float  # ⟨ḡ_{m,p}, ḡ_{m',q}⟩ [M, M, P, P] of the prompts' mean gradients; meaningful for p ≠ q
+    same: Float  # Mean over groups of ⟨g_{m,a}, g_{m',a}⟩ [M, M, P]: a group with itself
+    apart: Float  # Mean over pairs of disjoint groups of one prompt of ⟨g_{m,a}, g_{m',b}⟩ [M, M, P]
     labels: tuple[Label, ...]
     size: int
 
@@ -158,6 +140,7 @@ class PoolGram:
 
         One estimate per prompt [P]; compare estimators by `log_ratio_t`.
         """
+        # ⟨g_a, g_b⟩ of disjoint groups estimates ‖E g‖² without bias; ‖mean of groups‖² would contain their noise.
         m = self.labels.index(label)
         return self.same[m, m] - self.apart[m, m]
 
@@ -167,17 +150,14 @@ class PoolGram:
         Its expectation is that of a single such update, with much less noise.
         """
         p = self.across.shape[-1]
+        # Only the diagonal differs between one group per prompt and the mean of many: it holds the noise of one group.
         inner = self.across.copy()
         inner[:, :, np.arange(p), np.arange(p)] = self.same
         return Gram(inner, self.labels, p * self.size)
 
 
 def pool_gram(gradients: Sequence[ArrayLike], cuts: Sequence[Partition], labels: Sequence[Label]) -> PoolGram:
-    """Combine the group gradients of all partitions.
-
-    Args:
-        gradients: Group gradients [M, G, K] of each partition.
-        cuts: The partitions they belong to, all of one group size.
+    """Combine the group gradients [M, G, K] of all partitions, which are all of one group size.
 
     Raises:
         InputError: The arguments differ in length or shape.
@@ -210,6 +190,7 @@ def _products(g: Float, cut: Partition, n_labels: int) -> tuple[Float, Float, Fl
 def _sum_by(x: Float, index: Int, size: int) -> Float:
     """Sum the middle axis of [M, n, K] by index: [M, size, K]."""
     m, n, k = x.shape
+    # A sparse product adds whole rows; np.add.at would walk through [M, n, K] entry by entry.
     member = csr_array((np.ones(n), (index, np.arange(n))), shape=(size, n))
     return (member @ x.transpose(1, 0, 2).reshape(n, m * k)).reshape(size, m, k).transpose(1, 0, 2)
 
@@ -221,10 +202,7 @@ def pool_statistics(
 
     P·variance = within + between: within = mean over prompts of the group variance, between = variance over prompts of
     the group gradient's mean. A baseline touches only the first. Prompts are a sample, and the clusters of every
-    interval.
-
-    Args:
-        n_prompts: Prompts P of the update that variance and efficiency are stated for; by default those of the pool.
+    interval. `n_prompts` as in `pooled_statistics`.
     """
     rows = []
     for row in pooled_statistics([pool.gram()], reference, n_prompts):

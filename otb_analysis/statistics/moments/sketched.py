@@ -11,15 +11,10 @@ from otb_analysis.types import Float
 
 @dataclass(frozen=True)
 class SketchNoise:
-    """Standard errors that sketching adds, given the gradients, without the sampling error of prompts and rollouts.
+    """Standard errors that sketching adds, given the gradients, without the sampling error of prompts and rollouts."""
 
-    Attributes:
-        variance: Of the batch variance of each of M estimators [M], in its unit.
-        log_ratio: Of log(V_m/V_m') [M, M], zero on the diagonal; NaN where a variance is not positive.
-    """
-
-    variance: Float
-    log_ratio: Float
+    variance: Float  # Of the batch variance of each of M estimators [M], in its unit
+    log_ratio: Float  # Of log(V_m/V_m') [M, M], zero on the diagonal; NaN where a variance is not positive
 
 
 def gram_from_sketch(sketch: ArrayLike, group_size: ArrayLike | None = None) -> Float:
@@ -45,6 +40,7 @@ def gram_from_sketch(sketch: ArrayLike, group_size: ArrayLike | None = None) -> 
                 f"group_size has shape {size.shape} but sketch has {len(vectors)} prompts; "
                 "pass one positive number of rollouts per prompt."
             )
+        # Sums over unlike groups would weigh prompts by their rollouts; moments are of group means.
         vectors = vectors / size[:, None, None]
     prompts, rows, dim = vectors.shape
     flat = vectors.reshape(prompts * rows, dim)
@@ -73,6 +69,7 @@ def sketch_noise(gram: ArrayLike, dim: int) -> SketchNoise:
     centred = (centred - centred.mean(-2, keepdims=True)) / (prompts * (prompts - 1))
     squares = np.einsum("mnpq,mnpq->mn", centred, centred)  # tr(K_mn K_nm), since K_nm = K_mnᵀ
     self_products, variance = np.diag(squares), np.einsum("mmpp->m", centred)
+    # A sketched variance can come out negative, and has no logarithm then.
     v = np.where(variance > 0, variance, np.nan)
     spread = self_products / v**2
     shared = squares / np.multiply.outer(v, v)

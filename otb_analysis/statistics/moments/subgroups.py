@@ -7,6 +7,7 @@ of the same number of rollouts then has twice, or four times, as many prompts.
 
 import numpy as np
 
+from otb_analysis.arrays import rank_within
 from otb_analysis.errors import InputError
 from otb_analysis.types import Float, Int
 
@@ -21,6 +22,7 @@ def smaller_sizes(group: Int) -> list[int]:
     would not have the same number of rollouts.
     """
     counts = np.unique(np.unique(group, return_counts=True)[1])
+    # Groups of unlike size would be cut into unlike numbers, and prompts would no longer weigh alike.
     if counts.size != 1:
         return []
     whole = int(counts[0])
@@ -36,9 +38,7 @@ def cut_groups(group: Int, size: int) -> Int:
     if size < 1:
         raise InputError(f"size is {size}; pass groups of at least one rollout.")
     _, codes, counts = np.unique(group, return_inverse=True, return_counts=True)
-    order = np.argsort(codes, kind="stable")
-    rank = np.empty(codes.size, dtype=np.int64)
-    rank[order] = np.arange(codes.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    rank = rank_within(codes, np.argsort(codes, kind="stable"))
     return codes * (1 + int(counts.max(initial=0))) + rank // size
 
 

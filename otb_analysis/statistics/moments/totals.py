@@ -16,17 +16,12 @@ from otb_analysis.types import Float, Int
 
 @dataclass(frozen=True)
 class Totals:
-    """Estimated totals, one per domain; made by `horvitz_thompson` and `difference_total`.
+    """Estimated totals, one per domain; made by `horvitz_thompson` and `difference_total`."""
 
-    Attributes:
-        labels: Domains in ascending order [D]; a single 0 when none were given.
-        estimate: Estimated total of each [D].
-        stderr: Its standard error [D]: 0 where everything was measured; NaN where it cannot be known because fewer
-            than two units of the sample, or none of this domain's, were left to chance.
-    """
-
-    labels: Int
-    estimate: Float
+    labels: Int  # Domains in ascending order [D]; a single 0 when none were given
+    estimate: Float  # Estimated total of each [D]
+    # Its standard error [D]: 0 where everything was measured; NaN where it cannot be known because fewer than two units
+    # of the sample, or none of this domain's, were left to chance.
     stderr: Float
 
 
@@ -46,8 +41,7 @@ def horvitz_thompson(values: ArrayLike, inclusion_prob: ArrayLike, domain: Array
     Raises:
         InputError: Shapes disagree, or a drawn unit has no probability in (0, 1].
     """
-    y, prob, index, labels = _checked(values, inclusion_prob, domain)
-    return _totals(y, prob, index, labels, np.zeros(len(labels)))
+    return difference_total(values, np.zeros(np.shape(values)), inclusion_prob, domain)
 
 
 def difference_total(
@@ -97,13 +91,17 @@ def _totals(y: Float, prob: Float, index: Int, labels: Int, base: Float) -> Tota
     expanded, drawn_domain = y[drawn] / prob[drawn], index[drawn]
     # Expanded values vary only through units that were left to chance, weighted by how much.
     c = 1 - prob[drawn]  # 0 for what was certain to be taken
+    # The sample has a fixed size, so values in proportion to π cancel: only deviations from ū count.
     total = c.sum()
     squares, linear = np.bincount(drawn_domain, c * expanded**2, count), np.bincount(drawn_domain, c * expanded, count)
+    # Where a domain has units left to chance but none of them was drawn, nothing shows their spread: NaN.
     chance = np.bincount(index[(prob < 1)], minlength=count) > 0
     some_drawn = np.bincount(drawn_domain[c > 0], minlength=count) > 0
     variance = np.where(chance, np.nan, 0.0)
+    # Corrects the bias of a variance around an estimated mean: 1 − 1/n for equal probabilities.
     freedom = 1 - ((c / total) ** 2).sum() if total > 0 else 0.0
     if freedom > 1e-12:
+        # Two large sums nearly cancel here; rounding can leave a variance of −1e-17.
         known = np.maximum(squares - linear**2 / total, 0.0) / freedom
         variance = np.where(chance & some_drawn, known, variance)
     return Totals(labels, base + np.bincount(drawn_domain, expanded, count), np.sqrt(variance))

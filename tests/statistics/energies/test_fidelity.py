@@ -4,7 +4,7 @@ from scipy import stats
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import fidelity, position_cells, realized_fidelity
-from otb_analysis.statistics.energies.cells import deviation, rank_within
+from otb_analysis.statistics.energies.cells import cell_ranks, deviation
 
 
 def test_pooled_figures_by_hand():
@@ -102,7 +102,7 @@ def test_realized_positions_count_policy_tokens_only():
 
 def test_ranks_within_cells_average_ties():
     # cell 0: 5,5,1 → 2.5,2.5,1 over 4; cell 1: 7 → 1 over 2.
-    assert rank_within(np.array([5.0, 7, 5, 1]), np.array([0, 1, 0, 0])) == pytest.approx([0.625, 0.5, 0.625, 0.25])
+    assert cell_ranks(np.array([5.0, 7, 5, 1]), np.array([0, 1, 0, 0])) == pytest.approx([0.625, 0.5, 0.625, 0.25])
 
 
 def test_deviations_are_invariant_under_cell_shifts():

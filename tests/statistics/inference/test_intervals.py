@@ -33,8 +33,9 @@ def test_the_jackknife_is_never_shorter_than_students_interval():
 
 
 def test_a_wider_level_gives_a_wider_interval():
-    rows = np.random.default_rng(6).gamma(2, size=(20, 2))
-    narrow, wide = cluster_jackknife(rows, ratio, "ratio"), cluster_jackknife(rows, ratio, "ratio", level=0.99)
+    values = np.random.default_rng(6).gamma(2, size=20)
+    deleted = (values.sum() - values) / 19
+    narrow, wide = (jackknife_interval(values.mean(), deleted, "mean", level=level) for level in (0.95, 0.99))
     assert narrow is not None and narrow.low is not None and narrow.high is not None
     assert wide is not None and wide.low is not None and wide.high is not None
     assert wide.low < narrow.low and wide.high > narrow.high

@@ -153,13 +153,11 @@ def test_a_pool_gram_is_a_gram():
     assert gradient_statistics(gram.inner, gram.labels, 24)[0].variance == pool_statistics(pool)[0].variance
 
 
-def test_held_out_takes_its_share_of_every_prompt():
+def test_held_out_takes_half_of_every_prompt():
     prompt = np.random.default_rng(10).permutation(np.repeat([4, 5], [10, 7]))
-    chosen = held_out(prompt, 0.3)
-    assert [chosen[prompt == p].sum() for p in (4, 5)] == [3, 2]
-    assert (held_out(prompt, 0.3) == chosen).all()
-    with pytest.raises(InputError, match="share is 2"):
-        held_out(prompt, 2)
+    chosen = held_out(prompt)
+    assert [chosen[prompt == p].sum() for p in (4, 5)] == [5, 3]
+    assert (held_out(prompt) == chosen).all()
 
 
 def test_shapes_that_do_not_fit_are_named():

@@ -1,13 +1,24 @@
-"""The attribution of a step, from the shares its tokens were stored with."""
+"""What a diagnosis reads of a stored run: its scalars as series, and the attribution of a step."""
 
 import numpy as np
 import pandas as pd
 
-from otb_analysis.diagnostics import AttributedTokens, StepAttribution, attribute_step
+from otb_analysis.diagnostics import AttributedTokens, StepAttribution, StepSeries, attribute_step
 from otb_analysis.errors import InputError
+from otb_analysis.schema import TABLES
 from otb_analysis.store.reader import RunStore
 
 MEASURED_BY = "the level attribution measures it: otb train --measure.attribution.every 1"
+
+
+NUMBERS = tuple(c.name for c in TABLES["steps"] if c.dtype in ("DOUBLE", "BIGINT", "BOOLEAN") and not c.key)
+
+
+def step_series(steps: pd.DataFrame) -> StepSeries:
+    """Return the scalars of a run by step, NaN where a step did not record one; flags become 0 and 1."""
+    ordered = steps.sort_values("step")
+    columns = {name: _floats(ordered, name) for name in NUMBERS if name in ordered}
+    return StepSeries(ordered["step"].to_numpy(np.int64), columns)
 
 
 def attributed_steps(store: RunStore) -> list[int]:
@@ -56,4 +67,4 @@ def step_attribution(store: RunStore, step: int) -> StepAttribution:
 
 
 def _floats(tokens: pd.DataFrame, name: str) -> np.ndarray:
-    return tokens[name].to_numpy(np.float64, na_value=np.nan)
+    return tokens[name].astype("Float64").to_numpy(np.float64, na_value=np.nan)
