@@ -136,18 +136,14 @@ def _run(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None
 def model_logits(model: nn.Module, layout: Layout) -> Tensor:
     """Logits without a key-value cache, at the kept positions only [n, |keep|, V] where the model can do that."""
     inputs = {"input_ids": layout.ids, "use_cache": False, **layout.inputs}
-    replaced = vars(model).get("forward")  # belongs to this object, which the cache below must not keep alive
-    if _takes_kept(replaced) if replaced else _keeps(type(model).forward):
+    replaced = vars(model).get("forward")
+    # A method replaced on the object is not looked up in the cache, which would keep the object alive.
+    if _takes_kept.__wrapped__(replaced) if replaced else _takes_kept(type(model).forward):
         return model(**inputs, logits_to_keep=layout.keep).logits
     return model(**inputs).logits
 
 
-@lru_cache(maxsize=16)
-def _keeps(forward: Callable[..., Any]) -> bool:
-    """Whether a model computes logits at chosen positions only; reading a signature takes longer than a small layer."""
-    return _takes_kept(forward)
-
-
+@lru_cache(maxsize=16)  # reading a signature takes longer than a small layer
 def _takes_kept(forward: Callable[..., Any]) -> bool:
     return "logits_to_keep" in inspect.signature(forward).parameters
 

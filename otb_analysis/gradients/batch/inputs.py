@@ -8,12 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.gradients.batch.model_checks import (
-    refuse_dropout,
-    refuse_inference,
-    refuse_length_dependence,
-    refuse_shards,
-)
+from otb_analysis.gradients.batch.model_checks import refuse_dropout, refuse_length_dependence, refuse_parameters
 from otb_analysis.gradients.batch.scope import Scope, select_scope
 from otb_analysis.types import Bool, Float, Int
 
@@ -75,9 +70,7 @@ def prepare(model: nn.Module, batch: Batch, scope: str, temperature: float, *, s
     """
     if not (np.isfinite(temperature) and temperature > 0):
         raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
-    if not sharded:
-        refuse_shards(model)
-    refuse_inference(model)
+    refuse_parameters(model, sharded=sharded)
     refuse_dropout(model)
     ids, mask, real = _aligned(batch)
     device = next(model.parameters()).device

@@ -19,6 +19,8 @@ GRADIENT_BYTES = 4 << 30
 4 GiB stretches are formed one after the other, at the price of as many rounds of forward and (ever shorter) backward
 passes; the matrix itself, 8 R² bytes, must fit as well."""
 
+SLICE = 1 << 16
+"""Entries of each gradient that are converted to float64 together for its norm."""
 ROW = 100_000
 """Numbers in a row of a tensor up to which its norm is taken in float32."""
 TINY = 1e-20
@@ -50,12 +52,6 @@ def stretches(parameters: Sequence[Tensor], count: int) -> list[Stretch]:
             cut[-1].append((index, span))
             free -= needed
     return cut
-
-
-def held(gradient: Tensor, span: slice) -> Tensor:
-    """The entries of one parameter's gradient that a stretch keeps, without the rest of its memory."""
-    flat = gradient.flatten()
-    return flat if span.stop - span.start == len(flat) else flat[span].clone()
 
 
 def refuse_many(count: int) -> None:
@@ -105,6 +101,13 @@ def add_products(total: Tensor, gradients: Sequence[Tensor] | Tensor) -> None:
             part = block[first : first + ROWS] @ block[first:].T
             total[first : first + ROWS, first:] += part
             total[first + ROWS :, first : first + ROWS] += part[:, ROWS:].T
+
+
+def flat_norm_sq(gradients: Tensor) -> Tensor:
+    """‖·‖² of flat gradients [R, n], float64 [R], a slice at a time."""
+    # A float64 norm of the whole would first copy it, at twice its size, just when memory is at its peak.
+    parts = [part.double().square().sum(1) for part in gradients.split(SLICE, dim=1)]
+    return torch.stack(parts).sum(0)
 
 
 def _row_norms(tensor: Tensor) -> Tensor:

@@ -31,33 +31,29 @@ class ReachedCut(Exception):
     """Raised by a hook once a forward pass has come as far as it must; what follows is not run."""
 
 
-def traced(batch: ScoreBatch, rollout: Rollout, names: Iterable[str]) -> Trace:
+def traced(batch: ScoreBatch, rollout: Rollout, names: Iterable[str], cut: str | None = None) -> Trace:
     """Run one rollout up to its last sampled token while watching some modules.
 
-    Attention runs with a backward pass of its own, because the fused kernels have no rule for many signals at once.
+    With `cut` the pass stops at the input of that layer, so there are no log-probabilities.
     """
     modules = dict(batch.model.named_modules())
     trace = Trace()
     inner = replace(batch, scope=replace(batch.scope, head=None))
-    attention = many_signals(rollout.length)
-    # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
-    with batch.scope.active(), _watching({n: modules[n] for n in names}, trace), attention:
-        trace.logprob = sampled_logprobs(inner, (rollout,))
-    return trace
-
-
-def traced_to(cut: str, batch: ScoreBatch, rollout: Rollout, names: Iterable[str]) -> Trace:
-    """Re-run a rollout and stop at the input of the layer `cut`; no log-probabilities."""
-    modules = dict(batch.model.named_modules())
-    trace = Trace()
 
     def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        trace.inputs[cut] = args[0]
+        trace.inputs[str(cut)] = args[0]
         raise ReachedCut
 
-    watched, attention = {n: modules[n] for n in names}, many_signals(rollout.length)
-    with suppress(ReachedCut), modules[cut].register_forward_pre_hook(stop), _watching(watched, trace), attention:
-        sampled_logprobs(batch, (rollout,))
+    with ExitStack() as context:
+        context.enter_context(suppress(ReachedCut))
+        if cut is not None:
+            context.enter_context(modules[cut].register_forward_pre_hook(stop))
+        # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
+        context.enter_context(batch.scope.active())
+        context.enter_context(_watching({n: modules[n] for n in names}, trace))
+        # The fused attention kernels have no rule for many signals at once.
+        context.enter_context(many_signals(rollout.length))
+        trace.logprob = sampled_logprobs(inner, (rollout,))
     return trace
 
 

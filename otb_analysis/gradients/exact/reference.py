@@ -16,7 +16,6 @@ from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tok
 from otb_analysis.gradients.exact.gram import (
     Stretch,
     gram_matrix,
-    held,
     norm_sq_of,
     refuse_many,
     stretches,
@@ -107,7 +106,9 @@ def _stretch_gradients(
     parameters = [batch.scope.parameters[index] for index, _ in stretch]
     for row in torch.from_numpy(rows):
         score = _weighted_score(values, row.to(values), parameters)
-        yield [held(part, span) for part, (_, span) in zip(score, stretch, strict=True)]
+        # A copy of a part lets go of the whole gradient; a whole one is kept as it is.
+        flat = [(part.flatten(), span) for part, (_, span) in zip(score, stretch, strict=True)]
+        yield [x if span.stop - span.start == len(x) else x[span].clone() for x, span in flat]
 
 
 def token_alignments(batch: ScoreBatch, direction: Sequence[Tensor]) -> Float:

@@ -52,12 +52,7 @@ def feed_backward(layer: Layer, index: int, feed: FeedForward, signal: Tensor, t
 
 
 def attention_backward(
-    layer: Layer,
-    index: int,
-    kept: Attention,
-    turns: Turns,
-    signal: Tensor,
-    tools: tuple[Sink, Workspace],
+    layer: Layer, index: int, kept: Attention, turns: Turns, signal: Tensor, tools: tuple[Sink, Workspace]
 ) -> Tensor:
     """Signal at the output of attention [b, C, d] → at its input, for a prefix of b positions."""
     sink, work = tools
@@ -168,12 +163,7 @@ def through(signal: Tensor, layers: Sequence[Dense], work: Workspace) -> Tensor:
 
 
 def block_backward(
-    layer: Layer,
-    index: int,
-    kept: BlockPass,
-    turns: Turns,
-    stream: Tensor,
-    tools: tuple[Sink, Workspace],
+    layer: Layer, index: int, kept: BlockPass, turns: Turns, stream: Tensor, tools: tuple[Sink, Workspace]
 ) -> None:
     """Take the signals in the residual stream [b, C, d] through one block, in place."""
     whole = slice(len(stream))

@@ -8,6 +8,7 @@ from torch import Tensor
 from otb_analysis.gradients.batch.forward import policy_logits
 from otb_analysis.gradients.batch.inputs import Rollout
 from otb_analysis.gradients.exact.norm_accumulators import NormAccumulator, Workspace
+from otb_analysis.gradients.exact.passes import Mix
 from otb_analysis.gradients.manual.activations import run, without_inputs
 from otb_analysis.gradients.manual.backward import (
     block_backward,
@@ -19,14 +20,6 @@ from otb_analysis.gradients.manual.backward import (
 )
 from otb_analysis.gradients.manual.llama_layout import LlamaLayout
 from otb_analysis.gradients.manual.sinks import Above, Below, factors
-
-
-@dataclass(frozen=True)
-class Mix:
-    """C weighted scores Σ_k weights[c, k] s_k of the sampled tokens `span`; weights None for the tokens' own scores."""
-
-    weights: Tensor | None
-    span: slice
 
 
 @dataclass(frozen=True)
@@ -121,9 +114,7 @@ class ManualBackward:
         """Signals in the residual stream below the last attention [b, C, d]."""
         layer, kept = self.layout.layers[-1], self.acts.blocks[-1]
         at, size = self.rollout.targets[mix.span] - 1, layer.head_dim
-        weights = (
-            torch.eye(len(at)).to(self.token_signals) if mix.weights is None else mix.weights.to(self.token_signals)
-        )
+        weights = mix.matrix(self.token_signals)
         count, heads = len(weights), len(self.last.query)
         groups = heads * size // len(layer.key.weight)
 

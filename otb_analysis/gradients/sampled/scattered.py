@@ -161,12 +161,10 @@ def _below(layer: Layer) -> Tensor:
     if use.rule in (BIAS, SCALE, HEADED_SCALE):  # their outer product sums over all axes between the first and the last
         left, right = use.rule.outer(module, inputs, signal)
         return norm_sq(left) * norm_sq(right)
-    if use.rule is EMBEDDING:  # signals of positions that read the same token add up
-        same = inputs[:, :, None] == inputs[:, None, :]
-        scaled = wide(signal) * row_factors(module, inputs)[..., None]
-        return ((scaled @ scaled.mT).double() * same).flatten(1).sum(1).clamp(min=0.0)
-    rows = zip(inputs.split(1), signal.split(1), strict=True)
-    return torch.cat([norm_sq(use.rule.coordinates(use.rule.prepare(module, a), s)) for a, s in rows])
+    # An embedding: signals of positions that read the same token add up before they are squared.
+    same = inputs[:, :, None] == inputs[:, None, :]
+    scaled = wide(signal) * row_factors(module, inputs)[..., None]
+    return ((scaled @ scaled.mT).double() * same).flatten(1).sum(1).clamp(min=0.0)
 
 
 def _matrix(inputs: Tensor, signal: Tensor) -> Tensor:
