@@ -97,6 +97,7 @@ def restricted(batch: ScoreBatch, mask: Bool) -> ScoreBatch:
 def microbatches(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, ...]]:
     """Cut rollouts into batches of at most `BATCH_POSITIONS` padded positions, like lengths together."""
     batch: tuple[Rollout, ...] = ()
+    # Longest first: the first rollout of a batch is then as long as its padded rows.
     for rollout in sorted(rollouts, key=lambda r: -r.length):
         if batch and (len(batch) + 1) * batch[0].length > BATCH_POSITIONS:
             yield batch
@@ -130,6 +131,7 @@ def check_weights(weights: Weights, mask: Bool) -> Float:
             f"weights has shape {array.shape} but input_ids has shape {mask.shape}; "
             "pass one row of weights per estimator, shape [N, M, L]."
         )
+    # `where`, not a product: NaN · 0 is NaN, and padding must never be read.
     array = np.where(mask[:, None, :], array, 0.0)
     if not np.isfinite(array).all():
         row, m, column = np.argwhere(~np.isfinite(array))[0]

@@ -89,11 +89,11 @@ METHODS: dict[str, Method] = {"jvp": jvp, "difference": difference}
 
 
 class _Line:
-    """f(ε) = log π_{θ+εd}: one float32 copy of the scope's tensors, rewritten for every ε."""
+    """f(ε) = log π_{θ+εd}."""
 
     def __init__(self, function: Functional, direction: Sequence[Tensor]) -> None:
-        self.function = function
-        self.direction = direction
+        self.function, self.direction = function, direction
+        # One copy of the scope's tensors, rewritten for every ε.
         self.moved = [torch.empty_like(p) for p in function.parameters]
 
     @torch.no_grad()
@@ -116,8 +116,10 @@ class _Trial:
 def _trial(line: _Line, rollouts: tuple[Rollout, ...], step: float) -> _Trial:
     """Third differences of a few tokens at the first step, from `step` down, that is short enough for them."""
     tried = max(1, min(TRIED, sum(len(r.columns) for r in rollouts) // TRIED_OF))
+    # Evenly spread: neighbours in a batch often share a prompt.
     spread = rollouts[:: -(-len(rollouts) // tried)]
     some = tuple(next(r.blocks(TRIED_TOKENS)) for r in spread)
+    # The value in the middle does not depend on the step, so all attempts share it.
     middle = line.function.evaluate(line.function.parameters, some)
     truncations = []
     for _ in range(ATTEMPTS):

@@ -15,11 +15,10 @@ from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
 from otb_analysis.gradients.exact import head
 from otb_analysis.gradients.exact.hooks import traced
-from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.norm_accumulators import norm_sq, outer_norms, outer_row_norms
 from otb_analysis.gradients.exact.passes import DecomposedRollout, Mix
 from otb_analysis.gradients.exact.plan import ELSEWHERE, ParameterUse, Plan, find_plan
-from otb_analysis.gradients.exact.verdicts import Verdicts, first_told, refuse_difference
+from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, refuse_difference
 from otb_analysis.types import Float, ScoreNorms
 
 NAME = "generic"
@@ -29,7 +28,6 @@ FEW, POSITIONS_PER_SIGNAL = 8, 32
 """Up to 8 + positions / 32 signals per rollout the reference engine is no slower (measured with 15 to 256 prompt tokens
 on models of width 16 and 128): the whole rollout's own pass and the factors of its inputs must first be earned back."""
 
-_log = logging.getLogger(__name__)
 _PLANS = Verdicts[Plan]()
 
 
@@ -79,14 +77,7 @@ def fits(batch: ScoreBatch, rows: int | None = None) -> bool:
 
 def has_plan(batch: ScoreBatch) -> bool:
     """Whether there is a plan for the model; one without is logged once, with the reason."""
-    try:
-        plan_for(batch)
-    except UnfitError as reason:
-        sentence = f'{type(batch.model).__name__} is measured by engine="reference": {reason}'
-        if first_told(batch.model, sentence):
-            _log.warning(sentence)
-        return False
-    return True
+    return fits_or_told(batch, plan_for, 'measured by engine="reference"', logging.WARNING)
 
 
 def plan_for(batch: ScoreBatch) -> Plan:
@@ -118,16 +109,13 @@ def _parts(decomposed: DecomposedRollout) -> dict[str, Tensor]:
 def _token_norms(decomposed: DecomposedRollout, path: bool) -> tuple[Tensor, Tensor]:
     """‖s_t‖² and, if asked for, ‖Σ_{j≤t} s_j‖² of a rollout's K sampled tokens."""
     norms, path_norm_sq = outer_norms(decomposed.outer.values(), decomposed.token_signals, path)
+    # Coordinates of blocks are nested in the prefix, so running sums go on from block to block.
     running: dict[ParameterUse, Tensor] = {}
     for span, coordinates_by_use in _blocks(decomposed):
-        single, sums = [], []
         for use, coordinates in coordinates_by_use:
-            single.append(_row_lengths(coordinates))
+            norms[span] += norm_sq(coordinates)
             if path:
-                sums.append(_row_lengths(_accumulate(running, use, coordinates)))
-        norms[span] += _total(single)
-        if path:
-            path_norm_sq[span] += _total(sums)
+                path_norm_sq[span] += norm_sq(_accumulate(running, use, coordinates))
     return norms, path_norm_sq
 
 
@@ -144,21 +132,12 @@ def _blocks(decomposed: DecomposedRollout) -> Iterator[tuple[slice, Iterator[tup
             yield span, decomposed.coordinates(trace, block, mix)
 
 
-def _row_lengths(coordinates: Tensor) -> Tensor:
-    """Norms along the last axis of coordinates [C, ...], flat [C, ·]."""
-    return torch.linalg.vector_norm(coordinates, dim=-1).view(len(coordinates), -1)
-
-
-def _total(rows: list[Tensor]) -> Tensor:
-    """‖·‖² [C] from the norms of all rows of coordinates, summed in float64."""
-    return torch.cat(rows, dim=1).double().square().sum(1)
-
-
 def _row_norms(decomposed: DecomposedRollout, rows: Tensor) -> Tensor:
     """‖Σ_k rows[m,k] s_k‖² of one rollout [M]."""
     rows = rows.to(decomposed.token_signals.device)
     result = outer_row_norms(decomposed.outer.values(), rows)
     size = min(BLOCK, decomposed.block_size)
+    # Rows of weights reach over all tokens, so every block goes through the whole rollout's pass.
     for start in range(0, len(rows), size):
         mix = Mix(rows[start : start + size], slice(None))
         for _, coordinates in decomposed.coordinates(decomposed.trace, decomposed.rollout, mix):
@@ -167,10 +146,8 @@ def _row_norms(decomposed: DecomposedRollout, rows: Tensor) -> Tensor:
 
 
 def _accumulate(running: dict[ParameterUse, Tensor], use: ParameterUse, coordinates: Tensor) -> Tensor:
-    """Running sums of coordinates over the tokens so far; a longer prefix only appends coordinates.
-
-    A product with a triangle of ones: on one thread `cumsum` along the first axis takes up to ten times as long.
-    """
+    """Running sums of coordinates over the tokens so far; a longer prefix only appends coordinates."""
+    # A product with a triangle of ones: on one thread `cumsum` along the first axis takes up to ten times as long.
     ones = torch.ones(len(coordinates), len(coordinates), dtype=coordinates.dtype, device=coordinates.device).tril()
     total = (ones @ coordinates.flatten(1)).view_as(coordinates)
     if use in running:

@@ -33,14 +33,13 @@ Stretch = list[tuple[int, slice]]
 
 
 def stretches(parameters: Sequence[Tensor], count: int) -> list[Stretch]:
-    """Cut the parameters so that `count` gradients of one stretch fit in `GRADIENT_BYTES`; in one piece if they do.
-
-    Stretches hold whole parameters where possible, because a cut one is formed again for each of its parts.
-    """
+    """Cut the parameters so that `count` gradients of one stretch fit in `GRADIENT_BYTES`; in one piece if they do."""
+    # Whole parameters where possible: the gradient of a cut one is formed again for each of its parts.
     cut: list[Stretch] = [[]]
     free = GRADIENT_BYTES // count
     for index, parameter in enumerate(parameters):
         size = parameter.numel()
+        # A parameter too large for a stretch of its own is cut into near-equal pieces.
         most = max(1, GRADIENT_BYTES // (count * parameter.element_size()))
         pieces = -(-size // most)
         for k in range(pieces):
@@ -87,12 +86,9 @@ def gram_matrix(gradients: Sequence[Sequence[Tensor]]) -> Float:
 
 
 def add_products(total: Tensor, gradients: Sequence[Tensor] | Tensor) -> None:
-    """Add the inner products of (parts of) R flat gradients, [R, n] or a list, to their matrix `total` [R, R].
-
-    A float32 product over millions of entries is off by 1e-5 and more; here entries are converted to float64 a chunk at
-    a time before they are multiplied, so only the gradients' own rounding is left. Of the symmetric matrix the blocks
-    on and above the diagonal are computed.
-    """
+    """Add the inner products of (parts of) R flat gradients, [R, n] or a list, to their matrix `total` [R, R]."""
+    # A float32 product over millions of entries is off by 1e-5 and more. In float64, a chunk at a time, only the
+    # gradients' own rounding is left. Of the symmetric matrix the blocks on and above the diagonal are computed.
     whole = isinstance(gradients, Tensor)
     for start in range(0, len(gradients[0]), CHUNK):
         span = slice(start, start + CHUNK)
@@ -100,6 +96,7 @@ def add_products(total: Tensor, gradients: Sequence[Tensor] | Tensor) -> None:
         for first in range(0, len(block), ROWS):
             part = block[first : first + ROWS] @ block[first:].T
             total[first : first + ROWS, first:] += part
+            # The mirror image of what lies right of the diagonal block.
             total[first + ROWS :, first : first + ROWS] += part[:, ROWS:].T
 
 
@@ -117,13 +114,11 @@ def _row_norms(tensor: Tensor) -> Tensor:
 
 
 def norm_sq_of(gradient: Sequence[Tensor]) -> float:
-    """‖·‖² over all tensors of a gradient together: short rows in float32 at least, their sum in float64.
-
-    A float32 norm of a row of some thousand numbers is off by about 1e-7 of it, and by more the longer it is; so rows
-    beyond ROW are taken in float64, which takes four times as long, as is everything whose squares leave the range of
-    float32.
-    """
+    """‖·‖² over all tensors of a gradient together: short rows in float32 at least, their sum in float64."""
+    # A float32 norm of a row of some thousand numbers is off by about 1e-7 of it, and by more the longer it is. Float64
+    # takes four times as long, so it is kept for rows beyond ROW and for squares that leave the range of float32.
     tensors = [t.detach() for t in gradient]
+    # Rows first: each is short, so float32 is exact enough, and the long sum over rows is in float64.
     total = float(torch.cat([_row_norms(t) for t in tensors]).square().sum())
     if TINY < total < math.inf:
         return total

@@ -60,8 +60,6 @@ def traced(batch: ScoreBatch, rollout: Rollout, names: Iterable[str], cut: str |
 def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Tensor, ...]:
     """Backward signals at `targets` for many seeds at `source`: seeds [C, *source] → one [C, *target] per target.
 
-    `is_grads_batched` would be the older vmap, whose results are wrong where a hook looks at them.
-
     Raises:
         UnfitError: An operation of the model has no rule for many signals at once.
     """
@@ -69,6 +67,7 @@ def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Ten
     def one(seed: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(source, targets, seed, retain_graph=True, materialize_grads=True)
 
+    # Not `is_grads_batched`, which is an older vmap whose results are wrong where a hook looks at them.
     try:
         return vmap(one)(seeds)
     except torch.OutOfMemoryError:  # a RuntimeError too, but no fault of the model's
@@ -85,6 +84,7 @@ def own_rows(tensor: Tensor, rollout: Rollout) -> Tensor:
 
     A layer runs on the whole prefix or, like the output layer, on the kept positions only.
     """
+    # If both are equal every position is kept, and either index is right.
     length, kept = rollout.length, len(rollout.targets)
     if tensor.ndim < 2 or tensor.shape[0] != 1 or tensor.shape[1] not in (length, kept):
         raise UnfitError(
@@ -99,6 +99,7 @@ def own_rows(tensor: Tensor, rollout: Rollout) -> Tensor:
 def _watching(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[None]:
     def watch(name: str):
         def hook(_module: nn.Module, args: tuple[object, ...], output: object) -> None:
+            # A layer that runs twice has two signals; which of them a rule saw would be chance.
             if name in trace.outputs:
                 trace.repeated.add(name)
             if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):

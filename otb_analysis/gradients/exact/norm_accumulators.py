@@ -16,11 +16,9 @@ Group = tuple[tuple[str, int], ...]
 
 
 class Workspace:
-    """Memory that is handed out by name again and again: fresh pages cost more than the arithmetic on them.
+    """Memory that is handed out by name again and again; parts that are never alive at once use the same name."""
 
-    Parts that are never alive at the same time use the same name.
-    """
-
+    # Fresh pages cost more than the arithmetic on them.
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._held: dict[Hashable, Tensor] = {}
@@ -64,6 +62,7 @@ class Single(NormAccumulator):
 
     def total(self) -> Tensor:
         """Squared norms [C] since the last call, float64."""
+        # Norms are kept and squared in float64 at the end: squares in float32 would lose small ones.
         rows = torch.cat(self._rows)
         self._rows.clear()
         return rows.double().square().sum(0)
@@ -100,6 +99,7 @@ class Running(NormAccumulator):
 
     def total(self) -> tuple[Tensor, Tensor]:
         """Squared norms [C] of the scores and of the sums up to each since the last call, float64."""
+        # Products are float32, but there is one small matrix per coordinate row, and they are summed in float64.
         gram = torch.cat(self._grams).double().sum(0)
         self._grams.clear()
         return gram.diagonal()[1:], leading_sums(gram)[1:]

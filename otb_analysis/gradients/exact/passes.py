@@ -31,11 +31,7 @@ class Mix:
 
 
 class DecomposedRollout:
-    """Everything that one forward and one ordinary backward pass of a rollout with K sampled tokens give.
-
-    The sum of all log-probabilities is pulled back once; at and above the cut each position then holds exactly the
-    signal of the token that it predicts.
-    """
+    """Everything that one forward and one ordinary backward pass of a rollout with K sampled tokens give."""
 
     def __init__(self, batch: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
         self.batch, self.plan, self.rollout = batch, plan, rollout
@@ -71,6 +67,8 @@ class DecomposedRollout:
 
     def _signals(self, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         cut = [] if self.plan.cut is None else [self.trace.inputs[self.plan.cut]]
+        # One pass for all tokens: nothing at or above the cut mixes positions, so what the sum of all log-probabilities
+        # sends to a position there is the signal of the one token that it predicts.
         total = self.trace.logprob.sum()
         *signals, last = torch.autograd.grad(total, [*outputs, *(cut or outputs[:1])], retain_graph=True)
         self.token_signals = last[0, own_rows(last, self.rollout)]  # each token's own signal at the cut [K, ...]

@@ -141,11 +141,13 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
     """Find out which uses are above, and the first layer whose input carries everything that reaches those below."""
     modules = list(dict.fromkeys(u.module for u in uses))
     inputs = {n: x for n, x in trace.inputs.items() if x.requires_grad and n not in trace.repeated}
+    # One signal per token, to see whose signal is where.
     seeds = torch.eye(len(trace.logprob)).to(trace.logprob)
     outputs = [trace.outputs[n] for n in modules]
     signals = pull_back(trace.logprob, [*outputs, *inputs.values()], seeds)
     at_output = dict(zip(modules, signals, strict=False))
     at_input = dict(zip(inputs, signals[len(modules) :], strict=True))
+    # An embedding has no outer product, and a norm of heads has its positions on another axis.
     above = tuple(u for u in uses if u.rule not in (EMBEDDING, HEADED_SCALE) and _stays(at_output[u.module], rollout))
     below = tuple(u for u in uses if u not in above)
     if not below:
@@ -156,6 +158,7 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
     targets = [trace.outputs[n] for n in direct]
     for name, x in inputs.items():
         if _stays(at_input[name], rollout):
+            # A cut carries everything: what goes down from it alone must be what came down by all ways.
             chained = pull_back(x, targets, at_input[name])
             if all(_close(c, d) for c, d in zip(chained, direct.values(), strict=True)):
                 width = sum(math.prod(d.shape[3:]) * d.shape[2] // rollout.length for d in direct.values())

@@ -36,6 +36,7 @@ def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
     """
 
     def measure(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+        # A path sum adds many scores that nearly cancel; float32 would drift.
         running = [torch.zeros_like(p, dtype=torch.float64) for p in batch.scope.parameters] if path else []
         measured = []
         for logprob, score in _scores(batch, rollout):
@@ -131,5 +132,6 @@ def _scores(batch: ScoreBatch, rollout: Rollout) -> Iterator[tuple[float, list[T
 
 def _weighted_score(logprob: Tensor, weights: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Σ_t weights[t] ∇ logprob[t], one tensor per parameter; the graph is kept for the next row."""
+    # `grad` instead of `backward`: the caller's `.grad` stays as it was.
     grads = torch.autograd.grad(logprob, parameters, weights, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)]

@@ -1,5 +1,6 @@
 """What is tried out on a model at its first use: a probe, compared with plain backward passes, and the verdict kept."""
 
+import logging
 from collections.abc import Callable
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -17,6 +18,7 @@ from otb_analysis.gradients.exact.layers import UnfitError
 PROBE_LENGTH, PROBE_TARGETS = 12, (3, 5, 11)
 """The forward pass has 11 positions. Hardly a model has 11 heads, so the two axes cannot be mistaken."""
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _TOLD: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
@@ -63,6 +65,18 @@ def first_told(model: nn.Module, sentence: str) -> bool:
     new = sentence not in told
     told.add(sentence)
     return new
+
+
+def fits_or_told(batch: ScoreBatch, find: Callable[[ScoreBatch], object], what: str, level: int) -> bool:
+    """Whether a model fits; one that does not is logged once, as `what` with the reason."""
+    try:
+        find(batch)
+    except UnfitError as reason:
+        sentence = f"{type(batch.model).__name__} is {what}: {reason}"
+        if first_told(batch.model, sentence):
+            _log.log(level, sentence)
+        return False
+    return True
 
 
 def probe(batch: ScoreBatch) -> Rollout:

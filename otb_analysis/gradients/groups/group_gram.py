@@ -43,13 +43,12 @@ class _Prompt:
         self.tree = tree_of(rollouts)
 
     def rows(self, logprob: Tensor) -> Tensor:
-        """Find the basis, its rows [r, Σ K]; the norm of a token's score goes roughly with 1 − π.
-
-        Tokens sampled after the same text have one score: the first of them carries their weights' sum.
-        """
+        """Find the basis and return its rows [r, Σ K]."""
+        # Tokens sampled after the same text have one score: the first of them carries the sum of their weights.
         _, first, same = np.unique(sampled_nodes(self.rollouts, self.tree), return_index=True, return_inverse=True)
         summed = np.zeros((len(first), len(self.weights)))
         np.add.at(summed, same, self.weights.T)
+        # The norm of a token's score goes roughly with 1 − π.
         basis = basis_of(summed.T, -np.expm1(logprob.double().cpu().numpy()[first]))
         rows = np.zeros((len(basis.rows), self.weights.shape[1]))
         rows[:, first] = basis.rows
@@ -151,6 +150,7 @@ def _basis_weights(batch: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[i
 
 def _mixed(total: Float, prompts: Sequence[_Prompt]) -> Float:
     """Products of all M rows, mix · total · mixᵀ, prompt by prompt [M, M, P, P]."""
+    # Another prompt's basis has no part in a prompt's rows.
     mix = np.asarray(block_diag(*(prompt.basis.mix for prompt in prompts)))
     size = len(prompts[0].weights) if prompts else 0
     whole = (mix @ total @ mix.T).reshape(len(prompts), size, len(prompts), size)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
-from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.norm_accumulators import (
     Parts,
     Running,
@@ -22,7 +21,7 @@ from otb_analysis.gradients.exact.norm_accumulators import (
     outer_row_norms,
 )
 from otb_analysis.gradients.exact.passes import Mix
-from otb_analysis.gradients.exact.verdicts import Verdicts, first_told, refuse_difference
+from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, refuse_difference
 from otb_analysis.gradients.manual.llama_layout import LlamaLayout, read
 from otb_analysis.gradients.manual.manual_backward import ManualBackward
 from otb_analysis.types import Float, ScoreNorms
@@ -31,7 +30,6 @@ NAME = "fast"
 BLOCK, CACHE_BYTES, SIGNAL_BYTES = 8, 1 << 21, 1 << 27
 """Tokens in a block, twice as many while their widest signal stays in cache, and what that signal may occupy."""
 
-_log = logging.getLogger(__name__)
 _CHECKED = Verdicts[None]()
 
 
@@ -66,14 +64,7 @@ def checked_layout(batch: ScoreBatch) -> LlamaLayout:
 
 def fits(batch: ScoreBatch) -> bool:
     """Whether "auto" should use this engine; a model that it does not support is logged once, with the reason."""
-    try:
-        checked_layout(batch)
-    except UnfitError as reason:
-        sentence = f'{type(batch.model).__name__} is not measured by engine="fast": {reason}'
-        if first_told(batch.model, sentence):
-            _log.info(sentence)
-        return False
-    return True
+    return fits_or_told(batch, checked_layout, 'not measured by engine="fast"', logging.INFO)
 
 
 def _check(batch: ScoreBatch, layout: LlamaLayout) -> None:
@@ -101,6 +92,7 @@ def _token_norms(manual: ManualBackward, path: bool) -> tuple[Tensor, Tensor]:
     """‖s_t‖² and, if asked for, ‖Σ_{j≤t} s_j‖² of a rollout's K sampled tokens."""
     norms, path_norms = outer_norms(((left, right) for _, left, right in manual.outer), manual.token_signals, path)
     size = block_size(manual)
+    # Running sums take a Gram matrix per coordinate row; without `path` lengths are enough.
     accumulator = Running(manual.work) if path else Single(manual.work)
     for start in range(0, len(norms), size) if manual.layout.reaches_below else ():
         span = slice(start, start + size)

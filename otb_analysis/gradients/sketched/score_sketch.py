@@ -166,6 +166,7 @@ def _hybrid(directions: Directions) -> Iterator[Projected]:
         measured = single.cpu().numpy(), running.cpu().numpy()
         kept = max(2, directions.count // TIED_SHARE) if decomposed.shared else 0
         along = aligned(decomposed.shared, single, kept, directions.stream("tied")) if decomposed.shared else None
+        # Two at least of each kind, else there is no standard error.
         count = max(2, directions.count - kept)
         sketched = below(decomposed, hybrid_moves(decomposed, directions, count, along)).cpu().numpy()
         projected = Projected(decomposed.rollout, _logprob(decomposed), sketched[:, :count], *measured)

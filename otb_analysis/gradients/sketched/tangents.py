@@ -116,6 +116,7 @@ def below(decomposed: DecomposedRollout, moves: DirectionBatch) -> Tensor:
     modules = dict(decomposed.batch.model.named_modules())
     scaled = dict.fromkeys(u.module for u in decomposed.plan.below if u.rule in SCALES)
     norms = {name: norm_of(modules[name], decomposed.trace.inputs[name].detach()) for name in scaled}
+    # The tape holds the activations of the first pass, so later directions cost their tangents only.
     passes, tape = -(-moves.count // max(1, ROWS // decomposed.rollout.length)), Tape()
     size = -(-moves.count // passes)
     for start in range(0, moves.count, size):
@@ -198,6 +199,7 @@ class _Acting:
         """Keep the tangents of an RMSNorm's input, for which there is a short formula."""
         if self.norm is None or self.norm.gain is None:
             return None
+        # The formula takes one pass over the tangents; the model's own operations would take one each.
         self.arriving = tangent_of(args[0])
         return (primal_of(args[0]), *args[1:])
 
@@ -207,6 +209,7 @@ class _Acting:
             total = rms_tangent(self.norm, self.arriving)
         for use in self.uses:
             if use.parameter in self.rows:
+                # Nothing moves below an embedding, so its tangent is set, not added.
                 total = embedding_tangent(module, args[0], self.rows[use.parameter], primal)
                 continue
             if total is None:

@@ -1,6 +1,5 @@
 """Tokens drawn with known probabilities: the norms are exact, the probabilities right, the totals unbiased."""
 
-
 import numpy as np
 import pytest
 import torch
