@@ -90,9 +90,8 @@ def token_score_norms(
     w_{n,t} = ‖s_{n,t}‖², s_{n,t} = ∇_θ log π(y_{n,t} | y_{n,<t}), and with `path` also ‖Σ_{j≤t} s_{n,j}‖².
 
     Scores are gradients of the log-probability over the parameters in `scope`, not of a loss: no sign change, no 1/N,
-    no advantage factor. For an untied output layer alone w = ‖e_y − π‖²‖h‖²/τ²; the path norm at a rollout's first
-    sampled token is that token's own. Padding is never read, whichever its side; position ids are
-    cumsum(attention_mask) − 1. The model is left as found: parameters, `.grad`, `requires_grad` and training mode.
+    no advantage factor. For an untied output layer alone w = ‖e_y − π‖²‖h‖²/τ². Padding is never read, whichever its
+    side; position ids are cumsum(attention_mask) − 1. The model is left as found.
 
     Args:
         model: A causal language model with the Hugging Face call convention.
@@ -188,11 +187,10 @@ def group_gradient_gram(
     Power, batch variance, bias, projection and paired intervals all follow from this matrix. With one rollout per
     prompt, G[m, m, p, p] is `weighted_score_norms`. The other arguments are those of `token_score_norms`.
 
-    Cost: a prompt's M rows are factored, and only the gradients of their r ≤ M basis rows are formed (`basis`): one
-    forward and r + 1 backward passes of the prompt's rollouts, in one round over the model, one block of it at a time
-    (`layered`). Each entry is right to 1e-6 of ‖g‖‖g'‖ in float32. A model that is not made of blocks has the basis'
-    gradients formed whole, with one more round of passes for each 4 GiB of them (`gram.GRADIENT_BYTES`), and
-    "reference" forms those of all M rows; `gradient_sketch` estimates the matrix without holding any.
+    Cost: one forward and r + 1 backward passes of a prompt's rollouts, r ≤ M the rank of its rows, one block of the
+    model at a time (`basis`, `layered`). Each entry is right to 1e-6 of ‖g‖‖g'‖ in float32. A model that is not made of
+    blocks has r gradients formed whole, in one more round for each 4 GiB of them (`gram.GRADIENT_BYTES`), and
+    "reference" those of all M rows.
 
     Raises:
         InputError: An argument does not fit; the sentence says what and what to do.

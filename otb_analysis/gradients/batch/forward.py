@@ -22,8 +22,7 @@ def sampled_logprobs(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: L
     """Log-probabilities of every sampled token of some rollouts [Σ K], from one forward pass, with its graph.
 
     log π(y_t) = z_t[y_t] − lse(z_t), z_t = logits at index t − 1, divided by the temperature, in float32 or better.
-    Each rollout is run up to the last token that a sampled one is predicted from. Without a `layout` each rollout has a
-    row, padded on the right, where causal attention never looks, so that indices stay position ids.
+    Each rollout is run up to the last token that a sampled one is predicted from.
 
     Raises:
         NonFiniteError: A logit is NaN or infinite.
@@ -56,13 +55,15 @@ def policy_logits(logits: Tensor, rollouts: tuple[Rollout, ...], temperature: fl
 def sharp_logprobs(batch: ScoreBatch, rollouts: tuple[Rollout, ...]) -> Tensor:
     """Log-probabilities [Σ K] as from `sampled_logprobs`, without a graph, in float64, nearly free of float32 rounding.
 
-    log π(y) moves by δz_y − Σ_v π_v δz_v when logits round, so the logits of y and of the likeliest token matter
-    most. Those are taken again as float64 products of the output layer's weight with its own input, and exponentials
-    are summed in float64: rounding falls several times at the price of two rows of the product. A model whose logits
-    are not what a linear output layer returned (scaled, soft-capped, adapted, quantised) keeps them as they are.
+    A model whose logits are not what a linear output layer returned (scaled, soft-capped, adapted, quantised) keeps
+    them as they are.
     """
+    # When logits round, log π(y) moves by δz_y − Σ_v π_v δz_v: the logits of y and of the likeliest token matter most.
+    # Those are taken again as float64 products of the output layer's weight with its own input, and exponentials are
+    # summed in float64: rounding falls several times at the price of two rows of the product.
     with _watched(batch) as calls:
         run = _run(batch, rollouts)
+    # The largest logit is taken off before exponentials, so that none overflows.
     peak, likeliest = run.z.max(-1, keepdim=True)
     columns = torch.cat([run.targets[:, None], likeliest], dim=-1)
     rough = run.z.gather(-1, columns).double()
@@ -100,6 +101,7 @@ class _OutputCall:
     def at(self, columns: Tensor, run: _Run) -> Tensor:
         """Logits of some vocabulary entries of every sampled token [Σ K, k] as float64 products."""
         hidden = run.layout.pick(self.inputs).double()
+        # Some tokens at a time: the gathered rows of the weight are float64 copies.
         blocks = zip(columns.split(BLOCK), hidden.split(BLOCK), strict=True)  # of [BLOCK, k, d] each
         logits = torch.cat([(self.weight[c].double() * h[:, None]).sum(-1) for c, h in blocks])
         return logits if self.bias is None else logits + self.bias[columns].double()
@@ -128,6 +130,7 @@ def _run(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None
     layout = padded(rollouts) if layout is None else layout
     with batch.scope.active():
         logits = model_logits(batch.model, layout)
+    # Temperature 1: `sharp_logprobs` corrects logits before they are divided.
     z = policy_logits(layout.pick(logits), rollouts, 1.0)
     targets = torch.cat([r.ids[r.targets] for r in rollouts])
     return _Run(logits, layout, z, targets)
@@ -136,18 +139,14 @@ def _run(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None
 def model_logits(model: nn.Module, layout: Layout) -> Tensor:
     """Logits without a key-value cache, at the kept positions only [n, |keep|, V] where the model can do that."""
     inputs = {"input_ids": layout.ids, "use_cache": False, **layout.inputs}
-    replaced = vars(model).get("forward")  # belongs to this object, which the cache below must not keep alive
-    if _takes_kept(replaced) if replaced else _keeps(type(model).forward):
+    replaced = vars(model).get("forward")
+    # A method replaced on the object is not looked up in the cache, which would keep the object alive.
+    if _takes_kept.__wrapped__(replaced) if replaced else _takes_kept(type(model).forward):
         return model(**inputs, logits_to_keep=layout.keep).logits
     return model(**inputs).logits
 
 
-@lru_cache(maxsize=16)
-def _keeps(forward: Callable[..., Any]) -> bool:
-    """Whether a model computes logits at chosen positions only; reading a signature takes longer than a small layer."""
-    return _takes_kept(forward)
-
-
+@lru_cache(maxsize=16)  # reading a signature takes longer than a small layer
 def _takes_kept(forward: Callable[..., Any]) -> bool:
     return "logits_to_keep" in inspect.signature(forward).parameters
 
@@ -163,6 +162,7 @@ def _where(index: int, rollouts: tuple[Rollout, ...]) -> str:
 
 
 def _refuse_non_finite(z: Tensor, rollouts: tuple[Rollout, ...]) -> None:
+    # One NaN or infinity makes the sum so; finite logits may overflow it, hence the second look.
     if z.detach().sum().isfinite():  # a fifth of the time that looking at every entry takes
         return
     bad = ~z.detach().isfinite().all(-1)

@@ -63,6 +63,7 @@ class Functional:
         call = _Call(replace(self.batch, scope=scope), forward)
         named = {f"model.{name}": tensor for name, tensor in swapped.items()}
         with _plain_attention(self.batch.model), _padding_rows_held(self.batch.model):
+            # Tied names must move together, though only one of them is in `named`.
             return functional_call(call, named, (rollouts,), tie_weights=True)
 
     def gradient(self, weights: Float, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, ...]:
@@ -72,6 +73,8 @@ class Functional:
         for micro, layout in self.microbatches([r for r in rollouts if weights[r.row, r.columns].any()]):
             row = np.concatenate([weights[r.row, r.columns] for r in micro])
             values = self.logprobs(leaves, micro, layout)
+            # Fresh leaves, so that nothing is written to the model's own `.grad`. A parameter may have no part in these
+            # tokens.
             grads = torch.autograd.grad(values, leaves, torch.from_numpy(row).to(values), allow_unused=True)
             for into, grad in zip(total, grads, strict=True):
                 if grad is not None:
@@ -98,6 +101,7 @@ def functional(batch: ScoreBatch) -> Functional:
     """
     inside = {id(p) for p in batch.scope.parameters}
     outside = [*batch.model.named_parameters(), *batch.model.named_buffers()]
+    # Only narrower weights are copied; those in scope come as `parameters`.
     fixed = {name: _wide(t) for name, t in outside if _wide(t).dtype != t.dtype and id(t) not in inside}
     return Functional(batch, tuple(_wide(p) for p in batch.scope.parameters), fixed)
 
@@ -111,7 +115,10 @@ def check_direction(direction: Direction, function: Functional) -> tuple[Tensor,
         NonFiniteError: A tensor holds NaN or infinity.
     """
     moves: dict[int, Tensor] = {}
-    index = _index(function.batch)
+    scope, named = function.batch.scope, function.batch.model.named_parameters(remove_duplicate=False)
+    place = {id(p): i for i, p in enumerate(scope.parameters)}
+    index = {name: i for i, name in enumerate(scope.names)}
+    index |= {name: place[id(p)] for name, p in named if id(p) in place}  # every name of a tied parameter
     for name, tensor in direction.items():
         if name not in index:
             raise InputError(f"direction names {name!r}, which is not in scope; {nearest(name, index)}")
@@ -144,14 +151,6 @@ def scatter(into: Float, rollouts: Sequence[Rollout], values: Tensor) -> None:
         into[rollout.row, rollout.columns] = part
 
 
-def _index(batch: ScoreBatch) -> dict[str, int]:
-    """Place in the scope of every parameter name, all names of a tied one included."""
-    place = {id(p): i for i, p in enumerate(batch.scope.parameters)}
-    named = dict(batch.model.named_parameters(remove_duplicate=False))
-    aliases = {name: place[id(p)] for name, p in named.items() if id(p) in place}
-    return aliases | {name: i for i, name in enumerate(batch.scope.names)}
-
-
 def _wide(tensor: Tensor) -> Tensor:
     """A detached float32 (or wider) version; anything but half precision shares its storage."""
     return tensor.detach().float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.detach()
@@ -165,10 +164,12 @@ def _padding_rows_held(model: nn.Module) -> Iterator[None]:
         row = table.weight[padding].detach()
 
         def hold(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            # `where`, not an assignment: it has a derivative in both modes, zero for the padding row.
             return torch.where((args[0] == padding)[..., None], row.to(output), output)
 
         return table.register_forward_hook(hold)
 
+    # The reverse pass gives the row no gradient; without this the other methods would disagree with it.
     with ExitStack() as handles:
         for module in model.modules():
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -184,6 +185,7 @@ def _plain_attention(model: nn.Module) -> Iterator[None]:
     if inner is None or kernel is None or kernel in PLAIN_ATTENTION:
         yield
         return
+    # Of the two kernels eager is defined for every model.
     inner.set_attn_implementation("eager")
     try:
         yield

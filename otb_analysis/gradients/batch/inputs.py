@@ -8,12 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.gradients.batch.model_checks import (
-    refuse_dropout,
-    refuse_inference,
-    refuse_length_dependence,
-    refuse_shards,
-)
+from otb_analysis.gradients.batch.model_checks import refuse_dropout, refuse_length_dependence, refuse_parameters
 from otb_analysis.gradients.batch.scope import Scope, select_scope
 from otb_analysis.types import Bool, Float, Int
 
@@ -75,9 +70,7 @@ def prepare(model: nn.Module, batch: Batch, scope: str, temperature: float, *, s
     """
     if not (np.isfinite(temperature) and temperature > 0):
         raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
-    if not sharded:
-        refuse_shards(model)
-    refuse_inference(model)
+    refuse_parameters(model, sharded=sharded)
     refuse_dropout(model)
     ids, mask, real = _aligned(batch)
     device = next(model.parameters()).device
@@ -104,6 +97,7 @@ def restricted(batch: ScoreBatch, mask: Bool) -> ScoreBatch:
 def microbatches(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, ...]]:
     """Cut rollouts into batches of at most `BATCH_POSITIONS` padded positions, like lengths together."""
     batch: tuple[Rollout, ...] = ()
+    # Longest first: the first rollout of a batch is then as long as its padded rows.
     for rollout in sorted(rollouts, key=lambda r: -r.length):
         if batch and (len(batch) + 1) * batch[0].length > BATCH_POSITIONS:
             yield batch
@@ -137,6 +131,7 @@ def check_weights(weights: Weights, mask: Bool) -> Float:
             f"weights has shape {array.shape} but input_ids has shape {mask.shape}; "
             "pass one row of weights per estimator, shape [N, M, L]."
         )
+    # `where`, not a product: NaN · 0 is NaN, and padding must never be read.
     array = np.where(mask[:, None, :], array, 0.0)
     if not np.isfinite(array).all():
         row, m, column = np.argwhere(~np.isfinite(array))[0]

@@ -48,6 +48,7 @@ class Layout:
 
 def padded(rollouts: tuple[Rollout, ...]) -> Layout:
     """Return one row per rollout, padded on the right, where causal attention never looks."""
+    # The output layer is the widest: it runs at the union of all rows' positions only.
     keep = torch.cat([r.targets for r in rollouts]).unique() - 1
     prefixes = [r.ids[: r.length] for r in rollouts]
     ids = pad_sequence(prefixes, batch_first=True)
@@ -60,15 +61,14 @@ def padded(rollouts: tuple[Rollout, ...]) -> Layout:
 
 
 def packed(rollouts: tuple[Rollout, ...], tree: Tree, dtype: torch.dtype) -> Layout:
-    """Return one row of all that the rollouts read.
-
-    Args:
-        dtype: Of the model's activations, which its attention mask is added to.
-    """
+    """Return one row of all that the rollouts read; `dtype` is that of the activations."""
     device = rollouts[0].ids.device
     nodes = read_nodes(tree)
     mask = torch.zeros(1, 1, len(nodes), len(nodes), dtype=dtype)
+    # Additive, not boolean: eager attention adds what it is given. The least finite number is what the
+    # models themselves put into their masks.
     mask.masked_fill_(~torch.from_numpy(tree.reads(nodes)), torch.finfo(dtype).min)
+    # A token is predicted at the node before it, which several tokens may share.
     before = [path[r.targets.cpu().numpy() - 1] for r, path in zip(rollouts, tree.paths, strict=True)]
     keep, at = np.unique(np.searchsorted(nodes, np.concatenate(before)), return_inverse=True)
     ids, keep, at, positions = (

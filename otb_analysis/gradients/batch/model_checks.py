@@ -9,19 +9,14 @@ from torch.distributed.tensor import DTensor
 from otb_analysis.errors import InputError
 
 
-def refuse_shards(model: nn.Module) -> None:
-    """Raise where this process holds only a part of a parameter."""
+def refuse_parameters(model: nn.Module, *, sharded: bool) -> None:
+    """Raise where a parameter has no gradient here: it was made in inference mode, or is a shard and may not be one."""
     for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
+        if isinstance(p, DTensor) and not sharded:
             raise InputError(
                 f"parameter {name!r} is sharded, and this process holds only a part of it; gather the model, or use "
                 "gradient_sketch, which adds shards up."
             )
-
-
-def refuse_inference(model: nn.Module) -> None:
-    """Raise where a parameter was made in inference mode, which autograd may not touch."""
-    for name, p in model.named_parameters():
         if p.is_inference():
             raise InputError(
                 f"parameter {name!r} was made inside torch.inference_mode, so it has no gradient; "

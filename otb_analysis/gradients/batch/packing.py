@@ -21,11 +21,7 @@ def layout_of(
 ) -> Layout:
     """One packed row where that is less work and the model gives it the same numbers, else a padded row per rollout.
 
-    A window of attention, or any other use of where tokens lie, shows in the log-probabilities as soon as it matters;
-    so they are compared again for every rollout that is longer than those seen right before.
-
-    Args:
-        dtype: Of the activations, where they are not of the model's own dtype.
+    `dtype` is that of the activations, where it is not the model's own.
     """
     plain = padded(rollouts)
     attention = getattr(getattr(batch.model, "config", None), "_attn_implementation", None)
@@ -34,9 +30,12 @@ def layout_of(
     # In half precision rounding hides what a window of attention does: there nothing could be seen.
     if attention not in ("eager", "sdpa") or kind.itemsize < 4 or not packing_pays(tree):
         return plain
+    # Compared in the model's own dtype, whatever the dtype of the pass to come.
     one_row = packed(rollouts, tree, kind)
     longest, seen = max(r.length for r in rollouts), _PACKED.setdefault(batch.model, {})
     key = f"{attention} {kind}"
+    # A window of attention, or any other use of where tokens lie, shows in the log-probabilities as soon as it matters.
+    # So they are compared again for every rollout that is longer than those seen right before.
     if key not in seen or 0 < seen[key] < longest:
         seen[key] = longest if _same_logprobs(batch, rollouts, (plain, one_row)) else NEVER
     if seen[key] == NEVER:

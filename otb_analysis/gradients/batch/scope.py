@@ -36,6 +36,7 @@ class Scope:
 
         def on_leaves(_module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> Tensor:
             calls.append(True)
+            # The layer runs a second time, on leaves; the cut input ends the graph here.
             return nn.functional.linear(args[0].detach(), weight, bias)
 
         with self.head.register_forward_hook(on_leaves):
@@ -106,6 +107,7 @@ def _compile(scope: str) -> re.Pattern[str]:
 
 
 def _trainable(scope: str, named: dict[str, nn.Parameter]) -> Scope:
+    # Reversed twice: of a tied parameter's names the first one stays, and so does the order.
     unique = {id(p): (name, p) for name, p in reversed(named.items()) if p.requires_grad}
     if not unique:
         raise InputError(

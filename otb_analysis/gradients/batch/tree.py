@@ -21,13 +21,13 @@ class Tree:
     def reads(self, nodes: Int) -> Bool:
         """Whether node i reads node j [|nodes|, |nodes|]: j is i or stands before it in its text.
 
-        Args:
-            nodes: Increasing, each with all nodes before it in its text.
+        `nodes` increase, and hold with each node all that stand before it.
         """
         place = np.full(len(self.token) + 1, -1)
         place[nodes] = np.arange(len(nodes))
         reads = np.eye(len(nodes), dtype=bool)
-        for i, parent in enumerate(place[self.parent[nodes]]):  # place[-1] stays −1: a first token has no parent
+        # A parent comes before its children, so its row is complete. place[-1] stays −1: a first token has no parent.
+        for i, parent in enumerate(place[self.parent[nodes]]):
             if parent >= 0:
                 reads[i] |= reads[parent]
         return reads
@@ -68,6 +68,7 @@ def distinct(batch: ScoreBatch) -> tuple[ScoreBatch, tuple[Int, Int]]:
     rows, columns = np.nonzero(batch.mask)
     if not len(rows):
         return batch, (rows, columns)
+    # Equal nodes have equal texts, so equal scores; the first of them is measured for all.
     _, first, twin = np.unique(
         sampled_nodes(batch.rollouts, tree_of(batch.rollouts)), return_index=True, return_inverse=True
     )

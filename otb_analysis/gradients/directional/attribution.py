@@ -40,11 +40,10 @@ def gradient_attribution(
     ‖ḡ‖² = Σ_{n,t} weights[n,t] · s_{n,t}·ḡ,  ḡ = Σ_{n,t} weights[n,t] s_{n,t}, s_{n,t} = ∇_θ log π(y_{n,t} | y_{n,<t}).
 
     Scores are gradients of the log-probability over the parameters in `scope`: no sign change, no 1/N and no advantage
-    factor beyond `weights`. With one token of weight 1 its share is its norm². Costs one ordinary backward pass for ḡ
-    (none with a direction) and one forward-mode pass, or two forward passes by differences, beside a trial of a few
-    tokens. Σ share meets ‖ḡ‖² to 1e-6 by forward mode in float32, to about 1e-4 by differences: `sum_error` says how
-    far it is. The model is evaluated at other weights but never written to; half-precision models on float32 copies of
-    their weights, attention kernels other than sdpa and eager replaced by eager meanwhile.
+    factor beyond `weights`. Costs one ordinary backward pass for ḡ (none with a direction) and one forward-mode pass,
+    or two forward passes by differences, beside a trial of a few tokens. Σ share meets ‖ḡ‖² to 1e-6 by forward mode in
+    float32, to about 1e-4 by differences: `sum_error` says how far it is. The model is evaluated at other weights but
+    never written to; half-precision models on float32 copies of their weights.
 
     `share` and `alignment` = s·direction are [N, L], float64, zero outside the mask; `norm_sq` is ‖direction‖². With an
     optimizer's step Δθ as direction, `alignment` is the first-order change of every token's log-probability, in nats.
@@ -115,6 +114,7 @@ def signal_noise(
     for p in counted(np.unique(prompt).tolist(), "prompt"):
         members = tuple(r for r in weighted if prompt[r.row] == p)
         gradient = function.gradient(row, members)
+        # Only a prompt's own rollouts: elsewhere this direction's slopes are not needed.
         noise += row * run(function, members, gradient).value
         power.append(norm_sq_of(gradient))
         for into, part in zip(total, gradient, strict=True):

@@ -72,9 +72,13 @@ def difference(function: Functional, rollouts: tuple[Rollout, ...], direction: S
         return Slopes(np.zeros(function.batch.shape), 0.0, 0.0)
     line = _Line(function, direction)
     trial = _trial(line, rollouts, TRIAL * (norm_sq_of(function.parameters) ** 0.5 or 1.0) / size)
-    step = trial.wanted(TRUNCATION)
+    # Truncation is quadratic in the step: take the step at which it is as small as wanted, never a longer one.
+    step = trial.step * min(1.0, (TRUNCATION / trial.truncation) ** 0.5) if trial.truncation else trial.step
     slopes = (line(step, rollouts) - line(-step, rollouts)) / (2 * step)
-    error = trial.distance(slopes)
+    tried = np.zeros(slopes.shape, dtype=bool)
+    for rollout in trial.rollouts:
+        tried[rollout.row, rollout.columns] = True
+    error = _relative(slopes[tried] - trial.slopes[tried], trial.slopes[tried])
     if error > TOLERANCE:
         raise _too_rough(error)
     return Slopes(slopes, step, error)
@@ -85,11 +89,11 @@ METHODS: dict[str, Method] = {"jvp": jvp, "difference": difference}
 
 
 class _Line:
-    """f(ε) = log π_{θ+εd}: one float32 copy of the scope's tensors, rewritten for every ε."""
+    """f(ε) = log π_{θ+εd}."""
 
     def __init__(self, function: Functional, direction: Sequence[Tensor]) -> None:
-        self.function = function
-        self.direction = direction
+        self.function, self.direction = function, direction
+        # One copy of the scope's tensors, rewritten for every ε.
         self.moved = [torch.empty_like(p) for p in function.parameters]
 
     @torch.no_grad()
@@ -108,23 +112,14 @@ class _Trial:
     step: float  # ε of the trial
     truncation: float  # ‖ε² f‴/6‖/‖f′‖
 
-    def wanted(self, truncation: float) -> float:
-        """Step at which the truncation, quadratic in it, is the one asked for; the trial's where there is none."""
-        return self.step * min(1.0, float(np.sqrt(truncation / self.truncation))) if self.truncation else self.step
-
-    def distance(self, slopes: Float) -> float:
-        """Relative distance of other slopes on the same tokens."""
-        tried = np.zeros(slopes.shape, dtype=bool)
-        for rollout in self.rollouts:
-            tried[rollout.row, rollout.columns] = True
-        return _relative(slopes[tried] - self.slopes[tried], self.slopes[tried])
-
 
 def _trial(line: _Line, rollouts: tuple[Rollout, ...], step: float) -> _Trial:
     """Third differences of a few tokens at the first step, from `step` down, that is short enough for them."""
     tried = max(1, min(TRIED, sum(len(r.columns) for r in rollouts) // TRIED_OF))
+    # Evenly spread: neighbours in a batch often share a prompt.
     spread = rollouts[:: -(-len(rollouts) // tried)]
     some = tuple(next(r.blocks(TRIED_TOKENS)) for r in spread)
+    # The value in the middle does not depend on the step, so all attempts share it.
     middle = line.function.evaluate(line.function.parameters, some)
     truncations = []
     for _ in range(ATTEMPTS):

@@ -47,9 +47,10 @@ class AttentionCall:
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
-def query_blocks(length: int) -> Iterator[slice]:
-    """Ranges of at most `QUERIES` queries."""
-    return (slice(start, min(start + QUERIES, length)) for start in range(0, length, QUERIES))
+def query_blocks(length: int, size: int | None = None) -> Iterator[slice]:
+    """Ranges of at most `size` queries, by default `QUERIES`."""
+    size = size or QUERIES
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 def block_scores(call: AttentionCall, query: Tensor, key: Tensor, rows: slice) -> Tensor:
@@ -60,6 +61,7 @@ def block_scores(call: AttentionCall, query: Tensor, key: Tensor, rows: slice) -
     keys = slice(0, rows.stop if call.is_causal else key.shape[-2])
     scores = (query[..., rows, :] @ key[..., keys, :].mT).mul_(call.factor)
     if call.is_causal:
+        # Only the square on the diagonal needs a mask.
         size = rows.stop - rows.start  # keys before the block are seen by all of its queries
         future = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
         scores[..., rows.start :].masked_fill_(future, -torch.inf)
@@ -88,30 +90,17 @@ class ReplacedAttention(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-class TiledAttention(ReplacedAttention):
-    """Inside this context `scaled_dot_product_attention` has the tiled backward pass of this module.
-
-    Calls that are short or that it does not follow (dropout, several rollouts, a mask that is trained) run in PyTorch's
-    plain form.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_attend)
-
-
 def many_signals(queries: int) -> AbstractContextManager[object]:
-    """Inside this context attention's backward pass takes many signals at once; the tiled one runs where it pays."""
+    """Inside this context attention's backward pass takes many signals at once; the tiled one runs where it pays.
+
+    Calls that `_attend` does not follow (short ones, dropout, a mask that is trained) run in PyTorch's plain form.
+    """
     # On few positions watching every call of PyTorch costs more than the attention itself.
-    return TiledAttention() if queries >= TILED_FROM else sdpa_kernel(SDPBackend.MATH)
+    return ReplacedAttention(_attend) if queries >= TILED_FROM else sdpa_kernel(SDPBackend.MATH)
 
 
-@dataclass(frozen=True)
-class _Read:
-    """Which query reads which key: an additive mask [h or 1, n, m], whether attention is causal, and the scale."""
-
-    mask: Tensor | None
-    causal: bool
-    scale: float
+Reads = tuple[Tensor | None, bool, float]
+"""Which query reads which key: an additive mask [h or 1, n, m], whether attention is causal, and the scale."""
 
 
 def _attend(call: AttentionCall) -> Tensor | None:
@@ -138,6 +127,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *signals: Tensor) -> tuple[Any, ...]:
+        # A function of its own again: under vmap its `vmap` rule gets all signals in one tensor.
         return *_Backward.apply(*signals, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
@@ -168,10 +158,12 @@ def _each_rollout(
     if mask is not None:  # of any shape that fits the scores; as [N or 1, h or 1, n, m]
         added = additive(mask, torch.float32).reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
         added = added.expand(*added.shape[:2], signals.shape[-2], inputs[1].shape[-2])
+    # One rollout at a time: masks differ, and tiles stay small.
     rollouts = []
     for row in range(signals.shape[1]):
-        read = _Read(None if added is None else added[row if len(added) > 1 else 0], causal, scale)
+        read = (None if added is None else added[row if len(added) > 1 else 0], causal, scale)
         rollouts.append(_pull_back(signals[:, row], (inputs[0][row], inputs[1][row], inputs[2][row]), read))
+    # Signals stay the first axis, as vmap expects.
     at_query, at_key, at_value = (torch.stack(parts, dim=1) for parts in zip(*rollouts, strict=True))
     return at_query, at_key, at_value
 
@@ -183,21 +175,26 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
-def _pull_back(signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], read: _Read) -> tuple[Tensor, Tensor, Tensor]:
+def _pull_back(signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], read: Reads) -> tuple[Tensor, Tensor, Tensor]:
     """Signals [C, h, n, e] at the output → signals [C, h or g, n or m, d or e] at query, key and value.
 
-    δv = Pᵀδ, δs = P ∘ (δvᵀ − Σ P ∘ δvᵀ) and δq = δs k, δk = δsᵀ q, tile by tile of queries. The h query heads that read
-    one of the g key heads are rows of one matrix, and signals are the last axis but one, so that no product copies.
+    δv = Pᵀδ, δs = P ∘ (δvᵀ − Σ P ∘ δvᵀ) and δq = δs k, δk = δsᵀ q, tile by tile of queries.
     """
+    # The h query heads that read one of the g key heads are rows of one matrix, and signals are the last axis but one,
+    # so that no product copies. Half precision is widened: a signal is the sum of many small terms.
     query, key, value = (wide(x) for x in inputs)
+    scale = read[2]
     heads, (count, _, n, width) = len(key), signals.shape
     group = len(query) // heads
     rows = wide(signals).unflatten(1, (heads, group)).permute(1, 2, 3, 0, 4)
     queries = query.unflatten(0, (heads, group))
+    # Each query belongs to one tile, so its signal is written once; keys and values collect from all tiles.
     at_query = rows.new_empty(heads, group, n, count, query.shape[-1])
     at_key = rows.new_zeros(heads, key.shape[-1], count, key.shape[1])
     at_value = rows.new_zeros(heads, key.shape[1], count * width)
-    for tile in _tiles(n, len(query) * count * key.shape[1] * rows.element_size()):
+    # All query heads, signals and keys of one query.
+    query_bytes = len(query) * count * key.shape[1] * rows.element_size()
+    for tile in query_blocks(n, max(1, TILE_BYTES // max(query_bytes, 1))):
         q = queries[:, :, tile].flatten(1, 2)
         seen, p = _probabilities(queries[:, :, tile], key, read, tile)
         signal = rows[:, :, tile].reshape(heads, -1, width)
@@ -206,7 +203,7 @@ def _pull_back(signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], read: _Re
         score = (signal @ value[:, seen].mT).view(heads, len(q[0]), count, -1).mul_(p[:, :, None])
         # δs = P ∘ (δvᵀ − row sum), the derivative of the softmax, in place.
         score -= p[:, :, None] * score.sum(-1, keepdim=True)
-        score *= read.scale
+        score *= scale
         at_tile = score.flatten(1, 2) @ key[:, seen]
         at_query[:, :, tile] = at_tile.view(heads, group, -1, count, query.shape[-1])
         at_key[..., seen] += (q.mT @ score.flatten(2)).view(heads, -1, count, score.shape[-1])
@@ -217,26 +214,23 @@ def _pull_back(signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], read: _Re
     )
 
 
-def _tiles(n: int, bytes_per_query: int) -> list[slice]:
-    size = max(1, TILE_BYTES // max(bytes_per_query, 1))
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
-
-
-def _probabilities(queries: Tensor, key: Tensor, read: _Read, tile: slice) -> tuple[slice, Tensor]:
+def _probabilities(queries: Tensor, key: Tensor, read: Reads, tile: slice) -> tuple[slice, Tensor]:
     """The keys that some query of a tile [heads, group, b, d] reads, and P [heads, group · b, keys]."""
-    stop = tile.stop if read.causal else key.shape[1]
-    scores = queries.flatten(1, 2) @ key[:, :stop].mT * read.scale
+    mask, causal, scale = read
+    stop = tile.stop if causal else key.shape[1]
+    scores = queries.flatten(1, 2) @ key[:, :stop].mT * scale
     scores = scores.view(*queries.shape[:3], stop)
-    if read.causal:
+    if causal:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(tile.start + 1)
         scores.masked_fill_(ahead, -torch.inf)
-    if read.mask is not None:
-        mask = read.mask[:, tile, :stop]
-        scores += mask.unflatten(0, queries.shape[:2]) if len(mask) > 1 else mask[0]
-    if read.mask is None:
+    if mask is None:
         return slice(0, stop), scores.softmax(-1).flatten(1, 2)
+    mask = mask[:, tile, :stop]
+    scores += mask.unflatten(0, queries.shape[:2]) if len(mask) > 1 else mask[0]
     blind = scores.amax(-1, keepdim=True) == -torch.inf  # a query before the first token reads nothing
+    # The softmax of nothing but −∞ is NaN.
     p = scores.softmax(-1).masked_fill(blind, 0).flatten(1, 2)
+    # Keys outside of a sliding window or of the rollout have probability 0 for the whole tile: they are left out.
     used = p.any(0).any(0).nonzero()
     seen = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 1)
     return seen, p[..., seen].contiguous()

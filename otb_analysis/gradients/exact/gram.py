@@ -19,6 +19,8 @@ GRADIENT_BYTES = 4 << 30
 4 GiB stretches are formed one after the other, at the price of as many rounds of forward and (ever shorter) backward
 passes; the matrix itself, 8 R² bytes, must fit as well."""
 
+SLICE = 1 << 16
+"""Entries of each gradient that are converted to float64 together for its norm."""
 ROW = 100_000
 """Numbers in a row of a tensor up to which its norm is taken in float32."""
 TINY = 1e-20
@@ -31,14 +33,13 @@ Stretch = list[tuple[int, slice]]
 
 
 def stretches(parameters: Sequence[Tensor], count: int) -> list[Stretch]:
-    """Cut the parameters so that `count` gradients of one stretch fit in `GRADIENT_BYTES`; in one piece if they do.
-
-    Stretches hold whole parameters where possible, because a cut one is formed again for each of its parts.
-    """
+    """Cut the parameters so that `count` gradients of one stretch fit in `GRADIENT_BYTES`; in one piece if they do."""
+    # Whole parameters where possible: the gradient of a cut one is formed again for each of its parts.
     cut: list[Stretch] = [[]]
     free = GRADIENT_BYTES // count
     for index, parameter in enumerate(parameters):
         size = parameter.numel()
+        # A parameter too large for a stretch of its own is cut into near-equal pieces.
         most = max(1, GRADIENT_BYTES // (count * parameter.element_size()))
         pieces = -(-size // most)
         for k in range(pieces):
@@ -50,12 +51,6 @@ def stretches(parameters: Sequence[Tensor], count: int) -> list[Stretch]:
             cut[-1].append((index, span))
             free -= needed
     return cut
-
-
-def held(gradient: Tensor, span: slice) -> Tensor:
-    """The entries of one parameter's gradient that a stretch keeps, without the rest of its memory."""
-    flat = gradient.flatten()
-    return flat if span.stop - span.start == len(flat) else flat[span].clone()
 
 
 def refuse_many(count: int) -> None:
@@ -91,12 +86,9 @@ def gram_matrix(gradients: Sequence[Sequence[Tensor]]) -> Float:
 
 
 def add_products(total: Tensor, gradients: Sequence[Tensor] | Tensor) -> None:
-    """Add the inner products of (parts of) R flat gradients, [R, n] or a list, to their matrix `total` [R, R].
-
-    A float32 product over millions of entries is off by 1e-5 and more; here entries are converted to float64 a chunk at
-    a time before they are multiplied, so only the gradients' own rounding is left. Of the symmetric matrix the blocks
-    on and above the diagonal are computed.
-    """
+    """Add the inner products of (parts of) R flat gradients, [R, n] or a list, to their matrix `total` [R, R]."""
+    # A float32 product over millions of entries is off by 1e-5 and more. In float64, a chunk at a time, only the
+    # gradients' own rounding is left. Of the symmetric matrix the blocks on and above the diagonal are computed.
     whole = isinstance(gradients, Tensor)
     for start in range(0, len(gradients[0]), CHUNK):
         span = slice(start, start + CHUNK)
@@ -104,7 +96,15 @@ def add_products(total: Tensor, gradients: Sequence[Tensor] | Tensor) -> None:
         for first in range(0, len(block), ROWS):
             part = block[first : first + ROWS] @ block[first:].T
             total[first : first + ROWS, first:] += part
+            # The mirror image of what lies right of the diagonal block.
             total[first + ROWS :, first : first + ROWS] += part[:, ROWS:].T
+
+
+def flat_norm_sq(gradients: Tensor) -> Tensor:
+    """‖·‖² of flat gradients [R, n], float64 [R], a slice at a time."""
+    # A float64 norm of the whole would first copy it, at twice its size, just when memory is at its peak.
+    parts = [part.double().square().sum(1) for part in gradients.split(SLICE, dim=1)]
+    return torch.stack(parts).sum(0)
 
 
 def _row_norms(tensor: Tensor) -> Tensor:
@@ -114,13 +114,11 @@ def _row_norms(tensor: Tensor) -> Tensor:
 
 
 def norm_sq_of(gradient: Sequence[Tensor]) -> float:
-    """‖·‖² over all tensors of a gradient together: short rows in float32 at least, their sum in float64.
-
-    A float32 norm of a row of some thousand numbers is off by about 1e-7 of it, and by more the longer it is; so rows
-    beyond ROW are taken in float64, which takes four times as long, as is everything whose squares leave the range of
-    float32.
-    """
+    """‖·‖² over all tensors of a gradient together: short rows in float32 at least, their sum in float64."""
+    # A float32 norm of a row of some thousand numbers is off by about 1e-7 of it, and by more the longer it is. Float64
+    # takes four times as long, so it is kept for rows beyond ROW and for squares that leave the range of float32.
     tensors = [t.detach() for t in gradient]
+    # Rows first: each is short, so float32 is exact enough, and the long sum over rows is in float64.
     total = float(torch.cat([_row_norms(t) for t in tensors]).square().sum())
     if TINY < total < math.inf:
         return total

@@ -59,6 +59,7 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
         first = _joined(batch, block)
         rows = _spread(block, weights, (index, len(prompts)))
         gram += rows @ _kernel(first, first).cpu() @ rows.T
+        # Only pairs above the diagonal; δ of the other block is made again rather than held.
         for other in blocks[i + 1 :]:
             part = rows @ _kernel(first, _joined(batch, other)).cpu()
             part = part @ _spread(other, weights, (index, len(prompts))).T
@@ -79,6 +80,7 @@ class _Outer:
 def _outer(batch: ScoreBatch, rollout: Rollout) -> _Outer:
     head = batch.scope.head
     assert head is not None
+    # The scope's own hook would replace the output; the leaf below does what is needed.
     inner = replace(batch, scope=replace(batch.scope, head=None))
     with torch.no_grad(), _leaf_at_output(head) as seen:
         z, targets = sampled_logits(inner, (rollout,))
@@ -91,6 +93,7 @@ def _outer(batch: ScoreBatch, rollout: Rollout) -> _Outer:
         (delta,) = torch.autograd.grad(z, output, (-others).scatter(-1, at, others.sum(-1, keepdim=True)))
     right = wide(hidden[0, own_rows(hidden, rollout)])
     if len(batch.scope.parameters) > 1:
+        # A bias is a weight on a constant input of 1.
         right = torch.cat([right, torch.ones_like(right[:, :1])], dim=-1)
     return _Outer(wide(delta[0, own_rows(delta, rollout)]), right, logprob.gather(-1, at)[:, 0].double())
 

@@ -31,40 +31,34 @@ class ReachedCut(Exception):
     """Raised by a hook once a forward pass has come as far as it must; what follows is not run."""
 
 
-def traced(batch: ScoreBatch, rollout: Rollout, names: Iterable[str]) -> Trace:
+def traced(batch: ScoreBatch, rollout: Rollout, names: Iterable[str], cut: str | None = None) -> Trace:
     """Run one rollout up to its last sampled token while watching some modules.
 
-    Attention runs with a backward pass of its own, because the fused kernels have no rule for many signals at once.
+    With `cut` the pass stops at the input of that layer, so there are no log-probabilities.
     """
     modules = dict(batch.model.named_modules())
     trace = Trace()
     inner = replace(batch, scope=replace(batch.scope, head=None))
-    attention = many_signals(rollout.length)
-    # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
-    with batch.scope.active(), _watching({n: modules[n] for n in names}, trace), attention:
-        trace.logprob = sampled_logprobs(inner, (rollout,))
-    return trace
-
-
-def traced_to(cut: str, batch: ScoreBatch, rollout: Rollout, names: Iterable[str]) -> Trace:
-    """Re-run a rollout and stop at the input of the layer `cut`; no log-probabilities."""
-    modules = dict(batch.model.named_modules())
-    trace = Trace()
 
     def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        trace.inputs[cut] = args[0]
+        trace.inputs[str(cut)] = args[0]
         raise ReachedCut
 
-    watched, attention = {n: modules[n] for n in names}, many_signals(rollout.length)
-    with suppress(ReachedCut), modules[cut].register_forward_pre_hook(stop), _watching(watched, trace), attention:
-        sampled_logprobs(batch, (rollout,))
+    with ExitStack() as context:
+        context.enter_context(suppress(ReachedCut))
+        if cut is not None:
+            context.enter_context(modules[cut].register_forward_pre_hook(stop))
+        # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
+        context.enter_context(batch.scope.active())
+        context.enter_context(_watching({n: modules[n] for n in names}, trace))
+        # The fused attention kernels have no rule for many signals at once.
+        context.enter_context(many_signals(rollout.length))
+        trace.logprob = sampled_logprobs(inner, (rollout,))
     return trace
 
 
 def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Tensor, ...]:
     """Backward signals at `targets` for many seeds at `source`: seeds [C, *source] → one [C, *target] per target.
-
-    `is_grads_batched` would be the older vmap, whose results are wrong where a hook looks at them.
 
     Raises:
         UnfitError: An operation of the model has no rule for many signals at once.
@@ -73,6 +67,7 @@ def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Ten
     def one(seed: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(source, targets, seed, retain_graph=True, materialize_grads=True)
 
+    # Not `is_grads_batched`, which is an older vmap whose results are wrong where a hook looks at them.
     try:
         return vmap(one)(seeds)
     except torch.OutOfMemoryError:  # a RuntimeError too, but no fault of the model's
@@ -89,6 +84,7 @@ def own_rows(tensor: Tensor, rollout: Rollout) -> Tensor:
 
     A layer runs on the whole prefix or, like the output layer, on the kept positions only.
     """
+    # If both are equal every position is kept, and either index is right.
     length, kept = rollout.length, len(rollout.targets)
     if tensor.ndim < 2 or tensor.shape[0] != 1 or tensor.shape[1] not in (length, kept):
         raise UnfitError(
@@ -103,6 +99,7 @@ def own_rows(tensor: Tensor, rollout: Rollout) -> Tensor:
 def _watching(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[None]:
     def watch(name: str):
         def hook(_module: nn.Module, args: tuple[object, ...], output: object) -> None:
+            # A layer that runs twice has two signals; which of them a rule saw would be chance.
             if name in trace.outputs:
                 trace.repeated.add(name)
             if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):

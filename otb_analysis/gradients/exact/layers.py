@@ -65,11 +65,13 @@ def _normalised(module: nn.Module, inputs: Tensor) -> Tensor:
     parameters = dict(module.named_parameters())
     zero = {name: torch.zeros_like(p) for name, p in parameters.items()}
     one = zero | {"weight": torch.ones_like(parameters["weight"])}
+    # In the difference the bias cancels, and the layer's own casts are included.
     with torch.no_grad():
         return wide(functional_call(module, one, (inputs,)) - functional_call(module, zero, (inputs,)))
 
 
 def _bias_outer(_module: nn.Module, _inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+    # Norms of heads share one parameter: their signals add up.
     right = _summed(wide(signal)) if signal.ndim > 2 else wide(signal)
     return torch.ones_like(right[:, :1]), right
 
@@ -103,6 +105,7 @@ def _rows(module: nn.Module, ids: Tensor) -> Tensor:
 def _embedding_coordinates(rows: Tensor, signal: Tensor) -> Tensor:
     """One row for each distinct token of the whole rollout: they are shared by all its prefixes."""
     index, factors = rows[:, : signal.shape[1]]
+    # Rows of the whole rollout, also for a prefix: then coordinates of different prefixes add up.
     out = wide(signal).new_zeros(len(signal), int(rows[0].max()) + 1, signal.shape[-1])
     return out.index_add_(1, index.long(), wide(signal) * factors.to(out)[:, None])
 

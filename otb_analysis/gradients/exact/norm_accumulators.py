@@ -6,7 +6,7 @@ The accumulator owns the memory that they are written into, so that running sums
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,11 +16,9 @@ Group = tuple[tuple[str, int], ...]
 
 
 class Workspace:
-    """Memory that is handed out by name again and again: fresh pages cost more than the arithmetic on them.
+    """Memory that is handed out by name again and again; parts that are never alive at once use the same name."""
 
-    Parts that are never alive at the same time use the same name.
-    """
-
+    # Fresh pages cost more than the arithmetic on them.
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._held: dict[Hashable, Tensor] = {}
@@ -64,6 +62,7 @@ class Single(NormAccumulator):
 
     def total(self) -> Tensor:
         """Squared norms [C] since the last call, float64."""
+        # Norms are kept and squared in float64 at the end: squares in float32 would lose small ones.
         rows = torch.cat(self._rows)
         self._rows.clear()
         return rows.double().square().sum(0)
@@ -100,9 +99,10 @@ class Running(NormAccumulator):
 
     def total(self) -> tuple[Tensor, Tensor]:
         """Squared norms [C] of the scores and of the sums up to each since the last call, float64."""
+        # Products are float32, but there is one small matrix per coordinate row, and they are summed in float64.
         gram = torch.cat(self._grams).double().sum(0)
         self._grams.clear()
-        return gram.diagonal()[1:], gram.cumsum(0).cumsum(1).diagonal()[1:]
+        return gram.diagonal()[1:], leading_sums(gram)[1:]
 
 
 class Parts(NormAccumulator):
@@ -126,6 +126,25 @@ def leading_sums(gram: Tensor) -> Tensor:
 def outer_gram(left: Tensor, right: Tensor) -> Tensor:
     """Inner products [K, K] of K outer products left ⊗ right, float64."""
     return (left @ left.T).double() * (right @ right.T).double()
+
+
+def outer_norms(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor, path: bool) -> tuple[Tensor, Tensor]:
+    """‖a_t‖² and, with `path`, ‖Σ_{j≤t} a_j‖² [K], where a_t has the parts left_t ⊗ right_t; `like` is [K, ...]."""
+    norms = torch.zeros(len(like), dtype=torch.float64, device=like.device)
+    path_norms = torch.zeros_like(norms)
+    for left, right in pairs:
+        norms += norm_sq(left) * norm_sq(right)
+        if path:
+            path_norms += leading_sums(outer_gram(left, right))
+    return norms, path_norms
+
+
+def outer_row_norms(pairs: Iterable[tuple[Tensor, Tensor]], rows: Tensor) -> Tensor:
+    """‖Σ_k rows[m,k] a_k‖² [M], where a_k has the parts left_k ⊗ right_k."""
+    result = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    for left, right in pairs:
+        result += (rows @ outer_gram(left, right) * rows).sum(-1)
+    return result
 
 
 def norm_sq(values: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
-from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX, SCALES
-from otb_analysis.gradients.exact.parameter_tangents import Norm, norm_of
+from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX
 from otb_analysis.gradients.exact.plan import ParameterUse, Plan
 
 SIGNAL_BYTES = 1 << 27
@@ -19,18 +18,20 @@ SIGNAL_BYTES = 1 << 27
 
 @dataclass(frozen=True)
 class Mix:
-    """Several weighted scores Σ_k weights[c, k] s_k of the sampled tokens `span` of a rollout, weights [C, |span|]."""
+    """C weighted scores Σ_k weights[c, k] s_k of the sampled tokens `span`; weights None for the tokens' own scores."""
 
-    weights: Tensor
+    weights: Tensor | None
     span: slice
+
+    def matrix(self, token_signals: Tensor) -> Tensor:
+        """Weights [C, |span|], like the signals of all tokens."""
+        if self.weights is None:
+            return torch.eye(len(token_signals[self.span])).to(token_signals)
+        return self.weights.to(token_signals)
 
 
 class DecomposedRollout:
-    """Everything that one forward and one ordinary backward pass of a rollout with K sampled tokens give.
-
-    The sum of all log-probabilities is pulled back once; at and above the cut each position then holds exactly the
-    signal of the token that it predicts.
-    """
+    """Everything that one forward and one ordinary backward pass of a rollout with K sampled tokens give."""
 
     def __init__(self, batch: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
         self.batch, self.plan, self.rollout = batch, plan, rollout
@@ -64,15 +65,10 @@ class DecomposedRollout:
             kept[use] = made[same]
         return kept
 
-    @cached_property
-    def norms(self) -> dict[str, Norm]:
-        """By module below the cut with a scale, what it does to the rollout's activations."""
-        modules = dict(self.batch.model.named_modules())
-        scaled = dict.fromkeys(u.module for u in self.plan.below if u.rule in SCALES)
-        return {name: norm_of(modules[name], self.trace.inputs[name].detach()) for name in scaled}
-
     def _signals(self, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         cut = [] if self.plan.cut is None else [self.trace.inputs[self.plan.cut]]
+        # One pass for all tokens: nothing at or above the cut mixes positions, so what the sum of all log-probabilities
+        # sends to a position there is the signal of the one token that it predicts.
         total = self.trace.logprob.sum()
         *signals, last = torch.autograd.grad(total, [*outputs, *(cut or outputs[:1])], retain_graph=True)
         self.token_signals = last[0, own_rows(last, self.rollout)]  # each token's own signal at the cut [K, ...]
@@ -104,16 +100,16 @@ class DecomposedRollout:
         if self.plan.cut is None:
             return
         source = trace.inputs[self.plan.cut]
-        seeds = source.new_zeros(len(mix.weights), *source.shape)
-        signals = self.token_signals[mix.span]
+        signals, weights = self.token_signals[mix.span], mix.matrix(self.token_signals)
+        seeds = source.new_zeros(len(weights), *source.shape)
         at = own_rows(source, rollout)[-len(signals) :]  # the last block shares the whole rollout's pass
-        seeds[:, 0, at] = torch.einsum("ck,k...->ck...", mix.weights.to(signals), signals)
+        seeds[:, 0, at] = torch.einsum("ck,k...->ck...", weights, signals)
         names = list(dict.fromkeys(u.module for u in self.plan.below))
         at_outputs = pull_back(source, [trace.outputs[n] for n in names], seeds)
         for use in self.plan.below:
             coordinates = use.rule.coordinates(self.kept[use], at_outputs[names.index(use.module)][:, 0])
             if use.rule is EMBEDDING and use.parameter in self.shared:
                 right, left = (part[mix.span] for part in self.shared[use.parameter])
-                for total, row in zip(coordinates, mix.weights.to(right), strict=True):
+                for total, row in zip(coordinates, weights.to(right), strict=True):
                     total += (row[:, None] * right).T @ left
             yield use, coordinates

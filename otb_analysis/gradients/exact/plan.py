@@ -8,17 +8,15 @@ layer's input separates those from the rest.
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
 from otb_analysis.gradients.exact.layers import EMBEDDING, HEADED_SCALE, MATRIX, SCALE, Rule, UnfitError, rule_for
+from otb_analysis.gradients.exact.verdicts import probe
 
-PROBE_LENGTH, PROBE_TARGETS = 12, (3, 5, 11)
-"""The forward pass has 11 positions, which hardly a model has heads: the two axes cannot be mistaken."""
+ELSEWHERE = 'pass engine="reference" or leave it out of scope.'
 
 
 @dataclass(frozen=True)
@@ -67,48 +65,8 @@ def find_plan(batch: ScoreBatch) -> Plan:
     for use in uses:
         if use.module in trace.repeated or use.module not in trace.outputs:
             often = "more than once" if use.module in trace.repeated else "not by a plain call"
-            raise UnfitError(
-                f"the layer of parameter {use.parameter} is used {often} in one forward pass; "
-                'pass engine="reference" or leave it out of scope.'
-            )
+            raise UnfitError(f"the layer of parameter {use.parameter} is used {often} in one forward pass; {ELSEWHERE}")
     return _split(tuple(_placed(use, trace, rollout) for use in uses), trace, rollout)
-
-
-def probe(batch: ScoreBatch) -> Rollout:
-    """A short random text over the model's vocabulary with three sampled tokens."""
-    get_embedding = getattr(batch.model, "get_input_embeddings", None)
-    size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", None)
-    known = torch.cat([r.ids for r in batch.rollouts]).unique()
-    pool = known.cpu() if size is None else torch.arange(size)
-    order = torch.randint(len(pool), (PROBE_LENGTH,), generator=torch.Generator().manual_seed(0))
-    targets = torch.tensor(PROBE_TARGETS, device=known.device)
-    return Rollout(0, pool[order].to(known.device), targets, np.array(PROBE_TARGETS))
-
-
-def reference_norms(batch: ScoreBatch, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities [K] by the model's own kernels, and ‖s_t‖² [K] of each parameter by plain backward passes."""
-    values = sampled_logprobs(batch, (rollout,))
-    norms = torch.zeros(len(batch.scope.names), len(values), dtype=torch.float64, device=values.device)
-    for k, value in enumerate(values):
-        grads = torch.autograd.grad(value, batch.scope.parameters, retain_graph=True, materialize_grads=True)
-        norms[:, k] = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in grads])
-        del grads  # before the next ones are formed: each is as large as the model
-    return values.detach().double(), dict(zip(batch.scope.names, norms, strict=True))
-
-
-def disagreement(batch: ScoreBatch, parts: dict[str, Tensor], norms: dict[str, Tensor]) -> str | None:
-    """The first parameter whose ‖s_t‖² on a probe are not the reference ones, in a clause; None where all agree."""
-    coarse = batch.scope.parameters[0].dtype.itemsize < 4
-    relative, absolute = (0.2, 1e-2) if coarse else (1e-3, 1e-6)
-    total = sum(norms.values())
-    for name, norm in norms.items():
-        got = parts.get(name, torch.zeros_like(norm))
-        if ((got - norm).abs() > relative * norm + absolute * total).any():
-            return (
-                f"parameter {name} has squared score norms {got.tolist()} on a probe where the reference gives "
-                f"{norm.tolist()}"
-            )
-    return None
 
 
 def _refuse_unsupported(model: nn.Module) -> None:
@@ -139,14 +97,14 @@ def _placed(use: ParameterUse, trace: Trace, rollout: Rollout) -> ParameterUse:
         if on_third:
             raise UnfitError(
                 f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)}, where heads and positions "
-                'cannot be told apart; pass engine="reference" or leave it out of scope.'
+                f"cannot be told apart; {ELSEWHERE}"
             )
     rows = (rollout.length, len(rollout.targets))
     kept = all(x.ndim >= 2 and x.shape[0] == 1 and x.shape[1] in rows for x in (inputs, output))
     if not kept or output.ndim < 3 or (use.rule is MATRIX and inputs.ndim != 3):
         raise UnfitError(
             f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)} where one row per position was "
-            'expected; pass engine="reference" or leave it out of scope.'
+            f"expected; {ELSEWHERE}"
         )
     return use
 
@@ -165,8 +123,7 @@ def _uses(batch: ScoreBatch) -> tuple[ParameterUse, ...]:
         rules = [u.rule for u in uses if u.parameter == name]
         if len(rules) != 1 and rules not in ([EMBEDDING, MATRIX], [MATRIX, EMBEDDING]):
             raise UnfitError(
-                f"parameter {name} is shared by {len(rules)} layers in a way that has no rule; "
-                'pass engine="reference" or leave it out of scope.'
+                f"parameter {name} is shared by {len(rules)} layers in a way that has no rule; {ELSEWHERE}"
             )
     return tuple(uses)
 
@@ -175,8 +132,7 @@ def _use(parameter: str, module_name: str, module: nn.Module, leaf: str) -> Para
     rule = rule_for(module, leaf)
     if rule is None:
         raise UnfitError(
-            f"parameter {parameter} of a {type(module).__name__} has no rule in the generic engine; "
-            'pass engine="reference" or leave it out of scope.'
+            f"parameter {parameter} of a {type(module).__name__} has no rule in the generic engine; {ELSEWHERE}"
         )
     return ParameterUse(parameter, module_name, rule)
 
@@ -185,11 +141,13 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
     """Find out which uses are above, and the first layer whose input carries everything that reaches those below."""
     modules = list(dict.fromkeys(u.module for u in uses))
     inputs = {n: x for n, x in trace.inputs.items() if x.requires_grad and n not in trace.repeated}
+    # One signal per token, to see whose signal is where.
     seeds = torch.eye(len(trace.logprob)).to(trace.logprob)
     outputs = [trace.outputs[n] for n in modules]
     signals = pull_back(trace.logprob, [*outputs, *inputs.values()], seeds)
     at_output = dict(zip(modules, signals, strict=False))
     at_input = dict(zip(inputs, signals[len(modules) :], strict=True))
+    # An embedding has no outer product, and a norm of heads has its positions on another axis.
     above = tuple(u for u in uses if u.rule not in (EMBEDDING, HEADED_SCALE) and _stays(at_output[u.module], rollout))
     below = tuple(u for u in uses if u not in above)
     if not below:
@@ -200,6 +158,7 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
     targets = [trace.outputs[n] for n in direct]
     for name, x in inputs.items():
         if _stays(at_input[name], rollout):
+            # A cut carries everything: what goes down from it alone must be what came down by all ways.
             chained = pull_back(x, targets, at_input[name])
             if all(_close(c, d) for c, d in zip(chained, direct.values(), strict=True)):
                 width = sum(math.prod(d.shape[3:]) * d.shape[2] // rollout.length for d in direct.values())

@@ -16,7 +16,6 @@ from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tok
 from otb_analysis.gradients.exact.gram import (
     Stretch,
     gram_matrix,
-    held,
     norm_sq_of,
     refuse_many,
     stretches,
@@ -37,6 +36,7 @@ def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
     """
 
     def measure(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+        # A path sum adds many scores that nearly cancel; float32 would drift.
         running = [torch.zeros_like(p, dtype=torch.float64) for p in batch.scope.parameters] if path else []
         measured = []
         for logprob, score in _scores(batch, rollout):
@@ -107,7 +107,9 @@ def _stretch_gradients(
     parameters = [batch.scope.parameters[index] for index, _ in stretch]
     for row in torch.from_numpy(rows):
         score = _weighted_score(values, row.to(values), parameters)
-        yield [held(part, span) for part, (_, span) in zip(score, stretch, strict=True)]
+        # A copy of a part lets go of the whole gradient; a whole one is kept as it is.
+        flat = [(part.flatten(), span) for part, (_, span) in zip(score, stretch, strict=True)]
+        yield [x if span.stop - span.start == len(x) else x[span].clone() for x, span in flat]
 
 
 def token_alignments(batch: ScoreBatch, direction: Sequence[Tensor]) -> Float:
@@ -130,5 +132,6 @@ def _scores(batch: ScoreBatch, rollout: Rollout) -> Iterator[tuple[float, list[T
 
 def _weighted_score(logprob: Tensor, weights: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Σ_t weights[t] ∇ logprob[t], one tensor per parameter; the graph is kept for the next row."""
+    # `grad` instead of `backward`: the caller's `.grad` stays as it was.
     grads = torch.autograd.grad(logprob, parameters, weights, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)]

@@ -26,15 +26,12 @@ class Basis:
 
 
 def basis_of(weights: Float, scale: Float) -> Basis:
-    """Factor M rows of weights over K tokens.
+    """Factor M rows of weights over K tokens, with the smallest rank that leaves no row more than TOLERANCE away.
 
-    A row's gradient is Σ_k weights[m, k] s_k, so an error in a weight counts by ‖s_k‖. `scale` stands for it: in its
-    metric every row is brought to length 1 first, which keeps small rows beside large ones, and the rank is the
-    smallest one that leaves no row more than TOLERANCE away.
-
-    Args:
-        scale: What ‖s_k‖ is roughly proportional to [K], such as 1 − π_k; not negative.
+    `scale` [K] is what ‖s_k‖ is roughly proportional to, such as 1 − π_k; not negative.
     """
+    # A row's gradient is Σ_k weights[m, k] s_k, so an error in a weight counts by ‖s_k‖: distances are taken in the
+    # metric of the scales. A scale of 0 would let any weight go lost, hence the floor.
     metric = np.maximum(scale, FLOOR * scale.max(initial=0.0))
     scaled = weights * np.where(metric > 0, metric, 1.0)
     length = np.linalg.norm(scaled, axis=1, keepdims=True)
@@ -48,4 +45,5 @@ def basis_of(weights: Float, scale: Float) -> Basis:
     rank = int((missing.max(axis=0) > TOLERANCE).sum())
     mix = np.zeros((len(weights), rank))
     mix[used] = length[used] * mixed[:, :rank]
+    # Back from the metric, which is 1 where no token has a scale.
     return Basis(right[:rank] / np.where(metric > 0, metric, 1.0), mix)

@@ -97,6 +97,7 @@ class BlockStructure:
             at = len(seen.calls)
             hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
             next_one = at < len(self.blocks) and module is self.blocks[at]
+            # By identity: a block whose input was changed on the way would be fed something else when run again.
             if next_one and hidden is not None and (not fed or hidden is fed[-1]):
                 seen.calls.append(Call(hidden, args, kwargs))
 
@@ -104,6 +105,7 @@ class BlockStructure:
             fed.append(_first(output))
             if module is not self.blocks[-1]:
                 return output
+            # Detached: signals at this output are all that is wanted, and no graph of the blocks is held.
             seen.output = fed[-1].detach().requires_grad_()
             torch.set_grad_enabled(True)  # until the caller's `no_grad` ends
             return seen.output if isinstance(output, Tensor) else (seen.output, *output[1:])
@@ -150,6 +152,7 @@ def structure_of(batch: ScoreBatch) -> BlockStructure:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         raise UnfitError("it has no list of blocks")
+    # A model may have other lists, such as experts; the blocks hold most parameters.
     blocks = tuple(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
     inside = tuple(tuple(names[id(p)] for p in block.parameters() if id(p) in names) for block in blocks)
     embedding, head = _layer(model, "input", nn.Embedding, names), _layer(model, "output", nn.Linear, names)

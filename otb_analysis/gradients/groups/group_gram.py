@@ -2,25 +2,28 @@
 
 import logging
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from scipy.linalg import block_diag
 from torch import Tensor, nn
 
-from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.layout import padded
 from otb_analysis.gradients.batch.packing import layout_of
 from otb_analysis.gradients.batch.tree import sampled_nodes, tree_of
 from otb_analysis.gradients.exact import head, reference
-from otb_analysis.gradients.exact.generic import model_key
-from otb_analysis.gradients.exact.gram import add_products, refuse_many
+from otb_analysis.gradients.exact.gram import add_products, flat_norm_sq, refuse_many
 from otb_analysis.gradients.exact.layers import UnfitError
-from otb_analysis.gradients.exact.plan import disagreement, probe, reference_norms
 from otb_analysis.gradients.exact.reference import prompt_weights
+from otb_analysis.gradients.exact.verdicts import (
+    Verdicts,
+    disagreement,
+    first_told,
+    probe,
+    reference_norms,
+)
 from otb_analysis.gradients.groups.basis import Basis, basis_of
 from otb_analysis.gradients.groups.blocks import BlockStructure, structure_of
 from otb_analysis.gradients.groups.layered import Layered
@@ -28,8 +31,7 @@ from otb_analysis.phases import count_to, note
 from otb_analysis.types import Float, Int
 
 _log = logging.getLogger(__name__)
-_TOLD: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-_VERDICTS: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], str | None]] = WeakKeyDictionary()
+_CHECKED = Verdicts[None]()
 
 
 class _Prompt:
@@ -41,13 +43,12 @@ class _Prompt:
         self.tree = tree_of(rollouts)
 
     def rows(self, logprob: Tensor) -> Tensor:
-        """Find the basis, its rows [r, Σ K]; the norm of a token's score goes roughly with 1 − π.
-
-        Tokens sampled after the same text have one score: the first of them carries their weights' sum.
-        """
+        """Find the basis and return its rows [r, Σ K]."""
+        # Tokens sampled after the same text have one score: the first of them carries the sum of their weights.
         _, first, same = np.unique(sampled_nodes(self.rollouts, self.tree), return_index=True, return_inverse=True)
         summed = np.zeros((len(first), len(self.weights)))
         np.add.at(summed, same, self.weights.T)
+        # The norm of a token's score goes roughly with 1 − π.
         basis = basis_of(summed.T, -np.expm1(logprob.double().cpu().numpy()[first]))
         rows = np.zeros((len(basis.rows), self.weights.shape[1]))
         rows[:, first] = basis.rows
@@ -76,8 +77,7 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
 
 def _tell(model: nn.Module, which: str) -> None:
     """Say once which way a model's Gram matrices take."""
-    if _TOLD.get(model) != which:
-        _TOLD[model] = which
+    if first_told(model, which):
         _log.info("%s %s.", type(model).__name__, which)
         note(f"Gram matrix: {type(model).__name__} {which}.")
 
@@ -102,30 +102,22 @@ def verified_structure(batch: ScoreBatch) -> BlockStructure:
         UnfitError: It has no blocks, or some parameter's gradient is not the sum of what its blocks give.
     """
     structure = structure_of(batch)
-    verdicts, key = _VERDICTS.setdefault(batch.model, {}), model_key(batch)
-    if batch.rollouts and key not in verdicts:
-        verdicts[key] = _objection(batch, structure)
-    if reason := verdicts.get(key):
-        raise UnfitError(reason)
+    if batch.rollouts:
+        _CHECKED.get(batch, lambda: _check(batch, structure))
     return structure
 
 
-def _objection(batch: ScoreBatch, structure: BlockStructure) -> str | None:
+def _check(batch: ScoreBatch, structure: BlockStructure) -> None:
     """Compare each parameter's squared score norms on a probe with those of plain backward passes."""
-    rollout = probe(batch)
-    layered, parts = Layered(batch, structure), dict[str, Tensor]()
-    try:
-        # First, while little is held: each of its gradients is as large as the model.
-        expected = reference_norms(batch, rollout)[1]
-        layered.add((rollout,), padded((rollout,)), lambda logprob: torch.eye(len(logprob)))
-        for name, gradients in layered.gradients():
-            norm_sq = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64).square()
-            parts[name] = parts.get(name, 0.0) + norm_sq
-    except UnfitError as reason:
-        return str(reason)
-    except NonFiniteError:  # says nothing about the blocks, and the place is the probe's
-        return "its logits are not finite on a probe of the vocabulary"
-    return disagreement(batch, parts, expected)
+    rollout, parts = probe(batch), dict[str, Tensor]()
+    # The reference first, while little is held: each of its gradients is as large as the model.
+    expected = reference_norms(batch, rollout)[1]
+    layered = Layered(batch, structure)
+    layered.add((rollout,), padded((rollout,)), lambda logprob: torch.eye(len(logprob)))
+    for name, gradients in layered.gradients():
+        parts[name] = parts.get(name, 0.0) + flat_norm_sq(gradients)
+    if reason := disagreement(batch, parts, expected):
+        raise UnfitError(reason)
 
 
 def _formed_whole(batch: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[int, ...], group: Int) -> Float:
@@ -158,6 +150,7 @@ def _basis_weights(batch: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[i
 
 def _mixed(total: Float, prompts: Sequence[_Prompt]) -> Float:
     """Products of all M rows, mix · total · mixᵀ, prompt by prompt [M, M, P, P]."""
+    # Another prompt's basis has no part in a prompt's rows.
     mix = np.asarray(block_diag(*(prompt.basis.mix for prompt in prompts)))
     size = len(prompts[0].weights) if prompts else 0
     whole = (mix @ total @ mix.T).reshape(len(prompts), size, len(prompts), size)

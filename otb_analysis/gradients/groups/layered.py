@@ -65,12 +65,14 @@ class Layered:
         `rows_of` gives the prompt's rows of weights [r, K] from its log-probabilities [K].
 
         Raises:
-            UnfitError: The model does not run its blocks one after the other, or changes the output layer's logits.
+            UnfitError: The blocks do not run in order, the output layer's logits are changed, or signals do not fit.
         """
         parameters = [self.named[name] for name in self.structure.outside]
+        # No graph below the last block's output: blocks are run again one at a time.
         with torch.no_grad(), self.structure.watched() as seen:
             values = sampled_logprobs(self.batch, rollouts, layout)
             last = seen.last()
+            # The basis depends on log-probabilities, so rows are known only after the forward pass.
             rows = rows_of(values.detach()).to(values)
             pulled = [_pulled(values, [last, *parameters], row) for row in rows]
         targets = torch.cat([r.ids[r.targets] for r in rollouts])
@@ -78,21 +80,19 @@ class Layered:
         ends.check(self.structure.head, values.detach(), self.batch.temperature)
         outside = [[gradients[1 + i] for gradients in pulled] for i in range(len(parameters))]
         signals = _stacked([gradients[0] for gradients in pulled], last)
-        self._refuse_more_than_fits(signals)
+        # Signals of all prompts, as many as this one's, at a block's output and at its input: half the memory at most.
+        needed = self.prompts * 2 * signals.numel() * signals.element_size()
+        if needed > memory_bytes(signals.device) // 2:
+            raise UnfitError(f"the signals of {self.prompts} prompts would take {needed / 2**30:.1f} GiB")
         self._drop(seen.calls)
         self.passes.append(Pass(layout, seen.calls, ends, signals, outside))
         advance()
-
-    def _refuse_more_than_fits(self, signals: Tensor) -> None:
-        """Raise where the signals of all prompts, as many as this one's, would not leave half of the memory free."""
-        needed = self.prompts * 2 * signals.numel() * signals.element_size()  # at a block's output and at its input
-        if needed > memory_bytes(signals.device) // 2:
-            raise UnfitError(f"the signals of {self.prompts} prompts would take {needed / 2**30:.1f} GiB")
 
     def _drop(self, calls: list[Call]) -> None:
         """Keep the inputs of some blocks only, where those of all prompts and blocks are many; others run again."""
         held = sum(call.hidden.numel() * call.hidden.element_size() for call in calls if call.hidden is not None)
         if self.prompts * held > INPUT_BYTES:
+            # √L kept inputs, √L blocks run again between two of them: the least memory for one more pass.
             kept = math.isqrt(len(calls))
             for index, call in enumerate(calls):
                 if index % kept:
@@ -110,10 +110,8 @@ class Layered:
         yield from vocabulary_gradients(self.structure, [prompt.ends for prompt in self.passes], self.batch.temperature)
 
     def _block(self, index: int) -> Gradients:
-        """Take all signals through a block; where its gradients do not fit together, once more for each part of them.
-
-        Each further part repeats this block alone: too little memory costs passes over a block, not over the model.
-        """
+        """Take all signals through a block, once for each part of its gradients that fits in memory."""
+        # Each further part repeats this block alone: too little memory costs passes over a block, not over the model.
         names = self.structure.inside[index]
         parameters, count = [self.named[name] for name in names], sum(len(prompt.signals) for prompt in self.passes)
         parts = stretches(parameters, max(count, 1))
@@ -135,6 +133,7 @@ class Layered:
         self, index: int, prompt: Pass, wanted: Sequence[tuple[Tensor, slice]], into: Sequence[Tensor]
     ) -> Tensor:
         """Write the gradients of one prompt's rows; return its signals at the block's input."""
+        # A new leaf: the graph spans one block and is freed with it.
         source = self._input(index, prompt).detach().requires_grad_()
         with many_signals(prompt.layout.ids.shape[1]):
             output = prompt.calls[index].again(self.structure.blocks[index], source)
@@ -142,6 +141,7 @@ class Layered:
         back = torch.empty_like(prompt.signals)
         size = sum(parameter.numel() * parameter.element_size() for parameter, _ in wanted)
         for rows in _some_at_once(prompt.signals, size):
+            # Written into memory that is there: stacking would hold everything twice.
             back[rows], *gradients = pull_back(output, inputs, prompt.signals[rows])
             for row, gradient, (_, span) in zip(into, gradients, wanted, strict=True):
                 row[rows] = gradient.flatten(1)[:, span]

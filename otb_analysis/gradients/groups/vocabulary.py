@@ -90,6 +90,7 @@ def _slices(entries: Tensor, weight: Tensor, ends: Sequence[Ends]) -> Iterator[T
 @torch.no_grad()
 def _normalise(head: nn.Linear, ends: Sequence[Ends], temperature: float) -> None:
     """Take the logits' normalisers in float64, as the slices take the logits: 1 − π_y must survive π_y → 1."""
+    # Slice by slice, since all logits in float64 would be [K, V] for every prompt.
     for end in ends:
         end.lse = end.targets.new_full((len(end.targets),), -torch.inf, dtype=torch.float64)
     for entries in _slices(torch.arange(len(head.weight), device=head.weight.device), head.weight, ends):
@@ -115,9 +116,11 @@ def _add_of_output(
         assert end.hidden is not None
         delta = -(_logits(head, end, entries) / temperature - end.lse[:, None]).exp()
         drawn = end.targets[:, None] == entries
+        # Float64 until here: 1 − π_y of a sure token is far below the rounding of float32.
         delta = ((delta + drawn) / temperature).to(gradients.dtype)
         hidden = end.hidden.to(gradients.dtype)
         for row in end.rows.to(gradients.dtype):
+            # Row after row: all rows at once would need [R, K, entries].
             gradients[start].addmm_((delta * row[:, None]).T, hidden)
             start += 1
 
@@ -129,5 +132,6 @@ def _add_of_input(gradients: Tensor, ends: Sequence[Ends], entries: Tensor) -> N
         at = torch.searchsorted(entries, end.ids).clamp(max=len(entries) - 1)  # entries increase
         here = entries[at] == end.ids
         rows = gradients[start : start + len(end.rows)]
+        # A token that is read more than once gets the sum of its signals.
         rows.index_add_(1, at[here], end.embedded[:, here].to(gradients.dtype))
         start += len(end.rows)

@@ -102,6 +102,7 @@ def run(layout: LlamaLayout, rollout: Rollout) -> Activations:
         before, normed = _norm(layer.before, x)
         attention = _attend(layer, normed, turns, layout.round_softmax)
         x = x + layer.output(attention.mixed)
+        # Behind the last attention only these positions matter; the widest layers run on K rows instead of T.
         if layer is layout.layers[-1]:
             x = x[at]
         after, normed = _norm(layer.after, x)
@@ -116,6 +117,7 @@ def without_inputs(acts: Activations) -> Activations:
     """The same pass without the inputs of linear layers, once what is needed of them has been made."""
 
     def stripped(kept: BlockPass) -> BlockPass:
+        # A clone, since an empty view would keep the whole input alive.
         none = kept.attention.inputs[:0].clone()
         feed = replace(kept.feed, inputs=none, act=none)
         return replace(kept, feed=feed, attention=replace(kept.attention, inputs=none))
@@ -139,10 +141,12 @@ def _attend(layer: Layer, x: Tensor, turns: Turns, round_softmax: bool) -> Atten
     if layer.query_norm is not None and layer.key_norm is not None:
         (query_pass, query), (key_pass, key) = _norm(layer.query_norm, query), _norm(layer.key_norm, key)
     groups = query.shape[1] // key.shape[1]
+    # Scaled here once, on [T, H, h], instead of on the [H, T, T] scores.
     query = rotate(query, turns).mul_(layer.scaling).transpose(0, 1).contiguous()
     key = rotate(key, turns).transpose(0, 1).repeat_interleave(groups, 0)
     value = value.transpose(0, 1).repeat_interleave(groups, 0)
     scores = torch.bmm(query, key.transpose(1, 2)).masked_fill_(_hidden(len(x), layer.window, x.device), -torch.inf)
+    # As eager attention rounds, so that log-probabilities match the model's own.
     weights = scores.softmax(-1, dtype=torch.float32 if round_softmax else None).to(x.dtype)
     mixed = torch.bmm(weights, value).transpose(0, 1).flatten(1)
     return Attention(x, query, key, value, weights, mixed, query_pass, key_pass, layer.scaling)

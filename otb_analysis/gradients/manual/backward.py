@@ -52,22 +52,19 @@ def feed_backward(layer: Layer, index: int, feed: FeedForward, signal: Tensor, t
 
 
 def attention_backward(
-    layer: Layer,
-    index: int,
-    kept: Attention,
-    turns: Turns,
-    signal: Tensor,
-    tools: tuple[Sink, Workspace],
+    layer: Layer, index: int, kept: Attention, turns: Turns, signal: Tensor, tools: tuple[Sink, Workspace]
 ) -> Tensor:
     """Signal at the output of attention [b, C, d] → at its input, for a prefix of b positions."""
     sink, work = tools
     b, count, width = signal.shape
     heads, size = len(kept.query), layer.head_dim
     sink.dense((index, "output"), (layer.output,), kept.mixed[:b], signal)
+    # Heads first, so that all later products are batched over heads without a copy.
     by_head = layer.output.weight.view(width, heads, size).transpose(0, 1)
     mixed = work.take("act", heads, b * count, size)
     torch.bmm(signal.view(1, b * count, width).expand(heads, -1, -1), by_head, out=mixed)
     layers = (layer.query, layer.key, layer.value)
+    # Side by side: the three signals then go through one factor and one product.
     both = work.take("qkv", b, count, sum(len(dense.weight) for dense in layers))
     parts = [p.unflatten(-1, (-1, size)) for p in both.split([len(dense.weight) for dense in layers], -1)]
     scores_backward(kept, mixed.view(heads, b, count, size), turns, parts, work)
@@ -83,9 +80,9 @@ def attention_backward(
 def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[Tensor], work: Workspace) -> None:
     """Signal at the heads' outputs δO [H, b, C, h] → at query, key and value before rotation, each [b, C, H', h].
 
-    δS = P ∘ (δO Vᵀ − δO·O) row by row, δQ = δS K, δK = δSᵀ Q, δV = Pᵀ δO. Queries go in slices, last one first, so that
-    a slice meets only the keys that it sees and its scores stay small.
+    δS = P ∘ (δO Vᵀ − δO·O) row by row, δQ = δS K, δK = δSᵀ Q, δV = Pᵀ δO.
     """
+    # Queries go in slices, so that a slice meets only the keys that it sees and its scores stay small.
     heads, b, count, size = mixed.shape
     outputs = kept.mixed[:b].view(b, heads, size).transpose(0, 1)
     # Σ_j P_ij (δO Vᵀ)_ij = δO_i·O_i: the row sums of the softmax's derivative, without a pass over the scores.
@@ -130,6 +127,7 @@ def norm_backward(norm: Norm, kept: NormPass, signal: Tensor, onto: Tensor, tool
     sink, work = tools
     product = torch.mul(signal, kept.unit[:, None], out=work.take("product", *signal.shape))
     sink.scale(norm, product)
+    # A product with w: an array w∘δ is never formed.
     mean = torch.mv(product.view(-1, product.shape[-1]), norm.weight).view(*signal.shape[:-1], 1) * kept.share[:, None]
     onto.addcmul_(signal, kept.gain[:, None]).addcmul_(mean, kept.unit[:, None], value=-1)
 
@@ -157,6 +155,7 @@ def through(signal: Tensor, layers: Sequence[Dense], work: Workspace) -> Tensor:
     out = work.take("input", n * count, layers[0].weight.shape[1])
     rows = signal.view(n * count, -1)
     start = 0
+    # One product after the other into the same memory: concatenated weights would be copies.
     for dense in layers:
         part = rows[:, start : start + len(dense.weight)]
         if start:
@@ -168,12 +167,7 @@ def through(signal: Tensor, layers: Sequence[Dense], work: Workspace) -> Tensor:
 
 
 def block_backward(
-    layer: Layer,
-    index: int,
-    kept: BlockPass,
-    turns: Turns,
-    stream: Tensor,
-    tools: tuple[Sink, Workspace],
+    layer: Layer, index: int, kept: BlockPass, turns: Turns, stream: Tensor, tools: tuple[Sink, Workspace]
 ) -> None:
     """Take the signals in the residual stream [b, C, d] through one block, in place."""
     whole = slice(len(stream))

@@ -8,6 +8,7 @@ from torch import Tensor
 from otb_analysis.gradients.batch.forward import policy_logits
 from otb_analysis.gradients.batch.inputs import Rollout
 from otb_analysis.gradients.exact.norm_accumulators import NormAccumulator, Workspace
+from otb_analysis.gradients.exact.passes import Mix
 from otb_analysis.gradients.manual.activations import run, without_inputs
 from otb_analysis.gradients.manual.backward import (
     block_backward,
@@ -19,14 +20,6 @@ from otb_analysis.gradients.manual.backward import (
 )
 from otb_analysis.gradients.manual.llama_layout import LlamaLayout
 from otb_analysis.gradients.manual.sinks import Above, Below, factors
-
-
-@dataclass(frozen=True)
-class Mix:
-    """C weighted scores Σ_k weights[c, k] s_k of the sampled tokens `span`; weights None for the tokens' own scores."""
-
-    weights: Tensor | None
-    span: slice
 
 
 @dataclass(frozen=True)
@@ -65,6 +58,7 @@ class ManualBackward:
         # read as input. The others are in `shared`: (right [K, U], left [K, d]) for the U distinct tokens read.
         self.outer = above.outer
         self.shared = self._separate_tied() if layout.tied else None
+        # Made once for all blocks of tokens. Afterwards the inputs themselves are no longer needed.
         self.factors = factors(layout, self.acts)
         self.acts = without_inputs(self.acts)
 
@@ -83,6 +77,7 @@ class ManualBackward:
         above.dense((-1, "output"), (layer.output,), kept.mixed[at], self.token_signals[:, None])
         heads = len(kept.query)
         mixed = (self.token_signals @ layer.output.weight).unflatten(-1, (heads, -1)).transpose(0, 1).contiguous()
+        # Each sampled token has one query, so this is the softmax's derivative at K rows instead of T.
         outputs = kept.mixed[at].unflatten(-1, (heads, -1)).transpose(0, 1)
         weights = kept.weights[:, at]
         scores = (
@@ -121,9 +116,7 @@ class ManualBackward:
         """Signals in the residual stream below the last attention [b, C, d]."""
         layer, kept = self.layout.layers[-1], self.acts.blocks[-1]
         at, size = self.rollout.targets[mix.span] - 1, layer.head_dim
-        weights = (
-            torch.eye(len(at)).to(self.token_signals) if mix.weights is None else mix.weights.to(self.token_signals)
-        )
+        weights = mix.matrix(self.token_signals)
         count, heads = len(weights), len(self.last.query)
         groups = heads * size // len(layer.key.weight)
 
@@ -131,6 +124,7 @@ class ManualBackward:
             """Σ_k rows[h, k, j] weights[c, k] source[h, k, :], summed over shared keys [b, C, H', h]."""
             mixed = weights.T[None, :, :, None] * source[:, mix.span, None]
             rows = rows[:, mix.span, :b].transpose(1, 2)
+            # A key that several heads share collects from all of them.
             summed = torch.bmm(rows, mixed.flatten(2)).view(-1, groups, b, count, size).sum(1)
             return summed.permute(1, 2, 0, 3)
 
@@ -144,6 +138,7 @@ class ManualBackward:
         tools[0].dense(place, (layer.key, layer.value), kept.attention.inputs[:b], both)
         signal = through(both, (layer.key, layer.value), self.work)
         stream = self.work.take("stream", b, count, self.token_signals.shape[-1]).zero_()
+        # A query signals at its own position only; keys and values above have reached the whole prefix.
         signal.index_add_(0, at, self._placed(mix, self.last.at_input))
         stream.index_add_(0, at, self._placed(mix, self.token_signals))
         norm_backward(layer.before, kept.before.at(slice(b)), signal, stream, tools)
@@ -151,10 +146,7 @@ class ManualBackward:
 
     def _placed(self, mix: Mix, rows: Tensor) -> Tensor:
         """Each token's own row [K, d] times its weight in each mix [|span|, C, d]."""
-        rows = rows[mix.span]
-        if mix.weights is None:
-            return torch.diag_embed(rows.T).permute(1, 2, 0)
-        return mix.weights.to(rows).T[:, :, None] * rows[:, None]
+        return mix.matrix(rows).T[:, :, None] * rows[mix.span][:, None]
 
     def _embedding(self, mix: Mix, stream: Tensor, sink: Below, accumulator: NormAccumulator) -> None:
         """One row for each distinct token of the rollout, shared by all its prefixes and by a tied output layer."""
@@ -162,6 +154,7 @@ class ManualBackward:
         group = ((str(self.layout.embedding_name), width),)
         rows = accumulator.take(group, len(self.tokens), count).zero_()
         if self.layout.ignored is not None:
+            # The padding token's row takes no gradient, also where a text holds that token.
             stream.masked_fill_((self.rollout.ids[:b] == self.layout.ignored)[:, None, None], 0)
         rows.index_add_(0, self.index[:b], stream)
         if self.shared is not None:

@@ -28,6 +28,7 @@ def factor(inputs: Tensor) -> Factor:
     """Factor of a layer's inputs [T, d]."""
     if len(inputs) > 2 * inputs.shape[1]:
         return Factor(inputs.T.contiguous(), False)
+    # ‖Aᵀδ‖ = ‖Rδ‖ since Q has orthonormal columns; R of a prefix is the leading square of R.
     return Factor(torch.linalg.qr(inputs.T, mode="r").R, True)
 
 
@@ -35,18 +36,16 @@ def factors(layout: LlamaLayout, acts: Activations) -> dict[Place, Factor]:
     """Factors of all inputs that a weight in scope below the cut reads."""
     made: dict[Place, Factor] = {}
     for index, (layer, kept) in enumerate(zip(layout.layers, acts.blocks, strict=True)):
-        attention, feed, last = kept.attention, kept.feed, index == len(layout.layers) - 1
-        # Of the last block only key and value lie below the cut.
+        attention, feed = kept.attention, kept.feed
+        # Of the last block only key and value lie below the cut: its other signals stay at their own positions.
         reads: list[tuple[str, Tensor, tuple[Dense, ...]]] = [
-            (
-                "attention",
-                attention.inputs,
-                (layer.key, layer.value) if last else (layer.query, layer.key, layer.value),
-            ),
-            ("output", attention.mixed, () if last else (layer.output,)),
-            ("feed", feed.inputs, () if last else (layer.gate, layer.up)),
-            ("down", feed.act, () if last else (layer.down,)),
+            ("attention", attention.inputs, (layer.query, layer.key, layer.value)),
+            ("output", attention.mixed, (layer.output,)),
+            ("feed", feed.inputs, (layer.gate, layer.up)),
+            ("down", feed.act, (layer.down,)),
         ]
+        if layer is layout.layers[-1]:
+            reads = [("attention", attention.inputs, (layer.key, layer.value))]
         for name, inputs, layers in reads:
             if any(dense.weight_name for dense in layers):
                 made[index, name] = factor(inputs)

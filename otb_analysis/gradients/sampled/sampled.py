@@ -38,9 +38,7 @@ def sampled_score_norms(
     tenth of them uniformly; Σ_drawn w/π estimates Σ w without bias (`statistics.horvitz_thompson`).
 
     Scores are gradients of the log-probability over the parameters in `scope`: no sign change, no 1/N, no advantage
-    factor. With `tokens` at or above the number of sampled tokens this is `token_score_norms`, all probabilities 1. The
-    energies of trained models are heavy-tailed, so a uniform sample needs many times as many tokens as one drawn in
-    proportion to the norm above the last attention, which costs one forward and one backward pass over the batch.
+    factor. With `tokens` at or above the number of sampled tokens this is `token_score_norms`, all probabilities 1.
     `norm_sq` [N, L] is exact where drawn, NaN at the other tokens of the mask and zero outside it; `inclusion_prob` and
     `size` [N, L] are zero outside the mask. Arguments that are not listed are those of `token_score_norms`.
 
@@ -67,6 +65,7 @@ def sampled_score_norms(
     prob[batch.mask] = inclusion_probabilities(size[batch.mask], tokens) if batch.mask.any() else 0.0
     drawn = np.zeros(batch.shape, bool)
     drawn[batch.mask] = systematic_sample(prob[batch.mask], seed)
+    # Whole rollouts with fewer tokens marked: a score needs all of its context.
     measured, name = _measured(restricted(batch, drawn), engine)
     norm_sq = np.where(drawn, measured, np.where(batch.mask, np.nan, 0.0))
     return SampledNorms(norm_sq, prob, size, name)

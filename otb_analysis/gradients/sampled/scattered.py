@@ -1,10 +1,8 @@
 """Exact norms of single tokens scattered over a batch: a copy of the rollout for each, many copies in one pass.
 
-The generic engine shares one graph among most tokens of a rollout. For a few tokens of each rollout it is cheaper to
-cut a copy of the rollout behind each of them and to run ordinary batches of such copies: the signals in a row that
-holds one sampled token are that token's alone, and per-row norms follow from the layers' inputs and signals without a
-weight gradient. The share of the layers above the last attention is cheaper still: no two tokens mix there, so one
-ordinary backward pass gives it for every token of the batch.
+The signals in a row that holds one sampled token are that token's alone, and norms by row follow from the layers'
+inputs and signals without a weight gradient. For a few tokens of each rollout that is cheaper than the generic engine.
+Above the last attention no two tokens mix, so one ordinary backward pass gives that share for every token of the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,11 +51,9 @@ def norms_above_cut(batch: ScoreBatch, plan: Plan) -> Float:
 
 
 def token_norms(batch: ScoreBatch, plan: Plan) -> Float:
-    """Exact squared norm of the score of every token in the mask [N, L], zero elsewhere.
-
-    As `generic.token_score_norms`, which is the faster one where a rollout has many sampled tokens.
-    """
+    """Exact squared norm of the score of every token in the mask [N, L], zero elsewhere."""
     result = np.zeros(batch.shape)
+    # Each copy ends at its token: what comes after has no part in its score.
     copies = [one for rollout in batch.rollouts for one in rollout.blocks(1)]
     count_to(len(copies), "token")
     for micro in microbatches(copies):
@@ -81,6 +77,7 @@ class _Pass:
         self.places = np.repeat([r.row for r in rollouts], counts), np.concatenate([r.columns for r in rollouts])
         self.names = list(dict.fromkeys(u.module for u in uses))
         outputs = [self.trace.outputs[name] for name in self.names]
+        # Rows do not mix, so the signals of the sum are those of each row's own tokens.
         self.signals = torch.autograd.grad(self.trace.logprob.sum(), outputs)
 
     def layers(self) -> Iterator[Layer]:
@@ -115,11 +112,7 @@ def _traced(batch: ScoreBatch, uses: Sequence[ParameterUse], rollouts: tuple[Rol
 
 
 def _row_by_row(name: str, rows: int, trace: Trace) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    """A hook that remembers a layer's input and output, with one row per rollout.
-
-    A layer that runs once for all rows, as a table of positions does, is spread over them, so that each row's signal
-    stays its own.
-    """
+    """A hook that remembers a layer's input and output, with one row per rollout."""
 
     def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         inputs = args[0]
@@ -128,6 +121,8 @@ def _row_by_row(name: str, rows: int, trace: Trace) -> Callable[[nn.Module, tupl
                 f"layer {name} works on shape {tuple(inputs.shape)} where {rows} rollouts were expected; "
                 'pass engine="reference".'
             )
+        # A layer that runs once for all rows, such as a table of positions, is spread over them: through the shared
+        # output the signals of all rows would add up.
         if inputs.shape[0] < rows:
             inputs, output = (x.expand(rows, *x.shape[1:]) for x in (inputs, output))
         trace.inputs[name], trace.outputs[name] = inputs, output
@@ -161,12 +156,10 @@ def _below(layer: Layer) -> Tensor:
     if use.rule in (BIAS, SCALE, HEADED_SCALE):  # their outer product sums over all axes between the first and the last
         left, right = use.rule.outer(module, inputs, signal)
         return norm_sq(left) * norm_sq(right)
-    if use.rule is EMBEDDING:  # signals of positions that read the same token add up
-        same = inputs[:, :, None] == inputs[:, None, :]
-        scaled = wide(signal) * row_factors(module, inputs)[..., None]
-        return ((scaled @ scaled.mT).double() * same).flatten(1).sum(1).clamp(min=0.0)
-    rows = zip(inputs.split(1), signal.split(1), strict=True)
-    return torch.cat([norm_sq(use.rule.coordinates(use.rule.prepare(module, a), s)) for a, s in rows])
+    # An embedding: signals of positions that read the same token add up before they are squared.
+    same = inputs[:, :, None] == inputs[:, None, :]
+    scaled = wide(signal) * row_factors(module, inputs)[..., None]
+    return ((scaled @ scaled.mT).double() * same).flatten(1).sum(1).clamp(min=0.0)
 
 
 def _matrix(inputs: Tensor, signal: Tensor) -> Tensor:

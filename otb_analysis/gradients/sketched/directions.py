@@ -58,6 +58,7 @@ class Directions:
         return np.random.default_rng(self._key(name))
 
     def _key(self, name: str) -> int:
+        # Python's own `hash` of a string differs from process to process.
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 

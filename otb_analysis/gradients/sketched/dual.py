@@ -66,6 +66,7 @@ class Dual(torch.Tensor):
         if rule is None:
             name = getattr(func, "__qualname__", getattr(func, "__name__", str(func)))
             raise UnfitError(f'the operation {name} has no rule for many directions at once; pass method="gaussian".')
+        # Inside a rule every operation is a plain one, else each would look for a rule again.
         with torch._C.DisableTorchFunctionSubclass():
             return rule(func, *args, **(kwargs or {}))
 
@@ -80,6 +81,7 @@ def dual(primal: Tensor, tangent: Tensor, rate: Tensor | None = None) -> Dual:
             f"an activation of shape {tuple(primal.shape)} does not keep its text on the first axis; "
             'pass method="gaussian".'
         )
+    # A view in another class: the activation is not copied.
     made = primal.as_subclass(Dual)
     made._moved, made._rate = tangent, rate
     return made
@@ -122,6 +124,7 @@ def _item(func: Any, x: Dual, index: Any) -> Dual:
 def _shaped(func: Any, x: Dual, *shape: Any) -> Dual:
     """View, reshape and expand name the length of the first axis: k times as long for the tangents."""
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    # A first size of −1 is left to PyTorch.
     many = (len(x.tangent) * sizes[0] // len(x), *sizes[1:]) if sizes[0] > 0 else sizes
     return dual(func(primal_of(x), *sizes), func(x.tangent, *many))
 
@@ -151,6 +154,7 @@ def _bilinear(func: Any, x: Any, y: Any) -> Dual:
     a, b, fixed_x, fixed_y = tangent_of(x), tangent_of(y), primal_of(x), primal_of(y)
     left = None if a is None else func(a, fixed_y)
     right = None if b is None else func(fixed_x, b)
+    # In place: `left` was made here, and nothing else holds it.
     moved = left if right is None else right if left is None else left.add_(right)
     assert moved is not None
     return dual(once(lambda: func(fixed_x, fixed_y)), moved)
@@ -160,6 +164,7 @@ def _product(_func: Any, x: Any, y: Any) -> Dual:
     if isinstance(x, Dual) and isinstance(y, Dual):
         a, b = primal_of(x), primal_of(y)
         rate = once(lambda: b if x._rate is None else x._rate * b)
+        # Gate · up: the slope put off by the activation is folded in here, so that its tangents are read once.
         moved = (x._moved * rate).addcmul_(a, y.tangent)
         return dual(once(lambda: a * b), moved)
     return _bilinear(torch.mul, x, y)

@@ -66,6 +66,7 @@ def _paired(query: Moving, key: Moving, k: int) -> tuple[Tensor, Tensor]:
 def _through_scores(moved: Tensor, pair: tuple[Tensor, Tensor], value: Tensor, weights: Weights) -> None:
     """Write the part of the tangents that moves the weights; a column of ones gives rowsum(P∘Ṡ) with the product."""
     left, right = pair
+    # A row sum as one more column of the product: no second pass over [k, H, b, keys].
     ones = value.new_ones(*value.shape[:-1], 1)
     summed = torch.cat([value, ones], -1).expand(len(moved), *value.shape[1:-1], -1).contiguous()
     start = 0

@@ -21,6 +21,7 @@ def count_sketch(values: Tensor, start: int, dim: int, seed: int = 0) -> Tensor:
     """
     check_dim(dim)
     flat = values.detach().flatten()
+    # Float64: millions of entries fall into few buckets and mostly cancel.
     signed = torch.zeros(2 * dim, dtype=torch.float64, device=flat.device)
     for first in range(0, len(flat), CHUNK):
         piece = flat[first : first + CHUNK].double()

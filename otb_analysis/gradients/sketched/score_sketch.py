@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -46,9 +46,9 @@ class Projected:
     sketched: Float  # b·D_k [T, K]
     exact: Float | float = 0.0  # ‖a‖² of single tokens [T], or 0
     exact_path: Float | float = 0.0  # ‖Σ_{j≤t} a_j‖² [T], or 0
-    # Of directions for ⟨a, b⟩, the known factors α_k [T, k]; none where a and b share no parameter
-    known: Float | None = None
-    projected: Float | None = None  # Of these directions, b·D_k [T, k]
+    # Of directions for ⟨a, b⟩, the known factors α_k and b·D_k [T, k]; zeros where a and b share no parameter
+    known: Float = field(default_factory=lambda: np.zeros((1, 1)))
+    projected: Float = field(default_factory=lambda: np.zeros((1, 1)))
     unseen: float = 0.0  # Share of a's span that they leave out
 
     @property
@@ -72,8 +72,6 @@ class Projected:
 
     def _products(self, summed: Callable[[Float, int], Float] = lambda values, _axis: values) -> Float:
         """2 α_k b·D_k [T, k], of single tokens or of sums over tokens."""
-        if self.known is None or self.projected is None:
-            return np.zeros((len(self.sketched), 1))
         return 2 * summed(self.known, 0) * summed(self.projected, 0)
 
 
@@ -131,7 +129,9 @@ def sketch_score_norms(
     _check_request(directions, method, engine, features)
     batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     drawn = Directions(batch, directions, seed)
-    _check_memory(drawn)
+    parameters = batch.scope.parameters
+    each = 4 * sum(sum(p.shape) for p in parameters) + 8 * math.prod(batch.shape)  # signs, and projections
+    refuse_more_than_fit("directions", directions, each, parameters[0].device)
     ran, parts = _projections(drawn, method, engine)
     norm_sq, stderr, paths, logprob = (np.zeros(batch.shape) for _ in range(4))
     kept = np.zeros((*batch.shape, directions), dtype=np.float32) if features else None
@@ -166,6 +166,7 @@ def _hybrid(directions: Directions) -> Iterator[Projected]:
         measured = single.cpu().numpy(), running.cpu().numpy()
         kept = max(2, directions.count // TIED_SHARE) if decomposed.shared else 0
         along = aligned(decomposed.shared, single, kept, directions.stream("tied")) if decomposed.shared else None
+        # Two at least of each kind, else there is no standard error.
         count = max(2, directions.count - kept)
         sketched = below(decomposed, hybrid_moves(decomposed, directions, count, along)).cpu().numpy()
         projected = Projected(decomposed.rollout, _logprob(decomposed), sketched[:, :count], *measured)
@@ -224,10 +225,3 @@ def _check_request(directions: int, method: str, engine: str, features: bool) ->
         )
     if method == "hybrid" and engine == "reference":
         raise InputError('engine "reference" projects whole scores, which "hybrid" avoids; pass method="rank_one".')
-
-
-def _check_memory(directions: Directions) -> None:
-    """Refuse more directions than memory holds signs and projections of."""
-    parameters = directions.batch.scope.parameters
-    each = 4 * sum(sum(p.shape) for p in parameters) + 8 * math.prod(directions.batch.shape)
-    refuse_more_than_fit("directions", directions.count, each, parameters[0].device)

@@ -60,8 +60,10 @@ class Shards:
         every = [p for p in batch.model.parameters() if p.requires_grad]
         before = [p.grad for p in every]
         for m in np.flatnonzero(weights.any(-1)):
+            # `.grad` accumulates: what lay there would be taken for part of this row.
             for p in every:
                 p.grad = None
+            # Anew for every row: the sharding frees its gathered weights after one backward pass.
             values = sampled_logprobs(batch, rollouts)
             try:
                 values.backward(torch.from_numpy(weights[m]).to(values))
@@ -75,6 +77,7 @@ class Shards:
         """Raise where batches differ between processes: the sharding averages their gradients."""
         ids = np.concatenate([r.ids.cpu().numpy() for r in batch.rollouts]) if batch.rollouts else np.zeros(0)
         digest = sha256(b"".join(x.tobytes() for x in (ids, batch.mask, weights))).digest()
+        # Digests instead of the data: equal minimum and maximum say that all processes have the same.
         low = torch.tensor(list(digest[:16]), dtype=torch.int32, device=batch.scope.parameters[0].device)
         high = low.clone()
         for group in self.mesh.get_all_groups():

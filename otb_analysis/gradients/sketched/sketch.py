@@ -49,15 +49,12 @@ def gradient_sketch(
     model's parameters. Gradients are of the log-probability, summed: no 1/N, no advantage factor beyond `weights`.
 
     ⟨sketch(a), sketch(b)⟩ estimates ⟨a, b⟩ without bias over seeds, with standard deviation at most
-    √((‖a‖²‖b‖² + ⟨a,b⟩²)/dim): .4 % of ‖a‖‖b‖ for orthogonal, .55 % for equal vectors at 65,536. One seed serves all
-    clusters and steps, so compare only sketches of the same seed, dim and model; sketches over disjoint scopes or
-    shards add up. Costs one forward pass per cluster (per `microbatches` of it) and one ordinary backward pass per
-    (cluster, row) that is not all zero: no hooks, any attention kernel, frozen parameters and adapters as they are.
+    √((‖a‖²‖b‖² + ⟨a,b⟩²)/dim): .4 % of ‖a‖‖b‖ for orthogonal, .55 % for equal vectors at 65,536. Compare only sketches
+    of the same seed, dim and model; those over disjoint scopes or shards add up. Costs one forward pass per cluster and
+    one ordinary backward pass per (cluster, row) that is not all zero: no hooks, any attention kernel.
 
-    A model cut up by `fully_shard` takes the same batch on every process: each sketches its own shards, the sketches
-    are summed over the processes, and all return that of the whole gradient; its forward pass is run anew for every
-    row. Inside `DistributedDataParallel` the wrapped model is measured on this process's batch: sketches of disjoint
-    rollouts add up, as gradients do.
+    A model cut up by `fully_shard` takes the same batch on every process; all return the sketch of the whole gradient.
+    Inside `DistributedDataParallel` the wrapped model is measured on this process's batch.
 
     Sketches are [C, M, dim], float32, accumulated in float64. `weights` is [N, M, L]; `cluster` holds the rollout index
     or prompt of each rollout [N], any integers; axis c is ordered by the distinct values. The other arguments are those
@@ -105,6 +102,7 @@ def _gradients(
     values = sampled_logprobs(batch, rollouts)
     for m in active:
         row = torch.from_numpy(weights[m]).to(values)
+        # The last row frees the graph: what is kept until then is a whole forward pass.
         kept = m != active[-1]
         yield m, torch.autograd.grad(values, batch.scope.parameters, row, retain_graph=kept, allow_unused=True)
 
@@ -116,6 +114,7 @@ def _sketcher(
     whole = [(start, p.numel()) for start, p in zip(_starts(batch), batch.scope.parameters, strict=True)]
     spans = whole if shards is None else shards.spans(batch.scope.parameters, _starts(batch))
     kept: dict[int, Buckets] = {}
+    # Hashing takes three times as long as summing, so buckets are kept where there is room.
     keep = sum(length for _, length in spans) <= KEPT
 
     def add(into: Tensor, gradient: Sequence[Tensor | None]) -> None:

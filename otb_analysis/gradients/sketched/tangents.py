@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,26 +19,28 @@ from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.exact.generic import plan_for
 from otb_analysis.gradients.exact.hooks import ReachedCut, own_rows
 from otb_analysis.gradients.exact.layers import EMBEDDING, SCALES, UnfitError
-from otb_analysis.gradients.exact.norm_accumulators import outer_gram
-from otb_analysis.gradients.exact.parameter_tangents import (
+from otb_analysis.gradients.exact.norm_accumulators import outer_norms
+from otb_analysis.gradients.exact.passes import DecomposedRollout
+from otb_analysis.gradients.exact.plan import ParameterUse, Plan
+from otb_analysis.gradients.exact.reference import token_alignments
+from otb_analysis.gradients.exact.verdicts import Verdicts, is_coarse, probe
+from otb_analysis.gradients.sketched.directions import Directions
+from otb_analysis.gradients.sketched.dual import Tape, dual, primal_of, tangent_of
+from otb_analysis.gradients.sketched.parameter_tangents import (
     TANGENT_RULES,
     Norm,
     Signs,
     embedding_tangent,
+    norm_of,
     rms_tangent,
     sides,
 )
-from otb_analysis.gradients.exact.passes import DecomposedRollout
-from otb_analysis.gradients.exact.plan import ParameterUse, Plan, probe
-from otb_analysis.gradients.exact.reference import token_alignments
-from otb_analysis.gradients.sketched.directions import Directions
-from otb_analysis.gradients.sketched.dual import Tape, dual, primal_of, tangent_of
 from otb_analysis.gradients.sketched.tied import Aligned
 
 ROWS = 2048
 """Positions times directions of one pass: enough for efficient matrix products, few enough for memory."""
 
-_CHECKED: WeakKeyDictionary[nn.Module, list[Plan]] = WeakKeyDictionary()
+_CHECKED = Verdicts[None]()
 
 
 def above(decomposed: DecomposedRollout, directions: Directions) -> Tensor:
@@ -56,13 +57,9 @@ def above(decomposed: DecomposedRollout, directions: Directions) -> Tensor:
 
 
 def exact_above(decomposed: DecomposedRollout) -> tuple[Tensor, Tensor]:
-    """Exact ‖Σ a_j‖² of single tokens [K] and of running sums [K], a_j the gradient of the layers above the cut."""
-    single, path = decomposed.zeros(), decomposed.zeros()
-    for left, right in (*decomposed.outer.values(), *decomposed.shared.values()):
-        gram = outer_gram(left, right)
-        single += gram.diagonal()
-        path += gram.cumsum(0).cumsum(1).diagonal()
-    return single, path
+    """Exact ‖a_t‖² of single tokens [K] and of running sums [K], a_t the gradient of the layers above the cut."""
+    pairs = *decomposed.outer.values(), *decomposed.shared.values()
+    return outer_norms(pairs, decomposed.token_signals, True)
 
 
 Moves = tuple[int, Signs, dict[str, Tensor]]
@@ -116,11 +113,15 @@ def below(decomposed: DecomposedRollout, moves: DirectionBatch) -> Tensor:
     total = decomposed.zeros(moves.count)
     if decomposed.plan.cut is None:
         return total
+    modules = dict(decomposed.batch.model.named_modules())
+    scaled = dict.fromkeys(u.module for u in decomposed.plan.below if u.rule in SCALES)
+    norms = {name: norm_of(modules[name], decomposed.trace.inputs[name].detach()) for name in scaled}
+    # The tape holds the activations of the first pass, so later directions cost their tangents only.
     passes, tape = -(-moves.count // max(1, ROWS // decomposed.rollout.length)), Tape()
     size = -(-moves.count // passes)
     for start in range(0, moves.count, size):
         some = slice(start, min(start + size, moves.count))
-        with tape.playing(), _moving(decomposed, moves.some(some)):
+        with tape.playing(), _moving(decomposed, moves.some(some), norms):
             moved = _at_cut(decomposed)
         if moved is not None:
             # What a direction does to the cut meets each token's own signal there: the product is s_t·D_k.
@@ -132,10 +133,8 @@ def below(decomposed: DecomposedRollout, moves: DirectionBatch) -> Tensor:
 def checked_plan(batch: ScoreBatch) -> Plan:
     """Plan of a model and scope whose tangents agree on a probe with the reference engine; raises if they do not."""
     plan = plan_for(batch)
-    known = _CHECKED.setdefault(batch.model, [])
-    if batch.rollouts and not any(plan is p for p in known):
-        _check(batch, plan)
-        known.append(plan)
+    if batch.rollouts:
+        _CHECKED.get(batch, lambda: _check(batch, plan))
     return plan
 
 
@@ -147,8 +146,7 @@ def _check(batch: ScoreBatch, plan: Plan) -> None:
     one = replace(batch, rollouts=(rollout,), shape=(1, len(rollout.ids)))
     slopes = [token_alignments(one, directions.rank_one(k))[0, rollout.columns] for k in (0, 1)]
     expected = torch.from_numpy(np.stack(slopes, 1))
-    coarse = batch.scope.parameters[0].dtype.itemsize < 4
-    if float((got - expected).norm()) > (0.2 if coarse else 1e-3) * float(expected.norm()):
+    if float((got - expected).norm()) > (0.2 if is_coarse(batch) else 1e-3) * float(expected.norm()):
         raise UnfitError(
             f"scores along a direction are {got[:, 0].tolist()} on a probe where the reference gives "
             f'{expected[:, 0].tolist()}; pass method="gaussian".'
@@ -170,14 +168,14 @@ def _at_cut(decomposed: DecomposedRollout) -> Tensor | None:
 
 
 @contextmanager
-def _moving(decomposed: DecomposedRollout, moves: Moves) -> Iterator[None]:
+def _moving(decomposed: DecomposedRollout, moves: Moves, norms: Mapping[str, Norm]) -> Iterator[None]:
     """Let the directions act on the layers below the cut, and stop at the cut."""
     modules = dict(decomposed.batch.model.named_modules())
     with ExitStack() as handles:
         handles.enter_context(modules[str(decomposed.plan.cut)].register_forward_pre_hook(_stop))
         for name in dict.fromkeys(u.module for u in decomposed.plan.below):
             uses = [u for u in decomposed.plan.below if u.module == name and u.parameter in {*moves[1], *moves[2]}]
-            norm = decomposed.norms.get(name)
+            norm = norms.get(name)
             if uses or norm is not None:
                 acting = _Acting(uses, moves, norm)
                 handles.enter_context(modules[name].register_forward_pre_hook(acting.before))
@@ -201,6 +199,7 @@ class _Acting:
         """Keep the tangents of an RMSNorm's input, for which there is a short formula."""
         if self.norm is None or self.norm.gain is None:
             return None
+        # The formula takes one pass over the tangents; the model's own operations would take one each.
         self.arriving = tangent_of(args[0])
         return (primal_of(args[0]), *args[1:])
 
@@ -210,6 +209,7 @@ class _Acting:
             total = rms_tangent(self.norm, self.arriving)
         for use in self.uses:
             if use.parameter in self.rows:
+                # Nothing moves below an embedding, so its tangent is set, not added.
                 total = embedding_tangent(module, args[0], self.rows[use.parameter], primal)
                 continue
             if total is None:

@@ -42,8 +42,10 @@ def aligned(
     """
     scale = norm_sq.clamp_min(torch.finfo(norm_sq.dtype).tiny).rsqrt()
     parts = {name: (right.double(), left.double()) for name, (right, left) in shared.items()}
+    # Inner products of outer products, so the large A_t are never formed.
     gram = torch.stack([(right @ right.T) * (left @ left.T) for right, left in parts.values()]).sum(0)
     values, vectors = torch.linalg.eigh(gram * scale[:, None] * scale)
+    # A dimension of no length must not count: the others are scaled by negative powers of theirs.
     kept = values > NEGLIGIBLE * values[-1].clamp_min(0)
     values, vectors = values[kept], vectors[:, kept]
     dimension = len(values)

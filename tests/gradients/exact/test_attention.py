@@ -44,7 +44,7 @@ def test_signals_are_those_of_the_plain_kernel(monkeypatch, options, tile_bytes)
     monkeypatch.setattr(attention, "TILED_FROM", 0)
     monkeypatch.setattr(attention, "TILE_BYTES", tile_bytes)
     leaves = inputs()
-    output, got = signals_of(attention.TiledAttention(), leaves, **options)
+    output, got = signals_of(attention.many_signals(attention.TILED_FROM), leaves, **options)
     plain, expected = signals_of(sdpa_kernel(SDPBackend.MATH), leaves, **options)
     assert "_Attention" in type(output.grad_fn).__name__ and "_Attention" not in type(plain.grad_fn).__name__
     torch.testing.assert_close(output, plain)
@@ -62,7 +62,7 @@ def test_rollouts_have_each_their_own_mask(monkeypatch, mask, tile_bytes):
     monkeypatch.setattr(attention, "TILED_FROM", 0)
     monkeypatch.setattr(attention, "TILE_BYTES", tile_bytes)
     leaves = inputs(rollouts=2)
-    output, got = signals_of(attention.TiledAttention(), leaves, attn_mask=mask)
+    output, got = signals_of(attention.many_signals(attention.TILED_FROM), leaves, attn_mask=mask)
     plain, expected = signals_of(sdpa_kernel(SDPBackend.MATH), leaves, attn_mask=mask)
     assert "_Attention" in type(output.grad_fn).__name__
     torch.testing.assert_close(output, plain)
@@ -73,7 +73,7 @@ def test_rollouts_have_each_their_own_mask(monkeypatch, mask, tile_bytes):
 def test_one_signal_without_vmap_is_the_same(monkeypatch):
     monkeypatch.setattr(attention, "TILED_FROM", 0)
     leaves = inputs(groups=4)
-    with attention.TiledAttention():
+    with attention.many_signals(attention.TILED_FROM):
         got = torch.autograd.grad(scaled_dot_product_attention(*leaves, is_causal=True).square().sum(), leaves)
     plain = torch.autograd.grad(scaled_dot_product_attention(*leaves, is_causal=True).square().sum(), leaves)
     for a, b in zip(got, plain, strict=True):
@@ -82,11 +82,11 @@ def test_one_signal_without_vmap_is_the_same(monkeypatch):
 
 def test_calls_it_does_not_follow_run_in_the_plain_kernel(monkeypatch):
     short = inputs()
-    output, _ = signals_of(attention.TiledAttention(), short, is_causal=True)
+    output, _ = signals_of(attention.many_signals(attention.TILED_FROM), short, is_causal=True)
     assert "_Attention" not in type(output.grad_fn).__name__
     monkeypatch.setattr(attention, "TILED_FROM", 0)
     bias = torch.zeros(N, N, dtype=torch.float64, requires_grad=True)
-    with attention.TiledAttention():
+    with attention.many_signals(attention.TILED_FROM):
         output = scaled_dot_product_attention(*short, attn_mask=bias, enable_gqa=True)
     assert pull_back(output, [bias], torch.ones(1, *output.shape, dtype=torch.float64))[0].any()
 
@@ -96,7 +96,7 @@ def test_half_precision_keeps_its_dtype_and_accumulates_in_float32(monkeypatch, 
     monkeypatch.setattr(attention, "TILED_FROM", 0)
     leaves = inputs(groups=groups, dtype=torch.bfloat16)
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    _, got = signals_of(attention.TiledAttention(), leaves, is_causal=True)
+    _, got = signals_of(attention.many_signals(attention.TILED_FROM), leaves, is_causal=True)
     _, expected = signals_of(sdpa_kernel(SDPBackend.MATH), wide, is_causal=True)
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == torch.bfloat16 and (a - b).norm() < 0.02 * b.norm()

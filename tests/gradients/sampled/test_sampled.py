@@ -1,7 +1,5 @@
 """Tokens drawn with known probabilities: the norms are exact, the probabilities right, the totals unbiased."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -67,16 +65,6 @@ def test_embedding_rows_of_padding_tokens_are_not_trained(make_model, make_sampl
     exact = token_score_norms(model, *batch.args, batch.attention_mask, engine="reference").norm_sq
     found = sampled_score_norms(model, *batch.args, batch.attention_mask, tokens=ALL, engine="scattered").norm_sq
     np.testing.assert_allclose(found, exact, rtol=2e-5)
-
-
-def test_a_rule_without_a_row_form_goes_rollout_by_rollout(make_model, prepared):
-    scored = prepared(make_model("gpt2", tied=False))
-    plan = generic.plan_for(scored)
-    # The same rules under another identity: nothing in `scattered` knows them.
-    below = tuple(replace(u, rule=replace(u.rule, prepare=lambda m, x, p=u.rule.prepare: p(m, x))) for u in plan.below)
-    np.testing.assert_allclose(
-        scattered.token_norms(scored, replace(plan, below=below)), scattered.token_norms(scored, plan), rtol=1e-6
-    )
 
 
 def test_norm_above_the_cut_is_that_of_the_layers_there(make_model, prepared):

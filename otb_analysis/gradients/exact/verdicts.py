@@ -1,0 +1,138 @@
+"""What is tried out on a model at its first use: a probe, compared with plain backward passes, and the verdict kept."""
+
+import logging
+from collections.abc import Callable
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from otb_analysis.errors import NonFiniteError
+from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.exact.gram import flat_norm_sq
+from otb_analysis.gradients.exact.layers import UnfitError
+
+PROBE_LENGTH, PROBE_TARGETS = 12, (3, 5, 11)
+"""The forward pass has 11 positions. Hardly a model has 11 heads, so the two axes cannot be mistaken."""
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_TOLD: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+class Verdicts(Generic[T]):
+    """By model and scope, what was found at the first use, or the reason why the model does not fit."""
+
+    def __init__(self) -> None:
+        # Weak keys: a verdict must not keep a model's weights alive.
+        self._known: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], T | UnfitError]] = WeakKeyDictionary()
+
+    def get(self, batch: ScoreBatch, find: Callable[[], T]) -> T:
+        """Return what `find` found at the first use; raises `UnfitError` where it did, then and ever after."""
+        known, key = self._known.setdefault(batch.model, {}), model_key(batch)
+        if key not in known:
+            try:
+                known[key] = find()
+            except UnfitError as reason:
+                known[key] = UnfitError(str(reason))  # without the traceback, whose frames hold the model
+            except NonFiniteError as error:
+                # Not kept: it says nothing about the model's layers, and its place is the probe's, not the caller's.
+                raise UnfitError(
+                    "logits are not finite on a probe of the vocabulary; check the model's weights for NaN or "
+                    'infinity, or pass engine="reference".'
+                ) from error
+        value = known[key]
+        if isinstance(value, UnfitError):
+            raise UnfitError(str(value))
+        return value
+
+
+def model_key(batch: ScoreBatch) -> tuple[object, ...]:
+    """What a verdict depends on besides the identity of the model: its layers, attention, dtypes and the scope."""
+    modules = batch.model.named_modules()
+    # `forward` itself is part of the key, because a class may be patched after the first use.
+    layers = tuple((name, type(module), type(module).forward, module.training) for name, module in modules)
+    attention = getattr(getattr(batch.model, "config", None), "_attn_implementation", None)
+    dtypes = tuple(p.dtype for p in batch.model.parameters())
+    return batch.scope.names, batch.scope.head is None, attention, dtypes, layers
+
+
+def first_told(model: nn.Module, sentence: str) -> bool:
+    """Whether a sentence about a model is new, so that it is logged once."""
+    told = _TOLD.setdefault(model, set())
+    new = sentence not in told
+    told.add(sentence)
+    return new
+
+
+def fits_or_told(batch: ScoreBatch, find: Callable[[ScoreBatch], object], what: str, level: int) -> bool:
+    """Whether a model fits; one that does not is logged once, as `what` with the reason."""
+    try:
+        find(batch)
+    except UnfitError as reason:
+        sentence = f"{type(batch.model).__name__} is {what}: {reason}"
+        if first_told(batch.model, sentence):
+            _log.log(level, sentence)
+        return False
+    return True
+
+
+def probe(batch: ScoreBatch) -> Rollout:
+    """A short random text over the model's vocabulary with three sampled tokens."""
+    get_embedding = getattr(batch.model, "get_input_embeddings", None)
+    size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", None)
+    known = torch.cat([r.ids for r in batch.rollouts]).unique()
+    pool = known.cpu() if size is None else torch.arange(size)
+    # A generator of its own: a measurement must not move torch's random state, from which rollouts are drawn.
+    order = torch.randint(len(pool), (PROBE_LENGTH,), generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor(PROBE_TARGETS, device=known.device)
+    return Rollout(0, pool[order].to(known.device), targets, np.array(PROBE_TARGETS))
+
+
+@torch.enable_grad()
+def reference_norms(batch: ScoreBatch, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities [K] by the model's own kernels, and ‖s_t‖² [K] of each parameter by plain backward passes."""
+    values = sampled_logprobs(batch, (rollout,))
+    norms = torch.zeros(len(batch.scope.names), len(values), dtype=torch.float64, device=values.device)
+    for k, value in enumerate(values):
+        grads = torch.autograd.grad(value, batch.scope.parameters, retain_graph=True, materialize_grads=True)
+        norms[:, k] = torch.cat([flat_norm_sq(g.flatten()[None]) for g in grads])
+        del grads  # before the next ones are formed: each is as large as the model
+    return values.detach().double(), dict(zip(batch.scope.names, norms, strict=True))
+
+
+def refuse_difference(
+    batch: ScoreBatch, how: str, remedy: str, measure: Callable[[Rollout], tuple[Tensor, dict[str, Tensor]]]
+) -> None:
+    """Raise where a probe's log-probabilities [K] or, by parameter, its norms [K] are not the reference ones."""
+    rollout = probe(batch)
+    logprob, parts = measure(rollout)
+    expected, norms = reference_norms(batch, rollout)
+    off = float((logprob.detach().double() - expected).abs().max())
+    # `not ≤` instead of `>`: a NaN must fail as well.
+    if not off <= (0.2 if is_coarse(batch) else 1e-4):
+        raise UnfitError(f"log-probabilities {how} are {off:.2g} nats from the model's own; {remedy}.")
+    if reason := disagreement(batch, parts, norms):
+        raise UnfitError(f"{reason}; {remedy}.")
+
+
+def disagreement(batch: ScoreBatch, parts: dict[str, Tensor], norms: dict[str, Tensor]) -> str | None:
+    """The first parameter whose ‖s_t‖² on a probe are not the reference ones, in a clause; None where all agree."""
+    relative, absolute = (0.2, 1e-2) if is_coarse(batch) else (1e-3, 1e-6)
+    # A parameter with a tiny share of the norm is mostly rounding, so part of the tolerance is a share of the total.
+    total = sum(norms.values())
+    for name, norm in norms.items():
+        got = parts.get(name, torch.zeros_like(norm))
+        if ((got - norm).abs() > relative * norm + absolute * total).any():
+            return (
+                f"parameter {name} has squared score norms {got.tolist()} on a probe where the reference gives "
+                f"{norm.tolist()}"
+            )
+    return None
+
+
+def is_coarse(batch: ScoreBatch) -> bool:
+    """Whether the scope is in half precision, in which two right computations differ by percents."""
+    return batch.scope.parameters[0].dtype.itemsize < 4
