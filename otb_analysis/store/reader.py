@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +98,29 @@ class RunStore:
         condition = "" if where is None else f" WHERE ({where}\n)"
         return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts)
 
-    # One row per completion token, per rollout, per step, and per measured step and estimator.
-    tokens_df = partialmethod(frame, "tokens")
-    rollouts_df = partialmethod(frame, "rollouts")
-    steps_df = partialmethod(frame, "steps")
-    gradients_df = partialmethod(frame, "gradients")
+    def tokens_df(
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    ) -> pd.DataFrame:
+        """Return one row per completion token; see `frame`."""
+        return self.frame("tokens", steps, columns, where, params)
+
+    def rollouts_df(
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    ) -> pd.DataFrame:
+        """Return one row per rollout; see `frame`."""
+        return self.frame("rollouts", steps, columns, where, params)
+
+    def steps_df(
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    ) -> pd.DataFrame:
+        """Return one row per step; see `frame`."""
+        return self.frame("steps", steps, columns, where, params)
+
+    def gradients_df(
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    ) -> pd.DataFrame:
+        """Return one row per measured step and estimator; see `frame`."""
+        return self.frame("gradients", steps, columns, where, params)
 
     def sql(self, query: str, params: Parameters = None) -> pd.DataFrame:
         """Return the answer to one SELECT over the views tokens, rollouts, steps, gradients, grams, subgroups.
