@@ -13,18 +13,18 @@ import numpy as np
 import torch
 
 from otb_analysis.bench.config import GramConfig
+from otb_analysis.bench.demo_batch import sampled_step
 from otb_analysis.bench.peer_side import peak
 from otb_analysis.bench.publish import NO_GPU, Report, report_of, settings_of
 from otb_analysis.bench.timing import least_seconds, threads
-from otb_analysis.config import SampleConfig, TrainConfig
+from otb_analysis.config import SampleConfig
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.groups.group_gram import basis_weights
 from otb_analysis.measurement.advantages import every_advantage
 from otb_analysis.measurement.table import TokenTable, compute_rewards
-from otb_analysis.rollouts.sampling import Rollouts, sample
-from otb_analysis.tasks.task_calls import draw_prompts
+from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Float
 
@@ -89,19 +89,13 @@ def run(config: GramConfig) -> Report:
 
 def _step(config: GramConfig) -> _Step:
     sampled = SampleConfig(config.prompts, config.group_size, config.max_new_tokens)
-    trainer = Trainer.from_config(TrainConfig(model=config.model, sample=sampled))
-    prompts = draw_prompts(trainer.task, "train", 0, config.prompts)
-    torch.manual_seed(0)
-    with trainer.policy.sampling():
-        group = np.repeat(np.arange(config.prompts), config.group_size)
-        rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, sampled, group)
+    trainer, rollouts = sampled_step(sampled, config.model)
     paid = compute_rewards(trainer.task, rollouts)
-    last = np.arange(rollouts.width) == rollouts.completion_length[:, None] - 1
-    paid = replace(paid, by_token=last * np.random.default_rng(0).integers(2, size=(len(group), 1)).astype(float))
+    n, last = len(rollouts.group), np.arange(rollouts.width) == rollouts.completion_length[:, None] - 1
+    paid = replace(paid, by_token=last * np.random.default_rng(0).integers(2, size=(n, 1)).astype(float))
     table = trainer.table(rollouts, trainer.policy.forward(rollouts, False, trainer.wanted()), paid, None)
-    every = np.ones(len(group), bool)
     norms = trainer.measurer.norms(rollouts, np.arange(config.prompts))
-    advantages = np.stack(list(every_advantage(table, norms, every).values())) / config.group_size
+    advantages = np.stack(list(every_advantage(table, norms, np.ones(n, bool)).values())) / config.group_size
     return _Step(trainer, rollouts, table, rollouts.by_column(advantages))
 
 
