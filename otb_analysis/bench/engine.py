@@ -124,8 +124,8 @@ def _measure(config: EngineConfig, size: str, case: Case) -> Iterator[dict[str, 
     peers = {}
     with ExitStack() as stack:
         if config.opacus_python is not None and not batch:
-            spec = {"model": model_config(size), "ids": case.input_ids.tolist()}
-            spec |= {"device": config.device, "dtype": config.dtype}
+            spec: dict[str, Any] = {"device": config.device, "dtype": config.dtype}
+            spec |= {"model": model_config(size), "ids": case.input_ids.tolist()}
             for name, ghost in OPACUS.items():
                 peers[name] = stack.enter_context(peer(config.opacus_python, SCRIPT, spec | {"ghost": ghost}))
         turns |= {name: running.turn for name, running in peers.items()}

@@ -58,9 +58,9 @@ def _rows(events: Any) -> list[dict[str, Any]]:
     """The operators with the largest share, and the sum of all others."""
     times = sorted(((e.self_cpu_time_total, e.key, e.count) for e in events), reverse=True)
     total, rest = sum(time for time, _, _ in times), times[SHOWN:]
-    rows = [{"operator": name, "share": time / total, "calls": count / REPEATS} for time, name, count in times[:SHOWN]]
-    others = {"share": sum(time for time, _, _ in rest) / total, "calls": sum(n for _, _, n in rest) / REPEATS}
-    return [*rows, {"operator": f"{len(rest)} others"} | others]
+    others = (sum(time for time, _, _ in rest), f"{len(rest)} others", sum(count for _, _, count in rest))
+    shown = [*times[:SHOWN], others]
+    return [{"operator": name, "share": time / total, "calls": count / REPEATS} for time, name, count in shown]
 
 
 if __name__ == "__main__":

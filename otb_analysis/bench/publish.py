@@ -132,12 +132,10 @@ def publish(folder: Path, report: Report) -> None:
 
 def markdown(report: Report) -> str:
     """Return the report as a Markdown page."""
-    lines = [f"# `{report.command}`", "", ", ".join(f"{k} {v}" for k, v in machine().items()), ""]
-    lines += [f"{report.title}.", ""]
-    lines += ["| " + " | ".join(report.columns) + " |", "|" + "---|" * len(report.columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in report.cells]
-    lines += [line for note in report.notes for line in ("", note)]
-    return "\n".join(lines) + "\n"
+    header, *body = (f"| {' | '.join(row)} |" for row in [report.columns, *report.cells])
+    table = "\n".join([header, "|" + "---|" * len(report.columns), *body])
+    measured_on = ", ".join(f"{name} {value}" for name, value in machine().items())
+    return "\n\n".join([f"# `{report.command}`", measured_on, f"{report.title}.", table, *report.notes]) + "\n"
 
 
 def machine() -> dict[str, str]:

@@ -1,14 +1,11 @@
 """Tokens per second of sampling and updating beside TRL's GRPOTrainer, and what every measurement adds to a step.
 
-Both train the same model on the same prompts, group by group, with one AdamW update per batch and no filter on what is
-drawn; they take turns, one step each, their phases timed apart. `sampling` is generation (ours with prompts and texts),
-`update` is one forward pass that keeps its graph, loss, backward pass, clipping and optimizer; all that lies between
-and behind them, rewards, statistics, advantages, rows and scalars of the record, has a row of its own for each, and
-so has the whole step.
+Both train the same model on the same prompts and take turns, one step each. The notes below the table say what each
+phase holds.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -79,17 +76,15 @@ def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Itera
     repeats = min(bench.repeats, REPEATS.get(model, bench.repeats))
     ours.turn()
     turns: dict[str, list[Turn]] = {OURS: []}
-    with ExitStack() as stack:
-        rival = None
-        if bench.trl_python is not None:
-            rival = stack.enter_context(peer(bench.trl_python, SCRIPT, _spec(config, repeats, bench.clock)))
-            turns[TRL] = []
+    trl = bench.trl_python
+    with nullcontext() if trl is None else peer(trl, SCRIPT, _spec(config, repeats, bench.clock)) as rival:
         for _ in range(repeats):
             turns[OURS].append(ours.turn())
             if rival is not None:
                 answer = rival.answer()
-                turns[TRL].append(Turn(answer["sample"], answer["update"], answer["seconds"], answer["tokens"]))
-    yield from _phase_rows(turns, {} if bench.quick else _memory(config, MEMORY_STEPS[model], bench.trl_python))
+                turn = Turn(answer["sample"], answer["update"], answer["seconds"], answer["tokens"])
+                turns.setdefault(TRL, []).append(turn)
+    yield from _phase_rows(turns, {} if bench.quick else _memory(config, MEMORY_STEPS[model], trl))
     yield from _level_rows(model, config, bench, ours, turns[OURS])
 
 
@@ -113,16 +108,12 @@ def _spec(config: TrainConfig, repeats: int, clock: str, memory: bool = False) -
 
 def _memory(config: TrainConfig, steps: int, trl_python: Path | None) -> dict[str, int | None]:
     """Median peak of a step of each, in processes of their own that time nothing."""
-    held = {OURS: _median_known(in_fresh_process(peaks, config, steps) or ())}
+    held = {OURS: in_fresh_process(peaks, config, steps) or [None]}
     if trl_python is not None:
         with peer(trl_python, SCRIPT, _spec(config, steps, "wall", memory=True)) as rival:
-            held[TRL] = _median_known([rival.answer()["bytes"] for _ in range(steps)])
-    return held
-
-
-def _median_known(values: Iterable[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return int(median(known)) if known else None
+            held[TRL] = [rival.answer()["bytes"] for _ in range(steps)]
+    known = {name: [value for value in values if value is not None] for name, values in held.items()}
+    return {name: int(median(values)) if values else None for name, values in known.items()}
 
 
 def _phase_rows(turns: Mapping[str, list[Turn]], memory: Mapping[str, int | None]) -> Iterator[dict[str, Any]]:
@@ -192,9 +183,7 @@ def _notes(config: TrainBenchConfig) -> list[str]:
         NO_GPU,
     ]
     if config.clock == "cpu":
-        notes.append(
-            "Seconds are the processor's on each process: waits, as for the disk, and other work do not count."
-        )
+        notes += ["Seconds are the processor's on each process: waits, as for the disk, and other work do not count."]
     if config.trl_python is None:
-        notes.append(f"{TRL} was not measured: pass `--trl-python` an interpreter with torch, transformers and trl.")
+        notes += [f"{TRL} was not measured: pass `--trl-python` an interpreter with torch, transformers and trl."]
     return notes
