@@ -10,6 +10,7 @@ they are synthetic all the same, and rates on them are no promise about other ru
 from dataclasses import replace
 
 import numpy as np
+from scipy.signal import lfilter
 
 from otb_analysis.diagnostics import StepSeries
 from otb_analysis.types import Float
@@ -62,10 +63,8 @@ def heavy_noise(random: np.random.Generator, n: int, spread: float) -> Float:
     """
     phi, df = random.uniform(0, 0.6), random.uniform(4, 12)
     shocks = random.standard_t(df, n + 50) * np.sqrt((df - 2) / df) * np.sqrt(1 - phi**2)
-    x = np.zeros(n + 50)
-    for t in range(1, n + 50):
-        x[t] = phi * x[t - 1] + shocks[t]
-    return spread * x[50:]
+    shocks[0] = 0.0
+    return spread * _autoregression(shocks, phi)[50:]
 
 
 def replaced(series: StepSeries, at: int, **values: Float) -> StepSeries:
@@ -118,11 +117,14 @@ def _noise(random: np.random.Generator, n: int, low: float, high: float) -> Floa
 
 
 def _standard_ar(random: np.random.Generator, n: int, phi: float) -> Float:
-    shocks, x = random.normal(size=n) * np.sqrt(1 - phi**2), np.zeros(n)
-    x[0] = random.normal()
-    for t in range(1, n):
-        x[t] = phi * x[t - 1] + shocks[t]
-    return x
+    shocks = random.normal(size=n) * np.sqrt(1 - phi**2)
+    shocks[0] = random.normal()
+    return _autoregression(shocks, phi)
+
+
+def _autoregression(shocks: Float, phi: float) -> Float:
+    """x_t = φ·x_{t−1} + ε_t, from x_0 = ε_0."""
+    return np.asarray(lfilter([1.0], [1.0, -phi], shocks))
 
 
 def _overdispersed(random: np.random.Generator, groups: int, share: Float) -> Float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from otb_analysis.bench.alarm_series import calm_series, replaced
 from otb_analysis.bench.config import AlarmsConfig
 from otb_analysis.bench.publish import Column, Report, Row, report_of
 from otb_analysis.diagnostics import DETECTORS, StepSeries, change_points
-from otb_analysis.types import Float, Int
+from otb_analysis.types import Float
 
 LENGTHS = (50, 100, 200, 500)
 LENGTH, AT = 200, 100
@@ -25,16 +26,13 @@ NEAR = 10
 """Steps within which a change point must lie of the true one."""
 
 
-def _calm_cell(length: int) -> Callable[[Row], str]:
-    def shown(row: Row) -> str:
-        return "{rate:.1%} [{rate_low:.1%}, {rate_high:.1%}]".format_map(row["lengths"][str(length)])
-
-    return shown
+def _calm_cell(row: Row, length: int) -> str:
+    return "{rate:.1%} [{rate_low:.1%}, {rate_high:.1%}]".format_map(row["lengths"][str(length)])
 
 
 COLUMNS: dict[str, Column] = {
     "detector": "{detector}",
-    **{f"{length} steps": _calm_cell(length) for length in LENGTHS},
+    **{f"{length} steps": partial(_calm_cell, length=length) for length in LENGTHS},
     "with an alarm": "{alarm_rate:.1%}",
     "known change": "{change}",
     "found": "{found:.0%}",
@@ -58,12 +56,12 @@ Columns = Mapping[str, Float]
 
 @dataclass(frozen=True)
 class Case:
-    """One known change: for which detector, in words, and the values of a column of the run from step `start` on."""
+    """One known change."""
 
     detector: str
-    change: str
+    change: str  # In words
     column: str
-    values: Callable[[np.random.Generator, Columns], Float]
+    values: Callable[[np.random.Generator, Columns], Float]  # Of the column from step `start` on
     start: int = AT
 
     def apply(self, random: np.random.Generator, series: StepSeries) -> StepSeries:
@@ -123,7 +121,12 @@ def calm_rates(series: int, seed: int) -> dict[str, dict[str, Any]]:
         for run in range(series):
             for name, fired in _firings(calm_series(np.random.default_rng([seed, length, run]), length)).items():
                 counts[name][at] += fired
-    return {name: _rates(by_length, series) for name, by_length in counts.items()}
+    rates = {}
+    for name, by_length in counts.items():
+        (fired, alarms), n = by_length.sum(axis=0), series * len(LENGTHS)
+        lengths = {str(length): _rate(k, series) for length, k in zip(LENGTHS, by_length[:, 0], strict=True)}
+        rates[name] = _rate(fired, n) | {"alarm_rate": float(alarms / n), "lengths": lengths}
+    return rates
 
 
 def _firings(run: StepSeries) -> dict[str, tuple[bool, bool]]:
@@ -134,17 +137,10 @@ def _firings(run: StepSeries) -> dict[str, tuple[bool, bool]]:
     return fired | {ANY: (any(one for one, _ in fired.values()), any(alarm for _, alarm in fired.values()))}
 
 
-def _rates(by_length: Int, series: int) -> dict[str, Any]:
-    fired, alarms = (int(k) for k in by_length.sum(axis=0))
-    n = series * len(LENGTHS)
-    lengths = {str(length): _rate(int(k), series) for length, k in zip(LENGTHS, by_length[:, 0], strict=True)}
-    return _rate(fired, n) | {"alarm_rate": alarms / n, "lengths": lengths}
-
-
 def _rate(fired: int, n: int) -> dict[str, float]:
-    interval = stats.binomtest(fired, n).proportion_ci(method="exact")
+    interval = stats.binomtest(int(fired), n).proportion_ci(method="exact")
     low, high = float(interval.low), float(interval.high)
-    return {"calm": n, "fired": fired, "rate": fired / n, "rate_low": low, "rate_high": high}
+    return {"calm": n, "fired": int(fired), "rate": float(fired / n), "rate_low": low, "rate_high": high}
 
 
 def power(case: Case, config: AlarmsConfig) -> dict[str, object]:

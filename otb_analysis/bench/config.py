@@ -8,7 +8,7 @@ from otb_analysis.errors import InputError
 
 Device = Literal["cpu", "cuda"]
 TOKENS = {"S": (32, 128, 512), "M": (32, 128), "L": (128, 512, 1024)}
-"""Sampled tokens per rollout by size of the model; `--long` adds 512 for M."""
+"""Sampled tokens per rollout by size of the model."""
 BATCHES = {"S": ((8, 128), (4, 512)), "M": ((8, 128),), "L": ((8, 128),)}
 """Rollouts and sampled tokens of each in the batches that are attributed whole, by size of the model."""
 
@@ -17,46 +17,32 @@ BATCHES = {"S": ((8, 128), (4, 512)), "M": ((8, 128),), "L": ((8, 128),)}
 class BenchConfig:
     """The setting that every benchmark has."""
 
-    out: Path | None = None
-    """Directory for the table as Markdown and JSON."""
+    out: Path | None = None  # Directory for the table as Markdown and JSON.
 
 
 @dataclass(frozen=True)
 class EstimatorsConfig(BenchConfig):
     """Time every estimator on a large ragged batch, on one thread, beside a torch loop and one pass over the inputs."""
 
-    rows: int = 1024
-    """Rollouts."""
-    tokens: int = 4096
-    """Padded length."""
-    group_size: int = 8
-    """Rollouts per group."""
-    repeats: int = 5
-    """Repetitions, taking turns; the best counts."""
+    rows: int = 1024  # Rollouts.
+    tokens: int = 4096  # Padded length.
+    group_size: int = 8  # Rollouts per group.
+    repeats: int = 5  # Repetitions, taking turns; the best counts.
 
 
 @dataclass(frozen=True)
 class LogitsConfig(BenchConfig):
     """Time `logit_stats` beside a plain log-softmax and gather, and beside TRL's fused head."""
 
-    vocabularies: tuple[int, ...] = (32_000, 152_000)
-    """Vocabulary sizes V."""
-    rows: int = 512
-    """Rows R: tokens of all rollouts together."""
-    width: int = 896
-    """Features d of a hidden state."""
+    vocabularies: tuple[int, ...] = (32_000, 152_000)  # Vocabulary sizes V.
+    rows: int = 512  # Rows R: tokens of all rollouts together.
+    width: int = 896  # Features d of a hidden state.
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     """What logits, hidden states and output matrix are held in."""
-    threads: tuple[int, ...] = (1, 2)
-    """Threads, one part of the table each."""
-    repeats: int = 7
-    """Repetitions, taking turns; the best counts, the median is shown."""
-    device: Device = "cpu"
-    """Where to run."""
-    trl_python: Path | None = None
-    """An interpreter with torch and trl >= 1.15, for the rows of TRL's fused head."""
-    quick: bool = False
-    """A few seconds at tiny sizes: does it run at all?"""
+    threads: tuple[int, ...] = (1, 2)  # Threads, one part of the table each.
+    repeats: int = 7  # Repetitions, taking turns; the best counts, the median is shown.
+    device: Device = "cpu"  # Where to run.
+    trl_python: Path | None = None  # An interpreter with torch and trl >= 1.15, for the rows of TRL's fused head.
 
 
 @dataclass(frozen=True)
@@ -67,114 +53,67 @@ class EngineConfig(BenchConfig):
     """Models: S 4 layers d128 vocabulary 512, M 8 layers d512 vocabulary 8192, L 12 layers d768 vocabulary 32768."""
     tokens: tuple[int, ...] = ()
     """Sampled tokens T for every size; by default 32, 128, 512 for S, 32, 128 for M and 128, 512, 1024 for L."""
-    long: bool = False
-    """Time M at T=512 too, where one turn of the loop takes minutes."""
-    repeats: int = 15
-    """Repetitions at most, taking turns; the best counts, the median is shown."""
+    repeats: int = 15  # Repetitions at most, taking turns; the best counts, the median is shown.
     seconds: float = 45.0
     """Time limit of a size and T: no repetition starts after it, or after twice of it for the first three. What takes
     more than half of it in its first turn is not repeated, except for the plain loop."""
-    device: Device = "cpu"
-    """Where to run."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights."""
-    opacus_python: Path | None = None
-    """An interpreter with torch, transformers and opacus, for the rows of Opacus."""
-    quick: bool = False
-    """A few seconds at T=8 of S, without memory: does it run at all?"""
+    device: Device = "cpu"  # Where to run.
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of the weights.
+    opacus_python: Path | None = None  # An interpreter with torch, transformers and opacus, for the rows of Opacus.
 
-    def cases(self) -> list[tuple[str, int]]:
-        """Every (size, T) of the table."""
-        if self.quick:
-            return [("S", 8)]
-        extra = {"M": (512,)} if self.long and not self.tokens else {}
-        return [(size, t) for size in self.sizes for t in (self.tokens or TOKENS[size] + extra.get(size, ()))]
-
-    def batches(self) -> list[tuple[str, int, int]]:
-        """Every (size, N, T) that is attributed as a batch; none where T was asked for."""
-        if self.quick:
-            return [("S", 2, 8)]
-        return [] if self.tokens else [(size, n, t) for size in self.sizes for n, t in BATCHES[size]]
+    def places(self) -> dict[str, list[tuple[int, int]]]:
+        """Return N and T of the table by size: single texts, then batches, unless T was asked for."""
+        if self.tokens:
+            return {size: [(1, t) for t in self.tokens] for size in self.sizes}
+        return {size: [*((1, t) for t in TOKENS[size]), *BATCHES[size]] for size in self.sizes}
 
 
 @dataclass(frozen=True)
 class SampledConfig(BenchConfig):
     """Cost and error of drawn tokens beside exact norms of every token, on the demo's warm-started model."""
 
-    prompts: int = 40
-    """Prompts, of eight rollouts each; 40 give more than 5,000 tokens."""
-    repeats: int = 3
-    """Repetitions, taking turns; the least processor time counts."""
+    prompts: int = 40  # Prompts, of eight rollouts each; 40 give more than 5,000 tokens.
+    repeats: int = 3  # Repetitions, taking turns; the least processor time counts.
 
 
 @dataclass(frozen=True)
 class GramConfig(BenchConfig):
     """What one measured step costs, in forward and backward passes of its rollouts."""
 
-    model: str = "demo"
-    """Local checkpoint directory, or `demo`."""
-    prompts: int = 16
-    """Prompts of the step."""
-    group_size: int = 8
-    """Rollouts per prompt."""
-    max_new_tokens: int = 64
-    """Length budget of a rollout."""
-    threads: int = 1
-    """Threads."""
-    repeats: int = 3
-    """Repetitions, taking turns; the least processor time counts."""
-    rows: bool = True
-    """Also measure the Gram matrix by one backward pass per row."""
+    model: str = "demo"  # Local checkpoint directory, or `demo`.
+    prompts: int = 16  # Prompts of the step.
+    group_size: int = 8  # Rollouts per prompt.
+    max_new_tokens: int = 64  # Length budget of a rollout.
+    threads: int = 1  # Threads.
+    repeats: int = 3  # Repetitions, taking turns; the least processor time counts.
+    rows: bool = True  # Also measure the Gram matrix by one backward pass per row.
 
 
 @dataclass(frozen=True)
 class DemoSeedsConfig(BenchConfig):
     """What the demo concludes from several seeds and with several numbers of threads."""
 
-    seeds: int = 5
-    """Seeds, from 0."""
-    threads: tuple[int, ...] = (1, 2)
-    """Threads of each of a demo's two runs."""
-    root: Path = Path("runs/demos")
-    """Directory for the demos' runs; complete ones are read and not run again."""
-
-
-@dataclass(frozen=True)
-class SketchConfig(BenchConfig):
-    """Batch variances from count sketches beside the exact Gram matrix, on the demo's warm-started model."""
-
-    prompts: int = 16
-    """Prompts, of eight rollouts each."""
-    dims: tuple[int, ...] = (4096, 65536)
-    """Buckets, one part of the table each."""
-    seeds: int = 10
-    """Sketches of each size."""
-    repeats: int = 7
-    """Repetitions of the timed calls, taking turns; the least processor time counts."""
+    seeds: int = 5  # Seeds, from 0.
+    threads: tuple[int, ...] = (1, 2)  # Threads of each of a demo's two runs.
+    root: Path = Path("runs/demos")  # Directory for the demos' runs; complete ones are read and not run again.
 
 
 @dataclass(frozen=True)
 class ScoreSketchConfig(BenchConfig):
     """Sketched norms of single scores beside exact ones, on the demo's warm-started model; nothing is timed."""
 
-    prompts: int = 4
-    """Prompts, of four rollouts each."""
-    directions: tuple[int, ...] = (8, 32, 128)
-    """Every number of directions K to try."""
-    repeats: int = 8
-    """Sketches of each kind, with a seed of their own each."""
+    prompts: int = 4  # Prompts, of four rollouts each.
+    directions: tuple[int, ...] = (8, 32, 128)  # Every number of directions K to try.
+    repeats: int = 8  # Sketches of each kind, with a seed of their own each.
 
 
 @dataclass(frozen=True)
 class AlarmsConfig(BenchConfig):
     """False alarms of every detector on synthetic calm series, and how soon it sees a change at a known step."""
 
-    series: int = 1000
-    """Calm series of each of the lengths 50, 100, 200 and 500."""
-    changed: int = 200
-    """Runs with each known change."""
-    seed: int = 0
-    """Seed of both."""
+    series: int = 1000  # Calm series of each of the lengths 50, 100, 200 and 500.
+    changed: int = 200  # Runs with each known change.
+    seed: int = 0  # Seed of both.
 
 
 @dataclass(frozen=True)
@@ -183,14 +122,12 @@ class TrainBenchConfig(BenchConfig):
 
     models: tuple[Literal["small", "M"], ...] = ("small", "M")
     """Models: small is the demo's at its settings, M has 8 layers, d512, vocabulary 8192, and few long rollouts."""
-    repeats: int = 7
-    """Steps of each, taking turns, after one that warms up, three at most of M; the best counts."""
+    repeats: int = 7  # Steps of each, taking turns, after one that warms up, three at most of M; the best counts.
     clock: Literal["wall", "cpu"] = "wall"
     """cpu counts the processor's time on each process: for a machine that has other work to do."""
-    trl_python: Path | None = None
-    """An interpreter with torch, transformers and trl >= 1.15, for the rows of TRL."""
+    trl_python: Path | None = None  # An interpreter with torch, transformers and trl >= 1.15, for the rows of TRL.
     quick: bool = False
-    """A few seconds at a few tokens of an untrained small model, without memory: does it run at all?"""
+    """A few seconds at a few tokens of the small model, without memory: does it run at all?"""
 
 
 BENCHMARKS: dict[str, type[BenchConfig]] = {
@@ -200,7 +137,6 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "sampled": SampledConfig,
     "demo-seeds": DemoSeedsConfig,
     "gram": GramConfig,
-    "sketch": SketchConfig,
     "score-sketch": ScoreSketchConfig,
     "alarms": AlarmsConfig,
     "train": TrainBenchConfig,

@@ -45,12 +45,12 @@ def run(config: DemoSeedsConfig) -> Report:
 def demo_row(root: Path, threads: int, seed: int) -> dict[str, Any]:
     """Return what one demo concludes, running it first where it is missing."""
     folder = root / f"demo-t{threads}-s{seed}"
-    words = ["demo", "--no-serve", "--root", str(folder), "--seed", str(seed), "--threads", str(threads)]
-    # More threads than cores would spend their time waiting for each other, at full load.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "otb_analysis", *words]
     runs = _complete(folder)
     if len(runs) < 2:
+        options = ["--no-serve", "--root", str(folder), "--seed", str(seed), "--threads", str(threads)]
+        # More threads than cores would spend their time waiting for each other, at full load.
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        command = [sys.executable, "-m", "otb_analysis", "demo", *options]
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         runs = _complete(folder)
     (design,) = designs(runs).values()

@@ -1,15 +1,12 @@
 """Time, memory and accuracy of every score-gradient engine beside a plain loop of one `autograd.grad` per token.
 
 The loop's forward pass is not timed, every other row is one whole call. All rows take turns in every repetition, peers
-in an interpreter of their own too. Whatever is in `ENGINES` is in the table. Attribution is of whole batches as a rule,
+in an interpreter of their own too. Every engine of `ENGINES` has its rows. Attribution is of whole batches as a rule,
 so it is also measured on batches, beside one forward and one backward pass of the same batch.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +23,12 @@ from otb_analysis.bench.engine_cases import (
     error_of,
     forward_backward,
     make_case,
-    make_model,
     model_config,
     plain_loop,
 )
-from otb_analysis.bench.memory import fresh_peaks
+from otb_analysis.bench.memory import in_fresh_process
 from otb_analysis.bench.peer import peer
+from otb_analysis.bench.peer_side import make_model, peak
 from otb_analysis.bench.publish import Column, Report, Row, mebibytes_cell, report_of, seconds_cell
 from otb_analysis.bench.timing import Timing, interleaved, threads, timed
 from otb_analysis.errors import InputError
@@ -40,11 +37,6 @@ OPACUS = {"Opacus GradSampleModule": False, "Opacus ghost norms (untied)": True}
 SCRIPT = Path(__file__).with_name("opacus_peer.py")
 WARM_UP = 4
 """Tokens of the call before the first timed one: engines look at a model once, kernels are chosen once."""
-NOT_MEASURED = {
-    **dict.fromkeys(("seconds", "median_seconds")), "repeats": 0,
-    **dict.fromkeys(("loop_ratio", "loop_ratio_median", "step_ratio", "memory", "error")), "remark": "",
-}  # fmt: skip
-"""A row before anything is known of it; `remark` says why it was not measured."""
 
 
 def length(row: Row) -> str:
@@ -70,7 +62,8 @@ class Recorder:
     """A call that remembers its last result, and the sentence with which it was refused."""
 
     def __init__(self, call: Callable[[], Any]):
-        self.call, self.result, self.remark = call, None, ""
+        self.call, self.remark = call, ""
+        self.result: Any = None
 
     def __call__(self) -> None:
         """Run unless it was refused before."""
@@ -91,79 +84,70 @@ def run(config: EngineConfig) -> Report:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device is cuda but torch sees no GPU; pass --device cpu.")
     rows: list[dict[str, Any]] = []
-    places = [(size, 1, tokens) for size, tokens in config.cases()]
     with threads(1):
-        for size in dict.fromkeys(size for size, _, _ in places):
-            model = make_model(size, config.device, config.dtype)
-            for _, rollouts, tokens in (p for p in (*places, *config.batches()) if p[0] == size):
+        for size, places in config.places().items():
+            model = make_model(model_config(size), config.device, config.dtype)
+            for rollouts, tokens in places:
                 rows += _measure(config, size, make_case(model, tokens, rollouts))
-    if not config.quick:
-        _add_memory(config, rows)
+    _add_memory(config, rows)
     gpu = f", on {torch.cuda.get_device_name()}" if config.device == "cuda" else ""
     title = f"Exact score norms and their relatives, {config.dtype}, one thread{gpu}"
     return report_of(config, title, COLUMNS, rows, notes=_notes(config))
 
 
-def memory_jobs(spec: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], object], str]]:
-    """Yield (label, call, device) of one row at each of its places, in their order, for a fresh process.
-
-    Args:
-        spec: "name" of the row, "places" (size, N and T), "device" and "dtype".
-    """
-    name, device = spec["name"], spec["device"]
+def peaks(config: EngineConfig, name: str, size: str, places: Sequence[tuple[int, int]]) -> list[int | None]:
+    """Return the peak bytes of one row of a size at each of its places (N, T); for a fresh process."""
     torch.set_num_threads(1)
-    for size in dict.fromkeys(size for size, _, _ in spec["places"]):
-        model = make_model(size, device, spec["dtype"])
-        _calls(make_case(model, WARM_UP), device)[name]()
-        for _, rollouts, tokens in (p for p in spec["places"] if p[0] == size):
-            call = _calls(make_case(model, tokens, rollouts), device)[name]
-            yield f"{size} {length({'rollouts': rollouts, 'tokens': tokens})}", call, device
+    model = make_model(model_config(size), config.device, config.dtype)
+    _calls(make_case(model, WARM_UP))[name]()
+    calls = (_calls(make_case(model, tokens, rollouts))[name] for rollouts, tokens in places)
+    return [peak(call, config.device) for call in calls]
 
 
-def _calls(case: Case, device: str) -> dict[str, Callable[[], Any]]:
+def _calls(case: Case) -> dict[str, Callable[[], Any]]:
     """What is measured of a case, by the names of its rows: of a batch the attributions alone."""
     step: dict[str, Callable[[], Any]] = {STEP: lambda: forward_backward(case)}
     if len(case.mask) > 1:
         return step | {name: call for name, call in candidates(case).items() if name.startswith("attribution")}
-    return {LOOP: lambda: plain_loop(case, device)} | step | candidates(case)
+    return {LOOP: lambda: plain_loop(case)} | step | candidates(case)
 
 
 def _measure(config: EngineConfig, size: str, case: Case) -> Iterator[dict[str, Any]]:
     rollouts, tokens = len(case.mask), case.mask.shape[1] - 1
-    place = {"size": size, "rollouts": rollouts, "tokens": tokens}
-    batch, peers, exact = rollouts > 1, {}, None
-    for call in _calls(case if batch else make_case(case.model, min(WARM_UP, tokens)), config.device).values():
+    batch = rollouts > 1
+    for call in _calls(case if batch else make_case(case.model, min(WARM_UP, tokens))).values():
         Recorder(call)()
-    recorders = {name: Recorder(call) for name, call in _calls(case, config.device).items()}
+    recorders = {name: Recorder(call) for name, call in _calls(case).items()}
     turns = {name: timed(call, config.device) for name, call in recorders.items()}
     if not batch:
         turns[LOOP] = lambda: _loop_seconds(recorders[LOOP])
+    peers = {}
     with ExitStack() as stack:
         if config.opacus_python is not None and not batch:
-            spec = {"model": model_config(size), "tokens": tokens, "device": config.device, "dtype": config.dtype}
+            spec: dict[str, Any] = {"device": config.device, "dtype": config.dtype}
+            spec |= {"model": model_config(size), "ids": case.input_ids.tolist()}
             for name, ghost in OPACUS.items():
                 peers[name] = stack.enter_context(peer(config.opacus_python, SCRIPT, spec | {"ghost": ghost}))
         turns |= {name: running.turn for name, running in peers.items()}
         timings = interleaved(turns, config.repeats, config.seconds, STEP if batch else LOOP)
-    if not batch:
-        exact = Exact.of(replace(case, model=deepcopy(case.model).double()))
-    for name, recorder in recorders.items():
-        row = place | {"name": name} | NOT_MEASURED | {"remark": recorder.remark}
-        if not recorder.remark:
-            row |= _times(name, timings) | {"error": error_of(name, recorder.result, exact)}
-        yield row
-    for name in OPACUS if exact is not None else ():
-        row = place | {"name": name} | NOT_MEASURED | {"remark": "no --opacus-python was given"}
+    exact = None if batch else Exact.of(case)
+    for name in (*recorders, *(() if batch else OPACUS)):
+        row = {"size": size, "rollouts": rollouts, "tokens": tokens, "name": name, "seconds": None}
         if name in peers:
-            norm_sq = np.concatenate([[0.0], peers[name].facts["norm_sq"]])[None]
+            norm_sq = np.array([[0.0, *peers[name].facts["norm_sq"]]])
             error = error_of(name, (0.0, norm_sq), exact) if "untied" not in name else None
-            row |= _times(name, timings) | {"memory": peers[name].facts["bytes"], "error": error, "remark": ""}
+            row |= _times(name, timings) | {"memory": peers[name].facts["bytes"], "error": error}
+        elif name in recorders and not recorders[name].remark:
+            row |= _times(name, timings) | {"error": error_of(name, recorders[name].result, exact)}
+        elif name in recorders:
+            row |= {"remark": recorders[name].remark}
         yield row
 
 
 def _loop_seconds(recorder: Recorder) -> float:
+    """Run the plain loop; return its seconds without the forward pass."""
     recorder()
-    return recorder.result[0] if recorder.result else math.nan
+    return recorder.result[0]
 
 
 def _times(name: str, timings: Mapping[str, Timing]) -> dict[str, Any]:
@@ -180,14 +164,14 @@ def _times(name: str, timings: Mapping[str, Timing]) -> dict[str, Any]:
 
 
 def _add_memory(config: EngineConfig, rows: list[dict[str, Any]]) -> None:
-    """Fill in the memory of our rows: one fresh process per row name, its places one after the other."""
-    measured = [row for row in rows if row["seconds"] is not None and row["name"] not in OPACUS]
-    for name in dict.fromkeys(row["name"] for row in measured):
-        mine = [row for row in measured if row["name"] == name]
-        places = [(row["size"], row["rollouts"], row["tokens"]) for row in mine]
-        peaks = fresh_peaks(__name__, {"name": name, "places": places, "device": config.device, "dtype": config.dtype})
-        for row in mine:
-            row["memory"] = peaks.get(f"{row['size']} {length(row)}")
+    """Fill in the memory of our rows: one fresh process per size and row name, its places one after the other."""
+    ours = [row for row in rows if row["seconds"] is not None and row["name"] not in OPACUS]
+    for size, name in dict.fromkeys((row["size"], row["name"]) for row in ours):
+        mine = [row for row in ours if (row["size"], row["name"]) == (size, name)]
+        places = [(row["rollouts"], row["tokens"]) for row in mine]
+        measured = in_fresh_process(peaks, config, name, size, places) or [None] * len(mine)
+        for row, held in zip(mine, measured, strict=True):
+            row["memory"] = held
 
 
 def _notes(config: EngineConfig) -> list[str]:
@@ -203,11 +187,7 @@ def _notes(config: EngineConfig) -> list[str]:
         "of relative errors (the model is untrained, where the hybrid gains nothing).",
     ]
     if config.opacus_python is None:
-        notes.append(
-            "Opacus was not measured: pass `--opacus-python` an interpreter with torch, transformers and opacus."
-        )
+        notes += ["Opacus was not measured: pass `--opacus-python` an interpreter with torch, transformers and opacus."]
     if config.device == "cpu":
-        notes.append(
-            "Not measured on a GPU: pass `--device cuda --sizes L --dtype bfloat16` on a machine that has one."
-        )
+        notes += ["Not measured on a GPU: pass `--device cuda --sizes L --dtype bfloat16` on a machine that has one."]
     return notes

@@ -1,14 +1,16 @@
 """What `otb bench engine` runs: models made in code, the plain loop, and every way to the same quantities."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from otb_analysis import gradients
 from otb_analysis.bench.timing import synchronize
@@ -24,24 +26,19 @@ LOOP = "plain loop"
 STEP = "forward + backward"
 ROWS, DIRECTIONS = 8, 32
 """Rows of `weighted_score_norms`; directions of `sketch_score_norms`."""
+CHECKED, PATHS = 32, 8
+"""Tokens whose norms are compared, and whose path norms are: one float64 backward pass each."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and N rollouts, one as a rule, of T sampled tokens after a prompt of one.
-
-    Attributes:
-        input_ids: Token ids [N, T + 1].
-        mask: True at all but the first [N, T + 1].
-        weights: Random rows of weights [N, 8, T + 1].
-        direction: The gradient along the first of them, by parameter name.
-    """
+    """A model and N rollouts, one as a rule, of T sampled tokens after a prompt of one."""
 
     model: Qwen2ForCausalLM
-    input_ids: Tensor
-    mask: Tensor
-    weights: Float
-    direction: Mapping[str, Tensor]
+    input_ids: Tensor  # Token ids [N, T + 1]
+    mask: Tensor  # True at all but the first [N, T + 1]
+    weights: Float  # Random rows of weights [N, 8, T + 1]
+    direction: Mapping[str, Tensor]  # The gradient along the first of them, by parameter name
 
 
 def model_config(size: str) -> dict[str, Any]:
@@ -55,21 +52,6 @@ def model_config(size: str) -> dict[str, Any]:
     }
 
 
-def make_model(size: str, device: str, dtype: str) -> Qwen2ForCausalLM:
-    """Return the model of a size, the same in every process: Qwen2-type, tied, without dropout, at its initial weights.
-
-    Biases and gains are moved off zero and one, where errors in their gradients could hide.
-    """
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**model_config(size)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    model.to(device=torch.device(device), dtype=getattr(torch, dtype))  # pyright: ignore[reportCallIssue]
-    return model.eval()
-
-
 def make_case(model: Qwen2ForCausalLM, tokens: int, rollouts: int = 1) -> Case:
     """Return rollouts for a model, the same in every process."""
     generator = torch.Generator().manual_seed(1)
@@ -81,18 +63,18 @@ def make_case(model: Qwen2ForCausalLM, tokens: int, rollouts: int = 1) -> Case:
     return Case(model, ids, mask, weights, direction)
 
 
-def plain_loop(case: Case, device: str) -> tuple[float, Float]:
+def plain_loop(case: Case) -> tuple[float, Float]:
     """Run one `autograd.grad` per token over one kept graph, with which every row is compared.
 
     Returns its seconds without the forward pass, and ‖s_t‖² [1, T + 1], zero outside the mask.
     """
     values, parameters = _logprobs(case)[0], list(case.model.parameters())
     norm_sq = np.zeros(case.mask.shape)
-    synchronize(device)
+    synchronize(values.device.type)
     start = perf_counter()
     for t, value in enumerate(values):
         norm_sq[0, t + 1] = norm_sq_of(torch.autograd.grad(value, parameters, retain_graph=True))
-    synchronize(device)
+    synchronize(values.device.type)
     return perf_counter() - start, norm_sq
 
 
@@ -106,52 +88,40 @@ def candidates(case: Case) -> dict[str, Callable[[], Any]]:
     args = (case.model, case.input_ids, case.mask)
     calls: dict[str, Callable[[], Any]] = {}
     for name in gradients.ENGINES:
-        calls[name] = lambda name=name: gradients.token_score_norms(*args, engine=name)
+        norms = partial(gradients.token_score_norms, *args, engine=name)
+        calls[name] = norms
         if name != "reference":
-            calls[f"{name}, path=True"] = lambda name=name: gradients.token_score_norms(*args, engine=name, path=True)
-            calls[f"{name}, {ROWS} weighted rows"] = lambda name=name: gradients.weighted_score_norms(
-                *args, case.weights, engine=name
-            )
-    calls[f"sketch hybrid, K={DIRECTIONS}"] = lambda: gradients.sketch_score_norms(*args, directions=DIRECTIONS)
-    row, cluster = case.weights[:, 0], np.zeros(len(case.mask), dtype=np.int64)
+            calls[f"{name}, path=True"] = partial(norms, path=True)
+            weighted = partial(gradients.weighted_score_norms, *args, case.weights, engine=name)
+            calls[f"{name}, {ROWS} weighted rows"] = weighted
+    calls[f"sketch hybrid, K={DIRECTIONS}"] = partial(gradients.sketch_score_norms, *args, directions=DIRECTIONS)
+    attribution = partial(gradients.gradient_attribution, *args, case.weights[:, 0], direction=case.direction)
     for method in ("jvp", "difference"):
-        calls[f"attribution, {method}"] = lambda method=method: gradients.gradient_attribution(
-            *args, row, direction=case.direction, method=method
-        )
-    calls["gradient_sketch"] = lambda: gradients.gradient_sketch(*args, case.weights[:, :1], cluster)
+        calls[f"attribution, {method}"] = partial(attribution, method=method)
+    cluster = np.zeros(len(case.mask), dtype=np.int64)
+    calls["gradient_sketch"] = partial(gradients.gradient_sketch, *args, case.weights[:, :1], cluster)
     return calls
-
-
-CHECKED, PATHS = 32, 8
-"""Tokens whose norms are compared, and whose path norms are: one float64 backward pass each."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Values by the reference engine on float64 copies of the weights.
+    """Values by the reference engine on float64 copies of the weights."""
 
-    Attributes:
-        tokens: Columns of the tokens whose norms ‖s_t‖² are compared.
-        paths: Columns of the tokens whose path norms ‖Σ_{j≤t} s_j‖² are compared.
-        rows: ‖Σ_t weights s_t‖² of the case's rows of weights.
-        alignment: s_t·direction of all tokens [1, T + 1].
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # Columns of the tokens whose norms ‖s_t‖² are compared
     norm_sq: Float
-    paths: np.ndarray
+    paths: np.ndarray  # Columns of the tokens whose path norms ‖Σ_{j≤t} s_j‖² are compared
     path_norm_sq: Float
-    rows: Float
-    alignment: Float
+    rows: Float  # ‖Σ_t weights s_t‖² of the case's rows of weights
+    alignment: Float  # s_t·direction of all tokens [1, T + 1]
 
     @classmethod
     def of(cls, case: Case) -> "Exact":
-        """Compute them for a case with the model in float64."""
+        """Compute them for a case, on a copy of its model in float64."""
         length = case.mask.shape[1]
         tokens, paths = (np.unique(np.linspace(1, length - 1, n).round().astype(int)) for n in (CHECKED, PATHS))
         unit, prefix = np.eye(length)[tokens], np.tri(length)[paths]
         weights = np.concatenate([unit, prefix, case.weights[0]])[None]
-        args = (case.model, case.input_ids, case.mask)
+        args = (deepcopy(case.model).double(), case.input_ids, case.mask)
         norms = gradients.weighted_score_norms(*args, weights, engine="reference")[0]
         norm_sq, path_norm_sq, rows = np.split(norms, [len(tokens), len(tokens) + len(paths)])
         direction = {name: value.double() for name, value in case.direction.items()}
@@ -167,16 +137,17 @@ def error_of(name: str, result: Any, exact: Exact | None) -> float | None:
     """
     if exact is None:
         return abs(float(result.share.sum()) / result.norm_sq - 1) if isinstance(result, Attribution) else None
-    if name == LOOP or isinstance(result, tuple):
-        return _largest(result[1][0, exact.tokens], exact.norm_sq)
     if isinstance(result, Attribution):
         return _largest(result.alignment, exact.alignment)
-    if isinstance(result, ScoreNorms) and name.startswith("sketch"):
-        return float(np.sqrt(np.mean((result.norm_sq[0, exact.tokens] / exact.norm_sq - 1) ** 2)))
-    if isinstance(result, ScoreNorms) and result.path_norm_sq is not None:
-        return _largest(result.path_norm_sq[0, exact.paths], exact.path_norm_sq)
+    if isinstance(result, tuple):  # of a loop: seconds and norms
+        return _largest(result[1][0, exact.tokens], exact.norm_sq)
     if isinstance(result, ScoreNorms):
-        return _largest(result.norm_sq[0, exact.tokens], exact.norm_sq)
+        norm_sq = result.norm_sq[0, exact.tokens]
+        if name.startswith("sketch"):
+            return float(np.sqrt(np.mean((norm_sq / exact.norm_sq - 1) ** 2)))
+        if result.path_norm_sq is not None:
+            return _largest(result.path_norm_sq[0, exact.paths], exact.path_norm_sq)
+        return _largest(norm_sq, exact.norm_sq)
     if isinstance(result, np.ndarray) and result.shape == (1, len(exact.rows)):
         return _largest(result[0], exact.rows)
     return None
@@ -188,7 +159,7 @@ def _largest(got: Float, expected: Float) -> float:
 
 def _logprobs(case: Case) -> Tensor:
     """Log π(y_t) of the T sampled tokens [N, T], with its graph."""
-    ids = case.input_ids.to(next(case.model.parameters()).device)
+    ids = case.input_ids.to(case.model.device)
     logits = case.model(input_ids=ids[:, :-1], use_cache=False).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]

@@ -2,11 +2,8 @@
 
 All candidates take turns in every repetition, so that a busy machine slows them alike; the best repetition counts.
 
-Where `otb` spends its time at [1024, 4096], of about 75 ms where the torch loop takes 88: 19 ms write three fresh
-outputs (72 MB, page faults included, which the loop pays too), 10 ms are the running sum (`np.cumsum` waits for each
-addition, 2.2 ns an entry; torch's takes .6), about 15 ms read and check mask, rewards and energies, the rest are group
-sums and spreading them back. `none`, which has no formula at all, already takes .42 of the loop, so that half the
-loop's time would leave a tenth of it for the formula. Blocks of 2^15 to 2^17 entries differ by less than a tenth.
+`none`, which has no formula, already takes .4 of the torch loop: the time goes into three fresh outputs and the checks
+of mask, rewards and energies.
 """
 
 from collections.abc import Callable

@@ -6,25 +6,26 @@ any model allows. Rewards are drawn by lot, so that every model has something to
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from otb_analysis.bench.config import GramConfig
+from otb_analysis.bench.demo_batch import sampled_step
 from otb_analysis.bench.peer_side import peak
 from otb_analysis.bench.publish import NO_GPU, Report, report_of, settings_of
 from otb_analysis.bench.timing import least_seconds, threads
-from otb_analysis.config import SampleConfig, TrainConfig
+from otb_analysis.config import SampleConfig
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.groups.group_gram import basis_weights
 from otb_analysis.measurement.advantages import every_advantage
 from otb_analysis.measurement.table import TokenTable, compute_rewards
-from otb_analysis.rollouts.sampling import Rollouts, sample
-from otb_analysis.tasks.task_calls import draw_prompts
+from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Float
 
@@ -46,16 +47,6 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A batch, how it is measured, and rows of weights of all estimators [N, M, L]."""
-
-    trainer: Trainer
-    rollouts: Rollouts
-    table: TokenTable
-    weights: Float
-
-
 def run(config: GramConfig) -> Report:
     """Time everything that one step can measure on the rollouts of a model.
 
@@ -63,11 +54,17 @@ def run(config: GramConfig) -> Report:
         InputError: The model cannot be loaded.
     """
     with threads(config.threads):
-        step = _step(config)
-        calls = _calls(step, config)
+        trainer, rollouts = sampled_step(
+            SampleConfig(config.prompts, config.group_size, config.max_new_tokens), config.model
+        )
+        table = _table(trainer, rollouts)
+        norms = trainer.measurer.norms(rollouts, np.arange(config.prompts))
+        advantages = every_advantage(table, norms, np.ones(len(rollouts.group), bool))
+        weights = rollouts.by_column(np.stack(list(advantages.values())) / config.group_size)
+        calls = _calls(config, trainer, rollouts, table, weights)
         least = least_seconds(calls, config.repeats)
-        size = sum(p.numel() * p.element_size() for p in step.trainer.model.parameters())
         peaks = {name: peak(calls[name]) for name in (PASS, BASIS)}
+    size = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
     rows = []
     for name, seconds in least.items():
         memory = None if (held := peaks.get(name)) is None else held / size
@@ -75,8 +72,8 @@ def run(config: GramConfig) -> Report:
     model = Path(config.model).name
     # A path belongs to a machine; the command names it PATH.
     public = replace(config, model=model if model == config.model else "PATH")
-    flat = step.weights.transpose(1, 0, 2).reshape(step.weights.shape[1], -1)
-    counts = f"{step.rollouts.mask.sum():,} tokens, {len(flat)} rows, {len(np.unique(flat, axis=0))} different"
+    flat = weights.transpose(1, 0, 2).reshape(weights.shape[1], -1)
+    counts = f"{rollouts.mask.sum():,} tokens, {len(flat)} rows, {len(np.unique(flat, axis=0))} different"
     notes = (
         "Processor seconds, the least of all repetitions, in which the candidates take turns.",
         f"A sketch has {DIM:,} buckets: products are off by .14 % of ‖g‖‖g'‖. Those of a basis are exact.",
@@ -87,45 +84,35 @@ def run(config: GramConfig) -> Report:
     return report_of(public, title, COLUMNS, rows, notes=notes, **names)
 
 
-def _step(config: GramConfig) -> _Step:
-    sampled = SampleConfig(config.prompts, config.group_size, config.max_new_tokens)
-    trainer = Trainer.from_config(TrainConfig(model=config.model, sample=sampled))
-    prompts = draw_prompts(trainer.task, "train", 0, config.prompts)
-    torch.manual_seed(0)
-    with trainer.policy.sampling():
-        group = np.repeat(np.arange(config.prompts), config.group_size)
-        rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, sampled, group)
+def _table(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
+    """The token table with rewards by lot, 0 or 1 at the last token."""
     paid = compute_rewards(trainer.task, rollouts)
     last = np.arange(rollouts.width) == rollouts.completion_length[:, None] - 1
-    paid = replace(paid, by_token=last * np.random.default_rng(0).integers(2, size=(len(group), 1)).astype(float))
-    table = trainer.table(rollouts, trainer.policy.forward(rollouts, False, trainer.wanted()), paid, None)
-    every = np.ones(len(group), bool)
-    norms = trainer.measurer.norms(rollouts, np.arange(config.prompts))
-    advantages = np.stack(list(every_advantage(table, norms, every).values())) / config.group_size
-    return _Step(trainer, rollouts, table, rollouts.by_column(advantages))
+    lot = np.random.default_rng(0).integers(2, size=(len(last), 1))
+    forward = trainer.policy.forward(rollouts, False, trainer.wanted())
+    return trainer.table(rollouts, forward, replace(paid, by_token=(last * lot).astype(float)), None)
 
 
-def _calls(step: _Step, config: GramConfig) -> dict[str, Callable[[], object]]:
-    measure, rollouts, table = step.trainer.measurer, step.rollouts, step.table
-    model, groups, every = step.trainer.model, np.arange(config.prompts), np.ones(len(rollouts.group), bool)
+def _calls(
+    config: GramConfig, trainer: Trainer, rollouts: Rollouts, table: TokenTable, weights: Float
+) -> dict[str, Callable[[], object]]:
+    measure, model, groups = trainer.measurer, trainer.model, np.arange(config.prompts)
     ids, mask, real = rollouts.tensors(model.device)
     problem, norms = prepare(model, Batch(ids, mask, real), "all", 1.0), measure.norms(rollouts, groups)
-    basis = basis_weights(problem, step.weights, rollouts.group)
+    basis = basis_weights(problem, weights, rollouts.group)
+    gram = partial(group_gradient_gram, model, ids, mask, weights, rollouts.group, real)
 
     def passes() -> None:
         for group in groups:
             values = sampled_logprobs(problem, tuple(r for r in problem.rollouts if rollouts.group[r.row] == group))
             torch.autograd.grad(values.sum(), problem.scope.parameters)
 
-    def gram(engine: str) -> Callable[[], object]:
-        return lambda: group_gradient_gram(model, ids, mask, step.weights, rollouts.group, real, engine=engine)
-
     calls: dict[str, Callable[[], object]] = {
         PASS: passes,
         "exact norms": lambda: measure.norms(rollouts, groups),
-        BASIS: gram("auto"),
+        BASIS: gram,
         "smaller groups": lambda: measure.subgroups(rollouts, table, norms, groups),
-        "attribution": lambda: measure.shares(rollouts, table.mask / len(every)),
+        "attribution": lambda: measure.shares(rollouts, table.mask / len(rollouts.group)),
         SKETCH: lambda: gradient_sketch(model, ids, mask, basis, rollouts.group, real, dim=DIM),
     }
-    return calls | ({ROWS: gram("reference")} if config.rows else {})
+    return calls | ({ROWS: partial(gram, engine="reference")} if config.rows else {})

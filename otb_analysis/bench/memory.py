@@ -1,24 +1,19 @@
-"""Peak extra memory of calls in a fresh process that does nothing else."""
+"""Calls in a fresh process that does nothing else, where the peak of memory is theirs."""
 
-import importlib
-import json
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TypeVar
 
-from otb_analysis.bench.peer_side import peak
+from otb_analysis.rollouts.models import quiet_loading
 
-
-def fresh_peaks(module: str, spec: Mapping[str, object]) -> dict[str, int | None]:
-    """Return peak extra bytes by label; none if the process was ended, for want of memory for example.
-
-    The module's `memory_jobs(spec)` yields (label, call, device), one after the other; `spec` is in JSON's types.
-    """
-    command = [sys.executable, "-m", "otb_analysis.bench.memory", module, json.dumps(dict(spec))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+R = TypeVar("R")
 
 
-if __name__ == "__main__":
-    jobs = importlib.import_module(sys.argv[1]).memory_jobs(json.loads(sys.argv[2]))
-    sys.stdout.write(json.dumps({label: peak(run, device) for label, run, device in jobs}) + "\n")
+def in_fresh_process(call: Callable[..., R], *args: object) -> R | None:
+    """Return the result of a call; None if it failed or its process was ended, for want of memory for example."""
+    with ProcessPoolExecutor(1, get_context("spawn"), quiet_loading) as pool:
+        try:
+            return pool.submit(call, *args).result()
+        except (RuntimeError, MemoryError):  # torch's errors and a broken pool are RuntimeErrors
+            return None

@@ -24,25 +24,12 @@ BATCH = 16
 
 
 def make_model(spec: dict[str, Any]) -> nn.Module:
-    """Return the model that `bench.engine_cases` makes, in training mode (it has no dropout), as the hooks ask."""
-    transformers = importlib.import_module("transformers")
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(**spec["model"])
-    model = transformers.Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
+    """Return the model of `bench.engine`, in training mode (it has no dropout), as the hooks ask."""
+    model = SIDE["make_model"](spec["model"], spec["device"], spec["dtype"])
     if spec["ghost"]:
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
         model.config.tie_word_embeddings = False
-    return model.to(device=spec["device"], dtype=getattr(torch, spec["dtype"])).train()
-
-
-def make_ids(spec: dict[str, Any]) -> Tensor:
-    """Return the token ids that `bench.engine_cases` makes [1, T + 1]."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(spec["model"]["vocab_size"], (1, spec["tokens"] + 1), generator=generator)
+    return model.train()
 
 
 def norms_by_opacus(model: nn.Module, ghost: bool) -> Callable[[Tensor, Tensor], Tensor]:
@@ -86,7 +73,7 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     norms = norms_by_opacus(make_model(spec), spec["ghost"])
-    ids = make_ids(spec).to(spec["device"])
+    ids = torch.tensor(spec["ids"], device=spec["device"])
     sweep(norms, ids[:, :4])
     results: list[Tensor] = []
     held = SIDE["peak"](lambda: results.append(sweep(norms, ids)), spec["device"])

@@ -18,16 +18,11 @@ from otb_analysis.errors import InputError
 
 @dataclass(frozen=True)
 class Peer:
-    """A running peer; made by `peer`.
+    """A running peer; made by `peer`."""
 
-    Attributes:
-        facts: What its script printed once it was ready.
-        errors: Its stderr, in a file so that it never waits for a reader.
-    """
-
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # What its script printed once it was ready
     process: subprocess.Popen[str]
-    errors: IO[str]
+    errors: IO[str]  # Its stderr, in a file so that it never waits for a reader
 
     def turn(self) -> float:
         """Let it run once; return the seconds that it measured."""
@@ -74,7 +69,6 @@ def _answer(process: subprocess.Popen[str], errors: IO[str]) -> dict[str, Any]:
     process.wait()
     errors.seek(0)
     lines = errors.read().strip().splitlines()
-    script = Path(str(process.args[2])).name if isinstance(process.args, list) else "the peer"
-    raise InputError(
-        f"{script} ended early: {lines[-1] if lines else 'it said nothing'}; install what its first lines name."
-    )
+    assert isinstance(process.args, list)
+    script, words = Path(str(process.args[2])).name, lines[-1] if lines else "it said nothing"
+    raise InputError(f"{script} ended early: {words}; install what its first lines name.")

@@ -1,8 +1,7 @@
-"""The peer's half of the protocol of `bench.peer`, and the peak memory of a call, for our own processes too.
+"""What peers and we share: models and inputs made alike, the peak memory of a call, and a peer's half of the protocol.
 
-On a CPU that is the high-water mark of resident memory, which the kernel is told to forget before the call, above what
-was resident then; on a GPU the largest allocation above what was allocated. Peers' scripts run in an interpreter that
-has nothing of ours, so they load this file by its path; it needs torch alone.
+Peers' scripts run in an interpreter that has nothing of ours, so they load this file by its path; it needs torch and
+transformers alone.
 """
 
 import ctypes
@@ -15,8 +14,37 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 STATUS, FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def make_model(fields: dict[str, Any], device: str, dtype: str) -> Qwen2ForCausalLM:
+    """Return the Qwen2 model of a configuration at its initial weights, the same in every process.
+
+    Biases and gains are moved off zero and one, where errors in their gradients could hide.
+    """
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.to(device=torch.device(device), dtype=getattr(torch, dtype))  # pyright: ignore[reportCallIssue]
+    return model.eval()
+
+
+def head_inputs(rows: int, width: int, vocabulary: int, dtype: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states [R, d], an output matrix [V, d] and drawn tokens [R], the same in every process.
+
+    The logits have a standard deviation of 3.
+    """
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, width)
+    weight = torch.randn(vocabulary, width) * (3 / width**0.5)
+    to = {"dtype": getattr(torch, dtype), "device": device}
+    return hidden.to(**to), weight.to(**to), torch.randint(vocabulary, (rows,)).to(device)
 
 
 def say(facts: dict[str, Any]) -> None:
@@ -36,7 +64,10 @@ def take_turns(run: Callable[[], object], device: str) -> None:
 
 
 def peak(run: Callable[[], object], device: str = "cpu") -> int | None:
-    """Run once; return the most bytes held beyond what was held before, None where the kernel does not tell."""
+    """Run once; return the most bytes held beyond what was held before, None where the kernel does not tell.
+
+    On a CPU they are resident memory by its high-water mark, on a GPU torch's allocations.
+    """
     if device == "cuda":
         gc.collect()
         torch.cuda.synchronize()

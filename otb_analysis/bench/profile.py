@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from otb_analysis.bench.engine_cases import candidates, make_case, make_model
+from otb_analysis.bench.engine_cases import candidates, make_case, model_config
+from otb_analysis.bench.peer_side import make_model
 from otb_analysis.bench.publish import NO_GPU, Report, publish
 from otb_analysis.bench.timing import least_seconds
 from otb_analysis.errors import InputError, nearest
@@ -32,7 +33,7 @@ def run_profile(name: str, size: str, tokens: int, rollouts: int = 1) -> Report:
         InputError: There is no row of that name.
     """
     torch.set_num_threads(1)
-    calls = candidates(make_case(make_model(size, "cpu", "float32"), tokens, rollouts))
+    calls = candidates(make_case(make_model(model_config(size), "cpu", "float32"), tokens, rollouts))
     if name not in calls:
         raise InputError(f"row is {name!r}; {nearest(name, calls)}")
     call, place = calls[name], str(tokens) if rollouts == 1 else f"{rollouts}x{tokens}"
@@ -57,9 +58,9 @@ def _rows(events: Any) -> list[dict[str, Any]]:
     """The operators with the largest share, and the sum of all others."""
     times = sorted(((e.self_cpu_time_total, e.key, e.count) for e in events), reverse=True)
     total, rest = sum(time for time, _, _ in times), times[SHOWN:]
-    rows = [{"operator": name, "share": time / total, "calls": count / REPEATS} for time, name, count in times[:SHOWN]]
-    others = {"share": sum(time for time, _, _ in rest) / total, "calls": sum(n for _, _, n in rest) / REPEATS}
-    return [*rows, {"operator": f"{len(rest)} others"} | others]
+    others = (sum(time for time, _, _ in rest), f"{len(rest)} others", sum(count for _, _, count in rest))
+    shown = [*times[:SHOWN], others]
+    return [{"operator": name, "share": time / total, "calls": count / REPEATS} for time, name, count in shown]
 
 
 if __name__ == "__main__":

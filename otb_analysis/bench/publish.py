@@ -26,24 +26,15 @@ NO_GPU = "Not measured on a GPU."
 
 @dataclass(frozen=True)
 class Report:
-    """One benchmark, measured.
+    """One benchmark, measured."""
 
-    Attributes:
-        name: Of its files.
-        columns: By header, how the cells are made.
-        rows: Facts in JSON's types; JSON holds all of them, the table what the columns show.
-        extra: Facts that only JSON holds.
-        notes: Sentences on how to read the table.
-    """
-
-    name: str
+    name: str  # Of its files
     command: str
     settings: Mapping[str, object]
     title: str
-    columns: Mapping[str, Column]
-    rows: Sequence[Row]
-    notes: Sequence[str] = (NO_GPU,)
-    extra: Sequence[Row] = ()
+    columns: Mapping[str, Column]  # By header, how the cells are made
+    rows: Sequence[Row]  # Facts in JSON's types; JSON holds all of them, the table what the columns show
+    notes: Sequence[str] = (NO_GPU,)  # Sentences on how to read the table
 
     @property
     def cells(self) -> list[list[str]]:
@@ -76,29 +67,23 @@ def report_of(
 
 def command_line(config: BenchConfig) -> str:
     """Return the command that repeats a benchmark, with the names of interpreters in place of their paths."""
-    values = settings_of(config) | {
-        field.name: field.name.upper()
-        for field in fields(config)
-        if field.name.endswith("_python")
-        if getattr(config, field.name) is not None
-    }
-    defaults = {field.name: field.default for field in fields(config)}
-    options = []
-    for name, value in values.items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):  # a switch is named where it is not at its default
-            options += [] if value == defaults[name] else [f"--{option}" if value else f"--no-{option}"]
+    words = [f"otb bench {_name(config).replace('_', '-')}"]
+    for field in fields(config):
+        value, option = getattr(config, field.name), field.name.replace("_", "-")
+        if field.name.endswith("_python"):
+            words += [f"--{option} {field.name.upper()}"] if value is not None else []
+        elif isinstance(value, bool):  # a switch is named where it is not at its default
+            words += [] if value == field.default else [f"--{option}" if value else f"--no-{option}"]
         elif isinstance(value, tuple):
-            options += [f"--{option} {' '.join(map(str, value))}"] if value else []
-        else:
-            options.append(f"--{option} {value}")
-    return " ".join([f"otb bench {_name(config).replace('_', '-')}", *options])
+            words += [f"--{option} {' '.join(map(str, value))}"] if value else []
+        elif field.name in settings_of(config):
+            words.append(f"--{option} {value}")
+    return " ".join(words)
 
 
 def settings_of(config: BenchConfig) -> dict[str, Any]:
     """Return what a benchmark was told, without paths, which belong to a machine."""
-    kept = [field.name for field in fields(config) if "Path" not in str(field.type)]
-    return {name: getattr(config, name) for name in kept}
+    return {field.name: getattr(config, field.name) for field in fields(config) if "Path" not in str(field.type)}
 
 
 def cell(column: Column, row: Row) -> str:
@@ -136,12 +121,7 @@ def publish(folder: Path, report: Report) -> None:
     Raises:
         StoreError: The folder cannot be written.
     """
-    facts = {
-        "command": report.command,
-        "settings": report.settings,
-        "machine": machine(),
-        "rows": [*report.rows, *report.extra],
-    }
+    facts = {"command": report.command, "settings": report.settings, "machine": machine(), "rows": report.rows}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{report.name}.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
@@ -152,12 +132,10 @@ def publish(folder: Path, report: Report) -> None:
 
 def markdown(report: Report) -> str:
     """Return the report as a Markdown page."""
-    lines = [f"# `{report.command}`", "", ", ".join(f"{k} {v}" for k, v in machine().items()), ""]
-    lines += [f"{report.title}.", ""]
-    lines += ["| " + " | ".join(report.columns) + " |", "|" + "---|" * len(report.columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in report.cells]
-    lines += [line for note in report.notes for line in ("", note)]
-    return "\n".join(lines) + "\n"
+    header, *body = (f"| {' | '.join(row)} |" for row in [report.columns, *report.cells])
+    table = "\n".join([header, "|" + "---|" * len(report.columns), *body])
+    measured_on = ", ".join(f"{name} {value}" for name, value in machine().items())
+    return "\n\n".join([f"# `{report.command}`", measured_on, f"{report.title}.", table, *report.notes]) + "\n"
 
 
 def machine() -> dict[str, str]:

@@ -1,36 +1,26 @@
 """What the level `sampled` costs and how well it knows the total energy of a batch, beside measuring every token.
 
-The model is the demo's, warm-started: energies of an untrained one have no heavy tail, which is what makes a sample
-hard. Times are processor seconds of one thread. Errors are over many draws from the same exact norms: the norm of a
-token does not depend on which others were drawn.
+The model is the demo's: energies of an untrained one have no heavy tail, which is what makes a sample hard. Times are
+processor seconds of one thread. Errors are over many draws from the same exact norms: the norm of a token does not
+depend on which others were drawn.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from otb_analysis.bench.config import SampledConfig
+from otb_analysis.bench.demo_batch import DemoBatch, demo_batch
 from otb_analysis.bench.publish import NO_GPU, Report, report_of
-from otb_analysis.bench.sketch import WarmBatch, warm_batch
 from otb_analysis.bench.timing import least_seconds, threads
 from otb_analysis.gradients import sampled_score_norms, token_score_norms
 from otb_analysis.statistics import horvitz_thompson, systematic_sample
 from otb_analysis.types import Float, SampledNorms
 
 DRAWS = 400
-CASES = (
-    ("uniform", 0.15),
-    ("proxy", 0.05),
-    ("proxy", 0.06),
-    ("proxy", 0.10),
-    ("above_cut", 0.03),
-    ("above_cut", 0.05),
-    ("above_cut", 0.10),
-    ("above_cut", 0.15),
-)
-"""Size measure and share of the tokens."""
+SHARES = {"uniform": (0.15,), "proxy": (0.05, 0.06, 0.10), "above_cut": (0.03, 0.05, 0.10, 0.15)}
+"""Shares of the tokens that are drawn, by size measure."""
 EXACT = "every token"
 COLUMNS = {
     "drawn by": "{by}",
@@ -44,36 +34,29 @@ COLUMNS = {
 
 
 def run(config: SampledConfig) -> Report:
-    """Measure cost and error on rollouts of the demo's warm-started model."""
+    """Measure cost and error on rollouts of the demo's model."""
     with threads(1):
-        rows, seconds = bench_sampled(warm_batch(config.prompts), config.repeats)
+        rows, seconds = bench_sampled(demo_batch(config.prompts), config.repeats)
     note = f"Error and coverage of the Horvitz–Thompson total over {DRAWS} draws from the same exact norms."
     title = f"Total energy of a batch from drawn tokens; exact norms of all took {seconds:.1f} s of processor time"
     return report_of(config, title, COLUMNS, rows, notes=(note, NO_GPU))
 
 
-def bench_sampled(batch: WarmBatch, repeats: int) -> tuple[list[dict[str, Any]], float]:
-    """Return the row of the exact norms, then one per case, and the processor seconds of the exact norms."""
-    tokens = int(batch.mask.sum())
-    runs: dict[str, Callable[[], Any]] = {EXACT: partial(token_score_norms, *args_of(batch))}
-    runs |= {f"{by} {share}": sampler(batch, by, round(share * tokens)) for by, share in CASES}
-    exact = runs[EXACT]().norm_sq
-    seconds = least_seconds(runs, repeats)
-    rows: list[dict[str, Any]] = [{"by": EXACT, "tokens": tokens, "share": 1.0, "cost": 1.0}]
-    rows[0] |= {"error": 0.0, "stated": 0.0, "coverage": 1.0}
-    for (by, _), run, cost in zip(CASES, list(runs.values())[1:], list(seconds.values())[1:], strict=True):
-        rows.append(sampled_row(by, run(), exact, cost / seconds[EXACT]))
+def bench_sampled(batch: DemoBatch, repeats: int) -> tuple[list[dict[str, Any]], float]:
+    """Return the row of the exact norms, then one per size measure and share, and the seconds of the exact norms."""
+    tokens, exact = int(batch.args[2].sum()), partial(token_score_norms, *batch.args)
+    sampled = partial(sampled_score_norms, *batch.args, proxy=batch.proxy)
+    drawn = {
+        f"{by} {share}": partial(sampled, tokens=round(share * tokens), by=by)
+        for by, shares in SHARES.items()
+        for share in shares
+    }
+    norm_sq = exact().norm_sq
+    seconds = least_seconds({EXACT: exact} | drawn, repeats)
+    rows = [{"by": EXACT, "tokens": tokens, "share": 1.0, "cost": 1.0, "error": 0.0, "stated": 0.0, "coverage": 1.0}]
+    for name, draw in drawn.items():
+        rows.append(sampled_row(name.split()[0], draw(), norm_sq, seconds[name] / seconds[EXACT]))
     return rows, seconds[EXACT]
-
-
-def args_of(batch: WarmBatch) -> tuple[Any, ...]:
-    """What every call measures."""
-    return batch.model, batch.ids, batch.mask, batch.real
-
-
-def sampler(batch: WarmBatch, by: str, tokens: int) -> Callable[[], SampledNorms]:
-    """The call that draws and measures this many tokens, its size measure included."""
-    return partial(sampled_score_norms, *args_of(batch), tokens=tokens, by=by, proxy=batch.proxy)
 
 
 def sampled_row(by: str, norms: SampledNorms, exact: Float, cost: float) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """How far sketched norms lie from exact ones on the demo's warm-started, tied model, and how far they say they do."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from otb_analysis.bench.config import ScoreSketchConfig
+from otb_analysis.bench.demo_batch import DemoBatch, demo_batch
 from otb_analysis.bench.publish import NO_GPU, Report, report_of
-from otb_analysis.bench.sketch import WarmBatch, warm_batch
 from otb_analysis.bench.timing import threads
 from otb_analysis.gradients import sketch_score_norms, token_score_norms
 
@@ -26,28 +27,27 @@ COLUMNS = {
 def run(config: ScoreSketchConfig) -> Report:
     """Compare both methods on rollouts of the model; nothing is timed."""
     with threads(1):
-        rows = bench_score_sketch(warm_batch(config.prompts, ROLLOUTS), config.directions, config.repeats)
+        rows = bench_score_sketch(demo_batch(config.prompts, ROLLOUTS), config.directions, config.repeats)
     note = f"Found and stated errors are root mean squares over tokens and {config.repeats} seeds; nothing is timed."
     return report_of(config, "Relative errors of sketched norms of single scores", COLUMNS, rows, notes=(note, NO_GPU))
 
 
-def bench_score_sketch(
-    batch: WarmBatch, directions: Sequence[int] = (8, 32, 128), seeds: int = 8
-) -> list[dict[str, Any]]:
+def bench_score_sketch(batch: DemoBatch, directions: Sequence[int], seeds: int) -> list[dict[str, Any]]:
     """Compare sketched norms ŵ with exact ones w, by method and number of directions K.
 
     `error`: root mean square of (ŵ − w) / w over tokens and seeds; `stated`: that of the stated standard errors over w;
     `mean`: mean of (ŵ − w) / w, zero up to chance for an unbiased estimate.
     """
-    args, inside = (batch.model, batch.ids, batch.mask, batch.real), batch.mask.numpy()
-    exact, rows = token_score_norms(*args).norm_sq[inside], []
+    inside = batch.args[2].numpy()
+    exact, rows = token_score_norms(*batch.args).norm_sq[inside], []
     for method in ("hybrid", "rank_one"):
         for count in directions:
-            sketches = [sketch_score_norms(*args, directions=count, method=method, seed=seed) for seed in range(seeds)]
+            sketch = partial(sketch_score_norms, *batch.args, directions=count, method=method)
+            sketches = [sketch(seed=seed) for seed in range(seeds)]
             off = np.stack([s.norm_sq[inside] / exact - 1 for s in sketches])
-            stated = np.stack([np.zeros(0) if s.norm_sq_stderr is None else s.norm_sq_stderr[inside] for s in sketches])
+            stated = np.stack([np.asarray(s.norm_sq_stderr)[inside] / exact for s in sketches])
             row = {"method": method, "directions": count, "tokens": len(exact), "error": _rms(off)}
-            rows.append(row | {"stated": _rms(stated / exact), "mean": float(off.mean())})
+            rows.append(row | {"stated": _rms(stated), "mean": float(off.mean())})
     return rows
 
 

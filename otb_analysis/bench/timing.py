@@ -29,11 +29,8 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Let candidates take turns; each runs once per call and returns its seconds, as those made by `timed` do.
 
-    Args:
-        repeats: Repetitions at most.
-        limit: Seconds after which no repetition begins; the second and third may until twice that. A candidate whose
-            first turn took longer than half of it has no other turn.
-        against: The candidate that the others are compared with: it takes every turn, however long.
+    No repetition begins after `limit` seconds; the second and third may until twice that. A candidate whose first turn
+    took longer than half of the limit has no other turn, except for `against`, with which the others are compared.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     start = perf_counter()

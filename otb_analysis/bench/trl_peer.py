@@ -49,17 +49,9 @@ class Head(nn.Module):
         return self.lm_head(self.base_model(input_ids).last_hidden_state)
 
 
-def made(spec: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inputs that `bench.logits` makes from the same seed: hidden states, output matrix, drawn tokens."""
-    torch.manual_seed(0)
-    hidden = torch.randn(spec["rows"], spec["width"])
-    weight = torch.randn(spec["vocabulary"], spec["width"]) * (3 / spec["width"] ** 0.5)
-    to = {"dtype": getattr(torch, spec["dtype"]), "device": spec["device"]}
-    return hidden.to(**to), weight.to(**to), torch.randint(spec["vocabulary"], (spec["rows"],)).to(spec["device"])
-
-
-def headed(add_fused_lm_head: Any, hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Any:
+def headed(add_fused_lm_head: Any, inputs: dict[str, Any]) -> Any:
     """Return the call to be timed."""
+    hidden, weight, token_ids = SIDE["head_inputs"](**inputs)
     model: Any = Head(hidden[None], weight)
     add_fused_lm_head(model, outputs=OUTPUTS)
     return torch.no_grad()(lambda: model(token_ids[None], shift_labels=token_ids[None], fused_lm_head=True))
@@ -70,11 +62,12 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     torch.set_num_threads(spec["threads"])
     add_fused_lm_head = importlib.import_module("trl.trainer.utils").add_fused_lm_head
-    headed(add_fused_lm_head, *made(spec | {"rows": 4, "vocabulary": 300}))()
-    run = headed(add_fused_lm_head, *made(spec))
-    held = SIDE["peak"](run, spec["device"])
+    inputs = spec["inputs"]
+    headed(add_fused_lm_head, inputs | {"rows": 4, "vocabulary": 300})()
+    run = headed(add_fused_lm_head, inputs)
+    held = SIDE["peak"](run, inputs["device"])
     SIDE["say"]({"logprob": run().log_probs[0, : spec["checked"]].double().tolist(), "bytes": held})
-    SIDE["take_turns"](run, spec["device"])
+    SIDE["take_turns"](run, inputs["device"])
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from otb_analysis.bench import config, engine, engine_cases
+from otb_analysis.bench import engine, engine_cases
 from otb_analysis.bench.config import EngineConfig
 from otb_analysis.bench.engine_cases import (
     LOOP,
@@ -16,9 +17,10 @@ from otb_analysis.bench.engine_cases import (
     error_of,
     forward_backward,
     make_case,
-    make_model,
+    model_config,
     plain_loop,
 )
+from otb_analysis.bench.peer_side import make_model
 from otb_analysis.bench.publish import run_bench
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import ENGINES, Engine, batch_gradient, token_score_norms
@@ -31,16 +33,16 @@ def tiny(monkeypatch):
     """S made of one layer of width 16, and no fresh processes."""
     small = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 19}
     monkeypatch.setitem(engine_cases.SIZES, "S", small)
-    monkeypatch.setattr(engine, "fresh_peaks", lambda module, spec: {"S 6": 3 << 20})
+    monkeypatch.setattr(engine, "in_fresh_process", lambda call, config, name, size, places: [3 << 20] * len(places))
 
 
 @pytest.fixture
 def case(tiny):
-    return make_case(make_model("S", "cpu", "float64"), 6)
+    return make_case(make_model(model_config("S"), "cpu", "float64"), 6)
 
 
 def test_plain_loop_gives_the_norms_of_the_reference(case):
-    seconds, norm_sq = plain_loop(case, "cpu")
+    seconds, norm_sq = plain_loop(case)
     expected = token_score_norms(case.model, case.input_ids, case.mask, engine="reference").norm_sq
     np.testing.assert_allclose(norm_sq, expected, rtol=1e-6)
     assert seconds > 0 and (expected[:, 1:] > 0).all()
@@ -49,12 +51,12 @@ def test_plain_loop_gives_the_norms_of_the_reference(case):
 def test_sizes_have_the_parameters_that_the_table_says():
     for size, millions in (("S", 0.85), ("M", 29.4), ("L", 110.0)):
         with torch.device("meta"):
-            model = engine_cases.Qwen2ForCausalLM(engine_cases.Qwen2Config(**engine_cases.model_config(size)))
+            model = Qwen2ForCausalLM(Qwen2Config(**model_config(size)))
         assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
 def test_the_same_case_is_made_every_time(tiny):
-    first, second = (make_case(make_model("S", "cpu", "float32"), 6) for _ in range(2))
+    first, second = (make_case(make_model(model_config("S"), "cpu", "float32"), 6) for _ in range(2))
     assert torch.equal(first.input_ids, second.input_ids)
     for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -76,22 +78,19 @@ def test_every_engine_is_a_row_with_ratios_memory_and_error(tiny):
 
 
 def test_a_batch_is_attributed_beside_one_forward_and_backward_pass_of_it(tiny, monkeypatch):
-    monkeypatch.setitem(config.BATCHES, "S", ((3, 5),))
-    monkeypatch.setattr(EngineConfig, "cases", lambda self: [("S", 4)])
-    monkeypatch.setattr(engine, "fresh_peaks", lambda module, spec: {"S 3 × 5": 2 << 20})
+    monkeypatch.setattr(EngineConfig, "places", lambda self: {"S": [(1, 4), (3, 5)]})
     rows = [row for row in run_bench(EngineConfig(sizes=("S",), repeats=2)).rows if row["rollouts"] == 3]
     step, jvp, difference = rows
     assert [row["name"] for row in rows] == [STEP, "attribution, jvp", "attribution, difference"]
-    assert {(row["tokens"], row["repeats"], row["memory"], row["loop_ratio"]) for row in rows} == {
-        (5, 2, 2 << 20, None)
-    }
+    facts = {(row["tokens"], row["repeats"], row["memory"], row["loop_ratio"]) for row in rows}
+    assert facts == {(5, 2, 3 << 20, None)}
     assert jvp["step_ratio"] == pytest.approx(jvp["seconds"] / step["seconds"])
     # Shares sum to the squared norm of the batch's own gradient: to rounding, and as well as a step allows.
     assert jvp["error"] < 1e-6 and difference["error"] < 1e-3 and step["error"] is None
 
 
 def test_the_yardstick_of_a_batch_is_the_gradient_of_all_its_rollouts(tiny):
-    case = make_case(make_model("S", "cpu", "float64"), 4, 3)
+    case = make_case(make_model(model_config("S"), "cpu", "float64"), 4, 3)
     ones = np.ones(case.mask.shape)
     expected = batch_gradient(case.model, case.input_ids, case.mask, ones)
     for got, want in zip(forward_backward(case), expected.values(), strict=True):
@@ -125,10 +124,9 @@ def test_errors_are_zero_for_the_exact_values_and_grow_with_the_distance(case):
     assert error_of("gradient_sketch", runs["gradient_sketch"](), exact) is None
 
 
-def test_memory_jobs_go_from_small_to_large(tiny):
-    spec = {"name": "generic", "places": [["S", 1, 3], ["S", 1, 6]], "device": "cpu", "dtype": "float32"}
-    jobs = [(label, run().norm_sq.shape) for label, run, _ in engine.memory_jobs(spec)]
-    assert jobs == [("S 3", (1, 4)), ("S 6", (1, 7))]
+def test_memory_is_that_of_the_row_at_each_of_its_places(tiny, monkeypatch):
+    monkeypatch.setattr(engine, "peak", lambda run, device: (run().norm_sq.shape, device))
+    assert engine.peaks(TINY, "generic", "S", [(1, 3), (1, 6)]) == [((1, 4), "cpu"), ((1, 7), "cpu")]
 
 
 def test_a_gpu_that_is_not_there_is_one_sentence():
@@ -138,9 +136,7 @@ def test_a_gpu_that_is_not_there_is_one_sentence():
         run_bench(replace(TINY, device="cuda"))
 
 
-def test_default_cases_and_the_long_one():
-    assert EngineConfig().cases() == [("S", 32), ("S", 128), ("S", 512), ("M", 32), ("M", 128)]
-    assert EngineConfig(long=True).cases()[-1] == ("M", 512)
-    assert EngineConfig(sizes=("L",), tokens=(7,)).cases() == [("L", 7)]
-    assert EngineConfig().batches() == [("S", 8, 128), ("S", 4, 512), ("M", 8, 128)]
-    assert EngineConfig(tokens=(7,)).batches() == [] and EngineConfig(quick=True).batches() == [("S", 2, 8)]
+def test_texts_then_batches_are_measured_unless_a_length_is_asked_for():
+    texts, batches = [(1, 32), (1, 128), (1, 512)], [(8, 128), (4, 512)]
+    assert EngineConfig().places() == {"S": texts + batches, "M": [(1, 32), (1, 128), (8, 128)]}
+    assert EngineConfig(sizes=("L",), tokens=(7,)).places() == {"L": [(1, 7)]}

@@ -17,7 +17,7 @@ TINY = LogitsConfig(vocabularies=(50,), rows=6, width=4, dtypes=("float32",), th
 @pytest.fixture
 def no_memory(monkeypatch):
     """Fresh processes take seconds each; the table is tested without them."""
-    monkeypatch.setattr(logits, "fresh_peaks", lambda module, spec: {spec["name"]: 600})
+    monkeypatch.setattr(logits, "in_fresh_process", lambda call, *args: 600)
 
 
 def test_plain_way_is_the_log_probability_of_the_drawn_token():
@@ -47,11 +47,10 @@ def test_bfloat16_logits_of_the_plain_way_are_rounded_and_ours_are_not(no_memory
     assert errors[logits.OURS["hidden"]] < 2e-6 < 1e-4 < errors[logits.PLAIN["hidden"]]
 
 
-def test_memory_job_is_the_call_of_its_row():
-    spec = {"config": {"rows": 6, "width": 4}, "vocabulary": 50, "dtype": "float32", "name": logits.OURS["hidden"]}
-    ((label, run, device),) = logits.memory_jobs(spec)
-    assert (label, device) == (logits.OURS["hidden"], "cpu")
-    assert run().logprob.shape == (6,)
+def test_memory_is_that_of_the_call_of_its_row(monkeypatch):
+    monkeypatch.setattr(logits, "peak", lambda run, device: (run().logprob.shape, device))
+    inputs = {"rows": 6, "width": 4, "vocabulary": 50, "dtype": "float32", "device": "cpu"}
+    assert logits.peak_of(inputs, logits.OURS["hidden"]) == ((6,), "cpu")
 
 
 def test_sizes_must_be_positive():

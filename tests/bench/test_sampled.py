@@ -7,10 +7,10 @@ import torch
 
 from otb_analysis.bench import sampled
 from otb_analysis.bench.config import SampledConfig
+from otb_analysis.bench.demo_batch import DemoBatch
 from otb_analysis.bench.publish import run_bench
-from otb_analysis.bench.sketch import WarmBatch
 from otb_analysis.errors import InputError
-from otb_analysis.gradients import token_score_norms
+from otb_analysis.gradients import sampled_score_norms, token_score_norms
 
 
 @pytest.fixture
@@ -19,12 +19,11 @@ def batch(tiny_model):
     ids = torch.randint(3, 12, (4, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, :3] = False
-    proxy = np.where(mask, 1.0, 0.0)
-    return WarmBatch(tiny_model, ids, mask, torch.ones_like(ids), proxy[:, None], proxy, np.arange(4))
+    return DemoBatch((tiny_model, ids, mask, torch.ones_like(ids)), np.where(mask, 1.0, 0.0))
 
 
 def test_every_size_measure_is_a_row_whose_stated_error_is_the_one_found(batch, monkeypatch):
-    monkeypatch.setattr(sampled, "CASES", (("uniform", 0.5), ("above_cut", 0.5)))
+    monkeypatch.setattr(sampled, "SHARES", {"uniform": (0.5,), "above_cut": (0.5,)})
     rows, seconds = sampled.bench_sampled(batch, 1)
     assert [(r["by"], r["tokens"]) for r in rows] == [("every token", 24), ("uniform", 12), ("above_cut", 12)]
     assert seconds > 0 and all(r["cost"] > 0 for r in rows)
@@ -35,8 +34,8 @@ def test_every_size_measure_is_a_row_whose_stated_error_is_the_one_found(batch, 
 
 
 def test_a_sample_of_everything_has_no_error(batch):
-    norms = sampled.sampler(batch, "uniform", 24)()
-    exact = token_score_norms(batch.model, batch.ids, batch.mask, batch.real).norm_sq
+    norms = sampled_score_norms(*batch.args, tokens=24, by="uniform", proxy=batch.proxy)
+    exact = token_score_norms(*batch.args).norm_sq
     row = sampled.sampled_row("uniform", norms, exact, 2.0)
     assert (row["tokens"], row["cost"]) == (24, 2.0)
     assert row["error"] < 1e-12 and row["stated"] < 1e-12
@@ -44,7 +43,7 @@ def test_a_sample_of_everything_has_no_error(batch):
 
 def test_the_report_holds_the_rows_and_the_command_that_made_them(monkeypatch):
     row = {"by": "above_cut", "tokens": 500, "share": 0.1, "cost": 0.12, "error": 0.034, "stated": 0.035}
-    monkeypatch.setattr(sampled, "warm_batch", lambda prompts: None)
+    monkeypatch.setattr(sampled, "demo_batch", lambda prompts: None)
     monkeypatch.setattr(sampled, "bench_sampled", lambda batch, repeats: ([row | {"coverage": 0.94}], 1.25))
     report = run_bench(SampledConfig(prompts=3, repeats=2))
     assert report.command == "otb bench sampled --prompts 3 --repeats 2"

@@ -2,16 +2,15 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from otb_analysis.bench import score_sketch
 from otb_analysis.bench.config import ScoreSketchConfig
+from otb_analysis.bench.demo_batch import DemoBatch
 from otb_analysis.bench.publish import run_bench
 from otb_analysis.bench.score_sketch import bench_score_sketch
-from otb_analysis.bench.sketch import WarmBatch
 from otb_analysis.errors import InputError
 
 
@@ -21,9 +20,7 @@ def test_rows_hold_found_and_stated_errors():
     model = Qwen2ForCausalLM(Qwen2Config(**config, num_key_value_heads=1, intermediate_size=24)).eval()
     ids = torch.randint(17, (3, 10))
     mask = torch.arange(10).expand(3, 10) > 2
-    batch = WarmBatch(
-        model, ids, mask, torch.ones_like(ids), np.zeros((3, 1, 10)), np.zeros((3, 10)), np.zeros(3, dtype=np.int64)
-    )
+    batch = DemoBatch((model, ids, mask, torch.ones_like(ids)), mask.numpy() * 1.0)
     rows = bench_score_sketch(batch, directions=(16,), seeds=6)
     assert [(r["method"], r["directions"], r["tokens"]) for r in rows] == [("hybrid", 16, 21), ("rank_one", 16, 21)]
     assert all(0.6 < r["error"] / r["stated"] < 1.6 and abs(r["mean"]) < r["error"] for r in rows)
@@ -31,7 +28,7 @@ def test_rows_hold_found_and_stated_errors():
 
 def test_the_report_holds_the_rows_and_the_command_that_made_them(monkeypatch):
     row = {"method": "hybrid", "directions": 8, "tokens": 375, "error": 0.2468, "stated": 0.2421, "mean": 0.0057}
-    monkeypatch.setattr(score_sketch, "warm_batch", lambda prompts, group_size: None)
+    monkeypatch.setattr(score_sketch, "demo_batch", lambda prompts, group_size: None)
     monkeypatch.setattr(score_sketch, "bench_score_sketch", lambda batch, directions, seeds: [row])
     found = run_bench(ScoreSketchConfig(prompts=3, directions=(8,), repeats=2))
     assert found.command == "otb bench score-sketch --prompts 3 --directions 8 --repeats 2"

@@ -34,21 +34,6 @@ def test_ratios_compare_best_with_best_and_median_with_median():
     assert rows[f"{train.BOTH}, {train.TRL}"]["memory"] == 20
 
 
-def test_notes_say_what_was_reached_and_what_was_missed():
-    rows = [
-        {"model": "small", "what": train.FREE, "seconds": 0.06, "share": 0.06},
-        {"model": "small", "what": f"{train.BOTH}, {train.OURS}", "to_trl": 1.7, "to_trl_median": 1.6, "memory": 90},
-        {"model": "small", "what": f"{train.BOTH}, {train.TRL}", "to_trl": 1.0, "to_trl_median": 1.0, "memory": 100},
-    ]
-    share, faster, memory = train._reaches(rows)
-    assert "5% of a step" in share
-    assert "missed, 6.0%" in share
-    assert "reached, 1.70× of best steps, 1.60× of medians" in faster
-    assert "reached, 0.90 of its" in memory
-    slow = [rows[0], rows[1] | {"to_trl_median": 1.4, "memory": 101}, rows[2]]
-    assert ["missed" in note for note in train._reaches(slow)] == [True, True, True]
-
-
 @pytest.fixture
 def quick(monkeypatch):
     """A report without the levels' own time: every engine takes seconds to look at a model."""

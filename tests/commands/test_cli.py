@@ -424,7 +424,7 @@ def test_dashboard_says_that_a_port_is_taken_and_that_a_folder_is_missing(tmp_pa
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("what", ["estimators", "logits", "engine", "sketch", "score-sketch", "train"])
+@pytest.mark.parametrize("what", ["estimators", "logits", "engine", "score-sketch", "train"])
 def test_help_of_a_benchmark_explains_its_fields(what, capsys):
     with pytest.raises(SystemExit) as left:
         main(["bench", what, "--help"])
@@ -434,8 +434,9 @@ def test_help_of_a_benchmark_explains_its_fields(what, capsys):
 
 
 def test_benchmark_prints_its_table_and_writes_its_files(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("otb_analysis.bench.logits.fresh_peaks", lambda module, spec: {})
-    assert main(["bench", "logits", "--quick", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr("otb_analysis.bench.logits.in_fresh_process", lambda call, *args: None)
+    sizes = ["--vocabularies", "500", "900", "--rows", "12", "--width", "8", "--threads", "1", "--repeats", "1"]
+    assert main(["bench", "logits", *sizes, "--out", str(tmp_path)]) == 0
     assert "logit_stats, from hidden states" in capsys.readouterr().out
     page = (tmp_path / "logits.md").read_text()
     assert page.startswith("# `otb bench logits --vocabularies 500 900 --rows 12 ")
