@@ -22,6 +22,7 @@ from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.groups.group_gram import basis_weights
 from otb_analysis.measurement.advantages import every_advantage
+from otb_analysis.measurement.levels import shares
 from otb_analysis.measurement.table import TokenTable, compute_rewards
 from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks.task_calls import draw_prompts
@@ -125,7 +126,7 @@ def _calls(step: _Step, config: GramConfig) -> dict[str, Callable[[], object]]:
         "exact norms": lambda: measure.norms(rollouts, groups),
         BASIS: gram("auto"),
         "smaller groups": lambda: measure.subgroups(rollouts, table, norms, groups),
-        "attribution": lambda: measure.shares(rollouts, table.mask / len(every)),
+        "attribution": lambda: shares(measure.policy, rollouts, table.mask / len(every), split=True),
         SKETCH: lambda: gradient_sketch(model, ids, mask, basis, rollouts.group, real, dim=DIM),
     }
     return calls | ({ROWS: gram("reference")} if config.rows else {})

@@ -132,7 +132,6 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         if trainer.trains_on_exact:
             with phase("exact norms"):
                 norms = shared_norms(measurer, processes, rollouts, groups)
-        measurement = processes.broadcast_from_main(lambda: measurer.measure(step, rollouts, table, norms))
     with trainer.timed("estimate"):
         inputs = table.inputs(table.stats.energy if config.estimator.energy == "proxy" else None)
         if norms is not None:
@@ -140,11 +139,9 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         trained = estimate(config.estimator.name, inputs, trainer.options)
         batch = trainer.objective.batch(rollouts, table, trained.advantage, reference)
         batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
-    with trainer.timed("measure", "attributing"):
-        first_coefficients = partial(trainer.objective.first_coefficients, batch, table.stats.logprob)
-        measurement = processes.broadcast_from_main(
-            lambda: measurer.attribute(step, rollouts, first_coefficients, measurement)
-        )
+    with trainer.timed("measure"):
+        weights = partial(trainer.objective.first_coefficients, batch, table.stats.logprob)
+        measurement = processes.broadcast_from_main(lambda: measurer.measure(step, rollouts, table, norms, weights))
         trainer.forecast.correct(step)
     with trainer.timed("update"):
         scalars |= trainer.update(batch, forward)

@@ -70,11 +70,10 @@ def level_scalars(measured: TokenMeasurements) -> dict[str, object]:
             "calibration_slope": drawn.calibration.slope,
             "calibration_error": drawn.calibration.log_error,
         }
-    if (shares := measured.shares) is not None:
-        scalars["attribution_top_share"] = top_share(np.abs(shares.share[np.isfinite(shares.share)]))
-        if shares.signal is not None and shares.noise is not None:
-            signal, noise = float(np.nansum(shares.signal)), float(np.nansum(shares.noise))
-            scalars |= {"signal_total": signal, "noise_total": noise}
+    if (share := measured.further.get("attribution")) is not None:
+        scalars["attribution_top_share"] = top_share(np.abs(share[np.isfinite(share)]))
+    parts = [name for name in ("signal", "noise") if name in measured.further]
+    scalars |= {f"{name}_total": float(np.nansum(measured.further[name])) for name in parts}
     return scalars
 
 

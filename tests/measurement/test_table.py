@@ -89,7 +89,7 @@ def test_exact_level_measures_a_batch_with_tool_tokens(tiny_model, rollouts, tab
     from otb_analysis.config import MeasureConfig, Schedule
 
     measurer = GradientMeasurer(tiny_model, MeasureConfig(exact=Schedule(1, 0)), 1.0)
-    found = measurer.measure(0, rollouts, table, None)
+    found = measurer.measure(0, rollouts, table, None, lambda: np.zeros(table.mask.shape))
     assert found.gaps == 0
     assert np.array_equal(np.isfinite(found.tokens.norm_sq), table.mask)
     names = {name for name, _ in found.gram.labels}
