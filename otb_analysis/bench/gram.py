@@ -23,7 +23,7 @@ from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.groups.group_gram import basis_weights
 from otb_analysis.measurement.advantages import every_advantage
 from otb_analysis.measurement.levels import shares
-from otb_analysis.measurement.table import TokenTable, compute_rewards
+from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.setup import Trainer
@@ -96,10 +96,10 @@ def _step(config: GramConfig) -> _Step:
     with trainer.policy.sampling():
         group = np.repeat(np.arange(config.prompts), config.group_size)
         rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, sampled, group)
-    paid = compute_rewards(trainer.task, rollouts)
-    last = np.arange(rollouts.width) == rollouts.completion_length[:, None] - 1
-    paid = replace(paid, by_token=last * np.random.default_rng(0).integers(2, size=(len(group), 1)).astype(float))
-    table = trainer.table(rollouts, trainer.policy.forward(rollouts, False, trainer.wanted()), paid, None)
+    last = np.arange(rollouts.mask.shape[1]) == rollouts.attention_mask.sum(axis=1, keepdims=True) - 1
+    paid = last * np.random.default_rng(0).integers(2, size=(len(group), 1)).astype(float)
+    rollouts = replace(rollouts, reward=paid)
+    table = trainer.table(rollouts, trainer.policy.forward(rollouts, False, trainer.wanted()), None)
     every = np.ones(len(group), bool)
     norms = trainer.measurer.norms(rollouts, np.arange(config.prompts))
     advantages = np.stack(list(every_advantage(table, norms, every).values())) / config.group_size

@@ -96,7 +96,7 @@ def warm_batch(prompts: int = 16, group_size: int = 8, cache: Path = CACHE) -> W
     asked = [task.prompt("train", i) for i in range(prompts)]
     rollouts = sample(TransformersGenerator(model, tokenizer), tokenizer, task, asked, config.sample)
     measured = forward_pass(model, rollouts, config.sample.temperature)
-    table = token_table(rollouts, measured, compute_rewards(task, rollouts), None)
+    table = token_table(compute_rewards(task, rollouts), measured, None)
     inputs = table.inputs(measured.stats.energy)
     advantages = np.stack([estimate(name, inputs).advantage for name in ESTIMATORS]) / group_size
     weights, proxy = (rollouts.by_column(x) for x in (advantages, measured.stats.energy[None]))

@@ -1,7 +1,7 @@
 """From prompts to rollouts: groups, any number of turns, and what the environment inserts between them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -36,6 +36,9 @@ class Rollouts:
         prompt_length: Tokens before the completion [N].
         turns: What was written, turn by turn.
         finish_reason: stop (end token), length (budget used up) or turns (turn limit).
+        reward: What the task paid at each token [N, L]: a turn's reward sits on its last policy token. Zero until
+            `compute_rewards`.
+        reward_parts: Name of a reward part → its sum over the rollout [N].
     """
 
     prompts: tuple[Prompt, ...]
@@ -48,6 +51,8 @@ class Rollouts:
     prompt_length: Int
     turns: tuple[tuple[Turn, ...], ...]
     finish_reason: tuple[FinishReason, ...]
+    reward: Float
+    reward_parts: Mapping[str, Float] = field(default_factory=dict)
 
     @property
     def completion_length(self) -> Int:
@@ -62,13 +67,14 @@ class Rollouts:
         """
         index = np.arange(len(self.group))[rows]
         width = int(self.attention_mask[index].sum(axis=1).max(initial=0))
-        by_token = ("input_ids", "attention_mask", "mask", "turn", "behavior_logprob")
+        by_token = ("input_ids", "attention_mask", "mask", "turn", "behavior_logprob", "reward")
         return replace(
             self,
             **{name: getattr(self, name)[index, :width] for name in by_token},
             **{name: getattr(self, name)[index] for name in ("group", "prompt_length")},
             turns=tuple(self.turns[i] for i in index),
             finish_reason=tuple(self.finish_reason[i] for i in index),
+            reward_parts={name: paid[index] for name, paid in self.reward_parts.items()},
         )
 
     @classmethod
@@ -81,7 +87,10 @@ class Rollouts:
         if len(parts) == 1:
             return parts[0]
         width = max(part.input_ids.shape[1] for part in parts)
-        fills = {"input_ids": 0, "attention_mask": False, "mask": False, "turn": 0, "behavior_logprob": np.nan}
+        fills = dict.fromkeys(("input_ids", "attention_mask", "mask", "turn", "reward"), 0) | {
+            "behavior_logprob": np.nan
+        }
+        names = dict.fromkeys(name for part in parts for name in part.reward_parts)
 
         def padded(name: str) -> NDArray:
             arrays = [getattr(part, name) for part in parts]
@@ -96,12 +105,21 @@ class Rollouts:
             **{name: np.concatenate([getattr(part, name) for part in parts]) for name in ("group", "prompt_length")},
             turns=tuple(turns for part in parts for turns in part.turns),
             finish_reason=tuple(reason for part in parts for reason in part.finish_reason),
+            # Parts can differ in what their rollouts were paid for: what is missing is 0.
+            reward_parts={
+                name: np.concatenate([part.reward_parts.get(name, np.zeros(len(part.group))) for part in parts])
+                for name in names
+            },
         )
 
     @property
     def width(self) -> int:
         """Tokens of the longest completion, T."""
         return int(self.completion_length.max(initial=0))
+
+    def rewards(self) -> Float:
+        """Return what the task paid at each completion token [N, T], zero outside the mask."""
+        return np.where(self.policy_tokens(), self.by_token(self.reward), 0.0)
 
     def completion_columns(self) -> NDArray[np.int64]:
         """Return the column in [N, L] of each completion token, [N, T]; padding repeats the last column."""
@@ -253,4 +271,5 @@ def _collate(drafts: list[_Draft], prompts: tuple[Prompt, ...], group: Int, pad:
         prompt_length=np.array([d.prompt_length for d in drafts], dtype=np.int64),
         turns=tuple(tuple(d.turns) for d in drafts),
         finish_reason=tuple(d.finish_reason or "turns" for d in drafts),
+        reward=padded([[0.0] * len(d.ids) for d in drafts], 0.0, np.float64),
     )

@@ -112,16 +112,14 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         with policy.sampling():
             local = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample, group)
     with trainer.timed("estimate"):
-        local_rewards = compute_rewards(trainer.task, local)
+        local = compute_rewards(trainer.task, local)
     with trainer.timed("update", "scoring"):
         forward = policy.forward(local, trainer.one_update, trainer.wanted())
         local_reference = policy.reference_logprob(local)
     with trainer.timed("estimate"):
-        rollouts, rewards, stats, reference = gather_rollouts(
-            processes, local, local_rewards, forward.stats, local_reference
-        )
+        rollouts, stats, reference = gather_rollouts(processes, local, forward.stats, local_reference)
         forward = replace(forward, stats=stats)
-        table = trainer.table(rollouts, forward, rewards, reference)
+        table = trainer.table(rollouts, forward, reference)
     if not trainer.cut_noted and processes.first and (warning := none_ends(config, step, rollouts)):
         trainer.cut_noted = True
         note(warning)

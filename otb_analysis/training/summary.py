@@ -15,7 +15,7 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
 
     Degenerate but legal input (groups of one, equal rewards, empty or cut completions) is counted here.
     """
-    inside, stats, reward = table.mask, table.stats, table.rewards.total
+    inside, stats, reward = table.mask, table.stats, table.total_reward
     length = inside.sum(axis=1)
     mismatch = (stats.logprob - table.behavior_logprob)[inside]
     energy = stats.energy[inside]

@@ -116,7 +116,7 @@ def success_rate(
     """Return the mean total reward of one sampled answer to each prompt."""
     one = replace(config, prompts=len(prompts), group_size=1)
     rollouts = sample(generator, tokenizer, task, prompts, one)
-    return float(compute_rewards(task, rollouts).total.mean())
+    return float(compute_rewards(task, rollouts).rewards().sum(axis=1).mean())
 
 
 def _batches(

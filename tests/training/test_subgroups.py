@@ -29,7 +29,7 @@ def step(made):
     with trainer.policy.sampling():
         rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, FOURS)
     forward = trainer.policy.forward(rollouts, keep_graph=False)
-    table = trainer.table(rollouts, forward, compute_rewards(trainer.task, rollouts), None)
+    table = trainer.table(compute_rewards(trainer.task, rollouts), forward, None)
     return trainer, rollouts, table
 
 
