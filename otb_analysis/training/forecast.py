@@ -44,21 +44,13 @@ LISTED = 5
 
 @dataclass(frozen=True)
 class PlannedLevel:
-    """One thing that is measured.
+    """One thing that is measured."""
 
-    Attributes:
-        name: The phase in which it is measured.
-        what: Words for the sentence.
-        due: Whether it runs at a step.
-        multiple: Its cost in forward and backward passes of its rollouts.
-        rows: True at those rollouts [N].
-    """
-
-    name: str
-    what: str
-    due: Callable[[int], bool]
-    multiple: float
-    rows: Bool
+    name: str  # The phase in which it is measured
+    what: str  # Words for the sentence
+    due: Callable[[int], bool]  # Whether it runs at a step
+    multiple: float  # Its cost in forward and backward passes of its rollouts
+    rows: Bool  # True at those rollouts [N]
 
 
 def levels(config: TrainConfig, rollouts: Rollouts, exact_always: bool = False) -> list[PlannedLevel]:
@@ -131,9 +123,10 @@ class Forecast:
         `so_far`: seconds that sampling and scoring took. `update`: forward and backward passes of all rollouts that the
         update still takes.
         """
-        if self.levels or not any(level.due(step) for level in levels(self.config, rollouts, self.exact_always)):
+        planned = levels(self.config, rollouts, self.exact_always)
+        if self.levels or not any(level.due(step) for level in planned):
             return
-        self.levels = levels(self.config, rollouts, self.exact_always)
+        self.levels = planned
         with phase("timing one forward and backward pass"):
             each = seconds_per_position(policy, rollouts)
         self.seconds = {lv.name: lv.multiple * each * positions(rollouts, lv.rows) for lv in self.levels}

@@ -6,8 +6,8 @@ lengths.
 Everything recorded at a step describes the policy before that step's first update.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,11 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
         writer, first = begin(config, trainer)
     processes.record = lambda reason: writer.finish("failed", reason)
     names = config.trackers if processes.first else ()
-    with _ending_recorded(writer, config), _tracking(names, writer, first) as trackers, processes.together():
+    with (
+        _ending_recorded(writer, config),
+        closing(Trackers(names, writer.path, first)) as trackers,
+        processes.together(),
+    ):
         steps = config.optimize.steps
         bar(first, steps, f"{config.run_name}: {first} of {steps} steps")
         if processes.first and (warning := too_few_prompts(config, trainer.task)):
@@ -174,16 +178,6 @@ def _ending_recorded(writer: RunWriter, config: TrainConfig) -> Iterator[None]:
             raise Interrupted(kept(config)) from None
         raise
     writer.finish("complete")
-
-
-@contextmanager
-def _tracking(names: Sequence[str], writer: RunWriter, first: int) -> Iterator[Trackers]:
-    """Start trackers, and finish them however the run ends."""
-    trackers = Trackers(names, writer.path, first)
-    try:
-        yield trackers
-    finally:
-        trackers.finish()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
     inside, stats, reward = table.mask, table.stats, table.total_reward
     length = inside.sum(axis=1)
     mismatch = (stats.logprob - table.behavior_logprob)[inside]
-    energy = stats.energy[inside]
+    energy, exact = stats.energy[inside], measurement.tokens.whole_norm_sq[inside]
     return {
         "reward_mean": reward.mean(),
         "reward_std": reward.std(),
@@ -40,7 +40,7 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "energy_proxy_mean": _mean(energy),
         "energy_tail_k": pareto_k(energy),
         "energy_max_share": top_share(energy),
-        "exact_tail_k": _exact_tail(table, measurement.tokens),
+        "exact_tail_k": pareto_k(exact[np.isfinite(exact)]) if measurement.tokens.whole.any() else None,
         **level_scalars(measurement.tokens),
         **sampling_check(stats, inside),
         "n_measured_prompts": len(np.unique(table.group[measurement.tokens.whole])),
@@ -90,14 +90,6 @@ def sampling_check(stats: LogitStats, mask: Bool) -> dict[str, float | None]:
     }
     totals = {name: (x[mask].sum(), variance[mask].sum()) for name, (x, variance) in sums.items()}
     return {name: float(x / np.sqrt(variance)) if variance > 0 else None for name, (x, variance) in totals.items()}
-
-
-def _exact_tail(table: TokenTable, measured: TokenMeasurements) -> float | None:
-    """Return the tail index of the exact norms; the proxy's has a column of its own."""
-    if not measured.whole.any():
-        return None
-    exact = measured.whole_norm_sq[table.mask]
-    return pareto_k(exact[np.isfinite(exact)])
 
 
 def _mean(values: Float) -> float | None:
