@@ -18,10 +18,7 @@ EXTRAS = {
 
 
 def require(module: str, purpose: str) -> None:
-    """Refuse to go on where an optional package is missing.
-
-    Args:
-        purpose: What needs it, as the end of "peft is needed for …".
+    """Refuse to go on where an optional package is missing; "peft is needed for …" ends with the purpose.
 
     Raises:
         InputError: It is not installed; the sentence says what installs it.

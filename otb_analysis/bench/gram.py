@@ -24,7 +24,8 @@ from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.groups.group_gram import basis_weights
 from otb_analysis.measurement.advantages import every_advantage
-from otb_analysis.measurement.table import TokenTable, compute_rewards
+from otb_analysis.measurement.levels import shares
+from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Float
@@ -86,11 +87,10 @@ def run(config: GramConfig) -> Report:
 
 def _table(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
     """The token table with rewards by lot, 0 or 1 at the last token."""
-    paid = compute_rewards(trainer.task, rollouts)
-    last = np.arange(rollouts.width) == rollouts.completion_length[:, None] - 1
+    last = np.arange(rollouts.mask.shape[1]) == rollouts.attention_mask.sum(axis=1, keepdims=True) - 1
     lot = np.random.default_rng(0).integers(2, size=(len(last), 1))
-    forward = trainer.policy.forward(rollouts, False, trainer.wanted())
-    return trainer.table(rollouts, forward, replace(paid, by_token=(last * lot).astype(float)), None)
+    rollouts = replace(rollouts, reward=(last * lot).astype(float))
+    return trainer.table(rollouts, trainer.policy.forward(rollouts, False, trainer.wanted()), None)
 
 
 def _calls(
@@ -112,7 +112,7 @@ def _calls(
         "exact norms": lambda: measure.norms(rollouts, groups),
         BASIS: gram,
         "smaller groups": lambda: measure.subgroups(rollouts, table, norms, groups),
-        "attribution": lambda: measure.shares(rollouts, table.mask / len(rollouts.group)),
+        "attribution": lambda: shares(measure.policy, rollouts, table.mask / len(rollouts.group), split=True),
         SKETCH: lambda: gradient_sketch(model, ids, mask, basis, rollouts.group, real, dim=DIM),
     }
     return calls | ({ROWS: partial(gram, engine="reference")} if config.rows else {})

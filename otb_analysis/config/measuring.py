@@ -64,6 +64,9 @@ class MeasureConfig:
     """Estimated norms, with standard errors, of every token of groups that no other level measured at that step."""
     attribution: AttributionSchedule = AttributionSchedule()
     """Signed share of every token in ‖ḡ‖² of the estimator that trains."""
+    further: dict[str, int] = field(default_factory=dict)
+    """Levels without a section here, as name and steps between two measurements: `my_levels:lengths 10`. Your own are
+    module:attribute; docs/measuring.md has an example."""
     subgroups: tuple[str, ...] = ("otb",)
     """Estimators, beside rloo and the one that trains, also measured on halves and quarters of groups at exact steps.
     That tells which group size is best at the same cost; any of `estimator.name`, and no name turns it off."""
@@ -73,9 +76,10 @@ class MeasureConfig:
 
     @property
     def schedules(self) -> dict[str, StepSchedule]:
-        """The schedule of every level, by the level's name."""
-        values = {level.name: getattr(self, level.name) for level in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, StepSchedule)}
+        """The schedule of every level, by the level's name, in the order in which they measure."""
+        sections = {section.name: getattr(self, section.name) for section in fields(self)}
+        levels = {name: plan for name, plan in sections.items() if isinstance(plan, StepSchedule)}
+        return levels | {name: StepSchedule(every) for name, every in self.further.items()}
 
 
 @dataclass(frozen=True)

@@ -42,13 +42,11 @@ class CompletionLogprobs:
         cls, parts: Sequence["CompletionLogprobs"], rollouts: Rollouts, rows: Sequence[Int]
     ) -> "CompletionLogprobs":
         """Put passes over parts of `rollouts` together, `rows` being the rollouts of each."""
-        width = rollouts.width
-        back = torch.as_tensor(np.argsort(np.concatenate(rows)), device=parts[0].mask.device)
         entropies = [part.entropy for part in parts if part.entropy is not None]
         return cls(
-            stacked([part.logprob for part in parts], width)[back],
-            stacked([part.mask for part in parts], width)[back],
-            stacked(entropies, width)[back] if entropies else None,
+            _in_order([part.logprob for part in parts], rollouts, rows),
+            _in_order([part.mask for part in parts], rollouts, rows),
+            _in_order(entropies, rollouts, rows) if entropies else None,
         )
 
 
@@ -66,18 +64,25 @@ class ForwardPass:
     @classmethod
     def concatenate(cls, parts: Sequence["ForwardPass"], rollouts: Rollouts, rows: Sequence[Int]) -> "ForwardPass":
         """Put passes over parts of `rollouts` together, `rows` being the rollouts of each."""
-        stats = [{f.name: getattr(part.stats, f.name) for f in fields(LogitStats)} for part in parts]
-        width, back = rollouts.width, np.argsort(np.concatenate(rows))
-        whole = {name: _filled([s[name] for s in stats], rows, (len(back), width)) for name in stats[0]}
-        tensors = ([getattr(p, name) for p in parts] for name in ("logprob", "hidden", "mask"))
-        logprob, hidden, mask = (stacked(t, width)[torch.as_tensor(back, device=t[0].device)] for t in tensors)
-        return cls(logprob, hidden, mask, LogitStats(**whole))
+        tensors = ([getattr(part, name) for part in parts] for name in ("logprob", "hidden", "mask"))
+        logprob, hidden, mask = (_in_order(one, rollouts, rows) for one in tensors)
+        stats = {field.name: np.zeros(tuple(mask.shape)) for field in fields(LogitStats)}
+        for part, index in zip(parts, rows, strict=True):
+            for name, out in stats.items():
+                out[index, : part.mask.shape[1]] = getattr(part.stats, name)
+        return cls(logprob, hidden, mask, LogitStats(**stats))
 
 
 def stacked(parts: Sequence[Tensor], width: int) -> Tensor:
     """Concatenate [n, T', ...] along the first axis after widening each to T columns of zeros."""
     rest = parts[0].shape[2:]
     return torch.cat([torch.cat([x, x.new_zeros(len(x), width - x.shape[1], *rest)], dim=1) for x in parts])
+
+
+def _in_order(parts: Sequence[Tensor], rollouts: Rollouts, rows: Sequence[Int]) -> Tensor:
+    """Put passes [n, T', ...] together as [N, T, ...] in the order of the rollouts."""
+    back = torch.as_tensor(np.argsort(np.concatenate(rows)), device=parts[0].device)
+    return stacked(parts, rollouts.width)[back]
 
 
 @dataclass(frozen=True)
@@ -162,18 +167,11 @@ class _View:
 
     @classmethod
     def of(cls, rollouts: Rollouts, device: torch.device) -> "_View":
-        ids, attention, columns, mask, present = (
-            torch.as_tensor(x, device=device)
-            for x in (
-                rollouts.input_ids,
-                rollouts.attention_mask,
-                rollouts.completion_columns(),
-                rollouts.mask,
-                rollouts.present(),
-            )
-        )
+        ids, mask, attention = rollouts.tensors(device)
+        columns = torch.as_tensor(rollouts.completion_columns(), device=device)
+        present = torch.as_tensor(rollouts.present(), device=device)
         before = (columns - 1).clamp(min=0)[..., None]
-        return cls(ids, attention.long(), mask.gather(1, columns) & present, present, ids.gather(1, columns), before)
+        return cls(ids, attention, mask.gather(1, columns) & present, present, ids.gather(1, columns), before)
 
     def policy_tokens(self, model: PreTrainedModel, prompts: PrefixCache | None) -> tuple[Tensor, Tensor]:
         """Logits [K, V] and detached final hidden states [K, d] before each of the K policy tokens.
@@ -207,33 +205,16 @@ def _log_pi(logits: Tensor, temperature: float) -> Tensor:
     return (scaled if temperature == 1 else scaled / temperature).log_softmax(-1)
 
 
-def _filled(parts: Sequence[np.ndarray], rows: Sequence[Int], shape: tuple[int, int]) -> np.ndarray:
-    """Numbers [n, T'] of some rows each as one array [N, T], zero beyond their columns."""
-    out = np.zeros(shape)
-    for part, index in zip(parts, rows, strict=True):
-        out[index, : part.shape[1]] = part
-    return out
-
-
 def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temperature: float) -> LogitStats:
     """Return the statistics [N, T] of the policy tokens [K, ...]; entries outside the mask are zero."""
     stats = logit_stats(logits, token_ids=targets, temperature=temperature)
+    norm_sq = hidden.float().square().sum(-1, dtype=torch.float64).cpu().numpy()
+    columns = {field.name: getattr(stats, field.name) for field in fields(LogitStats)} | {"hidden_norm_sq": norm_sq}
     inside = mask.cpu().numpy()
-
-    def placed(values: np.ndarray) -> np.ndarray:
-        out = np.zeros(inside.shape)
-        out[inside] = values
-        return out
-
-    return LogitStats(
-        logprob=placed(stats.logprob),
-        entropy=placed(stats.entropy),
-        sum_pi_sq=placed(stats.sum_pi_sq),
-        energy=placed(stats.energy),
-        hidden_norm_sq=placed(hidden.float().square().sum(-1, dtype=torch.float64).cpu().numpy()),
-        pi_variance=placed(stats.pi_variance),
-        logprob_variance=placed(stats.logprob_variance),
-    )
+    whole = {name: np.zeros(inside.shape) for name in columns}
+    for name, values in columns.items():
+        whole[name][inside] = values
+    return LogitStats(**whole)
 
 
 @contextmanager

@@ -1,142 +1,235 @@
-"""The levels `sampled`, `sketch` and `attribution`.
+"""The levels of measuring beyond exact norms. A class in LEVELS holds all of a level: what it measures, its cost.
 
-They give exact norms of drawn tokens, estimated norms of whole groups, and every token's share of ‖ḡ‖².
-All are per completion token [N, T]; NaN where nothing is known.
+`sampled` gives exact norms of drawn tokens, `sketch` estimated norms of whole groups, `attribution` every token's share
+of ‖ḡ‖². All are per completion token [N, T]; NaN where nothing is known.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
 
-from otb_analysis.config import SampledSchedule, SketchSchedule
+from otb_analysis.config import AttributionSchedule, SampledSchedule, SketchSchedule
+from otb_analysis.custom import import_attribute, is_custom
 from otb_analysis.energies import calibrate
+from otb_analysis.errors import InputError, nearest
 from otb_analysis.gradients import gradient_attribution, sampled_score_norms, signal_noise, sketch_score_norms
 from otb_analysis.measurement.table import TokenTable
-from otb_analysis.measurement.tokens import DrawnTokens, TokenMeasurements, TokenShares
+from otb_analysis.measurement.tokens import DrawnTokens, TokenMeasurements
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.types import Bool, Float, Int
+from otb_analysis.types import Bool, Float
+
+# Measured like the costs in `training/forecast.py`, beside a pass of the same rollouts: the small model (0.4 M
+# parameters, 26 tokens a rollout), a Llama of 42 M (28 tokens), SmolLM2-135M (78 tokens).
+#
+#                                    0.4 M     42 M    135 M
+#   drawn tokens, a tenth              2–3      3.5        –
+#   sketched norms, a direction     0.4–.7     0.25      0.5
+#   attribution with its split        5–10      2.5    > 2.4
+DRAWN, FOUND = 1.0, 2.0
+"""Norm of one drawn token, times the share of its rollout that comes before it; and the pass that draws the tokens."""
+DIRECTION, ATTRIBUTION, SPLIT = 0.4, 2.4, 1.0
+"""One direction of sketched norms; attribution; its split into signal and noise."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class MeasuredPolicy:
-    """What was measured with which settings: a policy, and the gradient engine's keyword arguments."""
+    """A policy and the settings with which its gradients are measured."""
 
     model: PreTrainedModel
     scope: str
     temperature: float
+    slopes: str = "jvp"  # How slopes are taken; "difference" once the attention turned out to have no forward mode
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The gradient engine's keyword arguments."""
+        return {"scope": self.scope, "temperature": self.temperature}
 
 
-def draw_energies(
-    policy: MeasuredPolicy,
-    plan: SampledSchedule,
-    seed: int,
-    rollouts: Rollouts,
-    table: TokenTable,
-    measured: TokenMeasurements,
-) -> TokenMeasurements:
-    """Draw tokens, measure them, and calibrate the proxy on all that was measured at this step.
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What a level can read of a step; made by `GradientMeasurer.measure`."""
 
-    `measured` comes from the level `exact`.
+    policy: MeasuredPolicy
+    step: int  # Seeds what is drawn
+    rollouts: Rollouts
+    table: TokenTable
+    # Returns what multiplies each score in the first update [N, T], zero outside the mask; by default that is A/N.
+    weights: Callable[[], Float]
+
+
+class Level(ABC):
+    """One way of measuring. Its schedule is the field of `MeasureConfig` of the same name, or stands in `further`."""
+
+    phase: str  # What is measured, in words: its phase on the screen, and its name in a warning
+
+    @abstractmethod
+    def measure(self, step: MeasuredStep, plan: Any, known: TokenMeasurements) -> TokenMeasurements:
+        """Return what is known of a step with what this level adds; `plan` is its schedule."""
+
+    @abstractmethod
+    def passes(self, plan: Any, rollouts: Rollouts, rows: Bool) -> float:
+        """Return the cost of measuring some rollouts, in forward and backward passes of them, for the forecast."""
+
+    def words(self, plan: Any) -> str:
+        """Return what is measured, as the forecast says it."""
+        return self.phase
+
+
+def level_of(name: str) -> Level:
+    """Return a level by its name, or import it as module:attribute.
 
     Raises:
-        InputError: The size measure is not available for this model, or too few tokens fix no calibration.
+        InputError: There is none of that name.
     """
-    norm_sq = np.where(table.mask, measured.norm_sq, np.nan)
-    known = np.isin(table.group, table.group[np.isfinite(norm_sq).any(axis=1)])  # the level measures whole groups
-    rows = np.isin(table.group, _groups_to_draw(plan, table.group, known))
-    prob = np.where(table.mask & known[:, None], 1.0, np.nan)
-    if table.mask[rows].any():
-        norm_sq[rows], prob[rows] = _draw(policy, plan, seed, rollouts, table, rows)
-    share = len(np.unique(table.group[rows | known])) / len(np.unique(table.group))
-    proxy = np.where(table.mask, table.stats.energy, 0.0)
-    fit = calibrate(norm_sq, proxy, prob)
-    return measured.with_drawn(norm_sq, DrawnTokens(prob, share, fit, fit.predict(proxy)))
+    level = import_attribute("level", name) if is_custom(name) else LEVELS.get(name)
+    if not isinstance(level, Level):
+        raise InputError(f"measure.further has {name!r}, which is no Level; {nearest(name, LEVELS)}")
+    return level
 
 
-def _groups_to_draw(plan: SampledSchedule, group: Int, known: Bool) -> Int:
-    """The first groups that are not measured exactly anyway: prompts come in random order."""
-    left = np.setdiff1d(np.unique(group), group[known])
-    return left[: plan.prompts or len(left)]
+def by_policy_token(rollouts: Rollouts, by_column: Float, rows: Bool | slice = slice(None)) -> Float:
+    """Return numbers by column [n, L] of some rollouts as [N, T], NaN elsewhere and where the policy did not sample."""
+    inside = rollouts.policy_tokens()
+    out = np.full(inside.shape, np.nan)
+    out[rows] = np.where(inside[rows], rollouts.by_token(by_column, rows), np.nan)
+    return out
 
 
-def _draw(
-    policy: MeasuredPolicy, plan: SampledSchedule, seed: int, rollouts: Rollouts, table: TokenTable, rows: Bool
-) -> tuple[Float, Float]:
+def seen(rollouts: Rollouts, rows: Bool) -> float:
+    """Return Σ_t (tokens before t)/L over the policy's tokens, the mean over rollouts weighed by their lengths L."""
+    mask = rollouts.mask[rows]
+    return float(mask @ np.arange(mask.shape[1]) @ np.ones(len(mask)) / max(positions(rollouts, rows), 1))
+
+
+def positions(rollouts: Rollouts, rows: Bool) -> int:
+    """Return the tokens of some rollouts, prompts included."""
+    return int(rollouts.attention_mask[rows].sum())
+
+
+class Sampled(Level):
+    """Exact norms of drawn tokens, and the proxy calibrated on all that was measured at this step."""
+
+    phase = "drawn tokens"
+
+    def measure(self, step: MeasuredStep, plan: SampledSchedule, known: TokenMeasurements) -> TokenMeasurements:
+        """Draw tokens of the groups that are not measured whole.
+
+        Raises:
+            InputError: The size measure is not available for this model, or too few tokens fix no calibration.
+        """
+        table = step.table
+        norm_sq = np.where(table.mask, known.norm_sq, np.nan)
+        whole = np.isin(table.group, table.group[np.isfinite(norm_sq).any(axis=1)])  # `exact` measures whole groups
+        rows = _first_groups(plan, table, ~whole)
+        prob = np.where(table.mask & whole[:, None], 1.0, np.nan)
+        if table.mask[rows].any():
+            norm_sq[rows], prob[rows] = _draw(step, plan, rows)
+        share = len(np.unique(table.group[rows | whole])) / len(np.unique(table.group))
+        proxy = np.where(table.mask, table.stats.energy, 0.0)
+        fit = calibrate(norm_sq, proxy, prob)
+        return known.with_drawn(norm_sq, DrawnTokens(prob, share, fit, fit.predict(proxy)))
+
+    def passes(self, plan: SampledSchedule, rollouts: Rollouts, rows: Bool) -> float:
+        """Return the cost of the draw and of the drawn tokens."""
+        return FOUND + DRAWN * plan.share * seen(rollouts, rows)
+
+    def words(self, plan: SampledSchedule) -> str:
+        """Return how many tokens are drawn."""
+        return f"{plan.share:.0%} of the tokens"
+
+
+def _draw(step: MeasuredStep, plan: SampledSchedule, rows: Bool) -> tuple[Float, Float]:
     """Norms and inclusion probabilities [n, T] of some rollouts, NaN where not drawn and where not policy tokens."""
+    policy, rollouts, table = step.policy, step.rollouts, step.table
     ids, mask, attention = rollouts.tensors(policy.model.device, rows)
-    inside = table.mask[rows]
-    tokens = max(1, round(plan.share * int(inside.sum())))
+    tokens = max(1, round(plan.share * int(table.mask[rows].sum())))
     proxy = rollouts.by_column(table.stats.energy[None, rows], rows)[:, 0]
     norms = sampled_score_norms(
-        policy.model, ids, mask, attention, tokens=tokens, by=plan.by, proxy=proxy, seed=seed,
-        scope=policy.scope, temperature=policy.temperature,
-    )  # fmt: skip
-
-    def by_token(x: Float) -> Float:
-        return np.where(inside, rollouts.by_token(x, rows), np.nan)
-
-    return by_token(norms.norm_sq), by_token(norms.inclusion_prob)
+        policy.model, ids, mask, attention, tokens=tokens, by=plan.by, proxy=proxy, seed=step.step, **policy.settings
+    )
+    norm_sq, prob = (by_policy_token(rollouts, x, rows)[rows] for x in (norms.norm_sq, norms.inclusion_prob))
+    return norm_sq, prob
 
 
-def groups_to_sketch(plan: SketchSchedule, table: TokenTable, measured: TokenMeasurements) -> Int:
-    """Return the first groups of which no token was measured or could be drawn: prompts come in random order."""
-    known = np.isfinite(measured.norm_sq)
-    if measured.drawn is not None:
-        known |= measured.drawn.population
-    left = np.setdiff1d(np.unique(table.group), table.group[known.any(axis=1)])
-    return left[: plan.prompts or len(left)]
+def _first_groups(plan: SampledSchedule | SketchSchedule, table: TokenTable, left: Bool) -> Bool:
+    """Return True at the rollouts of the first groups that are `left` [N]: prompts come in random order."""
+    return np.isin(table.group, np.unique(table.group[left])[: plan.prompts or None])
 
 
-def sketch_groups(
-    policy: MeasuredPolicy,
-    plan: SketchSchedule,
-    seed: int,
-    rollouts: Rollouts,
-    groups: Int,
-    measured: TokenMeasurements,
-) -> TokenMeasurements:
-    """Estimate the norm of every token's score in some groups, each with its standard error.
+class Sketch(Level):
+    """Estimated norms, with standard errors, of every token of groups that no other level measured."""
 
-    Estimates are unbiased, and by the method `hybrid` now and then below 0. The seed draws the directions.
+    phase = "sketched norms"
 
-    Raises:
-        InputError: The model cannot be sketched by that method, or so many directions do not fit in memory.
-    """
-    rows = np.isin(rollouts.group, groups)
-    ids, mask, attention = rollouts.tensors(policy.model.device, rows)
-    norms = sketch_score_norms(
-        policy.model, ids, mask, attention, directions=plan.directions, method=plan.method, seed=seed,
-        scope=policy.scope, temperature=policy.temperature,
-    )  # fmt: skip
-    inside = rollouts.policy_tokens()[rows]
+    def measure(self, step: MeasuredStep, plan: SketchSchedule, known: TokenMeasurements) -> TokenMeasurements:
+        """Project scores on random directions, which the step draws.
 
-    def by_token(x: Float | None) -> Float:
-        out = np.full(measured.norm_sq.shape, np.nan)
-        if x is not None:
-            out[rows] = np.where(inside, rollouts.by_token(x, rows), np.nan)
-        return out
+        Estimates are unbiased, and by the method `hybrid` now and then below 0.
 
-    share = len(groups) / len(rollouts.prompts)
-    return measured.with_sketched(by_token(norms.norm_sq), by_token(norms.norm_sq_stderr), len(groups), share)
+        Raises:
+            InputError: The model cannot be sketched by that method, or so many directions do not fit in memory.
+        """
+        policy, rollouts, group = step.policy, step.rollouts, step.table.group
+        measured = np.isfinite(known.norm_sq) | (False if known.drawn is None else known.drawn.population)
+        rows = _first_groups(plan, step.table, ~np.isin(group, group[measured.any(axis=1)]))
+        if not rows.any():
+            return known
+        ids, mask, attention = rollouts.tensors(policy.model.device, rows)
+        norms = sketch_score_norms(
+            policy.model, ids, mask, attention, directions=plan.directions, method=plan.method, seed=step.step,
+            **policy.settings,
+        )  # fmt: skip
+        assert norms.norm_sq_stderr is not None
+        norm_sq, stderr = (by_policy_token(rollouts, x, rows) for x in (norms.norm_sq, norms.norm_sq_stderr))
+        count = len(np.unique(group[rows]))
+        return known.with_sketched(norm_sq, stderr, count, count / len(rollouts.prompts))
+
+    def passes(self, plan: SketchSchedule, rollouts: Rollouts, rows: Bool) -> float:
+        """Return the cost of all directions."""
+        return DIRECTION * plan.directions
 
 
-def attribute(policy: MeasuredPolicy, rollouts: Rollouts, weights: Float, *, method: str, split: bool) -> TokenShares:
-    """Attribute ‖Σ weights·s‖² to tokens, by `method` "jvp" or "difference".
+class Attribution(Level):
+    """Every token's share of ‖ḡ‖², ḡ = Σ weights·s the gradient that the first update follows."""
 
-    `weights` [N, T] is zero outside the mask: A/N for the gradient of the update. `split` also tells each share's
-    signal from its noise, for one more pass.
+    phase = "attribution"
+
+    def measure(self, step: MeasuredStep, plan: AttributionSchedule, known: TokenMeasurements) -> TokenMeasurements:
+        """Attribute by forward mode where the model's attention has one, else by differences."""
+        policy, weights = step.policy, step.weights()
+        try:
+            return known.with_columns(shares(policy, step.rollouts, weights, plan.split))
+        except NotImplementedError:  # how torch says that an operation has no forward mode
+            if policy.slopes == "difference":
+                raise
+            policy.slopes = "difference"
+            return known.with_columns(shares(policy, step.rollouts, weights, plan.split))
+
+    def passes(self, plan: AttributionSchedule, rollouts: Rollouts, rows: Bool) -> float:
+        """Return the cost with or without the split."""
+        return ATTRIBUTION + SPLIT * plan.split
+
+
+def shares(policy: MeasuredPolicy, rollouts: Rollouts, weights: Float, split: bool) -> dict[str, Float]:
+    """Return every token's signed share of ‖Σ weights·s‖² [N, T], to which the shares sum.
+
+    `weights` [N, T] is zero outside the mask. `split` also tells the part of each share along the other prompts'
+    gradients (`signal`) from that along its own prompt's (`noise`), for one more pass.
     """
     ids, mask, attention = rollouts.tensors(policy.model.device)
-    row, inside = rollouts.by_column(weights[None])[:, 0], rollouts.policy_tokens()
-
-    def by_token(x: Float) -> Float:
-        return np.where(inside, rollouts.by_token(x), np.nan)
-
-    settings = {"method": method, "scope": policy.scope, "temperature": policy.temperature}
+    row, settings = rollouts.by_column(weights[None])[:, 0], {"method": policy.slopes, **policy.settings}
     if split:
         parts = signal_noise(policy.model, ids, mask, row, rollouts.group, attention, **settings)
-        return TokenShares(by_token(parts.signal + parts.noise), by_token(parts.signal), by_token(parts.noise))
-    return TokenShares(
-        by_token(gradient_attribution(policy.model, ids, mask, row, attention, **settings).share), None, None
-    )
+        columns = {"attribution": parts.signal + parts.noise, "signal": parts.signal, "noise": parts.noise}
+    else:
+        columns = {"attribution": gradient_attribution(policy.model, ids, mask, row, attention, **settings).share}
+    return {name: by_policy_token(rollouts, x) for name, x in columns.items()}
+
+
+LEVELS: dict[str, Level] = {"sampled": Sampled(), "sketch": Sketch(), "attribution": Attribution()}
+"""Every level but `forward` and `exact`."""

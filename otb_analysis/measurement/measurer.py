@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,9 +13,9 @@ from otb_analysis.config import MeasureConfig
 from otb_analysis.estimators import proved
 from otb_analysis.gradients import group_gradient_gram, token_score_norms, weighted_score_norms
 from otb_analysis.measurement.advantages import every_advantage
-from otb_analysis.measurement.levels import MeasuredPolicy, attribute, draw_energies, groups_to_sketch, sketch_groups
+from otb_analysis.measurement.levels import MeasuredPolicy, MeasuredStep, by_policy_token, level_of
 from otb_analysis.measurement.table import TokenTable
-from otb_analysis.measurement.tokens import TokenMeasurements, TokenShares
+from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.phases import phase
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import (
@@ -62,9 +63,8 @@ class GradientMeasurer:
         self.run = run or {}  # the whole configuration, nested: it says what is proved of the estimators
         self.model = model
         self.config = config
-        self.settings = {"engine": config.engine, "scope": config.scope, "temperature": temperature}
         self.policy = MeasuredPolicy(model, config.scope, temperature)
-        self.slopes = "jvp"  # until the model's attention turns out to have no forward mode
+        self.settings = {"engine": config.engine, **self.policy.settings}
 
     def groups_due(self, step: int, n_groups: int) -> Int:
         """Return the indices of the groups to measure at a step: the first ones, since prompts come in random order."""
@@ -78,11 +78,9 @@ class GradientMeasurer:
         ids, mask, attention = rollouts.tensors(self.model.device, rows)
         by_column = token_score_norms(self.model, ids, mask, attention, **self.settings).norm_sq
         whole = weighted_score_norms(self.model, ids, mask, mask[:, None].float(), attention, **self.settings)[:, 0]
-        inside = rollouts.policy_tokens()
-        norm_sq, total = np.full(inside.shape, np.nan), np.full(len(rows), np.nan)
-        norm_sq[rows] = np.where(inside[rows], rollouts.by_token(by_column, rows), np.nan)
+        total = np.full(len(rows), np.nan)
         total[rows] = whole
-        return TokenMeasurements.exact(norm_sq, total, rollouts.group)
+        return TokenMeasurements.exact(by_policy_token(rollouts, by_column, rows), total, rollouts.group)
 
     def gram(self, rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements, groups: Int) -> Gram:
         """Return ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ of the groups' mean gradients under every estimator whose inputs exist."""
@@ -124,29 +122,28 @@ class GradientMeasurer:
         back = back.reshape(-1)
         return inner[np.ix_(back, back)]
 
-    def measure(self, step: int, rollouts: Rollouts, table: TokenTable, known: TokenMeasurements | None) -> Measurement:
+    def measure(
+        self,
+        step: int,
+        rollouts: Rollouts,
+        table: TokenTable,
+        known: TokenMeasurements | None,
+        weights: Callable[[], Float],
+    ) -> Measurement:
         """Return what is due at a step; a measurement that fails is a warning and a gap, and the run goes on.
 
         The step seeds what is drawn. `known` holds exact norms of all groups where the training estimator needed them.
+        `weights` returns what multiplies each score in the first update [N, T]; it is called only where that is used.
         """
-        config, groups = self.config, self.groups_due(step, len(rollouts.prompts))
+        groups = self.groups_due(step, len(rollouts.prompts))
         done = Measurement(TokenMeasurements.nothing(table.mask.shape) if known is None else known)
         if len(groups) and known is None:
             done = done.added(f"exact norms at step {step}", lambda: self.norms(rollouts, groups))
-        if config.sampled.due(step):
-            exact = done.tokens
-            done = done.added(
-                f"drawn tokens at step {step}",
-                lambda: draw_energies(self.policy, config.sampled, step, rollouts, table, exact),
-            )
-        if config.sketch.due(step):
-            before = done.tokens
-            left = groups_to_sketch(config.sketch, table, before)
-            if len(left):
-                done = done.added(
-                    f"sketched norms at step {step}",
-                    lambda: sketch_groups(self.policy, config.sketch, step, rollouts, left, before),
-                )
+        seen = MeasuredStep(self.policy, step, rollouts, table, weights)
+        for name, plan in self.config.schedules.items():
+            if name != "exact" and plan.due(step):
+                level = level_of(name)
+                done = done.added(f"{level.phase} at step {step}", partial(level.measure, seen, plan, done.tokens))
         return self._compared(step, rollouts, table, groups, done) if len(groups) and done.tokens.whole.any() else done
 
     def _compared(
@@ -167,30 +164,6 @@ class GradientMeasurer:
             ),
         )
         return replace(done, gram=gram, statistics=rows or (), gaps=done.gaps + (rows is None))
-
-    def attribute(self, step: int, rollouts: Rollouts, weights: Callable[[], Float], done: Measurement) -> Measurement:
-        """Return a measurement with every token's share of ‖ḡ‖², ḡ = Σ weights·s, where that is due.
-
-        `weights` is called only then. It returns what multiplies each score in the first update [N, T], zero outside
-        the mask; by default that is A/N.
-        """
-        if not self.config.attribution.due(step):
-            return done
-        return done.added(
-            f"attribution at step {step}",
-            lambda: replace(done.tokens, shares=self.shares(rollouts, weights())),
-        )
-
-    def shares(self, rollouts: Rollouts, weights: Float) -> TokenShares:
-        """Return every token's share of ‖Σ weights·s‖², by forward mode where the model's attention has one."""
-        split = self.config.attribution.split
-        try:
-            return attribute(self.policy, rollouts, weights, method=self.slopes, split=split)
-        except NotImplementedError:  # how torch says that an operation has no forward mode
-            if self.slopes == "difference":
-                raise
-            self.slopes = "difference"
-            return attribute(self.policy, rollouts, weights, method=self.slopes, split=split)
 
 
 def _attempt(what: str, run: Callable[[], T]) -> T | None:

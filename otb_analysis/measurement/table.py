@@ -1,6 +1,6 @@
 """The token table: where torch stops. One step's rollouts as [N, T] NumPy columns, and as rows for the store."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,17 +16,6 @@ from otb_analysis.types import Bool, Estimate, EstimatorInputs, Float, Int, Logi
 
 
 @dataclass(frozen=True)
-class Rewards:
-    """What the task paid; made by `compute_rewards`, read by the table."""
-
-    # Reward at each completion token [N, T]: a turn's reward sits on its last policy token. What the estimator sees:
-    # after shaping and penalties, where a run has them.
-    by_token: Float
-    total: Float  # What the task itself paid, summed over the rollout [N]
-    parts: dict[str, Float]  # Name of a reward part → its sum over the rollout [N]
-
-
-@dataclass(frozen=True)
 class TokenTable:
     """One step's tokens; every formula from here on is NumPy float64."""
 
@@ -37,7 +26,10 @@ class TokenTable:
     token_id: Int  # Vocabulary index [N, T]
     behavior_logprob: Float  # The sampler's log-probability in nats [N, T], NaN outside the mask
     stats: LogitStats  # Forward statistics [N, T]
-    rewards: Rewards  # What the task paid
+    reward: (
+        Float  # What the estimator sees [N, T]: what the task paid, after shaping and penalties where a run has them
+    )
+    total_reward: Float  # What the task itself paid, summed over the rollout [N]
     value: Float | None  # V(h_t) before y_t [N, T], or None without a critic
     ratio: Float | None  # Importance ratio π(y_t)/μ(y_t) [N, T], or None where the run weighs nothing by it
     keep: Bool  # False for rollouts that take no part in the update [N]
@@ -45,7 +37,7 @@ class TokenTable:
     def inputs(self, energy: Float | None, rollout_norm_sq: Float | None = None) -> EstimatorInputs:
         """Return an estimator's inputs, with these energies [N, T]."""
         return EstimatorInputs(
-            reward=self.rewards.by_token,
+            reward=self.reward,
             mask=self.mask,
             group=self.group,
             energy=energy,
@@ -58,15 +50,14 @@ class TokenTable:
         )
 
 
-def compute_rewards(task: Task, rollouts: Rollouts) -> Rewards:
-    """Ask the task for every rollout's reward and put each turn's on that turn's last policy token.
+def compute_rewards(task: Task, rollouts: Rollouts) -> Rollouts:
+    """Return rollouts with what the task pays for each, every turn's reward on that turn's last policy token.
 
     Raises:
         InputError: The task raises, does not pay every turn, or pays what is no number.
         NonFiniteError: A reward part is NaN or infinite; the message names rollout, group and part.
     """
-    mask, turn = rollouts.policy_tokens(), rollouts.by_token(rollouts.turn)
-    by_token = np.zeros(mask.shape)
+    reward = np.zeros(rollouts.mask.shape)
     by_turn = [
         ask_reward(task, rollouts.prompts[g], turns, n)
         for n, (g, turns) in enumerate(zip(rollouts.group, rollouts.turns, strict=True))
@@ -82,15 +73,15 @@ def compute_rewards(task: Task, rollouts: Rollouts) -> Rewards:
             )
     for n, turns in enumerate(by_turn):
         for k, turn_parts in enumerate(turns):
-            tokens = np.flatnonzero(mask[n] & (turn[n] == k))
+            tokens = np.flatnonzero(rollouts.mask[n] & (rollouts.turn[n] == k))
             if len(tokens):
-                by_token[n, tokens[-1]] += sum(turn_parts.values())
-    return Rewards(by_token, by_token.sum(axis=1), parts)
+                reward[n, tokens[-1]] += sum(turn_parts.values())
+    return replace(rollouts, reward=reward, reward_parts=parts)
 
 
-def token_table(rollouts: Rollouts, forward: ForwardPass, rewards: Rewards, value: Float | None) -> TokenTable:
-    """Gather a step's columns by completion token."""
-    mask = rollouts.policy_tokens()
+def token_table(rollouts: Rollouts, forward: ForwardPass, value: Float | None) -> TokenTable:
+    """Gather a step's columns by completion token; the task has paid for the rollouts."""
+    mask, reward = rollouts.policy_tokens(), rollouts.rewards()
     return TokenTable(
         mask=mask,
         present=rollouts.present(),
@@ -99,7 +90,8 @@ def token_table(rollouts: Rollouts, forward: ForwardPass, rewards: Rewards, valu
         token_id=rollouts.by_token(rollouts.input_ids),
         behavior_logprob=np.where(mask, rollouts.by_token(rollouts.behavior_logprob), np.nan),
         stats=forward.stats,
-        rewards=rewards,
+        reward=reward,
+        total_reward=reward.sum(axis=1),
         value=None if value is None else np.where(mask, value, 0.0),
         ratio=None,
         keep=np.ones(len(mask), bool),
@@ -140,7 +132,7 @@ def token_rows(
         "entropy": floats(stats.entropy),
         "sum_pi_sq": floats(stats.sum_pi_sq),
         "energy_proxy": floats(stats.energy),
-        "reward": floats(table.rewards.by_token),
+        "reward": floats(table.reward),
         "baseline": floats(estimate.baseline),
         "advantage": floats(estimate.advantage),
     }
@@ -160,10 +152,10 @@ def rollout_rows(rollouts: Rollouts, table: TokenTable, measured: TokenMeasureme
         "prompt_id": [p.id for p in prompts],
         "prompt": [p.text for p in prompts],
         "completion": ["".join(turn.text + turn.reply for turn in turns) for turns in rollouts.turns],
-        "reward": table.rewards.total,
+        "reward": table.total_reward,
         "length": table.mask.sum(axis=1),
         "turns": [len(turns) for turns in rollouts.turns],
         "finish_reason": list(rollouts.finish_reason),
     }
-    columns |= {f"reward_{name}": values for name, values in table.rewards.parts.items()}
+    columns |= {f"reward_{name}": values for name, values in rollouts.reward_parts.items()}
     return columns | measured.rollout_columns()

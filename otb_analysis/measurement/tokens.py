@@ -3,8 +3,8 @@
 It alone decides `measured_by`: exact norms stand, whoever measured them; estimates fill only what nobody measured.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +31,6 @@ class DrawnTokens:
 
 
 @dataclass(frozen=True)
-class TokenShares:
-    """Every token's signed share of ‖ḡ‖², ḡ the gradient that the update follows [N, T], NaN outside the mask."""
-
-    share: Float  # c·s·ḡ, c the token's coefficient in ḡ = Σ c·s; sums to ‖ḡ‖²
-    signal: Float | None  # The part along the other prompts' gradients, or None when it was not asked for
-    noise: Float | None  # The part along the own prompt's, or None
-
-
-@dataclass(frozen=True)
 class TokenMeasurements:
     """What was measured of a step's scores s_{n,t} = ∇ log π(y_{n,t}); made by the levels, read by the store."""
 
@@ -49,8 +40,9 @@ class TokenMeasurements:
     inclusion_prob: Float  # Chance of a token to be measured at this step [N, T]; known of tokens not drawn, too
     rollout_norm_sq: Float  # ‖Σ_t s_{n,t}‖² of rollouts whose group was measured whole [N], else NaN
     drawn: DrawnTokens | None = None  # How tokens were drawn, if the level `sampled` ran
-    shares: TokenShares | None = None  # Attribution, if it ran
     n_sketched: int = 0  # Groups with estimated norms
+    # Columns of `tokens` that further levels fill [N, T], by name; NaN where nothing was measured.
+    further: Mapping[str, Float] = field(default_factory=dict)
 
     @classmethod
     def nothing(cls, shape: tuple[int, ...]) -> "TokenMeasurements":
@@ -110,6 +102,10 @@ class TokenMeasurements:
             n_sketched=n_groups,
         )
 
+    def with_columns(self, columns: Mapping[str, Float]) -> "TokenMeasurements":
+        """Add columns of `tokens` [N, T], NaN where nothing was measured."""
+        return replace(self, further={**self.further, **columns})
+
     @property
     def energy_total(self) -> Totals | None:
         """Horvitz–Thompson total of the step's energy; None where no tokens were drawn or groups were left out."""
@@ -150,11 +146,7 @@ class TokenMeasurements:
             columns["grad_norm_sq_stderr"] = known(self.stderr)
         if self.drawn is not None:
             columns["energy_calibrated"] = known(self.drawn.calibrated)
-        if (shares := self.shares) is not None:
-            columns["attribution"] = known(shares.share)
-            if shares.signal is not None and shares.noise is not None:
-                columns |= {"signal": known(shares.signal), "noise": known(shares.noise)}
-        return columns
+        return columns | {name: known(x) for name, x in self.further.items()}
 
     def rollout_columns(self) -> dict[str, object]:
         """Return the columns of `rollouts` that measuring fills; masked entries were not measured."""

@@ -35,14 +35,6 @@ class NonFiniteLogits(NonFiniteError):
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What `decode` drew; entries after a row's first end token are arbitrary."""
-
-    token_ids: Tensor  # Drawn tokens [N, T]
-    logprobs: Tensor  # log-probability of each, in nats [N, T]
-
-
-@dataclass(frozen=True)
 class Draw:
     """How tokens are drawn."""
 
@@ -68,11 +60,11 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     return f"it has a {overridden[0]} of its own" if overridden else None
 
 
-def decode(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw) -> Drawn:
-    """Continue contexts until each has ended or used up its budget.
+def decode(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw) -> tuple[Tensor, Tensor]:
+    """Continue contexts until each has ended or used up its budget; return tokens and log-probabilities [N, T] in nats.
 
     y_t = argmax_v π_v / e_v with e ~ Exp(1), which is a draw from π = softmax(logits / τ). `unsupported_reason` of the
-    model is None.
+    model is None. Entries after a row's first end token are arbitrary.
 
     Raises:
         NonFiniteLogits: Logits of a row that goes on are NaN or infinite.
@@ -80,11 +72,11 @@ def decode(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     # inference mode spares every small operation its bookkeeping; buffers of gathered shards are written in both modes
     with torch.no_grad() if sharded else torch.inference_mode():
-        drawn = _draw(model, contexts, draw)
-    return Drawn(drawn.token_ids.clone(), drawn.logprobs.clone())  # tensors that may be used with gradients again
+        tokens, logprobs = _draw(model, contexts, draw)
+    return tokens.clone(), logprobs.clone()  # tensors that may be used with gradients again
 
 
-def _draw(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw) -> Drawn:
+def _draw(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw) -> tuple[Tensor, Tensor]:
     batch = _Batch(model, contexts, draw.pad)
     n, device = len(contexts), model.device
     ends = torch.tensor(list(draw.ends), device=device)
@@ -105,22 +97,18 @@ def _draw(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw)
         ended |= torch.isin(token, ends)
         left = int((~ended).sum())
         if left == 0 or t + 1 == draw.max_new_tokens:
-            return Drawn(tokens[:, : t + 1], logprobs[:, : t + 1])
+            return tokens[:, : t + 1], logprobs[:, : t + 1]
         if left <= SPARSE * len(rows):
             kept = (~ended).nonzero()[:, 0]
             batch.select(kept)
             rows, ended, token = rows[kept], ended[kept], token[kept]
         batch.append(token)
         advance()
-    return Drawn(tokens, logprobs)
+    return tokens, logprobs
 
 
 class _Batch:
-    """Contexts in a model's cache, left-padded, and the logits that follow them.
-
-    Attributes:
-        logits: Of the next token [n, V].
-    """
+    """Contexts in a model's cache, left-padded, and the `logits` [n, V] of the token that follows each."""
 
     def __init__(self, model: PreTrainedModel, contexts: Sequence[Sequence[int]], pad: int):
         distinct = {context: i for i, context in enumerate(dict.fromkeys(map(tuple, contexts)))}

@@ -87,8 +87,7 @@ class TransformersGenerator:
         check_contexts(self.model, [*contexts, [self.pad]], max_new_tokens)
         if not self.by_decode:
             return self.generate_plainly(contexts, max_new_tokens, temperature)
-        drawn = decode(self.model, contexts, Draw(max_new_tokens, temperature, self.ends, self.pad))
-        return self._all_cut(drawn.token_ids, drawn.logprobs)
+        return self._all_cut(*decode(self.model, contexts, Draw(max_new_tokens, temperature, self.ends, self.pad)))
 
     @torch.no_grad()
     def generate_plainly(
@@ -99,12 +98,16 @@ class TransformersGenerator:
         ids = torch.tensor([[self.pad] * (width - len(c)) + list(c) for c in contexts], device=self.model.device)
         attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=self.model.device)
         tempered = _Tempered(temperature)
+        settings = GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens,
+            eos_token_id=self.ends, pad_token_id=self.pad, use_cache=True,
+        )  # fmt: skip
         count_to(max_new_tokens, "token", at_most=True)
         with self._plain_settings():
             output = self.model.generate(  # pyright: ignore[reportCallIssue]
                 inputs=ids,
                 attention_mask=attention,
-                generation_config=self._settings(max_new_tokens),
+                generation_config=settings,
                 logits_processor=LogitsProcessorList([tempered]),
                 synced_gpus=False,  # processes sample different numbers of turns and tokens; none waits for another
             )
@@ -121,18 +124,6 @@ class TransformersGenerator:
             yield
         finally:
             self.model.generation_config = settings
-
-    def _settings(self, max_new_tokens: int) -> GenerationConfig:
-        return GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=self.ends,
-            pad_token_id=self.pad,
-            use_cache=True,
-        )
 
     def _all_cut(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> list[Generation]:
         return [self._cut(t, p) for t, p in zip(tokens.tolist(), logprobs.double().tolist(), strict=True)]

@@ -26,11 +26,7 @@ class VllmGenerator:
 
     Before each call the policy's weights are sent again if any was changed in place since the last one (as optimizers
     and `load_state_dict` do), and the prefix cache of the old ones is dropped. Every context's seed comes from torch's
-    generator, so a run's seeds hold here too.
-
-    Args:
-        model: The policy, loaded from a directory, which the engine loads too.
-        memory: Share of the GPU's memory that the engine may take.
+    generator, so a run's seeds hold here too. `memory` is the share of the GPU's memory that the engine may take.
 
     Raises:
         InputError: vLLM is not installed, or the model came from no directory.

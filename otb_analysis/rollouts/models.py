@@ -48,10 +48,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def small_model(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> Qwen3ForCausalLM:
-    """Make a randomly initialised Qwen3-type model for a tokenizer.
-
-    Args:
-        seed: Seed of the initial weights; the global random state is left as it was.
+    """Make a randomly initialised Qwen3-type model for a tokenizer; the global random state is left as it was.
 
     Raises:
         InputError: A size is not positive, or the width does not divide among the heads.
@@ -111,11 +108,8 @@ def output_layer(model: PreTrainedModel) -> nn.Module:
 def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer from a local directory, never from a network.
 
-    Args:
-        path: A directory as written by `save_pretrained`, or the name of a policy in SHIPPED.
-
-    Returns:
-        The model in evaluation mode and float32 (as stored if wider), and its tokenizer with a padding token.
+    `path` is a directory as written by `save_pretrained`, or the name of a policy in SHIPPED. The model is in
+    evaluation mode and float32 (as stored if wider); its tokenizer has a padding token.
 
     Raises:
         InputError: The directory is missing, holds no whole causal language model or no tokenizer with an end token.

@@ -54,10 +54,7 @@ class PrefixCache:
     def predicting(self, hidden: Tensor, row: Tensor, token: Tensor) -> Tensor:
         """Return the state that predicts each token [K, d]: behind the prompt, or behind the token before it.
 
-        Args:
-            hidden: Final hidden states behind completion tokens [n, T, d].
-            row: Rollouts [K].
-            token: Completion tokens [K].
+        `hidden` are final hidden states behind completion tokens [n, T, d]; `row` and `token` [K] name the tokens.
         """
         return torch.cat([self.hidden[self.of][:, None], hidden], dim=1)[row, token]
 
@@ -87,8 +84,7 @@ def supports_prefix_cache(model: PreTrainedModel) -> bool:
 def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> PrefixCache | None:
     """Read every different prompt of a batch once.
 
-    Returns:
-        None where nothing would be saved: rollouts have no prompt in common, or none has a second token.
+    None where nothing would be saved: rollouts have no prompt in common, or none has a second token.
     """
     texts = [
         tuple(row[:length].tolist()) for row, length in zip(rollouts.input_ids, rollouts.prompt_length, strict=True)

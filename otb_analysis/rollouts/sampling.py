@@ -1,7 +1,7 @@
 """From prompts to rollouts: groups, any number of turns, and what the environment inserts between them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -23,31 +23,20 @@ FinishReason = Literal["stop", "length", "turns"]
 
 @dataclass(frozen=True)
 class Rollouts:
-    """A batch of finished rollouts, prompt first, padded on the right; made by `sample`, read by `training`.
+    """A batch of finished rollouts, prompt first, padded on the right; made by `sample`, read by `training`."""
 
-    Attributes:
-        prompts: The prompt of each group [P].
-        group: Index into `prompts` of each rollout [N].
-        input_ids: Prompt and completion tokens [N, L].
-        attention_mask: True at tokens, false at padding [N, L].
-        mask: True at tokens the policy sampled [N, L].
-        turn: Turn of each completion token [N, L].
-        behavior_logprob: Log-probability reported by the generator, in nats [N, L]; NaN outside the mask.
-        prompt_length: Tokens before the completion [N].
-        turns: What was written, turn by turn.
-        finish_reason: stop (end token), length (budget used up) or turns (turn limit).
-    """
-
-    prompts: tuple[Prompt, ...]
-    group: Int
-    input_ids: Int
-    attention_mask: Bool
-    mask: Bool
-    turn: Int
-    behavior_logprob: Float
-    prompt_length: Int
-    turns: tuple[tuple[Turn, ...], ...]
-    finish_reason: tuple[FinishReason, ...]
+    prompts: tuple[Prompt, ...]  # The prompt of each group [P]
+    group: Int  # Index into `prompts` of each rollout [N]
+    input_ids: Int  # Prompt and completion tokens [N, L]
+    attention_mask: Bool  # True at tokens, false at padding [N, L]
+    mask: Bool  # True at tokens the policy sampled [N, L]
+    turn: Int  # Turn of each completion token [N, L]
+    behavior_logprob: Float  # Log-probability reported by the generator, in nats [N, L]; NaN outside the mask
+    prompt_length: Int  # Tokens before the completion [N]
+    turns: tuple[tuple[Turn, ...], ...]  # What was written, turn by turn
+    finish_reason: tuple[FinishReason, ...]  # stop (end token), length (budget used up) or turns (turn limit)
+    reward: Float  # Zero until `compute_rewards`; then a turn's reward, on its last policy token [N, L]
+    reward_parts: Mapping[str, Float] = field(default_factory=dict)  # Its parts by name, summed over the rollout [N]
 
     @property
     def completion_length(self) -> Int:
@@ -55,33 +44,29 @@ class Rollouts:
         return self.attention_mask.sum(axis=1) - self.prompt_length
 
     def take(self, rows: slice | Int) -> "Rollouts":
-        """Return some of the rollouts, as wide as the longest of them; every group keeps its number and its prompt.
-
-        Args:
-            rows: Which rollouts, a slice or indices [n].
-        """
+        """Return some of the rollouts, as wide as the longest of them; every group keeps its number and its prompt."""
         index = np.arange(len(self.group))[rows]
         width = int(self.attention_mask[index].sum(axis=1).max(initial=0))
-        by_token = ("input_ids", "attention_mask", "mask", "turn", "behavior_logprob")
+        by_token = ("input_ids", "attention_mask", "mask", "turn", "behavior_logprob", "reward")
         return replace(
             self,
             **{name: getattr(self, name)[index, :width] for name in by_token},
             **{name: getattr(self, name)[index] for name in ("group", "prompt_length")},
             turns=tuple(self.turns[i] for i in index),
             finish_reason=tuple(self.finish_reason[i] for i in index),
+            reward_parts={name: paid[index] for name, paid in self.reward_parts.items()},
         )
 
     @classmethod
     def concatenate(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
-        """Put parts of one batch together; they have the same prompts and number groups alike.
-
-        Args:
-            parts: In the order of their rollouts.
-        """
+        """Put parts of one batch together, in this order; they have the same prompts and number groups alike."""
         if len(parts) == 1:
             return parts[0]
         width = max(part.input_ids.shape[1] for part in parts)
-        fills = {"input_ids": 0, "attention_mask": False, "mask": False, "turn": 0, "behavior_logprob": np.nan}
+        fills = dict.fromkeys(("input_ids", "attention_mask", "mask", "turn", "reward"), 0) | {
+            "behavior_logprob": np.nan
+        }
+        names = dict.fromkeys(name for part in parts for name in part.reward_parts)
 
         def padded(name: str) -> NDArray:
             arrays = [getattr(part, name) for part in parts]
@@ -96,12 +81,21 @@ class Rollouts:
             **{name: np.concatenate([getattr(part, name) for part in parts]) for name in ("group", "prompt_length")},
             turns=tuple(turns for part in parts for turns in part.turns),
             finish_reason=tuple(reason for part in parts for reason in part.finish_reason),
+            # Parts can differ in what their rollouts were paid for: what is missing is 0.
+            reward_parts={
+                name: np.concatenate([part.reward_parts.get(name, np.zeros(len(part.group))) for part in parts])
+                for name in names
+            },
         )
 
     @property
     def width(self) -> int:
         """Tokens of the longest completion, T."""
         return int(self.completion_length.max(initial=0))
+
+    def rewards(self) -> Float:
+        """Return what the task paid at each completion token [N, T], zero outside the mask."""
+        return np.where(self.policy_tokens(), self.by_token(self.reward), 0.0)
 
     def completion_columns(self) -> NDArray[np.int64]:
         """Return the column in [N, L] of each completion token, [N, T]; padding repeats the last column."""
@@ -166,12 +160,7 @@ def sample(
 
     A turn that ends with the end token is answered by the task; the reply's tokens follow it, masked, and the next turn
     begins. The episode ends when the task has no reply, the length budget of a turn is used up, or at `max_turns`.
-
-    Args:
-        group: Index of the prompt that each rollout answers [N], where only some of them are wanted.
-
-    Returns:
-        P·group_size rollouts, group by group, or those asked for.
+    `group` is the index of the prompt that each rollout answers [N], where not all are wanted.
 
     Raises:
         InputError: A prompt has no tokens, or prompt and budget exceed the model's positions.
@@ -236,21 +225,24 @@ def _finish_turn(
 
 
 def _collate(drafts: list[_Draft], prompts: tuple[Prompt, ...], group: Int, pad: int) -> Rollouts:
-    def padded(rows: list[list], fill: float | bool, dtype: type) -> NDArray:
-        out = np.full((len(rows), max((len(r) for r in rows), default=0)), fill, dtype=dtype)
-        for line, row in zip(out, rows, strict=True):
-            line[: len(row)] = row
+    length = np.array([len(draft.ids) for draft in drafts], dtype=np.int64)
+    attention = np.arange(length.max(initial=0)) < length[:, None]
+
+    def padded(name: str, fill: float) -> NDArray:
+        out = np.full(attention.shape, fill)
+        out[attention] = [x for draft in drafts for x in getattr(draft, name)]
         return out
 
     return Rollouts(
         prompts=prompts,
         group=group,
-        input_ids=padded([d.ids for d in drafts], pad, np.int64),
-        attention_mask=padded([[True] * len(d.ids) for d in drafts], False, np.bool_),
-        mask=padded([d.mask for d in drafts], False, np.bool_),
-        turn=padded([d.turn for d in drafts], 0, np.int64),
-        behavior_logprob=padded([d.logprob for d in drafts], np.nan, np.float64),
+        input_ids=padded("ids", pad),
+        attention_mask=attention,
+        mask=padded("mask", False),
+        turn=padded("turn", 0),
+        behavior_logprob=padded("logprob", np.nan),
         prompt_length=np.array([d.prompt_length for d in drafts], dtype=np.int64),
         turns=tuple(tuple(d.turns) for d in drafts),
         finish_reason=tuple(d.finish_reason or "turns" for d in drafts),
+        reward=np.zeros(attention.shape),
     )

@@ -107,7 +107,7 @@ def drawn(trainer: Trainer, start: int, n_prompts: int, group_size: int, seed: i
 def scored(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
     """Return the token table of rollouts under the trainer's policy as it is now, whoever sampled them."""
     forward = trainer.policy.forward(rollouts, keep_graph=False)
-    return trainer.table(rollouts, forward, compute_rewards(trainer.task, rollouts), None)
+    return trainer.table(compute_rewards(trainer.task, rollouts), forward, None)
 
 
 def regrouped(rollouts: Rollouts, size: int) -> Rollouts:

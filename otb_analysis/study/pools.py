@@ -55,7 +55,7 @@ def promising_prompts(policy: Policy, first: int, count: int, config: SampleConf
     candidates = draw_prompts(policy.task, "train", first, 4 * count)
     distinct = list({prompt.id: prompt for prompt in candidates}.values())
     pilot = write(policy, distinct, config, seed).table
-    paid = pilot.rewards.total.reshape(len(distinct), -1)
+    paid = pilot.total_reward.reshape(len(distinct), -1)
     chosen = [prompt for prompt, one in zip(distinct, paid, strict=True) if np.ptp(one) > 0][:count]
     if len(chosen) < count:
         raise InputError(

@@ -9,6 +9,7 @@ from otb_analysis.estimators.spec import TRAINABLE_NEEDS
 from otb_analysis.extras import require
 from otb_analysis.gradients import ENGINES
 from otb_analysis.gradients.sketched.score_sketch import METHODS
+from otb_analysis.measurement.levels import level_of
 from otb_analysis.store.layout import check_run_name
 from otb_analysis.training.policy.objective import Objective
 from otb_analysis.training.runtime.trackers import check_trackers
@@ -74,14 +75,21 @@ def check(config: TrainConfig, processes: int = 1) -> None:
             "objective.kl_estimator is 'k1' in the loss, where its expected gradient is zero; "
             "take k2 or k3, or set objective.kl_in to 'reward'."
         )
-    scheduled = (
-        f"measure.{level}.{name}"
-        for level, schedule in config.measure.schedules.items()
+    for level in config.measure.further:
+        level_of(level)
+        if hasattr(config.measure, level):
+            raise InputError(
+                f"measure.further has {level!r}, which has a section of its own; set measure.{level}.every."
+            )
+    scheduled = {
+        f"measure.{level}.{name}": getattr(plan, name)
+        for level, plan in config.measure.schedules.items()
         for name in ("every", "prompts")
-        if hasattr(schedule, name)
-    )
-    for name in (*POSITIVE, *NOT_NEGATIVE, *scheduled):
-        number, positive = attrgetter(name)(config), name in POSITIVE
+        if hasattr(plan, name)
+    }
+    settings = {name: attrgetter(name)(config) for name in (*POSITIVE, *NOT_NEGATIVE)}
+    for name, number in (settings | scheduled).items():
+        positive = name in POSITIVE
         if not (number > 0 if positive else number >= 0) or number == float("inf"):
             raise InputError(f"{name} is {number}; choose a finite number {'above' if positive else 'of at least'} 0.")
     if config.sample.group_size == 1:

@@ -1,7 +1,5 @@
 """Two warnings: too few measured prompts for an interval, and answers that all use up their length budget."""
 
-from collections.abc import Iterator
-
 from otb_analysis.config import TrainConfig
 from otb_analysis.phases import plural
 from otb_analysis.rollouts.sampling import Rollouts
@@ -12,19 +10,17 @@ from otb_analysis.tasks.task_calls import draw_prompts
 
 def too_few_prompts(config: TrainConfig, task: Task) -> str:
     """Return what to change where the level `exact` measures too few prompts for an interval, else nothing."""
-    every, most = config.measure.exact.every, config.sample.prompts
-    if every <= 0:
+    exact, most, total = config.measure.exact, config.sample.prompts, config.optimize.steps
+    if exact.every <= 0:
         return ""
-    ids: set[str] = set()
-    for new in _measured(config, task):
-        ids |= new
+    count, ids, steps = min(exact.prompts or most, most), set[str](), 0
+    for step in filter(exact.due, range(total)):  # the prompts that the run will draw
+        ids |= {prompt.id for prompt in draw_prompts(task, "train", step * most, count)}
+        steps += 1
         if len(ids) >= MIN_CLUSTERS:
             return ""
-    total = config.optimize.steps
-    steps = sum(config.measure.exact.due(step) for step in range(total))
-    asked = steps * min(config.measure.exact.prompts or most, most)
     wanted = -(-MIN_CLUSTERS // max(steps, 1))
-    if asked >= MIN_CLUSTERS:
+    if steps * count >= MIN_CLUSTERS:
         remedy = "take a task with more prompts"
     elif wanted <= most:
         remedy = f"--measure.exact.prompts {wanted}"
@@ -32,19 +28,11 @@ def too_few_prompts(config: TrainConfig, task: Task) -> str:
         # every ≤ (steps − 1) / (needed − 1): the last measured step that is needed must still be a step of the run
         needed = -(-MIN_CLUSTERS // most)
         remedy = f"--measure.exact.every {max(1, (total - 1) // (needed - 1))} --measure.exact.prompts {most}"
-        remedy += " --measure.exact.first 0" if config.measure.exact.first else ""
+        remedy += " --measure.exact.first 0" if exact.first else ""
     else:
         remedy = f"--optimize.steps {-(-MIN_CLUSTERS // most)} --measure.exact.every 1 --measure.exact.prompts {most}"
     prompts, at = plural(len(ids), "different prompt"), plural(steps, "step")
     return f"this run will measure {prompts} at {at}; an interval takes {MIN_CLUSTERS}: {remedy}."
-
-
-def _measured(config: TrainConfig, task: Task) -> Iterator[set[str]]:
-    """Yield the ids of the prompts that the level `exact` measures, step by step, as the run will draw them."""
-    most = config.sample.prompts
-    count = min(config.measure.exact.prompts or most, most)
-    for step in filter(config.measure.exact.due, range(config.optimize.steps)):
-        yield {prompt.id for prompt in draw_prompts(task, "train", step * most, count)}
 
 
 def none_ends(config: TrainConfig, step: int, rollouts: Rollouts) -> str:

@@ -51,7 +51,7 @@ def _rewards(trainer: Trainer, prompts: Sequence[Prompt], group: Int) -> Float:
     answers = replace(trainer.config.sample, prompts=len(prompts), group_size=settings.samples)
     with trainer.policy.arithmetic():
         rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, answers, group)
-    return compute_rewards(trainer.task, rollouts).total
+    return compute_rewards(trainer.task, rollouts).rewards().sum(axis=1)
 
 
 def heldout_columns(reward: Float, threshold: float) -> dict[str, object]:

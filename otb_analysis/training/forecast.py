@@ -10,8 +10,9 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from otb_analysis.config import MeasureConfig, TrainConfig
+from otb_analysis.config import MeasureConfig, Schedule, TrainConfig
 from otb_analysis.measurement.forward import completion_logprobs
+from otb_analysis.measurement.levels import level_of, positions, seen
 from otb_analysis.phases import EXPECTED, duration, note, phase, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import smaller_sizes
@@ -25,18 +26,11 @@ from otb_analysis.types import Bool, Int
 #   exact norms (13 and 25 seen)      9–16      6.4      8.0
 #   Gram matrix, all estimators       9–10        –        9
 #   smaller groups, each size            2        –        –
-#   drawn tokens, a tenth              2–3      3.5        –
-#   sketched norms, a direction     0.4–.7     0.25      0.5
-#   attribution with its split        5–10      2.5    > 2.4
 NORM = {"auto": 0.35, "fast": 0.35, "generic": 0.6, "reference": 1.0}
 """Exact norm of one token, by engine, times the share of its rollout that comes before it. A backward pass without
 weight gradients is a third of a forward and backward pass."""
 WHOLE, GRAM, SMALLER = 1.5, 10.0, 2.5
 """Exact norms of whole rollouts; the Gram matrix of all estimators; that of one smaller group size."""
-DRAWN, FOUND = 1.0, 2.0
-"""Norm of one drawn token, times the share of its rollout that comes before it; and the pass that draws the tokens."""
-DIRECTION, ATTRIBUTION, SPLIT = 0.4, 2.4, 1.0
-"""One direction of sketched norms; attribution; its split into signal and noise."""
 
 TIMED = 256
 """Most positions of the rollouts whose pass is timed."""
@@ -49,25 +43,17 @@ LISTED = 5
 
 
 @dataclass(frozen=True)
-class Level:
-    """One thing that is measured.
+class PlannedLevel:
+    """One thing that is measured."""
 
-    Attributes:
-        name: The phase in which it is measured.
-        what: Words for the sentence.
-        due: Whether it runs at a step.
-        multiple: Its cost in forward and backward passes of its rollouts.
-        rows: True at those rollouts [N].
-    """
-
-    name: str
-    what: str
-    due: Callable[[int], bool]
-    multiple: float
-    rows: Bool
+    name: str  # The phase in which it is measured
+    what: str  # Words for the sentence
+    due: Callable[[int], bool]  # Whether it runs at a step
+    multiple: float  # Its cost in forward and backward passes of its rollouts
+    rows: Bool  # True at those rollouts [N]
 
 
-def levels(config: TrainConfig, rollouts: Rollouts, exact_always: bool = False) -> list[Level]:
+def levels(config: TrainConfig, rollouts: Rollouts, exact_always: bool = False) -> list[PlannedLevel]:
     """Return everything that a run measures, with its cost on rollouts such as these.
 
     `exact_always`: the training estimator reads exact norms of all rollouts at each step.
@@ -78,29 +64,24 @@ def levels(config: TrainConfig, rollouts: Rollouts, exact_always: bool = False) 
     due = list(_exact(measure, rollouts, exact))
     if exact_always:
         norms = _norms(measure, rollouts, every)
-        due = [Level("exact norms", "exact norms of every rollout", lambda step: True, norms, every), *due[1:]]
-    if (sampled := measure.sampled).every > 0:
-        rows = _first(rollouts, others, sampled.prompts)
-        tokens = FOUND + DRAWN * sampled.share * seen(rollouts, rows)
-        due.append(Level("drawn tokens", f"{sampled.share:.0%} of the tokens", sampled.due, tokens, rows))
-    if (sketch := measure.sketch).every > 0:
-        rows, passes = _first(rollouts, others, sketch.prompts), DIRECTION * sketch.directions
-        due.append(Level("sketched norms", "sketched norms", sketch.due, passes, rows))
-    if (attribution := measure.attribution).every > 0:
-        passes = ATTRIBUTION + SPLIT * attribution.split
-        due.append(Level("attribution", "attribution", attribution.due, passes, every))
+        due = [PlannedLevel("exact norms", "exact norms of every rollout", lambda step: True, norms, every), *due[1:]]
+    for name, plan in measure.schedules.items():
+        if name != "exact" and plan.every > 0:
+            level = level_of(name)
+            rows = _first(rollouts, others, plan.prompts) if isinstance(plan, Schedule) else every
+            due.append(PlannedLevel(level.phase, level.words(plan), plan.due, level.passes(plan, rollouts, rows), rows))
     return due
 
 
-def _exact(measure: MeasureConfig, rollouts: Rollouts, rows: Bool) -> Iterator[Level]:
+def _exact(measure: MeasureConfig, rollouts: Rollouts, rows: Bool) -> Iterator[PlannedLevel]:
     due = measure.exact.due
     if measure.exact.every <= 0:
         return
     prompts = f"{plural(len(np.unique(rollouts.group[rows])), 'prompt')} ({plural(int(rows.sum()), 'rollout')})"
-    yield Level("exact norms", prompts, due, _norms(measure, rollouts, rows), rows)
-    yield Level("Gram matrix", "", due, GRAM, rows)
+    yield PlannedLevel("exact norms", prompts, due, _norms(measure, rollouts, rows), rows)
+    yield PlannedLevel("Gram matrix", "", due, GRAM, rows)
     if measure.subgroups and (sizes := len(smaller_sizes(rollouts.group[rows]))):
-        yield Level("smaller groups", "", due, SMALLER * sizes, rows)
+        yield PlannedLevel("smaller groups", "", due, SMALLER * sizes, rows)
 
 
 def _first(rollouts: Rollouts, groups: Int, prompts: int) -> Bool:
@@ -110,17 +91,6 @@ def _first(rollouts: Rollouts, groups: Int, prompts: int) -> Bool:
 
 def _norms(measure: MeasureConfig, rollouts: Rollouts, rows: Bool) -> float:
     return WHOLE + NORM[measure.engine] * seen(rollouts, rows)
-
-
-def seen(rollouts: Rollouts, rows: Bool) -> float:
-    """Return Σ_t (tokens before t)/L over the policy's tokens, the mean over rollouts weighed by their lengths L."""
-    mask = rollouts.mask[rows]
-    return float(mask @ np.arange(mask.shape[1]) @ np.ones(len(mask)) / max(positions(rollouts, rows), 1))
-
-
-def positions(rollouts: Rollouts, rows: Bool) -> int:
-    """Return the tokens of some rollouts, prompts included."""
-    return int(rollouts.attention_mask[rows].sum())
 
 
 def seconds_per_position(policy: Policy, rollouts: Rollouts) -> float:
@@ -143,7 +113,7 @@ class Forecast:
 
     def __init__(self, config: TrainConfig, exact_always: bool):
         self.config, self.exact_always = config, exact_always
-        self.levels: list[Level] = []
+        self.levels: list[PlannedLevel] = []
         self.seconds: dict[str, float] = {}
         self.corrected = False
 
@@ -153,9 +123,10 @@ class Forecast:
         `so_far`: seconds that sampling and scoring took. `update`: forward and backward passes of all rollouts that the
         update still takes.
         """
-        if self.levels or not any(level.due(step) for level in levels(self.config, rollouts, self.exact_always)):
+        planned = levels(self.config, rollouts, self.exact_always)
+        if self.levels or not any(level.due(step) for level in planned):
             return
-        self.levels = levels(self.config, rollouts, self.exact_always)
+        self.levels = planned
         with phase("timing one forward and backward pass"):
             each = seconds_per_position(policy, rollouts)
         self.seconds = {lv.name: lv.multiple * each * positions(rollouts, lv.rows) for lv in self.levels}

@@ -6,8 +6,8 @@ lengths.
 Everything recorded at a step describes the policy before that step's first update.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,11 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
         writer, first = begin(config, trainer)
     processes.record = lambda reason: writer.finish("failed", reason)
     names = config.trackers if processes.first else ()
-    with _ending_recorded(writer, config), _tracking(names, writer, first) as trackers, processes.together():
+    with (
+        _ending_recorded(writer, config),
+        closing(Trackers(names, writer.path, first)) as trackers,
+        processes.together(),
+    ):
         steps = config.optimize.steps
         bar(first, steps, f"{config.run_name}: {first} of {steps} steps")
         if processes.first and (warning := too_few_prompts(config, trainer.task)):
@@ -112,16 +116,14 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         with policy.sampling():
             local = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample, group)
     with trainer.timed("estimate"):
-        local_rewards = compute_rewards(trainer.task, local)
+        local = compute_rewards(trainer.task, local)
     with trainer.timed("update", "scoring"):
         forward = policy.forward(local, trainer.one_update, trainer.wanted())
         local_reference = policy.reference_logprob(local)
     with trainer.timed("estimate"):
-        rollouts, rewards, stats, reference = gather_rollouts(
-            processes, local, local_rewards, forward.stats, local_reference
-        )
+        rollouts, stats, reference = gather_rollouts(processes, local, forward.stats, local_reference)
         forward = replace(forward, stats=stats)
-        table = trainer.table(rollouts, forward, rewards, reference)
+        table = trainer.table(rollouts, forward, reference)
     if not trainer.cut_noted and processes.first and (warning := none_ends(config, step, rollouts)):
         trainer.cut_noted = True
         note(warning)
@@ -132,7 +134,6 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         if trainer.trains_on_exact:
             with phase("exact norms"):
                 norms = shared_norms(measurer, processes, rollouts, groups)
-        measurement = processes.broadcast_from_main(lambda: measurer.measure(step, rollouts, table, norms))
     with trainer.timed("estimate"):
         inputs = table.inputs(table.stats.energy if config.estimator.energy == "proxy" else None)
         if norms is not None:
@@ -140,11 +141,9 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         trained = estimate(config.estimator.name, inputs, trainer.options)
         batch = trainer.objective.batch(rollouts, table, trained.advantage, reference)
         batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
-    with trainer.timed("measure", "attributing"):
-        first_coefficients = partial(trainer.objective.first_coefficients, batch, table.stats.logprob)
-        measurement = processes.broadcast_from_main(
-            lambda: measurer.attribute(step, rollouts, first_coefficients, measurement)
-        )
+    with trainer.timed("measure"):
+        weights = partial(trainer.objective.first_coefficients, batch, table.stats.logprob)
+        measurement = processes.broadcast_from_main(lambda: measurer.measure(step, rollouts, table, norms, weights))
         trainer.forecast.correct(step)
     with trainer.timed("update"):
         scalars |= trainer.update(batch, forward)
@@ -179,16 +178,6 @@ def _ending_recorded(writer: RunWriter, config: TrainConfig) -> Iterator[None]:
             raise Interrupted(kept(config)) from None
         raise
     writer.finish("complete")
-
-
-@contextmanager
-def _tracking(names: Sequence[str], writer: RunWriter, first: int) -> Iterator[Trackers]:
-    """Start trackers, and finish them however the run ends."""
-    trackers = Trackers(names, writer.path, first)
-    try:
-        yield trackers
-    finally:
-        trackers.finish()
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Begin a run, or go on with one that was stopped."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -87,24 +87,14 @@ def kept(config: TrainConfig) -> str:
 
 
 def plain_config(config: TrainConfig) -> dict[str, object]:
-    """Return a configuration as nested plain values, as run.json keeps it."""
-    return {key: _plain(value) for key, value in asdict(config).items()}
+    """Return a configuration as nested plain values, as JSON reads run.json back: paths are text, tuples lists."""
+    return json.loads(json.dumps(asdict(config), default=str))
 
 
-def _plain(value: object) -> object:
-    """Turn paths into text and tuples into lists, at any depth, as JSON reads them back."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
-
-
-def _flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
-    fields: list[tuple[str, object]] = []
+def _flat(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in config.items():
-        if isinstance(value, Mapping) and not key.endswith("options"):  # options are one value, also when empty
-            fields += _flat(value, f"{prefix}{key}.")
+        # what a user names is one value, also when empty
+        if isinstance(value, Mapping) and key != "further" and not key.endswith("options"):
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            fields.append((f"{prefix}{key}", value))
-    return fields
+            yield f"{prefix}{key}", value

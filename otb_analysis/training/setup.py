@@ -19,7 +19,7 @@ from otb_analysis.estimators import entry_of, options_from_dict
 from otb_analysis.gradients.batch.scope import select_scope
 from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass
 from otb_analysis.measurement.measurer import GradientMeasurer
-from otb_analysis.measurement.table import Rewards, TokenTable, token_ratio, token_table
+from otb_analysis.measurement.table import TokenTable, token_ratio, token_table
 from otb_analysis.objectives.importance import learning_rate_factor
 from otb_analysis.objectives.shaping import SHAPINGS
 from otb_analysis.phases import phase
@@ -157,17 +157,17 @@ class Trainer:
         objective = self.config.objective
         return objective.epochs * objective.minibatches == 1 and objective.entropy_bonus == 0
 
-    def table(self, rollouts: Rollouts, forward: ForwardPass, rewards: Rewards, reference: Float | None) -> TokenTable:
+    def table(self, rollouts: Rollouts, forward: ForwardPass, reference: Float | None) -> TokenTable:
         """Return the step's token table: what the estimator will see, after shaping, penalties and ratios."""
         value = None
         if self.critic is not None:
             local_value = self.critic.value(self._critic_batch(rollouts, forward))
             value = self.processes.rows(local_value, rollouts.width)
-        table = token_table(rollouts, forward, rewards, value)
+        table = token_table(rollouts, forward, value)
         penalty = self.objective.penalty(table.stats.logprob, reference, table.mask)
-        shaped = self.objective.shaped(rewards.by_token, table.mask, table.group, penalty)
+        shaped = self.objective.shaped(table.reward, table.mask, table.group, penalty)
         ratio = token_ratio(table) if self.objective.off_policy else None
-        return replace(table, rewards=replace(rewards, by_token=shaped.reward), keep=shaped.keep, ratio=ratio)
+        return replace(table, reward=shaped.reward, keep=shaped.keep, ratio=ratio)
 
     def update(self, batch: TokenBatch, forward: ForwardPass) -> dict[str, object]:
         """Take the updates of one batch and return their scalars.

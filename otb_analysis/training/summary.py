@@ -15,10 +15,10 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
 
     Degenerate but legal input (groups of one, equal rewards, empty or cut completions) is counted here.
     """
-    inside, stats, reward = table.mask, table.stats, table.rewards.total
+    inside, stats, reward = table.mask, table.stats, table.total_reward
     length = inside.sum(axis=1)
     mismatch = (stats.logprob - table.behavior_logprob)[inside]
-    energy = stats.energy[inside]
+    energy, exact = stats.energy[inside], measurement.tokens.whole_norm_sq[inside]
     return {
         "reward_mean": reward.mean(),
         "reward_std": reward.std(),
@@ -40,7 +40,7 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "energy_proxy_mean": _mean(energy),
         "energy_tail_k": pareto_k(energy),
         "energy_max_share": top_share(energy),
-        "exact_tail_k": _exact_tail(table, measurement.tokens),
+        "exact_tail_k": pareto_k(exact[np.isfinite(exact)]) if measurement.tokens.whole.any() else None,
         **level_scalars(measurement.tokens),
         **sampling_check(stats, inside),
         "n_measured_prompts": len(np.unique(table.group[measurement.tokens.whole])),
@@ -70,11 +70,10 @@ def level_scalars(measured: TokenMeasurements) -> dict[str, object]:
             "calibration_slope": drawn.calibration.slope,
             "calibration_error": drawn.calibration.log_error,
         }
-    if (shares := measured.shares) is not None:
-        scalars["attribution_top_share"] = top_share(np.abs(shares.share[np.isfinite(shares.share)]))
-        if shares.signal is not None and shares.noise is not None:
-            signal, noise = float(np.nansum(shares.signal)), float(np.nansum(shares.noise))
-            scalars |= {"signal_total": signal, "noise_total": noise}
+    if (share := measured.further.get("attribution")) is not None:
+        scalars["attribution_top_share"] = top_share(np.abs(share[np.isfinite(share)]))
+    parts = [name for name in ("signal", "noise") if name in measured.further]
+    scalars |= {f"{name}_total": float(np.nansum(measured.further[name])) for name in parts}
     return scalars
 
 
@@ -91,14 +90,6 @@ def sampling_check(stats: LogitStats, mask: Bool) -> dict[str, float | None]:
     }
     totals = {name: (x[mask].sum(), variance[mask].sum()) for name, (x, variance) in sums.items()}
     return {name: float(x / np.sqrt(variance)) if variance > 0 else None for name, (x, variance) in totals.items()}
-
-
-def _exact_tail(table: TokenTable, measured: TokenMeasurements) -> float | None:
-    """Return the tail index of the exact norms; the proxy's has a column of its own."""
-    if not measured.whole.any():
-        return None
-    exact = measured.whole_norm_sq[table.mask]
-    return pareto_k(exact[np.isfinite(exact)])
 
 
 def _mean(values: Float) -> float | None:

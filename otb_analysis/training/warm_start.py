@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis import __version__
@@ -116,7 +117,7 @@ def success_rate(
     """Return the mean total reward of one sampled answer to each prompt."""
     one = replace(config, prompts=len(prompts), group_size=1)
     rollouts = sample(generator, tokenizer, task, prompts, one)
-    return float(compute_rewards(task, rollouts).total.mean())
+    return float(compute_rewards(task, rollouts).rewards().sum(axis=1).mean())
 
 
 def _batches(
@@ -142,10 +143,8 @@ def _example(tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt) -> 
 
 
 def _collate(examples: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(ids) for ids, _ in examples)
-    ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in examples])
-    labels = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in examples])
-    return ids, labels
+    ids, labels = ([torch.tensor(row) for row in rows] for rows in zip(*examples, strict=True))
+    return pad_sequence(ids, True, pad), pad_sequence(labels, True, IGNORED)
 
 
 def _optimizers(model: PreTrainedModel, learning_rate: float) -> list[torch.optim.Optimizer]:

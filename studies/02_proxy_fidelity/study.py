@@ -143,7 +143,7 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: dict[str, lis
         facts = facts_of(policy, written, energies) | {"rl_steps": settings["rl_steps"], "pilot": pilot}
         tables["policies"].append(key | facts)
         tables["agreement"] += [key | row for row in agreement_rows(written, energies)]
-        if np.ptp(written.table.rewards.total) > 0:
+        if np.ptp(written.table.total_reward) > 0:
             grams.append(gram_of(policy, written, energies))
             tables["efficiency"] += [key | row for row in efficiency_rows(grams[-1:])]
     if len(grams) > 1:
@@ -192,10 +192,10 @@ def calibrated(exact: Float, proxy: Float, mask: np.ndarray, seed: int) -> Float
 def facts_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Float]) -> dict[str, Any]:
     """Return what was written: success, tokens, and corr(W_T, R) within prompts."""
     table = written.table
-    found = weight_statistics(energies["exact"], table.mask, table.rewards.total, table.group)
+    found = weight_statistics(energies["exact"], table.mask, table.total_reward, table.group)
     return {
         "parameters": policy.model.num_parameters(),
-        "success": float(table.rewards.total.mean()),
+        "success": float(table.total_reward.mean()),
         "tokens": int(table.mask.sum()),
         "prompts": len(written.rollouts.prompts),
         "group_size": len(table.group) // len(written.rollouts.prompts),

@@ -134,7 +134,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         "success": float(np.mean([row["success"] for row in facts])),
         "explained": rounded(explained_variance(pool.written.table)),
         "corr": weight_statistics(
-            _energy(pool), pool.inputs.mask, pool.written.table.rewards.total, pool.inputs.group
+            _energy(pool), pool.inputs.mask, pool.written.table.total_reward, pool.inputs.group
         ).pooled_total_reward_corr,
         **{name: settings[name] for name in ("prompts", "pool", "shuffles", "buckets", "pilot", "lessons")},
     }
@@ -152,7 +152,7 @@ def _energy(pool: Pool) -> Float:
 
 def prompt_facts(pool: Pool) -> list[dict[str, Any]]:
     """Return success, corr(W_T, R) and length spread of every prompt."""
-    inputs, paid = pool.inputs, pool.written.table.rewards.total
+    inputs, paid = pool.inputs, pool.written.table.total_reward
     found = weight_statistics(_energy(pool), inputs.mask, paid, inputs.group)
     length = inputs.mask.sum(axis=1)
     rows = []

@@ -263,7 +263,7 @@ def distance_facts(table: TokenTable) -> dict[str, float]:
         "kl_token": float(apart[table.mask].mean()),
         "kl_rollout": float(apart.sum(axis=1).mean()),
         "ess": effective_sample_size(np.exp(log_ratio.sum(axis=1))) / len(log_ratio),
-        "success": float(table.rewards.total.mean()),
+        "success": float(table.total_reward.mean()),
     } | stopped
 
 

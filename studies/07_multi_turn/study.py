@@ -127,13 +127,13 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
 def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | None]:
     """Return what matters to a baseline about a pool: success, turns, tool tokens, corr(W_T, R)."""
     weights = weight_statistics(
-        np.where(table.mask, table.stats.energy, 0), table.mask, table.rewards.total, table.group
+        np.where(table.mask, table.stats.energy, 0), table.mask, table.total_reward, table.group
     )
     turns = np.array([len(turns) for turns in rollouts.turns])
     spread = [np.ptp(turns[rollouts.group == g]) > 0 for g in range(len(rollouts.prompts))]
     known_corr = weights.total_reward_corr[np.isfinite(weights.total_reward_corr)]
     return {
-        "success": float(table.rewards.total.mean()),
+        "success": float(table.total_reward.mean()),
         "turns": float(turns.mean()),
         "turns_differ": float(np.mean(spread)),
         "policy_tokens": float(table.mask.sum(axis=1).mean()),

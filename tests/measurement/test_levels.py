@@ -148,15 +148,15 @@ def test_attribution_alone_leaves_signal_and_noise_open(trained):
 
 
 def test_attention_without_forward_mode_is_measured_by_differences_from_then_on(trainer, monkeypatch):
-    asked, honest = [], levels.attribute
+    asked, honest = [], levels.shares
 
-    def without_forward_mode(*args, method, **named):
-        asked.append(method)
-        if method == "jvp":
+    def without_forward_mode(policy, *args):
+        asked.append(policy.slopes)
+        if policy.slopes == "jvp":
             raise NotImplementedError("Trying to use forward AD with _flash_attention that does not support it")
-        return honest(*args, method=method, **named)
+        return honest(policy, *args)
 
-    monkeypatch.setattr("otb_analysis.measurement.measurer.attribute", without_forward_mode)
+    monkeypatch.setattr(levels, "shares", without_forward_mode)
     trainer.measurer.config = WATCHED
     norm = train_step(trainer, 0).steps["grad_norm"]
     shares = train_step(trainer, 1).tokens["attribution"]
@@ -164,19 +164,58 @@ def test_attention_without_forward_mode_is_measured_by_differences_from_then_on(
     assert norm > 0 and not np.ma.getmaskarray(shares).any()
 
 
-@pytest.mark.parametrize("broken", ["draw_energies", "attribute"])
+@pytest.mark.parametrize("broken", ["sampled", "attribution"])
 def test_failing_level_is_a_warning_and_a_counted_gap(trainer, monkeypatch, broken):
     def fail(*args, **named):
         raise RuntimeError("the lens fell off")
 
     trainer.measurer.config = replace(WATCHED, exact=Schedule(every=1, prompts=0))
-    monkeypatch.setattr(f"otb_analysis.measurement.measurer.{broken}", fail)
+    monkeypatch.setattr(type(levels.LEVELS[broken]), "measure", fail)
     with pytest.warns(RuntimeWarning, match=r"at step 0 failed and is missing from the run: the lens fell off"):
         tables = train_step(trainer, 0)
     assert tables.steps["measurement_gaps"] == 1
     assert tables.grams is not None
-    assert ("attribution" in tables.tokens) == (broken == "draw_energies")
-    assert ("energy_total" in tables.steps) == (broken == "attribute")
+    assert ("attribution" in tables.tokens) == (broken == "sampled")
+    assert ("energy_total" in tables.steps) == (broken == "attribution")
+
+
+class Lengths(levels.Level):
+    """How many of its rollout's tokens come before each token: a level of one's own."""
+
+    phase = "lengths"
+
+    def measure(self, step, plan, known):
+        return known.with_columns({"before": np.where(step.table.mask, step.table.mask.cumsum(axis=1) - 1.0, np.nan)})
+
+    def passes(self, plan, rollouts, rows):
+        return 0.5
+
+
+LENGTHS = f"{__name__}:LENGTHS_LEVEL"
+LENGTHS_LEVEL = Lengths()
+
+
+def test_a_level_of_ones_own_is_one_class(trained, tiny_config, tmp_path):
+    measure = MeasureConfig(exact=OFF, further={LENGTHS: 2})
+    check(replace(tiny_config, root=tmp_path, measure=measure))
+    tokens = RunStore(trained("own_level", measure=measure)).tokens_df()
+    assert tokens["before"].notna().equals(tokens["step"] != 1)
+    measured = tokens[tokens["step"] != 1]
+    assert measured["before"].tolist() == measured["t"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        ({"skecth": 2}, "measure.further has 'skecth', which is no Level; did you mean 'sketch'"),
+        ({"sketch": 2}, "measure.further has 'sketch', which has a section of its own; set measure.sketch.every"),
+        ({f"{__name__}:OFF": 2}, "which is no Level"),
+        ({LENGTHS: -1}, "LENGTHS_LEVEL.every is -1; choose a finite number of at least 0"),
+    ],
+)
+def test_what_is_no_level_is_refused_before_anything_runs(tiny_config, tmp_path, further, message):
+    with pytest.raises(InputError, match=message):
+        check(replace(tiny_config, root=tmp_path, measure=MeasureConfig(further=further)))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5])

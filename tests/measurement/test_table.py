@@ -40,21 +40,21 @@ def forward(tiny_model, rollouts):
 
 @pytest.fixture
 def table(echo, rollouts, forward):
-    return token_table(rollouts, forward, compute_rewards(echo, rollouts), None)
+    return token_table(compute_rewards(echo, rollouts), forward, None)
 
 
-def test_each_turns_reward_sits_on_its_last_policy_token(echo, rollouts):
-    rewards = compute_rewards(echo, rollouts)
+def test_each_turns_reward_sits_on_its_last_policy_token(echo, rollouts, forward):
+    paid = compute_rewards(echo, rollouts)
     # 0: .25 on the end token of turn 0 (t = 1), .25 + 1 on that of turn 1 (t = 6); 2: .25 at t = 0 and at t = 3;
     # 3: .25 at t = 1, and 1 at t = 5, the last token before the cut.
     expected = np.zeros((4, 7))
     expected[0, [1, 6]] = 0.25, 1.25
     expected[2, [0, 3]] = 0.25, 0.25
     expected[3, [1, 5]] = 0.25, 1.0
-    np.testing.assert_array_equal(rewards.by_token, expected)
-    np.testing.assert_array_equal(rewards.total, [1.5, 0.0, 0.5, 1.25])
-    np.testing.assert_array_equal(rewards.parts["form"], [0.5, 0.0, 0.5, 0.25])
-    np.testing.assert_array_equal(rewards.parts["correct"], [1.0, 0.0, 0.0, 1.0])
+    np.testing.assert_array_equal(paid.rewards(), expected)
+    np.testing.assert_array_equal(token_table(paid, forward, None).total_reward, [1.5, 0.0, 0.5, 1.25])
+    np.testing.assert_array_equal(paid.reward_parts["form"], [0.5, 0.0, 0.5, 0.25])
+    np.testing.assert_array_equal(paid.reward_parts["correct"], [1.0, 0.0, 0.0, 1.0])
 
 
 def test_table_has_a_column_per_completion_token_with_tool_tokens_masked_out(table):
@@ -89,7 +89,7 @@ def test_exact_level_measures_a_batch_with_tool_tokens(tiny_model, rollouts, tab
     from otb_analysis.config import MeasureConfig, Schedule
 
     measurer = GradientMeasurer(tiny_model, MeasureConfig(exact=Schedule(1, 0)), 1.0)
-    found = measurer.measure(0, rollouts, table, None)
+    found = measurer.measure(0, rollouts, table, None, lambda: np.zeros(table.mask.shape))
     assert found.gaps == 0
     assert np.array_equal(np.isfinite(found.tokens.norm_sq), table.mask)
     names = {name for name, _ in found.gram.labels}
@@ -108,7 +108,7 @@ def test_proxy_estimators_see_the_whole_batch_when_part_of_it_is_measured(tiny_m
     np.testing.assert_array_equal(found["batch_mean", "none"], whole.advantage[:2])
 
 
-def test_rows_of_the_store_leave_tool_tokens_unmeasured(tokenizer, rollouts, table):
+def test_rows_of_the_store_leave_tool_tokens_unmeasured(echo, tokenizer, rollouts, table):
     nothing = TokenMeasurements.nothing(table.mask.shape)
     rows = token_rows(table, estimate("group_mean", table.inputs(None)), nothing, tokenizer)
     tool = ~np.asarray(rows["mask"])
@@ -117,7 +117,7 @@ def test_rows_of_the_store_leave_tool_tokens_unmeasured(tokenizer, rollouts, tab
         assert (np.ma.getmaskarray(rows[name]) == tool).all(), name
     assert "".join(rows["token"][:7]) == "7<end>=7#0<end>"
     assert np.asarray(rows["t"])[:9].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1]
-    kept = rollout_rows(rollouts, table, nothing)
+    kept = rollout_rows(compute_rewards(echo, rollouts), table, nothing)
     assert kept["completion"] == ["7=7#0", "12", "=3", "5=5#1"]
     assert kept["length"].tolist() == [5, 2, 3, 4]
     assert kept["turns"] == [2, 1, 2, 2]
@@ -142,7 +142,7 @@ def test_empty_completion_is_counted(echo, scripted, tokenizer, tiny_model):
     echo.reply = lambda prompt, turns: None
     prompts = [echo.prompt("train", 0)]
     rollouts = sample(scripted(["$", "1$"]), tokenizer, echo, prompts, SampleConfig(group_size=2))
-    table = token_table(rollouts, forward_pass(tiny_model, rollouts, 1.0), compute_rewards(echo, rollouts), None)
+    table = token_table(compute_rewards(echo, rollouts), forward_pass(tiny_model, rollouts, 1.0), None)
     found = summarize(
         rollouts, table, estimate("rloo", table.inputs(None)), Measurement(TokenMeasurements.nothing(table.mask.shape))
     )
@@ -173,7 +173,7 @@ def test_task_that_pays_too_few_turns_is_refused(echo, rollouts):
 
 
 def test_value_is_zero_outside_the_mask(echo, rollouts, forward):
-    table = token_table(rollouts, forward, compute_rewards(echo, rollouts), np.full((4, 7), np.nan))
+    table = token_table(compute_rewards(echo, rollouts), forward, np.full((4, 7), np.nan))
     assert (table.value[~table.mask] == 0).all()
     assert np.isnan(table.value[table.mask]).all()
     assert torch.is_tensor(forward.logprob)
@@ -184,8 +184,8 @@ def test_energy_tail_is_the_proxys_whether_or_not_exact_norms_were_measured(tiny
     shape = (4, 500)
     names = ("logprob", "entropy", "sum_pi_sq", "energy", "pi_variance", "logprob_variance")
     stats = replace(table.stats, **{name: rng.random(shape) for name in names})
-    rewards = replace(table.rewards, by_token=np.zeros(shape))
-    wide = replace(table, mask=np.ones(shape, bool), stats=stats, rewards=rewards, behavior_logprob=stats.logprob)
+    reward = np.zeros(shape)
+    wide = replace(table, mask=np.ones(shape, bool), stats=stats, reward=reward, behavior_logprob=stats.logprob)
     norms = TokenMeasurements.exact(rng.pareto(1.0, shape), np.ones(4), wide.group)
     trained = estimate("rloo", wide.inputs(None))
     plain = summarize(rollouts, wide, trained, Measurement(TokenMeasurements.nothing(shape)))

@@ -35,8 +35,8 @@ def pay_first_token(written):
     """Pay at the end whatever begins with an even token: what a critic can learn from one token on."""
     table = written.table
     ends = table.mask.cumsum(axis=1).argmax(axis=1)
-    table.rewards.by_token[:] = 0.0
-    table.rewards.by_token[np.arange(len(ends)), ends] = (table.token_id[:, 0] % 2 == 0).astype(float)
+    table.reward[:] = 0.0
+    table.reward[np.arange(len(ends)), ends] = (table.token_id[:, 0] % 2 == 0).astype(float)
     return written
 
 
@@ -49,7 +49,7 @@ def test_a_critic_explains_returns_of_rollouts_it_has_not_seen(policy, batches):
     assert (found.table.value[~found.table.mask] == 0).all()
     assert {"value", "tvm"} <= set(available(found.table.inputs(None)))
     advantage = estimate("value", found.table.inputs(None)).advantage
-    to_go = fresh.table.rewards.by_token.sum(axis=1, keepdims=True) - found.table.value
+    to_go = fresh.table.reward.sum(axis=1, keepdims=True) - found.table.value
     np.testing.assert_allclose(advantage[found.table.mask], to_go[found.table.mask], atol=1e-12)
 
 

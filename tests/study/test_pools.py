@@ -35,9 +35,9 @@ def policy(request):
 @pytest.fixture(scope="module")
 def pool(policy):
     found = write(policy, draw_prompts(policy.task, "train", 0, 2), SAMPLE, seed=1)
-    found.table.rewards.by_token[:] = 0.0  # nothing is right by chance: pay every other rollout
+    found.table.reward[:] = 0.0  # nothing is right by chance: pay every other rollout
     ends = found.table.mask.cumsum(axis=1).argmax(axis=1)
-    found.table.rewards.by_token[np.arange(0, 8, 2), ends[::2]] = 1.0
+    found.table.reward[np.arange(0, 8, 2), ends[::2]] = 1.0
     return measure_pool(policy, found, DIM)
 
 

@@ -127,7 +127,7 @@ def test_tool_tokens_are_in_the_rollout_but_not_in_the_mask(task, letters, scrip
     assert rollouts.input_ids[0].tolist() == [*ids("12+7*3=?7*3"), end, *ids("=21#33"), end]
     # Prompt 7, call 4 and its end, reply 3, answer 3 and its end.
     assert rollouts.mask[0].tolist() == [False] * 7 + [True] * 5 + [False] * 3 + [True] * 4
-    assert compute_rewards(task, rollouts).by_token[0].tolist() == [0.0] * 11 + [1.0]
+    assert compute_rewards(task, rollouts).rewards()[0].tolist() == [0.0] * 11 + [1.0]
 
 
 def test_supervised_loss_leaves_out_prompt_and_tool_tokens(task, letters):

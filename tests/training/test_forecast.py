@@ -51,6 +51,7 @@ def batch(prompts=4, size=2, before=2, answers=3):
         prompt_length=np.full(n, before),
         turns=((),) * n,
         finish_reason=("stop",) * n,
+        reward=np.zeros((n, width)),
     )
 
 

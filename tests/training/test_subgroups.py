@@ -29,7 +29,7 @@ def step(made):
     with trainer.policy.sampling():
         rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, FOURS)
     forward = trainer.policy.forward(rollouts, keep_graph=False)
-    table = trainer.table(rollouts, forward, compute_rewards(trainer.task, rollouts), None)
+    table = trainer.table(compute_rewards(trainer.task, rollouts), forward, None)
     return trainer, rollouts, table
 
 
@@ -100,7 +100,9 @@ def test_run_without_smaller_groups_reads_as_such_and_names_what_measures_them(t
 def test_turned_off_nothing_is_measured(step):
     trainer, rollouts, table = step
     config = MeasureConfig(exact=Schedule(1, 0), subgroups=())
-    found = GradientMeasurer(trainer.model, config, 1.0).measure(0, rollouts, table, None)
+    found = GradientMeasurer(trainer.model, config, 1.0).measure(
+        0, rollouts, table, None, lambda: np.zeros(table.mask.shape)
+    )
     assert found.gram is not None and not found.subgroups and found.gaps == 0
 
 
@@ -112,7 +114,7 @@ def test_failure_is_a_gap_that_leaves_the_rest(step, monkeypatch):
 
     monkeypatch.setattr(trainer.measurer, "subgroups", fail)
     with pytest.warns(RuntimeWarning, match="smaller groups at step 0 failed .* the knife is blunt"):
-        found = trainer.measurer.measure(0, rollouts, table, None)
+        found = trainer.measurer.measure(0, rollouts, table, None, lambda: np.zeros(table.mask.shape))
     assert found.gaps == 1 and found.statistics and not found.subgroups
 
 

@@ -106,16 +106,12 @@ def make_critic(
         return Critic(head, critic.learning_rate or HEAD_RATE, critic.updates, processes)
     start = model
     if critic.path:
-        start = _loaded(critic.path, tokenizer).to(model.device)  # pyright: ignore[reportArgumentType]
+        start, other = load_policy(critic.path)
+        if other.get_vocab() != tokenizer.get_vocab():
+            raise InputError(
+                f"critic.path is {critic.path!r}, whose tokenizer has other tokens than the policy's; "
+                "pass a model with the policy's tokenizer, or leave critic.path empty."
+            )
+        start.to(model.device)  # pyright: ignore[reportArgumentType]
     net = BackboneNet(start, config.optimize.precision == "bfloat16", critic.gradient_checkpointing)
     return Critic(net, critic.learning_rate or config.optimize.learning_rate, critic.updates, processes)
-
-
-def _loaded(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    model, other = load_policy(path)
-    if other.get_vocab() != tokenizer.get_vocab():
-        raise InputError(
-            f"critic.path is {path!r}, whose tokenizer has other tokens than the policy's; "
-            "pass a model with the policy's tokenizer, or leave critic.path empty."
-        )
-    return model

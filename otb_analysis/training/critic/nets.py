@@ -19,16 +19,11 @@ from otb_analysis.types import Int
 
 @dataclass(frozen=True)
 class CriticBatch:
-    """One step as a critic sees it.
-
-    Attributes:
-        forward: The policy's pass over the rollouts, with its detached hidden states and the mask [N, T].
-        parts: The rollouts, cut into micro-batches for a language model.
-    """
+    """One step as a critic sees it."""
 
     rollouts: Rollouts
-    forward: ForwardPass
-    parts: Sequence[Int]
+    forward: ForwardPass  # The policy's pass over them, with its detached hidden states and the mask [N, T]
+    parts: Sequence[Int]  # The rollouts, cut into micro-batches for a language model
 
 
 class HeadNet(nn.Module):

@@ -37,7 +37,7 @@ def explained_variance(table: TokenTable) -> float | None:
     """
     if table.value is None or not table.mask.any():
         return None
-    to_go = returns_to_go(table.rewards.by_token, table.mask)[table.mask]
+    to_go = returns_to_go(table.reward, table.mask)[table.mask]
     if np.ptp(to_go) <= ROUNDING * np.abs(to_go).max() or not np.isfinite(table.value[table.mask]).all():
         return None
     return float(1.0 - np.var(to_go - table.value[table.mask]) / np.var(to_go))

@@ -1,6 +1,7 @@
 """The coefficient of each token's score: ratio × advantage × aggregation weight, minus the divergence's slope."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -18,27 +19,17 @@ from otb_analysis.types import Bool, Float, Int
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What the updates of one batch read, by completion token [N, T].
-
-    Attributes:
-        mask: True at policy tokens that train.
-        behavior: log-probability under the policy that sampled, in nats; NaN outside the mask.
-        reference: log π_ref in nats, or None.
-        weight: Aggregation weight of each token within its mini-batch; set by `Objective.weighed`.
-        number: Each rollout's index in the step [N].
-        seed: Seed of the mini-batches' order.
-        rate_factor: Multiplies the learning rate of these updates.
-    """
+    """What the updates of one batch read, by completion token [N, T]."""
 
     rollouts: Rollouts
-    mask: Bool
+    mask: Bool  # True at policy tokens that train
     advantage: Float
-    behavior: Float
-    reference: Float | None
-    weight: Float
-    number: Int
-    seed: int = 0
-    rate_factor: float = 1.0
+    behavior: Float  # log-probability under the policy that sampled, in nats; NaN outside the mask
+    reference: Float | None  # log π_ref in nats, or None
+    weight: Float  # Aggregation weight of each token within its mini-batch; set by `Objective.weighed`
+    number: Int  # Each rollout's index in the step [N]
+    seed: int = 0  # Seed of the mini-batches' order
+    rate_factor: float = 1.0  # Multiplies the learning rate of these updates
 
     def take(self, rows: Int) -> "TokenBatch":
         """Return some rollouts, padded to the longest of them."""
@@ -57,15 +48,10 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Coefficients of scores: ĝ = Σ c·∇ log π(y_t) ascends the objective.
+    """Coefficients of scores: ĝ = Σ c·∇ log π(y_t) ascends the objective."""
 
-    Attributes:
-        value: c [n, T], zero outside the mask.
-        by_token: Other numbers of each token [n, T]; their means become scalars of these names.
-    """
-
-    value: Float
-    by_token: dict[str, Float] = field(default_factory=dict)
+    value: Float  # c [n, T], zero outside the mask
+    by_token: dict[str, Float]  # Other numbers of each token [n, T]; their means become scalars of these names
 
 
 class Objective:
@@ -74,34 +60,31 @@ class Objective:
     def __init__(self, config: ObjectiveConfig):
         self.config = config
         self.off_policy = config.ratio != "none"
-        ratio = lookup("ratio", config.ratio, RATIOS)
-        aggregation = lookup("aggregation", config.aggregation, AGGREGATIONS)
-        shaping = lookup("shaping", config.shaping, SHAPINGS)
-        self._ratio_options = options_from_table(config.ratio, ratio.options, config.ratio_options)
-        self._aggregation_options = options_from_table(
-            config.aggregation, aggregation.options, config.aggregation_options
-        )
-        self._shaping_options = options_from_table(config.shaping, shaping.options, config.shaping_options)
+        catalogue = {"ratio": RATIOS, "aggregation": AGGREGATIONS, "shaping": SHAPINGS}
+        self._options: dict[str, Any] = {}
+        for kind, entries in catalogue.items():
+            name, given = getattr(config, kind), getattr(config, f"{kind}_options")
+            self._options[kind] = options_from_table(name, lookup(kind, name, entries).options, given)
 
     def shaped(self, reward: Float, mask: Bool, group: Int, penalty: Float | None) -> Shaped:
         """Return the rewards that the estimator sees [N, T] and the rollouts that take part in the update [N].
 
         `reward` [N, T] is what the task paid, `penalty` [N, T] what the method `penalty` returned.
         """
-        shaped = shape_rewards(self.config.shaping, ShapingInputs(reward, mask, group), self._shaping_options)
+        shaped = shape_rewards(self.config.shaping, ShapingInputs(reward, mask, group), self._options["shaping"])
         return shaped if penalty is None else replace(shaped, reward=shaped.reward - penalty)
 
     def weighed(self, batch: TokenBatch) -> TokenBatch:
         """Return a mini-batch with the aggregation weight of each token."""
         inputs = AggregationInputs(batch.mask, batch.rollouts.group, batch.advantage)
-        weight = aggregation_weights(self.config.aggregation, inputs, self._aggregation_options)
+        weight = aggregation_weights(self.config.aggregation, inputs, self._options["aggregation"])
         return replace(batch, weight=weight)
 
     def ratio(self, batch: TokenBatch, logprob: Float) -> Ratio:
         """Return the importance ratio of rollouts at log-probabilities [n, T]."""
         behavior = np.where(batch.mask, batch.behavior, 0.0)
         inputs = RatioInputs(np.where(batch.mask, logprob, 0.0), behavior, batch.mask)
-        return importance_ratio(self.config.ratio, inputs, self._ratio_options)
+        return importance_ratio(self.config.ratio, inputs, self._options["ratio"])
 
     def coefficients(self, batch: TokenBatch, logprob: Float) -> Coefficients:
         """Return c at log-probabilities [n, T], in nats, for n rollouts of a weighed mini-batch.

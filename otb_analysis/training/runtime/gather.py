@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.measurement.measurer import GradientMeasurer
-from otb_analysis.measurement.table import Rewards
 from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.runtime.processes import Processes, widened
@@ -19,36 +18,26 @@ from otb_analysis.types import Float, Int, LogitStats
 
 
 def gather_rollouts(
-    processes: Processes, rollouts: Rollouts, rewards: Rewards, stats: LogitStats, reference: Float | None
-) -> tuple[Rollouts, Rewards, LogitStats, Float | None]:
+    processes: Processes, rollouts: Rollouts, stats: LogitStats, reference: Float | None
+) -> tuple[Rollouts, LogitStats, Float | None]:
     """Put together what all processes know of a step's rollouts, in the order of their ranks.
 
     Groups are numbered over all processes. `stats` and `reference`, log π_ref in nats or None, are [n, T].
     """
-    shards = processes.gather((rollouts, rewards, stats, reference))
+    shards = processes.gather((rollouts, stats, reference))
     if len(shards) == 1:
         return shards[0]
-    all_rollouts, all_rewards, all_stats, references = zip(*shards, strict=True)
+    all_rollouts, all_stats, references = zip(*shards, strict=True)
     rollouts = Rollouts.concatenate(all_rollouts)
 
     def tokens(arrays: Iterable[Float]) -> Float:
         return np.concatenate([widened(x, rollouts.width) for x in arrays])
 
-    # Processes can differ in the parts that their rollouts were paid for: a missing part is 0.
-    names = dict.fromkeys(name for shard in all_rewards for name in shard.parts)
-    rewards = Rewards(
-        by_token=tokens(shard.by_token for shard in all_rewards),
-        total=np.concatenate([shard.total for shard in all_rewards]),
-        parts={
-            name: np.concatenate([shard.parts.get(name, np.zeros(len(shard.total))) for shard in all_rewards])
-            for name in names
-        },
-    )
     columns: dict[str, Any] = {
         field.name: None if getattr(stats, field.name) is None else tokens(getattr(s, field.name) for s in all_stats)
         for field in fields(LogitStats)
     }
-    return rollouts, rewards, LogitStats(**columns), None if reference is None else tokens(references)
+    return rollouts, LogitStats(**columns), None if reference is None else tokens(references)
 
 
 def shard_rows(columns: Mapping[str, object], processes: Processes, n_rollouts: int) -> dict[str, object]:

@@ -40,21 +40,14 @@ LOOK, GRACE = 0.2, 5.0
 
 @dataclass
 class Processes:
-    """The processes of a run; by default a single one.
+    """The processes of a run; by default a single one."""
 
-    Attributes:
-        rank: This process, from 0. Process 0 owns run.json, the `steps` parts, checkpoints and the final model.
-        device: Where this process runs its model; None leaves the model where it is.
-        sharded: True when each process keeps a part of every parameter (FSDP2), False when each keeps all of them.
-        host: Group of all processes for exchanges in main memory.
-        record: Called with one sentence before another process's failure ends this one.
-    """
-
-    rank: int = 0
+    rank: int = 0  # This process. Process 0 owns run.json, the `steps` parts, checkpoints and the final model
     size: int = 1
-    device: torch.device | None = None
-    sharded: bool = False
-    host: ProcessGroup | None = None
+    device: torch.device | None = None  # Where this process runs its model; None leaves the model where it is
+    sharded: bool = False  # True when each process keeps a part of every parameter (FSDP2)
+    host: ProcessGroup | None = None  # Group of all processes for exchanges in main memory
+    # Called with one sentence before another process's failure ends this one.
     record: Callable[[str], None] = field(default=lambda reason: None)
     _heard: str | None = None
     _ended: threading.Event = field(default_factory=threading.Event)

@@ -49,8 +49,9 @@ def refuse_unsharded_only(config: TrainConfig, exact: bool) -> None:
     Raises:
         InputError: The first such setting, with its remedy.
     """
-    for name in (*(f"measure.{level}.every" for level in config.measure.schedules), *WHOLE_ONLY):
-        if value := attrgetter(name)(config):
+    levels = {f"measure.{level}.every": plan.every for level, plan in config.measure.schedules.items()}
+    for name, value in (levels | {name: attrgetter(name)(config) for name in WHOLE_ONLY}).items():
+        if value:
             raise InputError(
                 f"{name} is {value}, which does not work with FSDP2: each process holds only a part of the parameters; "
                 "set it to 0 or launch without --use_fsdp."

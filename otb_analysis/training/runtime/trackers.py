@@ -18,8 +18,8 @@ from otb_analysis.extras import require
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
-"""Name of a tracker → the package it needs."""
+TRACKERS = ("tensorboard", "wandb", "trackio")
+"""Names of trackers, which are those of their packages."""
 
 PROJECT = "otb-analysis"
 """Name of the project, for trackers that have projects."""
@@ -34,7 +34,7 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise InputError(f"trackers holds {name!r}; {nearest(name, TRACKERS)}")
-        for module in ("accelerate", TRACKERS[name]):
+        for module in ("accelerate", name):
             require(module, f"the tracker {name!r}")
 
 
@@ -68,7 +68,7 @@ class Trackers:
         ]
         return len(self.names) - sum(done)
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Let every tracker write what it still holds."""
         for name, tracker in self.running.items():
             self._attempt(name, "finish", tracker.finish)

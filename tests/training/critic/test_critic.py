@@ -126,13 +126,13 @@ def test_what_lies_outside_the_mask_is_never_read(config):
 
 
 def with_values(echo, rollouts, batch, value):
-    table = token_table(rollouts, batch.forward, compute_rewards(echo, rollouts), value)
+    table = token_table(compute_rewards(echo, rollouts), batch.forward, value)
     return replace(table, value=value)
 
 
 def test_explained_variance_is_one_for_the_returns_and_zero_for_a_constant(echo, rollouts, batch):
     table = with_values(echo, rollouts, batch, np.zeros(batch.forward.mask.shape))
-    to_go = returns_to_go(table.rewards.by_token, table.mask)
+    to_go = returns_to_go(table.reward, table.mask)
     # Half of every return leaves half of its deviation, a quarter of its variance; a shift costs nothing.
     for value, share in ((to_go, 1.0), (np.full(to_go.shape, 3.0), 0.0), (0.5 * to_go + 1, 0.75), (-to_go, -3.0)):
         assert explained_variance(replace(table, value=value)) == pytest.approx(share, abs=1e-12)
@@ -140,11 +140,10 @@ def test_explained_variance_is_one_for_the_returns_and_zero_for_a_constant(echo,
 
 def test_explained_variance_of_nothing_is_undefined(echo, rollouts, batch):
     table = with_values(echo, rollouts, batch, np.zeros(batch.forward.mask.shape))
-    equal = replace(table.rewards, by_token=np.zeros(table.mask.shape))
     nothing = (
         replace(table, value=None),
         replace(table, mask=np.zeros_like(table.mask)),
-        replace(table, rewards=equal),
+        replace(table, reward=np.zeros(table.mask.shape)),
         replace(table, value=np.full(table.mask.shape, np.nan)),
     )
     assert [explained_variance(empty) for empty in nothing] == [None] * 4

@@ -27,7 +27,7 @@ def drawn(trainer, seed=3):
     from otb_analysis.measurement.table import compute_rewards
 
     forward = trainer.policy.forward(rollouts, keep_graph=False)
-    table = trainer.table(rollouts, forward, compute_rewards(trainer.task, rollouts), None)
+    table = trainer.table(compute_rewards(trainer.task, rollouts), forward, None)
     advantage = np.where(table.mask, np.random.default_rng(seed).normal(size=table.mask.shape), 0.0)
     return rollouts, forward, trainer.objective.batch(rollouts, table, advantage, None)
 
@@ -187,10 +187,9 @@ def test_dropped_groups_take_no_part_in_the_update(made):
     rollouts, forward, _ = drawn(trainer)
     from otb_analysis.measurement.table import compute_rewards
 
-    rewards = compute_rewards(trainer.task, rollouts)
     first = rollouts.group == 0
-    equal = np.where(first[:, None], 0.0, rewards.by_token)
-    table = trainer.table(rollouts, forward, replace(rewards, by_token=equal), None)
+    equal = np.where(first[:, None], 0.0, compute_rewards(trainer.task, rollouts).reward)
+    table = trainer.table(replace(rollouts, reward=equal), forward, None)
     assert not table.keep[first].any()
     batch = trainer.objective.weighed(trainer.objective.batch(rollouts, table, np.ones(table.mask.shape), None))
     kept = batch.mask.any(axis=1).sum()

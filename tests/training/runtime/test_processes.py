@@ -190,19 +190,19 @@ def test_shares_cut_from_a_batch_join_to_the_batch(trainer, monkeypatch):
 
     def share(rows):
         part = whole.take(rows)
-        return part, compute_rewards(trainer.task, part), trainer.policy.forward(part, keep_graph=False).stats, None
+        return compute_rewards(trainer.task, part), trainer.policy.forward(part, keep_graph=False).stats, None
 
     parts = [share(np.arange(0, 5)), share(np.arange(5, 12))]
     monkeypatch.setattr(Processes, "gather", lambda self, value: parts)
-    _, expected_rewards, expected_stats, _ = share(np.arange(12))
-    rollouts, rewards, stats, _ = gather_rollouts(Processes(0, 2), *parts[0])
+    expected, expected_stats, _ = share(np.arange(12))
+    rollouts, stats, _ = gather_rollouts(Processes(0, 2), *parts[0])
     for name in ("attention_mask", "mask", "turn", "group", "prompt_length", "behavior_logprob"):
         np.testing.assert_array_equal(getattr(rollouts, name), getattr(whole, name))
     inside = whole.attention_mask
     np.testing.assert_array_equal(rollouts.input_ids[inside], whole.input_ids[inside])
     assert rollouts.turns == whole.turns
-    np.testing.assert_array_equal(rewards.by_token, expected_rewards.by_token)
-    np.testing.assert_array_equal(rewards.parts["odd"], expected_rewards.parts["odd"])
+    np.testing.assert_array_equal(rollouts.rewards(), expected.rewards())
+    np.testing.assert_array_equal(rollouts.reward_parts["odd"], expected.reward_parts["odd"])
     np.testing.assert_allclose(stats.energy, expected_stats.energy, rtol=1e-5, atol=1e-7)
 
 
