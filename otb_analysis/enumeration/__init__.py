@@ -1,7 +1,7 @@
 """Tiny softmax policies enumerated exactly: the ground truth that every estimator and statistic is held against."""
 
 from otb_analysis.enumeration.derailment import Derailment
-from otb_analysis.enumeration.groups import group_gradients, group_moments
+from otb_analysis.enumeration.groups import batch_means, group_gradients, group_moments
 from otb_analysis.enumeration.moments import GroupMoments, sampled_moments, weighted_moments
 from otb_analysis.enumeration.population import (
     gap_closed,
@@ -19,6 +19,7 @@ __all__ = [
     "GroupMoments",
     "Tree",
     "TreeSpec",
+    "batch_means",
     "gap_closed",
     "group_gradients",
     "group_moments",

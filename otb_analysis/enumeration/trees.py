@@ -49,6 +49,7 @@ class Tree:
         proxy: ‖e_y − π(·|h_t)‖² [M, T].
         behavior_logprob: log-probability under the policy that samples [M, T]; the policy itself when on-policy.
         token: Vocabulary index of y_t [M, T], −1 outside the mask.
+        entropy: H(π(·|h_t)) in nats [M, T]; None where nobody asks for it.
     """
 
     logprob: Float
@@ -59,6 +60,7 @@ class Tree:
     proxy: Float
     behavior_logprob: Float
     token: Int
+    entropy: Float | None = None
 
     @cached_property
     def prob(self) -> Float:
@@ -115,6 +117,7 @@ class Tree:
             ratio=self.ratio[rows],
             turn=np.broadcast_to(np.arange(self.mask.shape[1]) // 2, self.mask[rows].shape),
             token_id=self.token[rows],
+            entropy=None if self.entropy is None else self.entropy[rows],
         )
 
     def sampled_by(self, behavior: "Tree") -> "Tree":
@@ -154,6 +157,7 @@ def random_tree(spec: TreeSpec, rng: np.random.Generator) -> Tree:
         proxy=masked(proxy_of[at], mask),
         behavior_logprob=logprob,
         token=token,
+        entropy=masked(-(pi * log_pi).sum(axis=1)[prefix], mask),
     )
 
 

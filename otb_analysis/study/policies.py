@@ -124,6 +124,5 @@ def write(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed:
         rollouts = sample(generator, policy.tokenizer, policy.task, prompts, config)
     with torch.no_grad():
         forward = forward_pass(policy.model, rollouts, config.temperature)
-    return ScoredRollouts(
-        rollouts, token_table(rollouts, forward, compute_rewards(policy.task, rollouts), None), config.temperature
-    )
+    table = token_table(rollouts, forward, compute_rewards(policy.task, rollouts), None)
+    return ScoredRollouts(rollouts, replace(table, limit=config.limit), config.temperature)
