@@ -143,5 +143,7 @@ class EstimatorSpec:
     @property
     def shown_by(self) -> str:
         """The test that shows whether it is biased."""
+        if self.unbiased and self.batch_coupled:
+            return "tests/enumeration/test_across.py::test_no_bias_in_batches_of_three_prompts"
         claim = "unbiased_have_no_bias" if self.unbiased else "biased_have_a_bias"
         return f"tests/enumeration/test_bias.py::test_entries_called_{claim}"

@@ -1,4 +1,7 @@
-"""What looks at other prompts is unbiased: every batch of three prompts, each with a policy of its own, enumerated."""
+"""What looks at other prompts is unbiased: every batch of three prompts, each with a policy of its own, enumerated.
+
+The catalogue names the first test.
+"""
 
 from dataclasses import replace
 
@@ -7,7 +10,7 @@ import pytest
 
 from otb_analysis.enumeration import TreeSpec, batch_means, random_tree
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import RegressionOptions, estimate
+from otb_analysis.estimators import ESTIMATORS, RegressionOptions, estimate
 
 SPEC = TreeSpec(vocabulary=2, horizon=2, shared=3, end_token=True)
 ALL = RegressionOptions(T_max=2)
@@ -35,10 +38,10 @@ def joined(trees, seed, n=4):
     return replace(trees[0].inputs(np.arange(1), np.zeros(1, np.int64)), **columns | {"group": np.arange(3 * n) // n})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name, e in ESTIMATORS.items() if e.unbiased and e.batch_coupled])
 @pytest.mark.parametrize("seed", range(24))
 def test_no_bias_in_batches_of_three_prompts(name, seed):
-    assert largest_bias(name, policies(seed), 2, NAMES[name]) < 1e-12
+    assert largest_bias(name, policies(seed), 2, NAMES.get(name)) < 1e-12
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,4 +86,4 @@ def test_unclipped_ratios_leave_the_mean_where_no_baseline_has_it():
 
 def test_batches_too_many_to_enumerate_are_refused():
     with pytest.raises(InputError, match=r"there are \d+ batches but at most 200000 are enumerated"):
-        batch_means("rloo", policies(0, replace(SPEC, horizon=4)), 3)
+        batch_means("rloo", policies(0, replace(SPEC, horizon=4)), 5)

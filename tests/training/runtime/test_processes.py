@@ -72,7 +72,9 @@ def runs(folder):
 
 
 CASES = [
-    (sharded, case) for sharded in (False, True) for case in ("plain", "micro_batches", "tvm", "gae", "off_policy")
+    (sharded, case)
+    for sharded in (False, True)
+    for case in ("plain", "micro_batches", "tvm", "gae", "regression", "off_policy")
 ]
 
 
@@ -128,7 +130,7 @@ def test_parts_of_both_processes_make_every_step(runs, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "memory"])
 def test_two_processes_resume_as_if_they_had_not_stopped(runs, kind):
     paths = [runs / where / kind for where in ("whole", "resumed")]
     for table in TABLES:
