@@ -79,8 +79,11 @@ def batch_means(
         rows = [members[k] for (members, _), k in zip(groups, chosen, strict=True)]
         prob = prod(float(p[k]) for (_, p), k in zip(groups, chosen, strict=True))
         parts = [vars(tree.inputs(one, label[:n])) for tree, one in zip(trees, rows, strict=True)]
-        columns = {key: np.concatenate([part[key] for part in parts]) for key, x in parts[0].items() if x is not None}
-        advantage = estimate(name, EstimatorInputs(**columns | {"group": label, "state": state}), options).advantage
+        columns: dict[str, Any] = {
+            key: np.concatenate([part[key] for part in parts]) for key, x in parts[0].items() if x is not None
+        }
+        inputs = EstimatorInputs(**columns | {"group": label, "state": state})
+        advantage = estimate(name, inputs, options).advantage
         for p, (tree, one) in enumerate(zip(trees, rows, strict=True)):
             coefficient = advantage[p * n : (p + 1) * n] * tree.ratio[one]
             means[p] += prob / n * np.einsum("nt,ntd->d", coefficient, tree.score[one])

@@ -25,7 +25,7 @@ from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes, t
 from otb_analysis.training.runtime.sharding import asked_for, refuse_unsharded_only
 
 SCRIPT = Path(__file__).with_name("run_of_two.py")
-ROOT = SCRIPT.parents[2]
+ROOT = SCRIPT.parents[3]
 SCALARS = ("grad_norm", "grad_norm_max", "loss", "critic_loss", "critic_explained_variance", "reward_mean", "n_tokens")
 
 
