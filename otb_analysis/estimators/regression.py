@@ -21,23 +21,27 @@ BLOCK_ELEMENTS = 1 << 16
 RANK = 1e-12
 """Below this share of the largest, an eigenvalue of the scaled normal equations is rounding."""
 
+ROUNDING = 1e-12
+"""Below this share of Σ w φ², what is left of it around the mean is rounding."""
+
 
 def energy_regression(batch: Batch, options: RegressionOptions) -> BaselineResult:
     """Centre by what a regression over the other prompts predicts from the past of each token.
 
     B_{i,t} = φ_{i,t}·β_{−p}, β_{−p} = argmin Σ_{q≠p} Σ_{j,t} w_{j,t} (R_j − φ_{j,t}·β)² + ridge·Σ_k β_k² Σ w φ_k² over
-    all tokens of the *other* prompts, w_t = ρ_t² w_t off-policy; the coefficient of 1 is not penalised. The features
+    all tokens of the *other* prompts, w_t = ρ_t² w_t off-policy; the coefficient of 1 is not penalised, and in the
+    penalty m counts from the mean of R (if φ has each feature also without m). The features
     φ = (1, m, f, m·f, h, m·h, x, m·x) are known before y_t: m the mean return of the other rollouts of the prompt,
     f = u/(1 + u) with u = W_{t−1}, h = H_t/(1 + H_t) with the entropy H_t (rounding below 0 counts as 0), x = t/T_max,
     t from 1. β has not seen the prompt, so it is unbiased, forward-only, and fits the diagonal of the variance where
-    the reward is terminal. The scale of energies as weights, of rewards and of T_max does not change it.
+    the reward is terminal. The units of weights, rewards and T_max and a constant in all rewards do not matter.
 
     With `memory` λ the sums of earlier steps count too: Σ_{q≠p} (this step) + λ·`state`, and `Estimate.state` is
     Σ (this step) + λ·`state`.
 
-    Features (1) alone give `energy_across_loo`, (m) alone β·`rloo`. A rollout alone in its group has no m and takes no
-    part in a fit with m. Its B, and all of them where the fit has no token with weight, is that of
-    `energy_across_loo` (`fallback`). Proved.
+    Features (1) alone, or a ridge without end, give `energy_across_loo`, (m) alone β·`rloo`. A rollout alone in its
+    group has no m and takes no part in a fit with m. Its B, and all of them where the fit has no token with weight, is
+    that of `energy_across_loo` (`fallback`). Proved.
     """
     names = options.used
     _check(batch, names, options)
@@ -128,8 +132,33 @@ def _coefficients(gram: Float, moment: Float, names: tuple[str, ...], ridge: flo
     Each feature is first scaled to Σ w φ² = 1, so that the penalty and the rank do not depend on units. Of features
     that the tokens cannot tell apart the shortest β is taken; a feature that is 0 everywhere gets 0.
     """
-    size = np.sqrt(np.diagonal(gram, axis1=1, axis2=2))
-    unit = np.where(size > 0, size, 1.0)
-    scaled = gram / (unit[:, :, None] * unit[:, None, :]) + ridge * np.diag([float(name != "1") for name in names])
+    shift, mean = _centring(gram, moment, names)
+    back, one = shift.swapaxes(1, 2), names.index("1") if "1" in names else 0
+    centred = shift @ gram @ back
+    target = (shift @ (moment - mean[:, None] * gram[:, one])[:, :, None])[:, :, 0]
+    square = np.diagonal(centred, axis1=1, axis2=2)
+    # Where m is the same everywhere, what is left of m − mean is rounding
+    seen = square > ROUNDING * np.diagonal(gram, axis1=1, axis2=2)
+    unit = np.where(seen, 1 / np.sqrt(np.where(seen, square, 1.0)), 0.0)
+    scaled = centred * unit[:, :, None] * unit[:, None, :] + ridge * np.diag([float(name != "1") for name in names])
     inverse = np.linalg.pinv(scaled, rcond=RANK, hermitian=True)
-    return (inverse @ (moment / unit)[:, :, None])[:, :, 0] / unit
+    beta = (back @ (unit * (inverse @ (unit * target)[:, :, None])[:, :, 0])[:, :, None])[:, :, 0]
+    beta[:, one] += mean
+    return beta
+
+
+def _centring(gram: Float, moment: Float, names: tuple[str, ...]) -> tuple[Float, Float]:
+    """Return the matrix that makes m of φ into m − mean [P, K, K], and mean = Σ w R / Σ w of the tokens [P].
+
+    With returns and m counted from there a penalty does not see a constant that all rewards share. It takes the
+    features without m, too; where any of them is missing nothing is shifted.
+    """
+    shift, mean = np.tile(np.eye(len(names)), (len(gram), 1, 1)), np.zeros(len(gram))
+    plain = {k: FEATURES[name][1] for k, name in enumerate(names) if FEATURES[name][0] == "m"}
+    if {"1", *plain.values()} <= set(names):
+        one = names.index("1")
+        weight = gram[:, one, one]
+        mean = moment[:, one] / np.where(weight > 0, weight, 1.0)
+        for k, name in plain.items():
+            shift[:, k, names.index(name)] = -mean
+    return shift, mean

@@ -72,8 +72,9 @@ class RegressionOptions:
     # φ, any of 1, m, f, m·f, h, m·h, x, m·x (m*f will do): m is the mean return of the other rollouts of the prompt,
     # f = u/(1 + u) with u = W_{t−1}, h = H_t/(1 + H_t), x = t/T_max
     features: tuple[str, ...] = tuple(FEATURES)
-    # Each coefficient but that of 1 is penalised by this share of its feature's own Σ w φ²; 0 is plain least squares
-    ridge: float = 1e-3
+    # Each coefficient but that of 1 is penalised by this share of its feature's own Σ w φ²: 0 is plain least squares,
+    # which fits few prompts too closely, and more and more leads to `energy_across_loo`
+    ridge: float = 0.1
     # Most policy tokens that a rollout can have, fixed before sampling. 0: not known, x and m·x are left out
     T_max: int = 0
     # λ, what the sums of one step count a step later, from 0 (no memory) to 1 (nothing is forgotten)

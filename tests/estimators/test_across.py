@@ -99,6 +99,30 @@ def test_feature_1_alone_is_energy_across_loo():
     np.testing.assert_allclose(got.baseline, estimate("energy_across_loo", inputs).baseline, rtol=1e-12)
 
 
+def test_ridge_without_end_leaves_energy_across_loo():
+    got = estimate("energy_regression", random_batch(1), RegressionOptions(ridge=1e14, T_max=6))
+    np.testing.assert_allclose(got.baseline, estimate("energy_across_loo", random_batch(1)).baseline, atol=1e-12)
+
+
+def test_constant_in_all_rewards_moves_the_baseline_alone():
+    # a penalty on coefficients of m itself would take a large constant for a reason to ignore m
+    inputs, options = random_batch(22), RegressionOptions(T_max=6)
+    last = inputs.mask & (np.cumsum(inputs.mask[:, ::-1], axis=1)[:, ::-1] == 1)
+    shifted = replace(inputs, reward=inputs.reward + 1000.0 * last)
+    got, before = (estimate("energy_regression", x, options).advantage for x in (shifted, inputs))
+    np.testing.assert_allclose(got, before, atol=1e-8)
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.1])
+def test_means_that_are_all_alike_elsewhere_say_nothing_of_m(ridge):
+    # prompts 1 … 4 pay everyone .1: what is left of m − mean there is rounding, and must not be blown up
+    inputs = random_batch(23)
+    last = inputs.mask & (np.cumsum(inputs.mask[:, ::-1], axis=1)[:, ::-1] == 1)
+    reward = np.where(inputs.group[:, None] > 0, 0.1 * last, inputs.reward)
+    got = estimate("energy_regression", replace(inputs, reward=reward), RegressionOptions(ridge=ridge, T_max=6))
+    np.testing.assert_allclose(got.baseline[:4], 0.1 * inputs.mask[:4], atol=1e-7)
+
+
 def test_constant_energy_counts_the_others_by_length():
     inputs = replace(random_batch(2), energy=np.full((20, 6), 0.3))
     length, total = inputs.mask.sum(axis=1), inputs.reward.sum(axis=1)

@@ -9,7 +9,6 @@ from otb_analysis.estimators import (
     ESTIMATORS,
     DecayOptions,
     EstimatorInputs,
-    RegressionOptions,
     TailOptions,
     ValueOptions,
     estimate,
@@ -259,8 +258,6 @@ def test_leave_one_out_survives_a_rollout_that_holds_nearly_all_the_weight():
 
 def tail_group(name):
     kind = ESTIMATORS[name].options
-    if kind is RegressionOptions:  # a penalty is on coefficients, which a shift of m changes
-        return RegressionOptions(features=("1", "m", "f", "m·f"), ridge=0.0)
     return kind(tail="group") if kind in (TailOptions, DecayOptions) else kind()
 
 

@@ -114,34 +114,36 @@ def across(me, others, everyone):
     return mean([r["R"] for r in elsewhere], [r["W"][-1] for r in elsewhere])
 
 
-def features(k, r, everyone):
-    """φ of a rollout's k-th token without x, or None for a rollout alone in its group."""
+def features(k, r, everyone, origin=0.0):
+    """φ of a rollout's k-th token without x, m counted from some origin; None for a rollout alone in its group."""
     same = [q["R"] for q in everyone if q is not r and q["group"] == r["group"] and len(q["tokens"])]
     if not same:
         return None
-    m, u, h = sum(same) / len(same), sum(r["w"][:k]), r["H"][k]
+    m, u, h = sum(same) / len(same) - origin, sum(r["w"][:k]), r["H"][k]
     f, h = u / (1 + u), h / (1 + h)
     return [1.0, m, f, m * f, h, m * h]
 
 
-def regressed(k, me, others, everyone, ridge=1e-3):
-    """One least-squares problem per token, its penalty as further rows."""
-    phi = features(k, me, everyone)
-    rows = [
-        (w, features(j, r, everyone), r["R"])
+def regressed(k, me, others, everyone, ridge=0.1):
+    """One least-squares problem per token, with returns and m counted from their mean and the penalty as rows."""
+    tokens = [
+        (w, j, r)
         for r in everyone
         if r["group"] != me["group"]
         for j, w in enumerate(r["w"])
+        if w > 0 and features(j, r, everyone)
     ]
-    rows = [(w, x, y) for w, x, y in rows if x is not None and w > 0]
-    if phi is None or not rows:
+    if features(k, me, everyone) is None or not tokens:
         return across(me, others, everyone)[0], True
-    weight, x, y = (np.array(part) for part in zip(*rows, strict=True))
+    weight, y = (np.array(part) for part in zip(*((w, r["R"]) for w, _, r in tokens), strict=True))
+    origin = float(weight @ y / weight.sum())
+    x = np.array([features(j, r, everyone, origin) for _, j, r in tokens])
     root = np.sqrt(weight)[:, None]
     penalty = np.sqrt(ridge * (weight[:, None] * x**2).sum(axis=0))[1:]
     design = np.concatenate([root * x, np.diag(penalty, k=1)[:-1]])
-    beta = np.linalg.lstsq(design, np.concatenate([root[:, 0] * y, np.zeros(len(penalty))]), rcond=None)[0]
-    return float(np.dot(phi, beta)), False
+    target = np.concatenate([root[:, 0] * (y - origin), np.zeros(len(penalty))])
+    beta = np.linalg.lstsq(design, target, rcond=None)[0]
+    return origin + float(np.dot(features(k, me, everyone, origin), beta)), False
 
 
 def baseline_of(name, inputs, place, me, peers, others, tail):
