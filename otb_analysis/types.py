@@ -96,6 +96,18 @@ class SignalNoise:
 
 
 @dataclass(frozen=True)
+class NormalEquations:
+    """What a weighted least-squares fit remembers of its tokens; made by `estimate`, given back to it a step later.
+
+    Tokens of earlier steps count less: S ← λS + (this step's sums).
+    """
+
+    features: tuple[str, ...]  # Names of φ, in the order of the entries below
+    gram: Float  # Σ w φφᵀ [K, K]
+    moment: Float  # Σ w φ R [K]
+
+
+@dataclass(frozen=True)
 class EstimatorInputs:
     """What an advantage estimator may look at; made by `training` and the store's readers, read by `estimate`."""
 
@@ -112,6 +124,8 @@ class EstimatorInputs:
     token_id: Int | None = None  # Token ids [N, T], for the estimators that share prefixes
     ratio: Float | None = None  # Importance ratio ρ_{n,t} of each token [N, T]
     entropy: Float | None = None  # Entropy in nats of the distribution each token was drawn from [N, T]
+    # `Estimate.state` of the step before, for the estimators that remember earlier steps; None at the first one
+    state: NormalEquations | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +135,8 @@ class Estimate:
     baseline: Float  # B_{n,t} [N, T]
     advantage: Float  # A_{n,t} [N, T]: what multiplies the score; G − B, rescaled where the estimator says so
     fallback: Bool  # True where the formula was undefined, so the fallback was used [N, T]
+    # What the next step gives back as `EstimatorInputs.state`; None where the estimator remembers nothing
+    state: NormalEquations | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from otb_analysis.bench.config import EstimatorsConfig
 from otb_analysis.bench.publish import Report, report_of
 from otb_analysis.bench.timing import least_seconds, threads
-from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, estimate
+from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, estimate, with_limit
 
 LOOP = "torch loop of otb"
 PASS = "multiply and sum"
@@ -35,7 +35,9 @@ def run(config: EstimatorsConfig) -> Report:
     reward, energy = inputs.reward, np.asarray(inputs.energy)
     off_policy = replace(inputs, ratio=np.ones(inputs.mask.shape))  # on-policy the others would only multiply by 1
     candidates: dict[str, Callable[[], object]] = {
-        name: partial(estimate, name, off_policy if "ratio" in entry.needs else inputs)
+        name: partial(
+            estimate, name, off_policy if "ratio" in entry.needs else inputs, with_limit(name, None, config.tokens)
+        )
         for name, entry in ESTIMATORS.items()
     }
     candidates[LOOP] = lambda: torch_loop(inputs)
@@ -64,6 +66,7 @@ def bench_inputs(rows: int, tokens: int, group_size: int) -> EstimatorInputs:
         value=np.full((rows, tokens), 0.5),
         turn=np.broadcast_to(np.arange(tokens) * 4 // tokens, (rows, tokens)),
         token_id=rng.integers(0, 1000, (rows, tokens)),
+        entropy=rng.exponential(size=(rows, tokens)),
     )
 
 

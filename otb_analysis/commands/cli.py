@@ -236,7 +236,7 @@ def _converted(old: Any, value: Any, where: str) -> Any:
     if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(old, dict) and isinstance(value, Mapping):
-        return {key: str(item) for key, item in value.items()}
+        return {key: ",".join(map(str, x)) if isinstance(x, list) else str(x) for key, x in value.items()}
     if isinstance(old, tuple) and isinstance(value, list):
         return tuple(_converted(old[0] if old else "", item, where) for item in value)
     if type(value) is not type(old):

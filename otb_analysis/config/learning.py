@@ -13,6 +13,7 @@ class EstimatorConfig:
     No baseline: none.
     Means of the batch: batch_mean, batch_mean_loo.
     Means of the group: group_mean, grpo, rloo, opo, opo_loo, james_stein.
+    From the other prompts, by energy: energy_across_loo, energy_regression.
     By turn or prefix: trloo, tempo, tempo_loo.
     By energy up to the token: otb, otb_loo, otb_turn, otb_turn_loo, otb_carry, otb_carry_loo.
     By the token's own, or a decayed sum: token_optimal, token_optimal_loo, energy_ema, energy_ema_loo.
@@ -26,6 +27,8 @@ class EstimatorConfig:
     """Options of that estimator, as name value pairs: `tail group`.
     tail, own_return, group or zero: of otb, otb_turn, token_optimal, energy_ema and their _loo forms.
     decay: of energy_ema, energy_ema_loo and value. discount: of value.
+    features, ridge, memory and T_max: of energy_regression. features is a list such as `1,m,f,m*f,x`; memory, from 0
+    to 1, is what earlier steps count, for batches of few prompts; T_max is the sampling limit unless you set it.
     Of your own: the function's other parameters that have a number or a text as default."""
 
 

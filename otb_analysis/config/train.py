@@ -49,6 +49,11 @@ class SampleConfig:
     """Who samples; vllm needs the extra of that name and a GPU."""
     vllm_memory: float = 0.3  # Share of the GPU's memory that vLLM may take.
 
+    @property
+    def limit(self) -> int:
+        """Most policy tokens that a rollout can have."""
+        return self.max_new_tokens * self.max_turns
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:

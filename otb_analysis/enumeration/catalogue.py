@@ -35,6 +35,7 @@ is the return-to-go, R the total return, L the length in policy tokens, w_t = �
 importance ratios), W_t = Σ_{k≤t} w_k the realized energy. Where a formula is undefined, `Estimate.fallback` is true:
 
 - a group of one rollout has B = 0 (and A = 0 for `grpo` and `tempo`);
+- without another prompt in the batch, what looks across prompts is `rloo`;
 - if all weights are zero, B is the plain mean over the same rollouts;
 - if no other rollout is as long, the option `tail` decides: `own_return` (B = 0, the default), `group` (mean of the
   finished rollouts, weighted by their final W) or `zero` (A = 0).
@@ -48,8 +49,10 @@ Bias is ‖m − ∇J‖/‖∇J‖ with m = E ḡ; for `grpo` the number in bra
 c = ⟨m, ∇J⟩/‖∇J‖². V and SF = V/c² are relative to `rloo`. Efficiency is the share of an update of P prompts that points
 along ∇J; the last column is where the ranking against `rloo` crosses as P grows: 0, `rloo` is ahead or level from the
 start; ∞, never. A small V with a small c is a short step, not a quiet one. Here a batch is one prompt, so the batch
-means equal the group's and `james_stein` is `rloo`; the policy samples for itself, so `opob` is `classic_optimal`; a
-turn is two tokens, and the critic of `value` and `tvm` is exact. What random policies say about the theory is in
+means equal the group's, and `james_stein`, `energy_across_loo` and `energy_regression` are `rloo` (batches of three
+prompts are enumerated in `tests/enumeration/test_across.py`); the policy samples for itself, so `opob` is
+`classic_optimal`; a turn is two tokens, and the critic of `value` and `tvm` is exact. What random policies say about
+the theory is in
 [study 01](../studies/01_enumeration/README.md).
 """
 

@@ -40,6 +40,7 @@ class Tree:
     proxy: Float  # ‖e_y − π(·|h_t)‖²
     behavior_logprob: Float  # log-probability under the policy that samples; the policy itself when on-policy
     token: Int  # Vocabulary index of y_t, −1 outside the mask
+    entropy: Float | None = None  # H(π(·|h_t)) in nats; None where nobody asks for it
 
     @cached_property
     def prob(self) -> Float:
@@ -96,6 +97,7 @@ class Tree:
             ratio=self.ratio[rows],
             turn=np.broadcast_to(np.arange(self.mask.shape[1]) // 2, self.mask[rows].shape),
             token_id=self.token[rows],
+            entropy=None if self.entropy is None else self.entropy[rows],
         )
 
     def sampled_by(self, behavior: "Tree") -> "Tree":
@@ -135,6 +137,7 @@ def random_tree(spec: TreeSpec, rng: np.random.Generator) -> Tree:
         proxy=masked(proxy_of[at], mask),
         behavior_logprob=logprob,
         token=token,
+        entropy=masked(-(pi * log_pi).sum(axis=1)[prefix], mask),
     )
 
 

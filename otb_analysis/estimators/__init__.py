@@ -1,11 +1,18 @@
 """Advantage estimators: `estimate(name, EstimatorInputs(...))` for every name in `ESTIMATORS`."""
 
-from otb_analysis.estimators.evaluate import available, entry_of, estimate, missing, options_from_dict
+from otb_analysis.estimators.evaluate import available, entry_of, estimate, missing, options_from_dict, with_limit
 from otb_analysis.estimators.prefixes import PrefixValues, prefix_values
 from otb_analysis.estimators.proved import proved, proved_in_all, unproved_because
 from otb_analysis.estimators.registry import ESTIMATORS
-from otb_analysis.estimators.spec import DecayOptions, EstimatorSpec, NoOptions, TailOptions, ValueOptions
-from otb_analysis.types import Estimate, EstimatorInputs
+from otb_analysis.estimators.spec import (
+    DecayOptions,
+    EstimatorSpec,
+    NoOptions,
+    RegressionOptions,
+    TailOptions,
+    ValueOptions,
+)
+from otb_analysis.types import Estimate, EstimatorInputs, NormalEquations
 
 __all__ = [
     "ESTIMATORS",
@@ -14,7 +21,9 @@ __all__ = [
     "EstimatorInputs",
     "EstimatorSpec",
     "NoOptions",
+    "NormalEquations",
     "PrefixValues",
+    "RegressionOptions",
     "TailOptions",
     "ValueOptions",
     "available",
@@ -26,4 +35,5 @@ __all__ = [
     "proved",
     "proved_in_all",
     "unproved_because",
+    "with_limit",
 ]

@@ -30,6 +30,41 @@ def james_stein(batch: Batch, options: NoOptions) -> BaselineResult:
     return BaselineResult(baseline[:, None], (batch.alone | groups.spread(lone))[:, None])
 
 
+def energy_across_loo(batch: Batch, options: NoOptions) -> BaselineResult:
+    """Centre by the energy-weighted mean return of the other prompts.
+
+    B_p = Σ_{q≠p} Σ_j W_j R_j / Σ_{q≠p} Σ_j W_j over the rollouts j of prompt q, W_j = Σ_t ρ_t² w_t the energy realized
+    at the end: `sequence_optimal` of all other prompts together. Within a prompt few rollouts estimate a weighted mean
+    badly; other prompts are many, and independent of y, so it is unbiased. No energy there gives the plain mean of the
+    same rollouts, one prompt alone gives `rloo` (`fallback`). Constant energy gives Σ L_j R_j / Σ L_j. Proved.
+    """
+    baseline, undefined = mean_of_others(batch)
+    return BaselineResult(baseline[:, None], undefined[:, None])
+
+
+def mean_of_others(batch: Batch) -> tuple[Float, Bool]:
+    """Return the baseline of `energy_across_loo` and where it is a fallback, both [N]."""
+    groups = batch.groups
+    weight, moment, count, total = (
+        groups.spread(over_others(groups.sum(x)))
+        for x in (batch.final, batch.final * batch.total, batch.present, batch.total)
+    )
+    weightless, lone = weight == 0, count == 0
+    mean = np.where(weightless, total, moment) / np.where(weightless, np.maximum(count, 1), weight)
+    return np.where(lone, rloo(batch, NoOptions()).baseline[:, 0], mean), weightless
+
+
+def over_others(x: Float) -> Float:
+    """Return Σ_{q≠p} x_q at every prompt p, [P, ...].
+
+    Summed from both ends: `total − x_p` would lose its digits where prompt p holds nearly all of the total.
+    """
+    nothing = np.zeros((1, *x.shape[1:]))
+    before = np.concatenate([nothing, np.cumsum(x, axis=0)])[:-1]
+    after = np.concatenate([nothing, np.cumsum(x[::-1], axis=0)])[:-1][::-1]
+    return before + after
+
+
 def _others(x: Float, counted: Bool) -> tuple[Float, Float, Bool]:
     """Mean and variance (ddof 0) of x over the other counted prompts, 0 where there is none, and where that is [P]."""
     origin = x[counted].mean() if counted.any() else 0.0

@@ -12,7 +12,7 @@ import numpy as np
 from otb_analysis.arrays import Groups, has_gaps, masked, prefix_length, squeeze, squeezed_mask
 from otb_analysis.errors import InputError
 from otb_analysis.objectives.registry import boolean_mask, group_vector
-from otb_analysis.types import Bool, EstimatorInputs, Float, Int
+from otb_analysis.types import Bool, EstimatorInputs, Float, Int, NormalEquations
 
 REMEDY = {
     "reward": "pass one reward per token, shape [N, T]",
@@ -23,6 +23,7 @@ REMEDY = {
     "position_baseline": "pass a finite baseline at every policy token",
     "turn": "pass the index of its turn at every policy token",
     "token_id": "pass a token id at every policy token",
+    "entropy": "pass the finite entropy of the distribution each policy token was drawn from",
 }
 NON_NEGATIVE = frozenset({"energy", "rollout_norm_sq", "ratio"})
 PER_ROLLOUT = frozenset({"rollout_norm_sq"})
@@ -46,6 +47,8 @@ class Batch:
     value: Float | None = None  # V(h_t) [N, T], where needed
     turn: Float | None = None  # Index of the token's turn [N, T], where needed
     token_id: Float | None = None  # Token ids [N, T], where needed
+    entropy: Float | None = None  # Entropy H_t in nats [N, T], where needed
+    state: NormalEquations | None = None  # What the step before left, where there is any
 
     @cached_property
     def length(self) -> Int:
@@ -86,6 +89,7 @@ class BaselineResult:
     baseline: Float  # B; values outside the mask are dropped
     fallback: Bool  # Where the formula is undefined
     scale: Float | None = None  # What multiplies G − B, where the estimator rescales
+    state: NormalEquations | None = None  # What the next step is given, where the estimator remembers
 
 
 def provided(x: Float | None) -> Float:
@@ -155,7 +159,7 @@ def prepare(inputs: EstimatorInputs, rows: Int, groups: Groups, names: tuple[str
     except _BadValue as bad:
         where = [f"rollout {rows[bad.at[0]]}", *(f"token {np.flatnonzero(mask[bad.at[0]])[t]}" for t in bad.at[1:])]
         raise InputError(f"{bad.name} is {bad.value} at {', '.join(where)}; {REMEDY[bad.name]}.") from None
-    return Batch(returns, total, inside, alive, groups, **fields), mask if gaps else None
+    return Batch(returns, total, inside, alive, groups, state=inputs.state, **fields), mask if gaps else None
 
 
 def selector(rows: Int) -> Int | slice:

@@ -20,7 +20,7 @@ from otb_analysis.objectives.registry import policy_values
 from otb_analysis.types import Estimate, EstimatorInputs, Float
 
 GIVEN = ("reward", "mask", "group")
-OPTIONAL = tuple(field.name for field in fields(EstimatorInputs) if field.name not in GIVEN)
+OPTIONAL = tuple(field.name for field in fields(EstimatorInputs) if field.name not in (*GIVEN, "state"))
 WHOLE_NUMBERS = ("turn", "token_id")
 TRIAL, AT_WORK = "in a trial on 4 prompts of 4 rollouts", "on the rollouts it was given"
 

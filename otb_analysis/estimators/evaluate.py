@@ -1,6 +1,7 @@
 """From a name and inputs to an estimate, a few groups at a time so that every intermediate stays in cache."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators.batch import BaselineResult, Batch, check_shapes, prepare, selector
 from otb_analysis.estimators.custom import custom_estimate, custom_spec
 from otb_analysis.estimators.registry import ESTIMATORS
-from otb_analysis.estimators.spec import EstimatorSpec
+from otb_analysis.estimators.spec import EstimatorSpec, RegressionOptions
 from otb_analysis.objectives.registry import checked_options, options_from_table
 from otb_analysis.types import Bool, Estimate, EstimatorInputs, Int
 
@@ -42,9 +43,9 @@ def available(inputs: EstimatorInputs, also: Iterable[str] = ()) -> list[str]:
     return [name for name, entry in entries.items() if not missing(entry, inputs) and (entry.takes_gaps or not gaps)]
 
 
-def missing(entry: EstimatorSpec, inputs: EstimatorInputs) -> list[str]:
-    """Return the inputs an estimator needs that are not there."""
-    return [need for need in entry.needs if getattr(inputs, need) is None]
+def missing(entry: EstimatorSpec, inputs: EstimatorInputs, options: Any = None) -> list[str]:
+    """Return the inputs an estimator needs under its options, by default the usual ones, that are not there."""
+    return [need for need in entry.needed(options) if getattr(inputs, need) is None]
 
 
 def options_from_dict(name: str, values: Mapping[str, Any]) -> Any:
@@ -54,6 +55,18 @@ def options_from_dict(name: str, values: Mapping[str, Any]) -> Any:
         InputError: The estimator or one of the options does not exist, or a value does not fit.
     """
     return options_from_table(name, entry_of(name).options, values)
+
+
+def with_limit(name: str, options: Any, limit: int) -> Any:
+    """Return an estimator's options, with the sampling limit where it takes one and was given none.
+
+    Args:
+        name: As for `estimate`.
+        options: As for `estimate`.
+        limit: Most policy tokens that a rollout can have, fixed before sampling; 0 where it is not known.
+    """
+    options = checked_options(name, entry_of(name).options, options)
+    return replace(options, T_max=limit) if isinstance(options, RegressionOptions) and not options.T_max else options
 
 
 def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimate:
@@ -67,11 +80,12 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
             gaps where column and position must agree.
     """
     entry = entry_of(name)
-    if lacking := missing(entry, inputs):
-        raise InputError(f"{name} needs {' and '.join(lacking)}, which is None; pass it in EstimatorInputs.")
-    names = (*entry.needs, *(use for use in entry.uses if getattr(inputs, use) is not None))
-    check_shapes(inputs, names)
     options = checked_options(name, entry.options, options)
+    if lacking := missing(entry, inputs, options):
+        raise InputError(f"{name} needs {' and '.join(lacking)}, which is None; pass it in EstimatorInputs.")
+    used = (use for use in entry.uses if use != "state" and getattr(inputs, use) is not None)
+    names = (*entry.needed(options), *used)
+    check_shapes(inputs, names)
     if is_custom(name):
         return custom_estimate(name, entry, inputs, names, options)
     mask = np.asarray(inputs.mask)
@@ -82,10 +96,13 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
             f"position from the column; use otb_turn{suffix}, which counts policy tokens."
         )
     out = Estimate(np.zeros(mask.shape), np.zeros(mask.shape), np.zeros(mask.shape, bool))
+    state = None
     for rows, groups in _blocks(Groups.of(inputs.group), mask.shape[1], entry.batch_coupled):
         batch, moved = prepare(inputs, rows, groups, names)
-        _write(out, selector(rows), batch, moved, entry.function(batch, options))
-    return out
+        result = entry.function(batch, options)
+        _write(out, selector(rows), batch, moved, result)
+        state = result.state  # only entries that see the whole batch as one block have any
+    return replace(out, state=state)
 
 
 def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Groups]]:

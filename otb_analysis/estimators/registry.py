@@ -1,7 +1,7 @@
 """Every estimator by name: the name in this dict is the name on disk, on axes and on the command line."""
 
-from otb_analysis.estimators import across, means, prefixes, provided, sequence, token, turns
-from otb_analysis.estimators.spec import DecayOptions, EstimatorSpec, TailOptions, ValueOptions
+from otb_analysis.estimators import across, means, prefixes, provided, regression, sequence, token, turns
+from otb_analysis.estimators.spec import DecayOptions, EstimatorSpec, RegressionOptions, TailOptions, ValueOptions
 
 IID = "rollouts i.i.d. from the scored policy: no top-p or top-k, no filter on the group's outcome, no first-N-finished"
 IID_TAIL = f"{IID}; tail own_return or group"
@@ -37,6 +37,20 @@ ESTIMATORS: dict[str, EstimatorSpec] = {
     "james_stein": EstimatorSpec(
         across.james_stein, "(1 − λ)·mean_{j≠i} R_j + λ·m, m and λ = v²/(v² + s² + 1e-6) from the other prompts", True,
         f"{IID}; prompts independent", "James–Stein shrinkage, arXiv 2511.03710", "code", batch_coupled=True,
+    ),
+    "energy_across_loo": EstimatorSpec(
+        across.energy_across_loo, "Σ_{q≠p} Σ_j W_{j,T} R_j / Σ_{q≠p} Σ_j W_{j,T} over the other prompts q", True,
+        f"{IID}; prompts independent", "sequence_optimal of the other prompts", "proved", needs=ENERGY, uses=RATIO,
+        batch_coupled=True, takes_single=True,
+    ),
+    "energy_regression": EstimatorSpec(
+        regression.energy_regression,
+        "φ_{i,t}·β_{−p}, β_{−p} the w_t-weighted ridge regression of R on φ over all tokens of the other prompts, "
+        "φ = (1, m, f, m·f, h, m·h, x, m·x), m = mean_{j≠i} R_j, f = u/(1 + u), u = W_{i,t−1}, h = H_t/(1 + H_t), "
+        "x = t/T_max", True,
+        f"{IID}; prompts independent; T_max fixed before sampling, never a padded or realised length; state from "
+        "earlier steps", "the weighted fit of R on what is known before y_t, from other prompts", "proved",
+        needs=("energy", "entropy"), uses=("ratio", "state"), options=RegressionOptions, batch_coupled=True,
     ),
     "trloo": EstimatorSpec(
         turns.trloo, "mean_{j≠i} G_j of the turn, j with that turn", True, IID, "TRLOO of Dr. Kernel, arXiv 2602.05885",

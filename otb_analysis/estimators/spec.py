@@ -1,5 +1,6 @@
 """What one estimator is: its function, its options and everything the catalogue says about it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -9,7 +10,7 @@ from otb_analysis.objectives.registry import NoOptions, Provenance
 
 Tail = Literal["own_return", "group", "zero"]
 
-TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value", "turn", "token_id", "ratio"}
+TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value", "turn", "token_id", "ratio", "entropy"}
 """Inputs that a training run can provide at every step."""
 
 
@@ -51,6 +52,59 @@ class ValueOptions:
                 raise InputError(f"{name} is {getattr(self, name)} but must lie in [0, 1]; 1 is unbiased.")
 
 
+FEATURES: dict[str, tuple[str, str]] = {
+    "1": ("1", "1"),
+    "m": ("m", "1"),
+    "f": ("1", "f"),
+    "m·f": ("m", "f"),
+    "h": ("1", "h"),
+    "m·h": ("m", "h"),
+    "x": ("1", "x"),
+    "m·x": ("m", "x"),
+}
+"""Name of a feature of `energy_regression` → its factors: one number per rollout, 1 or m, and one per token."""
+
+
+@dataclass(frozen=True)
+class RegressionOptions:
+    """Options of the regression across prompts."""
+
+    # φ, any of 1, m, f, m·f, h, m·h, x, m·x (m*f will do): m is the mean return of the other rollouts of the prompt,
+    # f = u/(1 + u) with u = W_{t−1}, h = H_t/(1 + H_t), x = t/T_max
+    features: tuple[str, ...] = tuple(FEATURES)
+    # Each coefficient but that of 1 is penalised by this share of its feature's own Σ w φ²: 0 is plain least squares,
+    # which fits few prompts too closely, and more and more leads to `energy_across_loo`
+    ridge: float = 0.1
+    # Most policy tokens that a rollout can have, fixed before sampling. 0: not known, x and m·x are left out
+    T_max: int = 0
+    # λ, what the sums of one step count a step later, from 0 (no memory) to 1 (nothing is forgotten)
+    memory: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "features", tuple(name.strip().replace("*", "·") for name in self.features))
+        for name in self.features:
+            if name not in FEATURES:
+                raise InputError(f"features has {name!r}; {nearest(name, FEATURES)}")
+        if len(set(self.features)) < len(self.features) or not self.used:
+            raise InputError(f"features is {self.features}; name at least one, each once, and T_max for those of x.")
+        if not 0.0 <= self.ridge < math.inf:
+            raise InputError(f"ridge is {self.ridge} but must be a finite number of at least 0.")
+        if self.T_max < 0:
+            raise InputError(f"T_max is {self.T_max}; pass the sampling limit, or 0 where it is not known.")
+        if not 0.0 <= self.memory <= 1.0:
+            raise InputError(f"memory is {self.memory} but must lie in [0, 1]; 0 remembers nothing.")
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The features that can be formed."""
+        return tuple(name for name in self.features if self.T_max or FEATURES[name][1] != "x")
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Inputs that these features do without."""
+        return frozenset() if any(FEATURES[name][1] == "h" for name in self.used) else frozenset({"entropy"})
+
+
 @dataclass(frozen=True)
 class EstimatorSpec:
     """One row of the catalogue."""
@@ -64,7 +118,8 @@ class EstimatorSpec:
     source: str  # Where the formula comes from
     provenance: Provenance  # code, proved, abstract or guess: how well that source is known
     target: str = "∇J"  # Whose gradient it estimates
-    needs: tuple[str, ...] = ()  # Inputs beyond reward, mask and group that must be there
+    # Inputs beyond reward, mask and group that must be there, unless its options have them under `unread`
+    needs: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()  # Inputs that change the answer when they are there
     options: type = NoOptions  # Its frozen options dataclass
     # True when another prompt's rollouts change the answer; recompute it inside every resample, or see
@@ -76,6 +131,11 @@ class EstimatorSpec:
     # True when a prompt's only rollout is centred as any other: by other prompts, a critic, or nothing
     takes_single: bool = False
 
+    def needed(self, options: Any = None) -> tuple[str, ...]:
+        """Return the inputs it needs under some options, None for the usual ones."""
+        unread = getattr(options or self.options(), "unread", frozenset())
+        return tuple(need for need in self.needs if need not in unread)
+
     @property
     def reads_energy(self) -> bool:
         """True when the answer depends on token energies, and so on where they were measured."""
@@ -84,5 +144,7 @@ class EstimatorSpec:
     @property
     def shown_by(self) -> str:
         """The test that shows whether it is biased."""
+        if self.unbiased and self.batch_coupled:
+            return "tests/enumeration/test_across.py::test_no_bias_in_batches_of_three_prompts"
         claim = "unbiased_have_no_bias" if self.unbiased else "biased_have_a_bias"
         return f"tests/enumeration/test_bias.py::test_entries_called_{claim}"

@@ -33,6 +33,8 @@ ESTIMATOR_STYLES: dict[str, Style] = {
     "rloo": Style(BLUE, "dash", "circle-open"),
     "grpo": Style(SKY, symbol="square"),
     "james_stein": Style(SKY, "dash", "square-open"),
+    "energy_across_loo": Style("#00615A", "dash", "bowtie-open"),
+    "energy_regression": Style("#00615A", symbol="bowtie"),
     "opo": Style("#3D5A98", symbol="diamond-tall"),
     "opo_loo": Style("#3D5A98", "dash", "diamond-tall-open"),
     "classic_optimal": Style("#4C6B1F", symbol="triangle-up"),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from otb_analysis.estimators import EstimatorInputs, available, entry_of, estimate
+from otb_analysis.estimators import EstimatorInputs, NormalEquations, available, entry_of, estimate, with_limit
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.types import Bool, Float, Label
@@ -16,14 +16,21 @@ def every_advantage(
     rows: Bool,
     options: Mapping[str, Any] | None = None,
     calibrated: Float | None = None,
+    states: Mapping[Label, NormalEquations] | None = None,
 ) -> dict[Label, Float]:
     """Return the advantages [n, T] of every estimator whose inputs exist, by (estimator, energy source), on some rows.
 
     Estimators that read the proxy, calibrated or not, or no energy see the whole batch, as in training, since some
     couple prompts. Those that read exact norms see the measured rows. `options` holds the options of estimators that do
-    not run with their defaults, such as the one that trains.
+    not run with their defaults, such as the one that trains; `states` what estimators remember of earlier steps, which
+    is only known of the one that trains, with its energies.
     """
-    options = options or {}
+    options, states = options or {}, states or {}
+
+    def advantage(label: Label, inputs: EstimatorInputs) -> Float:
+        chosen = with_limit(label[0], options.get(label[0]), table.limit)
+        return estimate(label[0], replace(inputs, state=states.get(label)), chosen).advantage
+
     proxy = table.inputs(table.stats.energy)
     part = _rows_of(table.inputs(measured.whole_norm_sq, measured.rollout_norm_sq), rows)
     everywhere = set(available(proxy, options))
@@ -32,11 +39,11 @@ def every_advantage(
         reads_energy = entry_of(name).reads_energy
         if name in everywhere:
             source = "proxy" if reads_energy else "none"
-            advantages[name, source] = estimate(name, proxy, options.get(name)).advantage[rows]
+            advantages[name, source] = advantage((name, source), proxy)[rows]
         if reads_energy and calibrated is not None:
-            advantages[name, "calibrated"] = estimate(name, table.inputs(calibrated), options.get(name)).advantage[rows]
+            advantages[name, "calibrated"] = advantage((name, "calibrated"), table.inputs(calibrated))[rows]
         if reads_energy or name not in everywhere:
-            advantages[name, "exact"] = estimate(name, part, options.get(name)).advantage
+            advantages[name, "exact"] = advantage((name, "exact"), part)
     return advantages
 
 

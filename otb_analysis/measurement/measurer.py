@@ -26,7 +26,7 @@ from otb_analysis.statistics import (
     mean_over_subgroups,
     smaller_sizes,
 )
-from otb_analysis.types import Bool, Float, Gram, Int, Label
+from otb_analysis.types import Bool, Float, Gram, Int, Label, NormalEquations
 
 T = TypeVar("T")
 
@@ -64,6 +64,8 @@ class GradientMeasurer:
         self.model = model
         self.config = config
         self.policy = MeasuredPolicy(model, config.scope, temperature)
+        # What the estimator that trains remembers of earlier steps, by its label; `training` keeps it up to date
+        self.states: dict[Label, NormalEquations] = {}
         self.settings = {"engine": config.engine, **self.policy.settings}
 
     def groups_due(self, step: int, n_groups: int) -> Int:
@@ -86,7 +88,7 @@ class GradientMeasurer:
         """Return ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ of the groups' mean gradients under every estimator whose inputs exist."""
         rows = np.isin(rollouts.group, groups)
         calibrated = measured.drawn.calibrated if measured.drawn else None
-        advantages = every_advantage(table, measured, rows, self.options, calibrated)
+        advantages = every_advantage(table, measured, rows, self.options, calibrated, self.states)
         inner = self._inner(rollouts, rows, rollouts.group, advantages)
         return Gram(inner, tuple(advantages), int(rows.sum()), tuple(rollouts.prompts[g].id for g in groups), groups)
 
@@ -96,7 +98,8 @@ class GradientMeasurer:
         """Return the products of smaller groups cut from the measured ones, by size, under a few estimators.
 
         Those are the configured ones, the one that trains and the unbiased reference; each is computed anew from the
-        rollouts of a smaller group. Empty where the groups cannot be cut evenly.
+        rollouts of a smaller group, without what it remembers of earlier steps, which had whole ones. Empty where the
+        groups cannot be cut evenly.
         """
         rows = np.isin(rollouts.group, groups)
         names = {REFERENCE[0], *(self.options or ()), *self.config.subgroups}

@@ -87,7 +87,9 @@ def options_from_table(name: str, kind: type, values: Mapping[str, Any]) -> Any:
 def _from_text(name: str, key: str, value: Any, default: Any) -> Any:
     """Return an option as its default's type: configurations and command lines give every option as text."""
     if not isinstance(value, str) or isinstance(default, str):
-        return value
+        return tuple(value) if isinstance(default, tuple) else value  # TOML and JSON know lists only
+    if isinstance(default, tuple):
+        return tuple(value.split(","))
     try:
         return type(default)(value)
     except ValueError as error:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import estimate
+from otb_analysis.estimators import estimate, with_limit
 from otb_analysis.gradients import group_gradient_gram
 from otb_analysis.measurement.table import TokenTable, compute_rewards
 from otb_analysis.rollouts.sampling import Rollouts, sample
@@ -67,7 +67,8 @@ def estimator_gram(trainer: Trainer, rollouts: Rollouts, table: TokenTable, labe
     The token table may be of the same rollouts in other groups.
     """
     inputs = replace(table.inputs(table.stats.energy), group=rollouts.group)
-    return prompt_gram(trainer.model, [Weighed(rollouts, {k: estimate(k[0], inputs).advantage for k in labels})])
+    advantages = {k: estimate(k[0], inputs, with_limit(k[0], None, table.limit)).advantage for k in labels}
+    return prompt_gram(trainer.model, [Weighed(rollouts, advantages)])
 
 
 def _side_by_side(

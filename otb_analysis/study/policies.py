@@ -111,4 +111,5 @@ def write(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed:
     with torch.no_grad():
         forward = forward_pass(policy.model, rollouts, config.temperature)
     rollouts = compute_rewards(policy.task, rollouts)
-    return ScoredRollouts(rollouts, token_table(rollouts, forward, None), config.temperature)
+    table = replace(token_table(rollouts, forward, None), limit=config.limit)
+    return ScoredRollouts(rollouts, table, config.temperature)

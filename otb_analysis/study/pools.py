@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from otb_analysis.arrays import returns_to_go
 from otb_analysis.config import MeasureConfig, SampleConfig
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate
+from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate, with_limit
 from otb_analysis.gradients import gradient_sketch
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.statistics import Partition, PoolGram, group_gradients, held_out, pool_gram, position_optimum
@@ -145,24 +146,26 @@ def every_estimate(pool: Pool, cut: Partition) -> dict[Label, Float]:
     sources = {"exact": exact, "proxy": replace(exact, energy=pool.proxy)}
     advantages: dict[Label, Float] = {}
     for name in available(exact):
-        if ESTIMATORS[name].batch_coupled:
-            advantages[name, "none"] = _by_batch(name, exact, cut)
-        elif "energy" in ESTIMATORS[name].needs:
-            advantages |= {(name, source): estimate(name, inputs).advantage for source, inputs in sources.items()}
-        else:
-            advantages[name, "none"] = estimate(name, exact).advantage
+        options = with_limit(name, None, pool.written.table.limit)
+        chosen = sources if ESTIMATORS[name].reads_energy else {"none": exact}
+        for source, inputs in chosen.items():
+            if ESTIMATORS[name].batch_coupled:
+                advantages[name, source] = _by_batch(name, inputs, cut, options)
+            else:
+                advantages[name, source] = estimate(name, inputs, options).advantage
     return advantages
 
 
-def _by_batch(name: str, inputs: EstimatorInputs, cut: Partition) -> Float:
+def _by_batch(name: str, inputs: EstimatorInputs, cut: Partition, options: Any) -> Float:
     """Advantages where the k-th groups of all prompts are one batch."""
+    needs = ("reward", "mask", "group", *ESTIMATORS[name].needed(options))
     starts = np.searchsorted(cut.prompt, np.arange(cut.prompt.max() + 1))
     batch = (np.arange(cut.prompt.size) - starts[cut.prompt])[cut.group]
     out = np.zeros(inputs.mask.shape)
     for k in np.unique(batch):
         rows = np.flatnonzero(batch == k)
-        part = EstimatorInputs(inputs.reward[rows], inputs.mask[rows], inputs.group[rows])
-        out[rows] = estimate(name, part).advantage
+        part = EstimatorInputs(**{need: getattr(inputs, need)[rows] for need in needs})
+        out[rows] = estimate(name, part, options).advantage
     return out
 
 

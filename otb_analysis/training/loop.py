@@ -138,7 +138,8 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         inputs = table.inputs(table.stats.energy if config.estimator.energy == "proxy" else None)
         if norms is not None:
             inputs = table.inputs(norms.whole_norm_sq, norms.rollout_norm_sq)
-        trained = estimate(config.estimator.name, inputs, trainer.options)
+        trained = estimate(config.estimator.name, replace(inputs, state=trainer.remembered), trainer.options)
+        trainer.remember(trained.state)
         batch = trainer.objective.batch(rollouts, table, trained.advantage, reference)
         batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
     with trainer.timed("measure"):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from otb_analysis.config import TrainConfig
 from otb_analysis.custom import is_custom
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.estimators import entry_of, options_from_dict
+from otb_analysis.estimators import NormalEquations, entry_of, options_from_dict, with_limit
 from otb_analysis.gradients.batch.scope import select_scope
 from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass
 from otb_analysis.measurement.measurer import GradientMeasurer
@@ -87,7 +87,9 @@ class Trainer:
         self.model = self.policy.model
         self.objective = Objective(config.objective)
         self.optimizer = PolicyOptimizer(self.policy.parameters, config.optimize, processes)
-        self.options = options_from_dict(config.estimator.name, config.estimator.options)
+        options = options_from_dict(config.estimator.name, config.estimator.options)
+        self.options = with_limit(config.estimator.name, options, config.sample.limit)
+        self.remembered: NormalEquations | None = None  # what the estimator remembers of earlier steps
         self.generator: Generator = (
             VllmGenerator(model, tokenizer, config.sample.vllm_memory)
             if config.sample.engine == "vllm"
@@ -167,7 +169,14 @@ class Trainer:
         penalty = self.objective.penalty(table.stats.logprob, reference, table.mask)
         shaped = self.objective.shaped(table.reward, table.mask, table.group, penalty)
         ratio = token_ratio(table) if self.objective.off_policy else None
-        return replace(table, reward=shaped.reward, keep=shaped.keep, ratio=ratio)
+        limit = self.config.sample.limit
+        return replace(table, reward=shaped.reward, keep=shaped.keep, ratio=ratio, limit=limit)
+
+    def remember(self, state: NormalEquations | None) -> None:
+        """Keep what the estimator gives its next step; measuring then sees it too."""
+        self.remembered = state
+        if state is not None:
+            self.measurer.states = {(self.config.estimator.name, self.config.estimator.energy): state}
 
     def update(self, batch: TokenBatch, forward: ForwardPass) -> dict[str, object]:
         """Take the updates of one batch and return their scalars.
@@ -231,6 +240,7 @@ class Trainer:
             "past": [[t.detach() for t in old] for old in self.policy.past.kept],
             "batch": self.optimizer.batch,
             "critic": None if self.critic is None else self.critic.state(),
+            "estimator": None if self.remembered is None else _plain_sums(self.remembered),
             "random": torch.get_rng_state(),
         }
 
@@ -265,7 +275,15 @@ class Trainer:
         self.optimizer.batch = state["batch"]
         if self.critic is not None:
             self.critic.load_state(state["critic"])
+        if (sums := state.get("estimator")) is not None:
+            arrays = {name: np.array(sums[name], np.float64) for name in ("gram", "moment")}
+            self.remember(NormalEquations(tuple(sums["features"]), **arrays))
         torch.set_rng_state(state["random"])
+
+
+def _plain_sums(sums: NormalEquations) -> dict[str, list]:
+    """Return them as lists: Python's floats keep every bit on any device."""
+    return {"features": list(sums.features), "gram": sums.gram.tolist(), "moment": sums.moment.tolist()}
 
 
 def _launched(sharded: bool) -> str:

@@ -215,6 +215,12 @@ def test_toml_fills_nested_fields_and_leaves_the_rest(tmp_path):
     assert config.optimize == default.optimize
 
 
+def test_a_list_of_features_is_an_option_as_any_other(tmp_path):
+    text = '[estimator]\nname = "energy_regression"\noptions = {features = ["1", "m*f"], memory = 0.9}'
+    config = from_toml(TrainConfig, toml(tmp_path, text))
+    assert config.estimator.options == {"features": "1,m*f", "memory": "0.9"}
+
+
 def trained_with(monkeypatch, words, run):
     """The configuration that `otb train` would train; `run` is what it is told came of it."""
     seen = []

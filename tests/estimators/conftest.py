@@ -34,6 +34,7 @@ def random_inputs(seed, *, gaps=False, dense=True, dtype=np.float64, sizes=(1, 2
         ratio=column(rng.uniform(0.5, 1.5, mask.shape)),
         turn=column(np.cumsum(rng.random(mask.shape) < 0.3, axis=1)),
         token_id=column(rng.integers(5, 7, mask.shape)),
+        entropy=column(rng.exponential(size=mask.shape)),
     )
 
 

@@ -7,6 +7,7 @@ from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, estimate
 
 GROUP_BASED = sorted(set(ESTIMATORS) - {"none", "value", "tvm", "position_optimal"})
 SCALED = {"grpo", "tempo"}
+ACROSS = {"james_stein", "energy_across_loo", "energy_regression"}
 ZERO_WEIGHT = {"otb", "otb_turn", "token_optimal", "energy_ema", "sequence_optimal", "otb_carry"}
 
 
@@ -24,6 +25,7 @@ def inputs_of(reward, energy=None, group=None, mask=None):
         ratio=np.ones((n, t)),
         turn=np.zeros((n, t), np.int64),
         token_id=np.zeros((n, t), np.int64),
+        entropy=np.zeros((n, t)),
     )
 
 
@@ -47,8 +49,8 @@ def test_entry_says_whether_the_only_rollouts_of_their_prompts_are_centred(name)
 def test_equal_rewards_leave_no_advantage(name):
     got = estimate(name, inputs_of([[0, 0.1], [0, 0.1], [0, 0.1]], energy=[[1, 2], [3, 1], [0.1, 5]]))
     np.testing.assert_allclose(got.advantage, 0, atol=1e-9)
-    # nothing to divide by; nobody to shrink towards
-    assert got.fallback.all() == (name in SCALED | {"james_stein"})
+    # nothing to divide by; no other prompt to look at
+    assert got.fallback.all() == (name in SCALED | ACROSS)
 
 
 def test_grpo_takes_totals_summed_in_another_order_for_equal():

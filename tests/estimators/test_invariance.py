@@ -37,7 +37,8 @@ def full(seed, n=4, t=5):
     reward = np.zeros((n, t))
     reward[:, -1] = rng.normal(size=n)
     mask, energy, token = np.ones((n, t), bool), rng.exponential(size=(n, t)), rng.integers(0, 2, (n, t))
-    return EstimatorInputs(reward, mask, np.zeros(n, np.int64), energy=energy, token_id=token)
+    entropy = rng.exponential(size=(n, t))
+    return EstimatorInputs(reward, mask, np.zeros(n, np.int64), energy=energy, token_id=token, entropy=entropy)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -276,4 +277,5 @@ def random_terminal(seed):
         ratio=rng.uniform(0.5, 1.5, (12, 6)),
         turn=np.zeros((12, 6), np.int64),  # a turn that no other rollout has is not centred by trloo
         token_id=rng.integers(0, 2, (12, 6)),
+        entropy=rng.exponential(size=(12, 6)),
     )

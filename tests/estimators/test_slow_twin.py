@@ -30,6 +30,7 @@ def rollout(inputs, i):
         "rho": 1.0 if inputs.ratio is None else prod(float(inputs.ratio[i, t]) for t in tokens),
         "turn": [int(inputs.turn[i, t]) for t in tokens],
         "y": [int(inputs.token_id[i, t]) for t in tokens],
+        "H": [float(inputs.entropy[i, t]) for t in tokens],
         "group": int(inputs.group[i]),
     }
 
@@ -59,6 +60,10 @@ def twin(name, inputs, tail):
                 b, fell = tree_baseline(name, k, me, peers, others)
             elif name == "james_stein":
                 b, fell = shrunk(me, others, everyone)
+            elif name == "energy_across_loo":
+                b, fell = across(me, others, everyone)
+            elif name == "energy_regression":
+                b, fell = regressed(k, me, others, everyone)
             else:
                 b, fell = baseline_of(name.removesuffix("_loo"), inputs, (i, t, k), me, peers, others, tail)
             scale = 1.0
@@ -100,6 +105,45 @@ def shrunk(me, others, everyone):
     v_sq, s_sq = np.mean(noise) if noise else 0.0, np.var([np.mean(p) for p in paid])
     shrinkage = v_sq / (v_sq + s_sq + 1e-6)
     return (1 - shrinkage) * own + shrinkage * np.mean([np.mean(p) for p in paid]), False
+
+
+def across(me, others, everyone):
+    elsewhere = [r for r in everyone if len(r["tokens"]) and r["group"] != me["group"]]
+    if not elsewhere:
+        return (sum(r["R"] for r in others) / len(others) if others else 0.0), True
+    return mean([r["R"] for r in elsewhere], [r["W"][-1] for r in elsewhere])
+
+
+def features(k, r, everyone, origin=0.0):
+    """φ of a rollout's k-th token without x, m counted from some origin; None for a rollout alone in its group."""
+    same = [q["R"] for q in everyone if q is not r and q["group"] == r["group"] and len(q["tokens"])]
+    if not same:
+        return None
+    m, u, h = sum(same) / len(same) - origin, sum(r["w"][:k]), r["H"][k]
+    f, h = u / (1 + u), h / (1 + h)
+    return [1.0, m, f, m * f, h, m * h]
+
+
+def regressed(k, me, others, everyone, ridge=0.1):
+    """One least-squares problem per token, with returns and m counted from their mean and the penalty as rows."""
+    tokens = [
+        (w, j, r)
+        for r in everyone
+        if r["group"] != me["group"]
+        for j, w in enumerate(r["w"])
+        if w > 0 and features(j, r, everyone)
+    ]
+    if features(k, me, everyone) is None or not tokens:
+        return across(me, others, everyone)[0], True
+    weight, y = (np.array(part) for part in zip(*((w, r["R"]) for w, _, r in tokens), strict=True))
+    origin = float(weight @ y / weight.sum())
+    x = np.array([features(j, r, everyone, origin) for _, j, r in tokens])
+    root = np.sqrt(weight)[:, None]
+    penalty = np.sqrt(ridge * (weight[:, None] * x**2).sum(axis=0))[1:]
+    design = np.concatenate([root * x, np.diag(penalty, k=1)[:-1]])
+    target = np.concatenate([root[:, 0] * (y - origin), np.zeros(len(penalty))])
+    beta = np.linalg.lstsq(design, target, rcond=None)[0]
+    return origin + float(np.dot(features(k, me, everyone, origin), beta)), False
 
 
 def baseline_of(name, inputs, place, me, peers, others, tail):

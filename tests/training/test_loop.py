@@ -17,7 +17,7 @@ from otb_analysis.config import (
     Schedule,
 )
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, estimate
+from otb_analysis.estimators import ESTIMATORS, RegressionOptions, estimate
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore
@@ -268,10 +268,36 @@ def test_options_of_an_estimator_are_read_from_text(trained):
     np.testing.assert_allclose(tokens["baseline"], again.baseline[tokens["rollout"], tokens["t"]], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("memory", ["0", "0.9"])
+def test_regression_trains_on_the_sampling_limit_and_what_it_remembers(trained, memory):
+    own = EstimatorConfig(name="energy_regression", options={"memory": memory})
+    store = RunStore(trained(f"regression-{memory}", estimator=own))
+    state, limit = None, 6 * SampleConfig().max_turns
+    for step in store.complete_steps():
+        inputs = replace(store.token_arrays(step).estimator_inputs("proxy"), state=state)
+        again = estimate("energy_regression", inputs, RegressionOptions(T_max=limit, memory=float(memory)))
+        state, tokens = again.state, store.tokens_df([step])
+        place = tokens["rollout"], tokens["t"]
+        np.testing.assert_allclose(tokens["baseline"], again.baseline[place], rtol=1e-4, atol=1e-5)
+    assert (state is not None) == (memory != "0")
+    # all groups are measured, so the Gram matrix's gradient is the one that the update followed: with the same memory
+    rows = store.gradients_df(where="estimator = 'energy_regression' and energy_source = 'proxy'")
+    np.testing.assert_allclose(np.sqrt(rows["mean_norm_sq"]), store.steps_df()["grad_norm"], rtol=1e-4)
+
+
+def test_options_of_regression_leave_the_inputs_of_others_alone(trained):
+    own = EstimatorConfig(name="energy_regression", options={"features": "1,m,f,m*f", "T_max": "99"})
+    path = trained("features", estimator=own, optimize=OptimizeConfig(steps=1), **UNMEASURED)
+    options = RegressionOptions(features=("1", "m", "f", "m·f"), T_max=99)
+    again = estimate("energy_regression", RunStore(path).token_arrays(0).estimator_inputs("proxy"), options)
+    tokens = RunStore(path).tokens_df()
+    np.testing.assert_allclose(tokens["baseline"], again.baseline[tokens["rollout"], tokens["t"]], rtol=1e-4, atol=1e-5)
+
+
 SINGLE = SampleConfig(prompts=5, group_size=1, max_new_tokens=6)
 
 
-@pytest.mark.parametrize("name", ["none", "batch_mean", "value"])
+@pytest.mark.parametrize("name", ["none", "batch_mean", "energy_across_loo", "value"])
 def test_groups_of_one_are_counted_and_train_what_needs_no_group(trained, name):
     store = RunStore(trained(f"single-{name}", sample=SINGLE, estimator=EstimatorConfig(name=name)))
     steps = store.steps_df()
@@ -282,14 +308,14 @@ def test_groups_of_one_are_counted_and_train_what_needs_no_group(trained, name):
     assert (steps["measurement_gaps"] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["rloo", "group_mean", "grpo", "otb", "james_stein", "tempo_loo"])
+@pytest.mark.parametrize("name", ["rloo", "group_mean", "grpo", "otb", "james_stein", "energy_regression", "tempo_loo"])
 def test_groups_of_one_are_refused_by_what_compares_rollouts_of_a_prompt(tiny_config, name):
     with pytest.raises(
         InputError, match=rf"^sample\.group_size is 1 but estimator.name is '{name}', which compares"
     ) as e:
         check(replace(tiny_config, sample=SINGLE, estimator=EstimatorConfig(name=name)))
     assert str(e.value).endswith(
-        "to at least 2, or estimator.name to one of none, batch_mean, batch_mean_loo, value, tvm."
+        "to at least 2, or estimator.name to one of none, batch_mean, batch_mean_loo, energy_across_loo, value, tvm."
     )
 
 

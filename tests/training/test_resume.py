@@ -62,6 +62,8 @@ VARIANTS = {
         "critic": CriticConfig(kind="model", updates=1, target="tvm"),
         "estimator": EstimatorConfig(name="tvm"),
     },
+    # The advantages after the checkpoint show whether the sums of the steps before it came back.
+    "memory": {"estimator": EstimatorConfig(name="energy_regression", options={"memory": "0.9"})},
     "schedule": {"optimize": replace(STEPS, schedule="cosine", warmup_steps=2)},
 }
 

@@ -20,6 +20,7 @@ from otb_analysis.commands import cli
 from otb_analysis.config import (
     CheckpointConfig,
     CriticConfig,
+    EstimatorConfig,
     EvaluateConfig,
     MeasureConfig,
     ObjectiveConfig,
@@ -42,6 +43,7 @@ CASES = {
     "micro_batches": {"optimize": OptimizeConfig(learning_rate=0.01, max_grad_norm=0.5, micro_batch=2)},
     "tvm": {"critic": CriticConfig(kind="model", target="tvm")},
     "gae": {"critic": CriticConfig(width=8, target="gae", discount=0.9, decay=0.5)},
+    "regression": {"estimator": EstimatorConfig(name="energy_regression", options={"memory": "0.9"})},
     "off_policy": {
         "objective": ObjectiveConfig(
             ratio="ppo", aggregation="dapo", minibatches=2, epochs=2, kl_coefficient=0.1, entropy_bonus=0.01
@@ -131,11 +133,12 @@ def updates(folder, checkpoint):
 
 
 def runs(folder, checkpoint):
-    for kind in ("ddp", "fsdp"):
+    remembering = EstimatorConfig(name="energy_regression", options={"memory": "0.9"})
+    for kind, own in {"ddp": {}, "fsdp": {}, "memory": {"estimator": remembering}}.items():
         sharded = kind == "fsdp"
         os.environ |= {"ACCELERATE_USE_FSDP": str(sharded).lower(), "FSDP_VERSION": "2"}
         held_out = EvaluateConfig(every=1, prompts=3, samples=3)
-        config = settings(checkpoint, sharded, run=kind, evaluate=held_out, trackers=("tensorboard",))
+        config = settings(checkpoint, sharded, run=kind, evaluate=held_out, trackers=("tensorboard",), **own)
         train(replace(config, root=folder / "whole"))
         short = replace(config, root=folder / "resumed", optimize=replace(config.optimize, steps=2))
         train(short)

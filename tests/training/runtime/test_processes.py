@@ -25,7 +25,7 @@ from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes, t
 from otb_analysis.training.runtime.sharding import asked_for, refuse_unsharded_only
 
 SCRIPT = Path(__file__).with_name("run_of_two.py")
-ROOT = SCRIPT.parents[2]
+ROOT = SCRIPT.parents[3]
 SCALARS = ("grad_norm", "grad_norm_max", "loss", "critic_loss", "critic_explained_variance", "reward_mean", "n_tokens")
 
 
@@ -72,7 +72,9 @@ def runs(folder):
 
 
 CASES = [
-    (sharded, case) for sharded in (False, True) for case in ("plain", "micro_batches", "tvm", "gae", "off_policy")
+    (sharded, case)
+    for sharded in (False, True)
+    for case in ("plain", "micro_batches", "tvm", "gae", "regression", "off_policy")
 ]
 
 
@@ -128,7 +130,7 @@ def test_parts_of_both_processes_make_every_step(runs, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "memory"])
 def test_two_processes_resume_as_if_they_had_not_stopped(runs, kind):
     paths = [runs / where / kind for where in ("whole", "resumed")]
     for table in TABLES:
