@@ -112,7 +112,7 @@ class GramConfig(BenchConfig):
     """What one measured step costs, in forward and backward passes of its rollouts."""
 
     model: str = "demo"
-    """Local checkpoint directory, or `demo`."""
+    """Local checkpoint directory, a GGUF file, `demo`, or `smollm2` once it is fetched."""
     prompts: int = 16
     """Prompts of the step."""
     group_size: int = 8

@@ -80,11 +80,12 @@ def compute_rewards(task: Task, rollouts: Rollouts) -> Rewards:
                 f"reward part {name!r} of rollout {n} (group {rollouts.group[n]}, prompt "
                 f"{rollouts.prompts[rollouts.group[n]].id!r}) is {values[n]}; mend the task's reward."
             )
+    unpaid = getattr(task, "unpaid", ())
     for n, turns in enumerate(by_turn):
         for k, turn_parts in enumerate(turns):
             tokens = np.flatnonzero(mask[n] & (turn[n] == k))
             if len(tokens):
-                by_token[n, tokens[-1]] += sum(turn_parts.values())
+                by_token[n, tokens[-1]] += sum(value for name, value in turn_parts.items() if name not in unpaid)
     return Rewards(by_token, by_token.sum(axis=1), parts)
 
 
@@ -158,7 +159,7 @@ def rollout_rows(rollouts: Rollouts, table: TokenTable, measured: TokenMeasureme
         "group": rollouts.group,
         "rollout": np.arange(len(rollouts.group)),
         "prompt_id": [p.id for p in prompts],
-        "prompt": [p.text for p in prompts],
+        "prompt": [p.shown for p in prompts],
         "completion": ["".join(turn.text + turn.reply for turn in turns) for turns in rollouts.turns],
         "reward": table.rewards.total,
         "length": table.mask.sum(axis=1),
