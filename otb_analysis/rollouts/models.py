@@ -122,7 +122,7 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     Raises:
         InputError: The directory is missing, holds no whole causal language model or no tokenizer with an end token.
     """
-    path = _found(path)
+    path = _place_of(path)
     gguf = {"gguf_file": path.name} if path.is_file() else {}
     folder, dtype = (path.parent, torch.float32) if gguf else (path, "auto")
     try:
@@ -153,28 +153,28 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     return model, tokenizer
 
 
-def _found(path: str | Path) -> Path:
+def _place_of(path: str | Path) -> Path:
     """Return the directory or GGUF file that a path or a name stands for."""
-    found = Path(path)
-    if found.suffix == ".gguf" and found.is_file():
-        require("gguf", f"reading {found.name}")
-        return found
-    if not found.is_dir():
-        found = fetched(str(path)) if str(path) in MODELS else SHIPPED.get(str(path), found)
-    if not found.is_dir():
+    place = Path(path)
+    if place.suffix == ".gguf" and place.is_file():
+        require("gguf", f"reading {place.name}")
+        return place
+    if not place.is_dir():
+        place = fetched(str(path)) if str(path) in MODELS else SHIPPED.get(str(path), place)
+    if not place.is_dir():
         raise InputError(_missing(str(path)))
-    if not (found / "config.json").is_file():
-        raise InputError(f"model directory {found} has no config.json; pass a directory written by save_pretrained.")
-    if not any((found / name).is_file() for name in TOKENIZER_FILES):
-        raise InputError(f"model directory {found} has no tokenizer; save one there with its save_pretrained.")
-    return found
+    if not (place / "config.json").is_file():
+        raise InputError(f"model directory {place} has no config.json; pass a directory written by save_pretrained.")
+    if not any((place / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(f"model directory {place} has no tokenizer; save one there with its save_pretrained.")
+    return place
 
 
 def _unquantized(model: PreTrainedModel) -> PreTrainedModel:
     """Return the same model without the mark of a quantised one, which `save_pretrained` refuses."""
     config = model.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config
+        delattr(config, "quantization_config")
     plain = AutoModelForCausalLM.from_config(config)
     plain.load_state_dict(model.state_dict())
     plain.tie_weights()

@@ -209,8 +209,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
         InputError: There are none.
     """
     if prompt.chat and getattr(tokenizer, "chat_template", None):
-        said = [text for example in prompt.examples for text in example] + [prompt.text]
-        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+        contents = [text for example in prompt.examples for text in example] + [prompt.text]
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
         text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes the special ones itself
     else:

@@ -27,8 +27,8 @@ class AnswerFormat:
         if self is FORMATS["whole"]:
             return text.strip() or None
         if self is FORMATS["tags"]:
-            found = TAGS.findall(text)
-            return found[-1].strip() if found else None
+            tagged = TAGS.findall(text)
+            return tagged[-1].strip() if tagged else None
         marks = list(LINE.finditer(text))
         if not marks:
             return None

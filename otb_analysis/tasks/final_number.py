@@ -62,14 +62,14 @@ def is_worked_out(text: str, reference: str) -> bool:
     text, reference = _plain(text), _plain(reference)
     if "/" not in reference and "." not in reference and "/" in text:
         return False
-    found = JOINED.search(text)
-    return found is None or WHOLE.fullmatch(found[0]) is not None
+    numbers = JOINED.search(text)
+    return numbers is None or WHOLE.fullmatch(numbers[0]) is not None
 
 
 def _number(sentence: str, first: bool) -> str:
     behind = sentence.rpartition("=")
-    found = JOINED.findall(behind[2])
-    number = found[0 if first or behind[1] else -1] if found else ""
+    numbers = JOINED.findall(behind[2])
+    number = numbers[0 if first or behind[1] else -1] if numbers else ""
     return number if WHOLE.fullmatch(number) else ""
 
 

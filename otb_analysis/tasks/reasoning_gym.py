@@ -60,7 +60,7 @@ class ReasoningGym(SingleTurn):
         self.template = config.template + added
         texts = config.config or ("{}",) * len(config.name)
         settings = [settings_from_json(name, text) for name, text in zip(config.name, texts, strict=True)]
-        self.sources = [GymSource(name, own, seed) for name, own in zip(config.name, settings, strict=True)]
+        self.sources = [GymSource(name, fields, seed) for name, fields in zip(config.name, settings, strict=True)]
         self.problem = lru_cache(maxsize=1024)(self._problem)
         self.origins: dict[str, _Origin] = {}
         self.heldout: dict[int, Prompt] = {}  # drawn once: each takes ten problems, and some are slow to make
@@ -129,15 +129,15 @@ class ReasoningGym(SingleTurn):
         return self.problem(self.origins[prompt.id])
 
     def _examples(self, source: int) -> list[Problem]:
-        found: dict[str, Problem] = {}
+        problems: dict[str, Problem] = {}
         for j in range(10 * (self.config.shots + 1)):
             drawn = self._draw(source, "train", EXAMPLES_FROM + j)
-            problem = found.setdefault(drawn.id, self._problem_of(drawn))
+            problem = problems.setdefault(drawn.id, self._problem_of(drawn))
             if problem.answer is None:
                 raise _no_answer(self.sources[source].name, "set --reasoning-gym.shots 0")
-            if len(found) > self.config.shots:
+            if len(problems) > self.config.shots:
                 break
-        return list(found.values())
+        return list(problems.values())
 
     def _shown(self, source: int, question: str) -> tuple[tuple[str, str], ...]:
         """Return the examples that a question's prompt shows."""
