@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Split = Literal["train", "heldout"]
@@ -17,7 +17,8 @@ class Prompt:
     text: str  # What the policy is given
     answer: str  # The right final answer, in the task's own notation
     chat: bool = False  # True asks for the tokenizer's chat template around the text, where it has one
-    examples: tuple[tuple[str, str], ...] = ()  # Other problems' texts and right answers, shown before the text
+    # Other problems' texts and right answers, shown before the text
+    examples: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     @property
     def shown(self) -> str:
