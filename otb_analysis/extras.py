@@ -10,6 +10,8 @@ EXTRAS = {
     "peft": ("peft", "otb-analysis[train]"),
     "math_verify": ("math-verify", "otb-analysis[train]"),
     "tensorboard": ("tensorboard", "otb-analysis[train]"),
+    "reasoning_gym": ("reasoning-gym", "otb-analysis[tasks]"),
+    "gguf": ("gguf", "otb-analysis[models]"),
     "vllm": ("vllm", "otb-analysis[vllm]"),
     "wandb": ("wandb", "wandb"),
     "trackio": ("trackio", "trackio"),

@@ -80,7 +80,7 @@ class SampledConfig(BenchConfig):
 class GramConfig(BenchConfig):
     """What one measured step costs, in forward and backward passes of its rollouts."""
 
-    model: str = "demo"  # Local checkpoint directory, or `demo`.
+    model: str = "demo"  # Checkpoint directory, GGUF file, `demo`, or `smollm2` once fetched.
     prompts: int = 16  # Prompts of the step.
     group_size: int = 8  # Rollouts per prompt.
     max_new_tokens: int = 64  # Length budget of a rollout.

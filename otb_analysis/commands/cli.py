@@ -25,6 +25,7 @@ from otb_analysis.commands.inspect import (
     print_comparison,
     report_command,
 )
+from otb_analysis.commands.models import model_command
 from otb_analysis.commands.serve import DashboardConfig, serve
 from otb_analysis.commands.watching import shown
 from otb_analysis.config import DemoConfig, TrainConfig
@@ -36,6 +37,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
 
   otb demo         train a small model twice with every measurement, compare, serve the dashboard
   otb train        one instrumented training run        (--config FILE.toml, every field on the command line too)
+  otb model        fetch a pretrained model for --model    (otb model fetch smollm2)
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb diagnose     alarms with reasons and first firings, change points, advice   (otb diagnose RUN…)
   otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
@@ -191,6 +193,7 @@ def dashboard_command(words: Sequence[str]) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "demo": demo_command,
     "train": train_command,
+    "model": model_command,
     "compare": compare_command,
     "diagnose": diagnose_command,
     "attribution": attribution_command,

@@ -12,7 +12,14 @@ from otb_analysis.config.measuring import (
     Schedule,
     SketchSchedule,
 )
-from otb_analysis.config.tasks import CalculatorConfig, ChainSumConfig, CountingConfig, GraphPathConfig, MathJsonlConfig
+from otb_analysis.config.tasks import (
+    CalculatorConfig,
+    ChainSumConfig,
+    CountingConfig,
+    GraphPathConfig,
+    MathJsonlConfig,
+    ReasoningGymConfig,
+)
 from otb_analysis.config.train import (
     CheckpointConfig,
     DemoConfig,
@@ -38,6 +45,7 @@ __all__ = [
     "MeasureConfig",
     "ObjectiveConfig",
     "OptimizeConfig",
+    "ReasoningGymConfig",
     "SampleConfig",
     "SampledSchedule",
     "Schedule",

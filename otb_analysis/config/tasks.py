@@ -61,6 +61,25 @@ class MathJsonlConfig:
 
 
 @dataclass(frozen=True)
+class ReasoningGymConfig:
+    """`reasoning_gym`: problems made and scored by the package reasoning-gym, of one of its tasks or of several."""
+
+    name: tuple[str, ...] = ()  # The task, as in letter_counting; several names mix tasks.
+    weight: tuple[float, ...] = (1.0,)  # How often each task is drawn, in the order of the names; one number for all.
+    config: tuple[str, ...] = ()
+    """Settings of each task as a JSON object, in the order of the names: '{"min_words": 1, "max_words": 2}'."""
+    shots: int = 2
+    """Questions of the training split with right answers that a prompt shows first, as messages of a chat where the
+    tokenizer has a chat template."""
+    answer_format: Literal["line", "tags", "whole"] = "line"
+    """Where a completion has its answer: behind its last "Answer:", between <answer> and </answer>, or all of it."""
+    template: str = "{question}"
+    """What a question and each example is put into; {instruction} stands for a sentence that asks for the answer's
+    form. It is added where no example shows the form."""
+    chat: bool = True  # True wraps the prompt by the tokenizer's chat template, where it has one.
+
+
+@dataclass(frozen=True)
 class TaskSections:
     """The sections of a run's configuration that tasks have, each named as its task."""
 
@@ -69,3 +88,4 @@ class TaskSections:
     counting: CountingConfig = field(default_factory=CountingConfig)
     graph_path: GraphPathConfig = field(default_factory=GraphPathConfig)
     math_jsonl: MathJsonlConfig = field(default_factory=MathJsonlConfig)
+    reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)

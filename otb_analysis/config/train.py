@@ -72,10 +72,10 @@ class RunConfig:
     if_exists: Literal["error", "replace", "resume"] = "error"
     """What to do when the run's directory already exists: refuse, begin anew, or go on from its newest checkpoint."""
     model: str = ""
-    """Local Hugging Face checkpoint directory, or `demo`, the policy that the demo starts from. By default the
-    small model below is made and warm-started in code."""
+    """Local Hugging Face checkpoint directory, a GGUF file, `demo`, the policy that the demo starts from, or `smollm2`,
+    once `otb model fetch smollm2` brought it. By default the small model below is made and warm-started in code."""
     task: str = "chain_sum"
-    """chain_sum, calculator, counting, graph_path or math_jsonl, or module:attribute for your own."""
+    """chain_sum, calculator, counting, graph_path, math_jsonl or reasoning_gym, or module:attribute for your own."""
     seed: int = 0  # Seed of prompts, sampling and initial weights.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where the scalars of every step go besides the store; TensorBoard's files lie in the run's own directory."""

@@ -72,11 +72,12 @@ def compute_rewards(task: Task, rollouts: Rollouts) -> Rollouts:
                 f"reward part {name!r} of rollout {n} (group {rollouts.group[n]}, prompt "
                 f"{rollouts.prompts[rollouts.group[n]].id!r}) is {values[n]}; mend the task's reward."
             )
+    unpaid = getattr(task, "unpaid", ())
     for n, turns in enumerate(by_turn):
         for k, turn_parts in enumerate(turns):
             tokens = np.flatnonzero(rollouts.mask[n] & (rollouts.turn[n] == k))
             if len(tokens):
-                reward[n, tokens[-1]] += sum(turn_parts.values())
+                reward[n, tokens[-1]] += sum(value for name, value in turn_parts.items() if name not in unpaid)
     return replace(rollouts, reward=reward, reward_parts=parts)
 
 
@@ -151,7 +152,7 @@ def rollout_rows(rollouts: Rollouts, table: TokenTable, measured: TokenMeasureme
         "group": rollouts.group,
         "rollout": np.arange(len(rollouts.group)),
         "prompt_id": [p.id for p in prompts],
-        "prompt": [p.text for p in prompts],
+        "prompt": [p.shown for p in prompts],
         "completion": ["".join(turn.text + turn.reply for turn in turns) for turns in rollouts.turns],
         "reward": table.total_reward,
         "length": table.mask.sum(axis=1),

@@ -1,4 +1,4 @@
-"""Policies: a small one made in code, and any local Hugging Face checkpoint directory, loaded the same way."""
+"""Policies: a small one made in code, and any local checkpoint: a Hugging Face directory, a GGUF file, or a name."""
 
 import re
 from pathlib import Path
@@ -21,6 +21,8 @@ from transformers.utils import logging as transformers_logging
 import otb_analysis
 from otb_analysis.config import SmallModelConfig
 from otb_analysis.errors import InputError
+from otb_analysis.extras import require
+from otb_analysis.rollouts.named_models import MODELS, fetched
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 MAX_POSITIONS = 1024
@@ -106,37 +108,35 @@ def output_layer(model: PreTrainedModel) -> nn.Module:
 
 
 def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer from a local directory, never from a network.
+    """Load a causal language model and its tokenizer from a local directory or GGUF file, never from a network.
 
-    `path` is a directory as written by `save_pretrained`, or the name of a policy in SHIPPED. The model is in
+    `path` is a directory as written by `save_pretrained`, a GGUF file, or a name in SHIPPED or MODELS. The model is in
     evaluation mode and float32 (as stored if wider); its tokenizer has a padding token.
 
     Raises:
         InputError: The directory is missing, holds no whole causal language model or no tokenizer with an end token.
     """
-    path = Path(path) if Path(path).is_dir() else SHIPPED.get(str(path), Path(path))
-    if not path.is_dir():
-        raise InputError(_missing(str(path)))
-    if not (path / "config.json").is_file():
-        raise InputError(f"model directory {path} has no config.json; pass a directory written by save_pretrained.")
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise InputError(f"model directory {path} has no tokenizer; save one there with its save_pretrained.")
+    path = _place_of(path)
+    gguf = {"gguf_file": path.name} if path.is_file() else {}
+    folder, dtype = (path.parent, torch.float32) if gguf else (path, "auto")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True, **gguf
         )
         model, loading_info = loaded
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **gguf)
     except Exception as error:  # someone else's files can make the loading library fail in any way
         raise InputError(
             f"{path} cannot be loaded as a causal language model with its tokenizer ({_first_sentence(error)}); "
-            "pass another directory written by save_pretrained."
+            f"pass another {'GGUF file' if gguf else 'directory written by save_pretrained'}."
         ) from error
     if missing := loading_info["missing_keys"]:
         name = min(missing)
         raise InputError(
             f"{path} holds no weights for {name}, which would be random; save the causal language model, head included."
         )
+    if gguf:
+        model = _unquantized(model)
     special_id(tokenizer, "eos")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -147,6 +147,35 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     return model, tokenizer
 
 
+def _place_of(path: str | Path) -> Path:
+    """Return the directory or GGUF file that a path or a name stands for."""
+    place = Path(path)
+    if place.suffix == ".gguf" and place.is_file():
+        require("gguf", f"reading {place.name}")
+        return place
+    if not place.is_dir():
+        place = fetched(str(path)) if str(path) in MODELS else SHIPPED.get(str(path), place)
+    if not place.is_dir():
+        raise InputError(_missing(str(path)))
+    if not (place / "config.json").is_file():
+        raise InputError(f"model directory {place} has no config.json; pass a directory written by save_pretrained.")
+    if not any((place / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(f"model directory {place} has no tokenizer; save one there with its save_pretrained.")
+    return place
+
+
+def _unquantized(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the same model without the mark of a quantised one, which `save_pretrained` refuses."""
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        delattr(config, "quantization_config")
+    plain = AutoModelForCausalLM.from_config(config)
+    plain.load_state_dict(model.state_dict())
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain
+
+
 def _missing(path: str) -> str:
     """Return the error of a missing directory; it differs where the path looks like a hub name, OWNER/NAME."""
     if HUB_NAME.fullmatch(path):
@@ -154,7 +183,11 @@ def _missing(path: str) -> str:
             f"model {path} is no directory here, and nothing is downloaded from a hub; write the model and its "
             "tokenizer by save_pretrained on a machine that reaches the hub, and pass that directory."
         )
-    return f"model directory {path} does not exist; pass a directory written by save_pretrained."
+    names = ", ".join([*SHIPPED, *MODELS])
+    return (
+        f"model directory {path} does not exist; pass a directory written by save_pretrained, a GGUF file or a name "
+        f"({names})."
+    )
 
 
 @torch.no_grad()

@@ -192,15 +192,18 @@ def sample(
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """Return a prompt's tokens: the text's, or the chat template's with the text as the user's message.
 
+    Examples come before the text: in the chat as earlier messages of user and assistant.
+
     Raises:
         InputError: There are none.
     """
     if prompt.chat and getattr(tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": prompt.text}]
-        text = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+        contents = [text for example in prompt.examples for text in example] + [prompt.text]
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes the special ones itself
     else:
-        ids = tokenizer(prompt.text)["input_ids"]
+        ids = tokenizer(prompt.shown)["input_ids"]
     if not ids:
         raise InputError(f"prompt {prompt.id!r} has no tokens; give every prompt at least one.")
     return list(ids)

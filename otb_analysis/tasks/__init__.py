@@ -12,6 +12,7 @@ from otb_analysis.tasks.counting import Counting
 from otb_analysis.tasks.custom import load_task, source_file
 from otb_analysis.tasks.graph_path import GraphPath
 from otb_analysis.tasks.math_jsonl import MathJsonl
+from otb_analysis.tasks.reasoning_gym import ReasoningGym
 
 
 def _calculator(config: TrainConfig) -> Calculator:
@@ -31,6 +32,7 @@ TASKS = {
     "counting": lambda config: Counting(config.counting, config.seed),
     "graph_path": lambda config: GraphPath(config.graph_path, config.seed),
     "math_jsonl": lambda config: MathJsonl(config.math_jsonl, config.seed),
+    "reasoning_gym": lambda config: ReasoningGym(config.reasoning_gym, config.seed),
 }
 """Name → constructor from a TrainConfig; the task's own settings are the section of the same name."""
 
@@ -68,6 +70,7 @@ __all__ = [
     "GraphPath",
     "MathJsonl",
     "Prompt",
+    "ReasoningGym",
     "Split",
     "Task",
     "Turn",

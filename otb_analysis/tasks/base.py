@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Split = Literal["train", "heldout"]
@@ -17,6 +17,14 @@ class Prompt:
     text: str  # What the policy is given
     answer: str  # The right final answer, in the task's own notation
     chat: bool = False  # True asks for the tokenizer's chat template around the text, where it has one
+    # Other problems' texts and right answers, shown before the text
+    examples: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    @property
+    def shown(self) -> str:
+        """What the policy is given where there is no chat template: the examples and the text."""
+        shown = "".join(f"{text}\n{answer}\n\n" for text, answer in self.examples)
+        return f"{shown}{self.text}\n" if shown else self.text
 
 
 @dataclass(frozen=True)
@@ -70,5 +78,8 @@ class Task(Protocol):
         ...
 
     def reward(self, prompt: Prompt, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Return one mapping of named reward parts per policy turn; a turn's reward is their sum."""
+        """Return one mapping of named reward parts per policy turn; a turn's reward is their sum.
+
+        Parts that the task names in a set `unpaid`, if it has one, are recorded and not added.
+        """
         ...

@@ -10,6 +10,7 @@ from otb_analysis.config.tasks import MathJsonlConfig
 from otb_analysis.errors import InputError
 from otb_analysis.extras import require
 from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn
+from otb_analysis.tasks.final_number import boxed, final_number, is_number, is_worked_out
 from otb_analysis.tasks.rows import read_rows
 from otb_analysis.tasks.splits import split_of
 
@@ -20,8 +21,9 @@ SECONDS = 1  # Time after which reading or comparing an answer counts as wrong: 
 class MathJsonl(SingleTurn):
     """Prompts of a file in a seeded order, epoch after epoch; the reward is 1 for an ended text with the right answer.
 
-    The final answer is what follows the last `answer_marker`, or else what math-verify finds in the whole text (the
-    last boxed or stated expression). It is right when it is the reference answer's text or equals it mathematically.
+    The final answer is what follows the last `answer_marker`, or else the last boxed expression, or else what the text
+    ends at: its final number where the reference is a number, otherwise the last expression that math-verify finds. It
+    is right when it is the reference answer's text or equals it mathematically; a number must be worked out.
     A prompt of both files is held out; the same text is never in both splits.
 
     Raises:
@@ -85,8 +87,17 @@ class MathJsonl(SingleTurn):
 
     def is_right(self, prompt: Prompt, text: str) -> bool:
         """Return whether the final answer of the text is the reference's."""
-        answer = _after(text, self.config.answer_marker)
-        return answer == prompt.answer or self.equal(prompt.answer, answer)
+        marker = self.config.answer_marker
+        answer, explicit = _after(text, marker), bool(marker) and marker in text
+        if answer == prompt.answer:
+            return True
+        if not explicit and (inside := boxed(answer)) is not None:
+            answer, explicit = inside, True
+        if is_number(prompt.answer):
+            answer = answer.rpartition("=")[2].strip() if explicit else final_number(answer)
+            if not answer or not is_worked_out(answer, prompt.answer):
+                return False
+        return self.equal(prompt.answer, answer)
 
 
 def _after(text: str, marker: str) -> str:

@@ -1,4 +1,4 @@
-"""Two warnings: too few measured prompts for an interval, and answers that all use up their length budget."""
+"""Warnings: too few measured prompts for an interval, answers that are all cut off, and none in the asked form."""
 
 from otb_analysis.config import TrainConfig
 from otb_analysis.phases import plural
@@ -43,4 +43,16 @@ def none_ends(config: TrainConfig, step: int, rollouts: Rollouts) -> str:
     return (
         f"all {len(rollouts.group)} answers of step {step} end at max_new_tokens = {budget}, so they are cut off and "
         "most tasks pay nothing for them; raise --sample.max-new-tokens."
+    )
+
+
+def none_answers(task: Task, step: int, rollouts: Rollouts) -> str:
+    """Return what was written where no rollout of the first step has an answer in the form its task asks for."""
+    read = getattr(task, "final_answer", None)  # of tasks that ask for a form
+    texts = [(rollouts.prompts[g], turns[-1].text) for g, turns in zip(rollouts.group, rollouts.turns, strict=True)]
+    if step or read is None or any(read(prompt, text) is not None for prompt, text in texts):
+        return ""
+    return (
+        f"none of the {len(texts)} answers of step {step} has the form that {task.name} asks for, so none is paid; one "
+        f"is {texts[0][1][:200]!r}; choose another {task.name}.answer_format, or show examples ({task.name}.shots)."
     )

@@ -23,7 +23,7 @@ from otb_analysis.phases import note, phase
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunWriter, StepTables, gram_rows, subgroup_rows
 from otb_analysis.tasks.task_calls import draw_prompts
-from otb_analysis.training.enough import none_ends, too_few_prompts
+from otb_analysis.training.enough import none_answers, none_ends, too_few_prompts
 from otb_analysis.training.evaluation import evaluate
 from otb_analysis.training.resume import begin, kept
 from otb_analysis.training.runtime.checkpoint import write_checkpoint
@@ -126,6 +126,8 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         table = trainer.table(rollouts, forward, reference)
     if not trainer.cut_noted and processes.first and (warning := none_ends(config, step, rollouts)):
         trainer.cut_noted = True
+        note(warning)
+    if processes.first and (warning := none_answers(trainer.task, step, rollouts)):
         note(warning)
     with trainer.timed("measure"):
         trainer.announce(step, rollouts)

@@ -64,7 +64,7 @@ def test_help_of_a_command_explains_its_fields(command, capsys):
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert f"otb {command}" in shown
-    assert "--root" in shown or command in ("bench", "study")
+    assert "--root" in shown or command in ("bench", "study", "model")
 
 
 def explained(capsys, option):

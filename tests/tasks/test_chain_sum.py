@@ -2,7 +2,7 @@
 
 import pytest
 
-from otb_analysis.config import ChainSumConfig, TrainConfig
+from otb_analysis.config import ChainSumConfig, ReasoningGymConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.tasks import TASKS, ChainSum, Prompt, Turn, make_task
 
@@ -131,5 +131,6 @@ def test_unknown_task_is_answered_with_the_nearest_name():
 
 
 def test_every_task_of_the_catalogue_can_be_made_under_its_own_name():
+    letters = ReasoningGymConfig(name=("letter_counting",))
     for name in set(TASKS) - {"math_jsonl"}:  # which needs a file
-        assert make_task(TrainConfig(task=name)).name == name
+        assert make_task(TrainConfig(task=name, reasoning_gym=letters)).name == name

