@@ -11,6 +11,7 @@ from otb_analysis.config.measuring import (
     SampledSchedule,
     Schedule,
     SketchSchedule,
+    StepSchedule,
 )
 from otb_analysis.config.tasks import CalculatorConfig, ChainSumConfig, CountingConfig, GraphPathConfig, MathJsonlConfig
 from otb_analysis.config.train import (
@@ -43,6 +44,7 @@ __all__ = [
     "Schedule",
     "SketchSchedule",
     "SmallModelConfig",
+    "StepSchedule",
     "TrainConfig",
     "WarmStartConfig",
 ]
