@@ -9,8 +9,8 @@ from otb_analysis.config import (
     AttributionSchedule,
     MeasureConfig,
     OptimizeConfig,
-    SampledSchedule,
     SampleConfig,
+    SampledSchedule,
     Schedule,
     TrainConfig,
 )
