@@ -6,7 +6,7 @@ the steps that are left are planned anew. Schedules that the user changed are ke
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from otb_analysis.config import (
@@ -17,10 +17,11 @@ from otb_analysis.config import (
     StepSchedule,
     TrainConfig,
 )
-from otb_analysis.phases import EXPECTED, plural
+from otb_analysis.measurement.levels import positions
+from otb_analysis.phases import EXPECTED, note, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS
-from otb_analysis.training.forecast import Level, levels, positions
+from otb_analysis.training.forecast import PlannedLevel, levels
 
 PAIR = 2
 """Fewest prompts of a measured step: a variance between prompts needs two."""
@@ -55,7 +56,7 @@ class Prices:
     per_position: float  # Seconds of a forward and backward pass per position
     exact_always: bool  # The training estimator reads exact norms at each step: they are part of the step itself
 
-    def levels(self, measure: MeasureConfig) -> list[tuple[Level, float]]:
+    def levels(self, measure: MeasureConfig) -> list[tuple[PlannedLevel, float]]:
         """Return what a configuration measures beside the training itself, with the seconds of one event."""
         every = levels(replace(self.config, measure=measure), self.rollouts, self.exact_always)
         second = MARGIN * self.per_position
@@ -128,32 +129,45 @@ def events_of(schedule: StepSchedule, first: int, steps: int) -> int:
     return sum(map(schedule.due, range(first, steps)))
 
 
-@dataclass
 class Budget:
-    """Seconds spent and seconds earned; changes the plan where they drift apart."""
+    """Seconds that measuring may take and has taken, and what is measured for them."""
 
-    share: float
-    steps: int  # Of the whole run
-    measure: MeasureConfig  # What is measured from now on
-    planned: list[str] = field(default_factory=list)  # Levels whose schedule the budget may change
-    price: dict[str, float] = field(default_factory=dict)  # Seconds of one event, by level
-    spent: float = 0.0  # Seconds of measuring so far
-    usual: float = 0.0  # Seconds of everything else so far
-    done: int = 0  # Steps so far
+    def __init__(self, config: TrainConfig, exact_always: bool):
+        self.config, self.exact_always = config, exact_always
+        self.share, self.steps = config.measure.budget, config.optimize.steps
+        self.levels = planned_levels(config.measure)  # Whose schedule is planned
+        # What is measured from now on: what the user set, until the first step is timed
+        self.measure = replace(config.measure, **{name: OFF[name] for name in self.levels})
+        self.price: dict[str, float] = {}  # Seconds of one event, by level
+        self.spent = self.usual = 0.0  # Seconds of measuring, and of everything else, so far
+        self.done = 0  # Steps so far
 
-    def begin(self, prices: Prices, step: int, usual: float, forward: float) -> None:
-        """Plan the run at its first step, whose seconds without measuring are `usual`, `forward` of them statistics."""
-        self.planned = planned_levels(self.measure)
-        self.measure = plan(prices, step, (self.share * usual - forward) * (self.steps - step))
-        self.price = {name: prices.event(name, getattr(self.measure, name)) for name in self.planned}
+    def begin(self, step: int, rollouts: Rollouts, per_position: float, usual: float, forward: float) -> MeasureConfig:
+        """Plan the run at its first step and return what is measured.
+
+        A step takes `usual` seconds without measuring. Its forward statistics, which are always there, take `forward`.
+        """
+        if not self.price:
+            prices = Prices(self.config, rollouts, per_position, self.exact_always)
+            self.measure = plan(prices, step, (self.share * usual - forward) * (self.steps - step))
+            self.price = {name: prices.event(name, getattr(self.measure, name)) for name in self.levels}
+            if self.share * usual < forward:
+                note(
+                    f"measure.budget is {self.share:g}, but the level forward, which always runs, takes "
+                    f"{forward / usual:.1%} of a step: nothing else is measured."
+                )
+            else:
+                note(self.interval(step))
+        return self.measure
 
     def record(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Add a step's seconds by phase, as the trainer times them; plan anew after a step that measured."""
-        measured = seconds.get("measure", 0.0) + seconds.get("forward", 0.0)
+        """Add a step's seconds by column, as the trainer times them; plan anew after a step that measured."""
+        by_phase = {name.removeprefix("seconds_"): value for name, value in seconds.items()}
+        measured = by_phase.get("measure", 0.0) + by_phase.get("forward", 0.0)
         self.spent += measured
-        self.usual += sum(v for k, v in seconds.items() if k != "evaluate") - measured
+        self.usual += sum(by_phase.values()) - by_phase.get("evaluate", 0.0) - measured
         self.done += 1
-        due = [name for name in self.planned if getattr(self.measure, name).due(step)]
+        due = [name for name in self.levels if getattr(self.measure, name).due(step)]
         for name in due:
             self.price[name] = sum(EXPECTED.get(phase, 0.0) for phase in PHASES_OF[name]) or self.price[name]
         if due:
@@ -162,7 +176,7 @@ class Budget:
     def _stretch(self, step: int) -> None:
         """Spread the events that can still be paid for over the steps that are left."""
         left, rest = self.share * self.usual / self.done * self.steps - self.spent, self.steps - step - 1
-        schedules = {name: getattr(self.measure, name) for name in self.planned}
+        schedules = {name: getattr(self.measure, name) for name in self.levels}
         events = {name: events_of(s, step + 1, self.steps) for name, s in schedules.items()}
         cost = sum(events[name] * self.price[name] for name in events)
         if rest <= 0 or cost <= 0:
@@ -173,31 +187,29 @@ class Budget:
             schedules[name] = replace(schedule, every=every, first=step + every)
         self.measure = replace(self.measure, **schedules)
 
-    def interval(self, first: int, prompts: int) -> str:
+    def interval(self, first: int) -> str:
         """Say how many measured steps, up to which step, the prompts of an interval take."""
-        exact = self.measure.exact
+        exact, most = self.measure.exact, self.config.sample.prompts
         at = [step for step in range(first, self.steps) if exact.due(step)]
-        each = min(exact.prompts or prompts, prompts)
-        wanted = -(-MIN_CLUSTERS // each)
         if not at:
-            return "No prompt is measured exactly, so no interval will be shown."
+            return "No prompt is measured exactly, so no interval will be shown; raise --measure.budget."
+        each = min(exact.prompts or most, most)
+        wanted = -(-MIN_CLUSTERS // each)
         if len(at) < wanted:
             return (
-                f"An interval takes {MIN_CLUSTERS} prompts and this run measures {len(at) * each}: raise "
+                f"An interval takes {MIN_CLUSTERS} prompts and this run measures {len(at) * each}; raise "
                 "--measure.budget or --optimize.steps."
             )
         return f"The {MIN_CLUSTERS} prompts of an interval take {plural(wanted, 'step')}, until step {at[wanted - 1]}."
 
     def state(self) -> dict[str, Any]:
         """Return plain values from which a resumed run goes on."""
-        schedules = {name: vars(getattr(self.measure, name)) for name in self.planned}
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("measure", "share", "steps")}
-        return {**plain, "schedules": schedules}
+        counts = {name: getattr(self, name) for name in ("price", "spent", "usual", "done")}
+        return counts | {"schedules": {name: asdict(getattr(self.measure, name)) for name in self.levels}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-        for name, value in state.items():
-            if name != "schedules":
-                setattr(self, name, value)
-        schedules = {name: replace(getattr(self.measure, name), **s) for name, s in state["schedules"].items()}
+        schedules = {name: replace(getattr(self.measure, name), **plan) for name, plan in state["schedules"].items()}
         self.measure = replace(self.measure, **schedules)
+        for name in ("price", "spent", "usual", "done"):
+            setattr(self, name, state[name])

@@ -1,7 +1,5 @@
 """A budget: what is measured follows from what it costs, and what it costs is kept."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,7 @@ from otb_analysis.config import (
     Schedule,
     TrainConfig,
 )
-from otb_analysis.phases import EXPECTED
+from otb_analysis.phases import EXPECTED, NOTES
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.tasks import Prompt
 from otb_analysis.training.budget import Budget, Prices, apart, events_of, plan
@@ -32,6 +30,7 @@ def batch(prompts=8, size=4, before=4, answers=4):
         attention_mask=np.ones((n, width), bool),
         mask=mask,
         turn=np.zeros((n, width), np.int64),
+        reward=np.zeros((n, width)),
         behavior_logprob=np.zeros((n, width)),
         prompt_length=np.full(n, before),
         turns=((),) * n,
@@ -99,12 +98,17 @@ def test_events_are_apart_so_that_at_most_so_many_fit(steps, events, every):
     assert events_of(Schedule(every), 0, steps) <= events
 
 
+def budget_of(share=0.25, steps=60, **measure):
+    offer = prices(steps, budget=share, **measure)
+    return Budget(offer.config, False), offer
+
+
 def run(budget, offer, truth, usual=2.0, forward=0.02):
     """Seconds spent beside `usual` ones a step, where an event costs `truth` times its forecast."""
     spent = 0.0
     for step in range(budget.steps):
         if step == 0:
-            budget.begin(offer, 0, usual, forward)
+            budget.begin(0, offer.rollouts, offer.per_position, usual, forward)
         cost = 0.0
         for level, seconds in offer.levels(budget.measure):
             if level.due(step):
@@ -118,34 +122,42 @@ def run(budget, offer, truth, usual=2.0, forward=0.02):
 @pytest.mark.parametrize("truth", [0.3, 0.8, 1.0, 1.5, 2.5, 6.0])
 @pytest.mark.parametrize("share", [0.1, 0.25, 1.0])
 def test_share_is_kept_though_the_forecast_was_wrong(truth, share):
-    offer = prices(steps=60)
-    spent = run(Budget(share, 60, offer.config.measure), offer, truth)
+    budget, offer = budget_of(share)
+    spent = run(budget, offer, truth)
     first = plan(offer, 0, share * 120)
     at_once = truth * sum(s for level, s in offer.levels(first) if level.due(0)) / 120
     assert spent <= max(share * 1.05, at_once + 0.02)
 
 
 def test_cheaper_than_forecast_means_more_is_measured():
-    offer = prices(steps=60)
-    budget = Budget(0.25, 60, offer.config.measure)
+    budget, offer = budget_of()
     assert run(budget, offer, 0.3) > 0.6 * 0.25
 
 
 def test_interval_names_the_step_at_which_it_has_enough_prompts():
-    budget = Budget(0.25, 60, MeasureConfig(exact=Schedule(10, prompts=4)))
-    assert budget.interval(0, 8) == "The 16 prompts of an interval take 4 steps, until step 30."
-    budget.measure = MeasureConfig(exact=Schedule(40, prompts=4))
-    assert "this run measures 8: raise --measure.budget" in budget.interval(0, 8)
-    budget.measure = MeasureConfig(exact=Schedule())
-    assert "No prompt" in budget.interval(0, 8)
+    budget, _ = budget_of(exact=Schedule(10, prompts=4))
+    assert budget.interval(0) == "The 16 prompts of an interval take 4 steps, until step 30."
+    assert "this run measures 8; raise --measure.budget" in budget_of(exact=Schedule(40, prompts=4))[0].interval(0)
+    assert "No prompt" in budget_of()[0].interval(0)
 
 
 def test_state_goes_on_where_it_was():
-    offer = prices(steps=60)
-    one = Budget(0.25, 60, offer.config.measure)
-    one.begin(offer, 0, 2.0, 0.02)
+    one, offer = budget_of()
+    one.begin(0, offer.rollouts, offer.per_position, 2.0, 0.02)
     for step in range(3):
-        one.record(step, {"sample": 2.0, "measure": 1.0, "forward": 0.02})
-    other = Budget(0.25, 60, offer.config.measure)
+        one.record(step, {"seconds_sample": 2.0, "seconds_measure": 1.0, "seconds_forward": 0.02})
+    other, _ = budget_of()
+    assert other.measure != one.measure
     other.load_state(one.state())
-    assert other == one and replace(other, spent=0.0) != one
+    assert vars(other) == vars(one) | {"config": other.config}
+
+
+def test_forward_alone_beyond_the_budget_is_said_and_nothing_else_measured():
+    NOTES.clear()
+    budget, offer = budget_of(0.01)
+    budget.begin(0, offer.rollouts, offer.per_position, 2.0, 0.05)
+    assert not any(schedule.every for schedule in budget.measure.schedules.values())
+    assert NOTES.pop() == (
+        "measure.budget is 0.01, but the level forward, which always runs, takes 2.5% of a step: nothing else is "
+        "measured."
+    )
