@@ -150,7 +150,7 @@ class Budget:
         if not self.price:
             prices = Prices(self.config, rollouts, per_position, self.exact_always)
             self.measure = plan(prices, step, (self.share * usual - forward) * (self.steps - step))
-            self.price = {name: prices.event(name, getattr(self.measure, name)) for name in self.levels}
+            self.price = {n: prices.event(n, replace(getattr(self.measure, n), every=1)) for n in self.levels}
             if self.share * usual < forward:
                 note(
                     f"measure.budget is {self.share:g}, but the level forward, which always runs, takes "
@@ -171,21 +171,25 @@ class Budget:
         for name in due:
             self.price[name] = sum(EXPECTED.get(phase, 0.0) for phase in PHASES_OF[name]) or self.price[name]
         if due:
-            self._stretch(step)
+            self._plan_again(step)
 
-    def _stretch(self, step: int) -> None:
-        """Spread the events that can still be paid for over the steps that are left."""
+    def _plan_again(self, step: int) -> None:
+        """Spread what can still be paid for over the steps that are left, at the true prices."""
         left, rest = self.share * self.usual / self.done * self.steps - self.spent, self.steps - step - 1
-        schedules = {name: getattr(self.measure, name) for name in self.levels}
-        events = {name: events_of(s, step + 1, self.steps) for name, s in schedules.items()}
-        cost = sum(events[name] * self.price[name] for name in events)
-        if rest <= 0 or cost <= 0:
-            return
-        for name, schedule in schedules.items():
-            count = min(rest, int(events[name] * max(left, 0.0) / cost))
+        for name in self.levels if rest > 0 else ():
+            schedule = getattr(self.measure, name)
+            if name == "sampled" and not schedule.every:
+                continue  # exact norms took its place
+            seconds = max(0.0, left) * (1 if name == "attribution" else 1 - ATTRIBUTED * ("attribution" in self.levels))
+            if name == "exact" and schedule.prompts:
+                each, prompts = self.price[name] / schedule.prompts, range(PAIR, self.config.sample.prompts + 1)
+                enough = [p for p in prompts if int(seconds / (p * each)) >= min(SPREAD, rest)]
+                schedule = replace(schedule, prompts=max(enough, default=min(PAIR, schedule.prompts)))
+                self.price[name] = each * schedule.prompts
+            count = min(rest, int(seconds / self.price[name]))
             every = apart(rest, count) if count else 0
-            schedules[name] = replace(schedule, every=every, first=step + every)
-        self.measure = replace(self.measure, **schedules)
+            self.measure = replace(self.measure, **{name: replace(schedule, every=every, first=step + every)})
+            left -= self.price[name] * events_of(getattr(self.measure, name), step + 1, self.steps)
 
     def interval(self, first: int) -> str:
         """Say how many measured steps, up to which step, the prompts of an interval take."""
