@@ -11,6 +11,7 @@ from otb_analysis.config.measuring import (
     SampledSchedule,
     Schedule,
     SketchSchedule,
+    StepSchedule,
 )
 from otb_analysis.config.tasks import (
     CalculatorConfig,
@@ -51,6 +52,7 @@ __all__ = [
     "Schedule",
     "SketchSchedule",
     "SmallModelConfig",
+    "StepSchedule",
     "TrainConfig",
     "WarmStartConfig",
 ]

@@ -54,6 +54,10 @@ class AttributionSchedule(StepSchedule):
 class MeasureConfig:
     """Levels of measurement beyond `forward`, which always runs."""
 
+    budget: float = 0.0
+    """At most this share of the run's time, its other time being 1, for measuring: .25 makes it a quarter longer. What
+    is measured, of how many prompts and how often, follows from one timed pass; schedules that are set here win. 0 is
+    no budget."""
     exact: Schedule = Schedule(every=20, prompts=8)
     """Exact norm of every token's score, and the Gram matrix of group gradients under every estimator. Intervals
     take 16 different prompts over all measured steps; a run that will have fewer is told so at its start."""

@@ -22,9 +22,16 @@ POSITIVE = (
     *("measure.sampled.share", "checkpoint.keep", "lora.alpha"),
 )
 NOT_NEGATIVE = (
-    *("seed", "optimize.max_grad_norm", "optimize.weight_decay", "optimize.warmup_steps", "optimize.micro_batch"),
+    *(
+        "seed",
+        "measure.budget",
+        "optimize.max_grad_norm",
+        "optimize.weight_decay",
+        "optimize.warmup_steps",
+        "optimize.micro_batch",
+    ),
     *("objective.staleness", "objective.kl_coefficient", "objective.entropy_bonus", "checkpoint.every", "lora.rank"),
-    *("critic.learning_rate", "evaluate.every"),
+    *("critic.learning_rate", "evaluate.every", "measure.budget"),
 )
 
 

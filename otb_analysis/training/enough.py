@@ -11,7 +11,7 @@ from otb_analysis.tasks.task_calls import draw_prompts
 def too_few_prompts(config: TrainConfig, task: Task) -> str:
     """Return what to change where the level `exact` measures too few prompts for an interval, else nothing."""
     exact, most, total = config.measure.exact, config.sample.prompts, config.optimize.steps
-    if exact.every <= 0:
+    if exact.every <= 0 or config.measure.budget:  # a budget says it once it has planned
         return ""
     count, ids, steps = min(exact.prompts or most, most), set[str](), 0
     for step in filter(exact.due, range(total)):  # the prompts that the run will draw

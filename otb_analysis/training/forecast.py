@@ -4,7 +4,7 @@ After the first measured step its true times replace the forecast.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -31,6 +31,9 @@ NORM = {"auto": 0.35, "fast": 0.35, "generic": 0.6, "reference": 1.0}
 weight gradients is a third of a forward and backward pass."""
 WHOLE, GRAM, SMALLER = 1.5, 10.0, 2.5
 """Exact norms of whole rollouts; the Gram matrix of all estimators; that of one smaller group size."""
+
+Planner = Callable[[int, Rollouts, float, float], MeasureConfig]
+"""Returns what is measured from a step's rollouts, the seconds of a pass per position, and those of a step."""
 
 TIMED = 256
 """Most positions of the rollouts whose pass is timed."""
@@ -111,29 +114,33 @@ def seconds_per_position(policy: Policy, rollouts: Rollouts) -> float:
 class Forecast:
     """Notes before a run's first measured step what measuring will take, and corrects itself afterwards."""
 
-    def __init__(self, config: TrainConfig, exact_always: bool):
-        self.config, self.exact_always = config, exact_always
+    def __init__(self, config: TrainConfig, exact_always: bool, budget: Planner | None = None):
+        self.config, self.exact_always, self.budget = config, exact_always, budget
         self.levels: list[PlannedLevel] = []
         self.seconds: dict[str, float] = {}
         self.corrected = False
 
     def announce(self, step: int, policy: Policy, rollouts: Rollouts, so_far: float, update: float) -> None:
-        """Time a pass at the first step that measures, and note the forecast.
+        """Time a pass at the first step that measures, let the budget plan, and note the forecast.
 
         `so_far`: seconds that sampling and scoring took. `update`: forward and backward passes of all rollouts that the
         update still takes.
         """
         planned = levels(self.config, rollouts, self.exact_always)
-        if self.levels or not any(level.due(step) for level in planned):
+        if self.levels or not (self.budget or any(level.due(step) for level in planned)):
             return
-        self.levels = planned
         with phase("timing one forward and backward pass"):
             each = seconds_per_position(policy, rollouts)
+        updating = update * each * positions(rollouts, np.ones(len(rollouts.group), bool))
+        if self.budget is not None:
+            measure = self.budget(step, rollouts, each, so_far + updating)
+            self.config = replace(self.config, measure=measure)
+            planned = levels(self.config, rollouts, self.exact_always)
+        self.levels = planned
         self.seconds = {lv.name: lv.multiple * each * positions(rollouts, lv.rows) for lv in self.levels}
-        every = np.ones(len(rollouts.group), bool)
-        updating = update * each * positions(rollouts, every)
         EXPECTED.update(self.seconds | {"update": updating})
-        note(self.sentence(step, so_far + updating))
+        if self.steps(step):
+            note(self.sentence(step, so_far + updating))
 
     def sentence(self, step: int, usual: float) -> str:
         """Return the forecast from a step on, in words; `usual`: seconds of a step without measuring."""

@@ -152,7 +152,9 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         scalars |= trainer.update(batch, forward)
         scalars |= trainer.update_critic(rollouts, forward, table)
         del forward  # freeing its graph takes time, which counts for the update
-    scalars |= summarize(rollouts, table, trained, measurement) | trainer.take_seconds()
+    seconds = trainer.take_seconds()
+    trainer.keep_budget(step, seconds)
+    scalars |= summarize(rollouts, table, trained, measurement) | seconds
     tokens = token_rows(table, trained, measurement.tokens, trainer.tokenizer)
     by_rollout, first = rollout_rows(rollouts, table, measurement.tokens), processes.first
     gradients = [row.as_row() for row in measurement.statistics] if first else []

@@ -1,6 +1,6 @@
 """The state of a run between steps: policy, critic, optimizer, gradient measurer, and time spent by phase."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from otb_analysis.config import TrainConfig
+from otb_analysis.config import MeasureConfig, TrainConfig
 from otb_analysis.custom import is_custom
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.estimators import NormalEquations, entry_of, options_from_dict, with_limit
@@ -29,6 +29,7 @@ from otb_analysis.rollouts.models import load_policy
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.store.atomic import atomic_folder
 from otb_analysis.tasks import Task, make_task
+from otb_analysis.training.budget import Budget
 from otb_analysis.training.check import check
 from otb_analysis.training.critic.critic import make_critic
 from otb_analysis.training.critic.nets import CriticBatch
@@ -102,7 +103,9 @@ class Trainer:
         measured = replace(config.measure, subgroups=()) if by_group else config.measure
         self.measurer = GradientMeasurer(model, measured, config.sample.temperature, trained, asdict(config))
         self.cut_noted = False  # that every answer of some step was cut off
-        self.forecast = Forecast(config, self.trains_on_exact)
+        self.budget = Budget(config, self.trains_on_exact) if config.measure.budget else None
+        self.forecast = Forecast(config, self.trains_on_exact, self._plan if self.budget else None)
+        self._measure_what_is_planned()
         self.seconds: dict[str, float] = {}  # since the last record, by phase
         self.clock: Callable[[], float] = perf_counter
 
@@ -152,6 +155,23 @@ class Trainer:
         if self.processes.first and not self.processes.sharded:
             with suppress(Exception):
                 self.forecast.announce(step, self.policy, rollouts, sum(self.seconds.values()), left)
+                self._measure_what_is_planned()
+
+    def _plan(self, step: int, rollouts: Rollouts, per_position: float, usual: float) -> MeasureConfig:
+        """Return what the budget measures; the statistics of this step's forward pass tell what those cost."""
+        assert self.budget is not None
+        forward = self.seconds.get("forward", 0.0)
+        return self.budget.begin(step, rollouts, per_position, usual - forward, forward)
+
+    def keep_budget(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Tell the budget what a step took, and measure what it plans from now on."""
+        if self.budget is not None:
+            self.budget.record(step, seconds)
+            self._measure_what_is_planned()
+
+    def _measure_what_is_planned(self) -> None:
+        if self.budget is not None:
+            self.measurer.config = replace(self.budget.measure, subgroups=self.measurer.config.subgroups)
 
     @property
     def one_update(self) -> bool:
@@ -242,6 +262,7 @@ class Trainer:
             "critic": None if self.critic is None else self.critic.state(),
             "estimator": None if self.remembered is None else _plain_sums(self.remembered),
             "random": torch.get_rng_state(),
+            "budget": None if self.budget is None else self.budget.state(),
         }
 
     def refuse_other_sharding(self, state: dict[str, Any]) -> None:
@@ -279,6 +300,9 @@ class Trainer:
             arrays = {name: np.array(sums[name], np.float64) for name in ("gram", "moment")}
             self.remember(NormalEquations(tuple(sums["features"]), **arrays))
         torch.set_rng_state(state["random"])
+        if self.budget is not None and state.get("budget"):
+            self.budget.load_state(state["budget"])
+            self._measure_what_is_planned()
 
 
 def _plain_sums(sums: NormalEquations) -> dict[str, list]:

@@ -48,16 +48,16 @@ class Layout:
 
 def padded(rollouts: tuple[Rollout, ...]) -> Layout:
     """Return one row per rollout, padded on the right, where causal attention never looks."""
+    # No attention mask says what is padding: in a sliding window that holds padding only, it would leave nothing to
+    # attend to, and the NaN of that row would reach the real tokens of later layers as 0 · NaN.
     # The output layer is the widest: it runs at the union of all rows' positions only.
     keep = torch.cat([r.targets for r in rollouts]).unique() - 1
     prefixes = [r.ids[: r.length] for r in rollouts]
     ids = pad_sequence(prefixes, batch_first=True)
-    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=ids.device)
-    real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     at = None
     if len(rollouts) * len(keep) > sum(len(r.targets) for r in rollouts):
         at = torch.cat([n * len(keep) + torch.searchsorted(keep, r.targets - 1) for n, r in enumerate(rollouts)])
-    return Layout(ids, keep, at, {} if bool(real.all()) else {"attention_mask": real.long()})
+    return Layout(ids, keep, at)
 
 
 def packed(rollouts: tuple[Rollout, ...], tree: Tree, dtype: torch.dtype) -> Layout:

@@ -23,7 +23,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.training.runtime.processes import Processes
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-WHOLE_ONLY = ("objective.staleness", "lora.rank")
+WHOLE_ONLY = ("objective.staleness", "lora.rank", "measure.budget")
 """Settings that need whole parameters on each process. Every level of measuring needs them, too."""
 
 
