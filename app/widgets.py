@@ -11,7 +11,8 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from otb_analysis.errors import STOPS
-from otb_analysis.figures import CONFIG, CurvesInfo, for_background
+from otb_analysis.figures.curves import CurvesInfo
+from otb_analysis.figures.theme import CONFIG, for_background
 
 DEFAULT_RUNS = 4
 _LIVE_SECONDS = 3

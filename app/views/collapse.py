@@ -11,19 +11,9 @@ from widgets import chart, curves_table, download, one_run, page, plain, selecti
 
 from otb_analysis.diagnostics import LEVELS
 from otb_analysis.errors import STOPS
-from otb_analysis.figures import (
-    SIGNS,
-    alarm_marks,
-    alarms_line,
-    alarms_table,
-    attribution_info,
-    attribution_line,
-    attribution_table,
-    collapse_info,
-    degenerate_table,
-    plot_attribution,
-    plot_collapse,
-)
+from otb_analysis.figures.alarms import SIGNS, alarm_marks, alarms_line, alarms_table
+from otb_analysis.figures.attribution import attribution_info, attribution_line, attribution_table, plot_attribution
+from otb_analysis.figures.collapse import collapse_info, degenerate_table, plot_collapse
 
 ROWS = 50  # holders listed per level; a string below a constant would be shown on the page
 

@@ -10,7 +10,7 @@ import streamlit as st
 from widgets import download, page, plain, prose
 
 from otb_analysis.errors import StoreError
-from otb_analysis.figures import for_dark, results_table
+from otb_analysis.figures.studies import for_dark, results_table
 from otb_analysis.store import CommittedStudy, committed_studies, study_figure, study_table, study_tables
 from otb_analysis.store.studies import BROKEN, MEASURED, NOT_RUN
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from otb_analysis.figures import noise_scale_line, shown_name, signal_sentence
+from otb_analysis.figures.conclusion import noise_scale_line, shown_name, signal_sentence
 from otb_analysis.figures.numbers import MISSING, formatted, interval_cell
 from otb_analysis.report.designs import Design
 from otb_analysis.report.terminal import terminal_table

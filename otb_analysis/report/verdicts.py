@@ -7,15 +7,19 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from otb_analysis.diagnostics import LEVELS, ChangePoint, change_points, diagnose
+from otb_analysis.diagnostics import LEVELS, ChangePoint, StepAttribution, change_points, diagnose
 from otb_analysis.errors import InputError
-from otb_analysis.figures import advice_line, attribution_line, attribution_table, number
-from otb_analysis.figures.numbers import MISSING
+from otb_analysis.figures.attribution import attribution_line, attribution_table
+from otb_analysis.figures.conclusion import advice_line
+from otb_analysis.figures.numbers import MISSING, number
 from otb_analysis.report.runs import config_of
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.store import RunStore, largest_attributed_step, step_attribution, step_series
 
 STYLE = {"alarm": "bold red", "watch": "yellow", "not measured": "dim", "too short": "dim", "ok": "green"}
+
+Held = tuple[pd.DataFrame, int]
+"""The rows of one level that are shown, and how many there are."""
 
 
 def diagnosis(path: Path) -> list[Table | str]:
@@ -57,18 +61,23 @@ def attribution(path: Path, step: int | None, top: int) -> list[Table | str]:
         InputError: The run does not exist or the step was not attributed; the sentence says what measures it.
         StoreError: The run cannot be read.
     """
-    store = RunStore(path)
+    shares, holders = attributed(RunStore(path), step, top)
+    tables = [holders_table(level, *rows) for level, rows in holders.items()]
+    gap = "" if shares.gap is None else f" The shares add up to ‖ḡ‖² to {abs(shares.gap):.0e} of it."
+    return [f"{path.name}. {attribution_line(shares)}{gap}", *tables]
+
+
+def attributed(store: RunStore, step: int | None, top: int) -> tuple[StepAttribution, dict[str, Held]]:
+    """Return the shares of a step's ‖ḡ‖², and the `top` rows of each level with the number of all."""
     chosen = largest_attributed_step(store) if step is None else step
     shares = step_attribution(store, chosen)
     tokens = store.tokens_df([chosen], ["rollout", "t", "token"])
     rollouts = store.rollouts_df([chosen], ["group", "rollout", "prompt", "reward"])
-    tables = [
-        holders_table(level, attribution_table(shares, holders.head(top), tokens, rollouts), len(holders))
-        for level in LEVELS
-        for holders in [shares.at(level)]
-    ]
-    gap = "" if shares.gap is None else f" The shares add up to ‖ḡ‖² to {abs(shares.gap):.0e} of it."
-    return [f"{path.name}. {attribution_line(shares)}{gap}", *tables]
+    by_level = {level: shares.at(level) for level in LEVELS}
+    return shares, {
+        level: (attribution_table(shares, holders.head(top), tokens, rollouts), len(holders))
+        for level, holders in by_level.items()
+    }
 
 
 def holders_table(level: str, rows: pd.DataFrame, total: int) -> Table:
