@@ -6,16 +6,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from numpy.typing import NDArray
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import number, span
 from otb_analysis.figures.scales import log_axis, step_axis
 from otb_analysis.figures.theme import TEMPLATE, panels, place
 from otb_analysis.statistics import MIN_CLUSTERS, Association, Fidelity, Interval, fidelity
-from otb_analysis.types import Float
+from otb_analysis.types import Float, Float32
 
-Array = NDArray[np.float32]
 BINS = 60
 KINDS = {"token": "token energy w_t", "realized": "realized energy W_t"}
 SOURCES = {"proxy": "energy_proxy", "calibrated": "energy_calibrated"}
@@ -38,7 +36,7 @@ class FidelityInfo:
 
     kind: str
     source: str
-    count: Array  # Tokens per cell of the density [B, B] float32, rows are exact, NaN where there are none
+    count: Float32  # Tokens per cell of the density [B, B] float32, rows are exact, NaN where there are none
     proxy_edges: Float  # log₁₀ of the bin edges along the proxy [B + 1]
     exact_edges: Float
     overall: Fidelity
@@ -132,7 +130,7 @@ def agreement(table: pd.DataFrame) -> Fidelity:
     return fidelity(table["proxy"].to_numpy(), table["exact"].to_numpy(), cell=table["cell"].to_numpy())
 
 
-def _density(x: Float, y: Float) -> tuple[Array, Float, Float]:
+def _density(x: Float, y: Float) -> tuple[Float32, Float, Float]:
     count, x_edges, y_edges = np.histogram2d(x, y, bins=BINS)
     return np.where(count > 0, count, np.nan).T.astype(np.float32), x_edges, y_edges
 
@@ -190,7 +188,7 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
     return figure.update_layout(height=470)
 
 
-def _coefficients(agreed: list[Association | None], key: str) -> Array:
+def _coefficients(agreed: list[Association | None], key: str) -> Float32:
     values = [np.nan if a is None or getattr(a, key) is None else getattr(a, key) for a in agreed]
     return np.array(values, np.float32)
 

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from numpy.typing import NDArray
 
 from otb_analysis.figures.gradient_table import MEASURES, Measure, labels, trace_style
 from otb_analysis.figures.numbers import number, span
 from otb_analysis.figures.scales import linear_range, log_axis, step_axis
 from otb_analysis.figures.styles import Style
 from otb_analysis.figures.theme import RULE, note_in_panel, panels, place
+from otb_analysis.types import Float32
 
-Array = NDArray[np.float32]
 UNDEFINED = "undefined: too few prompts to tell ∇J from noise;<br>measure more prompts or pool more steps"
 
 
@@ -29,10 +28,10 @@ class Trace:
 
     label: str
     style: Style
-    step: Array
-    value: Array
-    low: Array
-    high: Array
+    step: Float32
+    value: Float32
+    low: Float32
+    high: Float32
 
 
 @dataclass(frozen=True)
@@ -141,11 +140,11 @@ def _finish_axes(figure: go.Figure, measure: Measure, traces: tuple[Trace, ...],
         figure.update_yaxes(rangemode="tozero", **where)
 
 
-def _joined(arrays: list[Array]) -> Array:
+def _joined(arrays: list[Float32]) -> Float32:
     return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
 
 
-def _drawable(value: Array, log: bool) -> Array:
+def _drawable(value: Float32, log: bool) -> Float32:
     return np.where(value > 0, value, np.nan).astype(np.float32) if log else value
 
 
@@ -154,7 +153,7 @@ def _hover(step: float, value: float, low: float, high: float) -> str:
     return f"step {step:.0f}: <b>{number(float(value))}</b>{interval}"
 
 
-def _dodge(steps: Array, rank: int, count: int) -> float:
+def _dodge(steps: Float32, rank: int, count: int) -> float:
     """Offset along the step axis: all estimators together take up a third of the gap between measured steps."""
     gap = float(np.diff(steps).min()) if len(steps) > 1 else 1.0
     return gap / 3 * (rank - (count - 1) / 2) / max(1, count)

@@ -178,7 +178,7 @@ def attribution_section(run: ReportedRun) -> Section:
         return Section(title, ("No step was attributed; otb train --measure.attribution.every 1 does.",))
     shares, holders = attributed(run.store, None, TOP)
     grids = [
-        Grid(f"The {level}s with the largest |share| of {total:,}; shares of ‖ḡ‖².", percent(rows))
+        Grid(f"The {level}s with the largest |share| of {total:,}; shares of ‖ḡ‖².", rows)
         for level, (rows, total) in holders.items()
     ]
     formulas = (
@@ -187,12 +187,6 @@ def attribution_section(run: ReportedRun) -> Section:
     )
     picture = Picture(f"attribution-{run.name}", attribution_line(shares), plot_attribution(attribution_info(shares)))
     return Section(title, (picture, *grids, Formulas(formulas)))
-
-
-def percent(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of holders with its shares in per cent."""
-    shares = [name for name in ("share", "signal", "noise") if name in rows]
-    return rows.assign(**{name: [f"{value:.2%}" for value in rows[name]] for name in shares})
 
 
 def provenance(runs: Sequence[ReportedRun]) -> Section:

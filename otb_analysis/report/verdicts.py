@@ -68,16 +68,21 @@ def attribution(path: Path, step: int | None, top: int) -> list[Table | str]:
 
 
 def attributed(store: RunStore, step: int | None, top: int) -> tuple[StepAttribution, dict[str, Held]]:
-    """Return the shares of a step's ‖ḡ‖², and the `top` rows of each level with the number of all."""
+    """Return the attribution of a step, and the `top` rows of each level, in per cent, with the number of all."""
     chosen = largest_attributed_step(store) if step is None else step
     shares = step_attribution(store, chosen)
     tokens = store.tokens_df([chosen], ["rollout", "t", "token"])
     rollouts = store.rollouts_df([chosen], ["group", "rollout", "prompt", "reward"])
     by_level = {level: shares.at(level) for level in LEVELS}
     return shares, {
-        level: (attribution_table(shares, holders.head(top), tokens, rollouts), len(holders))
+        level: (_percent(attribution_table(shares, holders.head(top), tokens, rollouts)), len(holders))
         for level, holders in by_level.items()
     }
+
+
+def _percent(rows: pd.DataFrame) -> pd.DataFrame:
+    shares = [name for name in ("share", "signal", "noise") if name in rows]
+    return rows.assign(**{name: [f"{value:.2%}" for value in rows[name]] for name in shares})
 
 
 def holders_table(level: str, rows: pd.DataFrame, total: int) -> Table:
@@ -85,12 +90,6 @@ def holders_table(level: str, rows: pd.DataFrame, total: int) -> Table:
     table = terminal_table(f"The {len(rows)} {level}s with the largest |share| of {total:,}", "", (), ())
     for name in rows:
         table.add_column(str(name), justify="left" if name in ("token", "text") else "right", no_wrap=True)
-    for _, row in rows.iterrows():
-        table.add_row(*(_text(str(name), row[name]) for name in rows))
+    for row in rows.to_dict("records"):
+        table.add_row(*(Text(number(value) if name == "reward" else str(value)) for name, value in row.items()))
     return table
-
-
-def _text(name: str, value: object) -> Text:
-    if name in ("share", "signal", "noise"):
-        return Text(f"{value:.2%}")
-    return Text(number(float(str(value))) if name == "reward" else str(value))
