@@ -72,7 +72,8 @@ def variance_info(gradients: pd.DataFrame, estimators: Iterable[str] | None = No
     hidden = tuple(int((table[m.column] <= 0).sum()) if m.log else 0 for m in MEASURES)
     reference = tuple(sorted(table["reference"].dropna().unique())) if "reference" in table else ()
     undefined = int(table["efficiency"].isna().sum())
-    prompts = _span(table, "n_prompts")
+    counts = table["n_prompts"].dropna() if "n_prompts" in table else ()
+    prompts = (int(min(counts)), int(max(counts))) if len(counts) else (0, 0)
     known = "c_known" in table and bool(table["c_known"].fillna(False).any())
     return VarianceInfo(traces, prompts, reference, hidden, undefined, len(table), known)
 
@@ -83,12 +84,6 @@ def _trace(name: str, style: Style, part: Any, column: str) -> Trace:
     low, high = (part.get(f"{column}_{end}", missing).to_numpy(np.float32) for end in ("low", "high"))
     step, value = part["step"].to_numpy(np.float32), part[column].to_numpy(np.float32)
     return Trace(name, style, step, value, low, high)
-
-
-def _span(table: Any, column: str) -> tuple[int, int]:
-    if column not in table or table[column].isna().all():
-        return (0, 0)
-    return (int(table[column].min()), int(table[column].max()))
 
 
 def plot_variance(info: VarianceInfo) -> go.Figure:
