@@ -13,17 +13,10 @@ from listing import Run
 
 from otb_analysis.diagnostics import ChangePoint, Finding, StepAttribution, change_points, diagnose
 from otb_analysis.estimators import proved
-from otb_analysis.figures import (
-    FidelityInfo,
-    Headline,
-    advice_line,
-    conclusion_sentences,
-    fidelity_info,
-    headline_info,
-    statistics_table,
-    trained_labels,
-)
-from otb_analysis.figures.fidelity import SOURCES, exact_norms, fidelity_columns
+from otb_analysis.figures.conclusion import advice_line, conclusion_sentences, trained_labels
+from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
+from otb_analysis.figures.gradient_table import statistics_table
+from otb_analysis.figures.runs import Headline, headline_info
 from otb_analysis.statistics import Interval, conclude, gain_lost
 from otb_analysis.store import EXACT_ROWS, RunStore, attributed_steps, step_attribution, step_series
 from otb_analysis.types import Gram, Proved

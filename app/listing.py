@@ -29,22 +29,23 @@ class Run:
     status: str
 
 
+def _asked(option: str, variable: str) -> str | None:
+    """Return a folder that is named after `--`, else by a variable."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(option, dest="value")
+    return parser.parse_known_args(sys.argv[1:])[0].value or os.environ.get(variable)
+
+
 def root() -> Path:
     """Return the folder of runs: `--root` after `--`, else the variable OTB_RUNS, else `runs`."""
-    return Path(_asked("--root") or os.environ.get("OTB_RUNS", "runs")).expanduser().resolve()
+    return Path(_asked("--root", "OTB_RUNS") or "runs").expanduser().resolve()
 
 
 def studies_root() -> Path:
     """Return the folder of studies: `--studies` after `--`, else OTB_STUDIES, else `studies` here or beside the app."""
-    named = _asked("--studies") or os.environ.get("OTB_STUDIES")
     here, beside = Path("studies"), Path(__file__).parent.parent / "studies"
+    named = _asked("--studies", "OTB_STUDIES")
     return Path(named or (here if here.is_dir() else beside)).expanduser().resolve()
-
-
-def _asked(option: str) -> str | None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(option, dest="value")
-    return parser.parse_known_args(sys.argv[1:])[0].value
 
 
 def stamp(path: Path) -> str:

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import listing
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
 from otb_analysis.errors import STOPS
-from otb_analysis.figures import CONFIG, CurvesInfo, for_background
+from otb_analysis.figures.curves import CurvesInfo
+from otb_analysis.figures.theme import CONFIG, for_background
 
 DEFAULT_RUNS = 4
 _LIVE_SECONDS = 3
@@ -42,6 +42,13 @@ def page(title: str, question: str) -> Iterator[None]:
     """Frame a page: its title, the question it answers, and one sentence instead of a traceback."""
     st.title(title, anchor=False)
     st.caption(question)
+    with errors_as_sentences():
+        yield
+
+
+@contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """Show an error of the block, such as a broken file, as a sentence; the rest of the page goes on."""
     try:
         yield
     except STOPS as error:
@@ -124,13 +131,10 @@ def download(table: pd.DataFrame, key: str) -> None:
 
 def curves_table(info: CurvesInfo) -> pd.DataFrame:
     """Return the curves of small multiples as one long table: run, quantity, step, value, ends of its interval."""
+    columns = ["run", "quantity", "step", "value", "low", "high"]
     parts = [
-        pd.DataFrame(
-            {"run": c.run, "quantity": q.column, "step": c.step.astype(int), "value": c.value}
-            | {name: np.nan if ends is None else ends for name, ends in (("low", c.low), ("high", c.high))}
-        )
+        pd.DataFrame(dict(zip(columns, (c.run, q.column, c.step.astype(int), c.value, c.low, c.high), strict=True)))
         for q, curves in zip(info.quantities, info.curves, strict=True)
         for c in curves
     ]
-    columns = ["run", "quantity", "step", "value", "low", "high"]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from otb_analysis.errors import InputError, nearest
 
 Float = NDArray[np.float64]
+Float32 = NDArray[np.float32]
 Int = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 

@@ -7,23 +7,12 @@ import data
 import pandas as pd
 import streamlit as st
 from listing import Run
-from widgets import chart, curves_table, download, one_run, page, plain, selection
+from widgets import chart, curves_table, download, errors_as_sentences, one_run, page, plain, selection
 
 from otb_analysis.diagnostics import LEVELS
-from otb_analysis.errors import STOPS
-from otb_analysis.figures import (
-    SIGNS,
-    alarm_marks,
-    alarms_line,
-    alarms_table,
-    attribution_info,
-    attribution_line,
-    attribution_table,
-    collapse_info,
-    degenerate_table,
-    plot_attribution,
-    plot_collapse,
-)
+from otb_analysis.figures.alarms import SIGNS, alarm_marks, alarms_line, alarms_table
+from otb_analysis.figures.attribution import attribution_info, attribution_line, attribution_table, plot_attribution
+from otb_analysis.figures.collapse import collapse_info, degenerate_table, plot_collapse
 
 ROWS = 50  # holders listed per level; a string below a constant would be shown on the page
 
@@ -136,10 +125,8 @@ with page("Collapse", "Is training about to fall apart, since when, and which to
         "bounded, says neither. A group whose rewards are all equal has no gradient under any group baseline."
     )
     advice(chosen)
-    try:
+    with errors_as_sentences():
         attribution()
-    except STOPS as error:  # a broken part of the tokens is no reason to lose the rest of the page
-        st.warning(plain(str(error)), icon=":material/warning:")
     st.subheader("Degenerate input", anchor=False)
     st.caption("Allowed, but nothing can be learned or measured from it. Counted over all steps.")
     st.dataframe(degenerate_table(steps), hide_index=True, placeholder="–")

@@ -4,10 +4,15 @@ import data
 import streamlit as st
 from widgets import chart, one_run, page
 
-from otb_analysis.figures import fidelity_table, gain_lost_words, number, plot_fidelity, plot_fidelity_steps
-from otb_analysis.figures.fidelity import COEFFICIENTS
+from otb_analysis.figures.fidelity import (
+    COEFFICIENTS,
+    fidelity_table,
+    gain_lost_words,
+    plot_fidelity,
+    plot_fidelity_steps,
+)
+from otb_analysis.figures.numbers import number
 
-SOURCES = {"proxy": "proxy", "calibrated": "calibrated"}
 CALIBRATED = "c·proxy^b, fitted at each step to the tokens measured there. c changes no baseline, the exponent b does."
 KINDS = {"token": "token energy w", "realized": "realized energy W"}
 
@@ -36,8 +41,8 @@ with page("Fidelity", "Can the proxy, free in the forward pass, stand in for the
     source = "proxy"
     if len(known) > 1:
         source = str(controls.segmented_control(
-            "Against exact", known, format_func=lambda s: SOURCES[s], default="proxy", key="source",
-            bind="query-params", required=True, help=CALIBRATED,
+            "Against exact", known, default="proxy", key="source", bind="query-params", required=True,
+            help=CALIBRATED,
         ))  # fmt: skip
     measured = data.fidelity(run, str(kind), source)
     info = measured.info

@@ -8,8 +8,9 @@ import pandas as pd
 import streamlit as st
 from widgets import chart, curves_table, download, page, plain, reasons, selection
 
-from otb_analysis.figures import Headline, config_differences, learning_info, number, plot_learning
-from otb_analysis.figures.runs import WINDOW
+from otb_analysis.figures.learning import learning_info, plot_learning
+from otb_analysis.figures.numbers import number
+from otb_analysis.figures.runs import WINDOW, Headline, config_differences
 
 REWARD = "Mean of the last tenth of the steps; change since the first tenth."
 HELDOUT = "Last evaluation; change since the first."

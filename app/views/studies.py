@@ -7,10 +7,9 @@ from typing import Any
 import listing
 import pandas as pd
 import streamlit as st
-from widgets import download, page, plain, prose
+from widgets import download, errors_as_sentences, page, plain, prose
 
-from otb_analysis.errors import StoreError
-from otb_analysis.figures import for_dark, results_table
+from otb_analysis.figures.studies import for_dark, results_table
 from otb_analysis.store import CommittedStudy, committed_studies, study_figure, study_table, study_tables
 from otb_analysis.store.studies import BROKEN, MEASURED, NOT_RUN
 
@@ -65,28 +64,20 @@ def choose(studies: list[CommittedStudy]) -> CommittedStudy:
 
 
 def show_figure(path: Path) -> None:
-    """Show a picture, turned to the page's theme; one that cannot be read says so and leaves the rest."""
-    try:
-        picture = study_figure(path)
-    except StoreError as error:
-        st.warning(plain(str(error)), icon=":material/warning:")
-        return
+    """Show a picture, turned to the page's theme."""
+    picture = study_figure(path)
     st.image(for_dark(picture) if st.context.theme.type == "dark" else picture)
 
 
 def results(study: CommittedStudy) -> None:
-    """Show the result tables, one at a time; one that cannot be read says so and leaves the others."""
+    """Show the result tables, one at a time."""
     names = study_tables(study.folder)
     if not names:
         return
     st.subheader("Numbers", anchor=False)
     key = f"table-{study.folder.name}"
     name = str(st.segmented_control("Table", names, default=names[0], key=key, required=True))
-    try:
-        table = study_table(study.folder, name)
-    except StoreError as error:
-        st.warning(plain(str(error)), icon=":material/warning:")
-        return
+    table = study_table(study.folder, name)
     st.caption(f"{len(table):,} rows × {len(table.columns)} columns. {SORTED}")
     shown = results_table(table)
     three = st.column_config.NumberColumn(format="%.3g")
@@ -126,8 +117,10 @@ def detail(study: CommittedStudy) -> None:
         with st.container(border=True):
             st.markdown(f"**Verdict.** {prose(study.verdict)}")
     for figure in study.figures:
-        show_figure(figure)
-    results(study)
+        with errors_as_sentences():
+            show_figure(figure)
+    with errors_as_sentences():
+        results(study)
     reading(study)
     st.subheader("How it was made", anchor=False)
     st.code(study.command, language=None)

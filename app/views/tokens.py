@@ -9,9 +9,10 @@ import streamlit as st
 from token_view import token_view
 from widgets import chart, download, one_run, page, plain
 
-from otb_analysis.figures import number, plot_tokens, token_details, tokens_info
+from otb_analysis.figures.numbers import number
 from otb_analysis.figures.token_colors import KINDS
-from otb_analysis.figures.tokens import NUMERIC, SIGNED
+from otb_analysis.figures.token_details import token_details
+from otb_analysis.figures.tokens import NUMERIC, SIGNED, plot_tokens, tokens_info
 from otb_analysis.schema import column
 
 SCALE = "auto: logarithmic where a few values are far larger than the rest, else linear between robust ends."

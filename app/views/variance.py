@@ -7,17 +7,9 @@ import listing
 import streamlit as st
 from widgets import chart, one_run, page, plain
 
-from otb_analysis.figures import (
-    MEASURES,
-    NOISE_SCALE,
-    VarianceInfo,
-    comparison_info,
-    comparison_table,
-    display_table,
-    plot_comparison,
-    plot_variance,
-    variance_info,
-)
+from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
+from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE
+from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_info
 from otb_analysis.statistics import MIN_CLUSTERS
 
 USUAL = ("none", "group_mean", "rloo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "value")

@@ -36,50 +36,33 @@ def _words(text: str) -> set[str]:
     return set(re.findall(r"\w+", text))
 
 
-def _estimators() -> Mapping[str, Any]:
-    """Return the estimators that can train; the others need inputs that training cannot provide."""
+def _registry(name: str) -> Mapping[str, Any]:
+    """Return a registry by name; of the estimators those whose inputs training can provide."""
     from otb_analysis.estimators import ESTIMATORS
     from otb_analysis.estimators.spec import TRAINABLE_NEEDS
-
-    return {name: row for name, row in ESTIMATORS.items() if set(row.needs) <= TRAINABLE_NEEDS}
-
-
-def _ratios() -> Mapping[str, Any]:
-    from otb_analysis.objectives.ratios import RATIOS
-
-    return RATIOS
-
-
-def _aggregations() -> Mapping[str, Any]:
     from otb_analysis.objectives.aggregation import AGGREGATIONS
-
-    return AGGREGATIONS
-
-
-def _shapings() -> Mapping[str, Any]:
+    from otb_analysis.objectives.ratios import RATIOS
     from otb_analysis.objectives.shaping import SHAPINGS
-
-    return SHAPINGS
-
-
-def _tasks() -> Mapping[str, Any]:
     from otb_analysis.tasks import TASKS
 
-    return TASKS
+    trainable = {name: row for name, row in ESTIMATORS.items() if set(row.needs) <= TRAINABLE_NEEDS}
+    rows = {"task": TASKS, "estimator": trainable, "ratio": RATIOS, "aggregation": AGGREGATIONS, "shaping": SHAPINGS}
+    return rows[name]
 
 
 Complete = Callable[[str, Mapping[str, Any]], str]
-CHOICES: dict[tuple[type, str], tuple[Complete, Callable[[], Mapping[str, Any]]]] = {
-    (TrainConfig, "task"): (complete_names, _tasks),
-    (EstimatorConfig, "name"): (complete_names, _estimators),
-    (EstimatorConfig, "options"): (complete_options, _estimators),
-    (ObjectiveConfig, "ratio"): (complete_names, _ratios),
-    (ObjectiveConfig, "ratio_options"): (complete_options, _ratios),
-    (ObjectiveConfig, "aggregation"): (complete_names, _aggregations),
-    (ObjectiveConfig, "aggregation_options"): (complete_options, _aggregations),
-    (ObjectiveConfig, "shaping"): (complete_names, _shapings),
-    (ObjectiveConfig, "shaping_options"): (complete_options, _shapings),
+CHOICES: dict[tuple[type, str], tuple[Complete, str]] = {
+    (TrainConfig, "task"): (complete_names, "task"),
+    (EstimatorConfig, "name"): (complete_names, "estimator"),
+    (EstimatorConfig, "options"): (complete_options, "estimator"),
+    (ObjectiveConfig, "ratio"): (complete_names, "ratio"),
+    (ObjectiveConfig, "ratio_options"): (complete_options, "ratio"),
+    (ObjectiveConfig, "aggregation"): (complete_names, "aggregation"),
+    (ObjectiveConfig, "aggregation_options"): (complete_options, "aggregation"),
+    (ObjectiveConfig, "shaping"): (complete_names, "shaping"),
+    (ObjectiveConfig, "shaping_options"): (complete_options, "shaping"),
 }
+"""Fields whose help is completed: by which rule, and from which registry."""
 
 
 def registry_of_help() -> ConstructorRegistry:
@@ -105,10 +88,10 @@ def registry_of_help() -> ConstructorRegistry:
 def _completed(kind: type, field: StructFieldSpec) -> StructFieldSpec:
     if (kind, field.name) not in CHOICES:
         return field
-    complete, rows = CHOICES[kind, field.name]
+    complete, name = CHOICES[kind, field.name]
     written = field.helptext
 
     def text() -> str:  # called only when the help is printed
-        return complete((written() if callable(written) else written) or "", rows())
+        return complete((written() if callable(written) else written) or "", _registry(name))
 
     return replace(field, helptext=text)

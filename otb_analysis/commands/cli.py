@@ -3,6 +3,7 @@
 import os
 import sys
 import tomllib
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import reduce
@@ -250,15 +251,12 @@ def _converted(old: Any, value: Any, where: str) -> Any:
 
 def _without_config(words: Sequence[str]) -> tuple[list[str], Path | None]:
     """Take `--config FILE` out of the words."""
-    words = list(words)
-    for i, word in enumerate(words):
-        if word.startswith("--config="):
-            return [*words[:i], *words[i + 1 :]], Path(word.removeprefix("--config="))
-        if word == "--config":
-            if i + 1 == len(words):
-                raise InputError("--config needs a file; pass one, as in --config run.toml.")
-            return [*words[:i], *words[i + 2 :]], Path(words[i + 1])
-    return words, None
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?", const="")
+    known, others = parser.parse_known_args(words)
+    if known.config == "":
+        raise InputError("--config needs a file; pass one, as in --config run.toml.")
+    return others, Path(known.config) if known.config else None
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from multiprocessing.queues import Queue
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from queue import Empty
-from time import monotonic
 
 import torch
 from rich.console import Console
@@ -92,25 +90,15 @@ def _kept(configs: Sequence[TrainConfig]) -> str:
 
 
 def is_complete(config: TrainConfig) -> bool:
-    """Return True when the run exists, ended well, and was made with this very configuration."""
-    path = config.root / config.run_name
-    if not path.is_dir():
-        return False
+    """Return True when the run exists, ended well, and was made with this very configuration, wherever it is stored."""
     try:
-        info = RunStore(path).info
+        info = RunStore(config.root / config.run_name).info
     except (InputError, StoreError):
         return False
+    place = {"root": None, "if_exists": None}
     stored = info.get("config")
-    same = isinstance(stored, dict) and _what(stored) == _what(plain_config(config))
+    same = isinstance(stored, dict) and stored | place == plain_config(config) | place
     return same and info.get("status") == "complete"
-
-
-def _what(config: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in config.items() if name not in PLACE}
-
-
-PLACE = ("root", "if_exists")
-"""Fields that say where a run is stored, not how it is trained."""
 
 
 def train_together(configs: Sequence[TrainConfig], open_phases: dict[str, list[Phase]], threads: int = 1) -> None:
@@ -123,34 +111,37 @@ def train_together(configs: Sequence[TrainConfig], open_phases: dict[str, list[P
         InputError, StoreError, NonFiniteError: What stopped a run; the others are stopped too.
     """
     context = multiprocessing.get_context("spawn")
-    news: Queue = context.Queue()
-    open_phases |= {c.run_name: [Phase(f"{c.run_name}: loading PyTorch and transformers")] for c in configs}
-    workers = [context.Process(target=_work, args=(c, threads, news), daemon=True) for c in configs]
+    workers, reports = [], dict[Connection, str]()
     # Ctrl-C reaches every process of the group. Workers start with it ignored, since this process ends them.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for worker in workers:
-        worker.start()
+    for config in configs:
+        run, (receiver, sender) = config.run_name, context.Pipe(duplex=False)
+        open_phases[run] = [Phase(f"{run}: loading PyTorch and transformers")]
+        workers.append(context.Process(target=_work, args=(config, threads, sender), daemon=True))
+        workers[-1].start()
+        sender.close()  # only the worker holds it now, so its end is the end of the pipe
+        reports[receiver] = run
     signal.signal(signal.SIGINT, before)
     try:
-        _watch(workers, news, open_phases)
+        _watch(reports, open_phases)
     finally:
         for worker in workers:
             worker.terminate()
             worker.join()
 
 
-def _work(config: TrainConfig, threads: int, news: Queue) -> None:
+def _work(config: TrainConfig, threads: int, news: Connection) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     quiet_loading()
     run = config.run_name
     try:
-        with phase(f"{run}: starting") as whole, reported(lambda phases, notes: news.put((run, phases, notes))):
+        with phase(f"{run}: starting") as whole, reported(lambda *report: news.send(report)):
             train(config, whole)
-        news.put((run, None))
+        news.send(None)
     except STOPS as error:
-        news.put((run, error))
+        news.send(error)
     except KeyboardInterrupt:
         sys.exit(1)  # the run has recorded that it was interrupted
     finally:
@@ -169,32 +160,20 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-LAST_WORDS = 2.0
-"""Seconds to wait for the last message of a worker that has ended."""
-
-
-def _watch(workers: Sequence, news: Queue, open_phases: dict[str, list[Phase]]) -> None:
+def _watch(reports: dict[Connection, str], open_phases: dict[str, list[Phase]]) -> None:
     """Take in what the workers report until all have ended; raise what one of them reports as its end."""
-    runs = list(open_phases)
-    running = set(runs)
-    died: dict[str, float] = {}
-    while running:
-        for run, worker in zip(runs, workers, strict=True):
-            if (
-                run in running
-                and not worker.is_alive()
-                and monotonic() - died.setdefault(run, monotonic()) > LAST_WORDS
-            ):
-                raise StoreError(f"training {run} ended without a word; run it with otb train.")
-        try:
-            run, *report = news.get(timeout=0.5)
-        except Empty:
-            continue
-        if len(report) == 2:
+    while reports:
+        ready = wait(list(reports))
+        for news, run in [(news, run) for news, run in reports.items() if news in ready]:
+            try:
+                report = news.recv()
+            except EOFError:
+                raise StoreError(f"training {run} ended without a word; run it with otb train.") from None
+            if isinstance(report, Exception):
+                raise report
+            if report is None:
+                del reports[news]
+                continue
             open_phases[run], notes = report
             for sentence in notes:
                 note(f"{run}: {sentence}")
-        elif report[0] is None:
-            running.discard(run)
-        else:
-            raise report[0]

@@ -32,27 +32,17 @@ Stacks = Callable[[], Sequence[Sequence[Phase]]]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the picture.
-
-    Attributes:
-        at_most: True where it may be less.
-    """
+    """One line of the picture; `share` is what is done of all, None where that is not known."""
 
     text: str
     share: float | None
     elapsed: float
-    left: float | None
-    at_most: bool
+    remaining: str  # The time left in words, empty where nothing is known
 
     @property
     def line(self) -> str:
         """The row as plain text."""
-        return ", ".join(filter(None, (self.text, remaining(self))))
-
-
-def remaining(row: Row) -> str:
-    """Return the time left in words; empty where nothing is known."""
-    return "" if row.left is None else f"{'at most ' if row.at_most else ''}{duration(row.left)} left"
+        return ", ".join(filter(None, (self.text, self.remaining)))
 
 
 def rows(stack: Sequence[Phase], now: float) -> list[Row]:
@@ -64,47 +54,82 @@ def rows(stack: Sequence[Phase], now: float) -> list[Row]:
 def _row(stack: Sequence[Phase], now: float) -> Row:
     known = [phase for phase in stack if phase.left(now) is not None]
     timed = known[-1] if known else stack[-1]
+    left = timed.left(now)
     share = timed.done / timed.total if timed.total else None
-    if share is None and (left := timed.left(now)) is not None and timed.expected:
+    if share is None and left is not None and timed.expected:
         share = 1 - left / timed.expected
     text = ": ".join(phase.text or phase.name for phase in stack)
     last = stack[-1]
     if last.total and last.unit:
         text += f", {last.unit} {min(last.done + 1, last.total):,.0f} of {'at most ' * last.at_most}{last.total:,.0f}"
-    return Row(text, share, now - stack[0].began, timed.left(now), timed.at_most)
+    remaining = "" if left is None else f"{'at most ' * timed.at_most}{duration(left)} left"
+    return Row(text, share, now - stack[0].began, remaining)
 
 
 @contextmanager
 def shown(console: Console | None = None, stacks: Stacks = lambda: [OPEN]) -> Iterator[None]:
     """Show what goes on while the block runs, and every note that it leaves."""
+    # Piped output stays clean: where stdout is no terminal, progress goes to stderr.
+    screen = console or (Console() if sys.stdout.isatty() else Console(stderr=True))
+    live = Live(console=screen, auto_refresh=False, transient=True, redirect_stdout=screen.file is sys.stdout)
+    began = monotonic()
+
+    def tell() -> None:
+        while NOTES:
+            screen.print(Text(NOTES.popleft()), soft_wrap=True)
+
+    def draw() -> None:
+        tell()
+        if monotonic() - began > AT_ONCE:
+            live.start()
+            live.update(_picture(screen.width, stacks()), refresh=True)
+
+    def write() -> None:
+        now = monotonic()
+        for shown_rows in filter(None, (rows(list(stack), now) for stack in stacks())):
+            line = " · ".join(row.line for row in shown_rows)
+            screen.print(Text(f"[{duration(now - began)}] {line}"), soft_wrap=True)
+
     NOTES.clear()
-    watcher = _Watcher(console or progress_console(), stacks)
-    watcher.start()
     try:
-        yield
+        if screen.is_terminal and not screen.is_dumb_terminal:
+            with _repeated(draw, REFRESH):
+                yield
+        else:
+            with _repeated(tell, REFRESH), _repeated(write, LINE_EVERY):
+                yield
     finally:
-        watcher.end()
-
-
-def progress_console() -> Console:
-    """Return stdout where it is a terminal, else stderr, so that piped output stays clean."""
-    return Console() if sys.stdout.isatty() else Console(stderr=True)
+        with suppress(Exception):
+            live.stop()
+            tell()
 
 
 @contextmanager
 def reported(send: Callable[[list[Phase], list[str]], None]) -> Iterator[None]:
     """Send what goes on in the block, and its notes, twice a second: to a process that has the terminal."""
-    over = Event()
 
     def report() -> None:
-        with suppress(Exception):
-            send(list(OPEN), [NOTES.popleft() for _ in range(len(NOTES))])
-
-    def go_on() -> None:
-        while not over.wait(REPORT):
-            report()
+        send(list(OPEN), [NOTES.popleft() for _ in range(len(NOTES))])
 
     NOTES.clear()
+    try:
+        with _repeated(report, REPORT):
+            yield
+    finally:
+        with suppress(Exception):
+            report()
+
+
+@contextmanager
+def _repeated(work: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Do some work every so often in a thread while the block runs; an error in it ends it, and never the block."""
+    over = Event()
+
+    def go_on() -> None:
+        with suppress(Exception):
+            while not over.wait(seconds):
+                work()
+
     thread = Thread(target=go_on, daemon=True, name="otb progress")
     thread.start()
     try:
@@ -112,71 +137,19 @@ def reported(send: Callable[[list[Phase], list[str]], None]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        report()
 
 
-class _Watcher(Thread):
-    def __init__(self, console: Console, stacks: Stacks):
-        super().__init__(daemon=True, name="otb progress")
-        self.console, self.stacks, self.over = console, stacks, Event()
-        self.began = self.printed = monotonic()
-
-    def run(self) -> None:
-        """Draw until the work is over; an error here never stops the work."""
-        draws = self.console.is_terminal and not self.console.is_dumb_terminal
-        with suppress(Exception):
-            self._draw() if draws else self._write()
-
-    def end(self) -> None:
-        """Remove the picture and print the notes that are left."""
-        self.over.set()
-        self.join()
-        with suppress(Exception):
-            self._tell()
-
-    def _draw(self) -> None:
-        live = Live(
-            console=self.console, auto_refresh=False, transient=True, redirect_stdout=self.console.file is sys.stdout
-        )
-        while not self.over.wait(REFRESH):
-            self._tell()
-            if not live.is_started and monotonic() - self.began > AT_ONCE:
-                live.start()
-            if live.is_started:
-                live.update(self._picture(), refresh=True)
-        live.stop()
-
-    def _picture(self) -> Table:
-        table = Table.grid(padding=(0, 1, 0, 0))
-        wide = self.console.width >= WIDE
-        size = 20 if wide else 8
-        for width in (size, 8, LEFT if wide else None):
-            table.add_column(width=width, no_wrap=True)
-        table.add_column()  # the one that gives way in a narrow terminal
-        now = monotonic()
-        for row in (row for stack in self.stacks() for row in rows(list(stack), now)):
-            share = row.share
-            bar = ProgressBar(
-                total=None if share is None else 1.0, completed=share or 0.0, width=size, pulse=share is None
-            )
-            table.add_row(bar, duration(row.elapsed), remaining(row), Text(row.text, no_wrap=True, overflow="ellipsis"))
-        return table
-
-    def _write(self) -> None:
-        while not self.over.wait(REFRESH):
-            self._tell()
-            now = monotonic()
-            if now - self.printed < LINE_EVERY:
-                continue
-            self.printed = now
-            for stack in self.stacks():
-                if lines := rows(list(stack), now):
-                    line = " · ".join(row.line for row in lines)
-                    self._print(f"[{duration(now - self.began)}] {line}")
-
-    def _tell(self) -> None:
-        while NOTES:
-            self._print(NOTES.popleft())
-
-    def _print(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
+def _picture(width: int, stacks: Sequence[Sequence[Phase]]) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    wide = width >= WIDE
+    size = 20 if wide else 8
+    for column in (size, 8, LEFT if wide else None):
+        table.add_column(width=column, no_wrap=True)
+    table.add_column()  # the one that gives way in a narrow terminal
+    now = monotonic()
+    for row in (row for stack in stacks for row in rows(list(stack), now)):
+        known = row.share is not None
+        bar = ProgressBar(total=1.0 if known else None, completed=row.share or 0.0, width=size, pulse=not known)
+        text = Text(row.text, no_wrap=True, overflow="ellipsis")
+        table.add_row(bar, duration(row.elapsed), row.remaining, text)
+    return table

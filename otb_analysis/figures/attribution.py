@@ -6,15 +6,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from numpy.typing import NDArray
 
 from otb_analysis.diagnostics import Holders, StepAttribution
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.styles import BLUE, GREY, ORANGE
 from otb_analysis.figures.theme import RULE, panels, place
 from otb_analysis.figures.tokens import visible
+from otb_analysis.types import Float32
 
-Array = NDArray[np.float32]
 MOST_PROMPTS = 24
 """Prompts drawn; the others are one bar."""
 
@@ -29,11 +28,11 @@ class AttributionInfo:
     step: int
     norm_sq: float
     prompt: tuple[str, ...]  # Name of each bar [K], largest |share| first
-    signal: Array  # Signal of each bar [K]; its whole share where the split was not measured
-    noise: Array | None  # Noise of each bar [K], None without the split
-    count: Array
+    signal: Float32  # Signal of each bar [K]; its whole share where the split was not measured
+    noise: Float32 | None  # Noise of each bar [K], None without the split
+    count: Float32
     # Share of ‖ḡ‖² that so many tokens hold [n]; passes 1 and comes back where tokens push against the update.
-    held: Array
+    held: Float32
 
 
 def attribution_info(attribution: StepAttribution) -> AttributionInfo:
@@ -56,7 +55,7 @@ def attribution_info(attribution: StepAttribution) -> AttributionInfo:
     )
 
 
-def _bars(values: np.ndarray, whole: float) -> Array:
+def _bars(values: np.ndarray, whole: float) -> Float32:
     rest = values[MOST_PROMPTS:]
     return (np.append(values[:MOST_PROMPTS], rest.sum() if rest.size else []) / whole).astype(np.float32)
 

@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from numpy.typing import NDArray
 
-from otb_analysis.figures.numbers import bracketed, number
+from otb_analysis.figures.numbers import bracketed
 from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import Style, run_styles
 from otb_analysis.figures.theme import note_in_panel, panels, place
-
-Array = NDArray[np.float32]
+from otb_analysis.types import Float32
 
 
 @dataclass(frozen=True)
@@ -36,15 +34,15 @@ class Quantity:
 class Curve:
     """One run in one panel: `step` [S], the recorded `value` [S] and its running mean `smooth` [S], all float32.
 
-    `low` and `high` [S] are the ends of the value's interval, NaN where none was given; None for quantities without.
+    `low` and `high` [S] are the ends of the value's interval, NaN where none was given.
     """
 
     run: str
-    step: Array
-    value: Array
-    smooth: Array
-    low: Array | None = None
-    high: Array | None = None
+    step: Float32
+    value: Float32
+    smooth: Float32
+    low: Float32
+    high: Float32
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class CurvesInfo:
     window: int
 
 
-def running_mean(value: Array, window: int) -> Array:
+def running_mean(value: Float32, window: int) -> Float32:
     """Return the trailing mean of the last `window` entries, of those there are at the start.
 
     m_k = mean(v_{max(0, k−window+1)}, …, v_k); window 1 returns the values.
@@ -87,17 +85,10 @@ def _curve(run: str, table: pd.DataFrame, quantity: Quantity, window: int) -> Cu
     column = quantity.column
     recorded = table.loc[table[column].notna()].sort_values("step")
     value = recorded[column].to_numpy(np.float32)
-    ends = [f"{column}_low", f"{column}_high"]
-    known = quantity.interval and all(end in recorded for end in ends)
-    low, high = (recorded[end].to_numpy(np.float32, na_value=np.nan) if known else None for end in ends)
-    return Curve(
-        run,
-        recorded["step"].to_numpy(np.float32),
-        value,
-        running_mean(value, window if quantity.smoothed and not quantity.rare else 1),
-        low,
-        high,
-    )
+    smooth = running_mean(value, window if quantity.smoothed and not quantity.rare else 1)
+    ends = recorded.reindex(columns=[f"{column}_low", f"{column}_high"]).to_numpy(np.float32, na_value=np.nan)
+    low, high = ends.T if quantity.interval else np.full_like(ends.T, np.nan)
+    return Curve(run, recorded["step"].to_numpy(np.float32), value, smooth, low, high)
 
 
 def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y: bool = False) -> go.Figure:
@@ -108,8 +99,8 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y:
     for index, (quantity, curves) in enumerate(zip(info.quantities, info.curves, strict=True)):
         where = place(index, columns)
         for curve in curves:
-            for band in _bands(curve, styles[curve.run]):
-                figure.add_trace(band, **where)
+            if np.isfinite(curve.low + curve.high).any():
+                figure.add_trace(_band(curve, styles[curve.run]), **where)
             for trace in _scatters(curve, quantity, styles[curve.run]):
                 figure.add_trace(trace.update(showlegend=trace.showlegend and curve.run not in named), **where)
             named.add(curve.run)
@@ -131,40 +122,26 @@ def _scatters(curve: Curve, quantity: Quantity, style: Style) -> list[Any]:
         x=curve.step, y=curve.value, mode="lines", line={"color": style.color, "width": 1}, opacity=0.25,
         hoverinfo="skip", showlegend=False, legendgroup=curve.run,
     )  # fmt: skip
+    rows = zip(curve.value, curve.low, curve.high, strict=True)
     line = go.Scatter(
         x=curve.step, y=curve.smooth, name=curve.run, legendgroup=curve.run, showlegend=True,
         mode="lines+markers" if quantity.rare else "lines",
         line={"color": style.color, "width": 2, "dash": style.dash}, marker={"symbol": style.symbol, "size": 7},
-        text=_readings(curve),
+        text=[bracketed(float(value), float(low), float(high)) for value, low, high in rows],
         hovertemplate="step %{x}: <b>%{text}</b><extra>" + _plain(curve.run) + "</extra>",
     )  # fmt: skip
     return [line] if np.array_equal(curve.value, curve.smooth) else [recorded, line]
 
 
-def _readings(curve: Curve) -> list[str]:
-    """Each value as the hover shows it, with its interval where there is one."""
-    if curve.low is None or curve.high is None:
-        return [number(float(v)) for v in curve.value]
-    return [
-        bracketed(float(value), float(low), float(high))
-        for value, low, high in zip(curve.value, curve.low, curve.high, strict=True)
-    ]
-
-
-def _bands(curve: Curve, style: Style) -> list[Any]:
-    """The intervals of a curve as one outline, of the steps that have one; nothing where none has."""
-    if curve.low is None or curve.high is None:
-        return []
-    known = np.isfinite(curve.low) & np.isfinite(curve.high)
-    if not known.any():
-        return []
+def _band(curve: Curve, style: Style) -> go.Scatter:
+    """The intervals of a curve as one outline, of the steps that have one."""
+    known = np.isfinite(curve.low + curve.high)
     step, low, high = curve.step[known], curve.low[known], curve.high[known]
-    outline = go.Scatter(
+    return go.Scatter(
         x=np.concatenate([step, step[::-1]]), y=np.concatenate([high, low[::-1]]), mode="lines", fill="toself",
         fillcolor=style.color, line={"color": style.color, "width": 1}, opacity=0.2,
         hoverinfo="skip", showlegend=False, legendgroup=curve.run,
     )  # fmt: skip
-    return [outline]
 
 
 def _flat(curves: Sequence[Curve]) -> bool:

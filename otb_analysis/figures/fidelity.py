@@ -6,25 +6,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from numpy.typing import NDArray
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import number, span
 from otb_analysis.figures.scales import log_axis, step_axis
 from otb_analysis.figures.theme import TEMPLATE, panels, place
 from otb_analysis.statistics import MIN_CLUSTERS, Association, Fidelity, Interval, fidelity
-from otb_analysis.types import Float
+from otb_analysis.types import Float, Float32
 
-Array = NDArray[np.float32]
 BINS = 60
-KINDS = {
-    "token": "token energy w_t = ‖s_t‖²",
-    "realized": "realized energy W_t = Σ_{j≤t} w_j",
-}
-SOURCES = {
-    "proxy": "energy_proxy",
-    "calibrated": "energy_calibrated",
-}
+KINDS = {"token": "token energy w_t", "realized": "realized energy W_t"}
+SOURCES = {"proxy": "energy_proxy", "calibrated": "energy_calibrated"}
 """What is compared with exact energies, and its column."""
 
 
@@ -39,24 +31,16 @@ _COLORS = {"pearson": "#0072B2", "log_pearson": "#D55E00", "spearman": "#009E73"
 
 
 @dataclass(frozen=True)
-class StepFidelity:
-    """Agreement at one measured step."""
-
-    step: int
-    fidelity: Fidelity
-
-
-@dataclass(frozen=True)
 class FidelityInfo:
     """The numbers behind the fidelity page."""
 
     kind: str
     source: str
-    count: Array  # Tokens per cell of the density [B, B] float32, rows are exact, NaN where there are none
+    count: Float32  # Tokens per cell of the density [B, B] float32, rows are exact, NaN where there are none
     proxy_edges: Float  # log₁₀ of the bin edges along the proxy [B + 1]
     exact_edges: Float
     overall: Fidelity
-    steps: tuple[StepFidelity, ...]
+    steps: dict[int, Fidelity]  # At each measured step
     n_tokens: int  # Tokens with both energies
     n_zero: int  # Of these, tokens where one of them is 0 and the logarithmic axes cannot show them
     # True when they were drawn with unequal probabilities, so that large energies are over-represented.
@@ -88,8 +72,8 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     proxy, exact = table["proxy"].to_numpy(np.float64), table["exact"].to_numpy(np.float64)
     positive = (proxy > 0) & (exact > 0)
     count, proxy_edges, exact_edges = _density(np.log10(proxy[positive]), np.log10(exact[positive]))
-    per_step = tuple(StepFidelity(int(str(step)), agreement(part)) for step, part in table.groupby("step"))
-    overall = per_step[0].fidelity if len(per_step) == 1 else agreement(table)
+    per_step = {int(str(step)): agreement(part) for step, part in table.groupby("step")}
+    overall = next(iter(per_step.values())) if len(per_step) == 1 else agreement(table)
     return FidelityInfo(
         kind, source, count, proxy_edges, exact_edges, overall, per_step, len(table),
         int(np.count_nonzero(~positive)), drawn,
@@ -146,17 +130,14 @@ def agreement(table: pd.DataFrame) -> Fidelity:
     return fidelity(table["proxy"].to_numpy(), table["exact"].to_numpy(), cell=table["cell"].to_numpy())
 
 
-def _density(x: Float, y: Float) -> tuple[Array, Float, Float]:
-    if x.size == 0:
-        edges = np.linspace(0.0, 1.0, BINS + 1)
-        return np.full((BINS, BINS), np.nan, np.float32), edges, edges
+def _density(x: Float, y: Float) -> tuple[Float32, Float, Float]:
     count, x_edges, y_edges = np.histogram2d(x, y, bins=BINS)
     return np.where(count > 0, count, np.nan).T.astype(np.float32), x_edges, y_edges
 
 
 def fidelity_table(info: FidelityInfo) -> pd.DataFrame:
     """Return the correlations as a table: one row per step and one for all, pooled and within (prompt, t)."""
-    rows = [("all", info.overall), *((str(s.step), s.fidelity) for s in info.steps)]
+    rows = [("all", info.overall), *((str(step), agreed) for step, agreed in info.steps.items())]
     records = []
     for name, agreed in rows:
         record: dict[str, object] = {"step": name, "tokens": agreed.pooled.n, "cells": agreed.n_cells}
@@ -193,12 +174,9 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
     """Draw the three correlations over steps, within (prompt, t) and pooled."""
     titles = (("Within (prompt, t)", "correlation; what the baseline sees"), ("Pooled", "correlation over all tokens"))
     figure = panels(titles, 1, height=205)
-    step = np.array([s.step for s in info.steps], np.float32)
-    both: list[list[Association | None]] = [
-        [s.fidelity.within for s in info.steps],
-        [s.fidelity.pooled for s in info.steps],
-    ]
-    for index, agreed in enumerate(both):
+    step = np.array(list(info.steps), np.float32)
+    for index, name in enumerate(("within", "pooled")):
+        agreed = [getattr(fidelity, name) for fidelity in info.steps.values()]
         for key, title in COEFFICIENTS:
             figure.add_scatter(
                 x=step, y=_coefficients(agreed, key), name=title, legendgroup=key, showlegend=index == 0,
@@ -210,7 +188,7 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
     return figure.update_layout(height=470)
 
 
-def _coefficients(agreed: list[Association | None], key: str) -> Array:
+def _coefficients(agreed: list[Association | None], key: str) -> Float32:
     values = [np.nan if a is None or getattr(a, key) is None else getattr(a, key) for a in agreed]
     return np.array(values, np.float32)
 

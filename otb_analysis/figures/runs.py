@@ -33,9 +33,9 @@ class Headline:
 
 def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
     """Sum up one run."""
-    table = steps.sort_values("step")
-    reward, heldout = _recorded(table, "reward_mean"), _recorded(table, "heldout_reward")
-    clipped, norm = _recorded(table, "clipped"), _recorded(table, "grad_norm")
+    names = ["reward_mean", "heldout_reward", "clipped", "grad_norm"]
+    table: Any = steps.sort_values("step").reindex(columns=names)
+    reward, heldout, clipped, norm = (table[name].dropna().astype(float) for name in names)
     tenth = max(1, len(reward) // 10)
     last = reward.tail(tenth).mean()
     return Headline(
@@ -49,13 +49,6 @@ def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
         grad_norm=_value(norm.tail(WINDOW).median()),
         clipped=_value(clipped.tail(WINDOW).mean()),
     )
-
-
-def _recorded(table: pd.DataFrame, column: str) -> pd.Series:
-    if column not in table:
-        return pd.Series(dtype=float)
-    recorded: Any = table[column].dropna().astype(float)
-    return recorded
 
 
 def _value(number: float | None) -> float | None:

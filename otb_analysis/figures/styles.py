@@ -24,11 +24,15 @@ class Style:
     dash: str = "solid"
     symbol: str = "circle"
 
+    @property
+    def left_out(self) -> "Style":
+        """The look of the leave-one-out form."""
+        return Style(self.color, "dash", f"{self.symbol}-open")
+
 
 ESTIMATOR_STYLES: dict[str, Style] = {
     "none": Style(GREY, "dot", "x"),
     "batch_mean": Style("#00436B", symbol="square"),
-    "batch_mean_loo": Style("#00436B", "dash", "square-open"),
     "group_mean": Style(BLUE),
     "rloo": Style(BLUE, "dash", "circle-open"),
     "grpo": Style(SKY, symbol="square"),
@@ -36,29 +40,22 @@ ESTIMATOR_STYLES: dict[str, Style] = {
     "energy_across_loo": Style("#00615A", "dash", "bowtie-open"),
     "energy_regression": Style("#00615A", symbol="bowtie"),
     "opo": Style("#3D5A98", symbol="diamond-tall"),
-    "opo_loo": Style("#3D5A98", "dash", "diamond-tall-open"),
     "classic_optimal": Style("#4C6B1F", symbol="triangle-up"),
-    "classic_optimal_loo": Style("#4C6B1F", "dash", "triangle-up-open"),
     "sequence_optimal": Style(GREEN, symbol="triangle-up"),
-    "sequence_optimal_loo": Style(GREEN, "dash", "triangle-up-open"),
     "otb": Style(ORANGE, symbol="diamond"),
-    "otb_loo": Style(ORANGE, "dash", "diamond-open"),
     "otb_carry": Style("#8F3B00", symbol="diamond"),
-    "otb_carry_loo": Style("#8F3B00", "dash", "diamond-open"),
     "otb_turn": Style("#F0905A", symbol="diamond"),
-    "otb_turn_loo": Style("#F0905A", "dash", "diamond-open"),
     "token_optimal": Style(AMBER, symbol="star"),
-    "token_optimal_loo": Style(AMBER, "dash", "star-open"),
     "energy_ema": Style("#8A6A00", symbol="star"),
-    "energy_ema_loo": Style("#8A6A00", "dash", "star-open"),
     "position_optimal": Style("#5E4B00", symbol="hexagon"),
     "opob": Style("#7C9440", symbol="triangle-down"),
     "value": Style(PINK, symbol="pentagon"),
     "tvm": Style("#8E4A75", symbol="pentagon"),
     "tempo": Style("#7A5CA8", symbol="hourglass"),
-    "tempo_loo": Style("#7A5CA8", "dash", "hourglass-open"),
     "trloo": Style("#2C7FB8", "dash", "cross-open"),
 }
+WITH_TWIN = "batch_mean opo classic_optimal sequence_optimal otb otb_carry otb_turn token_optimal energy_ema tempo"
+ESTIMATOR_STYLES |= {f"{name}_loo": ESTIMATOR_STYLES[name].left_out for name in WITH_TWIN.split()}
 FURTHER_DASHES = ("dot", "dashdot", "longdashdot", "longdash")
 """Dashes that further runs choose from; solid and dash tell an estimator from its leave-one-out form."""
 
@@ -73,8 +70,7 @@ def estimator_style(name: str) -> Style:
     if name in ESTIMATOR_STYLES:
         return ESTIMATOR_STYLES[name]
     if (twin := name.removesuffix("_loo")) != name:
-        style = estimator_style(twin)
-        return Style(style.color, "dash", f"{style.symbol}-open")
+        return estimator_style(twin).left_out
     return FALLBACK_STYLES[sum(name.encode()) % len(FALLBACK_STYLES)]
 
 

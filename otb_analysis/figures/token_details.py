@@ -34,13 +34,8 @@ def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str) ->
         tool = ("tool output", "not sampled by the policy: it has no score, no energy and no advantage")
         return TokenDetails(rollout, t, text, (tool,))
     policy = line[line["mask"].fillna(True).astype(bool)]
-    lines = [
-        *_probability(token),
-        *_energy(token, policy, t),
-        *_advantage(token, policy, t, estimator),
-        *_share(token, tokens),
-    ]
-    return TokenDetails(rollout, t, text, tuple(lines))
+    lines = _probability(token) + _energy(token, policy, t) + _advantage(token, policy, t, estimator)
+    return TokenDetails(rollout, t, text, (*lines, *_share(token, tokens)))
 
 
 def _probability(token: dict[str, object]) -> list[tuple[str, str]]:

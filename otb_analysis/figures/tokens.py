@@ -5,21 +5,21 @@ would rearrange its neighbours; it is never markup.
 """
 
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from numpy.typing import NDArray
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.theme import TEMPLATE
 from otb_analysis.figures.token_colors import ColorScale, color_scale, token_colors
 from otb_analysis.schema import TOKENS
+from otb_analysis.types import Float32
 
-Array = NDArray[np.float32]
 UNKNOWN = "rgba(125, 130, 140, 0.35)"
 GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 NUMERIC = tuple(
@@ -54,14 +54,21 @@ class RolloutRow:
     tokens: tuple[Token, ...]
 
 
+ORDERS: dict[str, Callable[[RolloutRow], float]] = {
+    "rollout": lambda row: row.rollout,
+    "reward": lambda row: np.inf if row.reward is None else -row.reward,
+    "length": lambda row: -row.length,
+}
+
+
 @dataclass(frozen=True)
 class TokensInfo:
     """The numbers behind the token view."""
 
     column: str
     rollouts: tuple[RolloutRow, ...]
-    values: Array  # The column as a grid [rollouts, T] float32, NaN where not measured or beyond the end
-    unknown: Array  # 1 where there is a token without a value, NaN elsewhere [rollouts, T] float32
+    values: Float32  # The column as a grid [rollouts, T] float32, NaN where not measured or beyond the end
+    unknown: Float32  # 1 where there is a token without a value, NaN elsewhere [rollouts, T] float32
     scale: ColorScale
     n_missing: int
     n_below: int
@@ -101,7 +108,9 @@ def tokens_info(
     colors = color_scale(value, scale, column in SIGNED)
     table = table.assign(_value=value, _policy=policy)
     rows = [_row(int(r), part, rewards.get(r), colors) for r, part in table.groupby("rollout")]
-    rows.sort(key=_order(order))
+    if order not in ORDERS:
+        raise InputError(f"order is {order!r}; {nearest(order, ORDERS)}")
+    rows.sort(key=ORDERS[order])  # they come by rollout, which decides among equals
     grid = np.full((len(rows), max(len(r.tokens) for r in rows)), np.nan, dtype=np.float32)
     for i, row in enumerate(rows):
         grid[i, : len(row.tokens)] = table.loc[table["rollout"] == row.rollout, "_value"]
@@ -111,17 +120,6 @@ def tokens_info(
     below, above = int((value < colors.low).sum()), int((value > colors.high).sum())
     missing = int(np.isnan(value[policy]).sum())
     return TokensInfo(column, tuple(rows), grid, unknown, colors, missing, below, above)
-
-
-def _order(order: str):
-    keys = {
-        "rollout": lambda r: (r.rollout,),
-        "reward": lambda r: (-(r.reward if r.reward is not None else -np.inf), r.rollout),
-        "length": lambda r: (-r.length, r.rollout),
-    }
-    if order not in keys:
-        raise InputError(f"order is {order!r}; {nearest(order, keys)}")
-    return keys[order]
 
 
 def _row(rollout: int, part: Any, reward: float | None, scale: ColorScale) -> RolloutRow:

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from numpy.typing import NDArray
 
 from otb_analysis.figures.gradient_table import MEASURES, Measure, labels, trace_style
 from otb_analysis.figures.numbers import number, span
 from otb_analysis.figures.scales import linear_range, log_axis, step_axis
 from otb_analysis.figures.styles import Style
 from otb_analysis.figures.theme import RULE, note_in_panel, panels, place
+from otb_analysis.types import Float32
 
-Array = NDArray[np.float32]
 UNDEFINED = "undefined: too few prompts to tell ∇J from noise;<br>measure more prompts or pool more steps"
 
 
@@ -29,10 +28,10 @@ class Trace:
 
     label: str
     style: Style
-    step: Array
-    value: Array
-    low: Array
-    high: Array
+    step: Float32
+    value: Float32
+    low: Float32
+    high: Float32
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,8 @@ def variance_info(gradients: pd.DataFrame, estimators: Iterable[str] | None = No
     hidden = tuple(int((table[m.column] <= 0).sum()) if m.log else 0 for m in MEASURES)
     reference = tuple(sorted(table["reference"].dropna().unique())) if "reference" in table else ()
     undefined = int(table["efficiency"].isna().sum())
-    prompts = _span(table, "n_prompts")
+    counts = table["n_prompts"].dropna() if "n_prompts" in table else ()
+    prompts = (int(min(counts)), int(max(counts))) if len(counts) else (0, 0)
     known = "c_known" in table and bool(table["c_known"].fillna(False).any())
     return VarianceInfo(traces, prompts, reference, hidden, undefined, len(table), known)
 
@@ -84,12 +84,6 @@ def _trace(name: str, style: Style, part: Any, column: str) -> Trace:
     low, high = (part.get(f"{column}_{end}", missing).to_numpy(np.float32) for end in ("low", "high"))
     step, value = part["step"].to_numpy(np.float32), part[column].to_numpy(np.float32)
     return Trace(name, style, step, value, low, high)
-
-
-def _span(table: Any, column: str) -> tuple[int, int]:
-    if column not in table or table[column].isna().all():
-        return (0, 0)
-    return (int(table[column].min()), int(table[column].max()))
 
 
 def plot_variance(info: VarianceInfo) -> go.Figure:
@@ -141,11 +135,11 @@ def _finish_axes(figure: go.Figure, measure: Measure, traces: tuple[Trace, ...],
         figure.update_yaxes(rangemode="tozero", **where)
 
 
-def _joined(arrays: list[Array]) -> Array:
+def _joined(arrays: list[Float32]) -> Float32:
     return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
 
 
-def _drawable(value: Array, log: bool) -> Array:
+def _drawable(value: Float32, log: bool) -> Float32:
     return np.where(value > 0, value, np.nan).astype(np.float32) if log else value
 
 
@@ -154,7 +148,7 @@ def _hover(step: float, value: float, low: float, high: float) -> str:
     return f"step {step:.0f}: <b>{number(float(value))}</b>{interval}"
 
 
-def _dodge(steps: Array, rank: int, count: int) -> float:
+def _dodge(steps: Float32, rank: int, count: int) -> float:
     """Offset along the step axis: all estimators together take up a third of the gap between measured steps."""
     gap = float(np.diff(steps).min()) if len(steps) > 1 else 1.0
     return gap / 3 * (rank - (count - 1) / 2) / max(1, count)

@@ -8,7 +8,7 @@ import pandas as pd
 from rich.table import Table
 
 from otb_analysis.errors import InputError
-from otb_analysis.figures.fidelity import agreement, comparable, energies, fidelity_columns
+from otb_analysis.figures.fidelity import KINDS, agreement, comparable, energies, fidelity_columns
 from otb_analysis.figures.numbers import MISSING, bracketed, formatted
 from otb_analysis.report.designs import designs
 from otb_analysis.report.estimator_table import estimator_table
@@ -18,7 +18,6 @@ from otb_analysis.statistics import Fidelity
 from otb_analysis.store import EXACT_ROWS, RunStore
 from otb_analysis.store.reader import unlike_scopes
 
-FIDELITY_OF = {"token": "token energy w_t", "realized": "realized energy W_t"}
 MEASURED_GROUPS = f'(step, "group") IN (SELECT step, "group" FROM tokens WHERE {EXACT_ROWS})'
 NO_SIGNAL = (
     "at every step all rewards within a group were equal, so its gradients say nothing; "
@@ -80,14 +79,16 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
             f"{steps['n_tokens'].sum():,}",
             *(f"{steps[f'seconds_{phase}'].sum():.0f}" for phase in ("sample", "update", "measure")),
         )
-        status, reason = store.standing
-        if status != "complete":
-            table.caption = f"{table.caption}\n{store.path.name}: {status}{f': {reason}' if reason else ''}"
-        if line := heldout_line(steps):
+        no_learning = no_signal(store, steps) if without_signal(steps) else ""
+        for line in filter(None, (unfinished(store), heldout_line(steps), no_learning)):
             table.caption = f"{table.caption}\n{store.path.name}: {line}"
-        if without_signal(steps):
-            table.caption = f"{table.caption}\n{store.path.name}: {no_signal(store, steps)}"
     return table
+
+
+def unfinished(store: RunStore) -> str:
+    """Return the status of a run that is not complete, with its reason; empty for one that is."""
+    status, reason = store.standing
+    return "" if status == "complete" else ": ".join(filter(None, (status, reason)))
 
 
 def heldout_line(steps: pd.DataFrame) -> str:
@@ -111,8 +112,7 @@ def heldout_line(steps: pd.DataFrame) -> str:
 def without_signal(steps: pd.DataFrame) -> bool:
     """Return True when at every step the rewards within every group were equal, so that no group baseline can learn.
 
-    Args:
-        steps: Steps table of one run; a step that did not record it counts as having a signal.
+    A step that did not record it counts as having a signal.
     """
     equal = steps["n_zero_variance_groups"] >= steps["n_prompts"]
     return bool(equal.fillna(False).all())
@@ -132,7 +132,7 @@ def fidelity_rows(store: RunStore) -> list[tuple[str, str, Fidelity]]:
     to its first token without an exact norm.
     """
     tokens, _ = comparable(store.tokens_df(columns=fidelity_columns(), where=MEASURED_GROUPS))
-    tables = {title: energies(tokens, kind) for kind, title in FIDELITY_OF.items()}
+    tables = {title: energies(tokens, kind) for kind, title in KINDS.items()}
     return [(store.path.name, title, agreement(table)) for title, table in tables.items() if len(table)]
 
 

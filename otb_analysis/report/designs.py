@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from otb_analysis.estimators import proved_in_all, unproved_because
-from otb_analysis.figures import conclusion_sentences, trained_labels
+from otb_analysis.figures.conclusion import conclusion_sentences, trained_labels
 from otb_analysis.report.runs import config_of
 from otb_analysis.statistics import Conclusion, conclude
 from otb_analysis.store import RunStore

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
-from otb_analysis.figures import CurvesInfo
+from otb_analysis.figures.curves import CurvesInfo
 
 
 @dataclass(frozen=True)

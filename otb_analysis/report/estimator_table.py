@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from otb_analysis.figures import noise_scale_line, shown_name, signal_sentence
+from otb_analysis.figures.conclusion import noise_scale_line, shown_name, signal_sentence
 from otb_analysis.figures.numbers import MISSING, formatted, interval_cell
 from otb_analysis.report.designs import Design
 from otb_analysis.report.terminal import terminal_table
@@ -67,6 +67,7 @@ def estimator_table(design: Design, top: int | None = None) -> tuple[Table, str]
     grams, conclusion = design.grams, design.conclusion
     rows = {(r.estimator, r.energy_source): r for r in pooled_statistics(grams, known=design.known)}
     ratios = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, known=design.known)}
+    ratios[REFERENCE] = ITSELF
     different = [label for label in rows if not _repeats(label, conclusion)]
     ordered = sorted(different, key=lambda label: _rank(label, ratios))
     shown = _chosen(ordered, conclusion, design.trained, top)
@@ -129,8 +130,6 @@ def _cells(row: GradientStatistics, ratio: PairedRatios | None, trusted: bool) -
     interval = row.efficiency_interval
     judged = row.c_known or (row.sf_interval is not None and row.sf_interval.low is not None)
     c = f"{row.projection:.4g}" if row.c_known else f"≈{row.projection:.2f}" if row.projection else MISSING
-    if (row.estimator, row.energy_source) == REFERENCE:
-        ratio = ITSELF
     return [
         interval_cell(ratio.sf if ratio else None, TWO),
         interval_cell(ratio.efficiency if ratio else None, TWO),
@@ -162,13 +161,9 @@ def _told(conclusion: Conclusion, trained: Sequence[Label]) -> list[str]:
     if conclusion.cause:
         return []
     base = conclusion.against[0]
-    lines = []
-    for words, picked in (
-        ("better", [v for v in conclusion.different if v.better]),
-        ("worse", [v for v in conclusion.different if v.worse]),
-    ):
-        if picked:
-            lines.append(f"{words} than {base}: {', '.join(shown_name(v.label) for v in picked)}")
+    better = ", ".join(shown_name(v.label) for v in conclusion.different if v.better)
+    worse = ", ".join(shown_name(v.label) for v in conclusion.different if v.worse)
+    lines = [f"{words} than {base}: {which}" for words, which in (("better", better), ("worse", worse)) if which]
     listed = "; ".join(lines) or f"none of {names(conclusion.tested)}"
     notes = [f"Shown to differ from {base} (5 % false discoveries allowed): {listed}."]
     tied = [v.label[0] for v in conclusion.tested if not v.differs_in and v.label in trained]

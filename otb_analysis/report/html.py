@@ -7,9 +7,8 @@ import plotly.io
 from jinja2 import Environment
 from plotly.offline import get_plotlyjs
 
-from otb_analysis.figures import CONFIG, for_background
 from otb_analysis.figures.numbers import cell
-from otb_analysis.figures.theme import FONT
+from otb_analysis.figures.theme import CONFIG, FONT, for_background
 from otb_analysis.report.document import Document, Grid, Picture
 
 SHORT = 32

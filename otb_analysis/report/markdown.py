@@ -2,7 +2,7 @@
 
 import re
 
-from otb_analysis.figures import CurvesInfo
+from otb_analysis.figures.curves import CurvesInfo
 from otb_analysis.figures.numbers import cell
 from otb_analysis.figures.styles import run_styles
 from otb_analysis.figures.svg import Curve, Panel, svg

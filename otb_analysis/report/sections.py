@@ -6,43 +6,31 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from otb_analysis.diagnostics import LEVELS, certificate, change_points, changes, diagnose, shares
+from otb_analysis.diagnostics import certificate, change_points, changes, diagnose, shares
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved
-from otb_analysis.figures import (
-    MEASURES,
-    NOISE_SCALE,
-    advice_line,
-    alarm_marks,
-    alarms_line,
-    alarms_table,
-    attribution_info,
-    attribution_line,
-    attribution_table,
-    collapse_info,
-    comparison_info,
-    config_differences,
-    degenerate_table,
-    display_table,
+from otb_analysis.figures.alarms import alarm_marks, alarms_line, alarms_table
+from otb_analysis.figures.attribution import attribution_info, attribution_line, plot_attribution
+from otb_analysis.figures.collapse import collapse_info, degenerate_table, plot_collapse
+from otb_analysis.figures.comparison import comparison_info, display_table, plot_comparison
+from otb_analysis.figures.conclusion import advice_line
+from otb_analysis.figures.fidelity import (
+    fidelity_columns,
     fidelity_info,
     fidelity_table,
     gain_lost_words,
-    headline_info,
-    learning_info,
-    plot_attribution,
-    plot_collapse,
-    plot_comparison,
     plot_fidelity,
-    plot_learning,
 )
-from otb_analysis.figures.fidelity import fidelity_columns
+from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE
+from otb_analysis.figures.learning import learning_info, plot_learning
+from otb_analysis.figures.runs import config_differences, headline_info
 from otb_analysis.report.compare import MEASURED_GROUPS
 from otb_analysis.report.designs import designs
 from otb_analysis.report.document import Formulas, Grid, Part, Picture, Section
 from otb_analysis.report.runs import ReportedRun
-from otb_analysis.report.verdicts import change_line
+from otb_analysis.report.verdicts import attributed, change_line
 from otb_analysis.statistics import gain_lost
-from otb_analysis.store import attributed_steps, largest_attributed_step, step_attribution
+from otb_analysis.store import attributed_steps
 from otb_analysis.store.reader import scope_of
 
 WINDOW = 10
@@ -188,31 +176,17 @@ def attribution_section(run: ReportedRun) -> Section:
     title = f"Who holds the gradient of {run.name}"
     if not attributed_steps(run.store):
         return Section(title, ("No step was attributed; otb train --measure.attribution.every 1 does.",))
-    step = largest_attributed_step(run.store)
-    shares = step_attribution(run.store, step)
-    tokens = run.store.tokens_df([step], ["rollout", "t", "token"])
-    rollouts = run.store.rollouts_df([step], ["group", "rollout", "prompt", "reward"])
+    shares, holders = attributed(run.store, None, TOP)
     grids = [
-        Grid(f"The {level}s with the largest |share| of {len(holders):,}; shares of ‖ḡ‖².", percent(rows))
-        for level in LEVELS
-        for holders in [shares.at(level)]
-        for rows in [attribution_table(shares, holders.head(TOP), tokens, rollouts)]
+        Grid(f"The {level}s with the largest |share| of {total:,}; shares of ‖ḡ‖².", rows)
+        for level, (rows, total) in holders.items()
     ]
     formulas = (
-        (
-            "share",
-            "c·s·ḡ of a token, ḡ = Σ c·s, c its coefficient in the update, s = ∇log π; their sum is ‖ḡ‖²",
-        ),
+        ("share", "c·s·ḡ of a token, ḡ = Σ c·s, c its coefficient in the update, s = ∇log π; their sum is ‖ḡ‖²"),
         ("signal, noise", "c·s·(ḡ − ḡ_p) and c·s·ḡ_p, ḡ_p the part of the token's own prompt"),
     )
     picture = Picture(f"attribution-{run.name}", attribution_line(shares), plot_attribution(attribution_info(shares)))
     return Section(title, (picture, *grids, Formulas(formulas)))
-
-
-def percent(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of holders with its shares in per cent."""
-    shares = [name for name in ("share", "signal", "noise") if name in rows]
-    return rows.assign(**{name: [f"{value:.2%}" for value in rows[name]] for name in shares})
 
 
 def provenance(runs: Sequence[ReportedRun]) -> Section:

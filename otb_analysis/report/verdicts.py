@@ -7,15 +7,19 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from otb_analysis.diagnostics import LEVELS, ChangePoint, change_points, diagnose
+from otb_analysis.diagnostics import LEVELS, ChangePoint, StepAttribution, change_points, diagnose
 from otb_analysis.errors import InputError
-from otb_analysis.figures import advice_line, attribution_line, attribution_table, number
-from otb_analysis.figures.numbers import MISSING
+from otb_analysis.figures.attribution import attribution_line, attribution_table
+from otb_analysis.figures.conclusion import advice_line
+from otb_analysis.figures.numbers import MISSING, number
 from otb_analysis.report.runs import config_of
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.store import RunStore, largest_attributed_step, step_attribution, step_series
 
 STYLE = {"alarm": "bold red", "watch": "yellow", "not measured": "dim", "too short": "dim", "ok": "green"}
+
+Held = tuple[pd.DataFrame, int]
+"""The rows of one level that are shown, and how many there are."""
 
 
 def diagnosis(path: Path) -> list[Table | str]:
@@ -57,18 +61,28 @@ def attribution(path: Path, step: int | None, top: int) -> list[Table | str]:
         InputError: The run does not exist or the step was not attributed; the sentence says what measures it.
         StoreError: The run cannot be read.
     """
-    store = RunStore(path)
+    shares, holders = attributed(RunStore(path), step, top)
+    tables = [holders_table(level, *rows) for level, rows in holders.items()]
+    gap = "" if shares.gap is None else f" The shares add up to ‖ḡ‖² to {abs(shares.gap):.0e} of it."
+    return [f"{path.name}. {attribution_line(shares)}{gap}", *tables]
+
+
+def attributed(store: RunStore, step: int | None, top: int) -> tuple[StepAttribution, dict[str, Held]]:
+    """Return the attribution of a step, and the `top` rows of each level, in per cent, with the number of all."""
     chosen = largest_attributed_step(store) if step is None else step
     shares = step_attribution(store, chosen)
     tokens = store.tokens_df([chosen], ["rollout", "t", "token"])
     rollouts = store.rollouts_df([chosen], ["group", "rollout", "prompt", "reward"])
-    tables = [
-        holders_table(level, attribution_table(shares, holders.head(top), tokens, rollouts), len(holders))
-        for level in LEVELS
-        for holders in [shares.at(level)]
-    ]
-    gap = "" if shares.gap is None else f" The shares add up to ‖ḡ‖² to {abs(shares.gap):.0e} of it."
-    return [f"{path.name}. {attribution_line(shares)}{gap}", *tables]
+    by_level = {level: shares.at(level) for level in LEVELS}
+    return shares, {
+        level: (_percent(attribution_table(shares, holders.head(top), tokens, rollouts)), len(holders))
+        for level, holders in by_level.items()
+    }
+
+
+def _percent(rows: pd.DataFrame) -> pd.DataFrame:
+    shares = [name for name in ("share", "signal", "noise") if name in rows]
+    return rows.assign(**{name: [f"{value:.2%}" for value in rows[name]] for name in shares})
 
 
 def holders_table(level: str, rows: pd.DataFrame, total: int) -> Table:
@@ -76,12 +90,6 @@ def holders_table(level: str, rows: pd.DataFrame, total: int) -> Table:
     table = terminal_table(f"The {len(rows)} {level}s with the largest |share| of {total:,}", "", (), ())
     for name in rows:
         table.add_column(str(name), justify="left" if name in ("token", "text") else "right", no_wrap=True)
-    for _, row in rows.iterrows():
-        table.add_row(*(_text(str(name), row[name]) for name in rows))
+    for row in rows.to_dict("records"):
+        table.add_row(*(Text(number(value) if name == "reward" else str(value)) for name, value in row.items()))
     return table
-
-
-def _text(name: str, value: object) -> Text:
-    if name in ("share", "signal", "noise"):
-        return Text(f"{value:.2%}")
-    return Text(number(float(str(value))) if name == "reward" else str(value))

@@ -141,13 +141,13 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         if norms is not None:
             inputs = table.inputs(norms.whole_norm_sq, norms.rollout_norm_sq)
         trained = estimate(config.estimator.name, replace(inputs, state=trainer.remembered), trainer.options)
-        trainer.remember(trained.state)
         batch = trainer.objective.batch(rollouts, table, trained.advantage, reference)
         batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
     with trainer.timed("measure"):
         weights = partial(trainer.objective.first_coefficients, batch, table.stats.logprob)
         measurement = processes.broadcast_from_main(lambda: measurer.measure(step, rollouts, table, norms, weights))
         trainer.forecast.correct(step)
+    trainer.remember(trained.state)  # only now: measuring used what this step's advantages were made with
     with trainer.timed("update"):
         scalars |= trainer.update(batch, forward)
         scalars |= trainer.update_critic(rollouts, forward, table)

@@ -3,14 +3,8 @@ import pandas as pd
 import pytest
 
 from otb_analysis.diagnostics import StepSeries, change_points, diagnose
-from otb_analysis.figures import (
-    SIGNS,
-    alarm_marks,
-    alarms_line,
-    alarms_table,
-    collapse_info,
-    plot_collapse,
-)
+from otb_analysis.figures.alarms import SIGNS, alarm_marks, alarms_line, alarms_table
+from otb_analysis.figures.collapse import collapse_info, plot_collapse
 
 CLIPPED = np.repeat([False, True, False], [35, 15, 10])
 STEPS = pd.DataFrame({"step": np.arange(60), "grad_norm": [1.0] * 50 + [6.0] * 10, "clipped": CLIPPED})

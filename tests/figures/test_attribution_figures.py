@@ -3,8 +3,13 @@ import pandas as pd
 import pytest
 
 from otb_analysis.diagnostics import AttributedTokens, attribute_step
-from otb_analysis.figures import attribution_info, attribution_line, attribution_table, plot_attribution
-from otb_analysis.figures.attribution import MOST_PROMPTS
+from otb_analysis.figures.attribution import (
+    MOST_PROMPTS,
+    attribution_info,
+    attribution_line,
+    attribution_table,
+    plot_attribution,
+)
 
 SIGNAL, NOISE = np.array([1.0, -2.0, 0.5, 0.0, 1.0]), np.array([3.0, 1.0, 0.5, -1.5, 0.5])
 KEYS = np.array([0, 0, 0, 1, 1]), np.array([0, 0, 1, 2, 2]), np.array([0, 1, 0, 0, 1])

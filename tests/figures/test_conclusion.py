@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from otb_analysis.figures import conclusion_sentences, noise_scale_line, signal_sentence
-from otb_analysis.figures.conclusion import measure_options
+from otb_analysis.figures.conclusion import conclusion_sentences, measure_options, noise_scale_line, signal_sentence
 from otb_analysis.statistics import Gram, Interval, Proved, conclude
 from otb_analysis.statistics.comparisons.verdicts import Verdict, names
 from otb_analysis.types import Label

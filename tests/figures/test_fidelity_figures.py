@@ -31,7 +31,7 @@ def test_scale_that_depends_on_position_spoils_the_pooled_figure_and_not_the_one
 
 def test_every_measured_step_has_its_own_agreement():
     info = fidelity_info(many(lambda t: 2.0))
-    assert [s.step for s in info.steps] == [0, 10]
+    assert list(info.steps) == [0, 10]
     assert fidelity_table(info)["step"].tolist() == ["all", "0", "10"]
 
 

@@ -1,6 +1,6 @@
 import pandas as pd
 
-from otb_analysis.figures import for_dark, results_table
+from otb_analysis.figures.studies import for_dark, results_table
 from otb_analysis.figures.svg import Curve, Panel, svg
 
 

@@ -15,7 +15,7 @@ from otb_analysis.config import (
     SketchSchedule,
 )
 from otb_analysis.errors import InputError
-from otb_analysis.figures import fidelity_info
+from otb_analysis.figures.fidelity import fidelity_info
 from otb_analysis.report.compare import fidelity_rows
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.store import RunStore

@@ -87,9 +87,9 @@ def test_partial_credit_is_recorded_and_not_paid(scripted):
     assert parts == {"correct": 0.0, "score": len(prompt.answer) / len(f"{prompt.answer} letters")}
     letters = character_tokenizer(task.alphabet)
     rollouts = sample(scripted([f"{text}$"], tokenizer=letters), letters, task, [prompt], SampleConfig(group_size=1))
-    rewards = compute_rewards(task, rollouts)
-    assert rewards.total.tolist() == [0.0]
-    assert rewards.parts["score"].tolist() == [parts["score"]]
+    rollouts = compute_rewards(task, rollouts)
+    assert not rollouts.reward.any()
+    assert rollouts.reward_parts["score"].tolist() == [parts["score"]]
 
 
 @pytest.mark.parametrize(
