@@ -124,7 +124,8 @@ with page("Collapse", "Is training about to fall apart, since when, and which to
         "variances are unreliable; from 1 on, the variance of the gradient is infinite. That of the proxy, which is "
         "bounded, says neither. A group whose rewards are all equal has no gradient under any group baseline."
     )
-    advice(chosen)
+    with errors_as_sentences():
+        advice(chosen)
     with errors_as_sentences():
         attribution()
     st.subheader("Degenerate input", anchor=False)
