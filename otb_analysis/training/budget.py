@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from otb_analysis.config import (
     AttributionSchedule,
     MeasureConfig,
@@ -107,7 +109,7 @@ def _exact(prices: Prices, first: int, seconds: float) -> Schedule:
     are measured, and steps once all prompts are.
     """
     steps, most = prices.config.optimize.steps - first, len(prices.rollouts.prompts)
-    best = Schedule(first=first)
+    best = Schedule(prompts=min(PAIR, most), first=first)
     for prompts in range(min(PAIR, most), most + 1):
         schedule = _often(prices, "exact", Schedule(prompts=prompts, first=first), seconds)
         if not schedule.every or (best.every and events_of(schedule, first, first + steps) < min(SPREAD, steps)):
@@ -139,8 +141,8 @@ class Budget:
         # What is measured from now on: what the user set, until the first step is timed
         self.measure = replace(config.measure, **{name: OFF[name] for name in self.levels})
         self.price: dict[str, float] = {}  # Seconds of one event, by level
-        self.spent = self.usual = 0.0  # Seconds of measuring, and of everything else, so far
-        self.done = 0  # Steps so far
+        self.spent = 0.0  # Seconds of measuring so far
+        self.usual: list[float] = []  # Seconds of everything else, by step
 
     def begin(self, step: int, rollouts: Rollouts, per_position: float, usual: float, forward: float) -> MeasureConfig:
         """Plan the run at its first step and return what is measured.
@@ -165,18 +167,22 @@ class Budget:
         by_phase = {name.removeprefix("seconds_"): value for name, value in seconds.items()}
         measured = by_phase.get("measure", 0.0) + by_phase.get("forward", 0.0)
         self.spent += measured
-        self.usual += sum(by_phase.values()) - by_phase.get("evaluate", 0.0) - measured
-        self.done += 1
+        self.usual.append(sum(by_phase.values()) - by_phase.get("evaluate", 0.0) - measured)
         due = [name for name in self.levels if getattr(self.measure, name).due(step)]
         for name in due:
             self.price[name] = sum(EXPECTED.get(phase, 0.0) for phase in PHASES_OF[name]) or self.price[name]
-        if due:
-            self._plan_again(step)
+        # The first step is a slow one: its successors may be cheaper, and so may allow less than was planned
+        left, rest = self.share * float(np.median(self.usual)) * self.steps - self.spent, self.steps - step - 1
+        if rest > 0 and (due or self._cost(step + 1) > max(0.0, left)):
+            self._plan_again(step, left, rest)
 
-    def _plan_again(self, step: int) -> None:
-        """Spread what can still be paid for over the steps that are left, at the true prices."""
-        left, rest = self.share * self.usual / self.done * self.steps - self.spent, self.steps - step - 1
-        for name in self.levels if rest > 0 else ():
+    def _cost(self, first: int) -> float:
+        """Seconds that the plan takes from a step to the end of the run."""
+        return sum(events_of(getattr(self.measure, n), first, self.steps) * self.price[n] for n in self.price)
+
+    def _plan_again(self, step: int, left: float, rest: int) -> None:
+        """Spread the seconds that are left over the steps that are left, at the true prices."""
+        for name in self.levels:
             schedule = getattr(self.measure, name)
             if name == "sampled" and not schedule.every:
                 continue  # exact norms took its place
@@ -208,12 +214,12 @@ class Budget:
 
     def state(self) -> dict[str, Any]:
         """Return plain values from which a resumed run goes on."""
-        counts = {name: getattr(self, name) for name in ("price", "spent", "usual", "done")}
+        counts = {name: getattr(self, name) for name in ("price", "spent", "usual")}
         return counts | {"schedules": {name: asdict(getattr(self.measure, name)) for name in self.levels}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         schedules = {name: replace(getattr(self.measure, name), **plan) for name, plan in state["schedules"].items()}
         self.measure = replace(self.measure, **schedules)
-        for name in ("price", "spent", "usual", "done"):
+        for name in ("price", "spent", "usual"):
             setattr(self, name, state[name])
