@@ -61,7 +61,7 @@ def find_plan(batch: ScoreBatch) -> Plan:
     rollout = probe(batch)
     leaves = [name for name, module in batch.model.named_modules() if not any(module.children())]
     watched = dict.fromkeys([u.module for u in uses] + leaves)
-    trace = traced(batch, rollout, watched)
+    trace = traced(batch, (rollout,), watched)
     for use in uses:
         if use.module in trace.repeated or use.module not in trace.outputs:
             often = "more than once" if use.module in trace.repeated else "not by a plain call"
