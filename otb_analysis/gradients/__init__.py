@@ -69,7 +69,7 @@ ENGINES: dict[str, Engine] = {
     "reference": Engine(reference.token_score_norms, reference.weighted_score_norms, reference.group_gradient_gram),
 }
 """Engines of this version, best first. `reference` takes M ordinary backward passes per prompt for a Gram matrix, the
-others as many as the prompt's weights have rank, and none in scope "lm_head"."""
+others as many as the prompt's weights have rank."""
 
 
 @torch.inference_mode(False)

@@ -56,7 +56,7 @@ def test_weighted_norms_of_every_engine(wide, engine):
 @pytest.mark.slow
 def test_norms_of_drawn_tokens(wide):
     model, batch, _, exact, _ = wide
-    near(sampled_score_norms(model, *batch, tokens=99, engine="scattered").norm_sq, exact.norm_sq)
+    near(sampled_score_norms(model, *batch, tokens=99).norm_sq, exact.norm_sq)
 
 
 @pytest.mark.slow

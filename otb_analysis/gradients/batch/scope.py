@@ -20,6 +20,11 @@ class Scope:
     parameters: tuple[Tensor, ...]  # The tensors themselves; their `.grad` and `requires_grad` are never written
     head: nn.Linear | None = None  # The output layer when only its own use counts, else None
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The model's own tensors behind `parameters`, which for "lm_head" are leaves that share their storage."""
+        return self.parameters if self.head is None else tuple(self.head.parameters())[: len(self.parameters)]
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Make forward passes inside the block depend on `parameters`.

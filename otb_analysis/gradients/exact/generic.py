@@ -128,7 +128,7 @@ def _blocks(decomposed: DecomposedRollout) -> Iterator[tuple[slice, Iterator[tup
         if start == count:  # the last block sees the whole rollout, whose pass is there already
             yield span, decomposed.coordinates(decomposed.trace, decomposed.rollout, mix)
         else:
-            trace = traced(decomposed.batch, block, decomposed.plan.modules, decomposed.plan.cut)
+            trace = traced(decomposed.batch, (block,), decomposed.plan.modules, decomposed.plan.cut)
             yield span, decomposed.coordinates(trace, block, mix)
 
 

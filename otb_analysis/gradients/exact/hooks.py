@@ -1,7 +1,7 @@
 """Forward passes that remember what went into and came out of chosen layers, and the signals that come back to them."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,10 +31,14 @@ class ReachedCut(Exception):
     """Raised by a hook once a forward pass has come as far as it must; what follows is not run."""
 
 
-def traced(batch: ScoreBatch, rollout: Rollout, names: Iterable[str], cut: str | None = None) -> Trace:
-    """Run one rollout up to its last sampled token while watching some modules.
+def traced(batch: ScoreBatch, rollouts: tuple[Rollout, ...], names: Iterable[str], cut: str | None = None) -> Trace:
+    """Run rollouts up to their last sampled tokens while watching some modules.
 
-    With `cut` the pass stops at the input of that layer, so there are no log-probabilities.
+    A single one runs with attention whose backward pass takes many signals at once. With `cut` the pass stops at the
+    input of that layer, so there are no log-probabilities.
+
+    Raises:
+        UnfitError: A layer does not work on one row per rollout.
     """
     modules = dict(batch.model.named_modules())
     trace = Trace()
@@ -50,11 +54,38 @@ def traced(batch: ScoreBatch, rollout: Rollout, names: Iterable[str], cut: str |
             context.enter_context(modules[cut].register_forward_pre_hook(stop))
         # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
         context.enter_context(batch.scope.active())
-        context.enter_context(_watching({n: modules[n] for n in names}, trace))
-        # The fused attention kernels have no rule for many signals at once.
-        context.enter_context(many_signals(rollout.length))
-        trace.logprob = sampled_logprobs(inner, (rollout,))
+        for name in dict.fromkeys(names):
+            context.enter_context(modules[name].register_forward_hook(_watch(name, len(rollouts), trace)))
+        if len(rollouts) == 1:
+            # The fused attention kernels have no rule for many signals at once.
+            context.enter_context(many_signals(rollouts[0].length))
+        trace.logprob = sampled_logprobs(inner, rollouts)
     return trace
+
+
+def _watch(name: str, rows: int, trace: Trace) -> Callable[[nn.Module, tuple[object, ...], object], object]:
+    """A hook that remembers a layer's input and output, with one row per rollout."""
+
+    def hook(_module: nn.Module, args: tuple[object, ...], output: object) -> object:
+        # A layer that runs twice has two signals; which of them a rule saw would be chance.
+        if name in trace.outputs:
+            trace.repeated.add(name)
+        inputs = args[0] if args else None
+        if not (isinstance(inputs, Tensor) and isinstance(output, Tensor)):
+            return output
+        if rows > 1 and (inputs.shape[0] not in (1, rows) or output.shape[0] != inputs.shape[0]):
+            raise UnfitError(
+                f"layer {name} works on shape {tuple(inputs.shape)} where {rows} rollouts were expected; "
+                'pass engine="reference".'
+            )
+        # A layer that runs once for all rows, such as a table of positions, is spread over them: through the shared
+        # output the signals of all rows would add up.
+        if inputs.shape[:1] == (1,) and rows > 1:
+            inputs, output = (x.expand(rows, *x.shape[1:]) for x in (inputs, output))
+        trace.inputs[name], trace.outputs[name] = inputs, output
+        return output
+
+    return hook
 
 
 def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Tensor, ...]:
@@ -93,21 +124,3 @@ def own_rows(tensor: Tensor, rollout: Rollout) -> Tensor:
         )
     positions = rollout.targets - 1
     return positions if tensor.shape[1] == length else torch.arange(kept, device=positions.device)
-
-
-@contextmanager
-def _watching(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[None]:
-    def watch(name: str):
-        def hook(_module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            # A layer that runs twice has two signals; which of them a rule saw would be chance.
-            if name in trace.outputs:
-                trace.repeated.add(name)
-            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-                trace.inputs[name], trace.outputs[name] = args[0], output
-
-        return hook
-
-    with ExitStack() as handles:
-        for name, module in modules.items():
-            handles.enter_context(module.register_forward_hook(watch(name)))
-        yield

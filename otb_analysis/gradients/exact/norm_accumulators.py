@@ -5,7 +5,6 @@ The accumulator owns the memory that they are written into, so that running sums
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 
 import torch
@@ -34,38 +33,28 @@ class Workspace:
         return held[:size].view(shape)
 
 
-class NormAccumulator(ABC):
-    """Takes coordinates of gradients, one group of parameters after the other."""
+class NormAccumulator:
+    """Takes coordinates of a block's C gradients, one group of parameters after the other, and gives ‖s_c‖²."""
 
     def __init__(self, work: Workspace) -> None:
         self._work = work
+        self._parts: list[Tensor] = []
 
     def take(self, group: Group, rows: int, count: int) -> Tensor:
         """Memory [rows, count, D] to write the coordinates of `count` gradients to."""
         return self._work.take("coordinates", rows, count, _width(group))
 
-    @abstractmethod
     def note(self, group: Group, coordinates: Tensor) -> None:
         """Count coordinates that were written to the memory taken last for this group."""
+        # Lengths of coordinate rows: norms of all parameters add up, so the group does not matter.
+        self._parts.append(torch.linalg.vector_norm(coordinates, dim=-1))
 
-
-class Single(NormAccumulator):
-    """‖s_c‖² of each of the C gradients of a block."""
-
-    def __init__(self, work: Workspace) -> None:
-        super().__init__(work)
-        self._rows: list[Tensor] = []
-
-    def note(self, group: Group, coordinates: Tensor) -> None:
-        """Keep the lengths of coordinate rows: norms of all parameters add up, so the group does not matter."""
-        self._rows.append(torch.linalg.vector_norm(coordinates, dim=-1))
-
-    def total(self) -> Tensor:
-        """Squared norms [C] since the last call, float64."""
+    def total(self) -> tuple[Tensor, Tensor | None]:
+        """Squared norms [C] of the gradients since the last call, and of running sums where they are kept; float64."""
         # Norms are kept and squared in float64 at the end: squares in float32 would lose small ones.
-        rows = torch.cat(self._rows)
-        self._rows.clear()
-        return rows.double().square().sum(0)
+        rows = torch.cat(self._parts)
+        self._parts.clear()
+        return rows.double().square().sum(0), None
 
 
 class Running(NormAccumulator):
@@ -78,7 +67,6 @@ class Running(NormAccumulator):
     def __init__(self, work: Workspace) -> None:
         super().__init__(work)
         self._sums: dict[Group, Tensor] = {}
-        self._grams: list[Tensor] = []
 
     def take(self, group: Group, rows: int, count: int) -> Tensor:
         """Memory behind the running sums; a longer prefix only appends coordinate rows, whose sum so far is zero."""
@@ -94,14 +82,14 @@ class Running(NormAccumulator):
         """Keep the inner products of the running sums and the coordinates, and the new sums."""
         rows, count, width = coordinates.shape
         both = self._work.take("coordinates", rows, 1 + count, width)  # the same memory, with S in front
-        self._grams.append(torch.bmm(both, both.transpose(1, 2)))
+        self._parts.append(torch.bmm(both, both.transpose(1, 2)))
         self._sums[group] = both.sum(1)
 
-    def total(self) -> tuple[Tensor, Tensor]:
-        """Squared norms [C] of the scores and of the sums up to each since the last call, float64."""
+    def total(self) -> tuple[Tensor, Tensor | None]:
+        """Squared norms [C] of the scores, and of the sums up to each, since the last call; float64."""
         # Products are float32, but there is one small matrix per coordinate row, and they are summed in float64.
-        gram = torch.cat(self._grams).double().sum(0)
-        self._grams.clear()
+        gram = torch.cat(self._parts).double().sum(0)
+        self._parts.clear()
         return gram.diagonal()[1:], leading_sums(gram)[1:]
 
 

@@ -35,7 +35,7 @@ class DecomposedRollout:
 
     def __init__(self, batch: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
         self.batch, self.plan, self.rollout = batch, plan, rollout
-        self.trace = traced(batch, rollout, plan.modules)  # its graph is kept
+        self.trace = traced(batch, (rollout,), plan.modules)  # its graph is kept
         # By use above the cut, the tokens' gradients as outer products (left [K, a], right [K, b]); of a tied matrix
         # only those rows that the rollout does not read as input.
         self.outer: dict[ParameterUse, tuple[Tensor, Tensor]] = {}

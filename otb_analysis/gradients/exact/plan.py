@@ -61,7 +61,7 @@ def find_plan(batch: ScoreBatch) -> Plan:
     rollout = probe(batch)
     leaves = [name for name, module in batch.model.named_modules() if not any(module.children())]
     watched = dict.fromkeys([u.module for u in uses] + leaves)
-    trace = traced(batch, rollout, watched)
+    trace = traced(batch, (rollout,), watched)
     for use in uses:
         if use.module in trace.repeated or use.module not in trace.outputs:
             often = "more than once" if use.module in trace.repeated else "not by a plain call"
@@ -148,10 +148,10 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
     at_output = dict(zip(modules, signals, strict=False))
     at_input = dict(zip(inputs, signals[len(modules) :], strict=True))
     # An embedding has no outer product, and a norm of heads has its positions on another axis.
-    above = tuple(u for u in uses if u.rule not in (EMBEDDING, HEADED_SCALE) and _stays(at_output[u.module], rollout))
+    above = {u for u in uses if u.rule not in (EMBEDDING, HEADED_SCALE) and _stays(at_output[u.module], rollout)}
     below = tuple(u for u in uses if u not in above)
     if not below:
-        return Plan(above, below, None, 0)
+        return Plan(uses, (), None, 0)
     if any(u.rule is MATRIX and u.parameter in {v.parameter for v in below if v is not u} for u in below):
         raise UnfitError('a tied matrix is not the last layer of the model; pass engine="reference".')
     direct = {u.module: at_output[u.module] for u in below}
@@ -161,9 +161,21 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
             # A cut carries everything: what goes down from it alone must be what came down by all ways.
             chained = pull_back(x, targets, at_input[name])
             if all(_close(c, d) for c, d in zip(chained, direct.values(), strict=True)):
-                width = sum(math.prod(d.shape[3:]) * d.shape[2] // rollout.length for d in direct.values())
-                return Plan(above, below, name, width)
-    raise UnfitError('no layer of the model separates its last attention from what follows; pass engine="reference".')
+                break
+    else:
+        raise UnfitError(
+            'no layer of the model separates its last attention from what follows; pass engine="reference".'
+        )
+    # Where no signal comes back at all, nothing shows whether it would stay: an adapter's B starts at zero, and A then
+    # has none. What runs behind the cut is above it. A pass that stops at the cut would not reach such a layer.
+    ran = list(trace.outputs)
+    behind = set(ran[ran.index(name) :])
+    silent = {n for n, signal in direct.items() if not signal.any()}
+    above |= {u for u in uses if u.module in behind & silent}
+    below = tuple(u for u in uses if u not in above)
+    reached = [direct[n] for n in {u.module for u in below}]
+    width = sum(math.prod(s.shape[3:]) * s.shape[2] // rollout.length for s in reached)
+    return Plan(tuple(u for u in uses if u in above), below, name if below else None, width)
 
 
 def _stays(signal: Tensor, rollout: Rollout) -> bool:

@@ -50,13 +50,16 @@ class Verdicts(Generic[T]):
 
 
 def model_key(batch: ScoreBatch) -> tuple[object, ...]:
-    """What a verdict depends on besides the identity of the model: its layers, attention, dtypes and the scope."""
+    """What a verdict depends on besides the identity of the model: layers, attention, dtypes, scope and zeros."""
     modules = batch.model.named_modules()
     # `forward` itself is part of the key, because a class may be patched after the first use.
     layers = tuple((name, type(module), type(module).forward, module.training) for name, module in modules)
     attention = getattr(getattr(batch.model, "config", None), "_attn_implementation", None)
     dtypes = tuple(p.dtype for p in batch.model.parameters())
-    return batch.scope.names, batch.scope.head is None, attention, dtypes, layers
+    # An adapter's B starts at zero, where A has no gradient that could be compared: once it has moved, the model is
+    # tried out again. The first row tells, so that not all weights are read at every call.
+    zeros = tuple(not torch.atleast_1d(p)[:1].any() for p in batch.scope.parameters)
+    return batch.scope.names, batch.scope.head is None, attention, dtypes, layers, zeros
 
 
 def first_told(model: nn.Module, sentence: str) -> bool:

@@ -148,14 +148,16 @@ def structure_of(batch: ScoreBatch) -> BlockStructure:
         UnfitError: There are no blocks, or one parameter acts in several of these places, a tied embedding excepted.
     """
     model = batch.model
-    names = {id(p): name for name, p in zip(batch.scope.names, batch.scope.parameters, strict=True)}
+    names = {id(p): name for name, p in zip(batch.scope.names, batch.scope.tensors, strict=True)}
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         raise UnfitError("it has no list of blocks")
     # A model may have other lists, such as experts; the blocks hold most parameters.
     blocks = tuple(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
     inside = tuple(tuple(names[id(p)] for p in block.parameters() if id(p) in names) for block in blocks)
-    embedding, head = _layer(model, "input", nn.Embedding, names), _layer(model, "output", nn.Linear, names)
+    # In scope "lm_head" a tied matrix counts as output only.
+    embedding = _layer(model, "input", nn.Embedding, names) if batch.scope.head is None else None
+    head = _layer(model, "output", nn.Linear, names)
     if isinstance(embedding, nn.Embedding) and (embedding.max_norm is not None or embedding.scale_grad_by_freq):
         raise UnfitError("its embedding changes what is read or scales its gradient")
     ends = (

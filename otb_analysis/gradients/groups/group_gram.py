@@ -13,7 +13,7 @@ from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.layout import padded
 from otb_analysis.gradients.batch.packing import layout_of
 from otb_analysis.gradients.batch.tree import sampled_nodes, tree_of
-from otb_analysis.gradients.exact import head, reference
+from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.gram import add_products, flat_norm_sq, refuse_many
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.reference import prompt_weights
@@ -62,8 +62,6 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
     A model of blocks is measured block by block (`layered`). Another one has its basis' gradients formed whole by
     `reference`, in as many rounds as their memory takes. Which way a model takes is said once.
     """
-    if batch.scope.head is not None:
-        return head.group_gradient_gram(batch, weights, group)
     prompts = [_Prompt(*prompt_weights(batch, weights, group == p)) for p in np.unique(group)]
     refuse_many(sum(int(p.weights.any(-1).sum()) for p in prompts))
     try:

@@ -5,7 +5,6 @@ weight gradient, over C·d_out columns. Whatever meets a parameter in scope is h
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,24 +12,12 @@ from torch import Tensor
 from otb_analysis.gradients.exact.norm_accumulators import Workspace
 from otb_analysis.gradients.manual.activations import Attention, BlockPass, FeedForward, NormPass, Turns
 from otb_analysis.gradients.manual.llama_layout import Dense, Layer, Norm
+from otb_analysis.gradients.manual.sinks import Above, Below
 
 SLICE, SCORE_BYTES = 64, 1 << 26
 """Queries below which an attention slice is not worth its calls, and what the scores of one slice may occupy."""
 
-Place = tuple[int, str]
-"""Which input of which layer a weight is applied to."""
-
-
-class Sink(Protocol):
-    """Takes the signals at the outputs of layers; the same for signals at one position and at many."""
-
-    def dense(self, place: Place, layers: Sequence[Dense], inputs: Tensor, signal: Tensor) -> None:
-        """Linear layers that read one input [n, d], with signals [n, C, ΣD] side by side."""
-        ...
-
-    def scale(self, norm: Norm, product: Tensor) -> None:
-        """A norm's weight, with x̂·δ [n, C, ..., d]."""
-        ...
+Sink = Above | Below
 
 
 def feed_backward(layer: Layer, index: int, feed: FeedForward, signal: Tensor, tools: tuple[Sink, Workspace]) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
 from otb_analysis.gradients.exact.norm_accumulators import (
+    NormAccumulator,
     Parts,
     Running,
-    Single,
     norm_sq,
     outer_norms,
     outer_row_norms,
@@ -93,16 +93,14 @@ def _token_norms(manual: ManualBackward, path: bool) -> tuple[Tensor, Tensor]:
     norms, path_norms = outer_norms(((left, right) for _, left, right in manual.outer), manual.token_signals, path)
     size = block_size(manual)
     # Running sums take a Gram matrix per coordinate row; without `path` lengths are enough.
-    accumulator = Running(manual.work) if path else Single(manual.work)
+    accumulator = Running(manual.work) if path else NormAccumulator(manual.work)
     for start in range(0, len(norms), size) if manual.layout.reaches_below else ():
         span = slice(start, start + size)
         manual.below(Mix(None, span), accumulator)
-        if isinstance(accumulator, Running):
-            single, running = accumulator.total()
-            path_norms[span] += running
-        else:
-            single = accumulator.total()
+        single, running = accumulator.total()
         norms[span] += single
+        if running is not None:
+            path_norms[span] += running
     return norms, path_norms
 
 
@@ -110,8 +108,8 @@ def _row_norms(manual: ManualBackward, rows: Tensor) -> Tensor:
     """‖Σ_k rows[m,k] s_k‖² of one rollout [M]."""
     rows = rows.to(manual.token_signals.device)
     result = outer_row_norms(((left, right) for _, left, right in manual.outer), rows)
-    size, accumulator = block_size(manual), Single(manual.work)
+    size, accumulator = block_size(manual), NormAccumulator(manual.work)
     for start in range(0, len(rows), size) if manual.layout.reaches_below else ():
         manual.below(Mix(rows[start : start + size], slice(None)), accumulator)
-        result[start : start + size] += accumulator.total()
+        result[start : start + size] += accumulator.total()[0]
     return result

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from otb_analysis.gradients.exact.norm_accumulators import Group, NormAccumulator
 from otb_analysis.gradients.manual.activations import Activations
-from otb_analysis.gradients.manual.backward import Place
 from otb_analysis.gradients.manual.llama_layout import Dense, LlamaLayout, Norm
+
+Place = tuple[int, str]
+"""Which input of which layer a weight is applied to."""
 
 
 @dataclass(frozen=True)

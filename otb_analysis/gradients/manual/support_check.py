@@ -23,7 +23,18 @@ FAMILIES: dict[type[nn.Module], tuple[Any, str]] = {
     modeling_qwen2.Qwen2ForCausalLM: (modeling_qwen2, "Qwen2"),
     modeling_qwen3.Qwen3ForCausalLM: (modeling_qwen3, "Qwen3"),
 }
-PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+SLOTS: dict[str, str | type[nn.Module]] = {
+    "model": "Model",
+    "layers": nn.ModuleList,
+    "rotary_emb": "RotaryEmbedding",
+    "embed_tokens": nn.Embedding,
+    "self_attn": "Attention",
+    "mlp": "MLP",
+    **dict.fromkeys(("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"), "RMSNorm"),
+    **dict.fromkeys((f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")), nn.Linear),
+    "lm_head": nn.Linear,
+}
+"""By the last part of a module's name, its kind: a type, or what the family's own type is called behind its prefix."""
 ELSEWHERE = 'pass engine="generic" or engine="auto".'
 
 
@@ -33,12 +44,13 @@ def refuse_unsupported(model: nn.Module) -> None:
         known = ", ".join(kind.__name__ for kind in FAMILIES)
         raise UnfitError(f"a {type(model).__name__} has no hand-written backward pass ({known} have); {ELSEWHERE}")
     source, prefix = FAMILIES[type(model)]
-    allowed = {getattr(source, prefix + part) for part in PARTS} | {type(model), nn.Linear, nn.Embedding, nn.ModuleList}
     for name, module in model.named_modules():
-        if type(module) not in allowed and not name.endswith(".act_fn"):
+        slot = name.rpartition(".")[2]
+        kind = "DecoderLayer" if slot.isdigit() else SLOTS.get(slot)
+        expected = getattr(source, prefix + kind) if isinstance(kind, str) else kind
+        if name and type(module) is not expected and slot != "act_fn":
             raise UnfitError(f"{name} is a {type(module).__name__}, which the engine does not follow; {ELSEWHERE}")
         _refuse_altered(name or "the model", module)
-    _refuse_misplaced(model)
     kernel = getattr(model.config, "_attn_implementation", None)
     if kernel not in ("eager", "sdpa"):
         raise UnfitError(
@@ -57,25 +69,3 @@ def _refuse_altered(name: str, module: nn.Module) -> None:
         raise UnfitError(f"the forward method of {name} was replaced; restore it or {ELSEWHERE}")
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq):
         raise UnfitError(f"{name} rescales its rows or their gradients; {ELSEWHERE}")
-
-
-def _refuse_misplaced(model: Any) -> None:
-    """Raise unless every slot of the model holds the kind of layer that its family has there."""
-    source, prefix = FAMILIES[type(model)]
-    kinds = {part: getattr(source, prefix + part) for part in PARTS}
-    base = model.model
-    slots: list[tuple[nn.Module, type]] = [
-        (base, kinds["Model"]), (base.norm, kinds["RMSNorm"]), (base.rotary_emb, kinds["RotaryEmbedding"]),
-        (base.embed_tokens, nn.Embedding), (base.layers, nn.ModuleList), (model.lm_head, nn.Linear),
-    ]  # fmt: skip
-    for layer in base.layers:
-        if type(layer) is not kinds["DecoderLayer"]:
-            raise UnfitError(f"a decoder layer is a {type(layer).__name__}; {ELSEWHERE}")
-        attention, mlp = layer.self_attn, layer.mlp
-        slots += [(attention, kinds["Attention"]), (mlp, kinds["MLP"])]
-        slots += [(n, kinds["RMSNorm"]) for n in (layer.input_layernorm, layer.post_attention_layernorm)]
-        slots += [(getattr(attention, n + "_proj", attention), nn.Linear) for n in "qkvo"]
-        slots += [(getattr(mlp, n + "_proj", mlp), nn.Linear) for n in ("gate", "up", "down")]
-    for module, kind in slots:
-        if type(module) is not kind:
-            raise UnfitError(f"a {type(module).__name__} stands where a {kind.__name__} was expected; {ELSEWHERE}")

@@ -5,24 +5,20 @@ inputs and signals without a weight gradient. For a few tokens of each rollout t
 Above the last attention no two tokens mix, so one ordinary backward pass gives that share for every token of the batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, microbatches
-from otb_analysis.gradients.exact.hooks import Trace
+from otb_analysis.gradients.exact.hooks import traced
 from otb_analysis.gradients.exact.layers import (
     BIAS,
     EMBEDDING,
     HEADED_SCALE,
     MATRIX,
     SCALE,
-    UnfitError,
     row_factors,
     wide,
 )
@@ -68,7 +64,7 @@ class _Pass:
 
     def __init__(self, batch: ScoreBatch, uses: Sequence[ParameterUse], rollouts: tuple[Rollout, ...]) -> None:
         self.uses, self.modules = uses, dict(batch.model.named_modules())
-        self.trace = _traced(batch, uses, rollouts)
+        self.trace = traced(batch, rollouts, (use.module for use in uses))
         counts = torch.tensor([len(r.columns) for r in rollouts])
         self.position = torch.cat([r.targets for r in rollouts]) - 1
         self.row = torch.repeat_interleave(counts).to(self.position.device)  # of each sampled token within the pass [K]
@@ -96,39 +92,6 @@ class _Pass:
         if tensor.shape[1] == len(self.kept):
             return self.row, torch.searchsorted(self.kept, self.position)
         return self.row, self.position
-
-
-def _traced(batch: ScoreBatch, uses: Sequence[ParameterUse], rollouts: tuple[Rollout, ...]) -> Trace:
-    """Run rollouts as one ordinary batch, with the model's own attention kernels, while watching the layers in use."""
-    modules = dict(batch.model.named_modules())
-    trace = Trace()
-    inner = replace(batch, scope=replace(batch.scope, head=None))
-    # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
-    with batch.scope.active(), ExitStack() as hooks:
-        for name in dict.fromkeys(u.module for u in uses):
-            hooks.enter_context(modules[name].register_forward_hook(_row_by_row(name, len(rollouts), trace)))
-        trace.logprob = sampled_logprobs(inner, rollouts)
-    return trace
-
-
-def _row_by_row(name: str, rows: int, trace: Trace) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    """A hook that remembers a layer's input and output, with one row per rollout."""
-
-    def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        inputs = args[0]
-        if inputs.shape[0] not in (1, rows) or output.shape[0] != inputs.shape[0]:
-            raise UnfitError(
-                f"layer {name} works on shape {tuple(inputs.shape)} where {rows} rollouts were expected; "
-                'pass engine="reference".'
-            )
-        # A layer that runs once for all rows, such as a table of positions, is spread over them: through the shared
-        # output the signals of all rows would add up.
-        if inputs.shape[0] < rows:
-            inputs, output = (x.expand(rows, *x.shape[1:]) for x in (inputs, output))
-        trace.inputs[name], trace.outputs[name] = inputs, output
-        return output
-
-    return hook
 
 
 def _row_norms(plan: Plan, run: _Pass) -> Tensor:

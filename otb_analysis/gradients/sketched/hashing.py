@@ -6,7 +6,7 @@ from torch import Tensor
 from otb_analysis.errors import InputError
 
 CHUNK = 1 << 15
-"""Entries hashed or summed at a time: a few int64 arrays of this size, all the memory it takes, stay in cache."""
+"""Entries hashed or summed at a time: a few int64 arrays of this size stay in cache."""
 
 
 def count_sketch(values: Tensor, start: int, dim: int, seed: int = 0) -> Tensor:
@@ -20,13 +20,7 @@ def count_sketch(values: Tensor, start: int, dim: int, seed: int = 0) -> Tensor:
         InputError: `dim` is not positive.
     """
     check_dim(dim)
-    flat = values.detach().flatten()
-    # Float64: millions of entries fall into few buckets and mostly cancel.
-    signed = torch.zeros(2 * dim, dtype=torch.float64, device=flat.device)
-    for first in range(0, len(flat), CHUNK):
-        piece = flat[first : first + CHUNK].double()
-        signed.scatter_add_(0, _signed_buckets(start + first, len(piece), dim, seed, flat.device), piece)
-    return signed[:dim] - signed[dim:]
+    return Buckets(start, values.numel(), dim, seed, values.device).sketch(values)
 
 
 class Buckets:
@@ -42,6 +36,7 @@ class Buckets:
     def sketch(self, values: Tensor) -> Tensor:
         """Return what `count_sketch` returns for the piece."""
         flat = values.detach().flatten()
+        # Float64: millions of entries fall into few buckets and mostly cancel.
         signed = torch.zeros(2 * self.dim, dtype=torch.float64, device=flat.device)
         for piece, into in zip(flat.split(CHUNK), self.signed.split(CHUNK), strict=True):
             signed.scatter_add_(0, into.long(), piece.double())

@@ -20,7 +20,7 @@ from otb_analysis.gradients.batch.inputs import (
     prepare,
 )
 from otb_analysis.gradients.batch.memory import refuse_more_than_fit
-from otb_analysis.gradients.sketched.hashing import Buckets, check_dim, count_sketch
+from otb_analysis.gradients.sketched.hashing import Buckets, check_dim
 from otb_analysis.gradients.sketched.shards import Shards, is_sharded
 
 KEPT = 1 << 28
@@ -121,9 +121,10 @@ def _sketcher(
         for i, (grad, (start, length)) in enumerate(zip(gradient, spans, strict=True)):
             if grad is None or length == 0:
                 continue
-            if keep and i not in kept:
-                kept[i] = Buckets(start, length, dim, seed, grad.device)
-            into += kept[i].sketch(grad) if keep else count_sketch(grad, start, dim, seed)
+            buckets = kept.get(i) or Buckets(start, length, dim, seed, grad.device)
+            if keep:
+                kept[i] = buckets
+            into += buckets.sketch(grad)
 
     return add
 
@@ -134,7 +135,4 @@ def _starts(batch: ScoreBatch) -> list[int]:
     for parameter in batch.model.parameters():
         starts[id(parameter)] = start
         start += parameter.numel()
-    head = batch.scope.head
-    # In scope "lm_head" the scope's tensors are leaves of their own, in the order of weight and bias.
-    tensors = batch.scope.parameters if head is None else list(head.parameters())[: len(batch.scope.parameters)]
-    return [starts[id(p)] for p in tensors]
+    return [starts[id(p)] for p in batch.scope.tensors]

@@ -305,7 +305,7 @@ def test_scattered_copies_know_norms_on_heads(make_sample):
     )
     for scope in ("all", "q_norm|k_norm"):
         exact = token_score_norms(model, *batch.args, batch.attention_mask, engine="reference", scope=scope).norm_sq
-        options = {"tokens": 99, "engine": "scattered", "scope": scope, "by": "uniform"}
+        options = {"tokens": 99, "scope": scope, "by": "uniform"}
         found = sampled_score_norms(model, *batch.args, batch.attention_mask, **options).norm_sq
         np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-6 * exact.max())
 

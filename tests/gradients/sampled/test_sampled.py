@@ -29,7 +29,7 @@ def test_scattered_copies_give_the_norms_of_the_reference_engine(case, sample):
         batch = sample[side]
         settings = {"attention_mask": batch.attention_mask, "temperature": 0.7}
         exact = token_score_norms(case, *batch.args, engine="reference", **settings).norm_sq
-        found = sampled_score_norms(case, *batch.args, tokens=ALL, engine="scattered", **settings)
+        found = sampled_score_norms(case, *batch.args, tokens=ALL, **settings)
         # The family's norms and its eager softmax run in float32 even in a float64 model.
         np.testing.assert_allclose(found.norm_sq, exact, rtol=2e-5, atol=2e-6 * exact.max())
         assert (found.inclusion_prob == batch.mask.numpy()).all()
@@ -54,7 +54,7 @@ def test_wide_prefixes_and_long_ones_take_the_two_ways_to_a_matrix(make_model, m
     batch = make_sample(texts, [[0] * (n - 2) + [1, 1] for n in lengths], "right", length=30)
     model = make_model("llama")
     exact = token_score_norms(model, *batch.args, batch.attention_mask, engine="reference").norm_sq
-    found = sampled_score_norms(model, *batch.args, batch.attention_mask, tokens=ALL, engine="scattered").norm_sq
+    found = sampled_score_norms(model, *batch.args, batch.attention_mask, tokens=ALL).norm_sq
     np.testing.assert_allclose(found, exact, rtol=2e-5)
 
 
@@ -63,7 +63,7 @@ def test_embedding_rows_of_padding_tokens_are_not_trained(make_model, make_sampl
     model.get_input_embeddings().padding_idx = 3
     batch = make_sample([[3, 5, 3, 2, 9, 5]], [[0, 0, 1, 0, 1, 1]], "right")
     exact = token_score_norms(model, *batch.args, batch.attention_mask, engine="reference").norm_sq
-    found = sampled_score_norms(model, *batch.args, batch.attention_mask, tokens=ALL, engine="scattered").norm_sq
+    found = sampled_score_norms(model, *batch.args, batch.attention_mask, tokens=ALL).norm_sq
     np.testing.assert_allclose(found, exact, rtol=2e-5)
 
 
@@ -88,11 +88,10 @@ def test_norm_above_the_cut_is_everything_where_nothing_in_scope_is_below(make_m
     np.testing.assert_allclose(scattered.norms_above_cut(scored, generic.plan_for(scored)), exact, rtol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["auto", "scattered", "generic", "reference"])
-def test_drawn_tokens_have_the_norms_they_have_in_their_whole_context(make_model, sample, engine):
+def test_drawn_tokens_have_the_norms_they_have_in_their_whole_context(make_model, sample):
     model, batch = make_model("qwen3"), sample["both"]
     exact = token_score_norms(model, *batch.args, batch.attention_mask, engine="reference").norm_sq
-    found = sampled_score_norms(model, *batch.args, batch.attention_mask, tokens=4, engine=engine, seed=3)
+    found = sampled_score_norms(model, *batch.args, batch.attention_mask, tokens=4, seed=3)
     mask = batch.mask.numpy()
     assert found.drawn.sum() == 4 and (found.drawn <= mask).all()
     np.testing.assert_allclose(found.norm_sq[found.drawn], exact[found.drawn], rtol=2e-5)
@@ -122,9 +121,7 @@ def test_what_is_in_padding_changes_nothing(make_model, make_sample):
     model = make_model("qwen3")
     texts, masks = [[3, 5, 7, 2, 9], [4, 4, 1]], [[0, 0, 1, 1, 1], [0, 1, 1]]
     first, second = (make_sample(texts, masks, "right", filler=f) for f in (0, 11))
-    a, b = (
-        sampled_score_norms(model, *s.args, s.attention_mask, tokens=2, engine="scattered") for s in (first, second)
-    )
+    a, b = (sampled_score_norms(model, *s.args, s.attention_mask, tokens=2) for s in (first, second))
     np.testing.assert_array_equal(a.norm_sq, b.norm_sq)
     np.testing.assert_array_equal(a.inclusion_prob, b.inclusion_prob)
 
@@ -160,7 +157,6 @@ def test_a_model_without_rules_is_measured_by_the_reference_engine_and_refused_a
     ("wrong", "said"),
     [
         ({"by": "prox"}, "did you mean 'proxy'|by is 'prox'"),
-        ({"engine": "best"}, "engine is 'best'"),
         ({"tokens": 0}, "n is 0"),
         ({"by": "proxy"}, "proxy has shape None"),
         ({"by": "proxy", "proxy": np.zeros((2, 2))}, r"proxy has shape \(2, 2\)"),
