@@ -24,7 +24,7 @@ from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import cluster_jackknife, paired_ratios, pooled_statistics
 from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
 from otb_analysis.study.formats import by_label, statistics_columns
-from otb_analysis.study.gradients import PROMPTS_FROM, Weighed, drawn, prompt_gram, scored
+from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
 from otb_analysis.study.seeds import BASE, QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.resume import plain_config
@@ -186,7 +186,7 @@ def sampled_tables(kind: str, size: Size, quick: bool, work: Path, bar: Bar) -> 
         trainer = Trainer.from_config(started(config_of(kind, seed, quick), work))
         source = reused if kind == "reused" else stale
         for lag, rollouts in source(trainer, size):
-            fresh = drawn(trainer, PROMPTS_FROM, size.prompts, size.truth_group, FRESH)
+            fresh = drawn(trainer, size.prompts, size.truth_group, FRESH)
             table = scored(trainer, rollouts)
             grams.setdefault(lag, []).append(gram_of(trainer, rollouts, table, fresh))
             facts.setdefault(lag, []).append(distance_facts(table))
@@ -208,7 +208,7 @@ def stale(trainer: Trainer, size: Size) -> Iterator[tuple[int, Rollouts]]:
     present = [p.data for p in trainer.policy.parameters]
     for lag in size.lags:
         put(trainer, past[-lag])
-        rollouts = drawn(trainer, PROMPTS_FROM, size.prompts, size.group, OLD)
+        rollouts = drawn(trainer, size.prompts, size.group, OLD)
         put(trainer, present)
         yield lag, rollouts
 
@@ -221,7 +221,7 @@ def put(trainer: Trainer, weights: Sequence[torch.Tensor]) -> None:
 
 def reused(trainer: Trainer, size: Size) -> Iterator[tuple[int, Rollouts]]:
     """Sample once, and update on the whole batch again and again."""
-    rollouts = drawn(trainer, PROMPTS_FROM, size.prompts, size.group, OLD)
+    rollouts = drawn(trainer, size.prompts, size.group, OLD)
     table = scored(trainer, rollouts)
     batch = trainer.objective.batch(rollouts, table, estimate("rloo", table.inputs(None)).advantage, None)
     for epoch in range(1, max(size.epochs) + 1):
