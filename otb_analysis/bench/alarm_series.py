@@ -15,7 +15,6 @@ from scipy.signal import lfilter
 from otb_analysis.diagnostics import StepSeries
 from otb_analysis.types import Float
 
-LENGTHS = (50, 500)
 EXACT_EVERY = (1, 10)
 """Steps from one record of the exact tail to the next."""
 
@@ -24,9 +23,8 @@ EXACT_TAILS = (0.0, 0.9)
 """Pareto-k around which the records of a calm run end: below 1, where variances are finite; demo: .7 to .8."""
 
 
-def calm_series(random: np.random.Generator, length: int | None = None) -> StepSeries:
-    """Return the scalars of a run in which nothing goes wrong; its length is log-uniform in `LENGTHS` by default."""
-    n = int(np.exp(random.uniform(*np.log(LENGTHS)))) if length is None else length
+def calm_series(random: np.random.Generator, n: int) -> StepSeries:
+    """Return the scalars of a run of n steps in which nothing goes wrong."""
     level = random.normal(0.5, 1.0) + _trend(random, n, 1.5)
     # Demo: spread .2, lag-one correlation .1 to .2.
     noise = heavy_noise(random, n, random.uniform(0.1, 0.5))

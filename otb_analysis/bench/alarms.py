@@ -10,7 +10,7 @@ from scipy import stats
 
 from otb_analysis.bench.alarm_series import calm_series, replaced
 from otb_analysis.bench.config import AlarmsConfig
-from otb_analysis.bench.publish import Column, Report, Row, report_of
+from otb_analysis.bench.publish import Column, Report, Row, notes_of, report_of
 from otb_analysis.diagnostics import DETECTORS, StepSeries, change_points
 from otb_analysis.types import Float
 
@@ -39,17 +39,6 @@ COLUMNS: dict[str, Column] = {
     "fired before": "{before:.1%}",
     "median delay": "{delay:.0f}",
 }
-NOTES = (
-    "Columns of steps: share of synthetic calm series of that length, from `calm_series`, in which it ever fires, "
-    "watch or alarm at any step, with 95 % Clopper–Pearson intervals; `with an alarm` is of all lengths together. "
-    "The last row is the family: at least one detector or change point. What real healthy runs do beyond the ranges of "
-    "these series is not in these rates.",
-    f"Known changes: runs of {LENGTH} steps that change at step {AT}. The delay counts steps from the change to the "
-    "first firing, computed from the steps up to it alone; `found` is a share of the runs that had not fired before.",
-    f"A change point is found when one lies within {NEAR} steps of the change; it looks at later steps too, so it has "
-    "no delay.",
-)
-
 
 Columns = Mapping[str, Float]
 
@@ -111,7 +100,7 @@ def run(config: AlarmsConfig) -> Report:
         rows.append(change | calm[CHANGE_POINTS] | dated(config, factor))
     rows.append({"detector": ANY} | calm[ANY])
     title = f"Alarms on {config.series:,} synthetic calm series a length, and on {config.changed} with each change"
-    return report_of(config, title, COLUMNS, rows, notes=NOTES)
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, length=LENGTH, at=AT, near=NEAR))
 
 
 def calm_rates(series: int, seed: int) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from otb_analysis.bench.config import DemoSeedsConfig
-from otb_analysis.bench.publish import Report, report_of
+from otb_analysis.bench.publish import Report, notes_of, report_of
 from otb_analysis.phases import counted
 from otb_analysis.report.designs import designs
 from otb_analysis.statistics.comparisons.verdicts import names
@@ -26,11 +26,6 @@ COLUMNS = {
     "minutes": "{minutes:.1f}",
     "says": "{says}",
 }
-NOTES = (
-    "Told: at a false-discovery rate of 5 % over all tests of a demo. Within 15 %: the 95 % interval of the "
-    "ratio to rloo at equal progress. Estimators identical to rloo up to a factor are not counted.",
-    "Minutes of the longer of the two runs, without installing and loading, on a machine with other work.",
-)
 
 
 def run(config: DemoSeedsConfig) -> Report:
@@ -39,7 +34,7 @@ def run(config: DemoSeedsConfig) -> Report:
     rows = [demo_row(config.root, *case) for case in counted(cases, "demo")]
     concluding = sum(row["told"] + row["within"] >= DECIDED for row in rows)
     title = f"{concluding} of {len(rows)} demos decide on {DECIDED} estimators or more"
-    return report_of(config, title, COLUMNS, rows, notes=NOTES)
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config))
 
 
 def demo_row(root: Path, threads: int, seed: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from otb_analysis.bench.engine_cases import (
 from otb_analysis.bench.memory import in_fresh_process
 from otb_analysis.bench.peer import peer
 from otb_analysis.bench.peer_side import make_model, peak
-from otb_analysis.bench.publish import Column, Report, Row, mebibytes_cell, report_of, seconds_cell
+from otb_analysis.bench.publish import Column, Report, Row, mebibytes_cell, notes_of, report_of, seconds_cell
 from otb_analysis.bench.timing import Timing, interleaved, threads, timed
 from otb_analysis.errors import InputError
 
@@ -92,7 +92,7 @@ def run(config: EngineConfig) -> Report:
     _add_memory(config, rows)
     gpu = f", on {torch.cuda.get_device_name()}" if config.device == "cuda" else ""
     title = f"Exact score norms and their relatives, {config.dtype}, one thread{gpu}"
-    return report_of(config, title, COLUMNS, rows, notes=_notes(config))
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config))
 
 
 def peaks(config: EngineConfig, name: str, size: str, places: Sequence[tuple[int, int]]) -> list[int | None]:
@@ -172,22 +172,3 @@ def _add_memory(config: EngineConfig, rows: list[dict[str, Any]]) -> None:
         measured = in_fresh_process(peaks, config, name, size, places) or [None] * len(mine)
         for row, held in zip(mine, measured, strict=True):
             row["memory"] = held
-
-
-def _notes(config: EngineConfig) -> list[str]:
-    sizes = "S 4 layers d128 V512 (0.85 M parameters), M 8 layers d512 V8192 (29 M), L 12 layers d768 V32768 (110 M)"
-    notes = [
-        f"Qwen2-type, tied: {sizes}; one text of T sampled tokens after a prompt of one, or N × T: N such "
-        "texts in one call, where only attribution is measured. `loop ÷ it`: best time of one "
-        "`autograd.grad` per token over one kept graph, its forward pass not counted, over the row's whole call; "
-        "`medians`: the same of medians; `× fwd+bwd`: the row's best time over one forward and backward pass.",
-        "`MiB`: peak extra memory of one call in a fresh process. `error`: largest difference from float64 over the "
-        "largest value, of norms, path norms, weighted sums or alignments, at up to 32 tokens; of N × T tokens the "
-        "relative distance of the sum of all shares from ‖ḡ‖²; of a sketch the root mean square "
-        "of relative errors (the model is untrained, where the hybrid gains nothing).",
-    ]
-    if config.opacus_python is None:
-        notes += ["Opacus was not measured: pass `--opacus-python` an interpreter with torch, transformers and opacus."]
-    if config.device == "cpu":
-        notes += ["Not measured on a GPU: pass `--device cuda --sizes L --dtype bfloat16` on a machine that has one."]
-    return notes

@@ -16,7 +16,7 @@ import torch
 from otb_analysis.bench.config import GramConfig
 from otb_analysis.bench.demo_batch import sampled_step
 from otb_analysis.bench.peer_side import peak
-from otb_analysis.bench.publish import NO_GPU, Report, report_of, settings_of
+from otb_analysis.bench.publish import Report, notes_of, report_of, settings_of
 from otb_analysis.bench.timing import least_seconds, threads
 from otb_analysis.config import SampleConfig
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram
@@ -75,14 +75,9 @@ def run(config: GramConfig) -> Report:
     public = replace(config, model=model if model == config.model else "PATH")
     flat = weights.transpose(1, 0, 2).reshape(weights.shape[1], -1)
     counts = f"{rollouts.mask.sum():,} tokens, {len(flat)} rows, {len(np.unique(flat, axis=0))} different"
-    notes = (
-        "Processor seconds, the least of all repetitions, in which the candidates take turns.",
-        f"A sketch has {DIM:,} buckets: products are off by .14 % of ‖g‖‖g'‖. Those of a basis are exact.",
-        NO_GPU,
-    )
     title = f"One measured step of {model}: {config.prompts} prompts × {config.group_size} rollouts, {counts}"
     names = {"name": f"gram_{model}", "settings": settings_of(config) | {"model": model}}
-    return report_of(public, title, COLUMNS, rows, notes=notes, **names)
+    return report_of(public, title, COLUMNS, rows, notes=notes_of(config, dim=DIM), **names)
 
 
 def _table(trainer: Trainer, rollouts: Rollouts) -> TokenTable:

@@ -16,7 +16,7 @@ from otb_analysis.bench.config import LogitsConfig
 from otb_analysis.bench.memory import in_fresh_process
 from otb_analysis.bench.peer import peer
 from otb_analysis.bench.peer_side import head_inputs, peak
-from otb_analysis.bench.publish import Column, Report, report_of, seconds_cell
+from otb_analysis.bench.publish import Column, Report, notes_of, report_of, seconds_cell
 from otb_analysis.bench.timing import interleaved, threads, timed
 from otb_analysis.logit_stats import logit_stats
 
@@ -51,7 +51,7 @@ def run(config: LogitsConfig) -> Report:
     parts = product(config.vocabularies, config.dtypes, config.threads)
     rows = [row for part in parts for row in _measure(config, *part)]
     title = f"Statistics of {config.rows} drawn tokens, d = {config.width}"
-    return report_of(config, title, COLUMNS, rows, notes=_notes(config))
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config))
 
 
 def plain_from_logits(logits: Tensor, token_ids: Tensor) -> Tensor:
@@ -134,18 +134,3 @@ def _gap(logprob: Tensor, logits: Tensor, token_ids: Tensor) -> float:
     """Largest |log π − log π of these logits in float64| / max(1, max |z|), on the first rows."""
     exact = logits.log_softmax(-1).gather(-1, token_ids[:CHECKED, None])[:, 0]
     return float((logprob.to(exact) - exact).abs().max() / max(1.0, float(logits.abs().max())))
-
-
-def _notes(config: LogitsConfig) -> list[str]:
-    notes = [
-        "`× plain`: against the product to all logits (from hidden states), log_softmax in float32 and gather, on the "
-        "same inputs. `logit_stats` returns log π, entropy, Σπ², energy and two variances; TRL's head log π, entropy "
-        "and log Σπ²; plain is log π alone.",
-        "`memory`: peak extra memory of one call in a fresh process on one thread. `log π error`: against float64 on "
-        "the same inputs, over max(1, max |z|).",
-    ]
-    if config.trl_python is None:
-        notes += ["TRL was not measured: pass `--trl-python` an interpreter that has torch and trl>=1.15."]
-    if config.device == "cpu":
-        notes += ["Not measured on a GPU: pass `--device cuda` on a machine that has one."]
-    return notes

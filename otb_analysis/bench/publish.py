@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import StrictUndefined, Template
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -22,6 +23,7 @@ Row = Mapping[str, Any]
 Column = str | Callable[[Row], str | None]
 """How a cell is made of its row: a format string with the row's keys, or a function. None is printed as a dash."""
 NO_GPU = "Not measured on a GPU."
+NOTES = Path(__file__).with_name("notes")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,13 @@ def run_bench(config: BenchConfig) -> Report:
     """
     check_positive(config)
     return import_module(f"otb_analysis.bench.{_name(config)}").run(config)
+
+
+def notes_of(config: BenchConfig, **facts: Any) -> list[str]:
+    """Return the sentences on how to read a benchmark's table: one for each paragraph of `notes/NAME.md.j2`."""
+    template = Template((NOTES / f"{_name(config)}.md.j2").read_text(encoding="utf-8"), undefined=StrictUndefined)
+    paragraphs = template.render(config=config, **facts).split("\n\n")
+    return [" ".join(words) for paragraph in paragraphs if (words := paragraph.split())]
 
 
 def report_of(

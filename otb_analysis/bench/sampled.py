@@ -12,7 +12,7 @@ import numpy as np
 
 from otb_analysis.bench.config import SampledConfig
 from otb_analysis.bench.demo_batch import DemoBatch, demo_batch
-from otb_analysis.bench.publish import NO_GPU, Report, report_of
+from otb_analysis.bench.publish import Report, notes_of, report_of
 from otb_analysis.bench.timing import least_seconds, threads
 from otb_analysis.gradients import sampled_score_norms, token_score_norms
 from otb_analysis.statistics import horvitz_thompson, systematic_sample
@@ -37,9 +37,8 @@ def run(config: SampledConfig) -> Report:
     """Measure cost and error on rollouts of the demo's model."""
     with threads(1):
         rows, seconds = bench_sampled(demo_batch(config.prompts), config.repeats)
-    note = f"Error and coverage of the Horvitz–Thompson total over {DRAWS} draws from the same exact norms."
     title = f"Total energy of a batch from drawn tokens; exact norms of all took {seconds:.1f} s of processor time"
-    return report_of(config, title, COLUMNS, rows, notes=(note, NO_GPU))
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, draws=DRAWS))
 
 
 def bench_sampled(batch: DemoBatch, repeats: int) -> tuple[list[dict[str, Any]], float]:

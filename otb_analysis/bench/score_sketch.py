@@ -8,7 +8,7 @@ import numpy as np
 
 from otb_analysis.bench.config import ScoreSketchConfig
 from otb_analysis.bench.demo_batch import DemoBatch, demo_batch
-from otb_analysis.bench.publish import NO_GPU, Report, report_of
+from otb_analysis.bench.publish import Report, notes_of, report_of
 from otb_analysis.bench.timing import threads
 from otb_analysis.gradients import sketch_score_norms, token_score_norms
 
@@ -28,8 +28,9 @@ def run(config: ScoreSketchConfig) -> Report:
     """Compare both methods on rollouts of the model; nothing is timed."""
     with threads(1):
         rows = bench_score_sketch(demo_batch(config.prompts, ROLLOUTS), config.directions, config.repeats)
-    note = f"Found and stated errors are root mean squares over tokens and {config.repeats} seeds; nothing is timed."
-    return report_of(config, "Relative errors of sketched norms of single scores", COLUMNS, rows, notes=(note, NO_GPU))
+    return report_of(
+        config, "Relative errors of sketched norms of single scores", COLUMNS, rows, notes=notes_of(config)
+    )
 
 
 def bench_score_sketch(batch: DemoBatch, directions: Sequence[int], seeds: int) -> list[dict[str, Any]]:

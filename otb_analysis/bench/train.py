@@ -21,7 +21,7 @@ from otb_analysis.bench.config import TrainBenchConfig
 from otb_analysis.bench.memory import in_fresh_process
 from otb_analysis.bench.peer import peer
 from otb_analysis.bench.peer_side import peak
-from otb_analysis.bench.publish import NO_GPU, Column, Report, mebibytes_cell, report_of
+from otb_analysis.bench.publish import Column, Report, mebibytes_cell, notes_of, report_of
 from otb_analysis.bench.timing import CLOCKS, least_seconds, threads
 from otb_analysis.bench.train_cases import BUDGETS, LEARNING_RATE, PHASES, Steps, Turn, bench_config, levels
 from otb_analysis.config import TrainConfig
@@ -60,7 +60,7 @@ def run(config: TrainBenchConfig) -> Report:
             run = bench_config(model, Path(folder), config.quick)
             rows += [{"model": model, "share": None, "memory": None} | row for row in _measured(model, run, config)]
     title = "A training step: sampling, update, measurement, one thread"
-    return report_of(config, title, COLUMNS, rows, notes=_notes(config))
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, **BUDGETS))
 
 
 def peaks(config: TrainConfig, steps: int) -> list[int | None]:
@@ -160,30 +160,3 @@ def _level_cost(config: TrainConfig, level: str, clock: Callable[[], float] = pe
     assert tokens is not None
     values = np.ma.asarray(tokens["attribution" if level == "attribution" else "grad_norm_sq"])
     return seconds, int(np.ma.count(np.ma.masked_invalid(values)))
-
-
-def _notes(config: TrainBenchConfig) -> list[str]:
-    small, large = BUDGETS["small"], BUDGETS["M"]
-    notes = [
-        f"`small`: the demo's model (3 layers, d128, 17 characters), {small.prompts} prompts × "
-        f"{small.group_size} rollouts of at most {small.max_new_tokens} tokens; `M`: 8 layers, d512, vocabulary 8192 "
-        f"at its initial weights, {large.prompts} × {large.group_size} of {large.max_new_tokens}. Temperature 1, no "
-        "filter, float32, one AdamW update of all parameters per batch; TRL's batch is one of its device batches.",
-        "`tokens/s`: sampled tokens over the phase's time, best step; `median`: the median step; `× TRL`, `medians`: "
-        "over TRL's. The phases are timed apart. Sampling is generation: ours also draws and encodes the prompts and "
-        "decodes the texts, TRL's does not. Update is, of both, one forward pass with its graph, loss, backward pass, "
-        f"clipping and AdamW; TRL's pass also takes entropies. `{PHASES[3]}` is everything else in a step: ours "
-        "rewards, statistics of the level `forward`, token table, advantages, rows and scalars of the record, not "
-        "its writing; TRL's encoding and decoding, rewards, advantages and its trainer's bookkeeping. "
-        "`whole step` is the sum.",
-        "`seconds`: what a measurement adds to a step at which it is due, and `tokens/s` how many tokens it measures "
-        "in that time; `% of step`: over the best whole step without record and statistics; `level forward`: its "
-        "statistics, timed inside the step; `store`: rows and scalars, and writing one new step; "
-        "levels that choose groups take two. `MiB`: peak extra memory of one step, median.",
-        NO_GPU,
-    ]
-    if config.clock == "cpu":
-        notes += ["Seconds are the processor's on each process: waits, as for the disk, and other work do not count."]
-    if config.trl_python is None:
-        notes += [f"{TRL} was not measured: pass `--trl-python` an interpreter with torch, transformers and trl."]
-    return notes

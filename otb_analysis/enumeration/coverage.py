@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otb_analysis.enumeration.groups import group_gradients, multisets
+from otb_analysis.enumeration.pages import page
 from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.statistics.inference.intervals import Interval
 from otb_analysis.statistics.moments import measures
@@ -177,33 +178,12 @@ def _cell(coverage: Coverage) -> str:
     return text if coverage.given > 0.995 else f"{text} ({100 * coverage.given:.0f})"
 
 
-STDERR, FLOOR = 100 * np.sqrt(0.95 * 0.05 / REPETITIONS), 100 * NOMINAL_FLOOR
-INTRODUCTION = f"""# Coverage of the intervals
-
-Nominal 95 %, measured where the truth is known exactly; {REPETITIONS:,} repetitions a row, so a standard error of
-{STDERR:.1f} points. Written by `python -m otb_analysis.enumeration.coverage > docs/coverage.md`.
-
-Columns: batch variance, projection c, SF and efficiency of one estimator, and its ratios to RLOO on the same rollouts.
-Each cell is the percentage of intervals that contain the truth; below {FLOOR:.0f} % it is bold. In parentheses, where
-it is not all, the percentage of repetitions in which an interval was given: none is where leaving out a single prompt
-makes the estimate of ‖∇J‖² non-positive or takes the efficiency to 1. "Prompts" is prompts, or steps × prompts. In
-`enumerated` rows the estimator is `otb` with exact energies on softmax policies whose every group is enumerated; in the
-others it is a shrunken gradient with noise of its own.
-
-How to read it. The interval is a delete-one-prompt jackknife on the log scale (projection: linear, efficiency: logit)
-whose quantiles are corrected for skewness and kurtosis; Student's alone covers 78–89 % of the batch variances in the
-last three laws. From 24 prompts up nearly every cell reaches 92 %. The exceptions have one cause: the prompts that
-decide are so rare that a sample of 24 often holds none of them, and no interval can know. `pareto_k` of the prompts'
-powers warns of it in heavy tails; in the noisy enumerated law nothing in the sample does, since half of the groups
-there have gradient 0 and most others the same ratio. Steps of two prompts give conservative intervals wherever pairs of
-different prompts are needed.
-
-| law | prompts | {" | ".join(QUANTITIES)} |
-|---|---|{"---|" * len(QUANTITIES)}
-"""
+def coverage_page(rows: Sequence[str]) -> str:
+    """Return the whole page as Markdown around the rows of its table."""
+    stderr, floor = 100 * np.sqrt(0.95 * 0.05 / REPETITIONS), 100 * NOMINAL_FLOOR
+    facts = {"repetitions": REPETITIONS, "stderr": stderr, "floor": floor, "quantities": QUANTITIES, "rows": rows}
+    return page("coverage.md.j2", **facts)
 
 
 if __name__ == "__main__":
-    print(INTRODUCTION, end="")
-    for row in range(len(ROWS)):
-        print(row_text(row), flush=True)
+    print(coverage_page([row_text(index) for index in range(len(ROWS))]), end="")

@@ -114,20 +114,17 @@ class Derailment:
         weighted = self.policy * self.energy
         alone = (weighted * self.reward_after).sum(axis=2)  # E[w_t R | state before t]
         mean_energy = weighted.sum(axis=1)
-        state_free = {
-            "none": lambda: np.zeros(self.horizon),
-            "group_mean": lambda: np.full(self.horizon, self.success),
-            "sequence_optimal": lambda: np.full(
-                self.horizon, (self.realized[-1] @ self.value[-1]) / self.realized[-1].sum()
-            ),
-            "otb": lambda: (self.realized * self.value[1:]).sum(axis=1) / self.realized.sum(axis=1),
-            "token_optimal": lambda: (self.occupancy * alone).sum(axis=1) / (self.occupancy @ mean_energy),
+        final = (self.realized[-1] @ self.value[-1]) / self.realized[-1].sum()
+        baselines = {
+            "none": np.zeros((1, 1)),
+            "group_mean": np.full((1, 1), self.success),
+            "sequence_optimal": np.full((1, 1), final),
+            "otb": ((self.realized * self.value[1:]).sum(axis=1) / self.realized.sum(axis=1))[:, None],
+            "token_optimal": ((self.occupancy * alone).sum(axis=1) / (self.occupancy @ mean_energy))[:, None],
+            "value": self.value[:-1],
+            "prefix": alone / mean_energy,
         }
-        if name == "value":
-            return self.value[:-1]
-        if name == "prefix":
-            return alone / mean_energy
-        return np.repeat(state_free[name]()[:, None], 2, axis=1)
+        return np.broadcast_to(baselines[name], (self.horizon, 2))
 
     def variance(self, baseline: Float) -> float:
         """Return the exact variance of one rollout's gradient.

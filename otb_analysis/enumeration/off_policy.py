@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from otb_analysis.arrays import masked
 from otb_analysis.enumeration.moments import GroupMoments, weighted_moments
-from otb_analysis.enumeration.population import masked_rows
 from otb_analysis.enumeration.trees import Tree, TreeSpec, random_tree
 from otb_analysis.objectives.ratios import (
     RATIOS,
@@ -70,17 +70,17 @@ def drifted(spec: TreeSpec, seed: int, drift: float = DRIFT) -> Tree:
     return random_tree(spec, np.random.default_rng(seed)).sampled_by(random_tree(older, np.random.default_rng(seed)))
 
 
-def mean_gradient(tree: Tree, case: Case, baseline: Float) -> Float:
+def mean_gradient(tree: Tree, case: Case, baseline: float) -> Float:
     """Return E[Σ_t c_t s_t] exactly [D], c the gradient coefficients of the ratio's surrogate for A = G − B."""
-    coefficient = case.ratio(tree).coefficient(tree.returns - masked_rows(baseline, tree))
+    coefficient = case.ratio(tree).coefficient(_advantage(tree, baseline))
     return np.einsum("m,mt,mtd->d", tree.prob, coefficient, tree.score)
 
 
 def mean_shift(tree: Tree, case: Case, baseline: float | None = None) -> float:
     """Return how far a constant baseline B, by default J, moves the mean: ‖E g(B) − E g(0)‖/‖∇J‖."""
     # Not linear in B where a clip looks at the sign of the advantage, hence the difference of two means.
-    b = _constant(tree, baseline)
-    moved = mean_gradient(tree, case, b) - mean_gradient(tree, case, np.zeros_like(b))
+    constant = tree.objective if baseline is None else baseline
+    moved = mean_gradient(tree, case, constant) - mean_gradient(tree, case, 0.0)
     return float(np.linalg.norm(moved) / np.linalg.norm(tree.gradient))
 
 
@@ -89,7 +89,7 @@ def case_moments(tree: Tree, case: Case) -> GroupMoments:
 
     The baseline J is the limit of every plain mean on-policy. `efficiency(P)` of the answer is that of P rollouts.
     """
-    coefficient = case.ratio(tree).coefficient(tree.returns - masked_rows(_constant(tree, None), tree))
+    coefficient = case.ratio(tree).coefficient(_advantage(tree, tree.objective))
     single = np.einsum("mt,mtd->md", coefficient, tree.score)
     return weighted_moments(single, tree.prob, tree.gradient, 1)
 
@@ -97,9 +97,9 @@ def case_moments(tree: Tree, case: Case) -> GroupMoments:
 def touched(tree: Tree, case: Case) -> float:
     """Return the share of sampled tokens that a clip or mask stops, or a truncation changes, with the baseline J."""
     ratio = case.ratio(tree)
-    stopped = ratio.limited | ratio.clipped(tree.returns - masked_rows(_constant(tree, None), tree))
+    stopped = ratio.limited | ratio.clipped(_advantage(tree, tree.objective))
     return float(tree.prob @ stopped.sum(axis=1) / (tree.prob @ tree.mask.sum(axis=1)))
 
 
-def _constant(tree: Tree, baseline: float | None) -> Float:
-    return np.full(tree.mask.shape[1], tree.objective if baseline is None else baseline)
+def _advantage(tree: Tree, baseline: float) -> Float:
+    return tree.returns - masked(baseline, tree.mask)

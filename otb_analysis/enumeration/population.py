@@ -31,31 +31,26 @@ def population_baseline(name: str, tree: Tree, source: str = "exact", decay: flo
     """
     if name not in POPULATION:
         raise InputError(f"{name!r} has no population form of its own; {nearest(name, POPULATION)}")
-    if name == "none":
-        return np.zeros(tree.mask.shape)
     if name == "value":
         return values(tree)
     if name == "position_optimal":
-        return masked(np.broadcast_to(position_optimum(tree), tree.mask.shape), tree.mask)
+        return masked_rows(position_optimum(tree), tree)
     batch = _batch(tree, source)
-    scalar = {
-        "group_mean": lambda: batch.present,
-        "opo": lambda: batch.length.astype(np.float64),
-        "classic_optimal": lambda: (tree.score.sum(axis=1) ** 2).sum(axis=1),
-        "sequence_optimal": lambda: batch.final,
-    }
-    if name in scalar:
-        weight = tree.prob * scalar[name]()
-        return masked(np.full(tree.mask.shape, weight @ tree.total / weight.sum()), tree.mask)
+    rollout_norm_sq = (tree.score.sum(axis=1) ** 2).sum(axis=1)
     # `otb_carry` keeps finished rollouts in the average, with their total return.
-    carried = np.where(tree.mask, tree.returns, tree.total[:, None])
+    total, carried = tree.total[:, None], np.where(tree.mask, tree.returns, tree.total[:, None])
     weight, paid = {
-        "otb": lambda: (batch.realized * tree.mask, tree.returns),
-        "otb_carry": lambda: (batch.realized, carried),
-        "token_optimal": lambda: (batch.weight, tree.returns),
-        "energy_ema": lambda: (decayed_energy(batch.weight, decay) * tree.mask, tree.returns),
-    }[name]()
-    return masked(np.broadcast_to(tree.expect(weight * paid) / tree.expect(weight), tree.mask.shape), tree.mask)
+        "none": (np.ones((len(total), 1)), np.zeros((len(total), 1))),
+        "group_mean": (batch.present[:, None], total),
+        "opo": (batch.length[:, None], total),
+        "classic_optimal": (rollout_norm_sq[:, None], total),
+        "sequence_optimal": (batch.final[:, None], total),
+        "otb": (batch.realized * tree.mask, tree.returns),
+        "otb_carry": (batch.realized, carried),
+        "token_optimal": (batch.weight, tree.returns),
+        "energy_ema": (decayed_energy(batch.weight, decay) * tree.mask, tree.returns),
+    }[name]
+    return masked_rows(tree.expect(weight * paid) / tree.expect(weight), tree)
 
 
 def position_optimum(tree: Tree, ratio: Float | None = None) -> Float:

@@ -20,24 +20,20 @@ CPU, STATUS, FORGET = Path("/proc/cpuinfo"), Path("/proc/self/status"), Path("/p
 
 @dataclass(frozen=True)
 class Finished:
-    """A cell's result and what it took.
-
-    Processor time is the fairer cost where the machine is shared; None where it was not measured.
-    """
+    """A cell's result and what it took; processor time is the fairer cost where the machine is shared."""
 
     tables: Tables  # What the study measured
     minutes: float  # By the clock
     peak_mib: int | None  # The most memory that the process held meanwhile; None where the system does not tell
     machine: str  # In words
-    processor_minutes: float | None = None  # Of this process, all its threads together
+    processor_minutes: float  # Of this process, all its threads together
 
     def cost(self, cell: str) -> dict[str, Value]:
         """Return the row of the cost table."""
-        processor = None if self.processor_minutes is None else round(self.processor_minutes, 2)
         return {
             "cell": cell,
             "minutes": round(self.minutes, 2),
-            "processor_minutes": processor,
+            "processor_minutes": round(self.processor_minutes, 2),
             "peak_mib": self.peak_mib,
             "machine": self.machine,
         }
@@ -96,15 +92,9 @@ def joined(results: Sequence[Finished]) -> dict[str, list[Mapping[str, Value]]]:
 
 
 def minutes_words(cost: Rows) -> str:
-    """Return the minutes of all cells together, as in `83 min of processor time (120 min by the clock)`.
-
-    Where a cell has no processor time, only the clock is told.
-    """
-    clock = _minutes(sum(row["minutes"] for row in cost))
-    processor = [row["processor_minutes"] for row in cost if row.get("processor_minutes") is not None]
-    if len(processor) < len(cost):
-        return clock
-    return f"{_minutes(sum(processor))} of processor time ({clock} by the clock)"
+    """Return the minutes of all cells together, as in `83 min of processor time (120 min by the clock)`."""
+    clock, processor = (_minutes(sum(row[name] for row in cost)) for name in ("minutes", "processor_minutes"))
+    return f"{processor} of processor time ({clock} by the clock)"
 
 
 def _minutes(minutes: float) -> str:

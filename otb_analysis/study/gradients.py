@@ -93,7 +93,7 @@ def _side_by_side(
     return torch.as_tensor(ids), torch.as_tensor(mask), weights, group, torch.as_tensor(attention).long()
 
 
-def drawn(trainer: Trainer, start: int, n_prompts: int, group_size: int, seed: int) -> Rollouts:
+def drawn(trainer: Trainer, n_prompts: int, group_size: int, seed: int = 1, start: int = PROMPTS_FROM) -> Rollouts:
     """Sample groups of rollouts of training prompts `start` … from the trainer's policy as it is now.
 
     The trainer's random state is left alone.

@@ -9,7 +9,7 @@ from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, SKY
 from otb_analysis.statistics import Update, pooled_statistics, update_ratios
 from otb_analysis.study import Tables
 from otb_analysis.study.formats import ratio_columns, statistics_columns
-from otb_analysis.study.gradients import PROMPTS_FROM, drawn, estimator_gram, regrouped, scored
+from otb_analysis.study.gradients import drawn, estimator_gram, regrouped, scored
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Gram, Label
@@ -45,7 +45,6 @@ ARMS = {
 }
 """Prompts × rollouts of an update. The last three spend 512 rollouts on an update, the first three 64."""
 LABELS: tuple[Label, ...] = (("otb", "proxy"), ("group_mean", "none"), ("rloo", "none"))
-REFERENCE: Label = ("rloo", "none")
 PAIRS = (
     ("otb4", "mean32"),
     ("rloo4", "mean32"),
@@ -58,8 +57,6 @@ PAIRS = (
 RATIOS = {"variance": "variance", "sf": "sf", "efficiency": "efficiency"}
 """Columns of the ratios."""
 SMALL_GROUP, LARGE_GROUP = 4, 32
-POOL = 1
-"""Seed of the sampling."""
 
 
 def pool_tables(starts: Sequence[TrainConfig], prompts: int, rollouts: int, bar: Bar) -> Tables:
@@ -67,7 +64,7 @@ def pool_tables(starts: Sequence[TrainConfig], prompts: int, rollouts: int, bar:
     grams: dict[int, list[Gram]] = {SMALL_GROUP: [], LARGE_GROUP: []}
     for number, start in enumerate(starts):
         trainer = Trainer.from_config(start)
-        pool = drawn(trainer, PROMPTS_FROM, prompts, rollouts, POOL)
+        pool = drawn(trainer, prompts, rollouts)
         table = scored(trainer, pool)
         for n, found in grams.items():
             found.append(estimator_gram(trainer, regrouped(pool, n), table, LABELS))
@@ -82,7 +79,7 @@ def pool_rows(grams: Sequence[Gram], n: int) -> list[dict[str, Any]]:
     """Return a row per estimator and update size for groups of n."""
     rows = []
     for rollouts in (64, 512):
-        for found in pooled_statistics(grams, REFERENCE, rollouts // n):
+        for found in pooled_statistics(grams, n_prompts=rollouts // n):
             rows.append(
                 {"estimator": found.estimator, "size": n, "update": rollouts, "clusters": found.n_clusters}
                 | statistics_columns(found)
@@ -93,7 +90,7 @@ def pool_rows(grams: Sequence[Gram], n: int) -> list[dict[str, Any]]:
 def ratio_row(grams: Mapping[int, Sequence[Gram]], name: str, other: str) -> dict[str, Any]:
     """Return an arm's update over another arm's, each with its own number of rollouts."""
     above, below = (update_of(grams, ARMS[arm]) for arm in (name, other))
-    return {"arm": name, "against": other} | ratio_columns(update_ratios(above, below, REFERENCE), RATIOS)
+    return {"arm": name, "against": other} | ratio_columns(update_ratios(above, below), RATIOS)
 
 
 def update_of(grams: Mapping[int, Sequence[Gram]], arm: Arm) -> Update:

@@ -26,7 +26,7 @@ from otb_analysis.statistics import pooled_statistics
 from otb_analysis.store import RunStore
 from otb_analysis.study import Cell, Study, Tables, select
 from otb_analysis.study.formats import statistics_columns
-from otb_analysis.study.gradients import PROMPTS_FROM, drawn, estimator_gram, scored
+from otb_analysis.study.gradients import drawn, estimator_gram, scored
 from otb_analysis.study.seeds import BASE, FORWARD_ONLY, QUICK_START, QUICK_TASK, held_projection, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.resume import plain_config
@@ -59,13 +59,10 @@ ARMS = {
 """`scaled` is `rloo` with steps c times as long, c the projection of `otb`."""
 AGAINST = "rloo"
 LABELS = (("otb", "proxy"), ("rloo", "none"))
-REFERENCE = ("rloo", "none")
 CALM_RATE = 3e-4
 """Constant, of the arm without old rollouts."""
 LONG = ChainSumConfig(terms_min=4, terms_max=6)
 """The other arms add 2 to 4 terms."""
-POOL = 1
-"""Seed of the sampling."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +154,11 @@ def projection_rows(size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[
     grams = []
     for seed in size.pool_seeds:
         trainer = Trainer.from_config(started(config_of(seed, size, quick, ARMS[AGAINST]), work))
-        rollouts = drawn(trainer, PROMPTS_FROM, size.pool_prompts, CONFIG.sample.group_size, POOL)
+        rollouts = drawn(trainer, size.pool_prompts, CONFIG.sample.group_size)
         grams.append(estimator_gram(trainer, rollouts, scored(trainer, rollouts), LABELS))
     return [
         {"estimator": row.estimator, "clusters": row.n_clusters} | statistics_columns(row, "projection")
-        for row in pooled_statistics(grams, REFERENCE)
+        for row in pooled_statistics(grams)
     ]
 
 

@@ -19,12 +19,12 @@ from otb_analysis.enumeration.trees import Tree, TreeSpec, random_tree
 from otb_analysis.estimators import estimate
 from otb_analysis.measurement.table import TokenTable, token_ratio
 from otb_analysis.objectives.importance import RatioInputs, effective_sample_size
-from otb_analysis.objectives.ratios import importance_ratio
+from otb_analysis.objectives.ratios import Ratio, importance_ratio
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import cluster_jackknife, paired_ratios, pooled_statistics
 from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
 from otb_analysis.study.formats import by_label, statistics_columns
-from otb_analysis.study.gradients import PROMPTS_FROM, Weighed, drawn, prompt_gram, scored
+from otb_analysis.study.gradients import Weighed, drawn, prompt_gram, scored
 from otb_analysis.study.seeds import BASE, QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.resume import plain_config
@@ -186,7 +186,7 @@ def sampled_tables(kind: str, size: Size, quick: bool, work: Path, bar: Bar) -> 
         trainer = Trainer.from_config(started(config_of(kind, seed, quick), work))
         source = reused if kind == "reused" else stale
         for lag, rollouts in source(trainer, size):
-            fresh = drawn(trainer, PROMPTS_FROM, size.prompts, size.truth_group, FRESH)
+            fresh = drawn(trainer, size.prompts, size.truth_group, FRESH)
             table = scored(trainer, rollouts)
             grams.setdefault(lag, []).append(gram_of(trainer, rollouts, table, fresh))
             facts.setdefault(lag, []).append(distance_facts(table))
@@ -208,7 +208,7 @@ def stale(trainer: Trainer, size: Size) -> Iterator[tuple[int, Rollouts]]:
     present = [p.data for p in trainer.policy.parameters]
     for lag in size.lags:
         put(trainer, past[-lag])
-        rollouts = drawn(trainer, PROMPTS_FROM, size.prompts, size.group, OLD)
+        rollouts = drawn(trainer, size.prompts, size.group, OLD)
         put(trainer, present)
         yield lag, rollouts
 
@@ -221,7 +221,7 @@ def put(trainer: Trainer, weights: Sequence[torch.Tensor]) -> None:
 
 def reused(trainer: Trainer, size: Size) -> Iterator[tuple[int, Rollouts]]:
     """Sample once, and update on the whole batch again and again."""
-    rollouts = drawn(trainer, PROMPTS_FROM, size.prompts, size.group, OLD)
+    rollouts = drawn(trainer, size.prompts, size.group, OLD)
     table = scored(trainer, rollouts)
     batch = trainer.objective.batch(rollouts, table, estimate("rloo", table.inputs(None)).advantage, None)
     for epoch in range(1, max(size.epochs) + 1):
@@ -232,12 +232,9 @@ def reused(trainer: Trainer, size: Size) -> Iterator[tuple[int, Rollouts]]:
 
 def gram_of(trainer: Trainer, rollouts: Rollouts, table: TokenTable, fresh: Rollouts) -> Gram:
     """Return the Gram matrix of every ratio with every baseline, beside the gradient of fresh rollouts."""
-    behavior = np.where(table.mask, table.behavior_logprob, 0.0)
-    inputs = RatioInputs(table.stats.logprob, behavior, table.mask)
     coefficient: dict[tuple[str, str], Float] = {}
-    for name, case in CASES.items():
+    for name, ratio in every_ratio(table).items():
         seen = table if name == "`none`" else replace(table, ratio=token_ratio(table))
-        ratio = importance_ratio(case.name, inputs, case.options)
         for baseline in BASELINES:
             advantage = estimate(baseline, seen.inputs(table.stats.energy)).advantage
             coefficient[name, baseline] = ratio.coefficient(advantage)
@@ -245,20 +242,25 @@ def gram_of(trainer: Trainer, rollouts: Rollouts, table: TokenTable, fresh: Roll
     return prompt_gram(trainer.model, [Weighed(rollouts, coefficient), Weighed(fresh, {TRUTH: truth})])
 
 
+def every_ratio(table: TokenTable) -> dict[str, Ratio]:
+    """Return the importance ratios of all tokens under every case."""
+    behavior = np.where(table.mask, table.behavior_logprob, 0.0)
+    inputs = RatioInputs(table.stats.logprob, behavior, table.mask)
+    return {name: importance_ratio(case.name, inputs, case.options) for name, case in CASES.items()}
+
+
 def distance_facts(table: TokenTable) -> dict[str, float]:
     """Return how far policy and sampler are apart on their rollouts, and what each clip touches.
 
     KL(μ‖π) is the mean of ρ − 1 − log ρ over the sampler's tokens: unbiased, and each term is at least 0.
     """
-    behavior = np.where(table.mask, table.behavior_logprob, 0.0)
-    log_ratio = np.where(table.mask, table.stats.logprob - behavior, 0.0)
+    log_ratio = np.where(table.mask, table.stats.logprob - table.behavior_logprob, 0.0)
     apart = np.expm1(log_ratio) - log_ratio
-    inputs = RatioInputs(table.stats.logprob, behavior, table.mask)
     advantage = estimate("rloo", table.inputs(None)).advantage
-    stopped = {}
-    for name, case in CASES.items():
-        ratio = importance_ratio(case.name, inputs, case.options)
-        stopped[f"touched {name}"] = float((ratio.limited | ratio.clipped(advantage))[table.mask].mean())
+    stopped = {
+        f"touched {name}": float((ratio.limited | ratio.clipped(advantage))[table.mask].mean())
+        for name, ratio in every_ratio(table).items()
+    }
     return {
         "kl_token": float(apart[table.mask].mean()),
         "kl_rollout": float(apart.sum(axis=1).mean()),

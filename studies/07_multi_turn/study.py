@@ -26,7 +26,7 @@ from otb_analysis.statistics import paired_ratios, pooled_statistics, weight_sta
 from otb_analysis.store import RunStore
 from otb_analysis.study import Cell, Study, Tables
 from otb_analysis.study.formats import ratio_columns, statistics_columns
-from otb_analysis.study.gradients import PROMPTS_FROM, drawn, estimator_gram, regrouped, scored
+from otb_analysis.study.gradients import drawn, estimator_gram, regrouped, scored
 from otb_analysis.study.seeds import BASE, QUICK_START, started
 from otb_analysis.training.loop import train, train_step
 from otb_analysis.training.resume import plain_config
@@ -41,14 +41,11 @@ COMPARED = (
 )  # fmt: skip
 """What takes masks with gaps, looks at one prompt at a time and needs nothing beyond a forward pass."""
 TRAINED = ("rloo", "trloo", "otb_turn", "otb_turn_loo")
-REFERENCE = ("rloo", "none")
 STAGES = {"start": "after the supervised start", "trained": "after {steps} steps of training"}
 RATIOS = {"variance_ratio": "variance", "sf_ratio": "sf", "efficiency_ratio": "efficiency"}
-"""Columns of the ratios to the reference."""
+"""Columns of the ratios to `rloo`."""
 UPDATE_PROMPTS = 16
 """Prompts of the update that efficiency is stated for: as in the training runs."""
-POOL = 1
-"""Seed of the sampling."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
         trainer = Trainer.from_config(started(config_of(seed, quick), work))
         for step in range(size.steps if stage == "trained" else 0):
             train_step(trainer, step)
-        rollouts = drawn(trainer, PROMPTS_FROM, size.prompts, size.pool, POOL)
+        rollouts = drawn(trainer, size.prompts, size.pool)
         table = scored(trainer, rollouts)
         facts.append({"stage": stage, "seed": seed, "steps": size.steps} | rollout_facts(rollouts, table))
         for n in size.sizes:
@@ -144,14 +141,14 @@ def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | No
 
 
 def statistics_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
-    """Return a row per estimator: its statistics, and its ratios to the reference, with intervals over prompts."""
-    pairs = {p.estimator: p for p in paired_ratios(grams, REFERENCE, REFERENCE, UPDATE_PROMPTS)}
+    """Return a row per estimator: its statistics, and its ratios to `rloo`, with intervals over prompts."""
+    pairs = {p.estimator: p for p in paired_ratios(grams, n_prompts=UPDATE_PROMPTS)}
     return [
         {"estimator": row.estimator, "clusters": row.n_clusters, "bias": row.relative_bias}
         | {"rollout_equivalents": row.rollout_equivalents, "rollouts": row.n_rollouts}
         | statistics_columns(row)
         | ratio_columns(pairs.get(row.estimator), RATIOS)
-        for row in pooled_statistics(grams, REFERENCE, UPDATE_PROMPTS)
+        for row in pooled_statistics(grams, n_prompts=UPDATE_PROMPTS)
     ]
 
 

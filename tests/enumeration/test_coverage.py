@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration.coverage import LAWS, NOMINAL_FLOOR, QUANTITIES, ROWS, measure, row_text
+from otb_analysis.enumeration.coverage import LAWS, NOMINAL_FLOOR, QUANTITIES, ROWS, coverage_page, measure, row_text
 from otb_analysis.statistics.moments import measures
 
 TABLE = Path(__file__).parents[2] / "docs" / "coverage.md"
@@ -56,6 +56,11 @@ def test_the_published_table_is_complete_and_bold_where_it_falls_short():
         assert row[1] == (f"{prompts}" if steps == 1 else f"{steps} × {prompts}")
         for cell in row[2:]:
             assert cell.startswith("**") == (percent(cell) < 100 * NOMINAL_FLOOR)
+
+
+def test_the_words_around_the_published_table_are_those_of_the_template():
+    text = TABLE.read_text()
+    assert text == coverage_page([line for line in text.splitlines() if line.startswith("|")][2:])
 
 
 def test_nine_in_ten_published_cells_from_24_prompts_up_reach_the_floor():

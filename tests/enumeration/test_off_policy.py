@@ -85,7 +85,7 @@ def test_whole_sequence_ratio_recovers_the_gradient_with_any_constant():
     # E_μ[Πρ · S (R − B)] = ∇J
     tree = drifted(SHARED, 4)
     for b in (0.0, 0.7):
-        np.testing.assert_allclose(mean_gradient(tree, SEQUENCE, np.full(4, b)), tree.gradient, atol=1e-14)
+        np.testing.assert_allclose(mean_gradient(tree, SEQUENCE, b), tree.gradient, atol=1e-14)
 
 
 def correlations(tree, ratio):

@@ -185,7 +185,7 @@ def test_page_tells_lifetimes_and_what_c_would_explain_them(parts):
         "runs": RUNS, "signals": signals, "detectors": all_detectors(parts), "attribution": [],
         "projection": [{"estimator": "otb", "projection": 0.5, "projection_low": 0.4, "projection_high": 0.6}],
         "curves": [{"arm": row["arm"], "seed": row["seed"], "step": 0, "reward": 0.5} for row in RUNS],
-        "cost": [{"minutes": 1.0, "peak_mib": 1, "machine": "M"}],
+        "cost": [{"minutes": 1.0, "processor_minutes": 1.0, "peak_mib": 1, "machine": "M"}],
     }  # fmt: skip
     page = " ".join(study_page(FOLDER, parts["STUDY"], tables, quick=True)[0].split())
     assert "Collapsed: `rloo` 2 of 2, `scaled` 2 of 2, `otb` 1 of 2." in page

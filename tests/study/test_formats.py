@@ -91,11 +91,6 @@ def test_minutes_are_those_of_all_cells():
     )
 
 
-def test_where_processor_time_was_not_measured_only_the_clock_is_told():
-    old = {"minutes": 60.0}
-    assert minutes_words([old, old | {"processor_minutes": 3.0}]) == "120 min"
-
-
 def test_peak_memory_is_that_since_it_was_forgotten():
     block = bytearray(200 * 2**20)
     high = peak_memory_mib()

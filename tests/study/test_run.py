@@ -203,8 +203,8 @@ def test_cost_has_minutes_memory_and_machine_of_each_cell(squares, tmp_path):
 
 
 def test_tables_of_cells_are_joined_in_their_order():
-    first = Finished({"a": [{"n": 1}], "b": [{"m": 1}]}, 0.0, None, "here")
-    second = Finished({"a": [{"n": 2}, {"n": 3}]}, 0.0, None, "here")
+    first = Finished({"a": [{"n": 1}], "b": [{"m": 1}]}, 0.0, None, "here", 0.0)
+    second = Finished({"a": [{"n": 2}, {"n": 3}]}, 0.0, None, "here", 0.0)
     assert joined([first, second]) == {"a": [{"n": 1}, {"n": 2}, {"n": 3}], "b": [{"m": 1}]}
 
 
