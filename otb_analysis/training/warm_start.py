@@ -131,7 +131,9 @@ def _batches(
     for _ in range(config.max_steps):
         prompts = draw_prompts(task, "train", index, config.batch)
         index += config.batch
-        yield _collate([_example(tokenizer, task, prompt) for prompt in prompts], special_id(tokenizer, "pad"))
+        examples = [_example(tokenizer, task, prompt) for prompt in prompts]
+        ids, labels = ([torch.tensor(row) for row in rows] for rows in zip(*examples, strict=True))
+        yield pad_sequence(ids, True, special_id(tokenizer, "pad")), pad_sequence(labels, True, IGNORED)
 
 
 def _example(tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt) -> tuple[list[int], list[int]]:
@@ -144,11 +146,6 @@ def _example(tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt) -> 
         ids += written + reply
         labels += written + [IGNORED] * len(reply)
     return ids, labels
-
-
-def _collate(examples: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, labels = ([torch.tensor(row) for row in rows] for rows in zip(*examples, strict=True))
-    return pad_sequence(ids, True, pad), pad_sequence(labels, True, IGNORED)
 
 
 def _optimizers(model: PreTrainedModel, learning_rate: float) -> list[torch.optim.Optimizer]:
