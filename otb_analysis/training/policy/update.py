@@ -92,8 +92,7 @@ def _accumulate(
     if kept is not None and not with_entropy:
         total = _backward(objective, batch, shard, CompletionLogprobs(kept), tally)
     else:
-        parts = policy.micro_batches(batch.rollouts, shard)
-        more = policy.passes(len(parts)) - len(parts)
+        parts, more = policy.shared_parts(batch.rollouts, shard)
         for rows in counted(parts, "micro-batch"):
             total += _backward(objective, batch, rows, policy.score(batch.rollouts, rows, with_entropy), tally)
         for _ in range(more):  # sharded weights: every backward pass sums over processes, so all make equally many
