@@ -71,12 +71,7 @@ ROLLOUTS = (
     Column("finish_reason", "VARCHAR", "", "stop (end token), length (budget used up) or turns (turn limit)."),
     Column("score_norm_sq", "DOUBLE", "norm²", "‖Σ_t ∇_θ log π(y_t)‖², exact, where measured."),
     Column("energy_total", "DOUBLE", "norm²", "W_T = Σ_t ‖∇_θ log π(y_t)‖², estimated by the level sampled."),
-    Column(
-        "energy_total_stderr",
-        "DOUBLE",
-        "norm²",
-        "Its standard error; null where none of its tokens left to chance was drawn.",
-    ),
+    Column("energy_total_stderr", "DOUBLE", "norm²", "Its standard error; null where none left to chance was drawn."),
 )
 """Reward parts follow as further columns `reward_<part>`."""
 
@@ -107,12 +102,7 @@ STEPS = (
     Column("n_singleton_groups", "BIGINT", "", "Groups of one rollout."),
     Column("n_empty_completions", "BIGINT", "", "Completions with no text before the end token."),
     Column("n_truncated", "BIGINT", "", "Completions cut by the length budget."),
-    Column(
-        "fallback_share",
-        "DOUBLE",
-        "",
-        "Share of policy tokens where the training estimator was undefined and used its fallback.",
-    ),
+    Column("fallback_share", "DOUBLE", "", "Share of policy tokens where the estimator that trains used its fallback."),
     Column("energy_proxy_mean", "DOUBLE", "norm²", "Mean proxy energy over policy tokens."),
     Column("energy_tail_k", "DOUBLE", "", "Pareto-k of the upper tail of all policy tokens' proxy energies."),
     Column("energy_max_share", "DOUBLE", "", "Share of the total proxy energy held by the top 1 % of policy tokens."),
@@ -128,12 +118,7 @@ STEPS = (
     Column("certificate_prob_z", "DOUBLE", "", "Is the sampler the policy? z of Σ(π_y − Σ_v π_v²), far from 0 if not."),
     Column("certificate_logprob_z", "DOUBLE", "", "The same question by z of Σ(log π_y + H)."),
     Column("critic_loss", "DOUBLE", "", "Mean squared error of the critic against its target, before its update."),
-    Column(
-        "critic_explained_variance",
-        "DOUBLE",
-        "",
-        "1 − Var(G_t − value)/Var(G_t) over tokens; null if all G_t are equal.",
-    ),
+    Column("critic_explained_variance", "DOUBLE", "", "1 − Var(G_t − value)/Var(G_t); null if all G_t are equal."),
     Column("heldout_reward", "DOUBLE", "", "Mean reward on held-out prompts, where evaluated."),
     Column("heldout_reward_low", "DOUBLE", "", "Lower end of its 95 % interval over prompts; null below 16 prompts."),
     Column("heldout_reward_high", "DOUBLE", "", "Upper end of the same."),
@@ -174,10 +159,8 @@ GRADIENTS = (
     Column("variance", "DOUBLE", "norm²", "Batch variance Σ_p‖ḡ_p − ḡ‖²/(P(P−1)); null for one prompt."),
     Column("variance_low", "DOUBLE", "norm²", "Lower end of its 95 % interval over prompts; null below 16 prompts."),
     Column("variance_high", "DOUBLE", "norm²", "Upper end of the same."),
-    Column(
-        "within", "DOUBLE", "norm²", "Part of P·variance that comes from rollouts given the prompt; null without pools."
-    ),
-    Column("between", "DOUBLE", "norm²", "Part of P·variance that comes from prompts; null without pools."),
+    Column("within", "DOUBLE", "norm²", "Part of P·variance from rollouts given the prompt; null without pools."),
+    Column("between", "DOUBLE", "norm²", "Part of P·variance from prompts; null without pools."),
     Column("relative_bias", "DOUBLE", "", "‖m − ∇J‖/‖∇J‖ against the reference on other prompts."),
     Column("projection", "DOUBLE", "", "c = ⟨m, ∇J⟩/‖∇J‖² against the reference on other prompts."),
     Column("sf", "DOUBLE", "norm²", "variance/c²: variance at equal progress."),

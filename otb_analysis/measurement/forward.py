@@ -1,7 +1,7 @@
 """Forward passes over rollouts: log-probabilities with their graph, and everything the level `forward` measures."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.logit_stats import logit_stats
-from otb_analysis.rollouts.models import output_layer
+from otb_analysis.rollouts.models import chosen_states
 from otb_analysis.rollouts.prefix_cache import PrefixCache
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Int, LogitStats
@@ -33,8 +33,7 @@ class CompletionLogprobs:
     """Log-probabilities with their graph, by completion token; made by `completion_logprobs`, read by the update."""
 
     logprob: Tensor  # log π(y_t) in nats [N, T], float32; zero outside the mask
-    mask: Tensor  # True at policy tokens [N, T], on the model's device
-    # Entropy of each token's distribution in nats [N, T], or None if it was not asked for.
+    # Entropy of each token's distribution in nats [N, T], zero outside the mask, or None if it was not asked for.
     entropy: Tensor | None = None
 
     @classmethod
@@ -45,7 +44,6 @@ class CompletionLogprobs:
         entropies = [part.entropy for part in parts if part.entropy is not None]
         return cls(
             _in_order([part.logprob for part in parts], rollouts, rows),
-            _in_order([part.mask for part in parts], rollouts, rows),
             _in_order(entropies, rollouts, rows) if entropies else None,
         )
 
@@ -141,7 +139,7 @@ def completion_logprobs(
     log_pi = _log_pi(view.policy_tokens(model, prompts)[0], temperature)
     logprob = log_pi.gather(-1, view.targets[view.mask][:, None])[:, 0]
     entropies = view.placed(-(log_pi.exp() * log_pi).sum(-1)) if entropy else None
-    return CompletionLogprobs(view.placed(logprob), view.mask, entropies)
+    return CompletionLogprobs(view.placed(logprob), entropies)
 
 
 def hidden_states(backbone: PreTrainedModel, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
@@ -182,17 +180,17 @@ class _View:
         if prompts is None:
             inputs = {"input_ids": self.ids, "attention_mask": self.attention, "use_cache": False}
             column = self.before[row, token, 0]
-            choice = _chosen(model, lambda hidden: hidden[row, column])
+            choice = chosen_states(model, lambda hidden: hidden[row, column])
         else:
             inputs = prompts.inputs(self.targets[:, :-1], self.present[:, :-1])
-            choice = _chosen(model, lambda hidden: prompts.predicting(hidden, row, token))
+            choice = chosen_states(model, lambda hidden: prompts.predicting(hidden, row, token))
         with choice as seen:
             logits = model(**inputs).logits[0]
         bad = ~logits.detach().isfinite().all(-1)
         if bool(bad.any()):
             first = int(bad.nonzero()[0])
             raise NonFiniteScore(int(row[first]), int(token[first]))
-        return logits, seen[0]
+        return logits, seen[0].detach()
 
     def placed(self, values: Tensor) -> Tensor:
         """Numbers of the policy tokens [K, ...] as [N, T, ...], zero elsewhere."""
@@ -215,23 +213,3 @@ def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temper
     for name, values in columns.items():
         whole[name][inside] = values
     return LogitStats(**whole)
-
-
-@contextmanager
-def _chosen(model: PreTrainedModel, choice: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
-    """Let the output layer see only some states [K, d], as one row; collect what it sees, detached.
-
-    What enters the output layer is the final hidden state, whatever the architecture calls it.
-    """
-    seen: list[Tensor] = []
-
-    def choose(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden = choice(inputs[0])
-        seen.append(hidden.detach())
-        return (hidden[None], *inputs[1:])
-
-    hook = output_layer(model).register_forward_pre_hook(choose)
-    try:
-        yield seen
-    finally:
-        hook.remove()

@@ -20,7 +20,7 @@ from otb_analysis.gradients import gradient_attribution, sampled_score_norms, si
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.measurement.tokens import DrawnTokens, TokenMeasurements
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.types import Bool, Float
+from otb_analysis.types import Bool, Float, Int
 
 # Measured like the costs in `training/forecast.py`, beside a pass of the same rollouts: the small model (0.4 M
 # parameters, 26 tokens a rollout), a Llama of 42 M (28 tokens), SmolLM2-135M (78 tokens).
@@ -100,6 +100,14 @@ def by_policy_token(rollouts: Rollouts, by_column: Float, rows: Bool | slice = s
     return out
 
 
+def first_groups(group: Int, left: Bool, prompts: int) -> Bool:
+    """Return True at the rollouts of the first groups that are `left` [N], all of them where `prompts` is 0.
+
+    Prompts come in random order.
+    """
+    return np.isin(group, np.unique(group[left])[: prompts or None])
+
+
 def seen(rollouts: Rollouts, rows: Bool) -> float:
     """Return Σ_t (tokens before t)/L over the policy's tokens, the mean over rollouts weighed by their lengths L."""
     mask = rollouts.mask[rows]
@@ -125,7 +133,7 @@ class Sampled(Level):
         table = step.table
         norm_sq = np.where(table.mask, known.norm_sq, np.nan)
         whole = np.isin(table.group, table.group[np.isfinite(norm_sq).any(axis=1)])  # `exact` measures whole groups
-        rows = _first_groups(plan, table, ~whole)
+        rows = first_groups(table.group, ~whole, plan.prompts)
         prob = np.where(table.mask & whole[:, None], 1.0, np.nan)
         if table.mask[rows].any():
             norm_sq[rows], prob[rows] = _draw(step, plan, rows)
@@ -156,11 +164,6 @@ def _draw(step: MeasuredStep, plan: SampledSchedule, rows: Bool) -> tuple[Float,
     return norm_sq, prob
 
 
-def _first_groups(plan: SampledSchedule | SketchSchedule, table: TokenTable, left: Bool) -> Bool:
-    """Return True at the rollouts of the first groups that are `left` [N]: prompts come in random order."""
-    return np.isin(table.group, np.unique(table.group[left])[: plan.prompts or None])
-
-
 class Sketch(Level):
     """Estimated norms, with standard errors, of every token of groups that no other level measured."""
 
@@ -176,7 +179,7 @@ class Sketch(Level):
         """
         policy, rollouts, group = step.policy, step.rollouts, step.table.group
         measured = np.isfinite(known.norm_sq) | (False if known.drawn is None else known.drawn.population)
-        rows = _first_groups(plan, step.table, ~np.isin(group, group[measured.any(axis=1)]))
+        rows = first_groups(group, ~np.isin(group, group[measured.any(axis=1)]), plan.prompts)
         if not rows.any():
             return known
         ids, mask, attention = rollouts.tensors(policy.model.device, rows)

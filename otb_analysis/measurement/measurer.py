@@ -42,10 +42,24 @@ class Measurement:
     statistics: tuple[GradientStatistics, ...] = ()  # A row per estimator
     gaps: int = 0  # Measurements that failed
 
-    def added(self, what: str, run: Callable[[], TokenMeasurements]) -> "Measurement":
-        """Return this with what one more level measured, or with one more gap."""
-        tokens = _attempt(what, run)
-        return replace(self, gaps=self.gaps + 1) if tokens is None else replace(self, tokens=tokens)
+
+@dataclass
+class Attempts:
+    """Runs the measurements of a step. No failure of measuring may stop the training."""
+
+    step: int
+    failed: int = 0
+
+    def __call__(self, what: str, run: Callable[[], T], otherwise: T) -> T:
+        """Return a measurement; where it fails, warn, count a gap, and return `otherwise`."""
+        try:
+            with phase(what):
+                return run()
+        except Exception as error:
+            message = f"{what} at step {self.step} failed and is missing from the run: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            self.failed += 1
+            return otherwise
 
 
 class GradientMeasurer:
@@ -138,42 +152,26 @@ class GradientMeasurer:
         The step seeds what is drawn. `known` holds exact norms of all groups where the training estimator needed them.
         `weights` returns what multiplies each score in the first update [N, T]; it is called only where that is used.
         """
-        groups = self.groups_due(step, len(rollouts.prompts))
-        done = Measurement(TokenMeasurements.nothing(table.mask.shape) if known is None else known)
+        attempt, groups = Attempts(step), self.groups_due(step, len(rollouts.prompts))
+        tokens = TokenMeasurements.nothing(table.mask.shape) if known is None else known
         if len(groups) and known is None:
-            done = done.added(f"exact norms at step {step}", lambda: self.norms(rollouts, groups))
+            tokens = attempt("exact norms", lambda: self.norms(rollouts, groups), tokens)
         seen = MeasuredStep(self.policy, step, rollouts, table, weights)
         for name, plan in self.config.schedules.items():
             if name != "exact" and plan.due(step):
                 level = level_of(name)
-                done = done.added(f"{level.phase} at step {step}", partial(level.measure, seen, plan, done.tokens))
-        return self._compared(step, rollouts, table, groups, done) if len(groups) and done.tokens.whole.any() else done
-
-    def _compared(
-        self, step: int, rollouts: Rollouts, table: TokenTable, groups: Int, done: Measurement
-    ) -> Measurement:
-        """Add the Gram matrix, its statistics and that of smaller groups to exact norms."""
-        tokens = done.tokens
-        gram = _attempt(f"Gram matrix at step {step}", lambda: self.gram(rollouts, table, tokens, groups))
+                tokens = attempt(level.phase, partial(level.measure, seen, plan, tokens), tokens)
+        if not len(groups) or not tokens.whole.any():
+            return Measurement(tokens, gaps=attempt.failed)
+        gram = attempt("Gram matrix", lambda: self.gram(rollouts, table, tokens, groups), None)
         if gram is None:
-            return replace(done, gaps=done.gaps + 1)
+            return Measurement(tokens, gaps=attempt.failed)
+        cut: dict[int, Gram] = {}
         if self.config.subgroups:
-            cut = _attempt(f"smaller groups at step {step}", lambda: self.subgroups(rollouts, table, tokens, groups))
-            done = replace(done, subgroups=cut or {}, gaps=done.gaps + (cut is None))
-        rows = _attempt(
-            f"gradient statistics at step {step}",
-            lambda: tuple(
-                gradient_statistics(gram.inner, gram.labels, gram.n_rollouts, known=proved(gram.labels, self.run))
-            ),
-        )
-        return replace(done, gram=gram, statistics=rows or (), gaps=done.gaps + (rows is None))
+            cut = attempt("smaller groups", lambda: self.subgroups(rollouts, table, tokens, groups), cut)
+        rows = attempt("gradient statistics", lambda: self._statistics(gram), ())
+        return Measurement(tokens, gram, cut, rows, attempt.failed)
 
-
-def _attempt(what: str, run: Callable[[], T]) -> T | None:
-    """Return a measurement, or None with a warning: no failure of measuring may stop the training."""
-    try:
-        with phase(what.partition(" at step ")[0]):
-            return run()
-    except Exception as error:
-        warnings.warn(f"{what} failed and is missing from the run: {error}", RuntimeWarning, stacklevel=2)
-        return None
+    def _statistics(self, gram: Gram) -> tuple[GradientStatistics, ...]:
+        known = proved(gram.labels, self.run)
+        return tuple(gradient_statistics(gram.inner, gram.labels, gram.n_rollouts, known=known))

@@ -126,12 +126,12 @@ class TransformersGenerator:
             self.model.generation_config = settings
 
     def _all_cut(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> list[Generation]:
-        return [self._cut(t, p) for t, p in zip(tokens.tolist(), logprobs.double().tolist(), strict=True)]
-
-    def _cut(self, tokens: list[int], logprobs: list[float]) -> Generation:
-        end = next((i for i, token in enumerate(tokens) if token in self.ends), None)
-        length = len(tokens) if end is None else end + 1
-        return Generation(tokens[:length], logprobs[:length], end is not None)
+        generations = []
+        for row, row_logprobs in zip(tokens.tolist(), logprobs.double().tolist(), strict=True):
+            end = next((i for i, token in enumerate(row) if token in self.ends), None)
+            length = len(row) if end is None else end + 1
+            generations.append(Generation(row[:length], row_logprobs[:length], end is not None))
+        return generations
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

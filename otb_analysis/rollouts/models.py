@@ -1,12 +1,14 @@
 """Policies: a small one made in code, and any local checkpoint: a Hugging Face directory, a GGUF file, or a name."""
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -105,6 +107,28 @@ def output_layer(model: PreTrainedModel) -> nn.Module:
     if not isinstance(layer, nn.Module):
         raise InputError(f"{type(model).__name__} has no output layer over a vocabulary; pass a causal language model.")
     return layer
+
+
+@contextmanager
+def chosen_states(
+    model: PreTrainedModel, choice: Callable[[Tensor], Tensor], logits: bool = True
+) -> Iterator[list[Tensor]]:
+    """Choose from the final hidden states [n, L, d] those that matter [K, d]; collect them, with their graph.
+
+    The output layer sees only these, as one row, or a single one where nobody needs `logits`. What enters the output
+    layer is the final hidden state, whatever the architecture calls it.
+    """
+    states: list[Tensor] = []
+
+    def choose(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states.append(choice(inputs[0]))
+        return (states[-1][None, : None if logits else 1], *inputs[1:])
+
+    hook = output_layer(model).register_forward_pre_hook(choose)
+    try:
+        yield states
+    finally:
+        hook.remove()
 
 
 def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

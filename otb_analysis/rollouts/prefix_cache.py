@@ -4,8 +4,6 @@ log π(y_t | x, y_{<t}) and its gradient are those of a pass over prompt and com
 prompt once instead of G times, and the last token of a rollout, which predicts nothing, is not run.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from otb_analysis.rollouts.decoding import unsupported_reason
-from otb_analysis.rollouts.models import output_layer
+from otb_analysis.rollouts.models import chosen_states
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Int
 
@@ -98,7 +96,8 @@ def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> PrefixCache | No
         ids[i, : len(text)], real[i, : len(text)] = text, 1
     layers = [DynamicLayer() for _ in DynamicCache(config=model.config).layers]
     seen, mask = torch.as_tensor(ids, device=model.device), torch.as_tensor(real, device=model.device)
-    with _last_states(model, mask.sum(1) - 1) as states:
+    last = mask.sum(1) - 1
+    with chosen_states(model, lambda hidden: hidden[torch.arange(len(last)), last], logits=False) as states:
         model(input_ids=seen, attention_mask=mask, past_key_values=Cache(layers=[*layers]), use_cache=True)
     return PrefixCache(
         keys=tuple(layer.keys for layer in layers if layer.keys is not None),
@@ -107,22 +106,3 @@ def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> PrefixCache | No
         hidden=states[0],
         of=torch.as_tensor([number[text] for text in texts], device=model.device),
     )
-
-
-@contextmanager
-def _last_states(model: PreTrainedModel, last: Tensor) -> Iterator[list[Tensor]]:
-    """Collect the final hidden state at one position of each row.
-
-    Nobody needs the prompt's logits, so the output layer is given a single state of the batch.
-    """
-    states: list[Tensor] = []
-
-    def choose(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        states.append(inputs[0][torch.arange(len(last), device=last.device), last])
-        return (inputs[0][:1, :1], *inputs[1:])
-
-    hook = output_layer(model).register_forward_pre_hook(choose)
-    try:
-        yield states
-    finally:
-        hook.remove()

@@ -21,6 +21,10 @@ from otb_analysis.types import Bool, Float, Int
 FinishReason = Literal["stop", "length", "turns"]
 
 
+BY_COLUMN = {"input_ids": 0, "attention_mask": 0, "mask": 0, "turn": 0, "reward": 0, "behavior_logprob": np.nan}
+"""The fields [N, L] of `Rollouts`, with what widening them fills in."""
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """A batch of finished rollouts, prompt first, padded on the right; made by `sample`, read by `training`."""
@@ -47,10 +51,9 @@ class Rollouts:
         """Return some of the rollouts, as wide as the longest of them; every group keeps its number and its prompt."""
         index = np.arange(len(self.group))[rows]
         width = int(self.attention_mask[index].sum(axis=1).max(initial=0))
-        by_token = ("input_ids", "attention_mask", "mask", "turn", "behavior_logprob", "reward")
         return replace(
             self,
-            **{name: getattr(self, name)[index, :width] for name in by_token},
+            **{name: getattr(self, name)[index, :width] for name in BY_COLUMN},
             **{name: getattr(self, name)[index] for name in ("group", "prompt_length")},
             turns=tuple(self.turns[i] for i in index),
             finish_reason=tuple(self.finish_reason[i] for i in index),
@@ -63,21 +66,15 @@ class Rollouts:
         if len(parts) == 1:
             return parts[0]
         width = max(part.input_ids.shape[1] for part in parts)
-        fills = dict.fromkeys(("input_ids", "attention_mask", "mask", "turn", "reward"), 0) | {
-            "behavior_logprob": np.nan
-        }
         names = dict.fromkeys(name for part in parts for name in part.reward_parts)
 
         def padded(name: str) -> NDArray:
-            arrays = [getattr(part, name) for part in parts]
-            pads = [((0, 0), (0, width - x.shape[1])) for x in arrays]
-            return np.concatenate(
-                [np.pad(x, pad, constant_values=fills[name]) for x, pad in zip(arrays, pads, strict=True)]
-            )
+            arrays, fill = [getattr(part, name) for part in parts], BY_COLUMN[name]
+            return np.concatenate([np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill) for x in arrays])
 
         return replace(
             parts[0],
-            **{name: padded(name) for name in fills},
+            **{name: padded(name) for name in BY_COLUMN},
             **{name: np.concatenate([getattr(part, name) for part in parts]) for name in ("group", "prompt_length")},
             turns=tuple(turns for part in parts for turns in part.turns),
             finish_reason=tuple(reason for part in parts for reason in part.finish_reason),

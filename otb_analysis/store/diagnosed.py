@@ -7,6 +7,7 @@ from otb_analysis.diagnostics import AttributedTokens, StepAttribution, StepSeri
 from otb_analysis.errors import InputError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.reader import RunStore
+from otb_analysis.store.token_arrays import floats
 
 MEASURED_BY = "the level attribution measures it: otb train --measure.attribution.every 1"
 
@@ -17,7 +18,7 @@ NUMBERS = tuple(c.name for c in TABLES["steps"] if c.dtype in ("DOUBLE", "BIGINT
 def step_series(steps: pd.DataFrame) -> StepSeries:
     """Return the scalars of a run by step, NaN where a step did not record one; flags become 0 and 1."""
     ordered = steps.sort_values("step")
-    columns = {name: _floats(ordered, name) for name in NUMBERS if name in ordered}
+    columns = {name: floats(ordered, name) for name in NUMBERS if name in ordered}
     return StepSeries(ordered["step"].to_numpy(np.int64), columns)
 
 
@@ -61,10 +62,6 @@ def step_attribution(store: RunStore, step: int) -> StepAttribution:
     split = bool(tokens[["signal", "noise"]].notna().to_numpy().all())
     attributed = AttributedTokens(
         *(tokens[name].to_numpy(np.int64) for name in ("group", "rollout", "t")),
-        *(_floats(tokens, name) for name in ("attribution", "signal", "noise")[: 3 if split else 1]),
+        *(floats(tokens, name) for name in ("attribution", "signal", "noise")[: 3 if split else 1]),
     )
     return attribute_step(step, attributed, float(norm[0]) if norm.size else None)
-
-
-def _floats(tokens: pd.DataFrame, name: str) -> np.ndarray:
-    return tokens[name].astype("Float64").to_numpy(np.float64, na_value=np.nan)

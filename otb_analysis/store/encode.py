@@ -41,15 +41,6 @@ def encode(table: str, step: int, columns: Columns) -> pa.Table:
     return pa.table(filled | {name: array for name, array in arrays.items() if name not in schema})
 
 
-def encode_scalars(table: str, step: int, scalars: Mapping[str, object]) -> pa.Table:
-    """Return a table of one row; None means not measured.
-
-    Raises:
-        InputError: A value does not fit its column.
-    """
-    return encode(table, step, {"step": [step]} | {name: [value] for name, value in scalars.items()})
-
-
 def _array(table: str, name: str, values: object, column: Column | None) -> pa.Array:
     try:
         # from_pandas=False: otherwise Arrow reads every measured NaN as "not measured".

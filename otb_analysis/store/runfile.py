@@ -19,7 +19,6 @@ RESERVE = ".reserve"
 """A file that only holds disk space. It is deleted when a run ends, so that a full disk still has room for run.json."""
 
 PACKAGES = ("otb-analysis", "torch", "transformers", "numpy", "pandas", "pyarrow", "duckdb")
-ENDINGS = ("complete", "failed")
 MAX_DIFF_BYTES = 1_000_000
 
 

@@ -89,29 +89,23 @@ def _study(folder: Path, question: str) -> CommittedStudy:
         text = page.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         return replace(blank, verdict=f"{page} cannot be read ({error}); run {command} --render.", state=BROKEN)
-    return _page(text, blank, f"# {number} · ")
-
-
-def _page(text: str, blank: CommittedStudy, head: str) -> CommittedStudy:
-    """Take the parts of a page apart as `study.report` joined them."""
+    # Take the parts of the page apart as `study.report` joined them.
+    head = f"# {number} · "
     front, _, made = text.partition(MADE)
     title, question, verdict, *rest = [part for part in front.strip().split("\n\n") if part.strip()] + [""] * 3
     if not (title.startswith(head) and verdict.startswith("**Verdict.** ")):
-        reason = f"{blank.folder / 'README.md'} is no page of a study; run {blank.command} --render."
-        return replace(blank, verdict=reason, state=BROKEN)
+        return replace(blank, verdict=f"{page} is no page of a study; run {command} --render.", state=BROKEN)
     pictures = re.findall(r"^!\[[^]]*]\((results/[\w.-]+\.svg)\)$", front, re.MULTILINE)
     body = "\n\n".join(part for part in rest if part and not part.startswith("!["))
-    cost = made.split("```")[-1].strip().partition(" Tables: ")[0]
-    figures = tuple(blank.folder / name for name in pictures if (blank.folder / name).is_file())
     return replace(
         blank,
         title=title.removeprefix(head),
         question=question.removeprefix("**Question.** "),
         verdict=verdict.removeprefix("**Verdict.** "),
         body=body,
-        cost=cost,
+        cost=made.split("```")[-1].strip().partition(" Tables: ")[0],
         state=MEASURED,
-        figures=figures,
+        figures=tuple(folder / name for name in pictures if (folder / name).is_file()),
     )
 
 

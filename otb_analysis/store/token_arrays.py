@@ -102,17 +102,17 @@ def rebuild_token_arrays(where: str, tokens: pd.DataFrame, rollouts: pd.DataFram
     place = (np.searchsorted(rollout, tokens["rollout"].to_numpy(np.int64)), tokens["t"].to_numpy(np.int64))
     shape = (len(rollout), int(place[1].max(initial=-1)) + 1)
     exact = (tokens["measured_by"].fillna("exact") == "exact") & tokens["grad_norm_sq"].notna()
-    floats = {name: _scatter(shape, place, _floats(tokens, name), np.nan) for name in FLOAT_COLUMNS}
+    columns = {name: _scatter(shape, place, floats(tokens, name), np.nan) for name in FLOAT_COLUMNS}
     return TokenArrays(
         rollout=rollout,
         group=group,
         mask=_scatter(shape, place, tokens["mask"].to_numpy(np.bool_), False),
-        reward=_scatter(shape, place, _floats(tokens, "reward"), 0.0),
+        reward=_scatter(shape, place, floats(tokens, "reward"), 0.0),
         turn=_scatter(shape, place, tokens["turn"].to_numpy(np.int64), PADDING),
         token_id=_scatter(shape, place, tokens["token_id"].fillna(PADDING).to_numpy(np.int64), PADDING),
         exact=_scatter(shape, place, exact.to_numpy(np.bool_), False),
         rollout_norm_sq=rollout_norm_sq,
-        **floats,
+        **columns,
     )
 
 
@@ -123,12 +123,13 @@ def _rollout_index(tokens: pd.DataFrame, rollouts: pd.DataFrame) -> tuple[Int, I
     group, norm = np.zeros_like(rollout), np.full(len(rollout), np.nan)
     group[np.searchsorted(rollout, of_tokens)] = tokens["group"].to_numpy(np.int64)
     group[np.searchsorted(rollout, known)] = rollouts["group"].to_numpy(np.int64)
-    norm[np.searchsorted(rollout, known)] = _floats(rollouts, "score_norm_sq")
+    norm[np.searchsorted(rollout, known)] = floats(rollouts, "score_norm_sq")
     return rollout, group, norm
 
 
-def _floats(frame: pd.DataFrame, name: str) -> Float:
-    return frame[name].to_numpy(np.float64, na_value=np.nan)
+def floats(frame: pd.DataFrame, name: str) -> Float:
+    """Return a column as float64, flags as 0 and 1, NaN where nothing was stored."""
+    return frame[name].astype("Float64").to_numpy(np.float64, na_value=np.nan)
 
 
 def _scatter(shape: tuple[int, int], place: tuple[Int, Int], values: np.ndarray, fill: float | bool) -> np.ndarray:

@@ -11,22 +11,13 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from otb_analysis.errors import InputError, StoreError, nearest
+from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.atomic import atomic_file, atomic_folder
-from otb_analysis.store.encode import Columns, encode, encode_scalars
+from otb_analysis.store.encode import Columns, encode
 from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path, parts_of
 from otb_analysis.store.liveness import other_writer, this_process
-from otb_analysis.store.runfile import (
-    ENDINGS,
-    RESERVE,
-    git_state,
-    new_run,
-    now,
-    read_run_file,
-    write_reserve,
-    write_run_file,
-)
+from otb_analysis.store.runfile import RESERVE, git_state, new_run, now, read_run_file, write_reserve, write_run_file
 
 ROW_GROUP = 100_000
 
@@ -51,7 +42,8 @@ class RunWriter:
     """Writes one run; `create` makes it, `write_step` adds a step, `finish` says how it ended.
 
     Several processes may write one run: rank 0 owns run.json and the `steps` parts, and must write a step after
-    the others have written theirs, since the `steps` part is what makes a step visible.
+    the others have written theirs, since the `steps` part is what makes a step visible. Other ranks
+    use the constructor.
     """
 
     def __init__(self, path: Path, rank: int = 0) -> None:
@@ -67,11 +59,8 @@ class RunWriter:
         config: Mapping[str, object],
         *,
         if_exists: Literal["error", "replace"] = "error",
-        rank: int = 0,
     ) -> "RunWriter":
         """Make the run's directory and its run.json, and return its writer.
-
-        Ranks other than 0 only join the directory that rank 0 made.
 
         Args:
             config: Its whole configuration, nested; `seed` is repeated at the top of run.json.
@@ -83,8 +72,6 @@ class RunWriter:
             StoreError: The directory cannot be made.
         """
         path = Path(root) / check_run_name(run)
-        if rank:
-            return cls(path, rank)
         try:
             _clear(path, if_exists)
             with atomic_folder(path, replace=False) as draft:
@@ -94,21 +81,16 @@ class RunWriter:
             raise StoreError(
                 f"cannot make {path} ({_why(error)}); make its parent writable or pass another."
             ) from error
-        return cls(path, rank)
+        return cls(path)
 
     @classmethod
-    def resume(cls, path: Path, from_step: int, *, rank: int = 0) -> "RunWriter":
+    def resume(cls, path: Path, from_step: int) -> "RunWriter":
         """Return the writer of a run that goes on: the steps from `from_step` on are removed, whole or half written.
-
-        Args:
-            rank: This process; ranks other than 0 must begin after rank 0 has returned.
 
         Raises:
             InputError: There is no such run, or another process is writing it.
             StoreError: Its files cannot be read or removed.
         """
-        if rank:
-            return cls(path, rank)
         try:
             _refuse_second_writer(find_run(path))
             _remove_from(path, from_step)
@@ -116,13 +98,12 @@ class RunWriter:
                 "status": "running", "reason": "", "updated": now(), "process": this_process()
             }  # fmt: skip
             earlier = info.get("resumed")
-            resumed = earlier if isinstance(earlier, list) else []
-            resumed = [*resumed, {"at": now(), "from_step": from_step, "git": git_state()}]
-            write_run_file(path, info | {"resumed": resumed})
+            again = {"at": now(), "from_step": from_step, "git": git_state()}
+            write_run_file(path, info | {"resumed": [*(earlier if isinstance(earlier, list) else []), again]})
             write_reserve(path)
         except OSError as error:
             raise StoreError(f"cannot continue {path} ({_why(error)}); free some space or make it writable.") from error
-        return cls(path, rank)
+        return cls(path)
 
     def write_step(self, step: int, tables: StepTables) -> None:
         """Write all parts of one step; readers see it once its `steps` part is there.
@@ -133,8 +114,6 @@ class RunWriter:
             InputError: Columns do not fit the schema; nothing is written.
             StoreError: The disk refuses; the parts of this step are removed, earlier steps stay readable.
         """
-        if step < 0:
-            raise InputError(f"step is {step}; pass the number of the step, from 0.")
         encoded = self._encode(step, tables)
         try:
             self._remove(step)
@@ -149,11 +128,8 @@ class RunWriter:
         """Record in run.json how the run ended; ranks other than 0 have nothing to record.
 
         Raises:
-            InputError: The status is unknown.
             StoreError: run.json cannot be read or written.
         """
-        if status not in ENDINGS:
-            raise InputError(f"status {status!r} is unknown; {nearest(status, ENDINGS)}")
         if self.rank:
             return
         info = read_run_file(self.path) | {"status": status, "reason": reason, "updated": now()}
@@ -170,7 +146,8 @@ class RunWriter:
         written = {name: getattr(tables, name) for name in TABLES if name != "steps"}
         encoded = {name: encode(name, step, columns) for name, columns in written.items() if columns is not None}
         # The dict's order is the order on disk: `steps` makes the step visible, so it comes last.
-        return encoded | ({} if self.rank else {"steps": encode_scalars("steps", step, tables.steps)})
+        scalars = {"step": [step]} | {name: [value] for name, value in tables.steps.items()}
+        return encoded | ({} if self.rank else {"steps": encode("steps", step, scalars)})
 
     def _write_parts(self, parts: dict[Path, pa.Table]) -> None:
         """Write all, then let them appear in their order: what is synchronised together waits for the disk once."""

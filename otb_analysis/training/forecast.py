@@ -3,7 +3,7 @@
 After the first measured step its true times replace the forecast.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -12,12 +12,12 @@ import torch
 
 from otb_analysis.config import MeasureConfig, Schedule, TrainConfig
 from otb_analysis.measurement.forward import completion_logprobs
-from otb_analysis.measurement.levels import level_of, positions, seen
+from otb_analysis.measurement.levels import first_groups, level_of, positions, seen
 from otb_analysis.phases import EXPECTED, duration, note, phase, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import smaller_sizes
 from otb_analysis.training.policy.policy import Policy
-from otb_analysis.types import Bool, Int
+from otb_analysis.types import Bool
 
 # Measured, beside a pass of the same rollouts, on one busy core: the small model (0.4 M parameters, 26 tokens a
 # rollout), a Llama of 42 M (28 tokens), SmolLM2-135M (78 tokens). Small models pay for calls rather than arithmetic.
@@ -61,35 +61,26 @@ def levels(config: TrainConfig, rollouts: Rollouts, exact_always: bool = False) 
 
     `exact_always`: the training estimator reads exact norms of all rollouts at each step.
     """
-    measure, every = config.measure, np.ones(len(rollouts.group), bool)
-    exact = rollouts.group < (measure.exact.prompts or len(rollouts.prompts))
-    others = rollouts.group[~exact] if measure.exact.every > 0 else rollouts.group
-    due = list(_exact(measure, rollouts, exact))
+    measure, group, every = config.measure, rollouts.group, np.ones(len(rollouts.group), bool)
+    exact, planned = measure.exact, list[PlannedLevel]()
+    measured = first_groups(group, every, exact.prompts) & (exact.every > 0)
     if exact_always:
         norms = _norms(measure, rollouts, every)
-        due = [PlannedLevel("exact norms", "exact norms of every rollout", lambda step: True, norms, every), *due[1:]]
+        planned.append(PlannedLevel("exact norms", "exact norms of every rollout", lambda step: True, norms, every))
+    elif measured.any():
+        prompts = f"{plural(len(np.unique(group[measured])), 'prompt')} ({plural(int(measured.sum()), 'rollout')})"
+        planned.append(PlannedLevel("exact norms", prompts, exact.due, _norms(measure, rollouts, measured), measured))
+    if measured.any():
+        planned.append(PlannedLevel("Gram matrix", "", exact.due, GRAM, measured))
+        if measure.subgroups and (sizes := len(smaller_sizes(group[measured]))):
+            planned.append(PlannedLevel("smaller groups", "", exact.due, SMALLER * sizes, measured))
     for name, plan in measure.schedules.items():
         if name != "exact" and plan.every > 0:
             level = level_of(name)
-            rows = _first(rollouts, others, plan.prompts) if isinstance(plan, Schedule) else every
-            due.append(PlannedLevel(level.phase, level.words(plan), plan.due, level.passes(plan, rollouts, rows), rows))
-    return due
-
-
-def _exact(measure: MeasureConfig, rollouts: Rollouts, rows: Bool) -> Iterator[PlannedLevel]:
-    due = measure.exact.due
-    if measure.exact.every <= 0:
-        return
-    prompts = f"{plural(len(np.unique(rollouts.group[rows])), 'prompt')} ({plural(int(rows.sum()), 'rollout')})"
-    yield PlannedLevel("exact norms", prompts, due, _norms(measure, rollouts, rows), rows)
-    yield PlannedLevel("Gram matrix", "", due, GRAM, rows)
-    if measure.subgroups and (sizes := len(smaller_sizes(rollouts.group[rows]))):
-        yield PlannedLevel("smaller groups", "", due, SMALLER * sizes, rows)
-
-
-def _first(rollouts: Rollouts, groups: Int, prompts: int) -> Bool:
-    """Return True at the rollouts of the first groups, or of all where `prompts` is 0."""
-    return np.isin(rollouts.group, np.unique(groups)[: prompts or None])
+            rows = first_groups(group, ~measured, plan.prompts) if isinstance(plan, Schedule) else every
+            cost = level.passes(plan, rollouts, rows)
+            planned.append(PlannedLevel(level.phase, level.words(plan), plan.due, cost, rows))
+    return planned
 
 
 def _norms(measure: MeasureConfig, rollouts: Rollouts, rows: Bool) -> float:

@@ -48,7 +48,12 @@ def _opened(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, Checkpoin
     if not existing:
         return RunWriter.resume(path, 0), None
     # Refuse a checkpoint that cannot be used before anything is removed.
-    trainer.refuse_other_sharding(read_checkpoint(existing[-1], torch.device("cpu")))
+    state, kinds = read_checkpoint(existing[-1], torch.device("cpu")), ("without FSDP2", "with FSDP2")
+    was, now = kinds[state.get("sharded", False)], kinds[trainer.processes.sharded]
+    if was != now:
+        raise InputError(
+            f"the checkpoint was written {was} and this run was launched {now}; resume it as it was begun."
+        )
     return RunWriter.resume(path, existing[-1].step), existing[-1]
 
 

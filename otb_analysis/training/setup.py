@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.config import MeasureConfig, TrainConfig
 from otb_analysis.custom import is_custom
-from otb_analysis.errors import InputError, StoreError
-from otb_analysis.estimators import NormalEquations, entry_of, options_from_dict, with_limit
+from otb_analysis.estimators import NormalEquations, options_from_dict, with_limit
 from otb_analysis.gradients.batch.scope import select_scope
 from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass
 from otb_analysis.measurement.measurer import GradientMeasurer
@@ -27,10 +25,9 @@ from otb_analysis.rollouts.generation import Generator, TransformersGenerator
 from otb_analysis.rollouts.generation_vllm import VllmGenerator
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.store.atomic import atomic_folder
 from otb_analysis.tasks import Task, make_task
 from otb_analysis.training.budget import Budget
-from otb_analysis.training.check import check
+from otb_analysis.training.check import check, trains_on_exact
 from otb_analysis.training.critic.critic import make_critic
 from otb_analysis.training.critic.nets import CriticBatch
 from otb_analysis.training.critic.targets import critic_target, explained_variance
@@ -39,6 +36,7 @@ from otb_analysis.training.policy.objective import Objective, TokenBatch
 from otb_analysis.training.policy.optimizer import PolicyOptimizer
 from otb_analysis.training.policy.policy import Policy
 from otb_analysis.training.policy.update import update
+from otb_analysis.training.runtime.checkpoint import model_folder
 from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes
 from otb_analysis.training.runtime.sharding import (
     load_whole_state,
@@ -72,13 +70,9 @@ class Trainer:
         task: Task,
         processes: Processes = SINGLE_PROCESS,
     ) -> None:
-        entry = entry_of(config.estimator.name)
         self.processes = processes
         self.config, self.tokenizer, self.task = config, tokenizer, task
-        # The training estimator reads exact norms, so every rollout is measured.
-        self.trains_on_exact = "rollout_norm_sq" in entry.needs or (
-            "energy" in entry.needs and config.estimator.energy == "exact"
-        )
+        self.trains_on_exact = trains_on_exact(config.estimator)
         if processes.sharded:
             refuse_unsharded_only(config, self.trains_on_exact)
         if processes.device is not None:
@@ -237,15 +231,9 @@ class Trainer:
         parameters = whole_parameters(self.model) if self.processes.sharded else None
         if not self.processes.first:
             return
-        try:
-            with atomic_folder(path, replace=True) as draft:
-                self.policy.save(draft, parameters)
-                self.tokenizer.save_pretrained(draft)
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise StoreError(
-                f"cannot write the trained model to {path} ({reason}); every step is stored, free some space."
-            ) from error
+        with model_folder(path, "cannot write the trained model to", "every step is stored, free some space.") as draft:
+            self.policy.save(draft, parameters)
+            self.tokenizer.save_pretrained(draft)
 
     def state(self) -> dict[str, Any]:
         """Return what a later process needs to go on bit for bit: tensors and plain values only."""
@@ -265,26 +253,9 @@ class Trainer:
             "budget": None if self.budget is None else self.budget.state(),
         }
 
-    def refuse_other_sharding(self, state: dict[str, Any]) -> None:
-        """Refuse a state of sharded parameters where these are not, or the other way round.
-
-        Raises:
-            InputError: One of them is sharded, the other is not.
-        """
-        if state.get("sharded", False) != self.processes.sharded:
-            raise InputError(
-                f"the checkpoint was written {_launched(state.get('sharded', False))} and this run was launched "
-                f"{_launched(self.processes.sharded)}; resume it as it was begun."
-            )
-
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned, in place.
-
-        Raises:
-            InputError: Its parameters are sharded and these are not, or the other way round.
-        """
-        self.refuse_other_sharding(state)
+        """Restore what `state` returned, in place."""
         if self.processes.sharded:
             load_whole_state(self.model, self.optimizer.optimizer, state)
         else:
@@ -308,10 +279,6 @@ class Trainer:
 def _plain_sums(sums: NormalEquations) -> dict[str, list]:
     """Return them as lists: Python's floats keep every bit on any device."""
     return {"features": list(sums.features), "gram": sums.gram.tolist(), "moment": sums.moment.tolist()}
-
-
-def _launched(sharded: bool) -> str:
-    return "with FSDP2" if sharded else "without FSDP2"
 
 
 def seed_of(*parts: int) -> int:

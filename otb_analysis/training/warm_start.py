@@ -8,22 +8,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis import __version__
 from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig
-from otb_analysis.errors import InputError, StoreError
+from otb_analysis.errors import InputError
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.phases import phase
 from otb_analysis.rollouts.generation import Generator, TransformersGenerator
 from otb_analysis.rollouts.models import SHIPPED, character_tokenizer, output_layer, small_model, special_id
 from otb_analysis.rollouts.sampling import encode_prompt, sample
-from otb_analysis.store.atomic import atomic_folder
 from otb_analysis.tasks import Prompt, Task, make_task, task_files
 from otb_analysis.tasks.task_calls import ask_demonstration, draw_prompts
+from otb_analysis.training.runtime.checkpoint import model_folder
 
 CACHE = Path(".cache/warm")
 DEMONSTRATIONS_FROM = 10_000_000
@@ -64,7 +63,12 @@ def make_policy(config: TrainConfig, path: Path) -> None:
     tokenizer = character_tokenizer(task.alphabet)
     model = small_model(config.small_model, tokenizer, config.seed)
     steps, success = fit(model, tokenizer, task, config)
-    _save(path, model, tokenizer, {"steps": steps, "success": success, "parameters": model.num_parameters()})
+    facts = {"steps": steps, "success": success, "parameters": model.num_parameters()}
+    failure, remedy = "cannot keep the warm-started model in", "free some space or make the directory writable."
+    with model_folder(path, failure, remedy) as draft:
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        (draft / "warm_start.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def fit(
@@ -127,7 +131,9 @@ def _batches(
     for _ in range(config.max_steps):
         prompts = draw_prompts(task, "train", index, config.batch)
         index += config.batch
-        yield _collate([_example(tokenizer, task, prompt) for prompt in prompts], special_id(tokenizer, "pad"))
+        examples = [_example(tokenizer, task, prompt) for prompt in prompts]
+        ids, labels = ([torch.tensor(row) for row in rows] for rows in zip(*examples, strict=True))
+        yield pad_sequence(ids, True, special_id(tokenizer, "pad")), pad_sequence(labels, True, IGNORED)
 
 
 def _example(tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt) -> tuple[list[int], list[int]]:
@@ -140,11 +146,6 @@ def _example(tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt) -> 
         ids += written + reply
         labels += written + [IGNORED] * len(reply)
     return ids, labels
-
-
-def _collate(examples: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, labels = ([torch.tensor(row) for row in rows] for rows in zip(*examples, strict=True))
-    return pad_sequence(ids, True, pad), pad_sequence(labels, True, IGNORED)
 
 
 def _optimizers(model: PreTrainedModel, learning_rate: float) -> list[torch.optim.Optimizer]:
@@ -187,19 +188,6 @@ def _key(config: TrainConfig) -> str:
         parts["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return f"{config.task.replace(':', '.')}-{digest[:12]}"
-
-
-def _save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, facts: dict[str, float]) -> None:
-    try:
-        with atomic_folder(path, replace=True) as draft:
-            model.save_pretrained(draft)
-            tokenizer.save_pretrained(draft)
-            (draft / "warm_start.json").write_text(json.dumps(facts, indent=2) + "\n")
-    except (OSError, SafetensorError) as error:
-        raise StoreError(
-            f"cannot keep the warm-started model in {path} ({getattr(error, 'strerror', None) or error}); "
-            "free some space or make the directory writable."
-        ) from error
 
 
 if __name__ == "__main__":  # makes the policy that ships with the package: python -m otb_analysis.training.warm_start

@@ -127,7 +127,6 @@ def test_failing_sketch_is_a_warning_and_a_counted_gap(trainer, monkeypatch):
     ("measure", "message"),
     [
         (MeasureConfig(sketch=SketchSchedule(1, directions=1)), r"measure\.sketch\.directions is 1; choose at least 2"),
-        (MeasureConfig(sketch=SketchSchedule(1, method="hybird")), r"method is 'hybird'; did you mean 'hybrid'"),
         (MeasureConfig(sketch=SketchSchedule(-1)), r"measure\.sketch\.every is -1"),
         (MeasureConfig(sketch=SketchSchedule(1, -2)), r"measure\.sketch\.prompts is -2"),
         (MeasureConfig(exact=Schedule(2, 0), sketch=SketchSchedule(4)), r"measure\.exact already measures every group"),

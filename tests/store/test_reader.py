@@ -123,7 +123,7 @@ def test_temporary_and_foreign_files_are_ignored(store):
 
 
 def test_all_ranks_of_a_step_are_read(tmp_path, store, tables):
-    RunWriter.create(tmp_path, "demo", {}, rank=1).write_step(1, tables(1))
+    RunWriter(tmp_path / "demo", rank=1).write_step(1, tables(1))
     assert store.tokens_df()["step"].value_counts().to_dict() == {0: 10, 1: 20, 2: 10}
     assert len(store.steps_df()) == 3
 

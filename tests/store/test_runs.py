@@ -108,8 +108,6 @@ def test_how_a_run_ended_is_recorded(writer):
     writer.finish("failed", "reward of rollout 3 in step 7 is NaN")
     info = RunStore(writer.path).info
     assert (info["status"], info["reason"]) == ("failed", "reward of rollout 3 in step 7 is NaN")
-    with pytest.raises(InputError, match="status 'completed' is unknown; did you mean 'complete'"):
-        writer.finish("completed")
 
 
 @pytest.mark.parametrize("run", ["", "..", "../x", "a/b", ".hidden", "a b", "a\n", "x" * 129, "é"])
@@ -160,7 +158,7 @@ def test_root_that_is_a_file_is_one_sentence(tmp_path):
 
 
 def test_other_ranks_join_and_leave_run_json_alone(tmp_path, writer):
-    other = RunWriter.create(tmp_path, "demo", {"seed": 99}, rank=1)
+    other = RunWriter(tmp_path / "demo", rank=1)
     other.finish("failed", "not mine to say")
     assert RunStore(writer.path).info["seed"] == 3
     assert RunStore(writer.path).info["status"] == "running"

@@ -345,7 +345,6 @@ def test_system_that_refuses_to_write_more_ends_otb_train_with_a_sentence(checkp
         ({"evaluate": EvaluateConfig(samples=0)}, "evaluate.samples is 0"),
         ({"critic": CriticConfig(width=0)}, "critic.width is 0"),
         ({"seed": -1}, "seed is -1"),
-        ({"measure": MeasureConfig(engine="fastest")}, "measure.engine is 'fastest'"),
         ({"measure": MeasureConfig(scope="no_such_layer")}, "scope 'no_such_layer' matches no parameter"),
         ({"warm_start": WarmStartConfig(success_low=0.9, success_high=0.5)}, "success_low is 0.9"),
         ({"model": "", "small_model": SmallModelConfig(width=30)}, "small_model.width is 30"),

@@ -1,7 +1,6 @@
 """The two networks that a critic can be: a head on what the policy saw, or a backbone of its own."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -79,14 +78,9 @@ class BackboneNet(nn.Module):
 
     def forward(self, batch: CriticBatch, rows: Int) -> Tensor:
         """Return the values of the rows' policy tokens, row after row [tokens]."""
-        with self._arithmetic():
+        with torch.autocast(self.head.weight.device.type, torch.bfloat16, enabled=self.in_bfloat16):
             hidden, mask = hidden_states(self.backbone, batch.rollouts.take(rows))
         return self.head(hidden[mask].float())[:, 0]
-
-    def _arithmetic(self) -> AbstractContextManager[object]:
-        if not self.in_bfloat16:
-            return nullcontext()
-        return torch.autocast(self.head.weight.device.type, dtype=torch.bfloat16)
 
 
 def _without_dropout(model: PreTrainedModel) -> PreTrainedModel:

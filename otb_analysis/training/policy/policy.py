@@ -74,9 +74,7 @@ class Policy:
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Return the context in which the policy runs: autocast to bfloat16 where the run asks for it."""
-        if self.settings.precision == "float32":
-            return nullcontext()
-        return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -95,9 +93,8 @@ class Policy:
         needs no second pass.
         """
         wanted = wanted or ForwardOutputs()
-        parts = self.micro_batches(rollouts)
-        passes_made = self.passes(len(parts))
-        keeps = keep_graph and passes_made == 1
+        parts, more = self.shared_parts(rollouts)
+        keeps = keep_graph and len(parts) + more == 1
         passes, outputs = [], []
         count_to(len(rollouts.group), "rollout")
         with self.arithmetic(), self._recomputing() if keeps else torch.no_grad():
@@ -108,7 +105,7 @@ class Policy:
                         outputs.append(forward_pass(self.model, part.take(some), self.temperature, prompts, wanted))
                     passes.append(rows[some])
                     advance(len(some))
-        self.idle(rollouts, passes_made - len(parts), self.model)
+        self.idle(rollouts, more, self.model)
         with wanted.timed():
             return ForwardPass.concatenate(outputs, rollouts, passes)
 
@@ -121,8 +118,7 @@ class Policy:
         """Return log π_ref(y_t) in nats [N, T], π_ref the policy at the start; None when it was not kept."""
         if self._reference is None and self.adapter is None:
             return None
-        parts = self.micro_batches(rollouts)
-        more = self.passes(len(parts)) - len(parts)
+        parts, more = self.shared_parts(rollouts)
         off = self.adapter.disable_adapter() if self.adapter is not None else nullcontext()
         model = self._reference or self.model
         with torch.no_grad(), off:
@@ -130,9 +126,10 @@ class Policy:
         self.idle(rollouts, more, model)
         return stacked([part.logprob for part in scored], rollouts.width).double().cpu().numpy()
 
-    def passes(self, needed: int) -> int:
-        """Return how many passes to make where so many are needed here; with sharded weights all make equally many."""
-        return max(self.processes.gather(needed)) if self.processes.sharded else needed
+    def shared_parts(self, rollouts: Rollouts, rows: Int | None = None) -> tuple[list[Int], int]:
+        """Return the micro-batches and how many more passes to take part in; with sharded weights all make the same."""
+        parts = self.micro_batches(rollouts, rows)
+        return parts, max(self.processes.gather(len(parts))) - len(parts) if self.processes.sharded else 0
 
     @torch.no_grad()
     def idle(self, rollouts: Rollouts, passes: int, model: PreTrainedModel) -> None:

@@ -19,7 +19,7 @@ from otb_analysis.training.policy.objective import Objective, TokenBatch
 from otb_analysis.training.policy.optimizer import PolicyOptimizer
 from otb_analysis.training.policy.policy import Policy
 from otb_analysis.training.runtime.processes import Processes, total_of
-from otb_analysis.types import Float, Int
+from otb_analysis.types import Int
 
 
 @dataclass
@@ -28,8 +28,7 @@ class Tally:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    clipped: list[bool] = field(default_factory=list)
+    rate: float = 0.0  # Learning rate of the last update
     sums: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
 
@@ -42,8 +41,7 @@ class Tally:
             "loss": loss,
             "grad_norm": self.norms[0],
             "grad_norm_max": max(self.norms),
-            "clipped": any(self.clipped),
-            "learning_rate": self.rates[-1],
+            "learning_rate": self.rate,
             "n_updates": len(self.norms),
             **means,
         }
@@ -66,11 +64,9 @@ def update(
         whole = number == 0 and len(rows) == len(batch.mask)
         kept = forward.logprob if whole and forward.logprob.requires_grad else None
         _accumulate(policy, objective, part, kept, tally)
-        norm, rate = optimizer.step(batch.rate_factor)
+        norm, tally.rate = optimizer.step(batch.rate_factor)
         tally.norms.append(norm)
-        tally.rates.append(rate)
-        tally.clipped.append(optimizer.clips(norm))
-    return tally.scalars(policy.processes)
+    return tally.scalars(policy.processes) | {"clipped": optimizer.clips(max(tally.norms))}
 
 
 def minibatches(rollouts: Rollouts, config: ObjectiveConfig, seed: int) -> Iterator[Int]:
@@ -94,16 +90,13 @@ def _accumulate(
     with_entropy = objective.config.entropy_bonus > 0
     shard = policy.processes.shard(np.arange(len(batch.mask)))
     if kept is not None and not with_entropy:
-        mask = torch.as_tensor(batch.take(shard).mask, device=kept.device)
-        total = _backward(objective, batch, shard, CompletionLogprobs(kept, mask), tally)
+        total = _backward(objective, batch, shard, CompletionLogprobs(kept), tally)
     else:
-        parts = policy.micro_batches(batch.rollouts, shard)
-        more = policy.passes(len(parts)) - len(parts)
+        parts, more = policy.shared_parts(batch.rollouts, shard)
         for rows in counted(parts, "micro-batch"):
             total += _backward(objective, batch, rows, policy.score(batch.rollouts, rows, with_entropy), tally)
         for _ in range(more):  # sharded weights: every backward pass sums over processes, so all make equally many
-            idle = policy.score(batch.rollouts, np.arange(1))
-            _weighted(np.zeros(idle.mask.shape), idle.logprob, idle.mask).sum().backward()
+            (0.0 * policy.score(batch.rollouts, np.arange(1)).logprob).sum().backward()
     tally.losses.append(total)
 
 
@@ -111,23 +104,17 @@ def _backward(objective: Objective, batch: TokenBatch, rows: Int, scored: Comple
     """Back-propagate −Σ c·log π − bonus·Σ weight·entropy of some rollouts; return it."""
     part = batch.take(rows)
     coefficients = objective.coefficients(part, scored.logprob.detach().double().cpu().numpy())
-    terms = _weighted(coefficients.value, scored.logprob, scored.mask)
+    terms = torch.as_tensor(coefficients.value).to(scored.logprob) * scored.logprob
     parts = -terms.sum(dim=1)
     if scored.entropy is not None:
         share = objective.config.entropy_bonus * part.mask / batch.mask.sum()
-        parts = parts - _weighted(share, scored.entropy, scored.mask).sum(dim=1)
+        parts = parts - (torch.as_tensor(share).to(scored.entropy) * scored.entropy).sum(dim=1)
     _refuse_non_finite(parts.detach(), terms.detach(), part.number)
     parts.sum().backward()
     tally.tokens += int(part.mask.sum())
     for name, values in coefficients.by_token.items():
         tally.sums[name] = tally.sums.get(name, 0.0) + float(values[part.mask].sum())
     return float(parts.detach().sum())
-
-
-def _weighted(weights: Float, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return weights·values [N, T], zero outside the mask; values there are never read."""
-    constant = torch.as_tensor(weights, dtype=values.dtype, device=values.device)
-    return torch.where(mask, constant * values, 0.0)
 
 
 def _refuse_non_finite(parts: torch.Tensor, terms: torch.Tensor, number: Int) -> None:

@@ -1,14 +1,17 @@
-"""Checkpoints: everything that resuming bit for bit needs, in one file that appears whole or not at all."""
+"""Checkpoints: everything that resuming bit for bit needs, in one file. Files and models appear whole or not at all."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from otb_analysis.errors import StoreError
-from otb_analysis.store.atomic import atomic_file
+from otb_analysis.store.atomic import atomic_file, atomic_folder
 
 FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d+)\.pt")
@@ -62,3 +65,18 @@ def read_checkpoint(checkpoint: Checkpoint, device: torch.device) -> dict[str, A
             f"checkpoint {checkpoint.path} cannot be read ({str(error).splitlines()[0][:120]}); "
             "delete it to resume from the one before it."
         ) from error
+
+
+@contextmanager
+def model_folder(path: Path, failure: str, remedy: str) -> Iterator[Path]:
+    """Yield an empty folder for a model's files, which replaces `path` once the block ends.
+
+    Raises:
+        StoreError: The disk refuses; the sentence is failure, path, reason and remedy.
+    """
+    try:
+        with atomic_folder(path, replace=True) as draft:
+            yield draft
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise StoreError(f"{failure} {path} ({reason}); {remedy}") from error

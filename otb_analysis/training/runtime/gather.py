@@ -6,7 +6,6 @@ stores its own rows.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any
 
 import numpy as np
 
@@ -33,10 +32,7 @@ def gather_rollouts(
     def tokens(arrays: Iterable[Float]) -> Float:
         return np.concatenate([widened(x, rollouts.width) for x in arrays])
 
-    columns: dict[str, Any] = {
-        field.name: None if getattr(stats, field.name) is None else tokens(getattr(s, field.name) for s in all_stats)
-        for field in fields(LogitStats)
-    }
+    columns = {field.name: tokens(getattr(s, field.name) for s in all_stats) for field in fields(LogitStats)}
     return rollouts, LogitStats(**columns), None if reference is None else tokens(references)
 
 

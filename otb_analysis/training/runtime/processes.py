@@ -172,17 +172,15 @@ class Processes:
         """Record another process's failure. End this process if it still waits for the failed one."""
         while not self._ended.wait(LOOK):
             try:
-                sentence = store.get(FAILED).decode() if store.check([FAILED]) else None
-                if sentence is None:
+                if not store.check([FAILED]):
                     continue
-                self._heard = sentence
-                with suppress(StoreError):
-                    self.record(sentence)
-                store.set(HEARD.format(self.rank), "")
+                sentence = self._heard = store.get(FAILED).decode()
             except RuntimeError:  # the store is gone, and with it the process that kept it
                 sentence = self._heard or "another process ended without an error message; look at its own output."
-                with suppress(StoreError):
-                    self.record(sentence)
+            with suppress(StoreError):
+                self.record(sentence)
+            with suppress(RuntimeError):
+                store.set(HEARD.format(self.rank), "")
             if self._ended.wait(GRACE):
                 return
             sys.stderr.write(f"otb: {sentence}\n")
