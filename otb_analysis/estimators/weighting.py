@@ -1,5 +1,8 @@
 """The computation behind every group baseline: a weighted mean over a group, with or without the rollout itself."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from otb_analysis.arrays import Groups
@@ -52,6 +55,16 @@ def _sums_of_others(weight: Float, moment: Float, groups: Groups) -> tuple[Float
         return out.reshape(x.shape)
 
     return others(weight, total), others(moment, groups.spread(groups.sum(moment)))
+
+
+def without_self(formula: Callable[..., BaselineResult], summary: str) -> Callable[..., BaselineResult]:
+    """Return a formula with its sums over j ≠ i: the baseline of rollout i has not seen it, so it is unbiased.
+
+    `summary` is its line in the catalogue.
+    """
+    loo = partial(formula, leave_one_out=True)
+    loo.__doc__ = summary
+    return loo
 
 
 def rollout_average(batch: Batch, weight: Float, *, leave_one_out: bool = False) -> BaselineResult:

@@ -44,7 +44,7 @@ COLUMNS = ("SF ×rloo", "efficiency ×rloo", "efficiency", "equiv.", "c", "bias"
 TWO = ".2f"
 """Digits of ratios and shares."""
 
-ITSELF = PairedRatios(*REFERENCE, REFERENCE, *(Interval(1.0, None, None, 0, "itself", "by definition"),) * 3)
+ITSELF = PairedRatios(*REFERENCE, REFERENCE, *(Interval(1.0, None, None, 0, "itself"),) * 3)
 
 EXPLAINED = """\
 SF: variance at equal progress, variance/c²; below 1 is better · ×rloo: ratio on the same rollouts [95 % over prompts]

@@ -17,9 +17,9 @@ from otb_analysis.statistics.inference.intervals import (
     cluster_jackknife,
     jackknife_interval,
     log_ratio_t,
+    seed_mean,
 )
 from otb_analysis.statistics.inference.passing import pass_at_k, passing
-from otb_analysis.statistics.inference.seeds import seed_mean
 from otb_analysis.statistics.moments.gradients import GradientStatistics, gradient_statistics, pooled_statistics
 from otb_analysis.statistics.moments.gram import REFERENCE, deleted_moments
 from otb_analysis.statistics.moments.measures import Moments, efficiency
