@@ -42,7 +42,7 @@ from otb_analysis.statistics.moments.pools import (
     pool_statistics,
     position_optimum,
 )
-from otb_analysis.statistics.moments.sketched import gram_from_sketch, sketch_noise
+from otb_analysis.statistics.moments.sketched import sketch_noise
 from otb_analysis.statistics.moments.subgroups import cut_groups, mean_over_subgroups, smaller_sizes
 from otb_analysis.statistics.moments.totals import Totals, difference_total, horvitz_thompson
 from otb_analysis.types import Gram, Proved
@@ -76,7 +76,6 @@ __all__ = [
     "gain_lost",
     "gradient_noise_scale",
     "gradient_statistics",
-    "gram_from_sketch",
     "group_gradients",
     "held_out",
     "horvitz_thompson",

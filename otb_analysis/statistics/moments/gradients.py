@@ -159,7 +159,7 @@ def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -
     # Both are unbiased up to length, so equal efficiency is equal variance/c², and no ∇J is needed.
     spread = np.maximum(moments.reference_power - moments.truth_sq, 0)
     variance = measures.batch_variance(moments, 1) / c**2
-    return float(np.divide(rollouts * spread, variance, out=np.full_like(variance, np.nan), where=variance > 0)[0])
+    return float(measures.quotient(rollouts * spread, variance)[0])
 
 
 def _reference_name(grams: list[Gram], reference: Label, truth: Truth) -> str | None:

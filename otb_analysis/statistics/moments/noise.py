@@ -6,7 +6,7 @@ import numpy as np
 
 from otb_analysis.statistics.inference.intervals import Interval, jackknife_interval
 from otb_analysis.statistics.moments.gram import Truth, against_reference, deleted_moments
-from otb_analysis.statistics.moments.measures import with_projection
+from otb_analysis.statistics.moments.measures import quotient, with_projection
 from otb_analysis.statistics.moments.paired import NOTHING
 from otb_analysis.types import Gram, Label, Proved
 
@@ -36,5 +36,5 @@ def gradient_noise_scale(grams: Sequence[Gram], label: Label, known: Proved = NO
     moments = with_projection(deleted_moments(steps, label, truth), c)
     # Estimated, so a spread near 0 can come out below it.
     noise = np.maximum(moments.power - moments.mean_sq, 0)
-    scale = np.divide(noise, moments.mean_sq, out=np.full_like(noise, np.nan), where=moments.mean_sq > 0)
+    scale = quotient(noise, moments.mean_sq)
     return jackknife_interval(scale[0], scale[1:], "gradient noise scale V/‖m‖² in prompts")
