@@ -11,6 +11,7 @@ promise is weaker, since selection makes it look better than it is: with 21 equa
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy import stats
@@ -40,7 +41,7 @@ def conclude(
         for p in paired_ratios(grams, against, against, known=known)
         if same[p.estimator, p.energy_source].of == (p.estimator, p.energy_source)
     }
-    verdicts, level = _told([_verdict(label, pair, known) for label, pair in pairs.items()])
+    verdicts, level = _with_discoveries([_verdict(label, pair, known) for label, pair in pairs.items()])
     truth = truth_of(grams, against, known)
     both = [gram for gram in against_reference(grams, against, truth) if against in gram.labels]
     # The first entry is from all prompts, each other one leaves one of them out.
@@ -66,7 +67,7 @@ def _verdict(label: Label, pair: PairedRatios, known: Proved) -> Verdict:
     return Verdict(label, pair.sf, None if proved else pair.efficiency, label in known.projection)
 
 
-def _told(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
+def _with_discoveries(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
     """Mark the discoveries, and return the level at which intervals hold for those selected among them."""
     family = [
         (v.label, name, ratio.p_value)
@@ -79,10 +80,7 @@ def _told(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
     # All estimators are measured on the same rollouts, so their p-values are dependent.
     q_values = stats.false_discovery_control([p for *_, p in family], method="by")
     discoveries = [(label, name) for (label, name, _), q in zip(family, q_values, strict=True) if q <= RATE]
-    marked = [
-        Verdict(v.label, v.sf, v.efficiency, v.c_known, tuple(name for label, name in discoveries if label == v.label))
-        for v in verdicts
-    ]
+    marked = [replace(v, differs_in=tuple(name for label, name in discoveries if label == v.label)) for v in verdicts]
     # Under any dependence, intervals at this level for the R selected of m keep the rate of those that miss.
     harmonic = float((1 / np.arange(1, len(family) + 1)).sum())
     return marked, 1 - RATE * max(len(discoveries), 1) / (len(family) * harmonic)
@@ -93,7 +91,7 @@ def _again(pick: Verdict, grams: Sequence[Gram], against: Label, truth: Truth, k
     steps = against_reference(grams, pick.label, truth)
     batch = round(float(np.mean([gram.n_prompts for gram in steps])))
     pair = update_ratios(Update(steps, pick.label, batch), Update(steps, against, batch), truth, known, level)
-    return Verdict(pick.label, pair.sf, pair.efficiency, pick.c_known, pick.differs_in)
+    return replace(pick, sf=pair.sf, efficiency=pair.efficiency)
 
 
 def _best(better: Sequence[Verdict]) -> Verdict | None:

@@ -11,7 +11,7 @@ enumerated prompts the standard error of its log-ratio to `rloo` is within 7 % o
 (`test_batch_coupling_costs_the_jackknife_little_from_24_prompts_up`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,10 +51,7 @@ class GradientStatistics:
     c_known: bool  # True where c is proved, so that bias, projection and SF are not estimated
     rollout_equivalents: float | None  # Rollouts that the reference needs for the same efficiency; ∞ where none suffice
     n_clusters: int
-    variance_interval: Interval | None
-    projection_interval: Interval | None
-    sf_interval: Interval | None
-    efficiency_interval: Interval | None
+    intervals: Mapping[str, Interval | None]  # 95 % intervals of variance, projection, sf and efficiency, by name
 
     @property
     def n_variance(self) -> float | None:
@@ -112,8 +109,8 @@ def _one(
     # An update of other prompts than were measured has rollouts in proportion: the group size stays.
     rollouts = round(typical([g.n_rollouts for g in grams]) * (batch / groups if groups else 1))
     values = four_measures(moments, batch, c)
-    interval = {name: measure_interval(value, name, batch) for name, value in values.items()}
-    ends = interval["variance"]
+    intervals = {name: measure_interval(value, name, batch) for name, value in values.items()}
+    ends = intervals["variance"]
     equivalents = _equivalents(moments, max(batch, 1), rollouts, c)
     return GradientStatistics(
         estimator=label[0],
@@ -135,10 +132,7 @@ def _one(
         c_known=c is not None,
         rollout_equivalents=None if np.isnan(equivalents) else float(equivalents),
         n_clusters=moments.power.size - 1,
-        variance_interval=interval["variance"],
-        projection_interval=interval["projection"],
-        sf_interval=interval["sf"],
-        efficiency_interval=interval["efficiency"],
+        intervals=intervals,
     )
 
 
