@@ -14,7 +14,7 @@ import numpy as np
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.statistics import MIN_CLUSTERS, REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
-from otb_analysis.statistics.moments.measures import quotient
+from otb_analysis.statistics.moments.measures import known_number, quotient
 from otb_analysis.types import Float, Gram, Label
 
 RISK = 0.05
@@ -168,7 +168,7 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
     others = {replicates.tobytes() for replicates in values.values()} - {base.tobytes()}
     level = 1 - RISK / max(len(others), 1)
     candidates = [
-        Advised(choice, _number(replicates[0]), None if choice == present else _ratio(replicates, base, level))
+        Advised(choice, known_number(replicates[0]), None if choice == present else _ratio(replicates, base, level))
         for choice, replicates in values.items()
     ]
     candidates.sort(key=lambda one: -np.inf if one.efficiency is None else one.efficiency, reverse=True)
@@ -209,7 +209,3 @@ def _reason(present: Choice, best: Advised | None, candidates: Sequence[Advised]
         f"No difference shown: nothing was more efficient than {present} beyond chance; the highest estimate is "
         f"{ratio.estimate if ratio else np.nan:.2f}{ends} for {top.choice} ({together})."
     )
-
-
-def _number(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None

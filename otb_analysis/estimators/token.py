@@ -47,11 +47,8 @@ def otb_carry(batch: Batch, options: NoOptions, *, leave_one_out: bool = False) 
     return R after the end. Equal lengths give `otb`. With finished rollouts carried along, E‖S_t‖² = E W_t. Proved.
     """
     carried = np.where(batch.mask, batch.returns, batch.total[:, None])
-    mean, weightless = weighted_mean(carried, batch.realized, batch.groups, leave_one_out=leave_one_out)
-    if (weightless & batch.mask).any():
-        counted = np.broadcast_to(batch.present[:, None], batch.mask.shape)
-        plain, _ = weighted_mean(carried, counted, batch.groups, leave_one_out=leave_one_out)
-        mean = np.where(weightless, plain, mean)
+    counted = np.broadcast_to(batch.present[:, None], batch.mask.shape)
+    mean, weightless = weighted_mean(carried, batch.realized, counted, batch.groups, leave_one_out=leave_one_out)
     alone = batch.alone[:, None]
     return BaselineResult(np.where(alone, 0.0, mean), weightless | alone)
 

@@ -21,7 +21,7 @@ from otb_analysis import schema
 from otb_analysis.statistics.inference.intervals import Interval
 from otb_analysis.statistics.moments import measures
 from otb_analysis.statistics.moments.gram import REFERENCE, Truth, against_reference, deleted_moments, truth_of, typical
-from otb_analysis.statistics.moments.measures import Moments
+from otb_analysis.statistics.moments.measures import Moments, known_number
 from otb_analysis.statistics.moments.paired import NOTHING, four_measures, measure_interval
 from otb_analysis.types import Gram, Label, Proved
 
@@ -117,17 +117,17 @@ def _one(
         energy_source=label[1],
         n_prompts=batch,
         n_rollouts=rollouts,
-        total_power=_number(moments.power[0]),
+        total_power=known_number(moments.power[0]),
         mean_norm_sq=_mean_norm_sq(grams, label),
-        variance=_number(values["variance"][0]),
+        variance=known_number(values["variance"][0]),
         variance_low=ends.low if ends else None,
         variance_high=ends.high if ends else None,
         within=None,  # the two parts of the variance take pools of rollouts
         between=None,
-        relative_bias=_number(measures.relative_bias(moments)[0] if c is None else abs(1 - c)),
-        projection=_number(values["projection"][0]),
-        sf=_number(values["sf"][0]),
-        efficiency=_number(values["efficiency"][0]),
+        relative_bias=known_number(measures.relative_bias(moments)[0] if c is None else abs(1 - c)),
+        projection=known_number(values["projection"][0]),
+        sf=known_number(values["sf"][0]),
+        efficiency=known_number(values["efficiency"][0]),
         reference=_reference_name(grams, reference, truth),
         c_known=c is not None,
         rollout_equivalents=None if np.isnan(equivalents) else float(equivalents),
@@ -165,8 +165,4 @@ def _reference_name(grams: list[Gram], reference: Label, truth: Truth) -> str | 
 
 def _mean_norm_sq(grams: list[Gram], label: Label) -> float | None:
     norms_sq = [g.blocks(label, label)[0].mean() for g in grams if g.n_prompts]
-    return _number(float(np.mean(norms_sq))) if norms_sq else None
-
-
-def _number(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+    return known_number(float(np.mean(norms_sq))) if norms_sq else None

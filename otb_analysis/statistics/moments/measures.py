@@ -119,6 +119,11 @@ def crossing(moments: Moments) -> Float:
     return np.where(truth > 0, np.where(straight, np.where(ahead, np.inf, 0.0), finite), np.nan)
 
 
+def known_number(value: float) -> float | None:
+    """Return a number, None where it is not finite."""
+    return float(value) if np.isfinite(value) else None
+
+
 def quotient(numerator: Float, denominator: Float) -> Float:
     """Return the quotient where the denominator is positive, NaN elsewhere."""
     numerator, denominator = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
