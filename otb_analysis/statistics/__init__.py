@@ -20,10 +20,14 @@ from otb_analysis.statistics.inference.intervals import (
     seed_mean,
 )
 from otb_analysis.statistics.inference.passing import pass_at_k, passing
-from otb_analysis.statistics.moments.gradients import GradientStatistics, gradient_statistics, pooled_statistics
+from otb_analysis.statistics.moments.gradients import (
+    GradientStatistics,
+    gradient_noise_scale,
+    gradient_statistics,
+    pooled_statistics,
+)
 from otb_analysis.statistics.moments.gram import REFERENCE, deleted_moments
 from otb_analysis.statistics.moments.measures import Moments, efficiency
-from otb_analysis.statistics.moments.noise import gradient_noise_scale
 from otb_analysis.statistics.moments.paired import (
     NOTHING,
     PairedRatios,

@@ -27,37 +27,35 @@ RATE = 0.05
 """False-discovery rate."""
 
 
-def conclude(
-    grams: Sequence[Gram], known: Proved = NOTHING, against: Label = REFERENCE, first: Sequence[Label] = ()
-) -> Conclusion:
-    """Compare every estimator with one of them, with control of false discoveries.
+def conclude(grams: Sequence[Gram], known: Proved = NOTHING, first: Sequence[Label] = ()) -> Conclusion:
+    """Compare every estimator with `REFERENCE`, with control of false discoveries.
 
     Identical estimators are named after those of `first`, such as the ones that trained.
     """
     # A multiple of another estimator would be a second test of the same thing, and make every threshold stricter.
-    same = alike(grams, (against, *first))
+    same = alike(grams, (REFERENCE, *first))
     pairs = {
         (p.estimator, p.energy_source): p
-        for p in paired_ratios(grams, against, against, known=known)
+        for p in paired_ratios(grams, known=known)
         if same[p.estimator, p.energy_source].of == (p.estimator, p.energy_source)
     }
     verdicts, level = _with_discoveries([_verdict(label, pair, known) for label, pair in pairs.items()])
-    truth = truth_of(grams, against, known)
-    both = [gram for gram in against_reference(grams, against, truth) if against in gram.labels]
+    truth = truth_of(grams, REFERENCE, known)
+    both = [gram for gram in against_reference(grams, REFERENCE, truth) if REFERENCE in gram.labels]
     # The first entry is from all prompts, each other one leaves one of them out.
-    count = deleted_moments(both, against, truth).power.size - 1 if both else 0
+    count = deleted_moments(both, REFERENCE, truth).power.size - 1 if both else 0
     tested = [v for v in verdicts if v.tested]
-    cause = "" if tested else _cause(both, against, count, bool(verdicts))
+    cause = "" if tested else _cause(both, count, bool(verdicts))
     better, worse = [v for v in verdicts if v.better], [v for v in verdicts if v.worse]
     # The extreme one of many looks more extreme than it is, so its interval is made wider for the selection.
     chosen = [
-        None if pick is None else _again(pick, both, against, truth, known, level)
+        None if pick is None else _again(pick, both, truth, known, level)
         for pick in (_best(better), max(worse, key=_distance, default=None))
     ]
     undecided = [v for v in tested if not v.differs_in and not v.within]
     needed = _needed(min(undecided, key=_sf, default=None), len(tested), count)
     return Conclusion(
-        against, count, tuple(verdicts), same, _signal(both, against, truth), cause, chosen[0], chosen[1], needed
+        REFERENCE, count, tuple(verdicts), same, _signal(both, truth), cause, chosen[0], chosen[1], needed
     )
 
 
@@ -86,11 +84,11 @@ def _with_discoveries(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
     return marked, 1 - RATE * max(len(discoveries), 1) / (len(family) * harmonic)
 
 
-def _again(pick: Verdict, grams: Sequence[Gram], against: Label, truth: Truth, known: Proved, level: float) -> Verdict:
+def _again(pick: Verdict, grams: Sequence[Gram], truth: Truth, known: Proved, level: float) -> Verdict:
     """Return a verdict with intervals at another level."""
     steps = against_reference(grams, pick.label, truth)
     batch = round(float(np.mean([gram.n_prompts for gram in steps])))
-    pair = update_ratios(Update(steps, pick.label, batch), Update(steps, against, batch), truth, known, level)
+    pair = update_ratios(Update(steps, pick.label, batch), Update(steps, REFERENCE, batch), truth, known, level)
     return replace(pick, sf=pair.sf, efficiency=pair.efficiency)
 
 
@@ -114,21 +112,21 @@ def _sf(verdict: Verdict) -> float:
     return verdict.sf.estimate if verdict.sf else np.inf
 
 
-def _cause(both: Sequence[Gram], against: Label, count: int, others: bool) -> Cause:
+def _cause(both: Sequence[Gram], count: int, others: bool) -> Cause:
     if not both:
         return "no reference"
     if not others:
         return "alone"
     # Equal rewards leave no advantage under a group baseline, so the gradient is exactly 0.
-    if not any(np.trace(gram.blocks(against, against)[0]) > 0 for gram in both):
+    if not any(np.trace(gram.blocks(REFERENCE, REFERENCE)[0]) > 0 for gram in both):
         return "equal rewards"
     return "few prompts" if count < MIN_CLUSTERS else "noise"
 
 
-def _signal(both: Sequence[Gram], against: Label, truth: Truth) -> Signal:
+def _signal(both: Sequence[Gram], truth: Truth) -> Signal:
     if not both:
         return Signal(False, None)
-    values = deleted_moments(both, against, truth).truth_sq
+    values = deleted_moments(both, REFERENCE, truth).truth_sq
     interval = jackknife_interval(values[0], values[1:], "‖∇J‖²", "linear")
     if interval is None or interval.low is None or interval.high is None:
         return Signal(bool((values > 0).all()), None)

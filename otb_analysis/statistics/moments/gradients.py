@@ -1,4 +1,4 @@
-"""One row of gradient statistics per estimator, from Gram matrices of group gradients.
+"""One row of gradient statistics per estimator, and its noise scale, from Gram matrices of group gradients.
 
 Prompts are the clusters of every interval. ‖∇J‖² is estimated from pairs of different prompts and can come out
 non-positive when few prompts are measured: bias, projection, SF and efficiency are then None, not a number. Where the
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from otb_analysis import schema
-from otb_analysis.statistics.inference.intervals import Interval
+from otb_analysis.statistics.inference.intervals import Interval, jackknife_interval
 from otb_analysis.statistics.moments import measures
 from otb_analysis.statistics.moments.gram import REFERENCE, Truth, against_reference, deleted_moments, truth_of, typical
 from otb_analysis.statistics.moments.measures import Moments, known_number
@@ -96,6 +96,35 @@ def pooled_statistics(
         _one(against_reference(grams, label, truth), label, (reference, truth), known.projection.get(label), n_prompts)
         for label in seen
     ]
+
+
+def gradient_noise_scale(grams: Sequence[Gram], label: Label, known: Proved = NOTHING) -> Interval | None:
+    """Gradient noise scale of one estimator in *prompts*: B = V/‖m‖², V the variance of one prompt's group gradient.
+
+    At B prompts the noise of an update is as large as its signal; the signal-to-noise ratio of P prompts is P/B. An
+    unbiased estimator has efficiency P/(P + B). A constant factor on the estimator does not change B. Multiply by the
+    group size for rollouts.
+
+    V = E‖g_p‖² − ‖m‖², with ‖m‖² a mean over pairs of different prompts, so the noise biases neither. Where the
+    projection c is proved, ‖m‖² = c²·‖∇J‖², with ‖∇J‖² from all proved unbiased estimators, which is less noisy.
+    Source: McCandlish et al. (2018), whose two batch sizes are here one prompt and all prompts.
+
+    Returns:
+        The scale with a 95 % jackknife interval over prompts; a point without interval below 16 prompts, or where ‖m‖²
+        is not positive without one of the prompts. None where the estimate of ‖m‖² is not positive, since the scale is
+        then lost in the noise, and where no step has two prompts.
+    """
+    measured = {other for gram in grams for other in gram.labels}
+    unbiased = known.truth & measured
+    c = known.projection.get(label) if unbiased else None
+    # Without a proof the estimator stands for its own mean: ‖m‖² is a mean over its own pairs, and needs no ∇J.
+    truth: Truth = label if c is None else unbiased
+    steps = against_reference(grams, label, truth)
+    moments = measures.with_projection(deleted_moments(steps, label, truth), c)
+    # Estimated, so a spread near 0 can come out below it.
+    noise = np.maximum(moments.power - moments.mean_sq, 0)
+    scale = measures.quotient(noise, moments.mean_sq)
+    return jackknife_interval(scale[0], scale[1:], "gradient noise scale V/‖m‖² in prompts")
 
 
 def _one(
