@@ -6,22 +6,16 @@ NumPy in, frozen records out; a quantity that was not measured is a finding that
 from otb_analysis.diagnostics.advice import advise, trained_label, update_rollouts
 from otb_analysis.diagnostics.attribution import LEVELS, AttributedTokens, Holders, StepAttribution, attribute_step
 from otb_analysis.diagnostics.change_points import ChangePoint, change_points
-from otb_analysis.diagnostics.choices import Advice, Advised, Choice
-from otb_analysis.diagnostics.findings import Evidence, Finding, Level, StepSeries
+from otb_analysis.diagnostics.findings import Finding, StepSeries
 from otb_analysis.diagnostics.registry import DETECTORS, diagnose
 
 __all__ = [
     "DETECTORS",
     "LEVELS",
-    "Advice",
-    "Advised",
     "AttributedTokens",
     "ChangePoint",
-    "Choice",
-    "Evidence",
     "Finding",
     "Holders",
-    "Level",
     "StepAttribution",
     "StepSeries",
     "advise",

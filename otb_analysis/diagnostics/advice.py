@@ -6,14 +6,15 @@ them hold together with 95 %, so that the luckiest of many noisy numbers is not 
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from otb_analysis.diagnostics.choices import Advice, Advised, Choice
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.statistics import MIN_CLUSTERS, REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
+from otb_analysis.statistics.moments.measures import known_number, quotient
 from otb_analysis.types import Float, Gram, Label
 
 RISK = 0.05
@@ -23,6 +24,64 @@ NO_TRUTH = (
     "on these prompts ‖∇J‖² is lost in the noise, so no efficiency is known; measure more prompts or steps "
     "(--measure.exact.prompts 0, a smaller --measure.exact.every)"
 )
+
+SIZES_UNKNOWN = (
+    "Group sizes were not compared: the run has no gradients of smaller groups, which the level exact measures where "
+    "groups of at least 4 can be halved (--measure.exact.every 10 --measure.subgroups otb)."
+)
+
+NOT_HALVED = "Group sizes were not compared: groups of {} cannot be cut into equal groups of at least 2."
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An estimator with its energies, in groups of one size."""
+
+    estimator: str
+    energy_source: str
+    size: int
+
+    def __str__(self) -> str:
+        """Return how it is named in a sentence."""
+        energies = "" if self.energy_source == "none" else f" ({self.energy_source} energies)"
+        return f"{self.estimator}{energies} in groups of {self.size}"
+
+
+@dataclass(frozen=True)
+class Advised:
+    """One candidate beside the present choice."""
+
+    choice: Choice
+    efficiency: float | None  # Share of an update that points along ∇J, None where it is undefined
+    # Efficiency over that of the present choice with its simultaneous interval, None where it is undefined.
+    ratio: Interval | None
+
+    @property
+    def better(self) -> bool:
+        """True when the simultaneous interval lies above 1."""
+        return self.ratio is not None and self.ratio.low is not None and self.ratio.low > 1
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to train with instead, if anything was shown to be better."""
+
+    present: Choice
+    best: Advised | None  # The most efficient of the candidates shown to be better, None where none was
+    candidates: tuple[Advised, ...]  # All of them, most efficient first
+    n_rollouts: int
+    reason: str
+
+    @property
+    def sizes_line(self) -> str:
+        """One sentence: which group sizes were compared, or what measures them."""
+        *smaller, whole = sorted({one.choice.size for one in self.candidates})
+        if not smaller:
+            return SIZES_UNKNOWN if whole >= 4 and whole % 2 == 0 else NOT_HALVED.format(whole)
+        return (
+            f"Groups of {', '.join(map(str, smaller))} and {whole} were compared at the same {self.n_rollouts} "
+            "rollouts, smaller ones with more prompts."
+        )
 
 
 def advise(
@@ -109,17 +168,14 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
     others = {replicates.tobytes() for replicates in values.values()} - {base.tobytes()}
     level = 1 - RISK / max(len(others), 1)
     candidates = [
-        Advised(choice, _number(replicates[0]), None if choice == present else _ratio(replicates, base, level))
+        Advised(choice, known_number(replicates[0]), None if choice == present else _ratio(replicates, base, level))
         for choice, replicates in values.items()
     ]
     candidates.sort(key=lambda one: -np.inf if one.efficiency is None else one.efficiency, reverse=True)
     better = [one for one in candidates if one.better]
-    n_clusters = base.size - 1
     best = better[0] if better else None
-    together = f"95 % together with {len(others)} comparisons over {n_clusters} prompts"
-    return Advice(
-        present, best, tuple(candidates), n_rollouts, n_clusters, _reason(present, best, candidates, together)
-    )
+    together = f"95 % together with {len(others)} comparisons over {base.size - 1} prompts"
+    return Advice(present, best, tuple(candidates), n_rollouts, _reason(present, best, candidates, together))
 
 
 def _values(size: int, grams: Sequence[Gram], n_rollouts: int) -> dict[Choice, Float]:
@@ -129,7 +185,7 @@ def _values(size: int, grams: Sequence[Gram], n_rollouts: int) -> dict[Choice, F
 
 
 def _ratio(above: Float, below: Float, level: float) -> Interval | None:
-    ratio = np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
+    ratio = quotient(above, below)
     return jackknife_interval(ratio[0], ratio[1:], "ratio of the two efficiencies", "log", level)
 
 
@@ -153,7 +209,3 @@ def _reason(present: Choice, best: Advised | None, candidates: Sequence[Advised]
         f"No difference shown: nothing was more efficient than {present} beyond chance; the highest estimate is "
         f"{ratio.estimate if ratio else np.nan:.2f}{ends} for {top.choice} ({together})."
     )
-
-
-def _number(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None

@@ -149,8 +149,7 @@ def measure(
 
 def _intervals(grams: Sequence[Gram], known: Proved) -> list[Interval | None]:
     other, pair = pooled_statistics(grams, known=known)[1], paired_ratios(grams, known=known)[0]
-    alone = (other.variance_interval, other.projection_interval, other.sf_interval, other.efficiency_interval)
-    return [*alone, pair.variance, pair.sf, pair.efficiency]
+    return [*other.intervals.values(), pair.variance, pair.sf, pair.efficiency]
 
 
 def _truth(law: Law, prompts: int) -> list[float]:

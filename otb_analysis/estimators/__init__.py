@@ -1,7 +1,7 @@
 """Advantage estimators: `estimate(name, EstimatorInputs(...))` for every name in `ESTIMATORS`."""
 
 from otb_analysis.estimators.evaluate import available, entry_of, estimate, missing, options_from_dict, with_limit
-from otb_analysis.estimators.prefixes import PrefixValues, prefix_values
+from otb_analysis.estimators.prefixes import prefix_values
 from otb_analysis.estimators.proved import proved, proved_in_all, unproved_because
 from otb_analysis.estimators.registry import ESTIMATORS
 from otb_analysis.estimators.spec import (
@@ -22,7 +22,6 @@ __all__ = [
     "EstimatorSpec",
     "NoOptions",
     "NormalEquations",
-    "PrefixValues",
     "RegressionOptions",
     "TailOptions",
     "ValueOptions",

@@ -120,26 +120,15 @@ def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Grou
 
 def _write(out: Estimate, take: Int | slice, batch: Batch, moved: Bool | None, result: BaselineResult) -> None:
     """Put A = (G − B)·scale inside the mask, in place; `moved` is the block's own mask when tokens were squeezed."""
-    shape = batch.mask.shape
-    if moved is None and isinstance(take, slice):
-        at = (take, slice(shape[1]))
-        room = Estimate(out.baseline[at], out.advantage[at], out.fallback[at])
-    else:
-        room = Estimate(np.empty(shape), np.empty(shape), np.empty(shape, bool))
-    np.multiply(result.baseline, batch.alive, out=room.baseline)
-    np.subtract(batch.returns, room.baseline, out=room.advantage)
+    baseline = result.baseline * batch.alive
+    advantage = batch.returns - baseline
     if result.scale is not None:
-        np.multiply(room.advantage, result.scale, out=room.advantage)
-    np.logical_and(batch.mask, result.fallback, out=room.fallback)
-    if room.baseline.base is not out.baseline:
-        for name in ("baseline", "advantage", "fallback"):
-            _scatter(getattr(out, name), getattr(room, name), take, batch.mask, moved)
-
-
-def _scatter(whole: np.ndarray, piece: np.ndarray, take: Int | slice, inside: Bool, moved: Bool | None) -> None:
-    if moved is None:
-        whole[take, : inside.shape[1]] = piece
-    else:
-        placed = np.zeros(moved.shape, piece.dtype)
-        placed[moved] = piece[inside]
-        whole[take] = placed
+        advantage *= result.scale
+    pieces = (baseline, advantage, batch.mask & result.fallback)
+    for whole, piece in zip((out.baseline, out.advantage, out.fallback), pieces, strict=True):
+        if moved is None:
+            whole[take, : batch.mask.shape[1]] = piece
+        else:
+            placed = np.zeros(moved.shape, piece.dtype)
+            placed[moved] = piece[batch.mask]
+            whole[take] = placed

@@ -7,7 +7,7 @@ import numpy as np
 from otb_analysis.arrays import Groups
 from otb_analysis.estimators.batch import NOWHERE, BaselineResult, Batch
 from otb_analysis.estimators.spec import NoOptions
-from otb_analysis.estimators.weighting import rollout_average
+from otb_analysis.estimators.weighting import rollout_average, without_self
 from otb_analysis.types import Bool, Float
 
 GRPO_EPSILON = 1e-6  # Added to the standard deviation by the published code
@@ -24,53 +24,41 @@ def none(batch: Batch, options: NoOptions) -> BaselineResult:
     return BaselineResult(np.zeros((1, 1)), NOWHERE)
 
 
-def batch_mean(batch: Batch, options: NoOptions) -> BaselineResult:
+def batch_mean(batch: Batch, options: NoOptions, *, leave_one_out: bool = False) -> BaselineResult:
     """Centre by the mean total return of the whole batch.
 
     B = (1/N) Σ_j R_j over all rollouts of all prompts. Public code; the group mean when the batch is one group.
     """
-    return group_mean(_as_one_group(batch), options)
+    n = len(batch.mask)
+    one_group = replace(batch, groups=Groups(np.zeros(n, np.int64), np.zeros(1, np.int64)))
+    return group_mean(one_group, options, leave_one_out=leave_one_out)
 
 
-def batch_mean_loo(batch: Batch, options: NoOptions) -> BaselineResult:
-    """Centre by the mean total return of all other rollouts in the batch.
-
-    B_i = Σ_{j≠i} R_j / (N − 1) over all prompts; `rloo` when the batch is one group.
-    """
-    return rloo(_as_one_group(batch), options)
+batch_mean_loo = without_self(batch_mean, "Centre by the mean total return of all other rollouts in the batch.")
 
 
-def group_mean(batch: Batch, options: NoOptions) -> BaselineResult:
+def group_mean(batch: Batch, options: NoOptions, *, leave_one_out: bool = False) -> BaselineResult:
     """Centre by the mean total return of the rollout's own group.
 
     B_i = (1/N) Σ_j R_j. Its expectation is (1 − 1/N)·∇J: shorter by 1/N, direction intact. Public code.
     """
-    return rollout_average(batch, batch.present)
+    return rollout_average(batch, batch.present, leave_one_out=leave_one_out)
 
 
-def rloo(batch: Batch, options: NoOptions) -> BaselineResult:
-    """Centre by the mean total return of the *other* rollouts of the group.
-
-    B_i = Σ_{j≠i} R_j / (N − 1); with one terminal reward A = N/(N−1)·(R − mean). Unbiased. Public code.
-    """
-    return rollout_average(batch, batch.present, leave_one_out=True)
+rloo = without_self(group_mean, "Centre by the mean total return of the *other* rollouts of the group.")
+"""B_i = Σ_{j≠i} R_j / (N − 1); with one terminal reward A = N/(N−1)·(R − mean). Public code."""
 
 
-def opo(batch: Batch, options: NoOptions) -> BaselineResult:
+def opo(batch: Batch, options: NoOptions, *, leave_one_out: bool = False) -> BaselineResult:
     """Centre by the length-weighted mean total return of the group.
 
     B = Σ_j L_j R_j / Σ_j L_j, L in policy tokens. Equal lengths give the group mean, and constant token energy turns
     `sequence_optimal` into it. Public code.
     """
-    return rollout_average(batch, batch.length.astype(np.float64))
+    return rollout_average(batch, batch.length.astype(np.float64), leave_one_out=leave_one_out)
 
 
-def opo_loo(batch: Batch, options: NoOptions) -> BaselineResult:
-    """Centre by the length-weighted mean total return of the other rollouts.
-
-    B_i = Σ_{j≠i} L_j R_j / Σ_{j≠i} L_j. Equal lengths give `rloo`.
-    """
-    return rollout_average(batch, batch.length.astype(np.float64), leave_one_out=True)
+opo_loo = without_self(opo, "Centre by the length-weighted mean total return of the other rollouts.")
 
 
 def grpo(batch: Batch, options: NoOptions) -> BaselineResult:
@@ -96,8 +84,3 @@ def group_scale(batch: Batch, *, ddof: int, epsilon: float) -> tuple[Bool, Float
     size = np.sqrt(groups.sum(batch.total**2) / np.maximum(n, 1))
     flat = batch.alone | groups.spread(std <= ROUNDING * size)
     return flat, np.divide(1.0, groups.spread(std) + epsilon, out=np.zeros(len(flat)), where=~flat)
-
-
-def _as_one_group(batch: Batch) -> Batch:
-    n = len(batch.mask)
-    return replace(batch, groups=Groups(np.zeros(n, np.int64), np.zeros(1, np.int64)))

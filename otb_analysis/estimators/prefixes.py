@@ -3,8 +3,6 @@
 Prefixes are made of policy tokens; a tool's answers in between are assumed to follow from them.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from otb_analysis.arrays import Groups, unsqueeze
@@ -15,28 +13,12 @@ from otb_analysis.estimators.spec import NoOptions
 from otb_analysis.types import EstimatorInputs, Float
 
 
-@dataclass(frozen=True)
-class PrefixSums:
-    """Who shares the prefix of each length, and what they were paid; column k is the prefix of k tokens."""
+def prefix_values(inputs: EstimatorInputs) -> Float:
+    """Return the share of correct rollouts through the prefix before each token [N, T]; zero outside the mask.
 
-    total: Float  # Σ_j R_j over rollouts of the group with the same first k tokens, oneself included [N, T + 1]
-    count: Float  # How many they are [N, T + 1]; never grows along a row
-
-
-@dataclass(frozen=True)
-class PrefixValues:
-    """Mean total return of the rollouts of a group that share a prefix: what a token-level critic is fitted to."""
-
-    before: Float  # V(h_t), the prefix before y_t [N, T]: the regression target of `EstimatorInputs.value`
-    after: Float  # V(h_{t+1}), the prefix with y_t [N, T]: the label of token t as published
-
-
-def prefix_values(inputs: EstimatorInputs) -> PrefixValues:
-    """Return the share of correct rollouts through each prefix, oneself included [N, T]; zero outside the mask.
-
-    V(h) = mean_j R_j over the rollouts of the group that start with h: with rewards 0 or 1 the target of token-level
-    value models (TVM, arXiv 2407.12863). Fit a critic to it; used as a baseline itself it leaves A = 0 wherever a
-    prefix is unique. Abstract.
+    V(h_t) = mean_j R_j over the rollouts of the group that start with h_t, oneself included: with rewards 0 or 1 the
+    target of token-level value models (TVM, arXiv 2407.12863). Fit a critic, `EstimatorInputs.value`, to it; used as a
+    baseline itself it leaves A = 0 wherever a prefix is unique. Abstract.
 
     Raises:
         InputError: There are no token ids, or a shape or value does not fit.
@@ -46,9 +28,8 @@ def prefix_values(inputs: EstimatorInputs) -> PrefixValues:
     check_shapes(inputs, ("token_id",))
     mask = np.asarray(inputs.mask)
     batch, _ = prepare(inputs, np.arange(len(mask)), Groups.of(inputs.group), ("token_id",))
-    sums = prefix_sums(batch)
-    values = sums.total / np.maximum(sums.count, 1)
-    return PrefixValues(unsqueeze(values[:, :-1], mask), unsqueeze(values[:, 1:], mask))
+    total, count = prefix_sums(batch)
+    return unsqueeze(total[:, :-1] / np.maximum(count[:, :-1], 1), mask)
 
 
 def tempo(batch: Batch, options: NoOptions) -> BaselineResult:
@@ -58,8 +39,8 @@ def tempo(batch: Batch, options: NoOptions) -> BaselineResult:
     that start with h. Where nothing branches the change is zero: GRPO with ddof 0. With the true V the change has the
     mean ∇J too, so the sum aims at up to 2∇J before the division. Scaling is a guess; arXiv 2509.18314.
     """
-    sums = prefix_sums(batch)
-    values = sums.total / np.maximum(sums.count, 1)
+    total, count = prefix_sums(batch)
+    values = total / np.maximum(count, 1)
     flat, scale = group_scale(batch, ddof=0, epsilon=0.0)
     baseline = values[:, :1] + values[:, :-1] - values[:, 1:]
     return BaselineResult(np.where(batch.alone[:, None], 0.0, baseline), flat[:, None], scale[:, None])
@@ -72,19 +53,23 @@ def tempo_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     share the longest prefix anyone shares with it. It depends on h_t and on other rollouts, so it is unbiased, which
     V(h_{t+1}) of `tempo` is not. Where nothing is shared but the prompt it is `rloo`. Proved.
     """
-    sums = prefix_sums(batch)
-    shared = sums.count[:, :-1] > 1
-    others = (sums.total - batch.total[:, None]) / np.maximum(sums.count - 1, 1)
+    total, count = prefix_sums(batch)
+    shared = count[:, :-1] > 1
+    others = (total - batch.total[:, None]) / np.maximum(count - 1, 1)
     deepest = np.maximum(shared.sum(axis=1, keepdims=True) - 1, 0)
     column = np.minimum(np.arange(shared.shape[1]), deepest)
     baseline = np.where(batch.alone[:, None], 0.0, np.take_along_axis(others, column, axis=1))
     return BaselineResult(baseline, ~shared)
 
 
-def prefix_sums(batch: Batch) -> PrefixSums:
+def prefix_sums(batch: Batch) -> tuple[Float, Float]:
     """Return, for every prefix of every rollout, what the rollouts of its group that start with it were paid.
 
     One pass over positions that stops where no two rollouts share a prefix any more.
+
+    Returns:
+        Σ_j R_j over rollouts with the same first k tokens, oneself included, in column k [N, T + 1], and how many they
+        are [N, T + 1], which never grows along a row.
     """
     n, t = batch.mask.shape
     total = np.repeat(batch.total[:, None], t + 1, axis=1)
@@ -103,4 +88,4 @@ def prefix_sums(batch: Batch) -> PrefixSums:
         count[rows, k] = size[node]
         if (size == 1).all():
             break
-    return PrefixSums(total, count)
+    return total, count

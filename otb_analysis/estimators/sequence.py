@@ -4,41 +4,31 @@ import numpy as np
 
 from otb_analysis.estimators.batch import BaselineResult, Batch, provided
 from otb_analysis.estimators.spec import NoOptions
-from otb_analysis.estimators.weighting import rollout_average
+from otb_analysis.estimators.weighting import rollout_average, without_self
 
 
-def classic_optimal(batch: Batch, options: NoOptions) -> BaselineResult:
+def classic_optimal(batch: Batch, options: NoOptions, *, leave_one_out: bool = False) -> BaselineResult:
     """Centre by the return weighted with the exact squared norm of each rollout's score.
 
     B = Σ_j ‖S_j‖² R_j / Σ_j ‖S_j‖², S_j = Σ_t s_{j,t}: the sample form of the classic optimal scalar
     E[R‖S‖²]/E‖S‖² for one terminal reward. Proved.
     """
-    return rollout_average(batch, provided(batch.rollout_norm_sq))
+    return rollout_average(batch, provided(batch.rollout_norm_sq), leave_one_out=leave_one_out)
 
 
-def classic_optimal_loo(batch: Batch, options: NoOptions) -> BaselineResult:
-    """Centre by the norm-weighted return of the other rollouts.
-
-    B_i = Σ_{j≠i} ‖S_j‖² R_j / Σ_{j≠i} ‖S_j‖². Unbiased.
-    """
-    return rollout_average(batch, provided(batch.rollout_norm_sq), leave_one_out=True)
+classic_optimal_loo = without_self(classic_optimal, "Centre by the norm-weighted return of the other rollouts.")
 
 
-def sequence_optimal(batch: Batch, options: NoOptions) -> BaselineResult:
+def sequence_optimal(batch: Batch, options: NoOptions, *, leave_one_out: bool = False) -> BaselineResult:
     """Centre by the return weighted with the energy each rollout realized.
 
     B = Σ_j W_{j,T} R_j / Σ_j W_{j,T}, W_T = Σ_t ρ_t² w_t. Since E[s_t·s_k] = 0 for t ≠ k, E‖S‖² = E W_T: the cheap
     form of `classic_optimal`. Constant token energy gives `opo`. Proved.
     """
-    return rollout_average(batch, batch.final)
+    return rollout_average(batch, batch.final, leave_one_out=leave_one_out)
 
 
-def sequence_optimal_loo(batch: Batch, options: NoOptions) -> BaselineResult:
-    """Centre by the energy-weighted return of the other rollouts.
-
-    B_i = Σ_{j≠i} W_{j,T} R_j / Σ_{j≠i} W_{j,T}. Unbiased.
-    """
-    return rollout_average(batch, batch.final, leave_one_out=True)
+sequence_optimal_loo = without_self(sequence_optimal, "Centre by the energy-weighted return of the other rollouts.")
 
 
 def opob(batch: Batch, options: NoOptions) -> BaselineResult:

@@ -1,5 +1,8 @@
 """The computation behind every group baseline: a weighted mean over a group, with or without the rollout itself."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from otb_analysis.arrays import Groups
@@ -11,16 +14,20 @@ DOMINANT = 0.75
 """Above this share of a group's weight, which at most one rollout has, `total − weight` would cancel."""
 
 
-def weighted_mean(x: Float, weight: Float, groups: Groups, *, leave_one_out: bool) -> tuple[Float, Bool]:
-    """Return the group's weighted mean at every rollout.
+def weighted_mean(
+    x: Float, weight: Float, counted: Float, groups: Groups, *, leave_one_out: bool
+) -> tuple[Float, Bool]:
+    """Return the group's weighted mean at every rollout, the plain one of what counts where all weights are zero.
 
     Σ_j ω_j x_j / Σ_j ω_j over the group, j ≠ i when `leave_one_out`. Nothing is added to the denominator.
-    x and ω ≥ 0 are [N] or [N, T]; ω = 0 takes an entry out.
+    x, ω ≥ 0 and `counted`, 1 or 0, are [N] or [N, T]; ω = 0 takes an entry out.
 
     Returns:
-        The mean, and where it does not exist because all weights are zero (the mean is 0 there).
+        The mean, and where the plain one stands in for it because all weights are zero.
     """
     mean, weightless = _means(x, weight, groups, leave_one_out)
+    if weightless.any():
+        mean = np.where(weightless, _means(x, counted, groups, leave_one_out)[0], mean)
     return (mean, weightless) if leave_one_out else (groups.spread(mean), groups.spread(weightless))
 
 
@@ -54,27 +61,24 @@ def _sums_of_others(weight: Float, moment: Float, groups: Groups) -> tuple[Float
     return others(weight, total), others(moment, groups.spread(groups.sum(moment)))
 
 
+def without_self(formula: Callable[..., BaselineResult], summary: str) -> Callable[..., BaselineResult]:
+    """Return a formula with its sums over j ≠ i: the baseline of rollout i has not seen it, so it is unbiased.
+
+    `summary` is its line in the catalogue.
+    """
+    loo = partial(formula, leave_one_out=True)
+    loo.__doc__ = summary
+    return loo
+
+
 def rollout_average(batch: Batch, weight: Float, *, leave_one_out: bool = False) -> BaselineResult:
     """Return the baseline that is one weighted mean of total returns per rollout.
 
     B_i = Σ_j ω_j R_j / Σ_j ω_j; zero total weight gives the plain mean of the same rollouts, a group of one B = 0.
     ω [N] is zero for rollouts without tokens.
     """
-    baseline, weightless = scalar_mean(batch, weight, leave_one_out=leave_one_out)
-    return BaselineResult(np.where(batch.alone, 0.0, baseline)[:, None], (weightless | batch.alone)[:, None])
-
-
-def scalar_mean(batch: Batch, weight: Float, *, leave_one_out: bool) -> tuple[Float, Bool]:
-    """Return the weighted mean of total returns per rollout, plain where all weights are zero.
-
-    Returns:
-        The mean [N], and where the plain one stands in for it [N].
-    """
-    mean, weightless = weighted_mean(batch.total, weight, batch.groups, leave_one_out=leave_one_out)
-    if weightless.any():
-        plain, _ = weighted_mean(batch.total, batch.present, batch.groups, leave_one_out=leave_one_out)
-        mean = np.where(weightless, plain, mean)
-    return mean, weightless
+    mean, weightless = weighted_mean(batch.total, weight, batch.present, batch.groups, leave_one_out=leave_one_out)
+    return BaselineResult(np.where(batch.alone, 0.0, mean)[:, None], (weightless | batch.alone)[:, None])
 
 
 def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: bool = False) -> BaselineResult:
@@ -99,6 +103,6 @@ def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: 
 
 def _with_tail(batch: Batch, mean: Float, tail: Tail) -> Float:
     """Replace B where no other rollout is alive; a group of one keeps B = 0."""
-    finished, _ = scalar_mean(batch, batch.final, leave_one_out=True)
+    finished, _ = weighted_mean(batch.total, batch.final, batch.present, batch.groups, leave_one_out=True)
     lone = batch.groups.spread(batch.groups.sum(batch.alive) == 1) & ~batch.alone[:, None]
     return np.where(lone, batch.returns if tail == "zero" else finished[:, None], mean)

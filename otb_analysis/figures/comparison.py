@@ -30,7 +30,7 @@ RATIOS = (
     ("variance", "Variance ratio", "smaller for shorter steps, too"),
 )
 VALUES = ("efficiency", "sf", "variance", "projection", "rollout_equivalents")
-_ONE = Interval(1.0, None, None, 0, "the estimator over itself", "by definition")
+_ONE = Interval(1.0, None, None, 0, "the estimator over itself")
 
 
 @dataclass(frozen=True)

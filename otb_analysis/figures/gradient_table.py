@@ -78,7 +78,7 @@ def is_defined(statistics: GradientStatistics) -> bool:
     """
     if statistics.projection is None or statistics.efficiency is None or statistics.efficiency > 1:
         return False
-    interval = statistics.efficiency_interval if statistics.c_known else statistics.projection_interval
+    interval = statistics.intervals["efficiency" if statistics.c_known else "projection"]
     return statistics.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
 
 
@@ -103,7 +103,7 @@ def statistics_table(grams: Mapping[int, Gram], window: int = 1, known: Proved =
             record |= dict.fromkeys(blank)
             for measure in MEASURES:
                 hidden = measure.column in blank
-                interval: Interval | None = None if hidden else getattr(statistics, f"{measure.column}_interval")
+                interval: Interval | None = None if hidden else statistics.intervals[measure.column]
                 record[f"{measure.column}_low"] = None if interval is None else interval.low
                 record[f"{measure.column}_high"] = None if interval is None else interval.high
             records.append(record)

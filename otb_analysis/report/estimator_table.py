@@ -44,7 +44,7 @@ COLUMNS = ("SF ×rloo", "efficiency ×rloo", "efficiency", "equiv.", "c", "bias"
 TWO = ".2f"
 """Digits of ratios and shares."""
 
-ITSELF = PairedRatios(*REFERENCE, REFERENCE, *(Interval(1.0, None, None, 0, "itself", "by definition"),) * 3)
+ITSELF = PairedRatios(*REFERENCE, REFERENCE, *(Interval(1.0, None, None, 0, "itself"),) * 3)
 
 EXPLAINED = """\
 SF: variance at equal progress, variance/c²; below 1 is better · ×rloo: ratio on the same rollouts [95 % over prompts]
@@ -119,7 +119,7 @@ def _chosen(ordered: list[Label], conclusion: Conclusion, trained: Sequence[Labe
 
 def _trusted(reference: GradientStatistics | None) -> bool:
     """Tell whether absolute efficiencies may be shown: below a third of the noise scale they come out far too high."""
-    interval = reference.efficiency_interval if reference else None
+    interval = reference.intervals["efficiency"] if reference else None
     if reference is None or interval is None or interval.low is None:
         return False
     noise_scale = reference.n_prompts * (1 - interval.estimate) / interval.estimate
@@ -127,8 +127,8 @@ def _trusted(reference: GradientStatistics | None) -> bool:
 
 
 def _cells(row: GradientStatistics, ratio: PairedRatios | None, trusted: bool) -> list[str]:
-    interval = row.efficiency_interval
-    judged = row.c_known or (row.sf_interval is not None and row.sf_interval.low is not None)
+    interval, sf = row.intervals["efficiency"], row.intervals["sf"]
+    judged = row.c_known or (sf is not None and sf.low is not None)
     c = f"{row.projection:.4g}" if row.c_known else f"≈{row.projection:.2f}" if row.projection else MISSING
     return [
         interval_cell(ratio.sf if ratio else None, TWO),

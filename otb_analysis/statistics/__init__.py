@@ -17,13 +17,17 @@ from otb_analysis.statistics.inference.intervals import (
     cluster_jackknife,
     jackknife_interval,
     log_ratio_t,
+    seed_mean,
 )
 from otb_analysis.statistics.inference.passing import pass_at_k, passing
-from otb_analysis.statistics.inference.seeds import seed_mean
-from otb_analysis.statistics.moments.gradients import GradientStatistics, gradient_statistics, pooled_statistics
+from otb_analysis.statistics.moments.gradients import (
+    GradientStatistics,
+    gradient_noise_scale,
+    gradient_statistics,
+    pooled_statistics,
+)
 from otb_analysis.statistics.moments.gram import REFERENCE, deleted_moments
 from otb_analysis.statistics.moments.measures import Moments, efficiency
-from otb_analysis.statistics.moments.noise import gradient_noise_scale
 from otb_analysis.statistics.moments.paired import (
     NOTHING,
     PairedRatios,
@@ -42,7 +46,7 @@ from otb_analysis.statistics.moments.pools import (
     pool_statistics,
     position_optimum,
 )
-from otb_analysis.statistics.moments.sketched import gram_from_sketch, sketch_noise
+from otb_analysis.statistics.moments.sketched import sketch_noise
 from otb_analysis.statistics.moments.subgroups import cut_groups, mean_over_subgroups, smaller_sizes
 from otb_analysis.statistics.moments.totals import Totals, difference_total, horvitz_thompson
 from otb_analysis.types import Gram, Proved
@@ -76,7 +80,6 @@ __all__ = [
     "gain_lost",
     "gradient_noise_scale",
     "gradient_statistics",
-    "gram_from_sketch",
     "group_gradients",
     "held_out",
     "horvitz_thompson",

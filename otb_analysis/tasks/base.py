@@ -40,8 +40,9 @@ class SingleTurn:
     """The part that tasks of one turn share: no reply, and a reward of 1 for an ended text that is right."""
 
     def is_right(self, prompt: Prompt, text: str) -> bool:
-        """Return whether an ended text answers the prompt."""
-        raise NotImplementedError
+        """Return whether an ended text answers the prompt: here, whether it ends in `#` and the right whole number."""
+        final = FINAL.search(text)
+        return final is not None and int(final[1]) == int(prompt.answer)
 
     def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
         """Return None: one turn ends the episode."""
@@ -51,12 +52,6 @@ class SingleTurn:
         """Return {"correct": 1} when the text ends and is right, else {"correct": 0}."""
         last = turns[-1]
         return [{"correct": float(last.finished and self.is_right(prompt, last.text))}]
-
-
-def ends_in_number(text: str, answer: str) -> bool:
-    """Return whether a text ends in `#` and this whole number."""
-    final = FINAL.search(text)
-    return final is not None and int(final[1]) == int(answer)
 
 
 class Task(Protocol):

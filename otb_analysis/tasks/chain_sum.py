@@ -7,7 +7,7 @@ import numpy as np
 
 from otb_analysis.config.tasks import ChainSumConfig
 from otb_analysis.errors import InputError
-from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn, ends_in_number
+from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn
 from otb_analysis.tasks.splits import draw_prompt
 
 
@@ -55,7 +55,3 @@ class ChainSum(SingleTurn):
         sums = list(accumulate(terms))
         steps = [f"{a}+{n}={b}" for a, n, b in zip(sums, terms[1:], sums[1:], strict=False)]
         return [Turn(";".join(steps) + f"#{sums[-1]}", finished=True)]
-
-    def is_right(self, prompt: Prompt, text: str) -> bool:
-        """Return whether the text ends in # and the right number."""
-        return ends_in_number(text, prompt.answer)

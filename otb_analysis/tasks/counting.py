@@ -7,7 +7,7 @@ import numpy as np
 
 from otb_analysis.config.tasks import CountingConfig
 from otb_analysis.errors import InputError
-from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn, ends_in_number
+from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn
 from otb_analysis.tasks.splits import draw_prompt
 
 
@@ -63,7 +63,3 @@ class Counting(SingleTurn):
             count += item == target
             written += f"{item}{count}" if item == target else item
         return [Turn(f"{written}#{count}", finished=True)]
-
-    def is_right(self, prompt: Prompt, text: str) -> bool:
-        """Return whether the text ends in # and the right number."""
-        return ends_in_number(text, prompt.answer)

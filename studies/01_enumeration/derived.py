@@ -208,7 +208,7 @@ def size_ratios(chunks: Derailed, measure: str) -> list[Interval]:
         errors = [x.std(ddof=1) / len(x) ** 0.5 / x.mean() for x in (small, large)]
         half = stats.t.ppf(0.975, count - 1) * np.hypot(*errors)
         ends = ratio * np.exp(-half), ratio * np.exp(half)
-        ratios.append(Interval(float(ratio), float(ends[0]), float(ends[1]), count, "ratio of groups", "Student"))
+        ratios.append(Interval(float(ratio), float(ends[0]), float(ends[1]), count, "ratio of groups"))
     return ratios
 
 

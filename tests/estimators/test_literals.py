@@ -189,10 +189,8 @@ def test_tempo_loo_keeps_the_longest_prefix_that_is_shared():
 
 
 def test_prefix_values_are_the_targets_of_a_token_level_value_model():
-    # through a ½, ab 1, ac 0, d 0, de 0; before the first token the group's mean ¼
-    got = prefix_values(TREE)
-    np.testing.assert_allclose(got.after, [[0.5, 1], [0.5, 0], [0, 0], [0, 0]])
-    np.testing.assert_allclose(got.before, [[0.25, 0.5], [0.25, 0.5], [0.25, 0], [0.25, 0]])
+    # through a ½, d 0; before the first token the group's mean ¼
+    np.testing.assert_allclose(prefix_values(TREE), [[0.25, 0.5], [0.25, 0.5], [0.25, 0], [0.25, 0]])
 
 
 def test_prefix_values_skip_tool_tokens_and_padding():
@@ -204,11 +202,9 @@ def test_prefix_values_skip_tool_tokens_and_padding():
         group=np.zeros(2, np.int64),
         token_id=np.where(mask, [[8, nan, 2, nan], [8, 3, nan, nan]], nan),
     )
-    got = prefix_values(inputs)
-    np.testing.assert_allclose(got.after, [[0.5, 0, 1, 0], [0.5, 0, 0, 0]])
-    np.testing.assert_allclose(got.before, [[0.5, 0, 0.5, 0], [0.5, 0.5, 0, 0]])
+    np.testing.assert_allclose(prefix_values(inputs), [[0.5, 0, 0.5, 0], [0.5, 0.5, 0, 0]])
     short = replace(inputs, mask=np.array([[True, False, False, False], [True, False, False, False]]))
-    np.testing.assert_allclose(prefix_values(short).before, np.zeros((2, 4)))
+    np.testing.assert_allclose(prefix_values(short), np.zeros((2, 4)))
 
 
 def test_prefix_values_need_token_ids():
@@ -246,7 +242,7 @@ def test_generalized_advantages_by_hand():
 
 
 def test_tvm_subtracts_what_its_critic_says():
-    inputs = replace(TREE, value=prefix_values(TREE).before)
+    inputs = replace(TREE, value=prefix_values(TREE))
     # the critic that knows these rollouts by heart leaves nothing where a prefix is unique
     np.testing.assert_allclose(estimate("tvm", inputs).advantage, [[0.75, 0.5], [-0.25, -0.5], [-0.25, 0], [-0.25, 0]])
 

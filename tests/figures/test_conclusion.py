@@ -136,7 +136,7 @@ def test_command_measures_as_many_prompts_as_asked_for_in_the_runs_own_steps_if_
 
 
 def test_an_estimator_ahead_in_one_measure_and_behind_in_the_other_is_neither_better_nor_worse():
-    lower, share = Interval(0.7, 0.6, 0.8, 64, "sf", "", 1e-6), Interval(0.6, 0.5, 0.7, 64, "efficiency", "", 1e-6)
+    lower, share = Interval(0.7, 0.6, 0.8, 64, "sf", 1e-6), Interval(0.6, 0.5, 0.7, 64, "efficiency", 1e-6)
     mixed = Verdict(("otb", "proxy"), lower, share, False, ("sf", "efficiency"))
     assert not mixed.better and not mixed.worse
     found = replace(CASES["ahead"], verdicts=(mixed,), best=None, worst=None)

@@ -142,7 +142,7 @@ def test_sketched_norms_are_no_standard_to_compare_with():
 def test_share_of_the_gain_that_a_proxy_loses_is_shown_only_with_an_interval():
     # A ratio of two differences within noise was −0.506 on 10 prompts of a run: alone, it is no finding.
     assert gain_lost_words(None) == ("–", "no gain shown")
-    assert gain_lost_words(Interval(-0.506, None, None, 10, "", "")) == ("–", "needs 16 prompts, has 10")
-    assert gain_lost_words(Interval(-0.506, None, None, 40, "", "")) == ("–", "no interval on these 40 prompts")
-    shown = gain_lost_words(Interval(0.125, -0.25, 0.5, 40, "", ""))
+    assert gain_lost_words(Interval(-0.506, None, None, 10, "")) == ("–", "needs 16 prompts, has 10")
+    assert gain_lost_words(Interval(-0.506, None, None, 40, "")) == ("–", "no interval on these 40 prompts")
+    shown = gain_lost_words(Interval(0.125, -0.25, 0.5, 40, ""))
     assert shown == ("0.125", "95 %: −0.250 to 0.500, 40 prompts")

@@ -20,8 +20,8 @@ from otb_analysis.study.formats import (
     span,
 )
 
-FOUND = Interval(0.4142, 0.3614, 0.4649, 20, "a share", "a method")
-POINT = Interval(1.5, None, None, 3, "", "")
+FOUND = Interval(0.4142, 0.3614, 0.4649, 20, "a share")
+POINT = Interval(1.5, None, None, 3, "")
 
 
 def test_a_share_is_written_in_percent_with_its_interval():
@@ -31,7 +31,7 @@ def test_a_share_is_written_in_percent_with_its_interval():
 
 
 def test_an_interval_is_three_columns_and_reads_back():
-    columns = interval_columns("gain", Interval(1.2345678, 1.1, 1.42, 32, "gain", "jackknife"))
+    columns = interval_columns("gain", Interval(1.2345678, 1.1, 1.42, 32, "gain"))
     assert columns == {"gain": 1.2346, "gain_low": 1.1, "gain_high": 1.42}
     assert interval(columns, "gain") == "1.23 (1.10–1.42)"
     assert interval(POINT, form=".1f") == "1.5"
@@ -39,8 +39,8 @@ def test_an_interval_is_three_columns_and_reads_back():
 
 
 def test_a_signed_difference_says_to_between_its_ends():
-    assert interval(Interval(0.031, -0.004, 0.066, 8, "", ""), form="+.1f", scale=100) == "+3.1 (-0.4 to +6.6)"
-    assert interval(Interval(0.1, -0.2, 0.3, 8, "", "")) == "0.10 (-0.20 to 0.30)"
+    assert interval(Interval(0.031, -0.004, 0.066, 8, ""), form="+.1f", scale=100) == "+3.1 (-0.4 to +6.6)"
+    assert interval(Interval(0.1, -0.2, 0.3, 8, "")) == "0.10 (-0.20 to 0.30)"
 
 
 def test_numbers_say_no_more_than_is_known():

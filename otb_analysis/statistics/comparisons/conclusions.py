@@ -11,6 +11,7 @@ promise is weaker, since selection makes it look better than it is: with 21 equa
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy import stats
@@ -26,37 +27,35 @@ RATE = 0.05
 """False-discovery rate."""
 
 
-def conclude(
-    grams: Sequence[Gram], known: Proved = NOTHING, against: Label = REFERENCE, first: Sequence[Label] = ()
-) -> Conclusion:
-    """Compare every estimator with one of them, with control of false discoveries.
+def conclude(grams: Sequence[Gram], known: Proved = NOTHING, first: Sequence[Label] = ()) -> Conclusion:
+    """Compare every estimator with `REFERENCE`, with control of false discoveries.
 
     Identical estimators are named after those of `first`, such as the ones that trained.
     """
     # A multiple of another estimator would be a second test of the same thing, and make every threshold stricter.
-    same = alike(grams, (against, *first))
+    same = alike(grams, (REFERENCE, *first))
     pairs = {
         (p.estimator, p.energy_source): p
-        for p in paired_ratios(grams, against, against, known=known)
+        for p in paired_ratios(grams, known=known)
         if same[p.estimator, p.energy_source].of == (p.estimator, p.energy_source)
     }
-    verdicts, level = _told([_verdict(label, pair, known) for label, pair in pairs.items()])
-    truth = truth_of(grams, against, known)
-    both = [gram for gram in against_reference(grams, against, truth) if against in gram.labels]
+    verdicts, level = _with_discoveries([_verdict(label, pair, known) for label, pair in pairs.items()])
+    truth = truth_of(grams, REFERENCE, known)
+    both = [gram for gram in against_reference(grams, REFERENCE, truth) if REFERENCE in gram.labels]
     # The first entry is from all prompts, each other one leaves one of them out.
-    count = deleted_moments(both, against, truth).power.size - 1 if both else 0
+    count = deleted_moments(both, REFERENCE, truth).power.size - 1 if both else 0
     tested = [v for v in verdicts if v.tested]
-    cause = "" if tested else _cause(both, against, count, bool(verdicts))
+    cause = "" if tested else _cause(both, count, bool(verdicts))
     better, worse = [v for v in verdicts if v.better], [v for v in verdicts if v.worse]
     # The extreme one of many looks more extreme than it is, so its interval is made wider for the selection.
     chosen = [
-        None if pick is None else _again(pick, both, against, truth, known, level)
+        None if pick is None else _again(pick, both, truth, known, level)
         for pick in (_best(better), max(worse, key=_distance, default=None))
     ]
     undecided = [v for v in tested if not v.differs_in and not v.within]
     needed = _needed(min(undecided, key=_sf, default=None), len(tested), count)
     return Conclusion(
-        against, count, tuple(verdicts), same, _signal(both, against, truth), cause, chosen[0], chosen[1], needed
+        REFERENCE, count, tuple(verdicts), same, _signal(both, truth), cause, chosen[0], chosen[1], needed
     )
 
 
@@ -66,7 +65,7 @@ def _verdict(label: Label, pair: PairedRatios, known: Proved) -> Verdict:
     return Verdict(label, pair.sf, None if proved else pair.efficiency, label in known.projection)
 
 
-def _told(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
+def _with_discoveries(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
     """Mark the discoveries, and return the level at which intervals hold for those selected among them."""
     family = [
         (v.label, name, ratio.p_value)
@@ -79,21 +78,18 @@ def _told(verdicts: list[Verdict]) -> tuple[list[Verdict], float]:
     # All estimators are measured on the same rollouts, so their p-values are dependent.
     q_values = stats.false_discovery_control([p for *_, p in family], method="by")
     discoveries = [(label, name) for (label, name, _), q in zip(family, q_values, strict=True) if q <= RATE]
-    marked = [
-        Verdict(v.label, v.sf, v.efficiency, v.c_known, tuple(name for label, name in discoveries if label == v.label))
-        for v in verdicts
-    ]
+    marked = [replace(v, differs_in=tuple(name for label, name in discoveries if label == v.label)) for v in verdicts]
     # Under any dependence, intervals at this level for the R selected of m keep the rate of those that miss.
     harmonic = float((1 / np.arange(1, len(family) + 1)).sum())
     return marked, 1 - RATE * max(len(discoveries), 1) / (len(family) * harmonic)
 
 
-def _again(pick: Verdict, grams: Sequence[Gram], against: Label, truth: Truth, known: Proved, level: float) -> Verdict:
+def _again(pick: Verdict, grams: Sequence[Gram], truth: Truth, known: Proved, level: float) -> Verdict:
     """Return a verdict with intervals at another level."""
     steps = against_reference(grams, pick.label, truth)
     batch = round(float(np.mean([gram.n_prompts for gram in steps])))
-    pair = update_ratios(Update(steps, pick.label, batch), Update(steps, against, batch), truth, known, level)
-    return Verdict(pick.label, pair.sf, pair.efficiency, pick.c_known, pick.differs_in)
+    pair = update_ratios(Update(steps, pick.label, batch), Update(steps, REFERENCE, batch), truth, known, level)
+    return replace(pick, sf=pair.sf, efficiency=pair.efficiency)
 
 
 def _best(better: Sequence[Verdict]) -> Verdict | None:
@@ -116,21 +112,21 @@ def _sf(verdict: Verdict) -> float:
     return verdict.sf.estimate if verdict.sf else np.inf
 
 
-def _cause(both: Sequence[Gram], against: Label, count: int, others: bool) -> Cause:
+def _cause(both: Sequence[Gram], count: int, others: bool) -> Cause:
     if not both:
         return "no reference"
     if not others:
         return "alone"
     # Equal rewards leave no advantage under a group baseline, so the gradient is exactly 0.
-    if not any(np.trace(gram.blocks(against, against)[0]) > 0 for gram in both):
+    if not any(np.trace(gram.blocks(REFERENCE, REFERENCE)[0]) > 0 for gram in both):
         return "equal rewards"
     return "few prompts" if count < MIN_CLUSTERS else "noise"
 
 
-def _signal(both: Sequence[Gram], against: Label, truth: Truth) -> Signal:
+def _signal(both: Sequence[Gram], truth: Truth) -> Signal:
     if not both:
         return Signal(False, None)
-    values = deleted_moments(both, against, truth).truth_sq
+    values = deleted_moments(both, REFERENCE, truth).truth_sq
     interval = jackknife_interval(values[0], values[1:], "‖∇J‖²", "linear")
     if interval is None or interval.low is None or interval.high is None:
         return Signal(bool((values > 0).all()), None)

@@ -38,7 +38,6 @@ class Interval:
     high: float | None
     n_clusters: int  # Independent clusters it rests on
     estimand: str
-    method: str  # How it was computed, in words
     # Two-sided p-value of the estimand being 1, for positive quantities and ratios with an interval: below 1 − level
     # exactly where the interval excludes 1.
     p_value: float | None = None
@@ -64,32 +63,22 @@ def jackknife_interval(
     Raises:
         InputError: The scale is unknown.
     """
-    if scale not in SCALES:
-        raise InputError(f"scale is {scale!r}; {nearest(scale, SCALES)}")
-    transform, inverse = SCALES[scale]
-    values = np.asarray(replicates, dtype=float)
+    centre, values, stderr = _on_scale(scale, estimate, replicates)
     k = values.size
-    method = f"delete-one-cluster jackknife on the {scale} scale, Student t corrected for skewness and kurtosis"
     if not np.isfinite(estimate):
         return None
-    point = Interval(float(estimate), None, None, k, estimand, method)
-    if k < MIN_CLUSTERS:
+    point = Interval(float(estimate), None, None, k, estimand)
+    if k < MIN_CLUSTERS or not np.isfinite(stderr):
         return point
-    with np.errstate(divide="ignore", invalid="ignore"):
-        centre, values = float(transform(np.asarray(estimate, dtype=float))), transform(values)
-    if not (np.isfinite(centre) and np.isfinite(values).all()):
-        return point
-    # A replicate moves by only 1/(K−1) of what its cluster is off, hence K−1 in front of their variance.
-    stderr = float(np.sqrt((k - 1) * values.var()))  # (K−1)/K·Σ(f − mean)²
     law = Studentized.of(-values)  # deleting a cluster that pulls the value up lowers it
     down, up = law.quantiles(level)
     with np.errstate(over="ignore"):  # exp of a very wide interval is ∞, and then there is no interval
-        low, high = inverse(np.array([centre - down * stderr, centre + up * stderr]))
+        low, high = SCALES[scale][1](np.array([centre - down * stderr, centre + up * stderr]))
     if not np.isfinite(high):
         return point
     # Only a ratio has a natural hypothesis: that the two are equal.
     p_value = _p_value(law, centre, stderr) if scale == "log" else None
-    return Interval(float(estimate), float(low), float(high), k, estimand, method, p_value)
+    return Interval(float(estimate), float(low), float(high), k, estimand, p_value)
 
 
 def cluster_jackknife(
@@ -134,13 +123,60 @@ def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio
     # Paired by cluster: what makes a prompt hard is in both and cancels in the ratio.
     logs, k = np.log(a / b), a.size
     estimate, estimand = float(np.exp(logs.mean())), f"geometric mean over clusters of the {name}"
-    method = f"paired Student t on log-ratios with {k - 1} degrees of freedom"
     if k < MIN_CLUSTERS:
-        return Interval(estimate, None, None, k, estimand, method)
+        return Interval(estimate, None, None, k, estimand)
     law, stderr = Studentized(0.0, k - 1.0), float(logs.std(ddof=1) / np.sqrt(k))
     half = law.quantiles(LEVEL)[0] * stderr
     low, high = float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
-    return Interval(estimate, low, high, k, estimand, method, _p_value(law, float(logs.mean()), stderr))
+    return Interval(estimate, low, high, k, estimand, _p_value(law, float(logs.mean()), stderr))
+
+
+def seed_mean(values: ArrayLike, estimand: str, scale: str = "linear") -> Interval | None:
+    """Return the mean of one value per seed, with Student's 95 % interval from two seeds up.
+
+    f⁻¹(f(x̄) ∓ t_{K−1}·se) with se² = (K−1)/K · Σ_k (f(x̄_(k)) − mean)² over the means without one seed; with f the
+    identity it is x̄ ∓ t_{K−1}·s/√K. Unlike the intervals over prompts it trusts that the seeds are about normal on that
+    scale: a few seeds do not show their skewness. Training outcomes are averages over many tokens and prompts; rewards
+    of single prompts are not, and have `cluster_jackknife`.
+
+    Returns:
+        None without a value or where one is not finite; a point for one seed, for seeds that are all alike, and where
+        a mean is outside the domain of the scale.
+
+    Raises:
+        InputError: The scale is unknown.
+    """
+    x = np.asarray(values, dtype=float).ravel()
+    k = x.size
+    if k == 0 or not np.isfinite(x).all():
+        return None
+    # Means without one seed, as over prompts: one formula for every scale.
+    mean = float(x.mean())
+    centre, _, stderr = _on_scale(scale, mean, (x.sum() - x) / max(k - 1, 1))
+    # Seeds that agree to the last digit do not show their spread: no interval, rather than one of length 0.
+    if k < 2 or np.ptp(x) == 0 or not np.isfinite(stderr):
+        return Interval(mean, None, None, k, estimand)
+    # No correction for skewness: three to ten values do not show it, and its estimate would be noise.
+    half = float(special.stdtrit(k - 1, (1 + LEVEL) / 2) * stderr)
+    low, high = SCALES[scale][1](np.array([centre - half, centre + half]))
+    return Interval(mean, float(low), float(high), k, estimand)
+
+
+def _on_scale(scale: str, estimate: float, replicates: ArrayLike) -> tuple[float, Float, float]:
+    """Return f(θ̂), f(θ̂_(k)) [K] and the jackknife's standard error, NaN where any of them is not finite.
+
+    Raises:
+        InputError: The scale is unknown.
+    """
+    if scale not in SCALES:
+        raise InputError(f"scale is {scale!r}; {nearest(scale, SCALES)}")
+    transform = SCALES[scale][0]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        centre, values = float(transform(np.asarray(estimate, dtype=float))), transform(np.asarray(replicates, float))
+    if not (values.size and np.isfinite(centre) and np.isfinite(values).all()):
+        return centre, values, np.nan
+    # A replicate moves by only 1/(K−1) of what its cluster is off, hence K−1 in front of their variance.
+    return centre, values, float(np.sqrt((values.size - 1) * values.var()))  # √((K−1)/K·Σ(f − mean)²)
 
 
 def _p_value(law: Studentized, centre: float, stderr: float) -> float:

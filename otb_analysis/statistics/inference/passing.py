@@ -80,7 +80,7 @@ def share_interval(values: ArrayLike, estimand: str) -> Interval:
     total, rest, tail = x.sum(), (1.0 - x).sum(), (1 - LEVEL) / 2
     low = float(stats.beta.ppf(tail, total, rest + 1)) if total > 0 else 0.0
     high = float(stats.beta.isf(tail, total + 1, rest)) if rest > 0 else 1.0
-    return Interval(float(x.mean()), low, high, x.size, estimand, "Clopper and Pearson, one draw per prompt")
+    return Interval(float(x.mean()), low, high, x.size, estimand)
 
 
 def powers_of_two(n: int) -> list[int]:

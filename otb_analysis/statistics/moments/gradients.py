@@ -1,4 +1,4 @@
-"""One row of gradient statistics per estimator, from Gram matrices of group gradients.
+"""One row of gradient statistics per estimator, and its noise scale, from Gram matrices of group gradients.
 
 Prompts are the clusters of every interval. ‖∇J‖² is estimated from pairs of different prompts and can come out
 non-positive when few prompts are measured: bias, projection, SF and efficiency are then None, not a number. Where the
@@ -11,17 +11,17 @@ enumerated prompts the standard error of its log-ratio to `rloo` is within 7 % o
 (`test_batch_coupling_costs_the_jackknife_little_from_24_prompts_up`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from otb_analysis import schema
-from otb_analysis.statistics.inference.intervals import Interval
+from otb_analysis.statistics.inference.intervals import Interval, jackknife_interval
 from otb_analysis.statistics.moments import measures
 from otb_analysis.statistics.moments.gram import REFERENCE, Truth, against_reference, deleted_moments, truth_of, typical
-from otb_analysis.statistics.moments.measures import Moments
+from otb_analysis.statistics.moments.measures import Moments, known_number
 from otb_analysis.statistics.moments.paired import NOTHING, four_measures, measure_interval
 from otb_analysis.types import Gram, Label, Proved
 
@@ -51,10 +51,7 @@ class GradientStatistics:
     c_known: bool  # True where c is proved, so that bias, projection and SF are not estimated
     rollout_equivalents: float | None  # Rollouts that the reference needs for the same efficiency; ∞ where none suffice
     n_clusters: int
-    variance_interval: Interval | None
-    projection_interval: Interval | None
-    sf_interval: Interval | None
-    efficiency_interval: Interval | None
+    intervals: Mapping[str, Interval | None]  # 95 % intervals of variance, projection, sf and efficiency, by name
 
     @property
     def n_variance(self) -> float | None:
@@ -101,6 +98,35 @@ def pooled_statistics(
     ]
 
 
+def gradient_noise_scale(grams: Sequence[Gram], label: Label, known: Proved = NOTHING) -> Interval | None:
+    """Gradient noise scale of one estimator in *prompts*: B = V/‖m‖², V the variance of one prompt's group gradient.
+
+    At B prompts the noise of an update is as large as its signal; the signal-to-noise ratio of P prompts is P/B. An
+    unbiased estimator has efficiency P/(P + B). A constant factor on the estimator does not change B. Multiply by the
+    group size for rollouts.
+
+    V = E‖g_p‖² − ‖m‖², with ‖m‖² a mean over pairs of different prompts, so the noise biases neither. Where the
+    projection c is proved, ‖m‖² = c²·‖∇J‖², with ‖∇J‖² from all proved unbiased estimators, which is less noisy.
+    Source: McCandlish et al. (2018), whose two batch sizes are here one prompt and all prompts.
+
+    Returns:
+        The scale with a 95 % jackknife interval over prompts; a point without interval below 16 prompts, or where ‖m‖²
+        is not positive without one of the prompts. None where the estimate of ‖m‖² is not positive, since the scale is
+        then lost in the noise, and where no step has two prompts.
+    """
+    measured = {other for gram in grams for other in gram.labels}
+    unbiased = known.truth & measured
+    c = known.projection.get(label) if unbiased else None
+    # Without a proof the estimator stands for its own mean: ‖m‖² is a mean over its own pairs, and needs no ∇J.
+    truth: Truth = label if c is None else unbiased
+    steps = against_reference(grams, label, truth)
+    moments = measures.with_projection(deleted_moments(steps, label, truth), c)
+    # Estimated, so a spread near 0 can come out below it.
+    noise = np.maximum(moments.power - moments.mean_sq, 0)
+    scale = measures.quotient(noise, moments.mean_sq)
+    return jackknife_interval(scale[0], scale[1:], "gradient noise scale V/‖m‖² in prompts")
+
+
 def _one(
     grams: list[Gram], label: Label, against: tuple[Label, Truth], c: float | None, n_prompts: int | None
 ) -> GradientStatistics:
@@ -112,33 +138,30 @@ def _one(
     # An update of other prompts than were measured has rollouts in proportion: the group size stays.
     rollouts = round(typical([g.n_rollouts for g in grams]) * (batch / groups if groups else 1))
     values = four_measures(moments, batch, c)
-    interval = {name: measure_interval(value, name, batch) for name, value in values.items()}
-    ends = interval["variance"]
+    intervals = {name: measure_interval(value, name, batch) for name, value in values.items()}
+    ends = intervals["variance"]
     equivalents = _equivalents(moments, max(batch, 1), rollouts, c)
     return GradientStatistics(
         estimator=label[0],
         energy_source=label[1],
         n_prompts=batch,
         n_rollouts=rollouts,
-        total_power=_number(moments.power[0]),
+        total_power=known_number(moments.power[0]),
         mean_norm_sq=_mean_norm_sq(grams, label),
-        variance=_number(values["variance"][0]),
+        variance=known_number(values["variance"][0]),
         variance_low=ends.low if ends else None,
         variance_high=ends.high if ends else None,
         within=None,  # the two parts of the variance take pools of rollouts
         between=None,
-        relative_bias=_number(measures.relative_bias(moments)[0] if c is None else abs(1 - c)),
-        projection=_number(values["projection"][0]),
-        sf=_number(values["sf"][0]),
-        efficiency=_number(values["efficiency"][0]),
+        relative_bias=known_number(measures.relative_bias(moments)[0] if c is None else abs(1 - c)),
+        projection=known_number(values["projection"][0]),
+        sf=known_number(values["sf"][0]),
+        efficiency=known_number(values["efficiency"][0]),
         reference=_reference_name(grams, reference, truth),
         c_known=c is not None,
         rollout_equivalents=None if np.isnan(equivalents) else float(equivalents),
         n_clusters=moments.power.size - 1,
-        variance_interval=interval["variance"],
-        projection_interval=interval["projection"],
-        sf_interval=interval["sf"],
-        efficiency_interval=interval["efficiency"],
+        intervals=intervals,
     )
 
 
@@ -159,7 +182,7 @@ def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -
     # Both are unbiased up to length, so equal efficiency is equal variance/c², and no ∇J is needed.
     spread = np.maximum(moments.reference_power - moments.truth_sq, 0)
     variance = measures.batch_variance(moments, 1) / c**2
-    return float(np.divide(rollouts * spread, variance, out=np.full_like(variance, np.nan), where=variance > 0)[0])
+    return float(measures.quotient(rollouts * spread, variance)[0])
 
 
 def _reference_name(grams: list[Gram], reference: Label, truth: Truth) -> str | None:
@@ -171,8 +194,4 @@ def _reference_name(grams: list[Gram], reference: Label, truth: Truth) -> str | 
 
 def _mean_norm_sq(grams: list[Gram], label: Label) -> float | None:
     norms_sq = [g.blocks(label, label)[0].mean() for g in grams if g.n_prompts]
-    return _number(float(np.mean(norms_sq))) if norms_sq else None
-
-
-def _number(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+    return known_number(float(np.mean(norms_sq))) if norms_sq else None

@@ -41,7 +41,7 @@ def projection(moments: Moments) -> Float:
 
     1 for an unbiased estimator; 1 − 1/N for the group mean in groups of N; scales with the estimator.
     """
-    return _ratio(moments.along, moments.truth_sq)
+    return quotient(moments.along, moments.truth_sq)
 
 
 def relative_bias(moments: Moments) -> Float:
@@ -52,7 +52,7 @@ def relative_bias(moments: Moments) -> Float:
     """
     # Of three unbiased terms, so it is often negative where the bias is small; √ of its positive part is biased up.
     difference = moments.mean_sq - 2 * moments.along + moments.truth_sq
-    return np.sqrt(np.maximum(_ratio(difference, moments.truth_sq), 0))
+    return np.sqrt(np.maximum(quotient(difference, moments.truth_sq), 0))
 
 
 def sf(moments: Moments, n_prompts: float) -> Float:
@@ -61,7 +61,7 @@ def sf(moments: Moments, n_prompts: float) -> Float:
     Multiplying an estimator by a constant leaves it unchanged; it does not charge bias in direction, which
     `efficiency` does. It equals the batch variance for an unbiased estimator.
     """
-    return _ratio(batch_variance(moments, n_prompts), projection(moments) ** 2)
+    return quotient(batch_variance(moments, n_prompts), projection(moments) ** 2)
 
 
 def efficiency(moments: Moments, n_prompts: float) -> Float:
@@ -73,7 +73,7 @@ def efficiency(moments: Moments, n_prompts: float) -> Float:
     """
     # ‖m‖² + V/P is E‖ĝ‖²: the squared length of the whole update, noise included.
     update_sq = moments.mean_sq + batch_variance(moments, n_prompts)
-    return _ratio(_ratio(moments.along**2, moments.truth_sq), update_sq)
+    return quotient(quotient(moments.along**2, moments.truth_sq), update_sq)
 
 
 def rollout_equivalents(moments: Moments, n_prompts: float, n_rollouts: float) -> Float:
@@ -86,8 +86,8 @@ def rollout_equivalents(moments: Moments, n_prompts: float, n_rollouts: float) -
     share = efficiency(moments, n_prompts)
     noise = np.maximum(moments.reference_power - moments.truth_sq, 0) / n_prompts
     # e/(1 − e) is the signal-to-noise ratio of an unbiased update; equal efficiency is equal odds.
-    odds = np.where(share >= 1, np.inf, _ratio(share, 1 - share))
-    return n_rollouts * _ratio(noise, moments.truth_sq) * odds
+    odds = np.where(share >= 1, np.inf, quotient(share, 1 - share))
+    return n_rollouts * quotient(noise, moments.truth_sq) * odds
 
 
 def with_projection(moments: Moments, c: float | None) -> Moments:
@@ -114,12 +114,17 @@ def crossing(moments: Moments) -> Float:
     lead = along_sq * reference_noise - truth**2 * own_noise
     sideways = truth * moments.mean_sq - along_sq  # ‖∇J‖² times what of ‖m‖² is not along ∇J
     straight = sideways <= 1e-12 * along_sq  # what rounding leaves of an unbiased direction
-    finite = _ratio(np.maximum(lead, 0), np.where(straight, np.nan, truth * sideways))
+    finite = quotient(np.maximum(lead, 0), np.where(straight, np.nan, truth * sideways))
     ahead = lead > 1e-12 * along_sq * reference_noise
     return np.where(truth > 0, np.where(straight, np.where(ahead, np.inf, 0.0), finite), np.nan)
 
 
-def _ratio(numerator: Float, denominator: Float) -> Float:
+def known_number(value: float) -> float | None:
+    """Return a number, None where it is not finite."""
+    return float(value) if np.isfinite(value) else None
+
+
+def quotient(numerator: Float, denominator: Float) -> Float:
     """Return the quotient where the denominator is positive, NaN elsewhere."""
     numerator, denominator = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
     shape = np.broadcast_shapes(numerator.shape, denominator.shape)

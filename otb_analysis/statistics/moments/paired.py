@@ -98,7 +98,7 @@ def update_ratios(
     intervals = {}
     for name in ("variance", "sf", "efficiency"):
         # The ratio is taken for every left-out prompt, so what the two updates share cancels in the interval.
-        ratio = np.divide(values[name], base[name], out=np.full_like(values[name], np.nan), where=base[name] > 0)
+        ratio = measures.quotient(values[name], base[name])
         intervals[name] = jackknife_interval(ratio[0], ratio[1:], _ratio_words(name, above, below), "log", level)
     return PairedRatios(*above.label, below.label, **intervals)
 
@@ -124,8 +124,7 @@ def gain_lost(grams: Sequence[Gram], proxy: Label, exact: Label, n_prompts: int 
         return None
     batch = n_prompts or max(typical([gram.n_prompts for gram in having]), 1)
     with_exact, with_proxy, plain = (measures.efficiency(deleted_moments(having, label), batch) for label in labels)
-    gain = with_exact - plain
-    share = np.divide(with_exact - with_proxy, gain, out=np.full_like(gain, np.nan), where=gain > 0)
+    share = measures.quotient(with_exact - with_proxy, with_exact - plain)
     estimand = f"share of the efficiency gain lost by {proxy} instead of {exact} in an update of {batch} prompts"
     # Linear: the share is below 0 where the proxy does better, and there it has no logarithm.
     return jackknife_interval(share[0], share[1:], estimand, scale="linear")

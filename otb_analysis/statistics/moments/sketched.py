@@ -1,11 +1,15 @@
-"""Gram matrices from sketches of group gradients, and what the sketch adds to the error of a variance."""
+"""What sketching gradients adds to the error of a variance.
+
+With one sketch [dim] per prompt and estimator, from weights that hold 1/N_p, the products
+G[m, m', p, p'] = ⟨sketch_{p,m}, sketch_{p',m'}⟩ are unbiased for ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ over seeds, the diagonal
+included, and so are power, batch variance and every U-statistic. `gradient_statistics` takes them as they are.
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from otb_analysis.errors import InputError
 from otb_analysis.types import Float
 
 
@@ -15,36 +19,6 @@ class SketchNoise:
 
     variance: Float  # Of the batch variance of each of M estimators [M], in its unit
     log_ratio: Float  # Of log(V_m/V_m') [M, M], zero on the diagonal; NaN where a variance is not positive
-
-
-def gram_from_sketch(sketch: ArrayLike, group_size: ArrayLike | None = None) -> Float:
-    """Inner products of group gradients from their sketches, in the layout that `gradient_statistics` takes.
-
-    G[m, m', p, p'] = ⟨sketch_{p,m}, sketch_{p',m'}⟩/(N_p N_p'), unbiased for ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ over seeds, the
-    diagonal included, so power, batch variance and every U-statistic are unbiased too; `sketch_noise` has their error.
-
-    Args:
-        sketch: Sketches of one step [P, M, dim], as from `gradient_sketch` with prompts as clusters.
-        group_size: Rollouts N_p of each prompt [P] where the sketches are of sums; None where the weights hold 1/N_p.
-
-    Raises:
-        InputError: The sketch does not have three axes, or there is not one positive size per prompt.
-    """
-    vectors = np.asarray(sketch, dtype=float)
-    if vectors.ndim != 3:
-        raise InputError(f"sketch has shape {vectors.shape}; pass one vector per prompt and estimator, [P, M, dim].")
-    if group_size is not None:
-        size = np.asarray(group_size, dtype=float)
-        if size.shape != vectors.shape[:1] or not (size > 0).all():
-            raise InputError(
-                f"group_size has shape {size.shape} but sketch has {len(vectors)} prompts; "
-                "pass one positive number of rollouts per prompt."
-            )
-        # Sums over unlike groups would weigh prompts by their rollouts; moments are of group means.
-        vectors = vectors / size[:, None, None]
-    prompts, rows, dim = vectors.shape
-    flat = vectors.reshape(prompts * rows, dim)
-    return (flat @ flat.T).reshape(prompts, rows, prompts, rows).transpose(1, 3, 0, 2)
 
 
 def sketch_noise(gram: ArrayLike, dim: int) -> SketchNoise:

@@ -24,7 +24,7 @@ def critic_target(config: CriticConfig, inputs: EstimatorInputs) -> Float:
     if config.target == "return":
         return returns_to_go(inputs.reward, inputs.mask)
     if config.target == "tvm":
-        return prefix_values(inputs).before
+        return prefix_values(inputs)
     options = ValueOptions(discount=config.discount, decay=config.decay)
     return estimate("value", inputs, options).advantage + masked(np.asarray(inputs.value), inputs.mask)
 

@@ -96,6 +96,7 @@ def test_interval_covers_the_truth_of_prompts_that_differ():
     for _ in range(400):
         found = passing(rng.random((64, 4)) < rng.beta(1, 3, size=(64, 1)))
         for i, (interval, truth) in enumerate([(found.average, 1 / 4), (found.at[4], 4 / 7)]):
+            assert interval.low is not None and interval.high is not None
             missed[i] += not interval.low <= truth <= interval.high
     # 5 % of 400 is 20, with a standard deviation of 4.4
     assert (missed < 20 + 4 * 4.4).all()

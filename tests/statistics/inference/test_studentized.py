@@ -44,7 +44,7 @@ def test_p_value_is_one_minus_the_level_that_just_excludes():
             # θ₀ at the lower end lies `down` standard errors below θ̂, at the upper end `up` above.
             assert law.p_value(down) == pytest.approx(1 - level)
             assert law.p_value(-up) == pytest.approx(1 - level)
-    assert law.p_value(0.0) == 1
+        assert law.p_value(0.0) == 1
 
 
 def test_without_corrections_the_p_value_is_students():

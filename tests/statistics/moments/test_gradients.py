@@ -48,7 +48,7 @@ def test_two_prompts_by_hand(gram_of):
     assert (otb.projection, otb.relative_bias, otb.sf) == pytest.approx((0.75, 0, 0))
     assert otb.efficiency == pytest.approx(1.125)
     assert otb.rollout_equivalents == np.inf
-    assert rloo.variance_low is None and rloo.variance_interval is not None
+    assert rloo.variance_low is None and rloo.intervals["variance"] is not None
 
 
 def test_every_figure_equals_the_one_from_explicit_gradients(gram_of, noisy_prompts):
@@ -124,7 +124,7 @@ def test_paired_ratio_is_shorter_than_the_two_intervals_suggest(gram_of, noisy_p
     g[1] = g[0] + 0.1 * rng.normal(size=g[0].shape)
     gram = Gram(gram_of(g), (RLOO, OTB), 32)
     (pair,) = paired_ratios([gram])
-    alone = gradient_statistics(gram.inner, gram.labels, 32)[1].variance_interval
+    alone = gradient_statistics(gram.inner, gram.labels, 32)[1].intervals["variance"]
     assert pair.variance is not None and pair.variance.low is not None and pair.variance.high is not None
     assert alone is not None and alone.low is not None and alone.high is not None
     assert pair.variance.high / pair.variance.low < (alone.high / alone.low) ** 0.5

@@ -136,7 +136,7 @@ def test_overlapping_groups_would_understate_the_variance():
 def test_pool_statistics_have_intervals_over_prompts():
     rloo, mean = pool_statistics(pool_of(*draw(np.random.default_rng(7), 20, 16), 4))
     assert rloo.n_clusters == 20 and rloo.variance_low is not None
-    assert mean.projection_interval is not None and mean.projection_interval.low is not None
+    assert mean.intervals["projection"] is not None and mean.intervals["projection"].low is not None
 
 
 def test_a_single_prompt_has_a_group_variance_but_no_batch_variance():
