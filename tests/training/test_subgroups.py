@@ -83,7 +83,6 @@ def test_smaller_groups_come_back_from_disk_and_advice_compares_them(trained):
     whole, small = store.grams()[0], by_size[2][0]
     assert (small.groups.tolist(), small.prompt) == (whole.groups.tolist(), whole.prompt)
     found = advise(store.grams(), by_size, ("otb", "proxy"))
-    assert found.sizes == (2, 4)
     assert "Groups of 2 and 4 were compared at the same 12 rollouts" in found.sizes_line
     assert (run / "subgroups").is_dir()
 
@@ -94,7 +93,7 @@ def test_run_without_smaller_groups_reads_as_such_and_names_what_measures_them(t
     assert store.subgroup_grams() == {}
     assert store.sql("select * from subgroups").empty
     found = advise(store.grams(), store.subgroup_grams(), ("otb", "proxy"))
-    assert found.sizes == (3,) and "groups of 3 cannot be cut" in found.sizes_line
+    assert "groups of 3 cannot be cut" in found.sizes_line
 
 
 def test_turned_off_nothing_is_measured(step):
