@@ -29,7 +29,7 @@ def interval_columns(name: str, found: Interval | None) -> dict[str, float | Non
 def statistics_columns(row: Any, *names: str) -> dict[str, float | None]:
     """Return quantities of a row of `pooled_statistics` with their intervals; without names the usual four."""
     names = names or ("variance", "projection", "sf", "efficiency")
-    return {k: v for name in names for k, v in interval_columns(name, getattr(row, f"{name}_interval")).items()}
+    return {k: v for name in names for k, v in interval_columns(name, row.intervals[name]).items()}
 
 
 def ratio_columns(pair: Any, names: Mapping[str, str]) -> dict[str, float | None]:
