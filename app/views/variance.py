@@ -12,7 +12,7 @@ from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE
 from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_info
 from otb_analysis.statistics import MIN_CLUSTERS
 
-USUAL = ("none", "group_mean", "rloo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "value")
+USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
 NOT_MEASURED = """This run has no gradient measurements yet. They are made at scheduled steps:
 `otb train --measure.exact.every 10 --measure.exact.prompts 16` measures 16 whole groups exactly every 10 steps."""
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
