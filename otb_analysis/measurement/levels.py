@@ -119,6 +119,14 @@ def positions(rollouts: Rollouts, rows: Bool) -> int:
     return int(rollouts.attention_mask[rows].sum())
 
 
+def read_once(rollouts: Rollouts, rows: Bool) -> float:
+    """Return the share of some rollouts' positions that is left when each prompt is read once for all its rollouts."""
+    index = np.flatnonzero(rows)
+    _, first = np.unique(rollouts.group[index], return_index=True)
+    again = rollouts.prompt_length[index].sum() - rollouts.prompt_length[index[first]].sum()
+    return 1.0 - float(again) / max(positions(rollouts, rows), 1)
+
+
 class Sampled(Level):
     """Exact norms of drawn tokens, and the proxy calibrated on all that was measured at this step."""
 
@@ -215,7 +223,7 @@ class Attribution(Level):
 
     def passes(self, plan: AttributionSchedule, rollouts: Rollouts, rows: Bool) -> float:
         """Return the cost with or without the split."""
-        return ATTRIBUTION + SPLIT * plan.split
+        return (ATTRIBUTION + SPLIT * plan.split) * read_once(rollouts, rows)
 
 
 def shares(policy: MeasuredPolicy, rollouts: Rollouts, weights: Float, split: bool) -> dict[str, Float]:

@@ -12,7 +12,7 @@ import torch
 
 from otb_analysis.config import MeasureConfig, Schedule, TrainConfig
 from otb_analysis.measurement.forward import completion_logprobs
-from otb_analysis.measurement.levels import first_groups, level_of, positions, seen
+from otb_analysis.measurement.levels import first_groups, level_of, positions, read_once, seen
 from otb_analysis.phases import EXPECTED, duration, note, phase, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import smaller_sizes
@@ -24,13 +24,16 @@ from otb_analysis.types import Bool
 #
 #                                    0.4 M     42 M    135 M
 #   exact norms (13 and 25 seen)      9–16      6.4      8.0
-#   Gram matrix, all estimators       9–10        –        9
+#   Gram matrix, all estimators       9–15        –        9
 #   smaller groups, each size            2        –        –
+#
+# Prompts made up a third of the positions there. The last two rows read a prompt once for all its rollouts.
 NORM = {"auto": 0.35, "fast": 0.35, "generic": 0.6, "reference": 1.0}
 """Exact norm of one token, by engine, times the share of its rollout that comes before it. A backward pass without
 weight gradients is a third of a forward and backward pass."""
-WHOLE, GRAM, SMALLER = 1.5, 10.0, 2.5
-"""Exact norms of whole rollouts; the Gram matrix of all estimators; that of one smaller group size."""
+WHOLE, GRAM, SMALLER = 1.5, 16.0, 3.0
+"""Exact norms of whole rollouts; the Gram matrix of all estimators and that of one smaller group size, both times the
+share of positions that is left when prompts are read once."""
 
 Planner = Callable[[int, Rollouts, float, float], MeasureConfig]
 """Returns what is measured from a step's rollouts, the seconds of a pass per position, and those of a step."""
@@ -71,9 +74,10 @@ def levels(config: TrainConfig, rollouts: Rollouts, exact_always: bool = False) 
         prompts = f"{plural(len(np.unique(group[measured])), 'prompt')} ({plural(int(measured.sum()), 'rollout')})"
         planned.append(PlannedLevel("exact norms", prompts, exact.due, _norms(measure, rollouts, measured), measured))
     if measured.any():
-        planned.append(PlannedLevel("Gram matrix", "", exact.due, GRAM, measured))
+        once = read_once(rollouts, measured)
+        planned.append(PlannedLevel("Gram matrix", "", exact.due, GRAM * once, measured))
         if measure.subgroups and (sizes := len(smaller_sizes(group[measured]))):
-            planned.append(PlannedLevel("smaller groups", "", exact.due, SMALLER * sizes, measured))
+            planned.append(PlannedLevel("smaller groups", "", exact.due, SMALLER * sizes * once, measured))
     for name, plan in measure.schedules.items():
         if name != "exact" and plan.every > 0:
             level = level_of(name)

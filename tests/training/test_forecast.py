@@ -29,6 +29,7 @@ from otb_analysis.training.forecast import (
     levels,
     listed,
     positions,
+    read_once,
     seconds_per_position,
     seen,
 )
@@ -64,6 +65,12 @@ def test_token_counts_by_the_share_of_its_rollout_that_it_sees():
     # tokens 2, 3, 4 of 5: 2/5 + 3/5 + 4/5 of a pass in every rollout
     assert seen(batch(), np.ones(8, bool)) == pytest.approx(9 / 5)
     assert positions(batch(), np.arange(8) < 2) == 10
+
+
+def test_prompt_is_read_once_for_its_rollouts():
+    # 4 rollouts of 2 + 3 tokens on 2 prompts: 20 positions, of which the second reading of each prompt is 2
+    assert read_once(batch(), np.arange(8) < 4) == pytest.approx(16 / 20)
+    assert read_once(batch(size=1), np.ones(4, bool)) == 1.0
 
 
 def test_levels_cover_the_groups_that_they_will_measure():
@@ -102,7 +109,7 @@ def told(config, step=0, each=0.01, usual=0.4, rollouts=None):
 
 def test_sentence_says_what_at_which_steps_for_how_long():
     config = config_of(exact=Schedule(every=20, prompts=2))
-    one = (WHOLE + NORM["auto"] * 9 / 5 + GRAM) * 0.01 * 20
+    one = (WHOLE + NORM["auto"] * 9 / 5 + GRAM * 16 / 20) * 0.01 * 20  # two prompts of two tokens are read once
     _, sentence = told(config)
     assert sentence == (
         f"Measuring 2 prompts (4 rollouts) at steps 0, 20, 40: about {about(one)} each time, {about(3 * one)} in all; "
