@@ -37,9 +37,10 @@ class SketchSchedule(Schedule):
     """When norms of whole groups are estimated from projections on random directions, and how precisely."""
 
     directions: int = 32  # Directions K; the cost grows with K, the standard error falls as 1/√K.
-    method: Literal["hybrid", "rank_one", "gaussian"] = "hybrid"
-    """hybrid: exact above the last attention layer, estimated below. rank_one, gaussian: all estimated; gaussian works
-    on any model, with one pass per direction."""
+    method: Literal["auto", "hybrid", "rank_one", "gaussian"] = "auto"
+    """auto: hybrid, or exact norms where rollouts are so short that these cost no more. hybrid: exact above the last
+    attention layer, estimated below. rank_one, gaussian: all estimated; gaussian works on any model, with one pass per
+    direction."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,13 @@ from otb_analysis.config import AttributionSchedule, SampledSchedule, SketchSche
 from otb_analysis.custom import import_attribute, is_custom
 from otb_analysis.energies import calibrate
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.gradients import gradient_attribution, sampled_score_norms, signal_noise, sketch_score_norms
+from otb_analysis.gradients import (
+    gradient_attribution,
+    sampled_score_norms,
+    signal_noise,
+    sketch_score_norms,
+    token_score_norms,
+)
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.measurement.tokens import DrawnTokens, TokenMeasurements
 from otb_analysis.rollouts.sampling import Rollouts
@@ -31,6 +37,9 @@ from otb_analysis.types import Bool, Float, Int
 #   attribution with its split        5–10      2.5    > 2.4
 DRAWN, FOUND = 1.0, 2.0
 """Norm of one drawn token, times the share of its rollout that comes before it; and the pass that draws the tokens."""
+NORM = {"auto": 0.35, "fast": 0.35, "generic": 0.6, "reference": 1.0}
+"""Exact norm of one token, by engine, times the share of its rollout that comes before it. A backward pass without
+weight gradients is a third of a forward and backward pass."""
 DIRECTION, ATTRIBUTION, SPLIT = 0.4, 2.4, 1.0
 """One direction of sketched norms; attribution; its split into signal and noise."""
 
@@ -173,7 +182,10 @@ def _draw(step: MeasuredStep, plan: SampledSchedule, rows: Bool) -> tuple[Float,
 
 
 class Sketch(Level):
-    """Estimated norms, with standard errors, of every token of groups that no other level measured."""
+    """Estimated norms, with standard errors, of every token of groups that no other level measured.
+
+    The method `auto` takes exact norms where they cost no more.
+    """
 
     phase = "sketched norms"
 
@@ -191,18 +203,29 @@ class Sketch(Level):
         if not rows.any():
             return known
         ids, mask, attention = rollouts.tensors(policy.model.device, rows)
+        count = len(np.unique(group[rows]))
+        share = count / len(rollouts.prompts)
+        if _exact_is_cheaper(plan, rollouts, rows):
+            exact = token_score_norms(policy.model, ids, mask, attention, **policy.settings)
+            return known.with_groups(by_policy_token(rollouts, exact.norm_sq, rows), share)
+        method = "hybrid" if plan.method == "auto" else plan.method
         norms = sketch_score_norms(
-            policy.model, ids, mask, attention, directions=plan.directions, method=plan.method, seed=step.step,
+            policy.model, ids, mask, attention, directions=plan.directions, method=method, seed=step.step,
             **policy.settings,
         )  # fmt: skip
         assert norms.norm_sq_stderr is not None
         norm_sq, stderr = (by_policy_token(rollouts, x, rows) for x in (norms.norm_sq, norms.norm_sq_stderr))
-        count = len(np.unique(group[rows]))
-        return known.with_sketched(norm_sq, stderr, count, count / len(rollouts.prompts))
+        return known.with_sketched(norm_sq, stderr, count, share)
 
     def passes(self, plan: SketchSchedule, rollouts: Rollouts, rows: Bool) -> float:
-        """Return the cost of all directions."""
-        return DIRECTION * plan.directions
+        """Return the cost of all directions, or of exact norms in their place."""
+        exact = _exact_is_cheaper(plan, rollouts, rows)
+        return NORM["auto"] * seen(rollouts, rows) if exact else DIRECTION * plan.directions
+
+
+def _exact_is_cheaper(plan: SketchSchedule, rollouts: Rollouts, rows: Bool) -> bool:
+    """Exact norms grow with the length of a rollout, a sketch with its directions: they meet at about K tokens."""
+    return plan.method == "auto" and NORM["auto"] * seen(rollouts, rows) <= DIRECTION * plan.directions
 
 
 class Attribution(Level):

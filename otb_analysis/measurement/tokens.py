@@ -102,6 +102,16 @@ class TokenMeasurements:
             n_sketched=n_groups,
         )
 
+    def with_groups(self, norm_sq: Float, share: float) -> "TokenMeasurements":
+        """Add exact norms of the tokens of whole groups of which nothing was measured; NaN elsewhere."""
+        here = np.isfinite(norm_sq)
+        return replace(
+            self,
+            norm_sq=np.where(here, norm_sq, self.norm_sq),
+            measured_by=np.where(here, "exact", self.measured_by),
+            inclusion_prob=np.where(here, share, self.inclusion_prob),
+        )
+
     def with_columns(self, columns: Mapping[str, Float]) -> "TokenMeasurements":
         """Add columns of `tokens` [N, T], NaN where nothing was measured."""
         return replace(self, further={**self.further, **columns})

@@ -12,7 +12,7 @@ import torch
 
 from otb_analysis.config import MeasureConfig, Schedule, TrainConfig
 from otb_analysis.measurement.forward import completion_logprobs
-from otb_analysis.measurement.levels import first_groups, level_of, positions, read_once, seen
+from otb_analysis.measurement.levels import NORM, first_groups, level_of, positions, read_once, seen
 from otb_analysis.phases import EXPECTED, duration, note, phase, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import smaller_sizes
@@ -28,9 +28,6 @@ from otb_analysis.types import Bool
 #   smaller groups, each size            2        –        –
 #
 # Prompts made up a third of the positions there. The last two rows read a prompt once for all its rollouts.
-NORM = {"auto": 0.35, "fast": 0.35, "generic": 0.6, "reference": 1.0}
-"""Exact norm of one token, by engine, times the share of its rollout that comes before it. A backward pass without
-weight gradients is a third of a forward and backward pass."""
 WHOLE, GRAM, SMALLER = 1.5, 16.0, 3.0
 """Exact norms of whole rollouts; the Gram matrix of all estimators and that of one smaller group size, both times the
 share of positions that is left when prompts are read once."""

@@ -23,7 +23,7 @@ from otb_analysis.training.check import check
 from otb_analysis.training.loop import train_step
 
 OFF = Schedule(0, 0)
-SKETCH = SketchSchedule(every=1, directions=64)
+SKETCH = SketchSchedule(every=1, directions=64, method="hybrid")
 
 
 def same_weights(a, b):
@@ -53,6 +53,15 @@ def test_estimates_are_the_exact_norms_within_their_standard_errors(trained, otb
     steps = RunStore(path).steps_df()
     assert (steps["n_sketched_prompts"] == steps["n_prompts"]).all() and (steps["n_measured_prompts"] == 0).all()
     assert steps["exact_tail_k"].isna().all() and (steps["measurement_gaps"] == 0).all()
+
+
+def test_auto_takes_exact_norms_where_these_cost_no_more(trained, otb_run):
+    path = trained("short", measure=MeasureConfig(exact=OFF, sketch=SketchSchedule(1, directions=64)))
+    found, whole = (RunStore(p).tokens_df() for p in (path, otb_run))
+    assert (found["measured_by"] == "exact").all() and (found["inclusion_prob"] == 1).all()
+    np.testing.assert_allclose(found["grad_norm_sq"], whole["grad_norm_sq"], rtol=1e-4)
+    assert found["grad_norm_sq_stderr"].isna().all()
+    assert (RunStore(path).steps_df()["n_sketched_prompts"] == 0).all()
 
 
 @pytest.fixture

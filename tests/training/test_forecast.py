@@ -15,6 +15,7 @@ from otb_analysis.config import (
     SketchSchedule,
     TrainConfig,
 )
+from otb_analysis.measurement.levels import level_of
 from otb_analysis.phases import EXPECTED, NOTES
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.store import RunStore
@@ -71,6 +72,15 @@ def test_prompt_is_read_once_for_its_rollouts():
     # 4 rollouts of 2 + 3 tokens on 2 prompts: 20 positions, of which the second reading of each prompt is 2
     assert read_once(batch(), np.arange(8) < 4) == pytest.approx(16 / 20)
     assert read_once(batch(size=1), np.ones(4, bool)) == 1.0
+
+
+def test_auto_sketches_where_directions_are_few_for_the_length():
+    def cost(method, tokens):
+        rollouts = batch(answers=tokens)
+        return level_of("sketch").passes(SketchSchedule(1, directions=16, method=method), rollouts, np.ones(8, bool))
+
+    assert cost("auto", 100) == cost("hybrid", 100) == cost("hybrid", 8)
+    assert cost("auto", 8) < cost("hybrid", 8)
 
 
 def test_levels_cover_the_groups_that_they_will_measure():
