@@ -10,7 +10,7 @@ WORKERS ?= auto
 # One process a core and one thread each; a file's tests stay together, since they share trained runs.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help install demo test test-all check format bench dashboard clean
+.PHONY: help install demo demo-real test test-all check format bench dashboard clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -27,6 +27,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## train twice with every measurement, print the comparison, serve the dashboard (SERVE=0 stops before serving)
 	$(BIN)/otb demo --root $(RUNS) --port $(PORT) $(if $(filter 0,$(SERVE)),--no-serve,--serve)
+
+demo-real: $(STAMP)  ## fetch SmolLM2-135M, train it on letter counting within a measuring budget, compare, serve (SERVE=0 …)
+	$(BIN)/otb model fetch smollm2
+	$(BIN)/otb train --config studies/00_training/letter_counting.toml --root $(RUNS) --run letter-counting --if-exists replace
+	$(BIN)/otb compare letter-counting --root $(RUNS)
+	$(if $(filter 0,$(SERVE)),,$(BIN)/otb dashboard --root $(RUNS) --port $(PORT))
 
 dashboard: $(STAMP)  ## serve the dashboard on an existing root (RUNS=…)
 	$(BIN)/otb dashboard --root $(RUNS) --port $(PORT)
