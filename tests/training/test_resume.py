@@ -11,8 +11,10 @@ from otb_analysis.config import (
     CriticConfig,
     EstimatorConfig,
     LoraConfig,
+    MeasureConfig,
     ObjectiveConfig,
     OptimizeConfig,
+    Schedule,
 )
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.rollouts.models import load_policy
@@ -144,3 +146,19 @@ def test_full_disk_while_a_checkpoint_is_written_leaves_the_one_before(tiny_conf
     assert [c.step for c in checkpoints(tmp_path / "broken" / "run")] == [2]
     monkeypatch.setattr(torch, "save", real)
     assert_same_run(whole, train(replace(broken, if_exists="resume")))
+
+
+def test_budgeted_run_trains_as_one_that_measures_nothing_and_goes_on_with_its_plan(tiny_config, tmp_path, one_thread):
+    # What is measured follows from the clock, so only the training is bit for bit the same.
+    quiet = replace(
+        tiny_config, optimize=STEPS, measure=MeasureConfig(exact=Schedule()), checkpoint=CheckpointConfig(2)
+    )
+    budgeted = replace(quiet, measure=MeasureConfig(budget=1e6))  # a budget that pays for everything
+    plain, watched, stopped = (replace(quiet, run="plain"), *(replace(budgeted, run=n) for n in ("whole", "stopped")))
+    train(plain), train(watched), interrupted(stopped, 3)
+    train(replace(stopped, if_exists="resume"))
+    models = [load_policy(quiet.root / run / "model")[0].state_dict() for run in ("plain", "whole", "stopped")]
+    assert all(torch.equal(models[0][name], other[name]) for name in models[0] for other in models[1:])
+    for run in ("whole", "stopped"):
+        measured = RunStore(quiet.root / run).steps_df()["n_measured_prompts"]
+        assert (measured == tiny_config.sample.prompts).all()
