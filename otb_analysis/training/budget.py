@@ -30,7 +30,7 @@ PAIR = 2
 SPREAD = 6
 """Measured steps that are wanted before more prompts are measured at each: enough for a curve over the run."""
 ATTRIBUTED = 0.25
-"""Part of the budget that attribution may take while exact norms are measured."""
+"""Part of the budget that attribution may take, once the rest reaches the prompts of an interval."""
 MARGIN = 1.2
 """A forecast counts this many times, until the true seconds are known."""
 
@@ -83,16 +83,18 @@ def apart(steps: int, events: int) -> int:
 def plan(prices: Prices, first: int, seconds: float) -> MeasureConfig:
     """Return the configuration whose measuring from step `first` to the end takes at most `seconds`.
 
-    Exact norms with all estimators' Gram matrix come first, of at least two prompts. Attribution takes at most a
-    quarter beside them. Where two prompts cannot be measured even once, a tenth of the tokens is drawn; where that is
-    too dear as well, the level `forward` alone is left.
+    Exact norms with all estimators' Gram matrix come first, of at least two prompts, and then as many as an interval
+    takes. Attribution takes what is left then, and at most a quarter. Where two prompts cannot be measured even once, a
+    tenth of the tokens is drawn; where that is too dear as well, the level `forward` alone is left.
     """
     measure = prices.config.measure
     free = planned_levels(measure)
     chosen = replace(measure, **{name: OFF[name] for name in free})
     left = seconds - prices.total(chosen, first)
     if "exact" in free:
-        exact = _exact(prices, first, left * (1 - ATTRIBUTED * ("attribution" in free)))
+        exact = _exact(prices, first, left * (1 - ATTRIBUTED))
+        if "attribution" not in free or prompts_of(exact, first, prices.config) < MIN_CLUSTERS:
+            exact = _exact(prices, first, left)
         chosen = replace(chosen, exact=exact)
         if not exact.every and "sampled" in free:
             chosen = replace(chosen, sampled=_often(prices, "sampled", SampledSchedule(first=first), left))
@@ -131,6 +133,15 @@ def events_of(schedule: StepSchedule, first: int, steps: int) -> int:
     return sum(map(schedule.due, range(first, steps)))
 
 
+def prompts_of(exact: Schedule, first: int, config: TrainConfig) -> int:
+    """Return how many prompts a schedule measures from a step to the end of a run."""
+    return events_of(exact, first, config.optimize.steps) * (exact.prompts or config.sample.prompts)
+
+
+KEPT = ("price", "known", "spent", "usual", "prompts")
+"""What a resumed run goes on from, beside its schedules."""
+
+
 class Budget:
     """Seconds that measuring may take and has taken, and what is measured for them."""
 
@@ -143,6 +154,8 @@ class Budget:
         self.price: dict[str, float] = {}  # Seconds of one event, by level
         self.spent = 0.0  # Seconds of measuring so far
         self.usual: list[float] = []  # Seconds of everything else, by step
+        self.known: dict[str, bool] = {}  # Levels whose price is no forecast any more
+        self.prompts = 0  # Measured exactly so far
 
     def begin(self, step: int, rollouts: Rollouts, per_position: float, usual: float, forward: float) -> MeasureConfig:
         """Plan the run at its first step and return what is measured.
@@ -169,8 +182,14 @@ class Budget:
         self.spent += measured
         self.usual.append(sum(by_phase.values()) - by_phase.get("evaluate", 0.0) - measured)
         due = [name for name in self.levels if getattr(self.measure, name).due(step)]
+        worse = 1.0  # How far the forecast was too low, which it then is of other levels, too
         for name in due:
-            self.price[name] = sum(EXPECTED.get(phase, 0.0) for phase in PHASES_OF[name]) or self.price[name]
+            forecast, self.known[name] = self.price[name], True
+            self.price[name] = sum(EXPECTED.get(phase, 0.0) for phase in PHASES_OF[name]) or forecast
+            worse = max(worse, self.price[name] / forecast)
+        self.price = {n: p if self.known.get(n) else p * worse for n, p in self.price.items()}
+        if "exact" in due:
+            self.prompts += self.measure.exact.prompts or self.config.sample.prompts
         # The first step is a slow one: its successors may be cheaper, and so may allow less than was planned
         left, rest = self.share * float(np.median(self.usual)) * self.steps - self.spent, self.steps - step - 1
         if rest > 0 and (due or self._cost(step + 1) > max(0.0, left)):
@@ -186,9 +205,12 @@ class Budget:
             schedule = getattr(self.measure, name)
             if name == "sampled" and not schedule.every:
                 continue  # exact norms took its place
-            seconds = max(0.0, left) * (1 if name == "attribution" else 1 - ATTRIBUTED * ("attribution" in self.levels))
+            seconds = max(0.0, left)
             if name == "exact" and schedule.prompts:
                 each, prompts = self.price[name] / schedule.prompts, range(PAIR, self.config.sample.prompts + 1)
+                rest_of_interval = each * (MIN_CLUSTERS - self.prompts)
+                if "attribution" in self.levels and seconds * (1 - ATTRIBUTED) >= rest_of_interval:
+                    seconds *= 1 - ATTRIBUTED
                 enough = [p for p in prompts if int(seconds / (p * each)) >= min(SPREAD, rest)]
                 schedule = replace(schedule, prompts=max(enough, default=min(PAIR, schedule.prompts)))
                 self.price[name] = each * schedule.prompts
@@ -214,12 +236,12 @@ class Budget:
 
     def state(self) -> dict[str, Any]:
         """Return plain values from which a resumed run goes on."""
-        counts = {name: getattr(self, name) for name in ("price", "spent", "usual")}
+        counts = {name: getattr(self, name) for name in KEPT}
         return counts | {"schedules": {name: asdict(getattr(self.measure, name)) for name in self.levels}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         schedules = {name: replace(getattr(self.measure, name), **plan) for name, plan in state["schedules"].items()}
         self.measure = replace(self.measure, **schedules)
-        for name in ("price", "spent", "usual"):
+        for name in KEPT:
             setattr(self, name, state[name])

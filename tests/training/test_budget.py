@@ -15,7 +15,7 @@ from otb_analysis.config import (
 from otb_analysis.phases import EXPECTED, NOTES
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.tasks import Prompt
-from otb_analysis.training.budget import Budget, Prices, apart, events_of, plan
+from otb_analysis.training.budget import Budget, Prices, apart, events_of, plan, prompts_of
 
 
 def batch(prompts=8, size=4, before=4, answers=4):
@@ -54,7 +54,7 @@ def test_plan_never_costs_more_than_it_may(seconds, steps, exact_always):
 
 
 def test_more_seconds_measure_first_pairs_then_more_prompts_then_more_steps():
-    offer = prices()
+    offer = prices(attribution=AttributionSchedule(split=False))  # set by the user, so nothing is kept for it
     seen = []
     for seconds in np.geomspace(0.1, 1e3, 60):
         exact = plan(offer, 0, seconds).exact
@@ -124,7 +124,7 @@ def run(budget, offer, truth, usual=2.0, forward=0.02):
 def test_share_is_kept_though_the_forecast_was_wrong(truth, share):
     budget, offer = budget_of(share)
     spent = run(budget, offer, truth)
-    first = plan(offer, 0, share * 120)
+    first = plan(offer, 0, (share * 2.0 - 0.02) * 60)
     at_once = truth * sum(s for level, s in offer.levels(first) if level.due(0)) / 120
     assert spent <= max(share * 1.05, at_once + 0.02)
 
@@ -161,3 +161,11 @@ def test_forward_alone_beyond_the_budget_is_said_and_nothing_else_measured():
         "measure.budget is 0.01, but the level forward, which always runs, takes 2.5% of a step: nothing else is "
         "measured."
     )
+
+
+def test_attribution_waits_until_an_interval_has_its_prompts():
+    offer = prices(steps=60)
+    pair = offer.event("exact", Schedule(1, prompts=2))
+    poor, rich = plan(offer, 0, 6 * pair), plan(offer, 0, 40 * pair)
+    assert events_of(poor.exact, 0, 60) == 6 and not poor.attribution.every
+    assert prompts_of(rich.exact, 0, offer.config) >= 16 and rich.attribution.every

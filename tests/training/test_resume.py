@@ -151,7 +151,11 @@ def test_full_disk_while_a_checkpoint_is_written_leaves_the_one_before(tiny_conf
 def test_budgeted_run_trains_as_one_that_measures_nothing_and_goes_on_with_its_plan(tiny_config, tmp_path, one_thread):
     # What is measured follows from the clock, so only the training is bit for bit the same.
     quiet = replace(
-        tiny_config, optimize=STEPS, measure=MeasureConfig(exact=Schedule()), checkpoint=CheckpointConfig(2)
+        tiny_config,
+        root=tmp_path,
+        optimize=STEPS,
+        measure=MeasureConfig(exact=Schedule()),
+        checkpoint=CheckpointConfig(2),
     )
     budgeted = replace(quiet, measure=MeasureConfig(budget=1e6))  # a budget that pays for everything
     plain, watched, stopped = (replace(quiet, run="plain"), *(replace(budgeted, run=n) for n in ("whole", "stopped")))
