@@ -84,8 +84,8 @@ def plan(prices: Prices, first: int, seconds: float) -> MeasureConfig:
     """Return the configuration whose measuring from step `first` to the end takes at most `seconds`.
 
     Exact norms with all estimators' Gram matrix come first, of at least two prompts, and then as many as an interval
-    takes. Attribution takes what is left then, and at most a quarter. Where two prompts cannot be measured even once, a
-    tenth of the tokens is drawn; where that is too dear as well, the level `forward` alone is left.
+    takes. A quarter is kept for attribution beside that, which takes what is left. Where two prompts cannot be measured
+    even once, a tenth of the tokens is drawn; where that is too dear as well, the level `forward` alone is left.
     """
     measure = prices.config.measure
     free = planned_levels(measure)
@@ -203,8 +203,8 @@ class Budget:
         """Spread the seconds that are left over the steps that are left, at the true prices."""
         for name in self.levels:
             schedule = getattr(self.measure, name)
-            if name == "sampled" and not schedule.every:
-                continue  # exact norms took its place
+            if name == "sampled" and self.measure.exact.every:
+                continue  # exact norms are in its place
             seconds = max(0.0, left)
             if name == "exact" and schedule.prompts:
                 each, prompts = self.price[name] / schedule.prompts, range(PAIR, self.config.sample.prompts + 1)

@@ -30,7 +30,7 @@ NOT_NEGATIVE = (
         "optimize.micro_batch",
     ),
     *("objective.staleness", "objective.kl_coefficient", "objective.entropy_bonus", "checkpoint.every", "lora.rank"),
-    *("critic.learning_rate", "evaluate.every", "measure.budget"),
+    *("critic.learning_rate", "evaluate.every"),
 )
 
 

@@ -5,6 +5,7 @@ from otb_analysis.phases import plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.tasks import Task
+from otb_analysis.tasks.reasoning_gym import ReasoningGym
 from otb_analysis.tasks.task_calls import draw_prompts
 
 
@@ -48,9 +49,10 @@ def none_ends(config: TrainConfig, step: int, rollouts: Rollouts) -> str:
 
 def none_answers(task: Task, step: int, rollouts: Rollouts) -> str:
     """Return what was written where no rollout of the first step has an answer in the form its task asks for."""
-    read = getattr(task, "final_answer", None)  # of tasks that ask for a form
+    if step or not isinstance(task, ReasoningGym):
+        return ""
     texts = [(rollouts.prompts[g], turns[-1].text) for g, turns in zip(rollouts.group, rollouts.turns, strict=True)]
-    if step or read is None or any(read(prompt, text) is not None for prompt, text in texts):
+    if any(task.final_answer(prompt, text) is not None for prompt, text in texts):
         return ""
     return (
         f"none of the {len(texts)} answers of step {step} has the form that {task.name} asks for, so none is paid; one "

@@ -110,7 +110,7 @@ class Forecast:
         self.config, self.exact_always, self.budget = config, exact_always, budget
         self.levels: list[PlannedLevel] = []
         self.seconds: dict[str, float] = {}
-        self.corrected = False
+        self.timed = self.corrected = False
 
     def announce(self, step: int, policy: Policy, rollouts: Rollouts, so_far: float, update: float) -> None:
         """Time a pass at the first step that measures, let the budget plan, and note the forecast.
@@ -119,10 +119,11 @@ class Forecast:
         update still takes.
         """
         planned = levels(self.config, rollouts, self.exact_always)
-        if self.levels or not (self.budget or any(level.due(step) for level in planned)):
+        if self.timed or not (self.budget or any(level.due(step) for level in planned)):
             return
         with phase("timing one forward and backward pass"):
             each = seconds_per_position(policy, rollouts)
+        self.timed = True
         updating = update * each * positions(rollouts, np.ones(len(rollouts.group), bool))
         if self.budget is not None:
             measure = self.budget(step, rollouts, each, so_far + updating)

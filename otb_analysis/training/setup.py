@@ -148,7 +148,8 @@ class Trainer:
         left = 2 / 3 if self.one_update else self.config.objective.epochs
         if self.processes.first and not self.processes.sharded:
             with suppress(Exception):
-                self.forecast.announce(step, self.policy, rollouts, sum(self.seconds.values()), left)
+                so_far = sum(self.seconds.values()) - self.seconds.get("evaluate", 0.0)  # few steps are evaluated
+                self.forecast.announce(step, self.policy, rollouts, so_far, left)
                 self._measure_what_is_planned()
 
     def _plan(self, step: int, rollouts: Rollouts, per_position: float, usual: float) -> MeasureConfig:
