@@ -154,15 +154,18 @@ class Forecast:
         """Return the forecast seconds of measuring at a step."""
         return sum(self.seconds[level.name] for level in self.levels if level.due(step))
 
-    def correct(self, step: int) -> None:
-        """Replace the forecast by the times of the first measured step, with a note where it was far off."""
-        if self.corrected or not self.seconds:  # without a timed pass there is no forecast
+    def correct(self, step: int, to_come: float | None = None) -> None:
+        """Replace the forecast by the times of the first measured step, with a note where it was far off.
+
+        `to_come`: seconds of measuring that a budget still plans; without a budget, what was announced goes on.
+        """
+        if self.corrected or not self.cost(step):  # nothing was measured yet, or no pass timed
             return
         self.corrected, before = True, self.cost(step)
         self.seconds = {name: EXPECTED.get(name, value) for name, value in self.seconds.items()}
         took = self.cost(step)
         if max(before, took) > SHORT and not 1 / OFF <= took / before <= OFF:
-            rest = sum(self.cost(s) for s in self.steps(step + 1))
+            rest = sum(map(self.cost, self.steps(step + 1))) if to_come is None else to_come
             more = f"; about {about(rest)} more are to come" if rest else ""
             note(f"Measuring took {about(took)} and not {about(before)}{more}.")
 

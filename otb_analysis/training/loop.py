@@ -146,7 +146,6 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
     with trainer.timed("measure"):
         weights = partial(trainer.objective.first_coefficients, batch, table.stats.logprob)
         measurement = processes.broadcast_from_main(lambda: measurer.measure(step, rollouts, table, norms, weights))
-        trainer.forecast.correct(step)
     trainer.remember(trained.state)  # only now: measuring used what this step's advantages were made with
     with trainer.timed("update"):
         scalars |= trainer.update(batch, forward)

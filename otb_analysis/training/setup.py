@@ -94,11 +94,11 @@ class Trainer:
         custom = {name: options_from_dict(name, {}) for name in config.measure.subgroups if is_custom(name)}
         trained = custom | {config.estimator.name: self.options}
         by_group = "group" in SHAPINGS[config.objective.shaping].needs  # smaller groups would be paid differently
-        measured = replace(config.measure, subgroups=()) if by_group else config.measure
-        self.measurer = GradientMeasurer(model, measured, config.sample.temperature, trained, asdict(config))
+        measured = replace(config, measure=replace(config.measure, subgroups=())) if by_group else config
+        self.measurer = GradientMeasurer(model, measured.measure, config.sample.temperature, trained, asdict(config))
         self.cut_noted = False  # that every answer of some step was cut off
-        self.budget = Budget(config, self.trains_on_exact) if config.measure.budget else None
-        self.forecast = Forecast(config, self.trains_on_exact, self._plan if self.budget else None)
+        self.budget = Budget(measured, self.trains_on_exact) if config.measure.budget else None
+        self.forecast = Forecast(measured, self.trains_on_exact, self._plan if self.budget else None)
         self._measure_what_is_planned()
         self.seconds: dict[str, float] = {}  # since the last record, by phase
         self.clock: Callable[[], float] = perf_counter
@@ -159,14 +159,17 @@ class Trainer:
         return self.budget.begin(step, rollouts, per_position, usual - forward, forward)
 
     def keep_budget(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Tell the budget what a step took, and measure what it plans from now on."""
+        """Tell the budget what a step took, measure what it plans from now on, and correct the forecast by that."""
+        to_come = None
         if self.budget is not None:
             self.budget.record(step, seconds)
             self._measure_what_is_planned()
+            to_come = self.budget.cost(step + 1) + self.budget.own() * (self.budget.steps - step - 1)
+        self.forecast.correct(step, to_come)
 
     def _measure_what_is_planned(self) -> None:
         if self.budget is not None:
-            self.measurer.config = replace(self.budget.measure, subgroups=self.measurer.config.subgroups)
+            self.measurer.config = self.budget.measure
 
     @property
     def one_update(self) -> bool:

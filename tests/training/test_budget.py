@@ -1,21 +1,29 @@
 """A budget: what is measured follows from what it costs, and what it costs is kept."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from otb_analysis.config import (
     AttributionSchedule,
     MeasureConfig,
+    ObjectiveConfig,
     OptimizeConfig,
     SampleConfig,
     SampledSchedule,
     Schedule,
+    SketchSchedule,
     TrainConfig,
 )
 from otb_analysis.phases import EXPECTED, NOTES
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.tasks import Prompt
-from otb_analysis.training.budget import Budget, Prices, apart, events_of, plan, prompts_of
+from otb_analysis.training.budget import Budget
+from otb_analysis.training.forecast import Forecast, about, levels
+from otb_analysis.training.plan import Prices, apart, events_of, plan, prompts_of
+from otb_analysis.training.setup import Trainer
 
 
 def batch(prompts=8, size=4, before=4, answers=4):
@@ -98,9 +106,9 @@ def test_events_are_apart_so_that_at_most_so_many_fit(steps, events, every):
     assert events_of(Schedule(every), 0, steps) <= events
 
 
-def budget_of(share=0.25, steps=60, **measure):
-    offer = prices(steps, budget=share, **measure)
-    return Budget(offer.config, False), offer
+def budget_of(share=0.25, steps=60, exact_always=False, **measure):
+    offer = prices(steps, exact_always, budget=share, **measure)
+    return Budget(offer.config, exact_always), offer
 
 
 def run(budget, offer, truth, usual=2.0, forward=0.02):
@@ -129,6 +137,33 @@ def test_share_is_kept_though_the_forecast_was_wrong(truth, share):
     assert spent <= max(share * 1.05, at_once + 0.02)
 
 
+@pytest.mark.parametrize("truth", [0.5, 1.0, 1.2])
+@pytest.mark.parametrize(
+    ("mine", "forward"),
+    [
+        ({"attribution": AttributionSchedule(2)}, 0.02),
+        ({"sketch": SketchSchedule(1, directions=8)}, 0.02),
+        ({}, 0.4),
+    ],
+    ids=["attribution", "sketch", "forward"],
+)
+def test_what_the_user_set_and_the_level_forward_are_paid_from_the_same_share(mine, forward, truth):
+    budget, offer = budget_of(**mine)
+    fixed = sum(truth * offer.event(name, schedule) * events_of(schedule, 0, 60) for name, schedule in mine.items())
+    assert 0.05 < fixed / 120 + forward / 2 < 0.25  # much of the share, but not all of it
+    assert run(budget, offer, truth, forward=forward) <= 0.25 * 1.05
+
+
+def test_exact_norms_that_the_estimator_trains_on_are_no_measuring():
+    budget, offer = budget_of(exact_always=True)
+    budget.begin(0, offer.rollouts, offer.per_position, 2.0, 0.02)
+    prompts = budget.measure.exact.prompts
+    EXPECTED.update({"exact norms": 1.0, "Gram matrix": 0.3, "smaller groups": 0.1})
+    budget.record(0, {"sample": 2.0, "measure": 1.5, "forward": 0.02})
+    assert budget.spent == pytest.approx(0.52) and budget.usual == [pytest.approx(3.0)]
+    assert budget.price["exact"] / budget.measure.exact.prompts == pytest.approx(0.4 / prompts)
+
+
 def test_cheaper_than_forecast_means_more_is_measured():
     budget, offer = budget_of()
     assert run(budget, offer, 0.3) > 0.6 * 0.25
@@ -152,6 +187,48 @@ def test_state_goes_on_where_it_was():
     assert vars(other) == vars(one) | {"config": other.config}
 
 
+@pytest.mark.parametrize("steps", [10, 60])
+def test_level_that_was_too_dear_is_planned_once_there_are_seconds_for_it(steps):
+    one, offer = budget_of(steps=10)
+    one.begin(0, offer.rollouts, offer.per_position, 0.1, 0.0)  # so quick a step pays for nothing
+    one.record(0, {"sample": 0.1})
+    assert not any(schedule.every for schedule in one.measure.schedules.values())
+    other, _ = budget_of(steps=steps)
+    other.load_state(one.state())
+    for step in (1, 2):
+        other.record(step, {"sample": 2.0 if steps == 10 else 0.1})
+    assert other.measure.exact.every or other.measure.sampled.every
+
+
+def test_longer_run_is_planned_anew_though_something_was_still_to_come():
+    one, offer = budget_of(steps=10)
+    one.begin(0, offer.rollouts, offer.per_position, 2.0, 0.0)
+    one.measure = replace(one.measure, exact=Schedule(prompts=2), attribution=AttributionSchedule(9))
+    other, _ = budget_of(steps=600)
+    other.load_state(one.state())
+    other.record(10, {"sample": 2.0})
+    assert other.measure.exact.every
+
+
+def test_note_on_a_wrong_forecast_speaks_of_the_plan_that_is_kept():
+    budget, offer = budget_of(1.0)
+    budget.begin(0, offer.rollouts, offer.per_position, 2.0, 0.02)
+    forecast = Forecast(replace(offer.config, measure=budget.measure), False)
+    forecast.levels = levels(forecast.config, offer.rollouts)
+    forecast.seconds = {level.name: 1.0 for level in forecast.levels}
+    EXPECTED.update({level.name: 9.0 for level in forecast.levels})
+    NOTES.clear()
+    told = SimpleNamespace(budget=budget, forecast=forecast, _measure_what_is_planned=lambda: None)
+    Trainer.keep_budget(told, 0, {"sample": 2.0, "measure": forecast.cost(0) * 9.0})  # pyright: ignore
+    assert f"about {about(budget.cost(1))} more are to come" in NOTES.pop()
+
+
+def test_price_leaves_out_smaller_groups_where_shaping_rules_them_out(made):
+    trainer = made(objective=ObjectiveConfig(shaping="grpo_lambda"), measure=MeasureConfig(budget=0.25))
+    assert trainer.budget is not None and trainer.forecast.config.measure.subgroups == ()
+    assert trainer.budget.config.measure.subgroups == trainer.measurer.config.subgroups == ()
+
+
 def test_forward_alone_beyond_the_budget_is_said_and_nothing_else_measured():
     NOTES.clear()
     budget, offer = budget_of(0.01)
@@ -159,8 +236,11 @@ def test_forward_alone_beyond_the_budget_is_said_and_nothing_else_measured():
     assert not any(schedule.every for schedule in budget.measure.schedules.values())
     assert NOTES.pop() == (
         "measure.budget is 0.01, but the level forward, which always runs, takes 2.5% of a step: nothing else is "
-        "measured."
+        "planned while that is so."
     )
+    for step in range(budget.steps):
+        budget.record(step, {"sample": 2.0, "forward": 0.05})
+        assert not any(schedule.every for schedule in budget.measure.schedules.values())
 
 
 def test_attribution_waits_until_an_interval_has_its_prompts():

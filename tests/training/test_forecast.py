@@ -177,6 +177,15 @@ def test_forecast_is_corrected_aloud_where_it_was_far_off(factor, sentence):
     assert len(NOTES) == (1 if words else 0)
 
 
+def test_forecast_is_corrected_at_the_first_measured_step_and_not_before():
+    NOTES.clear()
+    found, _ = told(config_of(exact=Schedule(every=20, prompts=2, first=10)), each=0.05)
+    EXPECTED.update({name: 3 * value for name, value in found.seconds.items()})
+    found.correct(0)
+    found.correct(10, 7.0)
+    assert NOTES.pop().endswith("about 7 s more are to come.")
+
+
 def test_timed_pass_leaves_gradients_weights_and_random_state_alone(trainer):
     rollouts = None
 
