@@ -30,6 +30,8 @@ from otb_analysis.training.plan import (
     planned_levels,
 )
 
+WAITED = 3
+"""Steps whose time is known before more than half of the budget is spent at once: the first step is a slow one."""
 KEPT = ("price", "known", "spent", "usual", "forward", "prompts", "planned_for")
 """What a resumed run goes on from, beside its schedules."""
 
@@ -60,9 +62,13 @@ class Budget:
         if not self.price:
             prices = Prices(self.config, rollouts, per_position, self.exact_always)
             usual += prices.own()
-            self.measure = plan(prices, step, (self.share * usual - forward) * (self.steps - step))
+            seconds = (self.share * usual - forward) * (self.steps - step)
+            self.measure = plan(prices, step, seconds)
             once = {n: replace(s, every=1) if n in self.levels else s for n, s in self.measure.schedules.items()}
             self.price = {name: prices.event(name, schedule) for name, schedule in once.items()}
+            if sum(self.price[name] for name in self.levels if self.measure.schedules[name].due(step)) > seconds / 2:
+                later = {n: replace(s, first=min(step + WAITED, self.steps - 1)) for n, s in self._planned().items()}
+                self.measure = replace(self.measure, **later)
             if self.share * usual < forward:
                 note(
                     f"measure.budget is {self.share:g}, but the level forward, which always runs, takes "
@@ -108,6 +114,10 @@ class Budget:
         names = self.price if levels is None else levels
         return sum(events_of(schedules[name], first, self.steps) * self.price[name] for name in names)
 
+    def _planned(self) -> dict[str, Any]:
+        """Return the schedules that a budget chooses, by level."""
+        return {name: getattr(self.measure, name) for name in self.levels}
+
     def _plan_again(self, step: int, left: float, rest: int) -> None:
         """Spread the seconds that are left over the steps that are left, at the true prices."""
         self.planned_for = self.steps
@@ -149,7 +159,7 @@ class Budget:
     def state(self) -> dict[str, Any]:
         """Return plain values from which a resumed run goes on."""
         counts = {name: getattr(self, name) for name in KEPT}
-        return counts | {"schedules": {name: asdict(getattr(self.measure, name)) for name in self.levels}}
+        return counts | {"schedules": {name: asdict(schedule) for name, schedule in self._planned().items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""

@@ -169,6 +169,16 @@ def test_cheaper_than_forecast_means_more_is_measured():
     assert run(budget, offer, 0.3) > 0.6 * 0.25
 
 
+def test_what_takes_most_of_the_budget_at_once_waits_until_the_steps_are_timed():
+    budget, offer = budget_of(steps=20)
+    dear = offer.event("exact", Schedule(1, prompts=2)) * 1.3 / (0.25 * 20)  # seconds of a step that pay for it once
+    budget.begin(0, offer.rollouts, offer.per_position, dear, 0.0)
+    assert budget.measure.exact.due(3) and not any(budget.measure.exact.due(step) for step in range(3))
+    for step in range(3):  # the steps take half of what the first one seemed to take
+        budget.record(step, {"sample": dear / 2})
+    assert not budget.measure.exact.every
+
+
 def test_interval_names_the_step_at_which_it_has_enough_prompts():
     budget, _ = budget_of(exact=Schedule(10, prompts=4))
     assert budget.interval(0) == "The 16 prompts of an interval take 4 steps, until step 30."
