@@ -94,12 +94,13 @@ def restricted(batch: ScoreBatch, mask: Bool) -> ScoreBatch:
     return replace(batch, rollouts=tuple(rollouts), mask=mask)
 
 
-def microbatches(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, ...]]:
-    """Cut rollouts into batches of at most `BATCH_POSITIONS` padded positions, like lengths together."""
+def microbatches(rollouts: Sequence[Rollout], positions: int | None = None) -> Iterator[tuple[Rollout, ...]]:
+    """Cut rollouts into batches of at most so many padded positions (`BATCH_POSITIONS`), like lengths together."""
     batch: tuple[Rollout, ...] = ()
+    positions = positions or BATCH_POSITIONS
     # Longest first: the first rollout of a batch is then as long as its padded rows.
     for rollout in sorted(rollouts, key=lambda r: -r.length):
-        if batch and (len(batch) + 1) * batch[0].length > BATCH_POSITIONS:
+        if batch and (len(batch) + 1) * batch[0].length > positions:
             yield batch
             batch = ()
         batch = (*batch, rollout)

@@ -31,8 +31,18 @@ class ReachedCut(Exception):
     """Raised by a hook once a forward pass has come as far as it must; what follows is not run."""
 
 
-def traced(batch: ScoreBatch, rollouts: tuple[Rollout, ...], names: Iterable[str], cut: str | None = None) -> Trace:
-    """Run rollouts up to their last sampled tokens while watching some modules.
+Tap = Callable[[str, Tensor, Tensor], Tensor]
+"""(module's name, input, output) → what stands in place of the output."""
+
+
+def traced(
+    batch: ScoreBatch,
+    rollouts: tuple[Rollout, ...],
+    names: Iterable[str],
+    cut: str | None = None,
+    tap: Tap | None = None,
+) -> Trace:
+    """Run rollouts up to their last sampled tokens while watching some modules, or handing what they see to `tap`.
 
     A single one runs with attention whose backward pass takes many signals at once. With `cut` the pass stops at the
     input of that layer, so there are no log-probabilities.
@@ -55,7 +65,7 @@ def traced(batch: ScoreBatch, rollouts: tuple[Rollout, ...], names: Iterable[str
         # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
         context.enter_context(batch.scope.active())
         for name in dict.fromkeys(names):
-            context.enter_context(modules[name].register_forward_hook(_watch(name, len(rollouts), trace)))
+            context.enter_context(modules[name].register_forward_hook(_watch(name, len(rollouts), trace, tap)))
         if len(rollouts) == 1:
             # The fused attention kernels have no rule for many signals at once.
             context.enter_context(many_signals(rollouts[0].length))
@@ -63,8 +73,10 @@ def traced(batch: ScoreBatch, rollouts: tuple[Rollout, ...], names: Iterable[str
     return trace
 
 
-def _watch(name: str, rows: int, trace: Trace) -> Callable[[nn.Module, tuple[object, ...], object], object]:
-    """A hook that remembers a layer's input and output, with one row per rollout."""
+def _watch(
+    name: str, rows: int, trace: Trace, tap: Tap | None
+) -> Callable[[nn.Module, tuple[object, ...], object], object]:
+    """A hook that remembers a layer's input and output, with one row per rollout, or hands them to `tap`."""
 
     def hook(_module: nn.Module, args: tuple[object, ...], output: object) -> object:
         # A layer that runs twice has two signals; which of them a rule saw would be chance.
@@ -82,6 +94,8 @@ def _watch(name: str, rows: int, trace: Trace) -> Callable[[nn.Module, tuple[obj
         # output the signals of all rows would add up.
         if inputs.shape[:1] == (1,) and rows > 1:
             inputs, output = (x.expand(rows, *x.shape[1:]) for x in (inputs, output))
+        if tap is not None:
+            return tap(name, inputs, output)
         trace.inputs[name], trace.outputs[name] = inputs, output
         return output
 

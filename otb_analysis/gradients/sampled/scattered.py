@@ -5,7 +5,8 @@ inputs and signals without a weight gradient. For a few tokens of each rollout t
 Above the last attention no two tokens mix, so one ordinary backward pass gives that share for every token of the batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ from otb_analysis.types import Float
 Layer = tuple[ParameterUse, nn.Module, Tensor, Tensor]
 """One use in a pass: the parameter, its module, the module's input and the signal at its output, rows first."""
 
+POSITIONS = 512
+"""Padded positions of one pass over copies, whose graph reaches through all layers."""
+
 
 def norms_above_cut(batch: ScoreBatch, plan: Plan) -> Float:
     """The part of every token's squared score norm that lies in the layers above the last attention [N, L].
@@ -39,10 +43,14 @@ def norms_above_cut(batch: ScoreBatch, plan: Plan) -> Float:
     """
     result = np.zeros(batch.shape)
     for micro in microbatches(batch.rollouts):
-        run = _Pass(batch, plan.above, micro)
-        for layer in run.layers():
-            left, right = run.outer(layer)
-            result[run.places] += (norm_sq(left) * norm_sq(right)).cpu().numpy()
+        one = _Pass(batch, plan.above, micro)
+
+        def take(layer: Layer, one: _Pass = one) -> None:
+            left, right = one.outer(layer)
+            result[one.places] += (norm_sq(left) * norm_sq(right)).cpu().numpy()
+
+        with _graph_from(batch.model, plan.above):
+            one.run(take)
     return result
 
 
@@ -52,35 +60,62 @@ def token_norms(batch: ScoreBatch, plan: Plan) -> Float:
     # Each copy ends at its token: what comes after has no part in its score.
     copies = [one for rollout in batch.rollouts for one in rollout.blocks(1)]
     count_to(len(copies), "token")
-    for micro in microbatches(copies):
-        run = _Pass(batch, (*plan.above, *plan.below), micro)
-        result[run.places] = _row_norms(plan, run).cpu().numpy()
+    for micro in microbatches(copies, POSITIONS):
+        one = _Pass(batch, (*plan.above, *plan.below), micro)
+        result[one.places] = _row_norms(plan, one).cpu().numpy()
         advance(len(micro))
     return result
+
+
+@contextmanager
+def _graph_from(model: nn.Module, uses: Sequence[ParameterUse]) -> Iterator[None]:
+    """Let forward passes in the block keep no graph until they come to one of some layers."""
+    modules = dict(model.named_modules())
+
+    def enable(_module: nn.Module, _args: tuple[object, ...]) -> None:
+        torch.set_grad_enabled(True)
+
+    with torch.no_grad(), ExitStack() as handles:
+        for name in {use.module for use in uses}:
+            handles.enter_context(modules[name].register_forward_pre_hook(enable))
+        yield
 
 
 class _Pass:
     """One forward and one backward pass over some rollouts, summed over all their sampled tokens."""
 
     def __init__(self, batch: ScoreBatch, uses: Sequence[ParameterUse], rollouts: tuple[Rollout, ...]) -> None:
-        self.uses, self.modules = uses, dict(batch.model.named_modules())
-        self.trace = traced(batch, rollouts, (use.module for use in uses))
+        self.batch, self.uses, self.rollouts = batch, uses, rollouts
         counts = torch.tensor([len(r.columns) for r in rollouts])
         self.position = torch.cat([r.targets for r in rollouts]) - 1
         self.row = torch.repeat_interleave(counts).to(self.position.device)  # of each sampled token within the pass [K]
         self.kept = self.position.unique()
         # Rollouts and columns of the tokens in the padded batch.
         self.places = np.repeat([r.row for r in rollouts], counts), np.concatenate([r.columns for r in rollouts])
-        self.names = list(dict.fromkeys(u.module for u in uses))
-        outputs = [self.trace.outputs[name] for name in self.names]
-        # Rows do not mix, so the signals of the sum are those of each row's own tokens.
-        self.signals = torch.autograd.grad(self.trace.logprob.sum(), outputs)
 
-    def layers(self) -> Iterator[Layer]:
-        """Every use with its layer's input and the signal at its output, all rows and positions."""
-        for use in self.uses:
-            inputs, signal = self.trace.inputs[use.module].detach(), self.signals[self.names.index(use.module)]
-            yield use, self.modules[use.module], inputs, signal
+    def run(self, take: Callable[[Layer], None]) -> None:
+        """Hand over every use with its layer's input and the signal at its output, the last layer first.
+
+        Signals are let go one by one: all layers' together take as much memory as the graph.
+        """
+        modules = dict(self.batch.model.named_modules())
+        # A zero on which every layer's output depends: its gradient needs all their signals, and none is kept.
+        zero = torch.zeros((), device=self.position.device, requires_grad=True)
+
+        def tap(name: str, inputs: Tensor, output: Tensor) -> Tensor:
+            inputs, tapped = inputs.detach(), output + zero.to(output.dtype)
+
+            def arrived(signal: Tensor) -> None:
+                for use in self.uses:
+                    if use.module == name:
+                        take((use, modules[name], inputs, signal))
+
+            tapped.register_hook(arrived)
+            return tapped
+
+        trace = traced(self.batch, self.rollouts, (use.module for use in self.uses), tap=tap)
+        # Rows do not mix, so the signals of the sum are those of each row's own tokens.
+        torch.autograd.grad(trace.logprob.sum(), zero)
 
     def outer(self, layer: Layer) -> tuple[Tensor, Tensor]:
         """Gradients of the sampled tokens, which signal at one position each, as outer products [K, a] ⊗ [K, b]."""
@@ -94,20 +129,25 @@ class _Pass:
         return self.row, self.position
 
 
-def _row_norms(plan: Plan, run: _Pass) -> Tensor:
+def _row_norms(plan: Plan, one: _Pass) -> Tensor:
     """‖s‖² [B] of the one token that each row of a pass holds."""
-    total = torch.zeros(len(run.row), dtype=torch.float64, device=run.row.device)
+    total = torch.zeros(len(one.row), dtype=torch.float64, device=one.row.device)
     outer: dict[str, tuple[Tensor, Tensor]] = {}
-    above = set(plan.above)
-    for layer in run.layers():
+    above, tied = set(plan.above), plan.tied
+
+    def take(layer: Layer) -> None:
         use = layer[0]
         if use in above:
-            left, right = outer[use.parameter] = run.outer(layer)
-            total += norm_sq(left) * norm_sq(right)
-            continue
-        total += _below(layer)
-        if use.rule is EMBEDDING and use.parameter in plan.tied:
-            total += _tied_cross(layer, *outer[use.parameter])
+            left, right = one.outer(layer)
+            total.add_(norm_sq(left) * norm_sq(right))
+            if use.parameter in tied:
+                outer[use.parameter] = left, right
+            return
+        total.add_(_below(layer))
+        if use.rule is EMBEDDING and use.parameter in tied:
+            total.add_(_tied_cross(layer, *outer[use.parameter]))
+
+    one.run(take)
     return total
 
 
