@@ -69,17 +69,17 @@ class Functional:
     def gradient(self, weights: Float, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, ...]:
         """Σ weights[n, t] s_{n,t} over some rollouts by one ordinary backward pass; weights [N, L]."""
         leaves = [p.detach().requires_grad_() for p in self.parameters]
-        total = tuple(torch.zeros_like(p) for p in self.parameters)
+        total: list[Tensor | None] = [None] * len(leaves)
         for micro, layout in self.microbatches([r for r in rollouts if weights[r.row, r.columns].any()]):
             row = np.concatenate([weights[r.row, r.columns] for r in micro])
             values = self.logprobs(leaves, micro, layout)
             # Fresh leaves, so that nothing is written to the model's own `.grad`. A parameter may have no part in these
             # tokens.
             grads = torch.autograd.grad(values, leaves, torch.from_numpy(row).to(values), allow_unused=True)
-            for into, grad in zip(total, grads, strict=True):
-                if grad is not None:
-                    into.add_(grad)
-        return total
+            # The first gradient is the sum so far: another copy would take as much memory as the weights.
+            total = [g if t is None else t if g is None else t.add_(g) for t, g in zip(total, grads, strict=True)]
+            del grads
+        return tuple(torch.zeros_like(p) if t is None else t for t, p in zip(total, self.parameters, strict=True))
 
 
 class _Call(nn.Module):

@@ -119,6 +119,7 @@ def signal_noise(
         power.append(norm_sq_of(gradient))
         for into, part in zip(total, gradient, strict=True):
             into.add_(part)
+    gradient = part = None  # as large as the weights, and no part of the pass below
     share = row * run(function, tuple(weighted), total).value
     return SignalNoise(share - noise, noise, norm_sq_of(total), np.array(power))
 
