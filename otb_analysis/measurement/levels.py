@@ -51,11 +51,12 @@ class MeasuredPolicy:
     model: PreTrainedModel
     scope: str
     temperature: float
+    engine: str = "auto"  # The engine of exact norms; what is estimated or drawn has one of its own
     slopes: str = "jvp"  # How slopes are taken; "difference" once the attention turned out to have no forward mode
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The gradient engine's keyword arguments."""
+        """Keyword arguments of everything that measures gradients."""
         return {"scope": self.scope, "temperature": self.temperature}
 
 
@@ -205,8 +206,8 @@ class Sketch(Level):
         ids, mask, attention = rollouts.tensors(policy.model.device, rows)
         count = len(np.unique(group[rows]))
         share = count / len(rollouts.prompts)
-        if _exact_is_cheaper(plan, rollouts, rows):
-            exact = token_score_norms(policy.model, ids, mask, attention, **policy.settings)
+        if _exact_is_cheaper(plan, rollouts, rows, policy.engine):
+            exact = token_score_norms(policy.model, ids, mask, attention, engine=policy.engine, **policy.settings)
             return known.with_groups(by_policy_token(rollouts, exact.norm_sq, rows), share)
         method = "hybrid" if plan.method == "auto" else plan.method
         norms = sketch_score_norms(
@@ -218,14 +219,14 @@ class Sketch(Level):
         return known.with_sketched(norm_sq, stderr, count, share)
 
     def passes(self, plan: SketchSchedule, rollouts: Rollouts, rows: Bool) -> float:
-        """Return the cost of all directions, or of exact norms in their place."""
+        """Return the cost of all directions, or of exact norms in their place by the engine that `auto` takes."""
         exact = _exact_is_cheaper(plan, rollouts, rows)
         return NORM["auto"] * seen(rollouts, rows) if exact else DIRECTION * plan.directions
 
 
-def _exact_is_cheaper(plan: SketchSchedule, rollouts: Rollouts, rows: Bool) -> bool:
+def _exact_is_cheaper(plan: SketchSchedule, rollouts: Rollouts, rows: Bool, engine: str = "auto") -> bool:
     """Exact norms grow with the length of a rollout, a sketch with its directions: they meet at about K tokens."""
-    return plan.method == "auto" and NORM["auto"] * seen(rollouts, rows) <= DIRECTION * plan.directions
+    return plan.method == "auto" and NORM[engine] * seen(rollouts, rows) <= DIRECTION * plan.directions
 
 
 class Attribution(Level):
