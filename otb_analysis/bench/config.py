@@ -7,9 +7,9 @@ from typing import Literal
 from otb_analysis.errors import InputError
 
 Device = Literal["cpu", "cuda"]
-TOKENS = {"S": (32, 128, 512), "M": (32, 128), "L": (128, 512, 1024)}
+TOKENS = {"S": (32, 128, 512), "M": (32, 128), "L": (128, 512, 1024), "R": (32, 128)}
 """Sampled tokens per rollout by size of the model."""
-BATCHES = {"S": ((8, 128), (4, 512)), "M": ((8, 128),), "L": ((8, 128),)}
+BATCHES = {"S": ((8, 128), (4, 512)), "M": ((8, 128),), "L": ((8, 128),), "R": ((8, 32),)}
 """Rollouts and sampled tokens of each in the batches that are attributed whole, by size of the model."""
 
 
@@ -49,16 +49,19 @@ class LogitsConfig(BenchConfig):
 class EngineConfig(BenchConfig):
     """Time every score-gradient engine beside a plain loop of one autograd.grad per token over one kept graph."""
 
-    sizes: tuple[Literal["S", "M", "L"], ...] = ("S", "M")
-    """Models: S 4 layers d128 vocabulary 512, M 8 layers d512 vocabulary 8192, L 12 layers d768 vocabulary 32768."""
+    sizes: tuple[Literal["S", "M", "L", "R"], ...] = ("S", "M")
+    """Models: S 4 layers d128 vocabulary 512, M 8 layers d512 vocabulary 8192, L 12 layers d768 vocabulary 32768, R
+    SmolLM2-135M, once fetched, in the rows that matter for it."""
     tokens: tuple[int, ...] = ()
-    """Sampled tokens T for every size; by default 32, 128, 512 for S, 32, 128 for M and 128, 512, 1024 for L."""
+    """Sampled tokens T for every size; by default 32, 128, 512 for S, 32, 128 for M and R and 128, 512, 1024 for L."""
     repeats: int = 15  # Repetitions at most, taking turns; the best counts, the median is shown.
     seconds: float = 45.0
     """Time limit of a size and T: no repetition starts after it, or after twice of it for the first three. What takes
     more than half of it in its first turn is not repeated, except for the plain loop."""
     device: Device = "cpu"  # Where to run.
     dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of the weights.
+    threads: int = 1  # Threads.
+    memory: bool = True  # Also measure the peak memory of each row, in a process of its own.
     opacus_python: Path | None = None  # An interpreter with torch, transformers and opacus, for the rows of Opacus.
 
     def places(self) -> dict[str, list[tuple[int, int]]]:
@@ -120,9 +123,11 @@ class AlarmsConfig(BenchConfig):
 class TrainBenchConfig(BenchConfig):
     """Time sampling and update of a training step beside TRL's GRPOTrainer, and what every measurement adds to it."""
 
-    models: tuple[Literal["small", "M"], ...] = ("small", "M")
-    """Models: small is the demo's at its settings, M has 8 layers, d512, vocabulary 8192, and few long rollouts."""
-    repeats: int = 7  # Steps of each, taking turns, after one that warms up, three at most of M; the best counts.
+    models: tuple[Literal["small", "M", "R"], ...] = ("small", "M")
+    """Models: small is the demo's at its settings, M has 8 layers, d512, vocabulary 8192, and few long rollouts, R is
+    SmolLM2-135M, once fetched."""
+    repeats: int = 7  # Steps of each, taking turns, after one that warms up, three at most of M and R; the best counts.
+    threads: int = 1  # Threads.
     clock: Literal["wall", "cpu"] = "wall"
     """cpu counts the processor's time on each process: for a machine that has other work to do."""
     trl_python: Path | None = None  # An interpreter with torch, transformers and trl >= 1.15, for the rows of TRL.

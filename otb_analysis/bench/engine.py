@@ -15,7 +15,10 @@ import torch
 
 from otb_analysis.bench.config import EngineConfig
 from otb_analysis.bench.engine_cases import (
+    LEFT_OUT,
     LOOP,
+    LOOPED,
+    REAL,
     STEP,
     Case,
     Exact,
@@ -24,14 +27,16 @@ from otb_analysis.bench.engine_cases import (
     forward_backward,
     make_case,
     model_config,
+    model_of,
     plain_loop,
 )
 from otb_analysis.bench.memory import in_fresh_process
 from otb_analysis.bench.peer import peer
-from otb_analysis.bench.peer_side import make_model, peak
+from otb_analysis.bench.peer_side import peak
 from otb_analysis.bench.publish import Column, Report, Row, mebibytes_cell, notes_of, report_of, seconds_cell
 from otb_analysis.bench.timing import Timing, interleaved, threads, timed
 from otb_analysis.errors import InputError
+from otb_analysis.phases import plural
 
 OPACUS = {"Opacus GradSampleModule": False, "Opacus ghost norms (untied)": True}
 SCRIPT = Path(__file__).with_name("opacus_peer.py")
@@ -84,54 +89,59 @@ def run(config: EngineConfig) -> Report:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device is cuda but torch sees no GPU; pass --device cpu.")
     rows: list[dict[str, Any]] = []
-    with threads(1):
+    with threads(config.threads):
         for size, places in config.places().items():
-            model = make_model(model_config(size), config.device, config.dtype)
+            model = model_of(size, config.device, config.dtype)
             for rollouts, tokens in places:
-                rows += _measure(config, size, make_case(model, tokens, rollouts))
+                rows += _measure(config, size, make_case(model, tokens, rollouts, size in REAL))
     _add_memory(config, rows)
     gpu = f", on {torch.cuda.get_device_name()}" if config.device == "cuda" else ""
-    title = f"Exact score norms and their relatives, {config.dtype}, one thread{gpu}"
-    return report_of(config, title, COLUMNS, rows, notes=notes_of(config))
+    title = f"Exact score norms and their relatives, {config.dtype}, {plural(config.threads, 'thread')}{gpu}"
+    names = [REAL[size] for size in config.sizes if size in REAL]
+    name = "_".join(["engine", *names, *([config.dtype, str(config.threads)] if names else [])])
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config), name=name)
 
 
 def peaks(config: EngineConfig, name: str, size: str, places: Sequence[tuple[int, int]]) -> list[int | None]:
     """Return the peak bytes of one row of a size at each of its places (N, T); for a fresh process."""
-    torch.set_num_threads(1)
-    model = make_model(model_config(size), config.device, config.dtype)
-    _calls(make_case(model, WARM_UP))[name]()
-    calls = (_calls(make_case(model, tokens, rollouts))[name] for rollouts, tokens in places)
+    torch.set_num_threads(config.threads)
+    model = model_of(size, config.device, config.dtype)
+    _calls(size, make_case(model, WARM_UP))[name]()
+    calls = (_calls(size, make_case(model, tokens, rollouts))[name] for rollouts, tokens in places)
     return [peak(call, config.device) for call in calls]
 
 
-def _calls(case: Case) -> dict[str, Callable[[], Any]]:
+def _calls(size: str, case: Case) -> dict[str, Callable[[], Any]]:
     """What is measured of a case, by the names of its rows: of a batch the attributions alone."""
     step: dict[str, Callable[[], Any]] = {STEP: lambda: forward_backward(case)}
     if len(case.mask) > 1:
         return step | {name: call for name, call in candidates(case).items() if name.startswith("attribution")}
-    return {LOOP: lambda: plain_loop(case)} | step | candidates(case)
+    calls = {LOOP: lambda: plain_loop(case, LOOPED if size in REAL else None)} | step | candidates(case)
+    return {name: call for name, call in calls.items() if size not in REAL or not name.endswith(LEFT_OUT)}
 
 
 def _measure(config: EngineConfig, size: str, case: Case) -> Iterator[dict[str, Any]]:
     rollouts, tokens = len(case.mask), case.mask.shape[1] - 1
-    batch = rollouts > 1
-    for call in _calls(case if batch else make_case(case.model, min(WARM_UP, tokens))).values():
+    batch, real = rollouts > 1, size in REAL
+    for call in _calls(size, case if batch else make_case(case.model, min(WARM_UP, tokens))).values():
         Recorder(call)()
-    recorders = {name: Recorder(call) for name, call in _calls(case).items()}
+    recorders = {name: Recorder(call) for name, call in _calls(size, case).items()}
     turns = {name: timed(call, config.device) for name, call in recorders.items()}
     if not batch:
         turns[LOOP] = lambda: _loop_seconds(recorders[LOOP])
     peers = {}
     with ExitStack() as stack:
-        if config.opacus_python is not None and not batch:
+        if config.opacus_python is not None and not batch and not real:
             spec: dict[str, Any] = {"device": config.device, "dtype": config.dtype}
             spec |= {"model": model_config(size), "ids": case.input_ids.tolist()}
             for name, ghost in OPACUS.items():
                 peers[name] = stack.enter_context(peer(config.opacus_python, SCRIPT, spec | {"ghost": ghost}))
         turns |= {name: running.turn for name, running in peers.items()}
-        timings = interleaved(turns, config.repeats, config.seconds, STEP if batch else LOOP)
-    exact = None if batch else Exact.of(case)
-    for name in (*recorders, *(() if batch else OPACUS)):
+        # The loop of a pretrained model is long even so: once is enough, and its time is not the others'.
+        once = interleaved({LOOP: turns.pop(LOOP)}, 1) if real and not batch else {}
+        timings = once | interleaved(turns, config.repeats, config.seconds, LOOP if LOOP in turns else STEP)
+    exact = None if batch else Exact.of(case, real)
+    for name in (*recorders, *(() if batch or real else OPACUS)):
         row = {"size": size, "rollouts": rollouts, "tokens": tokens, "name": name, "seconds": None}
         if name in peers:
             norm_sq = np.array([[0.0, *peers[name].facts["norm_sq"]]])
@@ -165,7 +175,9 @@ def _times(name: str, timings: Mapping[str, Timing]) -> dict[str, Any]:
 
 def _add_memory(config: EngineConfig, rows: list[dict[str, Any]]) -> None:
     """Fill in the memory of our rows: one fresh process per size and row name, its places one after the other."""
-    ours = [row for row in rows if row["seconds"] is not None and row["name"] not in OPACUS]
+    for row in rows:
+        row.setdefault("memory", None)
+    ours = [row for row in rows if config.memory and row["seconds"] is not None and row["name"] not in OPACUS]
     for size, name in dict.fromkeys((row["size"], row["name"]) for row in ours):
         mine = [row for row in ours if (row["size"], row["name"]) == (size, name)]
         places = [(row["rollouts"], row["tokens"]) for row in mine]

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from otb_analysis import gradients
+from otb_analysis.bench.peer_side import make_model
 from otb_analysis.bench.timing import synchronize
 from otb_analysis.gradients.exact.gram import norm_sq_of
+from otb_analysis.rollouts.models import load_policy
 from otb_analysis.types import Attribution, Float, ScoreNorms
 
 SIZES: dict[str, dict[str, int]] = {
@@ -22,19 +24,25 @@ SIZES: dict[str, dict[str, int]] = {
     "M": {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 8192},
     "L": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 32768},
 }
+REAL = {"R": "smollm2"}
+"""Pretrained models by size, which write their rollouts themselves."""
+LEFT_OUT = ("path=True", "weighted rows", "reference")
+"""Rows of which a pretrained model has none: what they add to others, smaller models show."""
 LOOP = "plain loop"
 STEP = "forward + backward"
-ROWS, DIRECTIONS = 8, 32
+ROWS, DIRECTIONS = 8, (16, 32)
 """Rows of `weighted_score_norms`; directions of `sketch_score_norms`."""
 CHECKED, PATHS = 32, 8
 """Tokens whose norms are compared, and whose path norms are: one float64 backward pass each."""
+LOOPED = 16
+"""Tokens of a pretrained model's plain loop, and those that are compared there: each takes a second."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A model and N rollouts, one as a rule, of T sampled tokens after a prompt of one."""
 
-    model: Qwen2ForCausalLM
+    model: PreTrainedModel
     input_ids: Tensor  # Token ids [N, T + 1]
     mask: Tensor  # True at all but the first [N, T + 1]
     weights: Float  # Random rows of weights [N, 8, T + 1]
@@ -52,10 +60,23 @@ def model_config(size: str) -> dict[str, Any]:
     }
 
 
-def make_case(model: Qwen2ForCausalLM, tokens: int, rollouts: int = 1) -> Case:
-    """Return rollouts for a model, the same in every process."""
+def model_of(size: str, device: str, dtype: str) -> PreTrainedModel:
+    """Return the model of a size.
+
+    Raises:
+        InputError: It is a pretrained one that was not fetched.
+    """
+    if size not in REAL:
+        return make_model(model_config(size), device, dtype)
+    return load_policy(REAL[size])[0].to(device=torch.device(device), dtype=getattr(torch, dtype))  # pyright: ignore[reportCallIssue]
+
+
+def make_case(model: PreTrainedModel, tokens: int, rollouts: int = 1, written: bool = False) -> Case:
+    """Return rollouts for a model, the same in every process: random tokens, or `written` by the model itself."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(model.config.vocab_size, (rollouts, tokens + 1), generator=generator)
+    if written:
+        ids = _written(model, tokens, rollouts)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
     weights = torch.randn(rollouts, ROWS, tokens + 1, generator=generator).double().numpy() / tokens
@@ -63,19 +84,30 @@ def make_case(model: Qwen2ForCausalLM, tokens: int, rollouts: int = 1) -> Case:
     return Case(model, ids, mask, weights, direction)
 
 
-def plain_loop(case: Case) -> tuple[float, Float]:
+def _written(model: PreTrainedModel, tokens: int, rollouts: int) -> Tensor:
+    """Texts [N, T + 1] from the model's first token on, without filters."""
+    first = torch.full((rollouts, 1), model.config.bos_token_id, device=model.device)
+    drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    length = {"min_new_tokens": tokens, "max_new_tokens": tokens}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return model.generate(first, attention_mask=torch.ones_like(first), **drawn, **length).cpu()  # pyright: ignore
+
+
+def plain_loop(case: Case, count: int | None = None) -> tuple[float, Float]:
     """Run one `autograd.grad` per token over one kept graph, with which every row is compared.
 
-    Returns its seconds without the forward pass, and ‖s_t‖² [1, T + 1], zero outside the mask.
+    Returns its seconds without the forward pass, and ‖s_t‖² [1, T + 1], zero outside the mask. Only `count` tokens,
+    evenly spread, may run: each takes as long as any other, so seconds are scaled to all, and other norms are zero.
     """
     values, parameters = _logprobs(case)[0], list(case.model.parameters())
-    norm_sq = np.zeros(case.mask.shape)
+    norm_sq, columns = np.zeros(case.mask.shape), _spread(len(values), count or len(values))
     synchronize(values.device.type)
     start = perf_counter()
-    for t, value in enumerate(values):
-        norm_sq[0, t + 1] = norm_sq_of(torch.autograd.grad(value, parameters, retain_graph=True))
+    for t in columns:
+        norm_sq[0, t] = norm_sq_of(torch.autograd.grad(values[t - 1], parameters, retain_graph=True))
     synchronize(values.device.type)
-    return perf_counter() - start, norm_sq
+    return (perf_counter() - start) * len(values) / len(columns), norm_sq
 
 
 def forward_backward(case: Case) -> list[Tensor]:
@@ -84,7 +116,10 @@ def forward_backward(case: Case) -> list[Tensor]:
 
 
 def candidates(case: Case) -> dict[str, Callable[[], Any]]:
-    """Return every engine and instrument by the name of its row, engines of the registry first."""
+    """Return every engine and instrument by the name of its row, engines of the registry first.
+
+    Attribution is along a given direction, and once along the gradient of the case itself, which is then formed too.
+    """
     args = (case.model, case.input_ids, case.mask)
     calls: dict[str, Callable[[], Any]] = {}
     for name in gradients.ENGINES:
@@ -94,10 +129,12 @@ def candidates(case: Case) -> dict[str, Callable[[], Any]]:
             calls[f"{name}, path=True"] = partial(norms, path=True)
             weighted = partial(gradients.weighted_score_norms, *args, case.weights, engine=name)
             calls[f"{name}, {ROWS} weighted rows"] = weighted
-    calls[f"sketch hybrid, K={DIRECTIONS}"] = partial(gradients.sketch_score_norms, *args, directions=DIRECTIONS)
-    attribution = partial(gradients.gradient_attribution, *args, case.weights[:, 0], direction=case.direction)
+    for count in DIRECTIONS:
+        calls[f"sketch hybrid, K={count}"] = partial(gradients.sketch_score_norms, *args, directions=count)
+    attribution = partial(gradients.gradient_attribution, *args, case.weights[:, 0])
     for method in ("jvp", "difference"):
-        calls[f"attribution, {method}"] = partial(attribution, method=method)
+        calls[f"attribution, {method}"] = partial(attribution, method=method, direction=case.direction)
+    calls["attribution, jvp, its own gradient"] = attribution
     cluster = np.zeros(len(case.mask), dtype=np.int64)
     calls["gradient_sketch"] = partial(gradients.gradient_sketch, *args, case.weights[:, :1], cluster)
     return calls
@@ -115,12 +152,12 @@ class Exact:
     alignment: Float  # s_t·direction of all tokens [1, T + 1]
 
     @classmethod
-    def of(cls, case: Case) -> "Exact":
-        """Compute them for a case, on a copy of its model in float64."""
+    def of(cls, case: Case, real: bool = False) -> "Exact":
+        """Compute them for a case, on a copy of its model in float64; of a `real` one fewer norms and nothing else."""
         length = case.mask.shape[1]
-        tokens, paths = (np.unique(np.linspace(1, length - 1, n).round().astype(int)) for n in (CHECKED, PATHS))
-        unit, prefix = np.eye(length)[tokens], np.tri(length)[paths]
-        weights = np.concatenate([unit, prefix, case.weights[0]])[None]
+        tokens, paths = (_spread(length - 1, n) for n in ((LOOPED, 0) if real else (CHECKED, PATHS)))
+        unit, prefix, rows = np.eye(length)[tokens], np.tri(length)[paths], case.weights[0, : 0 if real else ROWS]
+        weights = np.concatenate([unit, prefix, rows])[None]
         args = (deepcopy(case.model).double(), case.input_ids, case.mask)
         norms = gradients.weighted_score_norms(*args, weights, engine="reference")[0]
         norm_sq, path_norm_sq, rows = np.split(norms, [len(tokens), len(tokens) + len(paths)])
@@ -151,6 +188,11 @@ def error_of(name: str, result: Any, exact: Exact | None) -> float | None:
     if isinstance(result, np.ndarray) and result.shape == (1, len(exact.rows)):
         return _largest(result[0], exact.rows)
     return None
+
+
+def _spread(last: int, count: int) -> np.ndarray:
+    """So many columns from 1 to the last, evenly spread."""
+    return np.unique(np.linspace(1, last, count).round().astype(int))
 
 
 def _largest(got: Float, expected: Float) -> float:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from otb_analysis.bench.engine_cases import candidates, make_case, model_config
-from otb_analysis.bench.peer_side import make_model
+from otb_analysis.bench.engine_cases import REAL, candidates, make_case, model_of
 from otb_analysis.bench.publish import NO_GPU, Report, publish
 from otb_analysis.bench.timing import least_seconds
 from otb_analysis.errors import InputError, nearest
@@ -33,7 +32,7 @@ def run_profile(name: str, size: str, tokens: int, rollouts: int = 1) -> Report:
         InputError: There is no row of that name.
     """
     torch.set_num_threads(1)
-    calls = candidates(make_case(make_model(model_config(size), "cpu", "float32"), tokens, rollouts))
+    calls = candidates(make_case(model_of(size, "cpu", "float32"), tokens, rollouts, size in REAL))
     if name not in calls:
         raise InputError(f"row is {name!r}; {nearest(name, calls)}")
     call, place = calls[name], str(tokens) if rollouts == 1 else f"{rollouts}x{tokens}"

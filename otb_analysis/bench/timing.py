@@ -30,16 +30,18 @@ def interleaved(
     """Let candidates take turns; each runs once per call and returns its seconds, as those made by `timed` do.
 
     No repetition begins after `limit` seconds; the second and third may until twice that. A candidate whose first turn
-    took longer than half of the limit has no other turn, except for `against`, with which the others are compared.
+    took longer than half of the limit has no other turn, except for `against`, with which the others are compared; that
+    turn does not count towards the limit.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    start = perf_counter()
+    start, slow = perf_counter(), dict[str, float]()
     for done in range(repeats):
-        if done and perf_counter() - start > (limit if done >= AT_LEAST else 2 * limit):
+        if done and perf_counter() - start - sum(slow.values()) > (limit if done >= AT_LEAST else 2 * limit):
             break
         for name, run in candidates.items():
-            if name == against or not done or seconds[name][0] <= limit / 2:
+            if name not in slow:
                 seconds[name].append(run())
+        slow = {name: s[0] for name, s in seconds.items() if name != against and s[0] > limit / 2}
     return {name: Timing(min(s), median(s), len(s)) for name, s in seconds.items() if s}
 
 

@@ -25,13 +25,14 @@ from otb_analysis.bench.publish import Column, Report, mebibytes_cell, notes_of,
 from otb_analysis.bench.timing import CLOCKS, least_seconds, threads
 from otb_analysis.bench.train_cases import BUDGETS, LEARNING_RATE, PHASES, Steps, Turn, bench_config, levels
 from otb_analysis.config import TrainConfig
+from otb_analysis.phases import plural
 from otb_analysis.store import RunWriter
 from otb_analysis.tasks import make_task
 from otb_analysis.tasks.task_calls import draw_prompts
 
 OURS, TRL = "otb train", "TRL GRPOTrainer"
 SCRIPT = Path(__file__).with_name("trl_train_peer.py")
-REPEATS, WRITINGS, MEMORY_STEPS = {"M": 3}, 9, {"small": 3, "M": 1}
+REPEATS, WRITINGS, MEMORY_STEPS = {"M": 3, "R": 3}, 9, {"small": 3, "M": 1, "R": 1}
 """Steps at most; repetitions of writing one; steps of the memory."""
 FREE = "level forward and store"
 BOTH = PHASES[2]
@@ -55,17 +56,18 @@ def run(config: TrainBenchConfig) -> Report:
         InputError: The peer's interpreter does not work.
     """
     rows: list[dict[str, Any]] = []
-    with threads(1), TemporaryDirectory() as folder:
+    with threads(config.threads), TemporaryDirectory() as folder:
         for model in ("small",) if config.quick else config.models:
             run = bench_config(model, Path(folder), config.quick)
             rows += [{"model": model, "share": None, "memory": None} | row for row in _measured(model, run, config)]
-    title = "A training step: sampling, update, measurement, one thread"
-    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, **BUDGETS))
+    title = f"A training step: sampling, update, measurement, {plural(config.threads, 'thread')}"
+    name = "train_smollm2" if config.models == ("R",) else "train"
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, **BUDGETS), name=name)
 
 
-def peaks(config: TrainConfig, steps: int) -> list[int | None]:
+def peaks(config: TrainConfig, steps: int, number: int) -> list[int | None]:
     """Return the peak bytes of so many steps of ours, after a step that warms up; for a fresh process."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     ours = Steps(config)
     ours.turn()
     return [peak(ours.turn) for _ in range(steps)]
@@ -77,23 +79,23 @@ def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Itera
     ours.turn()
     turns: dict[str, list[Turn]] = {OURS: []}
     trl = bench.trl_python
-    with nullcontext() if trl is None else peer(trl, SCRIPT, _spec(config, repeats, bench.clock)) as rival:
+    with nullcontext() if trl is None else peer(trl, SCRIPT, _spec(config, repeats, bench)) as rival:
         for _ in range(repeats):
             turns[OURS].append(ours.turn())
             if rival is not None:
                 answer = rival.answer()
                 turn = Turn(answer["sample"], answer["update"], answer["seconds"], answer["tokens"])
                 turns.setdefault(TRL, []).append(turn)
-    yield from _phase_rows(turns, {} if bench.quick else _memory(config, MEMORY_STEPS[model], trl))
+    yield from _phase_rows(turns, {} if bench.quick else _memory(config, MEMORY_STEPS[model], bench))
     yield from _level_rows(model, config, bench, ours, turns[OURS])
 
 
-def _spec(config: TrainConfig, repeats: int, clock: str, memory: bool = False) -> dict[str, object]:
+def _spec(config: TrainConfig, repeats: int, bench: TrainBenchConfig, memory: bool = False) -> dict[str, object]:
     """What the peer is told; it warms up with one step of its own."""
     prompts = draw_prompts(make_task(config), "train", 0, config.sample.prompts * (repeats + 1))
     return {
         "model": str(Path(config.model).absolute()),
-        "threads": 1,
+        "threads": bench.threads,
         "device": "cpu",
         "prompts": [prompt.text for prompt in prompts],
         "prompts_per_step": config.sample.prompts,
@@ -101,16 +103,16 @@ def _spec(config: TrainConfig, repeats: int, clock: str, memory: bool = False) -
         "max_new_tokens": config.sample.max_new_tokens,
         "steps": repeats + 1,
         "learning_rate": LEARNING_RATE,
-        "clock": clock,
+        "clock": "wall" if memory else bench.clock,
         "memory": memory,
     }
 
 
-def _memory(config: TrainConfig, steps: int, trl_python: Path | None) -> dict[str, int | None]:
+def _memory(config: TrainConfig, steps: int, bench: TrainBenchConfig) -> dict[str, int | None]:
     """Median peak of a step of each, in processes of their own that time nothing."""
-    held = {OURS: in_fresh_process(peaks, config, steps) or [None]}
-    if trl_python is not None:
-        with peer(trl_python, SCRIPT, _spec(config, steps, "wall", memory=True)) as rival:
+    held = {OURS: in_fresh_process(peaks, config, steps, bench.threads) or [None]}
+    if bench.trl_python is not None:
+        with peer(bench.trl_python, SCRIPT, _spec(config, steps, bench, memory=True)) as rival:
             held[TRL] = [rival.answer()["bytes"] for _ in range(steps)]
     known = {name: [value for value in values if value is not None] for name, values in held.items()}
     return {name: int(median(values)) if values else None for name, values in known.items()}

@@ -21,6 +21,7 @@ from otb_analysis.config import (
 )
 from otb_analysis.config.measuring import StepSchedule
 from otb_analysis.rollouts.models import SHIPPED, character_tokenizer
+from otb_analysis.rollouts.named_models import fetched
 from otb_analysis.tasks import make_task
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.setup import Trainer
@@ -30,7 +31,8 @@ LEARNING_RATE = 1e-6
 """So small that the policy, and with it the length of what it writes, stays what it was."""
 QUICK = SampleConfig(prompts=3, group_size=4, max_new_tokens=8)
 BUDGETS = {"small": SampleConfig(), "M": SampleConfig(prompts=4, group_size=4, max_new_tokens=128)}
-"""What is drawn at each step, by model: the demo's settings, and a few long rollouts."""
+BUDGETS["R"] = SampleConfig(prompts=4, group_size=4, max_new_tokens=32)
+"""What is drawn at each step, by model: the demo's settings, a few long rollouts, a few short ones."""
 LARGE = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True,
@@ -59,13 +61,17 @@ class Turn:
 def bench_config(model: str, folder: Path, quick: bool = False) -> TrainConfig:
     """Return the run that is timed, nothing measured beyond the level `forward`; it and its model are kept in a folder.
 
-    `small` is the demo's model, `M` at its initial weights; `quick` draws few tokens.
+    `small` is the demo's model, `M` at its initial weights, `R` a pretrained one; `quick` draws few tokens.
+
+    Raises:
+        InputError: The pretrained model was not fetched.
     """
+    places = {"small": SHIPPED["demo"], "M": folder / model}
     config = TrainConfig(
         run=model,
         root=folder / "runs",
         if_exists="replace",
-        model=str(SHIPPED["demo"] if model == "small" else folder / model),
+        model=str(places[model] if model in places else fetched("smollm2")),
         sample=QUICK if quick else BUDGETS[model],
         optimize=OptimizeConfig(learning_rate=LEARNING_RATE),
         critic=CriticConfig(enabled=False),

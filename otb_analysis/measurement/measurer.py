@@ -77,10 +77,10 @@ class GradientMeasurer:
         self.run = run or {}  # the whole configuration, nested: it says what is proved of the estimators
         self.model = model
         self.config = config
-        self.policy = MeasuredPolicy(model, config.scope, temperature)
+        self.policy = MeasuredPolicy(model, config.scope, temperature, config.engine)
         # What the estimator that trains remembers of earlier steps, by its label; `training` keeps it up to date
         self.states: dict[Label, NormalEquations] = {}
-        self.settings = {"engine": config.engine, **self.policy.settings}
+        self.settings = {"engine": self.policy.engine, **self.policy.settings}
 
     def groups_due(self, step: int, n_groups: int) -> Int:
         """Return the indices of the groups to measure at a step: the first ones, since prompts come in random order."""

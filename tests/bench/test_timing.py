@@ -45,6 +45,21 @@ def test_what_takes_more_than_half_the_limit_has_one_turn_unless_all_are_compare
     assert {name: timing.repeats for name, timing in found.items()} == {"loop": 4, "slow": 1, "quick": 4}
 
 
+def test_the_only_turn_of_what_is_slow_leaves_the_others_their_time(monkeypatch):
+    now = [0.0]
+
+    def taking(seconds):
+        def run():
+            now[0] += seconds
+            return seconds
+
+        return run
+
+    monkeypatch.setattr("otb_analysis.bench.timing.perf_counter", lambda: now[0])
+    found = interleaved({"slow": taking(50.0), "quick": taking(4.0)}, 9, limit=10.0)
+    assert {name: timing.repeats for name, timing in found.items()} == {"slow": 1, "quick": 3}
+
+
 def test_timed_calls_once_and_returns_seconds():
     calls = []
     seconds = timed(lambda: calls.append(1))()

@@ -16,6 +16,8 @@ from otb_analysis.config import (
 )
 from otb_analysis.errors import InputError
 from otb_analysis.figures.fidelity import fidelity_info
+from otb_analysis.gradients import token_score_norms
+from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.report.compare import fidelity_rows
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.store import RunStore
@@ -62,6 +64,21 @@ def test_auto_takes_exact_norms_where_these_cost_no_more(trained, otb_run):
     np.testing.assert_allclose(found["grad_norm_sq"], whole["grad_norm_sq"], rtol=1e-4)
     assert found["grad_norm_sq_stderr"].isna().all()
     assert (RunStore(path).steps_df()["n_sketched_prompts"] == 0).all()
+
+
+def test_exact_norms_in_place_of_a_sketch_are_those_of_the_configured_engine(trainer, monkeypatch):
+    asked, measure = [], token_score_norms
+
+    def listening(*args, **settings):
+        asked.append(settings["engine"])
+        return measure(*args, **settings)
+
+    monkeypatch.setattr("otb_analysis.measurement.levels.token_score_norms", listening)
+    for engine in ("auto", "generic"):
+        config = MeasureConfig(exact=OFF, sketch=SketchSchedule(1, prompts=1, directions=64), engine=engine)
+        trainer.measurer = GradientMeasurer(trainer.model, config, 1.0)
+        assert train_step(trainer, 0).steps["measurement_gaps"] == 0
+    assert asked == ["auto", "generic"]
 
 
 @pytest.fixture

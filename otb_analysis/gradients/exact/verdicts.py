@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.functional import functional
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.exact.gram import flat_norm_sq
 from otb_analysis.gradients.exact.layers import UnfitError
@@ -95,35 +96,52 @@ def probe(batch: ScoreBatch) -> Rollout:
 
 
 @torch.enable_grad()
-def reference_norms(batch: ScoreBatch, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities [K] by the model's own kernels, and ‖s_t‖² [K] of each parameter by plain backward passes."""
-    values = sampled_logprobs(batch, (rollout,))
+def reference_norms(batch: ScoreBatch, rollout: Rollout, widened: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities [K] by the model's own kernels, and ‖s_t‖² [K] of each parameter by plain backward passes.
+
+    `widened`: on float32 copies of weights in half precision.
+    """
+    parameters = batch.scope.parameters
+    if widened:
+        function = functional(batch)
+        parameters = tuple(p.requires_grad_() for p in function.parameters)
+        values = function.logprobs(parameters, (rollout,))
+    else:
+        values = sampled_logprobs(batch, (rollout,))
     norms = torch.zeros(len(batch.scope.names), len(values), dtype=torch.float64, device=values.device)
     for k, value in enumerate(values):
-        grads = torch.autograd.grad(value, batch.scope.parameters, retain_graph=True, materialize_grads=True)
+        grads = torch.autograd.grad(value, parameters, retain_graph=True, materialize_grads=True)
         norms[:, k] = torch.cat([flat_norm_sq(g.flatten()[None]) for g in grads])
         del grads  # before the next ones are formed: each is as large as the model
     return values.detach().double(), dict(zip(batch.scope.names, norms, strict=True))
 
 
 def refuse_difference(
-    batch: ScoreBatch, how: str, remedy: str, measure: Callable[[Rollout], tuple[Tensor, dict[str, Tensor]]]
+    batch: ScoreBatch,
+    how: str,
+    remedy: str,
+    measure: Callable[[Rollout], tuple[Tensor, dict[str, Tensor]]],
+    widened: bool = False,
 ) -> None:
-    """Raise where a probe's log-probabilities [K] or, by parameter, its norms [K] are not the reference ones."""
-    rollout = probe(batch)
+    """Raise where a probe's log-probabilities [K] or, by parameter, its norms [K] are not the reference ones.
+
+    `widened`: `measure` computes in float32 whatever the model's dtype, and so does the reference.
+    """
+    rollout, coarse = probe(batch), is_coarse(batch) and not widened
+    half = any(p.dtype.itemsize < 4 for p in batch.model.parameters())
     logprob, parts = measure(rollout)
-    expected, norms = reference_norms(batch, rollout)
+    expected, norms = reference_norms(batch, rollout, widened and half)
     off = float((logprob.detach().double() - expected).abs().max())
     # `not ≤` instead of `>`: a NaN must fail as well.
-    if not off <= (0.2 if is_coarse(batch) else 1e-4):
+    if not off <= (0.2 if coarse else 1e-4):
         raise UnfitError(f"log-probabilities {how} are {off:.2g} nats from the model's own; {remedy}.")
-    if reason := disagreement(batch, parts, norms):
+    if reason := disagreement(parts, norms, coarse):
         raise UnfitError(f"{reason}; {remedy}.")
 
 
-def disagreement(batch: ScoreBatch, parts: dict[str, Tensor], norms: dict[str, Tensor]) -> str | None:
+def disagreement(parts: dict[str, Tensor], norms: dict[str, Tensor], coarse: bool) -> str | None:
     """The first parameter whose ‖s_t‖² on a probe are not the reference ones, in a clause; None where all agree."""
-    relative, absolute = (0.2, 1e-2) if is_coarse(batch) else (1e-3, 1e-6)
+    relative, absolute = (0.2, 1e-2) if coarse else (1e-3, 1e-6)
     # A parameter with a tiny share of the norm is mostly rounding, so part of the tolerance is a share of the total.
     total = sum(norms.values())
     for name, norm in norms.items():

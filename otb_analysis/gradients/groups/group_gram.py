@@ -21,6 +21,7 @@ from otb_analysis.gradients.exact.verdicts import (
     Verdicts,
     disagreement,
     first_told,
+    is_coarse,
     probe,
     reference_norms,
 )
@@ -114,7 +115,7 @@ def _check(batch: ScoreBatch, structure: BlockStructure) -> None:
     layered.add((rollout,), padded((rollout,)), lambda logprob: torch.eye(len(logprob)))
     for name, gradients in layered.gradients():
         parts[name] = parts.get(name, 0.0) + flat_norm_sq(gradients)
-    if reason := disagreement(batch, parts, expected):
+    if reason := disagreement(parts, expected, is_coarse(batch)):
         raise UnfitError(reason)
 
 

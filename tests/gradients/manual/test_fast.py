@@ -198,6 +198,15 @@ def test_half_precision_weights_are_measured_in_float32(make_model, dtype, long_
     np.testing.assert_allclose(half.norm_sq, full.norm_sq, atol=5e-6 * full.norm_sq.max())
 
 
+def test_a_model_that_bfloat16_rounds_by_tenths_of_a_nat_is_measured(make_model, sample):
+    # Logits of some dozens, as a pretrained model has on random text: the model's own passes round them by tenths.
+    batch, half = sample["left"], make_model("qwen3", dtype=torch.bfloat16)
+    half.model.norm.weight.data.mul_(100)
+    got = norms(half, *batch.args, batch.attention_mask)
+    full = twin(half.double(), *batch.args, batch.attention_mask)
+    np.testing.assert_allclose(got.norm_sq, full.norm_sq, atol=2e-5 * full.norm_sq.max())
+
+
 def test_padding_is_never_read_and_rollouts_do_not_see_each_other(make_model, sample):
     model, batch = make_model("qwen3"), sample["both"]
     whole = norms(model, *batch.args, batch.attention_mask)
