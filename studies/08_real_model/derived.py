@@ -1,0 +1,127 @@
+"""What the page of A real model needs beyond its tables: the small models' numbers beside it, and training by seed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.figures.styles import estimator_style
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.study import Row, Rows, column, distinct, select
+from otb_analysis.study.formats import above, below, interval_curve
+from otb_analysis.study.results import read_tables
+from otb_analysis.study.seeds import paired_difference
+
+from .compare import SIZES, UPDATES
+from .training import ARMS
+
+HEAD = UPDATES[0]
+"""Prompts of the update that heads the page: that of training."""
+SHOWN = ("none", "otb", "otb_loo", "sequence_optimal", "sequence_optimal_loo", "energy_across_loo", "energy_regression")
+"""Estimators of the figure, with the proxy."""
+AGAINST = "rloo"
+STUDIES = Path(__file__).parent.parent
+
+
+def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
+    """Return what differs from `rloo`, what small models showed in other studies, and training over seeds."""
+    rows = tables["estimators"]
+    compared = [row for row in rows if (row["estimator"], row["source"]) != (AGAINST, "none")]
+    return {
+        "best_first": lambda rows: sorted(rows, key=lambda row: -(row[f"gain{HEAD}"] or 0)),
+        "ahead": [row for row in compared if above(row, 1, f"gain{HEAD}")],
+        "behind": [row for row in compared if below(row, 1, f"gain{HEAD}")],
+        "compared": compared,
+        "toy_agreement": toy_agreement(),
+        "toy_gains": toy_gains(),
+        **(trained(tables["training"], tables["sweep"]) if "training" in tables else {}),
+    }
+
+
+def toy_agreement() -> Rows:
+    """Return study 02's correlations of trained models at temperature 1; its hybrid sketch under this page's name."""
+    rows = read_tables(STUDIES / "02_proxy_fidelity" / "results").get("agreement", [])
+    kept = [row for row in rows if row["stage"] != "init" and row["temperature"] == 1]
+    return [dict(row) | {"source": "hybrid" if row["source"] == "sketch" else row["source"]} for row in kept]
+
+
+def toy_gains() -> Rows:
+    """Return study 03's efficiencies over `rloo` in groups of the sizes measured here."""
+    rows = read_tables(STUDIES / "03_baseline_variance" / "results").get("estimators", [])
+    return [row for row in rows if row["size"] in SIZES]
+
+
+def trained(training: Rows, sweep: Rows) -> dict[str, Any]:
+    """Return held-out success before and after, the mean reward, clipping, and differences from `rloo`, by arm."""
+    last = max(row["step"] for row in training)
+    arms = [arm for arm in ARMS if select(training, arm=arm)]
+
+    def by_seed(arm: str, name: str, steps: Rows) -> dict[int, float]:
+        return {
+            seed: float(np.mean(column(select(steps, arm=arm, seed=seed), name)))
+            for seed in distinct(select(training, arm=arm), "seed")
+        }
+
+    first, final = select(training, step=0), select(training, step=last)
+    measures = {"before": ("heldout", first), "after": ("heldout", final), "reward": ("reward", training)}
+    values = {arm: {word: by_seed(arm, *what) for word, what in measures.items()} for arm in arms}
+    return {
+        "arms": arms,
+        "outcome": {
+            arm: {word: seed_mean(list(seeds.values()), word, "logit") for word, seeds in values[arm].items()}
+            for arm in arms
+        },
+        "over_rloo": {
+            arm: {word: paired_difference(values[arm][word], values[AGAINST][word], word) for word in values[arm]}
+            for arm in arms
+            if arm != AGAINST
+        },
+        "clipped": {arm: float(np.mean(column(select(training, arm=arm), "clipped"))) for arm in arms},
+        "rates": {arm: select(training, arm=arm)[0]["rate"] for arm in arms},
+        "swept": sorted(distinct(sweep, "rate")),
+        "seeds": len(distinct(training, "seed")),
+        "updates": last + 1,
+    }
+
+
+def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
+    """Draw efficiency over that of `rloo` by size of the update, and the rewards of training."""
+    rows, panels = tables["estimators"], []
+    for policy in distinct(rows, "policy"):
+        for n in SIZES:
+            own = [gain_curve(row) for row in select(rows, policy=policy, size=n) if shown(row)]
+            if own:
+                note = f"efficiency over rloo's, N = {n}"
+                panels.append(Panel(policy, note, "log₂ of the update's prompts", own, rules=[(1.0, "")]))
+    drawn = {"gains.svg": svg(panels, columns=2)} if panels else {}
+    if "training" in tables:
+        curves = [reward_curve(select(tables["training"], arm=arm), arm) for arm in ARMS]
+        panel = Panel("Training", "reward of a batch, mean over seeds and 5 updates", "update", curves, percent=True)
+        drawn["training.svg"] = svg([panel], columns=1)
+    return drawn
+
+
+def shown(row: Row) -> bool:
+    """Return whether the figure shows an estimator: it is known, and a training run can afford it."""
+    return row["estimator"] in SHOWN and row["source"] != "exact" and all(row[f"gain{p}"] for p in UPDATES)
+
+
+def gain_curve(row: Row) -> Curve:
+    """Return an estimator's efficiency over that of `rloo` by size of the update."""
+    style = estimator_style(row["estimator"])
+    return Curve(
+        [float(np.log2(p)) for p in UPDATES], [row[f"gain{p}"] for p in UPDATES], row["estimator"],
+        color=style.color, dashed=style.dash != "solid",
+    )  # fmt: skip
+
+
+def reward_curve(rows: Rows, arm: str) -> Curve:
+    """Return the mean reward over seeds of every five updates, with its interval."""
+    style, points = estimator_style(arm), dict[float, Interval | None]()
+    for start in range(0, max((row["step"] for row in rows), default=-1) + 1, 5):
+        own = [row for row in rows if start <= row["step"] < start + 5]
+        by_seed = [float(np.mean(column(select(own, seed=seed), "reward"))) for seed in distinct(own, "seed")]
+        points[start + 2.0] = seed_mean(by_seed, "reward", "logit")
+    return interval_curve(points, "", arm, style.color, dashed=style.dash != "solid")
