@@ -102,12 +102,13 @@ def token_sketches(
     sketch = np.zeros((int(node.max(initial=0)) + 1, dim), np.float32)
     todo = first.any(axis=1)
     for group in np.unique(rollouts.group):
-        rows = np.flatnonzero(todo & (rollouts.group == group))
+        own = todo & (rollouts.group == group)
+        rows = np.flatnonzero(own)
         weights = np.zeros((len(rows), int(first[rows].sum(axis=1).max(initial=0)), first.shape[1]))
         at = [np.flatnonzero(first[n]) for n in rows]
         for weight, columns in zip(weights, at, strict=True):
             weight[np.arange(len(columns)), columns] = 1.0
-        ids, mask, attention = rollouts.tensors(model.device, rows)
+        ids, mask, attention = rollouts.tensors(model.device, own)
         found = gradient_sketch(
             model, ids, mask, weights, np.arange(len(rows)), attention, dim=dim, seed=seed, temperature=temperature
         )  # a cluster for each rollout, and a row for each of its tokens
@@ -215,10 +216,10 @@ def gram_of_prompts(pool: Pool, size: int, shuffles: int = 1, seed: int = 0) -> 
         labels = list(estimates)
         flat = _gradients(pool, cut, estimates, labels).reshape(len(labels) * cut.prompt.size, -1)
         shape = (len(labels), cut.prompt.size)
-        inner = (flat @ flat.T).reshape(*shape, *shape).transpose(0, 2, 1, 3)
+        inner = np.asarray(flat @ flat.T, dtype=float).reshape(*shape, *shape).transpose(0, 2, 1, 3)
         total = total + mean_over_subgroups(inner, cut.prompt.size // prompts) / len(cuts)
     names = tuple(prompt.id for prompt in pool.written.rollouts.prompts)
-    return Gram(np.asarray(total, dtype=float), tuple(labels), len(pool.inputs.group), names)
+    return Gram(total, tuple(labels), len(pool.inputs.group), names)
 
 
 def _gradients(

@@ -41,13 +41,13 @@ def comparison(cell: Cell, size: Size, found: Measured) -> Tables:
     """Return agreement of every energy, and variance, SF and efficiency of every estimator."""
     key, pool = {"policy": cell.settings["policy"]}, found.pool
     table, exact = pool.written.table, pool.inputs.energy
-    assert exact is not None
-    hidden = np.where(table.mask, np.nan_to_num(table.stats.hidden_norm_sq), 0.0)
+    hidden = table.stats.hidden_norm_sq
+    assert exact is not None and hidden is not None
     energies = {
         "exact": exact,
         "proxy": pool.proxy,
         "calibrated": calibrated(exact, pool.proxy, table.mask, CALIBRATION_SHARE, seed=0),
-        "lm_head": lm_head_energy(pool.proxy, hidden, pool.written.temperature),
+        "lm_head": lm_head_energy(pool.proxy, np.where(table.mask, hidden, 0.0), pool.written.temperature),
     }
     agreement = agreement_rows(table, energies, ("proxy", "calibrated", "lm_head"))
     sketched = np.isfinite(found.hybrid) & table.mask

@@ -9,20 +9,18 @@ import numpy as np
 from otb_analysis.figures.styles import estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Row, Rows, column, distinct, select
+from otb_analysis.study import Rows, column, distinct, select
 from otb_analysis.study.formats import above, below, interval_curve
 from otb_analysis.study.results import read_tables
 from otb_analysis.study.seeds import paired_difference
 
-from .compare import SIZES, UPDATES
+from .compare import SIZES
 from .training import ARMS
 
-HEAD = UPDATES[0]
-"""Prompts of the update that heads the page: that of training."""
-SHOWN = ("none", "otb", "otb_loo", "sequence_optimal", "sequence_optimal_loo", "energy_across_loo", "energy_regression")
-"""Estimators of the figure, with the proxy."""
+SHOWN = ("none", "value", "otb_loo", "sequence_optimal_loo", "energy_across_loo", "energy_regression")
+"""Unbiased estimators of the figure, with the proxy: their variance needs no correction by c."""
 LISTED = (
-    *("group_mean", "grpo", "opo_loo", "james_stein", "batch_mean_loo", "value", "tvm", *SHOWN),
+    *("group_mean", "grpo", "opo_loo", "james_stein", "batch_mean_loo", "tvm", "otb", "sequence_optimal", *SHOWN),
     *("otb_carry_loo", "token_optimal_loo", "energy_ema_loo"),
 )
 """Estimators of the tables on the page; `estimators.csv` has all."""
@@ -33,12 +31,12 @@ STUDIES = Path(__file__).parent.parent
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return what differs from `rloo`, what small models showed in other studies, and training over seeds."""
     rows = tables["estimators"]
-    compared = [row for row in rows if (row["estimator"], row["source"]) != (AGAINST, "none")]
+    unbiased = [row for row in rows if row["c_known"] and row["sf_low"] is not None and row["source"] != "exact"]
     return {
         "listed": listed,
-        "ahead": [row for row in compared if above(row, 1, f"gain{HEAD}")],
-        "behind": [row for row in compared if below(row, 1, f"gain{HEAD}")],
-        "compared": compared,
+        "unbiased": unbiased,
+        "lower": [row for row in unbiased if below(row, 1, "sf")],
+        "higher": [row for row in unbiased if above(row, 1, "sf")],
         "toy_agreement": toy_agreement(),
         "toy_gains": toy_gains(),
         **(trained(tables["training"], tables["sweep"]) if "training" in tables else {}),
@@ -46,11 +44,11 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
 
 
 def listed(rows: Rows) -> Rows:
-    """Return the rows of the page, best first: no baseline that needs exact norms but the two forms of `otb`."""
+    """Return the rows of the page, unbiased ones first: no baseline that needs exact norms but forms of `otb`."""
     kept = [
         r for r in rows if r["estimator"] in LISTED and (r["source"] != "exact" or r["estimator"].startswith("otb"))
     ]
-    return sorted(kept, key=lambda row: -(row[f"gain{HEAD}"] or 0))
+    return sorted(kept, key=lambda row: (not row["c_known"], row["sf"] or 0))
 
 
 def toy_agreement() -> Rows:
@@ -100,15 +98,13 @@ def trained(training: Rows, sweep: Rows) -> dict[str, Any]:
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
-    """Draw efficiency over that of `rloo` by size of the update, and the rewards of training."""
+    """Draw variance over that of `rloo` by group size, and the rewards of training."""
     rows, panels = tables["estimators"], []
     for policy in distinct(rows, "policy"):
-        for n in SIZES:
-            own = [gain_curve(row) for row in select(rows, policy=policy, size=n) if shown(row)]
-            if own:
-                note = f"efficiency over rloo's, N = {n}"
-                panels.append(Panel(policy, note, "log₂ of the update's prompts", own, rules=[(1.0, "")]))
-    drawn = {"gains.svg": svg(panels, columns=2)} if panels else {}
+        own = [variance_curve(select(rows, policy=policy, estimator=name), name) for name in SHOWN]
+        note = "variance over rloo's, unbiased, 95 %"
+        panels.append(Panel(policy, note, "log₂ of the group size", own, rules=[(1.0, "")]))
+    drawn = {"variance.svg": svg(panels, columns=3)}
     if "training" in tables:
         curves = [reward_curve(select(tables["training"], arm=arm), arm) for arm in ARMS]
         panel = Panel("Training", "reward of a batch, mean over seeds and 5 updates", "update", curves, percent=True)
@@ -116,18 +112,11 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     return drawn
 
 
-def shown(row: Row) -> bool:
-    """Return whether the figure shows an estimator: it is known, and a training run can afford it."""
-    return row["estimator"] in SHOWN and row["source"] != "exact" and all(row[f"gain{p}"] for p in UPDATES)
-
-
-def gain_curve(row: Row) -> Curve:
-    """Return an estimator's efficiency over that of `rloo` by size of the update."""
-    style = estimator_style(row["estimator"])
-    return Curve(
-        [float(np.log2(p)) for p in UPDATES], [row[f"gain{p}"] for p in UPDATES], row["estimator"],
-        color=style.color, dashed=style.dash != "solid",
-    )  # fmt: skip
+def variance_curve(rows: Rows, name: str) -> Curve:
+    """Return an unbiased estimator's variance over that of `rloo` by group size, with the proxy where it weighs."""
+    style = estimator_style(name)
+    points = {float(np.log2(row["size"])): row for row in rows if row["source"] != "exact" and row["sf"]}
+    return interval_curve(points, "sf", name, style.color, dashed=style.dash != "solid")
 
 
 def reward_curve(rows: Rows, arm: str) -> Curve:

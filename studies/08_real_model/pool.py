@@ -94,19 +94,18 @@ def measured(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar:
     groups = np.arange(size.prompts)[cell.settings["number"] * size.block :][: size.block]
     rows = np.isin(written.rollouts.group, groups)
     norms = GradientMeasurer(policy.model, MeasureConfig(), written.temperature)
-    found = {name: np.full(written.table.mask.shape, np.nan) for name in ("exact", "hybrid")}
+    exact, sketched = (np.full(written.table.mask.shape, np.nan) for _ in range(2))
     whole = np.full(len(rows), np.nan)
     for done, group in enumerate(groups):
         one, of = norms.norms(written.rollouts, np.array([group])), written.rollouts.group == group
-        found["exact"][of], whole[of] = one.norm_sq[of], one.rollout_norm_sq[of]
+        exact[of], whole[of] = one.norm_sq[of], one.rollout_norm_sq[of]
         if group < size.hybrid:
-            found["hybrid"][of] = hybrid(policy, written, int(group), size)[of]
+            sketched[of] = hybrid(policy, written, int(group), size)[of]
         bar(done + 1, len(groups), f"{cell.name}: exact norms")
     part = written.rollouts.take(np.flatnonzero(rows))
     sketch, node = token_sketches(policy.model, part, written.temperature, size.buckets, bar=bar)
-    kept = {name: x[rows] for name, x in found.items()} | {"whole": whole[rows], "sketch": sketch, "node": node}
     with _file(work, cell).open("wb") as file:
-        np.savez(file, **kept)
+        np.savez(file, exact=exact[rows], hybrid=sketched[rows], whole=whole[rows], sketch=sketch, node=node)
     tokens = int(written.table.mask[rows].sum())
     return {"measured": [{"cell": cell.name, "tokens": tokens, "distinct_tokens": len(sketch)}]}
 

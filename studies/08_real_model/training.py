@@ -76,7 +76,7 @@ def config_of(size: Size, arm: str, rate: float, seed: int, start: TrainConfig |
         start,
         seed=seed,
         sample=SampleConfig(prompts=size.prompts, group_size=size.group_size, max_new_tokens=size.tokens),
-        estimator=EstimatorConfig(name=arm, options=MEMORY.get(arm, {})),
+        estimator=EstimatorConfig(name=arm, options={k: str(v) for k, v in MEMORY.get(arm, {}).items()}),
         optimize=OptimizeConfig(steps=size.steps, learning_rate=rate, precision="bfloat16"),
         critic=CriticConfig(enabled=False),
         measure=MeasureConfig(exact=Schedule()),
