@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from otb_analysis.config import CriticConfig, SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.measurement.forward import forward_pass
-from otb_analysis.study.policies import Policy, ScoredRollouts, write
+from otb_analysis.study.policies import Policy, ScoredRollouts, score, write
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.critic.critic import Critic, make_critic
 from otb_analysis.training.critic.nets import CriticBatch
@@ -60,7 +58,6 @@ def with_values(policy: Policy, critic: Critic, written: ScoredRollouts) -> Scor
 
 
 def _as_critic_sees(policy: Policy, written: ScoredRollouts) -> CriticBatch:
-    with torch.no_grad():
-        forward = forward_pass(policy.model, written.rollouts, written.temperature)
+    forward = score(policy, written.rollouts, written.temperature)
     rows = np.arange(len(written.rollouts.group))
     return CriticBatch(written.rollouts, forward, np.array_split(rows, max(1, len(rows) // 512)))

@@ -10,13 +10,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTraine
 
 from otb_analysis.config import SampleConfig, SmallModelConfig, TrainConfig
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.measurement.forward import forward_pass
+from otb_analysis.measurement.forward import ForwardPass
 from otb_analysis.measurement.table import TokenTable, compute_rewards, token_table
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.models import character_tokenizer, load_policy, small_model, special_id
 from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks import Prompt, Task, make_task
 from otb_analysis.training.loop import train
+from otb_analysis.training.policy.policy import Policy as RunningPolicy
 from otb_analysis.training.runtime.progress import Bar, silent
 from otb_analysis.types import Float, Int
 
@@ -102,14 +103,28 @@ def trained(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) 
     return Policy(model, tokenizer, policy.task)
 
 
-def write(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int) -> ScoredRollouts:
-    """Sample groups of rollouts, one per prompt, and score every token once; the global random state is kept."""
+def write(
+    policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int, at_once: int = 0
+) -> ScoredRollouts:
+    """Sample groups of rollouts, one per prompt, and score every token once; the global random state is kept.
+
+    `at_once` prompts are sampled side by side, by default all of them.
+    """
     generator = TransformersGenerator(policy.model, policy.tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        rollouts = sample(generator, policy.tokenizer, policy.task, prompts, config)
-    with torch.no_grad():
-        forward = forward_pass(policy.model, rollouts, config.temperature)
-    rollouts = compute_rewards(policy.task, rollouts)
+        parts = []
+        for start in range(0, len(prompts), at_once or len(prompts)):
+            some = prompts[start : start + (at_once or len(prompts))]
+            part = sample(generator, policy.tokenizer, policy.task, some, config)
+            parts.append(replace(part, prompts=tuple(prompts), group=part.group + start))
+    rollouts = compute_rewards(policy.task, Rollouts.concatenate(parts))
+    forward = score(policy, rollouts, config.temperature)
     table = replace(token_table(rollouts, forward, None), limit=config.limit)
     return ScoredRollouts(rollouts, table, config.temperature)
+
+
+def score(policy: Policy, rollouts: Rollouts, temperature: float) -> ForwardPass:
+    """Return the forward pass of a batch with its statistics and hidden states, a prompt read once for its rollouts."""
+    running = RunningPolicy(policy.model, TrainConfig(sample=SampleConfig(temperature=temperature)))
+    return running.forward(rollouts, keep_graph=False)

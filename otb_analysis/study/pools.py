@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from otb_analysis.arrays import returns_to_go
 from otb_analysis.config import MeasureConfig, SampleConfig
@@ -14,12 +14,22 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate, with_limit
 from otb_analysis.gradients import gradient_sketch
 from otb_analysis.measurement.measurer import GradientMeasurer
-from otb_analysis.statistics import Partition, PoolGram, group_gradients, held_out, pool_gram, position_optimum
+from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.statistics import (
+    Partition,
+    PoolGram,
+    group_gradients,
+    held_out,
+    mean_over_subgroups,
+    partitions,
+    pool_gram,
+    position_optimum,
+)
 from otb_analysis.study.policies import Policy, ScoredRollouts, write
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.runtime.progress import Bar, silent
-from otb_analysis.types import Bool, Float, Int, Label
+from otb_analysis.types import Bool, Float, Gram, Int, Label
 
 BLOCK = 6
 """Estimators whose Gram matrix is formed at once: their group gradients are held in float64."""
@@ -75,34 +85,37 @@ def measure_pool(policy: Policy, written: ScoredRollouts, dim: int, seed: int = 
     table = written.table
     measurer = GradientMeasurer(policy.model, MeasureConfig(), written.temperature)
     measured = measurer.norms(written.rollouts, np.unique(written.rollouts.group))
-    sketch, node = token_sketches(policy, written, dim, seed, bar)
+    sketch, node = token_sketches(policy.model, written.rollouts, written.temperature, dim, seed, bar)
     inputs = table.inputs(np.nan_to_num(measured.norm_sq), measured.rollout_norm_sq)
     pool = Pool(written, inputs, np.where(table.mask, table.stats.energy, 0.0), sketch, node)
     return replace(pool, inputs=replace(inputs, position_baseline=cross_fitted_optimum(pool, seed)))
 
 
 def token_sketches(
-    policy: Policy, written: ScoredRollouts, dim: int, seed: int = 0, bar: Bar = silent
+    model: PreTrainedModel, rollouts: Rollouts, temperature: float, dim: int, seed: int = 0, bar: Bar = silent
 ) -> tuple[NDArray[np.float32], Int]:
-    """Return count sketches of all distinct scores [U, K] and the one of each token [N, T].
+    """Return count sketches of all distinct scores [U, K] and the one of each token [N, T], 0 outside the mask.
 
     Tokens with the same prefix have the same score, so each is sketched once: one backward pass per distinct token.
     """
-    ids, mask, attention = written.batch
-    node, first = distinct_tokens(ids.numpy(), mask.numpy())
+    node, first = distinct_tokens(rollouts.input_ids, rollouts.mask)
     sketch = np.zeros((int(node.max(initial=0)) + 1, dim), np.float32)
-    todo = np.flatnonzero(first.any(axis=1))
-    for done, n in enumerate(todo):
-        columns = np.flatnonzero(first[n])
-        rows = torch.zeros(1, len(columns), ids.shape[1])
-        rows[0, torch.arange(len(columns)), torch.as_tensor(columns)] = 1.0
-        one = slice(n, n + 1)
-        sketch[node[n, columns]] = gradient_sketch(
-            policy.model, ids[one], mask[one], rows, np.zeros(1, np.int64), attention[one], dim=dim, seed=seed,
-            temperature=written.temperature,
-        )[0]  # fmt: skip
-        bar(done + 1, len(todo), "sketching scores")
-    return sketch, np.where(written.table.mask, written.rollouts.by_token(node), 0)
+    todo = first.any(axis=1)
+    for group in np.unique(rollouts.group):
+        own = todo & (rollouts.group == group)
+        rows = np.flatnonzero(own)
+        weights = np.zeros((len(rows), int(first[rows].sum(axis=1).max(initial=0)), first.shape[1]))
+        at = [np.flatnonzero(first[n]) for n in rows]
+        for weight, columns in zip(weights, at, strict=True):
+            weight[np.arange(len(columns)), columns] = 1.0
+        ids, mask, attention = rollouts.tensors(model.device, own)
+        found = gradient_sketch(
+            model, ids, mask, weights, np.arange(len(rows)), attention, dim=dim, seed=seed, temperature=temperature
+        )  # a cluster for each rollout, and a row for each of its tokens
+        for n, columns, rollout in zip(rows, at, found, strict=True):
+            sketch[node[n, columns]] = rollout[: len(columns)]
+        bar(int(group) + 1, len(rollouts.prompts), "sketching scores")
+    return sketch, np.where(rollouts.policy_tokens(), rollouts.by_token(node), 0)
 
 
 def distinct_tokens(ids: Int, mask: Bool) -> tuple[Int, Bool]:
@@ -184,6 +197,29 @@ def pool_grams(pool: Pool, cuts: Sequence[Partition], anchors: Sequence[Label] =
     for start in range(len(fixed), len(labels), BLOCK):
         chosen = [*range(len(fixed)), *range(start, min(start + BLOCK, len(labels)))]
         yield pool_gram([g[chosen] for g in every], cuts, [labels[m] for m in chosen])
+
+
+def gram_of_prompts(pool: Pool, size: int, shuffles: int = 1, seed: int = 0) -> Gram:
+    """Return the Gram matrix of all estimators in groups of one size, a row per prompt, as a training step has it.
+
+    It takes no two groups of a prompt, which `pool_grams` does: the group may be the whole pool. Smaller groups are cut
+    from it, and products are averaged over cuts; `statistics.mean_over_subgroups` says what is on the diagonal.
+    """
+    prompts = int(pool.inputs.group.max()) + 1
+    whole = (np.bincount(pool.inputs.group) == size).all()
+    once = [Partition(pool.inputs.group, np.arange(prompts))]
+    total: Any = 0.0
+    labels: list[Label] = []
+    cuts = once if whole else partitions(pool.inputs.group, size, shuffles, seed=seed)
+    for cut in cuts:
+        estimates = every_estimate(pool, cut)
+        labels = list(estimates)
+        flat = _gradients(pool, cut, estimates, labels).reshape(len(labels) * cut.prompt.size, -1)
+        shape = (len(labels), cut.prompt.size)
+        inner = np.asarray(flat @ flat.T, dtype=float).reshape(*shape, *shape).transpose(0, 2, 1, 3)
+        total = total + mean_over_subgroups(inner, cut.prompt.size // prompts) / len(cuts)
+    names = tuple(prompt.id for prompt in pool.written.rollouts.prompts)
+    return Gram(total, tuple(labels), len(pool.inputs.group), names)
 
 
 def _gradients(

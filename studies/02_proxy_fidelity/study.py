@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.arrays import policy_position
 from otb_analysis.config import (
     CheckpointConfig,
     EstimatorConfig,
@@ -24,23 +23,17 @@ from otb_analysis.config import (
     TrainConfig,
     WarmStartConfig,
 )
-from otb_analysis.energies import calibrate, lm_head_energy, realized_energy
+from otb_analysis.energies import lm_head_energy
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import sketch_score_norms, token_score_norms
 from otb_analysis.statistics import (
-    Interval,
-    fidelity,
     gain_lost,
-    inclusion_probabilities,
     paired_ratios,
     pooled_statistics,
-    position_cells,
-    realized_fidelity,
-    systematic_sample,
     weight_statistics,
 )
 from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
-from otb_analysis.study.agreement import correlation
+from otb_analysis.study.agreement import agreement_rows, calibrated
 from otb_analysis.study.formats import by_label, ratio_columns
 from otb_analysis.study.gradients import Weighed, prompt_gram
 from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, trained, write
@@ -50,7 +43,7 @@ from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import fit
-from otb_analysis.types import Float, Gram, Int, Label
+from otb_analysis.types import Float, Gram, Label
 
 MODELS = {
     "qwen3-s": ("qwen3", SmallModelConfig(layers=2, width=48, feed_forward=120)),
@@ -142,7 +135,7 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: dict[str, lis
         energies = energies_of(policy, written, k)
         facts = facts_of(policy, written, energies) | {"rl_steps": settings["rl_steps"], "pilot": pilot}
         tables["policies"].append(key | facts)
-        tables["agreement"] += [key | row for row in agreement_rows(written, energies)]
+        tables["agreement"] += [key | row for row in agreement_rows(written.table, energies, SOURCES)]
         if np.ptp(written.table.total_reward) > 0:
             grams.append(gram_of(policy, written, energies))
             tables["efficiency"] += [key | row for row in efficiency_rows(grams[-1:])]
@@ -174,19 +167,10 @@ def energies_of(policy: Policy, written: ScoredRollouts, seed: int) -> dict[str,
     return {
         "exact": exact,
         "proxy": proxy,
-        "calibrated": calibrated(exact, proxy, written.table.mask, seed),
+        "calibrated": calibrated(exact, proxy, written.table.mask, CALIBRATION_SHARE, seed),
         "sketch": np.maximum(sketch, 0.0),
         "lm_head": lm_head_energy(proxy, hidden, written.temperature),
     }
-
-
-def calibrated(exact: Float, proxy: Float, mask: np.ndarray, seed: int) -> Float:
-    """Return the proxy calibrated on drawn tokens, as the level `sampled` does it."""
-    prob = np.full(mask.shape, np.nan)
-    prob[mask] = inclusion_probabilities(proxy[mask], round(CALIBRATION_SHARE * int(mask.sum())))
-    drawn = np.zeros(mask.shape, bool)
-    drawn[mask] = systematic_sample(prob[mask], seed)
-    return calibrate(np.where(drawn, exact, np.nan), proxy, prob).predict(proxy)
 
 
 def facts_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Float]) -> dict[str, Any]:
@@ -201,38 +185,6 @@ def facts_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Flo
         "group_size": len(table.group) // len(written.rollouts.prompts),
         "corr": found.pooled_total_reward_corr,
     }
-
-
-def agreement_rows(written: ScoredRollouts, energies: Mapping[str, Float]) -> list[dict[str, Any]]:
-    """Return correlations of each source with exact norms, of w_t and of W_t."""
-    table, rows = written.table, []
-    cells = position_cells(table.group, table.mask.shape[1])[:, :1] + policy_position(table.mask)
-    for source in SOURCES:
-        for of in ("w", "W"):
-            x, y = (
-                (energies[name] if of == "w" else realized_energy(energies[name], table.mask))[table.mask]
-                for name in (source, "exact")
-            )
-            pair = energies[source], energies["exact"], table.mask
-            agree = fidelity(*pair, cells) if of == "w" else realized_fidelity(*pair, table.group)
-            prompt = np.broadcast_to(table.group[:, None], table.mask.shape)[table.mask]
-            rows.append({
-                "source": source,
-                "of": of,
-                **interval_columns("pooled", correlation(x, y, prompt)),
-                **interval_columns("within", correlation(x, y, prompt, cells[table.mask])),
-                **interval_columns("log_within", log_correlation(x, y, prompt, cells[table.mask])),
-                "positive": float(np.mean((x > 0) & (y > 0))),
-                "spearman": agree.pooled.spearman,
-                "spearman_within": agree.within.spearman if agree.within else None,
-            })  # fmt: skip
-    return rows
-
-
-def log_correlation(x: Float, y: Float, prompt: Int, cell: Int) -> Interval | None:
-    """Return the correlation of log x and log y within cells, over tokens at which both are positive."""
-    both = (x > 0) & (y > 0)
-    return correlation(np.log(x[both]), np.log(y[both]), prompt[both], cell[both])
 
 
 def gram_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Float]) -> Gram:

@@ -7,12 +7,13 @@ from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, 
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram, token_score_norms
-from otb_analysis.statistics import partitions
+from otb_analysis.statistics import Partition, mean_over_subgroups, partitions
 from otb_analysis.study.policies import fresh_policy, write
 from otb_analysis.study.pools import (
     cross_fitted_optimum,
     distinct_tokens,
     every_estimate,
+    gram_of_prompts,
     measure_pool,
     pool_grams,
     promising_prompts,
@@ -82,6 +83,35 @@ def test_grams_are_those_of_the_gradients_up_to_the_sketch(policy, pool):
             exact = group_gradient_gram(policy.model, ids, mask, weights, cut.group, attention)[0, 0]
             power = np.diag(exact).reshape(2, 2).mean(axis=1)
             np.testing.assert_allclose(block.same[m, m], power, rtol=0.15, atol=0.1 * power.max())
+
+
+@pytest.mark.parametrize("size", [4, 2])
+def test_gram_of_prompts_is_that_of_a_training_step_up_to_the_sketch(policy, pool, size):
+    found = gram_of_prompts(pool, size, shuffles=2, seed=5)
+    whole = Partition(pool.inputs.group, np.arange(2))
+    cuts = [whole] if size == 4 else partitions(pool.inputs.group, 2, 2, seed=5)
+    ids, mask, attention = pool.written.batch
+    for m, label in enumerate(found.labels):
+        exact = []
+        for cut in cuts:
+            weights = pool.written.rollouts.by_column(every_estimate(pool, cut)[label][None] / size)
+            inner = group_gradient_gram(policy.model, ids, mask, weights, cut.group, attention)
+            exact.append(mean_over_subgroups(inner, cut.prompt.size // 2))
+        expected = np.mean(exact, axis=0)[0, 0]
+        np.testing.assert_allclose(found.inner[m, m], expected, rtol=0.2, atol=0.1 * np.abs(expected).max())
+    assert found.n_rollouts == 8 and len(found.prompt) == 2
+
+
+def test_rollouts_sampled_a_few_prompts_at_a_time_are_one_batch(policy):
+    prompts = draw_prompts(policy.task, "train", 0, 3)
+    found = write(policy, prompts, SAMPLE, seed=1, at_once=2)
+    assert found.rollouts.group.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert [prompt.id for prompt in found.rollouts.prompts] == [prompt.id for prompt in prompts]
+    first = write(policy, prompts[:2], SAMPLE, seed=1)
+    width = first.table.mask.shape[1]
+    np.testing.assert_array_equal(
+        found.table.token_id[:8, :width][first.table.mask], first.table.token_id[first.table.mask]
+    )
 
 
 def test_estimators_that_couple_prompts_see_one_group_of_each(pool):

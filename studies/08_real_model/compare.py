@@ -1,0 +1,132 @@
+"""What a pool says: how well energies agree with exact norms, and every estimator's variance and efficiency."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.config import SampleConfig, TrainConfig
+from otb_analysis.energies import lm_head_energy
+from otb_analysis.estimators import proved
+from otb_analysis.statistics import (
+    Interval,
+    deleted_moments,
+    gradient_noise_scale,
+    jackknife_interval,
+    paired_ratios,
+    pooled_statistics,
+    sketch_noise,
+    weight_statistics,
+)
+from otb_analysis.study import Cell, Tables, interval_columns, rounded
+from otb_analysis.study.agreement import agreement_rows, calibrated
+from otb_analysis.study.formats import by_label, ratio_columns, statistics_columns
+from otb_analysis.study.pools import REFERENCE, gram_of_prompts
+from otb_analysis.training.critic.targets import explained_variance
+from otb_analysis.training.resume import plain_config
+from otb_analysis.types import Float, Gram, Proved
+
+from .pool import Measured, Size
+
+NONE = ("none", "none")
+SIZES = (4, 8)
+"""Rollouts of a group."""
+UPDATES = (8, 32, 128)
+"""Prompts of the update that efficiency is stated for."""
+CALIBRATION_SHARE = 0.1
+"""Tokens on which the calibrated proxy is fitted."""
+
+
+def comparison(cell: Cell, size: Size, found: Measured) -> Tables:
+    """Return agreement of every energy, and variance, SF and efficiency of every estimator."""
+    key, pool = {"policy": cell.settings["policy"]}, found.pool
+    table, exact = pool.written.table, pool.inputs.energy
+    hidden = table.stats.hidden_norm_sq
+    assert exact is not None and hidden is not None
+    energies = {
+        "exact": exact,
+        "proxy": pool.proxy,
+        "calibrated": calibrated(exact, pool.proxy, table.mask, CALIBRATION_SHARE, seed=0),
+        "lm_head": lm_head_energy(pool.proxy, np.where(table.mask, hidden, 0.0), pool.written.temperature),
+    }
+    agreement = agreement_rows(table, energies, ("proxy", "calibrated", "lm_head"))
+    sketched = np.isfinite(found.hybrid) & table.mask
+    if sketched.any():
+        some = {"exact": exact, "hybrid": np.where(sketched, found.hybrid, 0.0)}
+        agreement += agreement_rows(replace(table, mask=sketched), some, ("hybrid",))
+    rows, signals = [], []
+    for n in SIZES:
+        gram, known = gram_of_prompts(pool, n, size.shuffles, seed=n), known_projections(size, n)
+        rows += [{"size": n} | row for row in estimator_rows(gram, known(gram), size.buckets)]
+        signals.append({"size": n} | signal_columns(gram, known(gram)))
+    return {
+        "policies": [key | facts(found, exact)],
+        "agreement": [key | row for row in agreement],
+        "estimators": [key | row for row in rows],
+        "signal": [key | row for row in signals],
+    }
+
+
+def known_projections(size: Size, n: int) -> Any:
+    """Return what says which estimators are proved unbiased in groups of n."""
+    config = TrainConfig(sample=SampleConfig(prompts=size.prompts, group_size=n, max_new_tokens=size.tokens))
+    return lambda gram: proved(gram.labels, plain_config(config))
+
+
+def facts(found: Measured, exact: Float) -> dict[str, Any]:
+    """Return what was written: success, tokens, tails, and corr(W_T, R) within prompts."""
+    table, sketch = found.pool.written.table, found.pool.sketch
+    energy = np.sort(exact[table.mask])[::-1]
+    weights = weight_statistics(exact, table.mask, table.total_reward, table.group)
+    paid = np.array([table.total_reward[table.group == g] for g in np.unique(table.group)])
+    return {
+        "prompts": len(paid),
+        "rollouts": paid.size,
+        "tokens": energy.size,
+        "distinct_tokens": len(sketch),
+        "success": float(paid.mean()),
+        "mixed": float((np.ptp(paid, axis=1) > 0).mean()),
+        "corr": rounded(weights.pooled_total_reward_corr),
+        "explained": rounded(explained_variance(table)),
+        "top_share": rounded(float(energy[: max(1, energy.size // 100)].sum() / energy.sum())),
+    }
+
+
+def estimator_rows(gram: Gram, known: Proved, buckets: int) -> list[dict[str, Any]]:
+    """Return every measure of every estimator, over `rloo` and over no baseline."""
+    statistics = {p: by_label(pooled_statistics([gram], n_prompts=p, known=known)) for p in UPDATES}
+    ratios = {p: by_label(paired_ratios([gram], n_prompts=p, known=known)) for p in UPDATES}
+    bare = by_label(paired_ratios([gram], NONE, n_prompts=UPDATES[0], known=known))
+    noise = sketch_noise(gram.inner, buckets).log_ratio[:, gram.labels.index(REFERENCE)]
+    rows = []
+    for m, label in enumerate(gram.labels):
+        one, pair = statistics[UPDATES[0]][label], ratios[UPDATES[0]].get(label)
+        row = {"estimator": label[0], "source": label[1], "c_known": one.c_known}
+        row |= statistics_columns(one, "projection")
+        row |= ratio_columns(pair, {"variance": "variance", "sf": "sf"})
+        row |= ratio_columns(bare.get(label), {"variance_bare": "variance", "sf_bare": "sf"})
+        for p in UPDATES:
+            row |= {f"efficiency{p}": rounded(statistics[p][label].efficiency)}
+            row |= ratio_columns(ratios[p].get(label), {f"gain{p}": "efficiency"})
+        rows.append(row | {"sketch_noise": rounded(float(noise[m]))})
+    return rows
+
+
+def signal_columns(gram: Gram, known: Proved) -> dict[str, Any]:
+    """Return ‖∇J‖² and the noise scale of `rloo`, with intervals over prompts, and how many prompts would show it."""
+    truth = known.truth & frozenset(gram.labels) or REFERENCE
+    value = deleted_moments([gram], REFERENCE, truth).truth_sq
+    found = jackknife_interval(value[0], value[1:], "‖∇J‖²", "linear")
+    scale = gradient_noise_scale([gram], REFERENCE, known)
+    wanted = prompts_wanted(found, gram.n_prompts)
+    return {**interval_columns("signal", found), **interval_columns("noise_scale", scale), "prompts_wanted": wanted}
+
+
+def prompts_wanted(signal: Interval | None, prompts: int) -> int | None:
+    """Return at how many prompts an interval of ‖∇J‖² would leave 0 out, if the estimate is right.
+
+    Where noise dominates its standard error falls with the number of prompts: pairs count, not prompts.
+    """
+    if signal is None or signal.low is None or signal.estimate <= 0:
+        return None
+    return int(np.ceil(prompts * (signal.estimate - signal.low) / signal.estimate))
