@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.figures.styles import estimator_style
+from otb_analysis.figures.styles import BLUE, estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.study import Rows, column, distinct, select
-from otb_analysis.study.formats import above, below, interval_curve
+from otb_analysis.study.formats import below, interval_curve
 from otb_analysis.study.results import read_tables
 from otb_analysis.study.seeds import paired_difference
 
@@ -24,6 +24,10 @@ LISTED = (
     *("otb_carry_loo", "token_optimal_loo", "energy_ema_loo"),
 )
 """Estimators of the tables on the page; `estimators.csv` has all."""
+COLORS = {"energy_across_loo": BLUE}
+"""Where two estimators of the figure have one colour."""
+CUT = 2.0
+"""Ratio at which the figure cuts intervals."""
 AGAINST = "rloo"
 STUDIES = Path(__file__).parent.parent
 
@@ -31,16 +35,30 @@ STUDIES = Path(__file__).parent.parent
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return what differs from `rloo`, what small models showed in other studies, and training over seeds."""
     rows = tables["estimators"]
-    unbiased = [row for row in rows if row["c_known"] and row["sf_low"] is not None and row["source"] != "exact"]
     return {
         "listed": listed,
-        "unbiased": unbiased,
-        "lower": [row for row in unbiased if below(row, 1, "sf")],
-        "higher": [row for row in unbiased if above(row, 1, "sf")],
+        "regression": shown_lower(select(rows, estimator="energy_regression", source="proxy", size=4), "sf"),
+        "regression_bare": shown_lower(select(rows, estimator="energy_regression", source="proxy", size=4), "sf_bare"),
+        "none_rows": whole(select(rows, estimator="none", size=4)),
+        "loo_rows": whole(select(rows, estimator="otb_loo", source="proxy", size=4)),
+        "otb_rows": whole(select(rows, estimator="otb", source="proxy", size=4)),
+        "proxy_log": column(select(tables["agreement"], source="proxy", of="w"), "log_within"),
+        "toy_log": column(select(toy_agreement(), source="proxy", of="w"), "log_within"),
+        "lengths": [row["tokens"] / row["rollouts"] for row in tables["policies"]],
         "toy_agreement": toy_agreement(),
         "toy_gains": toy_gains(),
         **(trained(tables["training"], tables["sweep"]) if "training" in tables else {}),
     }
+
+
+def whole(rows: Rows) -> Rows:
+    """Return the rows of policies all of whose parameters are measured."""
+    return [row for row in rows if not row["policy"].endswith("-lora")]
+
+
+def shown_lower(rows: Rows, name: str) -> Rows:
+    """Return the rows of whole policies of which an interval shows a ratio below 1."""
+    return [row for row in whole(rows) if below(row, 1, name)]
 
 
 def listed(rows: Rows) -> Rows:
@@ -101,9 +119,9 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw variance over that of `rloo` by group size, and the rewards of training."""
     rows, panels = tables["estimators"], []
     for policy in distinct(rows, "policy"):
-        own = [variance_curve(select(rows, policy=policy, estimator=name), name) for name in SHOWN]
-        note = "variance over rloo's, unbiased, 95 %"
-        panels.append(Panel(policy, note, "log₂ of the group size", own, rules=[(1.0, "")]))
+        own = [variance_points(select(rows, policy=policy, estimator=name), name) for name in SHOWN]
+        note = "variance over rloo's, 95 %, cut at 2"
+        panels.append(Panel(policy, note, "groups of 4, then groups of 8", own, [(1.0, "")], (0.0, CUT)))
     drawn = {"variance.svg": svg(panels, columns=3)}
     if "training" in tables:
         curves = [reward_curve(select(tables["training"], arm=arm), arm) for arm in ARMS]
@@ -112,11 +130,13 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     return drawn
 
 
-def variance_curve(rows: Rows, name: str) -> Curve:
-    """Return an unbiased estimator's variance over that of `rloo` by group size, with the proxy where it weighs."""
-    style = estimator_style(name)
-    points = {float(np.log2(row["size"])): row for row in rows if row["source"] != "exact" and row["sf"]}
-    return interval_curve(points, "sf", name, style.color, dashed=style.dash != "solid")
+def variance_points(rows: Rows, name: str) -> Curve:
+    """Return an unbiased estimator's variance over that of `rloo`, a point per group size, with the proxy."""
+    place = SHOWN.index(name)
+    known = [row for row in rows if row["source"] != "exact" and row["sf_low"] is not None]
+    x = [place + (len(SHOWN) + 2) * SIZES.index(row["size"]) for row in known]
+    y, low, high = ([min(row[k], CUT) for row in known] for k in ("sf", "sf_low", "sf_high"))
+    return Curve(x, y, name, low, high, COLORS.get(name, estimator_style(name).color), width=0)
 
 
 def reward_curve(rows: Rows, arm: str) -> Curve:

@@ -118,3 +118,19 @@ def test_07_nothing_tells_an_estimator_for_turns_from_rloo(name):
     ]
     low, high = student(np.subtract(*means))
     assert low < 0 < high
+
+
+def test_08_other_prompts_leave_less_variance_than_rloo_and_the_proxy_ranks_tokens():
+    tables = tables_of("08_real_model")
+    four = select(tables["estimators"], size=4)
+    best, none, loo = (
+        [row for row in select(four, estimator=name) if row["source"] != "exact" and row["policy"] != "sums-lora"]
+        for name in ("energy_regression", "none", "otb_loo")
+    )
+    assert all(row["c_known"] and row["sf_high"] < 1 for row in best + none)
+    assert all(a["sf"] < b["sf"] < c["sf"] for a, b, c in zip(best, none, loo, strict=True))
+    assert [row["sf_bare_high"] < 1 for row in best] == [True, False]
+    proxy = select(tables["agreement"], source="proxy", of="w")
+    assert len(proxy) == 3 and all(row["log_within_low"] > 0.97 for row in proxy)
+    lora = [row for row in four if row["policy"] == "sums-lora" and row["c_known"] and row["estimator"] != "group_mean"]
+    assert not any(row["sf_high"] and row["sf_high"] < 1 for row in lora if row["estimator"] not in ("rloo", "trloo"))
