@@ -68,7 +68,7 @@ ROLLOUTS = (
     Column("reward", "DOUBLE", "", "Total reward."),
     Column("length", "INTEGER", "tokens", "Policy tokens, the end token included."),
     Column("turns", "INTEGER", "", "Policy turns."),
-    Column("finish_reason", "VARCHAR", "", "stop (end token), length (budget used up) or turns (turn limit)."),
+    Column("finish_reason", "VARCHAR", "", "stop (end token), length (budget), turns (turn limit); unknown if not recorded."),
     Column("score_norm_sq", "DOUBLE", "norm²", "‖Σ_t ∇_θ log π(y_t)‖², exact, where measured."),
     Column("energy_total", "DOUBLE", "norm²", "W_T = Σ_t ‖∇_θ log π(y_t)‖², estimated by the level sampled."),
     Column("energy_total_stderr", "DOUBLE", "norm²", "Its standard error; null where none left to chance was drawn."),

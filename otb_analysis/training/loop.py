@@ -33,7 +33,7 @@ from otb_analysis.training.runtime.progress import Bar, silent, step_line, unfai
 from otb_analysis.training.runtime.sharding import asked_for
 from otb_analysis.training.runtime.trackers import Trackers
 from otb_analysis.training.setup import Trainer, seed_of
-from otb_analysis.training.summary import summarize
+from otb_analysis.measurement.summary import summarize
 
 ORDER = 1
 """Seed stream for shuffling mini-batches."""
