@@ -34,6 +34,7 @@ from otb_analysis.types import Float, Int
 if TYPE_CHECKING:
     from peft import PeftModel
 
+
 class Policy:
     """A causal language model and how it is run; nothing here knows about rewards.
 
