@@ -139,7 +139,8 @@ def load_policy(path: str | Path, remote_code: bool = False) -> tuple[PreTrained
     in the directory run.
 
     Raises:
-        InputError: The directory is missing, needs its own Python files but must not run them, holds no whole causal language model or no tokenizer with an end token.
+        InputError: The directory is missing, needs Python files of its own that must not run, holds no whole causal
+            language model, or no tokenizer with an end token.
     """
     path = _place_of(path)
     gguf = {"gguf_file": path.name} if path.is_file() else {}
@@ -149,9 +150,7 @@ def load_policy(path: str | Path, remote_code: bool = False) -> tuple[PreTrained
             folder, dtype=dtype, local_files_only=True, trust_remote_code=remote_code, output_loading_info=True, **gguf
         )
         model, loading_info = loaded
-        tokenizer = load_tokenizer(folder, remote_code, **gguf)
-    except InputError:
-        raise
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code, **gguf)
     except Exception as error:  # someone else's files can make the loading library fail in any way
         refuse_own_code(folder, remote_code, error)
         raise InputError(
@@ -175,14 +174,14 @@ def load_policy(path: str | Path, remote_code: bool = False) -> tuple[PreTrained
     return model, tokenizer
 
 
-def load_tokenizer(folder: str | Path, remote_code: bool = False, **gguf: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | Path, remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local directory, never from a network.
 
     Raises:
         InputError: There is none, or it needs Python files of its own but must not run them.
     """
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code, **gguf)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
     except Exception as error:  # someone else's files can make the loading library fail in any way
         refuse_own_code(Path(folder), remote_code, error)
         raise InputError(
@@ -201,8 +200,8 @@ def refuse_own_code(folder: Path, allowed: bool, error: Exception) -> None:
         file = folder / name
         if not allowed and file.is_file() and '"auto_map"' in file.read_text(encoding="utf-8", errors="replace"):
             raise InputError(
-                f"{folder} is loaded by Python files of its own ({name} has auto_map), which are not run; read them, and "
-                "allow it with --allow-remote-code where the command has that option."
+                f"{folder} is loaded by Python files of its own ({name} has auto_map), which are not run; read them, "
+                "and allow it with --allow-remote-code where the command has that option."
             ) from error
 
 
