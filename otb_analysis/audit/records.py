@@ -70,20 +70,19 @@ def checked(record: RecordedRollout, tally: Tally) -> RecordedRollout:
         InputError: A list has the wrong length, or holds numbers that cannot be; the sentence names the record.
     """
     sampled = record.policy_tokens
-    if sampled is None:
+    if sampled is None or record.ids is None:
         if record.mask is not None:
             raise InputError(f"{record.place} has a mask but no ids, so nothing says which tokens it is of; add ids.")
-        for name in record.columns:
-            _refuse_impossible(record, name, np.ones(len(record.columns[name]), bool))
+        for name, values in record.columns.items():
+            _refuse_impossible(record, name, np.ones(len(values), bool))
         return record
+    tokens = len(record.ids)
     for name, values in {"mask": sampled, **record.columns}.items():
-        if len(values) != len(sampled):
-            shift = (
-                " (a list that is off by one belongs to other tokens)" if abs(len(values) - len(sampled)) == 1 else ""
-            )
+        if len(values) != tokens:
+            shift = " (a list that is off by one belongs to other tokens)" if abs(len(values) - tokens) == 1 else ""
             raise InputError(
-                f"{record.place}: {name} has {len(values)} entries but there are {len(sampled)} completion "
-                f"tokens{shift}; write one per token."
+                f"{record.place}: {name} has {len(values)} entries but there are {tokens} completion tokens{shift}; "
+                "write one per token."
             )
     for name in record.columns:
         _refuse_impossible(record, name, sampled)
