@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from otb_analysis.audit.records import Message, RecordedRollout
 from otb_analysis.audit.rows import Tally
 from otb_analysis.audit.steps import RecordedStep
-from otb_analysis.audit.templates import chat_text, restored
+from otb_analysis.audit.templates import chat_text, next_turn, restored
 from otb_analysis.errors import InputError
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.rollouts.sampling import Draft, FinishReason, Rollouts, collate
@@ -127,6 +127,12 @@ class Encoder:
         """Return a completion's tokens from its text, with the end token where it ended."""
         text = record.messages[-1].content if record.messages else record.completion
         assert text is not None
+        if self.text == "auto" and record.stripped and (mark := next_turn(self.tokenizer)) and mark in text:
+            raise InputError(
+                f"{record.place}: its completion holds {mark!r}, with which the chat template begins another turn, and "
+                "no mask says which tokens the policy sampled; record token ids with a mask, or pass --text plain if it "
+                "wrote all of it."
+            )
         ids = self._ids(text, special=False)
         end = special_id(self.tokenizer, "eos")
         if ids[-1:] != (end,) and self._has_ended(record):

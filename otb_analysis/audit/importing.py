@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from otb_analysis.audit.recorded_tables import recorded_tables
-from otb_analysis.audit.runs import record_run, run_path, source_of, stored_config
+from otb_analysis.audit.runs import record_run, remaining_estimators, run_path, source_of, stored_config
 from otb_analysis.config.audit import ImportConfig
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.phases import note, phase
 from otb_analysis.rollouts.models import load_tokenizer
 from otb_analysis.store import RunStore
@@ -43,10 +44,9 @@ def tell_missing(path: Path, rollouts: Path) -> None:
         for name, words in (
             ("length_mean", "lengths in tokens"), ("logprob_mean", "log-probabilities"), ("entropy_mean", "entropies"),
         )
-        if not steps[name].notna().any()
+        if bool(steps[name].isna().to_numpy().all())
     ]  # fmt: skip
     lacking.append("energies, gradient norms and estimators")
     note(f"{path.name} has no {', no '.join(lacking)}; add them with: otb score --model DIR --rollouts {rollouts}")
-    if int(steps["n_singleton_groups"].sum()) == int(steps["n_prompts"].sum()):
-        single = [name for name, entry in ESTIMATORS.items() if entry.takes_single]
-        note(f"every prompt has one rollout, so these estimators remain: {', '.join(single)}.")
+    if bool(np.all(steps["n_singleton_groups"].to_numpy() == steps["n_prompts"].to_numpy())):
+        note(f"every prompt has one rollout, so these estimators remain: {', '.join(remaining_estimators())}.")

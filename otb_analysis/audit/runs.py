@@ -12,12 +12,15 @@ from otb_analysis.audit.rows import suffix_of
 from otb_analysis.audit.steps import Layout, RecordedStep, steps_of
 from otb_analysis.config.audit import RecordedConfig
 from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
+from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.phases import advance, count_to, note, phase, plural
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.store.layout import check_run_name
 
 PLACE = ("run", "root", "if_exists", "source")
 """Parts of a stored configuration that may differ when a run goes on: they change where it is, not what it holds."""
+GIVEN = {"energy", "turn", "token_id", "entropy"}
+"""What an estimator may need here; a critic's values, ratios and exact norms at every step are not there."""
 Maker = Callable[[RecordedStep], StepTables]
 """Makes what is stored of a step."""
 
@@ -35,7 +38,10 @@ def source_of(path: Path, config: RecordedConfig) -> Source:
             f"--prompts is {config.prompts} and --group-size {config.group_size}; pass at least 1, and 0 or more."
         )
     with phase(f"recognising {path}"):
-        return find_source(path, config.format)
+        source = find_source(path, config.format)
+    if config.reward_weights and source.name != "trl":
+        raise InputError(f"--reward-weights are for TRL's tables, but {path} is {source.name}; leave them out.")
+    return source
 
 
 def run_path(path: Path, config: RecordedConfig, ending: str) -> Path:
@@ -50,67 +56,111 @@ def stored_config(config: RecordedConfig, source: Source, made_by: str, more: Ma
     """Return what run.json keeps: the settings, and that the rollouts came from a file and not from training here."""
     origin = {"made_by": made_by, "path": str(source.path), "format": source.name, "about": source.format.about}
     plain: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
-    return plain | {"task": source.path.name, "source": origin} | dict(more)
+    place = source.path.resolve()
+    return plain | {"rollouts": str(place), "task": place.name, "source": origin} | dict(more)
+
+
+def remaining_estimators() -> list[str]:
+    """Return the estimators that take one rollout per prompt, and need no more than recorded rollouts have."""
+    return [name for name, entry in ESTIMATORS.items() if entry.takes_single and set(entry.needs) <= GIVEN]
+
+
+def refuse_existing(path: Path, config: RecordedConfig) -> None:
+    """Refuse a run that exists, before time is spent, unless it is to be replaced or gone on with.
+
+    Raises:
+        InputError: It exists.
+    """
+    if config.if_exists == "error" and path.exists():
+        raise InputError(
+            f"run {path.name!r} already exists in {path.parent}; pass another --run, --if-exists resume or --if-exists "
+            "replace."
+        )
 
 
 def record_run(path: Path, config: RecordedConfig, stored: Mapping[str, Any], source: Source, make: Maker) -> Path:
     """Write every step of a source that the run does not have yet, and return the run's directory.
 
     A step that is stored with as many rollouts as the source has is not made again; one with fewer is, since its file
-    has grown. Stopped, the run keeps its complete steps.
+    has grown. Stopped, the run keeps its complete steps. Nothing is written before the first step is made.
 
     Raises:
         InputError: The run exists and must not be touched, was made otherwise, or a record is refused; the steps before
             it stay.
         StoreError: The store cannot be read or written.
     """
-    writer, done = _opened(path, config, stored)
+    refuse_existing(path, config)
+    run = _Run(path, config, stored)
     layout = Layout(source.format.runs_of_prompts, config.group_size, config.prompts)
     try:
-        with phase(f"reading {source.path.name}") as reading:
-            reading.count_to(0, "step")
-            _write_all(writer, steps_of(source.records(config.reward_weights), layout), done, make)
+        with phase(f"reading {source.path.name}"):
+            run.write(steps_of(source.records(config.reward_weights), layout), make)
     except BaseException as error:
-        reason = str(error) if isinstance(error, STOPS) else f"{type(error).__name__}: {error}".rstrip(": ")
-        stopped = isinstance(error, KeyboardInterrupt)
-        kept = plural(len(RunStore(path).complete_steps()), "step")
-        with suppress(StoreError):  # a disk that refuses this too must not hide why the run ended
-            writer.finish("failed", "interrupted; its complete steps can be read." if stopped else reason)
-        if stopped:
-            raise Interrupted(f"stopped; {kept} can be read in {path}, and --if-exists resume goes on.") from None
-        if isinstance(error, InputError):
-            raise InputError(f"{error} {kept[:1].upper()}{kept[1:]} before it can be read in {path}.") from error
+        kept = run.failed(error)
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(f"stopped; {kept or 'nothing was written'}.") from None
+        if isinstance(error, InputError) and kept:
+            raise InputError(f"{error} {kept[0].upper()}{kept[1:]}.") from error
         raise
     for sentence, count in source.tally.items():
         note(f"{count:,} × {sentence}.")
-    writer.finish("complete")
+    run.writer().finish("complete")
     return path
 
 
-def _write_all(writer: RunWriter, steps: Iterable[RecordedStep], done: Mapping[int, int], make: Maker) -> None:
-    count_to(0, "step")
-    for step in steps:
-        stored = done.get(step.step)
-        if stored is None or stored < len(step.records):
-            writer.write_step(step.step, make(step))
-        elif stored > len(step.records):
-            raise InputError(
-                f"step {step.step} has {len(step.records)} rollouts in {step.records[0].place.file} but {stored} in "
-                "the run; the file has changed, so begin anew with --if-exists replace."
-            )
-        advance()
+class _Run:
+    """A run that is made, or gone on with, once there is something to write."""
 
+    def __init__(self, path: Path, config: RecordedConfig, stored: Mapping[str, Any]):
+        self.path, self.config, self.stored = path, config, stored
+        self._writer: RunWriter | None = None
+        self.done: dict[int, int] = {}  # Steps that were stored before → their rollouts
+        if config.if_exists == "resume" and path.exists():
+            store = RunStore(path)
+            _refuse_other_settings(path, store.info.get("config"), stored)
+            steps = store.steps_df(columns=["step", "n_rollouts"])
+            self.done = {int(step): int(n) for step, n in zip(steps["step"], steps["n_rollouts"], strict=True)}
 
-def _opened(path: Path, config: RecordedConfig, stored: Mapping[str, Any]) -> tuple[RunWriter, dict[int, int]]:
-    """Make or reopen the run; return its writer, and the rollouts of each step that it has."""
-    if config.if_exists != "resume" or not path.exists():
-        policy = "replace" if config.if_exists == "replace" else "error"
-        return RunWriter.create(path.parent, path.name, stored, if_exists=policy), {}
-    store = RunStore(path)
-    _refuse_other_settings(path, store.info.get("config"), stored)
-    steps = store.steps_df(columns=["step", "n_rollouts"])
-    done = {int(step): int(count) for step, count in zip(steps["step"], steps["n_rollouts"], strict=True)}
-    return RunWriter.resume(path, max(done, default=-1) + 1), done
+    def writer(self) -> RunWriter:
+        """Return the run's writer; the first call makes the directory, or opens it again."""
+        if self._writer is None:
+            resumed = self.config.if_exists == "resume" and self.path.exists()
+            self._writer = (
+                RunWriter.resume(self.path, max(self.done, default=-1) + 1)
+                if resumed
+                else RunWriter.create(
+                    self.path.parent, self.path.name, self.stored,
+                    if_exists="replace" if self.config.if_exists == "replace" else "error",
+                )
+            )  # fmt: skip
+        return self._writer
+
+    def write(self, steps: Iterable[RecordedStep], make: Maker) -> None:
+        """Make and write the steps that the run does not have."""
+        count_to(0, "step")
+        for step in steps:
+            stored = self.done.get(step.step)
+            if stored is None or stored < len(step.records):
+                tables = make(step)
+                self.writer().write_step(step.step, tables)
+            elif stored > len(step.records):
+                raise InputError(
+                    f"step {step.step} has {len(step.records)} rollouts in {step.records[0].place.file} but {stored} "
+                    "in the run; the file has changed, so begin anew with --if-exists replace."
+                )
+            advance()
+
+    def failed(self, error: BaseException) -> str:
+        """Record why the run ended early; return what of it is kept, in words, empty where nothing was written."""
+        if self._writer is None:
+            return ""
+        reason = str(error) if isinstance(error, STOPS) else f"{type(error).__name__}: {error}".rstrip(": ")
+        if isinstance(error, KeyboardInterrupt):
+            reason = "interrupted; its complete steps can be read."
+        with suppress(StoreError):  # a disk that refuses this too must not hide why the run ended
+            self._writer.finish("failed", reason)
+        steps = plural(len(RunStore(self.path).complete_steps()), "step")
+        return f"{steps} before it can be read in {self.path}, and --if-exists resume goes on"
 
 
 def _refuse_other_settings(path: Path, old: object, new: Mapping[str, Any]) -> None:

@@ -14,11 +14,19 @@ from otb_analysis.audit.encoding import Encoder
 from otb_analysis.audit.logprobs import refuse_wrong_logprobs
 from otb_analysis.audit.recorded_tables import provenance
 from otb_analysis.audit.rows import Tally
-from otb_analysis.audit.runs import record_run, run_path, source_of, stored_config
+from otb_analysis.audit.runs import (
+    GIVEN,
+    record_run,
+    refuse_existing,
+    remaining_estimators,
+    run_path,
+    source_of,
+    stored_config,
+)
 from otb_analysis.audit.steps import RecordedStep
 from otb_analysis.config.audit import ScoreConfig
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.estimators import ESTIMATORS, entry_of, estimate, options_from_dict
+from otb_analysis.estimators import entry_of, estimate, options_from_dict
 from otb_analysis.gradients.batch.scope import select_scope
 from otb_analysis.measurement.levels import level_of
 from otb_analysis.measurement.measurer import GradientMeasurer
@@ -29,9 +37,6 @@ from otb_analysis.phases import phase
 from otb_analysis.rollouts.models import load_policy, output_layer
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
 from otb_analysis.types import Float
-
-GIVEN = {"energy", "turn", "token_id", "entropy"}
-"""What an estimator may need here; a critic's values, ratios and exact norms at every step are not there."""
 
 
 def score(config: ScoreConfig) -> Path:
@@ -45,10 +50,7 @@ def score(config: ScoreConfig) -> Path:
     check(config)
     source = source_of(config.rollouts, config)
     path = run_path(config.rollouts, config, "scored")
-    if config.if_exists == "error" and path.exists():  # before the model is loaded
-        raise InputError(
-            f"run {path.name!r} already exists in {path.parent}; pass another --run, or --if-exists resume."
-        )
+    refuse_existing(path, config)
     with phase(f"loading the model {config.model}"):
         model, tokenizer = load_policy(config.model, config.allow_remote_code)
         model.to("cuda" if torch.cuda.is_available() else "cpu")  # pyright: ignore[reportArgumentType]
@@ -144,11 +146,10 @@ class Scorer:
         """Refuse a step of one rollout per prompt where the estimator compares rollouts of one prompt."""
         if np.bincount(step.group).max() > 1 or entry_of(self.config.estimator.name).takes_single:
             return
-        others = [name for name, entry in ESTIMATORS.items() if entry.takes_single and set(entry.needs) <= GIVEN]
         raise InputError(
             f"{step.records[0].place}: step {step.step} has one rollout per prompt, but estimator.name is "
             f"{self.config.estimator.name!r}, which compares rollouts of one prompt; set it to one of "
-            f"{', '.join(others)}."
+            f"{', '.join(remaining_estimators())}."
         )
 
     @contextmanager

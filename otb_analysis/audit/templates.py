@@ -1,6 +1,7 @@
 """Prompts and chat templates: a chat as text, and a text that lost its special tokens put back into its template."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -56,6 +57,15 @@ def restored(tokenizer: PreTrainedTokenizerBase, text: str, place: Place) -> str
         "same text; pass --text plain if no template was used, --text chat if the prompt is the bare question, or "
         "record token ids."
     )
+
+
+def next_turn(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what a template writes between a user's message and the answer, without special tokens.
+
+    In a completion it is the beginning of another turn. Empty where the template writes nothing but blanks there.
+    """
+    pieces = _pieces(tokenizer, ("user",), Place(Path(), 0)) if tokenizer.chat_template else None
+    return pieces[-1] if pieces and pieces[-1].strip() else ""
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], place: Place) -> list[str] | None:

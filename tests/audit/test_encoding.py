@@ -92,6 +92,14 @@ def test_prompts_that_lost_their_special_tokens_are_put_back_into_the_template(c
     assert chatty.decode(chat.input_ids[0, : chat.prompt_length[0]]) == "<s>user\n1+1=<end>\n<s>assistant\n"
 
 
+def test_a_stripped_text_of_several_turns_is_refused_with_the_reason(chatty):
+    several = record(prompt="user\n1+1=\nassistant\n", completion="2\nuser\nsure\nassistant\nyes", stripped=True)
+    with pytest.raises(InputError, match=r"holds '\\nassistant\\n', with which the chat template begins another turn"):
+        encoded(chatty, several)
+    rollouts, _ = encoded(chatty, several, text="plain")
+    assert rollouts.policy_tokens().sum() == len(several.completion)
+
+
 def test_a_chat_of_several_turns_masks_what_the_policy_did_not_write(chatty):
     messages = tuple(
         Message(role, text, role == "assistant")

@@ -8,6 +8,7 @@ import torch
 
 from otb_analysis.audit.formats import FORMATS, find_source
 from otb_analysis.audit.formats.texts import PADDED, UNSCORED
+from otb_analysis.audit.records import UNREAD
 from otb_analysis.errors import InputError
 
 NAN = float("nan")
@@ -53,6 +54,23 @@ SLIME = {
 }  # fmt: skip
 
 
+def node(parent, ids, logprobs=(), advantages=None):
+    sampled = len(logprobs)
+    mask = [False] * (len(ids) - sampled) + [True] * sampled
+    return {"parent": parent, "token_ids": ids, "mask": mask, "logprobs": list(logprobs), "advantages": advantages}
+
+
+TRACE = {
+    "agent": {"trainable": True},
+    "rewards": {"right": {"score": 1.0, "weight": 0.5}, "form": {"score": 0.25}, "x": None},
+    "nodes": [
+        node(None, [5, 6]), node(0, [7, 8, 9], [-0.5, -0.25], [0.1, 0.1]), node(1, [4]), node(2, [3, 2], [-0.75]),
+    ],
+    "calls": [{"finish_reason": "stop"}, {"finish_reason": "length"}],
+}  # fmt: skip
+EPISODE = {"group": {"id": "g"}, "run": {"type": "train", "work": {"type": "train", "step": 6}}, "traces": [TRACE]}
+
+
 def art_rows():
     messages = [
         {"role": "system", "content": "s", "tool_calls": None, "tool_call_id": None, "trainable": False},
@@ -68,6 +86,8 @@ def test_every_format_is_recognised_in_its_directory_and_named(tmp_path, jsonl):
         jsonl(verl_rows(step), f"verl/{step}.jsonl")
         parquet(tmp_path / "art" / "trajectories" / "train" / f"{step:04d}.parquet", art_rows())
         jsonl([PRIME], f"prime_rl/token_exports/step_{step}/rank_0.jsonl")
+        jsonl([EPISODE], f"verifiers/rollouts/step_{step}/train/effective/traces.jsonl")
+        jsonl([EPISODE, EPISODE], f"verifiers/rollouts/step_{step}/train/all/traces.jsonl")
         jsonl([NEMO], f"nemo_rl/train_data_step{step}.jsonl")
         (tmp_path / "slime").mkdir(exist_ok=True)
         torch.save({"rollout_id": step, "samples": [SLIME]}, tmp_path / "slime" / f"{step}.pt")
@@ -143,6 +163,34 @@ def test_prime_rl_prompts_end_where_the_loss_mask_begins(jsonl):
         read(jsonl([{**PRIME, "rewards": None}]))
 
 
+def test_traces_are_the_tokens_of_their_messages_in_a_row(jsonl):
+    (record,) = read(jsonl([EPISODE], "traces.jsonl"))
+    assert (record.prompt_ids, record.ids) == ((5, 6, 7), (8, 9, 4, 3, 2))
+    # The last message has 2 tokens, of which the last was sampled.
+    assert record.mask.tolist() == [True, True, False, False, True]
+    assert (record.group, record.step, record.finish_reason) == ("g", 6, "length")
+    assert record.reward == 0.5 * 1.0 + 0.25 and record.reward_parts == {"right": 1.0, "form": 0.25}
+    np.testing.assert_array_equal(record.columns["behavior_logprob"], [-0.5, -0.25, NAN, NAN, -0.75])
+    np.testing.assert_array_equal(record.columns["advantage"], [0.1, 0.1, NAN, NAN, 0.0])
+    (alone,) = read(jsonl([TRACE], "alone.jsonl"))
+    assert alone.ids == record.ids and alone.group is None and alone.step is None
+
+
+def test_traces_that_are_no_rollouts_to_train_on_are_left_out_and_counted(jsonl):
+    branched = [*TRACE["nodes"], node(0, [7], [-1.0])]
+    rows = [
+        TRACE, {**TRACE, "agent": {"trainable": False}}, {**TRACE, "rewards": {}}, {**TRACE, "nodes": branched},
+        {**TRACE, "nodes": [{"parent": None, "token_ids": [], "mask": []}]},
+    ]  # fmt: skip
+    source = find_source(jsonl(rows, "traces.jsonl"))
+    assert len(list(source.records())) == 1
+    assert source.tally.pop(UNREAD) == 2
+    assert list(source.tally.values()) == [1, 1, 1, 1]
+    short = [TRACE["nodes"][0], {**TRACE["nodes"][1], "logprobs": [-0.5]}]
+    with pytest.raises(InputError, match="record 1, message 1 has 1 logprobs for 2 sampled tokens"):
+        read(jsonl([{**TRACE, "nodes": short}], "short.jsonl"))
+
+
 def test_nemo_rl_padding_is_cut_off(jsonl):
     (record,) = read(jsonl([NEMO], "train_data_step7.jsonl"))
     assert (record.prompt_ids, record.ids, record.step, record.group) == ((5, 6), (7, 8), 7, None)
@@ -201,6 +249,7 @@ REFUSED = {
     "placeholders": ([{**TOKENS, "logprobs": [0, 0, 0]}], "0 at all 3 policy tokens, which is a placeholder"),
     "infinite": ([{**TOKENS, "logprobs": [-1.0, -float("inf"), -1.0]}], "completion token 1 is -inf"),
     "null inside the mask": ([{**TOKENS, "logprobs": [-1.0, None, -1.0]}], "completion token 1 is nan"),
+    "an unknown ending": ([{**PLAIN, "finish_reason": "eos"}], "finish_reason is 'eos'; write stop, length, turns"),
     "negative ids": ([{**TOKENS, "ids": [1, -2, 3]}], "it must be a list of token ids"),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from otb_analysis.audit import score as module
 from otb_analysis.audit.logprobs import shift_of
 from otb_analysis.audit.score import score
 from otb_analysis.config import AttributionSchedule, EstimatorConfig, MeasureConfig, SampleConfig, Schedule, ScoreConfig
-from otb_analysis.errors import InputError
+from otb_analysis.errors import InputError, Interrupted
 from otb_analysis.report.compare import comparison
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.models import load_policy
@@ -178,6 +178,31 @@ def test_what_is_stored_is_not_measured_again_and_a_file_that_grew_adds_steps(co
         score(replace(again, rollouts=jsonl(sampled[:3])))
 
 
+def test_stopped_by_hand_a_run_keeps_its_steps_and_goes_on(config, monkeypatch):
+    tables = module.Scorer.tables
+
+    def stopped(self, step):
+        if step.step == 1:
+            raise KeyboardInterrupt
+        return tables(self, step)
+
+    monkeypatch.setattr(module.Scorer, "tables", stopped)
+    with pytest.raises(Interrupted, match=r"stopped; 1 step before it can be read in .*--if-exists resume goes on"):
+        score(config)
+    path = config.root / "rollouts-scored"
+    assert RunStore(path).info["status"] == "failed"
+    monkeypatch.setattr(module.Scorer, "tables", tables)
+    score(replace(config, if_exists="resume"))
+    assert RunStore(path).info["status"] == "complete" and RunStore(path).complete_steps() == [0, 1]
+
+
+def test_a_refusal_in_the_first_step_writes_nothing(config, jsonl, sampled):
+    path = jsonl(changed(sampled, 2, reward=None))
+    with pytest.raises(InputError, match=r"record 3: reward is null.*\)\.$"):
+        score(replace(config, rollouts=path))
+    assert not config.root.exists()
+
+
 REFUSED = {
     "no model": (dict(model=""), "--model is empty"),
     "no file": (dict(rollouts=ScoreConfig().rollouts), "no rollouts to read; pass a file"),
@@ -187,6 +212,7 @@ REFUSED = {
     "energy": (dict(estimator=EstimatorConfig(name="otb", energy="exact")), "are weighed by the proxy"),
     "estimator": (dict(estimator=EstimatorConfig(name="gropo")), "did you mean 'grpo'"),
     "budget": (dict(measure=MeasureConfig(budget=0.5)), "measure.budget plans a training run"),
+    "weights": (dict(reward_weights={"a": 1.0}), "--reward-weights are for TRL's tables"),
     "scope": (dict(measure=MeasureConfig(scope="nothing")), "scope"),
 }  # fmt: skip
 

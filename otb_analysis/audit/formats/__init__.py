@@ -7,8 +7,9 @@ from pathlib import Path
 from otb_analysis.audit.formats.chats import art
 from otb_analysis.audit.formats.sequences import nemo_rl, prime_rl, slime
 from otb_analysis.audit.formats.texts import plain, trl, verl
+from otb_analysis.audit.formats.traces import traces_of, verifiers
 from otb_analysis.audit.records import Fields, RecordedRollout, checked
-from otb_analysis.audit.rows import SUFFIXES, Place, Tally, rows_of, suffix_of
+from otb_analysis.audit.rows import SUFFIXES, Place, Row, Tally, rows_of, suffix_of
 from otb_analysis.errors import InputError, nearest
 
 Reader = Callable[[Fields, Tally, Mapping[str, float]], RecordedRollout | None]
@@ -23,7 +24,9 @@ class Format:
     fields: frozenset[str]  # Every row has these
     read: Reader
     runs_of_prompts: bool = False  # True where rows stand in groups, so that a group ends where the prompt changes
-    names: tuple[str, ...] = ("*",)  # What its files are called in a directory
+    # What its files are called in a directory; the first pattern that finds any counts.
+    names: tuple[str, ...] = ("*",)
+    unfold: Callable[[Row], Iterator[Row]] = lambda row: iter((row,))  # The rows in a row that holds several
 
 
 def _fields(*names: str) -> frozenset[str]:
@@ -47,6 +50,11 @@ FORMATS: dict[str, Format] = {
         "prime-rl's token_exports/step_N/rank_R.jsonl (before September 2026)",
         _fields("token_ids", "loss_mask", "inference_logprobs", "export_sequence_idx"), prime_rl,
         names=("rank_*.jsonl",),
+    ),
+    "verifiers": Format(
+        "traces.jsonl of verifiers and of prime-rl's rollouts/step_N",
+        _fields("nodes", "rewards"), verifiers, unfold=traces_of,
+        names=("train/effective/traces.jsonl", "traces.jsonl*"),
     ),
     "nemo_rl": Format(
         "NeMo-RL's train_data_stepN.jsonl", _fields("token_ids", "token_loss_mask", "rewards"), nemo_rl,
@@ -86,11 +94,12 @@ class Source:
         first: RecordedRollout | None = None
         for file in self.files:
             for place, row in rows_of(file, self.tally):
-                record = self.format.read(Fields(place, row), self.tally, weights or {})
-                if record is not None:
-                    first = first or record
-                    _refuse_mixed(first, record)
-                    yield checked(record, self.tally)
+                for one in self.format.unfold(row):
+                    record = self.format.read(Fields(place, one), self.tally, weights or {})
+                    if record is not None:
+                        first = first or record
+                        _refuse_mixed(first, record)
+                        yield checked(record, self.tally)
         if first is None:
             raise InputError(f"{self.path} holds no rollouts; pass a file with at least one record.")
 
@@ -108,7 +117,7 @@ def find_source(path: Path, name: str = "auto") -> Source:
     tried = [name] if name != "auto" else list(FORMATS)
     for one in tried:
         files = _files(path, FORMATS[one])
-        if files and (name != "auto" or FORMATS[one].fields <= _names(files[0])):
+        if files and (name != "auto" or FORMATS[one].fields <= _names(files[0], FORMATS[one])):
             return Source(path, one, files, Tally())
     raise InputError(f"{path} {_why_not(path, name)}")
 
@@ -117,7 +126,8 @@ def _files(path: Path, kind: Format) -> tuple[Path, ...]:
     """Return the files that a format may have at a path, in the order of the numbers in their names."""
     if path.is_file():
         return (path,)
-    found = {file for pattern in kind.names for file in path.rglob(pattern) if file.is_file() and suffix_of(file)}
+    every = ({f for f in path.rglob(pattern) if f.is_file() and suffix_of(f)} for pattern in kind.names)
+    found = next(filter(None, every), set())
     return tuple(sorted(found, key=lambda file: _natural(file.relative_to(path))))
 
 
@@ -136,9 +146,10 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     return parts
 
 
-def _names(file: Path) -> frozenset[str]:
+def _names(file: Path, kind: Format) -> frozenset[str]:
     """Return the names of the first row's fields, none where a file has no rows."""
-    return frozenset(next(iter(rows_of(file, Tally())), (Place(file, 0), {}))[1])
+    first = next(iter(rows_of(file, Tally())), (Place(file, 0), {}))[1]
+    return frozenset(next(kind.unfold(first), {}))
 
 
 def _why_not(path: Path, name: str) -> str:
@@ -147,7 +158,7 @@ def _why_not(path: Path, name: str) -> str:
         return f"has no file that ends in {', '.join(SUFFIXES)}; pass what another trainer wrote."
     if name != "auto":
         return f"has no file of the format {name}, which are called {' or '.join(FORMATS[name].names)}."
-    names = ", ".join(sorted(_names(files[0]))) or "nothing"
+    names = ", ".join(sorted(_names(files[0], FORMATS["plain"]))) or "nothing"
     return (
         f"is in no known format: {files[0].name} has {names}; write prompt, completion, reward (and group) into each "
         f"record, or name the format by --format: {', '.join(FORMATS)}."

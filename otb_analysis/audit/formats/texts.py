@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import cast, get_args
 
 import numpy as np
 
@@ -119,5 +120,9 @@ def _messages(fields: Fields) -> list[Message]:
 
 
 def _finish_reason(fields: Fields) -> FinishReason:
-    reason = fields.row.get("finish_reason")
-    return reason if reason in ("stop", "length", "turns") else "unknown"
+    if "finish_reason" not in fields:
+        return "unknown"
+    reason = fields.text("finish_reason")
+    if reason not in get_args(FinishReason):
+        raise InputError(f"{fields.place}: finish_reason is {reason!r}; write {', '.join(get_args(FinishReason))}.")
+    return cast(FinishReason, reason)
