@@ -129,9 +129,9 @@ class Encoder:
         assert text is not None
         if self.text == "auto" and record.stripped and (mark := next_turn(self.tokenizer)) and mark in text:
             raise InputError(
-                f"{record.place}: its completion holds {mark!r}, with which the chat template begins another turn, and "
-                "no mask says which tokens the policy sampled; record token ids with a mask, or pass --text plain if it "
-                "wrote all of it."
+                f"{record.place}: its completion holds {mark!r}, with which the chat template begins a turn, and "
+                "no mask says which tokens the policy sampled; record token ids with a mask, or pass --text plain if "
+                "it wrote all of it."
             )
         ids = self._ids(text, special=False)
         end = special_id(self.tokenizer, "eos")

@@ -94,7 +94,7 @@ def test_prompts_that_lost_their_special_tokens_are_put_back_into_the_template(c
 
 def test_a_stripped_text_of_several_turns_is_refused_with_the_reason(chatty):
     several = record(prompt="user\n1+1=\nassistant\n", completion="2\nuser\nsure\nassistant\nyes", stripped=True)
-    with pytest.raises(InputError, match=r"holds '\\nassistant\\n', with which the chat template begins another turn"):
+    with pytest.raises(InputError, match=r"holds '\\nassistant\\n', with which the chat template begins a turn"):
         encoded(chatty, several)
     rollouts, _ = encoded(chatty, several, text="plain")
     assert rollouts.policy_tokens().sum() == len(several.completion)
