@@ -132,11 +132,10 @@ class Scorer:
         by_rollout = rollout_rows(rollouts, table, measurement.tokens)
         gradients = [row.as_row() for row in measurement.statistics]
         seconds = {f"seconds_{name}": taken for name, taken in self.seconds.items()}
-        characters = np.mean([sum(len(turn.text) for turn in turns) for turns in rollouts.turns])
         return StepTables(
             tokens=token_rows(table, trained, measurement.tokens, self.tokenizer) | _recorded(step, table),
             rollouts=by_rollout | provenance(step),
-            steps=summarize(rollouts, table, trained, measurement) | {"characters_mean": characters} | seconds,
+            steps=summarize(rollouts, table, trained, measurement) | seconds,
             gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
             grams=gram_rows(step.step, measurement.gram) if measurement.gram else None,
             subgroups=subgroup_rows(step.step, measurement.subgroups) if measurement.subgroups else None,

@@ -28,6 +28,7 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "mismatch_mean": _mean(mismatch),
         "mismatch_max": float(np.abs(mismatch).max(initial=0.0)) if mismatch.size or not inside.any() else None,
         "length_mean": length.mean(),
+        "characters_mean": float(np.mean([sum(len(turn.text) for turn in turns) for turns in rollouts.turns])),
         "length_max": int(length.max()),
         "prompt_length_max": int(rollouts.prompt_length.max()),
         "n_prompts": len(rollouts.prompts),
