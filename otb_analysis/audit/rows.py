@@ -5,7 +5,7 @@ import json
 import pickle
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -122,22 +122,35 @@ def _pickled(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
             f"{path} holds more than tensors, numbers, texts, lists and dicts, or is broken; loading the rest could "
             "run any code, so it is refused: save those alone."
         ) from error
-    shared = {"rollout_id": pack.get("rollout_id")} if isinstance(pack, dict) else {}
+    if not isinstance(pack, dict):
+        pack = {"samples": pack}
+    # A sample's own rollout_id is another thing than the file's.
+    shared = {"file_step": pack.get("rollout_id")}
     for number, row in enumerate(_samples(pack, path), start=1):
-        yield Place(path, number), {**shared, **row}
+        yield Place(path, number), {**row, **shared}
 
 
-def _samples(pack: object, path: Path) -> list[Row]:
-    """Return a file's samples: its list of them, or its columns cut into rows."""
-    samples = pack.get("samples") if isinstance(pack, dict) else pack
+def _samples(pack: Mapping[str, Any], path: Path) -> list[Row]:
+    """Return a file's samples: its list of them, or its columns cut into rows.
+
+    Raw rewards are those of the whole batch, of which a process may have a part: then places in it are stored, too.
+    """
+    samples, columns = pack.get("samples"), pack.get("rollout_data")
     if isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples):
-        return samples
-    columns = pack.get("rollout_data") if isinstance(pack, dict) else None
+        return _paid(samples, pack.get("raw_reward"), [sample.get("rollout_position") for sample in samples])
     if not isinstance(columns, dict) or "tokens" not in columns:
         raise InputError(f"{path} holds neither samples nor rollout_data with tokens; pass what slime or miles wrote.")
     count = len(columns["tokens"])
     listed = {k: v for k, v in columns.items() if isinstance(v, list | tuple | torch.Tensor) and len(v) == count}
-    return [{name: values[i] for name, values in listed.items()} for i in range(count)]
+    rows = [{name: values[i] for name, values in listed.items()} for i in range(count)]
+    return _paid(rows, columns.get("raw_reward"), list(columns.get("partition") or range(count)))
+
+
+def _paid(rows: list[dict[str, Any]], rewards: Sequence[float] | None, places: Sequence[int | None]) -> list[Row]:
+    """Add each row's reward out of those of the whole batch, where its place is known."""
+    if rewards is None or any(place is None for place in places):
+        return [*rows]
+    return [{**row, "raw_reward": rewards[place]} for row, place in zip(rows, places, strict=True) if place is not None]
 
 
 def _first_line(error: Exception) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from otb_analysis.audit.formats import FORMATS, find_source
+from otb_analysis.audit.formats.sequences import UNFINISHED
 from otb_analysis.audit.formats.texts import PADDED, UNSCORED
 from otb_analysis.audit.records import UNREAD
 from otb_analysis.errors import InputError
@@ -49,6 +50,7 @@ NEMO = {
     "prev_logprobs": [0, 0, -0.6, -0.3, 0, 0],
 }  # fmt: skip
 SLIME = {
+    "rollout_id": 77,
     "group_index": 2, "index": 5, "prompt": "p", "tokens": [5, 6, 7, 8], "response": "xy", "response_length": 2,
     "reward": 1.0, "loss_mask": [1, 1], "rollout_log_probs": [-0.5, -0.25], "status": "truncated",
 }  # fmt: skip
@@ -198,6 +200,46 @@ def test_nemo_rl_padding_is_cut_off(jsonl):
     assert record.columns["advantage"].tolist() == [0.5, 0.5]
     (record,) = read(jsonl([{**NEMO, "advantages": 0.25}], "train_data_step8.jsonl"))
     assert record.columns["advantage"].tolist() == [0.25, 0.25]
+
+
+def test_nemo_rl_writes_a_sample_as_a_batch_of_one(jsonl):
+    batch = {name: [value] for name, value in NEMO.items()}
+    (record,) = read(
+        jsonl([{**batch, "idx": 0, "rewards": [9.0], "filtered_rewards": [0.5]}], "train_data_step7.jsonl")
+    )
+    assert (record.prompt_ids, record.ids, record.reward) == ((5, 6), (7, 8), 0.5)
+    assert record.columns["logprob"].tolist() == [-0.6, -0.3]
+
+
+def test_slime_training_data_have_raw_rewards_by_their_place_in_the_batch(tmp_path):
+    sample = {
+        "tokens": torch.tensor([5, 6, 7]),
+        "response_lengths": 2,
+        "rewards": -0.7,
+        "truncated": 1,
+        "rollout_ids": 3,
+    }
+    samples = [{**sample, "rollout_position": place} for place in (2, 0)]
+    pack = {"format_version": 2, "rollout_id": 8, "samples": samples, "raw_reward": [1.0, 0.5, 0.25]}
+    torch.save(pack, tmp_path / "8.pt")
+    assert [(r.reward, r.step, r.finish_reason) for r in read(tmp_path / "8.pt")] == [
+        (0.25, 8, "length"),
+        (1.0, 8, "length"),
+    ]
+    columns = {"tokens": [[5, 6], [5, 7]], "response_lengths": [1, 1], "rewards": [0.0, 0.0], "partition": [1, 0]}
+    torch.save({"rollout_id": 9, "rollout_data": {**columns, "raw_reward": [1.0, 0.5, 0.25]}}, tmp_path / "9.pt")
+    assert [r.reward for r in read(tmp_path / "9.pt")] == [0.5, 1.0]
+    torch.save({"rollout_id": 9, "rollout_data": columns}, tmp_path / "9.pt")
+    with pytest.raises(InputError, match="rewards that slime normalised, and no raw_reward"):
+        read(tmp_path / "9.pt")
+
+
+def test_slime_samples_that_do_not_train_are_left_out_and_evaluations_are_not_read(tmp_path):
+    samples = [SLIME, {**SLIME, "status": "aborted", "reward": None}, {**SLIME, "loss_mask": [0, 0]}]
+    torch.save({"rollout_id": 4, "samples": samples}, tmp_path / "4.pt")
+    torch.save({"rollout_id": 4, "samples": [SLIME]}, tmp_path / "eval_4.pt")
+    source = find_source(tmp_path)
+    assert len(list(source.records())) == 1 and source.tally == {UNFINISHED: 2}
 
 
 def test_slime_samples_and_training_columns(tmp_path):

@@ -85,7 +85,7 @@ def test_columns_of_a_pytorch_file_become_rows(tmp_path):
     columns = {"tokens": [torch.tensor([1, 2]), torch.tensor([3])], "rewards": [0.5, 1.0], "other": 7}
     torch.save({"rollout_id": 4, "rank": 0, "rollout_data": columns}, tmp_path / "a.pt")
     rows, _ = read(tmp_path / "a.pt")
-    assert [(row["tokens"].tolist(), row["rewards"], row["rollout_id"]) for row in rows] == [
+    assert [(row["tokens"].tolist(), row["rewards"], row["file_step"]) for row in rows] == [
         ([1, 2], 0.5, 4),
         ([3], 1.0, 4),
     ]

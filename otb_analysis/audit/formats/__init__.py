@@ -26,6 +26,7 @@ class Format:
     runs_of_prompts: bool = False  # True where rows stand in groups, so that a group ends where the prompt changes
     # What its files are called in a directory; the first pattern that finds any counts.
     names: tuple[str, ...] = ("*",)
+    not_named: str = ""  # Files with this in their names are others'
     unfold: Callable[[Row], Iterator[Row]] = lambda row: iter((row,))  # The rows in a row that holds several
 
 
@@ -61,7 +62,8 @@ FORMATS: dict[str, Format] = {
         names=("train_data_step*.jsonl",),
     ),
     "slime": Format(
-        "slime's and miles's rollout_data/{id}.pt and train_data/{id}.pt", _fields("tokens"), slime, names=("*.pt",)
+        "slime's and miles's rollout_data/{id}.pt and train_data/{id}.pt", _fields("tokens"), slime, names=("*.pt",),
+        not_named="eval_",
     ),
     "plain": Format(
         "JSON lines or Parquet with prompt, completion, reward[, group, step, ids, prompt_ids, mask, logprobs]",
@@ -126,9 +128,13 @@ def _files(path: Path, kind: Format) -> tuple[Path, ...]:
     """Return the files that a format may have at a path, in the order of the numbers in their names."""
     if path.is_file():
         return (path,)
-    every = ({f for f in path.rglob(pattern) if f.is_file() and suffix_of(f)} for pattern in kind.names)
+    every = ({f for f in path.rglob(pattern) if _may_be(f, kind)} for pattern in kind.names)
     found = next(filter(None, every), set())
     return tuple(sorted(found, key=lambda file: _natural(file.relative_to(path))))
+
+
+def _may_be(file: Path, kind: Format) -> bool:
+    return file.is_file() and bool(suffix_of(file)) and not (kind.not_named and kind.not_named in file.name)
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

@@ -10,6 +10,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.rollouts.sampling import FinishReason
 from otb_analysis.types import Bool, Float
 
+UNFINISHED = "sample of slime that was aborted, or wholly masked, was left out"
 SLIME_ENDS: dict[str, FinishReason] = {"completed": "stop", "truncated": "length"}
 EXCLUDED = "sample was left out of the loss by its trainer (sample_loss_mask 0) and is kept here"
 
@@ -35,7 +36,13 @@ def prime_rl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Reco
 
 
 def nemo_rl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
-    """Read a sample of NeMo-RL, padded; the step is in the file's name, the prompt's tokens name the group."""
+    """Read a sample of NeMo-RL, padded; the step is in the file's name, the prompt's tokens name the group.
+
+    Every value is a list of one, since a sample is written as a batch of one. With dynamic sampling the rewards of the
+    samples that train are `filtered_rewards`.
+    """
+    alone = {name: value[0] if _is_batch_of_one(value) else value for name, value in fields.row.items()}
+    fields = Fields(fields.place, alone)
     ids, mask = fields.ids("token_ids"), fields.flags("token_loss_mask")
     length = fields.whole("input_lengths") if "input_lengths" in fields else len(ids)
     if "sample_loss_mask" in fields and not fields.number("sample_loss_mask"):
@@ -52,23 +59,33 @@ def nemo_rl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recor
                 f"{fields.place}: {name} has {len(values)} entries but token_ids has {len(ids)}; write one per token."
             )
     columns = {name: values[:length] for name, values in columns.items()}
-    columns["reward"] = np.full(length, fields.number("rewards"))
+    paid = "filtered_rewards" if "filtered_rewards" in fields else "rewards"
+    columns["reward"] = np.full(length, fields.number(paid))
     return _split(fields, ids[:length], mask[:length], columns, step=number_in(fields.place.file))
 
 
-def slime(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
-    """Read a sample of slime or miles: all tokens, and lists over the response.
+def slime(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout | None:
+    """Read a sample of slime or miles: all tokens, and lists over the response; None for one that does not train.
 
-    The reward is the one before any normalisation (`raw_reward`), where both are there.
+    The reward is the raw one: `rewards` of training data are normalised within the group.
 
     Raises:
-        InputError: The reward is a dict, or the response is longer than all tokens.
+        InputError: The reward is a dict or only normalised, or the response is longer than all tokens.
     """
+    mask = next((name for name in ("loss_mask", "loss_masks") if name in fields), None)
+    if fields.row.get("status") in ("aborted", "pending") or (mask and not fields.flags(mask).any()):
+        tally[UNFINISHED] += 1
+        return None
     tokens = fields.ids("tokens")
     length = fields.whole("response_length" if "response_length" in fields else "response_lengths")
     if not 0 <= length <= len(tokens):
         raise InputError(f"{fields.place}: the response has {length} tokens of {len(tokens)}; write its true length.")
-    reward = _first(fields, ("raw_reward", "reward", "rewards"))
+    if "rewards" in fields and "raw_reward" not in fields:
+        raise InputError(
+            f"{fields.place} has rewards that slime normalised, and no raw_reward; pass rollout_data instead of "
+            "train_data."
+        )
+    reward = "raw_reward" if "raw_reward" in fields else "reward"
     if isinstance(fields.row[reward], dict):
         raise InputError(
             f"{fields.place}: {reward} is a dict ({', '.join(map(str, fields.row[reward]))}); save the one that "
@@ -79,7 +96,7 @@ def slime(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         "logprob": ("log_probs",),
         "advantage": ("advantages",),
     }
-    mask = next((name for name in ("loss_mask", "loss_masks") if name in fields), None)
+    ended = "length" if fields.row.get("truncated") else SLIME_ENDS.get(str(fields.row.get("status")), "unknown")
     cut = len(tokens) - length
     return RecordedRollout(
         place=fields.place,
@@ -87,11 +104,11 @@ def slime(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         prompt=fields.text("prompt") if isinstance(fields.row.get("prompt"), str) else None,
         completion=fields.text("response") if isinstance(fields.row.get("response"), str) else None,
         group=fields.row.get("group_index"),
-        step=fields.whole("rollout_id") if "rollout_id" in fields else number_in(fields.place.file),
+        step=fields.whole("file_step") if "file_step" in fields else number_in(fields.place.file),
         prompt_ids=tokens[:cut],
         ids=tokens[cut:],
         mask=None if mask is None else fields.flags(mask),
-        finish_reason=SLIME_ENDS.get(str(fields.row.get("status")), "unknown"),
+        finish_reason=ended,
         columns={ours: fields.numbers(names[0]) for ours, names in lists.items() if names[0] in fields},
     )
 
@@ -125,6 +142,5 @@ def _split(
     )
 
 
-def _first(fields: Fields, names: Sequence[str]) -> str:
-    """Return the first of some names that the row has; the first of all where it has none, which then is missing."""
-    return next((name for name in names if name in fields), names[0])
+def _is_batch_of_one(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 1
