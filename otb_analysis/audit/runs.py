@@ -1,7 +1,7 @@
 """The run that recorded rollouts become: begun or gone on with, step by step, and its ending recorded."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +21,7 @@ PLACE = ("run", "root", "if_exists", "source")
 """Parts of a stored configuration that may differ when a run goes on: they change where it is, not what it holds."""
 GIVEN = {"energy", "turn", "token_id", "entropy"}
 """What an estimator may need here; a critic's values, ratios and exact norms at every step are not there."""
+REPEATED = "step has the rollouts of the step before it (TRL writes a batch again at every pass over it)"
 Maker = Callable[[RecordedStep], StepTables]
 """Makes what is stored of a step."""
 
@@ -94,7 +95,8 @@ def record_run(path: Path, config: RecordedConfig, stored: Mapping[str, Any], so
     layout = Layout(source.format.runs_of_prompts, config.group_size, config.prompts)
     try:
         with phase(f"reading {source.path.name}"):
-            run.write(steps_of(source.records(config.reward_weights), layout), make)
+            steps = steps_of(source.records(config.reward_weights), layout)
+            run.write(_repeats_counted(steps, source), make)
     except BaseException as error:
         kept = run.failed(error)
         if isinstance(error, KeyboardInterrupt):
@@ -102,7 +104,7 @@ def record_run(path: Path, config: RecordedConfig, stored: Mapping[str, Any], so
         if isinstance(error, InputError) and kept:
             raise InputError(f"{error} {kept[0].upper()}{kept[1:]}.") from error
         raise
-    for sentence, count in source.tally.items():
+    for sentence, count in (+source.tally).items():
         note(f"{count:,} × {sentence}.")
     run.writer().finish("complete")
     return path
@@ -161,6 +163,16 @@ class _Run:
             self._writer.finish("failed", reason)
         steps = plural(len(RunStore(self.path).complete_steps()), "step")
         return f"{steps} before it can be read in {self.path}, and --if-exists resume goes on"
+
+
+def _repeats_counted(steps: Iterable[RecordedStep], source: Source) -> Iterator[RecordedStep]:
+    """Yield all steps; count those whose rollouts are those of the step before."""
+    before = 0
+    for step in steps:
+        here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
+        source.tally[REPEATED] += here == before
+        before = here
+        yield step
 
 
 def _refuse_other_settings(path: Path, old: object, new: Mapping[str, Any]) -> None:

@@ -105,6 +105,13 @@ def test_a_file_that_was_cut_off_keeps_what_was_whole_and_says_so(config, jsonl,
     assert RunStore(done).steps_df()["n_rollouts"].tolist() == [6, 6]
 
 
+def test_steps_that_repeat_the_rollouts_before_them_are_counted(config, jsonl, simple, notes):
+    rows = [row for step in range(3) for row in simple(step=step)]
+    rows[-1] = {**rows[-1], "completion": "9"}  # step 1 repeats step 0, step 2 does not
+    assert RunStore(import_rollouts(jsonl(rows), config)).complete_steps() == [0, 1, 2]
+    assert any(note.startswith("1 × step has the rollouts of the step before it") for note in notes)
+
+
 def test_one_rollout_per_prompt_says_which_estimators_remain(config, jsonl, simple, notes):
     import_rollouts(jsonl(simple(size=1)), config)
     assert any("every prompt has one rollout, so these estimators remain: none, batch_mean" in note for note in notes)
