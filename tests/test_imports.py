@@ -22,7 +22,7 @@ FLOORS = (
     {"logit_stats", "gradients", "tasks"},
     {"rollouts"},
     {"measurement"},
-    {"training"},
+    {"audit", "training"},
     {"report"},
     {"study"},
     {"bench"},
@@ -61,6 +61,7 @@ ALLOWED_PACKAGES = (
     | {key: {"torch", "transformers", "peft"} for key in ("logit_stats", "gradients", "rollouts", "measurement")}
     | {"tasks": {"torch", "transformers", "pyarrow"}}
     | {"training": {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow"}}
+    | {"audit": {"torch", "transformers", "pyarrow"}}
     | {"report": {"plotly", "pandas"}}
     | {key: HEAVY - {"streamlit"} for key in ("study", "bench", "commands", "__main__")}
 )

@@ -27,6 +27,7 @@ from otb_analysis.commands.inspect import (
     report_command,
 )
 from otb_analysis.commands.models import model_command
+from otb_analysis.commands.recorded import import_command, score_command
 from otb_analysis.commands.serve import DashboardConfig, serve
 from otb_analysis.commands.watching import shown
 from otb_analysis.config import DemoConfig, TrainConfig
@@ -38,6 +39,8 @@ otb – the gradient-variance microscope for LLM reinforcement learning
 
   otb demo         train a small model twice with every measurement, compare, serve the dashboard
   otb train        one instrumented training run        (--config FILE.toml, every field on the command line too)
+  otb score        measure rollouts that another trainer recorded    (otb score --model DIR --rollouts FILE)
+  otb import       a run of recorded rollouts without a model: rewards, dead groups, lengths, alarms
   otb model        fetch a pretrained model for --model    (otb model fetch smollm2)
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb diagnose     alarms with reasons and first firings, change points, advice   (otb diagnose RUN…)
@@ -194,6 +197,8 @@ def dashboard_command(words: Sequence[str]) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "demo": demo_command,
     "train": train_command,
+    "score": score_command,
+    "import": import_command,
     "model": model_command,
     "compare": compare_command,
     "diagnose": diagnose_command,

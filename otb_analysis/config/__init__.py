@@ -3,6 +3,7 @@
 The comment beside a field, or the text below it, is its help on the command line.
 """
 
+from otb_analysis.config.audit import ImportConfig, RecordedConfig, ScoreConfig
 from otb_analysis.config.learning import CriticConfig, EstimatorConfig, LoraConfig, ObjectiveConfig, OptimizeConfig
 from otb_analysis.config.measuring import (
     AttributionSchedule,
@@ -41,15 +42,18 @@ __all__ = [
     "EstimatorConfig",
     "EvaluateConfig",
     "GraphPathConfig",
+    "ImportConfig",
     "LoraConfig",
     "MathJsonlConfig",
     "MeasureConfig",
     "ObjectiveConfig",
     "OptimizeConfig",
     "ReasoningGymConfig",
+    "RecordedConfig",
     "SampleConfig",
     "SampledSchedule",
     "Schedule",
+    "ScoreConfig",
     "SketchSchedule",
     "SmallModelConfig",
     "StepSchedule",

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from otb_analysis.diagnostics.changes import ALWAYS
+from otb_analysis.diagnostics.changes import FORWARD
 from otb_analysis.diagnostics.findings import Evidence, Finding, StepSeries, deciding, finding_of, unmeasured
 from otb_analysis.types import Float
 
@@ -29,7 +29,7 @@ def sampling_certificate(series: StepSeries) -> Finding:
     """
     evidence = [_evidence(series, name) for name in COLUMNS]
     if not any(one.ready for one in evidence):
-        remedy = f"{ALWAYS}, from the forward pass"
+        remedy = FORWARD
         return unmeasured("sampling_certificate", series, 1, COLUMNS, remedy)
     one = deciding(evidence)
     at = one.shown()

@@ -36,6 +36,7 @@ NO_ENTROPY = 1e-4
 """Least entropy in nats: lower values count as this one, since both are a collapse."""
 
 ALWAYS = "otb train records it at every step"
+FORWARD = "otb train records it at every step, otb score adds it to recorded rollouts"
 
 
 def gradient_surge(series: StepSeries) -> Finding:
@@ -79,7 +80,7 @@ def entropy_collapse(series: StepSeries) -> Finding:
     score = np.exp(top - recent - SLOW_NOISE * _noise(log, recent))
     one = Evidence("entropy_mean", "factor of the fall beyond noise", step, entropy, score, *FALL)
     if not one.ready:
-        return unmeasured("entropy_collapse", series, REFERENCE[0], ["entropy_mean"], ALWAYS)
+        return unmeasured("entropy_collapse", series, REFERENCE[0], ["entropy_mean"], FORWARD)
     at = one.shown()
     reason = (
         f"entropy was {np.exp(recent[at]):.3g} nats (median of {SLOW} steps up to step {step[at]}), "
@@ -93,9 +94,12 @@ def length_drift(series: StepSeries) -> Finding:
 
     score = exp(|median of the last 10 − median of the first 20| − 1.5 · spread) of log length: the factor beyond noise,
     in whichever direction.
-    Reads `length_mean`, in tokens.
+    Reads `length_mean`, in tokens, or `characters_mean` where no step counted tokens.
     """
-    step, (length,) = series.recorded("length_mean")
+    column, unit = "length_mean", "tokens"
+    if not len(series.recorded(column)[0]) and len(series.recorded("characters_mean")[0]):
+        column, unit = "characters_mean", "characters"  # an imported run without token ids
+    step, (length,) = series.recorded(column)
     step, length = step[length > 0], length[length > 0]
     log = np.log(length)
     recent = trailing(log, SLOW, np.median)
@@ -103,12 +107,12 @@ def length_drift(series: StepSeries) -> Finding:
     start, spread = robust(log[:n]) if log.size >= n + SLOW else (np.asarray(np.nan), np.asarray(np.nan))
     score = np.exp(np.abs(recent - start) - SLOW_NOISE * np.maximum(spread, 0))
     score[: n + SLOW - 1] = np.nan  # the first steps would be compared with themselves
-    one = Evidence("length_mean", "factor of the change beyond noise", step, length, score, *DRIFT)
+    one = Evidence(column, "factor of the change beyond noise", step, length, score, *DRIFT)
     if not one.ready:
-        return unmeasured("length_drift", series, n + SLOW, ["length_mean"], ALWAYS)
+        return unmeasured("length_drift", series, n + SLOW, [column], FORWARD)
     at = one.shown()
     reason = (
-        f"completions were {np.exp(recent[at]):.3g} tokens long (median of {SLOW} steps up to step {step[at]}), "
+        f"completions were {np.exp(recent[at]):.3g} {unit} long (median of {SLOW} steps up to step {step[at]}), "
         f"{np.exp(recent[at] - start):.2g} times the {np.exp(start):.3g} of the first {n} steps."
     )
     return finding_of("length_drift", [one], reason)

@@ -48,6 +48,8 @@ CONDITIONS: dict[tuple[str, str], tuple[Callable[[object], bool], str]] = {
 
 def unproved_because(config: Mapping[str, Any]) -> str:
     """Return why nothing is proved of a run's estimators; empty where the registered conditions are met."""
+    if "source" in config:
+        return "its rollouts were recorded elsewhere"
     for (part, name), (fits, wrong) in CONDITIONS.items():
         settings = _part(config, part)
         if name not in settings:

@@ -120,7 +120,7 @@ def token_rows(
     def floats(x: Float) -> np.ma.MaskedArray:
         return np.ma.masked_array(x[n, t], mask=~policy)
 
-    stats = table.stats
+    stats, behavior = table.stats, table.behavior_logprob[n, t]
     columns: dict[str, object] = {
         "group": table.group[n],
         "rollout": n,
@@ -130,7 +130,7 @@ def token_rows(
         "token": [texts[i] for i in table.token_id[n, t].tolist()],
         "mask": policy,
         "logprob": floats(stats.logprob),
-        "behavior_logprob": floats(table.behavior_logprob),
+        "behavior_logprob": np.ma.masked_array(behavior, mask=~policy | np.isnan(behavior)),
         "entropy": floats(stats.entropy),
         "sum_pi_sq": floats(stats.sum_pi_sq),
         "energy_proxy": floats(stats.energy),

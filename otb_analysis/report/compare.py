@@ -74,15 +74,23 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
             str(len(steps)),
             f"{heldout.iloc[0]:.3f} → {heldout.iloc[-1]:.3f}" if len(heldout) else MISSING,
             f"{steps['reward_mean'].head(edge).mean():.3f} → {steps['reward_mean'].tail(edge).mean():.3f}",
-            f"{steps['grad_norm'].median():.3g}",
-            f"{steps['clipped'].mean():.0%}",
-            f"{steps['n_tokens'].sum():,}",
-            *(f"{steps[f'seconds_{phase}'].sum():.0f}" for phase in ("sample", "update", "measure")),
+            formatted(_recorded(steps["grad_norm"].median()), ".3g"),
+            formatted(_recorded(steps["clipped"].mean()), ".0%"),
+            formatted(_recorded(steps["n_tokens"].sum(min_count=1)), ",.0f"),
+            *(
+                formatted(_recorded(steps[f"seconds_{phase}"].sum(min_count=1)), ".0f")
+                for phase in ("sample", "update", "measure")
+            ),
         )
         no_learning = no_signal(store, steps) if without_signal(steps) else ""
         for line in filter(None, (unfinished(store), heldout_line(steps), no_learning)):
             table.caption = f"{table.caption}\n{store.path.name}: {line}"
     return table
+
+
+def _recorded(value: Any) -> float | None:
+    """Return a number over steps, None where no step recorded it."""
+    return None if pd.isna(value) else float(value)
 
 
 def unfinished(store: RunStore) -> str:

@@ -131,25 +131,28 @@ def chosen_states(
         hook.remove()
 
 
-def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_policy(path: str | Path, remote_code: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer from a local directory or GGUF file, never from a network.
 
     `path` is a directory as written by `save_pretrained`, a GGUF file, or a name in SHIPPED or MODELS. The model is in
-    evaluation mode and float32 (as stored if wider); its tokenizer has a padding token.
+    evaluation mode and float32 (as stored if wider); its tokenizer has a padding token. `remote_code` lets Python files
+    in the directory run.
 
     Raises:
-        InputError: The directory is missing, holds no whole causal language model or no tokenizer with an end token.
+        InputError: The directory is missing, needs Python files of its own that must not run, holds no whole causal
+            language model, or no tokenizer with an end token.
     """
     path = _place_of(path)
     gguf = {"gguf_file": path.name} if path.is_file() else {}
     folder, dtype = (path.parent, torch.float32) if gguf else (path, "auto")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True, **gguf
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=remote_code, output_loading_info=True, **gguf
         )
         model, loading_info = loaded
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **gguf)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code, **gguf)
     except Exception as error:  # someone else's files can make the loading library fail in any way
+        refuse_own_code(folder, remote_code, error)
         raise InputError(
             f"{path} cannot be loaded as a causal language model with its tokenizer ({_first_sentence(error)}); "
             f"pass another {'GGUF file' if gguf else 'directory written by save_pretrained'}."
@@ -169,6 +172,37 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     model.eval()
     _refuse_bidirectional(model, path)
     return model, tokenizer
+
+
+def load_tokenizer(folder: str | Path, remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a local directory, never from a network.
+
+    Raises:
+        InputError: There is none, or it needs Python files of its own but must not run them.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
+    except Exception as error:  # someone else's files can make the loading library fail in any way
+        refuse_own_code(Path(folder), remote_code, error)
+        raise InputError(
+            f"{folder} holds no tokenizer that can be loaded ({_first_sentence(error)}); pass a directory written by "
+            "its save_pretrained."
+        ) from error
+
+
+def refuse_own_code(folder: Path, allowed: bool, error: Exception) -> None:
+    """Raise where loading failed because a directory's own Python files were not run.
+
+    Raises:
+        InputError: It names such files in its configuration, and they were not allowed.
+    """
+    for name in ("config.json", "tokenizer_config.json"):
+        file = folder / name
+        if not allowed and file.is_file() and '"auto_map"' in file.read_text(encoding="utf-8", errors="replace"):
+            raise InputError(
+                f"{folder} is loaded by Python files of its own ({name} has auto_map), which are not run; read them, "
+                "and allow it with --allow-remote-code where the command has that option."
+            ) from error
 
 
 def _place_of(path: str | Path) -> Path:

@@ -18,7 +18,7 @@ from otb_analysis.tasks import Prompt, Task, Turn
 from otb_analysis.tasks.task_calls import ask_reply
 from otb_analysis.types import Bool, Float, Int
 
-FinishReason = Literal["stop", "length", "turns"]
+FinishReason = Literal["stop", "length", "turns", "unknown"]
 
 
 BY_COLUMN = {"input_ids": 0, "attention_mask": 0, "mask": 0, "turn": 0, "reward": 0, "behavior_logprob": np.nan}
@@ -38,7 +38,7 @@ class Rollouts:
     behavior_logprob: Float  # Log-probability reported by the generator, in nats [N, L]; NaN outside the mask
     prompt_length: Int  # Tokens before the completion [N]
     turns: tuple[tuple[Turn, ...], ...]  # What was written, turn by turn
-    finish_reason: tuple[FinishReason, ...]  # stop (end token), length (budget used up) or turns (turn limit)
+    finish_reason: tuple[FinishReason, ...]  # stop (end token), length (budget used up), turns (turn limit); unknown
     reward: Float  # Zero until `compute_rewards`; then a turn's reward, on its last policy token [N, L]
     reward_parts: Mapping[str, Float] = field(default_factory=dict)  # Its parts by name, summed over the rollout [N]
 
@@ -125,8 +125,8 @@ class Rollouts:
         return ids, mask, attention.long()
 
 
-class _Draft:
-    """One rollout under construction."""
+class Draft:
+    """One rollout under construction; made by `sample`, or by `audit` from a recorded one."""
 
     def __init__(self, prompt_ids: list[int]):
         self.prompt_length = len(prompt_ids)
@@ -165,7 +165,7 @@ def sample(
     """
     group = np.repeat(np.arange(len(prompts)), config.group_size) if group is None else group
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    drafts = [_Draft(encoded[g]) for g in group]
+    drafts = [Draft(encoded[g]) for g in group]
     active = list(range(len(drafts)))
     for _ in range(config.max_turns):
         if not active:
@@ -183,7 +183,7 @@ def sample(
         for i, output in zip(active, outputs, strict=True):
             _finish_turn(drafts[i], output, tokenizer, task, prompts[group[i]])
         active = [i for i in active if drafts[i].finish_reason is None]
-    return _collate(drafts, tuple(prompts), group, special_id(tokenizer, "pad"))
+    return collate(drafts, tuple(prompts), group, special_id(tokenizer, "pad"))
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
@@ -207,7 +207,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
 
 
 def _finish_turn(
-    draft: _Draft, output: Generation, tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt
+    draft: Draft, output: Generation, tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt
 ) -> None:
     text = str(tokenizer.decode(output.token_ids[:-1] if output.finished else output.token_ids))
     turn = len(draft.turns)
@@ -224,7 +224,8 @@ def _finish_turn(
     draft.extend(tokenizer(reply, add_special_tokens=False)["input_ids"], turn)
 
 
-def _collate(drafts: list[_Draft], prompts: tuple[Prompt, ...], group: Int, pad: int) -> Rollouts:
+def collate(drafts: list[Draft], prompts: tuple[Prompt, ...], group: Int, pad: int) -> Rollouts:
+    """Return finished drafts as a batch, padded with the token `pad`; nothing is paid yet."""
     length = np.array([len(draft.ids) for draft in drafts], dtype=np.int64)
     attention = np.arange(length.max(initial=0)) < length[:, None]
 

@@ -18,6 +18,7 @@ import torch
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import STOPS, Interrupted, NonFiniteError, StoreError
 from otb_analysis.estimators import estimate
+from otb_analysis.measurement.summary import summarize
 from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows
 from otb_analysis.phases import note, phase
 from otb_analysis.rollouts.sampling import sample
@@ -33,7 +34,6 @@ from otb_analysis.training.runtime.progress import Bar, silent, step_line, unfai
 from otb_analysis.training.runtime.sharding import asked_for
 from otb_analysis.training.runtime.trackers import Trackers
 from otb_analysis.training.setup import Trainer, seed_of
-from otb_analysis.training.summary import summarize
 
 ORDER = 1
 """Seed stream for shuffling mini-batches."""

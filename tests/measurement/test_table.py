@@ -13,11 +13,11 @@ from otb_analysis.logit_stats import logit_stats
 from otb_analysis.measurement.advantages import every_advantage
 from otb_analysis.measurement.forward import forward_pass
 from otb_analysis.measurement.measurer import GradientMeasurer, Measurement
+from otb_analysis.measurement.summary import sampling_check, summarize, zero_variance_groups
 from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows, token_table
 from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.sampling import sample
-from otb_analysis.training.summary import sampling_check, summarize, zero_variance_groups
 
 # Four rollouts of two prompts ("0+" wants #0, "1+" wants #1); "$" is the end token, the reply is "=" and the text:
 #   0: "7$" "=7" "#0$"     policy 2, tool 2, policy 3: 7 completion tokens, both parts right

@@ -172,7 +172,7 @@ BAD = {
             "config.json",
             lambda c: c.update(model_type="mine", auto_map={"AutoConfig": "c.C", "AutoModelForCausalLM": "c.M"}),
         ),
-        "custom code",
+        "Python files of its own",
     ),
 }
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from otb_analysis.config import SampleConfig
+from otb_analysis.measurement import passes as module
 from otb_analysis.measurement.forward import completion_logprobs, forward_pass
+from otb_analysis.measurement.passes import short_passes
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.tasks.task_calls import draw_prompts
-from otb_analysis.training.policy import policy as module
-from otb_analysis.training.policy.policy import short_passes
 
 CPU = torch.device("cpu")
 

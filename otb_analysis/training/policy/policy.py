@@ -19,14 +19,13 @@ from otb_analysis.measurement.forward import (
     CompletionLogprobs,
     ForwardOutputs,
     ForwardPass,
-    NonFiniteScore,
     completion_logprobs,
     forward_pass,
     stacked,
 )
+from otb_analysis.measurement.passes import micro_batches, passes_of, rows_numbered
 from otb_analysis.phases import advance, count_to
-from otb_analysis.rollouts.models import output_layer
-from otb_analysis.rollouts.prefix_cache import PrefixCache, read_prompts, supports_prefix_cache
+from otb_analysis.rollouts.prefix_cache import PrefixCache, supports_prefix_cache
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes
 from otb_analysis.training.runtime.sharding import gathered, shard
@@ -34,11 +33,6 @@ from otb_analysis.types import Float, Int
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-POSITIONS, LOGIT_BYTES = 1 << 14, 1 << 30
-"""Default limits of a micro-batch: padded positions, and bytes of float32 logits."""
-SHORT = 1 << 11
-"""Padded positions of one pass on a CPU; activations of more do not stay in its cache."""
 
 
 class Policy:
@@ -101,7 +95,7 @@ class Policy:
             for rows in parts:
                 part = rollouts.take(rows)
                 for some, prompts in self._cut(self.model, part):
-                    with _numbered(rows[some]):
+                    with rows_numbered(rows[some]):
                         outputs.append(forward_pass(self.model, part.take(some), self.temperature, prompts, wanted))
                     passes.append(rows[some])
                     advance(len(some))
@@ -140,23 +134,14 @@ class Policy:
 
     def micro_batches(self, rollouts: Rollouts, rows: Int | None = None) -> list[Int]:
         """Cut a batch, or some rows of it, into parts that fit into memory."""
-        index = np.arange(len(rollouts.group)) if rows is None else rows
-        vocabulary = next(output_layer(self.model).parameters()).shape[0]
-        fits = min(POSITIONS, LOGIT_BYTES // (4 * vocabulary)) // max(rollouts.input_ids.shape[1], 1)
-        size = self.settings.micro_batch or max(1, fits)
-        return [index[start : start + size] for start in range(0, len(index), size)]
+        return micro_batches(self.model, rollouts, self.settings.micro_batch, rows)
 
     def _cut(self, model: PreTrainedModel, rollouts: Rollouts) -> Iterator[tuple[Int, PrefixCache | None]]:
         """Cut a micro-batch into passes, each with its prompts read; with sharded weights it is one pass."""
         if self.processes.sharded:
             yield np.arange(len(rollouts.group)), None
             return
-        prompts = read_prompts(model, rollouts) if self._shares else None
-        length = rollouts.attention_mask.sum(axis=1) if prompts is None else rollouts.completion_length
-        for rows in short_passes(length, model.device):
-            # A completion of one token needs no position after the prompt.
-            goes_on = prompts is not None and rollouts.completion_length[rows].max() > 1
-            yield rows, prompts.take(rows) if prompts is not None and goes_on else None
+        yield from passes_of(model, rollouts, self._shares)
 
     def _scored(
         self, model: PreTrainedModel, rollouts: Rollouts, rows: Int, entropy: bool = False
@@ -165,7 +150,7 @@ class Policy:
         passes, scored = [], []
         with self.arithmetic():
             for some, prompts in self._cut(model, part):
-                with _numbered(rows[some]):
+                with rows_numbered(rows[some]):
                     scored.append(completion_logprobs(model, part.take(some), self.temperature, entropy, prompts))
                 passes.append(some)
         return CompletionLogprobs.concatenate(scored, part, passes)
@@ -192,42 +177,6 @@ class Policy:
             yield
         finally:
             self.model.eval()
-
-
-def short_passes(length: Int, device: torch.device) -> list[Int]:
-    """Cut a batch into passes of rollouts of like length [N], shortest first: little padding, and a warm CPU cache.
-
-    There are as few passes as `SHORT` allows, because each has a fixed cost; then the largest is as small as possible.
-    A GPU takes the batch as it is.
-    """
-    if device.type != "cpu":
-        return [np.arange(len(length))]
-    order = np.argsort(length, kind="stable")
-    low, high = 0, SHORT
-    fewest = len(_passes(length, order, high))
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_passes(length, order, middle)) == fewest else (middle, high)
-    return _passes(length, order, high)
-
-
-def _passes(length: Int, order: Int, most: int) -> list[Int]:
-    """Fill one pass after the other, in this order, with at most `most` padded positions; a longer rollout is alone."""
-    cuts, first = [], 0
-    for i, positions in enumerate(length[order].tolist()):
-        if i > first and (i + 1 - first) * positions > most:
-            cuts.append(i)
-            first = i
-    return np.split(order, cuts)
-
-
-@contextmanager
-def _numbered(rows: Int) -> Iterator[None]:
-    """Correct the rollout's number in an error: the pass counts its own rows, the batch has others."""
-    try:
-        yield
-    except NonFiniteScore as error:
-        raise NonFiniteScore(int(rows[error.row]), error.token) from error
 
 
 class StaleWeights:

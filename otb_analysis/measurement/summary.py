@@ -18,6 +18,7 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
     inside, stats, reward = table.mask, table.stats, table.total_reward
     length = inside.sum(axis=1)
     mismatch = (stats.logprob - table.behavior_logprob)[inside]
+    mismatch = mismatch[~np.isnan(mismatch)]  # rollouts from elsewhere may lack the sampler's log-probabilities
     energy, exact = stats.energy[inside], measurement.tokens.whole_norm_sq[inside]
     return {
         "reward_mean": reward.mean(),
@@ -25,8 +26,9 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "entropy_mean": _mean(stats.entropy[inside]),
         "logprob_mean": _mean(stats.logprob[inside]),
         "mismatch_mean": _mean(mismatch),
-        "mismatch_max": float(np.abs(mismatch).max(initial=0.0)),
+        "mismatch_max": float(np.abs(mismatch).max(initial=0.0)) if mismatch.size or not inside.any() else None,
         "length_mean": length.mean(),
+        "characters_mean": float(np.mean([sum(len(turn.text) for turn in turns) for turns in rollouts.turns])),
         "length_max": int(length.max()),
         "prompt_length_max": int(rollouts.prompt_length.max()),
         "n_prompts": len(rollouts.prompts),

@@ -1,0 +1,188 @@
+"""Who wrote the records: a table of formats, and how one is recognised."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from otb_analysis.audit.formats.chats import art
+from otb_analysis.audit.formats.sequences import nemo_rl, prime_rl, slime
+from otb_analysis.audit.formats.texts import plain, trl, verl
+from otb_analysis.audit.formats.traces import traces_of, verifiers
+from otb_analysis.audit.records import Fields, RecordedRollout, checked
+from otb_analysis.audit.rows import SUFFIXES, Place, Row, Tally, rows_of, suffix_of
+from otb_analysis.errors import InputError, nearest
+
+Reader = Callable[[Fields, Tally, Mapping[str, float]], RecordedRollout | None]
+"""Makes a record of a row, or None of a row that is no rollout; gets the reward columns' weights too."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way of writing rollouts down."""
+
+    about: str  # What it is, for a list
+    fields: frozenset[str]  # Every row has these
+    read: Reader
+    runs_of_prompts: bool = False  # True where rows stand in groups, so that a group ends where the prompt changes
+    # What its files are called in a directory; the first pattern that finds any counts.
+    names: tuple[str, ...] = ("*",)
+    not_named: str = ""  # Files with this in their names are others'
+    unfold: Callable[[Row], Iterator[Row]] = lambda row: iter((row,))  # The rows in a row that holds several
+
+
+def _fields(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+FORMATS: dict[str, Format] = {
+    "trl": Format(
+        "TRL's completions_*.parquet (log_completions)",
+        _fields("step", "prompt", "completion", "advantage"), trl, True, ("completions_*.parquet",),
+    ),
+    "verl": Format(
+        "verl's {step}.jsonl (trainer.rollout_data_dir)",
+        _fields("input", "output", "score", "step"), verl, names=("[0-9]*.jsonl",),
+    ),
+    "art": Format(
+        "ART's trajectories/{split}/{step}.parquet", _fields("group_index", "messages", "reward"), art,
+        names=("*.parquet",),
+    ),
+    "prime_rl": Format(
+        "prime-rl's token_exports/step_N/rank_R.jsonl (before September 2026)",
+        _fields("token_ids", "loss_mask", "inference_logprobs", "export_sequence_idx"), prime_rl,
+        names=("rank_*.jsonl",),
+    ),
+    "verifiers": Format(
+        "traces.jsonl of verifiers and of prime-rl's rollouts/step_N",
+        _fields("nodes", "rewards"), verifiers, unfold=traces_of,
+        names=("train/effective/traces.jsonl", "traces.jsonl*"),
+    ),
+    "nemo_rl": Format(
+        "NeMo-RL's train_data_stepN.jsonl", _fields("token_ids", "token_loss_mask", "rewards"), nemo_rl,
+        names=("train_data_step*.jsonl",),
+    ),
+    "slime": Format(
+        "slime's and miles's rollout_data/{id}.pt and train_data/{id}.pt", _fields("tokens"), slime, names=("*.pt",),
+        not_named="eval_",
+    ),
+    "plain": Format(
+        "JSON lines or Parquet with prompt, completion, reward[, group, step, ids, prompt_ids, mask, logprobs]",
+        _fields("prompt", "completion", "reward"), plain,
+    ),
+}  # fmt: skip
+"""Formats by name, in the order in which they are tried."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one format, found at a path."""
+
+    path: Path
+    name: str  # Of the format
+    files: tuple[Path, ...]
+    tally: Tally  # What was seen while reading
+
+    @property
+    def format(self) -> Format:
+        """The format itself."""
+        return FORMATS[self.name]
+
+    def records(self, weights: Mapping[str, float] | None = None) -> Iterator[RecordedRollout]:
+        """Yield every rollout, file after file; none is kept.
+
+        Raises:
+            InputError: A file cannot be read, a record is not whole, or records differ in what they have.
+        """
+        first: RecordedRollout | None = None
+        for file in self.files:
+            for place, row in rows_of(file, self.tally):
+                for one in self.format.unfold(row):
+                    record = self.format.read(Fields(place, one), self.tally, weights or {})
+                    if record is not None:
+                        first = first or record
+                        _refuse_mixed(first, record)
+                        yield checked(record, self.tally)
+        if first is None:
+            raise InputError(f"{self.path} holds no rollouts; pass a file with at least one record.")
+
+
+def find_source(path: Path, name: str = "auto") -> Source:
+    """Return the files at a path, a file or a directory, with their format.
+
+    Raises:
+        InputError: There is no such path or format, or nothing in it can be read as that format.
+    """
+    if name != "auto" and name not in FORMATS:
+        raise InputError(f"--format is {name!r}; {nearest(name, FORMATS)}")
+    if not path.exists():
+        raise InputError(f"{path} does not exist; pass a file of rollouts, or a directory of such files.")
+    tried = [name] if name != "auto" else list(FORMATS)
+    for one in tried:
+        files = _files(path, FORMATS[one])
+        if files and (name != "auto" or FORMATS[one].fields <= _names(files[0], FORMATS[one])):
+            return Source(path, one, files, Tally())
+    raise InputError(f"{path} {_why_not(path, name)}")
+
+
+def _files(path: Path, kind: Format) -> tuple[Path, ...]:
+    """Return the files that a format may have at a path, in the order of the numbers in their names."""
+    if path.is_file():
+        return (path,)
+    every = ({f for f in path.rglob(pattern) if _may_be(f, kind)} for pattern in kind.names)
+    found = next(filter(None, every), set())
+    return tuple(sorted(found, key=lambda file: _natural(file.relative_to(path))))
+
+
+def _may_be(file: Path, kind: Format) -> bool:
+    return file.is_file() and bool(suffix_of(file)) and not (kind.not_named and kind.not_named in file.name)
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Return a key that sorts step_10 behind step_9."""
+    parts: list[tuple[int, str]] = []
+    digits = ""
+    for sign in f"{path.as_posix()}\0":
+        if sign.isdecimal():
+            digits += sign
+            continue
+        if digits:
+            parts.append((int(digits), ""))
+            digits = ""
+        parts.append((-1, sign))
+    return parts
+
+
+def _names(file: Path, kind: Format) -> frozenset[str]:
+    """Return the names of the first row's fields, none where a file has no rows."""
+    first = next(iter(rows_of(file, Tally())), (Place(file, 0), {}))[1]
+    return frozenset(next(kind.unfold(first), {}))
+
+
+def _why_not(path: Path, name: str) -> str:
+    files = _files(path, FORMATS["plain"])
+    if not files:
+        return f"has no file that ends in {', '.join(SUFFIXES)}; pass what another trainer wrote."
+    if name != "auto":
+        return f"has no file of the format {name}, which are called {' or '.join(FORMATS[name].names)}."
+    names = ", ".join(sorted(_names(files[0], FORMATS["plain"]))) or "nothing"
+    return (
+        f"is in no known format: {files[0].name} has {names}; write prompt, completion, reward (and group) into each "
+        f"record, or name the format by --format: {', '.join(FORMATS)}."
+    )
+
+
+def _refuse_mixed(first: RecordedRollout, record: RecordedRollout) -> None:
+    """Refuse records that lack what the first one has, or have what it lacks."""
+    had, has = _parts(first), _parts(record)
+    if had != has:
+        part = sorted(had ^ has)[0]
+        one, other = (first, record) if part in had else (record, first)
+        raise InputError(
+            f"{one.place} has {part} but {other.place} has not; write the same fields into every record, or pass those "
+            "that differ as separate runs."
+        )
+
+
+def _parts(record: RecordedRollout) -> set[str]:
+    optional = ("group", "step", "prompt", "prompt_ids", "ids", "mask", "completion")
+    return {name for name in optional if getattr(record, name) is not None} | set(record.columns)

@@ -1,0 +1,173 @@
+"""`otb score`: recorded rollouts under a model, at any level of measuring, as a run of the store."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from otb_analysis.audit.encoding import Encoder
+from otb_analysis.audit.logprobs import refuse_wrong_logprobs
+from otb_analysis.audit.recorded_tables import provenance
+from otb_analysis.audit.rows import Tally
+from otb_analysis.audit.runs import (
+    GIVEN,
+    record_run,
+    refuse_existing,
+    remaining_estimators,
+    run_path,
+    source_of,
+    stored_config,
+)
+from otb_analysis.audit.steps import RecordedStep
+from otb_analysis.config.audit import ScoreConfig
+from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.estimators import entry_of, estimate, options_from_dict
+from otb_analysis.gradients.batch.scope import select_scope
+from otb_analysis.measurement.levels import level_of
+from otb_analysis.measurement.measurer import GradientMeasurer
+from otb_analysis.measurement.passes import forward_statistics
+from otb_analysis.measurement.summary import summarize
+from otb_analysis.measurement.table import TokenTable, rollout_rows, token_rows, token_table
+from otb_analysis.phases import phase
+from otb_analysis.rollouts.models import load_policy, output_layer
+from otb_analysis.store import StepTables, gram_rows, subgroup_rows
+from otb_analysis.types import Float
+
+
+def score(config: ScoreConfig) -> Path:
+    """Measure recorded rollouts and return the run's directory.
+
+    Raises:
+        InputError: Model, rollouts or a setting cannot work, or a record is refused; the steps before it stay.
+        NonFiniteError: A logit is not finite.
+        StoreError: The store cannot be read or written.
+    """
+    check(config)
+    source = source_of(config.rollouts, config)
+    path = run_path(config.rollouts, config, "scored")
+    refuse_existing(path, config)
+    with phase(f"loading the model {config.model}"):
+        model, tokenizer = load_policy(config.model, config.allow_remote_code)
+        model.to("cuda" if torch.cuda.is_available() else "cpu")  # pyright: ignore[reportArgumentType]
+    stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
+    scorer = Scorer(config, model, tokenizer, source.tally, stored)
+    return record_run(path, config, stored, source, scorer.tables)
+
+
+def check(config: ScoreConfig) -> None:
+    """Refuse settings that cannot work, before anything is loaded.
+
+    Raises:
+        InputError: The first of them.
+    """
+    if not config.model:
+        raise InputError(
+            "--model is empty; pass the checkpoint that sampled the rollouts, or use otb import without one."
+        )
+    if not (config.temperature > 0 and np.isfinite(config.temperature)):
+        raise InputError(f"--temperature is {config.temperature}; pass the temperature of the sampler, above 0.")
+    name = config.estimator.name
+    options_from_dict(name, config.estimator.options)
+    if lacking := sorted(set(entry_of(name).needs) - GIVEN):
+        raise InputError(
+            f"estimator.name is {name!r}, which needs {lacking[0]}; recorded rollouts do not have it, choose another."
+        )
+    if config.estimator.energy != "proxy":
+        raise InputError(
+            f"estimator.energy is {config.estimator.energy!r}; recorded rollouts are weighed by the proxy."
+        )
+    if config.measure.budget:
+        raise InputError("measure.budget plans a training run; set --measure.exact.every and the like instead.")
+    for level in config.measure.further:
+        level_of(level)
+
+
+class Scorer:
+    """A model and its settings, measuring one recorded step after the other."""
+
+    def __init__(
+        self,
+        config: ScoreConfig,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        tally: Tally,
+        stored: Mapping[str, Any],
+    ) -> None:
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
+        rows = next(output_layer(model).parameters()).shape[0]
+        limit = getattr(model.config, "max_position_embeddings", None)
+        self.encoder = Encoder(tokenizer, rows, limit, config.text, config.ended, tally)
+        self.options = options_from_dict(config.estimator.name, config.estimator.options)
+        trained = {config.estimator.name: self.options}
+        self.measurer = GradientMeasurer(model, config.measure, config.temperature, trained, stored)
+        self.seconds: dict[str, float] = {}
+
+    def tables(self, step: RecordedStep) -> StepTables:
+        """Return everything to store of a step.
+
+        Raises:
+            InputError: A record is refused.
+            NonFiniteError: A logit is not finite.
+        """
+        self.seconds = {}
+        self._refuse_singles(step)
+        rollouts = self.encoder.rollouts(step)
+        with phase("scoring"), self._timed("forward"):
+            try:
+                forward = forward_statistics(self.model, rollouts, self.config.temperature, self.config.micro_batch)
+            except NonFiniteError as error:
+                raise NonFiniteError(f"step {step.step}: {error}") from error
+        table = token_table(rollouts, forward, None)
+        refuse_wrong_logprobs(step, table)
+        trained = estimate(self.config.estimator.name, table.inputs(table.stats.energy), self.options)
+        with self._timed("measure"):
+            weights = trained.advantage / len(step.records)
+            measurement = self.measurer.measure(step.step, rollouts, table, None, lambda: weights)
+        by_rollout = rollout_rows(rollouts, table, measurement.tokens)
+        gradients = [row.as_row() for row in measurement.statistics]
+        seconds = {f"seconds_{name}": taken for name, taken in self.seconds.items()}
+        return StepTables(
+            tokens=token_rows(table, trained, measurement.tokens, self.tokenizer) | _recorded(step, table),
+            rollouts=by_rollout | provenance(step),
+            steps=summarize(rollouts, table, trained, measurement) | seconds,
+            gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
+            grams=gram_rows(step.step, measurement.gram) if measurement.gram else None,
+            subgroups=subgroup_rows(step.step, measurement.subgroups) if measurement.subgroups else None,
+        )
+
+    def _refuse_singles(self, step: RecordedStep) -> None:
+        """Refuse a step of one rollout per prompt where the estimator compares rollouts of one prompt."""
+        if np.bincount(step.group).max() > 1 or entry_of(self.config.estimator.name).takes_single:
+            return
+        raise InputError(
+            f"{step.records[0].place}: step {step.step} has one rollout per prompt, but estimator.name is "
+            f"{self.config.estimator.name!r}, which compares rollouts of one prompt; set it to one of "
+            f"{', '.join(remaining_estimators())}."
+        )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = perf_counter()
+        yield
+        self.seconds[name] = perf_counter() - start
+
+
+def _recorded(step: RecordedStep, table: TokenTable) -> dict[str, object]:
+    """Return the trainer's own numbers as further columns `recorded_…`, beside ours; null where not recorded."""
+    n, t = np.nonzero(table.present)
+    columns: dict[str, object] = {}
+    names = dict.fromkeys(name for record in step.records for name in record.columns if name != "behavior_logprob")
+    for name in names:
+        whole: Float = np.full(table.mask.shape, np.nan)
+        for i, record in enumerate(step.records):
+            values = record.columns[name]
+            whole[i, : len(values)] = values
+        values = whole[n, t]
+        columns[f"recorded_{name}"] = np.ma.masked_array(values, mask=~table.mask[n, t] | np.isnan(values))
+    return columns

@@ -1,0 +1,64 @@
+"""`otb score` and `otb import`: somebody else's rollouts become a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from otb_analysis.commands.inspect import TABLE_WIDTH, parsed
+from otb_analysis.commands.watching import shown
+from otb_analysis.config import ImportConfig, ScoreConfig
+from otb_analysis.phases import phase
+
+
+@dataclass(frozen=True)
+class ImportCommand(ImportConfig):
+    """Make a run of rollouts that another trainer recorded, without a model.
+
+    Prompt, completion and reward are enough for reward curves, dead groups, length drift and alarms. Token ids and
+    per-token numbers are kept where they were recorded.
+    """
+
+    rollouts: Annotated[Path, tyro.conf.Positional] = Path()
+    """File or directory with the rollouts."""
+
+
+def score_command(words: Sequence[str]) -> None:
+    """Measure rollouts that another trainer recorded, under the model that sampled them.
+
+    The run has what `otb train` stores of its own rollouts: every token's log-probability, entropy and energy, and with
+    --measure options exact gradient norms and every estimator's variance. docs/audit.md has examples.
+    """
+    config = parsed(ScoreConfig, "score", words, ScoreConfig(), score_command.__doc__)
+    with shown(), phase("otb score"):
+        with phase("loading PyTorch and transformers"):
+            from otb_analysis.audit.score import score
+            from otb_analysis.rollouts.models import quiet_loading
+        quiet_loading()
+        path = score(config)
+    _tell(path)
+
+
+def import_command(words: Sequence[str]) -> None:
+    """Import rollouts."""
+    command = parsed(ImportCommand, "import", words, ImportCommand())
+    with shown(), phase("otb import"):
+        with phase("loading PyTorch and transformers"):
+            from otb_analysis.audit.importing import import_rollouts
+            from otb_analysis.rollouts.models import quiet_loading
+        quiet_loading()
+        path = import_rollouts(command.rollouts, command)
+    _tell(path)
+
+
+def _tell(path: Path) -> None:
+    """Print what the run holds, and where to look on."""
+    from otb_analysis.report.compare import learning_table
+    from otb_analysis.store import RunStore
+
+    console = Console()
+    Console(width=max(console.width, TABLE_WIDTH)).print(learning_table([RunStore(path)]))
+    console.print(f"{path} is complete; look at it with: otb compare {path.name} --root {path.parent}", soft_wrap=True)

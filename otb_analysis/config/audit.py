@@ -1,0 +1,53 @@
+"""Somebody else's rollouts: where they are, how to read them, and what is measured of them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from otb_analysis.config.learning import EstimatorConfig
+from otb_analysis.config.measuring import MeasureConfig, Schedule
+
+
+@dataclass(frozen=True)
+class RecordedConfig:
+    """A run made of recorded rollouts: where it is kept, and how the records are read."""
+
+    run: str = ""  # Name of the run's directory; by default that of the file or directory.
+    root: Path = Path("runs")  # Directory that holds the runs.
+    if_exists: Literal["error", "replace", "resume"] = "error"
+    """What to do when the run's directory already exists: refuse, begin anew, or add the steps it does not have."""
+    format: str = "auto"
+    """Who wrote the records: plain, trl, verl, art, prime_rl, verifiers, nemo_rl or slime; auto recognises it."""
+    prompts: int = 16  # Prompts (groups) per step, where the records name no step.
+    group_size: int = 0
+    """Rollouts per prompt, where the records name no group: so many rows in a row are one. 0 takes rows with the same
+    prompt."""
+    reward_weights: dict[str, float] = field(default_factory=dict)
+    """Reward columns of TRL with their weights, as name value pairs; by default every number that TRL did not add."""
+
+
+@dataclass(frozen=True)
+class ScoreConfig(RecordedConfig):
+    """Measure recorded rollouts under a model: a run with a token table, as if it had been trained here."""
+
+    rollouts: Path = Path()  # File or directory with the rollouts.
+    model: str = ""  # Checkpoint that sampled them: a directory, a GGUF file or a name, as in `otb train --model`.
+    text: Literal["auto", "plain", "chat"] = "auto"
+    """How a prompt without token ids becomes tokens. plain: as it stands. chat: as the user's message in the model's
+    chat template. auto: texts that lost their special tokens (TRL, verl) are put back into the template, and refused
+    where that does not give the same text; all others are plain."""
+    ended: Literal["recorded", "all"] = "recorded"
+    """Which completions without token ids ended with the end token: those with finish_reason stop, or all."""
+    temperature: float = 1.0  # Temperature at which the rollouts were sampled.
+    estimator: EstimatorConfig = field(default_factory=lambda: EstimatorConfig(name="grpo"))
+    measure: MeasureConfig = field(default_factory=lambda: MeasureConfig(exact=Schedule(every=0, prompts=8)))
+    micro_batch: int = 0  # Rollouts per forward pass; 0 takes what fits into memory.
+    allow_remote_code: bool = False  # True lets Python files in the model's directory run. Read them first.
+
+
+@dataclass(frozen=True)
+class ImportConfig(RecordedConfig):
+    """A run of recorded rollouts without a model: rewards, lengths, and the per-token numbers that were recorded."""
+
+    tokenizer: str = ""
+    """Directory of the tokenizer that made the token ids; with it, pages show each token's text."""
