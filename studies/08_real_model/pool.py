@@ -32,6 +32,7 @@ from otb_analysis.study.pools import Pool, token_sketches
 from otb_analysis.tasks import Prompt, make_task
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.loop import train
+from otb_analysis.training.policy.policy import quiet_peft
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float
 
@@ -165,7 +166,8 @@ def policy_of(settings: Mapping[str, Any], size: Size, start: TrainConfig | None
     if name.endswith("-lora"):
         from peft import PeftModel
 
-        PeftModel.from_pretrained(model, str(_adapter(size, start, work, bar)), is_trainable=True)
+        with quiet_peft():
+            PeftModel.from_pretrained(model, str(_adapter(size, start, work, bar)), is_trainable=True)
     return Policy(model.eval(), tokenizer, make_task(config))
 
 

@@ -217,10 +217,8 @@ def _adapted(model: PreTrainedModel, config: LoraConfig, seed: int) -> "PeftMode
     targets = list(config.targets) or "all-linear"
     settings = PeftLoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        with quiet_peft(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            # PEFT reads an attribute whose name transformers deprecates.
-            warnings.filterwarnings("ignore", r".*is_gradient_checkpointing", FutureWarning)
             adapted = get_peft_model(model, settings)
     except ValueError as error:
         raise InputError(
@@ -230,6 +228,14 @@ def _adapted(model: PreTrainedModel, config: LoraConfig, seed: int) -> "PeftMode
     adapted.eval()
     assert isinstance(adapted, PeftModel)
     return adapted
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Hide the warning that PEFT causes: it reads an attribute whose name transformers deprecates."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*is_gradient_checkpointing", FutureWarning)
+        yield
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:
