@@ -12,6 +12,7 @@ from otb_analysis.training.runtime.progress import Bar
 
 from . import pool, training
 from .compare import CALIBRATION_SHARE, SIZES, UPDATES, comparison
+from .regression import BATCHES, GROUP, RIDGES, regressions
 
 RANK, TRAINED, LORA_UPDATES = training.LORA.rank, training.FULL, pool.FULL.updates
 """For the page."""
@@ -29,6 +30,8 @@ def cells(size: pool.Size, learning: training.Size, quick: bool) -> list[Cell]:
         count = -(-size.prompts // size.block)
         blocks = [Cell(f"measure-{name}-{k}", {**facts, **measured, "number": k}, after=(draw,)) for k in range(count)]
         made += [draw, *blocks, Cell(f"compare-{name}", {**facts, **measured, **compared}, after=(draw, *blocks))]
+        tried = {"group": GROUP, "batches": list(BATCHES), "ridges": list(RIDGES), "shuffles": size.shuffles}
+        made.append(Cell(f"regression-{name}", {**facts, **measured, **tried}, after=(draw, *blocks)))
     return made + training.cells(learning, common)
 
 
@@ -43,7 +46,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         return pool.drawn(cell, size, start, work, bar)
     if cell.name.startswith("measure"):
         return pool.measured(cell, size, start, work, bar)
-    return comparison(cell, size, pool.load(cell, work))
+    return (comparison if cell.name.startswith("compare") else regressions)(cell, size, pool.load(cell, work))
 
 
 STUDY = Study(
