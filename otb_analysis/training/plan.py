@@ -77,6 +77,13 @@ def apart(steps: int, events: int) -> int:
     return max(1, -(-steps // events))
 
 
+def spread(schedule: Any, first: int, steps: int, events: int) -> Any:
+    """Return a schedule of just so many events, evenly spread from step `first` to the last step of a run."""
+    events = min(events, steps - first)
+    every = (steps - first) // events if events else 0
+    return replace(schedule, every=every, first=steps - 1 - (events - 1) * every if events else first)
+
+
 def plan(prices: Prices, first: int, seconds: float) -> MeasureConfig:
     """Return the configuration whose measuring from step `first` to the end takes at most `seconds`.
 

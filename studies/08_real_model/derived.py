@@ -37,6 +37,9 @@ STUDIES = Path(__file__).parent.parent
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return what differs from `rloo`, what small models showed in other studies, and training over seeds."""
     rows = tables["estimators"]
+    trainings = {name: arms_of(tables[name]) for name in ("training", "common_rate")}
+    regression = next((row for row in trainings["training"] if row["arm"] == "energy_regression"), None)
+    rewards = sorted(column(select(tables["sweep"], arm="energy_regression"), "reward"))
     return {
         "listed": listed,
         "regression": shown_lower(select(rows, estimator="energy_regression", source="proxy", size=4), "sf"),
@@ -49,7 +52,11 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "lengths": [row["tokens"] / row["rollouts"] for row in tables["policies"]],
         "toy_agreement": toy_agreement(),
         "toy_gains": toy_gains(),
-        "trainings": {name: arms_of(tables[name]) for name in ("training", "common_rate")},
+        "trainings": trainings,
+        "told": {name: [row["arm"] for row in rows if differs(row)] for name, rows in trainings.items()},
+        "after": [row["after"].estimate for row in trainings["common_rate"]],
+        "own_rate": regression,
+        "sweep_lead": rewards[-1] - rewards[-2] if rewards else None,
         "swept": sorted(distinct(tables["sweep"], "rate")),
         "seeds": len(distinct(tables["training"], "seed")),
     }
@@ -113,6 +120,12 @@ def arms_of(training: Rows) -> Rows:
         }
         for arm in distinct(training, "arm")
     ]
+
+
+def differs(row: Mapping[str, Any]) -> bool:
+    """Return whether an interval of an arm's difference from `rloo`, in success or in reward, leaves 0 out."""
+    over = [row[f"{name}_over"] for name in ("after", "reward", "late")]
+    return any(one.low is not None and (one.low > 0 or one.high < 0) for one in over if one is not None)
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
