@@ -24,6 +24,7 @@ from otb_analysis.training.plan import (
     SPREAD,
     Prices,
     events_of,
+    interval_step,
     phases_of,
     plan,
     planned_levels,
@@ -131,7 +132,10 @@ class Budget:
             if name == "exact" and schedule.prompts:
                 schedule = self._prompts_again(schedule, step, seconds, rest)
             else:
-                schedule = spread(schedule, step + 1, self.steps, int(seconds / self.price[name]))
+                start = step + 1
+                if name == "attribution" and self.prompts < MIN_CLUSTERS:
+                    start = interval_step(self.measure.exact, start, self.config, self.prompts)
+                schedule = spread(schedule, start, self.steps, int(seconds / self.price[name]))
             self.measure = replace(self.measure, **{name: schedule})
             left -= self.price[name] * events_of(schedule, step + 1, self.steps)
 
