@@ -67,7 +67,8 @@ def advantages(
     if entry.reads_energy and energy is None:
         raise InputError(
             f"{PREFIX}{name} weighs tokens by their energy, but verl passes no Σπ²; set "
-            "trainer.v1.trainer_mode=otb_sync and add otb_analysis.integrations.verl_trainer to VERL_USE_EXTERNAL_MODULES."
+            "trainer.v1.trainer_mode=otb_sync and add otb_analysis.integrations.verl_trainer to "
+            "VERL_USE_EXTERNAL_MODULES."
         )
     mask = response_mask.detach().cpu().numpy().astype(bool)
     reward = at_policy_tokens(token_level_rewards.detach().double().cpu().numpy(), mask)
