@@ -68,7 +68,7 @@ bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.cache/trl/.installed .cache/opacus/.
 	$(PYTHON) -m venv .cache/verl
 	.cache/verl/bin/python -m pip install --quiet --no-deps verl==0.9.1
 	.cache/verl/bin/python -m pip install --quiet $(shell grep -E '^torch==' constraints.txt) 'transformers>=5.5.3,<5.11,!=5.6.0' \
-	  'ray>=2.41' torchdata TransferQueue 'tensordict>=0.8,<=0.10,!=0.9.0' codetiming datasets peft pillow cachetools \
+	  'ray>=2.41' torchdata TransferQueue 'tensordict>=0.8,<=0.10,!=0.9.0' codetiming datasets peft pillow cachetools fastapi uvicorn \
 	  'omegaconf<2.4' 'hydra-core<1.4' 'setuptools<81' pytest -e .
 	@touch $@
 

@@ -1,6 +1,7 @@
 """Ours against verl's own functions, called as verl calls them; `make test-verl` runs this where verl is."""
 
 import warnings
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -8,9 +9,8 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its optional engines are not here, and it says so
-    reason = "verl is not installed here; `make test-verl` makes an environment that has it"
-    pytest.importorskip("verl", reason=reason)
-    pytest.importorskip("verl.trainer.ppo.ray_trainer", reason=reason)
+    pytest.importorskip("verl", reason="verl is not here; `make test-verl` makes an environment that has it")
+    import_module("verl.trainer.ppo.ray_trainer")
 
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos
