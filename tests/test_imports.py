@@ -14,7 +14,7 @@ LIBRARY = ROOT / "otb_analysis"
 
 FLOORS = (
     {"types", "schema", "config", "errors", "extras", "phases"},
-    {"arrays", "custom"},
+    {"arrays", "custom", "processes"},
     {"energies", "objectives"},
     {"estimators", "statistics"},
     {"diagnostics", "enumeration"},
@@ -62,7 +62,7 @@ ALLOWED_PACKAGES = (
     | {"tasks": {"torch", "transformers", "pyarrow"}}
     | {"training": {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow"}}
     | {"audit": {"torch", "transformers", "pyarrow"}}
-    | {"integrations": {"torch"}}
+    | {"integrations": {"torch"}, "processes": {"torch", "accelerate"}}
     | {"report": {"plotly", "pandas"}}
     | {key: HEAVY - {"streamlit"} for key in ("study", "bench", "commands", "__main__")}
 )
