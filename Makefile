@@ -43,7 +43,7 @@ test: $(STAMP)   ## the tests that take minutes
 test-all: $(STAMP)  ## all tests, the long ones and the browser's too
 	$(PYTEST)
 
-test-verl: .cache/verl/.installed  ## our estimators against verl's own, in an environment of 2.3 GB (no GPU packages)
+test-verl: .cache/verl/.installed  ## our estimators against verl's own, in an environment of 2.2 GB (no GPU packages)
 	OMP_NUM_THREADS=1 .cache/verl/bin/python -m pytest tests/integrations -k verl
 
 check: $(STAMP)  ## format, lint, types
