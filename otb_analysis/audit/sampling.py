@@ -23,8 +23,8 @@ from otb_analysis.types import Bool, Float, Int
 
 ROWS = 1 << 19
 """Entries of the logits that are looked at at once: some buffers of 2 MB."""
-FEATURES = 128
-"""Directions of the hidden state that a difference of weights is learned in."""
+FEATURES, LEARNED = 128, 1 << 21
+"""Most directions of the hidden state in which a difference of weights is learned, and most entries of what is."""
 FLOAT32, BFLOAT16 = 1e-3, 0.05
 """Log-probabilities of the same weights in another engine differ by less: in float32, and mostly in bfloat16."""
 BY_POSITION = ("temperature", "probability")
@@ -41,7 +41,7 @@ def position_bin(token: Int) -> Int:
 class SamplingCheck:
     """Sums of one step, made by `observe` pass by pass; the learned direction goes on from step to step.
 
-    Memory: a few tiles of logits, and [V, 129] for the learned direction.
+    Memory: a few tiles of logits, and at most 8 MB for the learned direction.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,8 @@ class SamplingCheck:
         """Add the policy tokens of a forward pass."""
         vocabulary = part.logits.shape[1]
         if self._learned is None:
-            self._learned = LearnedDirection(vocabulary, part.hidden.shape[1], FEATURES, part.logits.device)
+            kept = max(1, min(FEATURES, LEARNED // vocabulary))
+            self._learned = LearnedDirection(vocabulary, part.hidden.shape[1], kept, part.logits.device)
         context = _Context.of(part.rollouts, part.logits.device)
         recorded = torch.as_tensor(part.rollouts.by_token(part.rollouts.behavior_logprob), device=part.logits.device)
         features = self._learned.features(part.hidden)
@@ -72,8 +73,8 @@ class SamplingCheck:
             logprob = log_pi.gather(1, y)[:, 0].double()
             self._add(tests, logprob, recorded[row, token], token.cpu().numpy())
             scale += (pi * (1 - pi)).sum(0)
-            residual -= pi.T @ features[rows]
-            residual.index_add_(0, y[:, 0], features[rows])
+            residual -= features[rows].T @ pi
+            residual.index_add_(1, y[:, 0], features[rows].T)
         self._learned.learn(residual, scale)
 
     def _add(self, tests: list[TokenTest], logprob: Tensor, recorded: Tensor, token: Int) -> None:

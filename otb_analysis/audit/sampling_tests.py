@@ -21,8 +21,10 @@ NOISES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4)
 """Standard deviations σ of logit noise; from 2 on, the distribution to second order in σ would be negative."""
 LEAK = 1e-3
 """Share of tokens that a truncated sampler draws from π all the same: rounding moves tokens over its edge."""
-MOST_SORTED = 512
-"""Likeliest entries that are sorted first; rows whose mass does not reach the largest top-p are sorted whole."""
+MOST_SORTED = 4096
+"""Larger vocabularies are not sorted for top-p but binned by log-probability."""
+BINS, PER_NAT = 4096, 128
+"""Bins, and bins in a nat."""
 
 
 @dataclass(frozen=True)
@@ -83,33 +85,45 @@ def truncation_tests(log_pi: Tensor, y: Tensor) -> list[TokenTest]:
     M, the mass that is kept, makes a = 1[outside] a variable of mean 1 − M and variance M(1 − M). The sampler has
     p(y) = π_y/M inside; with a leak of 0.001, p(y) = π_y (0.999/M + 0.001) inside and 0.001 π_y outside.
     """
-    drawn = log_pi.gather(1, y)
-    pi, likelier = log_pi.exp(), log_pi > drawn
-    above = (pi * likelier).sum(-1).double()
+    drawn, pi = log_pi.gather(1, y), log_pi.exp()
+    likelier = log_pi > drawn
+    top_k = [k for k in TOP_K if k < log_pi.shape[1]]
+    mass = pi.topk(max(top_k, default=1), -1).values.double().cumsum(-1).clamp(max=1.0)
     rank = likelier.sum(-1)
-    mass = _cumulative(pi)
+    settings = [("top_k", float(k), mass[:, k - 1], rank >= k) for k in top_k]
+    if log_pi.shape[1] <= MOST_SORTED:
+        whole = pi.sort(-1, descending=True).values.double().cumsum(-1).clamp(max=1.0)
+        place = (pi * likelier).sum(-1).double()
+        settings += [("top_p", p, _reaching(whole, p)[1], place >= p) for p in TOP_P]
+    else:
+        whole, bins = _mass_by_bin(log_pi, pi, y)
+        for p in TOP_P:
+            last, kept = _reaching(whole, p)
+            settings.append(("top_p", p, kept, bins > last))
     tests = []
-    settings = [("top_p", p) for p in TOP_P] + [("top_k", k) for k in TOP_K if k < log_pi.shape[1]]
-    for name, setting in settings:
-        if name == "top_p":
-            at = (mass < setting).sum(-1, keepdim=True).clamp(max=mass.shape[1] - 1)
-            kept, outside = mass.gather(1, at)[:, 0], above >= setting
-        else:
-            kept, outside = mass[:, int(setting) - 1], rank >= setting
+    for name, setting, kept, outside in settings:
         out = outside.double()
-        inside = torch.log((1 - LEAK) / kept + LEAK)
-        logprob = drawn[:, 0].double() + torch.where(outside, torch.full_like(kept, LEAK).log(), inside)
-        tests.append(TokenTest(name, float(setting), out - (1 - kept), kept * (1 - kept), out, logprob))
+        factor = torch.where(outside, torch.full_like(kept, LEAK), (1 - LEAK) / kept + LEAK)
+        logprob = drawn[:, 0].double() + factor.log()
+        tests.append(TokenTest(name, setting, out - (1 - kept), kept * (1 - kept), out, logprob))
     return tests
 
 
-def _cumulative(pi: Tensor) -> Tensor:
-    """Return the mass of the likeliest 1, 2, … entries [K, n], float64, until all settings are reached in every row."""
-    most = min(MOST_SORTED, pi.shape[1])
-    mass = pi.topk(most, -1).values.double().cumsum(-1).clamp(max=1.0)
-    if bool((mass[:, -1] < TOP_P[-1]).any()) and most < pi.shape[1]:
-        mass = pi.sort(-1, descending=True).values.double().cumsum(-1).clamp(max=1.0)
-    return mass
+def _reaching(mass: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """Return where cumulative mass [K, n] first reaches p, and the mass there [K]."""
+    at = (mass < p).sum(-1).clamp(max=mass.shape[1] - 1)
+    return at, mass.gather(1, at[:, None])[:, 0]
+
+
+def _mass_by_bin(log_pi: Tensor, pi: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cumulative mass by bins of log-probability below the likeliest [K, BINS], and the bin of y [K].
+
+    Sorting a large vocabulary costs as much as the model. What is kept ends at a bin's edge here, so at most 1/128 nat
+    more is kept than the sampler keeps; the test is exact for what is kept here.
+    """
+    bins = ((log_pi.amax(-1, keepdim=True) - log_pi) * PER_NAT).clamp_(max=BINS - 1).long()
+    mass = pi.new_zeros(len(pi), BINS).scatter_add_(1, bins, pi)
+    return mass.double().cumsum(-1).clamp(max=1.0), bins.gather(1, y)[:, 0]
 
 
 def repetition_tests(
@@ -142,7 +156,7 @@ def repetition_tests(
 class LearnedDirection:
     """What earlier tokens taught about how the sampler's output layer differs: a test of other weights.
 
-    a_t = D φ_t, D [V, r] from residuals e_y − π of earlier passes, φ_t = (1, a random projection of the hidden state).
+    a_t = φ_tᵀ D, D [r, V] from residuals e_y − π of earlier passes, φ_t = (1, a random projection of the hidden state).
     Any lasting difference of logits that is linear in φ shows as Σ_t (a_y − E_π a) > 0.
     """
 
@@ -151,7 +165,7 @@ class LearnedDirection:
         kept = min(width, features)
         projection = torch.randn(width, kept, generator=generator) / width**0.5
         self.projection = (torch.eye(width) if kept == width else projection).to(device)
-        self.total = torch.zeros(vocabulary, kept + 1, device=device)  # Σ (e_y − π) φᵀ
+        self.total = torch.zeros(kept + 1, vocabulary, device=device)  # Σ φ (e_y − π)ᵀ
         self.scale = torch.zeros(vocabulary, device=device)  # Σ π(1 − π)
 
     def features(self, hidden: Tensor) -> Tensor:
@@ -162,10 +176,10 @@ class LearnedDirection:
 
     def statistic(self, features: Tensor) -> Tensor:
         """Return a [K, V] as learned so far."""
-        return features @ (self.total / (self.scale + 1.0)[:, None]).T
+        return features @ (self.total / (self.scale + 1.0))
 
     def learn(self, residual: Tensor, scale: Tensor) -> None:
-        """Add a pass's Σ (e_y − π) φᵀ [V, r] and Σ π(1 − π) [V]."""
+        """Add a pass's Σ φ (e_y − π)ᵀ [r, V] and Σ π(1 − π) [V]."""
         self.total += residual
         self.scale += scale
 
