@@ -1,6 +1,6 @@
 """Rows of the table `sampling` added up over steps: by test, by setting, by step and by position."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,8 @@ class SamplingSums:
         return [(int(p), {name: self._sum(test, self.position == p, name) for name in SUMS}) for p in places.tolist()]
 
 
-def _numbers(values: Iterable[Any]) -> Float:
-    """Return a column as numbers; None and masked become NaN."""
+def _numbers(values: Any) -> Float:
+    """Return a list, or a column of a data frame, as numbers; None and missing ones become NaN."""
+    if hasattr(values, "to_numpy"):
+        return values.to_numpy(np.float64, na_value=np.nan)
     return np.array([np.nan if value is None else float(value) for value in values], np.float64)

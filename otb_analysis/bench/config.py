@@ -130,6 +130,16 @@ class SamplingCheckConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class SamplingCostConfig(BenchConfig):
+    """What the sampling check adds to a scoring pass."""
+
+    models: tuple[str, ...] = ("demo", "smollm2")  # Checkpoints; smollm2 once fetched.
+    prompts: int = 8  # Prompts, of four rollouts each.
+    repeats: int = 3  # Repetitions, taking turns; the best counts.
+    threads: int = 1  # Threads.
+
+
+@dataclass(frozen=True)
 class TrainBenchConfig(BenchConfig):
     """Time sampling and update of a training step beside TRL's GRPOTrainer, and what every measurement adds to it."""
 
@@ -155,6 +165,7 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "score-sketch": ScoreSketchConfig,
     "alarms": AlarmsConfig,
     "sampling-check": SamplingCheckConfig,
+    "sampling-cost": SamplingCostConfig,
     "train": TrainBenchConfig,
 }
 """`otb bench NAME`; the module of the same name has `run(config)`, which returns a report."""

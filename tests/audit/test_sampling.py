@@ -12,11 +12,14 @@ from otb_analysis.audit.sampling_report import sampling_report
 from otb_analysis.audit.sampling_sums import SamplingSums
 from otb_analysis.audit.sampling_tests import LEAK, PENALTIES, TEMPERATURES, TOP_P, repeats
 from otb_analysis.audit.sampling_text import sampling_lines
+from otb_analysis.audit.score import score
 from otb_analysis.bench.planted import noise, planted_rollouts, repetition, temperature, top_k, top_p
+from otb_analysis.config import ScoreConfig
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.forward import PolicyLogits
 from otb_analysis.measurement.passes import forward_statistics
 from otb_analysis.measurement.table import token_table
+from otb_analysis.store import RunStore
 from otb_analysis.tasks import Prompt
 
 TAU = 0.8
@@ -264,3 +267,23 @@ def test_logits_are_shown_once_per_policy_token(policy):
     forward_statistics(policy[0], rollouts, 1.0, 2, seen.append)
     assert all(isinstance(part, PolicyLogits) for part in seen)
     assert sum(len(part.targets) for part in seen) == rollouts.mask.sum()
+
+
+def test_a_scored_run_holds_the_check_step_by_step(tmp_path, checkpoint, jsonl, policy):
+    rollouts = draw(policy, prompts=4, size=4)
+    rows = [
+        {
+            "prompt": rollouts.prompts[g].text, "completion": policy[1].decode(rollouts.input_ids[n][inside]),
+            "reward": float(n % 2), "group": int(g), "step": int(g) // 2,
+            "ids": rollouts.input_ids[n][inside].tolist(),
+        }
+        for n, g in enumerate(rollouts.group) for inside in [rollouts.mask[n]]
+    ]  # fmt: skip
+    config = ScoreConfig(rollouts=jsonl(rows), model=str(checkpoint), root=tmp_path / "runs")
+    store = RunStore(score(config))
+    report = sampling_report(store.frame("sampling"))
+    steps = store.steps_df()
+    assert [one.at for one in report.by_step] == [0, 1] and report.recorded is None
+    assert report.n_tokens == steps["n_tokens"].sum()
+    found = [float(one.probability or 0) for one in report.by_step]
+    np.testing.assert_allclose(found, steps["certificate_prob_z"].to_numpy(float), atol=1e-4)
