@@ -21,8 +21,8 @@ from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Bool, Float, Int
 
-ROWS = 1 << 19
-"""Entries of the logits that are looked at at once: some buffers of 2 MB."""
+ENTRIES = 1 << 19
+"""Entries of the logits, and of the contexts, that are looked at at once: some buffers of 2 MB."""
 FEATURES, LEARNED = 128, 1 << 21
 """Most directions of the hidden state in which a difference of weights is learned, and most entries of what is."""
 FLOAT32, BFLOAT16 = 1e-3, 0.05
@@ -60,7 +60,7 @@ class SamplingCheck:
         features = self._learned.features(part.hidden)
         residual = torch.zeros_like(self._learned.total)
         scale = torch.zeros_like(self._learned.scale)
-        size = max(1, ROWS // vocabulary)
+        size = max(1, ENTRIES // max(vocabulary, part.rollouts.input_ids.shape[1]))
         for rows in torch.arange(len(part.targets), device=part.logits.device).split(size):
             raw, y = part.logits[rows].float(), part.targets[rows, None]
             log_pi = (raw / part.temperature).log_softmax(-1)

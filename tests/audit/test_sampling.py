@@ -287,3 +287,42 @@ def test_a_scored_run_holds_the_check_step_by_step(tmp_path, checkpoint, jsonl, 
     assert report.n_tokens == steps["n_tokens"].sum()
     found = [float(one.probability or 0) for one in report.by_step]
     np.testing.assert_allclose(found, steps["certificate_prob_z"].to_numpy(float), atol=1e-4)
+
+
+def by_hand(*rows):
+    """Rows of the table `sampling` from (test, setting, score, variance, gain)."""
+    names = ("test", "parameter", "score", "variance", "gain")
+    columns = {name: [row[i] for row in rows] for i, name in enumerate(names)}
+    nothing = [None] * len(rows)
+    return columns | {
+        "n_tokens": [1000] * len(rows),
+        "observed": nothing,
+        "residual_sq": nothing,
+        "position": [0] * len(rows),
+    }
+
+
+def test_causes_that_explain_alike_are_all_named():
+    rows = by_hand(
+        ("temperature", None, -8.0, 4.0, None), ("temperature", 1.2, None, None, 7.5),
+        ("probability", None, -8.0, 4.0, None), ("noise", 0.5, None, None, 8.5),
+        ("repetition", None, 0.1, 4.0, None), ("repetition", 1.05, None, None, 0.5),
+        ("other_weights", None, 0.0, 4.0, None),
+    )  # fmt: skip
+    report = sampling_report(rows)
+    assert report.z == pytest.approx(4.0) and report.causes == ("temperature", "noise")
+    # −8/√4 = −4: two-sided p = 6.3e−5, times six families
+    assert np.exp(report.log_p) == pytest.approx(6 * 6.334e-5, rel=1e-3)
+    assert report.tokens_needed == round(1000 * (5 / 4) ** 2)
+    assert sampling_lines(report)[0].endswith("; cannot be told apart here.")
+
+
+def test_a_z_of_three_is_no_alarm_among_six_families():
+    rows = by_hand(
+        ("temperature", None, 6.0, 4.0, None), ("temperature", 0.9, None, None, 4.0),
+        ("probability", None, 0.0, 4.0, None), ("noise", 0.5, None, None, -1.0),
+        ("repetition", None, 0.0, 4.0, None), ("repetition", 1.05, None, None, -1.0),
+        ("other_weights", None, 0.0, 4.0, None),
+    )  # fmt: skip
+    report = sampling_report(rows)
+    assert not report.alarm and np.exp(report.log_p) == pytest.approx(6 * 0.0027, rel=1e-3)
