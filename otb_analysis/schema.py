@@ -198,6 +198,19 @@ SUBGROUPS = (
     GRAMS[-1],
 )  # fmt: skip
 
+SAMPLING = (
+    STEP,
+    Column("test", "VARCHAR", "", "Family of the sampling check: temperature, probability, top_p, …", key=True),
+    Column("parameter", "DOUBLE", "", "Its setting, such as a temperature; null where the test has none."),
+    Column("position", "BIGINT", "", "First token position of the row's bin: 0, 1, 2, 4, 8, …; null for all."),
+    Column("n_tokens", "BIGINT", "tokens", "Policy tokens in the row."),
+    Column("score", "DOUBLE", "", "Σ of the statistic minus its mean under the model."),
+    Column("variance", "DOUBLE", "", "Σ of its variance under the model: z = score/√variance."),
+    Column("observed", "DOUBLE", "", "Σ of the statistic itself where it counts tokens."),
+    Column("gain", "DOUBLE", "nats", "Σ log p(y)/π(y) of the sampler with this setting."),
+    Column("residual_sq", "DOUBLE", "nats²", "Σ(recorded log-probability − log p(y))²; null where none was recorded."),
+)
+
 TABLES: dict[str, tuple[Column, ...]] = {
     "tokens": TOKENS,
     "rollouts": ROLLOUTS,
@@ -205,6 +218,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "gradients": GRADIENTS,
     "grams": GRAMS,
     "subgroups": SUBGROUPS,
+    "sampling": SAMPLING,
 }
 """Table name = folder name = view name."""
 

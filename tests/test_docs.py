@@ -1,5 +1,6 @@
 """What the documents say can be done: links lead somewhere, commands parse, snippets run, numbers are committed."""
 
+import json
 import re
 import shlex
 import shutil
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 import tyro
 
+from otb_analysis.audit.score import score
 from otb_analysis.commands.cli import COMMANDS, from_toml
-from otb_analysis.config import TrainConfig
+from otb_analysis.config import ScoreConfig, TrainConfig
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.schema import GRADIENTS
 from otb_analysis.statistics import MIN_CLUSTERS
@@ -183,10 +185,13 @@ SNIPPETS = [(page, code) for page in PAGES for code in blocks(page, "python")]
 
 @pytest.fixture(scope="module")
 def demo_folder(otb_run, checkpoint, tmp_path_factory):
-    """A folder as `make demo` leaves it: a run under the demo's name, with a model."""
+    """A folder as `make demo` leaves it, a run under the demo's name, with a model; and a run of recorded rollouts."""
     folder = tmp_path_factory.mktemp("demo")
     run = shutil.copytree(otb_run, folder / "runs" / "demo-otb-s0")
     shutil.copytree(checkpoint, run / "model", dirs_exist_ok=True)
+    records = [{"prompt": "1+1=", "completion": f"{k}#", "reward": k % 2, "group": 0} for k in range(4)]
+    (folder / "rollouts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    score(ScoreConfig(rollouts=folder / "rollouts.jsonl", model=str(checkpoint), root=folder / "runs"))
     return folder
 
 

@@ -24,6 +24,7 @@ from otb_analysis.audit.runs import (
     stored_config,
     tell,
 )
+from otb_analysis.audit.sampling import SamplingCheck
 from otb_analysis.audit.steps import RecordedStep
 from otb_analysis.config.audit import ScoreConfig
 from otb_analysis.errors import InputError, NonFiniteError
@@ -121,6 +122,7 @@ class Scorer:
         self.options = options_from_dict(config.estimator.name, config.estimator.options)
         trained = {config.estimator.name: self.options}
         self.measurer = GradientMeasurer(model, config.measure, config.temperature, trained, stored)
+        self.sampling = SamplingCheck()
         self.seconds: dict[str, float] = {}
 
     def tables(self, step: RecordedStep) -> StepTables:
@@ -135,7 +137,9 @@ class Scorer:
         rollouts = self.encoder.rollouts(step)
         with phase("scoring"), self._timed("forward"):
             try:
-                forward = forward_statistics(self.model, rollouts, self.config.temperature, self.config.micro_batch)
+                forward = forward_statistics(
+                    self.model, rollouts, self.config.temperature, self.config.micro_batch, self.sampling.observe
+                )
             except NonFiniteError as error:
                 raise NonFiniteError(f"step {step.step}: {error}") from error
         table = token_table(rollouts, forward, None)
@@ -154,6 +158,7 @@ class Scorer:
             gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
             grams=gram_rows(step.step, measurement.gram) if measurement.gram else None,
             subgroups=subgroup_rows(step.step, measurement.subgroups) if measurement.subgroups else None,
+            sampling=self.sampling.rows(rollouts, table),
         )
 
     def _refuse_singles(self, step: RecordedStep) -> None:

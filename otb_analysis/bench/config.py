@@ -120,6 +120,26 @@ class AlarmsConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class SamplingCheckConfig(BenchConfig):
+    """How often the sampling check finds planted faults and names them, and its false alarms, on the demo's policy."""
+
+    tokens: int = 20_000  # Tokens of an audit, at least.
+    repeats: int = 20  # Audits of each fault.
+    clean: int = 200  # Audits without a fault.
+    updates: int = 50  # Steps of training between the checkpoint that sampled and the one that scores.
+
+
+@dataclass(frozen=True)
+class SamplingCostConfig(BenchConfig):
+    """What the sampling check adds to a scoring pass."""
+
+    models: tuple[str, ...] = ("demo", "smollm2")  # Checkpoints; smollm2 once fetched.
+    prompts: int = 8  # Prompts, of four rollouts each.
+    repeats: int = 3  # Repetitions, taking turns; the best counts.
+    threads: int = 1  # Threads.
+
+
+@dataclass(frozen=True)
 class TrainBenchConfig(BenchConfig):
     """Time sampling and update of a training step beside TRL's GRPOTrainer, and what every measurement adds to it."""
 
@@ -144,6 +164,8 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "gram": GramConfig,
     "score-sketch": ScoreSketchConfig,
     "alarms": AlarmsConfig,
+    "sampling-check": SamplingCheckConfig,
+    "sampling-cost": SamplingCostConfig,
     "train": TrainBenchConfig,
 }
 """`otb bench NAME`; the module of the same name has `run(config)`, which returns a report."""

@@ -44,6 +44,12 @@ def score_command(words: Sequence[str]) -> None:
         path = score(config)
     if first:
         _tell(path)
+        from otb_analysis.audit.sampling_report import sampling_report
+        from otb_analysis.audit.sampling_text import sampling_lines
+        from otb_analysis.store import RunStore
+
+        for line in sampling_lines(sampling_report(RunStore(path).frame("sampling"))):
+            Console().print(line, soft_wrap=True, highlight=False)
 
 
 def import_command(words: Sequence[str]) -> None:

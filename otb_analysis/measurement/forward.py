@@ -84,10 +84,24 @@ def _in_order(parts: Sequence[Tensor], rollouts: Rollouts, rows: Sequence[Int]) 
 
 
 @dataclass(frozen=True)
+class PolicyLogits:
+    """Logits of K policy tokens while they exist; made by `forward_pass`, shown to `ForwardOutputs.observe`."""
+
+    logits: Tensor  # Before the temperature [K, V]
+    hidden: Tensor  # Final hidden states that predict the tokens [K, d], detached
+    targets: Tensor  # The tokens drawn [K]
+    row: Tensor  # Their rollouts in `rollouts` [K]
+    token: Tensor  # Their positions within the completion [K]
+    rollouts: Rollouts  # Of this pass
+    temperature: float
+
+
+@dataclass(frozen=True)
 class ForwardOutputs:
     """What a forward pass gives besides log-probabilities and statistics."""
 
     hidden: bool = True  # True for the final hidden states
+    observe: Callable[[PolicyLogits], None] | None = None  # Called with the logits of every pass
     # Context in which the statistics are computed, for whoever times them apart.
     timed: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -114,6 +128,9 @@ def forward_pass(
     logits, hidden = view.policy_tokens(model, prompts)
     targets = view.targets[view.mask]
     logprob = _log_pi(logits, temperature).gather(-1, targets[:, None])[:, 0]
+    if wanted.observe is not None:
+        row, token = view.mask.nonzero(as_tuple=True)
+        wanted.observe(PolicyLogits(logits.detach(), hidden, targets, row, token, rollouts, temperature))
     with wanted.timed():
         stats = _stats(logits.detach(), hidden, targets, view.mask, temperature)
         kept = view.placed(hidden if wanted.hidden else hidden[:, :0])

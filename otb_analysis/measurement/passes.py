@@ -1,13 +1,13 @@
 """A batch cut into forward passes that fit into memory and waste little on padding."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass, NonFiniteScore, forward_pass
+from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass, NonFiniteScore, PolicyLogits, forward_pass
 from otb_analysis.phases import advance, count_to
 from otb_analysis.rollouts.models import output_layer
 from otb_analysis.rollouts.prefix_cache import PrefixCache, read_prompts, supports_prefix_cache
@@ -21,22 +21,28 @@ SHORT = 1 << 11
 
 
 @torch.no_grad()
-def forward_statistics(model: PreTrainedModel, rollouts: Rollouts, temperature: float, size: int = 0) -> ForwardPass:
+def forward_statistics(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    temperature: float,
+    size: int = 0,
+    observe: Callable[[PolicyLogits], None] | None = None,
+) -> ForwardPass:
     """Score a batch with every statistic of the level `forward`, in passes of at most `size` rollouts, without a graph.
 
-    `size` 0 takes what fits into memory.
+    `size` 0 takes what fits into memory. `observe` is called with the logits of every pass.
 
     Raises:
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
     """
     shares = supports_prefix_cache(model)
-    passes, outputs = [], []
+    passes, outputs, wanted = [], [], ForwardOutputs(hidden=False, observe=observe)
     count_to(len(rollouts.group), "rollout")
     for rows in micro_batches(model, rollouts, size):
         part = rollouts.take(rows)
         for some, prompts in passes_of(model, part, shares):
             with rows_numbered(rows[some]):
-                outputs.append(forward_pass(model, part.take(some), temperature, prompts, ForwardOutputs(hidden=False)))
+                outputs.append(forward_pass(model, part.take(some), temperature, prompts, wanted))
             passes.append(rows[some])
             advance(len(some))
     return ForwardPass.concatenate(outputs, rollouts, passes)

@@ -123,7 +123,7 @@ class RunStore:
         return self.frame("gradients", steps, columns, where, params)
 
     def sql(self, query: str, params: Parameters = None) -> pd.DataFrame:
-        """Return the answer to one SELECT over the views tokens, rollouts, steps, gradients, grams, subgroups.
+        """Return the answer to one SELECT over the views, one per table of the schema.
 
         Args:
             query: One SELECT in DuckDB's SQL; it can reach no file outside this run's directory and change nothing.

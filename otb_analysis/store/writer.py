@@ -36,6 +36,7 @@ class StepTables:
     gradients: Columns | None = None  # One row per estimator, when the step was measured
     grams: Columns | None = None  # Inner products of group gradients (`gram_rows`), when the step was measured
     subgroups: Columns | None = None  # The same of smaller groups cut from them (`subgroup_rows`)
+    sampling: Columns | None = None  # Sums of the sampling check
 
 
 class RunWriter:

@@ -20,7 +20,7 @@ UNSCORED = "reward function of TRL gave no number (NaN) and counts as 0, as TRL 
 
 
 def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
-    """Read {prompt, completion, reward[, group, step, ids, prompt_ids, mask, logprobs, finish_reason, turns]}.
+    """Read {prompt, completion, reward[, group, step, ids, prompt_ids, mask, logprobs, advantages, …]}.
 
     `prompt` is a text, or a list of messages with role and content.
 
@@ -32,6 +32,9 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
             f"{fields.place} has {fields.number('turns'):g} turns but no ids with a mask, so nothing says which tokens "
             "the policy sampled and which a tool wrote; add ids and mask."
         )
+    if "advantages" in fields and "ids" not in fields:
+        raise InputError(f"{fields.place} has advantages but no ids; add the ids of the tokens they are of.")
+    columns = {"behavior_logprob": "logprobs", "advantage": "advantages"}
     chat = isinstance(fields.row.get("prompt"), list)
     completion = fields.text("completion")
     return RecordedRollout(
@@ -46,7 +49,7 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         ids=fields.ids("ids") if "ids" in fields else None,
         mask=fields.flags("mask") if "mask" in fields else None,
         finish_reason=_finish_reason(fields),
-        columns={"behavior_logprob": fields.numbers("logprobs")} if "logprobs" in fields else {},
+        columns={ours: fields.numbers(theirs) for ours, theirs in columns.items() if theirs in fields},
     )
 
 

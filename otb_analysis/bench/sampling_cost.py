@@ -1,0 +1,44 @@
+"""What the sampling check adds to a scoring pass: the same rollouts with and without it, by turns."""
+
+from functools import partial
+
+from otb_analysis.audit.sampling import SamplingCheck
+from otb_analysis.bench.config import SamplingCostConfig
+from otb_analysis.bench.demo_batch import sampled_step
+from otb_analysis.bench.publish import Report, notes_of, report_of
+from otb_analysis.bench.timing import interleaved, threads, timed
+from otb_analysis.config import SampleConfig
+from otb_analysis.measurement.passes import forward_statistics
+
+COLUMNS = {
+    "model": "{model}",
+    "V": "{vocabulary:,}",
+    "tokens": "{tokens:,}",
+    "scoring, s": "{scoring:.2f}",
+    "with the check, s": "{checked:.2f}",
+    "ratio": "{ratio:.2f}",
+}
+
+
+def run(config: SamplingCostConfig) -> Report:
+    """Time every model's scoring pass.
+
+    Raises:
+        InputError: A model cannot be loaded.
+    """
+    rows = []
+    with threads(config.threads):
+        for model in config.models:
+            sample = SampleConfig(prompts=config.prompts, group_size=4, max_new_tokens=48)
+            trainer, rollouts = sampled_step(sample, model)
+            score = partial(forward_statistics, trainer.model, rollouts, 1.0)
+            seconds = interleaved(
+                {"plain": timed(score), "checked": timed(lambda score=score: score(observe=SamplingCheck().observe))},
+                config.repeats,
+            )
+            plain, checked = seconds["plain"].minimum, seconds["checked"].minimum
+            row = {"model": model, "vocabulary": trainer.model.config.vocab_size, "tokens": int(rollouts.mask.sum())}
+            rows.append(row | {"scoring": plain, "checked": checked, "ratio": checked / plain})
+    return report_of(
+        config, "A scoring pass with and without the sampling check", COLUMNS, rows, notes=notes_of(config)
+    )
