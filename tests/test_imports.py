@@ -23,6 +23,7 @@ FLOORS = (
     {"rollouts"},
     {"measurement"},
     {"audit", "training"},
+    {"integrations"},
     {"report"},
     {"study"},
     {"bench"},
@@ -62,6 +63,7 @@ ALLOWED_PACKAGES = (
     | {"tasks": {"torch", "transformers", "pyarrow"}}
     | {"training": {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow"}}
     | {"audit": {"torch", "transformers", "pyarrow"}}
+    | {"integrations": {"torch", "transformers", "accelerate", "trl"}}
     | {"report": {"plotly", "pandas"}}
     | {key: HEAVY - {"streamlit"} for key in ("study", "bench", "commands", "__main__")}
 )
