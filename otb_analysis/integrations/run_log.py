@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,28 +36,41 @@ class RunLog:
         self.record, self.config = record, config
         self.path = Path(record.root) / check_run_name(record.run or default)
         self._writer: RunWriter | None = None
+        self._kept: tuple[int, StepTables] | None = None
         if record.if_exists == "error" and self.path.exists():
             raise InputError(
                 f"run {self.path.name!r} already exists in {self.path.parent}; name another run in RecordConfig, or "
                 "set its if_exists to replace or resume."
             )
 
-    def write(self, step: int, tables: Callable[[], StepTables]) -> None:
-        """Make and write a step; where that fails, warn and go on without it."""
+    def keep(self, step: int, tables: Callable[[], StepTables]) -> None:
+        """Make what is stored of a step, before its updates; where that fails, warn and go on without it."""
         try:
-            made = tables()
+            self._kept = step, tables()
+        except Exception as error:
+            self._warn(step, error)
+
+    def release(self, scalars: Mapping[str, object]) -> None:
+        """Write the step that was kept, with scalars of its updates; where that fails, warn and go on without it."""
+        if self._kept is None:
+            return
+        (step, tables), self._kept = self._kept, None
+        try:
             if self._writer is None:
                 self._writer = self._opened(step)
-            self._writer.write_step(step, made)
+            self._writer.write_step(step, replace(tables, steps={**tables.steps, **scalars}))
         except Exception as error:
-            message = f"step {step} is missing from the run {self.path}, training goes on: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            self._warn(step, error)
 
     def finish(self, status: Literal["complete", "failed"], reason: str = "") -> None:
         """Record how training ended; where that fails, nothing happens."""
         if self._writer is not None:
             with suppress(Exception):
                 self._writer.finish(status, reason)
+
+    def _warn(self, step: int, error: Exception) -> None:
+        message = f"step {step} is missing from the run {self.path}, training goes on: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _opened(self, step: int) -> RunWriter:
         if self.record.if_exists == "resume" and self.path.exists():

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -71,6 +71,7 @@ class OTBGRPOTrainer(Trainer):
         self._remembered: NormalEquations | None = None
         self._last_step: int | None = None  # Number of the last batch that was generated for training
         self._rewards_by_function = torch.zeros(0)
+        self._norms: list[float] = []  # ‖ḡ‖ of the updates since the last batch
         self._log: RunLog | None = None
         if record is not None and self.accelerator.is_main_process:
             stored = self._stored_config(record, dict(options or {}))
@@ -83,12 +84,29 @@ class OTBGRPOTrainer(Trainer):
         try:
             result = super().train(*args, **kwargs)
         except BaseException as error:
-            if self._log is not None:
-                self._log.finish("failed", f"{type(error).__name__}: {error}".rstrip(": "))
+            self._end("failed", f"{type(error).__name__}: {error}".rstrip(": "))
             raise
-        if self._log is not None:
-            self._log.finish("complete")
+        self._end("complete")
         return result
+
+    def _end(self, status: Literal["complete", "failed"], reason: str = "") -> None:
+        if self._log is not None:
+            self._log.release(self._update_scalars())
+            self._log.finish(status, reason)
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep ‖ḡ‖ before clipping, of each of the optimizer's steps."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self._norms.append(float(norm))
+        return norm
+
+    def _update_scalars(self) -> dict[str, object]:
+        """Return what is stored of the updates on the last batch; nothing where there was none."""
+        norms, self._norms = self._norms, []
+        if not norms:
+            return {}
+        clipped = 0 < self.args.max_grad_norm < max(norms)
+        return {"grad_norm": norms[0], "grad_norm_max": max(norms), "n_updates": len(norms), "clipped": clipped}
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keep the rewards of all processes [N, functions], NaN where a function scored nothing."""
@@ -122,7 +140,8 @@ class OTBGRPOTrainer(Trainer):
         trained = self._advantages(whole)
         if training:
             if self._log is not None:
-                self._log.write(step, lambda: self._tables(step, whole, trained, seconds))
+                self._log.release(self._update_scalars())
+                self._log.keep(step, lambda: self._tables(step, whole, trained, seconds))
             self._remembered = trained.state
         first = self.accelerator.process_index * len(like)
         return batch | {"advantages": local_rows(trained.advantage, whole, first, like)}

@@ -182,7 +182,13 @@ def test_batches_larger_than_an_update_and_reused_are_stored_once(trained):
     for call in trainer.calls:
         assert_recomputed([call])
     assert store.complete_steps() == [0, 1]
-    assert store.steps_df()["trl_global_step"].tolist() == [0, 4]
+    steps = store.steps_df()
+    assert steps["trl_global_step"].tolist() == [0, 4]
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert steps["n_updates"].tolist() == [4, 4]
+    np.testing.assert_allclose(steps["grad_norm"], norms[::4])
+    np.testing.assert_allclose(steps["grad_norm_max"], [max(norms[:4]), max(norms[4:])])
+    assert steps["clipped"].tolist() == [max(norms[:4]) > 1, max(norms[4:]) > 1]  # TRL's max_grad_norm is 1
 
 
 def test_adapters_train_on_the_same_formula(trained):
@@ -229,7 +235,9 @@ def test_groups_that_span_processes(tmp_path, processes):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     script = str(Path(__file__).parent / "trl_runs.py")
-    done = subprocess.run([*command, script, json.dumps(spec)], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, script, json.dumps(spec)], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     calls = [torch.load(tmp_path / f"calls-{rank}.pt") for rank in range(processes)]
     assert len(calls[0]) == 3
