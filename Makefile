@@ -42,7 +42,7 @@ test: $(STAMP)   ## the tests that take minutes
 
 test-all: $(STAMP) .venv-trl/.installed  ## all tests, the long ones, the browser's and the contract with TRL too
 	$(PYTEST)
-	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/integrations
+	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/integrations -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
 check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .

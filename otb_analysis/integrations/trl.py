@@ -63,7 +63,7 @@ class OTBGRPOTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         self._estimator = estimator
-        self._options = options_from_dict(estimator, {name: str(value) for name, value in (options or {}).items()})
+        self._options = options_from_dict(estimator, options or {})
         refuse_needs(estimator, tools=bool(kwargs.get("tools") or kwargs.get("environment_factory")))
         super().__init__(*args, **kwargs)
         self._refuse_settings()
