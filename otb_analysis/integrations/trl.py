@@ -4,6 +4,7 @@ TRL samples, rewards and updates as ever. Between its generation and its loss, a
 every token's π_y and Σπ², an estimator of ours gives advantages [B, T], and these replace TRL's [B].
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -133,14 +134,17 @@ class OTBGRPOTrainer(Trainer):
         except NonFiniteError as error:
             raise NonFiniteError(f"step {self.state.global_step}: {error}") from error
         seconds, step = {"seconds_forward": perf_counter() - start}, self._next_step() if training else -1
+        if training and self._log is not None:
+            self._log.release(self._update_scalars())
         like = batch["completion_ids"]
         whole = self._gathered(gather_all(local), self.num_generations if training else self.num_generations_eval)
         if whole is None:
+            message = f"step {self.state.global_step}: no rollout has a reward and a token to train on"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
             return batch | {"advantages": torch.zeros_like(like, dtype=torch.float32)}
         trained = self._advantages(whole)
         if training:
             if self._log is not None:
-                self._log.release(self._update_scalars())
                 self._log.keep(step, lambda: self._tables(step, whole, trained, seconds))
             self._remembered = trained.state
         first = self.accelerator.process_index * len(like)

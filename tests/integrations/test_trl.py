@@ -176,6 +176,23 @@ def test_truncated_completions_that_TRL_masks_take_no_part(trained):
             np.testing.assert_allclose(advantages, expected, rtol=0, atol=1e-5)
 
 
+def test_batch_without_any_token_trains_on_nothing(runs, tmp_path):
+    """Every completion is cut after one token and masked: no advantage, a warning, and no step in the store."""
+    trainer = runs.made(tmp_path, mask_truncated_completions=True, max_completion_length=1, max_steps=1)
+    with pytest.warns(RuntimeWarning, match="step 0: no rollout has a reward and a token"):
+        trainer.train()
+    assert (trainer.calls[0]["completion_mask"] == 0).all()
+    assert (trainer.calls[0]["advantages"] == 0).all()
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_stored_where_no_record_is_asked_for(runs, tmp_path):
+    trainer = runs.made(tmp_path, stored=False)
+    trainer.train()
+    assert_recomputed(trainer.calls[:1])
+    assert not (tmp_path / "run").exists()
+
+
 def test_batches_larger_than_an_update_and_reused_are_stored_once(trained):
     trainer, store = trained(steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=1, max_steps=8)
     assert [len(call["advantages"]) for call in trainer.calls] == [16, 16]

@@ -94,7 +94,7 @@ def with_tool(prompts, trainer):
     return {"prompt_ids": encoded, "completion_ids": ids, "logprobs": None, "env_mask": mask}
 
 
-def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="", unchanged=False, **spec):
+def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="", unchanged=False, stored=True, **spec):
     """Make our trainer, or an `unchanged` one of TRL; `spec` holds further settings of GRPOConfig and of ours."""
     ours = {name: spec.pop(name) for name in ("estimator", "options", "if_exists") if name in spec}
     functions = [REWARDS[name] for name in rewards]
@@ -112,7 +112,7 @@ def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="",
     if not unchanged:
         plan = MeasureConfig(exact=Schedule(every=measure, prompts=0))
         record = RecordConfig(run="run", root=Path(out), measure=plan, if_exists=ours.pop("if_exists", "error"))
-        ours["record"] = record
+        ours["record"] = record if stored else None
     return (GRPOTrainer if unchanged else Kept)(
         model,
         functions,
