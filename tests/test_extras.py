@@ -8,8 +8,8 @@ import pytest
 from otb_analysis.config import LoraConfig, SampleConfig
 from otb_analysis.errors import InputError
 from otb_analysis.extras import EXTRAS, require
+from otb_analysis.processes import Processes
 from otb_analysis.training.loop import train
-from otb_analysis.training.runtime.processes import Processes
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from otb_analysis.audit.formats import Source, find_source
-from otb_analysis.audit.rows import suffix_of
+from otb_analysis.audit.rows import Tally, suffix_of
 from otb_analysis.audit.steps import Layout, RecordedStep, steps_of
 from otb_analysis.config.audit import RecordedConfig
 from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.phases import advance, count_to, note, phase, plural
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.store.layout import check_run_name
 
@@ -79,19 +80,27 @@ def refuse_existing(path: Path, config: RecordedConfig) -> None:
         )
 
 
-def record_run(path: Path, config: RecordedConfig, stored: Mapping[str, Any], source: Source, make: Maker) -> Path:
+def record_run(
+    path: Path,
+    config: RecordedConfig,
+    stored: Mapping[str, Any],
+    source: Source,
+    make: Maker,
+    processes: Processes = SINGLE_PROCESS,
+) -> Path:
     """Write every step of a source that the run does not have yet, and return the run's directory.
 
-    A step that is stored with as many rollouts as the source has is not made again; one with fewer is, since its file
-    has grown. Stopped, the run keeps its complete steps. Nothing is written before the first step is made.
+    Each process reads all records and makes every `processes.size`-th of those steps, whole: the parts are those of a
+    single process. The first one alone writes run.json. A step that is stored with as many rollouts as the source has
+    is not made again; one with fewer is, since its file has grown. Stopped, the run keeps its complete steps. Nothing
+    is written before the first step is made.
 
     Raises:
         InputError: The run exists and must not be touched, was made otherwise, or a record is refused; the steps before
             it stay.
         StoreError: The store cannot be read or written.
     """
-    refuse_existing(path, config)
-    run = _Run(path, config, stored)
+    run = _Run(path, config, stored, processes)
     layout = Layout(source.format.runs_of_prompts, config.group_size, config.prompts)
     try:
         with phase(f"reading {source.path.name}"):
@@ -104,47 +113,63 @@ def record_run(path: Path, config: RecordedConfig, stored: Mapping[str, Any], so
         if isinstance(error, InputError) and kept:
             raise InputError(f"{error} {kept[0].upper()}{kept[1:]}.") from error
         raise
-    for sentence, count in (+source.tally).items():
-        note(f"{count:,} × {sentence}.")
-    run.writer().finish("complete")
+    tell(source.tally)
+    writer = run.writer()
+    processes.barrier()
+    if processes.first:
+        writer.finish("complete")
     return path
+
+
+def tell(tally: Tally) -> None:
+    """Note what was seen on the way, with how often."""
+    for sentence, count in (+tally).items():
+        note(f"{count:,} × {sentence}.")
 
 
 class _Run:
     """A run that is made, or gone on with, once there is something to write."""
 
-    def __init__(self, path: Path, config: RecordedConfig, stored: Mapping[str, Any]):
-        self.path, self.config, self.stored = path, config, stored
+    def __init__(self, path: Path, config: RecordedConfig, stored: Mapping[str, Any], processes: Processes):
+        self.path, self.config, self.stored, self.processes = path, config, stored, processes
         self._writer: RunWriter | None = None
-        self.done: dict[int, int] = {}  # Steps that were stored before → their rollouts
-        if config.if_exists == "resume" and path.exists():
-            store = RunStore(path)
-            _refuse_other_settings(path, store.info.get("config"), stored)
-            steps = store.steps_df(columns=["step", "n_rollouts"])
-            self.done = {int(step): int(n) for step, n in zip(steps["step"], steps["n_rollouts"], strict=True)}
+        # Steps that were stored before → their rollouts, looked up once, before any process writes
+        self.done: dict[int, int] = processes.broadcast_from_main(self._stored_steps)
+
+    def _stored_steps(self) -> dict[int, int]:
+        refuse_existing(self.path, self.config)
+        if self.config.if_exists != "resume" or not self.path.exists():
+            return {}
+        store = RunStore(self.path)
+        _refuse_other_settings(self.path, store.info.get("config"), self.stored)
+        steps = store.steps_df(columns=["step", "n_rollouts"])
+        return {int(step): int(n) for step, n in zip(steps["step"], steps["n_rollouts"], strict=True)}
 
     def writer(self) -> RunWriter:
-        """Return the run's writer; the first call makes the directory, or opens it again."""
+        """Return the run's writer; the first call, which waits for all processes, makes or reopens the directory."""
         if self._writer is None:
-            resumed = self.config.if_exists == "resume" and self.path.exists()
-            self._writer = (
-                RunWriter.resume(self.path, max(self.done, default=-1) + 1)
-                if resumed
-                else RunWriter.create(
-                    self.path.parent, self.path.name, self.stored,
-                    if_exists="replace" if self.config.if_exists == "replace" else "error",
-                )
-            )  # fmt: skip
+            writer = self._writer = self.processes.broadcast_from_main(self._opened)
+            if self.processes.first:
+                self.processes.record = lambda reason: writer.finish("failed", reason)
         return self._writer
 
+    def _opened(self) -> RunWriter:
+        if self.config.if_exists == "resume" and self.path.exists():
+            return RunWriter.resume(self.path, max(self.done, default=-1) + 1)
+        policy = "replace" if self.config.if_exists == "replace" else "error"
+        return RunWriter.create(self.path.parent, self.path.name, self.stored, if_exists=policy)
+
     def write(self, steps: Iterable[RecordedStep], make: Maker) -> None:
-        """Make and write the steps that the run does not have."""
+        """Make and write this process's share of the steps that the run does not have."""
         count_to(0, "step")
+        due = 0
         for step in steps:
             stored = self.done.get(step.step)
             if stored is None or stored < len(step.records):
-                tables = make(step)
-                self.writer().write_step(step.step, tables)
+                if due % self.processes.size == self.processes.rank:
+                    tables = make(step)
+                    self.writer().write_step(step.step, tables)
+                due += 1
             elif stored > len(step.records):
                 raise InputError(
                     f"step {step.step} has {len(step.records)} rollouts in {step.records[0].place.file} but {stored} "
@@ -160,7 +185,8 @@ class _Run:
         if isinstance(error, KeyboardInterrupt):
             reason = "interrupted; its complete steps can be read."
         with suppress(StoreError):  # a disk that refuses this too must not hide why the run ended
-            self._writer.finish("failed", reason)
+            if self.processes.first:
+                self._writer.finish("failed", reason)
         steps = plural(len(RunStore(self.path).complete_steps()), "step")
         return f"{steps} before it can be read in {self.path}, and --if-exists resume goes on"
 

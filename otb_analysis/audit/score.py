@@ -22,6 +22,7 @@ from otb_analysis.audit.runs import (
     run_path,
     source_of,
     stored_config,
+    tell,
 )
 from otb_analysis.audit.steps import RecordedStep
 from otb_analysis.config.audit import ScoreConfig
@@ -34,6 +35,7 @@ from otb_analysis.measurement.passes import forward_statistics
 from otb_analysis.measurement.summary import summarize
 from otb_analysis.measurement.table import TokenTable, rollout_rows, token_rows, token_table
 from otb_analysis.phases import phase
+from otb_analysis.processes import Processes
 from otb_analysis.rollouts.models import load_policy, output_layer
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
 from otb_analysis.types import Float
@@ -46,17 +48,30 @@ def score(config: ScoreConfig) -> Path:
         InputError: Model, rollouts or a setting cannot work, or a record is refused; the steps before it stay.
         NonFiniteError: A logit is not finite.
         StoreError: The store cannot be read or written.
+        ProcessError: Another process of the same launch failed first.
     """
     check(config)
+    processes = Processes.joined(sharded=False)
+    with processes.together():
+        path = _scored(config, processes)
+    processes.end()
+    return path
+
+
+def _scored(config: ScoreConfig, processes: Processes) -> Path:
     source = source_of(config.rollouts, config)
     path = run_path(config.rollouts, config, "scored")
-    refuse_existing(path, config)
+    processes.broadcast_from_main(lambda: refuse_existing(path, config))
     with phase(f"loading the model {config.model}"):
         model, tokenizer = load_policy(config.model, config.allow_remote_code)
-        model.to("cuda" if torch.cuda.is_available() else "cpu")  # pyright: ignore[reportArgumentType]
+        usual = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model.to(processes.device or usual)  # pyright: ignore[reportArgumentType]
     stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
-    scorer = Scorer(config, model, tokenizer, source.tally, stored)
-    return record_run(path, config, stored, source, scorer.tables)
+    encoded = Tally()  # of this process's steps; every process reads all records
+    scorer = Scorer(config, model, tokenizer, encoded, stored)
+    record_run(path, config, stored, source, scorer.tables, processes)
+    tell(sum(processes.gather(encoded), Tally()))
+    return path
 
 
 def check(config: ScoreConfig) -> None:

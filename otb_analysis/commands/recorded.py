@@ -1,6 +1,8 @@
 """`otb score` and `otb import`: somebody else's rollouts become a run."""
 
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -33,13 +35,15 @@ def score_command(words: Sequence[str]) -> None:
     --measure options exact gradient norms and every estimator's variance. docs/audit.md has examples.
     """
     config = parsed(ScoreConfig, "score", words, ScoreConfig(), score_command.__doc__)
-    with shown(), phase("otb score"):
+    first = os.environ.get("RANK", "0") == "0"  # only the first process prints
+    with shown() if first else nullcontext(), phase("otb score"):
         with phase("loading PyTorch and transformers"):
             from otb_analysis.audit.score import score
             from otb_analysis.rollouts.models import quiet_loading
         quiet_loading()
         path = score(config)
-    _tell(path)
+    if first:
+        _tell(path)
 
 
 def import_command(words: Sequence[str]) -> None:

@@ -17,7 +17,8 @@ class RecordedConfig:
     if_exists: Literal["error", "replace", "resume"] = "error"
     """What to do when the run's directory already exists: refuse, begin anew, or add the steps it does not have."""
     format: str = "auto"
-    """Who wrote the records: plain, trl, verl, art, prime_rl, verifiers, nemo_rl or slime; auto recognises it."""
+    """Who wrote the records: plain, trl, verl, art, prime_rl, prime_rl_traces, verifiers, nemo_rl or slime; auto
+    recognises it."""
     prompts: int = 16  # Prompts (groups) per step, where the records name no step.
     group_size: int = 0
     """Rollouts per prompt, where the records name no group: so many rows in a row are one. 0 takes rows with the same

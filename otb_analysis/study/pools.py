@@ -1,6 +1,6 @@
 """Pools of rollouts measured once, token by token, so that every estimator and group size costs NumPy only."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,17 +163,21 @@ def every_estimate(pool: Pool, cut: Partition) -> dict[Label, Float]:
         chosen = sources if ESTIMATORS[name].reads_energy else {"none": exact}
         for source, inputs in chosen.items():
             if ESTIMATORS[name].batch_coupled:
-                advantages[name, source] = _by_batch(name, inputs, cut, options)
+                advantages[name, source] = in_batches(name, inputs, turns(cut)[cut.group], options)
             else:
                 advantages[name, source] = estimate(name, inputs, options).advantage
     return advantages
 
 
-def _by_batch(name: str, inputs: EstimatorInputs, cut: Partition, options: Any) -> Float:
-    """Advantages where the k-th groups of all prompts are one batch."""
-    needs = ("reward", "mask", "group", *ESTIMATORS[name].needed(options))
+def turns(cut: Partition) -> Int:
+    """Return of each group whether it is the first, second … of its prompt [G]: groups of one turn make a batch."""
     starts = np.searchsorted(cut.prompt, np.arange(cut.prompt.max() + 1))
-    batch = (np.arange(cut.prompt.size) - starts[cut.prompt])[cut.group]
+    return np.arange(cut.prompt.size) - starts[cut.prompt]
+
+
+def in_batches(name: str, inputs: EstimatorInputs, batch: Int, options: Any) -> Float:
+    """Return advantages [N, T] of an estimator that sees the rollouts of one batch [N] at a time."""
+    needs = ("reward", "mask", "group", *ESTIMATORS[name].needed(options))
     out = np.zeros(inputs.mask.shape)
     for k in np.unique(batch):
         rows = np.flatnonzero(batch == k)
@@ -199,7 +203,13 @@ def pool_grams(pool: Pool, cuts: Sequence[Partition], anchors: Sequence[Label] =
         yield pool_gram([g[chosen] for g in every], cuts, [labels[m] for m in chosen])
 
 
-def gram_of_prompts(pool: Pool, size: int, shuffles: int = 1, seed: int = 0) -> Gram:
+def gram_of_prompts(
+    pool: Pool,
+    size: int,
+    shuffles: int = 1,
+    seed: int = 0,
+    estimates: Callable[[Pool, Partition], dict[Label, Float]] = every_estimate,
+) -> Gram:
     """Return the Gram matrix of all estimators in groups of one size, a row per prompt, as a training step has it.
 
     It takes no two groups of a prompt, which `pool_grams` does: the group may be the whole pool. Smaller groups are cut
@@ -212,9 +222,9 @@ def gram_of_prompts(pool: Pool, size: int, shuffles: int = 1, seed: int = 0) -> 
     labels: list[Label] = []
     cuts = once if whole else partitions(pool.inputs.group, size, shuffles, seed=seed)
     for cut in cuts:
-        estimates = every_estimate(pool, cut)
-        labels = list(estimates)
-        flat = _gradients(pool, cut, estimates, labels).reshape(len(labels) * cut.prompt.size, -1)
+        advantages = estimates(pool, cut)
+        labels = list(advantages)
+        flat = _gradients(pool, cut, advantages, labels).reshape(len(labels) * cut.prompt.size, -1)
         shape = (len(labels), cut.prompt.size)
         inner = np.asarray(flat @ flat.T, dtype=float).reshape(*shape, *shape).transpose(0, 2, 1, 3)
         total = total + mean_over_subgroups(inner, cut.prompt.size // prompts) / len(cuts)

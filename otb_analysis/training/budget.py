@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.config import MeasureConfig, TrainConfig
+from otb_analysis.config import MeasureConfig, Schedule, TrainConfig
 from otb_analysis.phases import EXPECTED, note, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS
@@ -23,11 +23,12 @@ from otb_analysis.training.plan import (
     PAIR,
     SPREAD,
     Prices,
-    apart,
     events_of,
+    interval_step,
     phases_of,
     plan,
     planned_levels,
+    spread,
 )
 
 WAITED = 3
@@ -129,17 +130,34 @@ class Budget:
                 continue  # exact norms are in its place
             seconds = max(0.0, left)
             if name == "exact" and schedule.prompts:
-                each, prompts = self.price[name] / schedule.prompts, range(PAIR, self.config.sample.prompts + 1)
-                rest_of_interval = each * (MIN_CLUSTERS - self.prompts)
-                if "attribution" in self.levels and seconds * (1 - ATTRIBUTED) >= rest_of_interval:
-                    seconds *= 1 - ATTRIBUTED
-                enough = [p for p in prompts if int(seconds / (p * each)) >= min(SPREAD, rest)]
-                schedule = replace(schedule, prompts=max(enough, default=min(PAIR, schedule.prompts)))
-                self.price[name] = each * schedule.prompts
-            count = min(rest, int(seconds / self.price[name]))
-            every = apart(rest, count) if count else 0
-            self.measure = replace(self.measure, **{name: replace(schedule, every=every, first=step + every)})
-            left -= self.price[name] * events_of(getattr(self.measure, name), step + 1, self.steps)
+                schedule = self._prompts_again(schedule, step, seconds, rest)
+            else:
+                start = step + 1
+                if name == "attribution" and self.prompts < MIN_CLUSTERS:
+                    start = interval_step(self.measure.exact, start, self.config, self.prompts)
+                schedule = spread(schedule, start, self.steps, int(seconds / self.price[name]))
+            self.measure = replace(self.measure, **{name: schedule})
+            left -= self.price[name] * events_of(schedule, step + 1, self.steps)
+
+    def _prompts_again(self, schedule: Schedule, step: int, seconds: float, rest: int) -> Schedule:
+        """Choose prompts and steps anew, so that an interval's prompts are reached if they can be; set the price."""
+        each, most = self.price["exact"] / schedule.prompts, self.config.sample.prompts
+
+        def reached(plan: Schedule) -> int:
+            return self.prompts + plan.prompts * events_of(plan, step + 1, self.steps)
+
+        def plans_for(seconds: float) -> list[Schedule]:
+            choices = [replace(schedule, prompts=p) for p in range(min(PAIR, most), most + 1)]
+            return [spread(c, step + 1, self.steps, int(seconds / (c.prompts * each))) for c in choices]
+
+        plans = plans_for(seconds * (1 - ATTRIBUTED)) if "attribution" in self.levels else []
+        if not any(reached(plan) >= MIN_CLUSTERS for plan in plans):
+            plans = plans_for(seconds)
+        plans = [plan for plan in plans if reached(plan) >= MIN_CLUSTERS] or plans
+        often = [plan for plan in plans if events_of(plan, step + 1, self.steps) >= min(SPREAD, rest)]
+        chosen = often[-1] if often else plans[0]
+        self.price["exact"] = each * chosen.prompts
+        return chosen
 
     def interval(self, first: int) -> str:
         """Say how many measured steps, up to which step, the prompts of an interval take."""

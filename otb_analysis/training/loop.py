@@ -21,6 +21,7 @@ from otb_analysis.estimators import estimate
 from otb_analysis.measurement.summary import summarize
 from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows
 from otb_analysis.phases import note, phase
+from otb_analysis.processes import Processes
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunWriter, StepTables, gram_rows, subgroup_rows
 from otb_analysis.tasks.task_calls import draw_prompts
@@ -29,7 +30,6 @@ from otb_analysis.training.evaluation import evaluate
 from otb_analysis.training.resume import begin, kept
 from otb_analysis.training.runtime.checkpoint import write_checkpoint
 from otb_analysis.training.runtime.gather import gather_rollouts, shard_rows, shared_norms
-from otb_analysis.training.runtime.processes import Processes
 from otb_analysis.training.runtime.progress import Bar, silent, step_line, unfailing
 from otb_analysis.training.runtime.sharding import asked_for
 from otb_analysis.training.runtime.trackers import Trackers

@@ -77,12 +77,20 @@ def apart(steps: int, events: int) -> int:
     return max(1, -(-steps // events))
 
 
+def spread(schedule: Any, first: int, steps: int, events: int) -> Any:
+    """Return a schedule of just so many events, evenly spread from step `first` to the last step of a run."""
+    events = min(events, steps - first)
+    every = (steps - first) // events if events else 0
+    return replace(schedule, every=every, first=steps - 1 - (events - 1) * every if events else first)
+
+
 def plan(prices: Prices, first: int, seconds: float) -> MeasureConfig:
     """Return the configuration whose measuring from step `first` to the end takes at most `seconds`.
 
     Exact norms with all estimators' Gram matrix come first, of at least two prompts, and then as many as an interval
-    takes. A quarter is kept for attribution beside that, which takes what is left. Where two prompts cannot be measured
-    even once, a tenth of the tokens is drawn; where that is too dear as well, the level `forward` alone is left.
+    takes. A quarter is kept for attribution beside that, which takes what is left once these are measured. Where two
+    prompts cannot be measured even once, a tenth of the tokens is drawn; where that is too dear as well, the level
+    `forward` alone is left.
     """
     measure = prices.config.measure
     free = planned_levels(measure)
@@ -97,8 +105,20 @@ def plan(prices: Prices, first: int, seconds: float) -> MeasureConfig:
             chosen = replace(chosen, sampled=_often(prices, "sampled", SampledSchedule(first=first), left))
     if "attribution" in free:
         left = seconds - prices.total(chosen, first)
-        chosen = replace(chosen, attribution=_often(prices, "attribution", AttributionSchedule(first=first), left))
+        schedule = AttributionSchedule(first=interval_step(chosen.exact, first, prices.config))
+        chosen = replace(chosen, attribution=_often(prices, "attribution", schedule, left))
     return chosen
+
+
+def interval_step(exact: Schedule, first: int, config: TrainConfig, before: int = 0) -> int:
+    """Return the step from which on attribution may spend: that with an interval's prompts, or the last measured one.
+
+    So many prompts were measured `before` step `first`, the first one where nothing is measured exactly.
+    """
+    at = [step for step in range(first, config.optimize.steps) if exact.due(step)]
+    each = exact.prompts or config.sample.prompts
+    wanted = max(1, -(-(MIN_CLUSTERS - before) // each))
+    return at[min(wanted, len(at)) - 1] if at else first
 
 
 def _exact(prices: Prices, first: int, seconds: float) -> Schedule:

@@ -21,6 +21,7 @@ from otb_analysis.measurement.table import TokenTable, token_ratio, token_table
 from otb_analysis.objectives.importance import learning_rate_factor
 from otb_analysis.objectives.shaping import SHAPINGS
 from otb_analysis.phases import phase
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.generation import Generator, TransformersGenerator
 from otb_analysis.rollouts.generation_vllm import VllmGenerator
 from otb_analysis.rollouts.models import load_policy
@@ -37,7 +38,6 @@ from otb_analysis.training.policy.optimizer import PolicyOptimizer
 from otb_analysis.training.policy.policy import Policy
 from otb_analysis.training.policy.update import update
 from otb_analysis.training.runtime.checkpoint import model_folder
-from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes
 from otb_analysis.training.runtime.sharding import (
     load_whole_state,
     refuse_unsharded_only,

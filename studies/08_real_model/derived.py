@@ -29,12 +29,17 @@ COLORS = {"energy_across_loo": BLUE}
 CUT = 2.0
 """Ratio at which the figure cuts intervals."""
 AGAINST = "rloo"
+LATE = 20
+"""Updates at the end of training whose rewards are also shown alone."""
 STUDIES = Path(__file__).parent.parent
 
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return what differs from `rloo`, what small models showed in other studies, and training over seeds."""
     rows = tables["estimators"]
+    trainings = {name: arms_of(tables[name]) for name in ("training", "common_rate")}
+    regression = next((row for row in trainings["training"] if row["arm"] == "energy_regression"), None)
+    rewards = sorted(column(select(tables["sweep"], arm="energy_regression"), "reward"))
     return {
         "listed": listed,
         "regression": shown_lower(select(rows, estimator="energy_regression", source="proxy", size=4), "sf"),
@@ -47,7 +52,13 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "lengths": [row["tokens"] / row["rollouts"] for row in tables["policies"]],
         "toy_agreement": toy_agreement(),
         "toy_gains": toy_gains(),
-        **(trained(tables["training"], tables["sweep"]) if "training" in tables else {}),
+        "trainings": trainings,
+        "told": {name: [row["arm"] for row in rows if differs(row)] for name, rows in trainings.items()},
+        "after": [row["after"].estimate for row in trainings["common_rate"]],
+        "own_rate": regression,
+        "sweep_lead": rewards[-1] - rewards[-2] if rewards else None,
+        "swept": sorted(distinct(tables["sweep"], "rate")),
+        "seeds": len(distinct(tables["training"], "seed")),
     }
 
 
@@ -82,37 +93,39 @@ def toy_gains() -> Rows:
     return [row for row in rows if row["size"] in SIZES]
 
 
-def trained(training: Rows, sweep: Rows) -> dict[str, Any]:
-    """Return held-out success before and after, the mean reward, clipping, and differences from `rloo`, by arm."""
+def arms_of(training: Rows) -> Rows:
+    """Return a row per arm: its rate, held-out success before and after, reward, clipping, differences from `rloo`."""
     last = max(row["step"] for row in training)
-    arms = [arm for arm in ARMS if select(training, arm=arm)]
-
-    def by_seed(arm: str, name: str, steps: Rows) -> dict[int, float]:
-        return {
-            seed: float(np.mean(column(select(steps, arm=arm, seed=seed), name)))
-            for seed in distinct(select(training, arm=arm), "seed")
-        }
-
-    first, final = select(training, step=0), select(training, step=last)
-    measures = {"before": ("heldout", first), "after": ("heldout", final), "reward": ("reward", training)}
-    values = {arm: {word: by_seed(arm, *what) for word, what in measures.items()} for arm in arms}
-    return {
-        "arms": arms,
-        "outcome": {
-            arm: {word: seed_mean(list(seeds.values()), word, "logit") for word, seeds in values[arm].items()}
-            for arm in arms
-        },
-        "over_rloo": {
-            arm: {word: paired_difference(values[arm][word], values[AGAINST][word], word) for word in values[arm]}
-            for arm in arms
-            if arm != AGAINST
-        },
-        "clipped": {arm: float(np.mean(column(select(training, arm=arm), "clipped"))) for arm in arms},
-        "rates": {arm: select(training, arm=arm)[0]["rate"] for arm in arms},
-        "swept": sorted(distinct(sweep, "rate")),
-        "seeds": len(distinct(training, "seed")),
-        "updates": last + 1,
+    measures = {
+        "before": ("heldout", select(training, step=0)),
+        "after": ("heldout", select(training, step=last)),
+        "reward": ("reward", training),
+        "late": ("reward", [row for row in training if row["step"] > last - LATE]),
     }
+
+    def by_seed(arm: str, measure: str) -> dict[int, float]:
+        name, rows = measures[measure]
+        mine = select(rows, arm=arm)
+        return {seed: float(np.mean(column(select(mine, seed=seed), name))) for seed in distinct(mine, "seed")}
+
+    return [
+        {
+            "arm": arm,
+            "rate": select(training, arm=arm)[0]["rate"],
+            "clipped": float(np.mean(column(select(training, arm=arm), "clipped"))),
+            **{name: seed_mean(list(by_seed(arm, name).values()), name, "logit") for name in measures},
+            **{
+                f"{name}_over": paired_difference(by_seed(arm, name), by_seed(AGAINST, name), name) for name in measures
+            },
+        }
+        for arm in distinct(training, "arm")
+    ]
+
+
+def differs(row: Mapping[str, Any]) -> bool:
+    """Return whether an interval of an arm's difference from `rloo`, in success or in reward, leaves 0 out."""
+    over = [row[f"{name}_over"] for name in ("after", "reward", "late")]
+    return any(one.low is not None and (one.low > 0 or one.high < 0) for one in over if one is not None)
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
@@ -122,12 +135,11 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
         own = [variance_points(select(rows, policy=policy, estimator=name), name) for name in SHOWN]
         note = "variance over rloo's, 95 %, cut at 2"
         panels.append(Panel(policy, note, "groups of 4, then groups of 8", own, [(1.0, "")], (0.0, CUT)))
-    drawn = {"variance.svg": svg(panels, columns=3)}
-    if "training" in tables:
-        curves = [reward_curve(select(tables["training"], arm=arm), arm) for arm in ARMS]
-        panel = Panel("Training", "reward of a batch, mean over seeds and 5 updates", "update", curves, percent=True)
-        drawn["training.svg"] = svg([panel], columns=1)
-    return drawn
+    titles = {"training": "Each arm at its own rate", "common_rate": "All arms at one rate"}
+    note = "reward of a batch, mean over seeds and 5 updates"
+    curves = {name: [reward_curve(select(tables[name], arm=arm), arm) for arm in ARMS] for name in titles}
+    learned = [Panel(titles[name], note, "update", curves[name], percent=True) for name in titles]
+    return {"variance.svg": svg(panels, columns=3), "training.svg": svg(learned, columns=2)}
 
 
 def variance_points(rows: Rows, name: str) -> Curve:

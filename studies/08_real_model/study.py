@@ -12,13 +12,14 @@ from otb_analysis.training.runtime.progress import Bar
 
 from . import pool, training
 from .compare import CALIBRATION_SHARE, SIZES, UPDATES, comparison
+from .regression import BATCHES, GROUP, RIDGES, regressions
 
 RANK, TRAINED, LORA_UPDATES = training.LORA.rank, training.FULL, pool.FULL.updates
 """For the page."""
 
 
-def cells(size: pool.Size, learning: training.Size | None, quick: bool) -> list[Cell]:
-    """Return the pools of each policy, and the training where it is measured."""
+def cells(size: pool.Size, learning: training.Size, quick: bool) -> list[Cell]:
+    """Return the pools of each policy, and the training."""
     made, common = list[Cell](), {"quick": quick}
     drawn, measured = ({name: getattr(size, name) for name in names} for names in (pool.DRAWN, pool.MEASURED))
     compared = {"shuffles": size.shuffles, "sizes": list(SIZES), "updates": list(UPDATES), "share": CALIBRATION_SHARE}
@@ -29,7 +30,9 @@ def cells(size: pool.Size, learning: training.Size | None, quick: bool) -> list[
         count = -(-size.prompts // size.block)
         blocks = [Cell(f"measure-{name}-{k}", {**facts, **measured, "number": k}, after=(draw,)) for k in range(count)]
         made += [draw, *blocks, Cell(f"compare-{name}", {**facts, **measured, **compared}, after=(draw, *blocks))]
-    return made + (training.cells(learning, common) if learning else [])
+        tried = {"group": GROUP, "batches": list(BATCHES), "ridges": list(RIDGES), "shuffles": size.shuffles}
+        made.append(Cell(f"regression-{name}", {**facts, **measured, **tried}, after=(draw, *blocks)))
+    return made + training.cells(learning, common)
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
@@ -43,14 +46,14 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         return pool.drawn(cell, size, start, work, bar)
     if cell.name.startswith("measure"):
         return pool.measured(cell, size, start, work, bar)
-    return comparison(cell, size, pool.load(cell, work))
+    return (comparison if cell.name.startswith("compare") else regressions)(cell, size, pool.load(cell, work))
 
 
 STUDY = Study(
     title="A real model",
     question="On a pretrained model of 135 M parameters and real tasks, do the proxy and the baselines behave as they "
     "do on the small models of the other studies?",
-    cells=cells(pool.FULL, None, quick=False),  # training takes hours more: quick only, so far
+    cells=cells(pool.FULL, training.FULL, quick=False),
     quick=cells(pool.SMALL, training.SMALL, quick=True),
     measure=measure,
 )

@@ -1,4 +1,4 @@
-"""Training the real model with four baselines: a sweep of learning rates per arm, then seeds at the chosen ones."""
+"""Training the real model with four baselines: a sweep of rates per arm, then seeds at the best and at a common one."""
 
 import shutil
 from collections.abc import Mapping
@@ -86,14 +86,17 @@ def config_of(size: Size, arm: str, rate: float, seed: int, start: TrainConfig |
 
 
 def cells(size: Size, common: Mapping[str, Any]) -> list[Cell]:
-    """Return the sweep of each arm, and its seeds, which come after it."""
+    """Return the sweep of each arm, its seeds at the rate that was best, and at the middle rate, the same for all."""
     constants = {**common, "size": asdict(size), "task": asdict(SUMS), "lora": asdict(LORA)}
     made = []
     for arm in size.arms:
         facts = {**constants, "arm": arm, "options": MEMORY.get(arm, {})}
         sweep = Cell(f"sweep-{arm.replace('_', '-')}", facts)
-        runs = [Cell(f"run-{arm.replace('_', '-')}-s{s}", {**facts, "seed": s}, after=(sweep,)) for s in size.seeds]
-        made += [sweep, *runs]
+        made.append(sweep)
+        for seed in size.seeds:
+            run = Cell(f"run-{arm.replace('_', '-')}-s{seed}", {**facts, "seed": seed}, after=(sweep,))
+            common = {**facts, "seed": seed, "rate": size.rates[1]}
+            made += [run, Cell(f"common-{arm.replace('_', '-')}-s{seed}", common, after=(run,))]
     return made
 
 
@@ -110,9 +113,15 @@ def measure(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar: 
                 for rate, seed, rows in runs
             ]
         }
-    seed, rate = cell.settings["seed"], chosen_rate(cell.given["sweep"])
+    if "rate" not in cell.settings:
+        table, rate = "training", chosen_rate(cell.given["sweep"])
+    elif cell.given["training"][0]["rate"] == cell.settings["rate"]:
+        return {"common_rate": cell.given["training"]}
+    else:
+        table, rate = "common_rate", cell.settings["rate"]
+    seed = cell.settings["seed"]
     rows = trained(config_of(size, arm, rate, seed, start), work, size.heldout, bar)
-    return {"training": [{"arm": arm, "seed": seed, "rate": rate} | row for row in rows]}
+    return {table: [{"arm": arm, "seed": seed, "rate": rate} | row for row in rows]}
 
 
 def chosen_rate(sweep: Rows) -> float:

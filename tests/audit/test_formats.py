@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from otb_analysis.audit.formats import FORMATS, find_source
+from otb_analysis.audit.formats.annotations import MISSING, NOT_SHIPPED, ROUNDED, UNCOVERED
 from otb_analysis.audit.formats.sequences import UNFINISHED
 from otb_analysis.audit.formats.texts import PADDED, UNSCORED
 from otb_analysis.audit.records import UNREAD
@@ -90,11 +91,12 @@ def test_every_format_is_recognised_in_its_directory_and_named(tmp_path, jsonl):
         jsonl([PRIME], f"prime_rl/token_exports/step_{step}/rank_0.jsonl")
         jsonl([EPISODE], f"verifiers/rollouts/step_{step}/train/effective/traces.jsonl")
         jsonl([EPISODE, EPISODE], f"verifiers/rollouts/step_{step}/train/all/traces.jsonl")
+        jsonl([EPISODE], f"prime_rl_traces/monitors/file/traces/stream/{step:05d}.jsonl")
         jsonl([NEMO], f"nemo_rl/train_data_step{step}.jsonl")
         (tmp_path / "slime").mkdir(exist_ok=True)
         torch.save({"rollout_id": step, "samples": [SLIME]}, tmp_path / "slime" / f"{step}.pt")
         jsonl([{"prompt": "p", "completion": "c", "reward": 1, "step": step}], f"plain/part-{step}.jsonl")
-    for name in FORMATS:
+    for name in set(FORMATS) - {"miles_columns"}:  # which is refused
         source = find_source(tmp_path / name)
         assert source.name == name
         assert ["9" in file.as_posix().removeprefix(tmp_path.as_posix()) for file in source.files] == [True, False], (
@@ -332,3 +334,78 @@ def test_format_overrides_what_would_be_recognised(jsonl):
     rows = [{**PLAIN, "input": "other", "output": "o", "score": 0.0, "step": 1}]
     assert find_source(jsonl(rows)).name == "verl"
     assert read(jsonl(rows), "plain")[0].prompt == "p"
+
+
+# Made from the description of prime-rl's format (its file monitor and trace updates), not recorded by prime-rl.
+def stream_episode(trace, group, dispatched, nodes=None, reward=1.0):
+    nodes = nodes or [node(None, [5, 6]), node(0, [7, 8], [-0.5, -0.25]), node(1, [9]), node(2, [4], [-0.125])]
+    trace = {**TRACE, "id": trace, "nodes": nodes, "rewards": {"right": {"score": reward}}}
+    return {"group": {"id": group}, "run": {"work": {"step": dispatched}}, "traces": [trace]}
+
+
+def shipped(trace, step, tokens=6):
+    advantages = [None, None, 0.5, 0.5, None, 0.5][:tokens]
+    return {
+        "version": 1, "trace_id": trace, "info": {"effective": True, "ship": {"step": step}},
+        "branches": [{"index": 0, "advantages": advantages}],
+    }  # fmt: skip
+
+
+def trained(trace):
+    numbers = {"trainer_logprobs": [0, 0, -0.4, -0.3, 0, -0.2], "entropies": [0, 0, 1.5, 0.75, 0, 0.25]}
+    return {"version": 1, "trace_id": trace, "info": {}, "branches": [{"index": 0, **numbers}]}
+
+
+def prime_traces(jsonl, stream, orchestrator, trainer=()):
+    for name, rows in (("stream", stream), ("annotations/orchestrator", orchestrator), ("annotations/rank_0", trainer)):
+        if rows:
+            path = jsonl(rows, f"run/monitors/file/traces/{name}/00000.jsonl")
+    return path.parents[2] if path.parents[1].name == "annotations" else path.parents[1]
+
+
+def test_prime_rl_traces_get_their_annotations_and_come_by_the_step_that_trained_on_them(jsonl):
+    stream = [stream_episode(name, name[0], 0) for name in ("b1", "a1", "e1", "b2", "a2")]
+    orchestrator = [shipped("a1", 3), shipped("a2", 3), shipped("b1", 4), shipped("b2", 4)]
+    root = prime_traces(jsonl, stream, orchestrator, [trained(name) for name in ("a1", "a2", "b1", "b2")])
+    source = find_source(root)
+    records = list(source.records())
+    assert source.name == "prime_rl_traces"
+    assert [(r.step, r.group, r.place.number) for r in records] == [(3, "a", 2), (3, "a", 5), (4, "b", 1), (4, "b", 4)]
+    columns = {name: values.tolist() for name, values in records[0].columns.items()}
+    assert (records[0].prompt_ids, records[0].ids) == ((5, 6), (7, 8, 9, 4))
+    np.testing.assert_array_equal(columns["behavior_logprob"], [-0.5, -0.25, NAN, -0.125])
+    np.testing.assert_allclose(columns["logprob"], [-0.4, -0.3, NAN, -0.2], rtol=1e-6)
+    np.testing.assert_array_equal(columns["entropy"], [1.5, 0.75, NAN, 0.25])
+    np.testing.assert_array_equal(columns["advantage"], [0.5, 0.5, NAN, 0.5])
+    assert source.tally[NOT_SHIPPED] == 1 and source.tally[ROUNDED] == 4
+    assert find_source(root / "stream" / "00000.jsonl").name == "prime_rl_traces"
+
+
+def test_prime_rl_traces_take_the_newest_annotation_and_leave_out_what_is_not_covered(jsonl):
+    stream = [stream_episode(name, "g", 0) for name in ("a", "b", "c")]
+    late = {**shipped("a", 2), "branches": [{"index": 0, "advantages": [None, None, 0.75, 0.75, None, 0.75]}]}
+    orchestrator = [shipped("a", 1), shipped("b", 1, tokens=5), shipped("c", 1), late, shipped("lost", 1)]
+    source = find_source(prime_traces(jsonl, stream, orchestrator))
+    records = list(source.records())
+    assert [(r.step, r.place.number) for r in records] == [(1, 3), (2, 1)]
+    assert records[1].columns["advantage"][0] == 0.75
+    assert source.tally[UNCOVERED] == 1 and source.tally[MISSING] == 1
+
+
+def test_prime_rl_stream_without_annotations_is_read_as_traces_by_the_step_that_asked_for_them(jsonl):
+    stream = [stream_episode("a", "g", 0), stream_episode("b", "g", 0)]
+    assert [r.step for r in read(prime_traces(jsonl, stream, []))] == [0, 0]
+
+
+def test_a_chunk_that_is_being_compressed_is_read_once(jsonl):
+    root = prime_traces(jsonl, [stream_episode("a", "g", 0)], [])
+    with pa.output_stream(str(root / "stream" / "00000.jsonl.zst"), compression="zstd") as file:
+        file.write(b"")
+    assert len(read(root)) == 1
+
+
+def test_miles_columns_have_no_rewards_and_are_refused(tmp_path):
+    row = {"sample_index": 0, "response_length": 2, "total_length": 4, "tokens": [5, 6, 7, 8], "loss_mask": [1, 1]}
+    parquet(tmp_path / "dashboard_columns" / "rollout_3.parquet", [{**row, "rollout_log_probs": [-0.5, -0.25]}])
+    with pytest.raises(InputError, match=r"record 1: miles's dashboard_columns .* no rewards; pass the folder rollout"):
+        read(tmp_path)

@@ -134,3 +134,22 @@ def test_08_other_prompts_leave_less_variance_than_rloo_and_the_proxy_ranks_toke
     assert len(proxy) == 3 and all(row["log_within_low"] > 0.97 for row in proxy)
     lora = [row for row in four if row["policy"] == "sums-lora" and row["c_known"] and row["estimator"] != "group_mean"]
     assert not any(row["sf_high"] and row["sf_high"] < 1 for row in lora if row["estimator"] not in ("rloo", "trloo"))
+
+
+def test_08_training_at_one_rate_shows_no_difference_from_rloo_and_a_higher_rate_a_worse_end():
+    tables = tables_of("08_real_model")
+    arms = {"rloo", "otb", "energy_regression", "none"}
+    for name in ("training", "common_rate"):
+        assert {row["arm"] for row in tables[name]} == arms and {row["seed"] for row in tables[name]} == {0, 1, 2}
+        assert max(row["step"] for row in tables[name]) == 59
+
+    def over(name, arm):
+        end = {(row["arm"], row["seed"]): row["heldout"] for row in select(tables[name], step=59)}
+        return student([end[arm, seed] - end["rloo", seed] for seed in range(3)])
+
+    for arm in arms - {"rloo"}:
+        low, high = over("common_rate", arm)
+        assert low < 0 < high
+    assert {row["rate"] for row in tables["common_rate"]} == {3e-4}
+    assert {row["rate"] for row in select(tables["training"], arm="energy_regression")} == {1e-3}
+    assert over("training", "energy_regression")[1] < 0

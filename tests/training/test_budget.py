@@ -19,10 +19,11 @@ from otb_analysis.config import (
 )
 from otb_analysis.phases import EXPECTED, NOTES
 from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.tasks import Prompt
 from otb_analysis.training.budget import Budget
 from otb_analysis.training.forecast import Forecast, about, levels
-from otb_analysis.training.plan import Prices, apart, events_of, plan, prompts_of
+from otb_analysis.training.plan import Prices, apart, events_of, plan, prompts_of, spread
 from otb_analysis.training.setup import Trainer
 
 
@@ -167,6 +168,24 @@ def test_exact_norms_that_the_estimator_trains_on_are_no_measuring():
 def test_cheaper_than_forecast_means_more_is_measured():
     budget, offer = budget_of()
     assert run(budget, offer, 0.3) > 0.6 * 0.25
+
+
+@pytest.mark.parametrize("steps", [12, 24, 60])
+@pytest.mark.parametrize("share", [0.1, 0.17, 0.25, 0.5])
+@pytest.mark.parametrize("truth", [0.5, 0.83, 1.0, 1.4])
+def test_prompts_of_an_interval_are_reached_where_the_budget_pays_for_them(steps, share, truth):
+    budget, offer = budget_of(share, steps)
+    spent = run(budget, offer, truth)
+    each = budget.price["exact"] / budget.measure.exact.prompts / 2.0  # in steps, as what is left
+    left, missing = (share - spent) * steps, MIN_CLUSTERS - budget.prompts
+    assert missing <= 0 or left < max(2, missing) * each
+
+
+@pytest.mark.parametrize(("first", "steps", "events"), [(7, 24, 5), (1, 24, 23), (1, 24, 30), (18, 24, 1), (3, 9, 0)])
+def test_spread_has_just_so_many_events_up_to_the_last_step(first, steps, events):
+    schedule = spread(Schedule(prompts=2), first, steps, events)
+    assert events_of(schedule, first, steps) == min(events, steps - first)
+    assert events == 0 or schedule.due(steps - 1)
 
 
 def test_what_takes_most_of_the_budget_at_once_waits_until_the_steps_are_timed():

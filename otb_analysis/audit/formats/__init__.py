@@ -1,11 +1,12 @@
 """Who wrote the records: a table of formats, and how one is recognised."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from otb_analysis.audit.formats.annotations import with_annotations
 from otb_analysis.audit.formats.chats import art
-from otb_analysis.audit.formats.sequences import nemo_rl, prime_rl, slime
+from otb_analysis.audit.formats.sequences import miles_columns, nemo_rl, prime_rl, slime
 from otb_analysis.audit.formats.texts import plain, trl, verl
 from otb_analysis.audit.formats.traces import traces_of, verifiers
 from otb_analysis.audit.records import Fields, RecordedRollout, checked
@@ -28,6 +29,11 @@ class Format:
     names: tuple[str, ...] = ("*",)
     not_named: str = ""  # Files with this in their names are others'
     unfold: Callable[[Row], Iterator[Row]] = lambda row: iter((row,))  # The rows in a row that holds several
+    folder: str = ""  # What the folder of its files is called; empty where it may have any name
+    # What other files know of all rows, added; gets the rows, their files and the tally
+    fold: Callable[[Iterable[tuple[Place, Row]], Sequence[Path], Tally], Iterable[tuple[Place, Row]]] = (
+        lambda rows, files, tally: rows
+    )
 
 
 def _fields(*names: str) -> frozenset[str]:
@@ -52,6 +58,11 @@ FORMATS: dict[str, Format] = {
         _fields("token_ids", "loss_mask", "inference_logprobs", "export_sequence_idx"), prime_rl,
         names=("rank_*.jsonl",),
     ),
+    "prime_rl_traces": Format(
+        "prime-rl's monitors/file/traces/stream/*.jsonl[.zst] with its annotations (since September 2026)",
+        _fields("nodes", "rewards"), verifiers, unfold=traces_of,
+        names=("stream/[0-9]*.jsonl*",), folder="stream", fold=with_annotations,
+    ),
     "verifiers": Format(
         "traces.jsonl of verifiers and of prime-rl's rollouts/step_N",
         _fields("nodes", "rewards"), verifiers, unfold=traces_of,
@@ -64,6 +75,11 @@ FORMATS: dict[str, Format] = {
     "slime": Format(
         "slime's and miles's rollout_data/{id}.pt and train_data/{id}.pt", _fields("tokens"), slime, names=("*.pt",),
         not_named="eval_",
+    ),
+    "miles_columns": Format(
+        "miles's dashboard_columns/rollout_{id}.parquet",
+        _fields("sample_index", "response_length", "tokens", "rollout_log_probs"), miles_columns,
+        names=("rollout_*.parquet",),
     ),
     "plain": Format(
         "JSON lines or Parquet with prompt, completion, reward[, group, step, ids, prompt_ids, mask, logprobs]",
@@ -94,16 +110,20 @@ class Source:
             InputError: A file cannot be read, a record is not whole, or records differ in what they have.
         """
         first: RecordedRollout | None = None
+        for place, row in self.format.fold(self._rows(), self.files, self.tally):
+            record = self.format.read(Fields(place, row), self.tally, weights or {})
+            if record is not None:
+                first = first or record
+                _refuse_mixed(first, record)
+                yield checked(record, self.tally)
+        if first is None:
+            raise InputError(f"{self.path} holds no rollouts; pass a file with at least one record.")
+
+    def _rows(self) -> Iterator[tuple[Place, Row]]:
         for file in self.files:
             for place, row in rows_of(file, self.tally):
                 for one in self.format.unfold(row):
-                    record = self.format.read(Fields(place, one), self.tally, weights or {})
-                    if record is not None:
-                        first = first or record
-                        _refuse_mixed(first, record)
-                        yield checked(record, self.tally)
-        if first is None:
-            raise InputError(f"{self.path} holds no rollouts; pass a file with at least one record.")
+                    yield place, one
 
 
 def find_source(path: Path, name: str = "auto") -> Source:
@@ -127,9 +147,10 @@ def find_source(path: Path, name: str = "auto") -> Source:
 def _files(path: Path, kind: Format) -> tuple[Path, ...]:
     """Return the files that a format may have at a path, in the order of the numbers in their names."""
     if path.is_file():
-        return (path,)
+        return (path,) if kind.folder in ("", path.resolve().parent.name) else ()
     every = ({f for f in path.rglob(pattern) if _may_be(f, kind)} for pattern in kind.names)
     found = next(filter(None, every), set())
+    found = {file for file in found if file.suffix != ".zst" or file.with_suffix("") not in found}  # being compressed
     return tuple(sorted(found, key=lambda file: _natural(file.relative_to(path))))
 
 

@@ -113,6 +113,18 @@ def slime(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
     )
 
 
+def miles_columns(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout | None:
+    """Refuse miles's mirror of token columns, which has neither rewards nor groups.
+
+    Raises:
+        InputError: Always; miles writes both into the rollout_data beside it.
+    """
+    raise InputError(
+        f"{fields.place}: miles's dashboard_columns have tokens and log-probabilities but no rewards; pass the folder "
+        "rollout_data of the same dump, which has both."
+    )
+
+
 def _split(
     fields: Fields, ids: Sequence[int], mask: Bool, columns: dict[str, Float], step: int | None
 ) -> RecordedRollout:

@@ -16,7 +16,12 @@ UNPAID = "trace without a reward was left out (its rollout failed, or nothing sc
 BRANCHED = "trace with several branches was left out, because they share tokens and one reward"
 NO_TOKENS = "trace without token ids was left out (its client recorded texts only)"
 ENDS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-PER_TOKEN = {"behavior_logprob": "logprobs", "advantage": "advantages"}
+PER_TOKEN = {
+    "behavior_logprob": "logprobs",
+    "logprob": "trainer_logprobs",
+    "entropy": "entropies",
+    "advantage": "advantages",
+}
 """Our columns → fields of a message, with one number per sampled token."""
 
 

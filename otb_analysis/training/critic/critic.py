@@ -9,9 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.models import load_policy, output_layer
 from otb_analysis.training.critic.nets import BackboneNet, CriticBatch, HeadNet
-from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes
 from otb_analysis.types import Float
 
 HEAD_RATE = 1e-3

@@ -7,7 +7,7 @@ import torch
 
 from otb_analysis.config import OptimizeConfig
 from otb_analysis.errors import NonFiniteError
-from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes, full
+from otb_analysis.processes import SINGLE_PROCESS, Processes, full
 
 
 class PolicyOptimizer:

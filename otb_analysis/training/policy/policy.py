@@ -25,9 +25,9 @@ from otb_analysis.measurement.forward import (
 )
 from otb_analysis.measurement.passes import micro_batches, passes_of, rows_numbered
 from otb_analysis.phases import advance, count_to
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.prefix_cache import PrefixCache, supports_prefix_cache
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes
 from otb_analysis.training.runtime.sharding import gathered, shard
 from otb_analysis.types import Float, Int
 

@@ -14,11 +14,11 @@ from otb_analysis.config import ObjectiveConfig
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.measurement.forward import CompletionLogprobs, ForwardPass
 from otb_analysis.phases import counted
+from otb_analysis.processes import Processes, total_of
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.policy.objective import Objective, TokenBatch
 from otb_analysis.training.policy.optimizer import PolicyOptimizer
 from otb_analysis.training.policy.policy import Policy
-from otb_analysis.training.runtime.processes import Processes, total_of
 from otb_analysis.types import Int
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.tokens import TokenMeasurements
+from otb_analysis.processes import Processes, widened
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.training.runtime.processes import Processes, widened
 from otb_analysis.types import Float, Int, LogitStats
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.training.runtime.processes import Processes
+from otb_analysis.processes import Processes
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 WHOLE_ONLY = ("objective.staleness", "lora.rank", "measure.budget")

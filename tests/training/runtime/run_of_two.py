@@ -29,11 +29,11 @@ from otb_analysis.config import (
     Schedule,
     TrainConfig,
 )
+from otb_analysis.processes import SINGLE_PROCESS, Processes, full
 from otb_analysis.rollouts.generation import Generation
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.tasks import Prompt
 from otb_analysis.training.loop import train, train_step
-from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes, full
 from otb_analysis.training.setup import Trainer
 
 # 3 prompts of 3 rollouts for two processes: 5 and 4, so the second group spans both.

@@ -16,12 +16,12 @@ import torch
 
 from otb_analysis.config import MeasureConfig, TrainConfig
 from otb_analysis.errors import InputError
+from otb_analysis.processes import SINGLE_PROCESS, Processes, total_of
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore
 from otb_analysis.training.check import check
 from otb_analysis.training.runtime.gather import gather_rollouts, shard_rows
-from otb_analysis.training.runtime.processes import SINGLE_PROCESS, Processes, total_of
 from otb_analysis.training.runtime.sharding import asked_for, refuse_unsharded_only
 
 SCRIPT = Path(__file__).with_name("run_of_two.py")

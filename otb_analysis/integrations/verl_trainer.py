@@ -1,0 +1,78 @@
+"""verl's synchronous trainer, with Σπ² delivered to our estimators: `trainer.v1.trainer_mode=otb_sync`.
+
+`VERL_USE_EXTERNAL_MODULES=otb_analysis.integrations.verl,otb_analysis.integrations.verl_trainer` registers it. Written
+for verl 0.9.1 and tested with stubs for its workers and its queue; it was not run end to end.
+"""
+
+from typing import Any
+
+import torch
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer, trainer_base  # pyright: ignore[reportMissingImports]
+
+from otb_analysis.errors import InputError
+from otb_analysis.integrations.verl import delivered_energy, proxy_energy
+
+FLAG = "calculate_sum_pi_squared"
+"""What verl's engines look for in a batch's extra_info; verl's own V1 trainers never set it."""
+
+
+@register_trainer("otb_sync")
+class OTBTrainerSync(PPOTrainerSync):
+    """PPOTrainerSync that asks for Σπ² with the old log-probabilities and hands energies to our estimators.
+
+    Nothing of verl is copied: its two methods run as they are, with the flag set before the first and the energies
+    within reach of the second. verl's own optimal token baseline still does not get its Σπ² here.
+    """
+
+    def __init__(self, config: Any) -> None:
+        refuse(config)
+        config.trainer.v1.trainer_mode = "sync"  # verl compares this name to choose its queue and its settings
+        super().__init__(config)
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.extra_info[FLAG] = True
+        result = super()._compute_old_log_prob(batch, metrics)
+        # The actor's later passes would compute it again, and one for reference weights would overwrite it.
+        for meta in (batch, result):
+            meta.extra_info.pop(FLAG, None)
+        return result
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        data = trainer_base.tq.kv_batch_get(
+            keys=batch.keys,
+            partition_id=batch.partition_id,
+            select_fields=["response_mask", "old_log_probs", "sum_pi_squared"],
+        )
+        if (sums := data.get("sum_pi_squared", None)) is None:
+            raise InputError(
+                "the actor returned no sum_pi_squared, which verl's FSDP, VeOmni and Megatron engines compute; set "
+                "actor_rollout_ref.actor.strategy to one of these."
+            )
+        sums = trainer_base.response_from_nested(sums, data["response_mask"])
+        energy = proxy_energy(*(padded(x) for x in (data["old_log_probs"], sums)))
+        with delivered_energy(energy):
+            return super()._compute_advantage(batch, metrics)
+
+
+def padded(nested: torch.Tensor) -> Any:
+    """Return a nested tensor of rows as a float64 array with zeros behind each row [N, T]."""
+    return nested.to_padded_tensor(0.0).double().cpu().numpy()
+
+
+def refuse(config: Any) -> None:
+    """Refuse settings under which no Σπ² exists.
+
+    Raises:
+        InputError: Fused kernels never hold the logits; bypass mode makes no pass at all.
+    """
+    if config.actor_rollout_ref.model.get("use_fused_kernels", False):
+        raise InputError(
+            "actor_rollout_ref.model.use_fused_kernels is true, and fused kernels hold no logits to sum π² over; set "
+            "it to false."
+        )
+    correction = config.algorithm.get("rollout_correction", None)
+    if correction and correction.get("bypass_mode", False):
+        raise InputError(
+            "algorithm.rollout_correction.bypass_mode is true, so verl makes no pass that could compute Σπ²; set it to "
+            "false."
+        )
