@@ -62,8 +62,8 @@ def sampled_score_norms(
     drawn[batch.mask] = systematic_sample(prob[batch.mask], seed)
     # Whole rollouts with fewer tokens marked: a score needs all of its context.
     whole = restricted(batch, drawn)
-    # For a tenth of the demo's tokens copies take 0.44 of the time of all tokens' exact norms, and the fast engine on the
-    # drawn tokens alone 0.66: it shares passes among the tokens of a rollout. Copies need the generic engine's plan.
+    # For a tenth of the demo's tokens copies take 0.44 of the time of all tokens' exact norms, and the fast engine on
+    # the drawn tokens alone 0.66: it shares passes among the tokens of a rollout. Copies need the generic engine's plan.
     if generic.has_plan(batch):
         measured, name = scattered.token_norms(whole, generic.plan_for(whole)), "scattered"
     else:
