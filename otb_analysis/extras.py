@@ -13,6 +13,7 @@ EXTRAS = {
     "reasoning_gym": ("reasoning-gym", "otb-analysis[tasks]"),
     "gguf": ("gguf", "otb-analysis[models]"),
     "vllm": ("vllm", "otb-analysis[vllm]"),
+    "trl": ("trl", "otb-analysis[trl]"),
     "wandb": ("wandb", "wandb"),
     "trackio": ("trackio", "trackio"),
 }

@@ -62,7 +62,7 @@ ALLOWED_PACKAGES = (
     | {"tasks": {"torch", "transformers", "pyarrow"}}
     | {"training": {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow"}}
     | {"audit": {"torch", "transformers", "pyarrow"}}
-    | {"integrations": {"torch"}, "processes": {"torch", "accelerate"}}
+    | {"integrations": {"torch", "transformers", "accelerate", "trl"}, "processes": {"torch", "accelerate"}}
     | {"report": {"plotly", "pandas"}}
     | {key: HEAVY - {"streamlit"} for key in ("study", "bench", "commands", "__main__")}
 )

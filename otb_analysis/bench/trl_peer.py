@@ -1,4 +1,4 @@
-"""TRL's fused head on given hidden states, for `otb bench logits`; needs torch and trl>=1.15 and nothing of ours.
+"""TRL's fused head on given hidden states, for `otb bench logits`; needs torch and trl>=1.16,<1.17 and nothing of ours.
 
 Started by `bench.peer`: one JSON argument, one line of facts, then one line of seconds for every line on the input.
 """

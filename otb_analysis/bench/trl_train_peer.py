@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer, one step per turn, for `otb bench train`; needs torch and trl>=1.15 and nothing of ours.
+"""TRL's GRPOTrainer, one step per turn, for `otb bench train`; needs torch and trl>=1.16,<1.17 and nothing of ours.
 
 Started by `bench.peer`: one JSON argument, one line of facts, then one line of seconds for every line on the input.
 The phases: `sample` is its generation alone, `update` its forward pass and loss, backward pass, clipping and optimizer,

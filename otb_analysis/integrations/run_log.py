@@ -1,0 +1,79 @@
+"""A run of our store, written by somebody else's trainer. Observing never breaks training: an error is a warning."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from otb_analysis.config import MeasureConfig, Schedule
+from otb_analysis.errors import InputError
+from otb_analysis.store import RunWriter, StepTables
+from otb_analysis.store.layout import check_run_name
+
+
+@dataclass(frozen=True)
+class RecordConfig:
+    """Where a trainer's run is kept, and what is measured of it beside the forward pass."""
+
+    run: str = ""  # Name of the run's directory; by default that of the trainer's output directory.
+    root: Path = Path("runs")  # Directory that holds the runs.
+    if_exists: Literal["error", "replace", "resume"] = "error"
+    """What to do when the run exists: refuse, begin anew, or go on; resume replaces the steps that are done again."""
+    measure: MeasureConfig = field(default_factory=lambda: MeasureConfig(exact=Schedule(every=0, prompts=8)))
+
+
+class RunLog:
+    """Writes a trainer's steps from its main process."""
+
+    def __init__(self, record: RecordConfig, default: str, config: Mapping[str, Any]):
+        """Refuse what cannot work; nothing is written before the first step.
+
+        Raises:
+            InputError: The run exists, or its name is none.
+        """
+        self.record, self.config = record, config
+        self.path = Path(record.root) / check_run_name(record.run or default)
+        self._writer: RunWriter | None = None
+        self._kept: tuple[int, StepTables] | None = None
+        if record.if_exists == "error" and self.path.exists():
+            raise InputError(
+                f"run {self.path.name!r} already exists in {self.path.parent}; name another run in RecordConfig, or "
+                "set its if_exists to replace or resume."
+            )
+
+    def keep(self, step: int, tables: Callable[[], StepTables]) -> None:
+        """Make what is stored of a step, before its updates; where that fails, warn and go on without it."""
+        try:
+            self._kept = step, tables()
+        except Exception as error:
+            self._warn(step, error)
+
+    def release(self, scalars: Mapping[str, object]) -> None:
+        """Write the step that was kept, with scalars of its updates; where that fails, warn and go on without it."""
+        if self._kept is None:
+            return
+        (step, tables), self._kept = self._kept, None
+        try:
+            if self._writer is None:
+                self._writer = self._opened(step)
+            self._writer.write_step(step, replace(tables, steps={**tables.steps, **scalars}))
+        except Exception as error:
+            self._warn(step, error)
+
+    def finish(self, status: Literal["complete", "failed"], reason: str = "") -> None:
+        """Record how training ended; where that fails, nothing happens."""
+        if self._writer is not None:
+            with suppress(Exception):
+                self._writer.finish(status, reason)
+
+    def _warn(self, step: int, error: Exception) -> None:
+        message = f"step {step} is missing from the run {self.path}, training goes on: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+    def _opened(self, step: int) -> RunWriter:
+        if self.record.if_exists == "resume" and self.path.exists():
+            return RunWriter.resume(self.path, step)
+        again = "replace" if self.record.if_exists == "replace" else "error"
+        return RunWriter.create(self.path.parent, self.path.name, self.config, if_exists=again)

@@ -1,0 +1,249 @@
+"""TRL's GRPOTrainer with per-token advantages of any of our estimators, and a run of our store beside it.
+
+TRL samples, rewards and updates as ever. Between its generation and its loss, a forward pass without gradients gives
+every token's π_y and Σπ², an estimator of ours gives advantages [B, T], and these replace TRL's [B].
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.estimators import entry_of, estimate, options_from_dict, with_limit
+from otb_analysis.integrations.recorder import RolloutRecorder
+from otb_analysis.integrations.run_log import RecordConfig, RunLog
+from otb_analysis.integrations.trl_batch import (
+    GatheredBatch,
+    drafts_of,
+    evaluating,
+    gather_all,
+    gathered_batch,
+    local_rows,
+    scored,
+)
+from otb_analysis.integrations.trl_version import load_trl
+from otb_analysis.measurement.measurer import GradientMeasurer
+from otb_analysis.measurement.summary import summarize
+from otb_analysis.measurement.table import rollout_rows, token_rows
+from otb_analysis.rollouts.models import special_id
+from otb_analysis.store import StepTables, gram_rows, subgroup_rows
+from otb_analysis.types import Estimate, NormalEquations
+
+__all__ = ["OTBGRPOTrainer", "RecordConfig", "RolloutRecorder"]
+
+GIVEN = {"energy", "turn", "token_id", "entropy"}
+"""What an estimator may need here; TRL has no critic, and no exact norm of every rollout at every step."""
+Trainer: Any = load_trl().GRPOTrainer
+
+
+class OTBGRPOTrainer(Trainer):
+    """A GRPOTrainer that trains on an estimator of ours.
+
+    Args:
+        estimator: A name of the catalogue, or your own `module:function`.
+        options: Options of that estimator by name.
+        record: Where the run is stored; None stores nothing.
+        args, kwargs: Those of GRPOTrainer. `scale_rewards` has no effect: an estimator that scales does so itself.
+
+    Raises:
+        InputError: The estimator does not exist or needs what TRL does not have, or a setting of TRL cannot work.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        estimator: str = "otb_loo",
+        options: Mapping[str, Any] | None = None,
+        record: RecordConfig | None = RecordConfig(),  # noqa: B008 - frozen
+        **kwargs: Any,
+    ) -> None:
+        self._estimator = estimator
+        self._options = options_from_dict(estimator, options or {})
+        refuse_needs(estimator, tools=bool(kwargs.get("tools") or kwargs.get("environment_factory")))
+        super().__init__(*args, **kwargs)
+        self._refuse_settings()
+        self._options = with_limit(estimator, self._options, self.args.max_completion_length)
+        self._remembered: NormalEquations | None = None
+        self._last_step: int | None = None  # Number of the last batch that was generated for training
+        self._rewards_by_function = torch.zeros(0)
+        self._norms: list[float] = []  # ‖ḡ‖ of the updates since the last batch
+        self._log: RunLog | None = None
+        if record is not None and self.accelerator.is_main_process:
+            stored = self._stored_config(record, dict(options or {}))
+            self._log = RunLog(record, Path(self.args.output_dir).name, stored)
+            trained = {estimator: self._options}
+            self._measurer = GradientMeasurer(self._policy(), record.measure, self.temperature, trained, stored)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as GRPOTrainer does; the run records how that ended."""
+        try:
+            result = super().train(*args, **kwargs)
+        except BaseException as error:
+            self._end("failed", f"{type(error).__name__}: {error}".rstrip(": "))
+            raise
+        self._end("complete")
+        return result
+
+    def _end(self, status: Literal["complete", "failed"], reason: str = "") -> None:
+        if self._log is not None:
+            self._log.release(self._update_scalars())
+            self._log.finish(status, reason)
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep ‖ḡ‖ before clipping, of each of the optimizer's steps."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self._norms.append(float(norm))
+        return norm
+
+    def _update_scalars(self) -> dict[str, object]:
+        """Return what is stored of the updates on the last batch; nothing where there was none."""
+        norms, self._norms = self._norms, []
+        if not norms:
+            return {}
+        clipped = 0 < self.args.max_grad_norm < max(norms)
+        return {"grad_norm": norms[0], "grad_norm_max": max(norms), "n_updates": len(norms), "clipped": clipped}
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Keep the rewards of all processes [N, functions], NaN where a function scored nothing."""
+        self._rewards_by_function = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards_by_function
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Replace the advantages [B] of TRL's batch by ours [B, T].
+
+        Raises:
+            InputError: The batch holds images, or tool tokens that the estimator does not take.
+            NonFiniteError: A logit is not finite.
+        """
+        batch = super()._generate_and_score_completions(inputs)
+        if "pixel_values" in batch:
+            raise InputError("the batch holds images, which our forward pass does not read; train with GRPOTrainer.")
+        start, training = perf_counter(), self.model.training
+        drafts = drafts_of(batch, self._tokenizer, self.eos_token_ids)
+        size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
+        pad = special_id(self._tokenizer, "pad")
+        try:
+            with self.accelerator.autocast():
+                local = scored(self._policy(), drafts, pad, self.temperature, size)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"step {self.state.global_step}: {error}") from error
+        seconds, step = {"seconds_forward": perf_counter() - start}, self._next_step() if training else -1
+        if training and self._log is not None:
+            self._log.release(self._update_scalars())
+        like = batch["completion_ids"]
+        whole = self._gathered(gather_all(local), self.num_generations if training else self.num_generations_eval)
+        if whole is None:
+            message = f"step {self.state.global_step}: no rollout has a reward and a token to train on"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return batch | {"advantages": torch.zeros_like(like, dtype=torch.float32)}
+        trained = self._advantages(whole)
+        if training:
+            if self._log is not None:
+                self._log.keep(step, lambda: self._tables(step, whole, trained, seconds))
+            self._remembered = trained.state
+        first = self.accelerator.process_index * len(like)
+        return batch | {"advantages": local_rows(trained.advantage, whole, first, like)}
+
+    def _gathered(self, every: list[Any], size: int) -> GatheredBatch | None:
+        by_function = self._rewards_by_function.double().cpu().numpy()
+        weighted = np.nansum(by_function * self.reward_weights.double().cpu().numpy(), axis=1)
+        rewards = np.where(np.isnan(by_function).all(axis=1), np.nan, weighted)
+        parts = {name: by_function[:, k] for k, name in enumerate(self.reward_func_names)}
+        return gathered_batch(every, rewards, parts, size, self._tokenizer)
+
+    def _advantages(self, whole: GatheredBatch) -> Estimate:
+        inputs = replace(whole.table.inputs(whole.table.stats.energy), state=self._remembered)
+        return estimate(self._estimator, inputs, self._options)
+
+    def _tables(self, step: int, whole: GatheredBatch, trained: Estimate, seconds: dict[str, float]) -> StepTables:
+        """Return everything to store of a step; measuring happens here, on the main process alone."""
+        rollouts, table, start = whole.rollouts, whole.table, perf_counter()
+        weights = trained.advantage / len(table.mask)
+        self._measurer.states = {}
+        if self._remembered is not None:
+            self._measurer.states = {(self._estimator, "proxy"): self._remembered}
+        with evaluating(self._measurer.model):
+            measured = self._measurer.measure(step, rollouts, table, None, lambda: weights)
+        seconds = seconds | {"seconds_measure": perf_counter() - start}
+        left_out = {"n_left_out": int((~whole.kept).sum()), "trl_global_step": self.state.global_step}
+        gradients = [row.as_row() for row in measured.statistics]
+        return StepTables(
+            tokens=token_rows(table, trained, measured.tokens, self._tokenizer),
+            rollouts=rollout_rows(rollouts, table, measured.tokens),
+            steps=summarize(rollouts, table, trained, measured) | left_out | seconds,
+            gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
+            grams=gram_rows(step, measured.gram) if measured.gram else None,
+            subgroups=subgroup_rows(step, measured.subgroups) if measured.subgroups else None,
+        )
+
+    def _next_step(self) -> int:
+        """Return the number of a generated batch; a training that goes on from a checkpoint goes on counting."""
+        micro_steps = self.state.global_step * self.args.gradient_accumulation_steps
+        first = micro_steps // (self.args.steps_per_generation * self.num_iterations)
+        step = first if self._last_step is None else self._last_step + 1
+        self._last_step = step
+        return step
+
+    def _policy(self) -> Any:
+        """Return the language model itself, with adapters in it but without their wrapper."""
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def _refuse_settings(self) -> None:
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            raise InputError(
+                f"multi_objective_aggregation is {self.multi_objective_aggregation!r}, but our estimators take one "
+                "reward per rollout; set it to 'sum_then_normalize'."
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise InputError(
+                "the model is trained under FSDP or DeepSpeed, where a forward pass of ours was never tested; start "
+                "the processes without them (DDP)."
+            )
+        adapters = getattr(self.accelerator.unwrap_model(self.model), "peft_config", {})
+        if any(one.is_prompt_learning for one in adapters.values()):
+            raise InputError("the adapter learns prompts, which our forward pass does not see; use LoRA instead.")
+
+    def _stored_config(self, record: RecordConfig, options: dict[str, Any]) -> dict[str, Any]:
+        """Return what run.json keeps: our settings, and those of TRL that say what was sampled and trained."""
+        args, named = self.args, ", ".join(self.reward_func_names)
+        copied = ("loss_type", "beta", "num_iterations", "epsilon", "learning_rate", "importance_sampling_level")
+        return {
+            "run": record.run or Path(args.output_dir).name,
+            "seed": args.seed,
+            "model": getattr(self._policy().config, "_name_or_path", ""),
+            "task": named,
+            "source": {"made_by": "OTBGRPOTrainer", "format": "trl", "about": "trained by TRL's GRPOTrainer"},
+            "estimator": {"name": self._estimator, "energy": "proxy", "options": options},
+            "measure": asdict(record.measure),
+            "sample": {
+                "prompts": args.generation_batch_size // self.num_generations,
+                "group_size": self.num_generations,
+                "max_new_tokens": args.max_completion_length,
+                "temperature": self.temperature,
+                **{name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")},
+            },
+            "trl": {name: getattr(args, name) for name in copied},
+        }
+
+
+def refuse_needs(name: str, *, tools: bool) -> None:
+    """Raise where an estimator cannot be formed inside TRL.
+
+    Raises:
+        InputError: It needs what TRL does not have, or takes no tool tokens and there are tools.
+    """
+    entry = entry_of(name)
+    if lacking := sorted(set(entry.needs) - GIVEN):
+        raise InputError(f"estimator {name!r} needs {lacking[0]}, which TRL does not have; choose another.")
+    if tools and not entry.takes_gaps:
+        other = f"otb_turn{name.removeprefix('otb')}"
+        raise InputError(
+            f"estimator {name!r} takes positions from columns, but tools write tokens in between; use {other!r}."
+        )

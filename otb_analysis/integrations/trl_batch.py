@@ -1,0 +1,161 @@
+"""What TRL's trainer holds of a generated batch, as our rollouts: gathered over processes, rewarded, ready to measure.
+
+Every process scores its own rows. Then all processes know all rows, since a group can span processes.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass, forward_pass
+from otb_analysis.measurement.table import TokenTable, token_table
+from otb_analysis.rollouts.models import special_id
+from otb_analysis.rollouts.sampling import Draft, Rollouts, collate
+from otb_analysis.tasks import Prompt, Turn
+from otb_analysis.types import Bool, Float, LogitStats
+
+
+@dataclass(frozen=True)
+class ScoredDraft:
+    """One rollout and its forward statistics; travels between processes."""
+
+    draft: Draft
+    stats: Mapping[str, Float]  # Fields of LogitStats by completion token [T_i]
+
+
+@dataclass(frozen=True)
+class GatheredBatch:
+    """The rollouts of all processes that take part in the update; made by `gathered_batch`."""
+
+    rollouts: Rollouts  # Rewarded
+    table: TokenTable
+    kept: Bool  # Over all N rows of the batch: true at those that `rollouts` holds
+
+
+def drafts_of(batch: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> list[Draft]:
+    """Return this process's rows of TRL's batch, each as prompt and turns; what a tool wrote is not the policy's.
+
+    TRL pads prompts on the left and completions on the right. `ends` are the tokens that end a completion.
+    """
+    present = batch["completion_mask"].bool().cpu()
+    prompt_present = batch["prompt_mask"].bool().cpu()
+    tools = batch.get("tool_mask")
+    sampled = present if tools is None else present & tools.bool().cpu()
+    logprobs = batch.get("sampling_per_token_logps")
+    drafts = []
+    for i in range(len(present)):
+        draft = Draft(batch["prompt_ids"][i].cpu()[prompt_present[i]].tolist())
+        ids = batch["completion_ids"][i].cpu()[present[i]].tolist()
+        known = [float("nan")] * len(ids) if logprobs is None else logprobs[i].cpu()[present[i]].tolist()
+        at = 0
+        for by_policy, run in groupby(sampled[i][present[i]].tolist()):
+            part = slice(at, at := at + len(list(run)))
+            if by_policy:
+                ended = ids[part][-1] in ends
+                text = str(tokenizer.decode(ids[part][:-1] if ended else ids[part]))
+                draft.turns.append(Turn(text, ended))
+            elif draft.turns:
+                draft.turns[-1] = replace(draft.turns[-1], reply=str(tokenizer.decode(ids[part])))
+            draft.extend(ids[part], max(len(draft.turns) - 1, 0), known[part] if by_policy else None)
+        draft.finish_reason = "stop" if draft.turns and draft.turns[-1].finished else "length"
+        drafts.append(draft)
+    return drafts
+
+
+@torch.no_grad()
+def scored(
+    model: PreTrainedModel, drafts: Sequence[Draft], pad: int, temperature: float, size: int
+) -> list[ScoredDraft]:
+    """Score drafts in forward passes of `size` rows, in evaluation mode: every process makes as many passes.
+
+    Raises:
+        NonFiniteError: A logit at a policy token is NaN or infinite.
+    """
+    rollouts = collate(list(drafts), (), np.zeros(len(drafts), np.int64), pad)
+    rows = [np.arange(len(drafts))[start : start + size] for start in range(0, len(drafts), size)]
+    wanted = ForwardOutputs(hidden=False)
+    with evaluating(model):
+        passes = [forward_pass(model, rollouts.take(part), temperature, None, wanted) for part in rows]
+    stats = ForwardPass.concatenate(passes, rollouts, rows).stats
+    lengths = rollouts.completion_length
+    return [
+        ScoredDraft(draft, {f.name: getattr(stats, f.name)[n, : lengths[n]] for f in fields(LogitStats)})
+        for n, draft in enumerate(drafts)
+    ]
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Turn off dropout and gradient checkpointing; every module is left as it was."""
+    before = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in before:
+            module.training = True
+
+
+def gathered_batch(
+    every: Sequence[ScoredDraft],
+    rewards: Float,
+    parts: Mapping[str, Float],
+    size: int,
+    tokenizer: PreTrainedTokenizerBase,
+) -> GatheredBatch | None:
+    """Return the rows of all processes, rewarded at their last policy token, groups of `size` rows one after the other.
+
+    `rewards` [N] is NaN where no function could score a rollout. Those, and rollouts without a policy token, are left
+    out: TRL gives them no advantage. None where no rollout is left. `parts` [N] are the functions' rewards by name.
+    """
+    drafts = [one.draft for one in every]
+    kept = np.isfinite(rewards) & np.array([any(draft.mask) for draft in drafts])
+    rows = np.flatnonzero(kept)
+    if not len(rows):
+        return None
+    labels, group = np.unique(rows // size, return_inverse=True)  # groups without a kept rollout have no number
+    prompts = tuple(_prompt(drafts[label * size], tokenizer) for label in labels.tolist())
+    rollouts = collate([drafts[n] for n in rows.tolist()], prompts, group, special_id(tokenizer, "pad"))
+    reward = np.zeros(rollouts.mask.shape)
+    last = rollouts.mask.shape[1] - 1 - rollouts.mask[:, ::-1].argmax(axis=1)
+    reward[np.arange(len(rows)), last] = rewards[rows]
+    named = {name: np.nan_to_num(values[rows]) for name, values in parts.items()}  # as TRL's sum takes them
+    rollouts = replace(rollouts, reward=reward, reward_parts=named)
+    stats = {f.name: np.zeros((len(rows), rollouts.width)) for f in fields(LogitStats)}
+    for i, n in enumerate(rows.tolist()):
+        for name, values in every[n].stats.items():
+            stats[name][i, : len(values)] = values
+    nothing = torch.zeros(0)
+    table = token_table(rollouts, ForwardPass(nothing, nothing, nothing, LogitStats(**stats)), None)
+    return GatheredBatch(rollouts, table, kept)
+
+
+def _prompt(draft: Draft, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    ids = draft.ids[: draft.prompt_length]
+    return Prompt(hashlib.sha256(repr(ids).encode()).hexdigest()[:16], str(tokenizer.decode(ids)), answer="")
+
+
+def local_rows(values: Float, batch: GatheredBatch, first: int, like: Tensor) -> Tensor:
+    """Return numbers of the kept rollouts [n, T] as this process's [B, T'] of TRL, zero where nothing was kept.
+
+    `first` is the number of this process's first row among all, `like` its completion ids [B, T'].
+    """
+    out = np.zeros((len(batch.kept), max(like.shape[1], values.shape[1])))
+    out[batch.kept, : values.shape[1]] = values
+    local = out[first : first + len(like), : like.shape[1]]
+    return torch.as_tensor(local, dtype=torch.float32, device=like.device)
+
+
+def gather_all(rows: list[Any]) -> list[Any]:
+    """Return the entries of all processes, in the order of their ranks."""
+    from accelerate.utils import gather_object
+
+    return gather_object(rows)

@@ -1,0 +1,138 @@
+"""Three steps of TRL on a tiny model made in code; every generated batch is kept, with energies computed apart.
+
+Runs in an environment with trl: called by the tests, or by torchrun with one JSON argument for several processes.
+"""
+
+import json
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from otb_analysis.config import MeasureConfig, Schedule, SmallModelConfig
+from otb_analysis.integrations.trl import OTBGRPOTrainer, RecordConfig, RolloutRecorder
+from otb_analysis.rollouts.models import character_tokenizer, small_model
+
+ODD = tuple("13579")
+PROMPTS = [f"{i}+{i % 3}{'+1' * (i % 2)}=" for i in range(12)]
+
+
+def tiny():
+    """A Qwen3-type model of 2,000 weights with a token per character, off its initial values, and its tokenizer."""
+    tokenizer = character_tokenizer("0123456789+=;#")
+    shape = SmallModelConfig(layers=1, width=16, heads=2, key_value_heads=1, feed_forward=24)
+    model, generator = small_model(shape, tokenizer), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
+    return model, tokenizer
+
+
+def odd(completions, **columns):
+    return [float(text[:1] in ODD) for text in completions]
+
+
+def length(completions, **columns):
+    """A second function, which cannot score a completion that begins with a zero or a sign."""
+    return [None if text[:1] in tuple("0+=;#") else len(text) / 10 for text in completions]
+
+
+def first_digit(completions, **columns):
+    """None, and so not scorable at all, for completions that do not begin with a digit."""
+    return [float(text[0]) if text[:1].isdigit() else None for text in completions]
+
+
+REWARDS = {"odd": odd, "length": length, "first_digit": first_digit}
+
+
+def energies(model, batch, temperature):
+    """‖e_y − π‖² [B, T] in float64, row by row without padding: what the estimator weighs by, by another road."""
+    twin = tiny()[0].double()
+    plain = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    twin.load_state_dict({name: x.double() for name, x in plain.state_dict().items()})
+    twin.eval()
+    out = torch.zeros(batch["completion_ids"].shape, dtype=torch.float64)
+    for i, ids in enumerate(batch["completion_ids"]):
+        prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()]
+        answer = ids[batch["completion_mask"][i].bool()]
+        with torch.no_grad():
+            logits = twin(torch.cat([prompt, answer])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        pi = (logits / temperature).softmax(-1)
+        drawn = torch.nn.functional.one_hot(answer, pi.shape[-1])
+        out[i, : len(answer)] = (drawn - pi).square().sum(-1)
+    return out
+
+
+class Kept(OTBGRPOTrainer):
+    """Keeps every generated batch, with the rewards of all processes and energies of the policy at that moment."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.calls = []
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        call = {name: x.clone() for name, x in batch.items() if isinstance(x, torch.Tensor)}
+        policy = deepcopy(self.accelerator.unwrap_model(self.model))
+        call["energy"] = energies(policy, batch, self.temperature)
+        call["rewards"] = self._rewards_by_function.clone()
+        call["training"] = self.model.training
+        self.calls.append(call)
+        return batch
+
+
+def with_tool(prompts, trainer):
+    """Rollouts of five tokens of which a tool wrote the third and the fourth."""
+    encoded = [trainer.processing_class(text)["input_ids"] for text in prompts]
+    generator = torch.Generator().manual_seed(trainer.state.global_step)
+    ids = [torch.randint(3, 17, (5,), generator=generator).tolist() for _ in prompts]
+    mask = [[1, 1, 0, 0, 1]] * len(prompts)
+    return {"prompt_ids": encoded, "completion_ids": ids, "logprobs": None, "env_mask": mask}
+
+
+def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="", unchanged=False, stored=True, **spec):
+    """Make our trainer, or an `unchanged` one of TRL; `spec` holds further settings of GRPOConfig and of ours."""
+    ours = {name: spec.pop(name) for name in ("estimator", "options", "if_exists") if name in spec}
+    functions = [REWARDS[name] for name in rewards]
+    if recorder:
+        functions = RolloutRecorder(recorder).around(functions)
+    settings = {
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "max_steps": 3,
+        "learning_rate": 1e-2, "logging_steps": 1, "temperature": 0.8, "save_strategy": "no", "report_to": "none",
+    }  # fmt: skip
+    arguments = GRPOConfig(
+        output_dir=str(out), use_cpu=True, bf16=False, disable_tqdm=True, shuffle_dataset=False, **(settings | spec)
+    )
+    model, tokenizer = tiny()
+    data = Dataset.from_dict({"prompt": PROMPTS, "answer": [str(i) for i in range(len(PROMPTS))]})
+    if not unchanged:
+        plan = MeasureConfig(exact=Schedule(every=measure, prompts=0))
+        record = RecordConfig(run="run", root=Path(out), measure=plan, if_exists=ours.pop("if_exists", "error"))
+        ours["record"] = record if stored else None
+    return (GRPOTrainer if unchanged else Kept)(
+        model,
+        functions,
+        arguments,
+        data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if peft else None,
+        rollout_func=with_tool if tools else None,
+        **ours,
+    )
+
+
+def main():
+    spec = json.loads(sys.argv[1])
+    trainer = made(**spec)
+    trainer.train()
+    rank = trainer.accelerator.process_index
+    torch.save(trainer.calls, Path(spec["out"]) / f"calls-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
