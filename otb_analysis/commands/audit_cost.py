@@ -41,7 +41,7 @@ class AuditCost:
         memory = (2 * self.weights_bytes + self.gram_bytes) / 1e9
         return (
             f"{self.n_rollouts:,} rollouts with about {self.n_tokens:,} tokens in {plural(self.n_steps, 'step')}. "
-            f"Measured: {', '.join(self.levels)}. It takes about {about(self.seconds)}, and at most {memory:.1f} GB "
+            f"Measured: {', '.join(self.levels)}. It takes about {about(self.seconds)}, and about {memory:.1f} GB "
             "for weights, one gradient and the Gram matrix, beside one micro-batch."
         )
 
