@@ -22,7 +22,7 @@ FIRED = (
     "are not used. On simulated healthy runs no detector fires in more than 5 % (docs/results/alarms.md)."
 )
 NOT_ATTRIBUTED = """No step of this run says which tokens held its gradient. The level *attribution* does:
-`otb train --measure.attribution.every 1`."""
+`otb train --measure.attribution.every 1`, or `otb audit` for recorded rollouts."""
 SHARES = (
     "Shares of ‖ḡ‖², the squared length of the update's gradient; all tokens together are 100 %. Negative: the token "
     "pushed against the update. **Signal** points along other prompts' gradients, **noise** only along its own."

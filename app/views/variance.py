@@ -14,7 +14,8 @@ from otb_analysis.statistics import MIN_CLUSTERS
 
 USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
 NOT_MEASURED = """This run has no gradient measurements yet. They are made at scheduled steps:
-`otb train --measure.exact.every 10 --measure.exact.prompts 16` measures 16 whole groups exactly every 10 steps."""
+`otb train --measure.exact.every 10 --measure.exact.prompts 16` measures 16 whole groups exactly every 10 steps.
+For recorded rollouts `otb audit --model DIR --rollouts FILE` measures them."""
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
 
 

@@ -17,6 +17,7 @@ import tyro
 from rich.console import Console
 
 from otb_analysis.bench.config import BENCHMARKS, BenchConfig
+from otb_analysis.commands.audited import audit_command
 from otb_analysis.commands.inspect import (
     TABLE_WIDTH,
     attribution_command,
@@ -41,6 +42,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb train        one instrumented training run        (--config FILE.toml, every field on the command line too)
   otb score        measure rollouts that another trainer recorded    (otb score --model DIR --rollouts FILE)
   otb import       a run of recorded rollouts without a model: rewards, dead groups, lengths, alarms
+  otb audit        which estimator and group size, which tokens pull  (otb audit --model DIR --rollouts FILE)
   otb model        fetch a pretrained model for --model    (otb model fetch smollm2)
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb diagnose     alarms with reasons and first firings, change points, advice   (otb diagnose RUN…)
@@ -199,6 +201,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": train_command,
     "score": score_command,
     "import": import_command,
+    "audit": audit_command,
     "model": model_command,
     "compare": compare_command,
     "diagnose": diagnose_command,

@@ -81,7 +81,7 @@ def compare_command(words: Sequence[str]) -> None:
             tables = comparison([_run_path(config.root, name) for name in config.runs], config.top)
         else:
             tables = _comparison_of_readable(config)
-    _print_all(tables)
+    print_all(tables)
 
 
 def print_comparison(paths: Sequence[Path]) -> None:
@@ -90,7 +90,7 @@ def print_comparison(paths: Sequence[Path]) -> None:
         from otb_analysis.report.compare import comparison
 
         tables = comparison(paths, conclude_last=True)
-    _print_all(tables)
+    print_all(tables)
 
 
 def _comparison_of_readable(config: CompareConfig) -> Sequence[object]:
@@ -115,7 +115,7 @@ def diagnose_command(words: Sequence[str]) -> None:
         names = config.runs or _complete_runs(config.root)
         diagnoses = [diagnosis(_run_path(config.root, name)) for name in counted(names, "run")]
     for parts in diagnoses:
-        _print_all(parts)
+        print_all(parts)
 
 
 def attribution_command(words: Sequence[str]) -> None:
@@ -129,7 +129,7 @@ def attribution_command(words: Sequence[str]) -> None:
         from otb_analysis.report.verdicts import attribution
 
         parts = attribution(_run_path(config.root, config.run), config.step, config.top)
-    _print_all(parts)
+    print_all(parts)
 
 
 def report_command(words: Sequence[str]) -> None:
@@ -152,7 +152,7 @@ def _run_path(root: Path, name: str) -> Path:
     return path if len(path.parts) > 1 and is_run(path) else root / name
 
 
-def _print_all(parts: Sequence[object]) -> None:
+def print_all(parts: Sequence[object]) -> None:
     """Print tables and sentences, each after an empty line."""
     width = max(Console().width, TABLE_WIDTH)
     for part in parts:

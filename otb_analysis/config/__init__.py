@@ -3,7 +3,7 @@
 The comment beside a field, or the text below it, is its help on the command line.
 """
 
-from otb_analysis.config.audit import ImportConfig, RecordedConfig, ScoreConfig
+from otb_analysis.config.audit import AuditConfig, ImportConfig, RecordedConfig, ScoreConfig
 from otb_analysis.config.learning import CriticConfig, EstimatorConfig, LoraConfig, ObjectiveConfig, OptimizeConfig
 from otb_analysis.config.measuring import (
     AttributionSchedule,
@@ -33,6 +33,7 @@ from otb_analysis.config.train import (
 
 __all__ = [
     "AttributionSchedule",
+    "AuditConfig",
     "CalculatorConfig",
     "ChainSumConfig",
     "CheckpointConfig",

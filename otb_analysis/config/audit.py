@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from otb_analysis.config.learning import EstimatorConfig
-from otb_analysis.config.measuring import MeasureConfig, Schedule
+from otb_analysis.config.measuring import AttributionSchedule, MeasureConfig, Schedule
 
 
 @dataclass(frozen=True)
@@ -52,3 +52,15 @@ class ImportConfig(RecordedConfig):
 
     tokenizer: str = ""
     """Directory of the tokenizer that made the token ids; with it, pages show each token's text."""
+
+
+@dataclass(frozen=True)
+class AuditConfig(ScoreConfig):
+    """Which estimator, which group size, which tokens: one report on recorded rollouts."""
+
+    measure: MeasureConfig = field(
+        default_factory=lambda: MeasureConfig(
+            exact=Schedule(every=1), attribution=AttributionSchedule(every=1), subgroups=("otb", "none")
+        )
+    )
+    go: bool = False  # True measures; without it the cost is printed and nothing is written.

@@ -112,12 +112,12 @@ def advise(
     measured = round(np.mean([gram.n_rollouts for gram in whole]))
     size = round(measured / np.mean([gram.n_prompts for gram in whole]))
     rollouts = n_rollouts or measured
-    values = _values(size, whole, rollouts)
+    values = choice_values(size, whole, rollouts)
     for part, by_step in subgroups.items() if common else ():
         parts = [by_step[step] for step in common]
         if [(gram.prompt, gram.n_prompts) for gram in parts] != [(gram.prompt, gram.n_prompts) for gram in whole]:
             raise InputError(f"groups of {part} were measured on other prompts than whole ones; pass the same steps'.")
-        values |= _values(part, parts, rollouts)
+        values |= choice_values(part, parts, rollouts)
     return judge(values, Choice(*present, size), rollouts)
 
 
@@ -178,7 +178,7 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
     return Advice(present, best, tuple(candidates), n_rollouts, _reason(present, best, candidates, together))
 
 
-def _values(size: int, grams: Sequence[Gram], n_rollouts: int) -> dict[Choice, Float]:
+def choice_values(size: int, grams: Sequence[Gram], n_rollouts: int) -> dict[Choice, Float]:
     """Return the efficiency of R rollouts in groups of one size, of every estimator that all steps have."""
     labels = [label for label in grams[0].labels if all(label in gram.labels for gram in grams)]
     return {Choice(*label, size): efficiency(deleted_moments(grams, label), n_rollouts / size) for label in labels}

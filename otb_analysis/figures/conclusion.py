@@ -27,7 +27,8 @@ PER_CENT = f"{100 * MARGIN:.0f} %"
 
 NO_GRAMS = (
     "Not known: no step measured every estimator's gradient; the level exact does: "
-    "otb train --measure.exact.every 10 --measure.exact.prompts 16."
+    "otb train --measure.exact.every 10 --measure.exact.prompts 16, or for recorded rollouts "
+    "otb audit --model DIR --rollouts FILE."
 )
 
 

@@ -175,7 +175,9 @@ def attribution_section(run: ReportedRun) -> Section:
     """Return who holds the gradient at the attributed step where it was largest."""
     title = f"Who holds the gradient of {run.name}"
     if not attributed_steps(run.store):
-        return Section(title, ("No step was attributed; otb train --measure.attribution.every 1 does.",))
+        return Section(
+            title, ("No step was attributed; --measure.attribution.every 1 of otb train, or of otb score, does.",)
+        )
     shares, holders = attributed(run.store, None, TOP)
     grids = [
         Grid(f"The {level}s with the largest |share| of {total:,}; shares of ‖ḡ‖².", rows)

@@ -9,7 +9,7 @@ from otb_analysis.schema import TABLES
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.token_arrays import floats
 
-MEASURED_BY = "the level attribution measures it: otb train --measure.attribution.every 1"
+MEASURED_BY = "the level attribution measures it: --measure.attribution.every 1 of otb train, or of otb score"
 
 
 NUMBERS = tuple(c.name for c in TABLES["steps"] if c.dtype in ("DOUBLE", "BIGINT", "BOOLEAN") and not c.key)

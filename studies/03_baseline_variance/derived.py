@@ -9,8 +9,8 @@ from scipy import stats
 from otb_analysis.figures.styles import estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import log_ratio_t
+from otb_analysis.statistics.energies.correlation import correlation
 from otb_analysis.study import Row, Rows, column, distinct, select
-from otb_analysis.study.agreement import correlation
 from otb_analysis.study.formats import above, below
 
 from .study import FAMILY, HEAD, UPDATES

@@ -16,7 +16,7 @@ import pytest
 import otb_analysis
 from otb_analysis.commands import cli, serve
 from otb_analysis.commands.cli import from_toml, main
-from otb_analysis.commands.inspect import _print_all
+from otb_analysis.commands.inspect import print_all
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import Interrupted
 from otb_analysis.estimators import ESTIMATORS
@@ -456,6 +456,6 @@ def test_benchmark_with_a_size_of_zero_is_one_sentence(capsys):
 def test_a_table_wider_than_the_terminal_keeps_its_numbers(capsys):
     table = terminal_table("", "", ("estimator",), ("SF",))
     table.add_row("x" * 120, "0.79 [0.73, 0.87]" * 5)
-    _print_all([table])
+    print_all([table])
     printed = capsys.readouterr().out
     assert "0.79 [0.73, 0.87]" * 5 in printed and "…" not in printed

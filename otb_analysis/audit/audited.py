@@ -1,0 +1,163 @@
+"""An audit of a run in the store: everything that its tables say, and which command adds the rest."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.audit.planner import cells_of, dead_groups
+from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy
+from otb_analysis.audit.shares import attributed_tokens
+from otb_analysis.audit.verdict import verdict
+from otb_analysis.diagnostics import advise
+from otb_analysis.diagnostics.advice import Advice
+from otb_analysis.errors import InputError
+from otb_analysis.estimators import ESTIMATORS, proved
+from otb_analysis.figures.conclusion import trained_labels
+from otb_analysis.figures.fidelity import comparable, energies, fidelity_columns
+from otb_analysis.statistics import deleted_moments, gain_lost, paired_ratios, pooled_statistics
+from otb_analysis.statistics.energies.correlation import log_correlation
+from otb_analysis.store import RunStore
+from otb_analysis.types import Gram, Label, Proved
+
+NONE: Label = ("none", "none")
+PROXY, EXACT = ("otb", "proxy"), ("otb", "exact")
+SCORE = "otb audit --model DIR --rollouts FILE --go"
+
+
+def audit_run(store: RunStore) -> AuditReport:
+    """Return what a run's tables say.
+
+    Raises:
+        InputError: The run has no complete step.
+        StoreError: It cannot be read.
+    """
+    stored: Any = store.info.get("config")
+    config: dict[str, Any] = stored or {}
+    steps = store.complete_steps()
+    if not steps:
+        raise InputError(f"run {store.path.name} has no complete step; wait for one, or make it again.")
+    grams = store.grams()
+    known = proved({label for gram in grams.values() for label in gram.labels}, config)
+    trained = next(iter(trained_labels(config, grams.values())), None)
+    missing: list[str] = []
+    subgroups = store.subgroup_grams() if grams else {}
+    whole, sizes = _judged(grams, subgroups, trained, missing)
+    rows = _rows(list(grams.values()), _between(grams, subgroups), whole, known)
+    tokens = attributed_tokens(store)
+    if tokens is None:
+        missing.append(f"Tokens: no step was attributed; {SCORE} does it.")
+    proxy = _proxy(store, list(grams.values()), known)
+    if proxy is None:
+        missing.append(f"Proxy: no token has an exact norm; {SCORE} measures them.")
+    rewards = store.rollouts_df(columns=["step", "group", "reward", "prompt_id"])
+    groups = [part.to_numpy(float).tolist() for _, part in rewards.groupby(["step", "group"])["reward"]]
+    planner = _planner(groups, sizes, len(steps))
+    source = config.get("source")
+    return AuditReport(
+        run=store.path.name,
+        rollouts=str(source.get("path")) if isinstance(source, Mapping) else "this run's own",
+        model=str(config.get("model") or ""),
+        trained=trained[0] if trained else "",
+        n_steps=len(steps),
+        n_prompts=len(set(rewards["prompt_id"].dropna())) or len(groups),
+        n_rollouts=len(rewards),
+        verdict=verdict(whole, sizes, planner, proxy),
+        estimators=rows,
+        planner=planner,
+        tokens=tokens,
+        proxy=proxy,
+        missing=tuple(missing),
+    )
+
+
+def _judged(
+    grams: Mapping[int, Gram], subgroups: Mapping[int, Mapping[int, Gram]], trained: Label | None, missing: list[str]
+) -> tuple[Advice | None, Advice | None]:
+    """Return estimators judged at the recorded group size, and at all sizes; say what hinders it."""
+    if not grams:
+        missing.append(f"Estimators: no step has every estimator's gradient; {SCORE} measures them.")
+        return None, None
+    if trained is None:
+        missing.append("Estimators: the trainer's estimator was not measured; pass its name as --estimator.name.")
+        return None, None
+    try:
+        return advise(grams, {}, trained), advise(grams, subgroups, trained)
+    except InputError as error:
+        missing.append(f"Estimators: {error}")
+        return None, None
+
+
+def _rows(
+    grams: Sequence[Gram], between: float | None, advice: Advice | None, known: Proved
+) -> tuple[EstimatorRow, ...]:
+    """Return one row per estimator, the most efficient first."""
+    ratios = (
+        {(one.choice.estimator, one.choice.energy_source): one.ratio for one in advice.candidates} if advice else {}
+    )
+    rows = []
+    for row in pooled_statistics(grams, known=known):
+        entry = ESTIMATORS.get(row.estimator)
+        apart = between if row.variance is not None and entry is not None and entry.unbiased else None
+        whole = None if row.variance is None else row.variance * row.n_prompts
+        rows.append(
+            EstimatorRow(
+                row.estimator, row.energy_source, row.efficiency, ratios.get((row.estimator, row.energy_source)),
+                row.rollout_equivalents, row.relative_bias, row.projection, row.sf, row.variance,
+                None if whole is None or apart is None else whole - apart,
+                apart,
+            )
+        )  # fmt: skip
+    return tuple(sorted(rows, key=lambda row: -np.inf if row.efficiency is None else row.efficiency, reverse=True))
+
+
+def _between(grams: Mapping[int, Gram], subgroups: Mapping[int, Mapping[int, Gram]]) -> float | None:
+    """Return the variance between prompts of an unbiased group gradient's mean, None without halves of groups.
+
+    Without a baseline rollouts do not touch each other, so one prompt's group has the variance b + w/N, its halves
+    b + 2w/N, and b = 2·V(N) − V(N/2) without bias; by chance it can be negative. Every estimator that is unbiased given
+    the prompt has the same b.
+    """
+    if not subgroups:
+        return None
+    size, halves = max(subgroups.items())
+    steps = [step for step, gram in grams.items() if NONE in gram.labels and step in halves]
+    steps = [step for step in steps if NONE in halves[step].labels]
+    if not steps or round(grams[steps[0]].n_rollouts / grams[steps[0]].n_prompts) != 2 * size:
+        return None
+    whole, half = (deleted_moments([table[step] for step in steps], NONE) for table in (grams, halves))
+    value = float(2 * (whole.power - whole.mean_sq)[0] - (half.power - half.mean_sq)[0])
+    return value if np.isfinite(value) else None
+
+
+def _planner(groups: Sequence[Sequence[float]], sizes: Advice | None, steps: int) -> Planner:
+    lengths = {len(group) for group in groups}
+    size = lengths.pop() if len(lengths) == 1 else None
+    cells = cells_of(sizes) if sizes else ()
+    what = f"Groups above {max(map(len, groups), default=0)} cannot be judged from these rollouts."
+    if not cells:
+        what += " Dead groups alone do not tell the best size: larger groups leave fewer of them, but fewer prompts."
+    n_rollouts = sizes.n_rollouts if sizes else round(sum(map(len, groups)) / max(steps, 1))
+    return Planner(n_rollouts, size, cells, dead_groups(groups), what)
+
+
+def _proxy(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | None:
+    tokens, _ = comparable(store.tokens_df(columns=fidelity_columns(), where="grad_norm_sq IS NOT NULL"))
+    table = energies(tokens, "token")
+    if table.empty:
+        return None
+    proxy, exact = table["proxy"].to_numpy(float), table["exact"].to_numpy(float)
+    cell = table["cell"].to_numpy(np.int64)
+    # A prompt that comes back at a later step is one cluster; `energies` keeps the rows' index.
+    named = store.rollouts_df(columns=["step", "group", "prompt_id"]).drop_duplicates(["step", "group"])
+    keys = tokens.loc[table.index, ["step", "group"]].merge(named, "left", ["step", "group"])
+    by = ["prompt_id"] if keys["prompt_id"].notna().all() else ["step", "group"]
+    prompt = keys.groupby(by).ngroup().to_numpy(np.int64)
+    pairs = {(p.estimator, p.energy_source): p.efficiency for p in paired_ratios(grams, EXACT, known=known)}
+    return Proxy(
+        n_tokens=len(table),
+        pooled=log_correlation(proxy, exact, prompt),
+        within=log_correlation(proxy, exact, prompt, cell),
+        kept=pairs.get(PROXY),
+        gain_lost=gain_lost(grams, PROXY, EXACT),
+    )

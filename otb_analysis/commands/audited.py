@@ -1,0 +1,55 @@
+"""`otb audit`: what it costs, then which estimator, group size and tokens, from rollouts or from a run."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from otb_analysis.commands.inspect import parsed, print_all
+from otb_analysis.commands.watching import shown
+from otb_analysis.config import AuditConfig
+from otb_analysis.phases import phase
+
+
+def audit_command(words: Sequence[str]) -> None:
+    """Tell from recorded rollouts which estimator and group size would have served best, and which tokens pull.
+
+    With --model and --rollouts it prints what the audit costs and stops; --go measures. With --run alone it audits a
+    run that is there, at no cost. docs/audit.md explains every number.
+    """
+    config = parsed(AuditConfig, "audit", words, AuditConfig(), audit_command.__doc__)
+    command = shlex.join(["otb", "audit", *words])
+    if config.run and not config.model and config.rollouts == Path():
+        _finish(config.root / config.run, command)
+        return
+    with shown(), phase("otb audit"):
+        with phase("loading PyTorch and transformers"):
+            from otb_analysis.audit.runs import refuse_existing, run_path
+            from otb_analysis.audit.score import check, score
+            from otb_analysis.commands.audit_cost import audit_cost
+            from otb_analysis.rollouts.models import quiet_loading
+        quiet_loading()
+        config = replace(config, run=config.run or run_path(config.rollouts, config, "audited").name)
+        check(config)
+        refuse_existing(config.root / config.run, config)
+        cost = audit_cost(config)
+    print_all([cost.sentence])
+    if not config.go:
+        print_all([f"Nothing was written. To measure: {command} --go"])
+        return
+    with shown(), phase("otb audit"):
+        path = score(config)
+    _finish(path, command)
+
+
+def _finish(path: Path, command: str) -> None:
+    """Audit a run, write its files and print what they say."""
+    with shown(), phase("auditing"):
+        from otb_analysis.audit.audited import audit_run
+        from otb_analysis.report.audit import audit_text, write_audit
+        from otb_analysis.store import RunStore
+
+        report = audit_run(RunStore(path))
+        files = write_audit(report, path, command)
+    print_all(audit_text(report))
+    print_all([f"Written: {', '.join(map(str, files))}. Look on: otb dashboard --root {path.parent}"])

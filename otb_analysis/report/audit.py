@@ -1,0 +1,208 @@
+"""An audit as terminal text, as a document for HTML, and as files in its run's directory."""
+
+from pathlib import Path
+
+import pandas as pd
+import plotly.graph_objects as go
+from rich.table import Table
+
+from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy, Share, Tokens, is_told
+from otb_analysis.errors import StoreError
+from otb_analysis.figures.numbers import formatted, interval_cell
+from otb_analysis.figures.theme import TEMPLATE
+from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section
+from otb_analysis.report.html import to_html
+from otb_analysis.report.terminal import terminal_table
+from otb_analysis.statistics import Interval
+from otb_analysis.store.atomic import atomic_file
+
+MATTER = 8
+"""Estimators in the terminal; the files hold all."""
+ESTIMATORS = (
+    "efficiency: share of an update along the true gradient ∇J · ratio: over the trainer's [together 95 %]"
+    "\nequiv.: rollouts rloo needs for the same · c: step length along ∇J · SF: variance at equal progress, variance/c²"
+    "\nwithin, between: parts of prompts × variance, from rollouts and from prompts; unbiased estimators only"
+)
+FORMULAS = (
+    ("efficiency", "⟨m,∇J⟩²/(‖∇J‖²·(‖m‖² + V/P)), m = E ĝ, V the variance of one prompt's group gradient, P prompts"),
+    ("c", "⟨m,∇J⟩/‖∇J‖²"),
+    ("bias", "‖m − ∇J‖/‖∇J‖"),
+    ("SF", "variance/c²"),
+    ("between", "2·V(N) − V(N/2) of no baseline; within = V − between"),
+    ("dead groups", "mean over prompts of Σ_v C(k_v, n)/C(G, n), k_v of G rewards equal v; estimates pⁿ + (1−p)ⁿ"),
+    ("share", "c·s·ḡ of a token, s = ∇log π, c its coefficient in the update ḡ = Σ c·s; divided by Σ‖ḡ‖² over steps"),
+    ("signal, noise", "c·s·(ḡ − ḡ_p) and c·s·ḡ_p, ḡ_p the part of the token's own prompt"),
+    ("gain lost", "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency"),
+)  # fmt: skip
+
+
+def audit_text(report: AuditReport) -> list[Table | str]:
+    """Return what the terminal shows, in order."""
+    parts: list[Table | str] = [_headline(report), *(f"• {sentence}" for sentence in report.verdict)]
+    for title, grid in _grids(report, MATTER):
+        table = terminal_table(title, grid.caption, grid.frame.columns[:1].tolist(), grid.frame.columns[1:].tolist())
+        for row in grid.frame.astype(str).to_numpy().tolist():
+            table.add_row(*row)
+        parts.append(table)
+    parts += [report.planner.note, *report.missing]
+    return parts
+
+
+def audit_document(report: AuditReport, command: str) -> Document:
+    """Return the document that `audit.html` is made of."""
+    sections = [Section("Verdict", report.verdict or ("Nothing can be said yet; see below what is missing.",))]
+    picture = _curves(report.planner)
+    by_section: dict[str, list[Part]] = {}
+    for title, grid in _grids(report, None):
+        by_section.setdefault(title.split(":")[0], []).append(grid)
+    for title, grids in by_section.items():
+        more: list[Part] = [report.planner.note] if title == "Budget planner" else []
+        drawn: list[Part] = [picture] if picture and title == "Budget planner" else []
+        sections.append(Section(title, (*drawn, *grids, *more)))
+    if report.missing:
+        sections.append(Section("What is missing", report.missing))
+    sections.append(Section("Formulas", (Formulas(FORMULAS),)))
+    return Document(f"Audit of {report.run}", command, _headline(report), tuple(sections))
+
+
+def write_audit(report: AuditReport, folder: Path, command: str) -> list[Path]:
+    """Write `audit.json` and `audit.html` into a run's directory and return them.
+
+    Raises:
+        StoreError: They cannot be written.
+    """
+    texts = {"audit.json": report.as_json() + "\n", "audit.html": to_html(audit_document(report, command))}
+    for name, text in texts.items():
+        try:
+            with atomic_file(folder / name) as file:
+                file.write(text.encode())
+        except OSError as error:
+            raise StoreError(f"cannot write {folder / name} ({error.strerror}); make the run writable.") from error
+    return [folder / name for name in texts]
+
+
+def _headline(report: AuditReport) -> str:
+    model = f" under {report.model}" if report.model else ""
+    trained = f", trained with {report.trained}" if report.trained else ""
+    return (
+        f"{report.run}: {report.n_rollouts:,} rollouts of {report.n_prompts:,} prompts in {report.n_steps} "
+        f"steps{model}{trained}; from {report.rollouts}"
+    )
+
+
+def _grids(report: AuditReport, top: int | None) -> list[tuple[str, Grid]]:
+    """Return every table with its title, in the order of an audit; the part before a colon names its section."""
+    grids = []
+    if report.estimators:
+        grids.append(("Estimators: the most efficient first", Grid(ESTIMATORS, _estimators(report.estimators[:top]))))
+    if report.planner.cells:
+        what = f"Efficiency of {report.planner.n_rollouts} rollouts in groups of each size"
+        caption = f"{what}; * is a curve's best, perhaps by chance (ratio to the trainer's)."
+        grids.append(("Budget planner: group sizes at the same rollouts", Grid(caption, _sizes(report.planner))))
+    if report.planner.dead:
+        caption = "Groups whose rewards are all equal teach nothing; from subsets of the recorded groups."
+        grids.append(("Budget planner: dead groups", Grid(caption, _dead(report.planner))))
+    if report.tokens:
+        grids += _tokens(report.tokens, top)
+    if report.proxy:
+        grids.append(("Proxy: can it stand for exact norms?", Grid(_proxy_caption(report.proxy), _proxy(report.proxy))))
+    return grids
+
+
+def _estimators(rows: tuple[EstimatorRow, ...]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "estimator": row.estimator + ("" if row.energy_source == "none" else f"/{row.energy_source}"),
+            "efficiency": formatted(row.efficiency, ".2f"),
+            "ratio": _ratio(row.ratio),
+            "equiv.": formatted(row.rollout_equivalents, ".0f"),
+            "bias": formatted(row.relative_bias, ".2g"),
+            "c": formatted(row.projection, ".2f"),
+            "SF": formatted(row.sf, ".3g"),
+            "variance": formatted(row.variance, ".3g"),
+            "within": formatted(row.within, ".3g"),
+            "between": formatted(row.between, ".3g"),
+        }
+        for row in rows
+    )
+
+
+def _ratio(ratio: Interval | None) -> str:
+    return interval_cell(ratio if is_told(ratio) else None, ".2f")
+
+
+def _sizes(planner: Planner) -> pd.DataFrame:
+    sizes = sorted({cell.size for cell in planner.cells})
+    curves: dict[str, dict[str, str]] = {}
+    for cell in planner.cells:
+        name = cell.estimator + ("" if cell.energy_source == "none" else f"/{cell.energy_source}")
+        curve = curves.setdefault(name, dict.fromkeys((f"N = {size}" for size in sizes), formatted(None)))
+        ratio = f" ({_ratio(cell.ratio)}×)" if is_told(cell.ratio) else ""
+        curve[f"N = {cell.size}"] = f"{formatted(cell.efficiency, '.2f')}{'*' if cell.best else ''}{ratio}"
+    return pd.DataFrame({"estimator": name, **curve} for name, curve in curves.items())
+
+
+def _dead(planner: Planner) -> pd.DataFrame:
+    rows = ({"group size": str(d.size), "dead": f"{d.share:.1%}", "groups": str(d.n_prompts)} for d in planner.dead)
+    return pd.DataFrame(rows)
+
+
+def _tokens(tokens: Tokens, top: int | None) -> list[tuple[str, Grid]]:
+    caption = (
+        f"Shares of Σ‖ḡ‖² over {tokens.steps} steps, {tokens.n_tokens:,} tokens; {tokens.half:,} hold half of Σ|share|."
+    )
+    kinds = (("kind", tokens.by_class), ("position", tokens.by_position), ("prompt", tokens.by_prompt[:top]))
+    return [(f"Tokens: who holds the gradient, by {name}", Grid(caption, _shares(name, rows))) for name, rows in kinds]
+
+
+def _shares(name: str, rows: tuple[Share, ...]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            name: " ".join(row.name.split())[-32:] or "–",
+            "tokens": f"{row.n_tokens:,}",
+            "share": f"{row.share:.1%}",
+            "of Σ|share|": f"{row.size:.1%}",
+            "signal": formatted(row.signal, ".1%"),
+            "noise": formatted(row.noise, ".1%"),
+        }
+        for row in rows
+    )
+
+
+def _proxy_caption(proxy: Proxy) -> str:
+    return (
+        f"{proxy.n_tokens:,} tokens with both. within: among rollouts of one prompt at one position, where baselines "
+        "compare. efficiency kept: of otb, the proxy over exact norms."
+    )
+
+
+def _proxy(proxy: Proxy) -> pd.DataFrame:
+    values = {
+        "log correlation, all tokens": proxy.pooled,
+        "log correlation, within": proxy.within,
+        "efficiency kept": proxy.kept if is_told(proxy.kept) else None,
+        "share of otb's gain over rloo lost": proxy.gain_lost,
+    }
+    return pd.DataFrame({"measure": name, "value": interval_cell(value, ".2f")} for name, value in values.items())
+
+
+def _curves(planner: Planner) -> Picture | None:
+    """Draw efficiency against group size, one curve per estimator, its best size as a star."""
+    if not planner.cells:
+        return None
+    figure = go.Figure(layout=go.Layout(template=TEMPLATE, height=360))
+    for name in dict.fromkeys((cell.estimator, cell.energy_source) for cell in planner.cells):
+        curve = [cell for cell in planner.cells if (cell.estimator, cell.energy_source) == name]
+        figure.add_scatter(
+            x=[cell.size for cell in curve],
+            y=[cell.efficiency for cell in curve],
+            name=name[0] if name[1] == "none" else "/".join(name),
+            mode="lines+markers",
+            marker={
+                "symbol": ["star" if cell.best else "circle" for cell in curve],
+                "size": [14 if cell.best else 8 for cell in curve],
+            },
+        )
+    figure.update_xaxes(title="group size N", type="log", tickvals=sorted({cell.size for cell in planner.cells}))
+    figure.update_yaxes(title="efficiency")
+    return Picture("planner", f"{planner.n_rollouts} rollouts in groups of N; the star is a curve's best.", figure)

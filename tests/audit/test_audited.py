@@ -1,0 +1,156 @@
+"""An audit: its numbers on cases worked by hand, and the whole command on a tiny model's rollouts."""
+
+import json
+from math import comb
+
+import numpy as np
+import pytest
+
+from otb_analysis.audit.audited import _between, audit_run
+from otb_analysis.audit.importing import import_rollouts
+from otb_analysis.audit.planner import dead_groups, dead_share
+from otb_analysis.audit.results import is_told
+from otb_analysis.audit.score import score
+from otb_analysis.audit.shares import position_class, token_class
+from otb_analysis.commands.cli import main
+from otb_analysis.config import AuditConfig, ImportConfig
+from otb_analysis.report.audit import audit_document, audit_text, write_audit
+from otb_analysis.statistics import Interval, mean_over_subgroups
+from otb_analysis.store import RunStore
+from otb_analysis.types import Gram
+
+
+def test_the_dead_share_counts_subsets():
+    # Of the 6 pairs of [1, 0, 0, 1] two are equal.
+    assert dead_share([1.0, 0.0, 0.0, 1.0], 2) == pytest.approx(1 / 3)
+    # Of the 4 triples of [2, 2, 2, 1] one is equal.
+    assert dead_share([2.0, 2.0, 2.0, 1.0], 3) == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_the_dead_share_is_unbiased(p, size):
+    chance = [comb(6, k) * p**k * (1 - p) ** (6 - k) for k in range(7)]
+    mean = sum(c * dead_share([1.0] * k + [0.0] * (6 - k), size) for k, c in enumerate(chance))
+    assert mean == pytest.approx(p**size + (1 - p) ** size)
+
+
+def test_dead_groups_leave_out_groups_that_are_too_small():
+    rows = dead_groups([[1.0, 1.0, 0.0, 0.0], [1.0, 1.0]])
+    assert [(row.size, row.n_prompts) for row in rows] == [(2, 2), (4, 1)]
+    assert rows[0].share == pytest.approx((1 / 3 + 1) / 2)
+    assert dead_groups([[1.0], [0.0]]) == ()
+
+
+def test_tokens_have_kinds_and_positions():
+    texts = [" the", "12", "+", "\n", "<eos>", None, "x1"]
+    kinds = ["word", "number", "punctuation", "space", "special", "special", "other"]
+    assert [token_class(text) for text in texts] == kinds
+    assert [position_class(t) for t in (0, 1, 2, 3, 6, 7)] == ["1", "2–3", "2–3", "4–7", "4–7", "8–15"]
+
+
+def test_the_variance_between_prompts_is_that_of_products_of_halves():
+    # Without a baseline a group's gradient is the mean of its halves' a and b, so b = mean_p a·b − mean_{p≠q} ḡ_p·ḡ_q.
+    random = np.random.default_rng(0)
+    prompts = 5
+    halves = random.normal(size=(prompts, 2, 7)) + random.normal(size=(prompts, 1, 7))
+    whole = halves.mean(axis=1)
+    flat = halves.reshape(2 * prompts, 7)
+    label = (("none", "none"),)
+    gram = Gram((whole @ whole.T)[None, None], label, 8 * prompts)
+    half = Gram(mean_over_subgroups((flat @ flat.T)[None, None], 2), label, 8 * prompts)
+    products = whole @ whole.T
+    apart = (products.sum() - np.trace(products)) / (prompts * (prompts - 1))
+    same = np.einsum("pd,pd->p", halves[:, 0], halves[:, 1]).mean()
+    assert _between({0: gram}, {4: {0: half}}) == pytest.approx(same - apart)
+    # Quarters alone do not tell it.
+    assert _between({0: gram}, {2: {0: half}}) is None
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory):
+    """20 prompts of 4 rollouts with rewards that differ within most groups."""
+    random = np.random.default_rng(1)
+    rows = [
+        {
+            "prompt": f"{g}+{g}=",
+            "completion": f"{random.integers(100)}#{'1' * k}",
+            "reward": float(random.random() < 0.5),
+        }
+        for g in range(20)
+        for k in range(4)
+    ]
+    path = tmp_path_factory.mktemp("audit") / "mine.jsonl"
+    path.write_text("".join(f"{json.dumps(row | {'group': n // 4})}\n" for n, row in enumerate(rows)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def audited(rollouts, checkpoint):
+    config = AuditConfig(rollouts=rollouts, model=str(checkpoint), root=rollouts.parent / "runs", run="a", prompts=10)
+    store = RunStore(score(config))
+    return store, audit_run(store)
+
+
+def test_an_audit_has_every_part(audited):
+    report = audited[1]
+    assert (report.n_rollouts, report.n_prompts, report.n_steps, report.trained) == (80, 20, 2, "grpo")
+    assert report.missing == () and 1 <= len(report.verdict) <= 3
+    assert {"grpo", "rloo", "otb", "none"} <= {row.estimator for row in report.estimators}
+    assert {cell.size for cell in report.planner.cells} == {2, 4}
+    assert sum(len(sentence.split()) for sentence in report.verdict) <= 45
+    rloo = next(row for row in report.estimators if row.estimator == "rloo")
+    assert rloo.within + rloo.between == pytest.approx(rloo.variance * 10)
+    assert next(row for row in report.estimators if row.estimator == "grpo").within is None
+
+
+def test_shares_add_up(audited):
+    tokens = audited[1].tokens
+    for parts in (tokens.by_class, tokens.by_position):
+        assert sum(part.share for part in parts) == pytest.approx(1)
+        assert sum(part.size for part in parts) == pytest.approx(1)
+        assert sum(part.n_tokens for part in parts) == tokens.n_tokens
+        for part in parts:
+            assert part.signal + part.noise == pytest.approx(part.share, abs=1e-6)
+    assert 0 < tokens.half < tokens.n_tokens
+
+
+def test_the_files_hold_the_report_and_load_nothing(audited):
+    store, report = audited
+    json_file, html = write_audit(report, store.path, "otb audit --run a")
+    assert json.loads(json_file.read_text())["verdict"] == list(report.verdict)
+    text = html.read_text()
+    assert all(sentence.split(" ")[0] in text for sentence in report.verdict)
+    assert '<script src="' not in text and "<link " not in text
+    titles = [section.title for section in audit_document(report, "x").sections]
+    assert titles == ["Verdict", "Estimators", "Budget planner", "Tokens", "Proxy", "Formulas"]
+    assert len(audit_text(report)) > 6
+
+
+def test_an_imported_run_gets_dead_groups_and_what_adds_the_rest(rollouts):
+    path = import_rollouts(rollouts, ImportConfig(root=rollouts.parent / "runs", run="plain"))
+    report = audit_run(RunStore(path))
+    assert report.planner.cells == () and [d.size for d in report.planner.dead] == [2, 4]
+    assert len(report.missing) == 3 and all("otb audit --model DIR" in sentence for sentence in report.missing)
+    assert report.verdict[0].startswith("In groups of 4")
+
+
+def test_without_go_the_cost_is_printed_and_nothing_written(rollouts, checkpoint, tmp_path, capsys):
+    words = ["audit", "--model", str(checkpoint), "--rollouts", str(rollouts), "--root", str(tmp_path / "runs")]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "80 rollouts" in out and "Gram matrix" in out and "Nothing was written" in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_is_audited_again(audited, capsys):
+    store, _ = audited
+    assert main(["audit", "--run", "a", "--root", str(store.path.parent)]) == 0
+    assert "who holds the gradient" in capsys.readouterr().out
+    assert (store.path / "audit.json").exists()
+
+
+def test_an_interval_that_spans_orders_of_magnitude_says_nothing():
+    assert is_told(Interval(1.2, 0.9, 1.6, 20, "ratio"))
+    assert not is_told(Interval(0.3, 1e-9, 1e30, 20, "ratio"))
+    assert not is_told(Interval(1.2, None, None, 8, "ratio"))
