@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from otb_analysis.audit.bookkeeping import check_bookkeeping
 from otb_analysis.audit.planner import cells_of, dead_groups
 from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy
+from otb_analysis.audit.sampling_report import SamplingReport, sampling_report
 from otb_analysis.audit.shares import attributed_tokens
 from otb_analysis.audit.verdict import verdict
 from otb_analysis.diagnostics import advise
@@ -25,8 +27,12 @@ PROXY, EXACT = ("otb", "proxy"), ("otb", "exact")
 SCORE = "otb audit --model DIR --rollouts FILE --go"
 
 
-def audit_run(store: RunStore) -> AuditReport:
+def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> AuditReport:
     """Return what a run's tables say.
+
+    Args:
+        aggregation: How the trainer's loss weighs tokens; by default as the run's configuration says.
+        accumulate: Rollouts of the trainer's micro-batches, 0 where not known.
 
     Raises:
         InputError: The run has no complete step.
@@ -54,6 +60,12 @@ def audit_run(store: RunStore) -> AuditReport:
     groups = [part.to_numpy(float).tolist() for _, part in rewards.groupby(["step", "group"])["reward"]]
     planner = _planner(groups, sizes, len(steps))
     source = config.get("source")
+    sampling = _sampling(store)
+    if sampling is None:
+        missing.append(f"Sampling check: no token was scored; {SCORE} does it.")
+    objective = config.get("objective")
+    stated = str(objective.get("aggregation", "")) if isinstance(objective, Mapping) else ""
+    name = trained[0] if trained else ""
     return AuditReport(
         run=store.path.name,
         rollouts=str(source.get("path")) if isinstance(source, Mapping) else "this run's own",
@@ -62,13 +74,20 @@ def audit_run(store: RunStore) -> AuditReport:
         n_steps=len(steps),
         n_prompts=len(set(rewards["prompt_id"].dropna())) or len(groups),
         n_rollouts=len(rewards),
-        verdict=verdict(whole, sizes, planner, proxy),
+        verdict=verdict(whole, sizes, planner, proxy, sampling),
         estimators=rows,
         planner=planner,
         tokens=tokens,
         proxy=proxy,
         missing=tuple(missing),
+        sampling=sampling,
+        bookkeeping=check_bookkeeping(store, name, aggregation or stated or "sequence_sum", accumulate),
     )
+
+
+def _sampling(store: RunStore) -> SamplingReport | None:
+    rows = store.frame("sampling")
+    return None if rows.empty else sampling_report(rows)
 
 
 def _judged(

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from otb_analysis.audit.recorded_advantages import AdvantageCheck
+from otb_analysis.audit.recorded_advantages import AdvantageCheck, check_advantages
 from otb_analysis.errors import InputError
 from otb_analysis.objectives.aggregation import AggregationInputs, ConstantOptions, aggregation_weights
 from otb_analysis.store import RunStore
@@ -112,9 +112,33 @@ def check_norms(
     return checks
 
 
-def bookkeeping_lines(advantages: AdvantageCheck | None, norms: list[NormCheck]) -> list[str]:
-    """Return both checks of a run in sentences."""
-    lines = []
+@dataclass(frozen=True)
+class Bookkeeping:
+    """What a run's bookkeeping says; made by `check_bookkeeping`."""
+
+    advantages: AdvantageCheck | None  # None where none were recorded
+    weights: WeightCheck | None  # Of the first step; None where no micro-batch was given
+    norms: tuple[NormCheck, ...]
+    note: str  # Why a check was left out, empty where none was
+
+
+def check_bookkeeping(store: RunStore, estimator: str, aggregation: str, micro_batch: int) -> Bookkeeping:
+    """Return every check that a run and what is known of its trainer allow."""
+    weights, norms, note = None, tuple[NormCheck, ...](), ""
+    try:
+        norms = tuple(check_norms(store, estimator, aggregation))
+        if micro_batch:
+            first = store.rollouts_df(store.complete_steps()[:1], ["rollout", "group", "length"])
+            length, group = (first[name].to_numpy(np.int64) for name in ("length", "group"))
+            weights = check_weights(length, group, aggregation, micro_batch)
+    except InputError as error:
+        note = str(error)
+    return Bookkeeping(check_advantages(store), weights, norms, note)
+
+
+def bookkeeping_lines(checked: Bookkeeping) -> list[str]:
+    """Return the checks of a run in sentences."""
+    lines, advantages, norms = list[str](), checked.advantages, checked.norms
     if advantages is None:
         lines.append("No advantages were recorded, so none can be recomputed.")
     elif names := advantages.exact:
@@ -137,4 +161,9 @@ def bookkeeping_lines(advantages: AdvantageCheck | None, norms: list[NormCheck])
             f"Logged over rebuilt gradient norm: median {np.median(factor):.4g}, from {factor.min():.4g} to "
             f"{factor.max():.4g} over {len(norms):,} steps."
         )
-    return lines
+    if (weights := checked.weights) is not None:
+        lines.append(
+            f"Loss weights add up to {weights.factor:.4g} times the nominal sum; single tokens weigh "
+            f"{weights.lowest:.3g} to {weights.highest:.3g} times what they should."
+        )
+    return [*lines, checked.note] if checked.note else lines

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
+from otb_analysis.audit.bookkeeping import Bookkeeping
+from otb_analysis.audit.sampling_report import SamplingReport
 from otb_analysis.statistics import Interval
 
 WIDE = 100.0
@@ -119,8 +121,8 @@ class AuditReport:
     tokens: Tokens | None
     proxy: Proxy | None
     missing: tuple[str, ...]
-    sampling: Any = None  # A frozen dataclass of the sampling check
-    bookkeeping: Any = None  # A frozen dataclass of the bookkeeping
+    sampling: SamplingReport | None = None  # None where the tokens were not scored
+    bookkeeping: Bookkeeping | None = None
 
     def as_json(self) -> str:
         """Return the whole tree as JSON; numbers that are not finite become null."""

@@ -3,25 +3,33 @@
 from dataclasses import replace
 
 from otb_analysis.audit.results import Planner, Proxy, is_told
+from otb_analysis.audit.sampling_report import SamplingReport
+from otb_analysis.audit.sampling_text import sampling_lines
 from otb_analysis.diagnostics.advice import Advice, Advised
 from otb_analysis.figures.conclusion import shown_name
 from otb_analysis.statistics import MIN_CLUSTERS, Interval
 from otb_analysis.statistics.comparisons.verdicts import MARGIN
 
 
-def verdict(whole: Advice | None, sizes: Advice | None, planner: Planner, proxy: Proxy | None) -> tuple[str, ...]:
+def verdict(
+    whole: Advice | None, sizes: Advice | None, planner: Planner, proxy: Proxy | None, sampling: SamplingReport | None
+) -> tuple[str, ...]:
     """Return which estimator, which group size, and whether the proxy will do.
+
+    Tokens that another sampler drew come first, in place of the proxy: nothing else can be believed then.
 
     `whole` judges estimators at the recorded group size, `sizes` at smaller ones too. Without gradients one sentence
     on dead groups is left.
     """
-    sentences = [_estimator(whole)] if whole else []
+    alarm = sampling is not None and sampling.alarm
+    sentences = [sampling_lines(sampling)[0]] if sampling is not None and alarm else []
+    sentences += [_estimator(whole)] if whole else []
     if sizes and len({one.choice.size for one in sizes.candidates}) > 1:
         sentences.append(_size(sizes))
     elif planner.dead:
         last = planner.dead[-1]
         sentences.append(f"In groups of {last.size}, {last.share:.0%} teach nothing ({last.n_prompts} groups).")
-    if proxy:
+    if proxy and not alarm:
         sentences.append(_proxy(proxy))
     return tuple(sentences)
 

@@ -20,7 +20,7 @@ def audit_command(words: Sequence[str]) -> None:
     config = parsed(AuditConfig, "audit", words, AuditConfig(), audit_command.__doc__)
     command = shlex.join(["otb", "audit", *words])
     if config.run and not config.model and config.rollouts == Path():
-        _finish(config.root / config.run, command)
+        _finish(config.root / config.run, config, command)
         return
     with shown(), phase("otb audit"):
         with phase("loading PyTorch and transformers"):
@@ -39,17 +39,17 @@ def audit_command(words: Sequence[str]) -> None:
         return
     with shown(), phase("otb audit"):
         path = score(config)
-    _finish(path, command)
+    _finish(path, config, command)
 
 
-def _finish(path: Path, command: str) -> None:
+def _finish(path: Path, config: AuditConfig, command: str) -> None:
     """Audit a run, write its files and print what they say."""
     with shown(), phase("auditing"):
         from otb_analysis.audit.audited import audit_run
         from otb_analysis.report.audit import audit_text, write_audit
         from otb_analysis.store import RunStore
 
-        report = audit_run(RunStore(path))
+        report = audit_run(RunStore(path), config.aggregation, config.accumulate)
         files = write_audit(report, path, command)
     print_all(audit_text(report))
     print_all([f"Written: {', '.join(map(str, files))}. Look on: otb dashboard --root {path.parent}"])

@@ -63,4 +63,10 @@ class AuditConfig(ScoreConfig):
             exact=Schedule(every=1), attribution=AttributionSchedule(every=1), subgroups=("otb", "none")
         )
     )
+    aggregation: str = ""
+    """How the trainer's loss weighs tokens, as in `objective.aggregation`: sequence_sum, token_mean, sequence_mean,
+    constant or dapo. With it the logged gradient norm is rebuilt; by default that of the run, or sequence_sum."""
+    accumulate: int = 0
+    """Rollouts of one of the trainer's micro-batches, whose losses it averages: the sum of loss weights is compared
+    with the nominal one. 0 compares nothing."""
     go: bool = False  # True measures; without it the cost is printed and nothing is written.

@@ -1,12 +1,16 @@
 """An audit as terminal text, as a document for HTML, and as files in its run's directory."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 import plotly.graph_objects as go
 from rich.table import Table
 
+from otb_analysis.audit.bookkeeping import bookkeeping_lines
 from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy, Share, Tokens, is_told
+from otb_analysis.audit.sampling_sums import ZScores
+from otb_analysis.audit.sampling_text import sampling_lines
 from otb_analysis.errors import StoreError
 from otb_analysis.figures.numbers import formatted, interval_cell
 from otb_analysis.figures.theme import TEMPLATE
@@ -23,6 +27,7 @@ ESTIMATORS = (
     "\nequiv.: rollouts rloo needs for the same · c: step length along ∇J · SF: variance at equal progress, variance/c²"
     "\nwithin, between: parts of prompts × variance, from rollouts and from prompts; unbiased estimators only"
 )
+Z_SCORES = "Standard normal if the model drew the tokens: of Σ(log π_y + H), and of Σ(π_y − Σπ²)."
 FORMULAS = (
     ("efficiency", "⟨m,∇J⟩²/(‖∇J‖²·(‖m‖² + V/P)), m = E ĝ, V the variance of one prompt's group gradient, P prompts"),
     ("c", "⟨m,∇J⟩/‖∇J‖²"),
@@ -44,8 +49,7 @@ def audit_text(report: AuditReport) -> list[Table | str]:
         for row in grid.frame.astype(str).to_numpy().tolist():
             table.add_row(*row)
         parts.append(table)
-    parts += [report.planner.note, *report.missing]
-    return parts
+    return [*parts, report.planner.note, *(line for _, lines in _checks(report) for line in lines), *report.missing]
 
 
 def audit_document(report: AuditReport, command: str) -> Document:
@@ -55,6 +59,8 @@ def audit_document(report: AuditReport, command: str) -> Document:
     by_section: dict[str, list[Part]] = {}
     for title, grid in _grids(report, None):
         by_section.setdefault(title.split(":")[0], []).append(grid)
+    for title, lines in _checks(report):
+        by_section[title] = [*lines, *by_section.get(title, [])]
     for title, grids in by_section.items():
         more: list[Part] = [report.planner.note] if title == "Budget planner" else []
         drawn: list[Part] = [picture] if picture and title == "Budget planner" else []
@@ -79,6 +85,16 @@ def write_audit(report: AuditReport, folder: Path, command: str) -> list[Path]:
         except OSError as error:
             raise StoreError(f"cannot write {folder / name} ({error.strerror}); make the run writable.") from error
     return [folder / name for name in texts]
+
+
+def _checks(report: AuditReport) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the sampling check and the bookkeeping in sentences, by title."""
+    checks = []
+    if report.sampling is not None:
+        checks.append(("Sampling check", tuple(sampling_lines(report.sampling))))
+    if report.bookkeeping is not None:
+        checks.append(("Bookkeeping", tuple(bookkeeping_lines(report.bookkeeping))))
+    return checks
 
 
 def _headline(report: AuditReport) -> str:
@@ -106,6 +122,9 @@ def _grids(report: AuditReport, top: int | None) -> list[tuple[str, Grid]]:
         grids += _tokens(report.tokens, top)
     if report.proxy:
         grids.append(("Proxy: can it stand for exact norms?", Grid(_proxy_caption(report.proxy), _proxy(report.proxy))))
+    if report.sampling:
+        for name, rows in (("step", report.sampling.by_step), ("position", report.sampling.by_position)):
+            grids.append((f"Sampling check: both z-scores by {name}", Grid(Z_SCORES, _z_scores(name, rows))))
     return grids
 
 
@@ -164,6 +183,18 @@ def _shares(name: str, rows: tuple[Share, ...]) -> pd.DataFrame:
             "of Σ|share|": f"{row.size:.1%}",
             "signal": formatted(row.signal, ".1%"),
             "noise": formatted(row.noise, ".1%"),
+        }
+        for row in rows
+    )
+
+
+def _z_scores(name: str, rows: Sequence[ZScores]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            name: str(row.at),
+            "tokens": f"{row.n_tokens:,}",
+            "temperature": formatted(row.temperature, "+.1f"),
+            "probability": formatted(row.probability, "+.1f"),
         }
         for row in rows
     )

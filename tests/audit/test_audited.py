@@ -12,6 +12,7 @@ from otb_analysis.audit.planner import dead_groups, dead_share
 from otb_analysis.audit.results import is_told
 from otb_analysis.audit.score import score
 from otb_analysis.audit.shares import position_class, token_class
+from otb_analysis.audit.verdict import verdict
 from otb_analysis.commands.cli import main
 from otb_analysis.config import AuditConfig, ImportConfig
 from otb_analysis.report.audit import audit_document, audit_text, write_audit
@@ -123,15 +124,33 @@ def test_the_files_hold_the_report_and_load_nothing(audited):
     assert all(sentence.split(" ")[0] in text for sentence in report.verdict)
     assert '<script src="' not in text and "<link " not in text
     titles = [section.title for section in audit_document(report, "x").sections]
-    assert titles == ["Verdict", "Estimators", "Budget planner", "Tokens", "Proxy", "Formulas"]
+    assert titles == [
+        "Verdict",
+        "Estimators",
+        "Budget planner",
+        "Tokens",
+        "Proxy",
+        "Sampling check",
+        "Bookkeeping",
+        "Formulas",
+    ]
     assert len(audit_text(report)) > 6
+
+
+def test_tokens_of_another_sampler_come_first_in_the_verdict(audited):
+    report = audited[1]  # the texts were made up, not sampled from the model
+    assert report.sampling.alarm and "were not drawn by the stated sampler" in report.verdict[0]
+    assert len(report.verdict) == 3 and "roxy" not in " ".join(report.verdict)
+    assert json.loads(report.as_json())["sampling"]["alarm"] is True
+    believed = verdict(None, None, report.planner, report.proxy, None)
+    assert len(believed) == 2 and "roxy" in believed[-1]
 
 
 def test_an_imported_run_gets_dead_groups_and_what_adds_the_rest(rollouts):
     path = import_rollouts(rollouts, ImportConfig(root=rollouts.parent / "runs", run="plain"))
     report = audit_run(RunStore(path))
     assert report.planner.cells == () and [d.size for d in report.planner.dead] == [2, 4]
-    assert len(report.missing) == 3 and all("otb audit --model DIR" in sentence for sentence in report.missing)
+    assert len(report.missing) == 4 and all("otb audit --model DIR" in sentence for sentence in report.missing)
     assert report.verdict[0].startswith("In groups of 4")
 
 

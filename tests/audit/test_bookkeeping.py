@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from otb_analysis.audit.bookkeeping import bookkeeping_lines, check_norms, check_weights
+from otb_analysis.audit.bookkeeping import (
+    Bookkeeping,
+    bookkeeping_lines,
+    check_bookkeeping,
+    check_norms,
+    check_weights,
+)
 from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.audit.recorded_advantages import check_advantages
 from otb_analysis.audit.score import score
@@ -12,6 +18,10 @@ from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore
 
 REWARDS = np.array([[1.0, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 2.0]])
+
+
+def lines_of(advantages, norms):
+    return bookkeeping_lines(Bookkeeping(advantages, None, tuple(norms), ""))
 
 
 def rows(advantages, rewards=REWARDS, lengths=(3, 5, 2, 4)):
@@ -51,7 +61,7 @@ def test_recorded_advantages_are_recognised(tmp_path, jsonl, convention):
     assert convention in check.exact and check.matches[0].n_differ == 0
     others = set(KNOWN) - {convention}
     assert not others & set(check.exact)
-    assert convention in bookkeeping_lines(check, [])[0]
+    assert convention in lines_of(check, [])[0]
 
 
 def test_a_common_factor_is_told(tmp_path, jsonl):
@@ -60,7 +70,7 @@ def test_a_common_factor_is_told(tmp_path, jsonl):
     assert {match.convention for match in check.scaled} >= {"group_mean"}
     (mean,) = [match for match in check.scaled if match.convention == "group_mean"]
     assert mean.factor == pytest.approx(2.5)
-    assert "2.5 × group_mean" in bookkeeping_lines(check, [])[0]
+    assert "2.5 × group_mean" in lines_of(check, [])[0]
 
 
 def test_the_first_record_that_differs_is_named(tmp_path, jsonl):
@@ -72,7 +82,7 @@ def test_the_first_record_that_differs_is_named(tmp_path, jsonl):
     best = check.matches[0]
     assert (best.convention, best.n_differ) == ("group_mean", 2)
     assert best.first == "rollouts.jsonl, record 7" and best.largest > 0.2
-    (line,) = bookkeeping_lines(check, [])
+    (line,) = lines_of(check, [])
     assert "2 of 24 rollouts differ" in line and "the first is rollouts.jsonl, record 7" in line
 
 
@@ -92,7 +102,7 @@ def test_advantages_without_ids_belong_to_no_tokens(tmp_path, jsonl):
 def test_without_recorded_advantages_there_is_nothing_to_check(tmp_path, jsonl, simple):
     store = RunStore(import_rollouts(jsonl(simple()), ImportConfig(root=tmp_path / "runs")))
     assert check_advantages(store) is None
-    assert bookkeeping_lines(None, []) == ["No advantages were recorded, so none can be recomputed."]
+    assert lines_of(None, []) == ["No advantages were recorded, so none can be recomputed."]
 
 
 LENGTH, GROUP = np.array([1, 3, 2, 2]), np.array([0, 0, 1, 1])
@@ -128,7 +138,7 @@ def test_the_logged_norm_of_a_run_is_rebuilt_from_its_gradients(otb_run):
     checks = check_norms(RunStore(otb_run), "otb")
     assert [check.step for check in checks] == [0, 1, 2]
     np.testing.assert_allclose([check.factor for check in checks], 1.0, rtol=1e-3)
-    assert "median 1" in bookkeeping_lines(None, checks)[1]
+    assert "median 1" in lines_of(None, checks)[1]
 
 
 def test_a_norm_under_token_means_is_smaller_by_the_tokens(otb_run):
@@ -139,3 +149,13 @@ def test_a_norm_under_token_means_is_smaller_by_the_tokens(otb_run):
         assert b.rebuilt == pytest.approx(a.rebuilt * n / tokens)
     with pytest.raises(InputError, match="weighs rollouts by their lengths"):
         check_norms(store, "otb", "sequence_mean")
+
+
+def test_all_checks_together_name_the_sum_of_weights_and_what_was_left_out(otb_run):
+    store = RunStore(otb_run)
+    checked = check_bookkeeping(store, "otb", "token_mean", 3)
+    assert checked.norms and checked.weights is not None
+    assert checked.weights.factor == pytest.approx(1) and checked.weights.highest > 1
+    assert "Loss weights add up to 1 times the nominal sum" in bookkeeping_lines(checked)[-1]
+    refused = check_bookkeeping(store, "otb", "sequence_mean", 0)
+    assert not refused.norms and "weighs rollouts by their lengths" in bookkeeping_lines(refused)[-1]
