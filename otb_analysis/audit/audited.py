@@ -17,7 +17,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, proved
 from otb_analysis.figures.conclusion import trained_labels
 from otb_analysis.figures.fidelity import comparable, energies, fidelity_columns
-from otb_analysis.statistics import deleted_moments, gain_lost, paired_ratios, pooled_statistics
+from otb_analysis.statistics import conclude, deleted_moments, gain_lost, paired_ratios, pooled_statistics
 from otb_analysis.statistics.energies.correlation import log_correlation
 from otb_analysis.store import RunStore
 from otb_analysis.types import Gram, Label, Proved
@@ -44,12 +44,15 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
     if not steps:
         raise InputError(f"run {store.path.name} has no complete step; wait for one, or make it again.")
     grams = store.grams()
-    known = proved({label for gram in grams.values() for label in gram.labels}, config)
+    sampling = _sampling(store)
+    alarm = sampling is not None and sampling.alarm  # what the user stated of the sampling is then not so
+    known = Proved() if alarm else proved({label for gram in grams.values() for label in gram.labels}, config)
     trained = next(iter(trained_labels(config, grams.values())), None)
     missing: list[str] = []
     subgroups = store.subgroup_grams() if grams else {}
     whole, sizes = _judged(grams, subgroups, trained, missing)
     rows = _rows(list(grams.values()), _between(grams, subgroups), whole, known)
+    conclusion = conclude(list(grams.values()), known) if grams else None
     tokens = attributed_tokens(store)
     if tokens is None:
         missing.append(f"Tokens: no step was attributed; {SCORE} does it.")
@@ -60,7 +63,6 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
     groups = [part.to_numpy(float).tolist() for _, part in rewards.groupby(["step", "group"])["reward"]]
     planner = _planner(groups, sizes, len(steps))
     source = config.get("source")
-    sampling = _sampling(store)
     if sampling is None:
         missing.append(f"Sampling check: no token was scored; {SCORE} does it.")
     objective = config.get("objective")
@@ -74,7 +76,7 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
         n_steps=len(steps),
         n_prompts=len(set(rewards["prompt_id"].dropna())) or len(groups),
         n_rollouts=len(rewards),
-        verdict=verdict(whole, sizes, planner, proxy, sampling),
+        verdict=verdict(whole, sizes, planner, proxy, sampling, conclusion),
         estimators=rows,
         planner=planner,
         tokens=tokens,

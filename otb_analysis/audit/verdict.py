@@ -7,12 +7,17 @@ from otb_analysis.audit.sampling_report import SamplingReport
 from otb_analysis.audit.sampling_text import sampling_lines
 from otb_analysis.diagnostics.advice import Advice, Advised
 from otb_analysis.figures.conclusion import shown_name
-from otb_analysis.statistics import MIN_CLUSTERS, Interval
+from otb_analysis.statistics import MIN_CLUSTERS, Conclusion, Interval
 from otb_analysis.statistics.comparisons.verdicts import MARGIN
 
 
 def verdict(
-    whole: Advice | None, sizes: Advice | None, planner: Planner, proxy: Proxy | None, sampling: SamplingReport | None
+    whole: Advice | None,
+    sizes: Advice | None,
+    planner: Planner,
+    proxy: Proxy | None,
+    sampling: SamplingReport | None,
+    conclusion: Conclusion | None = None,
 ) -> tuple[str, ...]:
     """Return which estimator, which group size, and whether the proxy will do.
 
@@ -23,7 +28,7 @@ def verdict(
     """
     alarm = sampling is not None and sampling.alarm
     sentences = [sampling_lines(sampling)[0]] if sampling is not None and alarm else []
-    sentences += [_estimator(whole)] if whole else []
+    sentences += [_estimator(whole, conclusion)] if whole else []
     if sizes and len({one.choice.size for one in sizes.candidates}) > 1:
         sentences.append(_size(sizes))
     elif planner.dead:
@@ -34,13 +39,17 @@ def verdict(
     return tuple(sentences)
 
 
-def _estimator(advice: Advice) -> str:
+def _estimator(advice: Advice, conclusion: Conclusion | None) -> str:
+    """Say which estimator is more efficient; where noise hides that, which has less variance at equal progress."""
     now = shown_name((advice.present.estimator, advice.present.energy_source))
     cheap = [one for one in advice.candidates if one.better and one.choice.energy_source in ("none", "proxy")]
     best = cheap[0] if cheap else None
     if best is not None:
         name = shown_name((best.choice.estimator, best.choice.energy_source))
         return f"{name} is {_cell(best.ratio)} times as efficient as {now}."
+    quiet = conclusion.best if conclusion and not any(is_told(one.ratio) for one in advice.candidates) else None
+    if quiet is not None and quiet.sf is not None:
+        return f"{shown_name(quiet.label)} has {_cell(quiet.sf)} of rloo's variance at equal progress."
     return f"Estimators: no difference shown from {now}{_highest(advice)}."
 
 

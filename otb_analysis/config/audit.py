@@ -40,6 +40,9 @@ class ScoreConfig(RecordedConfig):
     ended: Literal["recorded", "all"] = "recorded"
     """Which completions without token ids ended with the end token: those with finish_reason stop, or all."""
     temperature: float = 1.0  # Temperature at which the rollouts were sampled.
+    plain_sampling: bool = False
+    """You state that every rollout was drawn from this model at this temperature: no top-p, top-k or penalty, no
+    prompt or rollout left out by its outcome. Then the step length c of unbiased estimators is known."""
     estimator: EstimatorConfig = field(default_factory=lambda: EstimatorConfig(name="grpo"))
     measure: MeasureConfig = field(default_factory=lambda: MeasureConfig(exact=Schedule(every=0, prompts=8)))
     micro_batch: int = 0  # Rollouts per forward pass; 0 takes what fits into memory.

@@ -49,7 +49,8 @@ CONDITIONS: dict[tuple[str, str], tuple[Callable[[object], bool], str]] = {
 def unproved_because(config: Mapping[str, Any]) -> str:
     """Return why nothing is proved of a run's estimators; empty where the registered conditions are met."""
     if "source" in config:
-        return "its rollouts were recorded elsewhere"
+        stated = config.get("plain_sampling") is True
+        return "" if stated else "its rollouts were recorded elsewhere (--plain-sampling states that they meet them)"
     for (part, name), (fits, wrong) in CONDITIONS.items():
         settings = _part(config, part)
         if name not in settings:

@@ -1,6 +1,7 @@
 """An audit: its numbers on cases worked by hand, and the whole command on a tiny model's rollouts."""
 
 import json
+import shutil
 from math import comb
 
 import numpy as np
@@ -144,6 +145,21 @@ def test_tokens_of_another_sampler_come_first_in_the_verdict(audited):
     assert json.loads(report.as_json())["sampling"]["alarm"] is True
     believed = verdict(None, None, report.planner, report.proxy, None)
     assert len(believed) == 2 and "roxy" in believed[-1]
+
+
+def test_what_is_stated_of_the_sampling_counts_until_the_check_raises_an_alarm(audited, tmp_path, monkeypatch):
+    path = tmp_path / "stated"
+    shutil.copytree(audited[0].path, path)
+    info = json.loads((path / "run.json").read_text())
+    info["config"]["plain_sampling"] = True
+    (path / "run.json").write_text(json.dumps(info))
+
+    def bare():
+        return next(row for row in audit_run(RunStore(path)).estimators if row.estimator == "none")
+
+    assert audited[1].sampling.alarm and bare().projection != 1
+    monkeypatch.setattr("otb_analysis.audit.audited._sampling", lambda store: None)
+    assert bare().projection == 1 and bare().relative_bias == 0
 
 
 def test_an_imported_run_gets_dead_groups_and_what_adds_the_rest(rollouts):

@@ -22,6 +22,13 @@ def test_defaults_of_training_meet_the_conditions():
     assert unproved_because(asdict(TrainConfig())) == ""
 
 
+def test_recorded_rollouts_prove_nothing_unless_plain_sampling_is_stated():
+    config = {"source": {"made_by": "otb score"}, "plain_sampling": False}
+    assert "recorded elsewhere" in unproved_because(config) and not proved(LABELS, config).projection
+    assert proved(LABELS, config | {"plain_sampling": True}).projection[("rloo", "none")] == 1
+    assert unproved_because(config | {"plain_sampling": "yes"})
+
+
 def test_unbiased_entries_have_one_and_means_of_all_rollouts_are_shorter():
     assert known() == {
         ("rloo", "none"): 1, ("none", "none"): 1, ("otb_loo", "proxy"): 1, ("batch_mean_loo", "none"): 1,

@@ -46,7 +46,7 @@ def test_run_ends_complete_with_all_its_tables_and_a_loadable_model(otb_run):
     assert store.info["status"] == "complete"
     assert store.complete_steps() == [0, 1, 2]
     for table in TABLES:
-        if table == "subgroups":  # groups of 3 cannot be halved
+        if table in ("subgroups", "sampling"):  # groups of 3 cannot be halved; `otb score` alone checks the sampling
             continue
         assert store.sql(f"select distinct step from {table} order by step")["step"].tolist() == [0, 1, 2]
     model, tokenizer = load_policy(otb_run / "model")
