@@ -18,7 +18,7 @@ from .updates import ARMS, arm_advantages
 PAYS = (0.3, 0.6, 0.9)
 MISTAKES = {"low": 2.0, "middle": 0.7, "high": 0.2}
 """m·T of each checkpoint: P(on at the end) about .2, .5 and .8."""
-MULTIPLES = tuple(float(x) for x in np.round(np.geomspace(1 / 8, 8, 25), 4))
+MULTIPLES = tuple(float(x) for x in np.round(np.geomspace(1 / 8, 8, 19), 4))
 """Lengths that are tried, times the one at which the quadratic through slope and curvature is best."""
 
 

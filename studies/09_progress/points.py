@@ -28,8 +28,10 @@ Between and beyond, a batch's gain is the quadratic through its slope at 0 and t
 BEST = ("sgd", "sgd_clipped", "adamw", "adamw_clipped")
 """Optimisers that take each arm's best length; a gradient is clipped batch by batch, then the length is tuned."""
 OPTIMISERS = (*BEST, *STEPS)
+KNOWN = ("sgd_known", "adamw_known")
+"""The best lengths again, with the proof that unbiased arms have one slope: less noise, and no part of `all`."""
 LEAST_ESS = 0.5
-GROUPS = {"best length": BEST, "AdamW's own step": STEPS, "all": OPTIMISERS}
+GROUPS = {"slope known": KNOWN, "best length": BEST, "AdamW's own step": STEPS, "all": OPTIMISERS}
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,13 @@ def of_policy(name: str, products: Mapping[str, Float], parts: Sequence[Mapping[
             eta = share[..., None] * (length[..., None] * np.array(GRID))
             gains[optimiser] = eta * (slope[..., None] + eta * bend[..., None])
             allowed[optimiser] = lost[:, None] * np.array(GRID) ** 2 <= 1 - LEAST_ESS
+        # Unbiased arms have one slope in expectation: with their mean in its place only curvature tells them apart.
+        known = [ARMS.index(name) for name in UNBIASED]
+        common = slope.copy()
+        common[known] = slope[known].mean(axis=0)
+        eta = length[..., None] * np.array(GRID)
+        gains[f"{line}_known"] = eta * (common[..., None] + eta * bend[..., None])
+        allowed[f"{line}_known"] = allowed[line]
     for step in STEPS:
         gains[step] = (found[step] - found[f"{step}_alone"])[..., None]
         allowed[step] = np.ones((len(ARMS), 1), bool)
@@ -155,7 +164,7 @@ def tables(judged: Sequence[Judged], replicates: int, seed: int = 0) -> dict[str
     for kind in dict.fromkeys(one.kind for one in judged):
         names = [one.name for one in judged if one.kind == kind]
         draws = rng.integers(len(names), size=(replicates, len(names)))
-        for group, optimisers in ({name: (name,) for name in OPTIMISERS} | GROUPS).items():
+        for group, optimisers in ({name: (name,) for name in (*OPTIMISERS, *KNOWN)} | GROUPS).items():
             held = [name for name in optimisers if name in whole[names[0]]]
             if not held:
                 continue

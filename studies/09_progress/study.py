@@ -6,7 +6,7 @@ held-out prompts, by importance weights and by sampling anew; on the derailment 
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from otb_analysis.training.runtime.progress import Bar
 from . import derailed, measured, points, setup
 from .updates import ARMS
 
+POOL, PART = ("prompts", "rollouts", "blocks", "pilot"), ("part", "sampled", "sampled_prompts")
+"""What the pool and the pilot depend on, and what a cell of gains depends on besides."""
 POLICIES = tuple(f"{task}-{band}" for task in setup.LENGTHS for band in setup.BANDS)
 
 
@@ -30,8 +32,8 @@ class Size:
     judging: measured.Judging = field(default_factory=measured.Judging)
     processes: tuple[str, ...] = tuple(derailed.MISTAKES)
     horizon: int = 64
-    process_batches: int = 1000
-    moment_batches: int = 200
+    process_batches: int = 300
+    moment_batches: int = 100
     clip: float = 0.1  # Norm at which the process's gradients are clipped, times the root mean square of `rloo`'s
     replicates: int = 400  # Of the bootstrap
 
@@ -49,15 +51,17 @@ SMALL = Size(
 
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return checkpoints, pilots, inner products, gains, the derailment process, and the comparison of all."""
-    judging, made = asdict(size.judging), list[Cell]()
+    made, judging = list[Cell](), size.judging
     for policy in size.policies:
         facts = setup.settings_of(policy, size.training, quick)
         first = Cell(f"checkpoint-{policy}", facts)
-        pilot = Cell(f"pilot-{policy}", {**facts, "judging": pool_settings(size.judging), "arms": list(ARMS)}, (first,))
-        whole = {**facts, "judging": judging, "arms": list(ARMS)}
-        made += [first, pilot, Cell(f"products-{policy}", whole, (first,))]
-        for k in range(size.judging.batches // size.judging.part):
-            made.append(Cell(f"gains-{policy}-{k}", {**whole, "part": k}, (first, pilot)))
+        pool = {**facts, "judging": settings_of(judging, POOL), "arms": list(ARMS)}
+        pilot = Cell(f"pilot-{policy}", pool, (first,))
+        products = {**facts, "batches": judging.batches, "arms": list(ARMS)}
+        made += [first, pilot, Cell(f"products-{policy}", products, (first,))]
+        for k in range(judging.batches // judging.part):
+            part = {**pool, "judging": settings_of(judging, (*POOL, *PART)), "part": k}
+            made.append(Cell(f"gains-{policy}-{k}", part, (first, pilot)))
     process = {
         "quick": quick, "horizon": size.horizon, "batches": size.process_batches, "clip": size.clip,
         "moment_batches": size.moment_batches, "prompts": size.training.prompts, "group": size.training.group,
@@ -71,9 +75,9 @@ def cells(size: Size, quick: bool) -> list[Cell]:
     return [*made, Cell("points", last, tuple(made))]
 
 
-def pool_settings(judging: measured.Judging) -> Mapping[str, Any]:
-    """Return what pool and pilot depend on."""
-    return {name: getattr(judging, name) for name in ("prompts", "rollouts", "blocks", "pilot")}
+def settings_of(judging: measured.Judging, names: tuple[str, ...]) -> dict[str, int]:
+    """Return some of the settings: cells do not depend on how many batches there are besides their own."""
+    return {name: getattr(judging, name) for name in names}
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
