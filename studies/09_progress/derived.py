@@ -5,7 +5,7 @@ from typing import Any
 
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, SKY
 from otb_analysis.figures.svg import Curve, Panel, svg
-from otb_analysis.study import Rows, column, distinct, select
+from otb_analysis.study import Rows, column, select
 
 from .points import BEST, STEPS
 from .setup import OPTIMIZE
@@ -25,10 +25,8 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     return {
         "by": {(row["kind"], row["optimiser"]): row for row in tables["correlations"]},
         "wanted": sorted(column(tables["pilot"], "wanted")),
-        "compared": [row for row in tables["points"] if row["arm"] != "rloo"],
-        "shown_above": [row for row in tables["points"] if row["realised_low"] and row["realised_low"] > 1],
         "overlong": overlong(tables),
-        "ess": min(column(tables["pilot"], "ess")),
+        "ess": min(column(tables["checks"], "ess")),
     }
 
 
@@ -62,9 +60,3 @@ def scatter(rows: Rows, name: str) -> Curve:
         [min(max(row[k], CUT[0]), CUT[1]) for row in rows] for k in ("realised", "realised_low", "realised_high")
     )
     return Curve([row["predicted"] for row in rows], y, name, low, high, COLORS[name], width=0)
-
-
-def listed(rows: Rows, optimiser: str) -> list[tuple[str, Rows]]:
-    """Return the rows of an optimiser arm by arm."""
-    own = select(rows, optimiser=optimiser)
-    return [(arm, select(own, arm=arm)) for arm in distinct(own, "arm")]

@@ -131,7 +131,8 @@ def of_policy(name: str, products: Mapping[str, Float], parts: Sequence[Mapping[
 def check_rows(parts: Sequence[Mapping[str, Float]]) -> list[dict[str, Any]]:
     """Return the mean gain of steps by sampling anew, with its standard error over prompts, and by importance weights.
 
-    Of SGD at the pilot's best length, and of AdamW's clipped step; the mean over all arms and the sampled batches.
+    Of SGD at the pilot's best length, and of AdamW's clipped step; the mean over all arms and the sampled batches. The
+    ESS is the least of all arms' means over batches.
     """
     change = np.mean([part["sampled"] for part in parts], axis=0)
     rows = []
@@ -139,7 +140,8 @@ def check_rows(parts: Sequence[Mapping[str, Float]]) -> list[dict[str, Any]]:
         weighted = np.mean([part[gain][:, : part["n_sampled"]] for part in parts])
         error = float(change[i].std(ddof=1) / np.sqrt(change.shape[1]))
         row = {"optimiser": name, "sampled": rounded(float(change[i].mean())), "error": rounded(error)}
-        rows.append(row | {"weighted": rounded(float(weighted))})
+        ess = np.concatenate([part["sgd_ess" if name == "sgd" else f"{name}_ess"] for part in parts], axis=1)
+        rows.append(row | {"weighted": rounded(float(weighted)), "ess": rounded(float(ess.mean(axis=1).min()))})
     return rows
 
 
