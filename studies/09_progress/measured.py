@@ -35,7 +35,7 @@ class Judging:
     rollouts: int = 4  # Of each
     blocks: int = 32  # Parts of the pool; all steps of a batch are judged on one
     pilot: int = 16  # Batches of the pilot
-    batches: int = 128
+    batches: int = 192
     part: int = 16  # Batches of a cell
     sampled: int = 1  # Batches of a cell whose steps are also judged by sampling anew
     sampled_prompts: int = 2048
