@@ -1,6 +1,6 @@
 """Pools of rollouts measured once, token by token, so that every estimator and group size costs NumPy only."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from otb_analysis.arrays import returns_to_go
-from otb_analysis.config import MeasureConfig, SampleConfig
+from otb_analysis.config import MeasureConfig, SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate, with_limit
+from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate, proved, with_limit
 from otb_analysis.gradients import gradient_sketch
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.rollouts.sampling import Rollouts
@@ -28,8 +28,9 @@ from otb_analysis.statistics import (
 from otb_analysis.study.policies import Policy, ScoredRollouts, write
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
+from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar, silent
-from otb_analysis.types import Bool, Float, Gram, Int, Label
+from otb_analysis.types import Bool, Float, Gram, Int, Label, Proved
 
 BLOCK = 6
 """Estimators whose Gram matrix is formed at once: their group gradients are held in float64."""
@@ -230,6 +231,20 @@ def gram_of_prompts(
         total = total + mean_over_subgroups(inner, cut.prompt.size // prompts) / len(cuts)
     names = tuple(prompt.id for prompt in pool.written.rollouts.prompts)
     return Gram(total, tuple(labels), len(pool.inputs.group), names)
+
+
+def proved_of_pool(labels: Iterable[Label], prompts: int, size: int, truth: Iterable[Label] | None = None) -> Proved:
+    """Return what is proved of estimators on a pool, in batches of `prompts` groups of one size.
+
+    A pool is drawn as training draws by default: plain sampling from the scored policy, nothing left out by its
+    outcome. So the conditions of the registry are met (`estimators.unproved_because`), and c = 1 for unbiased entries.
+
+    Args:
+        truth: The entries over which ‖∇J‖² is pooled, those of them that are unbiased; by default all. Name the
+            anchors of `pool_grams`, so that all its matrices have the same ∇J.
+    """
+    known = proved(labels, plain_config(TrainConfig(sample=SampleConfig(prompts=prompts, group_size=size))))
+    return known if truth is None else replace(known, truth=known.truth & frozenset(truth))
 
 
 def _gradients(

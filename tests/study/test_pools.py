@@ -17,6 +17,7 @@ from otb_analysis.study.pools import (
     measure_pool,
     pool_grams,
     promising_prompts,
+    proved_of_pool,
 )
 from otb_analysis.tasks.task_calls import draw_prompts
 
@@ -159,3 +160,14 @@ def test_too_few_promising_prompts_are_one_sentence(policy):
 def test_unknown_architecture_is_one_sentence():
     with pytest.raises(InputError, match="architecture is 'rwkv'"):
         fresh_policy(CONFIG, "rwkv")
+
+
+def test_pools_prove_what_plain_sampling_does_and_pool_the_gradient_over_the_anchors():
+    rloo, none, loo, across = ("rloo", "none"), ("none", "none"), ("otb_loo", "exact"), ("energy_across_loo", "proxy")
+    labels = [rloo, none, loo, across, ("group_mean", "none"), ("batch_mean", "none"), ("otb", "proxy")]
+    known = proved_of_pool(labels, prompts=6, size=4)
+    assert dict(known.projection) == {
+        rloo: 1, none: 1, loo: 1, across: 1, ("group_mean", "none"): 3 / 4, ("batch_mean", "none"): 23 / 24,
+    }  # fmt: skip
+    assert known.truth == {rloo, none, loo}
+    assert proved_of_pool(labels, 6, 4, truth=(rloo, across)).truth == {rloo}

@@ -38,6 +38,7 @@ class PairedRatios:
     variance: Interval | None
     sf: Interval | None
     efficiency: Interval | None  # Ratio of efficiencies; above 1 is better
+    c_known: bool = False  # True where both projections are proved, so that the SF ratio is the ratio of variance/c²
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def update_ratios(
         # The ratio is taken for every left-out prompt, so what the two updates share cancels in the interval.
         ratio = measures.quotient(values[name], base[name])
         intervals[name] = jackknife_interval(ratio[0], ratio[1:], _ratio_words(name, above, below), "log", level)
-    return PairedRatios(*above.label, below.label, **intervals)
+    proved = above.label in known.projection and below.label in known.projection
+    return PairedRatios(*above.label, below.label, **intervals, c_known=proved)
 
 
 def gain_lost(grams: Sequence[Gram], proxy: Label, exact: Label, n_prompts: int | None = None) -> Interval | None:
