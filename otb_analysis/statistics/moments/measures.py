@@ -87,7 +87,8 @@ def rollout_equivalents(moments: Moments, n_prompts: float, n_rollouts: float) -
     noise = np.maximum(moments.reference_power - moments.truth_sq, 0) / n_prompts
     # e/(1 − e) is the signal-to-noise ratio of an unbiased update; equal efficiency is equal odds.
     odds = np.where(share >= 1, np.inf, quotient(share, 1 - share))
-    return n_rollouts * quotient(noise, moments.truth_sq) * odds
+    with np.errstate(invalid="ignore"):  # no noise in either is 0·∞: undefined
+        return n_rollouts * quotient(noise, moments.truth_sq) * odds
 
 
 def with_projection(moments: Moments, c: float | None) -> Moments:
