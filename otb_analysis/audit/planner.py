@@ -46,7 +46,7 @@ def cells_of(advice: Advice) -> tuple[Cell, ...]:
         known = [one for one in curve if one.efficiency is not None]
         top = max(known, key=lambda one: one.efficiency or 0.0, default=None)
         cells += [
-            Cell(*label, one.choice.size, one.efficiency, one.ratio, one is top)
+            Cell(*label, one.choice.size, one.efficiency if one.shown else None, one.ratio, one is top)
             for one in sorted(curve, key=lambda one: one.choice.size)
         ]
     return tuple(cells)

@@ -14,6 +14,7 @@ import numpy as np
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.statistics import MIN_CLUSTERS, REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
+from otb_analysis.statistics.moments.absolute import may_be_shown
 from otb_analysis.statistics.moments.measures import known_number, quotient
 from otb_analysis.types import Float, Gram, Label
 
@@ -53,6 +54,8 @@ class Advised:
 
     choice: Choice
     efficiency: float | None  # Share of an update that points along ∇J, None where it is undefined
+    # False where fewer prompts were measured than a third of the noise scale: then only `ratio` is shown
+    shown: bool
     # Efficiency over that of the present choice with its simultaneous interval, None where it is undefined.
     ratio: Interval | None
 
@@ -168,7 +171,12 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
     others = {replicates.tobytes() for replicates in values.values()} - {base.tobytes()}
     level = 1 - RISK / max(len(others), 1)
     candidates = [
-        Advised(choice, known_number(replicates[0]), None if choice == present else _ratio(replicates, base, level))
+        Advised(
+            choice,
+            known_number(replicates[0]),
+            may_be_shown(float(replicates[0]), n_rollouts / choice.size, base.size - 1),
+            None if choice == present else _ratio(replicates, base, level),
+        )
         for choice, replicates in values.items()
     ]
     candidates.sort(key=lambda one: -np.inf if one.efficiency is None else one.efficiency, reverse=True)
@@ -194,11 +202,10 @@ def _reason(present: Choice, best: Advised | None, candidates: Sequence[Advised]
     tested = [one for one in candidates if one.ratio is not None and one.ratio.low is not None]
     if now.efficiency is None or now.efficiency <= 0:
         return f"Not known: {NO_TRUTH}."
-    if best is not None and best.ratio is not None and best.efficiency is not None:
+    if best is not None and best.ratio is not None:
         return (
             f"{best.choice} was {best.ratio.estimate:.2f} times as efficient as {present} "
-            f"[{best.ratio.low:.2f}, {best.ratio.high:.2f}] ({together}): {best.efficiency:.2f} against "
-            f"{now.efficiency:.2f} of an update along ∇J."
+            f"[{best.ratio.low:.2f}, {best.ratio.high:.2f}] ({together})."
         )
     if not tested:
         return f"Not tested: no comparison has an interval, which takes {MIN_CLUSTERS} prompts; measure more of them."

@@ -150,21 +150,23 @@ def cross_fitted_optimum(pool: Pool, seed: int) -> Float:
     return np.where(inputs.mask, out, 0.0)
 
 
-def every_estimate(pool: Pool, cut: Partition) -> dict[Label, Float]:
+def every_estimate(pool: Pool, cut: Partition, batch: int | None = None) -> dict[Label, Float]:
     """Return advantages [N, T] of every estimator whose inputs exist, on the groups of one cut.
 
     Estimators that weigh by energies run with exact norms and with the proxy. Those that couple prompts see batches of
-    one group per prompt, as a training step would hold them.
+    one group per prompt, as a training step would hold them: `batch` prompts each, by default all. What such an
+    estimator is worth depends on it, so give the prompts of the update that it is quoted for.
     """
     exact = replace(pool.inputs, group=cut.group)
     sources = {"exact": exact, "proxy": replace(exact, energy=pool.proxy)}
     advantages: dict[Label, Float] = {}
+    batches = update_batches(cut, batch)[cut.group]
     for name in available(exact):
         options = with_limit(name, None, pool.written.table.limit)
         chosen = sources if ESTIMATORS[name].reads_energy else {"none": exact}
         for source, inputs in chosen.items():
             if ESTIMATORS[name].batch_coupled:
-                advantages[name, source] = in_batches(name, inputs, turns(cut)[cut.group], options)
+                advantages[name, source] = in_batches(name, inputs, batches, options)
             else:
                 advantages[name, source] = estimate(name, inputs, options).advantage
     return advantages
@@ -174,6 +176,17 @@ def turns(cut: Partition) -> Int:
     """Return of each group whether it is the first, second … of its prompt [G]: groups of one turn make a batch."""
     starts = np.searchsorted(cut.prompt, np.arange(cut.prompt.max() + 1))
     return np.arange(cut.prompt.size) - starts[cut.prompt]
+
+
+def update_batches(cut: Partition, prompts: int | None = None) -> Int:
+    """Return the batch of each group [G]: one group of each of at least so many prompts, by default of all.
+
+    The groups of one turn are divided evenly into as many batches as they fill, always with the same prompts together:
+    those come in random order.
+    """
+    n_prompts = int(cut.prompt.max()) + 1
+    n_batches = max(n_prompts // (prompts or n_prompts), 1)
+    return turns(cut) * n_batches + cut.prompt * n_batches // n_prompts
 
 
 def in_batches(name: str, inputs: EstimatorInputs, batch: Int, options: Any) -> Float:
@@ -187,13 +200,16 @@ def in_batches(name: str, inputs: EstimatorInputs, batch: Int, options: Any) -> 
     return out
 
 
-def pool_grams(pool: Pool, cuts: Sequence[Partition], anchors: Sequence[Label] = (REFERENCE,)) -> Iterator[PoolGram]:
+def pool_grams(
+    pool: Pool, cuts: Sequence[Partition], anchors: Sequence[Label] = (REFERENCE,), batch: int | None = None
+) -> Iterator[PoolGram]:
     """Yield the Gram matrices of all estimators, a few at a time, each time with the same ones first.
 
     Estimators whose advantages are those of another one on every cut come with it, under the first one's name. The cuts
-    are of one group size; `anchors`, `rloo` among them, are the first labels of every matrix.
+    are of one group size; `anchors`, `rloo` among them, are the first labels of every matrix; `batch` as in
+    `every_estimate`.
     """
-    estimates = [every_estimate(pool, cut) for cut in cuts]
+    estimates = [every_estimate(pool, cut, batch) for cut in cuts]
     seen: dict[bytes, Label] = {}
     first = {label: seen.setdefault(np.stack([e[label] for e in estimates]).tobytes(), label) for label in estimates[0]}
     fixed = list(dict.fromkeys(first[label] for label in anchors))
@@ -234,7 +250,7 @@ def gram_of_prompts(
 
 
 def proved_of_pool(labels: Iterable[Label], prompts: int, size: int, truth: Iterable[Label] | None = None) -> Proved:
-    """Return what is proved of estimators on a pool, in batches of `prompts` groups of one size.
+    """Return what is proved of estimators on a pool; those that couple prompts saw batches of `prompts` groups.
 
     A pool is drawn as training draws by default: plain sampling from the scored policy, nothing left out by its
     outcome. So the conditions of the registry are met (`estimators.unproved_because`), and c = 1 for unbiased entries.

@@ -18,6 +18,7 @@ from otb_analysis.study.pools import (
     pool_grams,
     promising_prompts,
     proved_of_pool,
+    update_batches,
 )
 from otb_analysis.tasks.task_calls import draw_prompts
 
@@ -171,3 +172,24 @@ def test_pools_prove_what_plain_sampling_does_and_pool_the_gradient_over_the_anc
     }  # fmt: skip
     assert known.truth == {rloo, none, loo}
     assert proved_of_pool(labels, 6, 4, truth=(rloo, across)).truth == {rloo}
+
+
+def test_batches_hold_one_group_of_so_many_prompts():
+    cut = Partition(np.arange(14), np.repeat(np.arange(7), 2))  # seven prompts with two groups each
+    assert update_batches(cut).tolist() == [0, 1] * 7
+    three = update_batches(cut, 3)  # two batches a turn, of four and three prompts
+    assert three.tolist() == [0, 2] * 4 + [1, 3] * 3
+    assert np.bincount(three).tolist() == [4, 3, 4, 3]
+    assert update_batches(cut, 100).tolist() == update_batches(cut, 7).tolist() == update_batches(cut).tolist()
+
+
+def test_an_estimator_that_couples_prompts_sees_the_batch_it_is_asked_for(pool):
+    cut = Partition(np.repeat(np.arange(4), 2), np.array([0, 0, 1, 1]))  # two prompts, two groups of two
+    label, inputs = ("batch_mean", "none"), pool.inputs
+    alone, together = (every_estimate(pool, cut, batch)[label] for batch in (1, 2))
+    assert (every_estimate(pool, cut)[label] == together).all()
+    reward = inputs.reward.sum(axis=1)
+    for rows, found in (([0, 1], alone), ([0, 1, 4, 5], together)):
+        np.testing.assert_allclose(
+            found[rows], np.where(inputs.mask[rows], (reward[rows] - reward[rows].mean())[:, None], 0.0)
+        )
