@@ -19,6 +19,9 @@ from otb_analysis.types import Float
 LEAST = 1 / 3
 """Fewer measured prompts than this multiple of the noise scale do not show an absolute efficiency."""
 
+MISS = 0.01
+"""Chance that the lower end of a shown efficiency is above the truth, if the prompts' law is well behaved."""
+
 NOT_SHOWN = (
     "An efficiency by itself is not shown where fewer prompts were measured than a third of the noise scale, since "
     "there only lucky estimates are large enough to be seen; ratios on the same rollouts stay."
@@ -63,9 +66,11 @@ def shown_efficiency(efficiency: Float, n_prompts: int, floor: float, words: str
 
     With r = e/((1 − e)·P), for an unbiased estimator the inverse of its noise scale, it is shown from
     r ≥ c = 1/(3·measured prompts) on, and where it has an ordinary interval: a jackknife interval on the logit scale.
-    The lower end is the r₀ at which an estimate as large as this one has a chance of 2.5 % *among those shown*,
-    Φ̄((r − r₀)/s)/Φ̄((c − r₀)/s) = .025, or the ordinary one where that is lower. Near c, where an estimate says little,
-    it is 0. Source: selective inference for a normal mean above a threshold (Zhong and Prentice, 2008).
+    The lower end is the r₀ at which an estimate as large as this one has a chance of 1 % *among those shown*,
+    Φ̄((r − r₀)/s)/Φ̄((c − r₀)/s) = .01, or the ordinary one at that level where that is lower. Near c, where an estimate
+    says little, it is 0. It is 1 % and not 2.5 %, since in heavy tails a sample without the rare prompts has too large
+    an estimate and too small an s. Source: selective inference for a normal mean above a threshold (Zhong and
+    Prentice, 2008).
 
     s² is the jackknife's at r and falls in proportion to r₀ down to that of the noise alone: where there is no signal
     only pairs of noises are left.
@@ -88,20 +93,23 @@ def shown_efficiency(efficiency: Float, n_prompts: int, floor: float, words: str
     stderr = float(np.sqrt((k - 1) * r[1:].var()))
     # As many standard errors as skewed or heavy-tailed prompts take, in units of a normal law's.
     stretch = Studentized.of(-r[1:]).quantiles(LEVEL)[0] / special.ndtri((1 + LEVEL) / 2)
-    # The jackknife counts the variance of pairs of noises twice; so does the floor, or it could exceed the whole.
-    least = min(np.sqrt(2) * floor * float(r[0]), stderr)
+    # The jackknife counts the variance of pairs of noises twice, and in few directions they are skewed to the right.
+    least = min(2 * floor * float(r[0]), stderr)
     lowest = _lower_end(float(r[0]), LEAST / k, stretch * stderr, stretch * least) * n_prompts
-    return Interval(e, min(ordinary.low, lowest / (1 + lowest)), ordinary.high, k, f"{words}, given that it is shown")
+    cautious = jackknife_interval(e, efficiency[1:], words, "logit", 1 - 2 * MISS)
+    if cautious is None or cautious.low is None:
+        return None
+    return Interval(e, min(cautious.low, lowest / (1 + lowest)), ordinary.high, k, f"{words}, given that it is shown")
 
 
 def _lower_end(r: float, threshold: float, stderr: float, least: float) -> float:
-    """Return the r₀ in [0, r] at which the chance of an estimate above r, among those above the threshold, is 2.5 %."""
+    """Return the r₀ in [0, r] at which an estimate above r has the chance `MISS` among those above the threshold."""
 
     def log_chance(at: float) -> NDArray[np.float64]:
         s = np.sqrt(least**2 + (stderr**2 - least**2) * at / r)
         return special.log_ndtr((at - r) / s) - special.log_ndtr((at - threshold) / s)
 
-    rare = np.log((1 - LEVEL) / 2)
+    rare = np.log(MISS)
     if least == 0 or log_chance(0.0) >= rare:
         return 0.0
     low, high = 0.0, r
