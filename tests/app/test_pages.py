@@ -212,7 +212,7 @@ def test_collapse_lists_alarms_with_reasons_and_first_firings(store_root, monkey
     assert (surge["level"], surge["first alarm"]) == ("▲ watch", "–") and 25 < int(surge["first watch"]) <= 40
     assert "times the usual" in surge["why"]
     assert set(calm["level"]) == {"· ok"} and len(fired) + len(calm) == 8
-    assert "8 detectors on 1 run" in texts(app)
+    assert "10 detectors on 1 run" in texts(app)
 
 
 def test_collapse_links_who_holds_the_gradient_to_the_tokens(store_root, monkeypatch):
