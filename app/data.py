@@ -12,11 +12,12 @@ import streamlit as st
 from listing import Run
 
 from otb_analysis.diagnostics import ChangePoint, Finding, StepAttribution, change_points, diagnose
+from otb_analysis.errors import STOPS
 from otb_analysis.estimators import proved
 from otb_analysis.figures.conclusion import advice_line, conclusion_sentences, trained_labels
 from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
 from otb_analysis.figures.gradient_table import statistics_table
-from otb_analysis.figures.runs import Headline, headline_info
+from otb_analysis.figures.triage import Triage, triage
 from otb_analysis.statistics import Interval, conclude, gain_lost
 from otb_analysis.store import EXACT_ROWS, RunStore, attributed_steps, step_attribution, step_series
 from otb_analysis.types import Gram, Proved
@@ -56,9 +57,15 @@ def steps(chosen: Sequence[Run]) -> dict[str, pd.DataFrame]:
     return {run.name: _steps(run) for run in chosen}
 
 
-def headline(run: Run) -> Headline:
-    """Return a run's headline numbers."""
-    return headline_info(run.name, run.estimator, _steps(run))
+def triaged(row: pd.Series, run: Run | None) -> Triage:
+    """Return one run of the list; `run` is None for one that cannot be opened."""
+    age = (pd.Timestamp.now("UTC") - row["updated"]).total_seconds() if pd.notna(row["updated"]) else None
+    if run is None:
+        return triage(str(row["run"]), "", str(row["status"]), pd.DataFrame(), [], age, str(row["reason"] or ""))
+    try:
+        return triage(run.name, run.estimator, run.status, _steps(run), _diagnosis(run)[0], age)
+    except STOPS as error:
+        return triage(run.name, run.estimator, "broken", pd.DataFrame(), [], age, str(error))
 
 
 @st.cache_data(max_entries=8, show_spinner="Reading the Gram matrices …")

@@ -58,13 +58,21 @@ def errors_as_sentences() -> Iterator[None]:
 def choose_runs(runs: Sequence[listing.Run]) -> list[listing.Run]:
     """Let the sidebar choose runs, for all pages and in the URL; the newest are chosen to begin with."""
     names = [run.name for run in runs]
+    if (opened := st.session_state.pop("_opened", None)) in names:
+        st.session_state["run"] = [opened]
     chosen = st.sidebar.multiselect(
         "Runs", names, default=names[:DEFAULT_RUNS], key="run", bind="query-params", placeholder="Choose runs"
     )
     return [run for run in runs if run.name in chosen]
 
 
-def selection() -> list[listing.Run]:
+def open_run(name: str) -> None:
+    """Go to the page of one run, which becomes the chosen one."""
+    st.session_state["_opened"] = name
+    st.switch_page("views/run.py")
+
+
+def chosen_runs() -> list[listing.Run]:
     """Return the runs chosen in the sidebar; without any the page ends with a hint."""
     chosen: list[listing.Run] = st.session_state.get("_selection", [])
     if chosen:
@@ -86,7 +94,7 @@ def reasons(table: pd.DataFrame) -> None:
 
 def one_run() -> listing.Run:
     """Let the page choose one of the chosen runs; the choice holds across pages and in the URL."""
-    chosen = {run.name: run for run in selection()}
+    chosen = {run.name: run for run in chosen_runs()}
     if len(chosen) == 1:
         return next(iter(chosen.values()))
     name = st.selectbox("Run", list(chosen), key="focus", bind="query-params", width=420)
@@ -108,13 +116,18 @@ def follow(runs: Sequence[listing.Run]) -> None:
     watch()
 
 
+def background(figure: go.Figure) -> go.Figure:
+    """Set a figure's colours for the page's theme, in place, and return it."""
+    return for_background(figure, st.context.theme.type == "dark")
+
+
 def chart(figure: go.Figure, key: str, table: pd.DataFrame | None = None) -> None:
     """Show a figure, with its numbers as CSV below it.
 
     Args:
         key: Unique on the page; also the name of the downloaded files.
     """
-    for_background(figure, st.context.theme.type == "dark")
+    background(figure)
     config = CONFIG | {"toImageButtonOptions": {**CONFIG["toImageButtonOptions"], "filename": f"otb-{key}"}}
     st.plotly_chart(figure, width="stretch", theme=None, key=key, config=config)
     if table is not None:

@@ -47,6 +47,23 @@ def reward_fall(series: StepSeries) -> Finding:
     return finding_of("reward_fall", [one], reason)
 
 
+def fall(finding: Finding) -> tuple[int, float, float]:
+    """Return the step at which the reward fell, the lasting level before it and the level after it.
+
+    Hindsight, of a finding of `reward_fall` that fired: the first of the low steps that led to its worst level.
+    """
+    one = finding.evidence[0]
+    step = finding.watch_step if finding.alarm_step is None else finding.alarm_step
+    at = int(np.searchsorted(one.step, step))
+    before = float(np.nanmax(trailing(one.value[: at + 1], LASTING, np.median)))
+    after = float(np.median(one.value[at - RECENT + 1 : at + 1]))
+    low = one.value[: at + 1] < (before + after) / 2
+    first = at if low[at] else at - 1  # two of the last three are low
+    while first and low[first - 1]:
+        first -= 1
+    return int(one.step[first]), before, after
+
+
 def vanished_gradient(series: StepSeries) -> Finding:
     """Is the gradient exactly 0, so that nothing is learned any more?
 
@@ -71,7 +88,7 @@ def vanished_gradient(series: StepSeries) -> Finding:
 def _noise(x: Float) -> Float:
     """Spread of single steps up to every index [K], √π/2 · mean |x_k − x_{k−1}|; 0 at the first.
 
-    A mean, since sparse rewards repeat themselves at most steps; of absolute values, since a collapse is one large jump.
+    A mean, since sparse rewards repeat themselves at most steps; of absolute values, since a collapse is one jump.
     """
     jumps = np.abs(np.diff(x))
     return np.sqrt(np.pi) / 2 * np.concatenate([[0.0], np.cumsum(jumps) / np.arange(1, len(x))])[: len(x)]

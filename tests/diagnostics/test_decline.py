@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.diagnostics import DETECTORS
+from otb_analysis.diagnostics import fall as fall_of
 
 fall, vanished = DETECTORS["reward_fall"], DETECTORS["vanished_gradient"]
 
@@ -57,3 +58,9 @@ def test_a_gradient_that_was_not_recorded_is_no_zero(series):
 def test_a_gradient_that_came_back_is_not_said_to_be_gone_since(series):
     found = vanished(series(grad_norm=[1.0] * 5 + [0.0] * 6 + [1.0] * 5))
     assert found.level == "alarm" and "since" not in found.reason
+
+
+def test_a_fall_is_dated_in_hindsight_by_its_first_low_step(series):
+    assert fall_of(fall(series(reward_mean=[0.75] * 20 + [0.0] * 10))) == (20, 0.75, 0.0)
+    # 0, .75, 0: the second low step of three, 22, makes the median low; its own value is low, that before it is not.
+    assert fall_of(fall(series(reward_mean=[0.75] * 20 + [0.0, 0.75] + [0.0] * 9)))[0] == 22
