@@ -19,7 +19,16 @@ from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fi
 from otb_analysis.figures.gradient_table import statistics_table
 from otb_analysis.figures.triage import Triage, triage
 from otb_analysis.statistics import Interval, conclude, gain_lost
-from otb_analysis.store import EXACT_ROWS, RunStore, attributed_steps, step_attribution, step_series
+from otb_analysis.store import (
+    EXACT_ROWS,
+    RolloutFilter,
+    RunStore,
+    attributed_steps,
+    find_rollouts,
+    reward_histogram,
+    step_attribution,
+    step_series,
+)
 from otb_analysis.types import Gram, Proved
 
 MAX_WINDOW = 10
@@ -167,6 +176,36 @@ def exact_steps(run: Run) -> list[int]:
 def rollouts(run: Run, step: int) -> pd.DataFrame:
     """Return the rollouts of one step."""
     return store(run).rollouts_df([step])
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def rollout_facts(run: Run) -> dict[str, Any]:
+    """Return the ends of what rollouts can be asked for: steps, rewards, lengths, turns, finish reasons."""
+    facts: Any = (
+        store(run)
+        .sql(
+            "SELECT min(step) AS first, max(step) AS last, min(reward) AS low, max(reward) AS high, min(length) AS short, "
+            "max(length) AS long, coalesce(max(turns), 1) AS turns, "
+            "list_sort(list_distinct(list(finish_reason))) AS reasons FROM rollouts"
+        )
+        .iloc[0]
+    )
+    whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
+    parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
+    reasons = facts["reasons"] if facts["reasons"] is not None else []
+    return whole | parts | {"turns": int(facts["turns"]), "reasons": [str(r) for r in reasons if r is not None]}
+
+
+@st.cache_data(max_entries=16, show_spinner="Searching …")
+def found_rollouts(run: Run, asked: RolloutFilter, most: int) -> tuple[pd.DataFrame, int]:
+    """Return the rollouts that are asked for, and how many there are."""
+    return find_rollouts(store(run), asked, most)
+
+
+@st.cache_data(max_entries=16, show_spinner=False)
+def rewards(run: Run, asked: RolloutFilter) -> pd.DataFrame:
+    """Return counts of the rollouts that are asked for by step and reward."""
+    return reward_histogram(store(run), asked)
 
 
 @st.cache_data(max_entries=32, show_spinner=False)

@@ -27,9 +27,10 @@ def pages() -> list[st.Page]:
     return [
         st.Page("views/triage.py", title="Triage", icon=":material/monitoring:", default=True),
         st.Page("views/run.py", title="Run", icon=":material/timeline:"),
+        st.Page("views/rollouts.py", title="Rollouts", icon=":material/list_alt:"),
+        st.Page("views/tokens.py", title="Tokens", icon=":material/abc:"),
         st.Page("views/variance.py", title="Variance", icon=":material/target:"),
         st.Page("views/fidelity.py", title="Fidelity", icon=":material/balance:"),
-        st.Page("views/tokens.py", title="Tokens", icon=":material/abc:"),
         st.Page("views/studies.py", title=STUDIES, icon=":material/menu_book:"),
     ]
 

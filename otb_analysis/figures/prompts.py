@@ -15,7 +15,7 @@ def distinct(prompts: Mapping[int, str], most: int = MOST) -> dict[int, str]:
     White space counts as one blank. Prompts that share less than a label's length start at their beginning.
     """
     texts = {group: " ".join(text.split()) for group, text in prompts.items()}
-    shared = len(os.path.commonprefix(list(texts.values()))) if len(texts) > 1 else 0
+    shared = len(os.path.commonprefix(list(texts.values()))) if len(texts) > 1 else 0  # noqa: RUF071 (characters)
     start = shared - LEAD if shared > most // 2 else 0
     return {group: _cut(text, start, most) for group, text in texts.items()}
 
