@@ -186,13 +186,13 @@ def rollout_facts(run: Run) -> dict[str, Any]:
         .sql(
             "SELECT min(step) AS first, max(step) AS last, min(reward) AS low, max(reward) AS high, min(length) AS short, "
             "max(length) AS long, coalesce(max(turns), 1) AS turns, "
-            "list_sort(list_distinct(list(finish_reason))) AS reasons FROM rollouts"
+            "coalesce(list_sort(list_distinct(list(finish_reason))), []) AS reasons FROM rollouts"
         )
         .iloc[0]
     )
     whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
     parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
-    reasons = facts["reasons"] if facts["reasons"] is not None else []
+    reasons = [] if facts["first"] is None or pd.isna(facts["first"]) else facts["reasons"]
     return whole | parts | {"turns": int(facts["turns"]), "reasons": [str(r) for r in reasons if r is not None]}
 
 

@@ -31,9 +31,8 @@ EXAMPLES = {
 }
 
 
-def asked(run: Run) -> RolloutFilter:
+def asked(facts: dict[str, Any]) -> RolloutFilter:
     """Let the page ask for rollouts."""
-    facts = data.rollout_facts(run)
     row = st.container(horizontal=True, vertical_alignment="bottom")
     text = row.text_input("Text", key="text", bind="query-params", placeholder="in prompt or answer", width=240)
     steps = chosen_range(row, "Steps", "steps", facts["first"], facts["last"])
@@ -136,7 +135,11 @@ with page("Rollouts", "What did the policy answer, and where is an answer like t
     cell = st.session_state.pop("_cell", None)
     if cell is not None:
         st.session_state.update(steps=cell[0], reward_range=cell[1])
-    what = asked(run)
+    facts = data.rollout_facts(run)
+    if facts["first"] is None:
+        st.info("This run has no rollouts in its store; a run of `otb train` stores them.", icon=":material/inbox:")
+        st.stop()
+    what = asked(facts)
     histogram(run, what)
     listed(run, what)
     query(run)

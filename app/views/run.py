@@ -127,7 +127,7 @@ def held(table: pd.DataFrame) -> None:
     selection.remember("prompt", int(row["prompt"]))
     if "t" in row:
         selection.remember("token", f"{int(row['rollout'])}.{int(row['t'])}")
-    st.session_state["_tokens"] = True
+    st.session_state.update(_tokens=True, color="attribution")
 
 
 with page("Run", "What happened when, and which tokens held the gradient of a step?"):

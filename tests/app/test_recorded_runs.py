@@ -11,7 +11,7 @@ from otb_analysis.audit.score import score
 from otb_analysis.config import ImportConfig, MeasureConfig, Schedule, ScoreConfig
 
 APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
-PAGES = ("overview", "variance", "fidelity", "collapse", "tokens")
+PAGES = ("triage", "run", "rollouts", "tokens", "variance", "fidelity")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_every_page_opens_a_run_of_recorded_rollouts(page, run, recorded_root, m
     app = AppTest.from_file(APP, default_timeout=60)
     app.query_params["run"] = run
     app.run()
-    if page != "overview":
+    if page != "triage":
         app.switch_page(f"views/{page}.py").run()
     assert not app.exception
     assert not app.error
