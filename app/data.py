@@ -178,18 +178,16 @@ def rollouts(run: Run, step: int) -> pd.DataFrame:
     return store(run).rollouts_df([step])
 
 
+ENDS = (("step", "first", "last"), ("reward", "low", "high"), ("length", "short", "long"))
+
+
 @st.cache_data(max_entries=64, show_spinner=False)
 def rollout_facts(run: Run) -> dict[str, Any]:
     """Return the ends of what rollouts can be asked for: steps, rewards, lengths, turns, finish reasons."""
-    facts: Any = (
-        store(run)
-        .sql(
-            "SELECT min(step) AS first, max(step) AS last, min(reward) AS low, max(reward) AS high, min(length) AS short, "
-            "max(length) AS long, coalesce(max(turns), 1) AS turns, "
-            "coalesce(list_sort(list_distinct(list(finish_reason))), []) AS reasons FROM rollouts"
-        )
-        .iloc[0]
-    )
+    ends = ", ".join(f"min({c}) AS {low}, max({c}) AS {high}" for c, low, high in ENDS)
+    reasons = "coalesce(list_sort(list_distinct(list(finish_reason))), [])"
+    query = f"SELECT {ends}, coalesce(max(turns), 1) AS turns, {reasons} AS reasons FROM rollouts"
+    facts: Any = store(run).sql(query).iloc[0]
     whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
     parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
     reasons = [] if facts["first"] is None or pd.isna(facts["first"]) else facts["reasons"]

@@ -1,4 +1,4 @@
-"""The one selection that all pages share beside the runs: step, prompt, rollout, token, estimator.
+"""The one selection that all pages share beside the runs: step, prompt, rollout, token, colour, estimator.
 
 It lives in the session and in the URL, defaults included, so that every page can be opened again by its address.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-NAMES = ("step", "prompt", "rollout", "token", "estimator")
+NAMES = ("step", "prompt", "rollout", "token", "color", "estimator")
 _WRITTEN = "_written"
 
 
@@ -43,13 +43,13 @@ def remember(name: str, value: object) -> None:
 def choose(
     name: str,
     label: str,
-    options: Sequence[int],
-    default: int,
+    options: Sequence[Any],
+    default: Any,
     within: Any = st,
     of: object = "",
-    words: Callable[[int], str] = str,
+    words: Callable[[Any], str] = str,
     **options_of_box: Any,
-) -> int:
+) -> Any:
     """Let a page choose one of some options: the selected one where it is among them, else a default.
 
     Args:

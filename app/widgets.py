@@ -56,13 +56,19 @@ def errors_as_sentences() -> Iterator[None]:
 
 
 def choose_runs(runs: Sequence[listing.Run]) -> list[listing.Run]:
-    """Let the sidebar choose runs, for all pages and in the URL; the newest are chosen to begin with."""
+    """Let the sidebar choose runs, for all pages and in the URL; running and new ones are chosen to begin with."""
     names = [run.name for run in runs]
-    if (opened := st.session_state.pop("_opened", None)) in names:
-        st.session_state["run"] = [opened]
-    chosen = st.sidebar.multiselect(
-        "Runs", names, default=names[:DEFAULT_RUNS], key="run", bind="query-params", placeholder="Choose runs"
-    )
+    written: list[str] | None = st.session_state.get(
+        "_runs_written"
+    )  # outlives the box, which a change of page empties
+    asked = [st.session_state.pop("_opened")] if "_opened" in st.session_state else st.query_params.get_all("run")
+    if asked and asked != written:
+        st.session_state["run"] = [name for name in asked if name in names] or names[:DEFAULT_RUNS]
+    elif "run" not in st.session_state:
+        st.session_state["run"] = names[:DEFAULT_RUNS] if written is None else [n for n in written if n in names]
+    st.sidebar.multiselect("Runs", names, key="run", placeholder="Choose runs")
+    chosen = st.session_state["run"]
+    st.query_params["run"] = st.session_state["_runs_written"] = list(chosen)
     return [run for run in runs if run.name in chosen]
 
 

@@ -127,7 +127,8 @@ def held(table: pd.DataFrame) -> None:
     selection.remember("prompt", int(row["prompt"]))
     if "t" in row:
         selection.remember("token", f"{int(row['rollout'])}.{int(row['t'])}")
-    st.session_state.update(_tokens=True, color="attribution")
+    selection.remember("color", "attribution")
+    st.session_state["_tokens"] = True
 
 
 with page("Run", "What happened when, and which tokens held the gradient of a step?"):
@@ -137,8 +138,8 @@ with page("Run", "What happened when, and which tokens held the gradient of a st
     steps: Any = data.steps([run])[run.name].sort_values("step")
     findings = data.findings([run])[run.name]
     row = triage(run.name, run.estimator, run.status, steps, findings)
-    st.markdown(f"**{plain(run.name)}** · {plain(run.estimator)} · {run.status} · {len(steps)} steps: "
-                f"{plain(row.sentence)}.")  # fmt: skip
+    facts = f"{plain(run.estimator)} · {run.status} · {len(steps)} step{'s' * (len(steps) != 1)}"
+    st.markdown(f"**{plain(run.name)}** · {facts}: {plain(row.sentence)}.")
     step = timeline(run, steps, findings)
     alarms(run, findings)
     with errors_as_sentences():

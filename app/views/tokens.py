@@ -92,24 +92,23 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
     measured = [c for c in NUMERIC if c in tokens and bool(tokens[c].notna().any()) and c != "token_id"]
     sketched = bool((tokens["measured_by"] == "sketch").any())
     with places[2]:
-        name = st.selectbox(
-            "Colour by", measured, index=next((measured.index(c) for c in FIRST if c in measured), 0),
-            format_func=lambda c: NORM[sketched] if c == "grad_norm_sq" else c, key="color", bind="query-params",
-        )  # fmt: skip
+        first = next((c for c in FIRST if c in measured), measured[0])
+        words = {c: NORM[sketched] if c == "grad_norm_sq" else c for c in measured}
+        name = selection.choose("color", "Colour by", measured, first, words=words.__getitem__)
     with places[3]:
         order = st.selectbox("Order", list(ORDERS), format_func=lambda o: ORDERS[o], key="order", bind="query-params")
     chosen: Any = rollouts[rollouts["group"] == group]
     with places[4]:
         scale = st.selectbox("Scale", KINDS, key="scale", bind="query-params", help=SCALE)
     of_prompt = chosen.set_index("rollout")
-    info = tokens_info(tokens, of_prompt["reward"], str(name), str(order), str(scale))
-    described = column("tokens", str(name))
+    info = tokens_info(tokens, of_prompt["reward"], name, str(order), str(scale))
+    described = column("tokens", name)
     unit = f" ({described.unit})" if described.unit else ""
     st.caption(plain(f"{described.name}{unit}: {described.meaning}") + " Hover for all values, click for the formulas.")
-    if str(name) == "grad_norm_sq" and sketched:
+    if name == "grad_norm_sq" and sketched:
         st.caption(SKETCHED)
-    if str(name) in SIGNED:
-        st.caption(plain(prompt_share(tokens, str(name), data.steps([run])[run.name], step)))
+    if name in SIGNED:
+        st.caption(plain(prompt_share(tokens, name, data.steps([run])[run.name], step)))
     st.code(str(of_prompt["prompt"].iloc[0]), language=None, wrap_lines=True)
     clicked = token_view(info, tokens, of_prompt["finish_reason"].to_dict(), measured, chosen_token())
     if clicked and clicked != chosen_token():

@@ -196,7 +196,7 @@ def test_url_chooses_run_step_and_colour(store_root, monkeypatch):
 
 def test_tokens_are_coloured_by_the_exact_norm_under_its_plain_name(store_root, monkeypatch):
     app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0")
-    box = app.selectbox(key="color")
+    box = app.selectbox(key="color-")
     assert (box.value, box.options[box.index]) == ("grad_norm_sq", "Exact ‖∇log π‖²")
     assert "entropy" in box.options and "grad_norm_sq" not in box.options
 

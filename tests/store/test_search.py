@@ -7,7 +7,7 @@ from otb_analysis.store import RolloutFilter, RunStore, RunWriter, StepTables, f
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """Three steps of two prompts with two rollouts each; the first prompt's rewards are equal, rollout 3 has two turns."""
+    """Three steps of two prompts with two rollouts each; the first prompt has equal rewards, rollout 3 two turns."""
     writer = RunWriter.create(tmp_path_factory.mktemp("runs"), "mine", {})
     for step in range(3):
         rollouts = {
