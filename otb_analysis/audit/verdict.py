@@ -50,8 +50,8 @@ def _estimator(advice: Advice, conclusion: Conclusion | None) -> str:
         return f"Use {name}: {_cell(best.ratio)} times as efficient as {now}."
     quiet = conclusion.best if conclusion and not any(is_told(one.ratio) for one in advice.candidates) else None
     if quiet is not None and quiet.sf is not None:
-        than = "" if now == REFERENCE[0] else f"; {now} is not decided"
-        return f"Try {shown_name(quiet.label)}: {_cell(quiet.sf)} of rloo's variance at equal progress{than}."
+        hidden = "" if now == REFERENCE[0] else f"; noise hides {now}'s"
+        return f"Try {shown_name(quiet.label)}: {_cell(quiet.sf)} of rloo's variance at equal progress{hidden}."
     return f"Keep {now}: no difference shown{_highest(advice)}."
 
 
@@ -67,15 +67,16 @@ def size_sentence(planner: Planner, trained: Label) -> str:
             best = min(better, key=_cost)
             if label == trained:
                 return f"Use groups of {best.size}, not {size}: {name} {_gain(best)} at the same rollouts."
-            return f"Group size: not decided for {shown_name(trained)}; in groups of {best.size} {name} {_gain(best)}."
+            hidden = f"noise hides {shown_name(trained)}'s best"
+            return f"Try groups of {best.size}, not {size}: {name} {_gain(best)}; {hidden}."
         if label == trained and others and all(cell.cost in told and (cell.cost.low or 0) > 1 for cell in others):
             nearest = min(others, key=_cost)
             return f"Keep groups of {size}: in groups of {nearest.size} {name} {_gain(nearest)}."
     best = planner.best_size
     if best is not None and not (best.low or 0) <= (size or 0) <= (best.high or np.inf):
-        other = "" if trained == REFERENCE else f"; {shown_name(trained)} is not decided"
+        hidden = "" if trained == REFERENCE else f"; noise hides {shown_name(trained)}'s best"
         ends = f"{best.estimate:.0f} ({best.low:.1f}–{best.high:.1f})"
-        return f"Try groups of {ends}, not {size}: rloo's variance is least there{other}."
+        return f"Try groups of {ends}, not {size}: rloo's variance is least there{hidden}."
     sizes = sorted({cell.size for cell in planner.cells})
     return f"Keep groups of {size}: no difference shown from {sizes[0]} to {sizes[-1]}."
 
@@ -100,7 +101,7 @@ def _highest(advice: Advice) -> str:
     if tested:
         top: Advised = max(tested, key=lambda one: one.ratio.estimate if one.ratio else 0.0)
         name = shown_name((top.choice.estimator, top.choice.energy_source))
-        return f"; highest ratio {_cell(top.ratio)} ({name})"
+        return f"; highest is {name}, {_cell(top.ratio)} times"
     counts = [one.ratio.n_clusters for one in advice.candidates if one.ratio is not None]
     few = bool(counts) and max(counts) < MIN_CLUSTERS
     return f"; that takes {MIN_CLUSTERS} prompts" if few else "; noise hides the gradient, so audit more prompts"
@@ -111,8 +112,8 @@ def _proxy(proxy: Proxy) -> str:
     if kept is None or kept.low is None or kept.high is None or not is_told(kept):
         inside = proxy.within
         if inside is None or inside.low is None:
-            return "Proxy: not decided."
-        return f"Proxy and exact norms: log correlation {_cell(inside)}; cost not decided."
+            return "Proxy: no difference shown."
+        return f"Proxy: log correlation with exact norms {_cell(inside)}; its cost is not known."
     if kept.low >= 1 - MARGIN:
         return f"Use the proxy: otb keeps {_cell(kept)} of its efficiency."
     if kept.high < 1:
