@@ -12,7 +12,7 @@ import numpy as np
 
 from otb_analysis.audit.dead_groups import dead_groups, rates_line
 from otb_analysis.audit.results import Cell, Planner
-from otb_analysis.diagnostics.advice import RISK, Choice, choice_values, judge
+from otb_analysis.diagnostics.advice import RISK, Choice, judge
 from otb_analysis.statistics import REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
 from otb_analysis.statistics.moments.group_sizes import SizeLaw, pair_law, single_law
 from otb_analysis.statistics.moments.measures import batch_variance, quotient
@@ -24,7 +24,7 @@ LARGER = (2, 4)
 BY_FORMULA = (
     "Groups above {} follow by formula (†) for none and rloo. Other estimators take recorded groups of that size."
 )
-NOT_LARGER = "Groups above {} cannot be known: the formula takes none and rloo in groups cut into {}."
+NOT_LARGER = "Groups above {} cannot be known: the formula takes none and rloo in groups cut into halves and quarters."
 NOT_HALVED = "Other group sizes cannot be known: recorded groups must be of one size that can be halved into 2 or more."
 
 
@@ -33,7 +33,7 @@ class _Curve:
     """One estimator at every size, each value [1 + K]: from all prompts, then without each of them."""
 
     efficiency: Mapping[int, Float]
-    cost: Mapping[int, Float]  # Less is better: variance at the same rollouts by formula, or 1/efficiency
+    cost: Mapping[int, Float]  # Less is better: variance at the same rollouts, or in proportion to 1/efficiency
     cut: frozenset[int]  # Sizes that were measured
     best_size: Float | None = None  # Of `rloo`, by formula
 
@@ -56,7 +56,8 @@ def plan(
     size = lengths.pop() if len(lengths) == 1 else None
     dead = dead_groups(groups)
     rollouts = round(sum(len(rewards) for _, rewards in groups) / max(steps, 1))
-    common = [step for step, gram in grams.items() if all(step in part for part in subgroups.values())]
+    tables = (grams, *subgroups.values())
+    common = [step for step in grams if all(step in part and REFERENCE in part[step].labels for part in tables)]
     by_size = {part: [table[step] for step in common] for part, table in subgroups.items()}
     notes = []
     cells: tuple[Cell, ...] = ()
@@ -70,7 +71,7 @@ def plan(
         cells = _cells(curves, size, _against(curves, size, trained, rollouts), level)
         best_size = _best_size(curves, level)
         by_formula = any(not cell.cut for cell in cells)
-        notes.append(BY_FORMULA.format(size) if by_formula else NOT_LARGER.format(size, "halves and quarters"))
+        notes.append(BY_FORMULA.format(size) if by_formula else NOT_LARGER.format(size))
         if best_size is not None and best_size.low is not None:
             notes.append(
                 f"By formula rloo's variance at the same rollouts is least in groups of {best_size.estimate:.1f} "
@@ -84,22 +85,21 @@ def plan(
 
 
 def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int) -> dict[Label, _Curve]:
-    """Return the estimators that every size has, by label."""
-    measured = {size: choice_values(size, grams, rollouts) for size, grams in by_size.items()}
-    labels = [
-        label
-        for label in {(choice.estimator, choice.energy_source) for choice in measured[max(measured)]}
-        if all(Choice(*label, size) in values for size, values in measured.items())
-    ]
+    """Return the estimators that every size has, by label; ∇J is that of the largest groups for all of them."""
+    tables = [gram for grams in by_size.values() for gram in grams]
+    truth = deleted_moments(by_size[max(by_size)], REFERENCE).truth_sq
     curves = {}
-    for label in sorted(labels):
-        law = _law(label, by_size)
-        if law is None:
-            values = {size: measured[size][Choice(*label, size)] for size in sorted(by_size)}
-            cost = {size: quotient(np.ones_like(value), value) for size, value in values.items()}
-            curves[label] = _Curve(values, cost, frozenset(by_size))
-        else:
+    for label in sorted(set.intersection(*(set(gram.labels) for gram in tables))):
+        if law := _law(label, by_size):
             curves[label] = _by_formula(label, law, by_size, rollouts)
+            continue
+        at = {size: replace(deleted_moments(by_size[size], label), truth_sq=truth) for size in sorted(by_size)}
+        curves[label] = _Curve(
+            {size: efficiency(one, rollouts / size) for size, one in at.items()},
+            # ‖∇J‖² is the same at every size and cancels.
+            {s: quotient(one.mean_sq + batch_variance(one, rollouts / s), one.along**2) for s, one in at.items()},
+            frozenset(by_size),
+        )
     return curves
 
 
