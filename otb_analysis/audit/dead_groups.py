@@ -46,22 +46,20 @@ def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadG
 def limit_ratio(size: int) -> float:
     """Return N/(N−1): variance of `rloo` at the same rollouts, over that of very large groups.
 
-    It assumes that a rollout's score does not depend on its reward, and that prompts share one gradient. Then the group
-    gradient is the covariance of two independent samples: V(N) = s²·Var(R)/(N−1), s² the score's variance, whatever the
-    success rates.
+    It assumes that noise dominates, so that a rollout's score hardly depends on its reward, and that prompts share one
+    gradient. In that limit the group gradient is the covariance of two independent samples: V(N) = s²·Var(R)/(N−1), s²
+    the score's variance, whatever the success rates.
     """
     return size / (size - 1)
 
 
 def rates_line(dead: Sequence[DeadGroups]) -> str:
-    """Return what success rates say about the best group size of `rloo`, and what they do not."""
-    if not dead:
-        return ""
+    """Return what success rates say about the best group size of `rloo`; there is at least one size."""
     size = dead[-1].size
     cost = f", and groups of {size // 2} cost {limit_ratio(size // 2) / limit_ratio(size) - 1:.0%}" if size >= 4 else ""
     return (
-        "From success rates alone: suppose that a completion's score does not depend on its reward, and that all "
+        "From success rates alone: suppose that a completion's score hardly depends on its reward, and that all "
         "prompts share one gradient. Then the variance of rloo at the same rollouts is proportional to N/(N−1): groups "
         f"above {size} save at most {1 - 1 / limit_ratio(size):.0%}{cost}. Prompts with different gradients favour "
-        "smaller groups. How much takes gradients: otb audit --model DIR --rollouts FILE --go."
+        "smaller groups."
     )

@@ -25,6 +25,7 @@ BY_FORMULA = (
     "Groups above {} follow by formula (†) for none and rloo. Other estimators take recorded groups of that size."
 )
 NOT_LARGER = "Groups above {} cannot be known: the formula takes none and rloo in groups cut into halves and quarters."
+BY_GRADIENTS = " How much takes gradients: otb audit --model DIR --rollouts FILE --go."
 NOT_HALVED = "Other group sizes cannot be known: recorded groups must be of one size that can be halved into 2 or more."
 
 
@@ -79,9 +80,9 @@ def plan(
             )
     elif grams:
         notes.append(NOT_HALVED)
-    if not cells:
-        notes.append(rates_line(dead))
-    return Planner(rollouts, size, cells, dead, " ".join(filter(None, notes)), best_size)
+    if not cells and dead:
+        notes.append(rates_line(dead) + ("" if grams else BY_GRADIENTS))
+    return Planner(rollouts, size, cells, dead, " ".join(notes), best_size)
 
 
 def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int) -> dict[Label, _Curve]:

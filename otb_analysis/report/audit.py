@@ -43,7 +43,7 @@ FORMULAS = (
     ("bias", "‖m − ∇J‖/‖∇J‖"),
     ("SF", "variance/c²"),
     ("between", "2·V(N) − V(N/2) of no baseline; within = V − between"),
-    ("larger groups", "E‖g_N‖² = q + a/N + b/(N(N−1)), b = 0 for none; at the same rollouts the variance goes with N·V(N)"),
+    ("larger groups", "E‖g_N‖² = q + a/N + b/(N(N−1)), b = 0 for none; variance at the same rollouts: N·V(N)/R"),
     ("best size of rloo", "1 + √(b/(q − ‖m‖²))"),
     ("dead groups", "mean over prompts of Σ_v C(k_v, n)/C(G, n), k_v of G rewards equal v; estimates pⁿ + (1−p)ⁿ"),
     ("share", "c·s·ḡ of a token, s = ∇log π, c its coefficient in the update ḡ = Σ c·s; divided by Σ‖ḡ‖² over steps"),

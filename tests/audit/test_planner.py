@@ -62,7 +62,9 @@ def test_a_score_that_knows_no_reward_gives_n_over_n_minus_one(size):
 def test_success_rates_say_what_they_cannot():
     line = rates_line(dead_groups([("a", [1.0, 0.0] * 4)]))
     assert "groups above 8 save at most 12%, and groups of 4 cost 17%" in line  # 1 − 7/8, and (4/3)/(8/7)
-    assert "otb audit --model" in line and rates_line(()) == ""
+    assert line.endswith("Prompts with different gradients favour smaller groups.")
+    without = plan({}, {}, None, [("a", [1.0, 0.0] * 4)], 1)
+    assert without.note == f"{line} How much takes gradients: otb audit --model DIR --rollouts FILE --go."
 
 
 def simulated(prompts, size, between, seed=0):
@@ -137,6 +139,8 @@ def test_what_cannot_be_known_is_said():
     groups = [(p, row.tolist()) for p, row in enumerate(reward)]
     alone = plan(whole, {}, ("grpo", "none"), groups, 1)
     assert alone.cells == () and alone.note.startswith("Other group sizes cannot be known")
+    assert "otb audit" not in alone.note  # it was measured already
+    assert plan({}, {}, None, [("a", [1.0])], 1).note == ""
     uneven = plan({}, {}, None, [("a", [1.0, 0.0]), ("b", [1.0, 0.0, 0.0])], 1)
     assert uneven.recorded_size is None and uneven.n_rollouts == 5
 
