@@ -23,6 +23,7 @@ FIRED = (
     "Dated by the step at which you would have seen it while the run was going. On simulated healthy runs no detector "
     "fires in more than 5 % (docs/results/alarms.md). In the runs of study 05 none is shown to foresee a collapse."
 )
+MEASURES = "`otb train --measure.attribution.every 1` measures every step, or `otb audit` for recorded rollouts."
 SHARES = (
     "Shares of ‖ḡ‖², the squared length of the update's gradient; all tokens together are 100 %. Negative: the token "
     "pushed against the update. **Signal** points along other prompts' gradients, **noise** only along its own."
@@ -91,8 +92,10 @@ def attribution(run: Run, step: int) -> None:
     steps = data.attributed(run)
     if step not in steps:
         near = min(steps, key=lambda s: abs(s - step)) if steps else None
-        missing = f"Step {step} has no attribution" + (f"; the nearest step that has is {near}." if steps else ".")
-        st.info(f"{missing} `otb train --measure.attribution.every 1` measures every step.", icon=":material/inbox:")
+        missing = "No step of this run says which tokens held its gradient"
+        if near is not None:
+            missing = f"Step {step} has no attribution; the nearest step that has is {near}"
+        st.info(f"{missing}. {MEASURES}", icon=":material/inbox:")
         if near is not None and st.button(f"Go to step {near}"):
             selection.remember("step", near)
             st.rerun()
