@@ -66,7 +66,7 @@ def steps(chosen: Sequence[Run]) -> dict[str, pd.DataFrame]:
     return {run.name: _steps(run) for run in chosen}
 
 
-def triaged(row: pd.Series, run: Run | None) -> Triage:
+def triaged(row: Any, run: Run | None) -> Triage:
     """Return one run of the list; `run` is None for one that cannot be opened."""
     age = (pd.Timestamp.now("UTC") - row["updated"]).total_seconds() if pd.notna(row["updated"]) else None
     if run is None:

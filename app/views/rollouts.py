@@ -83,7 +83,7 @@ def listed(run: Run, what: RolloutFilter) -> None:
     if not total:
         st.info("No rollout is like that; widen the filters.", icon=":material/inbox:")
         return
-    shown = table[[c for c in SHOWN if c in table]]
+    shown: Any = table[[c for c in SHOWN if c in table]]
 
     def opened() -> None:
         cells = st.session_state["found"]["selection"]["cells"]

@@ -53,8 +53,8 @@ def fall(finding: Finding) -> tuple[int, float, float]:
     Hindsight, of a finding of `reward_fall` that fired: the first of the low steps that led to its worst level.
     """
     one = finding.evidence[0]
-    step = finding.watch_step if finding.alarm_step is None else finding.alarm_step
-    at = int(np.searchsorted(one.step, step))
+    threshold = one.watch if finding.alarm_step is None else one.alarm
+    at = one.first(threshold) or 0
     before = float(np.nanmax(trailing(one.value[: at + 1], LASTING, np.median)))
     after = float(np.median(one.value[at - RECENT + 1 : at + 1]))
     low = one.value[: at + 1] < (before + after) / 2

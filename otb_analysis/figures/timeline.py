@@ -66,7 +66,7 @@ def timeline_info(
     steps: pd.DataFrame, findings: Sequence[Finding], points: Sequence[ChangePoint], more: bool = False
 ) -> TimelineInfo:
     """Collect the panels and events of one run; `more` adds every other quantity that was recorded."""
-    table = derived(steps)
+    table: Any = derived(steps)
     ordered = sorted(QUANTITIES, key=lambda q: FIRST.index(q.column) if q.column in FIRST else len(FIRST))
     chosen = [q for q in ordered if (more or q.column in FIRST) and q.column in table and table[q.column].notna().any()]
     return TimelineInfo(tuple(_series(table, quantity) for quantity in chosen), events(findings, points))
