@@ -7,7 +7,7 @@ import numpy as np
 
 from otb_analysis.audit.bookkeeping import check_bookkeeping
 from otb_analysis.audit.planner import cells_of, dead_groups
-from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy
+from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy, Sketches
 from otb_analysis.audit.sampling_report import SamplingReport, sampling_report
 from otb_analysis.audit.shares import attributed_tokens
 from otb_analysis.audit.verdict import verdict
@@ -17,7 +17,15 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, proved
 from otb_analysis.figures.conclusion import trained_labels
 from otb_analysis.figures.fidelity import comparable, energies, fidelity_columns
-from otb_analysis.statistics import conclude, deleted_moments, gain_lost, paired_ratios, pooled_statistics
+from otb_analysis.statistics import (
+    REFERENCE,
+    conclude,
+    deleted_moments,
+    gain_lost,
+    paired_ratios,
+    pooled_statistics,
+    sketch_noise,
+)
 from otb_analysis.statistics.energies.correlation import log_correlation
 from otb_analysis.store import RunStore
 from otb_analysis.types import Gram, Label, Proved
@@ -82,6 +90,7 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
         tokens=tokens,
         proxy=proxy,
         missing=tuple(missing),
+        sketches=_sketches(list(grams.values())),
         sampling=sampling,
         bookkeeping=check_bookkeeping(store, name, aggregation or stated or "sequence_sum", accumulate),
     )
@@ -127,9 +136,25 @@ def _rows(
                 row.rollout_equivalents, row.relative_bias, row.projection, row.sf, row.variance,
                 None if whole is None or apart is None else whole - apart,
                 apart,
+                row.sketch_dim is not None,
             )
         )  # fmt: skip
     return tuple(sorted(rows, key=lambda row: -np.inf if row.efficiency is None else row.efficiency, reverse=True))
+
+
+def _sketches(grams: Sequence[Gram]) -> Sketches | None:
+    """Return how far sketching moves ratios of variances, None where no step was sketched."""
+    sketched = [(gram, gram.sketch_dim) for gram in grams if gram.sketch_dim is not None]
+    if not sketched:
+        return None
+    errors = [
+        sketch_noise(gram.inner, dim).log_ratio[:, gram.labels.index(REFERENCE)]
+        for gram, dim in sketched
+        if REFERENCE in gram.labels
+    ]
+    every = np.concatenate([np.zeros(0), *errors])
+    error = float(np.nanmax(every)) if np.isfinite(every).any() else None
+    return Sketches(len(sketched), min(dim for _, dim in sketched), error)
 
 
 def _between(grams: Mapping[int, Gram], subgroups: Mapping[int, Mapping[int, Gram]]) -> float | None:

@@ -41,9 +41,12 @@ from otb_analysis.rollouts.models import load_policy, output_layer
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
 from otb_analysis.types import Float
 
+Policy = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+"""A model on its device and its tokenizer."""
 
-def score(config: ScoreConfig) -> Path:
-    """Measure recorded rollouts and return the run's directory.
+
+def score(config: ScoreConfig, policy: Policy | None = None) -> Path:
+    """Measure recorded rollouts under a model, loaded here unless it is given, and return the run's directory.
 
     Raises:
         InputError: Model, rollouts or a setting cannot work, or a record is refused; the steps before it stay.
@@ -54,19 +57,29 @@ def score(config: ScoreConfig) -> Path:
     check(config)
     processes = Processes.joined(sharded=False)
     with processes.together():
-        path = _scored(config, processes)
+        path = _scored(config, processes, policy)
     processes.end()
     return path
 
 
-def _scored(config: ScoreConfig, processes: Processes) -> Path:
-    source = source_of(config.rollouts, config)
-    path = run_path(config.rollouts, config, "scored")
-    processes.broadcast_from_main(lambda: refuse_existing(path, config))
+def load(config: ScoreConfig, device: torch.device | None = None) -> Policy:
+    """Load the model and move it to a device, by default the GPU where there is one.
+
+    Raises:
+        InputError: It cannot be loaded.
+    """
     with phase(f"loading the model {config.model}"):
         model, tokenizer = load_policy(config.model, config.allow_remote_code)
         usual = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model.to(processes.device or usual)  # pyright: ignore[reportArgumentType]
+        model.to(device or usual)  # pyright: ignore[reportArgumentType]
+    return model, tokenizer
+
+
+def _scored(config: ScoreConfig, processes: Processes, policy: Policy | None) -> Path:
+    source = source_of(config.rollouts, config)
+    path = run_path(config.rollouts, config, "scored")
+    processes.broadcast_from_main(lambda: refuse_existing(path, config))
+    model, tokenizer = policy or load(config, processes.device)
     stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
     encoded = Tally()  # of this process's steps; every process reads all records
     scorer = Scorer(config, model, tokenizer, encoded, stored)
