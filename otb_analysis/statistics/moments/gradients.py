@@ -49,9 +49,9 @@ class GradientStatistics:
     # labels.
     reference: str | None
     c_known: bool  # True where c is proved, so that bias, projection and SF are not estimated
+    sketch_dim: int | None  # Fewest buckets of the sketches behind any step's matrix; None where all are exact
     rollout_equivalents: float | None  # Rollouts that the reference needs for the same efficiency; ∞ where none suffice
     n_clusters: int
-    sketch_dim: int | None  # Fewest buckets of the sketches behind any step's matrix; None where all are exact
     intervals: Mapping[str, Interval | None]  # 95 % intervals of variance, projection, sf and efficiency, by name
 
     @property
