@@ -144,8 +144,8 @@ class AuditBenchConfig(BenchConfig):
     """Time and memory of whole audits: 1,024 rollouts of the demo's policy, 64 of SmolLM2 with up to 48 tokens each."""
 
     models: tuple[Literal["demo", "smollm2"], ...] = ("demo", "smollm2")  # Whose rollouts; smollm2 once fetched.
-    gram: tuple[Literal["auto", "exact", "sketch"], ...] = ("auto", "sketch")
-    """Each audit is made so many times, with this `--measure.gram`; ratios of variances are compared with the first."""
+    gram: tuple[Literal["auto", "exact", "sketch"], ...] = ("auto",)
+    """An audit with each of these as `--measure.gram`; ratios of variances are compared with those of the first."""
     threads: int = 2  # Threads.
     quick: bool = False  # A few rollouts of each model: does it run at all?
 
