@@ -10,6 +10,7 @@ from otb_analysis.audit.planner import cells_of, dead_groups
 from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy, Sketches
 from otb_analysis.audit.sampling_report import SamplingReport, sampling_report
 from otb_analysis.audit.shares import attributed_tokens
+from otb_analysis.audit.trainer_loss import trainer_loss
 from otb_analysis.audit.verdict import verdict
 from otb_analysis.diagnostics import advise
 from otb_analysis.diagnostics.advice import Advice
@@ -73,8 +74,6 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
     source = config.get("source")
     if sampling is None:
         missing.append(f"Sampling check: no token was scored; {SCORE} does it.")
-    objective = config.get("objective")
-    stated = str(objective.get("aggregation", "")) if isinstance(objective, Mapping) else ""
     name = trained[0] if trained else ""
     return AuditReport(
         run=store.path.name,
@@ -92,7 +91,7 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
         missing=tuple(missing),
         sketches=_sketches(list(grams.values())),
         sampling=sampling,
-        bookkeeping=check_bookkeeping(store, name, aggregation or stated or "sequence_sum", accumulate),
+        bookkeeping=check_bookkeeping(store, name, trainer_loss(config, aggregation, accumulate)),
     )
 
 

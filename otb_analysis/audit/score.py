@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.audit.encoding import Encoder
 from otb_analysis.audit.logprobs import refuse_wrong_logprobs
-from otb_analysis.audit.recorded_tables import provenance
+from otb_analysis.audit.recorded_tables import logged_norm, provenance
 from otb_analysis.audit.rows import Tally
 from otb_analysis.audit.runs import (
     GIVEN,
@@ -167,7 +167,7 @@ class Scorer:
         return StepTables(
             tokens=token_rows(table, trained, measurement.tokens, self.tokenizer) | _recorded(step, table),
             rollouts=by_rollout | provenance(step),
-            steps=summarize(rollouts, table, trained, measurement) | seconds,
+            steps=summarize(rollouts, table, trained, measurement) | logged_norm(step) | seconds,
             gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
             grams=gram_rows(step.step, measurement.gram) if measurement.gram else None,
             subgroups=subgroup_rows(step.step, measurement.subgroups) if measurement.subgroups else None,
