@@ -92,18 +92,18 @@ def _norms(measure: MeasureConfig, rollouts: Rollouts, rows: Bool) -> float:
 
 
 def seconds_per_position(policy: Policy, rollouts: Rollouts) -> float:
-    """Time a forward and backward pass of the first rollouts; a short pass is repeated a few times."""
+    """Time a forward and backward pass of the first rollouts, after one that warms up; a short pass is repeated."""
     ends = np.cumsum(rollouts.attention_mask.sum(axis=1))
     rows = np.arange(max(1, int(np.searchsorted(ends, TIMED, side="right"))))
     part, times = rollouts.take(rows), list[float]()
-    while not times or (len(times) < REPEATED and sum(times) < LONG_ENOUGH):
+    while len(times) < 2 or (len(times) < REPEATED and sum(times) < LONG_ENOUGH):
         start = perf_counter()
         with policy.arithmetic():
             total = completion_logprobs(policy.model, part, policy.temperature).logprob.sum()
         gradients = torch.autograd.grad(total, policy.parameters, allow_unused=True)
         float(next(g for g in gradients if g is not None).sum())  # waits for a GPU
         times.append(perf_counter() - start)
-    return float(np.median(times)) / int(ends[rows[-1]])
+    return float(np.median(times[1:])) / int(ends[rows[-1]])
 
 
 class Forecast:
@@ -140,13 +140,16 @@ class Forecast:
 
     def sentence(self, step: int, usual: float) -> str:
         """Return the forecast from a step on, in words; `usual`: seconds of a step without measuring."""
-        what = " and ".join(dict.fromkeys(level.what for level in self.levels if level.what))
-        steps = self.steps(step)
+        steps, together = self.steps(step), dict[tuple[int, ...], list[str]]()
+        for level in self.levels:
+            if level.what and (at := tuple(filter(level.due, steps))):
+                together.setdefault(at, []).append(level.what)
+        what = ", ".join(f"{' and '.join(dict.fromkeys(words))} at {listed(at)}" for at, words in together.items())
         costs = [self.cost(s) for s in steps]
         alike = len({round(c, 9) for c in costs}) == 1
         often = (" each time" if alike else " the first time") + f", {about(sum(costs))} in all"
         cost = f"about {about(costs[0])}{often if len(steps) > 1 else ''}"
-        return f"Measuring {what} at {listed(steps)}: {cost}; a step takes about {about(usual)} besides."
+        return f"Measuring {what}: {cost}; a step takes about {about(usual)} besides."
 
     def steps(self, first: int) -> list[int]:
         """Return the measured steps from `first` on."""

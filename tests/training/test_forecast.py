@@ -130,7 +130,7 @@ def test_sentence_says_what_at_which_steps_for_how_long():
 def test_levels_of_different_schedules_add_up():
     config = config_of(exact=Schedule(every=40, prompts=2), attribution=AttributionSchedule(every=20))
     found, sentence = told(config)
-    assert "Measuring 2 prompts (4 rollouts) and attribution at steps 0, 20, 40: about" in sentence
+    assert "Measuring 2 prompts (4 rollouts) at steps 0, 40, attribution at steps 0, 20, 40: about" in sentence
     assert "the first time" in sentence
     assert found.cost(0) > found.cost(20) == found.seconds["attribution"]
 
