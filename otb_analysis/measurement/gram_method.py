@@ -20,14 +20,21 @@ from otb_analysis.rollouts.models import output_layer
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Bool
 
-# Beside a forward and backward pass of the same rollouts: the small model (0.4 M parameters, 26 tokens a rollout) and
-# SmolLM2-135M (78 tokens, prompts a third of the positions; sketches after 41 tokens, prompts half of them).
+# Beside a forward and backward pass of the same rollouts: the small model (0.4 M parameters, 26 tokens a rollout, 16
+# prompts) and SmolLM2-135M (2 prompts; sketches after 41 tokens, half of the positions prompts).
 #
 #                                    0.4 M    135 M
 #   exact                             9–15        9
 #   sketched, 65,536 buckets         11–14    10–20
+#
+# Products grow with the square of the gradients: those of 257 took 11 passes of 4,480 positions of SmolLM2 (372
+# processor seconds), and some 4 times less beside the slower passes of the small model.
 EXACT, SKETCHED = 16.0, 24.0
 """The Gram matrix of all estimators; the exact one times the share of positions left when prompts are read once."""
+BASE, PRODUCT = 9.0, 0.5
+"""The same of an exact one, its products apart; and these, times gradients² over positions."""
+SLOWER = 2.0
+"""An exact matrix may cost so many times a sketched one."""
 PER_ROLLOUT, MOST = 3, 22
 """Gradients that 44 estimators of a prompt take: means of 6, 11, 20 and 22 were seen in groups of 2, 4, 8 and 16."""
 DIM = 1 << 16
@@ -67,12 +74,12 @@ def gram_method(
     sketched = _sketched(model, each, prompts, scope)
     if wanted == "sketch":
         return sketched
-    exact, rounds = _exact(model, rollouts, rows, each, scope)
+    exact = _exact(model, rollouts, rows, each, scope)
     most = memory_bytes(model.device) // 2
-    if wanted == "exact" or (exact.memory <= most and exact.passes <= SKETCHED):
+    if wanted == "exact" or (exact.memory <= most and exact.passes <= SLOWER * SKETCHED):
         return exact
     too_large = f"an exact one would hold {exact.memory / 1e9:.1f} GB, of {2 * most / 1e9:.1f}"
-    too_slow = f"an exact one would take {rounds:,} rounds of passes"
+    too_slow = f"an exact one would take {exact.passes / SKETCHED:.0f} times as long"
     return GramMethod(sketched.dim, sketched.memory, sketched.passes, too_large if exact.memory > most else too_slow)
 
 
@@ -83,8 +90,8 @@ def _sketched(model: PreTrainedModel, each: int, prompts: int, scope: str) -> Gr
     return GramMethod(DIM, buckets + each * DIM * (8 + 4 * prompts), SKETCHED, "it was asked for")
 
 
-def _exact(model: PreTrainedModel, rollouts: Rollouts, rows: Bool, each: int, scope: str) -> tuple[GramMethod, int]:
-    """What `group_gradient_gram` holds and takes; and its rounds of passes, over the model or over each block."""
+def _exact(model: PreTrainedModel, rollouts: Rollouts, rows: Bool, each: int, scope: str) -> GramMethod:
+    """What `group_gradient_gram` holds and takes, in rounds of passes over the model or over each block."""
     chosen = select_scope(model, scope)
     once = read_once(rollouts, rows)
     count = each * len(np.unique(rollouts.group[rows]))
@@ -103,4 +110,4 @@ def _exact(model: PreTrainedModel, rollouts: Rollouts, rows: Bool, each: int, sc
         beside = 3 * each * output + (inputs if inputs <= INPUT_BYTES else inputs // math.isqrt(blocks))
     rounds = max(1, -(-needed // GRADIENT_BYTES))
     memory = min(needed, GRADIENT_BYTES) + beside + 3 * 8 * count**2
-    return GramMethod(None, memory, EXACT * once * rounds), rounds
+    return GramMethod(None, memory, BASE * once * rounds + PRODUCT * count**2 / max(positions(rollouts, rows), 1))
