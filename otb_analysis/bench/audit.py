@@ -72,8 +72,7 @@ def run(config: AuditBenchConfig) -> Report:
                 gap = largest_gap(variances[0], variances[-1]) if len(variances) > 1 else None
                 rows.append({"model": model, "gram": gram} | facts | row | {"gap": gap})
     title = "`otb audit --go` on rollouts with recorded token ids"
-    name = "audit" if len(config.models) > 1 else f"audit_{config.models[0]}"
-    return report_of(config, title, COLUMNS, rows, notes=notes_of(config), name=name)
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config))
 
 
 def write_rollouts(path: Path, model: str, sample: SampleConfig) -> dict[str, Any]:
