@@ -21,7 +21,8 @@ FIRST = ("grad_norm_sq", "energy_proxy")
 NORM = {False: "Exact ‖∇log π‖²", True: "Estimated ‖∇log π‖²"}  # by whether some of it was sketched
 SKETCHED = "Estimated from projections on random directions: a click shows each standard error; some are below 0."
 NOTHING = (
-    "This run has no step whose tokens and rollouts are both stored; a run of `otb train` stores them at every step."
+    "This run has no step whose tokens and rollouts are both stored; a run of `otb train` stores them at every step, "
+    "and `otb score --model DIR --rollouts FILE` stores those of recorded rollouts."
 )
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
 

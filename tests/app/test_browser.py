@@ -1,5 +1,6 @@
 """What only a browser can tell: text stays text, nothing is fetched from elsewhere, clicks and live runs work."""
 
+import json
 import os
 import shutil
 import socket
@@ -14,8 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from otb_analysis.audit.audited import audit_run
+from otb_analysis.audit.importing import import_rollouts
+from otb_analysis.audit.score import score
+from otb_analysis.config import AuditConfig, ImportConfig
 from otb_analysis.report import write_report
-from otb_analysis.store import RunWriter
+from otb_analysis.report.audit import write_audit
+from otb_analysis.store import RunStore, RunWriter
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -284,5 +290,36 @@ def test_report_opens_without_a_network_and_fetches_nothing(browser, store_root,
     page.wait_for_timeout(1000)
     assert (asked, errors) == ([address], [])
     assert page.locator(".js-plotly-plot").count() == 5
+    assert page.locator("td script, td b, td img").count() == 0
+    context.close()
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_report_of_an_audit_opens_without_a_network_and_without_errors(measured, browser, tmp_path):
+    rows = [
+        {"prompt": f"{g}+1=<b>x</b>", "completion": f"{g + k % 2}#", "reward": float(k % 3 > 0), "group": g}
+        for g in range(6)
+        for k in range(4)
+    ]
+    rollouts = tmp_path / "mine.jsonl"
+    rollouts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    if measured:
+        path = score(AuditConfig(rollouts=rollouts, model="demo", root=tmp_path, run="audited"))
+    else:
+        path = import_rollouts(rollouts, ImportConfig(root=tmp_path))
+    _, html = write_audit(audit_run(RunStore(path)), path, "otb audit --run audited")
+    assert measured or html.stat().st_size < 30_000  # no figure, so no plotly.js
+    context = browser.new_context(offline=True)
+    page, asked, errors = context.new_page(), [], []
+    page.on("request", lambda r: asked.append(r.url))
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    page.on("console", lambda m: errors.append(m.text) if m.type in ("error", "warning") else None)
+    page.goto(f"file://{html}", timeout=60 * SECONDS)
+    if measured:
+        page.wait_for_selector(PLOT, timeout=60 * SECONDS)
+    page.wait_for_timeout(1000)
+    assert (asked, errors) == ([f"file://{html}"], [])
+    assert page.locator(".js-plotly-plot").count() == int(measured)
+    assert page.locator("h2").first.text_content() == "Verdict"
     assert page.locator("td script, td b, td img").count() == 0
     context.close()
