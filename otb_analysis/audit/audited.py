@@ -7,9 +7,10 @@ import numpy as np
 
 from otb_analysis.audit.bookkeeping import check_bookkeeping
 from otb_analysis.audit.planner import plan
-from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy
+from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy, Sketches
 from otb_analysis.audit.sampling_report import SamplingReport, sampling_report
 from otb_analysis.audit.shares import attributed_tokens
+from otb_analysis.audit.trainer_loss import trainer_loss
 from otb_analysis.audit.verdict import verdict
 from otb_analysis.diagnostics import advise
 from otb_analysis.diagnostics.advice import Advice
@@ -17,7 +18,15 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, proved
 from otb_analysis.figures.conclusion import trained_labels
 from otb_analysis.figures.fidelity import comparable, energies, fidelity_columns
-from otb_analysis.statistics import conclude, deleted_moments, gain_lost, paired_ratios, pooled_statistics
+from otb_analysis.statistics import (
+    REFERENCE,
+    conclude,
+    deleted_moments,
+    gain_lost,
+    paired_ratios,
+    pooled_statistics,
+    sketch_noise,
+)
 from otb_analysis.statistics.energies.correlation import log_correlation
 from otb_analysis.store import RunStore
 from otb_analysis.types import Gram, Label, Proved
@@ -65,8 +74,6 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
     source = config.get("source")
     if sampling is None:
         missing.append(f"Sampling check: no token was scored; {SCORE} does it.")
-    objective = config.get("objective")
-    stated = str(objective.get("aggregation", "")) if isinstance(objective, Mapping) else ""
     name = trained[0] if trained else ""
     return AuditReport(
         run=store.path.name,
@@ -82,8 +89,9 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
         tokens=tokens,
         proxy=proxy,
         missing=tuple(missing),
+        sketches=_sketches(list(grams.values())),
         sampling=sampling,
-        bookkeeping=check_bookkeeping(store, name, aggregation or stated or "sequence_sum", accumulate),
+        bookkeeping=check_bookkeeping(store, name, trainer_loss(config, aggregation, accumulate)),
     )
 
 
@@ -144,9 +152,25 @@ def _rows(
                 row.rollout_equivalents, row.relative_bias, row.projection, row.sf, row.variance,
                 None if whole is None or apart is None else whole - apart,
                 apart,
+                row.sketch_dim is not None,
             )
         )  # fmt: skip
     return tuple(sorted(rows, key=lambda row: -np.inf if row.efficiency is None else row.efficiency, reverse=True))
+
+
+def _sketches(grams: Sequence[Gram]) -> Sketches | None:
+    """Return how far sketching moves ratios of variances, None where no step was sketched."""
+    sketched = [(gram, gram.sketch_dim) for gram in grams if gram.sketch_dim is not None]
+    if not sketched:
+        return None
+    errors = [
+        sketch_noise(gram.inner, dim).log_ratio[:, gram.labels.index(REFERENCE)]
+        for gram, dim in sketched
+        if REFERENCE in gram.labels
+    ]
+    every = np.concatenate([np.zeros(0), *errors])
+    error = float(np.nanmax(every)) if np.isfinite(every).any() else None
+    return Sketches(len(sketched), min(dim for _, dim in sketched), error)
 
 
 def _between(grams: Mapping[int, Gram], subgroups: Mapping[int, Mapping[int, Gram]]) -> float | None:

@@ -35,6 +35,16 @@ class EstimatorRow:
     variance: float | None  # Of an update
     within: float | None  # P·variance from rollouts of a prompt; for unbiased estimators only
     between: float | None  # P·variance from prompts, likewise
+    sketched: bool  # True where gradients of some step were estimated from count sketches
+
+
+@dataclass(frozen=True)
+class Sketches:
+    """What estimating gradients from count sketches adds to the error of the estimators' rows."""
+
+    steps: int  # Steps that were sketched
+    buckets: int
+    error: float | None  # Largest standard error that it adds to any log V/V_rloo of a step; None below 2 prompts
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,7 @@ class AuditReport:
     tokens: Tokens | None
     proxy: Proxy | None
     missing: tuple[str, ...]
+    sketches: Sketches | None = None  # None where every Gram matrix is exact
     sampling: SamplingReport | None = None  # None where the tokens were not scored
     bookkeeping: Bookkeeping | None = None
 

@@ -8,7 +8,17 @@ import plotly.graph_objects as go
 from rich.table import Table
 
 from otb_analysis.audit.bookkeeping import bookkeeping_lines
-from otb_analysis.audit.results import AuditReport, Cell, EstimatorRow, Planner, Proxy, Share, Tokens, is_told
+from otb_analysis.audit.results import (
+    AuditReport,
+    Cell,
+    EstimatorRow,
+    Planner,
+    Proxy,
+    Share,
+    Sketches,
+    Tokens,
+    is_told,
+)
 from otb_analysis.audit.sampling_sums import ZScores
 from otb_analysis.audit.sampling_text import sampling_lines
 from otb_analysis.errors import StoreError
@@ -129,7 +139,8 @@ def _grids(report: AuditReport, top: int | None) -> list[tuple[str, Grid]]:
     """Return every table with its title, in the order of an audit; the part before a colon names its section."""
     grids = []
     if report.estimators:
-        grids.append(("Estimators: the most efficient first", Grid(ESTIMATORS, _estimators(report.estimators[:top]))))
+        caption = ESTIMATORS + (f"\n{_sketched(report.sketches, report.n_steps)}" if report.sketches else "")
+        grids.append(("Estimators: the most efficient first", Grid(caption, _estimators(report.estimators[:top]))))
     if report.planner.cells:
         what = f"Efficiency of {report.planner.n_rollouts} rollouts in groups of each size (ratio to the trainer's)"
         caption = f"{what}. {BEST} A size without † was cut from recorded groups."
@@ -150,7 +161,9 @@ def _grids(report: AuditReport, top: int | None) -> list[tuple[str, Grid]]:
 def _estimators(rows: tuple[EstimatorRow, ...]) -> pd.DataFrame:
     return pd.DataFrame(
         {
-            "estimator": row.estimator + ("" if row.energy_source == "none" else f"/{row.energy_source}"),
+            "estimator": row.estimator
+            + ("" if row.energy_source == "none" else f"/{row.energy_source}")
+            + " ~" * row.sketched,
             "efficiency": formatted(row.efficiency, ".2f"),
             "ratio": _ratio(row.ratio),
             "equiv.": formatted(row.rollout_equivalents, ".0f"),
@@ -163,6 +176,12 @@ def _estimators(rows: tuple[EstimatorRow, ...]) -> pd.DataFrame:
         }
         for row in rows
     )
+
+
+def _sketched(sketches: Sketches, steps: int) -> str:
+    error = "" if sketches.error is None else f"; variances over rloo's are off by {sketches.error:.1%} or less (SE)"
+    where = f"at {sketches.steps} of {steps} steps"
+    return f"~: gradients {where} were estimated from count sketches of {sketches.buckets:,} buckets{error}"
 
 
 def _ratio(ratio: Interval | None) -> str:

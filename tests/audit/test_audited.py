@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from otb_analysis.audit import score as scoring
 from otb_analysis.audit.audited import _between, audit_run
 from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.audit.results import is_told
@@ -158,6 +159,23 @@ def test_without_go_the_cost_is_printed_and_nothing_written(rollouts, checkpoint
     out = capsys.readouterr().out
     assert "80 rollouts" in out and "Gram matrix" in out and "Nothing was written" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_is_loaded_once(rollouts, checkpoint, tmp_path, monkeypatch):
+    loaded, load = [], scoring.load_policy
+    monkeypatch.setattr(scoring, "load_policy", lambda *args: loaded.append(args) or load(*args))
+    words = [
+        "--model",
+        str(checkpoint),
+        "--rollouts",
+        str(rollouts),
+        "--root",
+        str(tmp_path),
+        "--measure.exact.every",
+        "0",
+    ]
+    assert main(["audit", *words, "--measure.attribution.every", "0", "--go"]) == 0
+    assert len(loaded) == 1
 
 
 def test_a_run_is_audited_again(audited, capsys):
