@@ -14,7 +14,6 @@ import numpy as np
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.statistics import MIN_CLUSTERS, REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
-from otb_analysis.statistics.moments.absolute import may_be_shown
 from otb_analysis.statistics.moments.measures import known_number, quotient
 from otb_analysis.types import Float, Gram, Label
 
@@ -54,8 +53,6 @@ class Advised:
 
     choice: Choice
     efficiency: float | None  # Share of an update that points along ∇J, None where it is undefined
-    # False where fewer prompts were measured than a third of the noise scale: then only `ratio` is shown
-    shown: bool
     # Efficiency over that of the present choice with its simultaneous interval, None where it is undefined.
     ratio: Interval | None
 
@@ -171,12 +168,7 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
     others = {replicates.tobytes() for replicates in values.values()} - {base.tobytes()}
     level = 1 - RISK / max(len(others), 1)
     candidates = [
-        Advised(
-            choice,
-            known_number(replicates[0]),
-            may_be_shown(float(replicates[0]), n_rollouts / choice.size, base.size - 1),
-            None if choice == present else _ratio(replicates, base, level),
-        )
+        Advised(choice, known_number(replicates[0]), None if choice == present else _ratio(replicates, base, level))
         for choice, replicates in values.items()
     ]
     candidates.sort(key=lambda one: -np.inf if one.efficiency is None else one.efficiency, reverse=True)

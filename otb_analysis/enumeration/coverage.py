@@ -162,7 +162,7 @@ def _cell(coverage: Coverage) -> str:
     if coverage.given == 0:
         return "none"
     text = f"{100 * coverage.covered:.1f}"
-    text = text if coverage.covered >= NOMINAL_FLOOR else f"**{text}**"
+    text = text if float(text) >= 100 * NOMINAL_FLOOR else f"**{text}**"
     return text if coverage.given > 0.995 else f"{text} ({100 * coverage.given:.0f})"
 
 
