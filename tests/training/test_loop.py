@@ -76,7 +76,9 @@ NEVER_HERE = {
     | {"tracker_gaps"},
     "rollouts": {"energy_total", "energy_total_stderr"},  # of the level sampled
     "tokens": {"grad_norm_sq_stderr", "path_norm_sq", "energy_calibrated", "attribution", "signal", "noise"},
-    "gradients": {"variance_low", "variance_high", "within", "between"},  # below 16 prompts, and without pools
+    # Below 16 prompts, without pools, and never sketched.
+    "gradients": {"variance_low", "variance_high", "within", "between", "sketch_dim"},
+    "grams": {"sketch_dim"},
 }
 
 
