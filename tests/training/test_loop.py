@@ -269,7 +269,13 @@ def test_options_of_an_estimator_are_read_from_text(trained):
     np.testing.assert_allclose(tokens["baseline"], again.baseline[tokens["rollout"], tokens["t"]], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["blend_otb_regression", "0.5*rloo+0.5*energy_across_loo"])
+LATER = (
+    "james_stein_corrected", "maxrl", "mc_grpo", "qae", "gpg", "reinforce_plus_plus_baseline", "blend_otb_regression",
+    "0.5*rloo+0.5*energy_across_loo",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATER)
 def test_one_step_follows_the_advantages_of_an_estimator(trained, name):
     own = EstimatorConfig(name=name)
     path = trained(f"step-{name.replace('*', '-')}", estimator=own, optimize=OptimizeConfig(steps=1))
@@ -279,6 +285,7 @@ def test_one_step_follows_the_advantages_of_an_estimator(trained, name):
     place = tokens["rollout"], tokens["t"]
     np.testing.assert_allclose(tokens["advantage"], again.advantage[place], rtol=1e-4, atol=1e-5)
     rows = store.gradients_df(where=f"estimator = '{name}' and energy_source in ('proxy', 'none')")
+    assert (store.steps_df()["grad_norm"] > 0).all()
     np.testing.assert_allclose(np.sqrt(rows["mean_norm_sq"]), store.steps_df()["grad_norm"], rtol=1e-4)
 
 
