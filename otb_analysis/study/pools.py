@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from otb_analysis.arrays import returns_to_go
 from otb_analysis.config import MeasureConfig, SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate, proved, with_limit
+from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, entry_of, estimate, proved, with_limit
 from otb_analysis.gradients import gradient_sketch
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.rollouts.sampling import Rollouts
@@ -19,11 +18,9 @@ from otb_analysis.statistics import (
     Partition,
     PoolGram,
     group_gradients,
-    held_out,
     mean_over_subgroups,
     partitions,
     pool_gram,
-    position_optimum,
 )
 from otb_analysis.study.policies import Policy, ScoredRollouts, write
 from otb_analysis.tasks import Prompt
@@ -42,7 +39,7 @@ class Pool:
     """Rollouts of several prompts with the score of every token as a count sketch; made by `measure_pool`."""
 
     written: ScoredRollouts
-    inputs: EstimatorInputs  # With exact energies, rollout norms and a cross-fitted B*; group = prompt
+    inputs: EstimatorInputs  # With exact energies and rollout norms; group = prompt
     proxy: Float  # Logit-space energies [N, T]
     sketch: NDArray[np.float32]  # Sketches of the distinct scores [U, K]
     node: Int  # Row of `sketch` of each token [N, T], 0 outside the mask
@@ -81,15 +78,14 @@ def measure_pool(policy: Policy, written: ScoredRollouts, dim: int, seed: int = 
     """Measure every token of a pool: exact norms, and sketches of the scores in `dim` buckets.
 
     A group is all rollouts of a prompt. With a critic's values in its table `value` and `tvm` are measured too. The
-    seed is that of the hash and of the halves for B*.
+    seed is that of the hash. B* is not: from half a pool it is noisier than what it is compared with (studies/LOG.md).
     """
     table = written.table
     measurer = GradientMeasurer(policy.model, MeasureConfig(), written.temperature)
     measured = measurer.norms(written.rollouts, np.unique(written.rollouts.group))
     sketch, node = token_sketches(policy.model, written.rollouts, written.temperature, dim, seed, bar)
     inputs = table.inputs(np.nan_to_num(measured.norm_sq), measured.rollout_norm_sq)
-    pool = Pool(written, inputs, np.where(table.mask, table.stats.energy, 0.0), sketch, node)
-    return replace(pool, inputs=replace(inputs, position_baseline=cross_fitted_optimum(pool, seed)))
+    return Pool(written, inputs, np.where(table.mask, table.stats.energy, 0.0), sketch, node)
 
 
 def token_sketches(
@@ -136,20 +132,6 @@ def distinct_tokens(ids: Int, mask: Bool) -> tuple[Int, Bool]:
     return node, first
 
 
-def cross_fitted_optimum(pool: Pool, seed: int) -> Float:
-    """Return B_t* [N, T] of each rollout from the other half of its prompt's pool."""
-    inputs = pool.inputs
-    half, out = held_out(inputs.group, seed=seed), np.zeros(inputs.mask.shape)
-    returns = returns_to_go(inputs.reward, inputs.mask)
-    for prompt in np.unique(inputs.group):
-        for mine in (half, ~half):  # each half takes B* from the other: no rollout judges itself
-            rows, others = (np.flatnonzero((inputs.group == prompt) & part) for part in (mine, ~mine))
-            features = pool.features(others)
-            width = features.shape[1]
-            out[rows, :width] = position_optimum(features, returns[others, :width], inputs.mask[others, :width])
-    return np.where(inputs.mask, out, 0.0)
-
-
 def every_estimate(pool: Pool, cut: Partition, batch: int | None = None) -> dict[Label, Float]:
     """Return advantages [N, T] of every estimator whose inputs exist, on the groups of one cut.
 
@@ -191,7 +173,7 @@ def update_batches(cut: Partition, prompts: int | None = None) -> Int:
 
 def in_batches(name: str, inputs: EstimatorInputs, batch: Int, options: Any) -> Float:
     """Return advantages [N, T] of an estimator that sees the rollouts of one batch [N] at a time."""
-    needs = ("reward", "mask", "group", *ESTIMATORS[name].needed(options))
+    needs = ("reward", "mask", "group", *entry_of(name).needed(options))
     out = np.zeros(inputs.mask.shape)
     for k in np.unique(batch):
         rows = np.flatnonzero(batch == k)

@@ -5,12 +5,10 @@ import pytest
 
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import estimate
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram, token_score_norms
 from otb_analysis.statistics import Partition, mean_over_subgroups, partitions
 from otb_analysis.study.policies import fresh_policy, write
 from otb_analysis.study.pools import (
-    cross_fitted_optimum,
     distinct_tokens,
     every_estimate,
     gram_of_prompts,
@@ -130,27 +128,10 @@ def test_estimators_that_couple_prompts_see_one_group_of_each(pool):
 def test_energy_sources_are_named_and_alike_estimators_measured_once(pool):
     cut = partitions(pool.inputs.group, 2, 1)[0]
     found = every_estimate(pool, cut)
-    assert {("otb", "exact"), ("otb", "proxy"), ("position_optimal", "none"), ("james_stein", "none")} <= found.keys()
+    assert {("otb", "exact"), ("otb", "proxy"), ("james_stein", "none")} <= found.keys()
     np.testing.assert_array_equal(found["otb", "exact"], found["otb_turn", "exact"])
     kept = [label for block in pool_grams(pool, [cut]) for label in block.labels]
     assert ("otb", "exact") in kept and ("otb_turn", "exact") not in kept and ("trloo", "none") not in kept
-
-
-def test_best_baseline_comes_from_the_other_half_of_the_prompt(pool):
-    # changing the pay of the rollouts of one half changes B* of the other half only
-    from dataclasses import replace
-
-    from otb_analysis.statistics import held_out
-
-    half = held_out(pool.inputs.group, seed=0)
-    paid = pool.inputs.reward * np.where(half, 5.0, 1.0)[:, None]
-    before = cross_fitted_optimum(pool, 0)
-    after = cross_fitted_optimum(replace(pool, inputs=replace(pool.inputs, reward=paid)), 0)
-    np.testing.assert_array_equal(before[half], after[half])
-    np.testing.assert_allclose(after[~half], 5 * before[~half])
-    assert np.abs(before).max() > 0
-    inputs = replace(pool.inputs, position_baseline=before)
-    np.testing.assert_array_equal(estimate("position_optimal", inputs).baseline, before)
 
 
 def test_too_few_promising_prompts_are_one_sentence(policy):
