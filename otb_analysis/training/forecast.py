@@ -12,6 +12,7 @@ import torch
 
 from otb_analysis.config import MeasureConfig, Schedule, TrainConfig
 from otb_analysis.measurement.forward import completion_logprobs
+from otb_analysis.measurement.gram_method import EXACT, SKETCHED, GramMethod
 from otb_analysis.measurement.levels import NORM, first_groups, level_of, positions, read_once, seen
 from otb_analysis.phases import EXPECTED, duration, note, phase, plural
 from otb_analysis.rollouts.sampling import Rollouts
@@ -24,13 +25,11 @@ from otb_analysis.types import Bool
 #
 #                                    0.4 M     42 M    135 M
 #   exact norms (13 and 25 seen)      9–16      6.4      8.0
-#   Gram matrix, all estimators       9–15        –        9
 #   smaller groups, each size            2        –        –
 #
-# Prompts made up a third of the positions there. The last two rows read a prompt once for all its rollouts.
-WHOLE, GRAM, SMALLER = 1.5, 16.0, 3.0
-"""Exact norms of whole rollouts; the Gram matrix of all estimators and that of one smaller group size, both times the
-share of positions that is left when prompts are read once."""
+# Prompts made up a third of the positions there.
+WHOLE, SMALLER = 1.5, 0.2
+"""Exact norms of whole rollouts; the Gram matrix of one smaller group size, as a part of the whole one's cost."""
 
 Planner = Callable[[int, Rollouts, float, float], MeasureConfig]
 """Returns what is measured from a step's rollouts, the seconds of a pass per position, and those of a step."""
@@ -56,10 +55,13 @@ class PlannedLevel:
     rows: Bool  # True at those rollouts [N]
 
 
-def levels(config: TrainConfig, rollouts: Rollouts, exact_always: bool = False) -> list[PlannedLevel]:
+def levels(
+    config: TrainConfig, rollouts: Rollouts, exact_always: bool = False, gram: GramMethod | None = None
+) -> list[PlannedLevel]:
     """Return everything that a run measures, with its cost on rollouts such as these.
 
-    `exact_always`: the training estimator reads exact norms of all rollouts at each step.
+    `exact_always`: the training estimator reads exact norms of all rollouts at each step. `gram`: how the Gram matrix
+    is measured, by default exactly unless the configuration asks for sketches.
     """
     measure, group, every = config.measure, rollouts.group, np.ones(len(rollouts.group), bool)
     exact, planned = measure.exact, list[PlannedLevel]()
@@ -71,10 +73,11 @@ def levels(config: TrainConfig, rollouts: Rollouts, exact_always: bool = False) 
         prompts = f"{plural(len(np.unique(group[measured])), 'prompt')} ({plural(int(measured.sum()), 'rollout')})"
         planned.append(PlannedLevel("exact norms", prompts, exact.due, _norms(measure, rollouts, measured), measured))
     if measured.any():
-        once = read_once(rollouts, measured)
-        planned.append(PlannedLevel("Gram matrix", "", exact.due, GRAM * once, measured))
+        usual = SKETCHED if measure.gram == "sketch" else EXACT * read_once(rollouts, measured)
+        passes = gram.passes if gram else usual
+        planned.append(PlannedLevel("Gram matrix", "", exact.due, passes, measured))
         if measure.subgroups and (sizes := len(smaller_sizes(group[measured]))):
-            planned.append(PlannedLevel("smaller groups", "", exact.due, SMALLER * sizes * once, measured))
+            planned.append(PlannedLevel("smaller groups", "", exact.due, SMALLER * sizes * passes, measured))
     for name, plan in measure.schedules.items():
         if name != "exact" and plan.every > 0:
             level = level_of(name)
