@@ -15,12 +15,10 @@ from otb_analysis.types import Float
 
 from .setup import FIRST_BATCH, Checkpoint, flat
 
-ARMS = ("rloo", "none", "grpo", "otb", "otb_loo", "energy_regression", "half_half", "value")
+ARMS = ("rloo", "none", "grpo", "otb", "otb_loo", "energy_regression", "blend_otb_regression", "value")
 """What is measured, `rloo` first. `group_mean` is (1 − 1/N)·`rloo`: its gains are those of `rloo` at shorter steps."""
 UNBIASED = ("rloo", "none", "otb_loo", "energy_regression", "value")
 """Proved unbiased: their mean is ∇J."""
-HALVES = ("otb", "energy_regression")
-"""`half_half` is the mean of the two."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,4 @@ def batch_gradients(at: Checkpoint, number: int) -> Batch:
 
 def arm_advantages(inputs: EstimatorInputs, limit: int) -> dict[str, Float]:
     """Return the advantages of every arm [N, T]."""
-    names = [name for name in ARMS if name != "half_half"]
-    found = {name: estimate(name, inputs, with_limit(name, None, limit)).advantage for name in names}
-    return found | {"half_half": np.mean([found[name] for name in HALVES], axis=0)}
+    return {name: estimate(name, inputs, with_limit(name, None, limit)).advantage for name in ARMS}

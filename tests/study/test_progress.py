@@ -163,7 +163,7 @@ def test_unbiased_arms_are_those_the_registry_proves():
         "sample": {"engine": "transformers", "prompts": 16, "group_size": 4}, "optimize": {"precision": "float32"},
         "estimator": {"name": "rloo", "options": {}},
     }  # fmt: skip
-    known = proved([(name, "proxy") for name in updates.ARMS if name != "half_half"], config)
+    known = proved([(name, "proxy") for name in updates.ARMS], config)
     assert {label[0] for label, c in known.projection.items() if c == 1} == set(updates.UNBIASED)
 
 
