@@ -97,13 +97,11 @@ def test_05_otb_and_sequence_optimal_loo_outlast_shorter_steps_and_no_detector_f
     assert numbers_of("05_collapse")["forecast_shown"] == []
 
 
-def test_06_ratios_pay_in_large_updates_only_and_a_trained_model_cannot_tell():
+def test_06_ratios_pay_in_large_updates_only():
     pairs = select(numbers_of("06_off_policy")["pairs"], drift="behind")
     sequence = select(pairs, ratio="`sequence`", budget=1024)
     assert len(sequence) == 5 and all(row["over_none_low"] > 1 and row["q"] <= 0.05 for row in sequence)
     assert not any(row["differs"] == "more" for row in pairs if row["budget"] == 32)
-    p = [row["against_none_p"] for row in tables_of("06_off_policy")["sampled"] if row["baseline"] == "rloo"]
-    assert stats.false_discovery_control([x for x in p if x is not None], method="by").min() > 0.05
 
 
 @pytest.mark.parametrize("name", ["otb_turn", "otb_turn_loo", "trloo"])
