@@ -1,7 +1,7 @@
 """What the pools say: every entry's variance and efficiency, at every group size and size of the update."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,8 @@ def comparison(cell: Cell, size: Size, work: Path, bar: Bar) -> Tables:
             moments = moments_of(found, n, both if only else None)
             key = {"policy": cell.settings["policy"], "pool": kind, "mixed": only or kind == "deep", "size": n}
             for table, rows in tables_of(moments, n).items():
-                tables[table] += [key | row for row in rows]
+                if table != "estimators" or kind == "deep" or not only:
+                    tables[table] += [key | row for row in rows]
             tables["coupling"] += [key | row for row in coupling_rows(found, moments)]
             name = f"{kind}-{n}-{only}"
             names[name] = [list(way) for way in moments]
@@ -152,6 +153,12 @@ def tables_of(moments: Mapping[Way, Moments], size: int) -> dict[str, list[dict[
     values = {(way, p): at_update(moments, way, p, size) for way in heads for p in UPDATES}
     reference = Way("rloo", "none")
     rows = [entry_row(way, values, reference, size, moments[way].power.size - 1) for way in heads]
+    pairs = pair_rows(values, heads) if size in ASKED_SIZES else []
+    return {"estimators": rows, "pairs": pairs, "signal": [signal_row(moments[reference])]}
+
+
+def pair_rows(values: Values, heads: Sequence[Way]) -> list[dict[str, Any]]:
+    """Return the efficiencies of entries that know other prompts over those of the entries that are asked about."""
     pairs = []
     by_name = {(way.estimator, way.source, way.rewards): way for way in heads}
     for name in AHEAD:
@@ -165,12 +172,12 @@ def tables_of(moments: Mapping[Way, Moments], size: int) -> dict[str, list[dict[
                 below = by_name.get((against, source, rewards)) or by_name[against, source, "0/1"]
                 row = {"estimator": name, "against": against, "rewards": rewards}
                 variance = ratio(values[above, HEAD][1], values[below, HEAD][1], "variance")
-                row |= interval_columns("variance", variance)
+                row |= short("variance", variance)
                 for p in UPDATES:
                     gain = ratio(values[above, p][1], values[below, p][1], "efficiency")
-                    row |= interval_columns(f"gain{p}", gain)
+                    row |= short(f"gain{p}", gain)
                 pairs.append(row)
-    return {"estimators": rows, "pairs": pairs, "signal": [signal_row(moments[reference])]}
+    return pairs
 
 
 def entry_row(
