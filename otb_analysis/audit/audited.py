@@ -14,7 +14,7 @@ from otb_analysis.audit.verdict import verdict
 from otb_analysis.diagnostics import advise
 from otb_analysis.diagnostics.advice import Advice
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, proved
+from otb_analysis.estimators import proved, registered
 from otb_analysis.figures.conclusion import trained_labels
 from otb_analysis.figures.fidelity import comparable, energies, fidelity_columns
 from otb_analysis.statistics import conclude, deleted_moments, gain_lost, paired_ratios, pooled_statistics
@@ -118,7 +118,7 @@ def _rows(
     )
     rows = []
     for row in pooled_statistics(grams, known=known):
-        entry = ESTIMATORS.get(row.estimator)
+        entry = registered(row.estimator)
         apart = between if row.variance is not None and entry is not None and entry.unbiased else None
         whole = None if row.variance is None else row.variance * row.n_prompts
         rows.append(

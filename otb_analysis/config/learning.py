@@ -20,6 +20,8 @@ class EstimatorConfig:
     By energy of the rollout: sequence_optimal, sequence_optimal_loo.
     By its exact norm, measured at every step: classic_optimal, classic_optimal_loo, opob.
     From the critic: value, tvm.
+    Half otb, half energy_regression: blend_otb_regression.
+    Others by weights that sum to 1: a name such as `0.5*otb+0.5*energy_regression`.
     Your own: module:function; docs/own_estimator.md has an example."""
     energy: Literal["proxy", "exact"] = "proxy"
     """Token energies it weights by: the free proxy, or exact norms of every rollout at every step, which is slow."""
@@ -27,8 +29,9 @@ class EstimatorConfig:
     """Options of that estimator, as name value pairs: `tail group`.
     tail, own_return, group or zero: of otb, otb_turn, token_optimal, energy_ema and their _loo forms.
     decay: of energy_ema, energy_ema_loo and value. discount: of value.
-    features, ridge, memory and T_max: of energy_regression. features is a list such as `1,m,f,m*f,x`; memory, from 0
-    to 1, is what earlier steps count, for batches of few prompts; T_max is the sampling limit unless you set it.
+    features, ridge, memory and T_max: of energy_regression, and of what has it as a part, such as blend_otb_regression.
+    features is a list such as `1,m,f,m*f,x`; memory, from 0 to 1, is what earlier steps count, for batches of few
+    prompts; T_max is the sampling limit unless you set it.
     Of your own: the function's other parameters that have a number or a text as default."""
 
 

@@ -1,6 +1,8 @@
 """Every estimator by name: the name in this dict is the name on disk, on axes and on the command line."""
 
+from otb_analysis.errors import InputError
 from otb_analysis.estimators import across, means, prefixes, provided, regression, sequence, token, turns
+from otb_analysis.estimators.portfolio import combined, is_portfolio, portfolio
 from otb_analysis.estimators.spec import DecayOptions, EstimatorSpec, RegressionOptions, TailOptions, ValueOptions
 
 IID = "rollouts i.i.d. from the scored policy: no top-p or top-k, no filter on the group's outcome, no first-N-finished"
@@ -143,3 +145,15 @@ ESTIMATORS: dict[str, EstimatorSpec] = {
     ),
 }
 # fmt: on
+# `otb_turn` is `otb` wherever there are no tool tokens
+ESTIMATORS["blend_otb_regression"] = combined({"otb_turn": 0.5, "energy_regression": 0.5}, ESTIMATORS)
+
+
+def registered(name: str) -> EstimatorSpec | None:
+    """Return the EstimatorSpec of a stored name, of a portfolio too; None where the name is not known here."""
+    if not is_portfolio(name):
+        return ESTIMATORS.get(name)
+    try:
+        return portfolio(name, ESTIMATORS)
+    except InputError:
+        return None

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from shlex import quote
 from typing import Any
 
 from otb_analysis.diagnostics import advise, trained_label, update_rollouts
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS
+from otb_analysis.estimators import registered
 from otb_analysis.figures.numbers import interval_cell
 from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, Conclusion, Interval, Verdict, gradient_noise_scale
 from otb_analysis.statistics.comparisons.verdicts import MARGIN, names
@@ -117,8 +118,10 @@ def shown_name(label: Label) -> str:
 
 def train_options(label: Label) -> str:
     """Return what to add to a run's own command so that it trains with an estimator."""
-    reads = label[0] in ESTIMATORS and ESTIMATORS[label[0]].reads_energy
-    return f"--estimator.name {label[0]}" + (" --estimator.energy exact" if reads and label[1] == "exact" else "")
+    entry = registered(label[0])
+    reads = entry is not None and entry.reads_energy
+    energy = " --estimator.energy exact" if reads and label[1] == "exact" else ""
+    return f"--estimator.name {quote(label[0])}{energy}"
 
 
 def measure_options(needed: int, config: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from otb_analysis.arrays import returns_to_go
 from otb_analysis.config import MeasureConfig, SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate, proved, with_limit
+from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, entry_of, estimate, proved, with_limit
 from otb_analysis.gradients import gradient_sketch
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.rollouts.sampling import Rollouts
@@ -178,7 +178,7 @@ def turns(cut: Partition) -> Int:
 
 def in_batches(name: str, inputs: EstimatorInputs, batch: Int, options: Any) -> Float:
     """Return advantages [N, T] of an estimator that sees the rollouts of one batch [N] at a time."""
-    needs = ("reward", "mask", "group", *ESTIMATORS[name].needed(options))
+    needs = ("reward", "mask", "group", *entry_of(name).needed(options))
     out = np.zeros(inputs.mask.shape)
     for k in np.unique(batch):
         rows = np.flatnonzero(batch == k)

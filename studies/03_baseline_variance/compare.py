@@ -128,8 +128,6 @@ def moments_of(found: Gradients, size: int, mixed: Bool | None) -> dict[Way, Mom
 
 def projection_of(way: Way, size: int, prompts: int) -> float | None:
     """Return the projection of a way where it is proved."""
-    if way.estimator == HALF:
-        return None
     return proved_of_pool([way[:2]], way.prompts or prompts, size).projection.get(way[:2])
 
 

@@ -18,7 +18,7 @@ ALONE = (
     *("token_optimal_loo", "energy_ema", "energy_ema_loo", "tempo", "tempo_loo", "value"),
 )
 """Entries that look at one prompt at a time. `trloo`, `otb_turn` and `tvm` are `rloo`, `otb` and `value` here."""
-HALF = "0.5*otb+0.5*energy_regression"
+HALF = "blend_otb_regression"
 ACROSS = ("batch_mean", "batch_mean_loo", "james_stein", "energy_across_loo", "energy_regression", HALF)
 """Entries that look at the other prompts: in batches of as many prompts as the update that is quoted."""
 EXACT = ("sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "token_optimal", "token_optimal_loo")

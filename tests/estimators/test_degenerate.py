@@ -7,7 +7,7 @@ from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, estimate
 
 GROUP_BASED = sorted(set(ESTIMATORS) - {"none", "value", "tvm", "position_optimal"})
 SCALED = {"grpo", "tempo"}
-ACROSS = {"james_stein", "energy_across_loo", "energy_regression"}
+ACROSS = {"james_stein", "energy_across_loo", "energy_regression", "blend_otb_regression"}
 ZERO_WEIGHT = {"otb", "otb_turn", "token_optimal", "energy_ema", "sequence_optimal", "otb_carry"}
 
 

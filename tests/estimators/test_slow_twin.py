@@ -56,7 +56,11 @@ def twin(name, inputs, tail):
         others = [r for j, r in pool if j != i]
         peers = others if name.endswith("_loo") or name == "rloo" else [r for _, r in pool]
         for k, t in enumerate(me["tokens"]):
-            if name in TREES:
+            if name == "blend_otb_regression":
+                own, fell = baseline_of("otb", inputs, (i, t, k), me, peers, others, "own_return")
+                other, undefined = regressed(k, me, others, everyone)
+                b, fell = (own + other) / 2, fell or undefined
+            elif name in TREES:
                 b, fell = tree_baseline(name, k, me, peers, others)
             elif name == "james_stein":
                 b, fell = shrunk(me, others, everyone)
