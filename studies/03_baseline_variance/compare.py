@@ -128,7 +128,8 @@ def moments_of(found: Gradients, size: int, mixed: Bool | None) -> dict[Way, Mom
 
 def projection_of(way: Way, size: int, prompts: int) -> float | None:
     """Return the projection of a way where it is proved."""
-    return proved_of_pool([way[:2]], way.prompts or prompts, size).projection.get(way[:2])
+    batch = min(way.prompts or prompts, prompts)  # where there are fewer prompts than an update has, all of them
+    return proved_of_pool([way[:2]], batch, size).projection.get(way[:2])
 
 
 def at_update(moments: Mapping[Way, Moments], way: Way, update: int, size: int) -> tuple[Moments, dict[str, Float]]:

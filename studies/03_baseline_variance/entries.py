@@ -58,15 +58,21 @@ def gradients(pool: Pool, size: int, shuffles: int, mixed: Bool | None) -> Gradi
     Args:
         mixed: Which prompts the pilot answered both ways [P]; None where ways are not to be measured on them alone.
     """
-    parts, ways = [], tuple[Way, ...]()
+    total, ways = None, tuple[Way, ...]()
     for number in range(shuffles):
         cut = cuts_of(pool, size, number)
-        random = np.random.default_rng(number)
-        advantages, update = every_way(pool, cut, mixed, random)
+        advantages, updates = every_way(pool, cut, mixed, np.random.default_rng(number))
         ways = tuple(advantages)
-        parts.append(group_sums(pool, cut, advantages, update))
-    means, *rest = zip(*parts, strict=True)
-    return Gradients(ways, np.stack(means).mean(axis=0), *(np.mean(x, axis=0) for x in rest))
+        sums = group_sums(pool, cut, advantages, updates)
+        if total is None:
+            total = sums
+        else:  # in place: mean gradients of all ways are a gigabyte
+            for whole, part in zip(total, sums, strict=True):
+                whole += part
+    assert total is not None
+    for whole in total:
+        whole /= shuffles
+    return Gradients(ways, *total)
 
 
 def cuts_of(pool: Pool, size: int, number: int) -> Partition:

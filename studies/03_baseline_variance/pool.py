@@ -5,8 +5,8 @@ large groups and for the variance of single prompts. No pilot chooses the prompt
 that it answers both ways. The deep one has marked prompts only.
 
 Measured on 192 prompts × 16 before: exact norms and sketches take 74 s of processor time on `chain_sum` and 42 s on
-`graph_path`. So 1,536 prompts take about 10 minutes and all 630 of `graph_path` about 3: three policies, both pools and the
-comparison stay well inside 90 minutes, and no prompts had to be given up.
+`graph_path`. So 1,536 prompts take about 10 minutes and all 630 of `graph_path` about 3: three policies, both pools
+and the comparison stay inside 90 minutes, and no prompts had to be given up.
 """
 
 import hashlib
