@@ -35,6 +35,16 @@ class EstimatorRow:
     variance: float | None  # Of an update
     within: float | None  # P·variance from rollouts of a prompt; for unbiased estimators only
     between: float | None  # P·variance from prompts, likewise
+    sketched: bool  # True where gradients of some step were estimated from count sketches
+
+
+@dataclass(frozen=True)
+class Sketches:
+    """What estimating gradients from count sketches adds to the error of the estimators' rows."""
+
+    steps: int  # Steps that were sketched
+    buckets: int
+    error: float | None  # Largest standard error that it adds to any log V/V_rloo of a step; None below 2 prompts
 
 
 @dataclass(frozen=True)
@@ -46,16 +56,27 @@ class Cell:
     size: int
     efficiency: float | None
     ratio: Interval | None  # Over the trainer's estimator at the recorded size; all intervals together 95 %
-    best: bool  # The most efficient size of its curve, by its point estimate
+    best: bool  # Intervals show that both neighbours on its curve are worse
+    cut: bool  # Recorded groups were cut to this size; else it follows by formula
+    # Against its own recorded size, None there; all together 95 %. For `none` and `rloo` variance over variance, for
+    # others efficiency there over efficiency here: below 1 is better.
+    cost: Interval | None
 
 
 @dataclass(frozen=True)
 class DeadGroups:
-    """Share of groups of one size whose rewards are all equal, averaged over prompts."""
+    """Share of groups of one size whose rewards are all equal, with its interval over prompts."""
 
     size: int
-    share: float
-    n_prompts: int  # Groups of at least this size
+    share: Interval
+    n_groups: int  # Groups of at least this size
+
+    @property
+    def informative(self) -> Interval:
+        """Groups with unequal rewards among 100 rollouts: 100·(1 − share)/N."""
+        low, high = (None if end is None else 100 * (1 - end) / self.size for end in (self.share.high, self.share.low))
+        words = "groups with unequal rewards among 100 rollouts"
+        return Interval(100 * (1 - self.share.estimate) / self.size, low, high, self.share.n_clusters, words)
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,8 @@ class Planner:
     recorded_size: int | None  # None where groups differ in size
     cells: tuple[Cell, ...]
     dead: tuple[DeadGroups, ...]
-    note: str  # What the planner does not reach
+    note: str  # What follows by formula, what success rates say, and what cannot be known
+    best_size: Interval | None = None  # Size at which rloo has the least variance at the same rollouts, by formula
 
 
 @dataclass(frozen=True)
@@ -121,6 +143,7 @@ class AuditReport:
     tokens: Tokens | None
     proxy: Proxy | None
     missing: tuple[str, ...]
+    sketches: Sketches | None = None  # None where every Gram matrix is exact
     sampling: SamplingReport | None = None  # None where the tokens were not scored
     bookkeeping: Bookkeeping | None = None
 

@@ -214,6 +214,7 @@ class OTBGRPOTrainer(Trainer):
         """Return what run.json keeps: our settings, and those of TRL that say what was sampled and trained."""
         args, named = self.args, ", ".join(self.reward_func_names)
         copied = ("loss_type", "beta", "num_iterations", "epsilon", "learning_rate", "importance_sampling_level")
+        copied += ("per_device_train_batch_size", "gradient_accumulation_steps")
         return {
             "run": record.run or Path(args.output_dir).name,
             "seed": args.seed,

@@ -49,6 +49,7 @@ class GradientStatistics:
     # labels.
     reference: str | None
     c_known: bool  # True where c is proved, so that bias, projection and SF are not estimated
+    sketch_dim: int | None  # Fewest buckets of the sketches behind any step's matrix; None where all are exact
     rollout_equivalents: float | None  # Rollouts that the reference needs for the same efficiency; ∞ where none suffice
     n_clusters: int
     intervals: Mapping[str, Interval | None]  # 95 % intervals of variance, projection, sf and efficiency, by name
@@ -161,6 +162,7 @@ def _one(
         c_known=c is not None,
         rollout_equivalents=None if np.isnan(equivalents) else float(equivalents),
         n_clusters=moments.power.size - 1,
+        sketch_dim=min((gram.sketch_dim for gram in grams if gram.sketch_dim), default=None),
         intervals=intervals,
     )
 
