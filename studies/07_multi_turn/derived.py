@@ -37,7 +37,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "learns_more": [name for name in TURNS if above(gains.get(name), 0)],
         "learns_less": [name for name in TURNS if below(gains.get(name), 0)],
         "compared": compared,
-        "signal": [row | noise_scale(row) for row in select(compared, estimator="rloo")],
+        "signal": [dict(row) | noise_scale(row) for row in select(compared, estimator="rloo")],
     }
 
 
