@@ -2,7 +2,7 @@
 
 from otb_analysis.estimators.evaluate import available, entry_of, estimate, missing, options_from_dict, with_limit
 from otb_analysis.estimators.prefixes import prefix_values
-from otb_analysis.estimators.proved import proved, proved_in_all, unproved_because
+from otb_analysis.estimators.proved import proved, proved_in_all, standing_for_truth, unproved_because
 from otb_analysis.estimators.registry import ESTIMATORS
 from otb_analysis.estimators.spec import (
     DecayOptions,
@@ -33,6 +33,7 @@ __all__ = [
     "prefix_values",
     "proved",
     "proved_in_all",
+    "standing_for_truth",
     "unproved_because",
     "with_limit",
 ]

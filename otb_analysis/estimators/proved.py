@@ -76,6 +76,11 @@ def proved(labels: Iterable[Label], config: Mapping[str, Any]) -> Proved:
     return Proved(known, frozenset(alone))
 
 
+def standing_for_truth(config: Mapping[str, Any]) -> frozenset[Label]:
+    """Return the labels that would stand for ∇J in a run, measured or not: `proved(…).truth` is a part of them."""
+    return proved([(name, source) for name in ESTIMATORS for source in SOURCES], config).truth
+
+
 def proved_in_all(runs: Sequence[tuple[Iterable[Label], Mapping[str, Any]]]) -> Proved:
     """Return what is proved of every label in all the runs that have it, so that their steps can be pooled."""
     measured = [(frozenset(labels), config) for labels, config in runs]

@@ -1,7 +1,7 @@
 """Reading a run: frames, read-only SQL, the arrays of one step; each answer sees the steps complete at that moment."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ import pandas as pd
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
-from otb_analysis.store.gram import PRODUCT_TEXTS, rebuild_gram
+from otb_analysis.store.gram import product_rows, rebuild_gram
 from otb_analysis.store.layout import Part, complete_steps, find_run, parts_of, visible_parts
 from otb_analysis.store.liveness import standing
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
-from otb_analysis.store.views import broken_part, column_names, literal, quoted, select
-from otb_analysis.types import Gram
+from otb_analysis.store.views import broken_part, column_names, literal, quoted, select, signature
+from otb_analysis.types import Gram, Label
 
 _ASKED_WRONG = (
     duckdb.BinderException,
@@ -31,11 +31,9 @@ _ASKED_WRONG = (
 WHOLE = "all"
 """The scope of a run that measured the gradient of all parameters; those of unlike scopes do not compare."""
 
-AT_ONCE = 8
-"""Steps whose rows of `grams`, which take several times the memory of the matrices, are read by one query."""
-
 Steps = Sequence[int] | None
 Names = Sequence[str] | None
+Truth = Label | frozenset[Label]
 Parameters = Sequence[object] | Mapping[str, object] | None
 
 
@@ -55,6 +53,7 @@ class RunStore:
         self.path = find_run(Path(path))
         read_run_file(self.path)
         self._connection = _open_locked(self.path, memory_limit)
+        self._reduced: dict[tuple[object, ...], Gram] = {}
 
     @property
     def info(self) -> dict[str, object]:
@@ -140,18 +139,32 @@ class RunStore:
         return self._run(query, params, visible_parts(self.path, tables))
 
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
-        """Return the Gram matrices of all measured steps, in order, from the rows of a few steps at a time.
+        """Return the Gram matrices of all measured steps, in order: 8·(M·P)² bytes each, so ask for few steps.
 
         Prompts carry their `prompt_id` where the rollouts were stored with it.
 
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        parts = visible_parts(self.path, ["grams"], steps)
-        rows = self._run("SELECT DISTINCT step FROM grams ORDER BY step", None, parts)
-        measured, grams = rows["step"].astype(int).tolist(), dict[int, Gram]()
-        for first in range(0, len(measured), AT_ONCE):
-            grams |= self._rebuilt(self._products("grams", measured[first : first + AT_ONCE]))
+        return dict(self._each_gram(self._parts_by_step("grams", steps)))
+
+    def reduced_grams(self, references: Sequence[Truth], steps: Steps = None) -> dict[int, Gram]:
+        """Return of each measured step what comparing its estimators with these references needs.
+
+        A step takes 8·M·P²·(1 + references) bytes. A second call with the same references reads only what is new.
+
+        Args:
+            references: What will stand for ∇J: an estimator, or several whose mean does; a step uses those it has.
+
+        Raises:
+            StoreError: A part is broken or lacks a key column.
+        """
+        parts = self._parts_by_step("grams", steps)
+        keys = {step: (tuple(references), *map(signature, some)) for step, some in parts.items()}
+        new = {step: some for step, some in parts.items() if keys[step] not in self._reduced}
+        held = self._reduced | {keys[step]: gram.reduced(references) for step, gram in self._each_gram(new)}
+        grams = {step: held[key] for step, key in keys.items() if key in held}
+        self._reduced = held if steps is not None else {keys[step]: gram for step, gram in grams.items()}
         return grams
 
     def subgroup_grams(self, steps: Steps = None) -> dict[int, dict[int, Gram]]:
@@ -160,25 +173,12 @@ class RunStore:
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        rows = self._products("subgroups", steps)
-        return {int(str(size)): self._rebuilt(part) for size, part in rows.groupby("size")}
-
-    def _products(self, table: str, steps: Steps) -> pd.DataFrame:
-        """Return the rows of `grams` or `subgroups`, their texts as categories.
-
-        A step has half a million of them, and pandas takes a second for each million texts but none for codes.
-        """
-        query = f"SELECT * FROM {table}"
-        return self._run(query, None, visible_parts(self.path, [table], steps), categories=PRODUCT_TEXTS)
-
-    def _rebuilt(self, rows: pd.DataFrame) -> dict[int, Gram]:
-        """Return the Gram matrix of every step among the rows of `grams` or of one size of `subgroups`."""
-        by_step = {int(str(step)): part for step, part in rows.groupby("step")}
-        named = self.rollouts_df(list(by_step), ["step", "group", "prompt_id"], "prompt_id IS NOT NULL")
-        prompts: dict[int, dict[int, object]] = {step: {} for step in by_step}
-        for step, group, prompt in zip(named["step"], named["group"], named["prompt_id"], strict=True):
-            prompts[step][group] = prompt
-        return {step: rebuild_gram(part, prompts[step]) for step, part in by_step.items()}
+        parts, grams = self._parts_by_step("subgroups", steps), dict[int, dict[int, Gram]]()
+        prompts = self._prompts(list(parts))
+        for step, some in parts.items():
+            for size, rows in product_rows("subgroups", some).groupby("size"):
+                grams.setdefault(int(str(size)), {})[step] = rebuild_gram(rows, prompts[step])
+        return {size: grams[size] for size in sorted(grams)}
 
     def token_arrays(self, step: int) -> TokenArrays:
         """Return one step's tokens as [N, T] arrays, from which any estimator can be computed again.
@@ -195,17 +195,35 @@ class RunStore:
         rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"])
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
 
-    def _run(
-        self, query: str, params: Parameters, tables: Mapping[str, Sequence[Part]], categories: Sequence[str] = ()
-    ) -> pd.DataFrame:
+    def _parts_by_step(self, table: str, steps: Steps) -> dict[int, list[Part]]:
+        by_step: dict[int, list[Part]] = {}
+        for part in visible_parts(self.path, [table], steps)[table]:
+            by_step.setdefault(part.step, []).append(part)
+        return by_step
+
+    def _each_gram(self, parts: Mapping[int, Sequence[Part]]) -> Iterator[tuple[int, Gram]]:
+        """Yield step and Gram matrix of the steps that have one; the rows of one step are in memory at a time."""
+        prompts = self._prompts(list(parts))
+        for step, some in parts.items():
+            if len(rows := product_rows("grams", some)):
+                yield step, rebuild_gram(rows, prompts[step])
+
+    def _prompts(self, steps: Sequence[int]) -> dict[int, dict[int, object]]:
+        """Return the name of each group's prompt, by step."""
+        prompts: dict[int, dict[int, object]] = {step: {} for step in steps}
+        if steps:
+            named = self.rollouts_df(steps, ["step", "group", "prompt_id"], "prompt_id IS NOT NULL")
+            for step, group, prompt in zip(named["step"], named["group"], named["prompt_id"], strict=True):
+                prompts[step][group] = prompt
+        return prompts
+
+    def _run(self, query: str, params: Parameters, tables: Mapping[str, Sequence[Part]]) -> pd.DataFrame:
         with self._connection.cursor() as cursor:
             try:
                 _check_read_only(cursor, query)
                 for table, parts in tables.items():
                     # Temporary views belong to the cursor, so threads do not meet and no list of parts grows old.
                     cursor.execute(f"CREATE TEMP VIEW {table} AS {select(table, parts)}")
-                if categories:
-                    return cursor.sql(query, params=params).to_arrow_table().to_pandas(categories=list(categories))
                 return cursor.execute(query, params).df()
             except duckdb.OutOfMemoryException as error:
                 raise StoreError(
