@@ -1,7 +1,10 @@
 """Reading a run: frames, read-only SQL, the arrays of one step; each answer sees the steps complete at that moment."""
 
+import re
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -124,19 +127,30 @@ class RunStore:
         """Return one row per measured step and estimator; see `frame`."""
         return self.frame("gradients", steps, columns, where, params)
 
-    def sql(self, query: str, params: Parameters = None) -> pd.DataFrame:
+    def sql(
+        self,
+        query: str,
+        params: Parameters = None,
+        *,
+        steps: Steps = None,
+        seconds: float | None = None,
+        rows: int | None = None,
+    ) -> pd.DataFrame:
         """Return the answer to one SELECT over the views, one per table of the schema.
 
         Args:
             query: One SELECT in DuckDB's SQL; it can reach no file outside this run's directory and change nothing.
+            steps: The views hold only these steps, and no part of another is opened; None means all complete ones.
+            seconds: How long it may take; None means as long as it needs.
+            rows: Most rows of the answer, which is read no further; None means all, whatever memory they take.
 
         Raises:
-            InputError: The query is not one SELECT, or cannot be run.
+            InputError: The query is not one SELECT, cannot be run, or takes longer than allowed.
             StoreError: A part is broken or lacks a key column, or the answer needs more memory than allowed.
         """
         # A view costs a look at every part, so only tables that the text mentions get one.
-        tables = [table for table in TABLES if table in query.lower()]
-        return self._run(query, params, visible_parts(self.path, tables))
+        tables = [table for table in TABLES if re.search(rf"\b{table}\b", query, re.IGNORECASE)]
+        return self._run(query, params, visible_parts(self.path, tables, steps), seconds, rows)
 
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
         """Return the Gram matrices of all measured steps, in order: 8·(M·P)² bytes each, so ask for few steps.
@@ -217,14 +231,26 @@ class RunStore:
                 prompts[step][group] = prompt
         return prompts
 
-    def _run(self, query: str, params: Parameters, tables: Mapping[str, Sequence[Part]]) -> pd.DataFrame:
-        with self._connection.cursor() as cursor:
+    def _run(
+        self,
+        query: str,
+        params: Parameters,
+        tables: Mapping[str, Sequence[Part]],
+        seconds: float | None = None,
+        rows: int | None = None,
+    ) -> pd.DataFrame:
+        with self._connection.cursor() as cursor, _interrupted_after(seconds, cursor):
             try:
                 _check_read_only(cursor, query)
                 for table, parts in tables.items():
                     # Temporary views belong to the cursor, so threads do not meet and no list of parts grows old.
                     cursor.execute(f"CREATE TEMP VIEW {table} AS {select(table, parts)}")
-                return cursor.execute(query, params).df()
+                return _first(cursor.execute(query, params), rows)
+            except duckdb.InterruptException as error:
+                raise InputError(
+                    f"the query on {self.path} took longer than {seconds:g} s and was ended; ask for fewer steps or "
+                    "columns, or ask from Python, where RunStore.sql has no limit."
+                ) from error
             except duckdb.OutOfMemoryException as error:
                 raise StoreError(
                     f"the query on {self.path} needs more memory than allowed; ask for fewer steps or columns, "
@@ -270,6 +296,30 @@ def _open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:
     connection.execute("SET enable_external_access=false")
     connection.execute("SET lock_configuration=true")
     return connection
+
+
+@contextmanager
+def _interrupted_after(seconds: float | None, cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    if seconds is None:
+        yield
+        return
+    timer = threading.Timer(seconds, cursor.interrupt)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # the cursor is closed next, and must not be interrupted then
+
+
+def _first(answer: duckdb.DuckDBPyConnection, rows: int | None) -> pd.DataFrame:
+    """Return the first rows of an answer; the others are never computed where the query allows it."""
+    if rows is None:
+        return answer.df()
+    chunks = [answer.fetch_df_chunk()]
+    while len(chunks[-1]) and sum(map(len, chunks)) < rows:
+        chunks.append(answer.fetch_df_chunk())
+    return pd.concat(chunks[:-1] if len(chunks) > 1 and not len(chunks[-1]) else chunks, ignore_index=True).head(rows)
 
 
 def _check_read_only(cursor: duckdb.DuckDBPyConnection, query: str) -> None:

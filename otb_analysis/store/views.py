@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import TABLES
+from otb_analysis.store.checksum import check_part
 from otb_analysis.store.encode import ARROW
 from otb_analysis.store.layout import Part
 
@@ -89,6 +90,7 @@ def broken_part(parts: Sequence[Part]) -> StoreError | None:
     """Read parts to the end and return the sentence about the first that cannot be read, or None."""
     for part in parts:
         try:
+            check_part(part.path)
             pq.ParquetFile(part.path).read()
         except (pa.ArrowException, OSError) as error:
             return _broken(part.path, error)
@@ -119,7 +121,8 @@ def _checked_columns(table: str, part: Part) -> tuple[str, ...]:
 
 @lru_cache(maxsize=200_000)
 def _columns_of(path: Path, mtime_ns: int, size: int) -> tuple[str, ...]:
-    """Return the columns in a file's footer; a file that is replaced has another time or size and is read again."""
+    """Return a file's columns once its checksum is right; one that is replaced has another time or size."""
+    check_part(path)
     return tuple(pq.read_schema(path).names)
 
 

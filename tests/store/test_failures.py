@@ -117,7 +117,7 @@ def test_interrupt_in_the_middle_of_a_part_leaves_no_temporary_file(writer, monk
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("otb_analysis.store.writer.pq.write_table", interrupted)
+    monkeypatch.setattr("otb_analysis.store.writer.pq.ParquetWriter", interrupted)
     with pytest.raises(KeyboardInterrupt):
         writer.write_step(0, StepTables(steps={"loss": 1.0}))
     assert files(writer.path) == [".reserve", "run.json"]
