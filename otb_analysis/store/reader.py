@@ -3,7 +3,8 @@
 import re
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -160,7 +161,7 @@ class RunStore:
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        return dict(self._each_gram(self._parts_by_step("grams", steps)))
+        return self._read_grams(self._parts_by_step("grams", steps), lambda gram: gram)
 
     def reduced_grams(self, references: Sequence[Truth], steps: Steps = None) -> dict[int, Gram]:
         """Return of each measured step what comparing its estimators with these references needs.
@@ -176,7 +177,8 @@ class RunStore:
         parts = self._parts_by_step("grams", steps)
         keys = {step: (tuple(references), *map(signature, some)) for step, some in parts.items()}
         new = {step: some for step, some in parts.items() if keys[step] not in self._reduced}
-        held = self._reduced | {keys[step]: gram.reduced(references) for step, gram in self._each_gram(new)}
+        read = self._read_grams(new, lambda gram: gram.reduced(references))
+        held = self._reduced | {keys[step]: gram for step, gram in read.items()}
         grams = {step: held[key] for step, key in keys.items() if key in held}
         self._reduced = held if steps is not None else {keys[step]: gram for step, gram in grams.items()}
         return grams
@@ -215,12 +217,16 @@ class RunStore:
             by_step.setdefault(part.step, []).append(part)
         return by_step
 
-    def _each_gram(self, parts: Mapping[int, Sequence[Part]]) -> Iterator[tuple[int, Gram]]:
-        """Yield step and Gram matrix of the steps that have one; the rows of one step are in memory at a time."""
+    def _read_grams(self, parts: Mapping[int, Sequence[Part]], keep: Callable[[Gram], Gram]) -> dict[int, Gram]:
+        """Return what is kept of the Gram matrices of steps that have one; the rows of two at a time are in memory."""
         prompts = self._prompts(list(parts))
-        for step, some in parts.items():
-            if len(rows := product_rows("grams", some)):
-                yield step, rebuild_gram(rows, prompts[step])
+
+        def read(step: int) -> Gram | None:
+            rows = product_rows("grams", parts[step])
+            return keep(rebuild_gram(rows, prompts[step])) if len(rows) else None
+
+        with ThreadPoolExecutor(2) as pool:  # most of the work is Arrow's and NumPy's
+            return {step: gram for step, gram in zip(parts, pool.map(read, parts), strict=True) if gram is not None}
 
     def _prompts(self, steps: Sequence[int]) -> dict[int, dict[int, object]]:
         """Return the name of each group's prompt, by step."""
