@@ -15,7 +15,7 @@ from otb_analysis.audit.verdict import verdict
 from otb_analysis.diagnostics import advise
 from otb_analysis.diagnostics.advice import Advice
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, proved
+from otb_analysis.estimators import proved, registered
 from otb_analysis.figures.conclusion import trained_labels
 from otb_analysis.figures.fidelity import comparable, energies, fidelity_columns
 from otb_analysis.statistics import (
@@ -143,19 +143,19 @@ def _rows(
     )
     rows = []
     for row in pooled_statistics(grams, known=known):
-        entry = ESTIMATORS.get(row.estimator)
+        entry = registered(row.estimator)
         apart = between if row.variance is not None and entry is not None and entry.unbiased else None
         whole = None if row.variance is None else row.variance * row.n_prompts
-        rows.append(
-            EstimatorRow(
-                row.estimator, row.energy_source, row.efficiency, ratios.get((row.estimator, row.energy_source)),
-                row.rollout_equivalents, row.relative_bias, row.projection, row.sf, row.variance,
-                None if whole is None or apart is None else whole - apart,
-                apart,
-                row.sketch_dim is not None,
-            )
+        one = EstimatorRow(
+            row.estimator, row.energy_source, row.intervals["efficiency"], row.intervals["noise_scale"],
+            ratios.get((row.estimator, row.energy_source)), row.intervals["rollout_equivalents"],
+            row.intervals["relative_bias"], row.c_known, row.projection, row.sf, row.variance,
+            None if whole is None or apart is None else whole - apart,
+            apart,
+            row.sketch_dim is not None,
         )  # fmt: skip
-    return tuple(sorted(rows, key=lambda row: -np.inf if row.efficiency is None else row.efficiency, reverse=True))
+        rows.append((-np.inf if row.efficiency is None else row.efficiency, one))
+    return tuple(one for _, one in sorted(rows, key=lambda ranked: ranked[0], reverse=True))
 
 
 def _sketches(grams: Sequence[Gram]) -> Sketches | None:
@@ -210,5 +210,5 @@ def _proxy(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | Non
         pooled=log_correlation(proxy, exact, prompt),
         within=log_correlation(proxy, exact, prompt, cell),
         kept=pairs.get(PROXY),
-        gain_lost=gain_lost(grams, PROXY, EXACT),
+        gain_lost=gain_lost(grams, PROXY, EXACT, known=known),
     )

@@ -153,3 +153,15 @@ def test_08_training_at_one_rate_shows_no_difference_from_rloo_and_a_higher_rate
     assert {row["rate"] for row in tables["common_rate"]} == {3e-4}
     assert {row["rate"] for row in select(tables["training"], arm="energy_regression")} == {1e-3}
     assert over("training", "energy_regression")[1] < 0
+
+
+def test_09_correlations_are_those_of_the_points():
+    tables = tables_of("09_progress")
+    if not tables:
+        pytest.skip("09_progress has no results yet")
+    for row in tables["correlations"]:
+        if row["optimiser"] in {point["optimiser"] for point in tables["points"]}:
+            own = select(tables["points"], kind=row["kind"], optimiser=row["optimiser"])
+            ratios = [[point[name] for point in own if point["arm"] != "rloo"] for name in ("predicted", "realised")]
+            assert len(ratios[0]) == row["points"]
+            assert abs(stats.spearmanr(*ratios).statistic - row["correlation"]) < 0.01
