@@ -81,7 +81,9 @@ def triaged(row: Any, run: Run | None) -> Triage:
 @st.cache_resource(max_entries=8, show_spinner="Reading the Gram matrices …")
 def grams(run: Run) -> dict[int, Gram]:
     """Return of every measured step what compares its estimators; steps seen before are not read again."""
-    return store(run).reduced_grams((REFERENCE, standing_for_truth(config(run))))
+    labels = store(run).gradients_df(columns=["estimator", "energy_source"]).drop_duplicates()
+    truth = standing_for_truth(labels.itertuples(index=False, name=None), config(run))
+    return store(run).reduced_grams((REFERENCE, truth))
 
 
 def known(run: Run) -> Proved:

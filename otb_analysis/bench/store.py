@@ -64,7 +64,7 @@ def reads(root: Path, run: str) -> dict[str, Callable[[], object]]:
     path = root / run
 
     def estimators() -> pd.DataFrame:
-        return statistics_table(RunStore(path).reduced_grams((REFERENCE, standing_for_truth({}))))
+        return statistics_table(RunStore(path).reduced_grams((REFERENCE, standing_for_truth((), {}))))
 
     def tokens() -> pd.DataFrame:
         store = RunStore(path)

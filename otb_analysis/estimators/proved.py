@@ -7,7 +7,7 @@ met them. A configuration that does not say counts as one that did not.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from otb_analysis.estimators.registry import registered
+from otb_analysis.estimators.registry import ESTIMATORS, registered
 from otb_analysis.estimators.spec import EstimatorSpec
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
@@ -76,9 +76,9 @@ def proved(labels: Iterable[Label], config: Mapping[str, Any]) -> Proved:
     return Proved(known, frozenset(alone))
 
 
-def standing_for_truth(config: Mapping[str, Any]) -> frozenset[Label]:
-    """Return the labels that would stand for ∇J in a run, measured or not: `proved(…).truth` is a part of them."""
-    return proved([(name, source) for name in ESTIMATORS for source in SOURCES], config).truth
+def standing_for_truth(labels: Iterable[Label], config: Mapping[str, Any]) -> frozenset[Label]:
+    """Return which of these labels and of all in the registry stand for ∇J: `proved(…).truth` is a part of them."""
+    return proved([*labels, *((name, source) for name in ESTIMATORS for source in SOURCES)], config).truth
 
 
 def proved_in_all(runs: Sequence[tuple[Iterable[Label], Mapping[str, Any]]]) -> Proved:
