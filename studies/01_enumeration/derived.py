@@ -34,6 +34,13 @@ WITHIN = (3 / 4, 4 / 3)
 """A ratio is within a third where neither is more than 4/3 of the other."""
 KNOWN_RATIOS = ("`token`", "`sequence`", "`cumulative`", "`minpro`")
 
+IDENTITIES = (
+    *("overlap", "regret_error", "split_error", "between_rloo_error", "token_optimal", "first_token_error"),
+    *("self_inclusion_error", "mean_length_error", "mean_sideways", "loo_bias", "prefix_best"),
+    *(*KNOWN_RATIOS, "regret_error_off_policy"),
+)
+"""Claims that are proved; the others are tendencies."""
+
 Columns = Mapping[str, pd.DataFrame]
 """Rows of the tables, and of parts of them."""
 Cases = Any
@@ -44,10 +51,14 @@ Derailed = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Claim:
-    """One checkable sentence: the fact that it is part of, and on which cases it holds."""
+    """One checkable sentence: the fact that it is part of, on which cases it holds, and whether it is an identity.
+
+    An identity is proved, so a case where it fails is an error of ours. A tendency holds as often as it does.
+    """
 
     fact: int
     cases: Cases
+    identity: bool = False
 
     @property
     def holds(self) -> int:
@@ -60,12 +71,12 @@ class Claim:
         return self.holds == len(self.cases)
 
     @property
-    def verdict(self) -> str:
-        """`holds`, `does not`, or the share of cases with its exact (Clopper–Pearson) 95 % interval."""
+    def often(self) -> str:
+        """`all 60`, `none of 60`, or the share of cases with its exact (Clopper–Pearson) 95 % interval."""
         count = len(self.cases)
         if self.holds in (0, count):
-            return "holds" if self.holds else "does not"
-        return f"on {self.holds} of {count}" if count < FEW else f"on {self.share} of {count}"
+            return f"all {count}" if self.holds else f"none of {count}"
+        return f"{self.holds} of {count}" if count < FEW else f"{self.share} of {count}"
 
     @property
     def share(self) -> str:
@@ -92,12 +103,13 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     derailed = derailment(tables["derailment"], rates, chunks)
     quoted = quoted_gaps(of)
     claims = all_claims(of, derailed, [inside for *_, inside in quoted])
-    held = {fact: [c.everywhere for c in claims.values() if c.fact == fact] for fact in range(1, 8)}
+    tendencies = [claim for claim in claims.values() if not claim.identity]
     return {
         "claims": claims,
-        "held": held,
-        "whole_facts": [fact for fact, every in held.items() if all(every)],
-        "partly": {fact: any(c.holds for c in claims.values() if c.fact == fact) for fact in range(1, 8)},
+        "identities": [claim for claim in claims.values() if claim.identity],
+        "tendencies": tendencies,
+        "always": [claim for claim in tendencies if claim.everywhere],
+        "never": [claim for claim in tendencies if not claim.holds],
         "of": of,
         "outside": [case for case in quoted if not case[-1]],
         "rank": {
@@ -163,7 +175,9 @@ def all_claims(of: Columns, derailed: Mapping[str, Any], quoted: Sequence[bool])
             "sizes_sf derailment": [above(x, 1) for x in derailed["sizes_sf"]],
         },
     }
-    return {name: Claim(fact, held) for fact, claims in cases.items() for name, held in claims.items()}
+    return {
+        name: Claim(fact, held, name in IDENTITIES) for fact, claims in cases.items() for name, held in claims.items()
+    }
 
 
 def _zero(rows: pd.DataFrame, *names: str) -> dict[str, Cases]:

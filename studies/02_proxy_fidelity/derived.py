@@ -10,7 +10,7 @@ from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.study import Row, Rows, distinct, select
 from otb_analysis.study.formats import above, below, interval_curve
 
-from .study import SOURCES, UPDATES
+from .study import MARGIN, SOURCES, UPDATES
 
 STAGE_WORDS = {"init": "random init", "warm": "supervised start", "rl": "during RL"}
 COLORS: dict[str, str] = dict(zip(SOURCES, (ORANGE, AMBER, GREEN, BLUE), strict=True))
@@ -22,7 +22,13 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     tested = [r for r in select(pooled, update=UPDATES[1], estimator="otb") if r["to_exact_low"] is not None]
     exact = [row for row in select(pooled, update=UPDATES[1], estimator="otb", source="exact") if row["to_rloo_low"]]
     excluded = sorted(1 - row["to_exact_low"] for row in select(tested, source="proxy"))
+    apart = _pooled(tables.get("disagreement", ()))
+    proxy = [row for row in select(apart, estimator="otb", source="proxy") if row["disagreement_high"] is not None]
     return {
+        "apart": apart,
+        "proxy_apart": proxy,
+        "proxy_within": [row for row in proxy if below(row, MARGIN, "disagreement")],
+        "loo_apart": [r for r in select(apart, estimator="otb_loo", source="proxy") if r["variance_low"] is not None],
         "pooled": pooled,
         "tested": tested,
         "told_apart": [row for row in tested if above(row, 1, "to_exact") or below(row, 1, "to_exact")],

@@ -27,7 +27,9 @@ from otb_analysis.energies import lm_head_energy
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import sketch_score_norms, token_score_norms
 from otb_analysis.statistics import (
+    deleted_moments,
     gain_lost,
+    jackknife_interval,
     paired_ratios,
     pooled_statistics,
     weight_statistics,
@@ -37,7 +39,7 @@ from otb_analysis.study.agreement import agreement_rows, calibrated
 from otb_analysis.study.formats import by_label, ratio_columns
 from otb_analysis.study.gradients import Weighed, prompt_gram
 from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, trained, write
-from otb_analysis.study.pools import promising_prompts
+from otb_analysis.study.pools import promising_prompts, proved_of_pool
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.resume import plain_config
@@ -65,6 +67,8 @@ SOURCES = ("proxy", "calibrated", "sketch", "lm_head")
 ESTIMATORS = ("otb", "otb_loo")
 UPDATES = (8, 32, 256)
 """Prompts of the update that efficiency is stated for; the middle one heads the page."""
+MARGIN = 0.05
+"""A source whose baselines differ from those of exact norms by less than this share of the variance is as good."""
 OVER_RLOO = {"to_rloo": "efficiency", "sf_to_rloo": "sf", "variance_to_rloo": "variance"}
 """Columns of the ratios to `rloo`."""
 STAGES = ("init", "warm", "rl")
@@ -114,7 +118,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Make the three stages of a model and measure each of them."""
     config = config_of(cell.name, cell.settings["quick"])
     policy = fresh_policy(config, cell.settings["architecture"])
-    tables: dict[str, list[dict[str, Any]]] = {"policies": [], "agreement": [], "efficiency": []}
+    tables: dict[str, list[dict[str, Any]]] = {"policies": [], "agreement": [], "efficiency": [], "disagreement": []}
     _measure_stage(cell, "init", policy, tables, bar)
     fit(policy.model, policy.tokenizer, policy.task, config)
     _measure_stage(cell, "warm", policy, tables, bar)
@@ -124,7 +128,9 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
 
 def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: dict[str, list[dict[str, Any]]], bar: Bar) -> None:
     settings = cell.settings
-    temperatures, prompts, grams = [1.0] if stage == "init" else settings["temperatures"], settings["prompts"], []
+    temperatures, prompts = [1.0] if stage == "init" else settings["temperatures"], settings["prompts"]
+    grams: list[Gram] = []
+    apart: list[dict[Label, Float]] = []
     for k, temperature in enumerate(temperatures):
         key = {"model": cell.name, "stage": stage, "temperature": temperature}
         bar(k, len(temperatures), f"{cell.name}: {stage} at temperature {temperature}")
@@ -138,10 +144,13 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: dict[str, lis
         tables["agreement"] += [key | row for row in agreement_rows(written.table, energies, SOURCES)]
         if np.ptp(written.table.total_reward) > 0:
             grams.append(gram_of(policy, written, energies))
+            apart.append(disagreement(written, energies))
             tables["efficiency"] += [key | row for row in efficiency_rows(grams[-1:])]
+            tables["disagreement"] += [key | row for row in disagreement_rows(grams[-1:], apart[-1:])]
     if len(grams) > 1:
         pooled = {"model": cell.name, "stage": stage, "temperature": None}
         tables["efficiency"] += [pooled | row for row in efficiency_rows(grams)]
+        tables["disagreement"] += [pooled | row for row in disagreement_rows(grams, apart)]
 
 
 def chosen_prompts(policy: Policy, first: int, sample: SampleConfig, pilot: int) -> list[Prompt]:
@@ -199,13 +208,15 @@ def gram_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Floa
 
 def efficiency_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
     """Return efficiency of every source at each size of update, over exact norms and `rloo`, and the gain lost."""
-    rows = []
+    rows, known = [], proved_of_pool(grams[0].labels, grams[0].n_prompts, GROUP_SIZE)
     for prompts in UPDATES:
-        against = {name: by_label(paired_ratios(grams, (name, "exact"), n_prompts=prompts)) for name in ESTIMATORS}
-        plain = by_label(paired_ratios(grams, n_prompts=prompts))
-        for label, row in by_label(pooled_statistics(grams, n_prompts=prompts)).items():
+        against = {
+            name: by_label(paired_ratios(grams, (name, "exact"), n_prompts=prompts, known=known)) for name in ESTIMATORS
+        }
+        plain = by_label(paired_ratios(grams, n_prompts=prompts, known=known))
+        for label, row in by_label(pooled_statistics(grams, n_prompts=prompts, known=known)).items():
             exact = against.get(row.estimator, {}).get(label)
-            lost = gain_lost(grams, label, (row.estimator, "exact"), n_prompts=prompts) if exact else None
+            lost = gain_lost(grams, label, (row.estimator, "exact"), prompts, known) if exact else None
             rows.append({
                 "update": prompts,
                 "estimator": row.estimator,
@@ -220,6 +231,60 @@ def efficiency_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
                 **ratio_columns(plain.get(label), OVER_RLOO),
             })  # fmt: skip
     return rows
+
+
+def disagreement(written: ScoredRollouts, energies: Mapping[str, Float]) -> dict[Label, Float]:
+    """Return (1/N²) Σ_i Σ_t w_{i,t} (B_{i,t} − B_{i,t} with exact norms)² of every prompt [P], w the exact norms.
+
+    It is the power of the difference of the two group gradients where scores at different tokens are orthogonal.
+    """
+    table, out = written.table, dict[Label, Float]()
+    count = np.bincount(table.group)
+    for name in ESTIMATORS:
+        baseline = {source: estimate(name, table.inputs(energy)).baseline for source, energy in energies.items()}
+        for source in SOURCES:
+            square = np.where(table.mask, energies["exact"] * (baseline[source] - baseline["exact"]) ** 2, 0.0)
+            out[name, source] = np.bincount(table.group, weights=square.sum(axis=1)) / count**2
+    return out
+
+
+def disagreement_rows(grams: Sequence[Gram], apart: Sequence[Mapping[Label, Float]]) -> list[dict[str, Any]]:
+    """Return how far the baselines of each source are from those of exact norms, over the variance: no ∇J is needed.
+
+    `disagreement` is Σ w (ΔB)² over the variance of a prompt's group gradient, `difference` the power of the two group
+    gradients' difference over it, `variance` the ratio of the two variances. Intervals are over prompts.
+    """
+    rows, names = [], [prompt for gram in grams for prompt in gram.prompt or ()]
+    for name in ESTIMATORS:
+        exact = deleted_moments(grams, (name, "exact"), (name, "exact"))
+        variance = exact.power - exact.mean_sq
+        pairs = by_label(paired_ratios(grams, (name, "exact")))
+        for source in SOURCES:
+            label = (name, source)
+            values = {
+                "disagreement": np.concatenate([one[label] for one in apart]),
+                "difference": np.concatenate([_difference(gram, label, (name, "exact")) for gram in grams]),
+            }
+            row = {"estimator": name, "source": source, "prompts": len(dict.fromkeys(names))}
+            for key, value in values.items():
+                share = _deleted_mean(value, names) / np.where(variance > 0, variance, np.nan)
+                row |= interval_columns(key, jackknife_interval(share[0], share[1:], f"{key} over the variance"))
+            rows.append(row | ratio_columns(pairs.get(label), {"variance": "variance"}))
+    return rows
+
+
+def _deleted_mean(values: Float, names: Sequence[object]) -> Float:
+    """Return the mean of all values and without each name's [1 + K], names in the order of `deleted_moments`."""
+    place = {name: k for k, name in enumerate(dict.fromkeys(names))}
+    code = np.array([place[name] for name in names])
+    sums, counts = np.bincount(code, weights=values), np.bincount(code)
+    return np.concatenate([[values.mean()], (values.sum() - sums) / (len(values) - counts)])
+
+
+def _difference(gram: Gram, label: Label, exact: Label) -> Float:
+    """Return ‖ḡ − ḡ with exact norms‖² of every prompt [P]."""
+    blocks = gram.blocks(label, exact)
+    return np.maximum(np.einsum("jpp->jp", blocks)[[0, 2]].sum(axis=0) - 2 * np.einsum("pp->p", blocks[1]), 0.0)
 
 
 STUDY = Study(

@@ -14,7 +14,7 @@ from otb_analysis.statistics import Interval, cluster_jackknife
 from otb_analysis.study import Row, Rows, distinct, interval_columns, rounded, select
 from otb_analysis.study.formats import interval_curve
 
-from .study import BUDGETS, DIVERGENCES, KINDS
+from .study import BUDGETS, DIVERGENCES
 
 PLAIN, RATE = "`none`", 0.05
 """What the others are compared with, and the rate of false discoveries."""
@@ -28,8 +28,6 @@ DRAWN = {
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return the comparisons with `none`, marked where they differ, and at how many distances they do."""
     pairs = over_none(tables["policies"])
-    tested = iter(with_q(select(tables["sampled"], baseline="rloo"), "against_none"))
-    compared = [next(tested) if row["baseline"] == "rloo" else dict(row) | {"differs": ""} for row in tables["sampled"]]
     behind = select(pairs, drift="behind")
     names, (few, many), every = distinct(pairs, "ratio"), BUDGETS, len(DIVERGENCES)
     more, less = (
@@ -38,7 +36,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     )
     return {
         "pairs": pairs,
-        "compared": compared,
         "always_more": [name for name in names if more[name, many] == every],
         "ever_more_in_small": [name for name in names if more[name, few]],
         "always_less": [name for name in names if less[name, few] == less[name, many] == every],
@@ -91,27 +88,15 @@ def _differs(row: Row, name: str) -> str:
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
-    """Draw efficiency over divergence: exact at both budgets, and of the trained model."""
-    exact, levels = tables["exact"], tables["levels"]
-    panels = []
+    """Draw efficiency over divergence at both budgets."""
+    exact, panels = tables["exact"], []
     for budget in BUDGETS:
-        curves = [
-            _curve(name, select(exact, drift="behind", ratio=name), f"efficiency_{budget}", lambda r: r["divergence"])
-            for name in DRAWN
-        ]
+        curves = [_curve(name, select(exact, drift="behind", ratio=name), f"efficiency_{budget}") for name in DRAWN]
         note, x = "efficiency, sampler behind along ∇J", "log₁₀ KL of a completion, nats"
         panels.append(Panel(f"Enumerated, {budget} rollouts", note, x, curves, y_range=(0.0, 1.0)))
-    for kind in distinct(levels, "kind"):
-        apart = {row["lag"]: row["kl_rollout"] for row in select(levels, kind=kind)}
-        rows = select(tables["sampled"], kind=kind, baseline="rloo")
-        curves = [
-            _curve(name, select(rows, ratio=name), "efficiency", lambda row, apart=apart: apart[row["lag"]])
-            for name in DRAWN
-        ]
-        panels.append(Panel(KINDS[kind], "efficiency, trained model", "log₁₀ KL of a rollout, nats", curves))
     return {"efficiency.svg": svg(panels)}
 
 
-def _curve(name: str, rows: Rows, column: str, divergence: Any) -> Curve:
-    points = {math.log10(divergence(row)): row for row in rows}
+def _curve(name: str, rows: Rows, column: str) -> Curve:
+    points = {math.log10(row["divergence"]): row for row in rows}
     return interval_curve(points, column, name.replace("`", ""), DRAWN[name])

@@ -51,7 +51,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "toy_log": column(select(toy_agreement(), source="proxy", of="w"), "log_within"),
         "lengths": [row["tokens"] / row["rollouts"] for row in tables["policies"]],
         "toy_agreement": toy_agreement(),
-        "toy_gains": toy_gains(),
         "trainings": trainings,
         "told": {name: [row["arm"] for row in rows if differs(row)] for name, rows in trainings.items()},
         "after": [row["after"].estimate for row in trainings["common_rate"]],
@@ -85,12 +84,6 @@ def toy_agreement() -> Rows:
     rows = read_tables(STUDIES / "02_proxy_fidelity" / "results").get("agreement", [])
     kept = [row for row in rows if row["stage"] != "init" and row["temperature"] == 1]
     return [dict(row) | {"source": "hybrid" if row["source"] == "sketch" else row["source"]} for row in kept]
-
-
-def toy_gains() -> Rows:
-    """Return study 03's efficiencies over `rloo` in groups of the sizes measured here."""
-    rows = read_tables(STUDIES / "03_baseline_variance" / "results").get("estimators", [])
-    return [row for row in rows if row["size"] in SIZES]
 
 
 def arms_of(training: Rows) -> Rows:

@@ -21,7 +21,7 @@ def test_a_claim_says_on_how_many_cases_it_holds(derived):
     # Clopper–Pearson of 6 of 60: 3.8 % to 20.5 %
     cases = ([True] * 60, [True] * 6 + [False] * 54, [True, False, True], [False] * 4)
     claims = [derived.Claim(2, held) for held in cases]
-    assert [claim.verdict for claim in claims] == ["holds", "on 10 % (4–21) of 60", "on 2 of 3", "does not"]
+    assert [claim.often for claim in claims] == ["all 60", "10 % (4–21) of 60", "2 of 3", "none of 4"]
     assert [claim.everywhere for claim in claims] == [True, False, False, False]
 
 
