@@ -1,11 +1,8 @@
 """Reading a run: frames, read-only SQL, the arrays of one step; each answer sees the steps complete at that moment."""
 
 import re
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,10 @@ from otb_analysis.schema import TABLES
 from otb_analysis.store.gram import product_rows, rebuild_gram
 from otb_analysis.store.layout import Part, complete_steps, find_run, parts_of, visible_parts
 from otb_analysis.store.liveness import standing
+from otb_analysis.store.query import check_read_only, first_rows, interrupted_after, open_locked, refused
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
-from otb_analysis.store.views import broken_part, column_names, literal, quoted, select, signature
+from otb_analysis.store.views import broken_part, column_names, quoted, select, signature
 from otb_analysis.types import Gram, Label
 
 _ASKED_WRONG = (
@@ -56,7 +54,7 @@ class RunStore:
         """
         self.path = find_run(Path(path))
         read_run_file(self.path)
-        self._connection = _open_locked(self.path, memory_limit)
+        self._connection = open_locked(self.path, memory_limit)
         self._reduced: dict[tuple[object, ...], Gram] = {}
 
     @property
@@ -245,13 +243,13 @@ class RunStore:
         seconds: float | None = None,
         rows: int | None = None,
     ) -> pd.DataFrame:
-        with self._connection.cursor() as cursor, _interrupted_after(seconds, cursor):
+        with self._connection.cursor() as cursor, interrupted_after(seconds, cursor):
             try:
-                _check_read_only(cursor, query)
+                check_read_only(cursor, query)
                 for table, parts in tables.items():
                     # Temporary views belong to the cursor, so threads do not meet and no list of parts grows old.
                     cursor.execute(f"CREATE TEMP VIEW {table} AS {select(table, parts)}")
-                return _first(cursor.execute(query, params), rows)
+                return first_rows(cursor.execute(query, params), rows)
             except duckdb.InterruptException as error:
                 raise InputError(
                     f"the query on {self.path} took longer than {seconds:g} s and was ended; ask for fewer steps or "
@@ -263,10 +261,10 @@ class RunStore:
                     "or open the run with a larger memory_limit."
                 ) from error
             except _ASKED_WRONG as error:
-                raise _refused(error) from error
+                raise refused(error) from error
             except duckdb.Error as error:
                 broken = broken_part([part for parts in tables.values() for part in parts])
-                raise broken or _refused(error) from error
+                raise broken or refused(error) from error
 
 
 def scope_of(store: RunStore) -> str:
@@ -286,56 +284,3 @@ def unlike_scopes(stores: Sequence[RunStore]) -> str:
                 f"{names[0]} measured gradients of scope {first!r} but {names[1]} of {second!r}, which do not compare"
             )
     return ""
-
-
-def _open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:
-    """Return a connection that can read this run's directory and no other file, and whose settings are final."""
-    connection = duckdb.connect()
-    try:
-        connection.execute(f"SET memory_limit={literal(memory_limit)}")
-    except duckdb.Error as error:
-        raise InputError(f"memory_limit is {memory_limit!r}; pass an amount such as '256MB' or '1GB'.") from error
-    connection.execute(f"SET temp_directory={literal(str(Path(tempfile.gettempdir()) / 'otb-analysis-spill'))}")
-    # A SELECT could otherwise name any data frame in the memory of the caller.
-    connection.execute("SET python_enable_replacements=false")
-    connection.execute(f"SET allowed_directories=[{literal(str(run_dir))}]")
-    connection.execute("SET enable_external_access=false")
-    connection.execute("SET lock_configuration=true")
-    return connection
-
-
-@contextmanager
-def _interrupted_after(seconds: float | None, cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
-    if seconds is None:
-        yield
-        return
-    timer = threading.Timer(seconds, cursor.interrupt)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()  # the cursor is closed next, and must not be interrupted then
-
-
-def _first(answer: duckdb.DuckDBPyConnection, rows: int | None) -> pd.DataFrame:
-    """Return the first rows of an answer; the others are never computed where the query allows it."""
-    if rows is None:
-        return answer.df()
-    chunks = [answer.fetch_df_chunk()]
-    while len(chunks[-1]) and sum(map(len, chunks)) < rows:
-        chunks.append(answer.fetch_df_chunk())
-    return pd.concat(chunks[:-1] if len(chunks) > 1 and not len(chunks[-1]) else chunks, ignore_index=True).head(rows)
-
-
-def _check_read_only(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
-    statements = cursor.extract_statements(query)
-    if [s.type for s in statements] != [duckdb.StatementType.SELECT]:
-        kinds = ", ".join(s.type.name for s in statements) or "nothing"
-        raise InputError(f"a run is read-only, but the query holds {kinds}; pass one SELECT.")
-
-
-def _refused(error: Exception) -> InputError:
-    # DuckDB's second paragraph repeats the query with a caret.
-    reason = " ".join(str(error).split("\n\n")[0].split()).rstrip(".!")
-    return InputError(f"the query cannot be run ({reason}); correct it, or see the columns with DESCRIBE tokens.")
