@@ -106,7 +106,7 @@ def estimator_rows(gram: Gram, known: Proved, buckets: int) -> list[dict[str, An
         row |= ratio_columns(pair, {"variance": "variance", "sf": "sf"})
         row |= ratio_columns(bare.get(label), {"variance_bare": "variance", "sf_bare": "sf"})
         for p in UPDATES:
-            row |= {f"efficiency{p}": rounded(statistics[p][label].efficiency)}
+            row |= {f"efficiency{p}": rounded(statistics[p][label].shown_efficiency)}
             row |= ratio_columns(ratios[p].get(label), {f"gain{p}": "efficiency"})
         rows.append(row | {"sketch_noise": rounded(float(noise[m]))})
     return rows
