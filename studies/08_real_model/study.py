@@ -12,7 +12,7 @@ from otb_analysis.study.seeds import BASE, QUICK_START, QUICK_TASK, started
 from otb_analysis.training.runtime.progress import Bar
 
 from . import pool, training
-from .compare import CALIBRATION_SHARE, SIZES, UPDATES, comparison
+from .compare import AGAINST, CALIBRATION_SHARE, SIZES, UPDATES, comparison
 from .regression import BATCHES, GROUP, RIDGES, SETS, regressions
 
 RANK, TRAINED, LORA_UPDATES = training.LORA.rank, training.FULL, pool.FULL.updates
@@ -24,6 +24,7 @@ def cells(size: pool.Size, learning: training.Size, quick: bool) -> list[Cell]:
     made, common = list[Cell](), {"quick": quick}
     drawn, measured = ({name: getattr(size, name) for name in names} for names in (pool.DRAWN, pool.MEASURED))
     compared = {"shuffles": size.shuffles, "sizes": list(SIZES), "updates": list(UPDATES), "share": CALIBRATION_SHARE}
+    compared["against"] = list(AGAINST)
     compared["estimators"] = sorted(ESTIMATORS)  # those that a pool cannot have leave no row
     for name in size.policies:
         task, critic = asdict(pool.TASKS[name]), asdict(pool.CRITIC)
