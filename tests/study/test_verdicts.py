@@ -56,7 +56,7 @@ def test_01_identities_hold_everywhere_and_raw_variance_alone_is_lower_on_about_
 def test_02_no_interval_tells_a_source_from_exact_norms():
     rows = select(tables_of("02_proxy_fidelity")["efficiency"], update=32, estimator="otb")
     pooled = [row for row in rows if row["temperature"] is None and row["to_exact_low"] is not None]
-    assert len(pooled) == 4 * 8
+    assert len(pooled) == 4 * 7  # in the others noise hides the efficiency
     assert all(row["to_exact_low"] <= 1 <= row["to_exact_high"] for row in pooled)
     assert np.median([1 - row["to_exact_low"] for row in pooled if row["source"] == "proxy"]) > 0.15
 
