@@ -2,6 +2,7 @@
 
 import comparing
 import proxy
+import selection
 import streamlit as st
 from widgets import one_run, page
 
@@ -11,8 +12,10 @@ with page("Estimators", "Which baseline makes the gradient less noisy, and what 
     if st.session_state.pop("_tokens", False):
         st.switch_page("views/tokens.py")
     run = one_run()
+    st.session_state["part"] = asked if (asked := selection.remembered("part")) in PARTS else "comparison"
     part = st.segmented_control(
-        "Part", list(PARTS), format_func=lambda name: PARTS[name], default="comparison", key="part",
-        bind="query-params", required=True, label_visibility="collapsed",
+        "Part", list(PARTS), format_func=lambda name: PARTS[name], key="part", required=True,
+        label_visibility="collapsed", on_change=lambda: selection.remember("part", st.session_state["part"]),
     )  # fmt: skip
+    selection.remember("part", part)
     (proxy.proxy if part == "proxy" else comparing.comparison)(run)

@@ -201,18 +201,18 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
         ends = [end for _, ratio in drawn for end in (ratio.low, ratio.high) if end is not None]
         axis = log_axis([1.0, *(ratio.estimate for _, ratio in drawn)], ends, most=4)
         for row, ratio in drawn:
+            marker = {"color": row.style.color, "line": {"color": row.style.color, "width": 1.6}}
             symbol = row.style.symbol.removesuffix("-open") + ("-open" if ratio.low is None else "")
             said = "<br>no interval" if ratio.low is None else f"<br>95 % interval {span(ratio.low, ratio.high)}"
             figure.add_scatter(
                 x=np.array([ratio.estimate], np.float32), y=[heights[row.label]], mode="markers", showlegend=False,
-                marker={"color": row.style.color, "symbol": symbol, "size": 9, "line": {"width": 1.6}},
-                error_x=_bar(ratio), **where,
+                marker=marker | {"symbol": symbol, "size": 9}, error_x=_bar(ratio), **where,
                 hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{said}<extra></extra>",
             )  # fmt: skip
             for end, symbol in _beyond(ratio, axis["range"]):
                 figure.add_scatter(
                     x=[10**end], y=[heights[row.label]], mode="markers", showlegend=False, hoverinfo="skip",
-                    marker={"color": row.style.color, "symbol": symbol, "size": 8}, cliponaxis=False, **where,
+                    marker=marker | {"symbol": symbol, "size": 8}, cliponaxis=False, **where,
                 )  # fmt: skip
         figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
         figure.update_xaxes(**axis, **where)

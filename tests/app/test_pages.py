@@ -22,10 +22,8 @@ def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: s
 
 
 def open_part(root: Path, part: str, monkeypatch: pytest.MonkeyPatch, **query: str) -> AppTest:
-    """The page Estimators with one of its two parts."""
-    app = open_page(root, "estimators", monkeypatch, **query)
-    app.session_state["part"] = part
-    return app.run()
+    """The page Estimators with one of its two parts, as its address asks for."""
+    return open_page(root, "estimators", monkeypatch, part=part, **query)
 
 
 def texts(app: AppTest) -> str:
