@@ -11,7 +11,7 @@ from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import number, span
 from otb_analysis.figures.scales import log_axis, step_axis
 from otb_analysis.figures.styles import ORANGE
-from otb_analysis.figures.theme import TEMPLATE, panels, place
+from otb_analysis.figures.theme import RAMP, TEMPLATE, panels, place
 from otb_analysis.statistics import MIN_CLUSTERS, Association, Fidelity, Interval, fidelity
 from otb_analysis.types import Float, Float32
 
@@ -181,6 +181,7 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
     figure.add_heatmap(
         x=(10 ** middle[0]).astype(np.float32), y=(10 ** middle[1]).astype(np.float32), z=np.log10(info.count),
         customdata=info.count, colorscale=["#D9E8F1", "#8FC1DA", "#3F93BF", "#0B6596", "#06395A"], zmin=0,
+        meta=RAMP,
         colorbar={
             "title": {"text": "tokens", "side": "top", "font": {"size": 12}},
             "thickness": 10, "tickvals": list(range(top)),
