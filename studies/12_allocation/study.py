@@ -102,7 +102,7 @@ def prompts(rng: np.random.Generator, count: int, law: Sequence[float]) -> list[
         skill += NOISE * skill.std() * rng.normal(size=skill.shape)
         order = np.argsort(-skill)
         right = np.zeros(len(order), bool)
-        right[order[: 1 + np.argmin(np.abs(np.cumsum(tree.prob[order]) - rng.beta(*law)))]] = True
+        right[order[: 1 + np.argmin(np.abs(np.cumsum(tree.prob[order]) - rng.beta(law[0], law[1])))]] = True
         if not right.all():
             reward = np.zeros(tree.mask.shape)
             reward[np.arange(len(order)), tree.mask.sum(axis=1) - 1] = right
