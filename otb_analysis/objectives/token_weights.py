@@ -76,7 +76,7 @@ def delightful(inputs: TokenWeightInputs, options: DelightOptions) -> Float:
     """Gate each token by its delight, advantage times surprisal.
 
     m = σ(A·(−log π(y))/η): ½ for a certain token, towards 1 for a rare good one, towards 0 for a rare bad one. Abstract
-    of Delightful Policy Gradient, arXiv 2603.14608. A token's own surprisal with its rollout's advantage is our reading.
+    of Delightful Policy Gradient, arXiv 2603.14608. That it is a token's own surprisal is our reading.
     """
     return np.where(inputs.mask, expit(inputs.advantage * -inputs.logprob / options.temperature), 0.0)
 

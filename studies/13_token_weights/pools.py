@@ -1,4 +1,4 @@
-"""Rollouts of a small policy, block by block: which tokens STAPO silences, their exact norms, and gradients of groups."""
+"""Rollouts of a small policy, block by block: which tokens STAPO silences, their exact norms, gradients of groups."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,8 +21,14 @@ ARMS = ("rloo", "stapo", "drawn", "delightful")
 """`drawn` silences as many tokens as `stapo`, by lot among those with A > 0."""
 LOT = 256
 """Fewest tokens of a block that are drawn by lot, whose exact norms stand for all tokens."""
-SUMS = ("tokens", "positive", "silenced", "norm_silenced", "power_silenced", "drawn", "norm_drawn", "power_drawn")
-"""Columns of a prompt: counts of tokens, of those with A > 0 and of those silenced, then Σ‖s‖² and ΣA²‖s‖² of them."""
+SUMS = (
+    *("tokens", "positive", "silenced", "norm_silenced", "power_silenced", "drawn", "norm_drawn", "power_drawn"),
+    *("proxy_drawn", "proxy_all"),
+)
+"""Columns of a prompt: counts of tokens, of those with A > 0 and of those silenced, then Σ‖s‖² and ΣA²‖s‖² of them.
+
+The same of the tokens drawn by lot; last ΣA²w of these and of all tokens, w the free proxy of ‖s‖².
+"""
 
 
 @dataclass
@@ -74,7 +80,8 @@ def _block(
     norm = exact_norms(policy, written, silenced | drawn)
     power = advantage**2 * norm
     columns = [table.mask, table.mask & (advantage > 0), silenced, silenced * norm, silenced * power, drawn]
-    columns += [drawn * norm, drawn * power]
+    proxy = advantage**2 * np.where(table.mask, table.stats.energy, 0.0)
+    columns += [drawn * norm, drawn * power, drawn * proxy, proxy]
     found.sums.append(np.stack([_per_prompt(x, prompt) for x in columns], axis=1))
     options = [StapoOptions(*pair) for pair in setting.pairs]
     counts = [table.mask & (token_weights("stapo", inputs, one) == 0) for one in options]
