@@ -1,6 +1,6 @@
 """Numbers in triads with a magnitude suffix (TST), as a tokenizer of the small model for arithmetic tasks.
 
-`1234567.12345` is the tokens `1` `⟨6⟩` `234` `⟨3⟩` `567` `.` `123` `⟨.⟩` `45` `⟨.⟩` `⟨.⟩`: digits in groups of three from
+`1234567.12345` is `1` `⟨6⟩` `234` `⟨3⟩` `567` `.` `123` `⟨.⟩` `45` `⟨.⟩` `⟨.⟩`: digits in groups of three from
 the decimal point, an integer triad followed by its power of ten, a fractional one by as many markers as its depth.
 Suffixes mean no character, so decoding gives the digits back.
 
