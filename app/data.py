@@ -155,7 +155,7 @@ def cheap_sources(run: Run) -> list[str]:
 @st.cache_data(max_entries=64, show_spinner=False)
 def lost_by_proxy(run: Run, source: str = "proxy") -> Interval | None:
     """Return the share of otb's efficiency gain that proxy energies lose, over all measured steps."""
-    return gain_lost(list(grams(run).values()), ("otb", source), ("otb", "exact"))
+    return gain_lost(list(grams(run).values()), ("otb", source), ("otb", "exact"), known=known(run))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)

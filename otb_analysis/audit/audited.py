@@ -146,16 +146,16 @@ def _rows(
         entry = registered(row.estimator)
         apart = between if row.variance is not None and entry is not None and entry.unbiased else None
         whole = None if row.variance is None else row.variance * row.n_prompts
-        rows.append(
-            EstimatorRow(
-                row.estimator, row.energy_source, row.efficiency, ratios.get((row.estimator, row.energy_source)),
-                row.rollout_equivalents, row.relative_bias, row.projection, row.sf, row.variance,
-                None if whole is None or apart is None else whole - apart,
-                apart,
-                row.sketch_dim is not None,
-            )
+        one = EstimatorRow(
+            row.estimator, row.energy_source, row.intervals["efficiency"], row.intervals["noise_scale"],
+            ratios.get((row.estimator, row.energy_source)), row.intervals["rollout_equivalents"],
+            row.intervals["relative_bias"], row.c_known, row.projection, row.sf, row.variance,
+            None if whole is None or apart is None else whole - apart,
+            apart,
+            row.sketch_dim is not None,
         )  # fmt: skip
-    return tuple(sorted(rows, key=lambda row: -np.inf if row.efficiency is None else row.efficiency, reverse=True))
+        rows.append((-np.inf if row.efficiency is None else row.efficiency, one))
+    return tuple(one for _, one in sorted(rows, key=lambda ranked: ranked[0], reverse=True))
 
 
 def _sketches(grams: Sequence[Gram]) -> Sketches | None:
@@ -210,5 +210,5 @@ def _proxy(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | Non
         pooled=log_correlation(proxy, exact, prompt),
         within=log_correlation(proxy, exact, prompt, cell),
         kept=pairs.get(PROXY),
-        gain_lost=gain_lost(grams, PROXY, EXACT),
+        gain_lost=gain_lost(grams, PROXY, EXACT, known=known),
     )

@@ -14,6 +14,7 @@ from otb_analysis.audit.dead_groups import dead_groups, rates_line
 from otb_analysis.audit.results import Cell, Planner
 from otb_analysis.diagnostics.advice import RISK, Choice, judge
 from otb_analysis.statistics import REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
+from otb_analysis.statistics.moments.absolute import may_be_shown
 from otb_analysis.statistics.moments.group_sizes import SizeLaw, pair_law, single_law
 from otb_analysis.statistics.moments.measures import batch_variance, quotient
 from otb_analysis.types import Float, Gram, Label
@@ -69,7 +70,7 @@ def plan(
         curves = _curves(by_size, rollouts)
         # All comparisons of sizes hold together with 95 %.
         level = 1 - RISK / max(sum(len(curve.cost) - 1 for curve in curves.values()), 1)
-        cells = _cells(curves, size, _against(curves, size, trained, rollouts), level)
+        cells = _cells(curves, (size, rollouts), _against(curves, size, trained, rollouts), level)
         best_size = _best_size(curves, level)
         by_formula = any(not cell.cut for cell in cells)
         notes.append(BY_FORMULA.format(size) if by_formula else NOT_LARGER.format(size))
@@ -142,9 +143,12 @@ def _against(
 
 
 def _cells(
-    curves: Mapping[Label, _Curve], size: int, against: Mapping[Choice, Interval | None], level: float
+    curves: Mapping[Label, _Curve],
+    recorded: tuple[int, int],
+    against: Mapping[Choice, Interval | None],
+    level: float,
 ) -> tuple[Cell, ...]:
-    cells = []
+    cells, (size, rollouts) = [], recorded
     for label, curve in curves.items():
         best = _best(curve, level)
         for n in sorted(curve.cost):
@@ -153,7 +157,7 @@ def _cells(
                 Cell(
                     *label,
                     n,
-                    value if np.isfinite(value) else None,
+                    value if may_be_shown(value, rollouts / n, curve.efficiency[n].size - 1) else None,
                     against.get(Choice(*label, n)),
                     n == best,
                     n in curve.cut,

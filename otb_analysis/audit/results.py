@@ -26,10 +26,13 @@ class EstimatorRow:
 
     estimator: str
     energy_source: str
-    efficiency: float | None  # Share of an update that points along ∇J
+    # Share of an update that points along ∇J; None where fewer prompts were measured than a third of the noise scale
+    efficiency: Interval | None
+    noise_scale: Interval | None  # V/‖m‖² in prompts
     ratio: Interval | None  # Efficiency over that of the trainer's estimator; all intervals hold together with 95 %
-    rollout_equivalents: float | None  # Rollouts that rloo needs for the same efficiency
-    relative_bias: float | None
+    rollout_equivalents: Interval | None  # Rollouts that rloo needs for the same efficiency
+    relative_bias: Interval | None
+    c_known: bool  # True where c is proved, so that SF is variance/c² and the bias is not estimated
     projection: float | None  # c = ⟨m, ∇J⟩/‖∇J‖²
     sf: float | None  # Variance at equal progress, variance/c²
     variance: float | None  # Of an update
@@ -54,7 +57,7 @@ class Cell:
     estimator: str
     energy_source: str
     size: int
-    efficiency: float | None
+    efficiency: float | None  # None where it must not be shown by itself, as above
     ratio: Interval | None  # Over the trainer's estimator at the recorded size; all intervals together 95 %
     best: bool  # Intervals show that both neighbours on its curve are worse
     cut: bool  # Recorded groups were cut to this size; else it follows by formula

@@ -31,6 +31,15 @@ class EstimatorsConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class RegressionConfig(BenchConfig):
+    """Compute which features of `energy_regression` pay on random policies, and how many prompts it takes."""
+
+    policies: int = 120  # Random policies, each a prompt.
+    prompts: tuple[int, ...] = (8, 16, 32, 64)  # Prompts of a batch.
+    batches: int = 2000  # Batches drawn for each number of prompts.
+
+
+@dataclass(frozen=True)
 class LogitsConfig(BenchConfig):
     """Time `logit_stats` beside a plain log-softmax and gather, and beside TRL's fused head."""
 
@@ -168,6 +177,7 @@ class TrainBenchConfig(BenchConfig):
 
 BENCHMARKS: dict[str, type[BenchConfig]] = {
     "estimators": EstimatorsConfig,
+    "regression": RegressionConfig,
     "logits": LogitsConfig,
     "engine": EngineConfig,
     "sampled": SampledConfig,

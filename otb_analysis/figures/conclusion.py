@@ -8,7 +8,7 @@ from typing import Any
 from otb_analysis.diagnostics import advise, trained_label, update_rollouts
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import registered
-from otb_analysis.figures.numbers import interval_cell
+from otb_analysis.figures.numbers import formatted, interval_cell
 from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, Conclusion, Interval, Verdict, gradient_noise_scale
 from otb_analysis.statistics.comparisons.verdicts import MARGIN, names
 from otb_analysis.types import Gram, Label, Proved
@@ -103,10 +103,19 @@ def noise_scale_line(grams: Sequence[Gram], labels: Iterable[Label], known: Prov
     for label in dict.fromkeys(labels):
         if label in measured:
             scale = gradient_noise_scale(grams, label, known)
-            text = interval_cell(scale, ".0f") if scale else "not known, since noise hides the signal"
+            text = noise_scale_cell(scale, ".0f")
             by_scale.setdefault(text, []).append(shown_name(label))
     listed = ", ".join(f"{' and '.join(who)} {text}" for text, who in by_scale.items())
     return f"Noise scale, the number of prompts at which noise equals signal: {listed}." if listed else ""
+
+
+def noise_scale_cell(scale: Interval | None, form: str = "") -> str:
+    """Return a noise scale as it is read: `116 [50, 254]`, `116 [50, ∞]`, or what it is above where noise hides it."""
+    if scale is None:
+        return "not known, since noise hides the signal"
+    if math.isinf(scale.estimate) and scale.low is not None:
+        return f"above {formatted(scale.low, form)}"
+    return interval_cell(scale, form)
 
 
 def shown_name(label: Label) -> str:

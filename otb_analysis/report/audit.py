@@ -22,19 +22,23 @@ from otb_analysis.audit.results import (
 from otb_analysis.audit.sampling_sums import ZScores
 from otb_analysis.audit.sampling_text import sampling_lines
 from otb_analysis.errors import StoreError
+from otb_analysis.figures.conclusion import noise_scale_cell
 from otb_analysis.figures.numbers import formatted, interval_cell
 from otb_analysis.figures.theme import TEMPLATE
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section
 from otb_analysis.report.html import to_html
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.statistics import Interval
+from otb_analysis.statistics.moments.absolute import NOT_SHOWN
 from otb_analysis.store.atomic import atomic_file
 
 MATTER = 8
 """Estimators in the terminal; the files hold all."""
 ESTIMATORS = (
     "efficiency: share of an update along the true gradient ∇J · ratio: over the trainer's [together 95 %]"
+    " · noise scale: prompts at which noise equals signal"
     "\nequiv.: rollouts rloo needs for the same · c: step length along ∇J · SF: variance at equal progress, variance/c²"
+    f"\n{NOT_SHOWN}"
     "\nwithin, between: parts of prompts × variance, from rollouts and from prompts; unbiased estimators only"
 )
 BEST = "* best of its curve: intervals show that its neighbours are worse. † by formula."
@@ -164,11 +168,12 @@ def _estimators(rows: tuple[EstimatorRow, ...]) -> pd.DataFrame:
             "estimator": row.estimator
             + ("" if row.energy_source == "none" else f"/{row.energy_source}")
             + " ~" * row.sketched,
-            "efficiency": formatted(row.efficiency, ".2f"),
+            "efficiency": interval_cell(row.efficiency, ".2f"),
             "ratio": _ratio(row.ratio),
-            "equiv.": formatted(row.rollout_equivalents, ".0f"),
-            "bias": formatted(row.relative_bias, ".2g"),
-            "c": formatted(row.projection, ".2f"),
+            "noise scale": noise_scale_cell(row.noise_scale, ".0f"),
+            "equiv.": interval_cell(row.rollout_equivalents, ".0f"),
+            "bias": interval_cell(row.relative_bias, ".2g"),
+            "c": formatted(row.projection, ".2f") + (" proved" if row.c_known else ""),
             "SF": formatted(row.sf, ".3g"),
             "variance": formatted(row.variance, ".3g"),
             "within": formatted(row.within, ".3g"),

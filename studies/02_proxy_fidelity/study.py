@@ -216,7 +216,7 @@ def efficiency_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
         plain = by_label(paired_ratios(grams, n_prompts=prompts, known=known))
         for label, row in by_label(pooled_statistics(grams, n_prompts=prompts, known=known)).items():
             exact = against.get(row.estimator, {}).get(label)
-            lost = gain_lost(grams, label, (row.estimator, "exact"), n_prompts=prompts) if exact else None
+            lost = gain_lost(grams, label, (row.estimator, "exact"), prompts, known) if exact else None
             rows.append({
                 "update": prompts,
                 "estimator": row.estimator,

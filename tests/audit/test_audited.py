@@ -139,7 +139,7 @@ def test_what_is_stated_of_the_sampling_counts_until_the_check_raises_an_alarm(a
 
     assert audited[1].sampling.alarm and bare().projection != 1
     monkeypatch.setattr("otb_analysis.audit.audited._sampling", lambda store: None)
-    assert bare().projection == 1 and bare().relative_bias == 0
+    assert bare().projection == 1 and bare().c_known and bare().relative_bias.estimate == 0
 
 
 def test_an_imported_run_gets_dead_groups_and_what_adds_the_rest(rollouts):

@@ -119,6 +119,8 @@ def test_a_call_after_the_collapse_is_no_forecast_but_not_blind(parts):
     # seed 0: 2 of 3 collapsed runs against no calm one; seed 1: 0 of 2 against the calm one
     assert forecast.seed_differences(RUNS, rows, "length_drift") == pytest.approx([2 / 3, -1])
     assert numbers["blind"] == [
+        "reward_fall",
+        "vanished_gradient",
         "gradient_surge",
         "entropy_collapse",
         "zero_variance_groups",

@@ -94,6 +94,23 @@ def _weighed(sums: Float) -> Float:
     return np.concatenate([with_pairs, prompts, diagonal], axis=-1)
 
 
+def pair_noise(grams: Sequence[Gram], label: Label, reference: Truth) -> float:
+    """Standard error that the estimate of ‖∇J‖² would have without any signal, from products of independent noises.
+
+    With e_p what is left of prompt p's gradient without the mean of its step, a mean over P(P − 1) ordered pairs has
+    the variance 2·mean_{p≠q}⟨e_p, e_q⟩²/(P(P − 1)); steps are averaged as in `deleted_moments`. NaN without a pair.
+    """
+    weight, square = 0.0, 0.0
+    for gram in grams:
+        block, count = gram.blocks(label, reference)[2], gram.n_prompts
+        if count > 1:
+            centred = block - block.mean(axis=0) - block.mean(axis=1, keepdims=True) + block.mean()
+            products = (centred**2).sum() - (np.diag(centred) ** 2).sum()
+            weight += count
+            square += 2 * products / (count - 1) ** 2
+    return float(np.sqrt(square) / weight) if weight else np.nan
+
+
 def prompts_of(grams: Sequence[Gram]) -> list[object]:
     """Return the clusters in the order in which `deleted_moments` leaves them out."""
     return list(dict.fromkeys(name for step, gram in enumerate(grams) for name in _names(step, gram)))

@@ -51,8 +51,12 @@ def relative_bias(moments: Moments) -> Float:
     the estimate is not itself unbiased.
     """
     # Of three unbiased terms, so it is often negative where the bias is small; √ of its positive part is biased up.
-    difference = moments.mean_sq - 2 * moments.along + moments.truth_sq
-    return np.sqrt(np.maximum(quotient(difference, moments.truth_sq), 0))
+    return np.sqrt(np.maximum(bias_sq(moments), 0))
+
+
+def bias_sq(moments: Moments) -> Float:
+    """Return the squared relative bias ‖m − ∇J‖²/‖∇J‖²; an estimate can be negative."""
+    return quotient(moments.mean_sq - 2 * moments.along + moments.truth_sq, moments.truth_sq)
 
 
 def sf(moments: Moments, n_prompts: float) -> Float:
