@@ -12,12 +12,13 @@ from scipy import stats
 from otb_analysis.statistics import Interval, Moments, jackknife_interval, log_ratio_t
 from otb_analysis.statistics.energies.correlation import correlation
 from otb_analysis.statistics.moments import measures
-from otb_analysis.statistics.moments.paired import four_measures, measure_interval
+from otb_analysis.statistics.moments.absolute import may_be_shown, noise_scale, shown_efficiency
+from otb_analysis.statistics.moments.paired import four_measures, measure_interval, moment_ratios
 from otb_analysis.statistics.moments.vectors import vector_moments
 from otb_analysis.study import Cell, Tables, interval_columns, rounded
 from otb_analysis.study.pools import Pool, proved_of_pool
 from otb_analysis.training.runtime.progress import Bar
-from otb_analysis.types import Bool, Float
+from otb_analysis.types import Bool
 
 from .entries import ACROSS, ALONE, ASKED_SIZES, EXACT, HALF, OFFSET, UPDATES, Gradients, Way, gradients
 from .pool import kept, load_drawn, load_pool
@@ -32,8 +33,6 @@ COUPLED_UPDATES = (8, 32)
 """Updates small enough for the covariance of their prompts to be told from 0."""
 MARGIN = 0.05
 """A ratio of efficiencies whose 95 % interval lies within 1 ± this is called equal; one that leaves out 1, told."""
-FEWEST = 1 / 3
-"""An absolute efficiency is shown where measured prompts are at least this share of the noise scale."""
 REGIMES = ("none", "value", "sequence_optimal_loo", "otb_loo", "token_optimal_loo")
 """Unbiased prompt by prompt, so that their raw variance may be compared with that of `rloo` there."""
 REGIME_SIZE = 4
@@ -42,8 +41,8 @@ KINDS = {"success": "success rate", "corr": "corr(W_T, R)", "spread": "length sp
 
 
 TABLES = ("estimators", "pairs", "signal", "coupling", "regimes")
-Values = Mapping[tuple[Way, int], tuple[Moments, dict[str, Float]]]
-"""Moments and four measures of every entry at every update."""
+Values = Mapping[tuple[Way, int], tuple[Moments, int, float | None]]
+"""Moments of every entry at every update, the update's prompts, and the projection where it is proved."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,9 @@ def comparison(cell: Cell, size: Size, work: Path, bar: Bar) -> Tables:
         both = mixed if kind == "wide" and n in ASKED_SIZES else None
         found = gradients(pool, n, size.shuffles, both)
         for only in (False,) if both is None else (False, True):
-            moments = moments_of(found, n, both if only else None)
+            moments, floor = moments_of(found, n, both if only else None)
             key = {"policy": cell.settings["policy"], "pool": kind, "mixed": only or kind == "deep", "size": n}
-            for table, rows in tables_of(moments, n).items():
+            for table, rows in tables_of(moments, n, floor).items():
                 if table != "estimators" or kind == "deep" or not only:
                     tables[table] += [key | row for row in rows]
             tables["coupling"] += [key | row for row in coupling_rows(found, moments)]
@@ -104,8 +103,10 @@ def comparison(cell: Cell, size: Size, work: Path, bar: Bar) -> Tables:
     return tables
 
 
-def moments_of(found: Gradients, size: int, mixed: Bool | None) -> dict[Way, Moments]:
-    """Return the moments of every way, over all prompts or over those of the pilot's choice.
+def moments_of(found: Gradients, size: int, mixed: Bool | None) -> tuple[dict[Way, Moments], float]:
+    """Return the moments of every way, over all prompts or over those of the pilot's choice, and the noise of ‖∇J‖².
+
+    The noise is the standard error that ‖∇J‖² would have without any signal, as in `pair_noise`.
 
     What stands for ∇J is the mean gradient of all ways that are proved unbiased and look at their own prompt only.
     """
@@ -123,7 +124,10 @@ def moments_of(found: Gradients, size: int, mixed: Bool | None) -> dict[Way, Mom
     }
     spread = every[Way("rloo", "none")]
     reference = np.maximum(spread.power - spread.mean_sq, 0) + spread.truth_sq
-    return {way: replace(moments, reference_power=reference) for way, moments in every.items()}
+    products = (truth - truth.mean(axis=0)) @ (truth - truth.mean(axis=0)).T
+    square = 2 * ((products**2).sum() - (np.diag(products) ** 2).sum()) / (len(truth) - 1) ** 2
+    moments = {way: replace(moments, reference_power=reference) for way, moments in every.items()}
+    return moments, float(np.sqrt(square) / len(truth))
 
 
 def projection_of(way: Way, size: int, prompts: int) -> float | None:
@@ -132,26 +136,18 @@ def projection_of(way: Way, size: int, prompts: int) -> float | None:
     return proved_of_pool([way[:2]], batch, size).projection.get(way[:2])
 
 
-def at_update(moments: Mapping[Way, Moments], way: Way, update: int, size: int) -> tuple[Moments, dict[str, Float]]:
-    """Return a way's moments and four measures at an update: an entry that looks at its batch sees that update's."""
+def at_update(moments: Mapping[Way, Moments], way: Way, update: int, size: int) -> tuple[Moments, int, float | None]:
+    """Return a way's moments at an update: an entry that looks at its batch sees that update's."""
     own = way._replace(prompts=update if way.prompts else 0)
-    prompts = moments[own].power.size - 1
-    c = projection_of(own, size, prompts)
-    return measures.with_projection(moments[own], c), four_measures(moments[own], update, c)
+    return moments[own], update, projection_of(own, size, moments[own].power.size - 1)
 
 
-def ratio(above: Mapping[str, Float], below: Mapping[str, Float], name: str) -> Interval | None:
-    """Return the paired ratio of a measure with its interval over prompts."""
-    values = measures.quotient(above[name], below[name])
-    return jackknife_interval(values[0], values[1:], f"ratio of {name}")
-
-
-def tables_of(moments: Mapping[Way, Moments], size: int) -> dict[str, list[dict[str, Any]]]:
+def tables_of(moments: Mapping[Way, Moments], size: int, floor: float) -> dict[str, list[dict[str, Any]]]:
     """Return a row for every entry, the pairs that the question asks for, and ‖∇J‖² with the noise scale."""
     heads = [way for way in moments if way.prompts in (0, HEAD)]
     values = {(way, p): at_update(moments, way, p, size) for way in heads for p in UPDATES}
     reference = Way("rloo", "none")
-    rows = [entry_row(way, values, reference, size, moments[way].power.size - 1) for way in heads]
+    rows = [entry_row(way, values, reference, floor) for way in heads]
     pairs = pair_rows(values, heads) if size in ASKED_SIZES else []
     return {"estimators": rows, "pairs": pairs, "signal": [signal_row(moments[reference])]}
 
@@ -170,41 +166,38 @@ def pair_rows(values: Values, heads: Sequence[Way]) -> list[dict[str, Any]]:
                 source = next(s for n, s, _ in by_name if n == against and s != "exact")
                 below = by_name.get((against, source, rewards)) or by_name[against, source, "0/1"]
                 row = {"estimator": name, "against": against, "rewards": rewards}
-                variance = ratio(values[above, HEAD][1], values[below, HEAD][1], "variance")
-                row |= short("variance", variance)
                 for p in UPDATES:
-                    gain = ratio(values[above, p][1], values[below, p][1], "efficiency")
-                    row |= short(f"gain{p}", gain)
+                    ratios = moment_ratios(values[above, p], values[below, p])
+                    row |= short(f"gain{p}", ratios["efficiency"])
+                    row |= short("variance", ratios["variance"]) if p == HEAD else {}
                 pairs.append(row)
     return pairs
 
 
-def entry_row(
-    way: Way,
-    values: Mapping[tuple[Way, int], tuple[Moments, dict[str, Float]]],
-    reference: Way,
-    size: int,
-    prompts: int,
-) -> dict[str, Any]:
+def entry_row(way: Way, values: Values, reference: Way, floor: float) -> dict[str, Any]:
     """Return every measure of one entry."""
-    moments, four = values[way, HEAD]
+    raw, _, c = values[way, HEAD]
+    moments, four, prompts = measures.with_projection(raw, c), four_measures(raw, HEAD, c), raw.power.size - 1
     row: dict[str, Any] = {"estimator": way.estimator, "source": way.source, "rewards": way.rewards}
-    row |= {"c_known": projection_of(way, size, prompts) is not None}
+    row |= {"c_known": c is not None}
     row |= short("projection", measure_interval(four["projection"], "projection", HEAD))
     row |= {"bias": rounded(measures.relative_bias(moments)[0], 3)}
-    row |= {f"efficiency{p}": rounded(values[way, p][1]["efficiency"][0], 4) for p in UPDATES}
-    row |= short("efficiency", measure_interval(four["efficiency"], "efficiency", HEAD))
+    for p in UPDATES:
+        e = float(four_measures(values[way, p][0], p, values[way, p][2])["efficiency"][0])
+        row |= {f"efficiency{p}": rounded(e, 4) if may_be_shown(e, p, prompts) else None}
+    noise = measures.quotient(np.array([floor]), raw.truth_sq[:1])
+    row |= short("efficiency", shown_efficiency(four["efficiency"], HEAD, float(noise[0]), "efficiency"))
     equivalents = measures.rollout_equivalents(moments, HEAD, 100)
     row |= short("equivalents", jackknife_interval(equivalents[0], equivalents[1:], "rollout-equivalents of 100"))
     if way == reference:
         return row
-    for name in ("variance", "sf"):
-        row |= short(name, ratio(four, values[reference, HEAD][1], name))
     for p in UPDATES:
-        gain = ratio(values[way, p][1], values[reference, p][1], "efficiency")
+        ratios = moment_ratios(values[way, p], values[reference, p])
+        gain = ratios["efficiency"]
         row |= short(f"gain{p}", gain)
-        if p == HEAD and gain is not None:
-            row["p_value"] = rounded(gain.p_value, 3)
+        if p == HEAD:
+            row |= short("variance", ratios["variance"]) | short("sf", ratios["sf"])
+            row["p_value"] = None if gain is None else rounded(gain.p_value, 3)
     return row
 
 
@@ -233,12 +226,10 @@ def short(name: str, found: Interval | None) -> dict[str, float | None]:
 def signal_row(reference: Moments) -> dict[str, Any]:
     """Return ‖∇J‖² and the noise scale of `rloo` in prompts, V/‖∇J‖², with intervals over prompts."""
     truth = reference.truth_sq
-    noise = measures.batch_variance(reference, 1)
-    scale = measures.quotient(noise, truth)
     return {
         "prompts": truth.size - 1,
         **interval_columns("signal", jackknife_interval(truth[0], truth[1:], "‖∇J‖²", "linear")),
-        **interval_columns("noise_scale", jackknife_interval(scale[0], scale[1:], "noise scale in prompts")),
+        **interval_columns("noise_scale", noise_scale(measures.with_projection(reference, 1.0))),
     }
 
 

@@ -11,7 +11,7 @@ from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.study import Row, Rows, column, distinct, select
 from otb_analysis.study.formats import above, below, interval
 
-from .compare import AGAINST, AHEAD, BEST, FEWEST, FULL, HEAD, KINDS, MARGIN, REGIME_SIZE, REGIMES
+from .compare import AGAINST, AHEAD, BEST, FULL, HEAD, KINDS, MARGIN, REGIME_SIZE, REGIMES
 from .entries import ASKED_SIZES, HALF, OFFSET, UPDATES
 from .pool import FULL as DRAWN_SIZE
 from .pool import LESSON
@@ -48,9 +48,8 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "standing": standing,
         "gain": gain,
         "differs": lambda row: id(row) in marked,
-        "shows_efficiency": lambda row: enough(tables["signal"], row),
         "entry_name": name_of,
-        "best_first": lambda rows: sorted(rows, key=lambda row: -(row[f"efficiency{HEAD}"] or 0)),
+        "best_first": lambda rows: sorted(rows, key=lambda row: -(row[f"gain{HEAD}"] or 1)),
         "find": lambda rows, **values: next(iter(select(rows, **values)), None),
         "sizes": sorted({(row["size"], row["pool"]) for row in rows if row["pool"] == "wide" or row["size"] > 16}),
         "policies_of": distinct(rows, "policy"),
@@ -91,12 +90,6 @@ def gain(row: Row | None, update: int) -> str:
         return ""
     mark = {"ahead": " ▲", "behind": " ▼", "equal": " =", "open": ""}[standing(row, update)]
     return interval(row, f"gain{update}") + mark
-
-
-def enough(signal: Rows, row: Row) -> bool:
-    """Return whether so many prompts were measured that an absolute efficiency may be shown."""
-    (one,) = select(signal, policy=row["policy"], pool=row["pool"], size=row["size"], mixed=row["mixed"])
-    return one["noise_scale"] is not None and one["prompts"] >= FEWEST * one["noise_scale"]
 
 
 def name_of(row: Row) -> str:

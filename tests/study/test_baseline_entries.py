@@ -118,13 +118,13 @@ def test_rewards_less_half_change_only_the_entries_that_are_measured_twice(entri
 def test_tables_have_a_row_for_every_entry_and_proved_ones_have_c_1(entries, compare, pool):
     mixed = np.array([True, True, False, True, True])
     found = entries.gradients(pool, 4, 1, mixed)
-    moments = compare.moments_of(found, 4, None)
-    tables = compare.tables_of(moments, 4)
+    moments, floor = compare.moments_of(found, 4, None)
+    tables = compare.tables_of(moments, 4, floor)
     rows = {(row["estimator"], row["source"], row["rewards"]): row for row in tables["estimators"]}
     assert len(rows) == len(tables["estimators"]) == len(entries.ALONE) + 6 + 8 + 6
     assert rows["energy_regression", "proxy", "0/1"]["projection"] == 1.0
     assert rows["group_mean", "none", "0/1"]["projection"] == 0.75
     assert not rows["otb", "proxy", "0/1"]["c_known"]
-    chosen = compare.moments_of(found, 4, mixed)
+    chosen, _ = compare.moments_of(found, 4, mixed)
     assert {m.power.size for m in chosen.values()} == {5} and {m.power.size for m in moments.values()} == {6}
     assert {way.mixed for way in chosen if way.prompts} == {True}
