@@ -6,7 +6,7 @@ Column t of an [N, T] array describes completion token y_t: its own log-probabil
 `mask` is true where the policy sampled the token; entries outside it are never read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -174,11 +174,11 @@ class Gram:
         if len(set(self.labels)) != m:
             raise InputError(f"labels are {self.labels}; name every (estimator, energy source) once.")
         for name, entries in (("prompt", self.prompt), ("groups", self.groups)):
-            if entries is not None and len(entries) != shape[2]:
+            if entries is not None and len(entries) != self.n_prompts:
                 raise InputError(
-                    f"{name} has {len(entries)} entries but inner has {shape[2]} prompts; pass one per prompt."
+                    f"{name} has {len(entries)} entries but inner has {self.n_prompts} prompts; pass one per prompt."
                 )
-        if self.groups is not None and len(np.unique(self.groups)) < shape[2]:
+        if self.groups is not None and len(np.unique(self.groups)) < self.n_prompts:
             raise InputError(f"groups are {self.groups}; name every group once.")
 
     @property
@@ -209,13 +209,34 @@ class Gram:
         """
         if label not in self.labels:
             raise InputError(f"label is {label}; {nearest(str(label), map(str, self.labels))}")
-        m = self.labels.index(label)
-        block = np.full((3, *self.inner.shape[2:]), np.nan)
-        block[0] = self.inner[m, m]
-        if rows := [self.labels.index(one) for one in sorted(_members(reference)) if one in self.labels]:
-            block[1] = self.inner[m, rows].mean(axis=0)
-            block[2] = self._mean_product(tuple(rows))
+        block = np.full((3, self.n_prompts, self.n_prompts), np.nan)
+        block[0], measured = self._own(self.labels.index(label)), _members(reference) & set(self.labels)
+        if measured:
+            block[1:] = self._against(label, measured)
         return np.where(np.isfinite(block), block, np.nan)
+
+    @property
+    def products(self) -> Float:
+        """Σ_p ⟨g_{m,p}, g_{m',p}⟩ [M, M]."""
+        return np.einsum("mnpp->mn", self.inner)
+
+    def reduced(self, references: Iterable["Label | frozenset[Label]"]) -> "ReducedGram":
+        """Return what `blocks` with these references, and `products`, need: much less than M² blocks."""
+        measured = {_members(reference) & set(self.labels) for reference in references} - {frozenset[Label]()}
+        rows = {some: [self.labels.index(label) for label in sorted(some)] for some in measured}
+        return ReducedGram(
+            np.empty((len(self.labels),) * 2 + (0, 0)), self.labels, self.n_rollouts, self.prompt, self.group_index,
+            self.sketch_dim, np.einsum("mmpq->mpq", self.inner).copy(), self.products,
+            {some: (self.inner[:, r].mean(axis=1), self._mean_product(tuple(r))) for some, r in rows.items()},
+        )  # fmt: skip
+
+    def _own(self, m: int) -> Float:
+        return self.inner[m, m]
+
+    def _against(self, label: Label, measured: frozenset[Label]) -> tuple[Float, Float]:
+        """Return ⟨m, reference⟩ and ⟨reference, reference⟩, the reference the mean of several."""
+        rows = [self.labels.index(one) for one in sorted(measured)]
+        return self.inner[self.labels.index(label), rows].mean(axis=0), self._mean_product(tuple(rows))
 
     def _mean_product(self, rows: tuple[int, ...]) -> Float:
         """Return the products of the mean of some rows with itself [P, P]; every label asks for the same ones."""
@@ -226,6 +247,41 @@ class Gram:
     @cached_property
     def _mean_products(self) -> dict[tuple[int, ...], Float]:
         return {}
+
+
+@dataclass(frozen=True)
+class ReducedGram(Gram):
+    """The part of a Gram matrix that compares estimators with given references; `inner` is empty, [M, M, 0, 0]."""
+
+    own: Float = field(default_factory=lambda: np.empty((0, 0, 0)))  # ⟨g_{m,p}, g_{m,p'}⟩ [M, P, P]
+    totals: Float = field(default_factory=lambda: np.empty((0, 0)))  # Σ_p ⟨g_{m,p}, g_{m',p}⟩ [M, M]
+    # The mean of these estimators with every m [M, P, P], and with itself [P, P]
+    means: Mapping[frozenset[Label], tuple[Float, Float]] = field(default_factory=dict)
+
+    @property
+    def n_prompts(self) -> int:
+        """Groups P."""
+        return self.own.shape[-1]
+
+    @property
+    def products(self) -> Float:
+        """Σ_p ⟨g_{m,p}, g_{m',p}⟩ [M, M]."""
+        return self.totals
+
+    def _own(self, m: int) -> Float:
+        return self.own[m]
+
+    def _against(self, label: Label, measured: frozenset[Label]) -> tuple[Float, Float]:
+        m = self.labels.index(label)
+        if measured == {label}:
+            return self.own[m], self.own[m]
+        if measured not in self.means:
+            raise InputError(
+                f"this Gram matrix was reduced without {', '.join(map(str, sorted(measured)))} as reference; "
+                "read the whole one with RunStore.grams."
+            )
+        with_every, with_itself = self.means[measured]
+        return with_every[m], with_itself
 
 
 def _members(reference: "Label | frozenset[Label]") -> frozenset[Label]:

@@ -40,7 +40,7 @@ def choose_prompt(run: listing.Run, step: int, rollouts: pd.DataFrame) -> int:
     """Let the page choose a prompt; labels say in what it differs from the others, and its mean reward."""
     means: Any = rollouts.groupby("group")["reward"].mean()
     texts = distinct({int(str(g)): str(text) for g, text in rollouts.groupby("group")["prompt"].first().items()})
-    labels = {group: f"{group} · {text} · mean reward {number(float(means[group]))}" for group, text in texts.items()}
+    labels = {group: f"{group} · reward {number(float(means[group]))} · {text}" for group, text in texts.items()}
     groups = list(labels)
     return selection.choose("prompt", "Prompt", groups, groups[0], of=f"{run.name}-{step}", words=lambda g: labels[g])
 

@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.audit.bookkeeping import check_bookkeeping
-from otb_analysis.audit.planner import plan
-from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy, Sketches
+from otb_analysis.audit.results import AuditReport, EstimatorRow, Proxy, Sketches
 from otb_analysis.audit.sampling_report import SamplingReport, sampling_report
 from otb_analysis.audit.shares import attributed_tokens
 from otb_analysis.audit.trainer_loss import trainer_loss
 from otb_analysis.audit.verdict import verdict
 from otb_analysis.diagnostics import advise
 from otb_analysis.diagnostics.advice import Advice
+from otb_analysis.diagnostics.dead_groups import reward_groups
+from otb_analysis.diagnostics.planner import Planner, plan
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved, registered
 from otb_analysis.figures.conclusion import trained_labels
@@ -59,7 +60,7 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
     trained = next(iter(trained_labels(config, grams.values())), None)
     missing: list[str] = []
     subgroups = store.subgroup_grams() if grams else {}
-    whole = _judged(grams, trained, missing)
+    whole = _judged(grams, trained, missing, known)
     rows = _rows(list(grams.values()), _between(grams, subgroups), whole, known)
     conclusion = conclude(list(grams.values()), known) if grams else None
     tokens = attributed_tokens(store)
@@ -69,7 +70,7 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
     if proxy is None:
         missing.append(f"Proxy: no token has an exact norm; {SCORE} measures them.")
     rewards = store.rollouts_df(columns=["step", "group", "reward", "prompt_id"])
-    groups = _groups(rewards)
+    groups = reward_groups(rewards)
     planner = plan(grams, subgroups, trained if whole else None, groups, len(steps))
     source = config.get("source")
     if sampling is None:
@@ -100,7 +101,7 @@ def _sampling(store: RunStore) -> SamplingReport | None:
     return None if rows.empty else sampling_report(rows)
 
 
-def _judged(grams: Mapping[int, Gram], trained: Label | None, missing: list[str]) -> Advice | None:
+def _judged(grams: Mapping[int, Gram], trained: Label | None, missing: list[str], known: Proved) -> Advice | None:
     """Return estimators judged at the recorded group size; say what hinders it."""
     if not grams:
         missing.append(f"Estimators: no step has every estimator's gradient; {SCORE} measures them.")
@@ -109,7 +110,7 @@ def _judged(grams: Mapping[int, Gram], trained: Label | None, missing: list[str]
         missing.append("Estimators: the trainer's estimator was not measured; pass its name as --estimator.name.")
         return None
     try:
-        return advise(grams, {}, trained)
+        return advise(grams, {}, trained, known=known)
     except InputError as error:
         missing.append(f"Estimators: {error}")
         return None
@@ -122,16 +123,7 @@ def plan_from_rewards(store: RunStore) -> Planner:
         StoreError: It cannot be read.
     """
     rewards = store.rollouts_df(columns=["step", "group", "reward", "prompt_id"])
-    return plan({}, {}, None, _groups(rewards), len(store.complete_steps()))
-
-
-def _groups(rewards: Any) -> list[tuple[object, list[float]]]:
-    """Return prompt and rewards of every group; a group whose prompt has no name is a prompt of its own."""
-    parts = rewards.groupby(["step", "group"])
-    return [
-        (key if part["prompt_id"].isna().any() else part["prompt_id"].iloc[0], part["reward"].to_numpy(float).tolist())
-        for key, part in parts
-    ]
+    return plan({}, {}, None, reward_groups(rewards), len(store.complete_steps()))
 
 
 def _rows(

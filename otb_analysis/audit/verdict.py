@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from otb_analysis.audit.results import Cell, Planner, Proxy, is_told
+from otb_analysis.audit.results import Proxy, is_told
 from otb_analysis.audit.sampling_report import SamplingReport
 from otb_analysis.audit.sampling_text import sampling_lines
 from otb_analysis.diagnostics.advice import Advice, Advised
+from otb_analysis.diagnostics.planner import Cell, Planner
 from otb_analysis.figures.conclusion import shown_name
 from otb_analysis.statistics import MIN_CLUSTERS, REFERENCE, Conclusion, Interval
 from otb_analysis.statistics.comparisons.verdicts import MARGIN

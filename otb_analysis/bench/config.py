@@ -102,6 +102,22 @@ class GramConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class StoreConfig(BenchConfig):
+    """Time appending to a run and reading it, DuckDB beside pandas, on synthetic runs of full size."""
+
+    runs: int = 1  # Runs of this size.
+    steps: int = 2_000  # Steps of a run.
+    measured: int = 165  # Steps with exact norms and a Gram matrix.
+    tokens: int = 5_000_000  # Tokens of a run.
+    prompts: int = 16  # Prompts of a step.
+    group_size: int = 8  # Rollouts per prompt.
+    estimators: int = 38  # Estimators of a Gram matrix, each energy source counted.
+    append: int = 100_000  # Tokens of the step that is appended.
+    repeats: int = 3  # Repetitions, taking turns; the least time counts.
+    root: Path | None = None  # Directory that keeps the runs; a temporary one unless named.
+
+
+@dataclass(frozen=True)
 class DemoSeedsConfig(BenchConfig):
     """What the demo concludes from several seeds and with several numbers of threads."""
 
@@ -189,6 +205,7 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "sampling-cost": SamplingCostConfig,
     "audit": AuditBenchConfig,
     "train": TrainBenchConfig,
+    "store": StoreConfig,
 }
 """`otb bench NAME`; the module of the same name has `run(config)`, which returns a report."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from otb_analysis.diagnostics.certificate import sampling_certificate
-from otb_analysis.diagnostics.changes import entropy_collapse, gradient_surge, length_drift
+from otb_analysis.diagnostics.changes import entropy_collapse, entropy_rise, gradient_surge, length_drift
 from otb_analysis.diagnostics.decline import reward_fall, vanished_gradient
 from otb_analysis.diagnostics.findings import SEVERITY, Finding, StepSeries
 from otb_analysis.diagnostics.shares import clip_fraction, ratio_tails, tail_index, zero_variance_groups
@@ -13,6 +13,7 @@ DETECTORS: dict[str, Callable[[StepSeries], Finding]] = {
     "vanished_gradient": vanished_gradient,
     "gradient_surge": gradient_surge,
     "entropy_collapse": entropy_collapse,
+    "entropy_rise": entropy_rise,
     "length_drift": length_drift,
     "zero_variance_groups": zero_variance_groups,
     "ratio_tails": ratio_tails,

@@ -10,7 +10,7 @@ from otb_analysis.estimators.evaluate import (
     with_limit,
 )
 from otb_analysis.estimators.prefixes import prefix_values
-from otb_analysis.estimators.proved import proved, proved_in_all, unproved_because
+from otb_analysis.estimators.proved import proved, proved_in_all, standing_for_truth, unproved_because
 from otb_analysis.estimators.registry import ESTIMATORS, registered
 from otb_analysis.estimators.spec import (
     DecayOptions,
@@ -45,6 +45,7 @@ __all__ = [
     "proved",
     "proved_in_all",
     "registered",
+    "standing_for_truth",
     "unproved_because",
     "with_limit",
 ]

@@ -7,7 +7,7 @@ met them. A configuration that does not say counts as one that did not.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from otb_analysis.estimators.registry import registered
+from otb_analysis.estimators.registry import ESTIMATORS, registered
 from otb_analysis.estimators.spec import EstimatorSpec
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
@@ -74,6 +74,11 @@ def proved(labels: Iterable[Label], config: Mapping[str, Any]) -> Proved:
     known = {label: c for label in labels if (c := _projection(label, config)) is not None}
     alone = (label for label, c in known.items() if c == 1 and (e := registered(label[0])) and not e.batch_coupled)
     return Proved(known, frozenset(alone))
+
+
+def standing_for_truth(labels: Iterable[Label], config: Mapping[str, Any]) -> frozenset[Label]:
+    """Return which of these labels and of all in the registry stand for ∇J: `proved(…).truth` is a part of them."""
+    return proved([*labels, *((name, source) for name in ESTIMATORS for source in SOURCES)], config).truth
 
 
 def proved_in_all(runs: Sequence[tuple[Iterable[Label], Mapping[str, Any]]]) -> Proved:

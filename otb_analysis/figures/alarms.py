@@ -27,6 +27,7 @@ TITLES = {
     "vanished_gradient": "No gradient",
     "gradient_surge": "Gradient-norm surge",
     "entropy_collapse": "Entropy collapse",
+    "entropy_rise": "Entropy rise",
     "length_drift": "Length drift",
     "zero_variance_groups": "Equal-reward groups",
     "ratio_tails": "Ratio tails",

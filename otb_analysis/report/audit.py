@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-import plotly.graph_objects as go
 from rich.table import Table
 
 from otb_analysis.audit.bookkeeping import bookkeeping_lines
 from otb_analysis.audit.results import (
     AuditReport,
-    Cell,
     EstimatorRow,
-    Planner,
     Proxy,
     Share,
     Sketches,
@@ -21,10 +18,11 @@ from otb_analysis.audit.results import (
 )
 from otb_analysis.audit.sampling_sums import ZScores
 from otb_analysis.audit.sampling_text import sampling_lines
+from otb_analysis.diagnostics.planner import Cell, Planner
 from otb_analysis.errors import StoreError
 from otb_analysis.figures.conclusion import noise_scale_cell
 from otb_analysis.figures.numbers import formatted, interval_cell
-from otb_analysis.figures.theme import TEMPLATE
+from otb_analysis.figures.planner import planner_words, plot_planner
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section
 from otb_analysis.report.html import to_html
 from otb_analysis.report.terminal import terminal_table
@@ -88,7 +86,11 @@ def _table(title: str, grid: Grid) -> Table:
 def audit_document(report: AuditReport, command: str) -> Document:
     """Return the document that `audit.html` is made of."""
     sections = [Section("Verdict", report.verdict or ("Nothing can be said yet; see below what is missing.",))]
-    picture = _curves(report.planner)
+    picture = (
+        Picture("planner", planner_words(report.planner), plot_planner(report.planner))
+        if report.planner.cells
+        else None
+    )
     by_section: dict[str, list[Part]] = {}
     for title, grid in _grids(report, None):
         by_section.setdefault(title.split(":")[0], []).append(grid)
@@ -282,26 +284,3 @@ def _proxy(proxy: Proxy) -> pd.DataFrame:
         "share of otb's gain over rloo lost": proxy.gain_lost,
     }
     return pd.DataFrame({"measure": name, "value": interval_cell(value, ".2f")} for name, value in values.items())
-
-
-def _curves(planner: Planner) -> Picture | None:
-    """Draw efficiency against group size, one curve per estimator; open marks follow by formula, stars are best."""
-    if not planner.cells:
-        return None
-    figure = go.Figure(layout=go.Layout(template=TEMPLATE, height=360))
-    for name in dict.fromkeys((cell.estimator, cell.energy_source) for cell in planner.cells):
-        curve = [cell for cell in planner.cells if (cell.estimator, cell.energy_source) == name]
-        figure.add_scatter(
-            x=[cell.size for cell in curve],
-            y=[cell.efficiency for cell in curve],
-            name=name[0] if name[1] == "none" else "/".join(name),
-            mode="lines+markers",
-            marker={
-                "symbol": [("star" if cell.best else "circle") + ("" if cell.cut else "-open") for cell in curve],
-                "size": [14 if cell.best else 8 for cell in curve],
-            },
-        )
-    figure.update_xaxes(title="group size N", type="log", tickvals=sorted({cell.size for cell in planner.cells}))
-    figure.update_yaxes(title="efficiency")
-    words = f"{planner.n_rollouts} rollouts in groups of N. Star: shown to be a curve's best. Open: by formula."
-    return Picture("planner", words, figure)

@@ -1,12 +1,17 @@
 """The Gram matrix of group gradients as a long table, each unordered pair once, and back."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 from pandas.api.types import union_categoricals
 
-from otb_analysis.types import Gram, Int
+from otb_analysis.store.layout import Part
+from otb_analysis.store.views import read_part
+from otb_analysis.types import Float, Gram, Int, Label
 
 PRODUCT_TEXTS = ("estimator", "energy_source", "other_estimator", "other_energy_source")
 """The columns of text of `grams` and `subgroups`."""
@@ -45,12 +50,42 @@ def subgroup_rows(step: int, grams: Mapping[int, Gram]) -> dict[str, np.ndarray]
     return joined | {"size": np.concatenate(sizes).astype(np.int64)}
 
 
+def product_rows(table: str, parts: Sequence[Part]) -> pd.DataFrame:
+    """Return the rows of one step's parts of `grams` or `subgroups`, their texts as categories.
+
+    A step has half a million rows, and pandas takes a second for each million texts but none for codes.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    rows = [read_part(table, part, categories=PRODUCT_TEXTS) for part in parts]
+    return pa.concat_tables(rows).to_pandas()
+
+
 def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
     """Return the Gram matrix of one step's rows of `grams`.
 
     Rows and groups come in the order in which `gram_rows` wrote them. A pair that is not in the table (two groups
     measured by different processes) is NaN. Unless `prompt_of` knows all groups, prompts stay unnamed.
     """
+    inner, labels, groups = _as_written(rows) or _by_keys(rows)
+    known = all(int(g) in prompt_of for g in groups)
+    dim = rows["sketch_dim"].iloc[0]
+    return Gram(
+        inner=inner,
+        labels=labels,
+        n_rollouts=int(rows["n_rollouts"].iloc[0]),
+        prompt=tuple(prompt_of[int(g)] for g in groups) if known else None,
+        groups=np.asarray(groups, dtype=np.int64),
+        sketch_dim=None if pd.isna(dim) else int(dim),
+    )
+
+
+_Parts = tuple[Float, tuple[Label, ...], Int]
+
+
+def _by_keys(rows: pd.DataFrame) -> _Parts:
+    """Return products [M, M, P, P], labels [M] and groups [P] of rows in any order, from the keys of each row."""
     # The first of each pair changes slowest, so the order of `gram_rows` is that in which the others appear.
     name, names = _factorize(rows, "other_estimator", "estimator")
     source, sources = _factorize(rows, "other_energy_source", "energy_source")
@@ -59,16 +94,42 @@ def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
     (m_other, m), (p_other, p) = np.split(label, 2), np.split(group, 2)
     inner = np.full((len(labels),) * 2 + (len(groups),) * 2, np.nan)
     inner[m, m_other, p, p_other] = inner[m_other, m, p_other, p] = rows["inner_product"].to_numpy(np.float64)
-    known = all(int(g) in prompt_of for g in groups)
-    dim = rows["sketch_dim"].iloc[0]
-    return Gram(
-        inner=inner,
-        labels=tuple((names[code // len(sources)], sources[code % len(sources)]) for code in labels),
-        n_rollouts=int(rows["n_rollouts"].iloc[0]),
-        prompt=tuple(prompt_of[int(g)] for g in groups) if known else None,
-        groups=np.asarray(groups, dtype=np.int64),
-        sketch_dim=None if pd.isna(dim) else int(dim),
+    return (
+        inner,
+        tuple((names[code // len(sources)], sources[code % len(sources)]) for code in labels),
+        np.asarray(groups),
     )
+
+
+def _as_written(rows: pd.DataFrame) -> _Parts | None:
+    """Return the same of rows in the order of `gram_rows`, a quarter of the work; None for any other order."""
+    size = (math.isqrt(8 * len(rows) + 1) - 1) // 2
+    if size * (size + 1) // 2 != len(rows):
+        return None
+    upper, other = _upper(size)
+    keys = []  # of each group gradient, read from the products of the first one with all
+    for column in ("estimator", "energy_source", "group"):
+        first, second = rows[column], rows[f"other_{column}"]
+        keys.append(second.iloc[:size].astype(first.dtype))
+        for values, place in ((first, upper), (second, other)):
+            of_one = second.iloc[:size].astype(values.dtype)
+            codes = [v.cat.codes if column != "group" else v for v in (values, of_one)]
+            if (codes[0].to_numpy() != codes[1].to_numpy()[place]).any():
+                return None
+    written = list(zip(*(key.tolist() for key in keys), strict=True))
+    labels = tuple(dict.fromkeys((name, source) for name, source, _ in written))
+    groups = list(dict.fromkeys(group for *_, group in written))
+    if written != [(*label, group) for label in labels for group in groups]:
+        return None
+    inner, products = np.empty((size, size)), rows["inner_product"].to_numpy(np.float64)
+    inner[upper, other] = inner[other, upper] = products
+    blocks = inner.reshape(len(labels), len(groups), len(labels), len(groups)).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(blocks), labels, np.array(groups, dtype=np.int64)
+
+
+@lru_cache(maxsize=4)
+def _upper(size: int) -> tuple[Int, Int]:
+    return np.triu_indices(size)
 
 
 def _factorize(rows: pd.DataFrame, first: str, second: str) -> tuple[Int, list[str]]:

@@ -5,6 +5,7 @@ complete ones. Readers skip all other parts, and files whose names are not those
 a dot). Compaction will list its merged parts in a manifest; only `visible_parts` will have to read it.
 """
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,16 +52,19 @@ def parts_of(run_dir: Path, table: str) -> list[Part]:
     """Return all parts of one table, by step and rank, complete or not.
 
     Raises:
-        StoreError: The folder cannot be listed.
+        StoreError: The folder cannot be listed, or is or holds a link.
     """
     folder = run_dir / table
     try:
-        names = [entry.name for entry in folder.iterdir()]
+        with os.scandir(folder) as entries:
+            links = {entry.name: entry.is_symlink() for entry in entries}
     except FileNotFoundError:
         return []
     except OSError as error:
         raise StoreError(f"{folder} cannot be listed ({error.strerror}); make it a readable folder.") from error
-    matches = [m for m in map(_PART.fullmatch, names) if m]
+    matches = [m for m in map(_PART.fullmatch, links) if m]
+    if linked := next((m[0] for m in matches if links[m[0]]), None) or (folder.is_symlink() and "."):
+        raise StoreError(f"{folder / linked} is a link, which may lead out of the run; put what it points to there.")
     return sorted(Part(int(m[1]), int(m[2]), folder / m[0]) for m in matches)
 
 

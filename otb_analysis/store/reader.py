@@ -1,7 +1,8 @@
 """Reading a run: frames, read-only SQL, the arrays of one step; each answer sees the steps complete at that moment."""
 
-import tempfile
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import pandas as pd
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
-from otb_analysis.store.gram import PRODUCT_TEXTS, rebuild_gram
+from otb_analysis.store.gram import product_rows, rebuild_gram
 from otb_analysis.store.layout import Part, complete_steps, find_run, parts_of, visible_parts
 from otb_analysis.store.liveness import standing
+from otb_analysis.store.query import check_read_only, first_rows, interrupted_after, open_locked, refused
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
-from otb_analysis.store.views import broken_part, column_names, literal, quoted, select
-from otb_analysis.types import Gram
+from otb_analysis.store.views import broken_part, column_names, quoted, select, signature
+from otb_analysis.types import Gram, Label
 
 _ASKED_WRONG = (
     duckdb.BinderException,
@@ -31,11 +33,9 @@ _ASKED_WRONG = (
 WHOLE = "all"
 """The scope of a run that measured the gradient of all parameters; those of unlike scopes do not compare."""
 
-AT_ONCE = 8
-"""Steps whose rows of `grams`, which take several times the memory of the matrices, are read by one query."""
-
 Steps = Sequence[int] | None
 Names = Sequence[str] | None
+Truth = Label | frozenset[Label]
 Parameters = Sequence[object] | Mapping[str, object] | None
 
 
@@ -54,7 +54,8 @@ class RunStore:
         """
         self.path = find_run(Path(path))
         read_run_file(self.path)
-        self._connection = _open_locked(self.path, memory_limit)
+        self._connection = open_locked(self.path, memory_limit)
+        self._reduced: dict[tuple[object, ...], Gram] = {}
 
     @property
     def info(self) -> dict[str, object]:
@@ -125,33 +126,59 @@ class RunStore:
         """Return one row per measured step and estimator; see `frame`."""
         return self.frame("gradients", steps, columns, where, params)
 
-    def sql(self, query: str, params: Parameters = None) -> pd.DataFrame:
+    def sql(
+        self,
+        query: str,
+        params: Parameters = None,
+        *,
+        steps: Steps = None,
+        seconds: float | None = None,
+        rows: int | None = None,
+    ) -> pd.DataFrame:
         """Return the answer to one SELECT over the views, one per table of the schema.
 
         Args:
             query: One SELECT in DuckDB's SQL; it can reach no file outside this run's directory and change nothing.
+            steps: The views hold only these steps, and no part of another is opened; None means all complete ones.
+            seconds: How long it may take; None means as long as it needs.
+            rows: Most rows of the answer, which is read no further; None means all, whatever memory they take.
 
         Raises:
-            InputError: The query is not one SELECT, or cannot be run.
+            InputError: The query is not one SELECT, cannot be run, or takes longer than allowed.
             StoreError: A part is broken or lacks a key column, or the answer needs more memory than allowed.
         """
         # A view costs a look at every part, so only tables that the text mentions get one.
-        tables = [table for table in TABLES if table in query.lower()]
-        return self._run(query, params, visible_parts(self.path, tables))
+        tables = [table for table in TABLES if re.search(rf"\b{table}\b", query, re.IGNORECASE)]
+        return self._run(query, params, visible_parts(self.path, tables, steps), seconds, rows)
 
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
-        """Return the Gram matrices of all measured steps, in order, from the rows of a few steps at a time.
+        """Return the Gram matrices of all measured steps, in order: 8·(M·P)² bytes each, so ask for few steps.
 
         Prompts carry their `prompt_id` where the rollouts were stored with it.
 
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        parts = visible_parts(self.path, ["grams"], steps)
-        rows = self._run("SELECT DISTINCT step FROM grams ORDER BY step", None, parts)
-        measured, grams = rows["step"].astype(int).tolist(), dict[int, Gram]()
-        for first in range(0, len(measured), AT_ONCE):
-            grams |= self._rebuilt(self._products("grams", measured[first : first + AT_ONCE]))
+        return self._read_grams(self._parts_by_step("grams", steps), lambda gram: gram)
+
+    def reduced_grams(self, references: Sequence[Truth], steps: Steps = None) -> dict[int, Gram]:
+        """Return of each measured step what comparing its estimators with these references needs.
+
+        A step takes 8·M·P²·(1 + references) bytes. A second call with the same references reads only what is new.
+
+        Args:
+            references: What will stand for ∇J: an estimator, or several whose mean does; a step uses those it has.
+
+        Raises:
+            StoreError: A part is broken or lacks a key column.
+        """
+        parts = self._parts_by_step("grams", steps)
+        keys = {step: (tuple(references), *map(signature, some)) for step, some in parts.items()}
+        new = {step: some for step, some in parts.items() if keys[step] not in self._reduced}
+        read = self._read_grams(new, lambda gram: gram.reduced(references))
+        held = self._reduced | {keys[step]: gram for step, gram in read.items()}
+        grams = {step: held[key] for step, key in keys.items() if key in held}
+        self._reduced = held if steps is not None else {keys[step]: gram for step, gram in grams.items()}
         return grams
 
     def subgroup_grams(self, steps: Steps = None) -> dict[int, dict[int, Gram]]:
@@ -160,25 +187,12 @@ class RunStore:
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        rows = self._products("subgroups", steps)
-        return {int(str(size)): self._rebuilt(part) for size, part in rows.groupby("size")}
-
-    def _products(self, table: str, steps: Steps) -> pd.DataFrame:
-        """Return the rows of `grams` or `subgroups`, their texts as categories.
-
-        A step has half a million of them, and pandas takes a second for each million texts but none for codes.
-        """
-        query = f"SELECT * FROM {table}"
-        return self._run(query, None, visible_parts(self.path, [table], steps), categories=PRODUCT_TEXTS)
-
-    def _rebuilt(self, rows: pd.DataFrame) -> dict[int, Gram]:
-        """Return the Gram matrix of every step among the rows of `grams` or of one size of `subgroups`."""
-        by_step = {int(str(step)): part for step, part in rows.groupby("step")}
-        named = self.rollouts_df(list(by_step), ["step", "group", "prompt_id"], "prompt_id IS NOT NULL")
-        prompts: dict[int, dict[int, object]] = {step: {} for step in by_step}
-        for step, group, prompt in zip(named["step"], named["group"], named["prompt_id"], strict=True):
-            prompts[step][group] = prompt
-        return {step: rebuild_gram(part, prompts[step]) for step, part in by_step.items()}
+        parts, grams = self._parts_by_step("subgroups", steps), dict[int, dict[int, Gram]]()
+        prompts = self._prompts(list(parts))
+        for step, some in parts.items():
+            for size, rows in product_rows("subgroups", some).groupby("size"):
+                grams.setdefault(int(str(size)), {})[step] = rebuild_gram(rows, prompts[step])
+        return {size: grams[size] for size in sorted(grams)}
 
     def token_arrays(self, step: int) -> TokenArrays:
         """Return one step's tokens as [N, T] arrays, from which any estimator can be computed again.
@@ -195,28 +209,62 @@ class RunStore:
         rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"])
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
 
+    def _parts_by_step(self, table: str, steps: Steps) -> dict[int, list[Part]]:
+        by_step: dict[int, list[Part]] = {}
+        for part in visible_parts(self.path, [table], steps)[table]:
+            by_step.setdefault(part.step, []).append(part)
+        return by_step
+
+    def _read_grams(self, parts: Mapping[int, Sequence[Part]], keep: Callable[[Gram], Gram]) -> dict[int, Gram]:
+        """Return what is kept of the Gram matrices of steps that have one; the rows of two at a time are in memory."""
+        prompts = self._prompts(list(parts))
+
+        def read(step: int) -> Gram | None:
+            rows = product_rows("grams", parts[step])
+            return keep(rebuild_gram(rows, prompts[step])) if len(rows) else None
+
+        with ThreadPoolExecutor(2) as pool:  # most of the work is Arrow's and NumPy's
+            return {step: gram for step, gram in zip(parts, pool.map(read, parts), strict=True) if gram is not None}
+
+    def _prompts(self, steps: Sequence[int]) -> dict[int, dict[int, object]]:
+        """Return the name of each group's prompt, by step."""
+        prompts: dict[int, dict[int, object]] = {step: {} for step in steps}
+        if steps:
+            named = self.rollouts_df(steps, ["step", "group", "prompt_id"], "prompt_id IS NOT NULL")
+            for step, group, prompt in zip(named["step"], named["group"], named["prompt_id"], strict=True):
+                prompts[step][group] = prompt
+        return prompts
+
     def _run(
-        self, query: str, params: Parameters, tables: Mapping[str, Sequence[Part]], categories: Sequence[str] = ()
+        self,
+        query: str,
+        params: Parameters,
+        tables: Mapping[str, Sequence[Part]],
+        seconds: float | None = None,
+        rows: int | None = None,
     ) -> pd.DataFrame:
-        with self._connection.cursor() as cursor:
+        with self._connection.cursor() as cursor, interrupted_after(seconds, cursor):
             try:
-                _check_read_only(cursor, query)
+                check_read_only(cursor, query)
                 for table, parts in tables.items():
                     # Temporary views belong to the cursor, so threads do not meet and no list of parts grows old.
                     cursor.execute(f"CREATE TEMP VIEW {table} AS {select(table, parts)}")
-                if categories:
-                    return cursor.sql(query, params=params).to_arrow_table().to_pandas(categories=list(categories))
-                return cursor.execute(query, params).df()
+                return first_rows(cursor.execute(query, params), rows)
+            except duckdb.InterruptException as error:
+                raise InputError(
+                    f"the query on {self.path} took longer than {seconds:g} s and was ended; ask for fewer steps or "
+                    "columns, or ask from Python, where RunStore.sql has no limit."
+                ) from error
             except duckdb.OutOfMemoryException as error:
                 raise StoreError(
                     f"the query on {self.path} needs more memory than allowed; ask for fewer steps or columns, "
                     "or open the run with a larger memory_limit."
                 ) from error
             except _ASKED_WRONG as error:
-                raise _refused(error) from error
+                raise refused(error) from error
             except duckdb.Error as error:
                 broken = broken_part([part for parts in tables.values() for part in parts])
-                raise broken or _refused(error) from error
+                raise broken or refused(error) from error
 
 
 def scope_of(store: RunStore) -> str:
@@ -236,32 +284,3 @@ def unlike_scopes(stores: Sequence[RunStore]) -> str:
                 f"{names[0]} measured gradients of scope {first!r} but {names[1]} of {second!r}, which do not compare"
             )
     return ""
-
-
-def _open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:
-    """Return a connection that can read this run's directory and no other file, and whose settings are final."""
-    connection = duckdb.connect()
-    try:
-        connection.execute(f"SET memory_limit={literal(memory_limit)}")
-    except duckdb.Error as error:
-        raise InputError(f"memory_limit is {memory_limit!r}; pass an amount such as '256MB' or '1GB'.") from error
-    connection.execute(f"SET temp_directory={literal(str(Path(tempfile.gettempdir()) / 'otb-analysis-spill'))}")
-    # A SELECT could otherwise name any data frame in the memory of the caller.
-    connection.execute("SET python_enable_replacements=false")
-    connection.execute(f"SET allowed_directories=[{literal(str(run_dir))}]")
-    connection.execute("SET enable_external_access=false")
-    connection.execute("SET lock_configuration=true")
-    return connection
-
-
-def _check_read_only(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
-    statements = cursor.extract_statements(query)
-    if [s.type for s in statements] != [duckdb.StatementType.SELECT]:
-        kinds = ", ".join(s.type.name for s in statements) or "nothing"
-        raise InputError(f"a run is read-only, but the query holds {kinds}; pass one SELECT.")
-
-
-def _refused(error: Exception) -> InputError:
-    # DuckDB's second paragraph repeats the query with a caret.
-    reason = " ".join(str(error).split("\n\n")[0].split()).rstrip(".!")
-    return InputError(f"the query cannot be run ({reason}); correct it, or see the columns with DESCRIBE tokens.")

@@ -12,6 +12,7 @@ from pathlib import Path
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import SCHEMA_VERSION
 from otb_analysis.store.atomic import atomic_file
+from otb_analysis.store.checksum import CHANGED, checksum_of
 from otb_analysis.store.layout import RUN_FILE
 from otb_analysis.store.liveness import this_process
 
@@ -52,7 +53,8 @@ def write_run_file(run_dir: Path, info: Mapping[str, object]) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    text = json.dumps(info, indent=2, ensure_ascii=False, default=str)
+    said = json.loads(json.dumps(info, default=str))
+    text = json.dumps(said | {"checksum": checksum_of(said)}, indent=2, ensure_ascii=False)
     with atomic_file(run_dir / RUN_FILE) as file:
         file.write(text.encode("utf-8", errors="backslashreplace"))
 
@@ -71,7 +73,7 @@ def read_run_file(run_dir: Path) -> dict[str, object]:
     """Return the content of run.json.
 
     Raises:
-        StoreError: It cannot be read, or it was written by a newer version.
+        StoreError: It cannot be read, was written by a newer version, or has changed since it was written.
     """
     path = run_dir / RUN_FILE
     try:
@@ -87,6 +89,8 @@ def read_run_file(run_dir: Path) -> dict[str, object]:
             f"{path} has schema_version {schema}, but this otb-analysis reads up to {SCHEMA_VERSION}; "
             "upgrade otb-analysis to read the run."
         )
+    if info.pop("checksum", None) not in (None, checksum_of(info)):
+        raise StoreError(f"{path} is broken ({CHANGED}); restore it, or delete its checksum if the change is yours.")
     return info
 
 

@@ -70,6 +70,8 @@ def flat_config(config: Mapping[str, object], prefix: str = "config") -> Iterato
 
 def _row(path: Path) -> dict[str, object]:
     try:
+        if not path.resolve().is_relative_to(path.parent.resolve()):
+            raise StoreError(f"{path} is a link out of its directory; open the directory that it points to.")
         info = read_run_file(find_run(path))
         signature = tuple((part.step, part.path.stat().st_mtime_ns) for part in parts_of(path, "steps"))
         numbers = _headline(path.resolve(), signature)

@@ -26,6 +26,11 @@ class RolloutFilter:
     turns: int | None = None  # At least so many turns
     text: str = ""  # In the prompt or the completion, upper and lower case alike
 
+    @property
+    def every_step(self) -> range | None:
+        """The steps between the ends, so that parts of others are not opened; None for all."""
+        return None if self.steps is None else range(self.steps[0], self.steps[1] + 1)
+
     def condition(self) -> tuple[str, list[object]]:
         """Return an SQL condition over the columns of `rollouts` and `equal`, with its parameters."""
         parts, values = ["true"], list[object]()
@@ -63,7 +68,8 @@ def find_rollouts(store: RunStore, asked: RolloutFilter, most: int = 500) -> tup
         StoreError: A part is broken or lacks a key column.
     """
     rows, values = _asked(asked)
-    table = store.sql(f"SELECT *, count(*) OVER () AS _all FROM ({rows}) ORDER BY step, rollout LIMIT {most}", values)
+    query = f"SELECT *, count(*) OVER () AS _all FROM ({rows}) ORDER BY step, rollout LIMIT {most}"
+    table = store.sql(query, values, steps=asked.every_step)
     total = int(table["_all"].iloc[0]) if len(table) else 0
     return table.drop(columns="_all"), total
 
@@ -89,4 +95,5 @@ def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
             count(*) AS n, any_value(CAST(width AS BIGINT)) AS width, any_value(height) AS height
         FROM asked, ends WHERE reward IS NOT NULL GROUP BY ALL ORDER BY ALL""",
         values,
+        steps=asked.every_step,
     )

@@ -9,6 +9,8 @@ import pyarrow.parquet as pq
 
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import TABLES
+from otb_analysis.store.checksum import check_part
+from otb_analysis.store.encode import ARROW
 from otb_analysis.store.layout import Part
 
 
@@ -51,10 +53,44 @@ def select(table: str, parts: Sequence[Part]) -> str:
     return f"SELECT {', '.join(columns)} FROM {_source(parts)}"
 
 
+def read_part(table: str, part: Part, categories: Sequence[str] = ()) -> pa.Table:
+    """Return the schema's columns of one part, those it lacks null; texts named in `categories` as codes.
+
+    Raises:
+        StoreError: The part is broken or lacks a key column.
+    """
+    present = _checked_columns(table, part)
+    wanted = [c.name for c in TABLES[table] if c.name in present]
+    try:
+        # From bytes and in one thread: reading by pieces, or handing columns over, takes several times as long.
+        file = pq.ParquetFile(pa.BufferReader(part.path.read_bytes()), read_dictionary=list(categories))
+        rows = file.read(wanted, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise _broken(part.path, error) from error
+    for c in TABLES[table]:
+        if c.name not in present:
+            rows = rows.append_column(c.name, pa.nulls(len(rows), ARROW[c.dtype]))
+    return rows
+
+
+def signature(part: Part) -> tuple[Path, int, int]:
+    """Return what changes when a part is written again.
+
+    Raises:
+        StoreError: It is gone.
+    """
+    try:
+        status = part.path.stat()
+    except OSError as error:
+        raise _broken(part.path, error) from error
+    return part.path, status.st_mtime_ns, status.st_size
+
+
 def broken_part(parts: Sequence[Part]) -> StoreError | None:
     """Read parts to the end and return the sentence about the first that cannot be read, or None."""
     for part in parts:
         try:
+            check_part(part.path)
             pq.ParquetFile(part.path).read()
         except (pa.ArrowException, OSError) as error:
             return _broken(part.path, error)
@@ -71,8 +107,7 @@ def _source(parts: Sequence[Part]) -> str:
 
 def _checked_columns(table: str, part: Part) -> tuple[str, ...]:
     try:
-        status = part.path.stat()
-        names = _columns_of(part.path, status.st_mtime_ns, status.st_size)
+        names = _columns_of(*signature(part))
     except (pa.ArrowException, OSError) as error:
         raise _broken(part.path, error) from error
     for column in TABLES[table]:
@@ -86,7 +121,8 @@ def _checked_columns(table: str, part: Part) -> tuple[str, ...]:
 
 @lru_cache(maxsize=200_000)
 def _columns_of(path: Path, mtime_ns: int, size: int) -> tuple[str, ...]:
-    """Return the columns in a file's footer; a file that is replaced has another time or size and is read again."""
+    """Return a file's columns once its checksum is right; one that is replaced has another time or size."""
+    check_part(path)
     return tuple(pq.read_schema(path).names)
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.atomic import atomic_file, atomic_folder
+from otb_analysis.store.checksum import BLANK, CHECKSUM, stamp
 from otb_analysis.store.encode import Columns, encode
 from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path, parts_of
 from otb_analysis.store.liveness import other_writer, this_process
@@ -140,7 +141,7 @@ class RunWriter:
         except OSError as error:
             raise StoreError(
                 f"cannot record in {self.path} that the run is {status} ({_why(error)}); its steps are readable, "
-                "free some space and set the status in run.json."
+                "free some space, set the status in run.json and delete its checksum."
             ) from error
 
     def _encode(self, step: int, tables: StepTables) -> dict[str, pa.Table]:
@@ -156,9 +157,11 @@ class RunWriter:
             for path, rows in reversed(parts.items()):
                 path.parent.mkdir(exist_ok=True)
                 part = pa.BufferOutputStream()  # a part has hundreds of pieces, each a call of Python into a file
-                pq.write_table(rows, part, **_parquet_options(rows))
+                with pq.ParquetWriter(part, rows.schema, **_parquet_options(rows)) as writer:
+                    writer.write_table(rows, row_group_size=ROW_GROUP)
+                    writer.add_key_value_metadata({CHECKSUM: BLANK.decode()})
                 file = appearing.enter_context(atomic_file(path))
-                file.write(part.getvalue())
+                file.write(stamp(path, memoryview(part.getvalue())))
                 file.flush()
 
     def _remove(self, step: int) -> None:
@@ -184,7 +187,6 @@ def _parquet_options(rows: pa.Table) -> dict[str, Any]:
         "use_dictionary": others,
         # Parquet's minimum and maximum leave NaN out, and DuckDB concludes from them that there is none.
         "write_statistics": others,
-        "row_group_size": ROW_GROUP,
     }
 
 

@@ -1,13 +1,14 @@
 from colorsys import rgb_to_hls
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.scales import linear_range, log_axis, step_axis
 from otb_analysis.figures.styles import ESTIMATOR_STYLES, estimator_style, run_styles
-from otb_analysis.figures.theme import CONFIG, for_background, panels
+from otb_analysis.figures.theme import CONFIG, RAMP, for_background, panels
 
 
 @pytest.mark.parametrize(
@@ -133,3 +134,9 @@ def test_linear_range_keeps_its_mark_in_view_and_bounds_endless_intervals():
     assert linear_range([1.0, 2.0], [-50.0, 50.0], around=1.0) == pytest.approx([-0.18, 3.18])
     low, high = linear_range([2.0], [], around=1.0)
     assert low < 1 < 2 < high
+
+
+def test_a_ramp_begins_near_the_colour_of_the_page():
+    figure = go.Figure([go.Heatmap(z=[[1, 2]], meta=RAMP), go.Heatmap(z=[[1, 2]])])
+    assert [trace.reversescale for trace in for_background(figure, dark=True).data] == [True, None]
+    assert [trace.reversescale for trace in for_background(figure, dark=False).data] == [False, None]

@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from otb_analysis.errors import StoreError
@@ -117,7 +118,7 @@ def test_interrupt_in_the_middle_of_a_part_leaves_no_temporary_file(writer, monk
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("otb_analysis.store.writer.pq.write_table", interrupted)
+    monkeypatch.setattr("otb_analysis.store.writer.pq.ParquetWriter", interrupted)
     with pytest.raises(KeyboardInterrupt):
         writer.write_step(0, StepTables(steps={"loss": 1.0}))
     assert files(writer.path) == [".reserve", "run.json"]
@@ -138,6 +139,41 @@ def test_process_killed_in_the_middle_of_writing_leaves_a_readable_run(tmp_path,
     assert counts["step"].tolist() == steps
     assert (counts["n"] == 20_000).all()
     assert runs_df(tmp_path)["n_steps"].tolist() == [len(steps)]
+
+
+RESUMED = """
+from pathlib import Path
+path, steps = Path(sys.argv[1]) / "demo", int(sys.argv[2])
+writer = RunWriter.resume(path, steps) if path.exists() else RunWriter.create(sys.argv[1], "demo", {})
+print("ready", flush=True)
+for step in range(steps, 100_000):
+    writer.write_step(step, tables(20_000))
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_writer_killed_fifty_times_loses_no_complete_step_and_leaves_a_readable_run(tmp_path):
+    rng, kept = np.random.default_rng(0), 0
+    for _ in range(50):
+        writing = [*command(RESUMED, tmp_path), str(kept)]
+        with subprocess.Popen(writing, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(rng.uniform(0, 0.06))
+            process.send_signal(signal.SIGKILL)
+            printed = [int(line) for line in process.stdout if line.endswith("\n")]
+        store = RunStore(tmp_path / "demo")
+        steps = store.complete_steps()
+        # The process may die between a step's last rename and its line.
+        assert steps in (list(range(kept + len(printed))), list(range(kept + len(printed) + 1)))
+        counts = store.sql(
+            "SELECT step, count(*) AS n, count(logprob) AS known FROM tokens GROUP BY step ORDER BY step"
+        )
+        assert counts["step"].tolist() == steps == store.steps_df()["step"].tolist()
+        assert (counts["n"] == 20_000).all() and (counts["known"] == 20_000).all()
+        assert store.standing[0] == "stopped" and runs_df(tmp_path)["n_steps"].tolist() == [len(steps)]
+        kept = len(steps)
+    assert kept > 20
 
 
 def _no_space(*args):

@@ -1,10 +1,12 @@
 """The Gram matrix goes to disk as each unordered pair once and comes back whole."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.store import RunStore, StepTables, gram_rows
+from otb_analysis.store import RunStore, StepTables, gram_rows, reader
+from otb_analysis.store.gram import PRODUCT_TEXTS, _as_written, _by_keys
 from otb_analysis.types import Gram
 
 LABELS = (("otb", "proxy"), ("otb", "exact"), ("rloo", "none"))
@@ -87,3 +89,49 @@ def test_all_grams_at_once_are_those_of_each_step(writer):
     for step, gram in grams.items():
         np.testing.assert_array_equal(gram.inner, store.grams()[step].inner)
         assert gram.prompt is None
+
+
+REFERENCES = (("rloo", "none"), frozenset({("rloo", "none"), ("otb", "exact"), ("unmeasured", "none")}))
+
+
+@pytest.mark.parametrize("reference", [*REFERENCES, ("otb", "proxy"), ("unmeasured", "none")])
+def test_reduced_gram_has_the_blocks_and_products_of_the_whole_one(writer, reference):
+    for step in (0, 3):
+        writer.write_step(step, StepTables(grams=gram_rows(step, random_gram(seed=step))))
+    store = RunStore(writer.path)
+    whole, reduced = store.grams(), store.reduced_grams(REFERENCES)
+    assert list(reduced) == [0, 3]
+    for step, gram in reduced.items():
+        label = reference if reference == ("otb", "proxy") else LABELS[1]
+        np.testing.assert_array_equal(gram.blocks(label, reference), whole[step].blocks(label, reference))
+        np.testing.assert_array_equal(gram.products, whole[step].products)
+        assert (gram.n_prompts, gram.group_index.tolist(), gram.n_rollouts) == (2, [7, 2], 8)
+
+
+def test_reduced_gram_refuses_a_reference_that_it_was_reduced_without():
+    with pytest.raises(InputError, match=r"reduced without \('otb', 'proxy'\) as reference; read the whole one"):
+        random_gram().reduced(REFERENCES).blocks(LABELS[1], ("otb", "proxy"))
+
+
+def test_second_look_reads_only_steps_that_are_new_or_were_written_again(writer, monkeypatch):
+    for step in (0, 1):
+        writer.write_step(step, StepTables(grams=gram_rows(step, random_gram(seed=step))))
+    store, read = RunStore(writer.path), []
+    store.reduced_grams(REFERENCES)
+    real = reader.product_rows
+    monkeypatch.setattr(reader, "product_rows", lambda table, parts: read.append(parts[0].step) or real(table, parts))
+    writer.write_step(2, StepTables(grams=gram_rows(2, random_gram(seed=2))))
+    writer.write_step(1, StepTables(grams=gram_rows(1, random_gram(seed=9))))
+    again = store.reduced_grams(REFERENCES)
+    assert read == [1, 2]
+    np.testing.assert_array_equal(again[1].products, random_gram(seed=9).products)
+
+
+def test_rows_as_written_give_what_their_keys_give():
+    frame = pd.DataFrame(gram_rows(0, random_gram((7, 2, 5)))).astype(dict.fromkeys(PRODUCT_TEXTS, "category"))
+    fast, plain = _as_written(frame), _by_keys(frame)
+    assert fast is not None
+    np.testing.assert_array_equal(fast[0], plain[0])
+    assert (fast[1], fast[2].tolist()) == (plain[1], plain[2].tolist()) == (LABELS, [7, 2, 5])
+    swapped = frame.iloc[[1, 0, *range(2, len(frame))]]
+    assert _as_written(swapped) is None and _as_written(frame.iloc[:-1]) is None

@@ -69,7 +69,7 @@ def test_table_of_runs_and_reader_tell_a_stopped_run(tmp_path, gone):
     writer.write_step(0, StepTables(steps={"reward_mean": 0.5}))
     file = writer.path / "run.json"
     assert runs_df(tmp_path)["status"].tolist() == ["running"]
-    info = json.loads(file.read_text())
+    info = RunStore(writer.path).info
     file.write_text(json.dumps(info | {"process": gone}))
     assert runs_df(tmp_path)[["status", "reason"]].to_numpy().tolist() == [["stopped", liveness.STOPPED]]
     assert RunStore(writer.path).standing == ("stopped", liveness.STOPPED)
@@ -95,7 +95,7 @@ def test_run_that_another_process_writes_is_left_alone(tmp_path, gone):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         process = this_process() | {"pid": other.pid, "start": liveness._start(other.pid)}
         path = RunWriter.create(tmp_path, "demo", {}).path
-        info = json.loads((path / "run.json").read_text())
+        info = RunStore(path).info
         (path / "run.json").write_text(json.dumps(info | {"process": process}))
         before = sorted(path.rglob("*"))
         refused = rf"^run 'demo' is being written by process {other.pid}; end it first, or choose another name\.$"
@@ -114,7 +114,7 @@ def test_run_that_another_process_writes_is_left_alone(tmp_path, gone):
 def test_run_that_nobody_is_known_to_write_may_be_taken_over(tmp_path, gone, told):
     path = RunWriter.create(tmp_path, "demo", {}).path
     told = {"process": gone} if told.get("process") == "gone" else told
-    info = json.loads((path / "run.json").read_text()) | told
+    info = RunStore(path).info | told
     (path / "run.json").write_text(json.dumps(info))
     RunWriter.resume(path, 0)
     RunWriter.create(tmp_path, "demo", {}, if_exists="replace")

@@ -3,12 +3,13 @@
 import threading
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.store import RunStore, RunWriter, StepTables
+from otb_analysis.store import RolloutFilter, RunStore, RunWriter, StepTables, find_rollouts, runs_df
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def store(writer, tables):
 def rewrite(store, table, step, change):
     """Replace one part by what `change` makes of it, as an older or foreign writer would have left it."""
     path = store.path / table / f"part-{step:08d}-r0.parquet"
-    pq.write_table(change(pq.read_table(path)), path)
+    pq.write_table(change(pq.read_table(path)).replace_schema_metadata(), path)
     return path
 
 
@@ -80,6 +81,8 @@ def test_unknown_run_names_the_nearest(tmp_path, writer):
         "SELECT * FROM read_text('{root}/demonstration/run.json')",
         "SELECT * FROM '{root}/demonstration/run.json'",
         "SELECT * FROM glob('/*')",
+        "SELECT * FROM read_text('{run}/../demonstration/run.json')",
+        "SELECT * FROM read_text('{run}/tokens/../../demonstration/run.json')",
         "SELECT * FROM read_csv('https://example.org/x.csv')",
         "SELECT * FROM secret_frame, tokens",
         "SELECT * FROM query('DROP VIEW tokens')",
@@ -233,3 +236,47 @@ def test_threads_share_a_store_while_a_writer_adds_steps(store, writer, tables):
         thread.join()
     assert not failures
     assert len(store.steps_df()) == 20
+
+
+SLOW = "SELECT count(*) AS n FROM steps, range(100000000) a, range(100000) b WHERE a.range * b.range % 7 = step"
+
+
+def test_query_ends_after_the_seconds_it_may_take_and_the_reader_goes_on(store):
+    with pytest.raises(InputError, match=r"took longer than 0\.2 s and was ended; ask for fewer steps"):
+        store.sql(SLOW, seconds=0.2)
+    assert store.sql("SELECT count(*) AS n FROM steps", seconds=5)["n"].tolist() == [3]
+
+
+def test_answer_is_read_no_further_than_asked(store):
+    endless = store.sql("SELECT range AS n FROM range(1000000000000)", rows=5_000)
+    assert endless["n"].tolist() == list(range(5_000))
+    few = store.sql("SELECT * FROM steps ORDER BY step; -- all", rows=5_000)
+    pd.testing.assert_frame_equal(few, store.sql("SELECT * FROM steps ORDER BY step"))
+    none = store.sql("SELECT step FROM steps WHERE false", rows=5)
+    assert none.empty and list(none.columns) == ["step"]
+
+
+def test_query_opens_no_part_of_other_steps_or_of_tables_it_does_not_name(store):
+    for table, step in (("tokens", 0), ("tokens", 2), ("rollouts", 0), ("rollouts", 1)):
+        (store.path / table / f"part-{step:08d}-r0.parquet").write_bytes(b"broken")
+    assert store.sql("SELECT count(*) AS n FROM tokens", steps=[1])["n"].tolist() == [10]
+    assert store.sql("SELECT n_tokens, n_rollouts FROM steps")["n_tokens"].tolist() == [10, 10, 10]
+    assert find_rollouts(store, RolloutFilter(steps=(2, 2)))[1] == 4
+    with pytest.raises(StoreError, match=r"part-00000000-r0\.parquet is broken"):
+        store.sql("SELECT count(*) FROM tokens")
+
+
+def test_links_lead_nowhere(tmp_path, tmp_path_factory, store):
+    other = RunWriter.create(tmp_path_factory.mktemp("elsewhere"), "secret", {}).path
+    (other / "notes.txt").write_text("secret")
+    (store.path / "link").symlink_to(other)
+    with pytest.raises(InputError, match="cannot be run"):
+        store.sql(f"SELECT * FROM read_text('{store.path}/link/notes.txt')")
+    part = store.path / "tokens" / "part-00000001-r0.parquet"
+    part.rename(other / part.name)
+    part.symlink_to(other / part.name)
+    with pytest.raises(StoreError, match=f"{part} is a link"):
+        store.tokens_df()
+    (tmp_path / "linked").symlink_to(other)
+    listed = runs_df(tmp_path).set_index("run")
+    assert listed.loc["linked", "status"] == "broken" and "is a link out of" in listed.loc["linked", "reason"]

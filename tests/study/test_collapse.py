@@ -123,6 +123,7 @@ def test_a_call_after_the_collapse_is_no_forecast_but_not_blind(parts):
         "vanished_gradient",
         "gradient_surge",
         "entropy_collapse",
+        "entropy_rise",
         "zero_variance_groups",
         "tail_index",
         "clip_fraction",

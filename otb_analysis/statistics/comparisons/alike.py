@@ -58,5 +58,5 @@ def _products(grams: Sequence[Gram], labels: Sequence[Label]) -> Float:
     total = np.zeros((len(labels), len(labels)))
     for gram in grams:
         rows = [labels.index(label) for label in gram.labels]
-        total[np.ix_(rows, rows)] += np.einsum("mnpp->mn", gram.inner)
+        total[np.ix_(rows, rows)] += gram.products
     return total

@@ -10,9 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from otb_analysis.audit.dead_groups import dead_groups, rates_line
-from otb_analysis.audit.results import Cell, Planner
 from otb_analysis.diagnostics.advice import RISK, Choice, judge
+from otb_analysis.diagnostics.dead_groups import DeadGroups, dead_groups, rates_line
 from otb_analysis.statistics import REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
 from otb_analysis.statistics.moments.absolute import may_be_shown
 from otb_analysis.statistics.moments.group_sizes import SizeLaw, pair_law, single_law
@@ -28,6 +27,34 @@ BY_FORMULA = (
 NOT_LARGER = "Groups above {} cannot be known: the formula takes none and rloo in groups cut into halves and quarters."
 BY_GRADIENTS = " How much takes gradients: otb audit --model DIR --rollouts FILE --go."
 NOT_HALVED = "Other group sizes cannot be known: recorded groups must be of one size that can be halved into 2 or more."
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One estimator in groups of one size, at the same number of rollouts."""
+
+    estimator: str
+    energy_source: str
+    size: int
+    efficiency: float | None  # None where it must not be shown by itself, as above
+    ratio: Interval | None  # Over the trainer's estimator at the recorded size; all intervals together 95 %
+    best: bool  # Intervals show that both neighbours on its curve are worse
+    cut: bool  # Recorded groups were cut to this size; else it follows by formula
+    # Against its own recorded size, None there; all together 95 %. For `none` and `rloo` variance over variance, for
+    # others efficiency there over efficiency here: below 1 is better.
+    cost: Interval | None
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Where to spend a fixed number of rollouts; efficiencies are missing where no gradient was measured."""
+
+    n_rollouts: int
+    recorded_size: int | None  # None where groups differ in size
+    cells: tuple[Cell, ...]
+    dead: tuple[DeadGroups, ...]
+    note: str  # What follows by formula, what success rates say, and what cannot be known
+    best_size: Interval | None = None  # Size at which rloo has the least variance at the same rollouts, by formula
 
 
 @dataclass(frozen=True)

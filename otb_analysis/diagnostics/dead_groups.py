@@ -1,13 +1,41 @@
 """What success rates alone say about the group size: groups whose rewards are all equal, and groups that inform."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import comb
+from typing import Any
 
 import numpy as np
 
-from otb_analysis.audit.results import DeadGroups
-from otb_analysis.statistics import cluster_jackknife
+from otb_analysis.statistics import Interval, cluster_jackknife
+
+
+@dataclass(frozen=True)
+class DeadGroups:
+    """Share of groups of one size whose rewards are all equal, with its interval over prompts."""
+
+    size: int
+    share: Interval
+    n_groups: int  # Groups of at least this size
+
+    @property
+    def informative(self) -> Interval:
+        """Groups with unequal rewards among 100 rollouts: 100·(1 − share)/N."""
+        low, high = (None if end is None else 100 * (1 - end) / self.size for end in (self.share.high, self.share.low))
+        words = "groups with unequal rewards among 100 rollouts"
+        return Interval(100 * (1 - self.share.estimate) / self.size, low, high, self.share.n_clusters, words)
+
+
+def reward_groups(rewards: Any) -> list[tuple[object, list[float]]]:
+    """Return prompt and rewards of every group; a group whose prompt has no name is a prompt of its own.
+
+    Args:
+        rewards: A table of rollouts with step, group, reward and prompt_id.
+    """
+    return [
+        (key if part["prompt_id"].isna().any() else part["prompt_id"].iloc[0], part["reward"].to_numpy(float).tolist())
+        for key, part in rewards.groupby(["step", "group"])
+    ]
 
 
 def dead_share(rewards: Sequence[float], size: int) -> float:

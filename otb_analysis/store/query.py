@@ -1,0 +1,77 @@
+"""One SELECT on a connection that can change nothing and reach nothing else, within bounds of time, memory and rows."""
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import duckdb
+import pandas as pd
+
+from otb_analysis.errors import InputError
+from otb_analysis.store.views import literal
+
+
+def open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:
+    """Return a connection that can read this run's directory and no other file, and whose settings are final.
+
+    Raises:
+        InputError: The limit is no amount of memory.
+    """
+    connection = duckdb.connect()
+    try:
+        connection.execute(f"SET memory_limit={literal(memory_limit)}")
+    except duckdb.Error as error:
+        raise InputError(f"memory_limit is {memory_limit!r}; pass an amount such as '256MB' or '1GB'.") from error
+    connection.execute(f"SET temp_directory={literal(str(Path(tempfile.gettempdir()) / 'otb-analysis-spill'))}")
+    # A SELECT could otherwise name any data frame in the memory of the caller.
+    connection.execute("SET python_enable_replacements=false")
+    connection.execute(f"SET allowed_directories=[{literal(str(run_dir))}]")
+    connection.execute("SET enable_external_access=false")
+    connection.execute("SET lock_configuration=true")
+    return connection
+
+
+@contextmanager
+def interrupted_after(seconds: float | None, cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    """Interrupt what the cursor does in this block after some seconds; None never does."""
+    if seconds is None:
+        yield
+        return
+    timer = threading.Timer(seconds, cursor.interrupt)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # the cursor is closed next, and must not be interrupted then
+
+
+def first_rows(answer: duckdb.DuckDBPyConnection, rows: int | None) -> pd.DataFrame:
+    """Return the first rows of an answer; the others are never computed where the query allows it."""
+    if rows is None:
+        return answer.df()
+    chunks = [answer.fetch_df_chunk()]
+    while len(chunks[-1]) and sum(map(len, chunks)) < rows:
+        chunks.append(answer.fetch_df_chunk())
+    return pd.concat(chunks[:-1] if len(chunks) > 1 and not len(chunks[-1]) else chunks, ignore_index=True).head(rows)
+
+
+def check_read_only(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
+    """Refuse what is not one SELECT.
+
+    Raises:
+        InputError: It is not; the sentence names what it is.
+    """
+    statements = cursor.extract_statements(query)
+    if [s.type for s in statements] != [duckdb.StatementType.SELECT]:
+        kinds = ", ".join(s.type.name for s in statements) or "nothing"
+        raise InputError(f"a run is read-only, but the query holds {kinds}; pass one SELECT.")
+
+
+def refused(error: Exception) -> InputError:
+    """Return the sentence about a query that DuckDB refused."""
+    # DuckDB's second paragraph repeats the query with a caret.
+    reason = " ".join(str(error).split("\n\n")[0].split()).rstrip(".!")
+    return InputError(f"the query cannot be run ({reason}); correct it, or see the columns with DESCRIBE tokens.")

@@ -1,0 +1,220 @@
+"""Predicted and realised gain of every arm over `rloo`: points of the scatter, and how well they agree.
+
+With curvature κ alike in all directions a step ηĝ gains η⟨ĝ, ∇J⟩ − ½η²κ‖ĝ‖². Its mean is largest at
+η* = ⟨m, ∇J⟩/(κ E‖ĝ‖²), and there it is ⟨m, ∇J⟩²/(2κ E‖ĝ‖²) = efficiency·‖∇J‖²/(2κ): at its best length an arm's gain
+over that of `rloo` is its efficiency over that of `rloo`. Under a preconditioner D the same holds where the curvature
+is κD⁻¹, with norms and products in that metric: ⟨x, y⟩ = xᵀDy for the gradients x and y.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from otb_analysis.study import rounded
+from otb_analysis.types import Float
+
+from .measured import LINES, STEPS
+from .setup import clip_factor
+from .updates import ARMS, UNBIASED
+
+GRID = tuple(float(x) for x in np.round(np.linspace(0.1, 2.0, 20), 2))
+"""Lengths among which an arm's best one is chosen, times the pilot's, where gains were measured.
+
+Between and beyond, a batch's gain is the quadratic through its slope at 0 and that measured gain.
+"""
+BEST = ("sgd", "sgd_clipped", "adamw", "adamw_clipped")
+"""Optimisers that take each arm's best length; a gradient is clipped batch by batch, then the length is tuned."""
+OPTIMISERS = (*BEST, *STEPS)
+KNOWN = ("sgd_known", "adamw_known")
+"""The best lengths again, with the proof that unbiased arms have one slope: less noise, and no part of `all`."""
+LEAST_ESS = 0.5
+GROUPS = {"slope known": KNOWN, "best length": BEST, "AdamW's own step": STEPS, "all": OPTIMISERS}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What efficiency is made of in one metric; made by `of_policy` and `of_process`."""
+
+    power: Float  # ‖ĝ‖² [A, B]
+    cross: Float | None = None  # ⟨ĝ_a, ĝ_a'⟩ of all batches [A, A, B, B], where ∇J is estimated
+    along: Float | None = None  # ⟨ĝ, ∇J⟩ [A, B] where ∇J is known
+    truth: float = 0.0  # ‖∇J‖² where it is known
+
+    def efficiency(self, weight: Float) -> Float:
+        """Return the efficiency of one batch of every arm [A], with weights [B] of the batches.
+
+        ⟨m, ∇J⟩²/(‖∇J‖² E‖ĝ‖²). Where ∇J is not known, products are over different batches, ∇J is the mean of the
+        proved unbiased arms, and their own ⟨m, ∇J⟩ is ‖∇J‖².
+        """
+        power = self.power @ weight / weight.sum()
+        if self.along is not None:
+            along, truth = self.along @ weight / weight.sum(), self.truth
+        else:
+            assert self.cross is not None
+            pairs = np.outer(weight, weight)
+            np.fill_diagonal(pairs, 0.0)
+            inner = np.einsum("acbd,bd->ac", self.cross, pairs, optimize=True) / pairs.sum()
+            known = [ARMS.index(name) for name in UNBIASED]
+            truth, along = inner[np.ix_(known, known)].mean(), inner[:, known].mean(axis=1)
+        along = np.where(np.isin(ARMS, UNBIASED), truth, along)
+        return along**2 / (truth * power)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Gains of a checkpoint's batches under every optimiser, and the metrics of the predictions."""
+
+    name: str
+    kind: str  # model or derailment
+    gains: Mapping[str, Float]  # Optimiser → [A, B, G], G lengths in the order of size
+    allowed: Mapping[str, np.ndarray]  # Optimiser → lengths with enough ESS [A, G]
+    metrics: Mapping[str, Metric]  # sgd and adamw
+
+    @property
+    def batches(self) -> int:
+        """Number of batches."""
+        return self.metrics["sgd"].power.shape[1]
+
+    def over_rloo(self, optimiser: str, weight: Float) -> tuple[Float, Float, Float, Float]:
+        """Return predicted and realised ratios to `rloo` [A], gains [A], and the realised ratios of two halves [2, A].
+
+        Efficiency and the best length are estimated on every second batch, and the gain on the others; both ways.
+        """
+        odd = np.arange(self.batches) % 2 == 1
+        gains, halves = self.gains[optimiser], []
+        for fitted in (odd, ~odd):
+            first, second = np.where(fitted, weight, 0.0), np.where(fitted, 0.0, weight)
+            efficiency = self.metrics[optimiser.split("_")[0]].efficiency(first)
+            curve = np.einsum("abg,b->ag", gains, first)
+            chosen = np.where(self.allowed[optimiser], curve, -np.inf).argmax(axis=1)
+            gain = np.einsum("ab,b->a", gains[np.arange(len(ARMS)), :, chosen], second) / second.sum()
+            halves.append((efficiency, gain))
+        predicted = np.mean([e / e[0] for e, _ in halves], axis=0)
+        gain = np.mean([g for _, g in halves], axis=0)
+        return predicted, gain / gain[0], gain, np.stack([g / g[0] for _, g in halves])
+
+
+def of_policy(name: str, products: Mapping[str, Float], parts: Sequence[Mapping[str, Float]], best: Float) -> Judged:
+    """Put together what cells measured of a checkpoint; `best` are the pilot's lengths [2, A]."""
+    found = {
+        key: np.concatenate([part[key] for part in parts], axis=0 if key.endswith("alone") else 1)
+        for key in parts[0]
+        if "sampled" not in key
+    }
+    gains, allowed = dict[str, Float](), dict[str, np.ndarray]()
+    factor = clip_factor(found["norm"])
+    for m, line in enumerate(LINES):
+        slope, length = found[f"{line}_slope"], best[m][:, None]
+        bend = (found[f"{line}_gain"] - length * slope) / length**2
+        lost = 1 - found[f"{line}_ess"].mean(axis=1)  # it grows with the square of the length
+        for optimiser, share in ((line, np.ones_like(factor)), (f"{line}_clipped", factor / factor.mean())):
+            eta = share[..., None] * (length[..., None] * np.array(GRID))
+            gains[optimiser] = eta * (slope[..., None] + eta * bend[..., None])
+            allowed[optimiser] = lost[:, None] * np.array(GRID) ** 2 <= 1 - LEAST_ESS
+        # Unbiased arms have one slope in expectation: with their mean in its place only curvature tells them apart.
+        known = [ARMS.index(name) for name in UNBIASED]
+        common = slope.copy()
+        common[known] = slope[known].mean(axis=0)
+        eta = length[..., None] * np.array(GRID)
+        gains[f"{line}_known"] = eta * (common[..., None] + eta * bend[..., None])
+        allowed[f"{line}_known"] = allowed[line]
+    for step in STEPS:
+        gains[step] = (found[step] - found[f"{step}_alone"])[..., None]
+        allowed[step] = np.ones((len(ARMS), 1), bool)
+    metrics = {line: Metric(np.einsum("aabb->ab", products[line]), products[line]) for line in LINES}
+    return Judged(name, "model", gains, allowed, metrics)
+
+
+def check_rows(parts: Sequence[Mapping[str, Float]]) -> list[dict[str, Any]]:
+    """Return the mean gain of steps by sampling anew, with its standard error over prompts, and by importance weights.
+
+    Of SGD at the pilot's best length, and of AdamW's clipped step; the mean over all arms and the sampled batches. The
+    ESS is the least of all arms' means over batches.
+    """
+    change = np.mean([part["sampled"] for part in parts], axis=0)
+    rows = []
+    for i, (name, gain) in enumerate((("sgd", "sgd_gain"), (STEPS[0], STEPS[0]))):
+        weighted = np.mean([part[gain][:, : part["n_sampled"]] for part in parts])
+        error = float(change[i].std(ddof=1) / np.sqrt(change.shape[1]))
+        row = {"optimiser": name, "sampled": rounded(float(change[i].mean())), "error": rounded(error)}
+        ess = np.concatenate([part["sgd_ess" if name == "sgd" else f"{name}_ess"] for part in parts], axis=1)
+        rows.append(row | {"weighted": rounded(float(weighted)), "ess": rounded(float(ess.mean(axis=1).min()))})
+    return rows
+
+
+def of_process(name: str, found: Mapping[str, Any]) -> Judged:
+    """Put together what a cell measured of the derailment process."""
+    lines = [key for key in OPTIMISERS if key in found]
+    metrics = {
+        line: Metric(found[f"{line}_power"], along=found[f"{line}_along"], truth=float(found[f"{line}_truth"]))
+        for line in LINES
+    }
+    allowed = {line: found[f"{line}_ess"] >= LEAST_ESS for line in lines}
+    return Judged(name, "derailment", {line: found[line] for line in lines}, allowed, metrics)
+
+
+def tables(judged: Sequence[Judged], replicates: int, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
+    """Return the points with intervals over batches, and correlations with those over checkpoints and batches."""
+    rng = np.random.default_rng(seed)  # Bayesian bootstrap: no batch has weight 0, so no product of one with itself
+    whole = {one.name: ratios(one, np.ones(one.batches)) for one in judged}
+    again = {one.name: [ratios(one, rng.exponential(size=one.batches)) for _ in range(replicates)] for one in judged}
+    points = [row for one in judged for row in point_rows(one, whole[one.name], again[one.name])]
+    rows = []
+    for kind in dict.fromkeys(one.kind for one in judged):
+        names = [one.name for one in judged if one.kind == kind]
+        draws = rng.integers(len(names), size=(replicates, len(names)))
+        for group, optimisers in ({name: (name,) for name in (*OPTIMISERS, *KNOWN)} | GROUPS).items():
+            held = [name for name in optimisers if name in whole[names[0]]]
+            if not held:
+                continue
+            estimate = agreement([whole[name] for name in names], held)
+            bootstrap = np.array([
+                agreement([again[names[k]][i] for k in chosen], held)["correlation"] for i, chosen in enumerate(draws)
+            ], float)  # fmt: skip
+            low, high = np.nanpercentile(bootstrap, (2.5, 97.5))
+            ends = {"correlation_low": rounded(float(low)), "correlation_high": rounded(float(high))}
+            rows.append({"kind": kind, "optimiser": group, "checkpoints": len(names)} | estimate | ends)
+    return {"points": points, "correlations": rows}
+
+
+def ratios(one: Judged, weight: Float) -> dict[str, tuple[Float, Float, Float, Float]]:
+    """Return `over_rloo` of every optimiser."""
+    return {name: one.over_rloo(name, weight) for name in one.gains}
+
+
+def point_rows(one: Judged, whole: Mapping[str, Any], again: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the points of a checkpoint with percentile intervals over its batches."""
+    rows = []
+    for optimiser, (predicted, realised, gain, _) in whole.items():
+        for a, arm in enumerate(ARMS):
+            row: dict[str, Any] = {"policy": one.name, "kind": one.kind, "optimiser": optimiser, "arm": arm}
+            for k, (name, value) in enumerate((("predicted", predicted), ("realised", realised), ("gain", gain))):
+                low, high = np.percentile([draw[optimiser][k][a] for draw in again], (2.5, 97.5))
+                row |= {name: rounded(value[a]), f"{name}_low": rounded(low), f"{name}_high": rounded(high)}
+            rows.append(row)
+    return rows
+
+
+def agreement(found: Sequence[Mapping[str, Any]], optimisers: Sequence[str]) -> dict[str, Any]:
+    """Return the rank correlation of predicted and realised ratios over all points but `rloo`.
+
+    Beside it the rank correlation of realised ratios from one half of the batches with those from the other, which is
+    what noise leaves, and the share of points that fall on the predicted side of `rloo`.
+    """
+    x, y, one, two = (
+        np.concatenate([pick(of[name])[1:] for of in found for name in optimisers])
+        for pick in (lambda r: r[0], lambda r: r[1], lambda r: r[3][0], lambda r: r[3][1])
+    )
+    return {
+        "points": len(x),
+        "correlation": _rank_correlation(x, y),
+        "repeated": _rank_correlation(one, two),
+        "same_side": rounded(float(np.mean((x > 1) == (y > 1)))),
+    }
+
+
+def _rank_correlation(x: Float, y: Float) -> float | None:
+    return rounded(float(np.corrcoef(stats.rankdata(x), stats.rankdata(y))[0, 1]))

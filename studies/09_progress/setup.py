@@ -1,0 +1,208 @@
+"""A checkpoint: a policy with AdamW's moments as training left them, a critic, and how far it may be moved."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector
+
+from otb_analysis.config import (
+    CriticConfig,
+    EstimatorConfig,
+    GraphPathConfig,
+    OptimizeConfig,
+    SampleConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
+from otb_analysis.errors import StoreError
+from otb_analysis.rollouts.models import load_policy
+from otb_analysis.study import Cell, Tables, rounded
+from otb_analysis.study.critics import critic_batches, fitted_critic
+from otb_analysis.study.policies import Policy
+from otb_analysis.study.seeds import BASE, QUICK_START, QUICK_TASK, started
+from otb_analysis.tasks import make_task
+from otb_analysis.training.critic.critic import Critic, make_critic
+from otb_analysis.training.loop import train_step
+from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.setup import Trainer
+
+LENGTHS = {"chain_sum": 32, "graph_path": 16}
+"""Tokens an answer may have."""
+GRAPHS = GraphPathConfig(nodes=6, edges=8)
+"""Larger graphs than usual: the usual ones make 90 different held-out problems only."""
+BANDS = {"low": (0.18, 0.28), "middle": (0.36, 0.48), "high": (0.60, 0.72)}
+"""Success at which the supervised start ends; reinforcement learning goes on from there."""
+CRITIC = CriticConfig(kind="model", learning_rate=1e-3)
+FIRST_LESSON, FIRST_BATCH = 60_000_000, 80_000_000
+"""Indices of the first training prompts that the critic, and the measured updates, see."""
+EPSILON = 1e-8
+"""AdamW's."""
+OPTIMIZE = OptimizeConfig(learning_rate=1e-3)
+"""AdamW as in the study of group size, whose sweep chose this rate: clipped at a norm of 1."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a checkpoint is made."""
+
+    prompts: int = 16  # Of an update, in training as in what is measured
+    group: int = 4
+    updates: int = 100  # With `rloo`, so that AdamW's moments are those of a run
+    lessons: int = 8  # Batches of 64 prompts × 8 that the critic is fitted to
+    lesson_prompts: int = 64
+
+
+def config_of(task: str, band: str, training: Training, quick: bool) -> TrainConfig:
+    """Return the configuration that trains up to a checkpoint."""
+    low, high = BANDS[band]
+    sample = SampleConfig(prompts=training.prompts, group_size=training.group, max_new_tokens=LENGTHS[task])
+    config = replace(
+        BASE, task=task, sample=sample, graph_path=GRAPHS, estimator=EstimatorConfig(name="rloo"), optimize=OPTIMIZE,
+        warm_start=WarmStartConfig(success_low=low, success_high=high),
+    )  # fmt: skip
+    return replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START) if quick else config
+
+
+def clip_factor(norm: Any) -> Any:
+    """Return what clipping multiplies a gradient of this norm by."""
+    return OPTIMIZE.max_grad_norm / np.maximum(norm, OPTIMIZE.max_grad_norm)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What updates start from; made by `load`."""
+
+    policy: Policy
+    critic: Critic
+    sample: SampleConfig
+    base: Tensor  # Parameters as one vector [D]
+    moments: Mapping[str, tuple[Tensor, Tensor]]  # AdamW's m and v [D] of `clipped` gradients and of `unclipped` ones
+    updates: int  # Steps behind those moments
+
+    @property
+    def scale(self) -> Tensor:
+        """What AdamW multiplies a gradient by at rate 1: 1/(√v + ε), v corrected for its start at 0 [D]."""
+        second = self.moments["clipped"][1] / (1 - OPTIMIZE.betas[1] ** self.updates)
+        return 1.0 / (second.sqrt() + EPSILON)
+
+    def adamw_step(self, gradient: Tensor, clipped: bool) -> Tensor:
+        """Return the step [D] that AdamW takes next at its usual rate, by ascent along ĝ [D]."""
+        first, second = self.moments["clipped" if clipped else "unclipped"]
+        if clipped:
+            gradient = gradient * clip_factor(float(gradient.norm()))
+        a, b = OPTIMIZE.betas
+        first, second = a * first + (1 - a) * gradient, b * second + (1 - b) * gradient**2
+        first, second = first / (1 - a ** (self.updates + 1)), second / (1 - b ** (self.updates + 1))
+        return OPTIMIZE.learning_rate * first / (second.sqrt() + EPSILON)
+
+
+def flat(parts: Iterable[Tensor]) -> Tensor:
+    """Return tensors shaped as the parameters as one vector [D]."""
+    return torch.cat([part.detach().reshape(-1) for part in parts])
+
+
+def made(cell: Cell, training: Training, quick: bool, work: Path, bar: Bar) -> Tables:
+    """Train a policy to its checkpoint and keep it, AdamW's moments and a critic beside the cells."""
+    settings = cell.settings
+    start = config_of(settings["task"], settings["band"], training, quick)
+    config = started(start, work)
+    facts = json.loads((Path(config.model) / "warm_start.json").read_text())
+    trainer = Trainer.from_config(config)
+    unclipped = _unclipped_moments(trainer)
+    steps = []
+    for step in range(training.updates):
+        steps.append(train_step(trainer, step).steps)
+        bar(step + 1, training.updates, f"{cell.name}: training")
+    state, parameters = trainer.optimizer.optimizer.state, trainer.policy.parameters
+    # AdamW descends; its first moment is that of −ĝ.
+    moments = {
+        "clipped": (-flat(state[p]["exp_avg"] for p in parameters), flat(state[p]["exp_avg_sq"] for p in parameters)),
+        "unclipped": (-flat(unclipped[p][0] for p in parameters), flat(unclipped[p][1] for p in parameters)),
+    }
+    policy = Policy(trainer.model, trainer.tokenizer, trainer.task)
+    lesson = replace(config.sample, prompts=training.lesson_prompts, group_size=8)
+    critic = fitted_critic(
+        policy, CRITIC, critic_batches(policy, FIRST_LESSON, training.lessons, lesson, 1000, bar), bar
+    )
+    path = file_of(cell, work)
+    path.mkdir(parents=True, exist_ok=True)
+    trainer.save(path / "model")
+    torch.save({"moments": moments, "critic": critic.state()}, path / "state.pt")
+    norms = np.array([step["grad_norm"] for step in steps], float)
+    scale = (moments["unclipped"][1] / moments["clipped"][1])[moments["clipped"][1] > 0].sqrt()
+    return {
+        "policies": [
+            {
+                "policy": settings["policy"], "task": settings["task"], "parameters": policy.model.num_parameters(),
+                "supervised_steps": facts["steps"], "updates": training.updates,
+                "grad_norm": rounded(float(norms.mean())), "clipped": float((norms > OPTIMIZE.max_grad_norm).mean()),
+                "unclipped_scale": rounded(float(scale.median())), "scale_spread": rounded(float(scale.log().std())),
+            }
+        ]
+    }  # fmt: skip
+
+
+def _unclipped_moments(trainer: Trainer) -> Mapping[Any, list[Tensor]]:
+    """Return what will be AdamW's moments of the gradients before clipping; a batch is one backward pass."""
+    kept: dict[Any, list[Tensor]] = {p: [torch.zeros_like(p), torch.zeros_like(p)] for p in trainer.policy.parameters}
+
+    def keep(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        for moment, beta, power in zip(kept[parameter], OPTIMIZE.betas, (1, 2), strict=True):
+            moment.mul_(beta).add_(parameter.grad**power, alpha=1 - beta)
+
+    for parameter in trainer.policy.parameters:
+        parameter.register_post_accumulate_grad_hook(keep)
+    return kept
+
+
+def load(made_by: Cell, training: Training, quick: bool, work: Path) -> Checkpoint:
+    """Return what a cell trained."""
+    settings, path = made_by.settings, existing(file_of(made_by, work))
+    model, tokenizer = load_policy(path / "model")
+    config = config_of(settings["task"], settings["band"], training, quick)
+    policy = Policy(model.eval(), tokenizer, make_task(config))
+    state = torch.load(path / "state.pt", weights_only=True)
+    critic = make_critic(TrainConfig(critic=CRITIC), model, tokenizer)
+    assert critic is not None
+    critic.load_state(state["critic"])
+    base = parameters_to_vector(model.parameters()).detach().clone()
+    moments = {name: (first, second) for name, (first, second) in state["moments"].items()}
+    return Checkpoint(policy, critic, config.sample, base, moments, training.updates)
+
+
+def settings_of(policy: str, training: Training, quick: bool) -> Mapping[str, Any]:
+    """Return all that a checkpoint depends on."""
+    task, band = policy.rsplit("-", 1)
+    config = config_of(task, band, training, quick)
+    return {
+        "quick": quick, "policy": policy, "task": task, "band": band, "training": asdict(training),
+        "task_settings": asdict(getattr(config, task)), "model": asdict(config.small_model),
+        "start": asdict(config.warm_start), "optimize": asdict(OPTIMIZE), "critic": asdict(CRITIC),
+        "length": LENGTHS[task],
+    }  # fmt: skip
+
+
+def file_of(cell: Cell, work: Path) -> Path:
+    """Return where a cell keeps its arrays: named after all that they depend on."""
+    facts = [dict(cell.settings), [[other.name, dict(other.settings)] for other in cell.after]]
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    return work.parent.parent / "arrays" / f"{cell.name}-{key}"
+
+
+def existing(path: Path) -> Path:
+    """Return a path.
+
+    Raises:
+        StoreError: Nothing is there.
+    """
+    if not path.exists():
+        raise StoreError(f"{path} is missing; delete runs/studies/09_progress, and it is measured again.")
+    return path

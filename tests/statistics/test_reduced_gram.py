@@ -1,0 +1,32 @@
+"""Reduced Gram matrices say what whole ones say, to the last digit."""
+
+import numpy as np
+
+from otb_analysis.figures.gradient_table import statistics_table
+from otb_analysis.statistics import REFERENCE, conclude, gain_lost
+from otb_analysis.types import Gram, Proved
+
+OTHER = ("otb_loo", "exact")
+LABELS = (REFERENCE, ("otb", "exact"), ("otb", "proxy"), OTHER)
+KNOWN = Proved({REFERENCE: 1.0, OTHER: 1.0}, frozenset({REFERENCE, OTHER}))
+
+
+def grams():
+    rng, every = np.random.default_rng(0), {}
+    for step in range(6):
+        vectors = 1 + rng.normal(size=(len(LABELS), 8, 30))
+        labels = LABELS if step else LABELS[:3]  # the first step lacks one of those that stand for ∇J
+        inner = np.einsum("mpd,nqd->mnpq", vectors, vectors)[: len(labels), : len(labels)]
+        every[step] = Gram(inner, labels, 32, prompt=tuple(f"{step}-{p // 2}" for p in range(8)))
+    return every
+
+
+def test_statistics_conclusion_and_gain_lost_are_the_same():
+    whole = grams()
+    reduced = {step: gram.reduced((REFERENCE, KNOWN.truth)) for step, gram in whole.items()}
+    for window in (1, 3):
+        first, second = (statistics_table(some, window, KNOWN) for some in (whole, reduced))
+        assert first.equals(second) and len(first) > 20
+    assert conclude(list(whole.values()), KNOWN) == conclude(list(reduced.values()), KNOWN)
+    lost = [gain_lost(list(some.values()), ("otb", "proxy"), ("otb", "exact")) for some in (whole, reduced)]
+    assert lost[0] == lost[1] is not None
