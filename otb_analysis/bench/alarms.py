@@ -78,6 +78,8 @@ CASES = (
     Case("gradient_surge", "‖ḡ‖ up 10 % a step", "grad_norm", lambda r, c: c["grad_norm"] * _ramp(0.1)),
     Case("entropy_collapse", "entropy × .2 at once", "entropy_mean", lambda r, c: 0.2 * c["entropy_mean"]),
     Case("entropy_collapse", "entropy down 5 % a step", "entropy_mean", lambda r, c: c["entropy_mean"] * _ramp(-0.05)),
+    Case("entropy_rise", "entropy × 5 at once", "entropy_mean", lambda r, c: 5 * c["entropy_mean"]),
+    Case("entropy_rise", "entropy up 5 % a step", "entropy_mean", lambda r, c: c["entropy_mean"] * _ramp(0.05)),
     Case("length_drift", "length × 2.5 at once", "length_mean", lambda r, c: 2.5 * c["length_mean"]),
     Case("length_drift", "length down 3 % a step", "length_mean", lambda r, c: c["length_mean"] * _ramp(-0.03)),
     Case("zero_variance_groups", "80 % of groups of equal reward", "n_zero_variance_groups", _equal_groups),

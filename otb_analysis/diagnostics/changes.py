@@ -1,6 +1,6 @@
 """Detectors of change: gradient norm, entropy and length against what was usual in the same run.
 
-All three look at logarithms, so a threshold is a factor, and subtract what the run's own noise explains, so that a
+All look at logarithms, so a threshold is a factor, and subtract what the run's own noise explains, so that a
 noisy run needs a larger change. A single spike moves no median of five: a spike is for the attribution to explain.
 """
 
@@ -15,6 +15,9 @@ SURGE = (1.5, 3.0)
 
 FALL = (2.0, 4.0)
 """Healthy training halves the entropy too, but slowly. Runs that died had a quarter of it left."""
+
+RISE = (1.5, 3.0)
+"""Training lowers the entropy. Runs that broke on old rollouts came to several times its least level."""
 
 DRIFT = (1.5, 2.5)
 """Completions 1.5 and 2.5 times as long, or as short. Learning one task changed calm runs by far less."""
@@ -34,6 +37,9 @@ spread; the rates in docs/results/alarms.md are what counts."""
 
 NO_ENTROPY = 1e-4
 """Least entropy in nats: lower values count as this one, since both are a collapse."""
+
+LITTLE_ENTROPY = 0.01
+"""Entropy in nats below which a rise is none: a nearly certain policy that is a little less certain explores."""
 
 ALWAYS = "otb train records it at every step"
 FORWARD = "otb train records it at every step, otb score adds it to recorded rollouts"
@@ -87,6 +93,32 @@ def entropy_collapse(series: StepSeries) -> Finding:
         f"{np.exp(recent[at] - top[at]):.0%} of its highest lasting level of {np.exp(top[at]):.3g}."
     )
     return finding_of("entropy_collapse", [one], reason)
+
+
+def entropy_rise(series: StepSeries) -> Finding:
+    """How far has the entropy risen above its lowest lasting level?
+
+    score = exp(median of the last 10 − lowest running median so far − 1.5 · spread), all of log entropy, as in
+    `entropy_collapse`: the factor by which it rose, beyond noise. Training makes a policy more certain; one that grows
+    uncertain forgets. A bonus for entropy raises it on purpose.
+    Reads `entropy_mean`, in nats.
+    """
+    step, (entropy,) = series.recorded("entropy_mean")
+    log = np.log(np.maximum(entropy, LITTLE_ENTROPY))
+    recent = trailing(log, SLOW, np.median)
+    lasting = trailing(log, REFERENCE[0], np.median)
+    # fmin ignores the NaN of the first steps, where there is no running median yet.
+    least = np.fmin.accumulate(lasting) if log.size else lasting
+    score = np.exp(recent - least - SLOW_NOISE * _noise(log, recent))
+    one = Evidence("entropy_mean", "factor of the rise beyond noise", step, entropy, score, *RISE)
+    if not one.ready:
+        return unmeasured("entropy_rise", series, REFERENCE[0], ["entropy_mean"], FORWARD)
+    at = one.shown()
+    reason = (
+        f"entropy was {np.exp(recent[at]):.3g} nats (median of {SLOW} steps up to step {step[at]}), "
+        f"{np.exp(recent[at] - least[at]):.2g} times its lowest lasting level of {np.exp(least[at]):.3g}."
+    )
+    return finding_of("entropy_rise", [one], reason)
 
 
 def length_drift(series: StepSeries) -> Finding:

@@ -25,6 +25,7 @@ SIGNS = {
 TITLES = {
     "gradient_surge": "Gradient-norm surge",
     "entropy_collapse": "Entropy collapse",
+    "entropy_rise": "Entropy rise",
     "length_drift": "Length drift",
     "zero_variance_groups": "Equal-reward groups",
     "ratio_tails": "Ratio tails",

@@ -47,6 +47,7 @@ def _from(bounds: tuple[float, float]) -> str:
 ALARM_FORMULAS = (
     ("gradient_surge", f"exp(median₅ log‖ḡ‖ − median of the 20 to 100 steps before − 2·spread) {_from(changes.SURGE)}"),
     ("entropy_collapse", f"exp(highest running median − median₁₀ − 1.5·spread) of log entropy {_from(changes.FALL)}"),
+    ("entropy_rise", f"exp(median₁₀ − lowest running median − 1.5·spread) of log entropy {_from(changes.RISE)}"),
     ("length_drift", f"exp(|median₁₀ − median of the first 20| − 1.5·spread) of log length {_from(changes.DRIFT)}"),
     ("zero_variance_groups", f"lower 99.9 % bound of their share over 20 steps {_from(shares.NO_SIGNAL)}"),
     ("ratio_tails", f"median₅ of max |log π/μ| {_from(shares.RATIO)}; mean₁₀ clipped {_from(shares.RATIO_CLIPPED)}"),
