@@ -38,7 +38,7 @@ def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
         "best": float(mean.max()),
         "last": float(mean[-1]),
         "clip_fraction": float(np.mean(steps["clipped"].to_numpy(np.float64)[:lived])),
-        "baseline": float(store.sql(MEAN_BASELINE, [EARLY])["baseline"][0]),
+        "baseline": float(store.sql(MEAN_BASELINE, [EARLY])["baseline"].to_numpy(np.float64)[0]),
         "reward": float(reward[:EARLY].mean()),
     }
     fired = [

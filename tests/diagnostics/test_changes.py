@@ -5,6 +5,7 @@ from otb_analysis.diagnostics import DETECTORS, StepSeries, diagnose
 from otb_analysis.errors import InputError
 
 surge, collapse, drift = (DETECTORS[name] for name in ("gradient_surge", "entropy_collapse", "length_drift"))
+rise = DETECTORS["entropy_rise"]
 
 
 def test_surge_fires_when_three_of_the_last_five_steps_are_high(series):
@@ -62,6 +63,27 @@ def test_entropy_of_zero_is_a_collapse_and_no_infinity(series):
     assert found.level == "alarm" and np.isfinite(found.evidence[0].score[-1])
 
 
+def test_entropy_rise_is_held_against_the_lowest_lasting_level(series):
+    # Level 1, then .2 for 30 steps, then .6: the lowest median of twenty is .2. With five steps at .6 (step 64) the
+    # median of ten is .2·√3, a rise by 1.73·e^(−1.5·.05) = 1.61, above 1.5; with six (step 65) 3·e^(−.075), below 3.
+    found = rise(series(entropy_mean=[1.0] * 30 + [0.2] * 30 + [0.6] * 10))
+    assert (found.level, found.watch_step, found.alarm_step) == ("watch", 64, None)
+    assert found.evidence[0].score[65] == pytest.approx(3 * np.exp(-0.075))
+    assert "0.346 nats" in found.reason and "1.7 times its lowest lasting level of 0.2" in found.reason
+    assert rise(series(entropy_mean=[1.0] * 30 + [0.2] * 30 + [0.7] * 10)).level == "alarm"
+
+
+def test_entropy_that_falls_or_returns_for_a_few_steps_is_no_rise(series):
+    assert rise(series(entropy_mean=np.linspace(2, 0.2, 80))).level == "ok"
+    assert rise(series(entropy_mean=[0.2] * 40 + [2.0] * 4 + [0.2] * 30)).level == "ok"
+
+
+def test_entropy_below_a_hundredth_of_a_nat_does_not_rise(series):
+    # .0001 and .009 both count as .01; .03 is three times that: 3·e^(−.075) = 2.78, a watch
+    assert rise(series(entropy_mean=[1e-4] * 40 + [9e-3] * 20)).level == "ok"
+    assert rise(series(entropy_mean=[1e-4] * 40 + [0.03] * 20)).level == "watch"
+
+
 @pytest.mark.parametrize(("factor", "said"), [(3.0, "3 times the 10 "), (1 / 3, "0.33 times the 10 ")])
 def test_length_drifts_in_both_directions(series, factor, said):
     # With five of ten steps changed the median has moved by √3 = 1.73·e^(−.075) = 1.61 ≥ 1.5 (step 44), with six by 3.
@@ -104,7 +126,7 @@ def test_the_worst_finding_comes_first(series):
         series(grad_norm=[1.0] * 50 + [6.0] * 10, entropy_mean=[1.0] * 60, clipped=[0] * 35 + [1] * 15 + [0] * 10)
     )
     assert [f.level for f in findings[:3]] == ["alarm", "watch", "not measured"]
-    assert findings[-1].detector == "entropy_collapse"
+    assert findings[-1].detector == "entropy_rise"
 
 
 def test_steps_out_of_order_and_columns_of_another_length_are_refused():
