@@ -7,7 +7,7 @@ from typing import Any
 from otb_analysis.figures.styles import ESTIMATOR_STYLES, SKY
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, distinct, select
+from otb_analysis.study import Row, Rows, distinct, select
 from otb_analysis.study.formats import above, below, interval_curve, mean_curve
 from otb_analysis.study.seeds import later_success, paired_difference
 
@@ -19,14 +19,28 @@ DRAWN = ("group_mean", "trloo", "otb_turn", "otb_turn_loo", "sequence_optimal_lo
 
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
-    """Return success in training, differences from `rloo` over seeds, and which of all intervals tell them apart."""
+    """Return success in training, differences from `rloo` over seeds, and what tells the estimators for turns apart."""
     points, rows = tables["curves"], [row for row in tables["estimators"] if row["estimator"] in TURNS]
     means = {name: later_success(select(points, estimator=name)) for name in distinct(points, "estimator")}
     success = {name: seed_mean(list(of.values()), "mean held-out success", "logit") for name, of in means.items()}
     gains = {name: _gain(means, name) for name in means if name != "rloo"}
-    told = [row for row in rows if above(row, 1, "efficiency_ratio") or below(row, 1, "efficiency_ratio")]
-    trained = [name for name in TURNS if above(gains[name], 0) or below(gains[name], 0)]
-    return {"success": success, "gains": gains, "told_apart": told + trained}
+    calmer = {name: [row for row in select(rows, estimator=name) if below(row, 1, "sf_ratio")] for name in TURNS}
+    noisier = {name: [row for row in select(rows, estimator=name) if above(row, 1, "sf_ratio")] for name in TURNS}
+    return {
+        "success": success,
+        "gains": gains,
+        "calmer": calmer,
+        "noisier": noisier,
+        "cells": len(rows) // len(TURNS),
+        "learns_more": [name for name in TURNS if above(gains.get(name), 0)],
+        "learns_less": [name for name in TURNS if below(gains.get(name), 0)],
+        "clear": [(row["stage"], row["size"]) for row in tables["signal"] if enough(row)],
+    }
+
+
+def enough(signal: Row) -> bool:
+    """Tell whether enough prompts were measured for an efficiency: at least a third of the noise scale."""
+    return signal["noise_scale"] is not None and 3 * signal["prompts"] >= signal["noise_scale"]
 
 
 def _gain(means: Mapping[str, dict[int, float]], name: str) -> Interval | None:
@@ -34,21 +48,23 @@ def _gain(means: Mapping[str, dict[int, float]], name: str) -> Interval | None:
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
-    """Draw efficiency over `rloo`'s by group size for each stage, and the mean learning curves."""
+    """Draw variance at equal progress over `rloo`'s by group size for each stage, and the mean learning curves."""
     rows, points, panels = tables["estimators"], tables["curves"], []
     for stage in distinct(rows, "stage"):
         curves = [
             interval_curve(
-                {row["size"]: row for row in select(rows, stage=stage, estimator=name)}, "efficiency_ratio", name,
+                {row["size"]: row for row in select(rows, stage=stage, estimator=name)}, "sf_ratio", name,
                 **_looks(name),
             )
             for name in DRAWN
         ]  # fmt: skip
         if any(math.isfinite(y) for curve in curves for y in curve.y):
-            panels.append(Panel(f"Rollouts: {stage}", "efficiency over rloo's", "N", curves, ((1.0, "rloo"),)))
+            panels.append(
+                Panel(f"Rollouts: {stage}", "variance at equal progress over rloo's", "N", curves, ((1.0, "rloo"),))
+            )
     learning = [mean_curve(select(points, estimator=name), "step", "success", name, **_looks(name)) for name in TRAINED]
     panels.append(Panel("Training", "held-out success", "step", learning, percent=True))
-    return {"efficiency.svg": svg(panels)}
+    return {"variance.svg": svg(panels)}
 
 
 def _looks(name: str) -> dict[str, Any]:
