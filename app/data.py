@@ -12,13 +12,23 @@ import streamlit as st
 from listing import Run
 
 from otb_analysis.diagnostics import ChangePoint, Finding, StepAttribution, change_points, diagnose
+from otb_analysis.errors import STOPS
 from otb_analysis.estimators import proved
 from otb_analysis.figures.conclusion import advice_line, conclusion_sentences, trained_labels
 from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
 from otb_analysis.figures.gradient_table import statistics_table
-from otb_analysis.figures.runs import Headline, headline_info
+from otb_analysis.figures.triage import Triage, triage
 from otb_analysis.statistics import Interval, conclude, gain_lost
-from otb_analysis.store import EXACT_ROWS, RunStore, attributed_steps, step_attribution, step_series
+from otb_analysis.store import (
+    EXACT_ROWS,
+    RolloutFilter,
+    RunStore,
+    attributed_steps,
+    find_rollouts,
+    reward_histogram,
+    step_attribution,
+    step_series,
+)
 from otb_analysis.types import Gram, Proved
 
 MAX_WINDOW = 10
@@ -56,9 +66,15 @@ def steps(chosen: Sequence[Run]) -> dict[str, pd.DataFrame]:
     return {run.name: _steps(run) for run in chosen}
 
 
-def headline(run: Run) -> Headline:
-    """Return a run's headline numbers."""
-    return headline_info(run.name, run.estimator, _steps(run))
+def triaged(row: Any, run: Run | None) -> Triage:
+    """Return one run of the list; `run` is None for one that cannot be opened."""
+    age = (pd.Timestamp.now("UTC") - row["updated"]).total_seconds() if pd.notna(row["updated"]) else None
+    if run is None:
+        return triage(str(row["run"]), "", str(row["status"]), pd.DataFrame(), [], age, str(row["reason"] or ""))
+    try:
+        return triage(run.name, run.estimator, run.status, _steps(run), _diagnosis(run)[0], age)
+    except STOPS as error:
+        return triage(run.name, run.estimator, "broken", pd.DataFrame(), [], age, str(error))
 
 
 @st.cache_data(max_entries=8, show_spinner="Reading the Gram matrices …")
@@ -139,7 +155,7 @@ def cheap_sources(run: Run) -> list[str]:
 @st.cache_data(max_entries=64, show_spinner=False)
 def lost_by_proxy(run: Run, source: str = "proxy") -> Interval | None:
     """Return the share of otb's efficiency gain that proxy energies lose, over all measured steps."""
-    return gain_lost(list(grams(run).values()), ("otb", source), ("otb", "exact"))
+    return gain_lost(list(grams(run).values()), ("otb", source), ("otb", "exact"), known=known(run))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
@@ -160,6 +176,34 @@ def exact_steps(run: Run) -> list[int]:
 def rollouts(run: Run, step: int) -> pd.DataFrame:
     """Return the rollouts of one step."""
     return store(run).rollouts_df([step])
+
+
+ENDS = (("step", "first", "last"), ("reward", "low", "high"), ("length", "short", "long"))
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def rollout_facts(run: Run) -> dict[str, Any]:
+    """Return the ends of what rollouts can be asked for: steps, rewards, lengths, turns, finish reasons."""
+    ends = ", ".join(f"min({c}) AS {low}, max({c}) AS {high}" for c, low, high in ENDS)
+    reasons = "coalesce(list_sort(list_distinct(list(finish_reason))), [])"
+    query = f"SELECT {ends}, coalesce(max(turns), 1) AS turns, {reasons} AS reasons FROM rollouts"
+    facts: Any = store(run).sql(query).iloc[0]
+    whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
+    parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
+    reasons = [] if facts["first"] is None or pd.isna(facts["first"]) else facts["reasons"]
+    return whole | parts | {"turns": int(facts["turns"]), "reasons": [str(r) for r in reasons if r is not None]}
+
+
+@st.cache_data(max_entries=16, show_spinner="Searching …")
+def found_rollouts(run: Run, asked: RolloutFilter, most: int) -> tuple[pd.DataFrame, int]:
+    """Return the rollouts that are asked for, and how many there are."""
+    return find_rollouts(store(run), asked, most)
+
+
+@st.cache_data(max_entries=16, show_spinner=False)
+def rewards(run: Run, asked: RolloutFilter) -> pd.DataFrame:
+    """Return counts of the rollouts that are asked for by step and reward."""
+    return reward_histogram(store(run), asked)
 
 
 @st.cache_data(max_entries=32, show_spinner=False)

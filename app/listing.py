@@ -84,9 +84,9 @@ def states() -> tuple[str, ...]:
 
 
 def readable(table: pd.DataFrame) -> list[Run]:
-    """Return the runs that can be opened and have at least one complete step: whole ones first, newest first."""
+    """Return the runs that can be opened and have at least one complete step: running ones first, newest first."""
     usable: Any = table[(table["status"] != "broken") & (table["n_steps"].fillna(0) > 0)]
-    rank = usable["status"].map({"complete": 0, "running": 1}).fillna(2)
+    rank = usable["status"].map({"running": 0, "complete": 1}).fillna(2)
     usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
     estimators = estimator_names(table)
     folder = root()

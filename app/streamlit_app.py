@@ -4,6 +4,7 @@ from pathlib import Path
 
 import listing
 import pandas as pd
+import selection
 import streamlit as st
 from widgets import choose_runs, follow, page, plain
 
@@ -24,11 +25,12 @@ STUDIES = "Studies"  # the page that needs no runs
 def pages() -> list[st.Page]:
     """Return the pages in the order of the menu."""
     return [
-        st.Page("views/overview.py", title="Overview", icon=":material/monitoring:", default=True),
+        st.Page("views/triage.py", title="Triage", icon=":material/monitoring:", default=True),
+        st.Page("views/run.py", title="Run", icon=":material/timeline:"),
+        st.Page("views/rollouts.py", title="Rollouts", icon=":material/list_alt:"),
+        st.Page("views/tokens.py", title="Tokens", icon=":material/abc:"),
         st.Page("views/variance.py", title="Variance", icon=":material/target:"),
         st.Page("views/fidelity.py", title="Fidelity", icon=":material/balance:"),
-        st.Page("views/collapse.py", title="Collapse", icon=":material/trending_down:"),
-        st.Page("views/tokens.py", title="Tokens", icon=":material/abc:"),
         st.Page("views/studies.py", title=STUDIES, icon=":material/menu_book:"),
     ]
 
@@ -54,6 +56,7 @@ def main() -> None:
     st.set_page_config(page_title="otb-analysis", page_icon="🔬", layout="wide")
     st.html(STYLE)
     chosen_page = st.navigation(pages())
+    selection.restore()
     folder, without_runs = listing.root(), chosen_page.title == STUDIES
     try:
         table = listing.runs(str(folder), listing.stamps())

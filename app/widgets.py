@@ -56,15 +56,29 @@ def errors_as_sentences() -> Iterator[None]:
 
 
 def choose_runs(runs: Sequence[listing.Run]) -> list[listing.Run]:
-    """Let the sidebar choose runs, for all pages and in the URL; the newest are chosen to begin with."""
+    """Let the sidebar choose runs, for all pages and in the URL; running and new ones are chosen to begin with."""
     names = [run.name for run in runs]
-    chosen = st.sidebar.multiselect(
-        "Runs", names, default=names[:DEFAULT_RUNS], key="run", bind="query-params", placeholder="Choose runs"
-    )
+    written: list[str] | None = st.session_state.get(
+        "_runs_written"
+    )  # outlives the box, which a change of page empties
+    asked = [st.session_state.pop("_opened")] if "_opened" in st.session_state else st.query_params.get_all("run")
+    if asked and asked != written:
+        st.session_state["run"] = [name for name in asked if name in names] or names[:DEFAULT_RUNS]
+    elif "run" not in st.session_state:
+        st.session_state["run"] = names[:DEFAULT_RUNS] if written is None else [n for n in written if n in names]
+    st.sidebar.multiselect("Runs", names, key="run", placeholder="Choose runs")
+    chosen = st.session_state["run"]
+    st.query_params["run"] = st.session_state["_runs_written"] = list(chosen)
     return [run for run in runs if run.name in chosen]
 
 
-def selection() -> list[listing.Run]:
+def open_run(name: str) -> None:
+    """Go to the page of one run, which becomes the chosen one."""
+    st.session_state["_opened"] = name
+    st.switch_page("views/run.py")
+
+
+def chosen_runs() -> list[listing.Run]:
     """Return the runs chosen in the sidebar; without any the page ends with a hint."""
     chosen: list[listing.Run] = st.session_state.get("_selection", [])
     if chosen:
@@ -86,7 +100,7 @@ def reasons(table: pd.DataFrame) -> None:
 
 def one_run() -> listing.Run:
     """Let the page choose one of the chosen runs; the choice holds across pages and in the URL."""
-    chosen = {run.name: run for run in selection()}
+    chosen = {run.name: run for run in chosen_runs()}
     if len(chosen) == 1:
         return next(iter(chosen.values()))
     name = st.selectbox("Run", list(chosen), key="focus", bind="query-params", width=420)
@@ -108,13 +122,18 @@ def follow(runs: Sequence[listing.Run]) -> None:
     watch()
 
 
+def background(figure: go.Figure) -> go.Figure:
+    """Set a figure's colours for the page's theme, in place, and return it."""
+    return for_background(figure, st.context.theme.type == "dark")
+
+
 def chart(figure: go.Figure, key: str, table: pd.DataFrame | None = None) -> None:
     """Show a figure, with its numbers as CSV below it.
 
     Args:
         key: Unique on the page; also the name of the downloaded files.
     """
-    for_background(figure, st.context.theme.type == "dark")
+    background(figure)
     config = CONFIG | {"toImageButtonOptions": {**CONFIG["toImageButtonOptions"], "filename": f"otb-{key}"}}
     st.plotly_chart(figure, width="stretch", theme=None, key=key, config=config)
     if table is not None:

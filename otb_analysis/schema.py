@@ -173,6 +173,7 @@ GRADIENTS = (
     Column("efficiency", "DOUBLE", "", "⟨m,∇J⟩²/(‖∇J‖²(‖m‖² + variance)): share of this update that points along ∇J."),
     Column("reference", "VARCHAR", "", "Unbiased estimator that stands for ∇J, with all others where c_known says so."),
     Column("c_known", "BOOLEAN", "", "True where c is proved, so that bias, projection and SF are not estimated."),
+    Column("sketch_dim", "BIGINT", "", "Buckets of the count sketches it was estimated from; null where it is exact."),
 )
 
 GRAMS = (
@@ -185,17 +186,18 @@ GRAMS = (
     Column("other_group", "BIGINT", "", "Its prompt p'.", key=True),
     Column("inner_product", "DOUBLE", "norm²", "⟨ḡ_{m,p}, ḡ_{m',p'}⟩; each pair is stored once."),
     Column("n_rollouts", "BIGINT", "", "Measured rollouts of the step, all groups together.", key=True),
+    GRADIENTS[-1],
 )
 
 SUBGROUPS = (
     STEP,
     Column("size", "BIGINT", "rollouts", "Rollouts of each smaller group that a group is cut into.", key=True),
-    *GRAMS[1:-2],
+    *GRAMS[1:-3],
     Column(
         "inner_product", "DOUBLE", "norm²",
         "Between prompts that of the mean over their smaller groups; within one, the mean over those of ⟨ḡ_m, ḡ_m'⟩.",
     ),
-    GRAMS[-1],
+    *GRAMS[-2:],
 )  # fmt: skip
 
 SAMPLING = (

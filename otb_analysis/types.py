@@ -164,6 +164,7 @@ class Gram:
     # cluster, within a step and across steps.
     prompt: tuple[object, ...] | None = None
     groups: Int | None = None  # Index of each prompt within the step [P]; None means 0 … P−1
+    sketch_dim: int | None = None  # Buckets of the count sketches that it was estimated from; None where it is exact
 
     def __post_init__(self) -> None:
         """Check the shapes."""

@@ -228,7 +228,7 @@ def suffixes(names):
 def test_the_glossary_has_every_suffix_and_every_column_of_gradients():
     cells = [line.split("|")[1] for line in text_of(DOCS / "glossary.md").splitlines() if line.startswith("| **")]
     entries = {word.strip("`") for cell in cells for word in re.findall(r"\*\*(.+?)\*\*", cell)}
-    assert suffixes(ESTIMATORS) == {"_loo", "_carry", "_turn"}
+    assert suffixes(ESTIMATORS) == {"_loo", "_carry", "_turn", "_corrected"}
     assert suffixes(ESTIMATORS) | {column.name for column in GRADIENTS} <= entries
     assert {"score", "energy", "proxy", "SF", "c", "equiv.", "realized energy", "noise scale"} <= entries
     assert {"group", "baseline", "advantage", "bias", "clipped share", "mismatch z", "fidelity, within"} <= entries

@@ -5,11 +5,13 @@ from typing import Any
 import data
 import listing
 import pandas as pd
+import selection
 import streamlit as st
 from token_view import token_view
 from widgets import chart, download, one_run, page, plain
 
 from otb_analysis.figures.numbers import number
+from otb_analysis.figures.prompts import distinct
 from otb_analysis.figures.token_colors import KINDS
 from otb_analysis.figures.token_details import token_details
 from otb_analysis.figures.tokens import NUMERIC, SIGNED, plot_tokens, tokens_info
@@ -21,7 +23,8 @@ FIRST = ("grad_norm_sq", "energy_proxy")
 NORM = {False: "Exact ‖∇log π‖²", True: "Estimated ‖∇log π‖²"}  # by whether some of it was sketched
 SKETCHED = "Estimated from projections on random directions: a click shows each standard error; some are below 0."
 NOTHING = (
-    "This run has no step whose tokens and rollouts are both stored; a run of `otb train` stores them at every step."
+    "This run has no step whose tokens and rollouts are both stored; a run of `otb train` stores them at every step, "
+    "and `otb score --model DIR --rollouts FILE` stores those of recorded rollouts."
 )
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
 
@@ -30,30 +33,22 @@ def choose_step(run: listing.Run) -> int:
     """Let the page choose a step; the last one with exact norms to begin with, else the last one."""
     steps = data.token_steps(run)
     first = data.exact_steps(run)[-1:] or steps[-1:]
-    return int(st.selectbox("Step", steps, index=steps.index(first[0]), key="step", bind="query-params") or 0)
+    return selection.choose("step", "Step", steps, first[0] if first[0] in steps else steps[-1], of=run.name)
 
 
-def choose_prompt(rollouts: pd.DataFrame) -> int:
-    """Let the page choose a prompt; labels say its mean reward."""
-    labels = {}
-    for group, part in rollouts.groupby("group"):
-        rows: Any = part
-        text = " ".join(str(rows["prompt"].iloc[0]).split())[:60]
-        labels[int(str(group))] = f"{group} · {text} · mean reward {number(float(rows['reward'].mean()))}"
-    # Bound by hand: a bound box would put its labels, which hold the prompt's text, into the URL.
-    asked = st.query_params.get("prompt", "")
-    if st.session_state.get("prompt") not in labels:
-        st.session_state["prompt"] = int(asked) if asked.isdigit() and int(asked) in labels else next(iter(labels))
-    chosen = st.selectbox("Prompt", list(labels), format_func=lambda g: labels[g], key="prompt")
-    st.query_params["prompt"] = str(chosen)
-    return int(chosen or 0)
+def choose_prompt(run: listing.Run, step: int, rollouts: pd.DataFrame) -> int:
+    """Let the page choose a prompt; labels say in what it differs from the others, and its mean reward."""
+    means: Any = rollouts.groupby("group")["reward"].mean()
+    texts = distinct({int(str(g)): str(text) for g, text in rollouts.groupby("group")["prompt"].first().items()})
+    labels = {group: f"{group} · {text} · mean reward {number(float(means[group]))}" for group, text in texts.items()}
+    groups = list(labels)
+    return selection.choose("prompt", "Prompt", groups, groups[0], of=f"{run.name}-{step}", words=lambda g: labels[g])
 
 
-def asked_token() -> None:
-    """Choose the token that a link names, as rollout.t, when the page is opened by it."""
-    rollout, _, t = st.query_params.get("token", "").partition(".")
-    if "_token" not in st.session_state and rollout.isdigit() and t.isdigit():
-        st.session_state["_token"] = (int(rollout), int(t))
+def chosen_token() -> tuple[int, int] | None:
+    """Return the selected token as (rollout, t)."""
+    rollout, _, t = (selection.remembered("token") or "").partition(".")
+    return (int(rollout), int(t)) if rollout.isdigit() and t.isdigit() else None
 
 
 def prompt_share(tokens: pd.DataFrame, name: str, steps: pd.DataFrame, step: int) -> str:
@@ -93,37 +88,36 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
         step = choose_step(run)
     rollouts = data.rollouts(run, step)
     with places[1]:
-        group = choose_prompt(rollouts)
+        group = choose_prompt(run, step, rollouts)
     tokens = data.tokens(run, step, group)
     measured = [c for c in NUMERIC if c in tokens and bool(tokens[c].notna().any()) and c != "token_id"]
     sketched = bool((tokens["measured_by"] == "sketch").any())
     with places[2]:
-        name = st.selectbox(
-            "Colour by", measured, index=next((measured.index(c) for c in FIRST if c in measured), 0),
-            format_func=lambda c: NORM[sketched] if c == "grad_norm_sq" else c, key="color", bind="query-params",
-        )  # fmt: skip
+        first = next((c for c in FIRST if c in measured), measured[0])
+        words = {c: NORM[sketched] if c == "grad_norm_sq" else c for c in measured}
+        name = selection.choose("color", "Colour by", measured, first, words=words.__getitem__)
     with places[3]:
         order = st.selectbox("Order", list(ORDERS), format_func=lambda o: ORDERS[o], key="order", bind="query-params")
     chosen: Any = rollouts[rollouts["group"] == group]
     with places[4]:
         scale = st.selectbox("Scale", KINDS, key="scale", bind="query-params", help=SCALE)
     of_prompt = chosen.set_index("rollout")
-    info = tokens_info(tokens, of_prompt["reward"], str(name), str(order), str(scale))
-    described = column("tokens", str(name))
+    info = tokens_info(tokens, of_prompt["reward"], name, str(order), str(scale))
+    described = column("tokens", name)
     unit = f" ({described.unit})" if described.unit else ""
     st.caption(plain(f"{described.name}{unit}: {described.meaning}") + " Hover for all values, click for the formulas.")
-    if str(name) == "grad_norm_sq" and sketched:
+    if name == "grad_norm_sq" and sketched:
         st.caption(SKETCHED)
-    if str(name) in SIGNED:
-        st.caption(plain(prompt_share(tokens, str(name), data.steps([run])[run.name], step)))
+    if name in SIGNED:
+        st.caption(plain(prompt_share(tokens, name, data.steps([run])[run.name], step)))
     st.code(str(of_prompt["prompt"].iloc[0]), language=None, wrap_lines=True)
-    asked_token()
-    clicked = token_view(info, tokens, of_prompt["finish_reason"].to_dict(), measured, st.session_state.get("_token"))
-    if clicked and clicked != st.session_state.get("_token"):
-        st.session_state["_token"] = clicked
+    clicked = token_view(info, tokens, of_prompt["finish_reason"].to_dict(), measured, chosen_token())
+    if clicked and clicked != chosen_token():
+        selection.remember("rollout", clicked[0])
+        selection.remember("token", f"{clicked[0]}.{clicked[1]}")
         st.rerun()
-    if st.session_state.get("_token"):
-        details(tokens, st.session_state["_token"], run.estimator)
+    if (token := chosen_token()) is not None:
+        details(tokens, token, run.estimator)
     st.subheader("By position", anchor=False)
     chart(plot_tokens(info), "tokens")
     download(tokens, "tokens-of-one-prompt")

@@ -6,18 +6,27 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.audit.bookkeeping import check_bookkeeping
-from otb_analysis.audit.planner import cells_of, dead_groups
-from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy
+from otb_analysis.audit.planner import plan
+from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy, Sketches
 from otb_analysis.audit.sampling_report import SamplingReport, sampling_report
 from otb_analysis.audit.shares import attributed_tokens
+from otb_analysis.audit.trainer_loss import trainer_loss
 from otb_analysis.audit.verdict import verdict
 from otb_analysis.diagnostics import advise
 from otb_analysis.diagnostics.advice import Advice
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, proved
+from otb_analysis.estimators import proved, registered
 from otb_analysis.figures.conclusion import trained_labels
 from otb_analysis.figures.fidelity import comparable, energies, fidelity_columns
-from otb_analysis.statistics import conclude, deleted_moments, gain_lost, paired_ratios, pooled_statistics
+from otb_analysis.statistics import (
+    REFERENCE,
+    conclude,
+    deleted_moments,
+    gain_lost,
+    paired_ratios,
+    pooled_statistics,
+    sketch_noise,
+)
 from otb_analysis.statistics.energies.correlation import log_correlation
 from otb_analysis.store import RunStore
 from otb_analysis.types import Gram, Label, Proved
@@ -50,7 +59,7 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
     trained = next(iter(trained_labels(config, grams.values())), None)
     missing: list[str] = []
     subgroups = store.subgroup_grams() if grams else {}
-    whole, sizes = _judged(grams, subgroups, trained, missing)
+    whole = _judged(grams, trained, missing)
     rows = _rows(list(grams.values()), _between(grams, subgroups), whole, known)
     conclusion = conclude(list(grams.values()), known) if grams else None
     tokens = attributed_tokens(store)
@@ -60,13 +69,11 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
     if proxy is None:
         missing.append(f"Proxy: no token has an exact norm; {SCORE} measures them.")
     rewards = store.rollouts_df(columns=["step", "group", "reward", "prompt_id"])
-    groups = [part.to_numpy(float).tolist() for _, part in rewards.groupby(["step", "group"])["reward"]]
-    planner = _planner(groups, sizes, len(steps))
+    groups = _groups(rewards)
+    planner = plan(grams, subgroups, trained if whole else None, groups, len(steps))
     source = config.get("source")
     if sampling is None:
         missing.append(f"Sampling check: no token was scored; {SCORE} does it.")
-    objective = config.get("objective")
-    stated = str(objective.get("aggregation", "")) if isinstance(objective, Mapping) else ""
     name = trained[0] if trained else ""
     return AuditReport(
         run=store.path.name,
@@ -76,14 +83,15 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
         n_steps=len(steps),
         n_prompts=len(set(rewards["prompt_id"].dropna())) or len(groups),
         n_rollouts=len(rewards),
-        verdict=verdict(whole, sizes, planner, proxy, sampling, conclusion),
+        verdict=verdict(whole, planner, proxy, sampling, conclusion),
         estimators=rows,
         planner=planner,
         tokens=tokens,
         proxy=proxy,
         missing=tuple(missing),
+        sketches=_sketches(list(grams.values())),
         sampling=sampling,
-        bookkeeping=check_bookkeeping(store, name, aggregation or stated or "sequence_sum", accumulate),
+        bookkeeping=check_bookkeeping(store, name, trainer_loss(config, aggregation, accumulate)),
     )
 
 
@@ -92,21 +100,38 @@ def _sampling(store: RunStore) -> SamplingReport | None:
     return None if rows.empty else sampling_report(rows)
 
 
-def _judged(
-    grams: Mapping[int, Gram], subgroups: Mapping[int, Mapping[int, Gram]], trained: Label | None, missing: list[str]
-) -> tuple[Advice | None, Advice | None]:
-    """Return estimators judged at the recorded group size, and at all sizes; say what hinders it."""
+def _judged(grams: Mapping[int, Gram], trained: Label | None, missing: list[str]) -> Advice | None:
+    """Return estimators judged at the recorded group size; say what hinders it."""
     if not grams:
         missing.append(f"Estimators: no step has every estimator's gradient; {SCORE} measures them.")
-        return None, None
+        return None
     if trained is None:
         missing.append("Estimators: the trainer's estimator was not measured; pass its name as --estimator.name.")
-        return None, None
+        return None
     try:
-        return advise(grams, {}, trained), advise(grams, subgroups, trained)
+        return advise(grams, {}, trained)
     except InputError as error:
         missing.append(f"Estimators: {error}")
-        return None, None
+        return None
+
+
+def plan_from_rewards(store: RunStore) -> Planner:
+    """Return what the rewards of a run alone say about group sizes.
+
+    Raises:
+        StoreError: It cannot be read.
+    """
+    rewards = store.rollouts_df(columns=["step", "group", "reward", "prompt_id"])
+    return plan({}, {}, None, _groups(rewards), len(store.complete_steps()))
+
+
+def _groups(rewards: Any) -> list[tuple[object, list[float]]]:
+    """Return prompt and rewards of every group; a group whose prompt has no name is a prompt of its own."""
+    parts = rewards.groupby(["step", "group"])
+    return [
+        (key if part["prompt_id"].isna().any() else part["prompt_id"].iloc[0], part["reward"].to_numpy(float).tolist())
+        for key, part in parts
+    ]
 
 
 def _rows(
@@ -118,18 +143,34 @@ def _rows(
     )
     rows = []
     for row in pooled_statistics(grams, known=known):
-        entry = ESTIMATORS.get(row.estimator)
+        entry = registered(row.estimator)
         apart = between if row.variance is not None and entry is not None and entry.unbiased else None
         whole = None if row.variance is None else row.variance * row.n_prompts
-        rows.append(
-            EstimatorRow(
-                row.estimator, row.energy_source, row.efficiency, ratios.get((row.estimator, row.energy_source)),
-                row.rollout_equivalents, row.relative_bias, row.projection, row.sf, row.variance,
-                None if whole is None or apart is None else whole - apart,
-                apart,
-            )
+        one = EstimatorRow(
+            row.estimator, row.energy_source, row.intervals["efficiency"], row.intervals["noise_scale"],
+            ratios.get((row.estimator, row.energy_source)), row.intervals["rollout_equivalents"],
+            row.intervals["relative_bias"], row.c_known, row.projection, row.sf, row.variance,
+            None if whole is None or apart is None else whole - apart,
+            apart,
+            row.sketch_dim is not None,
         )  # fmt: skip
-    return tuple(sorted(rows, key=lambda row: -np.inf if row.efficiency is None else row.efficiency, reverse=True))
+        rows.append((-np.inf if row.efficiency is None else row.efficiency, one))
+    return tuple(one for _, one in sorted(rows, key=lambda ranked: ranked[0], reverse=True))
+
+
+def _sketches(grams: Sequence[Gram]) -> Sketches | None:
+    """Return how far sketching moves ratios of variances, None where no step was sketched."""
+    sketched = [(gram, gram.sketch_dim) for gram in grams if gram.sketch_dim is not None]
+    if not sketched:
+        return None
+    errors = [
+        sketch_noise(gram.inner, dim).log_ratio[:, gram.labels.index(REFERENCE)]
+        for gram, dim in sketched
+        if REFERENCE in gram.labels
+    ]
+    every = np.concatenate([np.zeros(0), *errors])
+    error = float(np.nanmax(every)) if np.isfinite(every).any() else None
+    return Sketches(len(sketched), min(dim for _, dim in sketched), error)
 
 
 def _between(grams: Mapping[int, Gram], subgroups: Mapping[int, Mapping[int, Gram]]) -> float | None:
@@ -151,17 +192,6 @@ def _between(grams: Mapping[int, Gram], subgroups: Mapping[int, Mapping[int, Gra
     return value if np.isfinite(value) else None
 
 
-def _planner(groups: Sequence[Sequence[float]], sizes: Advice | None, steps: int) -> Planner:
-    lengths = {len(group) for group in groups}
-    size = lengths.pop() if len(lengths) == 1 else None
-    cells = cells_of(sizes) if sizes else ()
-    what = f"Groups above {max(map(len, groups), default=0)} cannot be judged from these rollouts."
-    if not cells:
-        what += " Dead groups alone do not tell the best size: larger groups leave fewer of them, but fewer prompts."
-    n_rollouts = sizes.n_rollouts if sizes else round(sum(map(len, groups)) / max(steps, 1))
-    return Planner(n_rollouts, size, cells, dead_groups(groups), what)
-
-
 def _proxy(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | None:
     tokens, _ = comparable(store.tokens_df(columns=fidelity_columns(), where="grad_norm_sq IS NOT NULL"))
     table = energies(tokens, "token")
@@ -180,5 +210,5 @@ def _proxy(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | Non
         pooled=log_correlation(proxy, exact, prompt),
         within=log_correlation(proxy, exact, prompt, cell),
         kept=pairs.get(PROXY),
-        gain_lost=gain_lost(grams, PROXY, EXACT),
+        gain_lost=gain_lost(grams, PROXY, EXACT, known=known),
     )

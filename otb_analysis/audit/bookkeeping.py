@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 
 from otb_analysis.audit.recorded_advantages import AdvantageCheck, check_advantages
+from otb_analysis.audit.trainer_loss import WHOLE, TrainerLoss
 from otb_analysis.errors import InputError
 from otb_analysis.objectives.aggregation import AggregationInputs, ConstantOptions, aggregation_weights
 from otb_analysis.store import RunStore
@@ -82,7 +83,7 @@ class NormCheck:
 def check_norms(
     store: RunStore, estimator: str, aggregation: str = "sequence_sum", constant: int = 1024, energy: str = "proxy"
 ) -> list[NormCheck]:
-    """Rebuild the logged gradient norm of every step that was measured whole; empty where there is none.
+    """Rebuild the logged gradient norm of every step of one update that was measured whole; empty where there is none.
 
     ‖ḡ‖ of `gradients` belongs to weights 1/N. Aggregations with one weight a for all tokens have a·N times it: N/ΣL for
     `token_mean`, 1/C for `constant`. Groups must have equal sizes, since ḡ is the mean over prompts.
@@ -99,9 +100,11 @@ def check_norms(
     here = gradients[(gradients["estimator"] == estimator) & gradients["energy_source"].isin(["none", energy])]
     power = dict(zip(here["step"].tolist(), zip(here["mean_norm_sq"], here["n_prompts"], strict=True), strict=True))
     for row in steps.to_dict("records"):
-        step, logged = int(row["step"]), row.get("grad_norm")
+        step, logged, updates = int(row["step"]), row.get("grad_norm"), row.get("n_updates")
         if step not in power or logged is None or np.isnan(float(logged)):
             continue
+        if updates is not None and float(updates) > 1:
+            continue  # the logged norm may be that of a part of the rollouts
         mean_norm_sq, measured = power[step]
         sizes = np.unique(store.rollouts_df([step], ["group"])["group"].to_numpy(), return_counts=True)[1]
         if measured != len(sizes) or len(set(sizes.tolist())) > 1:
@@ -117,30 +120,51 @@ class Bookkeeping:
     """What a run's bookkeeping says; made by `check_bookkeeping`."""
 
     advantages: AdvantageCheck | None  # None where none were recorded
-    weights: WeightCheck | None  # Of the first step; None where no micro-batch was given
+    loss: TrainerLoss  # What is known of the trainer's loss
+    weights: WeightCheck | None  # Of the first step, in micro-batches of one rollout where their size is not known
     norms: tuple[NormCheck, ...]
-    note: str  # Why a check was left out, empty where none was
+    missing: tuple[str, ...]  # Checks that were left out, why, and what adds them
 
 
-def check_bookkeeping(store: RunStore, estimator: str, aggregation: str, micro_batch: int) -> Bookkeeping:
+def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Bookkeeping:
     """Return every check that a run and what is known of its trainer allow."""
-    weights, norms, note = None, tuple[NormCheck, ...](), ""
+    advantages, missing = check_advantages(store), list[str]()
+    if advantages is None:
+        missing.append("Advantages: none were recorded, so none can be recomputed.")
+    weights, norms = None, tuple[NormCheck, ...]()
+    first = store.rollouts_df(store.complete_steps()[:1], ["rollout", "group", "length"])
+    logged = store.steps_df(columns=["grad_norm"])["grad_norm"].notna().to_numpy().any()
+    if not loss.aggregation:
+        missing.append("Loss weights and gradient norm: pass --aggregation, how the trainer's loss weighs tokens.")
+        return Bookkeeping(advantages, loss, None, (), tuple(missing))
+    if first["length"].isna().to_numpy().any():
+        missing.append("Loss weights: the run has no token counts; record token ids, or audit with --model.")
+    else:
+        length, group = (first[name].to_numpy(np.int64) for name in ("length", "group"))
+        try:
+            weights = check_weights(length, group, loss.aggregation, loss.micro_batch or 1)
+        except InputError as error:
+            missing.append(f"Loss weights: {error}")
+    if not logged:
+        missing.append("Gradient norm: the trainer's was not recorded (grad_norm of plain records).")
+        return Bookkeeping(advantages, loss, weights, (), tuple(missing))
     try:
-        norms = tuple(check_norms(store, estimator, aggregation))
-        if micro_batch:
-            first = store.rollouts_df(store.complete_steps()[:1], ["rollout", "group", "length"])
-            length, group = (first[name].to_numpy(np.int64) for name in ("length", "group"))
-            weights = check_weights(length, group, aggregation, micro_batch)
+        norms = tuple(check_norms(store, estimator, loss.aggregation, loss.constant))
+        if not norms:
+            missing.append(
+                "Gradient norm: no step with a logged one has a single update, groups of equal size and the gradients "
+                "of all of them."
+            )
     except InputError as error:
-        note = str(error)
-    return Bookkeeping(check_advantages(store), weights, norms, note)
+        missing.append(f"Gradient norm: {error}")
+    return Bookkeeping(advantages, loss, weights, norms, tuple(missing))
 
 
 def bookkeeping_lines(checked: Bookkeeping) -> list[str]:
     """Return the checks of a run in sentences."""
     lines, advantages, norms = list[str](), checked.advantages, checked.norms
     if advantages is None:
-        lines.append("No advantages were recorded, so none can be recomputed.")
+        pass
     elif names := advantages.exact:
         lines.append(
             f"The recorded advantages of {advantages.n_rollouts:,} rollouts are those of {' or '.join(names)}."
@@ -161,9 +185,21 @@ def bookkeeping_lines(checked: Bookkeeping) -> list[str]:
             f"Logged over rebuilt gradient norm: median {np.median(factor):.4g}, from {factor.min():.4g} to "
             f"{factor.max():.4g} over {len(norms):,} steps."
         )
-    if (weights := checked.weights) is not None:
-        lines.append(
-            f"Loss weights add up to {weights.factor:.4g} times the nominal sum; single tokens weigh "
-            f"{weights.lowest:.3g} to {weights.highest:.3g} times what they should."
-        )
-    return [*lines, checked.note] if checked.note else lines
+    if checked.weights is not None:
+        lines.append(_weights_line(checked.weights, checked.loss))
+    return [*lines, *checked.missing]
+
+
+def _weights_line(weights: WeightCheck, loss: TrainerLoss) -> str:
+    """Say what micro-batches make of the weights, or could make of them where their size is not known."""
+    alike = np.allclose([weights.factor, weights.lowest, weights.highest], 1.0, rtol=1e-9)
+    what = (
+        "add up to the nominal sum, and so does every token's"
+        if alike
+        else f"add up to {weights.factor:.4g} times the nominal sum; single tokens weigh {weights.lowest:.3g} to "
+        f"{weights.highest:.3g} times what they should"
+    )
+    if loss.micro_batch is None:
+        return f"Loss weights ({loss.aggregation}) in micro-batches of one rollout would {what} (--accumulate: yours)."
+    size = "the whole batch at once" if loss.micro_batch == WHOLE else f"micro-batches of {loss.micro_batch}"
+    return f"Loss weights ({loss.aggregation}, {size}) {what}."

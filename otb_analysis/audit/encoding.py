@@ -1,7 +1,6 @@
 """Recorded rollouts as `Rollouts`: token ids as recorded, or from the texts; what cannot be known is refused."""
 
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -12,9 +11,10 @@ from otb_analysis.audit.rows import Tally
 from otb_analysis.audit.steps import RecordedStep
 from otb_analysis.audit.templates import chat_text, next_turn, restored
 from otb_analysis.errors import InputError
+from otb_analysis.rollouts.drafts import draft_of
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.rollouts.sampling import Draft, FinishReason, Rollouts, collate
-from otb_analysis.tasks import Prompt, Turn
+from otb_analysis.tasks import Prompt
 
 NOT_ENDED = "completion without its end token, because the record does not say that it ended (--ended all scores one)"
 RESTORED = "prompt was put back into the chat template, because its text had lost its special tokens"
@@ -63,25 +63,14 @@ class Encoder:
     def _draft(self, record: RecordedRollout) -> Draft:
         prompt, segments = self._tokens(record)
         self._check_ids(record, (*prompt, *(i for ids, _ in segments for i in ids)))
-        draft, at = Draft(list(prompt)), 0
+        tokens = [(token, sampled) for ids, sampled in segments for token in ids]
         known = record.columns.get("behavior_logprob")
-        for ids, sampled in segments:
-            logprobs = None
-            if sampled:
-                numbers = known[at : at + len(ids)].tolist() if known is not None else [float("nan")] * len(ids)
-                logprobs = numbers
-                ended = ids[-1] in self._ends
-                text = self._decoded(ids[:-1] if ended else ids)
-                draft.turns.append(Turn(text, ended))
-            elif draft.turns:
-                draft.turns[-1] = replace(draft.turns[-1], reply=self._decoded(ids))
-            draft.extend(ids, max(len(draft.turns) - 1, 0), logprobs)
-            at += len(ids)
-        if known is not None and at != len(known):
+        if known is not None and len(tokens) != len(known):
             raise InputError(
-                f"{record.place} has {len(known)} log-probabilities but its text has {at} tokens under this tokenizer; "
-                "record the token ids, or leave the log-probabilities out."
+                f"{record.place} has {len(known)} log-probabilities but its text has {len(tokens)} tokens under this "
+                "tokenizer; record the token ids, or leave the log-probabilities out."
             )
+        draft = draft_of(prompt, tokens, None if known is None else known.tolist(), self.tokenizer, self._ends)
         draft.finish_reason = self._finish_reason(record, draft)
         return draft
 
@@ -96,9 +85,7 @@ class Encoder:
                 self._check_text(record, "prompt", record.prompt, prompt)
             sampled = record.policy_tokens
             assert sampled is not None
-            pairs = zip(record.ids, sampled.tolist(), strict=True)
-            parts = [(tuple(i for i, _ in part), flag) for flag, part in groupby(pairs, key=lambda pair: pair[1])]
-            return prompt, parts
+            return prompt, [((token,), flag) for token, flag in zip(record.ids, sampled.tolist(), strict=True)]
         if any(message.sampled for message in record.messages[:-1]):
             return self._chat(record)
         return self._prompt(record), self._completion(record)
@@ -170,7 +157,7 @@ class Encoder:
                 segments.append((self._ids(own + stop, special=False), True))
             if rest and not last:
                 segments.append((self._ids(rest, special=False), False))
-        return prompt, _joined(segments)
+        return prompt, segments
 
     def _check_text(self, record: RecordedRollout, name: str, text: str | None, ids: tuple[int, ...]) -> None:
         """Refuse ids that do not decode to the recorded text, with or without special tokens."""
@@ -224,14 +211,3 @@ def shown_prompt(record: RecordedRollout) -> str:
         return record.prompt or ""
     first = next(i for i, message in enumerate(record.messages) if message.sampled)
     return "\n".join(f"{message.role}: {message.content}" for message in record.messages[:first])
-
-
-def _joined(segments: list[Segment]) -> list[Segment]:
-    """Return segments of which no two in a row are of one kind."""
-    whole: list[Segment] = []
-    for ids, sampled in segments:
-        if whole and whole[-1][1] == sampled:
-            whole[-1] = (whole[-1][0] + ids, sampled)
-        elif ids:
-            whole.append((ids, sampled))
-    return whole

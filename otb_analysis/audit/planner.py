@@ -1,52 +1,205 @@
-"""Where to spend a fixed number of rollouts: efficiency against group size, and how many groups teach nothing."""
+"""Where to spend a fixed number of rollouts: efficiency against group size, from Gram matrices of several sizes.
 
-from collections.abc import Sequence
-from math import comb
+Sizes that groups were cut into are measured. Larger ones follow by formula for `none` and `rloo`, whose mean does not
+depend on the size: there the least variance is the highest efficiency, and ∇J need not be known to compare sizes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
-from otb_analysis.audit.results import Cell, DeadGroups
-from otb_analysis.diagnostics.advice import Advice, Advised
-from otb_analysis.types import Label
+from otb_analysis.audit.dead_groups import dead_groups, rates_line
+from otb_analysis.audit.results import Cell, Planner
+from otb_analysis.diagnostics.advice import RISK, Choice, judge
+from otb_analysis.statistics import REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
+from otb_analysis.statistics.moments.absolute import may_be_shown
+from otb_analysis.statistics.moments.group_sizes import SizeLaw, pair_law, single_law
+from otb_analysis.statistics.moments.measures import batch_variance, quotient
+from otb_analysis.types import Float, Gram, Label
+
+NONE: Label = ("none", "none")
+LARGER = (2, 4)
+"""Multiples of the recorded size that the formula is asked for."""
+BY_FORMULA = (
+    "Groups above {} follow by formula (†) for none and rloo. Other estimators take recorded groups of that size."
+)
+NOT_LARGER = "Groups above {} cannot be known: the formula takes none and rloo in groups cut into halves and quarters."
+BY_GRADIENTS = " How much takes gradients: otb audit --model DIR --rollouts FILE --go."
+NOT_HALVED = "Other group sizes cannot be known: recorded groups must be of one size that can be halved into 2 or more."
 
 
-def dead_share(rewards: Sequence[float], size: int) -> float:
-    """Return the probability that `size` rollouts of one prompt all have the same reward, from G ≥ size recorded ones.
+@dataclass(frozen=True)
+class _Curve:
+    """One estimator at every size, each value [1 + K]: from all prompts, then without each of them."""
 
-    Σ_v C(k_v, n)/C(G, n) over distinct rewards v, each met k_v times: the hypergeometric estimator, the share of all
-    subsets of n recorded rollouts that are dead. Unbiased for Σ_v p_v^n; with rewards of 0 and 1 that is pⁿ + (1−p)ⁿ.
+    efficiency: Mapping[int, Float]
+    cost: Mapping[int, Float]  # Less is better: variance at the same rollouts, or in proportion to 1/efficiency
+    cut: frozenset[int]  # Sizes that were measured
+    best_size: Float | None = None  # Of `rloo`, by formula
+
+
+def plan(
+    grams: Mapping[int, Gram],
+    subgroups: Mapping[int, Mapping[int, Gram]],
+    trained: Label | None,
+    groups: Sequence[tuple[object, Sequence[float]]],
+    steps: int,
+) -> Planner:
+    """Return the planner of a run.
+
+    Args:
+        grams: Gram matrix of each measured step; `subgroups` those of smaller groups, by size and step.
+        trained: The trainer's estimator, None where it was not measured.
+        groups: Prompt and rewards of each recorded group; `steps` complete steps they are from.
     """
-    counts = np.unique(np.asarray(rewards, float), return_counts=True)[1]
-    return sum(comb(int(k), size) for k in counts) / comb(len(rewards), size)
+    lengths = {len(rewards) for _, rewards in groups}
+    size = lengths.pop() if len(lengths) == 1 else None
+    dead = dead_groups(groups)
+    rollouts = round(sum(len(rewards) for _, rewards in groups) / max(steps, 1))
+    tables = (grams, *subgroups.values())
+    common = [step for step in grams if all(step in part and REFERENCE in part[step].labels for part in tables)]
+    by_size = {part: [table[step] for step in common] for part, table in subgroups.items()}
+    notes = []
+    cells: tuple[Cell, ...] = ()
+    best_size = None
+    if size is not None and by_size and common:
+        by_size[size] = [grams[step] for step in common]
+        rollouts = round(np.mean([gram.n_rollouts for gram in by_size[size]]))
+        curves = _curves(by_size, rollouts)
+        # All comparisons of sizes hold together with 95 %.
+        level = 1 - RISK / max(sum(len(curve.cost) - 1 for curve in curves.values()), 1)
+        cells = _cells(curves, (size, rollouts), _against(curves, size, trained, rollouts), level)
+        best_size = _best_size(curves, level)
+        by_formula = any(not cell.cut for cell in cells)
+        notes.append(BY_FORMULA.format(size) if by_formula else NOT_LARGER.format(size))
+        if best_size is not None and best_size.low is not None:
+            notes.append(
+                f"By formula rloo's variance at the same rollouts is least in groups of {best_size.estimate:.1f} "
+                f"({best_size.low:.1f}–{best_size.high:.1f})."
+            )
+    elif grams:
+        notes.append(NOT_HALVED)
+    if not cells and dead:
+        notes.append(rates_line(dead) + ("" if grams else BY_GRADIENTS))
+    return Planner(rollouts, size, cells, dead, " ".join(notes), best_size)
 
 
-def dead_groups(groups: Sequence[Sequence[float]]) -> tuple[DeadGroups, ...]:
-    """Return the share of dead groups at 2, 4, 8, … and at the largest recorded size, from each group's rewards.
-
-    A size takes only groups of at least as many rollouts; every prompt that has one counts alike.
-    """
-    largest = max(map(len, groups), default=0)
-    sizes = sorted({2**k for k in range(1, largest.bit_length()) if 2**k <= largest} | ({largest} - {0, 1}))
-    rows = []
-    for size in sizes:
-        shares = [dead_share(rewards, size) for rewards in groups if len(rewards) >= size]
-        rows.append(DeadGroups(size, float(np.mean(shares)), len(shares)))
-    return tuple(rows)
-
-
-def cells_of(advice: Advice) -> tuple[Cell, ...]:
-    """Return the curves of the planner: estimators measured at more than one size, ordered by name and size."""
-    by_label: dict[Label, list[Advised]] = {}
-    for one in advice.candidates:
-        by_label.setdefault((one.choice.estimator, one.choice.energy_source), []).append(one)
-    cells = []
-    for label, curve in sorted(by_label.items()):
-        if len(curve) < 2:
+def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int) -> dict[Label, _Curve]:
+    """Return the estimators that every size has, by label; ∇J is that of the largest groups for all of them."""
+    tables = [gram for grams in by_size.values() for gram in grams]
+    truth = deleted_moments(by_size[max(by_size)], REFERENCE).truth_sq
+    curves = {}
+    for label in sorted(set.intersection(*(set(gram.labels) for gram in tables))):
+        if law := _law(label, by_size):
+            curves[label] = _by_formula(label, law, by_size, rollouts)
             continue
-        known = [one for one in curve if one.efficiency is not None]
-        top = max(known, key=lambda one: one.efficiency or 0.0, default=None)
-        cells += [
-            Cell(*label, one.choice.size, one.efficiency, one.ratio, one is top)
-            for one in sorted(curve, key=lambda one: one.choice.size)
-        ]
+        at = {size: replace(deleted_moments(by_size[size], label), truth_sq=truth) for size in sorted(by_size)}
+        curves[label] = _Curve(
+            {size: efficiency(one, rollouts / size) for size, one in at.items()},
+            # ‖∇J‖² is the same at every size and cancels.
+            {s: quotient(one.mean_sq + batch_variance(one, rollouts / s), one.along**2) for s, one in at.items()},
+            frozenset(by_size),
+        )
+    return curves
+
+
+def _law(label: Label, by_size: Mapping[int, Sequence[Gram]]) -> SizeLaw | None:
+    if label not in (NONE, REFERENCE):
+        return None
+
+    def powers(one: Label) -> dict[int, Float]:
+        return {size: deleted_moments(grams, one).power for size, grams in by_size.items()}
+
+    has_none = all(NONE in gram.labels for grams in by_size.values() for gram in grams)
+    single = single_law(powers(NONE)) if has_none else None
+    return single if label == NONE else pair_law(powers(label), None if single is None else single.square)
+
+
+def _by_formula(label: Label, law: SizeLaw, by_size: Mapping[int, Sequence[Gram]], rollouts: int) -> _Curve:
+    """Return a curve on measured sizes and larger ones; all share the mean that the largest groups measured."""
+    whole = max(by_size)
+    moments = deleted_moments(by_size[whole], label)
+    powers = {size: deleted_moments(grams, label).power for size, grams in by_size.items()}
+    powers |= {whole * k: law.power(whole * k) for k in LARGER if whole * k <= rollouts}
+    at = {size: replace(moments, power=powers[size]) for size in sorted(powers)}
+    return _Curve(
+        {size: efficiency(one, rollouts / size) for size, one in at.items()},
+        {size: batch_variance(one, rollouts / size) for size, one in at.items()},
+        frozenset(by_size),
+        law.best_size(moments.mean_sq) if label == REFERENCE else None,
+    )
+
+
+def _against(
+    curves: Mapping[Label, _Curve], size: int, trained: Label | None, rollouts: int
+) -> dict[Choice, Interval | None]:
+    """Return every efficiency over that of the trainer's estimator at the recorded size."""
+    if trained is None or trained not in curves:
+        return {}
+    values = {Choice(*label, n): value for label, curve in curves.items() for n, value in curve.efficiency.items()}
+    return {one.choice: one.ratio for one in judge(values, Choice(*trained, size), rollouts).candidates}
+
+
+def _cells(
+    curves: Mapping[Label, _Curve],
+    recorded: tuple[int, int],
+    against: Mapping[Choice, Interval | None],
+    level: float,
+) -> tuple[Cell, ...]:
+    cells, (size, rollouts) = [], recorded
+    for label, curve in curves.items():
+        best = _best(curve, level)
+        for n in sorted(curve.cost):
+            value = float(curve.efficiency[n][0])
+            cells.append(
+                Cell(
+                    *label,
+                    n,
+                    value if may_be_shown(value, rollouts / n, curve.efficiency[n].size - 1) else None,
+                    against.get(Choice(*label, n)),
+                    n == best,
+                    n in curve.cut,
+                    None if n == size else _ratio(curve.cost[n], curve.cost[size], level, f"{n} over {size}"),
+                )
+            )
     return tuple(cells)
+
+
+def _best(curve: _Curve, level: float) -> int | None:
+    """Return the size with the least cost, None unless intervals show that its neighbours cost more.
+
+    `level` holds for all neighbours of all curves together, so the choice of the least one costs nothing more. Where a
+    formula applies the cost is convex in N, and what beats its neighbours beats all sizes.
+    """
+    known = {size: float(cost[0]) for size, cost in curve.cost.items() if np.isfinite(cost[0])}
+    if len(known) < len(curve.cost):
+        return None
+    best = min(known, key=lambda size: known[size])
+    for pair in pairwise(sorted(known)):
+        if best in pair:
+            other = pair[0] if pair[1] == best else pair[1]
+            more = _ratio(curve.cost[other], curve.cost[best], level, f"{other} over {best}")
+            if more is None or more.low is None or more.low <= 1:
+                return None
+    return best
+
+
+def _best_size(curves: Mapping[Label, _Curve], level: float) -> Interval | None:
+    sizes = next((curve.best_size for curve in curves.values() if curve.best_size is not None), None)
+    if sizes is None:
+        return None
+    # A group has at least 2 rollouts; what is above 1 has a logarithm.
+    words = "group size with the least variance of rloo"
+    above = jackknife_interval(float(sizes[0]) - 1, sizes[1:] - 1, words, "log", level)
+    if above is None or above.low is None or above.high is None:
+        return None
+    low, estimate, high = (max(1 + x, 2.0) for x in (above.low, above.estimate, above.high))
+    return replace(above, estimate=estimate, low=low, high=high, p_value=None)
+
+
+def _ratio(above: Float, below: Float, level: float, what: str) -> Interval | None:
+    ratio = quotient(above, below)
+    words = f"cost of {what} at the same rollouts"
+    return jackknife_interval(float(ratio[0]), ratio[1:], words, "log", level)

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from otb_analysis.audit.encoding import shown_prompt
 from otb_analysis.audit.records import RecordedRollout
 from otb_analysis.audit.steps import RecordedStep
+from otb_analysis.errors import InputError
 from otb_analysis.measurement.summary import zero_variance_groups
 from otb_analysis.store import StepTables
 from otb_analysis.types import Bool, Float
@@ -32,6 +33,22 @@ def provenance(step: RecordedStep) -> dict[str, object]:
         "source_file": [record.place.file.name for record in step.records],
         "source_record": [record.place.number for record in step.records],
     }
+
+
+def logged_norm(step: RecordedStep) -> dict[str, object]:
+    """Return the column of `steps` with the trainer's gradient norm, empty where it was not recorded.
+
+    Raises:
+        InputError: Records of the step have different ones.
+    """
+    first = step.records[0]
+    for record in step.records:
+        if record.grad_norm != first.grad_norm:
+            raise InputError(
+                f"{record.place} has grad_norm {record.grad_norm} but record {first.place.number} of the same step has "
+                f"{first.grad_norm}; write that of the step's update into all of its records."
+            )
+    return {} if first.grad_norm is None else {"grad_norm": first.grad_norm}
 
 
 def _policy_tokens(record: RecordedRollout, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
@@ -113,7 +130,7 @@ def _scalars(
         scalars |= {"length_mean": float(np.mean(lengths)), "length_max": max(lengths), "n_tokens": sum(lengths)}
     if all(record.prompt_ids is not None for record in records):
         scalars["prompt_length_max"] = max(len(record.prompt_ids or ()) for record in records)
-    return scalars | _token_scalars(records)
+    return scalars | _token_scalars(records) | logged_norm(step)
 
 
 def _token_scalars(records: Sequence[RecordedRollout]) -> dict[str, object]:

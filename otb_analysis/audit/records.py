@@ -46,6 +46,7 @@ class RecordedRollout:
     finish_reason: FinishReason = "unknown"
     columns: Mapping[str, Float] = field(default_factory=dict)  # Of COLUMNS, one number per completion token [T]
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None  # ‖ḡ‖ of its step's update, before clipping
 
     @property
     def prompt_key(self) -> Hashable:

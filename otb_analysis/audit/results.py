@@ -26,15 +26,28 @@ class EstimatorRow:
 
     estimator: str
     energy_source: str
-    efficiency: float | None  # Share of an update that points along ∇J
+    # Share of an update that points along ∇J; None where fewer prompts were measured than a third of the noise scale
+    efficiency: Interval | None
+    noise_scale: Interval | None  # V/‖m‖² in prompts
     ratio: Interval | None  # Efficiency over that of the trainer's estimator; all intervals hold together with 95 %
-    rollout_equivalents: float | None  # Rollouts that rloo needs for the same efficiency
-    relative_bias: float | None
+    rollout_equivalents: Interval | None  # Rollouts that rloo needs for the same efficiency
+    relative_bias: Interval | None
+    c_known: bool  # True where c is proved, so that SF is variance/c² and the bias is not estimated
     projection: float | None  # c = ⟨m, ∇J⟩/‖∇J‖²
     sf: float | None  # Variance at equal progress, variance/c²
     variance: float | None  # Of an update
     within: float | None  # P·variance from rollouts of a prompt; for unbiased estimators only
     between: float | None  # P·variance from prompts, likewise
+    sketched: bool  # True where gradients of some step were estimated from count sketches
+
+
+@dataclass(frozen=True)
+class Sketches:
+    """What estimating gradients from count sketches adds to the error of the estimators' rows."""
+
+    steps: int  # Steps that were sketched
+    buckets: int
+    error: float | None  # Largest standard error that it adds to any log V/V_rloo of a step; None below 2 prompts
 
 
 @dataclass(frozen=True)
@@ -44,18 +57,29 @@ class Cell:
     estimator: str
     energy_source: str
     size: int
-    efficiency: float | None
+    efficiency: float | None  # None where it must not be shown by itself, as above
     ratio: Interval | None  # Over the trainer's estimator at the recorded size; all intervals together 95 %
-    best: bool  # The most efficient size of its curve, by its point estimate
+    best: bool  # Intervals show that both neighbours on its curve are worse
+    cut: bool  # Recorded groups were cut to this size; else it follows by formula
+    # Against its own recorded size, None there; all together 95 %. For `none` and `rloo` variance over variance, for
+    # others efficiency there over efficiency here: below 1 is better.
+    cost: Interval | None
 
 
 @dataclass(frozen=True)
 class DeadGroups:
-    """Share of groups of one size whose rewards are all equal, averaged over prompts."""
+    """Share of groups of one size whose rewards are all equal, with its interval over prompts."""
 
     size: int
-    share: float
-    n_prompts: int  # Groups of at least this size
+    share: Interval
+    n_groups: int  # Groups of at least this size
+
+    @property
+    def informative(self) -> Interval:
+        """Groups with unequal rewards among 100 rollouts: 100·(1 − share)/N."""
+        low, high = (None if end is None else 100 * (1 - end) / self.size for end in (self.share.high, self.share.low))
+        words = "groups with unequal rewards among 100 rollouts"
+        return Interval(100 * (1 - self.share.estimate) / self.size, low, high, self.share.n_clusters, words)
 
 
 @dataclass(frozen=True)
@@ -66,7 +90,8 @@ class Planner:
     recorded_size: int | None  # None where groups differ in size
     cells: tuple[Cell, ...]
     dead: tuple[DeadGroups, ...]
-    note: str  # What the planner does not reach
+    note: str  # What follows by formula, what success rates say, and what cannot be known
+    best_size: Interval | None = None  # Size at which rloo has the least variance at the same rollouts, by formula
 
 
 @dataclass(frozen=True)
@@ -121,6 +146,7 @@ class AuditReport:
     tokens: Tokens | None
     proxy: Proxy | None
     missing: tuple[str, ...]
+    sketches: Sketches | None = None  # None where every Gram matrix is exact
     sampling: SamplingReport | None = None  # None where the tokens were not scored
     bookkeeping: Bookkeeping | None = None
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.audit.encoding import Encoder
 from otb_analysis.audit.logprobs import refuse_wrong_logprobs
-from otb_analysis.audit.recorded_tables import provenance
+from otb_analysis.audit.recorded_tables import logged_norm, provenance
 from otb_analysis.audit.rows import Tally
 from otb_analysis.audit.runs import (
     GIVEN,
@@ -41,9 +41,12 @@ from otb_analysis.rollouts.models import load_policy, output_layer
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
 from otb_analysis.types import Float
 
+Policy = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+"""A model on its device and its tokenizer."""
 
-def score(config: ScoreConfig) -> Path:
-    """Measure recorded rollouts and return the run's directory.
+
+def score(config: ScoreConfig, policy: Policy | None = None) -> Path:
+    """Measure recorded rollouts under a model, loaded here unless it is given, and return the run's directory.
 
     Raises:
         InputError: Model, rollouts or a setting cannot work, or a record is refused; the steps before it stay.
@@ -54,19 +57,29 @@ def score(config: ScoreConfig) -> Path:
     check(config)
     processes = Processes.joined(sharded=False)
     with processes.together():
-        path = _scored(config, processes)
+        path = _scored(config, processes, policy)
     processes.end()
     return path
 
 
-def _scored(config: ScoreConfig, processes: Processes) -> Path:
-    source = source_of(config.rollouts, config)
-    path = run_path(config.rollouts, config, "scored")
-    processes.broadcast_from_main(lambda: refuse_existing(path, config))
+def load(config: ScoreConfig, device: torch.device | None = None) -> Policy:
+    """Load the model and move it to a device, by default the GPU where there is one.
+
+    Raises:
+        InputError: It cannot be loaded.
+    """
     with phase(f"loading the model {config.model}"):
         model, tokenizer = load_policy(config.model, config.allow_remote_code)
         usual = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model.to(processes.device or usual)  # pyright: ignore[reportArgumentType]
+        model.to(device or usual)  # pyright: ignore[reportArgumentType]
+    return model, tokenizer
+
+
+def _scored(config: ScoreConfig, processes: Processes, policy: Policy | None) -> Path:
+    source = source_of(config.rollouts, config)
+    path = run_path(config.rollouts, config, "scored")
+    processes.broadcast_from_main(lambda: refuse_existing(path, config))
+    model, tokenizer = policy or load(config, processes.device)
     stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
     encoded = Tally()  # of this process's steps; every process reads all records
     scorer = Scorer(config, model, tokenizer, encoded, stored)
@@ -154,7 +167,7 @@ class Scorer:
         return StepTables(
             tokens=token_rows(table, trained, measurement.tokens, self.tokenizer) | _recorded(step, table),
             rollouts=by_rollout | provenance(step),
-            steps=summarize(rollouts, table, trained, measurement) | seconds,
+            steps=summarize(rollouts, table, trained, measurement) | logged_norm(step) | seconds,
             gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
             grams=gram_rows(step.step, measurement.gram) if measurement.gram else None,
             subgroups=subgroup_rows(step.step, measurement.subgroups) if measurement.subgroups else None,

@@ -11,6 +11,9 @@ from otb_analysis.types import Float
 
 LISTED = 10
 """Prompts that are named."""
+AT_ONCE = 8
+"""Steps whose tokens are read by one query."""
+COLUMNS = ("step", "group", "t", "token", "attribution", "signal", "noise")
 
 
 def token_class(text: str | None) -> str:
@@ -37,50 +40,62 @@ def attributed_tokens(store: RunStore) -> Tokens | None:
     """Return the attribution of all attributed steps, None where there is none.
 
     Shares are c·s·ḡ of their own step, added up over steps and divided by Σ‖ḡ‖²: a step with a larger gradient counts
-    more. Classes sum to 1.
+    more. Classes sum to 1. A few steps' tokens are in memory at a time, and of all tokens one number each.
 
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    columns = ["step", "group", "t", "token", "attribution", "signal", "noise"]
-    table = store.tokens_df(columns=columns, where="attribution IS NOT NULL")
-    if table.empty:
+    steps = store.sql("SELECT DISTINCT step FROM tokens WHERE attribution IS NOT NULL ORDER BY step")["step"]
+    sums = {name: _Sums() for name in ("class", "position", "prompt")}
+    sizes: list[Float] = []
+    due = steps.astype(int).tolist()
+    for some in (due[first : first + AT_ONCE] for first in range(0, len(due), AT_ONCE)):
+        table = store.tokens_df(some, list(COLUMNS), "attribution IS NOT NULL")
+        values = np.stack([floats(table, name) for name in ("attribution", "signal", "noise")])
+        prompts = store.rollouts_df(some, ["step", "group", "prompt"])
+        texts = {(s, g): p for s, g, p in zip(prompts["step"], prompts["group"], prompts["prompt"], strict=True)}
+        named = [str(texts.get(key, "")) for key in zip(table["step"], table["group"], strict=True)]
+        sums["class"].add([token_class(text) for text in table["token"]], values)
+        sums["position"].add([position_class(t) for t in table["t"].to_numpy(np.int64).tolist()], values)
+        sums["prompt"].add(named, values)
+        sizes.append(np.abs(values[0]))
+    if not sizes:
         return None
-    share, signal, noise = (floats(table, name) for name in ("attribution", "signal", "noise"))
-    split = not (np.isnan(signal).any() or np.isnan(noise).any())
-    prompts = store.rollouts_df(columns=["step", "group", "prompt"])
-    texts = {(s, g): p for s, g, p in zip(prompts["step"], prompts["group"], prompts["prompt"], strict=True)}
-    positions = [position_class(t) for t in table["t"].to_numpy(np.int64).tolist()]
-    names = [str(texts.get(key, "")) for key in zip(table["step"], table["group"], strict=True)]
-    values = (share, signal, noise) if split else (share, None, None)
-    by_position = _added(positions, *values)
-    size = np.sort(np.abs(share))[::-1]
+    size = np.sort(np.concatenate(sizes))[::-1]
     half = int(np.searchsorted(np.cumsum(size), size.sum() / 2)) + 1 if size.sum() > 0 else 0
     return Tokens(
-        steps=len(set(table["step"])),
-        n_tokens=len(share),
+        steps=len(due),
+        n_tokens=len(size),
         half=half,
-        by_class=_added([token_class(text) for text in table["token"]], *values),
-        by_position=tuple(sorted(by_position, key=lambda one: int(one.name.split("–")[0]))),
-        by_prompt=_added(names, *values)[:LISTED],
+        by_class=sums["class"].shares(),
+        by_position=tuple(sorted(sums["position"].shares(), key=lambda one: int(one.name.split("–")[0]))),
+        by_prompt=sums["prompt"].shares()[:LISTED],
     )
 
 
-def _added(names: Sequence[str], share: Float, signal: Float | None, noise: Float | None) -> tuple[Share, ...]:
-    """Sum by name, largest Σ|share| first."""
-    kinds, index = np.unique(np.asarray(names, dtype=object).astype(str), return_inverse=True)
-    total, pull = share.sum(), np.abs(share).sum()
+class _Sums:
+    """Sums by name, over steps."""
 
-    def part(values: Float, whole: float) -> Float:
-        return np.bincount(index, values, len(kinds)).astype(np.float64) / (whole or 1.0)
+    def __init__(self) -> None:
+        self.by_name: dict[str, Float] = {}  # Tokens, Σ share, Σ signal, Σ noise and Σ|share| [5]
 
-    pulls, shares = part(np.abs(share), pull), part(share, total)
-    parts = [None if values is None else part(values, total) for values in (signal, noise)]
-    counts = np.bincount(index, minlength=len(kinds))
-    return tuple(
-        Share(
-            str(kinds[k]), int(counts[k]), float(shares[k]), float(pulls[k]),
-            *(None if values is None else float(values[k]) for values in parts),
-        )
-        for k in np.argsort(-pulls, kind="stable")
-    )  # fmt: skip
+    def add(self, names: Sequence[str], values: Float) -> None:
+        """Add tokens with their share, signal and noise [3, n]."""
+        kinds, index = np.unique(np.asarray(names, dtype=object).astype(str), return_inverse=True)
+        rows = (np.ones(len(index)), *values, np.abs(values[0]))
+        sums = np.stack([np.bincount(index, row, len(kinds)) for row in rows], axis=1)
+        for kind, row in zip(kinds.tolist(), sums, strict=True):
+            self.by_name[kind] = self.by_name.get(kind, 0.0) + row
+
+    def shares(self) -> tuple[Share, ...]:
+        """Return the parts of all sums, largest Σ|share| first."""
+        total = np.sum(list(self.by_name.values()), axis=0)
+        whole, pull = total[1] or 1.0, total[4] or 1.0
+        split = not np.isnan(total[2:4]).any()  # an attribution without its split has neither signal nor noise
+        return tuple(
+            Share(
+                name, int(row[0]), float(row[1] / whole), float(row[4] / pull),
+                float(row[2] / whole) if split else None, float(row[3] / whole) if split else None,
+            )
+            for name, row in sorted(self.by_name.items(), key=lambda item: -item[1][4])
+        )  # fmt: skip

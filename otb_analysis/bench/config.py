@@ -31,6 +31,15 @@ class EstimatorsConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class RegressionConfig(BenchConfig):
+    """Compute which features of `energy_regression` pay on random policies, and how many prompts it takes."""
+
+    policies: int = 120  # Random policies, each a prompt.
+    prompts: tuple[int, ...] = (8, 16, 32, 64)  # Prompts of a batch.
+    batches: int = 2000  # Batches drawn for each number of prompts.
+
+
+@dataclass(frozen=True)
 class LogitsConfig(BenchConfig):
     """Time `logit_stats` beside a plain log-softmax and gather, and beside TRL's fused head."""
 
@@ -140,6 +149,17 @@ class SamplingCostConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class AuditBenchConfig(BenchConfig):
+    """Time and memory of whole audits: 1,024 rollouts of the demo's policy, 64 of SmolLM2 with up to 48 tokens each."""
+
+    models: tuple[Literal["demo", "smollm2"], ...] = ("demo", "smollm2")  # Whose rollouts; smollm2 once fetched.
+    gram: tuple[Literal["auto", "exact", "sketch"], ...] = ("auto",)
+    """An audit with each of these as `--measure.gram`; ratios of variances are compared with those of the first."""
+    threads: int = 2  # Threads.
+    quick: bool = False  # A few rollouts of each model: does it run at all?
+
+
+@dataclass(frozen=True)
 class TrainBenchConfig(BenchConfig):
     """Time sampling and update of a training step beside TRL's GRPOTrainer, and what every measurement adds to it."""
 
@@ -157,6 +177,7 @@ class TrainBenchConfig(BenchConfig):
 
 BENCHMARKS: dict[str, type[BenchConfig]] = {
     "estimators": EstimatorsConfig,
+    "regression": RegressionConfig,
     "logits": LogitsConfig,
     "engine": EngineConfig,
     "sampled": SampledConfig,
@@ -166,6 +187,7 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "alarms": AlarmsConfig,
     "sampling-check": SamplingCheckConfig,
     "sampling-cost": SamplingCostConfig,
+    "audit": AuditBenchConfig,
     "train": TrainBenchConfig,
 }
 """`otb bench NAME`; the module of the same name has `run(config)`, which returns a report."""

@@ -19,10 +19,9 @@ from otb_analysis.bench.peer_side import peak
 from otb_analysis.bench.publish import Report, notes_of, report_of, settings_of
 from otb_analysis.bench.timing import least_seconds, threads
 from otb_analysis.config import SampleConfig
-from otb_analysis.gradients import gradient_sketch, group_gradient_gram
+from otb_analysis.gradients import group_gradient_gram, sketched_group_gram
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Batch, prepare
-from otb_analysis.gradients.groups.group_gram import basis_weights
 from otb_analysis.measurement.advantages import every_advantage
 from otb_analysis.measurement.levels import shares
 from otb_analysis.measurement.table import TokenTable
@@ -94,7 +93,6 @@ def _calls(
     measure, model, groups = trainer.measurer, trainer.model, np.arange(config.prompts)
     ids, mask, real = rollouts.tensors(model.device)
     problem, norms = prepare(model, Batch(ids, mask, real), "all", 1.0), measure.norms(rollouts, groups)
-    basis = basis_weights(problem, weights, rollouts.group)
     gram = partial(group_gradient_gram, model, ids, mask, weights, rollouts.group, real)
 
     def passes() -> None:
@@ -108,6 +106,6 @@ def _calls(
         BASIS: gram,
         "smaller groups": lambda: measure.subgroups(rollouts, table, norms, groups),
         "attribution": lambda: shares(measure.policy, rollouts, table.mask / len(rollouts.group), split=True),
-        SKETCH: lambda: gradient_sketch(model, ids, mask, basis, rollouts.group, real, dim=DIM),
+        SKETCH: partial(sketched_group_gram, model, ids, mask, weights, rollouts.group, real, dim=DIM),
     }
     return calls | ({ROWS: partial(gram, engine="reference")} if config.rows else {})

@@ -4,17 +4,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from otb_analysis.audit.runs import source_of, stored_config
+from otb_analysis.audit.score import Policy as Loaded
 from otb_analysis.audit.score import Scorer, check
 from otb_analysis.audit.steps import Layout, steps_of
 from otb_analysis.config import AuditConfig, SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.measurement.levels import positions
+from otb_analysis.measurement.gram_method import GramMethod, gram_method
+from otb_analysis.measurement.levels import first_groups, positions
 from otb_analysis.phases import phase, plural
-from otb_analysis.rollouts.models import load_policy, output_layer
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.forecast import PlannedLevel, about, levels, seconds_per_position
 from otb_analysis.training.policy.policy import Policy
@@ -33,24 +32,25 @@ class AuditCost:
     levels: tuple[str, ...]
     seconds: float
     weights_bytes: int
-    gram_bytes: int  # At most, of the largest matrix's gradients under all estimators and prompts of a step
+    gram: GramMethod | None  # None where no step has a Gram matrix
 
     @property
     def sentence(self) -> str:
         """The cost in words."""
-        memory = (2 * self.weights_bytes + self.gram_bytes) / 1e9
+        memory = (2 * self.weights_bytes + (self.gram.memory if self.gram else 0)) / 1e9
+        method = f"; {self.gram.words}" if self.gram else ""
         return (
             f"{self.n_rollouts:,} rollouts with about {self.n_tokens:,} tokens in {plural(self.n_steps, 'step')}. "
-            f"Measured: {', '.join(self.levels)}. It takes about {about(self.seconds)}, and about {memory:.1f} GB "
-            "for weights, one gradient and the Gram matrix, beside one micro-batch."
+            f"Measured: {', '.join(self.levels)}{method}. It takes about {about(self.seconds)}, and at most about "
+            f"{memory:.1f} GB for weights, one gradient and the Gram matrix, beside one micro-batch."
         )
 
 
-def audit_cost(config: AuditConfig) -> AuditCost:
+def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
     """Read all records once, time a pass over rollouts of the first step, and write nothing.
 
     Raises:
-        InputError: Model, rollouts or a setting cannot work, or a record is refused.
+        InputError: Rollouts or a setting cannot work, or a record is refused.
     """
     check(config)
     source = source_of(config.rollouts, config)
@@ -59,22 +59,21 @@ def audit_cost(config: AuditConfig) -> AuditCost:
     first = next(steps, None)
     if first is None:
         raise InputError(f"{config.rollouts} holds no rollout; pass a file with at least one.")
-    with phase(f"loading the model {config.model}"):
-        model, tokenizer = load_policy(config.model, config.allow_remote_code)
-        model.to("cuda" if torch.cuda.is_available() else "cpu")  # pyright: ignore[reportArgumentType]
+    model, tokenizer = policy
     scorer = Scorer(config, model, tokenizer, source.tally, stored_config(config, source, "otb audit", {}))
     rollouts = scorer.encoder.rollouts(first)
     trained = TrainConfig(measure=config.measure, sample=SampleConfig(temperature=config.temperature))
     with phase("timing one forward and backward pass"):
         each = seconds_per_position(Policy(model, trained), rollouts)
-    planned = levels(trained, rollouts)
     whole = len(first.records)
+    gram, exact = None, config.measure.exact
+    if exact.every:
+        measured = first_groups(rollouts.group, np.ones(whole, bool), exact.prompts)
+        gram = gram_method(model, rollouts, measured, config.measure.gram, config.measure.scope)
+    planned = levels(trained, rollouts, gram=gram)
     sizes = {first.step: whole} | {step.step: len(step.records) for step in steps}
     scored = FORWARD * positions(rollouts, np.ones(whole, bool))
     passes = [(scored + _passes(planned, rollouts, step)) * count / whole for step, count in sizes.items()]
-    vocabulary = {id(model.get_input_embeddings().weight), id(next(output_layer(model).parameters()))}  # read in slices
-    largest = max((p.numel() for p in model.parameters() if id(p) not in vocabulary), default=0)
-    rows = len(ESTIMATORS) * len(rollouts.prompts)
     return AuditCost(
         n_steps=len(sizes),
         n_rollouts=sum(sizes.values()),
@@ -82,7 +81,7 @@ def audit_cost(config: AuditConfig) -> AuditCost:
         levels=("forward", *dict.fromkeys(level.name for level in planned)),
         seconds=each * sum(passes),
         weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        gram_bytes=4 * largest * rows if any(level.name == "Gram matrix" for level in planned) else 0,
+        gram=gram,
     )
 
 

@@ -25,20 +25,21 @@ def audit_command(words: Sequence[str]) -> None:
     with shown(), phase("otb audit"):
         with phase("loading PyTorch and transformers"):
             from otb_analysis.audit.runs import refuse_existing, run_path
-            from otb_analysis.audit.score import check, score
+            from otb_analysis.audit.score import check, load, score
             from otb_analysis.commands.audit_cost import audit_cost
             from otb_analysis.rollouts.models import quiet_loading
         quiet_loading()
         config = replace(config, run=config.run or run_path(config.rollouts, config, "audited").name)
         check(config)
         refuse_existing(config.root / config.run, config)
-        cost = audit_cost(config)
+        policy = load(config)
+        cost = audit_cost(config, policy)
     print_all([cost.sentence])
     if not config.go:
         print_all([f"Nothing was written. To measure: {command} --go"])
         return
     with shown(), phase("otb audit"):
-        path = score(config)
+        path = score(config, policy)
     _finish(path, config, command)
 
 

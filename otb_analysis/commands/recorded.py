@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from otb_analysis.commands.inspect import TABLE_WIDTH, parsed
+from otb_analysis.commands.inspect import TABLE_WIDTH, parsed, print_all
 from otb_analysis.commands.watching import shown
 from otb_analysis.config import ImportConfig, ScoreConfig
 from otb_analysis.phases import phase
@@ -20,8 +20,8 @@ from otb_analysis.phases import phase
 class ImportCommand(ImportConfig):
     """Make a run of rollouts that another trainer recorded, without a model.
 
-    Prompt, completion and reward are enough for reward curves, dead groups, length drift and alarms. Token ids and
-    per-token numbers are kept where they were recorded.
+    Prompt, completion and reward are enough for reward curves, dead groups, length drift and alarms, and for what
+    success rates say about group sizes. Token ids and per-token numbers are kept where they were recorded.
     """
 
     rollouts: Annotated[Path, tyro.conf.Positional] = Path()
@@ -62,6 +62,11 @@ def import_command(words: Sequence[str]) -> None:
         quiet_loading()
         path = import_rollouts(command.rollouts, command)
     _tell(path)
+    from otb_analysis.audit.audited import plan_from_rewards
+    from otb_analysis.report.audit import rates_text
+    from otb_analysis.store import RunStore
+
+    print_all(rates_text(plan_from_rewards(RunStore(path))))
 
 
 def _tell(path: Path) -> None:

@@ -68,8 +68,9 @@ class AuditConfig(ScoreConfig):
     )
     aggregation: str = ""
     """How the trainer's loss weighs tokens, as in `objective.aggregation`: sequence_sum, token_mean, sequence_mean,
-    constant or dapo. With it the logged gradient norm is rebuilt; by default that of the run, or sequence_sum."""
+    constant or dapo. With it the sum of loss weights and the logged gradient norm are checked; by default that of the
+    run, where it is one of otb train or of OTBGRPOTrainer."""
     accumulate: int = 0
-    """Rollouts of one of the trainer's micro-batches, whose losses it averages: the sum of loss weights is compared
-    with the nominal one. 0 compares nothing."""
+    """Rollouts of one of the trainer's micro-batches, whose losses it averages. 0 takes what the run says, or shows
+    what micro-batches of one rollout would do."""
     go: bool = False  # True measures; without it the cost is printed and nothing is written.

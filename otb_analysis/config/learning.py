@@ -12,7 +12,9 @@ class EstimatorConfig:
     """One of these; docs/catalogue.md gives their formulas.
     No baseline: none.
     Means of the batch: batch_mean, batch_mean_loo.
-    Means of the group: group_mean, grpo, rloo, opo, opo_loo, james_stein.
+    Means of the group: group_mean, grpo, rloo, opo, opo_loo.
+    Shrunk to other prompts: james_stein, james_stein_corrected.
+    Of the group, by others: maxrl, mc_grpo, qae, gpg, reinforce_plus_plus_baseline.
     From the other prompts, by energy: energy_across_loo, energy_regression.
     By turn or prefix: trloo, tempo, tempo_loo.
     By energy up to the token: otb, otb_loo, otb_turn, otb_turn_loo, otb_carry, otb_carry_loo.
@@ -20,15 +22,18 @@ class EstimatorConfig:
     By energy of the rollout: sequence_optimal, sequence_optimal_loo.
     By its exact norm, measured at every step: classic_optimal, classic_optimal_loo, opob.
     From the critic: value, tvm.
+    Half otb, half energy_regression: blend_otb_regression.
+    Others by weights that sum to 1: a name such as `0.5*otb+0.5*energy_regression`.
     Your own: module:function; docs/own_estimator.md has an example."""
     energy: Literal["proxy", "exact"] = "proxy"
     """Token energies it weights by: the free proxy, or exact norms of every rollout at every step, which is slow."""
     options: dict[str, str] = field(default_factory=dict)
     """Options of that estimator, as name value pairs: `tail group`.
     tail, own_return, group or zero: of otb, otb_turn, token_optimal, energy_ema and their _loo forms.
-    decay: of energy_ema, energy_ema_loo and value. discount: of value.
-    features, ridge, memory and T_max: of energy_regression. features is a list such as `1,m,f,m*f,x`; memory, from 0
-    to 1, is what earlier steps count, for batches of few prompts; T_max is the sampling limit unless you set it.
+    decay: of energy_ema, energy_ema_loo and value. discount: of value. quantile: of qae.
+    features, ridge, memory and T_max: of energy_regression, and of what has it as a part, such as blend_otb_regression.
+    features is a list such as `1,m,f,m*f,x`; memory, from 0 to 1, is what earlier steps count, for batches of few
+    prompts; T_max is the sampling limit unless you set it.
     Of your own: the function's other parameters that have a number or a text as default."""
 
 

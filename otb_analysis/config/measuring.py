@@ -75,6 +75,9 @@ class MeasureConfig:
     subgroups: tuple[str, ...] = ("otb",)
     """Estimators, beside rloo and the one that trains, also measured on halves and quarters of groups at exact steps.
     That tells which group size is best at the same cost; any of `estimator.name`, and no name turns it off."""
+    gram: Literal["auto", "exact", "sketch"] = "auto"
+    """How the Gram matrix is measured. exact: from whole gradients. sketch: estimated from their count sketches, one
+    gradient in memory at a time. auto: exact, unless that takes half of the memory or twice the time."""
     engine: Literal["auto", "reference", "generic", "fast"] = "auto"  # Which gradient engine measures.
     scope: str = "all"
     """Parameters whose gradient is measured: all, lm_head, or a regular expression over parameter names."""

@@ -6,6 +6,7 @@ NumPy in, frozen records out; a quantity that was not measured is a finding that
 from otb_analysis.diagnostics.advice import advise, trained_label, update_rollouts
 from otb_analysis.diagnostics.attribution import LEVELS, AttributedTokens, Holders, StepAttribution, attribute_step
 from otb_analysis.diagnostics.change_points import ChangePoint, change_points
+from otb_analysis.diagnostics.decline import fall
 from otb_analysis.diagnostics.findings import Finding, StepSeries
 from otb_analysis.diagnostics.registry import DETECTORS, diagnose
 
@@ -22,6 +23,7 @@ __all__ = [
     "attribute_step",
     "change_points",
     "diagnose",
+    "fall",
     "trained_label",
     "update_rollouts",
 ]

@@ -194,11 +194,10 @@ def _reason(present: Choice, best: Advised | None, candidates: Sequence[Advised]
     tested = [one for one in candidates if one.ratio is not None and one.ratio.low is not None]
     if now.efficiency is None or now.efficiency <= 0:
         return f"Not known: {NO_TRUTH}."
-    if best is not None and best.ratio is not None and best.efficiency is not None:
+    if best is not None and best.ratio is not None:
         return (
             f"{best.choice} was {best.ratio.estimate:.2f} times as efficient as {present} "
-            f"[{best.ratio.low:.2f}, {best.ratio.high:.2f}] ({together}): {best.efficiency:.2f} against "
-            f"{now.efficiency:.2f} of an update along ∇J."
+            f"[{best.ratio.low:.2f}, {best.ratio.high:.2f}] ({together})."
         )
     if not tested:
         return f"Not tested: no comparison has an interval, which takes {MIN_CLUSTERS} prompts; measure more of them."

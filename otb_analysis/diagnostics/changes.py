@@ -1,6 +1,6 @@
 """Detectors of change: gradient norm, entropy and length against what was usual in the same run.
 
-All look at logarithms, so a threshold is a factor, and subtract what the run's own noise explains, so that a
+All four look at logarithms, so a threshold is a factor, and subtract what the run's own noise explains, so that a
 noisy run needs a larger change. A single spike moves no median of five: a spike is for the attribution to explain.
 """
 

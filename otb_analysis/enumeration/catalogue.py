@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,12 @@ from otb_analysis.types import Float
 
 ROUNDING = 1e-9
 """What holds exactly comes out below this."""
+TARGETS: dict[str, Callable[[float], float]] = {
+    "grpo": lambda p: (p * (1 - p)) ** -0.5,
+    "maxrl": lambda p: sum((1 - p) ** (k - 1) for k in range(1, GROUP_SIZE)),
+}
+"""Entries with a target of their own: its gradient over ∇J where rewards are 0 or 1, p the success rate."""
+
 DRAWN, POLICIES = 12, 60
 """Random policies behind the biases, and behind the shifts."""
 BIAS_COLUMNS = ("estimator", "bias", "c", "V", "SF", "efficiency, P = 1", "P = 1000", "`rloo` ahead above P")
@@ -77,13 +83,12 @@ def bias_table() -> str:
     trees = [random_tree(GROUP, np.random.default_rng(seed)) for seed in range(DRAWN)]
     reference = [group_moments("rloo", tree, GROUP_SIZE) for tree in trees]
     rows = []
-    for name, entry in ESTIMATORS.items():
+    for name in ESTIMATORS:
         moments = [group_moments(name, tree, GROUP_SIZE) for tree in trees]
         pairs = list(zip(moments, reference, strict=True))
         bias = _median([m.relative_bias for m in moments])
-        if entry.target != "∇J":
-            # `grpo` divides by the standard deviation of rewards of 0 or 1, so its target is the gradient over that.
-            targets = [tree.gradient * (tree.objective * (1 - tree.objective)) ** -0.5 for tree in trees]
+        if name in TARGETS:
+            targets = [TARGETS[name](tree.objective) * tree.gradient for tree in trees]
             off = [np.linalg.norm(m.mean - t) / np.linalg.norm(t) for m, t in zip(moments, targets, strict=True)]
             bias += f" ({_median(off)})"
         crossing = float(np.median([float(measures.crossing(m.measured(r))) for m, r in pairs]))

@@ -13,7 +13,7 @@ from otb_analysis.enumeration.moments import GroupMoments, weighted_moments
 from otb_analysis.enumeration.population import position_optimum, values
 from otb_analysis.enumeration.trees import Tree
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, estimate
+from otb_analysis.estimators import entry_of, estimate
 from otb_analysis.types import EstimatorInputs, Float, Int, NormalEquations
 
 MOST_GROUPS = 200_000
@@ -96,7 +96,7 @@ def _advantage(name: str, tree: Tree, members: Int, options: Any, source: str) -
     inputs = tree.inputs(rows, group, source)
     optimum = np.broadcast_to(position_optimum(tree), tree.mask.shape)
     inputs = replace(inputs, value=values(tree)[rows], position_baseline=optimum[rows])
-    if not ESTIMATORS[name].batch_coupled:
+    if not entry_of(name).batch_coupled:
         return estimate(name, inputs, options).advantage
     # A batch-coupled estimator would look at all enumerated groups; each one is a batch of its own here.
     parts = [

@@ -1,13 +1,22 @@
 """Advantage estimators: `estimate(name, EstimatorInputs(...))` for every name in `ESTIMATORS`."""
 
-from otb_analysis.estimators.evaluate import available, entry_of, estimate, missing, options_from_dict, with_limit
+from otb_analysis.estimators.evaluate import (
+    available,
+    counting_tokens,
+    entry_of,
+    estimate,
+    missing,
+    options_from_dict,
+    with_limit,
+)
 from otb_analysis.estimators.prefixes import prefix_values
 from otb_analysis.estimators.proved import proved, proved_in_all, unproved_because
-from otb_analysis.estimators.registry import ESTIMATORS
+from otb_analysis.estimators.registry import ESTIMATORS, registered
 from otb_analysis.estimators.spec import (
     DecayOptions,
     EstimatorSpec,
     NoOptions,
+    QuantileOptions,
     RegressionOptions,
     TailOptions,
     ValueOptions,
@@ -22,10 +31,12 @@ __all__ = [
     "EstimatorSpec",
     "NoOptions",
     "NormalEquations",
+    "QuantileOptions",
     "RegressionOptions",
     "TailOptions",
     "ValueOptions",
     "available",
+    "counting_tokens",
     "entry_of",
     "estimate",
     "missing",
@@ -33,6 +44,7 @@ __all__ = [
     "prefix_values",
     "proved",
     "proved_in_all",
+    "registered",
     "unproved_because",
     "with_limit",
 ]

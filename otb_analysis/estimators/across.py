@@ -30,6 +30,32 @@ def james_stein(batch: Batch, options: NoOptions) -> BaselineResult:
     return BaselineResult(baseline[:, None], (batch.alone | groups.spread(lone))[:, None])
 
 
+def james_stein_corrected(batch: Batch, options: NoOptions) -> BaselineResult:
+    """Centre by the other rollouts' mean, shrunk towards the mean of the other prompts as far as their noise says.
+
+    As `james_stein`, but λ = v²/(v² + τ²) with v² = σ²/(n − 1) the noise of the mean that is shrunk, σ² = mean_q var_q,
+    and τ² = max(s² − mean_q var_q/n_q, 0) the spread of the prompts' own means: s² (ddof 1 here) is the spread of
+    *estimated* means, which holds their noise. The published λ takes s² for τ² and shrinks too little. Fewer than two
+    other prompts, or none with two rollouts, give `rloo` (`fallback`). Proved.
+    """
+    groups, n = batch.groups, batch.groups.sum(batch.present)
+    mean = groups.sum(batch.total) / np.maximum(n, 1)
+    away = batch.present * (batch.total - groups.spread(mean))
+    variance = groups.sum(away**2) / np.maximum(n - 1, 1)
+    centre, spread, _ = _others(mean, n > 0)
+    sigma_sq, _, unknown = _others(variance, n > 1)
+    noise, _, _ = _others(variance / np.maximum(n, 1), n > 1)
+    others = (n > 0).sum() - (n > 0)
+    tau_sq = np.maximum(spread * others / np.maximum(others - 1, 1) - noise, 0)
+    v_sq = sigma_sq / np.maximum(n - 1, 1)
+    undefined = unknown | (others < 2)
+    known = ~undefined & (v_sq > 0)
+    shrinkage = groups.spread(np.divide(v_sq, v_sq + tau_sq, out=np.zeros(len(n)), where=known))
+    own = rloo(batch, options).baseline[:, 0]
+    baseline = np.where(batch.alone, 0.0, (1 - shrinkage) * own + shrinkage * groups.spread(centre))
+    return BaselineResult(baseline[:, None], (batch.alone | groups.spread(undefined))[:, None])
+
+
 def energy_across_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     """Centre by the energy-weighted mean return of the other prompts.
 

@@ -1,5 +1,6 @@
 """From a name and inputs to an estimate, a few groups at a time so that every intermediate stays in cache."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from otb_analysis.custom import is_custom
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators.batch import BaselineResult, Batch, check_shapes, prepare, selector
 from otb_analysis.estimators.custom import custom_estimate, custom_spec
+from otb_analysis.estimators.portfolio import is_portfolio, portfolio
 from otb_analysis.estimators.registry import ESTIMATORS
 from otb_analysis.estimators.spec import EstimatorSpec, RegressionOptions
 from otb_analysis.objectives.registry import checked_options, options_from_table
@@ -20,11 +22,13 @@ BLOCK_ELEMENTS = 1 << 16  # Entries of [rows, T] worked on at once; whole groups
 
 
 def entry_of(name: str) -> EstimatorSpec:
-    """Return the EstimatorSpec of a name in `ESTIMATORS`, or of a custom `module:function`.
+    """Return the EstimatorSpec of a name in `ESTIMATORS`, of a portfolio of them, or of a custom `module:function`.
 
     Raises:
-        InputError: No estimator has that name, or the custom function cannot be used.
+        InputError: No estimator has that name, or the portfolio or the custom function cannot be used.
     """
+    if is_portfolio(name):
+        return portfolio(name, ESTIMATORS)
     if is_custom(name):
         return custom_spec(name)
     if name not in ESTIMATORS:
@@ -90,10 +94,9 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
         return custom_estimate(name, entry, inputs, names, options)
     mask = np.asarray(inputs.mask)
     if not entry.takes_gaps and has_gaps(mask):
-        suffix = name.removeprefix("otb")
         raise InputError(
             f"mask has gaps (tool tokens before policy tokens), where column and position differ, but {name} takes "
-            f"position from the column; use otb_turn{suffix}, which counts policy tokens."
+            f"position from the column; use {counting_tokens(name)}, which counts policy tokens."
         )
     out = Estimate(np.zeros(mask.shape), np.zeros(mask.shape), np.zeros(mask.shape, bool))
     state = None
@@ -103,6 +106,11 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
         _write(out, selector(rows), batch, moved, result)
         state = result.state  # only entries that see the whole batch as one block have any
     return replace(out, state=state)
+
+
+def counting_tokens(name: str) -> str:
+    """Return the name of the form of an estimator that takes tool tokens: `otb_turn` for `otb`, in portfolios too."""
+    return re.sub(r"\botb(_loo)?\b", r"otb_turn\1", name)
 
 
 def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Groups]]:

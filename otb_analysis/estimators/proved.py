@@ -7,7 +7,7 @@ met them. A configuration that does not say counts as one that did not.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from otb_analysis.estimators.registry import ESTIMATORS
+from otb_analysis.estimators.registry import registered
 from otb_analysis.estimators.spec import EstimatorSpec
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
@@ -72,7 +72,7 @@ def proved(labels: Iterable[Label], config: Mapping[str, Any]) -> Proved:
     if unproved_because(config):
         return Proved()
     known = {label: c for label in labels if (c := _projection(label, config)) is not None}
-    alone = (label for label, c in known.items() if c == 1 and not ESTIMATORS[label[0]].batch_coupled)
+    alone = (label for label, c in known.items() if c == 1 and (e := registered(label[0])) and not e.batch_coupled)
     return Proved(known, frozenset(alone))
 
 
@@ -90,7 +90,7 @@ def proved_in_all(runs: Sequence[tuple[Iterable[Label], Mapping[str, Any]]]) -> 
 
 def _projection(label: Label, config: Mapping[str, Any]) -> float | None:
     name, source = label
-    entry = ESTIMATORS.get(name)
+    entry = registered(name)
     if entry is None or source not in SOURCES or entry.target != "∇J":
         return None
     if entry.unbiased:

@@ -1,7 +1,16 @@
 """Every estimator by name: the name in this dict is the name on disk, on axes and on the command line."""
 
-from otb_analysis.estimators import across, means, prefixes, provided, regression, sequence, token, turns
-from otb_analysis.estimators.spec import DecayOptions, EstimatorSpec, RegressionOptions, TailOptions, ValueOptions
+from otb_analysis.errors import InputError
+from otb_analysis.estimators import across, means, prefixes, provided, published, regression, sequence, token, turns
+from otb_analysis.estimators.portfolio import combined, is_portfolio, portfolio
+from otb_analysis.estimators.spec import (
+    DecayOptions,
+    EstimatorSpec,
+    QuantileOptions,
+    RegressionOptions,
+    TailOptions,
+    ValueOptions,
+)
 
 IID = "rollouts i.i.d. from the scored policy: no top-p or top-k, no filter on the group's outcome, no first-N-finished"
 IID_TAIL = f"{IID}; tail own_return or group"
@@ -38,6 +47,12 @@ ESTIMATORS: dict[str, EstimatorSpec] = {
         across.james_stein, "(1 − λ)·mean_{j≠i} R_j + λ·m, m and λ = v²/(v² + s² + 1e-6) from the other prompts", True,
         f"{IID}; prompts independent", "James–Stein shrinkage, arXiv 2511.03710", "code", batch_coupled=True,
     ),
+    "james_stein_corrected": EstimatorSpec(
+        across.james_stein_corrected,
+        "(1 − λ)·mean_{j≠i} R_j + λ·m, λ = v²/(v² + τ²), v² = σ²/(n − 1), τ² = max(s² − σ²/n, 0), of the other prompts",
+        True, f"{IID}; prompts independent", "james_stein with the noise taken out of the spread", "proved",
+        batch_coupled=True,
+    ),
     "energy_across_loo": EstimatorSpec(
         across.energy_across_loo, "Σ_{q≠p} Σ_j W_{j,T} R_j / Σ_{q≠p} Σ_j W_{j,T} over the other prompts q", True,
         f"{IID}; prompts independent", "sequence_optimal of the other prompts", "proved", needs=ENERGY, uses=RATIO,
@@ -51,6 +66,29 @@ ESTIMATORS: dict[str, EstimatorSpec] = {
         f"{IID}; prompts independent; T_max fixed before sampling, never a padded or realised length; state from "
         "earlier steps", "the weighted fit of R on what is known before y_t, from other prompts", "proved",
         needs=("energy", "entropy"), uses=("ratio", "state"), options=RegressionOptions, batch_coupled=True,
+    ),
+    "maxrl": EstimatorSpec(
+        published.maxrl, "mean_j R_j, then A/mean_j R_j", False, "the scale depends on rollout i",
+        "MaxRL, arXiv 2602.02710", "code",
+        target="∇ −Σ_{k<N} (1 − p)^k/k for binary rewards, p the success rate of the prompt",
+    ),
+    "mc_grpo": EstimatorSpec(
+        published.mc_grpo, "median_j R_j, then A·N/(N − 1) for odd N", False,
+        "rollout i is part of its own baseline", "MC-GRPO, arXiv 2601.22582; not divided by a spread", "abstract",
+    ),
+    "qae": EstimatorSpec(
+        published.qae, "Q_q(R_j over the group), the least R_j that a share q does not exceed", False,
+        "rollout i is part of its own baseline", "QAE, arXiv 2509.22611; not divided by a spread", "abstract",
+        options=QuantileOptions,
+    ),
+    "gpg": EstimatorSpec(
+        published.gpg, "mean_j R_j, then A·N/#{R_j ≠ 0} over the batch", False, "the scale depends on rollout i",
+        "GPG, as in verl", "code", batch_coupled=True,
+    ),
+    "reinforce_plus_plus_baseline": EstimatorSpec(
+        published.reinforce_plus_plus_baseline, "mean_j R_j + μ, then A/√(σ² + 1e-8), μ and σ² over all tokens", False,
+        "μ and the scale depend on rollout i", "REINFORCE++ (baseline form), arXiv 2501.03262, as in verl", "code",
+        batch_coupled=True,
     ),
     "trloo": EstimatorSpec(
         turns.trloo, "mean_{j≠i} G_j of the turn, j with that turn", True, IID, "TRLOO of Dr. Kernel, arXiv 2602.05885",
@@ -143,3 +181,15 @@ ESTIMATORS: dict[str, EstimatorSpec] = {
     ),
 }
 # fmt: on
+# `otb_turn` is `otb` wherever there are no tool tokens
+ESTIMATORS["blend_otb_regression"] = combined({"otb_turn": 0.5, "energy_regression": 0.5}, ESTIMATORS)
+
+
+def registered(name: str) -> EstimatorSpec | None:
+    """Return the EstimatorSpec of a stored name, of a portfolio too; None where the name is not known here."""
+    if not is_portfolio(name):
+        return ESTIMATORS.get(name)
+    try:
+        return portfolio(name, ESTIMATORS)
+    except InputError:
+        return None

@@ -58,7 +58,10 @@ def energy_regression(batch: Batch, options: RegressionOptions) -> BaselineResul
     moment = batch.groups.sum((fitted * batch.total)[:, None] * c * inner[:, z, 0])
     old_gram, old_moment = _remembered(batch.state, options)
     others = over_others(gram) + old_gram, over_others(moment) + old_moment
-    beta = batch.groups.spread(_coefficients(*others, names, options.ridge))
+    # Counted, not weighed: a ridge that saw the energy of the prompt itself would bias its baseline
+    prompts = int((batch.groups.sum(batch.present) > 0).sum())
+    ridge = options.ridge_for(prompts, batch.state is not None and options.memory > 0)
+    beta = batch.groups.spread(coefficients(*others, names, ridge))
 
     by_part = np.stack([(c * beta * (z == k)).sum(axis=1) for k in range(len(parts))], axis=1)
     baseline = np.empty(batch.mask.shape)
@@ -126,7 +129,7 @@ def _inner_products(batch: Batch, parts: tuple[str, ...], limit: int) -> Float:
     return out
 
 
-def _coefficients(gram: Float, moment: Float, names: tuple[str, ...], ridge: float) -> Float:
+def coefficients(gram: Float, moment: Float, names: tuple[str, ...], ridge: float) -> Float:
     """Return β [P, K] from the normal equations [P, K, K] and [P, K].
 
     Each feature is first scaled to Σ w φ² = 1, so that the penalty and the rank do not depend on units. Of features

@@ -52,6 +52,17 @@ class ValueOptions:
                 raise InputError(f"{name} is {getattr(self, name)} but must lie in [0, 1]; 1 is unbiased.")
 
 
+@dataclass(frozen=True)
+class QuantileOptions:
+    """Options of the quantile baseline."""
+
+    quantile: float = 0.4  # q: the share of the group that does not exceed the baseline
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.quantile <= 1.0:
+            raise InputError(f"quantile is {self.quantile} but must lie in [0, 1]; 0.5 is the (lower) median.")
+
+
 FEATURES: dict[str, tuple[str, str]] = {
     "1": ("1", "1"),
     "m": ("m", "1"),
@@ -65,6 +76,11 @@ FEATURES: dict[str, tuple[str, str]] = {
 """Name of a feature of `energy_regression` → its factors: one number per rollout, 1 or m, and one per token."""
 
 
+AUTO = "auto"
+RIDGES, LEAST_RIDGE = ((16, 10.0), (32, 1.0)), 0.1
+"""Prompts below which a ridge is chosen, and the ridge of more: docs/results/regression.md and study 08."""
+
+
 @dataclass(frozen=True)
 class RegressionOptions:
     """Options of the regression across prompts."""
@@ -73,8 +89,9 @@ class RegressionOptions:
     # f = u/(1 + u) with u = W_{t−1}, h = H_t/(1 + H_t), x = t/T_max
     features: tuple[str, ...] = tuple(FEATURES)
     # Each coefficient but that of 1 is penalised by this share of its feature's own Σ w φ²: 0 is plain least squares,
-    # which fits few prompts too closely, and more and more leads to `energy_across_loo`
-    ridge: float = 0.1
+    # which fits few prompts too closely, and more and more leads to `energy_across_loo`. auto: 10 below 16 prompts, 1
+    # below 32, then 0.1; with memory λ the prompts of earlier steps count, too
+    ridge: float | str = AUTO
     # Most policy tokens that a rollout can have, fixed before sampling. 0: not known, x and m·x are left out
     T_max: int = 0
     # λ, what the sums of one step count a step later, from 0 (no memory) to 1 (nothing is forgotten)
@@ -87,12 +104,24 @@ class RegressionOptions:
                 raise InputError(f"features has {name!r}; {nearest(name, FEATURES)}")
         if len(set(self.features)) < len(self.features) or not self.used:
             raise InputError(f"features is {self.features}; name at least one, each once, and T_max for those of x.")
-        if not 0.0 <= self.ridge < math.inf:
-            raise InputError(f"ridge is {self.ridge} but must be a finite number of at least 0.")
+        if self.ridge != AUTO:
+            try:
+                object.__setattr__(self, "ridge", float(self.ridge))
+            except ValueError:
+                raise InputError(f"ridge is {self.ridge!r}; pass a number, or {AUTO}.") from None
+            if not 0.0 <= float(self.ridge) < math.inf:
+                raise InputError(f"ridge is {self.ridge} but must be a finite number of at least 0, or {AUTO}.")
         if self.T_max < 0:
             raise InputError(f"T_max is {self.T_max}; pass the sampling limit, or 0 where it is not known.")
         if not 0.0 <= self.memory <= 1.0:
             raise InputError(f"memory is {self.memory} but must lie in [0, 1]; 0 remembers nothing.")
+
+    def ridge_for(self, prompts: int, remembers: bool = False) -> float:
+        """Return the ridge for a batch of so many prompts; with a memory λ they count as prompts/(1 − λ)."""
+        if self.ridge != AUTO:
+            return float(self.ridge)
+        forgotten = 1 - self.memory if remembers else 1.0
+        return next((ridge for most, ridge in RIDGES if prompts < most * forgotten), LEAST_RIDGE)
 
     @property
     def used(self) -> tuple[str, ...]:

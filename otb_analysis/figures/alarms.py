@@ -23,6 +23,8 @@ SIGNS = {
 """A level as a word with a sign that is found at a glance, and in any font."""
 
 TITLES = {
+    "reward_fall": "Falling reward",
+    "vanished_gradient": "No gradient",
     "gradient_surge": "Gradient-norm surge",
     "entropy_collapse": "Entropy collapse",
     "entropy_rise": "Entropy rise",

@@ -8,7 +8,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.gradient_table import against_truth, is_defined, labels, trace_style
+from otb_analysis.figures.conclusion import noise_scale_cell
+from otb_analysis.figures.gradient_table import against_truth, hidden_columns, is_defined, labels, trace_style
 from otb_analysis.figures.numbers import interval_cell, number, span
 from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import Style
@@ -17,8 +18,8 @@ from otb_analysis.figures.variance import UNDEFINED
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,
+    GradientStatistics,
     Interval,
-    gradient_noise_scale,
     paired_ratios,
     pooled_statistics,
 )
@@ -29,7 +30,9 @@ RATIOS = (
     ("sf", "SF ratio", "variance at equal progress; left of 1 is better"),
     ("variance", "Variance ratio", "smaller for shorter steps, too"),
 )
-VALUES = ("efficiency", "sf", "variance", "projection", "rollout_equivalents")
+VALUES = ("efficiency", "sf", "variance", "projection", "relative_bias", "rollout_equivalents")
+OWN = ("efficiency", "relative_bias", "rollout_equivalents")
+"""Values of an estimator itself that are shown with their intervals."""
 _ONE = Interval(1.0, None, None, 0, "the estimator over itself")
 
 
@@ -41,9 +44,11 @@ class Row:
     style: Style
     # Interval of each ratio in the order of `RATIOS`; None where the ratio is undefined.
     ratios: tuple[Interval | None, ...]
-    # Its own efficiency, SF, batch variance, projection and rollout-equivalents; None where undefined.
+    # Its own `VALUES`; None where undefined or not to be shown.
     values: dict[str, float | None]
-    noise_scale: Interval | None
+    # Intervals of `OWN` and of the noise scale; None where undefined or not to be shown.
+    intervals: dict[str, Interval | None]
+    c_known: bool  # True where its projection is proved, so that its SF is a variance
 
 
 @dataclass(frozen=True)
@@ -90,16 +95,26 @@ def comparison_info(
         pair, statistics = pairs.get(label), by_label[label]
         lost = {name for one in (statistics, by_label[base]) if not is_defined(one) for name in against_truth(one)}
         ratios = tuple(
-            None if name in lost else _ONE if label == base else getattr(pair, name, None) for name, *_ in RATIOS
+            None if name in lost else _ONE if label == base else _told(getattr(pair, name, None)) for name, *_ in RATIOS
         )
-        hidden = () if is_defined(statistics) else against_truth(statistics)
-        hidden += ("rollout_equivalents",) if "sf" in hidden else ()
-        values = {name: None if name in hidden else getattr(statistics, name) for name in VALUES}
-        scale = gradient_noise_scale(grams, label, known) if is_defined(statistics) else None
-        rows.append(Row(names[label], trace_style(*label), ratios, values, scale))
+        rows.append(_row(names[label], statistics, ratios))
     rows.sort(key=_rank)
     n_prompts = by_label[base].n_clusters
     return ComparisonInfo(tuple(rows), names[base], len(grams), n_prompts, _estimand(len(grams), n_prompts))
+
+
+def _told(ratio: Interval | None) -> Interval | None:
+    """Return a ratio but where prompts suffice for an interval and noise leaves none: a point would be chance."""
+    return None if ratio is None or (ratio.low is None and ratio.n_clusters >= MIN_CLUSTERS) else ratio
+
+
+def _row(name: str, statistics: GradientStatistics, ratios: tuple[Interval | None, ...]) -> Row:
+    hidden = hidden_columns(statistics)
+    hidden += ("rollout_equivalents",) if "sf" in hidden else ()
+    values = {of: None if of in hidden else getattr(statistics, of) for of in VALUES}
+    intervals = {of: None if of in hidden else statistics.intervals[of] for of in (*OWN, "noise_scale")}
+    style = trace_style(statistics.estimator, statistics.energy_source)
+    return Row(name, style, ratios, values, intervals, statistics.c_known)
 
 
 def _rank(row: Row) -> tuple[bool, float]:
@@ -115,15 +130,20 @@ def display_table(info: ComparisonInfo) -> pd.DataFrame:
     records = []
     for row in info.rows:
         record: dict[str, object] = {"estimator": row.label}
-        record |= {_TITLES.get(name, name): value for name, value in row.values.items()}
-        record["noise scale"] = interval_cell(row.noise_scale)
+        own = row.values | {name: interval_cell(row.intervals[name]) for name in OWN}
+        record |= {_TITLES.get(name, name): value for name, value in own.items()}
+        record["projection is"] = "proved" if row.c_known else "estimated"
+        record["noise scale"] = noise_scale_cell(row.intervals["noise_scale"])
         for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
             record[f"{_TITLES[name]} ÷ {info.against}"] = interval_cell(ratio)
         records.append(record)
     return pd.DataFrame(records)
 
 
-_TITLES = {"efficiency": "efficiency", "sf": "SF", "variance": "variance", "rollout_equivalents": "rollout equivalents"}
+_TITLES = {
+    "efficiency": "efficiency", "sf": "SF", "variance": "variance", "relative_bias": "bias",
+    "rollout_equivalents": "rollout equivalents",
+}  # fmt: skip
 
 
 def _estimand(n_steps: int, n_prompts: int) -> str:
@@ -138,14 +158,14 @@ def comparison_table(info: ComparisonInfo) -> pd.DataFrame:
     """Return the comparison as a table, one row per estimator: its own values, then each ratio with its interval."""
     records = []
     for row in info.rows:
-        record: dict[str, object] = {"estimator": row.label, **row.values}
+        record: dict[str, object] = {"estimator": row.label, **row.values, "c_known": row.c_known}
         intervals = {f"{name}_ratio": ratio for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True)}
-        for name, interval in {"noise_scale": row.noise_scale, **intervals}.items():
+        for name, interval in {**row.intervals, **intervals}.items():
             ends = (None, None, None) if interval is None else (interval.estimate, interval.low, interval.high)
             record |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
         records.append(record)
     table = pd.DataFrame(records)
-    return table.astype({name: float for name in table if name != "estimator"})
+    return table.astype({name: float for name in table if name not in ("estimator", "c_known")})
 
 
 def plot_comparison(info: ComparisonInfo) -> go.Figure:

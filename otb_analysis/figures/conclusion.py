@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from shlex import quote
 from typing import Any
 
 from otb_analysis.diagnostics import advise, trained_label, update_rollouts
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.figures.numbers import interval_cell
+from otb_analysis.estimators import registered
+from otb_analysis.figures.numbers import formatted, interval_cell
 from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, Conclusion, Interval, Verdict, gradient_noise_scale
 from otb_analysis.statistics.comparisons.verdicts import MARGIN, names
 from otb_analysis.types import Gram, Label, Proved
@@ -102,10 +103,19 @@ def noise_scale_line(grams: Sequence[Gram], labels: Iterable[Label], known: Prov
     for label in dict.fromkeys(labels):
         if label in measured:
             scale = gradient_noise_scale(grams, label, known)
-            text = interval_cell(scale, ".0f") if scale else "not known, since noise hides the signal"
+            text = noise_scale_cell(scale, ".0f")
             by_scale.setdefault(text, []).append(shown_name(label))
     listed = ", ".join(f"{' and '.join(who)} {text}" for text, who in by_scale.items())
     return f"Noise scale, the number of prompts at which noise equals signal: {listed}." if listed else ""
+
+
+def noise_scale_cell(scale: Interval | None, form: str = "") -> str:
+    """Return a noise scale as it is read: `116 [50, 254]`, `116 [50, ∞]`, or what it is above where noise hides it."""
+    if scale is None:
+        return "not known, since noise hides the signal"
+    if math.isinf(scale.estimate) and scale.low is not None:
+        return f"above {formatted(scale.low, form)}"
+    return interval_cell(scale, form)
 
 
 def shown_name(label: Label) -> str:
@@ -117,8 +127,10 @@ def shown_name(label: Label) -> str:
 
 def train_options(label: Label) -> str:
     """Return what to add to a run's own command so that it trains with an estimator."""
-    reads = label[0] in ESTIMATORS and ESTIMATORS[label[0]].reads_energy
-    return f"--estimator.name {label[0]}" + (" --estimator.energy exact" if reads and label[1] == "exact" else "")
+    entry = registered(label[0])
+    reads = entry is not None and entry.reads_energy
+    energy = " --estimator.energy exact" if reads and label[1] == "exact" else ""
+    return f"--estimator.name {quote(label[0])}{energy}"
 
 
 def measure_options(needed: int, config: Mapping[str, Any]) -> str:

@@ -67,7 +67,7 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     if table.empty:
         raise InputError(
             f"No token has both {SOURCES[source]} and grad_norm_sq; schedule exact measurements, as in "
-            "[measure] exact = {every = 10, prompts = 4}."
+            "[measure] exact = {every = 10, prompts = 4}, or run `otb audit` on recorded rollouts."
         )
     proxy, exact = table["proxy"].to_numpy(np.float64), table["exact"].to_numpy(np.float64)
     positive = (proxy > 0) & (exact > 0)

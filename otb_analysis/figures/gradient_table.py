@@ -44,7 +44,8 @@ MEASURES = (
 NOISE_SCALE = (
     "Noise scale",
     "V / ‖m‖² in prompts, V the variance of one prompt's group gradient: at this many prompts the noise of an update "
-    "is as large as its signal. An unbiased estimator with P prompts has efficiency P / (P + noise scale).",
+    "is as large as its signal. An unbiased estimator with P prompts has efficiency P / (P + noise scale). It is not "
+    "shown by itself where fewer prompts were measured than a third of the noise scale.",
 )
 """Name of the noise scale, and what it is in one line."""
 
@@ -69,6 +70,13 @@ def against_truth(statistics: GradientStatistics) -> tuple[str, ...]:
     return ("efficiency",) if statistics.c_known else ("relative_bias", "projection", "sf", "efficiency")
 
 
+def hidden_columns(statistics: GradientStatistics) -> tuple[str, ...]:
+    """Return the columns of which an estimator's own value is not shown, since noise hides what it is measured by."""
+    if not statistics.c_known and not is_defined(statistics):
+        return against_truth(statistics)
+    return ("efficiency",) if statistics.shown_efficiency is None else ()
+
+
 def is_defined(statistics: GradientStatistics) -> bool:
     """Tell whether the estimate of ‖∇J‖² is far enough from 0 for anything to be measured against it.
 
@@ -78,7 +86,7 @@ def is_defined(statistics: GradientStatistics) -> bool:
     """
     if statistics.projection is None or statistics.efficiency is None or statistics.efficiency > 1:
         return False
-    interval = statistics.intervals["efficiency" if statistics.c_known else "projection"]
+    interval = statistics.intervals["projection"]
     return statistics.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
 
 
@@ -87,14 +95,15 @@ def statistics_table(grams: Mapping[int, Gram], window: int = 1, known: Proved =
 
     Row (step, estimator) pools the last `window` measured steps: sums over steps first, then ratios. Where these hold
     fewer than 16 prompts there is a point and no interval; where ‖∇J‖² is lost in the noise there is not even a point
-    of what is measured against it.
+    of what is measured against it, nor of the efficiency where fewer prompts were measured than a third of the noise
+    scale.
     """
     records = []
     steps = sorted(grams)
     for last in range(len(steps)):
         pooled = [grams[s] for s in steps[max(0, last + 1 - window) : last + 1]]
         for statistics in pooled_statistics(pooled, known=known):
-            blank = () if is_defined(statistics) else against_truth(statistics)
+            blank = hidden_columns(statistics)
             record: dict[str, object] = {
                 "step": steps[last],
                 **statistics.as_row(),

@@ -39,6 +39,7 @@ ESTIMATOR_STYLES: dict[str, Style] = {
     "james_stein": Style(SKY, "dash", "square-open"),
     "energy_across_loo": Style("#00615A", "dash", "bowtie-open"),
     "energy_regression": Style("#00615A", symbol="bowtie"),
+    "blend_otb_regression": Style("#A34E00", symbol="bowtie"),
     "opo": Style("#3D5A98", symbol="diamond-tall"),
     "classic_optimal": Style("#4C6B1F", symbol="triangle-up"),
     "sequence_optimal": Style(GREEN, symbol="triangle-up"),

@@ -10,6 +10,7 @@ parameters in scope, without 1/N and without an advantage factor.
 | `group_gradient_gram`                         | ⟨g_p, g_p'⟩ of whole groups' gradients       | groups, exact    |
 | `sketch_score_norms`                          | ‖s_t‖² estimated, with standard errors       | sketched, exact  |
 | `gradient_sketch`, `count_sketch`             | short vectors with the inner products of g_p | sketched         |
+| `sketched_group_gram`                         | ⟨g_p, g_p'⟩ from those                       | sketched, groups |
 | `sampled_score_norms`                         | ‖s_t‖² of randomly drawn tokens              | sampled, exact   |
 | `gradient_attribution`, `signal_noise`        | each token's share of ‖ḡ‖²                   | directional      |
 | `batch_gradient`                              | ḡ, as a direction for the attribution        | directional      |
@@ -33,6 +34,7 @@ from otb_analysis.gradients.exact import generic, reference
 from otb_analysis.gradients.groups import group_gram
 from otb_analysis.gradients.manual import fast
 from otb_analysis.gradients.sampled.sampled import sampled_score_norms
+from otb_analysis.gradients.sketched.group_gram import sketched_group_gram
 from otb_analysis.gradients.sketched.hashing import count_sketch
 from otb_analysis.gradients.sketched.score_sketch import sketch_score_norms
 from otb_analysis.gradients.sketched.sketch import gradient_sketch
@@ -49,6 +51,7 @@ __all__ = [
     "sampled_score_norms",
     "signal_noise",
     "sketch_score_norms",
+    "sketched_group_gram",
     "token_score_norms",
     "weighted_score_norms",
 ]

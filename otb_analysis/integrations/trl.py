@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.estimators import entry_of, estimate, options_from_dict, with_limit
+from otb_analysis.estimators import counting_tokens, entry_of, estimate, options_from_dict, with_limit
 from otb_analysis.integrations.recorder import RolloutRecorder
 from otb_analysis.integrations.run_log import RecordConfig, RunLog
 from otb_analysis.integrations.trl_batch import (
@@ -214,6 +214,7 @@ class OTBGRPOTrainer(Trainer):
         """Return what run.json keeps: our settings, and those of TRL that say what was sampled and trained."""
         args, named = self.args, ", ".join(self.reward_func_names)
         copied = ("loss_type", "beta", "num_iterations", "epsilon", "learning_rate", "importance_sampling_level")
+        copied += ("per_device_train_batch_size", "gradient_accumulation_steps")
         return {
             "run": record.run or Path(args.output_dir).name,
             "seed": args.seed,
@@ -243,7 +244,7 @@ def refuse_needs(name: str, *, tools: bool) -> None:
     if lacking := sorted(set(entry.needs) - GIVEN):
         raise InputError(f"estimator {name!r} needs {lacking[0]}, which TRL does not have; choose another.")
     if tools and not entry.takes_gaps:
-        other = f"otb_turn{name.removeprefix('otb')}"
+        other = counting_tokens(name)
         raise InputError(
             f"estimator {name!r} takes positions from columns, but tools write tokens in between; use {other!r}."
         )

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass, forward_pass
 from otb_analysis.measurement.table import TokenTable, token_table
+from otb_analysis.rollouts.drafts import draft_of
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.rollouts.sampling import Draft, Rollouts, collate
-from otb_analysis.tasks import Prompt, Turn
+from otb_analysis.tasks import Prompt
 from otb_analysis.types import Bool, Float, LogitStats
 
 
@@ -52,19 +52,11 @@ def drafts_of(batch: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, e
     logprobs = batch.get("sampling_per_token_logps")
     drafts = []
     for i in range(len(present)):
-        draft = Draft(batch["prompt_ids"][i].cpu()[prompt_present[i]].tolist())
+        prompt = batch["prompt_ids"][i].cpu()[prompt_present[i]].tolist()
         ids = batch["completion_ids"][i].cpu()[present[i]].tolist()
-        known = [float("nan")] * len(ids) if logprobs is None else logprobs[i].cpu()[present[i]].tolist()
-        at = 0
-        for by_policy, run in groupby(sampled[i][present[i]].tolist()):
-            part = slice(at, at := at + len(list(run)))
-            if by_policy:
-                ended = ids[part][-1] in ends
-                text = str(tokenizer.decode(ids[part][:-1] if ended else ids[part]))
-                draft.turns.append(Turn(text, ended))
-            elif draft.turns:
-                draft.turns[-1] = replace(draft.turns[-1], reply=str(tokenizer.decode(ids[part])))
-            draft.extend(ids[part], max(len(draft.turns) - 1, 0), known[part] if by_policy else None)
+        known = None if logprobs is None else logprobs[i].cpu()[present[i]].tolist()
+        completion = list(zip(ids, sampled[i][present[i]].tolist(), strict=True))
+        draft = draft_of(prompt, completion, known, tokenizer, ends)
         draft.finish_reason = "stop" if draft.turns and draft.turns[-1].finished else "length"
         drafts.append(draft)
     return drafts

@@ -11,8 +11,14 @@ from transformers import PreTrainedModel
 
 from otb_analysis.config import MeasureConfig
 from otb_analysis.estimators import proved
-from otb_analysis.gradients import group_gradient_gram, token_score_norms, weighted_score_norms
+from otb_analysis.gradients import (
+    group_gradient_gram,
+    sketched_group_gram,
+    token_score_norms,
+    weighted_score_norms,
+)
 from otb_analysis.measurement.advantages import every_advantage
+from otb_analysis.measurement.gram_method import gram_method
 from otb_analysis.measurement.levels import MeasuredPolicy, MeasuredStep, by_policy_token, level_of
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.measurement.tokens import TokenMeasurements
@@ -98,16 +104,23 @@ class GradientMeasurer:
         total[rows] = whole
         return TokenMeasurements.exact(by_policy_token(rollouts, by_column, rows), total, rollouts.group)
 
-    def gram(self, rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements, groups: Int) -> Gram:
-        """Return ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ of the groups' mean gradients under every estimator whose inputs exist."""
+    def gram(
+        self, rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements, groups: Int, seed: int = 0
+    ) -> Gram:
+        """Return ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ of the groups' mean gradients under every estimator whose inputs exist.
+
+        `seed` is that of the hash where `gram_method` chooses sketches.
+        """
         rows = np.isin(rollouts.group, groups)
         calibrated = measured.drawn.calibrated if measured.drawn else None
         advantages = every_advantage(table, measured, rows, self.options, calibrated, self.states)
-        inner = self._inner(rollouts, rows, rollouts.group, advantages)
-        return Gram(inner, tuple(advantages), int(rows.sum()), tuple(rollouts.prompts[g].id for g in groups), groups)
+        dim = gram_method(self.model, rollouts, rows, self.config.gram, self.config.scope).dim
+        inner = self._inner(rollouts, rows, rollouts.group, advantages, dim, seed)
+        prompts = tuple(rollouts.prompts[g].id for g in groups)
+        return Gram(inner, tuple(advantages), int(rows.sum()), prompts, groups, dim)
 
     def subgroups(
-        self, rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements, groups: Int
+        self, rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements, groups: Int, seed: int = 0
     ) -> dict[int, Gram]:
         """Return the products of smaller groups cut from the measured ones, by size, under a few estimators.
 
@@ -116,26 +129,36 @@ class GradientMeasurer:
         groups cannot be cut evenly.
         """
         rows = np.isin(rollouts.group, groups)
+        dim = gram_method(self.model, rollouts, rows, self.config.gram, self.config.scope).dim
         names = {REFERENCE[0], *(self.options or ()), *self.config.subgroups}
         grams = {}
         for size in smaller_sizes(rollouts.group[rows]):
             cut = cut_groups(rollouts.group, size)
             every = every_advantage(replace(table, group=cut), measured, rows, self.options)
             chosen = {label: advantage for label, advantage in every.items() if label[0] in names}
-            inner = self._inner(rollouts, rows, cut, chosen)
+            inner = self._inner(rollouts, rows, cut, chosen, dim, seed)
             whole = mean_over_subgroups(inner, inner.shape[-1] // len(groups))
             prompts = tuple(rollouts.prompts[g].id for g in groups)
-            grams[size] = Gram(whole, tuple(chosen), int(rows.sum()), prompts, groups)
+            grams[size] = Gram(whole, tuple(chosen), int(rows.sum()), prompts, groups, dim)
         return grams
 
-    def _inner(self, rollouts: Rollouts, rows: Bool, group: Int, advantages: Mapping[Label, Float]) -> Float:
-        """Return inner products of mean gradients of some rows' groups; equal advantages are measured once."""
+    def _inner(
+        self, rollouts: Rollouts, rows: Bool, group: Int, advantages: Mapping[Label, Float], dim: int | None, seed: int
+    ) -> Float:
+        """Return inner products of mean gradients of some rows' groups; equal advantages are measured once.
+
+        They are from sketches in `dim` buckets, or exact where that is None.
+        """
         sizes = np.bincount(group)[group[rows]]
         stacked = np.stack([a / sizes[:, None] for a in advantages.values()])
         different, back = np.unique(stacked.reshape(len(stacked), -1), axis=0, return_inverse=True)
         weights = rollouts.by_column(different.reshape(-1, *stacked.shape[1:]), rows)
         ids, mask, attention = rollouts.tensors(self.model.device, rows)
-        inner = group_gradient_gram(self.model, ids, mask, weights, group[rows], attention, **self.settings)
+        batch = (self.model, ids, mask, weights, group[rows], attention)
+        if dim is None:
+            inner = group_gradient_gram(*batch, **self.settings)
+        else:
+            inner = sketched_group_gram(*batch, dim=dim, seed=seed, **self.policy.settings)
         back = back.reshape(-1)
         return inner[np.ix_(back, back)]
 
@@ -163,12 +186,12 @@ class GradientMeasurer:
                 tokens = attempt(level.phase, partial(level.measure, seen, plan, tokens), tokens)
         if not len(groups) or not tokens.whole.any():
             return Measurement(tokens, gaps=attempt.failed)
-        gram = attempt("Gram matrix", lambda: self.gram(rollouts, table, tokens, groups), None)
+        gram = attempt("Gram matrix", lambda: self.gram(rollouts, table, tokens, groups, step), None)
         if gram is None:
             return Measurement(tokens, gaps=attempt.failed)
         cut: dict[int, Gram] = {}
         if self.config.subgroups:
-            cut = attempt("smaller groups", lambda: self.subgroups(rollouts, table, tokens, groups), cut)
+            cut = attempt("smaller groups", lambda: self.subgroups(rollouts, table, tokens, groups, step), cut)
         rows = attempt("gradient statistics", lambda: self._statistics(gram), ())
         return Measurement(tokens, gram, cut, rows, attempt.failed)
 

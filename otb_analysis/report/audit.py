@@ -8,24 +8,47 @@ import plotly.graph_objects as go
 from rich.table import Table
 
 from otb_analysis.audit.bookkeeping import bookkeeping_lines
-from otb_analysis.audit.results import AuditReport, EstimatorRow, Planner, Proxy, Share, Tokens, is_told
+from otb_analysis.audit.results import (
+    AuditReport,
+    Cell,
+    EstimatorRow,
+    Planner,
+    Proxy,
+    Share,
+    Sketches,
+    Tokens,
+    is_told,
+)
 from otb_analysis.audit.sampling_sums import ZScores
 from otb_analysis.audit.sampling_text import sampling_lines
 from otb_analysis.errors import StoreError
+from otb_analysis.figures.conclusion import noise_scale_cell
 from otb_analysis.figures.numbers import formatted, interval_cell
 from otb_analysis.figures.theme import TEMPLATE
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section
 from otb_analysis.report.html import to_html
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.statistics import Interval
+from otb_analysis.statistics.moments.absolute import NOT_SHOWN
 from otb_analysis.store.atomic import atomic_file
 
 MATTER = 8
 """Estimators in the terminal; the files hold all."""
 ESTIMATORS = (
     "efficiency: share of an update along the true gradient ∇J · ratio: over the trainer's [together 95 %]"
+    " · noise scale: prompts at which noise equals signal"
     "\nequiv.: rollouts rloo needs for the same · c: step length along ∇J · SF: variance at equal progress, variance/c²"
+    f"\n{NOT_SHOWN}"
     "\nwithin, between: parts of prompts × variance, from rollouts and from prompts; unbiased estimators only"
+)
+BEST = "* best of its curve: intervals show that its neighbours are worse. † by formula."
+COST = (
+    "What an update of the same rollouts costs, against the recorded size; below 1 is better. none, rloo: variance. "
+    "Others: efficiency there over efficiency here. Intervals hold together with 95 %."
+)
+DEAD = (
+    "dead: groups whose rewards are all equal; they teach nothing. From subsets of the recorded groups, intervals over "
+    "prompts. informative: the other groups, per 100 rollouts; most in small groups, where each is noisier."
 )
 Z_SCORES = "Standard normal if the model drew the tokens: of Σ(log π_y + H), and of Σ(π_y − Σπ²)."
 FORMULAS = (
@@ -34,6 +57,8 @@ FORMULAS = (
     ("bias", "‖m − ∇J‖/‖∇J‖"),
     ("SF", "variance/c²"),
     ("between", "2·V(N) − V(N/2) of no baseline; within = V − between"),
+    ("larger groups", "E‖g_N‖² = q + a/N + b/(N(N−1)), b = 0 for none; variance at the same rollouts: N·V(N)/R"),
+    ("best size of rloo", "1 + √(b/(q − ‖m‖²))"),
     ("dead groups", "mean over prompts of Σ_v C(k_v, n)/C(G, n), k_v of G rewards equal v; estimates pⁿ + (1−p)ⁿ"),
     ("share", "c·s·ḡ of a token, s = ∇log π, c its coefficient in the update ḡ = Σ c·s; divided by Σ‖ḡ‖² over steps"),
     ("signal, noise", "c·s·(ḡ − ḡ_p) and c·s·ḡ_p, ḡ_p the part of the token's own prompt"),
@@ -44,12 +69,20 @@ FORMULAS = (
 def audit_text(report: AuditReport) -> list[Table | str]:
     """Return what the terminal shows, in order."""
     parts: list[Table | str] = [_headline(report), *(f"• {sentence}" for sentence in report.verdict)]
-    for title, grid in _grids(report, MATTER):
-        table = terminal_table(title, grid.caption, grid.frame.columns[:1].tolist(), grid.frame.columns[1:].tolist())
-        for row in grid.frame.astype(str).to_numpy().tolist():
-            table.add_row(*row)
-        parts.append(table)
+    parts += [_table(title, grid) for title, grid in _grids(report, MATTER)]
     return [*parts, report.planner.note, *(line for _, lines in _checks(report) for line in lines), *report.missing]
+
+
+def rates_text(planner: Planner) -> list[Table | str]:
+    """Return what success rates alone say about group sizes, for the terminal."""
+    return [_table("Group sizes from success rates", Grid(DEAD, _dead(planner))), planner.note] if planner.dead else []
+
+
+def _table(title: str, grid: Grid) -> Table:
+    table = terminal_table(title, grid.caption, grid.frame.columns[:1].tolist(), grid.frame.columns[1:].tolist())
+    for row in grid.frame.astype(str).to_numpy().tolist():
+        table.add_row(*row)
+    return table
 
 
 def audit_document(report: AuditReport, command: str) -> Document:
@@ -110,14 +143,15 @@ def _grids(report: AuditReport, top: int | None) -> list[tuple[str, Grid]]:
     """Return every table with its title, in the order of an audit; the part before a colon names its section."""
     grids = []
     if report.estimators:
-        grids.append(("Estimators: the most efficient first", Grid(ESTIMATORS, _estimators(report.estimators[:top]))))
+        caption = ESTIMATORS + (f"\n{_sketched(report.sketches, report.n_steps)}" if report.sketches else "")
+        grids.append(("Estimators: the most efficient first", Grid(caption, _estimators(report.estimators[:top]))))
     if report.planner.cells:
-        what = f"Efficiency of {report.planner.n_rollouts} rollouts in groups of each size"
-        caption = f"{what}; * is a curve's best, perhaps by chance (ratio to the trainer's)."
+        what = f"Efficiency of {report.planner.n_rollouts} rollouts in groups of each size (ratio to the trainer's)"
+        caption = f"{what}. {BEST} A size without † was cut from recorded groups."
         grids.append(("Budget planner: group sizes at the same rollouts", Grid(caption, _sizes(report.planner))))
+        grids.append(("Budget planner: cost against the recorded size", Grid(COST, _costs(report.planner))))
     if report.planner.dead:
-        caption = "Groups whose rewards are all equal teach nothing; from subsets of the recorded groups."
-        grids.append(("Budget planner: dead groups", Grid(caption, _dead(report.planner))))
+        grids.append(("Budget planner: dead groups", Grid(DEAD, _dead(report.planner))))
     if report.tokens:
         grids += _tokens(report.tokens, top)
     if report.proxy:
@@ -131,12 +165,15 @@ def _grids(report: AuditReport, top: int | None) -> list[tuple[str, Grid]]:
 def _estimators(rows: tuple[EstimatorRow, ...]) -> pd.DataFrame:
     return pd.DataFrame(
         {
-            "estimator": row.estimator + ("" if row.energy_source == "none" else f"/{row.energy_source}"),
-            "efficiency": formatted(row.efficiency, ".2f"),
+            "estimator": row.estimator
+            + ("" if row.energy_source == "none" else f"/{row.energy_source}")
+            + " ~" * row.sketched,
+            "efficiency": interval_cell(row.efficiency, ".2f"),
             "ratio": _ratio(row.ratio),
-            "equiv.": formatted(row.rollout_equivalents, ".0f"),
-            "bias": formatted(row.relative_bias, ".2g"),
-            "c": formatted(row.projection, ".2f"),
+            "noise scale": noise_scale_cell(row.noise_scale, ".0f"),
+            "equiv.": interval_cell(row.rollout_equivalents, ".0f"),
+            "bias": interval_cell(row.relative_bias, ".2g"),
+            "c": formatted(row.projection, ".2f") + (" proved" if row.c_known else ""),
             "SF": formatted(row.sf, ".3g"),
             "variance": formatted(row.variance, ".3g"),
             "within": formatted(row.within, ".3g"),
@@ -144,6 +181,12 @@ def _estimators(rows: tuple[EstimatorRow, ...]) -> pd.DataFrame:
         }
         for row in rows
     )
+
+
+def _sketched(sketches: Sketches, steps: int) -> str:
+    error = "" if sketches.error is None else f"; variances over rloo's are off by {sketches.error:.1%} or less (SE)"
+    where = f"at {sketches.steps} of {steps} steps"
+    return f"~: gradients {where} were estimated from count sketches of {sketches.buckets:,} buckets{error}"
 
 
 def _ratio(ratio: Interval | None) -> str:
@@ -157,13 +200,37 @@ def _sizes(planner: Planner) -> pd.DataFrame:
         name = cell.estimator + ("" if cell.energy_source == "none" else f"/{cell.energy_source}")
         curve = curves.setdefault(name, dict.fromkeys((f"N = {size}" for size in sizes), formatted(None)))
         ratio = f" ({_ratio(cell.ratio)}×)" if is_told(cell.ratio) else ""
-        curve[f"N = {cell.size}"] = f"{formatted(cell.efficiency, '.2f')}{'*' if cell.best else ''}{ratio}"
+        curve[f"N = {cell.size}"] = f"{formatted(cell.efficiency, '.2f')}{_marks(cell)}{ratio}"
     return pd.DataFrame({"estimator": name, **curve} for name, curve in curves.items())
 
 
+def _costs(planner: Planner) -> pd.DataFrame:
+    """Return one row per estimator and size: a curve with its intervals is too wide for one row."""
+    return pd.DataFrame(
+        {
+            "estimator": cell.estimator + ("" if cell.energy_source == "none" else f"/{cell.energy_source}"),
+            "group size": f"{cell.size}{_marks(cell)}",
+            "cost": _ratio(cell.cost),
+        }
+        for cell in planner.cells
+        if cell.size != planner.recorded_size
+    )
+
+
+def _marks(cell: Cell) -> str:
+    return ("*" if cell.best else "") + ("" if cell.cut else "†")
+
+
 def _dead(planner: Planner) -> pd.DataFrame:
-    rows = ({"group size": str(d.size), "dead": f"{d.share:.1%}", "groups": str(d.n_prompts)} for d in planner.dead)
-    return pd.DataFrame(rows)
+    return pd.DataFrame(
+        {
+            "group size": str(row.size),
+            "dead": interval_cell(row.share, ".1%"),
+            "informative": interval_cell(row.informative, ".1f"),
+            "groups": str(row.n_groups),
+        }
+        for row in planner.dead
+    )
 
 
 def _tokens(tokens: Tokens, top: int | None) -> list[tuple[str, Grid]]:
@@ -218,7 +285,7 @@ def _proxy(proxy: Proxy) -> pd.DataFrame:
 
 
 def _curves(planner: Planner) -> Picture | None:
-    """Draw efficiency against group size, one curve per estimator, its best size as a star."""
+    """Draw efficiency against group size, one curve per estimator; open marks follow by formula, stars are best."""
     if not planner.cells:
         return None
     figure = go.Figure(layout=go.Layout(template=TEMPLATE, height=360))
@@ -230,10 +297,11 @@ def _curves(planner: Planner) -> Picture | None:
             name=name[0] if name[1] == "none" else "/".join(name),
             mode="lines+markers",
             marker={
-                "symbol": ["star" if cell.best else "circle" for cell in curve],
+                "symbol": [("star" if cell.best else "circle") + ("" if cell.cut else "-open") for cell in curve],
                 "size": [14 if cell.best else 8 for cell in curve],
             },
         )
     figure.update_xaxes(title="group size N", type="log", tickvals=sorted({cell.size for cell in planner.cells}))
     figure.update_yaxes(title="efficiency")
-    return Picture("planner", f"{planner.n_rollouts} rollouts in groups of N; the star is a curve's best.", figure)
+    words = f"{planner.n_rollouts} rollouts in groups of N. Star: shown to be a curve's best. Open: by formula."
+    return Picture("planner", words, figure)

@@ -20,6 +20,7 @@ from otb_analysis.statistics import (
     pooled_statistics,
 )
 from otb_analysis.statistics.comparisons.verdicts import names
+from otb_analysis.statistics.moments.absolute import NOT_SHOWN
 from otb_analysis.types import Gram, Label
 
 MATTER = 8
@@ -44,12 +45,13 @@ COLUMNS = ("SF ×rloo", "efficiency ×rloo", "efficiency", "equiv.", "c", "bias"
 TWO = ".2f"
 """Digits of ratios and shares."""
 
-ITSELF = PairedRatios(*REFERENCE, REFERENCE, *(Interval(1.0, None, None, 0, "itself"),) * 3)
+_ONE = Interval(1.0, None, None, 0, "itself")
+ITSELF = PairedRatios(*REFERENCE, REFERENCE, _ONE, _ONE, _ONE)
 
 EXPLAINED = """\
 SF: variance at equal progress, variance/c²; below 1 is better · ×rloo: ratio on the same rollouts [95 % over prompts]
 efficiency: share of an update that points along the true gradient ∇J · equiv.: rollouts rloo would need for the same
-c: step length along ∇J, known where proved, ≈ where estimated · –: not known on these prompts
+c: step length along ∇J; proved: SF is then a ratio of variances alone; ≈: estimated · –: not known on these prompts
 bias: distance of the mean update from the true gradient; 0 = none detectable.
 energy: what an estimator weights tokens by: exact ‖∇ log π‖², its free proxy from the logits, or none.
 Ratios are of averages, not averages of ratios.
@@ -73,8 +75,7 @@ def estimator_table(design: Design, top: int | None = None) -> tuple[Table, str]
     shown = _chosen(ordered, conclusion, design.trained, top)
     most = max(rows.values(), key=lambda r: r.n_clusters)
     part = f"; {len(shown)} of {len(ordered)} rows, --top 0 shows all" if len(shown) < len(ordered) else ""
-    trusted = _trusted(rows.get(REFERENCE))
-    cells = {label: _cells(rows[label], ratios.get(label), trusted) for label in shown}
+    cells = {label: _cells(rows[label], ratios.get(label)) for label in shown}
     others = [row for label, row in cells.items() if label != REFERENCE]
     asked = [k for k in range(len(COLUMNS)) if top is not None or COLUMNS[k] not in ABSOLUTE]
     columns = [k for k in asked if any(row[k] != MISSING for row in others)]
@@ -89,7 +90,10 @@ def estimator_table(design: Design, top: int | None = None) -> tuple[Table, str]
     for label, row in cells.items():
         table.add_row(*label, *(row[k] for k in columns))
     left_out = [COLUMNS[k] for k in asked if k not in columns]
-    return table, EXPLAINED + "\n".join(_notes(design, grams, left_out))
+    notes = _notes(design, grams, left_out)
+    if top is not None and any(rows[label].shown_efficiency is None for label in shown):
+        notes.append(NOT_SHOWN)
+    return table, EXPLAINED + "\n".join(notes)
 
 
 def _repeats(label: Label, conclusion: Conclusion) -> bool:
@@ -117,26 +121,17 @@ def _chosen(ordered: list[Label], conclusion: Conclusion, trained: Sequence[Labe
     return [label for label in ordered if label in kept]
 
 
-def _trusted(reference: GradientStatistics | None) -> bool:
-    """Tell whether absolute efficiencies may be shown: below a third of the noise scale they come out far too high."""
-    interval = reference.intervals["efficiency"] if reference else None
-    if reference is None or interval is None or interval.low is None:
-        return False
-    noise_scale = reference.n_prompts * (1 - interval.estimate) / interval.estimate
-    return 3 * reference.n_clusters >= noise_scale
-
-
-def _cells(row: GradientStatistics, ratio: PairedRatios | None, trusted: bool) -> list[str]:
-    interval, sf = row.intervals["efficiency"], row.intervals["sf"]
+def _cells(row: GradientStatistics, ratio: PairedRatios | None) -> list[str]:
+    sf = row.intervals["sf"]
     judged = row.c_known or (sf is not None and sf.low is not None)
-    c = f"{row.projection:.4g}" if row.c_known else f"≈{row.projection:.2f}" if row.projection else MISSING
+    c = f"{row.projection:.4g} proved" if row.c_known else f"≈{row.projection:.2f}" if row.projection else MISSING
     return [
         interval_cell(ratio.sf if ratio else None, TWO),
         interval_cell(ratio.efficiency if ratio else None, TWO),
-        interval_cell(interval, TWO) if trusted and interval is not None and interval.low is not None else MISSING,
-        formatted(row.rollout_equivalents if judged else None, ".0f"),
+        interval_cell(row.intervals["efficiency"], TWO),
+        interval_cell(row.intervals["rollout_equivalents"] if judged else None, ".0f"),
         c if judged else MISSING,
-        formatted(row.relative_bias if judged else None, ".2g"),
+        interval_cell(row.intervals["relative_bias"] if judged else None, ".2g"),
         interval_cell(ratio.variance if ratio else None, TWO),
         formatted(row.variance, ".3g"),
     ]

@@ -1,4 +1,4 @@
-"""A document as one HTML file that loads nothing: plotly.js inside it once, text escaped by the template."""
+"""A document as one HTML file that loads nothing: plotly.js inside it once if it is needed, text escaped."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ def to_html(document: Document) -> str:
     environment.tests["picture"] = lambda part: isinstance(part, Picture)
     environment.filters |= {"columns": _columns, "drawn": _drawn}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    return template.render(document=document, font=FONT, library=get_plotlyjs())
+    pictures = any(isinstance(part, Picture) for section in document.sections for part in section.parts)
+    # 4.8 MB: plotly's Python package has no smaller bundle.
+    return template.render(document=document, font=FONT, library=get_plotlyjs() if pictures else "")
 
 
 def _columns(grid: Grid) -> list[dict[str, Any]]:

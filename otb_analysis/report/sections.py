@@ -165,7 +165,9 @@ def fidelity(run: ReportedRun) -> Section:
 
 def lost_line(run: ReportedRun) -> str:
     """Return which share of otb's gain over rloo the proxy loses on the run's own rollouts, or that none is known."""
-    lost = gain_lost(list(run.store.grams().values()), ("otb", "proxy"), ("otb", "exact"))
+    grams = list(run.store.grams().values())
+    known = proved({label for gram in grams for label in gram.labels}, run.config)
+    lost = gain_lost(grams, ("otb", "proxy"), ("otb", "exact"), known=known)
     if lost is None:
         return "Gain lost by the proxy: not known, exact energies show no gain of otb over rloo on these rollouts."
     share, rests_on = gain_lost_words(lost)

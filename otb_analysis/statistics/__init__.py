@@ -46,6 +46,7 @@ from otb_analysis.statistics.moments.pools import (
     pool_statistics,
     position_optimum,
 )
+from otb_analysis.statistics.moments.portfolio import best_weights, fitted_weights, with_portfolio
 from otb_analysis.statistics.moments.sketched import sketch_noise
 from otb_analysis.statistics.moments.subgroups import cut_groups, mean_over_subgroups, smaller_sizes
 from otb_analysis.statistics.moments.totals import Totals, difference_total, horvitz_thompson
@@ -70,6 +71,7 @@ __all__ = [
     "Update",
     "Verdict",
     "alike",
+    "best_weights",
     "cluster_jackknife",
     "conclude",
     "cut_groups",
@@ -77,6 +79,7 @@ __all__ = [
     "difference_total",
     "efficiency",
     "fidelity",
+    "fitted_weights",
     "gain_lost",
     "gradient_noise_scale",
     "gradient_statistics",
@@ -105,4 +108,5 @@ __all__ = [
     "top_share",
     "update_ratios",
     "weight_statistics",
+    "with_portfolio",
 ]

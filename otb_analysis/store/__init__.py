@@ -4,6 +4,7 @@ from otb_analysis.store.diagnosed import attributed_steps, largest_attributed_st
 from otb_analysis.store.gram import gram_rows, subgroup_rows
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.runs import runs_df
+from otb_analysis.store.search import RolloutFilter, find_rollouts, reward_histogram
 from otb_analysis.store.studies import CommittedStudy, committed_studies, study_figure, study_table, study_tables
 from otb_analysis.store.token_arrays import EXACT_ROWS, TokenArrays
 from otb_analysis.store.writer import RunWriter, StepTables
@@ -11,14 +12,17 @@ from otb_analysis.store.writer import RunWriter, StepTables
 __all__ = [
     "EXACT_ROWS",
     "CommittedStudy",
+    "RolloutFilter",
     "RunStore",
     "RunWriter",
     "StepTables",
     "TokenArrays",
     "attributed_steps",
     "committed_studies",
+    "find_rollouts",
     "gram_rows",
     "largest_attributed_step",
+    "reward_histogram",
     "runs_df",
     "step_attribution",
     "step_series",

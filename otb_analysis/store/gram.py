@@ -33,6 +33,7 @@ def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
         "other_group": gram.group_index[p_other],
         "inner_product": np.asarray(gram.inner, dtype=np.float64)[m, m_other, p, p_other],
         "n_rollouts": np.full(len(upper), gram.n_rollouts, dtype=np.int64),
+        "sketch_dim": np.ma.masked_array(np.full(len(upper), gram.sketch_dim or 0), mask=gram.sketch_dim is None),
     }
 
 
@@ -59,12 +60,14 @@ def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
     inner = np.full((len(labels),) * 2 + (len(groups),) * 2, np.nan)
     inner[m, m_other, p, p_other] = inner[m_other, m, p_other, p] = rows["inner_product"].to_numpy(np.float64)
     known = all(int(g) in prompt_of for g in groups)
+    dim = rows["sketch_dim"].iloc[0]
     return Gram(
         inner=inner,
         labels=tuple((names[code // len(sources)], sources[code % len(sources)]) for code in labels),
         n_rollouts=int(rows["n_rollouts"].iloc[0]),
         prompt=tuple(prompt_of[int(g)] for g in groups) if known else None,
         groups=np.asarray(groups, dtype=np.int64),
+        sketch_dim=None if pd.isna(dim) else int(dim),
     )
 
 

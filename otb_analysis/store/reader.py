@@ -31,6 +31,9 @@ _ASKED_WRONG = (
 WHOLE = "all"
 """The scope of a run that measured the gradient of all parameters; those of unlike scopes do not compare."""
 
+AT_ONCE = 8
+"""Steps whose rows of `grams`, which take several times the memory of the matrices, are read by one query."""
+
 Steps = Sequence[int] | None
 Names = Sequence[str] | None
 Parameters = Sequence[object] | Mapping[str, object] | None
@@ -137,14 +140,19 @@ class RunStore:
         return self._run(query, params, visible_parts(self.path, tables))
 
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
-        """Return the Gram matrices of all measured steps, in order; one query instead of one per step.
+        """Return the Gram matrices of all measured steps, in order, from the rows of a few steps at a time.
 
         Prompts carry their `prompt_id` where the rollouts were stored with it.
 
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        return self._rebuilt(self._products("grams", steps))
+        parts = visible_parts(self.path, ["grams"], steps)
+        rows = self._run("SELECT DISTINCT step FROM grams ORDER BY step", None, parts)
+        measured, grams = rows["step"].astype(int).tolist(), dict[int, Gram]()
+        for first in range(0, len(measured), AT_ONCE):
+            grams |= self._rebuilt(self._products("grams", measured[first : first + AT_ONCE]))
+        return grams
 
     def subgroup_grams(self, steps: Steps = None) -> dict[int, dict[int, Gram]]:
         """Return the Gram matrices of smaller groups, by size and then by step; empty where none were measured.

@@ -1,6 +1,6 @@
 """Pools of rollouts measured once, token by token, so that every estimator and group size costs NumPy only."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from otb_analysis.arrays import returns_to_go
-from otb_analysis.config import MeasureConfig, SampleConfig
+from otb_analysis.config import MeasureConfig, SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate, with_limit
+from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, entry_of, estimate, proved, with_limit
 from otb_analysis.gradients import gradient_sketch
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.rollouts.sampling import Rollouts
@@ -19,17 +18,16 @@ from otb_analysis.statistics import (
     Partition,
     PoolGram,
     group_gradients,
-    held_out,
     mean_over_subgroups,
     partitions,
     pool_gram,
-    position_optimum,
 )
 from otb_analysis.study.policies import Policy, ScoredRollouts, write
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
+from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar, silent
-from otb_analysis.types import Bool, Float, Gram, Int, Label
+from otb_analysis.types import Bool, Float, Gram, Int, Label, Proved
 
 BLOCK = 6
 """Estimators whose Gram matrix is formed at once: their group gradients are held in float64."""
@@ -41,7 +39,7 @@ class Pool:
     """Rollouts of several prompts with the score of every token as a count sketch; made by `measure_pool`."""
 
     written: ScoredRollouts
-    inputs: EstimatorInputs  # With exact energies, rollout norms and a cross-fitted B*; group = prompt
+    inputs: EstimatorInputs  # With exact energies and rollout norms; group = prompt
     proxy: Float  # Logit-space energies [N, T]
     sketch: NDArray[np.float32]  # Sketches of the distinct scores [U, K]
     node: Int  # Row of `sketch` of each token [N, T], 0 outside the mask
@@ -80,15 +78,14 @@ def measure_pool(policy: Policy, written: ScoredRollouts, dim: int, seed: int = 
     """Measure every token of a pool: exact norms, and sketches of the scores in `dim` buckets.
 
     A group is all rollouts of a prompt. With a critic's values in its table `value` and `tvm` are measured too. The
-    seed is that of the hash and of the halves for B*.
+    seed is that of the hash. B* is not: from half a pool it is noisier than what it is compared with (studies/LOG.md).
     """
     table = written.table
     measurer = GradientMeasurer(policy.model, MeasureConfig(), written.temperature)
     measured = measurer.norms(written.rollouts, np.unique(written.rollouts.group))
     sketch, node = token_sketches(policy.model, written.rollouts, written.temperature, dim, seed, bar)
     inputs = table.inputs(np.nan_to_num(measured.norm_sq), measured.rollout_norm_sq)
-    pool = Pool(written, inputs, np.where(table.mask, table.stats.energy, 0.0), sketch, node)
-    return replace(pool, inputs=replace(inputs, position_baseline=cross_fitted_optimum(pool, seed)))
+    return Pool(written, inputs, np.where(table.mask, table.stats.energy, 0.0), sketch, node)
 
 
 def token_sketches(
@@ -135,35 +132,23 @@ def distinct_tokens(ids: Int, mask: Bool) -> tuple[Int, Bool]:
     return node, first
 
 
-def cross_fitted_optimum(pool: Pool, seed: int) -> Float:
-    """Return B_t* [N, T] of each rollout from the other half of its prompt's pool."""
-    inputs = pool.inputs
-    half, out = held_out(inputs.group, seed=seed), np.zeros(inputs.mask.shape)
-    returns = returns_to_go(inputs.reward, inputs.mask)
-    for prompt in np.unique(inputs.group):
-        for mine in (half, ~half):  # each half takes B* from the other: no rollout judges itself
-            rows, others = (np.flatnonzero((inputs.group == prompt) & part) for part in (mine, ~mine))
-            features = pool.features(others)
-            width = features.shape[1]
-            out[rows, :width] = position_optimum(features, returns[others, :width], inputs.mask[others, :width])
-    return np.where(inputs.mask, out, 0.0)
-
-
-def every_estimate(pool: Pool, cut: Partition) -> dict[Label, Float]:
+def every_estimate(pool: Pool, cut: Partition, batch: int | None = None) -> dict[Label, Float]:
     """Return advantages [N, T] of every estimator whose inputs exist, on the groups of one cut.
 
     Estimators that weigh by energies run with exact norms and with the proxy. Those that couple prompts see batches of
-    one group per prompt, as a training step would hold them.
+    one group per prompt, as a training step would hold them: `batch` prompts each, by default all. What such an
+    estimator is worth depends on it, so give the prompts of the update that it is quoted for.
     """
     exact = replace(pool.inputs, group=cut.group)
     sources = {"exact": exact, "proxy": replace(exact, energy=pool.proxy)}
     advantages: dict[Label, Float] = {}
+    batches = update_batches(cut, batch)[cut.group]
     for name in available(exact):
         options = with_limit(name, None, pool.written.table.limit)
         chosen = sources if ESTIMATORS[name].reads_energy else {"none": exact}
         for source, inputs in chosen.items():
             if ESTIMATORS[name].batch_coupled:
-                advantages[name, source] = in_batches(name, inputs, turns(cut)[cut.group], options)
+                advantages[name, source] = in_batches(name, inputs, batches, options)
             else:
                 advantages[name, source] = estimate(name, inputs, options).advantage
     return advantages
@@ -175,9 +160,20 @@ def turns(cut: Partition) -> Int:
     return np.arange(cut.prompt.size) - starts[cut.prompt]
 
 
+def update_batches(cut: Partition, prompts: int | None = None) -> Int:
+    """Return the batch of each group [G]: one group of each of at least so many prompts, by default of all.
+
+    The groups of one turn are divided evenly into as many batches as they fill, always with the same prompts together:
+    those come in random order.
+    """
+    n_prompts = int(cut.prompt.max()) + 1
+    n_batches = max(n_prompts // (prompts or n_prompts), 1)
+    return turns(cut) * n_batches + cut.prompt * n_batches // n_prompts
+
+
 def in_batches(name: str, inputs: EstimatorInputs, batch: Int, options: Any) -> Float:
     """Return advantages [N, T] of an estimator that sees the rollouts of one batch [N] at a time."""
-    needs = ("reward", "mask", "group", *ESTIMATORS[name].needed(options))
+    needs = ("reward", "mask", "group", *entry_of(name).needed(options))
     out = np.zeros(inputs.mask.shape)
     for k in np.unique(batch):
         rows = np.flatnonzero(batch == k)
@@ -186,13 +182,16 @@ def in_batches(name: str, inputs: EstimatorInputs, batch: Int, options: Any) -> 
     return out
 
 
-def pool_grams(pool: Pool, cuts: Sequence[Partition], anchors: Sequence[Label] = (REFERENCE,)) -> Iterator[PoolGram]:
+def pool_grams(
+    pool: Pool, cuts: Sequence[Partition], anchors: Sequence[Label] = (REFERENCE,), batch: int | None = None
+) -> Iterator[PoolGram]:
     """Yield the Gram matrices of all estimators, a few at a time, each time with the same ones first.
 
     Estimators whose advantages are those of another one on every cut come with it, under the first one's name. The cuts
-    are of one group size; `anchors`, `rloo` among them, are the first labels of every matrix.
+    are of one group size; `anchors`, `rloo` among them, are the first labels of every matrix; `batch` as in
+    `every_estimate`.
     """
-    estimates = [every_estimate(pool, cut) for cut in cuts]
+    estimates = [every_estimate(pool, cut, batch) for cut in cuts]
     seen: dict[bytes, Label] = {}
     first = {label: seen.setdefault(np.stack([e[label] for e in estimates]).tobytes(), label) for label in estimates[0]}
     fixed = list(dict.fromkeys(first[label] for label in anchors))
@@ -230,6 +229,20 @@ def gram_of_prompts(
         total = total + mean_over_subgroups(inner, cut.prompt.size // prompts) / len(cuts)
     names = tuple(prompt.id for prompt in pool.written.rollouts.prompts)
     return Gram(total, tuple(labels), len(pool.inputs.group), names)
+
+
+def proved_of_pool(labels: Iterable[Label], prompts: int, size: int, truth: Iterable[Label] | None = None) -> Proved:
+    """Return what is proved of estimators on a pool; those that couple prompts saw batches of `prompts` groups.
+
+    A pool is drawn as training draws by default: plain sampling from the scored policy, nothing left out by its
+    outcome. So the conditions of the registry are met (`estimators.unproved_because`), and c = 1 for unbiased entries.
+
+    Args:
+        truth: The entries over which ‖∇J‖² is pooled, those of them that are unbiased; by default all. Name the
+            anchors of `pool_grams`, so that all its matrices have the same ∇J.
+    """
+    known = proved(labels, plain_config(TrainConfig(sample=SampleConfig(prompts=prompts, group_size=size))))
+    return known if truth is None else replace(known, truth=known.truth & frozenset(truth))
 
 
 def _gradients(

@@ -12,6 +12,7 @@ import torch
 
 from otb_analysis.config import MeasureConfig, Schedule, TrainConfig
 from otb_analysis.measurement.forward import completion_logprobs
+from otb_analysis.measurement.gram_method import EXACT, SKETCHED, GramMethod
 from otb_analysis.measurement.levels import NORM, first_groups, level_of, positions, read_once, seen
 from otb_analysis.phases import EXPECTED, duration, note, phase, plural
 from otb_analysis.rollouts.sampling import Rollouts
@@ -24,13 +25,11 @@ from otb_analysis.types import Bool
 #
 #                                    0.4 M     42 M    135 M
 #   exact norms (13 and 25 seen)      9–16      6.4      8.0
-#   Gram matrix, all estimators       9–15        –        9
 #   smaller groups, each size            2        –        –
 #
-# Prompts made up a third of the positions there. The last two rows read a prompt once for all its rollouts.
-WHOLE, GRAM, SMALLER = 1.5, 16.0, 3.0
-"""Exact norms of whole rollouts; the Gram matrix of all estimators and that of one smaller group size, both times the
-share of positions that is left when prompts are read once."""
+# Prompts made up a third of the positions there.
+WHOLE, SMALLER = 1.5, 0.2
+"""Exact norms of whole rollouts; the Gram matrix of one smaller group size, as a part of the whole one's cost."""
 
 Planner = Callable[[int, Rollouts, float, float], MeasureConfig]
 """Returns what is measured from a step's rollouts, the seconds of a pass per position, and those of a step."""
@@ -56,10 +55,13 @@ class PlannedLevel:
     rows: Bool  # True at those rollouts [N]
 
 
-def levels(config: TrainConfig, rollouts: Rollouts, exact_always: bool = False) -> list[PlannedLevel]:
+def levels(
+    config: TrainConfig, rollouts: Rollouts, exact_always: bool = False, gram: GramMethod | None = None
+) -> list[PlannedLevel]:
     """Return everything that a run measures, with its cost on rollouts such as these.
 
-    `exact_always`: the training estimator reads exact norms of all rollouts at each step.
+    `exact_always`: the training estimator reads exact norms of all rollouts at each step. `gram`: how the Gram matrix
+    is measured, by default exactly unless the configuration asks for sketches.
     """
     measure, group, every = config.measure, rollouts.group, np.ones(len(rollouts.group), bool)
     exact, planned = measure.exact, list[PlannedLevel]()
@@ -71,10 +73,11 @@ def levels(config: TrainConfig, rollouts: Rollouts, exact_always: bool = False) 
         prompts = f"{plural(len(np.unique(group[measured])), 'prompt')} ({plural(int(measured.sum()), 'rollout')})"
         planned.append(PlannedLevel("exact norms", prompts, exact.due, _norms(measure, rollouts, measured), measured))
     if measured.any():
-        once = read_once(rollouts, measured)
-        planned.append(PlannedLevel("Gram matrix", "", exact.due, GRAM * once, measured))
+        usual = SKETCHED if measure.gram == "sketch" else EXACT * read_once(rollouts, measured)
+        passes = gram.passes if gram else usual
+        planned.append(PlannedLevel("Gram matrix", "", exact.due, passes, measured))
         if measure.subgroups and (sizes := len(smaller_sizes(group[measured]))):
-            planned.append(PlannedLevel("smaller groups", "", exact.due, SMALLER * sizes * once, measured))
+            planned.append(PlannedLevel("smaller groups", "", exact.due, SMALLER * sizes * passes, measured))
     for name, plan in measure.schedules.items():
         if name != "exact" and plan.every > 0:
             level = level_of(name)
@@ -89,18 +92,18 @@ def _norms(measure: MeasureConfig, rollouts: Rollouts, rows: Bool) -> float:
 
 
 def seconds_per_position(policy: Policy, rollouts: Rollouts) -> float:
-    """Time a forward and backward pass of the first rollouts; a short pass is repeated a few times."""
+    """Time a forward and backward pass of the first rollouts, after one that warms up; a short pass is repeated."""
     ends = np.cumsum(rollouts.attention_mask.sum(axis=1))
     rows = np.arange(max(1, int(np.searchsorted(ends, TIMED, side="right"))))
     part, times = rollouts.take(rows), list[float]()
-    while not times or (len(times) < REPEATED and sum(times) < LONG_ENOUGH):
+    while len(times) < 2 or (len(times) < REPEATED and sum(times) < LONG_ENOUGH):
         start = perf_counter()
         with policy.arithmetic():
             total = completion_logprobs(policy.model, part, policy.temperature).logprob.sum()
         gradients = torch.autograd.grad(total, policy.parameters, allow_unused=True)
         float(next(g for g in gradients if g is not None).sum())  # waits for a GPU
         times.append(perf_counter() - start)
-    return float(np.median(times)) / int(ends[rows[-1]])
+    return float(np.median(times[1:])) / int(ends[rows[-1]])
 
 
 class Forecast:
@@ -137,13 +140,16 @@ class Forecast:
 
     def sentence(self, step: int, usual: float) -> str:
         """Return the forecast from a step on, in words; `usual`: seconds of a step without measuring."""
-        what = " and ".join(dict.fromkeys(level.what for level in self.levels if level.what))
-        steps = self.steps(step)
+        steps, together = self.steps(step), dict[tuple[int, ...], list[str]]()
+        for level in self.levels:
+            if level.what and (at := tuple(filter(level.due, steps))):
+                together.setdefault(at, []).append(level.what)
+        what = ", ".join(f"{' and '.join(dict.fromkeys(words))} at {listed(at)}" for at, words in together.items())
         costs = [self.cost(s) for s in steps]
         alike = len({round(c, 9) for c in costs}) == 1
         often = (" each time" if alike else " the first time") + f", {about(sum(costs))} in all"
         cost = f"about {about(costs[0])}{often if len(steps) > 1 else ''}"
-        return f"Measuring {what} at {listed(steps)}: {cost}; a step takes about {about(usual)} besides."
+        return f"Measuring {what}: {cost}; a step takes about {about(usual)} besides."
 
     def steps(self, first: int) -> list[int]:
         """Return the measured steps from `first` on."""

@@ -12,8 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.config import MeasureConfig, TrainConfig
-from otb_analysis.custom import is_custom
-from otb_analysis.estimators import NormalEquations, options_from_dict, with_limit
+from otb_analysis.estimators import ESTIMATORS, NormalEquations, options_from_dict, with_limit
 from otb_analysis.gradients.batch.scope import select_scope
 from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass
 from otb_analysis.measurement.measurer import GradientMeasurer
@@ -91,7 +90,7 @@ class Trainer:
             else TransformersGenerator(model, tokenizer)
         )
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
-        custom = {name: options_from_dict(name, {}) for name in config.measure.subgroups if is_custom(name)}
+        custom = {name: options_from_dict(name, {}) for name in config.measure.subgroups if name not in ESTIMATORS}
         trained = custom | {config.estimator.name: self.options}
         by_group = "group" in SHAPINGS[config.objective.shaping].needs  # smaller groups would be paid differently
         measured = replace(config, measure=replace(config.measure, subgroups=())) if by_group else config

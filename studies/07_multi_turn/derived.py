@@ -7,7 +7,7 @@ from typing import Any
 from otb_analysis.figures.styles import ESTIMATOR_STYLES, SKY
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Row, Rows, distinct, select
+from otb_analysis.study import Rows, distinct, select
 from otb_analysis.study.formats import above, below, interval_curve, mean_curve
 from otb_analysis.study.seeds import later_success, paired_difference
 
@@ -34,13 +34,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "cells": len(rows) // len(TURNS),
         "learns_more": [name for name in TURNS if above(gains.get(name), 0)],
         "learns_less": [name for name in TURNS if below(gains.get(name), 0)],
-        "clear": [(row["stage"], row["size"]) for row in tables["signal"] if enough(row)],
     }
-
-
-def enough(signal: Row) -> bool:
-    """Tell whether enough prompts were measured for an efficiency: at least a third of the noise scale."""
-    return signal["noise_scale"] is not None and 3 * signal["prompts"] >= signal["noise_scale"]
 
 
 def _gain(means: Mapping[str, dict[int, float]], name: str) -> Interval | None:

@@ -1,5 +1,6 @@
 """What only a browser can tell: text stays text, nothing is fetched from elsewhere, clicks and live runs work."""
 
+import json
 import os
 import shutil
 import socket
@@ -14,15 +15,23 @@ from pathlib import Path
 
 import pytest
 
+from otb_analysis.audit.audited import audit_run
+from otb_analysis.audit.importing import import_rollouts
+from otb_analysis.audit.score import score
+from otb_analysis.config import AuditConfig, ImportConfig
 from otb_analysis.report import write_report
-from otb_analysis.store import RunWriter
+from otb_analysis.report.audit import write_audit
+from otb_analysis.store import RunStore, RunWriter
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 QUIET = ("quic", "background-networking", "component-update", "sync", "gpu")
 FLAGS = ["--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in QUIET)]
-PAGES = {"": "Overview", "variance": "Variance", "fidelity": "Fidelity", "collapse": "Collapse", "tokens": "Tokens"}
+PAGES = {
+    "": "Triage", "run": "Run", "rollouts": "Rollouts", "tokens": "Tokens", "variance": "Variance",
+    "fidelity": "Fidelity",
+}  # fmt: skip
 PLOT = ".js-plotly-plot .main-svg"
 SECONDS = 1000
 
@@ -199,38 +208,37 @@ def test_study_opens_by_its_link_fits_a_small_window_and_asks_nobody_else(scheme
 
 
 def test_link_reproduces_the_view(tab, address, browser):
-    page = visit(tab, f"{address}/collapse")
+    page = visit(tab, f"{address}/run")
     page.locator("text=Logarithmic axes").click()
     page.wait_for_url("**log=true**")
     other = browser.new_context().new_page()
     other.goto(page.url)
     other.wait_for_selector(PLOT, timeout=60 * SECONDS)
-    assert other.locator("[data-testid=stCheckbox] input").last.is_checked()
+    assert other.locator("label:has-text('Logarithmic axes') input").is_checked()
     other.context.close()
 
 
 def test_choice_of_runs_holds_across_pages(tab, address):
     page = visit(tab, f"{address}/?run=chain-otb-s0")
-    page.locator("[data-testid=stSidebarNav] >> text=Collapse").click()
-    page.wait_for_selector("h1:has-text('Collapse')")
+    page.locator("[data-testid=stSidebarNav] >> text=Run").first.click()
+    page.wait_for_selector("h1:has-text('Run')")
     page.wait_for_selector(PLOT)
-    assert page.locator("[data-testid=stSidebar] [data-baseweb=tag], [data-testid=stSidebar] .stMultiSelect").count()
+    page.wait_for_selector("strong:has-text('chain-otb-s0')")
     assert "run=chain-otb-s0" in page.url
-    assert page.locator(".js-plotly-plot").first.locator(".legendtext").all_text_contents() == ["chain-otb-s0"]
 
 
 def test_running_run_is_followed(tab, address, live_root, write_next_step):
-    page = visit(tab, f"{address}/?run=running-otb_loo")
-    page.wait_for_selector("text=3 steps · running")
+    page = visit(tab, f"{address}/run?run=running-otb_loo")
+    page.wait_for_selector("text=running · 3 steps")
     write_next_step(RunWriter(live_root / "running-otb_loo"), 3, 9, measured=4)
-    page.wait_for_selector("text=4 steps · running", timeout=20 * SECONDS)
+    page.wait_for_selector("text=running · 4 steps", timeout=20 * SECONDS)
     assert tab.errors == []
 
 
 def test_numbers_of_a_chart_download_as_csv(tab, address):
     page = visit(tab, f"{address}/?run=chain-otb-s0")
     with page.expect_download() as download:
-        page.locator("[data-testid=stDownloadButton] button").first.click()
+        page.locator("[data-testid=stDownloadButton] button").nth(1).click()
     lines = Path(download.value.path()).read_text().splitlines()
     assert lines[0] == "run,quantity,step,value,low,high"
     assert len(lines) == 1 + 41 + 5
@@ -248,28 +256,55 @@ def test_run_whose_process_is_killed_is_shown_as_stopped(tab, address, live_root
     environment, pipe = os.environ | {"PYTHONPATH": str(ROOT)}, subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe) as writer:
         assert writer.stdout.readline() == b"written\n"
-        page = visit(tab, f"{address}/?run=doomed")
-        page.wait_for_selector("text=1 step · running")
+        page = visit(tab, f"{address}/run?run=doomed")
+        page.wait_for_selector("text=running · 1 step")
         writer.kill()
-    page.wait_for_selector("text=1 step · stopped", timeout=30 * SECONDS)
+    page.wait_for_selector("text=stopped · 1 step", timeout=30 * SECONDS)
     assert tab.errors == []
 
 
-def test_link_of_a_token_that_holds_the_gradient_opens_it_outlined(tab, address):
-    page = visit(tab, f"{address}/collapse?run=chain-otb-s0&blame=20")
-    page.wait_for_selector("text=A link opens the tokens")
-    table = page.locator("[data-testid=stDataFrame]").first
+def click_first_row(page, table) -> None:
+    """Click the first row of a table, which is a canvas, in its second column."""
     table.scroll_into_view_if_needed()
-    page.wait_for_timeout(2000)  # the table is a canvas, which nothing announces
+    page.wait_for_timeout(2000)  # nothing announces that it is drawn
     box = table.bounding_box()
-    page.mouse.move(box["x"] + 22, box["y"] + 50)
-    page.wait_for_timeout(500)
-    with page.context.expect_page() as opened:
-        page.mouse.click(box["x"] + 22, box["y"] + 50)
-    tokens = opened.value
-    tokens.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
-    assert "color=attribution" in tokens.url and "step=20" in tokens.url
+    page.mouse.click(box["x"] + 150, box["y"] + 50)
+
+
+def test_a_token_that_holds_the_gradient_opens_outlined(tab, address):
+    page = visit(tab, f"{address}/run?run=chain-otb-s0&step=20")
+    page.wait_for_selector("text=Click one to see it")
+    click_first_row(page, page.locator("[data-testid=stDataFrame]").first)
+    page.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
+    assert "color=attribution" in page.url and "step=20" in page.url
     assert tab.errors == []
+
+
+def test_a_walk_from_the_list_to_a_token_and_back_by_its_address(tab, address, browser):
+    page = visit(tab, f"{address}/")
+    click_first_row(page, page.locator("[data-testid=stDataFrame]").first)
+    page.wait_for_selector("h1:has-text('Run')", timeout=60 * SECONDS)
+    page.wait_for_selector(PLOT)
+    assert "run=chain-group_mean-s0" in page.url and page.url.count("run=") == 1
+    box = page.locator(".js-plotly-plot .main-svg").first.bounding_box()
+    begun = page.url
+    page.mouse.click(box["x"] + 0.4 * box["width"], box["y"] + 150)
+    page.wait_for_function("url => location.href !== url", arg=begun, timeout=20 * SECONDS)
+    step = page.url.split("step=")[1].split("&")[0]
+    assert 10 < int(step) < 20
+    page.locator("[data-testid=stSidebarNav] >> text=Rollouts").click()
+    page.wait_for_selector("text=Click one to see its tokens", timeout=60 * SECONDS)
+    assert f"step={step}" in page.url
+    click_first_row(page, page.locator("[data-testid=stDataFrame]").first)
+    page.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
+    other = browser.new_context().new_page()
+    other.goto(page.url)
+    other.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
+    chosen = ".tok.chosen"
+    assert other.locator(chosen).text_content() == page.locator(chosen).text_content()
+    assert other.url == page.url
+    other.context.close()
+    assert (tab.foreign, tab.errors) == ([], [])
 
 
 def test_report_opens_without_a_network_and_fetches_nothing(browser, store_root, tmp_path):
@@ -284,5 +319,36 @@ def test_report_opens_without_a_network_and_fetches_nothing(browser, store_root,
     page.wait_for_timeout(1000)
     assert (asked, errors) == ([address], [])
     assert page.locator(".js-plotly-plot").count() == 5
+    assert page.locator("td script, td b, td img").count() == 0
+    context.close()
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_report_of_an_audit_opens_without_a_network_and_without_errors(measured, browser, tmp_path):
+    rows = [
+        {"prompt": f"{g}+1=<b>x</b>", "completion": f"{g + k % 2}#", "reward": float(k % 3 > 0), "group": g}
+        for g in range(6)
+        for k in range(4)
+    ]
+    rollouts = tmp_path / "mine.jsonl"
+    rollouts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    if measured:
+        path = score(AuditConfig(rollouts=rollouts, model="demo", root=tmp_path, run="audited"))
+    else:
+        path = import_rollouts(rollouts, ImportConfig(root=tmp_path))
+    _, html = write_audit(audit_run(RunStore(path)), path, "otb audit --run audited")
+    assert measured or html.stat().st_size < 30_000  # no figure, so no plotly.js
+    context = browser.new_context(offline=True)
+    page, asked, errors = context.new_page(), [], []
+    page.on("request", lambda r: asked.append(r.url))
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    page.on("console", lambda m: errors.append(m.text) if m.type in ("error", "warning") else None)
+    page.goto(f"file://{html}", timeout=60 * SECONDS)
+    if measured:
+        page.wait_for_selector(PLOT, timeout=60 * SECONDS)
+    page.wait_for_timeout(1000)
+    assert (asked, errors) == ([f"file://{html}"], [])
+    assert page.locator(".js-plotly-plot").count() == int(measured)
+    assert page.locator("h2").first.text_content() == "Verdict"
     assert page.locator("td script, td b, td img").count() == 0
     context.close()

@@ -4,10 +4,11 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from otb_analysis.diagnostics import DETECTORS
 from otb_analysis.store import RunWriter, StepTables
 
 APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
-PAGES = ("overview", "variance", "fidelity", "collapse", "tokens")
+PAGES = ("triage", "run", "rollouts", "tokens", "variance", "fidelity")
 
 
 def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: str | list[str]) -> AppTest:
@@ -16,7 +17,7 @@ def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: s
     for name, value in query.items():
         app.query_params[name] = value
     app.run()
-    return app if page == "overview" else app.switch_page(f"views/{page}.py").run()
+    return app if page == "triage" else app.switch_page(f"views/{page}.py").run()
 
 
 def texts(app: AppTest) -> str:
@@ -52,42 +53,50 @@ def test_empty_root_gets_a_sentence_with_a_remedy(page, tmp_path, monkeypatch):
 def test_root_that_is_a_file_gets_a_sentence(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")
-    app = open_page(file, "overview", monkeypatch)
+    app = open_page(file, "triage", monkeypatch)
     assert not app.exception
     assert str(file) in texts(app)
 
 
-def test_overview_says_why_a_run_is_broken_or_failed(store_root, monkeypatch):
-    said = texts(open_page(store_root, "overview", monkeypatch))
+def test_triage_says_why_a_run_is_broken_or_failed(store_root, monkeypatch):
+    said = texts(open_page(store_root, "triage", monkeypatch))
     assert "run.json cannot be read" in said
     assert "the loss is NaN at step 12" in said
 
 
-def test_cards_and_table_of_the_overview_round_alike_and_say_which_steps_they_are_of(tmp_path, monkeypatch):
-    # 0.5625 = 9/16 is a tie at three decimals: 0.562 to even.
-    writer = RunWriter.create(tmp_path, "tie", {})
-    for step in range(25):
-        norm = 1.0 if step < 15 else 9.0
-        writer.write_step(step, StepTables(steps={"reward_mean": 0.5, "heldout_reward": 0.5625, "grad_norm": norm}))
-    app = open_page(tmp_path, "overview", monkeypatch)
+def test_triage_puts_the_worst_run_first_and_says_in_one_sentence_what_happened(store_root, tmp_path, monkeypatch):
+    for name in ("chain-otb-s0", "broken"):
+        shutil.copytree(store_root / name, tmp_path / name)
+    writer = RunWriter.create(tmp_path, "dead", {"estimator": {"name": "rloo"}})
+    for step in range(30):
+        writer.write_step(step, StepTables(steps={"reward_mean": 0.75 * (step < 20), "grad_norm": float(step < 22)}))
+    writer.finish()
+    app = open_page(tmp_path, "triage", monkeypatch)
+    table = app.dataframe[0].value
+    assert table["run"].tolist() == ["dead", "chain-otb-s0", "broken"]
+    assert [state.split()[-1] for state in table["state"]] == ["collapsed", "calm", "broken"]
+    assert "dead: reward 0.750 → 0 at step 20; no gradient since step 22; first warning at step 21" in texts(app)
+
+
+def test_a_click_on_a_run_opens_its_page(store_root, monkeypatch):
+    app = open_page(store_root, "triage", monkeypatch)
+    run = app.dataframe[0].value["run"].iloc[0]
+    app.session_state["_open"] = 0
+    app.run()
     assert not app.exception
-    values = {metric.label: metric.value for metric in app.metric}
-    assert (values["Held-out"], app.dataframe[0].value["heldout_reward"][0]) == ("0.562", 0.562)
-    # Ten of the last 20 steps are 9, so their median is 5; of all 25 steps it is 1.
-    assert (values["Grad norm"], app.dataframe[0].value["grad_norm_median"][0]) == ("5.00", 1.0)
-    assert "last 20 steps" in texts(app)
+    assert app.title[0].value == "Run" and app.multiselect[0].value == [run]
 
 
-def test_overview_lists_only_settings_that_differ(store_root, monkeypatch):
-    app = open_page(store_root, "overview", monkeypatch)
+def test_triage_lists_only_settings_that_differ(store_root, monkeypatch):
+    app = open_page(store_root, "triage", monkeypatch)
     differences = app.dataframe[1].value
     assert set(differences["setting"]) == {"seed", "estimator.name"}
 
 
-def test_overview_says_how_many_settings_an_older_run_does_not_have(tmp_path, monkeypatch):
+def test_triage_says_how_many_settings_an_older_run_does_not_have(tmp_path, monkeypatch):
     for name, config in (("older", {"seed": 0}), ("newer", {"seed": 1, "objective": {"epochs": 1, "staleness": 0}})):
         RunWriter.create(tmp_path, name, config).write_step(0, StepTables(steps={"reward_mean": 0.5}))
-    app = open_page(tmp_path, "overview", monkeypatch)
+    app = open_page(tmp_path, "triage", monkeypatch)
     assert list(app.dataframe[1].value["setting"]) == ["seed"]
     assert "2 settings are left out: some of these runs did not record them" in texts(app)
 
@@ -99,7 +108,7 @@ def test_half_written_run_shows_its_complete_steps(page, store_root, monkeypatch
     assert not app.warning
 
 
-@pytest.mark.parametrize("page", ["overview", "collapse"])
+@pytest.mark.parametrize("page", ["triage", "run"])
 def test_broken_part_gets_a_sentence_that_names_the_file(page, store_root, monkeypatch, tmp_path):
     shutil.copytree(store_root / "failed-rloo", tmp_path / "damaged")
     part = tmp_path / "damaged" / "steps" / "part-00000004-r0.parquet"
@@ -113,8 +122,8 @@ def test_broken_token_part_spoils_only_its_page(store_root, monkeypatch, tmp_pat
     shutil.copytree(store_root / "failed-rloo", tmp_path / "damaged")
     part = tmp_path / "damaged" / "tokens" / "part-00000010-r0.parquet"
     part.write_bytes(b"nothing")
-    assert not open_page(tmp_path, "overview", monkeypatch).warning
-    collapse = open_page(tmp_path, "collapse", monkeypatch)
+    assert not open_page(tmp_path, "triage", monkeypatch).warning
+    collapse = open_page(tmp_path, "run", monkeypatch)
     assert part.name in texts(collapse) and "Degenerate input" in [h.value for h in collapse.subheader]
     app = open_page(tmp_path, "tokens", monkeypatch)
     assert not app.exception
@@ -169,13 +178,13 @@ def test_run_that_stored_only_some_tables_gets_a_sentence(kind, page, tmp_path, 
     assert page != "tokens" or "no step whose tokens and rollouts are both stored" in texts(app)
 
 
-def test_collapse_counts_degenerate_input(tmp_path, monkeypatch):
+def test_run_counts_degenerate_input(tmp_path, monkeypatch):
     writer = RunWriter.create(tmp_path, "plain", {"estimator": {"name": "rloo"}})
     for step in range(2):
         counts = {"n_singleton_groups": 2, "n_empty_completions": 0, "n_truncated": 1, "measurement_gaps": step}
         writer.write_step(step, StepTables(steps=counts | {"n_zero_variance_groups": 3, "n_prompts": 4}))
     writer.finish()
-    table = open_page(tmp_path, "collapse", monkeypatch).dataframe[0].value
+    table = open_page(tmp_path, "run", monkeypatch).dataframe[0].value
     assert table.iloc[0].tolist() == ["plain", 6, 4, 0, 2, 1]
 
 
@@ -187,42 +196,39 @@ def test_url_chooses_run_step_and_colour(store_root, monkeypatch):
 
 def test_tokens_are_coloured_by_the_exact_norm_under_its_plain_name(store_root, monkeypatch):
     app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0")
-    box = app.selectbox(key="color")
+    box = app.selectbox(key="color-")
     assert (box.value, box.options[box.index]) == ("grad_norm_sq", "Exact ‖∇log π‖²")
     assert "entropy" in box.options and "grad_norm_sq" not in box.options
 
 
 def test_unknown_run_in_the_url_is_ignored(store_root, monkeypatch):
-    app = open_page(store_root, "overview", monkeypatch, run="../../etc")
+    app = open_page(store_root, "triage", monkeypatch, run="../../etc")
     assert not app.exception
     assert "etc" not in app.multiselect[0].value
 
 
 def test_choosing_no_run_asks_for_one(store_root, monkeypatch):
-    app = open_page(store_root, "collapse", monkeypatch)
+    app = open_page(store_root, "run", monkeypatch)
     app.multiselect[0].set_value([]).run()
     assert not app.exception
     assert "Choose at least one in the sidebar" in texts(app)
 
 
-def test_collapse_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch):
-    app = open_page(store_root, "collapse", monkeypatch, run=["chain-group_mean-s0"])
+def test_run_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch):
+    app = open_page(store_root, "run", monkeypatch, run=["chain-group_mean-s0"])
     fired, calm = (table.value for table in app.table)
     surge = fired[fired["detector"] == "Gradient\\-norm surge"].iloc[0]
     assert (surge["level"], surge["first alarm"]) == ("▲ watch", "–") and 25 < int(surge["first watch"]) <= 40
     assert "times the usual" in surge["why"]
-    assert set(calm["level"]) == {"· ok"} and len(fired) + len(calm) == 8
-    assert "8 detectors on 1 run" in texts(app)
+    assert set(calm["level"]) <= {"· ok", "○ not measured"} and len(fired) + len(calm) == len(DETECTORS)
+    firsts = fired["first watch"].astype(int)
+    assert firsts.is_monotonic_increasing
 
 
-def test_collapse_links_who_holds_the_gradient_to_the_tokens(store_root, monkeypatch):
-    app = open_page(store_root, "collapse", monkeypatch, run=["chain-otb-s0"], blame="20", level="token")
-    blamed = next(frame.value for frame in app.dataframe if "tokens →" in frame.value)
+def test_a_click_on_a_holder_of_the_gradient_opens_its_token(store_root, monkeypatch):
+    app = open_page(store_root, "run", monkeypatch, run=["chain-otb-s0"], step="20", level="token")
+    blamed = next(frame.value for frame in app.dataframe if "signal" in frame.value)
     row = blamed.iloc[0]
-    link = (
-        f"/tokens?run=chain-otb-s0&step=20&prompt={row['prompt']}&color=attribution&token={row['rollout']}.{row['t']}"
-    )
-    assert row["tokens →"] == link
     assert row["share"] == pytest.approx(row["signal"] + row["noise"])
     opened = open_page(
         store_root, "tokens", monkeypatch, run=["chain-otb-s0"], step="20", prompt=str(row["prompt"]),
@@ -232,14 +238,52 @@ def test_collapse_links_who_holds_the_gradient_to_the_tokens(store_root, monkeyp
     assert f"token {row['t']} of rollout {row['rollout']}" in texts(opened)
 
 
-def test_collapse_of_a_run_without_attribution_says_what_measures_it(tmp_path, monkeypatch):
+def test_a_step_without_attribution_says_what_measures_it_and_which_step_has_it(store_root, monkeypatch):
+    app = open_page(store_root, "run", monkeypatch, run=["chain-otb-s0"], step="21")
+    assert "Step 21 has no attribution; the nearest step that has is 20." in texts(app)
+    assert "--measure.attribution.every 1" in texts(app)
+    next(button for button in app.button if button.label == "Go to step 20").click().run()
+    assert "Who holds the gradient of step 20" in [heading.value for heading in app.subheader]
+
+
+def test_a_short_run_says_how_many_steps_a_detector_needs(tmp_path, monkeypatch):
     writer = RunWriter.create(tmp_path, "bare", {})
     for step in range(3):
         writer.write_step(step, StepTables(steps={"reward_mean": 0.5, "grad_norm": 1.0}))
-    app = open_page(tmp_path, "collapse", monkeypatch)
+    app = open_page(tmp_path, "run", monkeypatch)
     assert not app.exception
-    assert "--measure.attribution.every 1" in texts(app) and "--measure.exact.every 10" in texts(app)
     assert "recorded at 3 steps, 25 are needed" in " ".join(app.table[0].value["why"]).replace("\\", "")
+
+
+def test_selection_is_carried_in_the_url_from_page_to_page(store_root, monkeypatch):
+    app = open_page(store_root, "tokens", monkeypatch, run=["chain-otb-s0"], step="20", prompt="3", token="25.1")
+    for page in ("run", "rollouts", "tokens"):
+        app.switch_page(f"views/{page}.py").run()
+        assert (app.query_params["step"], app.query_params["prompt"]) == ("20", "3")
+        assert app.query_params["token"] == "25.1"
+
+
+def test_rollouts_are_filtered_counted_and_searched(store_root, monkeypatch):
+    app = open_page(store_root, "rollouts", monkeypatch, run=["chain-otb-s0"], text="12+7=", finish="length")
+    table = app.dataframe[0].value
+    assert set(table["finish_reason"]) == {"length"} and set(table["prompt #"]) == {0}
+    assert f"{len(table)} rollouts." in texts(app)
+    app.text_input(key="text").set_value("nowhere").run()
+    assert "No rollout is like that" in texts(app)
+
+
+def run_query(app: AppTest) -> None:
+    next(button for button in app.button if button.label == "Run").click().run()
+
+
+def test_a_query_answers_or_says_what_is_wrong(store_root, monkeypatch):
+    app = open_page(store_root, "rollouts", monkeypatch, run=["chain-otb-s0"])
+    app.text_area(key="sql").set_value("SELECT count(*) AS n FROM steps").run()
+    run_query(app)
+    assert app.dataframe[1].value["n"].tolist() == [41]
+    app.text_area(key="sql").set_value("DROP TABLE steps").run()
+    run_query(app)
+    assert not app.exception and len(app.warning) == 1
 
 
 STUDY_PAGE = """\

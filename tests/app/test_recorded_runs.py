@@ -1,4 +1,4 @@
-"""Runs made of somebody else's rollouts: every page opens them, with tokens and without."""
+"""Runs made of somebody else's rollouts: every page opens them, and says what is missing."""
 
 import json
 from pathlib import Path
@@ -6,41 +6,83 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from otb_analysis.audit.audited import audit_run
 from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.audit.score import score
-from otb_analysis.config import ImportConfig, MeasureConfig, Schedule, ScoreConfig
+from otb_analysis.config import AuditConfig, ImportConfig, MeasureConfig, Schedule, ScoreConfig
+from otb_analysis.report.audit import write_audit
+from otb_analysis.store import RunStore
 
 APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
-PAGES = ("overview", "variance", "fidelity", "collapse", "tokens")
+PAGES = ("triage", "run", "rollouts", "tokens", "variance", "fidelity", "studies")
 
 
 @pytest.fixture(scope="module")
 def recorded_root(tmp_path_factory, checkpoint):
-    """A root with rollouts that were scored under a model, imported as texts, and imported with log-probabilities."""
+    """A root with rollouts that were imported as texts and with log-probabilities, scored, measured and audited."""
     folder = tmp_path_factory.mktemp("recorded")
     rows = [
         {"prompt": f"{g}+{g}=", "completion": f"{g}{k}#{'1' * k}", "reward": float(k % 2)}
         for g in range(8)
-        for k in range(3)
+        for k in range(4)
     ]
     tokens = [row | {"ids": [4, 5, 6], "logprobs": [-1.0, -0.5, -0.25]} for row in rows]
     for name, written in (("texts", rows), ("tokens", tokens)):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in written))
         import_rollouts(folder / f"{name}.jsonl", ImportConfig(root=folder / "runs", prompts=4))
-    measure = MeasureConfig(exact=Schedule(every=1))
-    score(ScoreConfig(rollouts=folder / "texts.jsonl", model=str(checkpoint), root=folder / "runs", measure=measure))
+    common = {"rollouts": folder / "texts.jsonl", "model": str(checkpoint), "root": folder / "runs", "prompts": 4}
+    score(ScoreConfig(**common, run="texts-scored"))
+    score(ScoreConfig(**common, run="texts-measured", measure=MeasureConfig(exact=Schedule(every=1))))
+    audited = RunStore(score(AuditConfig(**common, run="texts-audited")))
+    write_audit(audit_run(audited), audited.path, "otb audit")
     return folder / "runs"
 
 
-@pytest.mark.parametrize("run", ["texts-imported", "tokens-imported", "texts-scored"])
-@pytest.mark.parametrize("page", PAGES)
-def test_every_page_opens_a_run_of_recorded_rollouts(page, run, recorded_root, monkeypatch):
-    monkeypatch.setenv("OTB_RUNS", str(recorded_root))
+def opened(page, run, root, monkeypatch):
+    monkeypatch.setenv("OTB_RUNS", str(root))
     app = AppTest.from_file(APP, default_timeout=60)
     app.query_params["run"] = run
     app.run()
-    if page != "overview":
-        app.switch_page(f"views/{page}.py").run()
+    return app if page == "triage" else app.switch_page(f"views/{page}.py").run()
+
+
+def said(app):
+    shown = [*app.info, *app.warning, *app.caption, *app.markdown]
+    return " ".join(element.value for element in shown).replace("\\", "")
+
+
+@pytest.mark.parametrize(
+    "run", ["texts-imported", "tokens-imported", "texts-scored", "texts-measured", "texts-audited"]
+)
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_opens_a_run_of_recorded_rollouts(page, run, recorded_root, monkeypatch):
+    app = opened(page, run, recorded_root, monkeypatch)
     assert not app.exception
     assert not app.error
     assert app.title[0].value == page.capitalize()
+
+
+MISSING = {
+    "variance": ("This run has no gradient measurements yet.", "`otb audit --model DIR --rollouts FILE` measures them"),
+    "fidelity": ("No token has both energy_proxy and grad_norm_sq", "run `otb audit` on recorded rollouts"),
+    "run": ("No step of this run says which tokens held its gradient.", "or `otb audit` for recorded rollouts"),
+    "tokens": ("no step whose tokens and rollouts are both stored", "`otb score --model DIR --rollouts FILE` stores"),
+}
+
+
+@pytest.mark.parametrize("page", MISSING)
+def test_a_run_without_a_model_says_what_is_missing_and_which_command_adds_it(page, recorded_root, monkeypatch):
+    shown = said(opened(page, "texts-imported", recorded_root, monkeypatch))
+    assert all(words in shown for words in MISSING[page])
+
+
+@pytest.mark.parametrize("page", MISSING)
+def test_an_audited_run_lacks_nothing_and_draws(page, recorded_root, monkeypatch):
+    app = opened(page, "texts-audited", recorded_root, monkeypatch)
+    assert MISSING[page][0] not in said(app)
+    assert app.get("plotly_chart")
+
+
+def test_a_scored_run_shows_its_tokens_but_no_gradients(recorded_root, monkeypatch):
+    assert MISSING["variance"][0] in said(opened("variance", "texts-scored", recorded_root, monkeypatch))
+    assert MISSING["tokens"][0] not in said(opened("tokens", "texts-scored", recorded_root, monkeypatch))

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-from math import comb
 
 import numpy as np
 import pytest
 
+from otb_analysis.audit import score as scoring
 from otb_analysis.audit.audited import _between, audit_run
 from otb_analysis.audit.importing import import_rollouts
-from otb_analysis.audit.planner import dead_groups, dead_share
 from otb_analysis.audit.results import is_told
 from otb_analysis.audit.score import score
 from otb_analysis.audit.shares import position_class, token_class
@@ -20,28 +19,6 @@ from otb_analysis.report.audit import audit_document, audit_text, write_audit
 from otb_analysis.statistics import Interval, mean_over_subgroups
 from otb_analysis.store import RunStore
 from otb_analysis.types import Gram
-
-
-def test_the_dead_share_counts_subsets():
-    # Of the 6 pairs of [1, 0, 0, 1] two are equal.
-    assert dead_share([1.0, 0.0, 0.0, 1.0], 2) == pytest.approx(1 / 3)
-    # Of the 4 triples of [2, 2, 2, 1] one is equal.
-    assert dead_share([2.0, 2.0, 2.0, 1.0], 3) == pytest.approx(1 / 4)
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("size", [2, 3, 6])
-def test_the_dead_share_is_unbiased(p, size):
-    chance = [comb(6, k) * p**k * (1 - p) ** (6 - k) for k in range(7)]
-    mean = sum(c * dead_share([1.0] * k + [0.0] * (6 - k), size) for k, c in enumerate(chance))
-    assert mean == pytest.approx(p**size + (1 - p) ** size)
-
-
-def test_dead_groups_leave_out_groups_that_are_too_small():
-    rows = dead_groups([[1.0, 1.0, 0.0, 0.0], [1.0, 1.0]])
-    assert [(row.size, row.n_prompts) for row in rows] == [(2, 2), (4, 1)]
-    assert rows[0].share == pytest.approx((1 / 3 + 1) / 2)
-    assert dead_groups([[1.0], [0.0]]) == ()
 
 
 def test_tokens_have_kinds_and_positions():
@@ -99,8 +76,11 @@ def test_an_audit_has_every_part(audited):
     assert (report.n_rollouts, report.n_prompts, report.n_steps, report.trained) == (80, 20, 2, "grpo")
     assert report.missing == () and 1 <= len(report.verdict) <= 3
     assert {"grpo", "rloo", "otb", "none"} <= {row.estimator for row in report.estimators}
-    assert {cell.size for cell in report.planner.cells} == {2, 4}
-    assert sum(len(sentence.split()) for sentence in report.verdict) <= 45
+    # 40 rollouts a step: 8 and 16 follow by formula for two estimators.
+    sizes = {(cell.size, cell.cut) for cell in report.planner.cells}
+    assert sizes == {(2, True), (4, True), (8, False), (16, False)}
+    assert {c.estimator for c in report.planner.cells if not c.cut} == {"none", "rloo"}
+    assert sum(len(sentence.split()) for sentence in report.verdict) <= 45  # an alarm's sentence is the longest
     rloo = next(row for row in report.estimators if row.estimator == "rloo")
     assert rloo.within + rloo.between == pytest.approx(rloo.variance * 10)
     assert next(row for row in report.estimators if row.estimator == "grpo").within is None
@@ -143,7 +123,7 @@ def test_tokens_of_another_sampler_come_first_in_the_verdict(audited):
     assert report.sampling.alarm and "were not drawn by the stated sampler" in report.verdict[0]
     assert len(report.verdict) == 3 and "roxy" not in " ".join(report.verdict)
     assert json.loads(report.as_json())["sampling"]["alarm"] is True
-    believed = verdict(None, None, report.planner, report.proxy, None)
+    believed = verdict(None, report.planner, report.proxy, None)
     assert len(believed) == 2 and "roxy" in believed[-1]
 
 
@@ -159,7 +139,7 @@ def test_what_is_stated_of_the_sampling_counts_until_the_check_raises_an_alarm(a
 
     assert audited[1].sampling.alarm and bare().projection != 1
     monkeypatch.setattr("otb_analysis.audit.audited._sampling", lambda store: None)
-    assert bare().projection == 1 and bare().relative_bias == 0
+    assert bare().projection == 1 and bare().c_known and bare().relative_bias.estimate == 0
 
 
 def test_an_imported_run_gets_dead_groups_and_what_adds_the_rest(rollouts):
@@ -167,7 +147,10 @@ def test_an_imported_run_gets_dead_groups_and_what_adds_the_rest(rollouts):
     report = audit_run(RunStore(path))
     assert report.planner.cells == () and [d.size for d in report.planner.dead] == [2, 4]
     assert len(report.missing) == 4 and all("otb audit --model DIR" in sentence for sentence in report.missing)
-    assert report.verdict[0].startswith("In groups of 4")
+    assert report.verdict[0].startswith("In groups of 4") and "–" in report.verdict[0]
+    assert "groups above 4 save at most 25%, and groups of 2 cost 50%" in report.planner.note
+    text = " ".join(str(part) for part in audit_text(report))
+    assert report.planner.note in text and "otb audit --model DIR" in report.planner.note
 
 
 def test_without_go_the_cost_is_printed_and_nothing_written(rollouts, checkpoint, tmp_path, capsys):
@@ -176,6 +159,23 @@ def test_without_go_the_cost_is_printed_and_nothing_written(rollouts, checkpoint
     out = capsys.readouterr().out
     assert "80 rollouts" in out and "Gram matrix" in out and "Nothing was written" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_is_loaded_once(rollouts, checkpoint, tmp_path, monkeypatch):
+    loaded, load = [], scoring.load_policy
+    monkeypatch.setattr(scoring, "load_policy", lambda *args: loaded.append(args) or load(*args))
+    words = [
+        "--model",
+        str(checkpoint),
+        "--rollouts",
+        str(rollouts),
+        "--root",
+        str(tmp_path),
+        "--measure.exact.every",
+        "0",
+    ]
+    assert main(["audit", *words, "--measure.attribution.every", "0", "--go"]) == 0
+    assert len(loaded) == 1
 
 
 def test_a_run_is_audited_again(audited, capsys):

@@ -13,7 +13,8 @@ from otb_analysis.audit.bookkeeping import (
 from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.audit.recorded_advantages import check_advantages
 from otb_analysis.audit.score import score
-from otb_analysis.config import ImportConfig, ScoreConfig
+from otb_analysis.audit.trainer_loss import WHOLE, TrainerLoss, trainer_loss
+from otb_analysis.config import EstimatorConfig, ImportConfig, MeasureConfig, Schedule, ScoreConfig
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore
 
@@ -21,7 +22,7 @@ REWARDS = np.array([[1.0, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 
 
 
 def lines_of(advantages, norms):
-    return bookkeeping_lines(Bookkeeping(advantages, None, tuple(norms), ""))
+    return bookkeeping_lines(Bookkeeping(advantages, TrainerLoss(), None, tuple(norms), ()))
 
 
 def rows(advantages, rewards=REWARDS, lengths=(3, 5, 2, 4)):
@@ -102,7 +103,8 @@ def test_advantages_without_ids_belong_to_no_tokens(tmp_path, jsonl):
 def test_without_recorded_advantages_there_is_nothing_to_check(tmp_path, jsonl, simple):
     store = RunStore(import_rollouts(jsonl(simple()), ImportConfig(root=tmp_path / "runs")))
     assert check_advantages(store) is None
-    assert lines_of(None, []) == ["No advantages were recorded, so none can be recomputed."]
+    lines = bookkeeping_lines(check_bookkeeping(store, "grpo", TrainerLoss()))
+    assert lines[0] == "Advantages: none were recorded, so none can be recomputed." and "--aggregation" in lines[1]
 
 
 LENGTH, GROUP = np.array([1, 3, 2, 2]), np.array([0, 0, 1, 1])
@@ -138,7 +140,7 @@ def test_the_logged_norm_of_a_run_is_rebuilt_from_its_gradients(otb_run):
     checks = check_norms(RunStore(otb_run), "otb")
     assert [check.step for check in checks] == [0, 1, 2]
     np.testing.assert_allclose([check.factor for check in checks], 1.0, rtol=1e-3)
-    assert "median 1" in lines_of(None, checks)[1]
+    assert "median 1" in lines_of(None, checks)[0]
 
 
 def test_a_norm_under_token_means_is_smaller_by_the_tokens(otb_run):
@@ -153,9 +155,55 @@ def test_a_norm_under_token_means_is_smaller_by_the_tokens(otb_run):
 
 def test_all_checks_together_name_the_sum_of_weights_and_what_was_left_out(otb_run):
     store = RunStore(otb_run)
-    checked = check_bookkeeping(store, "otb", "token_mean", 3)
+    checked = check_bookkeeping(store, "otb", TrainerLoss("token_mean", 3))
     assert checked.norms and checked.weights is not None
     assert checked.weights.factor == pytest.approx(1) and checked.weights.highest > 1
-    assert "Loss weights add up to 1 times the nominal sum" in bookkeeping_lines(checked)[-1]
-    refused = check_bookkeeping(store, "otb", "sequence_mean", 0)
-    assert not refused.norms and "weighs rollouts by their lengths" in bookkeeping_lines(refused)[-1]
+    lines = bookkeeping_lines(checked)
+    assert "(token_mean, micro-batches of 3) add up to 1 times the nominal sum; single tokens weigh" in lines[1]
+    refused = check_bookkeeping(store, "otb", TrainerLoss("sequence_mean", 3))
+    assert not refused.norms and refused.weights is not None
+    assert "weighs rollouts by their lengths" in bookkeeping_lines(refused)[-1]
+
+
+def test_weights_are_checked_without_a_micro_batch_too(otb_run):
+    store = RunStore(otb_run)
+    (line, *_) = bookkeeping_lines(check_bookkeeping(store, "otb", TrainerLoss("token_mean")))
+    assert line.startswith("Logged over rebuilt")
+    open_size = check_bookkeeping(store, "otb", TrainerLoss("token_mean"))
+    assert open_size.weights == check_bookkeeping(store, "otb", TrainerLoss("token_mean", 1)).weights
+    assert "in micro-batches of one rollout would add up to" in bookkeeping_lines(open_size)[1]
+    whole = bookkeeping_lines(check_bookkeeping(store, "otb", trainer_loss(store.info["config"])))
+    assert "(sequence_sum, the whole batch at once) add up to the nominal sum, and so does every token's." in whole[1]
+
+
+def test_what_is_known_of_a_loss_is_told_or_in_the_run():
+    trl = {"trl": {"loss_type": "bnpo", "per_device_train_batch_size": 4}, "sample": {"max_new_tokens": 64}}
+    assert trainer_loss(trl) == TrainerLoss("token_mean", 4, 64)
+    assert trainer_loss(trl | {"trl": {"loss_type": "dapo"}}).micro_batch == WHOLE
+    assert trainer_loss(trl | {"trl": {"loss_type": "luspo"}}).aggregation == ""
+    own = {"objective": {"aggregation": "constant", "aggregation_options": {"length": "48"}}}
+    assert trainer_loss(own) == TrainerLoss("constant", WHOLE, 48)
+    assert trainer_loss({"aggregation": "token_mean", "accumulate": 8}) == TrainerLoss("token_mean", 8)
+    assert trainer_loss(own, "token_mean", 2) == TrainerLoss("token_mean", 2, 48) and trainer_loss({}) == TrainerLoss()
+
+
+def test_a_recorded_norm_is_kept_and_compared(tmp_path, jsonl, checkpoint):
+    records = [row | {"grad_norm": 2.5 + row["step"]} for row in rows(KNOWN["rloo"])]
+    config = ScoreConfig(
+        rollouts=jsonl(records), model=str(checkpoint), root=tmp_path / "runs", estimator=EstimatorConfig("rloo"),
+        measure=MeasureConfig(exact=Schedule(every=1)),
+    )  # fmt: skip
+    store = RunStore(score(config))
+    assert store.steps_df()["grad_norm"].tolist() == [2.5, 3.5]
+    checked = check_bookkeeping(store, "rloo", TrainerLoss("sequence_sum"))
+    assert [check.logged for check in checked.norms] == [2.5, 3.5]
+    assert imported(tmp_path, jsonl, records).steps_df()["grad_norm"].tolist() == [2.5, 3.5]
+    records[3]["grad_norm"] = 9.0
+    with pytest.raises(InputError, match=r"record 4 has grad_norm 9\.0 but record 1 of the same step has 2\.5"):
+        imported(tmp_path, jsonl, records)
+
+
+def test_without_token_counts_weights_are_missing(tmp_path, jsonl, simple):
+    store = RunStore(import_rollouts(jsonl(simple()), ImportConfig(root=tmp_path / "runs")))
+    lines = bookkeeping_lines(check_bookkeeping(store, "grpo", TrainerLoss("token_mean", 2)))
+    assert lines[1].startswith("Loss weights: the run has no token counts") and "was not recorded" in lines[2]

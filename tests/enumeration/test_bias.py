@@ -27,8 +27,10 @@ def test_entries_called_unbiased_have_no_bias(name, tree):
 
 
 @pytest.mark.parametrize("name", BIASED)
-def test_entries_called_biased_have_a_bias(name, tree):
-    assert group_moments(name, tree, 2).relative_bias > 0.01
+def test_entries_called_biased_have_a_bias(name, tree, draw):
+    # two rollouts of one prompt, paid 0 or 1: Σ_{k<N} (1 − p)^{k−1} is 1, and one of two is paid where the mean is ½
+    n, policy = (3, draw(7, vocabulary=2, horizon=3, end_token=True)) if name in ("maxrl", "gpg") else (2, tree)
+    assert group_moments(name, policy, n).relative_bias > 0.01
 
 
 @pytest.mark.parametrize("name", WITH_TAIL)

@@ -4,16 +4,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration.coverage import LAWS, NOMINAL_FLOOR, QUANTITIES, ROWS, coverage_page, measure, row_text
+from otb_analysis.enumeration.coverage import (
+    BY_SCALE,
+    NOMINAL_FLOOR,
+    PROMPTS,
+    QUANTITIES,
+    ROWS,
+    SCALED,
+    coverage_page,
+    measure,
+    row_text,
+)
+from otb_analysis.enumeration.coverage_laws import LAWS, WEAK
 from otb_analysis.statistics.moments import measures
 
 TABLE = Path(__file__).parents[2] / "docs" / "coverage.md"
 
 
-def published():
-    """Coverage in percent by row, bold or not, as docs/coverage.md has it."""
-    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("|")][2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+def lines():
+    """Lines of each table of docs/coverage.md below its head, as they are: the first, then one per `BY_SCALE`."""
+    tables = [part for part in TABLE.read_text().split("\n\n") if part.startswith("|")]
+    return [part.splitlines()[2:] for part in tables]
+
+
+def published(table=0):
+    """Coverage in percent by row, bold or not."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines()[table]]
 
 
 def percent(cell):
@@ -49,18 +65,39 @@ def test_the_enumerated_estimator_is_biased_and_its_reference_is_not():
     assert law.noise_scale == pytest.approx(15, abs=0.5)
 
 
-def test_the_published_table_is_complete_and_bold_where_it_falls_short():
+def falls_short(cell):
+    return cell != "none" and percent(cell) < 100 * NOMINAL_FLOOR
+
+
+def test_the_published_tables_are_complete_and_bold_where_they_fall_short():
     rows = published()
     assert len(rows) == len(ROWS)
     for row, (_, steps, prompts) in zip(rows, ROWS, strict=True):
         assert row[1] == (f"{prompts}" if steps == 1 else f"{steps} × {prompts}")
-        for cell in row[2:]:
-            assert cell.startswith("**") == (percent(cell) < 100 * NOMINAL_FLOOR)
+    for table in range(1, 1 + len(BY_SCALE)):
+        named = [(row[0], row[1]) for row in published(table)]
+        assert named == [(WEAK[name].name, f"{scale:,}") for name, scale in SCALED]
+    for cell in (cell for table in range(1 + len(BY_SCALE)) for row in published(table) for cell in row[2:]):
+        assert cell.startswith("**") == falls_short(cell)
 
 
-def test_the_words_around_the_published_table_are_those_of_the_template():
-    text = TABLE.read_text()
-    assert text == coverage_page([line for line in text.splitlines() if line.startswith("|")][2:])
+def test_the_words_around_the_published_tables_are_those_of_the_template():
+    first, *others = lines()
+    assert TABLE.read_text() == coverage_page(first, others)
+
+
+def test_an_efficiency_that_is_shown_and_a_noise_scale_cover_in_every_law():
+    names = dict(zip(QUANTITIES, range(2, 2 + len(QUANTITIES)), strict=True))
+    cells = [row[names[name]] for row in published() for name in ("efficiency", "noise scale")]
+    cells += [cell for table in (1, 2) for row in published(table) for cell in row[2:]]
+    assert not [cell for cell in cells if falls_short(cell)]
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_a_weaker_signal_has_the_noise_scale_it_is_made_with(name):
+    for scale in (50, 1000):
+        assert WEAK[name].law(scale).noise_scale == pytest.approx(scale)
+    assert len(PROMPTS) * 2 + 2 == len(published(1)[0])
 
 
 def test_nine_in_ten_published_cells_from_24_prompts_up_reach_the_floor():

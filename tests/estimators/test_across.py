@@ -240,7 +240,7 @@ def test_rollout_alone_in_its_group_has_no_m():
 
 def test_nothing_forgotten_is_one_long_batch():
     first, second = random_batch(12, prompts=3), random_batch(13, prompts=2)
-    options = RegressionOptions(T_max=6, memory=1.0)
+    options = RegressionOptions(ridge=0.1, T_max=6, memory=1.0)  # no ridge of its own for the number of prompts
     kept = estimate("energy_regression", first, options).state
     got = estimate("energy_regression", replace(second, state=kept), options)
     together = {k: np.concatenate([v, getattr(second, k)]) for k, v in vars(first).items() if v is not None}
@@ -339,6 +339,7 @@ def test_entropy_rounded_below_zero_counts_as_zero():
         ({"features": "1,n"}, "features has 'n'"),
         ({"features": "1,m,1"}, "name at least one, each once"),
         ({"features": "x"}, "and T_max for those of x"),
+        ({"ridge": "much"}, "ridge is 'much'; pass a number, or auto"),
         ({"ridge": "-1"}, "ridge is -1.0 but must be a finite number of at least 0"),
         ({"ridge": "nan"}, "ridge is nan but"),
         ({"memory": "1.5"}, r"memory is 1.5 but must lie in \[0, 1\]"),
@@ -350,6 +351,19 @@ def test_entropy_rounded_below_zero_counts_as_zero():
 def test_options_that_cannot_be_are_refused(values, sentence):
     with pytest.raises(InputError, match=sentence):
         options_from_dict("energy_regression", values)
+
+
+def test_ridge_follows_from_the_number_of_prompts():
+    options = RegressionOptions()
+    assert [options.ridge_for(p) for p in (1, 15, 16, 31, 32, 500)] == [10, 10, 1, 1, 0.1, 0.1]
+    remembering = RegressionOptions(memory=0.75)
+    assert [remembering.ridge_for(4, remembers) for remembers in (False, True)] == [10, 1]
+    assert [RegressionOptions(memory=1.0).ridge_for(4, remembers) for remembers in (False, True)] == [10, 0.1]
+    assert options_from_dict("energy_regression", {"ridge": "0.5"}).ridge_for(3) == 0.5
+    for prompts, ridge in ((9, 10.0), (20, 1.0), (40, 0.1)):
+        inputs = random_batch(24, prompts=prompts)
+        got, expected = (estimate("energy_regression", inputs, RegressionOptions(ridge=r)) for r in ("auto", ridge))
+        np.testing.assert_array_equal(got.baseline, expected.baseline)
 
 
 def test_features_are_read_from_text():

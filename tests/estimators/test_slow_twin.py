@@ -1,6 +1,7 @@
 """Every entry against loops that spell the formula out, over ragged groups, gaps, ratios and dense rewards."""
 
 from math import prod
+from statistics import median
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from otb_analysis.estimators import ESTIMATORS, DecayOptions, TailOptions, avail
 from otb_analysis.types import EstimatorInputs
 
 TREES = ("tempo", "tempo_loo", "trloo")
+PUBLISHED = ("maxrl", "mc_grpo", "qae", "gpg", "reinforce_plus_plus_baseline")
 ENERGY = {"otb": "W", "otb_turn": "W", "token_optimal": "w", "energy_ema": "decayed"}
 
 
@@ -56,12 +58,18 @@ def twin(name, inputs, tail):
         others = [r for j, r in pool if j != i]
         peers = others if name.endswith("_loo") or name == "rloo" else [r for _, r in pool]
         for k, t in enumerate(me["tokens"]):
-            if name in TREES:
+            if name == "blend_otb_regression":
+                own, fell = baseline_of("otb", inputs, (i, t, k), me, peers, others, "own_return")
+                other, undefined = regressed(k, me, others, everyone)
+                b, fell = (own + other) / 2, fell or undefined
+            elif name in TREES:
                 b, fell = tree_baseline(name, k, me, peers, others)
-            elif name == "james_stein":
-                b, fell = shrunk(me, others, everyone)
+            elif name.startswith("james_stein"):
+                b, fell = (shrunk if name == "james_stein" else shrunk_by_noise)(me, others, everyone)
             elif name == "energy_across_loo":
                 b, fell = across(me, others, everyone)
+            elif name in PUBLISHED:
+                b, fell = 0.0, False
             elif name == "energy_regression":
                 b, fell = regressed(k, me, others, everyone)
             else:
@@ -72,6 +80,8 @@ def twin(name, inputs, tail):
                 std = np.std(returns, ddof=int(name == "grpo")) if others else 0.0
                 fell = not others or max(returns) - min(returns) < 1e-9
                 scale = 0.0 if fell else 1 / (std + 1e-6 * (name == "grpo"))
+            if name in PUBLISHED:
+                b, scale, fell = published(name, me, [r for _, r in pool], everyone)
             baseline[i, t], advantage[i, t], fallback[i, t] = b, (me["G"][k] - b) * scale, fell
     return baseline, advantage, fallback
 
@@ -107,6 +117,42 @@ def shrunk(me, others, everyone):
     return (1 - shrinkage) * own + shrinkage * np.mean([np.mean(p) for p in paid]), False
 
 
+def shrunk_by_noise(me, others, everyone):
+    if not others:
+        return 0.0, True
+    own = sum(r["R"] for r in others) / len(others)
+    labels = {r["group"] for r in everyone if len(r["tokens"])} - {me["group"]}
+    paid = [[r["R"] for r in everyone if r["group"] == q and len(r["tokens"])] for q in sorted(labels)]
+    several = [p for p in paid if len(p) > 1]
+    if len(paid) < 2 or not several:
+        return own, True
+    spread = np.var([np.mean(p) for p in paid], ddof=1) - np.mean([np.var(p, ddof=1) / len(p) for p in several])
+    noise = np.mean([np.var(p, ddof=1) for p in several]) / len(others)
+    shrinkage = noise / (noise + max(spread, 0.0)) if noise else 0.0
+    return (1 - shrinkage) * own + shrinkage * np.mean([np.mean(p) for p in paid]), False
+
+
+def published(name, me, group, everyone):
+    """B, scale and whether it is a fallback."""
+    paid = sorted(r["R"] for r in group)
+    n, alone = len(paid), len(paid) == 1
+    centre = 0.0 if alone else sum(paid) / n
+    batch = [r for r in everyone if len(r["tokens"])]
+    if name == "maxrl":
+        return (centre, 0.0, True) if alone or abs(centre) < 1e-12 else (centre, 1 / centre, False)
+    if name == "mc_grpo":
+        return (0.0, 1.0, True) if alone else (median(paid), n / (n - 1) if n % 2 else 1.0, False)
+    if name == "qae":
+        return (0.0, 1.0, True) if alone else (min(x for x in paid if sum(y <= x for y in paid) >= 0.4 * n), 1.0, False)
+    if name == "gpg":
+        return centre, len(batch) / max(sum(r["R"] != 0 for r in batch), 1), alone
+    means = {}
+    for r in batch:
+        means.setdefault(r["group"], []).append(r["R"])
+    x = [r["R"] - (np.mean(means[r["group"]]) if len(means[r["group"]]) > 1 else 0.0) for r in batch for _ in r["G"]]
+    return centre + np.mean(x), 1 / np.sqrt(np.var(x, ddof=1) + 1e-8), alone
+
+
 def across(me, others, everyone):
     elsewhere = [r for r in everyone if len(r["tokens"]) and r["group"] != me["group"]]
     if not elsewhere:
@@ -124,7 +170,7 @@ def features(k, r, everyone, origin=0.0):
     return [1.0, m, f, m * f, h, m * h]
 
 
-def regressed(k, me, others, everyone, ridge=0.1):
+def regressed(k, me, others, everyone, ridge=10.0):
     """One least-squares problem per token, with returns and m counted from their mean and the penalty as rows."""
     tokens = [
         (w, j, r)

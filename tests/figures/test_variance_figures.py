@@ -103,7 +103,7 @@ def test_noise_scale_stands_beside_each_estimator_with_its_interval(grams):
     info = comparison_info(list(grams.values()))
     scale = gradient_noise_scale(list(grams.values()), ("otb", "exact"))
     (row,) = (row for row in info.rows if row.label == "otb · exact")
-    assert row.noise_scale == scale and scale.low < scale.estimate < scale.high
+    assert row.intervals["noise_scale"] == scale and scale.low < scale.estimate < scale.high
     shown = display_table(info).set_index("estimator")["noise scale"]
     assert shown["otb · exact"] == f"{scale.estimate:.3g} [{scale.low:.3g}, {scale.high:.3g}]"
     table = comparison_table(info).set_index("estimator")

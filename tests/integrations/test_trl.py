@@ -273,9 +273,16 @@ def test_groups_that_span_processes(tmp_path, processes):
     assert [row["ids"] for row in rows] == [one for one, known in zip(ids, scored, strict=True) if known]
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "energy_regression", "otb_turn", "trloo", "tempo_loo", "james_stein"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grpo", "rloo", "energy_regression", "otb_turn", "trloo", "tempo_loo", "james_stein", "james_stein_corrected",
+        "maxrl", "mc_grpo", "qae", "gpg", "reinforce_plus_plus_baseline", "blend_otb_regression",
+        "0.5*rloo+0.5*energy_across_loo",
+    ],
+)  # fmt: skip
 def test_other_estimators_train(trained, name):
-    options = {"memory": 0.5} if name == "energy_regression" else None
+    options = {"memory": 0.5} if name in ("energy_regression", "blend_otb_regression") else None
     trainer, store = trained(estimator=name, options=options)
     assert all(call["advantages"].isfinite().all() for call in trainer.calls)
     assert store.info["config"]["estimator"]["name"] == name

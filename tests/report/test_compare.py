@@ -196,7 +196,9 @@ def gram_of_groups(size):
 
 def test_single_measured_prompt_is_shown_without_variance(trained):
     text = printed([trained("one_prompt", measure=MeasureConfig(exact=Schedule(every=2, prompts=1)))])
-    assert [line.split() for line in text.splitlines() if line.split()[:1] == ["rloo"]] == [["rloo", "none", "1", "0"]]
+    assert [line.split() for line in text.splitlines() if line.split()[:1] == ["rloo"]] == [
+        ["rloo", "none", "1", "proved", "0"]
+    ]
     assert re.search(r"Not shown, since .*: SF ×rloo, efficiency ×rloo, .*variance ×rloo\.", text)
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration.coverage import NOMINAL_FLOOR, OTHER, enumerated, measure
+from otb_analysis.enumeration.coverage import NOMINAL_FLOOR, OTHER, measure
+from otb_analysis.enumeration.coverage_laws import enumerated
 from otb_analysis.statistics import Gram, Proved, deleted_moments, paired_ratios, pooled_statistics
 from otb_analysis.statistics.moments.gram import REFERENCE
 

@@ -155,6 +155,8 @@ def test_a_call_after_the_collapse_is_no_forecast_but_not_blind(parts):
     # seed 0: 2 of 4 collapsed runs against no calm one; seed 1: 0 of 3 against the calm one
     assert forecast.seed_differences(RUNS, rows, "length_drift") == pytest.approx([1 / 2, -1])
     assert numbers["blind"] == [
+        "reward_fall",
+        "vanished_gradient",
         "gradient_surge",
         "entropy_collapse",
         "entropy_rise",

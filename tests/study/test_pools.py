@@ -5,18 +5,18 @@ import pytest
 
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import estimate
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram, token_score_norms
 from otb_analysis.statistics import Partition, mean_over_subgroups, partitions
 from otb_analysis.study.policies import fresh_policy, write
 from otb_analysis.study.pools import (
-    cross_fitted_optimum,
     distinct_tokens,
     every_estimate,
     gram_of_prompts,
     measure_pool,
     pool_grams,
     promising_prompts,
+    proved_of_pool,
+    update_batches,
 )
 from otb_analysis.tasks.task_calls import draw_prompts
 
@@ -128,27 +128,10 @@ def test_estimators_that_couple_prompts_see_one_group_of_each(pool):
 def test_energy_sources_are_named_and_alike_estimators_measured_once(pool):
     cut = partitions(pool.inputs.group, 2, 1)[0]
     found = every_estimate(pool, cut)
-    assert {("otb", "exact"), ("otb", "proxy"), ("position_optimal", "none"), ("james_stein", "none")} <= found.keys()
+    assert {("otb", "exact"), ("otb", "proxy"), ("james_stein", "none")} <= found.keys()
     np.testing.assert_array_equal(found["otb", "exact"], found["otb_turn", "exact"])
     kept = [label for block in pool_grams(pool, [cut]) for label in block.labels]
     assert ("otb", "exact") in kept and ("otb_turn", "exact") not in kept and ("trloo", "none") not in kept
-
-
-def test_best_baseline_comes_from_the_other_half_of_the_prompt(pool):
-    # changing the pay of the rollouts of one half changes B* of the other half only
-    from dataclasses import replace
-
-    from otb_analysis.statistics import held_out
-
-    half = held_out(pool.inputs.group, seed=0)
-    paid = pool.inputs.reward * np.where(half, 5.0, 1.0)[:, None]
-    before = cross_fitted_optimum(pool, 0)
-    after = cross_fitted_optimum(replace(pool, inputs=replace(pool.inputs, reward=paid)), 0)
-    np.testing.assert_array_equal(before[half], after[half])
-    np.testing.assert_allclose(after[~half], 5 * before[~half])
-    assert np.abs(before).max() > 0
-    inputs = replace(pool.inputs, position_baseline=before)
-    np.testing.assert_array_equal(estimate("position_optimal", inputs).baseline, before)
 
 
 def test_too_few_promising_prompts_are_one_sentence(policy):
@@ -159,3 +142,35 @@ def test_too_few_promising_prompts_are_one_sentence(policy):
 def test_unknown_architecture_is_one_sentence():
     with pytest.raises(InputError, match="architecture is 'rwkv'"):
         fresh_policy(CONFIG, "rwkv")
+
+
+def test_pools_prove_what_plain_sampling_does_and_pool_the_gradient_over_the_anchors():
+    rloo, none, loo, across = ("rloo", "none"), ("none", "none"), ("otb_loo", "exact"), ("energy_across_loo", "proxy")
+    labels = [rloo, none, loo, across, ("group_mean", "none"), ("batch_mean", "none"), ("otb", "proxy")]
+    known = proved_of_pool(labels, prompts=6, size=4)
+    assert dict(known.projection) == {
+        rloo: 1, none: 1, loo: 1, across: 1, ("group_mean", "none"): 3 / 4, ("batch_mean", "none"): 23 / 24,
+    }  # fmt: skip
+    assert known.truth == {rloo, none, loo}
+    assert proved_of_pool(labels, 6, 4, truth=(rloo, across)).truth == {rloo}
+
+
+def test_batches_hold_one_group_of_so_many_prompts():
+    cut = Partition(np.arange(14), np.repeat(np.arange(7), 2))  # seven prompts with two groups each
+    assert update_batches(cut).tolist() == [0, 1] * 7
+    three = update_batches(cut, 3)  # two batches a turn, of four and three prompts
+    assert three.tolist() == [0, 2] * 4 + [1, 3] * 3
+    assert np.bincount(three).tolist() == [4, 3, 4, 3]
+    assert update_batches(cut, 100).tolist() == update_batches(cut, 7).tolist() == update_batches(cut).tolist()
+
+
+def test_an_estimator_that_couples_prompts_sees_the_batch_it_is_asked_for(pool):
+    cut = Partition(np.repeat(np.arange(4), 2), np.array([0, 0, 1, 1]))  # two prompts, two groups of two
+    label, inputs = ("batch_mean", "none"), pool.inputs
+    alone, together = (every_estimate(pool, cut, batch)[label] for batch in (1, 2))
+    assert (every_estimate(pool, cut)[label] == together).all()
+    reward = inputs.reward.sum(axis=1)
+    for rows, found in (([0, 1], alone), ([0, 1, 4, 5], together)):
+        np.testing.assert_allclose(
+            found[rows], np.where(inputs.mask[rows], (reward[rows] - reward[rows].mean())[:, None], 0.0)
+        )

@@ -22,7 +22,7 @@ from otb_analysis.store import RunStore
 from otb_analysis.tasks import Prompt
 from otb_analysis.training import forecast
 from otb_analysis.training.forecast import (
-    GRAM,
+    EXACT,
     NORM,
     WHOLE,
     Forecast,
@@ -119,7 +119,7 @@ def told(config, step=0, each=0.01, usual=0.4, rollouts=None):
 
 def test_sentence_says_what_at_which_steps_for_how_long():
     config = config_of(exact=Schedule(every=20, prompts=2))
-    one = (WHOLE + NORM["auto"] * 9 / 5 + GRAM * 16 / 20) * 0.01 * 20  # two prompts of two tokens are read once
+    one = (WHOLE + NORM["auto"] * 9 / 5 + EXACT * 16 / 20) * 0.01 * 20  # two prompts of two tokens are read once
     _, sentence = told(config)
     assert sentence == (
         f"Measuring 2 prompts (4 rollouts) at steps 0, 20, 40: about {about(one)} each time, {about(3 * one)} in all; "
@@ -130,7 +130,7 @@ def test_sentence_says_what_at_which_steps_for_how_long():
 def test_levels_of_different_schedules_add_up():
     config = config_of(exact=Schedule(every=40, prompts=2), attribution=AttributionSchedule(every=20))
     found, sentence = told(config)
-    assert "Measuring 2 prompts (4 rollouts) and attribution at steps 0, 20, 40: about" in sentence
+    assert "Measuring 2 prompts (4 rollouts) at steps 0, 40, attribution at steps 0, 20, 40: about" in sentence
     assert "the first time" in sentence
     assert found.cost(0) > found.cost(20) == found.seconds["attribution"]
 

@@ -17,13 +17,14 @@ from otb_analysis.config import (
     Schedule,
 )
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, RegressionOptions, estimate
+from otb_analysis.estimators import ESTIMATORS, RegressionOptions, estimate, with_limit
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore
 from otb_analysis.training.check import check
 from otb_analysis.training.loop import train_step
 
+LIMIT = 6 * SampleConfig().max_turns  # of the tokens in a rollout of the tiny configuration
 UNMEASURED = {"measure": MeasureConfig(exact=Schedule(0, 0)), "evaluate": EvaluateConfig(every=0)}
 KINDS = {"BIGINT": "iu", "INTEGER": "iuf", "FLOAT": "f", "DOUBLE": "f", "BOOLEAN": "bO", "VARCHAR": "OTU"}
 
@@ -76,7 +77,9 @@ NEVER_HERE = {
     | {"tracker_gaps"},
     "rollouts": {"energy_total", "energy_total_stderr"},  # of the level sampled
     "tokens": {"grad_norm_sq_stderr", "path_norm_sq", "energy_calibrated", "attribution", "signal", "noise"},
-    "gradients": {"variance_low", "variance_high", "within", "between"},  # below 16 prompts, and without pools
+    # Below 16 prompts, without pools, and never sketched.
+    "gradients": {"variance_low", "variance_high", "within", "between", "sketch_dim"},
+    "grams": {"sketch_dim"},
 }
 
 
@@ -268,14 +271,34 @@ def test_options_of_an_estimator_are_read_from_text(trained):
     np.testing.assert_allclose(tokens["baseline"], again.baseline[tokens["rollout"], tokens["t"]], rtol=1e-5, atol=1e-6)
 
 
+LATER = (
+    "james_stein_corrected", "maxrl", "mc_grpo", "qae", "gpg", "reinforce_plus_plus_baseline", "blend_otb_regression",
+    "0.5*rloo+0.5*energy_across_loo",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_one_step_follows_the_advantages_of_an_estimator(trained, name):
+    own = EstimatorConfig(name=name)
+    path = trained(f"step-{name.replace('*', '-')}", estimator=own, optimize=OptimizeConfig(steps=1))
+    store = RunStore(path)
+    again = estimate(name, store.token_arrays(0).estimator_inputs("proxy"), with_limit(name, None, LIMIT))
+    tokens = store.tokens_df()
+    place = tokens["rollout"], tokens["t"]
+    np.testing.assert_allclose(tokens["advantage"], again.advantage[place], rtol=1e-4, atol=1e-5)
+    rows = store.gradients_df(where=f"estimator = '{name}' and energy_source in ('proxy', 'none')")
+    assert (store.steps_df()["grad_norm"] > 0).all()
+    np.testing.assert_allclose(np.sqrt(rows["mean_norm_sq"]), store.steps_df()["grad_norm"], rtol=1e-4)
+
+
 @pytest.mark.parametrize("memory", ["0", "0.9"])
 def test_regression_trains_on_the_sampling_limit_and_what_it_remembers(trained, memory):
     own = EstimatorConfig(name="energy_regression", options={"memory": memory})
     store = RunStore(trained(f"regression-{memory}", estimator=own))
-    state, limit = None, 6 * SampleConfig().max_turns
+    state = None
     for step in store.complete_steps():
         inputs = replace(store.token_arrays(step).estimator_inputs("proxy"), state=state)
-        again = estimate("energy_regression", inputs, RegressionOptions(T_max=limit, memory=float(memory)))
+        again = estimate("energy_regression", inputs, RegressionOptions(T_max=LIMIT, memory=float(memory)))
         state, tokens = again.state, store.tokens_df([step])
         place = tokens["rollout"], tokens["t"]
         np.testing.assert_allclose(tokens["baseline"], again.baseline[place], rtol=1e-4, atol=1e-5)

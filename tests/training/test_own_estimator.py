@@ -85,17 +85,17 @@ def test_every_reader_shows_it_under_its_name_without_its_module(forgotten, caps
     assert "my_estimators" not in sys.modules
 
 
-@pytest.mark.parametrize("page", ["overview", "variance", "fidelity", "collapse", "tokens"])
+@pytest.mark.parametrize("page", ["triage", "run", "rollouts", "tokens", "variance", "fidelity"])
 def test_every_page_opens_it_without_its_module(forgotten, page, monkeypatch):
     monkeypatch.setenv("OTB_RUNS", str(forgotten.parent))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     app = AppTest.from_file(ROOT / "app" / "streamlit_app.py", default_timeout=60).run()
-    app = app if page == "overview" else app.switch_page(f"views/{page}.py").run()
+    app = app if page == "triage" else app.switch_page(f"views/{page}.py").run()
     assert not app.exception and not app.error
     shown = " ".join(element.value for element in [*app.caption, *app.markdown, *app.info]).replace("\\", "")
     frames = " ".join(frame.value.to_string() for frame in app.dataframe)
-    assert page not in ("overview", "variance") or NAME in shown + frames
+    assert page not in ("triage", "variance") or NAME in shown + frames
 
 
 def test_it_is_compared_while_another_one_trains(here, tiny_config):

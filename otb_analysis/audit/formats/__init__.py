@@ -205,5 +205,5 @@ def _refuse_mixed(first: RecordedRollout, record: RecordedRollout) -> None:
 
 
 def _parts(record: RecordedRollout) -> set[str]:
-    optional = ("group", "step", "prompt", "prompt_ids", "ids", "mask", "completion")
+    optional = ("group", "step", "prompt", "prompt_ids", "ids", "mask", "completion", "grad_norm")
     return {name for name in optional if getattr(record, name) is not None} | set(record.columns)

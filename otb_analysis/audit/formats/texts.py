@@ -50,6 +50,7 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         mask=fields.flags("mask") if "mask" in fields else None,
         finish_reason=_finish_reason(fields),
         columns={ours: fields.numbers(theirs) for ours, theirs in columns.items() if theirs in fields},
+        grad_norm=fields.number("grad_norm") if "grad_norm" in fields else None,
     )
 
 

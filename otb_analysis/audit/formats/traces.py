@@ -26,13 +26,18 @@ PER_TOKEN = {
 
 
 def traces_of(row: Row) -> Iterator[Row]:
-    """Yield the traces of an episode, each with the episode's group and step; a trace alone yields itself."""
+    """Yield the traces of an episode, each with the episode's group and step; a trace alone yields itself.
+
+    An evaluation is one step of one policy: its episodes are written as they end, so a prompt's are not together. An
+    episode that failed has no trace, and yields an empty one, which is left out and counted.
+    """
     if not isinstance(row.get("traces"), list):
         yield row
         return
     group, run = row.get("group") or {}, row.get("run") or {}
-    shared = {"group": group.get("id"), "step": (run.get("work") or {}).get("step")}
-    for trace in row["traces"]:
+    step = 0 if run.get("type") == "eval" else (run.get("work") or {}).get("step")
+    shared = {"group": group.get("id"), "step": step}
+    for trace in row["traces"] or [{"nodes": [], "rewards": {}}]:
         yield {**trace, **shared}
 
 

@@ -199,7 +199,8 @@ def _pull_back(signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], read: Rea
         seen, p = _probabilities(queries[:, :, tile], key, read, tile)
         signal = rows[:, :, tile].reshape(heads, -1, width)
         # δv: P does not depend on the signal, so all signals are columns of one product.
-        at_value[:, seen] += p.mT @ signal.view(heads, len(q[0]), -1)
+        # Not `view`: of a tile of one query, read by one head, `reshape` above made no copy.
+        at_value[:, seen] += p.mT @ signal.reshape(heads, len(q[0]), -1)
         score = (signal @ value[:, seen].mT).view(heads, len(q[0]), count, -1).mul_(p[:, :, None])
         # δs = P ∘ (δvᵀ − row sum), the derivative of the softmax, in place.
         score -= p[:, :, None] * score.sum(-1, keepdim=True)

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _CHECKED = Verdicts[None]()
 
 
-class _Prompt:
+class PromptRows:
     """One prompt's rollouts that hold a sampled token, their weights side by side [M, Σ K], and a basis of them."""
 
     def __init__(self, rollouts: tuple[Rollout, ...], weights: Float) -> None:
@@ -63,7 +63,7 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
     A model of blocks is measured block by block (`layered`). Another one has its basis' gradients formed whole by
     `reference`, in as many rounds as their memory takes. Which way a model takes is said once.
     """
-    prompts = [_Prompt(*prompt_weights(batch, weights, group == p)) for p in np.unique(group)]
+    prompts = prompts_of(batch, weights, group)
     refuse_many(sum(int(p.weights.any(-1).sum()) for p in prompts))
     try:
         total = _block_by_block(batch, [p for p in prompts if p.weights.any()])
@@ -71,7 +71,7 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
     except UnfitError as reason:
         _tell(batch.model, f"is not measured block by block: {reason}")
         total = _formed_whole(batch, prompts, weights.shape, group)
-    return _mixed(total, prompts)
+    return mixed(total, prompts)
 
 
 def _tell(model: nn.Module, which: str) -> None:
@@ -81,7 +81,7 @@ def _tell(model: nn.Module, which: str) -> None:
         note(f"Gram matrix: {type(model).__name__} {which}.")
 
 
-def _block_by_block(batch: ScoreBatch, prompts: Sequence[_Prompt]) -> Float:
+def _block_by_block(batch: ScoreBatch, prompts: Sequence[PromptRows]) -> Float:
     """Products [R, R] of the basis rows' gradients, in one round of passes; raises if the model has no blocks."""
     layered = Layered(batch, verified_structure(batch), len(prompts))
     count_to(len(prompts) * layered.structure.steps, "pass")
@@ -119,25 +119,28 @@ def _check(batch: ScoreBatch, structure: BlockStructure) -> None:
         raise UnfitError(reason)
 
 
-def _formed_whole(batch: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[int, ...], group: Int) -> Float:
+def _formed_whole(batch: ScoreBatch, prompts: Sequence[PromptRows], shape: tuple[int, ...], group: Int) -> Float:
     """Products [R, R] of the basis rows' whole gradients, for a model that is not made of blocks."""
-    inner = reference.group_gradient_gram(batch, _basis_weights(batch, prompts, shape), group)
+    inner = reference.group_gradient_gram(batch, basis_weights(batch, prompts, shape), group)
     where = [(m, p) for p, prompt in enumerate(prompts) for m in range(len(prompt.basis.rows))]
     m, p = np.array(where, dtype=np.int64).reshape(-1, 2).T
     return inner[m[:, None], m[None, :], p[:, None], p[None, :]]
 
 
-def basis_weights(batch: ScoreBatch, weights: Float, group: Int) -> Float:
-    """Weights [N, r, L] of the gradients that a Gram matrix is made of, r the largest rank of any prompt's rows."""
-    prompts = [_Prompt(*prompt_weights(batch, weights, group == p)) for p in np.unique(group)]
-    return _basis_weights(batch, prompts, weights.shape)
+def prompts_of(batch: ScoreBatch, weights: Float, group: Int) -> list[PromptRows]:
+    """Return every prompt's rollouts and weights, in the order of the group's sorted distinct values."""
+    return [PromptRows(*prompt_weights(batch, weights, group == p)) for p in np.unique(group)]
 
 
-def _basis_weights(batch: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[int, ...]) -> Float:
+def basis_weights(batch: ScoreBatch, prompts: Sequence[PromptRows], shape: tuple[int, ...]) -> Float:
+    """Weights [N, r, L] of the gradients that a Gram matrix is made of, r the largest rank of any prompt's rows.
+
+    Finds every prompt's basis, with one rollout in memory at a time. `shape` is that of the weights [N, M, L].
+    """
     for prompt in prompts:
         if prompt.weights.any():
             with torch.no_grad():
-                prompt.rows(sampled_logprobs(batch, prompt.rollouts))
+                prompt.rows(torch.cat([sampled_logprobs(batch, (rollout,)) for rollout in prompt.rollouts]))
     weights = np.zeros((shape[0], max((len(prompt.basis.rows) for prompt in prompts), default=0), shape[2]))
     for prompt in prompts:
         start = 0
@@ -147,8 +150,8 @@ def _basis_weights(batch: ScoreBatch, prompts: Sequence[_Prompt], shape: tuple[i
     return weights
 
 
-def _mixed(total: Float, prompts: Sequence[_Prompt]) -> Float:
-    """Products of all M rows, mix · total · mixᵀ, prompt by prompt [M, M, P, P]."""
+def mixed(total: Float, prompts: Sequence[PromptRows]) -> Float:
+    """Products of all M rows, mix · total · mixᵀ, prompt by prompt [M, M, P, P], from those of the basis [R, R]."""
     # Another prompt's basis has no part in a prompt's rows.
     mix = np.asarray(block_diag(*(prompt.basis.mix for prompt in prompts)))
     size = len(prompts[0].weights) if prompts else 0

@@ -81,6 +81,39 @@ def jackknife_interval(
     return Interval(float(estimate), float(low), float(high), k, estimand, p_value)
 
 
+def ratio_of_differences(numerator: Float, denominator: Float, estimand: str) -> Interval | None:
+    """Interval of x/y for two quantities of either sign, from delete-one-cluster replicates of both (Fieller, 1954).
+
+    All θ with |x̂ − θŷ| ≤ q·se(x̂ − θŷ), q of Student's law with K − 1 degrees of freedom. For each θ the difference is
+    on the linear scale, where a jackknife holds; x̂/ŷ itself is on none, since ŷ may be near 0. A difference that is not
+    told from 0 in the denominator leaves a point.
+
+    Args:
+        numerator: x̂ from all clusters, then without each of them [1 + K]; the denominator alike.
+
+    Returns:
+        None where either is not finite or the denominator is not positive.
+    """
+    x, y, k = float(numerator[0]), float(denominator[0]), numerator.size - 1
+    if not (np.isfinite(x) and np.isfinite(y) and y > 0):
+        return None
+    point = Interval(x / y, None, None, k, estimand)
+    replicates = np.stack([numerator[1:], denominator[1:]])
+    if k < MIN_CLUSTERS or not np.isfinite(replicates).all():
+        return point
+    if x == 0 and not replicates[0].any():  # no difference at all: a share of 0, whatever it is a share of
+        return Interval(0.0, 0.0, 0.0, k, estimand)
+    centred = replicates - replicates.mean(axis=1, keepdims=True)
+    q = float(special.stdtrit(k - 1, (1 + LEVEL) / 2))
+    (xx, xy), (_, yy) = q**2 * (k - 1) / k * (centred @ centred.T)
+    # θ²(ŷ² − q²Var y) − 2θ(x̂ŷ − q²Cov) + (x̂² − q²Var x) ≤ 0: between its two roots where it opens upwards.
+    square, linear, constant = y**2 - yy, x * y - xy, x**2 - xx
+    if square <= 0:
+        return point
+    half = np.sqrt(max(linear**2 - square * constant, 0.0))
+    return Interval(x / y, float((linear - half) / square), float((linear + half) / square), k, estimand)
+
+
 def cluster_jackknife(
     table: ArrayLike, statistic: Callable[[Float], Float], estimand: str, scale: str = "log"
 ) -> Interval | None:

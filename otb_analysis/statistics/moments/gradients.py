@@ -19,11 +19,19 @@ from numpy.typing import ArrayLike
 
 from otb_analysis import schema
 from otb_analysis.statistics.inference.intervals import Interval, jackknife_interval
-from otb_analysis.statistics.moments import measures
-from otb_analysis.statistics.moments.gram import REFERENCE, Truth, against_reference, deleted_moments, truth_of, typical
+from otb_analysis.statistics.moments import absolute, measures
+from otb_analysis.statistics.moments.gram import (
+    REFERENCE,
+    Truth,
+    against_reference,
+    deleted_moments,
+    pair_noise,
+    truth_of,
+    typical,
+)
 from otb_analysis.statistics.moments.measures import Moments, known_number
-from otb_analysis.statistics.moments.paired import NOTHING, four_measures, measure_interval
-from otb_analysis.types import Gram, Label, Proved
+from otb_analysis.statistics.moments.paired import MEANING, NOTHING, four_measures, measure_interval
+from otb_analysis.types import Float, Gram, Label, Proved
 
 
 @dataclass(frozen=True)
@@ -49,14 +57,22 @@ class GradientStatistics:
     # labels.
     reference: str | None
     c_known: bool  # True where c is proved, so that bias, projection and SF are not estimated
+    sketch_dim: int | None  # Fewest buckets of the sketches behind any step's matrix; None where all are exact
     rollout_equivalents: float | None  # Rollouts that the reference needs for the same efficiency; ∞ where none suffice
     n_clusters: int
-    intervals: Mapping[str, Interval | None]  # 95 % intervals of variance, projection, sf and efficiency, by name
+    # 95 % intervals by name, of variance, projection, sf, relative_bias, rollout_equivalents, noise_scale (V/‖m‖² in
+    # prompts; its ends may be ∞) and efficiency, which is None where it must not be shown by itself (see `absolute`)
+    intervals: Mapping[str, Interval | None]
 
     @property
     def n_variance(self) -> float | None:
         """Batch variance times rollouts: comparable between group sizes and numbers of prompts."""
         return None if self.variance is None else self.variance * self.n_rollouts
+
+    @property
+    def shown_efficiency(self) -> float | None:
+        """The efficiency where it may be shown by itself; ratios are `paired_ratios`."""
+        return None if self.intervals["efficiency"] is None else self.efficiency
 
     def as_row(self) -> dict[str, object]:
         """Return the columns of `schema.GRADIENTS` besides `step`, by name."""
@@ -110,21 +126,12 @@ def gradient_noise_scale(grams: Sequence[Gram], label: Label, known: Proved = NO
     Source: McCandlish et al. (2018), whose two batch sizes are here one prompt and all prompts.
 
     Returns:
-        The scale with a 95 % jackknife interval over prompts; a point without interval below 16 prompts, or where ‖m‖²
-        is not positive without one of the prompts. None where the estimate of ‖m‖² is not positive, since the scale is
-        then lost in the noise, and where no step has two prompts.
+        As `absolute.noise_scale`: the upper end is ∞ where the noise may be without end, and so is the estimate where
+        the signal did not come out positive. None where no step has two prompts.
     """
-    measured = {other for gram in grams for other in gram.labels}
-    unbiased = known.truth & measured
-    c = known.projection.get(label) if unbiased else None
-    # Without a proof the estimator stands for its own mean: ‖m‖² is a mean over its own pairs, and needs no ∇J.
-    truth: Truth = label if c is None else unbiased
-    steps = against_reference(grams, label, truth)
-    moments = measures.with_projection(deleted_moments(steps, label, truth), c)
-    # Estimated, so a spread near 0 can come out below it.
-    noise = np.maximum(moments.power - moments.mean_sq, 0)
-    scale = measures.quotient(noise, moments.mean_sq)
-    return jackknife_interval(scale[0], scale[1:], "gradient noise scale V/‖m‖² in prompts")
+    truth = truth_of(grams, REFERENCE, known)
+    row = _one(against_reference(grams, label, truth), label, (REFERENCE, truth), known.projection.get(label), None)
+    return row.intervals["noise_scale"]
 
 
 def _one(
@@ -138,9 +145,18 @@ def _one(
     # An update of other prompts than were measured has rollouts in proportion: the group size stays.
     rollouts = round(typical([g.n_rollouts for g in grams]) * (batch / groups if groups else 1))
     values = four_measures(moments, batch, c)
-    intervals = {name: measure_interval(value, name, batch) for name, value in values.items()}
-    ends = intervals["variance"]
+    intervals = {name: measure_interval(values[name], name, batch) for name in ("variance", "projection", "sf")}
+    # Without an unbiased estimator there is no ∇J to be c times as long as: the mean's own length is known.
+    m = measures.with_projection(moments, c if np.isfinite(moments.truth_sq[0]) else None)
+    floor = measures.quotient(np.array([pair_noise(grams, label, truth)]), moments.truth_sq[:1])
+    words = MEANING["efficiency"](batch)
+    intervals["efficiency"] = absolute.shown_efficiency(values["efficiency"], max(batch, 1), float(floor[0]), words)
+    intervals["noise_scale"] = absolute.noise_scale(m)
+    intervals["relative_bias"] = _bias_interval(moments, c)
     equivalents = _equivalents(moments, max(batch, 1), rollouts, c)
+    words = f"rollouts that {reference[0]} needs instead of {rollouts}"
+    intervals["rollout_equivalents"] = jackknife_interval(equivalents[0], equivalents[1:], words)
+    ends, bias = intervals["variance"], intervals["relative_bias"]
     return GradientStatistics(
         estimator=label[0],
         energy_source=label[1],
@@ -153,14 +169,15 @@ def _one(
         variance_high=ends.high if ends else None,
         within=None,  # the two parts of the variance take pools of rollouts
         between=None,
-        relative_bias=known_number(measures.relative_bias(moments)[0] if c is None else abs(1 - c)),
+        relative_bias=bias.estimate if bias else None,
         projection=known_number(values["projection"][0]),
         sf=known_number(values["sf"][0]),
         efficiency=known_number(values["efficiency"][0]),
         reference=_reference_name(grams, reference, truth),
         c_known=c is not None,
-        rollout_equivalents=None if np.isnan(equivalents) else float(equivalents),
+        rollout_equivalents=None if np.isnan(equivalents[0]) else float(equivalents[0]),
         n_clusters=moments.power.size - 1,
+        sketch_dim=min((gram.sketch_dim for gram in grams if gram.sketch_dim), default=None),
         intervals=intervals,
     )
 
@@ -176,13 +193,28 @@ def _against(moments: Moments, grams: list[Gram], reference: Label, truth: Truth
     return replace(moments, reference_power=of_reference.power - of_reference.mean_sq + moments.truth_sq)
 
 
-def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -> float:
+def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -> Float:
     if c is None:
-        return measures.rollout_equivalents(moments, batch, rollouts)[0]
+        return measures.rollout_equivalents(moments, batch, rollouts)
     # Both are unbiased up to length, so equal efficiency is equal variance/c², and no ∇J is needed.
     spread = np.maximum(moments.reference_power - moments.truth_sq, 0)
     variance = measures.batch_variance(moments, 1) / c**2
-    return float(measures.quotient(rollouts * spread, variance)[0])
+    return measures.quotient(rollouts * spread, variance)
+
+
+def _bias_interval(moments: Moments, c: float | None) -> Interval | None:
+    """Return the relative bias; its interval is that of its square, which noise takes below 0, on the linear scale."""
+    words = "relative bias ‖m − ∇J‖/‖∇J‖"
+    if c is not None:
+        return Interval(abs(1 - c), None, None, moments.power.size - 1, f"{words}, proved")
+    square = measures.bias_sq(moments)
+    found = jackknife_interval(square[0], square[1:], words, "linear")
+    if found is None:
+        return None
+    estimate = float(np.sqrt(max(found.estimate, 0)))
+    if found.low is None or found.high is None or found.high <= 0:
+        return Interval(estimate, None, None, found.n_clusters, words)
+    return Interval(estimate, float(np.sqrt(max(found.low, 0))), float(np.sqrt(found.high)), found.n_clusters, words)
 
 
 def _reference_name(grams: list[Gram], reference: Label, truth: Truth) -> str | None:

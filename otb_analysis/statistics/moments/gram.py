@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from otb_analysis.statistics.moments.measures import Moments
-from otb_analysis.types import Gram, Int, Label, Proved
+from otb_analysis.types import Float, Gram, Int, Label, Proved
 
 REFERENCE: Label = ("rloo", "none")
 """The unbiased estimator that stands for ∇J unless the caller names another."""
@@ -34,37 +34,81 @@ def clusters(grams: Sequence[Gram]) -> list[Int]:
 def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFERENCE) -> Moments:
     """Moments of one estimator over all steps, from all clusters and without each cluster in turn.
 
-    E‖g_p‖² is the mean of the diagonal; ‖m‖², ⟨m, ∇J⟩ and ‖∇J‖² are U-statistics, means over pairs of *different*
-    prompts, so each is unbiased and no prompt is compared with itself. Numerators and denominators are summed over
-    steps before anything is divided.
+    Each step gives E‖g_p‖², the mean of the diagonal, and ‖m‖², ⟨m, ∇J⟩ and ‖∇J‖² as U-statistics, means over pairs of
+    *different* prompts, so each is unbiased and no prompt is compared with itself. All of them are averaged over steps
+    with one weight, the step's number of prompts: V = E‖g_p‖² − ‖m‖² is then the mean over prompts of their own step's
+    variance, also where policies and numbers of prompts differ. Numerators and denominators are averaged before
+    anything is divided. A step without a pair has no variance: it counts for the power alone, where no step has one.
 
     Returns:
         Arrays [1 + K]: entry 0 from all K clusters, entry 1 + k without cluster k. NaN where no pair is left.
     """
     codes = clusters(grams)
     size = 1 + max((int(c.max()) for c in codes if c.size), default=-1)
-    sums = np.zeros((size, 8))
-    # A pair is charged to both of its clusters, so the totals of the pair columns are half their sums.
-    halves = np.array([1.0, 1, 1, 1, 0.5, 0.5, 0.5, 0.5])
+    # Sums over steps of what `_weighed` returns, from all clusters and without each [1 + K, 11].
+    kept = np.zeros((1 + size, 11))
     for gram, code in zip(grams, codes, strict=True):
-        # E⟨g_p, g_p⟩ = ‖m‖² + V holds the noise of one prompt; for p ≠ q the noises are independent and leave ‖m‖².
-        block = gram.blocks(label, reference)
-        # Two groups of one prompt share its difficulty, so their product estimates no product of independent means.
-        other = code[:, None] != code
-        pairs = np.where(other, block, 0.0)
-        diagonal = np.einsum("jpp->pj", block)
-        # ⟨m_p, ∇J_q⟩ and ⟨m_q, ∇J_p⟩ are two products; a cluster takes part as row and as column.
-        touched = (pairs.sum(axis=1) + pairs.sum(axis=2)).T
-        ones = np.ones((code.size, 1))
-        # A prompt may be there twice in a step: indexing with += would keep its last group only.
-        np.add.at(sums, code, np.hstack([ones, diagonal, 2 * other.sum(axis=1, keepdims=True), touched]))
-    total = (sums * halves).sum(axis=0)
-    # Sums per cluster make leaving one out a subtraction; K passes over all pairs would cost K times as much.
-    kept = np.vstack([total, total - sums])
+        named, sums = _by_cluster(gram, code, label, reference)
+        total = sums.sum(axis=0) * HALVES
+        # Without a cluster a step loses its row and its column of pairs; the steps without it stay as they are.
+        whole, without = _weighed(total), _weighed(total - sums)
+        kept += whole
+        kept[1 + named] += without - whole
     # A cluster left out may leave no pair: NaN there, which gives no interval.
-    counts = np.where(kept[:, [0, 4]] > 0, kept[:, [0, 4]], np.nan)
-    power, mean = kept[:, 1:4] / counts[:, :1], kept[:, 5:] / counts[:, 1:]
-    return Moments(power[:, 0], mean[:, 0], mean[:, 1], mean[:, 2], power[:, 2])
+    counts = np.where(kept[:, [0, 7]] > 0, kept[:, [0, 7]], np.nan)
+    means, alone = kept[:, 1:7] / counts[:, :1], kept[:, 8:] / counts[:, 1:]
+    power = np.where(kept[:, :1] > 0, means[:, :3], alone)
+    return Moments(power[:, 0], means[:, 3], means[:, 4], means[:, 5], power[:, 2])
+
+
+HALVES = np.array([1.0, 1, 1, 1, 0.5, 0.5, 0.5, 0.5])
+"""A pair is charged to both of its clusters, so the totals of the pair columns are half their sums."""
+
+
+def _by_cluster(gram: Gram, code: Int, label: Label, reference: Truth) -> tuple[Int, Float]:
+    """Return a step's clusters [k], and of each: prompts, diagonal [3], pairs it takes part in, their products [3]."""
+    # E⟨g_p, g_p⟩ = ‖m‖² + V holds the noise of one prompt; for p ≠ q the noises are independent and leave ‖m‖².
+    block = gram.blocks(label, reference)
+    # Two groups of one prompt share its difficulty, so their product estimates no product of independent means.
+    other = code[:, None] != code
+    pairs = np.where(other, block, 0.0)
+    # ⟨m_p, ∇J_q⟩ and ⟨m_q, ∇J_p⟩ are two products; a cluster takes part as row and as column.
+    touched = (pairs.sum(axis=1) + pairs.sum(axis=2)).T
+    counts = np.ones((code.size, 1)), 2 * other.sum(axis=1, keepdims=True)
+    rows = np.hstack([counts[0], np.einsum("jpp->pj", block), counts[1], touched])
+    named, place = np.unique(code, return_inverse=True)
+    sums = np.zeros((named.size, 8))
+    np.add.at(sums, place, rows)  # a prompt may be there twice in a step
+    return named, sums
+
+
+def _weighed(sums: Float) -> Float:
+    """Return from sums [..., 8] of one step what adds up over steps [..., 11].
+
+    Where it has a pair: its prompts, and prompts times the means of the diagonal [3] and of the pairs [3], else zeros;
+    then its prompts and its diagonal [3], whether or not it has one.
+    """
+    prompts, diagonal, pairs = sums[..., :1], sums[..., 1:4], sums[..., 4:5]
+    means = sums[..., 5:] / np.where(pairs > 0, pairs, np.nan)
+    with_pairs = np.where(pairs > 0, np.concatenate([prompts, diagonal, prompts * means], axis=-1), 0.0)
+    return np.concatenate([with_pairs, prompts, diagonal], axis=-1)
+
+
+def pair_noise(grams: Sequence[Gram], label: Label, reference: Truth) -> float:
+    """Standard error that the estimate of ‖∇J‖² would have without any signal, from products of independent noises.
+
+    With e_p what is left of prompt p's gradient without the mean of its step, a mean over P(P − 1) ordered pairs has
+    the variance 2·mean_{p≠q}⟨e_p, e_q⟩²/(P(P − 1)); steps are averaged as in `deleted_moments`. NaN without a pair.
+    """
+    weight, square = 0.0, 0.0
+    for gram in grams:
+        block, count = gram.blocks(label, reference)[2], gram.n_prompts
+        if count > 1:
+            centred = block - block.mean(axis=0) - block.mean(axis=1, keepdims=True) + block.mean()
+            products = (centred**2).sum() - (np.diag(centred) ** 2).sum()
+            weight += count
+            square += 2 * products / (count - 1) ** 2
+    return float(np.sqrt(square) / weight) if weight else np.nan
 
 
 def prompts_of(grams: Sequence[Gram]) -> list[object]:

@@ -51,8 +51,12 @@ def relative_bias(moments: Moments) -> Float:
     the estimate is not itself unbiased.
     """
     # Of three unbiased terms, so it is often negative where the bias is small; √ of its positive part is biased up.
-    difference = moments.mean_sq - 2 * moments.along + moments.truth_sq
-    return np.sqrt(np.maximum(quotient(difference, moments.truth_sq), 0))
+    return np.sqrt(np.maximum(bias_sq(moments), 0))
+
+
+def bias_sq(moments: Moments) -> Float:
+    """Return the squared relative bias ‖m − ∇J‖²/‖∇J‖²; an estimate can be negative."""
+    return quotient(moments.mean_sq - 2 * moments.along + moments.truth_sq, moments.truth_sq)
 
 
 def sf(moments: Moments, n_prompts: float) -> Float:
@@ -87,7 +91,8 @@ def rollout_equivalents(moments: Moments, n_prompts: float, n_rollouts: float) -
     noise = np.maximum(moments.reference_power - moments.truth_sq, 0) / n_prompts
     # e/(1 − e) is the signal-to-noise ratio of an unbiased update; equal efficiency is equal odds.
     odds = np.where(share >= 1, np.inf, quotient(share, 1 - share))
-    return n_rollouts * quotient(noise, moments.truth_sq) * odds
+    with np.errstate(invalid="ignore"):  # no noise in either is 0·∞: undefined
+        return n_rollouts * quotient(noise, moments.truth_sq) * odds
 
 
 def with_projection(moments: Moments, c: float | None) -> Moments:

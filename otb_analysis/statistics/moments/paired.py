@@ -5,13 +5,14 @@ estimand is the ratio of the two expectations. Prompts are the clusters.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from otb_analysis.errors import InputError
-from otb_analysis.statistics.inference.intervals import LEVEL, Interval, jackknife_interval
+from otb_analysis.statistics.inference.intervals import LEVEL, Interval, jackknife_interval, ratio_of_differences
 from otb_analysis.statistics.moments import measures
+from otb_analysis.statistics.moments.absolute import noise_scale
 from otb_analysis.statistics.moments.gram import (
     REFERENCE,
     Truth,
@@ -38,6 +39,7 @@ class PairedRatios:
     variance: Interval | None
     sf: Interval | None
     efficiency: Interval | None  # Ratio of efficiencies; above 1 is better
+    c_known: bool = False  # True where both projections are proved, so that the SF ratio is the ratio of variance/c²
 
 
 @dataclass(frozen=True)
@@ -91,43 +93,64 @@ def update_ratios(
             f"{above.label[0]} and {below.label[0]} were measured on other prompts; pass Gram matrices whose prompts "
             "have the same names, in the same order."
         )
-    values, base = (
-        four_measures(deleted_moments(one.grams, one.label, reference), one.n_prompts, known.projection.get(one.label))
-        for one in (above, below)
-    )
+    moments = [deleted_moments(one.grams, one.label, reference) for one in (above, below)]
+    cs = [known.projection.get(one.label) for one in (above, below)]
+    sizes = above.n_prompts, below.n_prompts
+    values, base = (four_measures(*of) for of in zip(moments, sizes, cs, strict=True))
     intervals = {}
     for name in ("variance", "sf", "efficiency"):
         # The ratio is taken for every left-out prompt, so what the two updates share cancels in the interval.
         ratio = measures.quotient(values[name], base[name])
         intervals[name] = jackknife_interval(ratio[0], ratio[1:], _ratio_words(name, above, below), "log", level)
-    return PairedRatios(*above.label, below.label, **intervals)
+    proved = None not in cs
+    if proved and (scale := noise_scale(measures.with_projection(moments[1], cs[1]))) and scale.high == np.inf:
+        intervals["efficiency"] = _with_less_signal(intervals["efficiency"], intervals["sf"])
+    return PairedRatios(*above.label, below.label, **intervals, c_known=proved)
 
 
-def gain_lost(grams: Sequence[Gram], proxy: Label, exact: Label, n_prompts: int | None = None) -> Interval | None:
+def _with_less_signal(efficiency: Interval | None, sf: Interval | None) -> Interval | None:
+    """Widen a ratio of efficiencies, of two updates with proved projections, by the one without any signal.
+
+    e₁/e₂ = (1 + SF₂/‖∇J‖²)/(1 + SF₁/‖∇J‖²) falls from SF₂/SF₁ to 1 as the signal grows. An estimate exists only where
+    the signal came out large enough, so its own interval leaves out what less signal would give.
+    """
+    if efficiency is None or efficiency.low is None or efficiency.high is None:
+        return efficiency
+    if sf is None or not sf.low or sf.high is None:
+        return efficiency
+    p_value = max(efficiency.p_value or 0.0, sf.p_value or 0.0)
+    low, high = min(efficiency.low, 1 / sf.high), max(efficiency.high, 1 / sf.low)
+    return replace(efficiency, low=low, high=high, p_value=p_value)
+
+
+def gain_lost(
+    grams: Sequence[Gram], proxy: Label, exact: Label, n_prompts: int | None = None, known: Proved = NOTHING
+) -> Interval | None:
     """Share of an estimator's efficiency gain that is lost by using a proxy for its energies.
 
     (e_exact − e_proxy)/(e_exact − e_rloo) on the same rollouts: 0 when the proxy costs nothing, 1 when the gain
     over `rloo` is gone, negative when the proxy does better. This, not a correlation, is what a proxy is judged
-    by.
+    by. Its interval is that of a ratio of two differences, `ratio_of_differences`: none where the gain itself may be 0.
 
     Args:
         n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. The gain is
             largest, and the share best determined, where P is of the order of the noise scale.
 
     Returns:
-        None where an efficiency is undefined or the exact form gains nothing over `rloo`; the interval is over
-        prompts, of the ratio of the two differences.
+        None where an efficiency is undefined or the exact form gains nothing over `rloo`.
     """
     labels = (exact, proxy, REFERENCE)
     having = [gram for gram in grams if all(label in gram.labels for label in labels)]
     if not having:
         return None
     batch = n_prompts or max(typical([gram.n_prompts for gram in having]), 1)
-    with_exact, with_proxy, plain = (measures.efficiency(deleted_moments(having, label), batch) for label in labels)
-    share = measures.quotient(with_exact - with_proxy, with_exact - plain)
+    truth = truth_of(having, REFERENCE, known)
+    with_exact, with_proxy, plain = (
+        four_measures(deleted_moments(having, label, truth), batch, known.projection.get(label))["efficiency"]
+        for label in labels
+    )
     estimand = f"share of the efficiency gain lost by {proxy} instead of {exact} in an update of {batch} prompts"
-    # Linear: the share is below 0 where the proxy does better, and there it has no logarithm.
-    return jackknife_interval(share[0], share[1:], estimand, scale="linear")
+    return ratio_of_differences(with_exact - with_proxy, with_exact - plain, estimand)
 
 
 def four_measures(moments: Moments, batch: int, c: float | None = None) -> dict[str, Float]:
@@ -148,13 +171,13 @@ def four_measures(moments: Moments, batch: int, c: float | None = None) -> dict[
 
 
 def measure_interval(values: Float, name: str, batch: int) -> Interval | None:
-    """Return the jackknife interval of one of the four measures."""
-    return jackknife_interval(values[0], values[1:], _MEANING[name](batch), _SCALE[name])
+    """Return the jackknife interval of the variance, the projection or the SF."""
+    return jackknife_interval(values[0], values[1:], MEANING[name](batch), _SCALE[name])
 
 
-# Positive quantities by their logarithm, a share of 1 by its logit; c can come out negative and stays as it is.
-_SCALE = {"variance": "log", "projection": "linear", "sf": "log", "efficiency": "logit"}
-_MEANING: dict[str, Callable[[int], str]] = {
+# Positive quantities by their logarithm; c can come out negative and stays as it is.
+_SCALE = {"variance": "log", "projection": "linear", "sf": "log"}
+MEANING: dict[str, Callable[[int], str]] = {
     "variance": lambda p: f"batch variance of an update of {p} prompts",
     "projection": lambda p: "projection c = ⟨m, ∇J⟩/‖∇J‖²",
     "sf": lambda p: f"SF of an update of {p} prompts",
@@ -164,4 +187,4 @@ _MEANING: dict[str, Callable[[int], str]] = {
 
 def _ratio_words(name: str, above: Update, below: Update) -> str:
     other = below.label[0] if above.n_prompts == below.n_prompts else f"{below.label[0]} with {below.n_prompts}"
-    return f"ratio of the {_MEANING[name](above.n_prompts)} to that of {other}"
+    return f"ratio of the {MEANING[name](above.n_prompts)} to that of {other}"

@@ -17,7 +17,8 @@ from otb_analysis.arrays import rank_within
 from otb_analysis.errors import InputError
 from otb_analysis.statistics.moments.gradients import GradientStatistics, pooled_statistics
 from otb_analysis.statistics.moments.gram import REFERENCE
-from otb_analysis.types import Bool, Float, Gram, Int, Label
+from otb_analysis.statistics.moments.paired import NOTHING
+from otb_analysis.types import Bool, Float, Gram, Int, Label, Proved
 
 
 @dataclass(frozen=True)
@@ -196,16 +197,16 @@ def _sum_by(x: Float, index: Int, size: int) -> Float:
 
 
 def pool_statistics(
-    pool: PoolGram, reference: Label = REFERENCE, n_prompts: int | None = None
+    pool: PoolGram, reference: Label = REFERENCE, n_prompts: int | None = None, known: Proved = NOTHING
 ) -> list[GradientStatistics]:
     """Statistics of every estimator at this group size, the variance split into its two parts.
 
     P·variance = within + between: within = mean over prompts of the group variance, between = variance over prompts of
     the group gradient's mean. A baseline touches only the first. Prompts are a sample, and the clusters of every
-    interval. `n_prompts` as in `pooled_statistics`.
+    interval. `n_prompts` and `known` as in `pooled_statistics`.
     """
     rows = []
-    for row in pooled_statistics([pool.gram()], reference, n_prompts):
+    for row in pooled_statistics([pool.gram()], reference, n_prompts, known):
         if row.variance is None:
             rows.append(row)
             continue

@@ -52,6 +52,17 @@ def test_signals_are_those_of_the_plain_kernel(monkeypatch, options, tile_bytes)
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_tile_of_one_query_takes_any_number_of_heads_per_key(monkeypatch, groups):
+    monkeypatch.setattr(attention, "TILED_FROM", 0)
+    monkeypatch.setattr(attention, "TILE_BYTES", 1)
+    leaves = inputs(groups=groups)
+    _, got = signals_of(attention.many_signals(attention.TILED_FROM), leaves, is_causal=True)
+    _, expected = signals_of(sdpa_kernel(SDPBackend.MATH), leaves, is_causal=True)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("tile_bytes", [3000, 1 << 21])
 @pytest.mark.parametrize(
     "mask",

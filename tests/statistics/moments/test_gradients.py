@@ -240,6 +240,49 @@ def test_pooling_divides_sums_over_steps(gram_of, noisy_prompts):
     assert otb.variance_low is not None
 
 
+def slow_moments(steps, without=None):
+    """Means over prompts of their own step's moments, by loops; steps are (gradients [2, P, D], names), otb then rloo.
+
+    A step's pairs are those of prompts with different names; a step without any does not count.
+    """
+    weights, rows = [], []
+    for (own, reference), names in steps:
+        kept = [p for p in range(len(names)) if names[p] != without]
+        pairs = [(p, q) for p in kept for q in kept if names[p] != names[q]]
+        if not pairs:
+            continue
+        weights.append(len(kept))
+        rows.append([
+            np.mean([own[p] @ own[p] for p in kept]),
+            np.mean([own[p] @ own[q] for p, q in pairs]),
+            np.mean([own[p] @ reference[q] for p, q in pairs]),
+            np.mean([reference[p] @ reference[q] for p, q in pairs]),
+            np.mean([reference[p] @ reference[p] for p in kept]),
+        ])  # fmt: skip
+    return np.average(rows, axis=0, weights=weights)
+
+
+def test_steps_of_unlike_numbers_of_prompts_weigh_all_moments_by_their_prompts(gram_of, noisy_prompts):
+    # Policies differ between the steps, so that weights that differ between the moments would show. "a" is twice in
+    # the second step and back in the third, which has one pair: without "a" or "z" it has none. The fourth never has.
+    names = ["abcdefgh", "aaijk", "az", "y"]
+    rng, sizes = np.random.default_rng(18), (0.5, 1, 4, 20)
+    draws = [noisy_prompts(rng, [[s, 1], [1, s]], len(n)) for s, n in zip(sizes, names, strict=True)]
+    grams = [Gram(gram_of(g), (OTB, RLOO), 4, tuple(n)) for g, n in zip(draws, names, strict=True)]
+    m = deleted_moments(grams, OTB)
+    found = np.array([m.power, m.mean_sq, m.along, m.truth_sq, m.reference_power]).T
+    steps = list(zip(draws, names, strict=True))
+    every = list(dict.fromkeys("".join(names)))
+    np.testing.assert_allclose(found, [slow_moments(steps), *(slow_moments(steps, without=name) for name in every)])
+
+
+def test_the_variance_of_unlike_steps_is_that_within_steps(gram_of):
+    # Without noise inside a step its variance is 0, however much the steps' gradients and numbers of prompts differ.
+    steps = [np.full((1, p, 3), value) for p, value in ((2, 5.0), (7, 1.0), (20, 0.0))]
+    row = pooled_statistics([Gram(gram_of(g), (RLOO,), 4) for g in steps])[0]
+    assert row.variance == pytest.approx(0)
+
+
 def test_a_prompt_that_comes_back_is_one_cluster(gram_of, noisy_prompts):
     rng = np.random.default_rng(14)
     names = tuple("abcdefgh")

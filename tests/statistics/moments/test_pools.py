@@ -5,9 +5,11 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import EstimatorInputs, estimate
 from otb_analysis.statistics import (
     Partition,
+    Proved,
     gradient_statistics,
     group_gradients,
     held_out,
+    paired_ratios,
     partitions,
     pool_gram,
     pool_statistics,
@@ -137,6 +139,22 @@ def test_pool_statistics_have_intervals_over_prompts():
     rloo, mean = pool_statistics(pool_of(*draw(np.random.default_rng(7), 20, 16), 4))
     assert rloo.n_clusters == 20 and rloo.variance_low is not None
     assert mean.intervals["projection"] is not None and mean.intervals["projection"].low is not None
+
+
+def test_a_proved_projection_of_a_pool_is_not_estimated():
+    # The group mean is exactly 3/4 of rloo, whatever the estimate of ∇J.
+    pool = pool_of(*draw(np.random.default_rng(3), 20, 8), 4)
+    known = Proved({RLOO: 1.0, MEAN: 0.75}, frozenset((RLOO,)))
+    for n_prompts in (None, 64):
+        rloo, mean = pool_statistics(pool, n_prompts=n_prompts, known=known)
+        assert (rloo.projection, mean.projection, rloo.c_known, mean.c_known) == (1.0, 0.75, True, True)
+        assert rloo.sf == rloo.variance and mean.sf == pytest.approx(rloo.sf)
+        assert mean.within is not None and rloo.within is not None
+        assert mean.within == pytest.approx(0.75**2 * rloo.within)  # the two parts stay those of the variance
+    (pair,) = paired_ratios([pool.gram()], known=known)
+    assert pair.c_known and pair.sf is not None and pair.variance is not None
+    assert pair.sf.estimate == pytest.approx(pair.variance.estimate / 0.75**2) == pytest.approx(1)
+    assert not paired_ratios([pool.gram()])[0].c_known
 
 
 def test_a_single_prompt_has_a_group_variance_but_no_batch_variance():

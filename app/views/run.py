@@ -1,0 +1,156 @@
+"""Run: what happened when, in one run; a click on a step shows who held its gradient."""
+
+from typing import Any
+
+import data
+import pandas as pd
+import selection
+import streamlit as st
+from listing import Run
+from widgets import background, download, errors_as_sentences, one_run, page, plain
+
+from otb_analysis.diagnostics import LEVELS, Finding, fall
+from otb_analysis.figures.alarms import alarms_table
+from otb_analysis.figures.attribution import attribution_info, attribution_line, attribution_table, plot_attribution
+from otb_analysis.figures.collapse import degenerate_table
+from otb_analysis.figures.theme import CONFIG
+from otb_analysis.figures.timeline import plot_timeline, timeline_info
+from otb_analysis.figures.triage import triage
+
+ROWS = 50
+HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
+FIRED = (
+    "Dated by the step at which you would have seen it while the run was going. On simulated healthy runs no detector "
+    "fires in more than 5 % (docs/results/alarms.md). In the runs of study 05 none is shown to foresee a collapse."
+)
+MEASURES = "`otb train --measure.attribution.every 1` measures every step, or `otb audit` for recorded rollouts."
+SHARES = (
+    "Shares of ‖ḡ‖², the squared length of the update's gradient; all tokens together are 100 %. Negative: the token "
+    "pushed against the update. **Signal** points along other prompts' gradients, **noise** only along its own."
+)
+
+
+def clicked() -> None:
+    """Select the step of the point that was clicked."""
+    points = st.session_state["timeline"]["selection"]["points"]
+    if points:
+        selection.remember("step", int(points[0]["x"]))
+
+
+def timeline(run: Run, steps: pd.DataFrame, findings: list[Finding]) -> int:
+    """Draw events and panels, let a click or the bar choose a step, and return it."""
+    known = [int(step) for step in steps["step"]]
+    bar, more, log = st.columns([4, 1, 1], vertical_alignment="bottom")
+    asked = selection.remembered("step")
+    first = first_look(known, findings)
+    at = int(asked) if asked and asked.isdigit() and int(asked) in known else first
+    st.session_state["bar"] = at
+    bar.select_slider("Step", known, key="bar", on_change=lambda: selection.remember("step", st.session_state["bar"]))
+    selection.remember("step", at)
+    every = more.toggle("All quantities", key="all", bind="query-params")
+    log_y = log.toggle("Logarithmic axes", key="log", bind="query-params")
+    info = timeline_info(steps, findings, data.changes([run])[run.name], more=every)
+    figure = background(plot_timeline(info, at, log_y=log_y))
+    st.plotly_chart(figure, key="timeline", theme=None, config=CONFIG, on_select=clicked, selection_mode="points")
+    return at
+
+
+def first_look(steps: list[int], findings: list[Finding]) -> int:
+    """Return the step to begin with: where the reward fell, else the first alarm or warning, else the last step."""
+    fell = [f for f in findings if f.detector == "reward_fall" and f.fired]
+    if fell:
+        return fall(fell[0])[0]
+    for name in ("alarm_step", "watch_step"):
+        fired = [getattr(f, name) for f in findings if getattr(f, name) is not None]
+        if fired:
+            return min(fired)
+    return steps[-1]
+
+
+def alarms(run: Run, findings: list[Finding]) -> None:
+    """List the detectors that fired, in the order in which they did."""
+    fired = sorted((f for f in findings if f.fired), key=lambda f: int(f.watch_step or 0))
+    rest = [f for f in findings if not f.fired]
+    st.subheader("Alarms", anchor=False)
+    if fired:
+        st.table(cells(alarms_table({run.name: fired}).sort_values("first watch", kind="stable")), hide_index=True)
+    else:
+        st.success("Nothing fired.", icon=":material/check:")
+    st.caption(FIRED)
+    with st.expander(f"What the other {len(rest)} saw"):
+        st.table(cells(alarms_table({run.name: rest})), hide_index=True)
+
+
+def cells(table: pd.DataFrame) -> pd.DataFrame:
+    """Return alarms as text that is no markup, a dash where nothing fired."""
+    return table.drop(columns="run").astype("string").fillna("–").map(plain)
+
+
+def attribution(run: Run, step: int) -> None:
+    """Show which tokens hold the gradient of the chosen step; a row leads to its tokens."""
+    st.subheader(f"Who holds the gradient of step {step}", anchor=False)
+    steps = data.attributed(run)
+    if step not in steps:
+        near = min(steps, key=lambda s: abs(s - step)) if steps else None
+        missing = "No step of this run says which tokens held its gradient"
+        if near is not None:
+            missing = f"Step {step} has no attribution; the nearest step that has is {near}"
+        st.info(f"{missing}. {MEASURES}", icon=":material/inbox:")
+        if near is not None and st.button(f"Go to step {near}"):
+            selection.remember("step", near)
+            st.rerun()
+        return
+    shares, texts = data.attribution(run, step)
+    st.caption(plain(attribution_line(shares)))
+    level = st.segmented_control(
+        "Break down by", list(LEVELS), format_func=lambda name: HELD[name], default="token", key="level",
+        bind="query-params", required=True,
+    )  # fmt: skip
+    st.plotly_chart(background(plot_attribution(attribution_info(shares))), theme=None, config=CONFIG, key="shares")
+    st.caption(SHARES)
+    holders = shares.at(str(level))
+    table = attribution_table(shares, holders.head(ROWS), texts, data.rollouts(run, step))
+    st.caption(f"The {len(table)} of {len(holders):,} {HELD[str(level)]} with the largest share. Click one to see it.")
+    percent: Any = st.column_config.NumberColumn(format="percent")
+    st.dataframe(
+        table, hide_index=True, height=330, key="blamed", placeholder="–", selection_mode="single-cell",
+        on_select=lambda: held(table),
+        column_config={"reward": st.column_config.NumberColumn(format="%.3g"), "share": percent, "signal": percent,
+                       "noise": percent},
+    )  # fmt: skip
+    download(attribution_table(shares, holders, texts, data.rollouts(run, step)), f"attribution-{level}s")
+
+
+def held(table: pd.DataFrame) -> None:
+    """Select the prompt, rollout and token of the row that was clicked, and open its tokens."""
+    chosen = st.session_state["blamed"]["selection"]["cells"]
+    if not chosen:
+        return
+    row: Any = table.iloc[chosen[0][0]]
+    selection.remember("prompt", int(row["prompt"]))
+    if "t" in row:
+        selection.remember("token", f"{int(row['rollout'])}.{int(row['t'])}")
+    selection.remember("color", "attribution")
+    st.session_state["_tokens"] = True
+
+
+with page("Run", "What happened when, and which tokens held the gradient of a step?"):
+    if st.session_state.pop("_tokens", False):
+        st.switch_page("views/tokens.py")
+    run = one_run()
+    steps: Any = data.steps([run])[run.name].sort_values("step")
+    findings = data.findings([run])[run.name]
+    row = triage(run.name, run.estimator, run.status, steps, findings)
+    facts = f"{plain(run.estimator)} · {run.status} · {len(steps)} step{'s' * (len(steps) != 1)}"
+    st.markdown(f"**{plain(run.name)}** · {facts}: {plain(row.sentence)}.")
+    step = timeline(run, steps, findings)
+    alarms(run, findings)
+    with errors_as_sentences():
+        attribution(run, step)
+    st.subheader("Advice", anchor=False)
+    if st.toggle("Which estimator and group size do these rollouts advise?", key="advise", bind="query-params"):
+        with errors_as_sentences():
+            st.markdown(plain(data.advice(run)))
+    st.subheader("Degenerate input", anchor=False)
+    st.caption("Allowed, but nothing can be learned or measured from it. Counted over all steps.")
+    st.dataframe(degenerate_table({run.name: steps}), hide_index=True, placeholder="–")

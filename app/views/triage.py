@@ -1,0 +1,80 @@
+"""Triage: which run is in trouble, since when, and in what it differs from the others."""
+
+from typing import Any
+
+import data
+import listing
+import streamlit as st
+from widgets import chart, chosen_runs, curves_table, download, open_run, page, plain, reasons
+
+from otb_analysis.figures.learning import learning_info, plot_learning
+from otb_analysis.figures.runs import config_differences
+from otb_analysis.figures.triage import Triage, triage_table, verdict, worst_first
+
+SIGNS = {"collapsed": "■", "alarm": "▲", "watch": "△", "calm": "·", "too short": "○", "broken": "✕"}
+TINTS = {"collapsed": "rgba(193, 18, 31, 0.16)", "alarm": "rgba(213, 94, 0, 0.14)", "watch": "rgba(201, 138, 0, 0.12)"}
+REWARD = "Mean of every step, thinned to 40 points."
+WARNING = "The step at which any detector first fired, known at that step."
+
+
+def rows() -> list[Triage]:
+    """Return every run of the folder, the worst first."""
+    table: Any = st.session_state["_runs"]
+    readable = {run.name: run for run in listing.readable(table)}
+    return worst_first([data.triaged(row, readable.get(str(row["run"]))) for _, row in table.iterrows()])
+
+
+def listed(triaged: list[Triage]) -> None:
+    """Show the list; a click on a row leads to the run's page."""
+    table = triage_table(triaged)
+    signs = [f"{SIGNS[state]} {state}" for state in table["state"]]
+    tints = [TINTS.get(state, "transparent") for state in table["state"]]
+    styled = table.assign(state=signs).style.apply(lambda column: [f"background-color: {tint}" for tint in tints])
+    three = st.column_config.NumberColumn(format="%.3f")
+    st.dataframe(
+        styled, hide_index=True, placeholder="–", height="content" if len(table) < 12 else 460,
+        key="listed", on_select=opened, selection_mode="single-cell",
+        column_config={
+            "what happened": st.column_config.TextColumn(width="large"),
+            "reward": st.column_config.LineChartColumn(help=REWARD, width="small"),
+            "first warning": st.column_config.NumberColumn(help=WARNING, format="%d"),
+            "age": st.column_config.TextColumn(help="Since the last step was written.", width="small"),
+            "first": three, "last": three, "held-out": three,
+        },
+    )  # fmt: skip
+    st.caption("Click a row to open the run.")
+    download(table, "runs")
+
+
+def opened() -> None:
+    """Remember the run whose row was clicked; the page that is drawn next opens it."""
+    cells = st.session_state["listed"]["selection"]["cells"]
+    if cells:
+        st.session_state["_open"] = cells[0][0]
+
+
+with page("Triage", "Which run is in trouble, since when, and in what does it differ?"):
+    triaged = rows()
+    if (at := st.session_state.pop("_open", None)) is not None and triaged[at].state != "broken":
+        open_run(triaged[at].run)
+    st.markdown(f"**{plain(verdict(triaged))}**")
+    listed(triaged)
+    if st.session_state["_any"]:
+        reasons(st.session_state["_runs"])
+    chosen = chosen_runs()
+    st.subheader("Learning curves", anchor=False)
+    window = st.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
+    info = learning_info(data.steps(chosen), {run.name: run.estimator for run in chosen}, window)
+    chart(plot_learning(info), "learning", curves_table(info))
+
+    st.subheader("Configuration differences", anchor=False)
+    differences = config_differences({run.name: data.config(run) for run in chosen})
+    if len(chosen) < 2:
+        st.caption("Choose two or more runs to compare their configurations.")
+    elif differences.table.empty:
+        st.caption(f"These runs have the same configuration. {differences.note}")
+    else:
+        st.dataframe(differences.table, hide_index=True)
+        if differences.note:
+            st.caption(differences.note)
+        download(differences.table, "config-differences")

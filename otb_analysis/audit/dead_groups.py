@@ -1,0 +1,65 @@
+"""What success rates alone say about the group size: groups whose rewards are all equal, and groups that inform."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import comb
+
+import numpy as np
+
+from otb_analysis.audit.results import DeadGroups
+from otb_analysis.statistics import cluster_jackknife
+
+
+def dead_share(rewards: Sequence[float], size: int) -> float:
+    """Return the probability that `size` rollouts of one prompt all have the same reward, from G ≥ size recorded ones.
+
+    Σ_v C(k_v, n)/C(G, n) over distinct rewards v, each met k_v times: the hypergeometric estimator, the share of all
+    subsets of n recorded rollouts that are dead. Unbiased for Σ_v p_v^n; with rewards of 0 and 1 that is pⁿ + (1−p)ⁿ.
+    """
+    counts = np.unique(np.asarray(rewards, float), return_counts=True)[1]
+    return sum(comb(int(k), size) for k in counts) / comb(len(rewards), size)
+
+
+def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadGroups, ...]:
+    """Return the share of dead groups at 2, 4, 8, … and at the largest recorded size, from (prompt, rewards) of groups.
+
+    A size takes only groups of at least as many rollouts; every group counts alike, and all groups of one prompt are
+    one cluster of the interval.
+    """
+    largest = max((len(rewards) for _, rewards in groups), default=0)
+    sizes = sorted({2**k for k in range(1, largest.bit_length()) if 2**k <= largest} | ({largest} - {0, 1}))
+    rows = []
+    for size in sizes:
+        shares: dict[object, list[float]] = {}
+        for prompt, rewards in groups:
+            if len(rewards) >= size:
+                shares.setdefault(prompt, []).append(dead_share(rewards, size))
+        table = np.array([[sum(each), len(each)] for each in shares.values()])
+        share = cluster_jackknife(table, lambda mean: mean[..., 0] / mean[..., 1], f"dead groups of {size}", "linear")
+        assert share is not None
+        if share.low is not None and share.high is not None:  # a share has no value outside
+            share = replace(share, low=max(share.low, 0.0), high=min(share.high, 1.0))
+        rows.append(DeadGroups(size, share, int(table[:, 1].sum())))
+    return tuple(rows)
+
+
+def limit_ratio(size: int) -> float:
+    """Return N/(N−1): variance of `rloo` at the same rollouts, over that of very large groups.
+
+    It assumes that noise dominates, so that a rollout's score hardly depends on its reward, and that prompts share one
+    gradient. In that limit the group gradient is the covariance of two independent samples: V(N) = s²·Var(R)/(N−1), s²
+    the score's variance, whatever the success rates.
+    """
+    return size / (size - 1)
+
+
+def rates_line(dead: Sequence[DeadGroups]) -> str:
+    """Return what success rates say about the best group size of `rloo`; there is at least one size."""
+    size = dead[-1].size
+    cost = f", and groups of {size // 2} cost {limit_ratio(size // 2) / limit_ratio(size) - 1:.0%}" if size >= 4 else ""
+    return (
+        "From success rates alone: suppose that a completion's score hardly depends on its reward, and that all "
+        "prompts share one gradient. Then the variance of rloo at the same rollouts is proportional to N/(N−1): groups "
+        f"above {size} save at most {1 - 1 / limit_ratio(size):.0%}{cost}. Prompts with different gradients favour "
+        "smaller groups."
+    )

@@ -1,0 +1,176 @@
+"""One run over its steps: a lane of events above panels that share the axis of steps and one cursor."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from otb_analysis.diagnostics import ChangePoint, Finding
+from otb_analysis.figures.alarms import CHANGE, KINDS, PANELS, TITLES
+from otb_analysis.figures.collapse import QUANTITIES, derived
+from otb_analysis.figures.curves import Quantity
+from otb_analysis.figures.numbers import number
+from otb_analysis.figures.scales import log_axis
+from otb_analysis.figures.styles import BLUE, GREY
+from otb_analysis.figures.theme import RULE, TEMPLATE
+from otb_analysis.types import Float, Int
+
+FIRST = ("reward_mean", "grad_norm", "entropy_mean", "length_mean", "zero_variance_share", "mismatch_max")
+"""Panels that are shown at once; the others wait behind "more"."""
+
+UNBOUNDED = ("grad_norm", "entropy_mean", "length_mean", "mismatch_max")
+"""Positive and without an upper end, so that a logarithmic axis may help."""
+
+CENTRED = 9
+"""Steps of the centred mean that is drawn thinly behind the recorded values."""
+
+LANE, PANEL, GAP = 46, 112, 30
+"""Heights in pixels: of the lane of events, of a panel, and between two."""
+
+DENSE = 400
+"""From so many steps on markers would hide the line; spikes stay visible in it."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a step."""
+
+    step: int
+    kind: str  # `watch`, `alarm` or `change`
+    column: str  # Column of the panel it belongs to, if that is drawn
+    text: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """One panel."""
+
+    quantity: Quantity
+    step: Int  # Steps that recorded it [K]
+    value: Float  # [K]
+    mean: Float  # Centred mean over `CENTRED` of them [K]
+
+
+@dataclass(frozen=True)
+class TimelineInfo:
+    """The numbers behind the panels of a run."""
+
+    series: tuple[Series, ...]  # Only those that have values
+    events: tuple[Event, ...]  # In order of steps
+
+
+def timeline_info(
+    steps: pd.DataFrame, findings: Sequence[Finding], points: Sequence[ChangePoint], more: bool = False
+) -> TimelineInfo:
+    """Collect the panels and events of one run; `more` adds every other quantity that was recorded."""
+    table: Any = derived(steps)
+    ordered = sorted(QUANTITIES, key=lambda q: FIRST.index(q.column) if q.column in FIRST else len(FIRST))
+    chosen = [q for q in ordered if (more or q.column in FIRST) and q.column in table and table[q.column].notna().any()]
+    return TimelineInfo(tuple(_series(table, quantity) for quantity in chosen), events(findings, points))
+
+
+def _series(table: pd.DataFrame, quantity: Quantity) -> Series:
+    recorded = table.loc[table[quantity.column].notna()]
+    value = recorded[quantity.column].to_numpy(np.float64)
+    return Series(quantity, recorded["step"].to_numpy(np.int64), value, centred_mean(value, CENTRED))
+
+
+def centred_mean(value: Float, window: int) -> Float:
+    """Return the mean of the values around each, `window` in all; fewer at the ends, as many on each side.
+
+    m_k = mean(v_{k−r}, …, v_{k+r}), r = min(⌊window/2⌋, k, K−1−k).
+    """
+    total = np.concatenate([[0.0], np.cumsum(value)])
+    k = np.arange(len(value))
+    reach = np.minimum(window // 2, np.minimum(k, len(value) - 1 - k))
+    return (total[k + reach + 1] - total[k - reach]) / (2 * reach + 1)
+
+
+def events(findings: Sequence[Finding], points: Sequence[ChangePoint]) -> tuple[Event, ...]:
+    """Return first firings and change points in order of steps."""
+    fired = [
+        Event(step, kind, PANELS.get(finding.evidence[0].column, finding.evidence[0].column), TITLES[finding.detector])
+        for finding in findings
+        for kind, step in (("watch", finding.watch_step), ("alarm", finding.alarm_step))
+        if step is not None and not (kind == "watch" and step == finding.alarm_step)
+    ]
+    changed = [Event(p.step, "change", p.column, f"{p.column}: {number(p.before)} → {number(p.after)}") for p in points]
+    return tuple(sorted([*fired, *changed], key=lambda event: event.step))
+
+
+def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = False) -> go.Figure:
+    """Draw the lane and the panels over one axis of steps; a rule marks the chosen step.
+
+    One cursor runs through all panels. `log_y` turns the axes of positive, unbounded quantities.
+    """
+    figure = go.Figure()
+    height = LANE + len(info.series) * (PANEL + GAP)
+    figure.update_layout(
+        template=TEMPLATE, height=height + 60, hovermode="x unified", hoversubplots="axis", showlegend=False,
+        margin={"l": 64, "r": 16, "t": 24, "b": 36}, clickmode="event+select", dragmode="zoom",
+    )  # fmt: skip
+    top = 1.0
+    _lane(figure, info, (1 - LANE / height, top))
+    for index, series in enumerate(info.series):
+        end = 1 - (LANE + index * (PANEL + GAP) + GAP) / height
+        _panel(figure, series, index + 2, (max(0.0, end - PANEL / height), end), log_y)
+    last = f"y{len(info.series) + 1}" if info.series else "y"
+    known = [s.step for s in info.series]
+    ends = (min(int(s[0]) for s in known), max(int(s[-1]) for s in known)) if known else (0, 1)
+    reach = max(0.5, 0.01 * (ends[1] - ends[0]))
+    figure.update_xaxes(
+        anchor=last, range=[ends[0] - reach, ends[1] + reach], title={"text": "step", "standoff": 4},
+        showspikes=True, spikemode="across", spikethickness=1, spikedash="solid", spikecolor=RULE,
+    )  # fmt: skip
+    if step is not None:
+        figure.add_shape(
+            type="line", x0=step, x1=step, xref="x", y0=0, y1=1, yref="paper", line={"color": BLUE, "width": 2}
+        )
+    return figure
+
+
+def _lane(figure: go.Figure, info: TimelineInfo, domain: tuple[float, float]) -> None:
+    """One row of marks: watches, alarms and change points, in the order in which they could be seen."""
+    looks = {"watch": KINDS["watch"], "alarm": KINDS["alarm"], "change": (*CHANGE, GREY)}
+    for kind, (name, symbol, color) in looks.items():
+        marked = [event for event in info.events if event.kind == kind]
+        figure.add_scatter(
+            x=[event.step for event in marked], y=[0.5] * len(marked), mode="markers", name=name, yaxis="y",
+            marker={"symbol": symbol, "size": 11, "color": color, "line": {"width": 1, "color": "#FFFFFF"}},
+            text=[event.text for event in marked], hovertemplate=f"{name}: %{{text}}<extra></extra>",
+        )  # fmt: skip
+    figure.update_layout(
+        yaxis={"domain": domain, "range": [0, 1], "showticklabels": False, "showgrid": False, "fixedrange": True}
+    )
+    _title(figure, "Events", "first watch ★, first alarm ✕, change point ▼", domain[1])
+
+
+def _panel(figure: go.Figure, series: Series, number_: int, domain: tuple[float, float], log_y: bool) -> None:
+    quantity, axis = series.quantity, f"y{number_}"
+    dense = len(series.step) >= DENSE
+    figure.add_scatter(
+        x=series.step, y=series.mean, yaxis=axis, mode="lines", line={"color": GREY, "width": 1},
+        hoverinfo="skip",
+    )  # fmt: skip
+    figure.add_scatter(
+        x=series.step, y=series.value, yaxis=axis, name=quantity.title,
+        mode="lines" if dense else "lines+markers", line={"color": BLUE, "width": 1.5}, marker={"size": 4},
+        hovertemplate="%{y:.4g}",
+    )  # fmt: skip
+    layout: dict[str, Any] = {"domain": domain, "nticks": 4}
+    if log_y and quantity.column in UNBOUNDED and bool((series.value > 0).all()):
+        layout |= log_axis(series.value, most=4)
+    elif quantity.share or quantity.from_zero:
+        layout |= {"rangemode": "tozero"}
+    figure.update_layout({f"yaxis{number_}": layout})
+    _title(figure, quantity.title, quantity.line, domain[1])
+
+
+def _title(figure: go.Figure, title: str, line: str, top: float) -> None:
+    figure.add_annotation(
+        text=f"{title} <span style='font-size:11px;color:{GREY}'>{line}</span>", showarrow=False, font={"size": 13},
+        xref="paper", x=0, xanchor="left", yref="paper", y=top, yanchor="bottom",
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""Rollouts of a run by what is asked of them, and how their rewards spread over the steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from otb_analysis.store.reader import RunStore
+
+BINS, REWARD_BINS = 60, 10
+"""Most columns of the histogram, and rows where the rewards are no few numbers."""
+
+FEW = 12
+"""Different rewards up to which each is a row of its own."""
+
+
+@dataclass(frozen=True)
+class RolloutFilter:
+    """What is asked of rollouts; ends of a range belong to it, and None asks nothing."""
+
+    steps: tuple[int, int] | None = None
+    reward: tuple[float, float] | None = None
+    length: tuple[int, int] | None = None
+    finish_reasons: Sequence[str] = field(default_factory=tuple)
+    equal: bool | None = None  # True: of groups with equal rewards; False: of the others
+    turns: int | None = None  # At least so many turns
+    text: str = ""  # In the prompt or the completion, upper and lower case alike
+
+    def condition(self) -> tuple[str, list[object]]:
+        """Return an SQL condition over the columns of `rollouts` and `equal`, with its parameters."""
+        parts, values = ["true"], list[object]()
+        for name in ("steps", "reward", "length"):
+            if (ends := getattr(self, name)) is not None:
+                parts.append(f"{'step' if name == 'steps' else name} BETWEEN ? AND ?")
+                values += list(ends)
+        if self.finish_reasons:
+            parts.append(f"finish_reason IN ({', '.join('?' * len(self.finish_reasons))})")
+            values += list(self.finish_reasons)
+        if self.equal is not None:
+            parts.append("equal" if self.equal else "NOT equal")
+        if self.turns is not None:
+            parts.append("turns >= ?")
+            values.append(self.turns)
+        if self.text:
+            parts.append("(contains(lower(prompt), lower(?)) OR contains(lower(completion), lower(?)))")
+            values += [self.text, self.text]
+        return " AND ".join(parts), values
+
+
+EQUAL = 'min(reward) OVER (PARTITION BY step, "group") = max(reward) OVER (PARTITION BY step, "group")'
+
+
+def _asked(asked: RolloutFilter) -> tuple[str, list[object]]:
+    """Return the rows that are asked for as SQL, and its parameters."""
+    condition, values = asked.condition()
+    return f"SELECT * FROM (SELECT *, {EQUAL} AS equal FROM rollouts) WHERE {condition}", values
+
+
+def find_rollouts(store: RunStore, asked: RolloutFilter, most: int = 500) -> tuple[pd.DataFrame, int]:
+    """Return the first `most` rollouts that are asked for, in order of steps, and how many there are.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    rows, values = _asked(asked)
+    table = store.sql(f"SELECT *, count(*) OVER () AS _all FROM ({rows}) ORDER BY step, rollout LIMIT {most}", values)
+    total = int(table["_all"].iloc[0]) if len(table) else 0
+    return table.drop(columns="_all"), total
+
+
+def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
+    """Return counts of the rollouts that are asked for, by `step` and `reward`, each the lower end of its bin.
+
+    Steps are put together to at most `BINS`; rewards to `REWARD_BINS` bins where there are more than `FEW` of them.
+    `width` is that of a bin of steps, `height` that of a bin of rewards, 0 where each reward has a row.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    rows, values = _asked(asked)
+    return store.sql(
+        f"""WITH asked AS ({rows}), ends AS (
+            SELECT min(step) AS first, greatest(1, ceil((max(step) - min(step) + 1) / {BINS})) AS width,
+                min(reward) AS low, CASE WHEN count(DISTINCT reward) <= {FEW} THEN 0.0
+                ELSE (max(reward) - min(reward)) / {REWARD_BINS} END AS height FROM asked)
+        SELECT CAST(first + width * floor((step - first) / width) AS BIGINT) AS step,
+            CASE WHEN height = 0 THEN reward
+            ELSE low + height * least({REWARD_BINS - 1}, floor((reward - low) / height)) END AS reward,
+            count(*) AS n, any_value(CAST(width AS BIGINT)) AS width, any_value(height) AS height
+        FROM asked, ends WHERE reward IS NOT NULL GROUP BY ALL ORDER BY ALL""",
+        values,
+    )

@@ -1,0 +1,157 @@
+"""The budget planner: its formulas on cases worked by hand, and its curves on simulated prompts."""
+
+from itertools import product
+from math import comb
+
+import numpy as np
+import pytest
+
+from otb_analysis.audit.dead_groups import dead_groups, dead_share, limit_ratio, rates_line
+from otb_analysis.audit.planner import plan
+from otb_analysis.audit.verdict import size_sentence
+from otb_analysis.statistics import mean_over_subgroups
+from otb_analysis.types import Gram
+
+LABELS = (("none", "none"), ("rloo", "none"), ("grpo", "none"))
+
+
+def test_the_dead_share_counts_subsets():
+    # Of the 6 pairs of [1, 0, 0, 1] two are equal.
+    assert dead_share([1.0, 0.0, 0.0, 1.0], 2) == pytest.approx(1 / 3)
+    # Of the 4 triples of [2, 2, 2, 1] one is equal.
+    assert dead_share([2.0, 2.0, 2.0, 1.0], 3) == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_the_dead_share_is_unbiased(p, size):
+    chance = [comb(6, k) * p**k * (1 - p) ** (6 - k) for k in range(7)]
+    mean = sum(c * dead_share([1.0] * k + [0.0] * (6 - k), size) for k, c in enumerate(chance))
+    assert mean == pytest.approx(p**size + (1 - p) ** size)
+
+
+def test_dead_groups_leave_out_groups_that_are_too_small():
+    rows = dead_groups([("a", [1.0, 1.0, 0.0, 0.0]), ("b", [1.0, 1.0])])
+    assert [(row.size, row.n_groups) for row in rows] == [(2, 2), (4, 1)]
+    assert rows[0].share.estimate == pytest.approx((1 / 3 + 1) / 2)
+    assert rows[0].share.low is None  # two prompts
+    assert dead_groups([("a", [1.0]), ("b", [0.0])]) == ()
+
+
+def test_groups_of_one_prompt_are_one_cluster():
+    groups = [("ab"[g % 2] + str(g // 4), [float(g % 3 > 0), 1.0]) for g in range(64)]
+    (row,) = dead_groups(groups)
+    assert row.n_groups == 64 and row.share.n_clusters == 32
+    assert row.share.low < row.share.estimate < row.share.high
+    # Half of 100 rollouts' 50 groups, were half of them dead.
+    assert row.informative.estimate == pytest.approx(50 * (1 - row.share.estimate))
+    assert row.informative.low == pytest.approx(50 * (1 - row.share.high))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_score_that_knows_no_reward_gives_n_over_n_minus_one(size):
+    # Every group of rollouts with a score of ±1 and, independent of it, a reward of 1 with probability 0.3.
+    values = [(s, r, 0.5 * (0.3 if r else 0.7)) for s in (-1, 1) for r in (0, 1)]
+    variance = 0.0
+    for group in product(values, repeat=size):
+        s, r, p = (np.array(x, float) for x in zip(*group, strict=True))
+        variance += p.prod() * (s @ (r - r.mean()) / (size - 1)) ** 2  # its mean is 0
+    assert size * variance == pytest.approx(0.3 * 0.7 * limit_ratio(size))
+
+
+def test_success_rates_say_what_they_cannot():
+    line = rates_line(dead_groups([("a", [1.0, 0.0] * 4)]))
+    assert "groups above 8 save at most 12%, and groups of 4 cost 17%" in line  # 1 − 7/8, and (4/3)/(8/7)
+    assert line.endswith("Prompts with different gradients favour smaller groups.")
+    without = plan({}, {}, None, [("a", [1.0, 0.0] * 4)], 1)
+    assert without.note == f"{line} How much takes gradients: otb audit --model DIR --rollouts FILE --go."
+
+
+def simulated(prompts, size, between, seed=0):
+    """Score and reward of rollouts [P, N, D] and [P, N]; `between` is how much a reward tells of the score."""
+    random = np.random.default_rng(seed)
+    rate = random.uniform(0.2, 0.8, (prompts, 1))
+    reward = (random.random((prompts, size)) < rate).astype(float)
+    own = random.normal(size=(prompts, 1, 6))
+    return random.normal(size=(prompts, size, 6)) + between * (reward - rate)[..., None] * own, reward
+
+
+def grams(score, reward):
+    """Gram matrix of the recorded groups, and those of halves and quarters, as a run stores them."""
+    prompts, whole = reward.shape
+    by_size = {}
+    for size in (whole, whole // 2, whole // 4):
+        r = reward.reshape(-1, size)
+        s = score.reshape(-1, size, score.shape[-1])
+        centred = r - r.mean(axis=1, keepdims=True)
+        spread = r.std(axis=1, ddof=1, keepdims=True) + 1e-6
+        weights = (r / size, centred / (size - 1), centred / spread / size)
+        g = np.stack([np.einsum("pn,pnd->pd", w, s) for w in weights])
+        inner = np.einsum("apd,bqd->abpq", g, g, optimize=True)
+        by_size[size] = Gram(mean_over_subgroups(inner, whole // size), LABELS, prompts * whole)
+    return {0: by_size[whole]}, {size: {0: by_size[size]} for size in (whole // 2, whole // 4)}
+
+
+def power(score, reward):
+    """E‖g‖² of `rloo`, from many prompts."""
+    g = np.einsum("pn,pnd->pd", reward - reward.mean(axis=1, keepdims=True), score) / (reward.shape[1] - 1)
+    return (g**2).sum(axis=1).mean()
+
+
+def planned(score, reward, **more):
+    groups = [(p, row.tolist()) for p, row in enumerate(reward)]
+    return plan(*grams(score, reward), more.get("trained", ("grpo", "none")), groups, 1)
+
+
+def test_larger_groups_follow_by_formula_and_have_the_truth_in_their_intervals():
+    # The mean is 0 here, since no direction is preferred: N·V(N) is N times E‖g‖².
+    ratio = power(*simulated(20_000, 32, 3.0, seed=1)) * 32 / (power(*simulated(20_000, 8, 3.0, seed=2)) * 8)
+    report = planned(*simulated(200, 8, 3.0))
+    cells = {(c.estimator, c.size): c for c in report.cells}
+    assert {size for name, size in cells if name == "rloo"} == {2, 4, 8, 16, 32}
+    assert {size for name, size in cells if name == "grpo"} == {2, 4, 8}
+    assert not cells["rloo", 32].cut and cells["rloo", 4].cut and cells["rloo", 8].cost is None
+    cost = cells["rloo", 32].cost
+    assert cost.low < ratio < cost.high and cost.high / cost.low < 2
+    assert "Groups above 8 follow by formula (†) for none and rloo." in report.note
+
+
+def test_a_best_size_is_marked_only_where_its_neighbours_are_shown_to_be_worse():
+    clear = planned(*simulated(200, 8, 3.0))
+    # Without a baseline the smallest size always serves best; the interval shows it here.
+    assert [c.size for c in clear.cells if c.best and c.estimator == "none"] == [2]
+    # Where the reward tells nothing of the score all sizes serve `none` alike.
+    assert not any(c.best for c in planned(*simulated(200, 8, 0.0)).cells if c.estimator == "none")
+    # Ten prompts give no intervals, so nothing is marked, whatever is highest.
+    assert not any(cell.best for cell in planned(*simulated(10, 8, 3.0)).cells)
+
+
+def test_the_best_size_of_rloo_has_an_interval():
+    best = planned(*simulated(200, 8, 3.0)).best_size
+    assert 2 <= best.low <= best.estimate <= best.high
+    # Prompts that share one gradient have no best size: larger is always quieter.
+    assert planned(*simulated(200, 8, 0.0)).best_size is None
+
+
+def test_what_cannot_be_known_is_said():
+    score, reward = simulated(20, 8, 1.0)
+    whole, _ = grams(score, reward)
+    groups = [(p, row.tolist()) for p, row in enumerate(reward)]
+    alone = plan(whole, {}, ("grpo", "none"), groups, 1)
+    assert alone.cells == () and alone.note.startswith("Other group sizes cannot be known")
+    assert "otb audit" not in alone.note  # it was measured already
+    assert plan({}, {}, None, [("a", [1.0])], 1).note == ""
+    uneven = plan({}, {}, None, [("a", [1.0, 0.0]), ("b", [1.0, 0.0, 0.0])], 1)
+    assert uneven.recorded_size is None and uneven.n_rollouts == 5
+
+
+def test_the_verdict_names_the_size_that_is_shown_to_be_better():
+    score, reward = simulated(200, 8, 3.0)
+    whole, smaller = grams(score, reward)
+    report = plan(whole, smaller, ("none", "none"), [(p, row.tolist()) for p, row in enumerate(reward)], 1)
+    sentences = {label[0]: size_sentence(report, label) for label in LABELS}
+    assert sentences["none"].startswith("Use groups of 2, not 8: no baseline (none) has 0.")
+    assert sentences["none"].endswith("of the variance at the same rollouts.")
+    assert all(len(sentence.split()) <= 20 for sentence in sentences.values())
+    few = plan(*grams(*simulated(10, 8, 3.0)), ("grpo", "none"), [(p, row.tolist()) for p, row in enumerate(reward)], 1)
+    assert size_sentence(few, ("grpo", "none")) == "Keep groups of 8: no difference shown from 2 to 32."

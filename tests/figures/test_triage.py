@@ -1,0 +1,67 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from otb_analysis.diagnostics import diagnose
+from otb_analysis.figures.triage import duration_words, thinned, triage, triage_table, verdict, worst_first
+from otb_analysis.store import step_series
+
+
+def steps(reward, norm=None):
+    n = len(reward)
+    return pd.DataFrame(
+        {"step": np.arange(n), "reward_mean": reward, "grad_norm": np.ones(n) if norm is None else norm}
+    )
+
+
+def row(name, table, status="complete", age=None):
+    return triage(name, "rloo", status, table, diagnose(step_series(table)), age)
+
+
+DEAD = row("dead", steps([0.75] * 20 + [0.0] * 10, [1.0] * 22 + [0.0] * 8))
+CALM = row("calm", steps(np.linspace(0.3, 0.6, 30)))
+SHORT = row("short", steps([0.5] * 3), "running", 4.0)
+
+
+def test_a_dead_run_is_one_sentence_in_the_order_of_events():
+    # The median of three is 0 from the second step without reward on, step 21; no gradient from step 22 on.
+    assert DEAD.state == "collapsed"
+    assert DEAD.sentence == (
+        "reward 0.750 → 0 at step 20; no gradient since step 22; first warning at step 21 (falling reward)"
+    )
+    assert (DEAD.first_warning, DEAD.reward_first, DEAD.reward_last) == (21, 0.75, 0.0)
+
+
+def test_a_run_whose_reward_came_back_has_not_collapsed():
+    back = row("back", steps([0.75] * 20 + [0.0] * 5 + [0.75] * 20))
+    assert back.state == "alarm" and back.sentence.startswith("reward 0.750 → 0 at step 20")
+
+
+def test_calm_and_short_runs_say_so():
+    assert (CALM.state, CALM.sentence) == ("calm", "nothing fired")
+    assert (SHORT.state, SHORT.sentence) == ("too short", "too few steps to judge")
+
+
+def test_the_worst_run_is_first_and_running_ones_before_others():
+    running = row("running", steps(np.linspace(0.3, 0.6, 30)), "running", 4.0)
+    broken = triage("broken", "", "broken", pd.DataFrame(), [], reason="its run.json is cut short.")
+    rows = [CALM, broken, SHORT, running, DEAD]
+    assert [r.run for r in worst_first(rows)] == ["dead", "running", "calm", "short", "broken"]
+    assert triage_table(rows)["what happened"].iloc[-1] == "its run.json is cut short."
+    assert verdict(rows) == f"dead: {DEAD.sentence} (1 collapsed of 5 runs)."
+    assert verdict([CALM, SHORT]) == "Nothing fired in 1 of 2 runs."
+    assert verdict([SHORT]) == "No run has enough steps to judge."
+
+
+def test_a_sparkline_keeps_the_mean_and_both_ends():
+    values = np.arange(400.0)
+    assert len(thinned(values, 40)) == 40 and thinned(values, 40).mean() == pytest.approx(values.mean())
+    np.testing.assert_array_equal(thinned(np.array([1.0, 2.0]), 40), [1.0, 2.0])
+    assert thinned(np.array([]), 40).size == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(None, "–"), (4.0, "4 s"), (70.0, "1 min"), (5400.0, "2 h"), (200_000.0, "2 days")]
+)
+def test_ages_are_short(seconds, words):
+    assert duration_words(seconds) == words
