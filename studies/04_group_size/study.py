@@ -39,8 +39,8 @@ class Size:
 
 FULL = Size()
 SMALL = Size(
-    seeds=(0, 1), sweep_seeds=(100,), arms=("otb4", "rloo4", "mean32", "mean32-long", "rloo32-long"), updates=8,
-    evaluations=1, heldout=24, pool_prompts=18, pool=64, pool_seeds=(0,),
+    seeds=(0, 1), sweep_seeds=(100,), arms=("otb4", "rloo4", "regression4", "mean32", "mean32-long"), updates=16,
+    evaluations=2, heldout=24, pool_prompts=18, pool=64, pool_seeds=(0,),
 )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def effects_of(runs: Rows, suffix: str) -> dict[str, Interval | None]:
     return {
         "level": seed_mean(list(level.values()), "effect of the level on steps survived"),
         "shape": seed_mean(list(shape.values()), "effect of the shape on steps survived"),
-        "level − shape": paired_difference(level, shape, "effect of the level minus that of the shape"),
+        "level − shape": paired_difference(level, shape, "effect of the level minus the shape's") if shape else None,
     }
 
 

@@ -51,8 +51,7 @@ def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
         "signals": [key | signal_means(steps, end)],
         "detectors": [key | row for row in fired],
         "curves": [key | row for row in curve[:: max(1, len(curve) // 25)]],
-        "attribution": [] if end is None else [key | row for row in attribution_rows(store, steps, end)],
-    }
+    } | ({} if end is None else {"attribution": [key | row for row in attribution_rows(store, steps, end)]})
 
 
 def trailing_mean(reward: Float) -> Float:
