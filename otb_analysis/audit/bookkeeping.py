@@ -189,7 +189,7 @@ def bookkeeping_lines(checked: Bookkeeping) -> list[str]:
         factor = np.array([check.factor for check in norms])
         lines.append(
             f"Logged over rebuilt gradient norm: median {np.median(factor):.4g}, from {factor.min():.4g} to "
-            f"{factor.max():.4g} over {len(norms):,} steps."
+            f"{factor.max():.4g} over {len(norms):,} steps; 1 where the trainer does what it says."
         )
     if checked.weights is not None:
         lines.append(_weights_line(checked.weights, checked.loss))
