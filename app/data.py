@@ -115,7 +115,8 @@ def planner(run: Run) -> Planner:
     rewards = store(run).rollouts_df(columns=["step", "group", "reward", "prompt_id"])
     trained = trained_labels(config(run), grams(run).values())
     sizes = store(run).subgroup_grams() if grams(run) else {}
-    return plan(grams(run), sizes, next(iter(trained), None), reward_groups(rewards), len(store(run).complete_steps()))
+    steps = len(store(run).complete_steps())
+    return plan(grams(run), sizes, next(iter(trained), None), reward_groups(rewards), steps, known(run))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
