@@ -77,7 +77,7 @@ def test_03_the_verdict_counts_where_energy_regression_is_ahead():
     behind = sum(value is not None and value < 1 for values in high.values() for value in values)
     said = (STUDIES / "03_baseline_variance" / "README.md").read_text(encoding="utf-8").split("**Verdict.**")[1]
     words = ", ".join(f"`{name}` in {count}" for name, count in zip(against, ahead, strict=True))
-    assert f"than {words} of 24 comparisons each" in said and f"less efficient in {behind} of all 120." in said
+    assert f"than {words} of 24 comparisons each" in said and f"less in {behind} of 120." in said
 
 
 def verdict_of(name):
@@ -86,33 +86,35 @@ def verdict_of(name):
     return line
 
 
-def with_ends(values, form, scale=1):
-    """A mean and Student's interval as pages write them."""
-    low, high = student(values)
-    return f"{np.mean(values) * scale:{form}} ({low * scale:{form}} to {high * scale:{form}})"
+def says(verdict, values, scale=100.0, last=0.1):
+    """Whether a verdict has a mean and Student's interval, rounded to its last digit."""
+    said = re.findall(r"([-+][\d.]+) \(([-+][\d.]+) to ([-+][\d.]+)\)", verdict)
+    found = scale * np.array([np.mean(values), *student(values)])
+    return any(np.allclose([float(x) for x in one], found, rtol=0, atol=0.501 * last) for one in said)
 
 
 def test_04_verdict_is_what_the_curves_say():
     curves, verdict = tables_of("04_group_size")["curves"], verdict_of("04_group_size")
 
     def gain(arm, base, equal):
-        at = [{row[equal] for row in select(curves, arm=name)} for name in (arm, base)]
-        shared = set.intersection(*at) - {0}
+        # after as many rollouts: the evaluations that all arms have but those of as many updates
+        arms = {row["arm"] for row in curves if "long" not in row["arm"]} if equal == "n_rollouts" else (arm, base)
+        shared = set.intersection(*({row[equal] for row in select(curves, arm=name)} for name in arms)) - {0}
         found = {(row["arm"], row["seed"], row[equal]): row["success"] for row in curves if row["arm"] in (arm, base)}
         seeds = sorted({row["seed"] for row in select(curves, arm=base)})
         return [np.mean([found[arm, seed, x] - found[base, seed, x] for x in shared]) for seed in seeds]
 
     by_rollouts = gain("otb4", "mean32", "n_rollouts")
     assert len(by_rollouts) >= 12 and student(by_rollouts)[0] > 0
-    assert with_ends(by_rollouts, "+.1f", 100) in verdict
+    assert says(verdict, by_rollouts)
     low, high = student(gain("otb4", "mean32-long", "step"))
     words = "learn more" if low > 0 else "are no worse" if low > -0.03 else "learn less" if high < 0 else "not shown"
     assert words in verdict
     over_otb, over_rloo = (gain("regression4", base, "n_rollouts") for base in ("otb4", "rloo4"))
     if student(over_otb)[0] > 0:
-        assert with_ends(over_otb, "+.1f", 100) in verdict
+        assert says(verdict, over_otb)
     elif student(over_rloo)[0] > 0:
-        assert with_ends(over_rloo, "+.1f", 100) in verdict
+        assert says(verdict, over_rloo)
     else:
         assert "No better baseline is shown" in verdict
 
@@ -128,7 +130,7 @@ def test_05_verdict_is_what_the_lifetimes_say():
 
     level = effect(("lowered", "rloo"), ("otb", "raised"))
     shape = effect(("otb", "lowered"), ("raised", "rloo"))
-    assert with_ends(level, "+.0f") in verdict and with_ends(shape, "+.0f") in verdict
+    assert says(verdict, level, 1, 1) and says(verdict, shape, 1, 1)
     (low, _), (shape_low, _), (more_low, more_high) = student(level), student(shape), student(level - shape)
     is_level, is_shape = low > 0 and more_low > 0, shape_low > 0 and more_high < 0
     begin = "The level" if is_level else "Not the level" if is_shape else "Both" if min(low, shape_low) > 0 else "Open"
@@ -157,7 +159,7 @@ def test_07_verdict_is_what_proved_variances_and_the_curves_say():
     }
     assert len(seeds) >= 8
     name = "otb_turn_loo" if calmer["otb_turn_loo"] else "otb_turn"
-    assert with_ends(np.subtract(mean[name], mean["rloo"]), "+.1f", 100) in verdict
+    assert says(verdict, np.subtract(mean[name], mean["rloo"]))
     if calmer["otb_turn_loo"]:
         assert f"{calmer['otb_turn_loo']} of {len(rows['otb_turn_loo'])} settings" in verdict
 
@@ -199,8 +201,6 @@ def test_08_training_at_one_rate_shows_no_difference_from_rloo_and_a_higher_rate
 
 def test_09_correlations_are_those_of_the_points():
     tables = tables_of("09_progress")
-    if not tables:
-        pytest.skip("09_progress has no results yet")
     for row in tables["correlations"]:
         if row["optimiser"] in {point["optimiser"] for point in tables["points"]}:
             own = select(tables["points"], kind=row["kind"], optimiser=row["optimiser"])
