@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 from pandas.api.types import union_categoricals
 
-from otb_analysis.store.layout import Part
+from otb_analysis.store.parts import Part
 from otb_analysis.store.views import read_part
 from otb_analysis.types import Float, Gram, Int, Label
 

@@ -13,12 +13,14 @@ import pandas as pd
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
 from otb_analysis.store.gram import product_rows, rebuild_gram
-from otb_analysis.store.layout import Part, complete_steps, find_run, parts_of, visible_parts
+from otb_analysis.store.layout import find_run
 from otb_analysis.store.liveness import standing
+from otb_analysis.store.parts import Part, again_if_changed, by_step, complete_steps, signature, visible_parts
 from otb_analysis.store.query import check_read_only, first_rows, interrupted_after, open_locked, refused
 from otb_analysis.store.runfile import read_run_file
+from otb_analysis.store.scalars import MANY, step_rows
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
-from otb_analysis.store.views import broken_part, column_names, quoted, select, signature
+from otb_analysis.store.views import broken_part, column_names, quoted, select, select_from
 from otb_analysis.types import Gram, Label
 
 _ASKED_WRONG = (
@@ -66,7 +68,7 @@ class RunStore:
     def standing(self) -> tuple[str, str]:
         """Status as it is now, and why: `stopped` where run.json says running but the process is known to be gone."""
         info = self.info
-        times = [part.path.stat().st_mtime for part in parts_of(self.path, "steps")[-1:]]
+        times = [part.path.stat().st_mtime for part in visible_parts(self.path, ["steps"])["steps"][-1:]]
         heard = datetime.fromtimestamp(times[0], UTC).strftime("%Y-%m-%d %H:%M UTC") if times else info.get("updated")
         return standing(info, str(heard or ""))
 
@@ -74,6 +76,7 @@ class RunStore:
         """Return the steps that can be read, in order."""
         return complete_steps(self.path)
 
+    @again_if_changed
     def frame(
         self,
         table: str,
@@ -126,6 +129,7 @@ class RunStore:
         """Return one row per measured step and estimator; see `frame`."""
         return self.frame("gradients", steps, columns, where, params)
 
+    @again_if_changed
     def sql(
         self,
         query: str,
@@ -151,6 +155,7 @@ class RunStore:
         tables = [table for table in TABLES if re.search(rf"\b{table}\b", query, re.IGNORECASE)]
         return self._run(query, params, visible_parts(self.path, tables, steps), seconds, rows)
 
+    @again_if_changed
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
         """Return the Gram matrices of all measured steps, in order: 8·(M·P)² bytes each, so ask for few steps.
 
@@ -161,6 +166,7 @@ class RunStore:
         """
         return self._read_grams(self._parts_by_step("grams", steps), lambda gram: gram)
 
+    @again_if_changed
     def reduced_grams(self, references: Sequence[Truth], steps: Steps = None) -> dict[int, Gram]:
         """Return of each measured step what comparing its estimators with these references needs.
 
@@ -173,7 +179,7 @@ class RunStore:
             StoreError: A part is broken or lacks a key column.
         """
         parts = self._parts_by_step("grams", steps)
-        keys = {step: (tuple(references), *map(signature, some)) for step, some in parts.items()}
+        keys = {step: (step, tuple(references), *map(signature, some)) for step, some in parts.items()}
         new = {step: some for step, some in parts.items() if keys[step] not in self._reduced}
         read = self._read_grams(new, lambda gram: gram.reduced(references))
         held = self._reduced | {keys[step]: gram for step, gram in read.items()}
@@ -181,6 +187,7 @@ class RunStore:
         self._reduced = held if steps is not None else {keys[step]: gram for step, gram in grams.items()}
         return grams
 
+    @again_if_changed
     def subgroup_grams(self, steps: Steps = None) -> dict[int, dict[int, Gram]]:
         """Return the Gram matrices of smaller groups, by size and then by step; empty where none were measured.
 
@@ -210,10 +217,7 @@ class RunStore:
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
 
     def _parts_by_step(self, table: str, steps: Steps) -> dict[int, list[Part]]:
-        by_step: dict[int, list[Part]] = {}
-        for part in visible_parts(self.path, [table], steps)[table]:
-            by_step.setdefault(part.step, []).append(part)
-        return by_step
+        return by_step(visible_parts(self.path, [table], steps)[table])
 
     def _read_grams(self, parts: Mapping[int, Sequence[Part]], keep: Callable[[Gram], Gram]) -> dict[int, Gram]:
         """Return what is kept of the Gram matrices of steps that have one; the rows of two at a time are in memory."""
@@ -235,6 +239,14 @@ class RunStore:
                 prompts[step][group] = prompt
         return prompts
 
+    def _rows(self, cursor: duckdb.DuckDBPyConnection, table: str, parts: Sequence[Part]) -> str:
+        """Return a SELECT of a table's rows, over files or over what is held of them in memory."""
+        if table != "steps" or len(parts) <= MANY:
+            return select(table, parts)
+        rows = step_rows(self.path, parts)
+        cursor.register("_held_steps", rows)
+        return select_from(table, rows.column_names, "_held_steps")
+
     def _run(
         self,
         query: str,
@@ -248,7 +260,7 @@ class RunStore:
                 check_read_only(cursor, query)
                 for table, parts in tables.items():
                     # Temporary views belong to the cursor, so threads do not meet and no list of parts grows old.
-                    cursor.execute(f"CREATE TEMP VIEW {table} AS {select(table, parts)}")
+                    cursor.execute(f"CREATE TEMP VIEW {table} AS {self._rows(cursor, table, parts)}")
                 return first_rows(cursor.execute(query, params), rows)
             except duckdb.InterruptException as error:
                 raise InputError(

@@ -21,8 +21,9 @@ def store(writer, tables):
 
 def rewrite(store, table, step, change):
     """Replace one part by what `change` makes of it, as an older or foreign writer would have left it."""
-    path = store.path / table / f"part-{step:08d}-r0.parquet"
+    path, completing = (store.path / name / f"part-{step:08d}-r0.parquet" for name in (table, "steps"))
     pq.write_table(change(pq.read_table(path)).replace_schema_metadata(), path)
+    pq.write_table(pq.read_table(completing).replace_schema_metadata(), completing)
     return path
 
 
@@ -173,8 +174,9 @@ def test_broken_file_is_named_and_the_rest_stays_readable(store, damage):
     whole = path.read_bytes()
     wrong = {"empty": b"", "truncated": whole[: len(whole) // 2], "flipped": whole[:20] + b"\xff" * 400 + whole[420:]}
     path.write_bytes(wrong[damage])
+    without = r"delete .*steps.part-00000001-r0.parquet to read the run without step 1"
     for read in (store.tokens_df, lambda: store.sql("SELECT * FROM tokens")):
-        with pytest.raises(StoreError, match=rf"{path.name} is broken \(.*\); delete it to read the rest") as caught:
+        with pytest.raises(StoreError, match=rf"{path.name} is broken \(.*\); {without}") as caught:
             read()
         assert "\n" not in str(caught.value)
     assert len(store.steps_df()) == 3
