@@ -14,6 +14,7 @@ EXTRAS = {
     "gguf": ("gguf", "otb-analysis[models]"),
     "vllm": ("vllm", "otb-analysis[vllm]"),
     "trl": ("trl", "otb-analysis[trl]"),
+    "playwright": ("playwright", "otb-analysis[dev]"),
     "wandb": ("wandb", "wandb"),
     "trackio": ("trackio", "trackio"),
 }

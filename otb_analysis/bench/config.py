@@ -118,6 +118,23 @@ class StoreConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class DashboardBenchConfig(BenchConfig):
+    """Time every page of the dashboard in Chromium: its first chart, a changed control, the server's memory."""
+
+    steps: int = 2_000  # Steps of the one large run.
+    measured: int = 165  # Its steps with exact norms and a Gram matrix.
+    tokens: int = 5_000_000  # Its tokens.
+    runs: int = 24  # Smaller runs beside each other.
+    many_steps: int = 300  # Steps of each of them.
+    many_measured: int = 25  # Its measured steps.
+    many_tokens: int = 300_000  # Its tokens.
+    compacted: bool = False  # Compact the runs first, as `otb compact` does.
+    pages: tuple[str, ...] = ()  # Only these pages, such as `run tokens`; by default all.
+    port: int = 8599  # Port of the server.
+    root: Path | None = None  # Directory that keeps the runs, and has them from an earlier call; else a temporary one.
+
+
+@dataclass(frozen=True)
 class DemoSeedsConfig(BenchConfig):
     """What the demo concludes from several seeds and with several numbers of threads."""
 
@@ -206,6 +223,7 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "audit": AuditBenchConfig,
     "train": TrainBenchConfig,
     "store": StoreConfig,
+    "dashboard": DashboardBenchConfig,
 }
 """`otb bench NAME`; the module of the same name has `run(config)`, which returns a report."""
 

@@ -17,6 +17,8 @@ CHECKSUM = "otb_crc32"
 """The key in a footer; in run.json it is `checksum`."""
 PARTS = "otb_parts"
 """The key of the other parts of its step in a `steps` part: JSON of table → name → checksum."""
+ROW = "otb_row"
+"""The key of a `steps` part's row as JSON without its nulls: reading it takes a tenth of reading 80 columns."""
 BLANK = b"00000000"
 CHANGED = "its checksum differs, so it has changed since it was written"
 
@@ -52,7 +54,16 @@ class Sealed:
 
 @lru_cache(maxsize=200_000)
 def sealed(path: Path, mtime_ns: int, size: int) -> Sealed:
-    """Read a part to the end, compare its checksum, and return what it says; one that is replaced has another time.
+    """Return what a part says of itself, once it was read to the end; one that is replaced has another time or size.
+
+    Raises:
+        OSError: It cannot be read, or the checksum differs.
+    """
+    return read_sealed(path)[0]
+
+
+def read_sealed(path: Path) -> tuple[Sealed, str]:
+    """Read a part to the end, compare its checksum, and return what it says of itself and its `ROW`.
 
     Raises:
         OSError: It cannot be read, or the checksum differs.
@@ -63,12 +74,12 @@ def sealed(path: Path, mtime_ns: int, size: int) -> Sealed:
         tail = file.read(8)
         start = end - 8 - int.from_bytes(tail[:4], "little")
         if tail[4:] != _MAGIC or start < 0:
-            return Sealed()  # no Parquet file: whoever reads it says why
+            return Sealed(), ""  # no Parquet file: whoever reads it says why
         file.seek(start)
         footer = bytearray(file.read(end - start))
         at = footer.rfind(_KEY)
         if at < 0:
-            return Sealed()
+            return Sealed(), ""
         written = bytes(footer[at + len(_KEY) :][: len(BLANK)])
         footer[at + len(_KEY) : at + len(_KEY) + len(BLANK)] = BLANK
         file.seek(0)
@@ -77,7 +88,7 @@ def sealed(path: Path, mtime_ns: int, size: int) -> Sealed:
             found = crc32(file.read(min(_CHUNK, start - file.tell())), found)
     if written != f"{crc32(footer, found):08x}".encode():
         raise OSError(CHANGED)
-    return Sealed(written.decode(), _text_of(footer, PARTS))
+    return Sealed(written.decode(), _text_of(footer, PARTS)), _text_of(footer, ROW)
 
 
 def written_checksum(path: Path) -> str:

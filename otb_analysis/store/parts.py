@@ -8,9 +8,10 @@ one that it removed before is named in run.json.
 """
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -22,6 +23,10 @@ from otb_analysis.store.runfile import read_run_file
 
 COMPACTED = "compacted"
 """The key in run.json: table → its files, each with name, checksum and the steps it holds as ranges."""
+
+
+SETTLED = 5_000_000_000
+"""Nanoseconds after which the time of a folder tells whether it has changed since."""
 
 
 class _OfARun(Protocol):
@@ -50,13 +55,23 @@ class Part:
         return self if kept == self.steps else replace(self, steps=kept, whole=False)
 
 
-def loose_parts(run_dir: Path, table: str) -> list[Part]:
+def loose_parts(run_dir: Path, table: str) -> Sequence[Part]:
     """Return all parts of one step of a table, by step and rank, complete or not.
 
     Raises:
         StoreError: The folder cannot be listed, or is or holds a link.
     """
     folder = run_dir / table
+    try:
+        changed = folder.stat().st_mtime_ns
+    except FileNotFoundError:
+        return []
+    # A folder that changed a moment ago may change again without another time.
+    return _listed(folder, changed) if time.time_ns() - changed > SETTLED else _listed.__wrapped__(folder, changed)
+
+
+@lru_cache(maxsize=32)
+def _listed(folder: Path, changed: int) -> Sequence[Part]:
     try:
         with os.scandir(folder) as entries:
             links = {entry.name: entry.is_symlink() for entry in entries}
@@ -68,8 +83,8 @@ def loose_parts(run_dir: Path, table: str) -> list[Part]:
     if linked or folder.is_symlink():
         where = folder / (linked or ".")
         raise StoreError(f"{where} is a link, which may lead out of the run; put what it points to there.")
-    matches = [m for m in map(PART.fullmatch, links) if m]
-    return sorted(Part(int(m[1]), int(m[2]), folder / m[0], steps=(int(m[1]),)) for m in matches)
+    named = sorted((int(m[1]), int(m[2]), m[0]) for m in map(PART.fullmatch, links) if m)
+    return [Part(step, rank, folder / name, steps=(step,)) for step, rank, name in named]
 
 
 def merged_parts(run_dir: Path, info: Mapping[str, Any]) -> dict[str, list[Part]]:

@@ -158,7 +158,7 @@ def _checked_columns(table: str, part: Part) -> tuple[str, ...]:
 @lru_cache(maxsize=200_000)
 def _columns_of(path: Path, mtime_ns: int, size: int) -> tuple[str, ...]:
     """Return a file's columns; one that is replaced has another time or size."""
-    return _shared(tuple(pq.read_metadata(path).schema.names))
+    return _shared(tuple(pq.read_schema(path).names))
 
 
 @lru_cache(maxsize=1_000)
