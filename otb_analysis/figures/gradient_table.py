@@ -1,6 +1,6 @@
 """The four measures of gradient estimators as one table, with intervals, and what estimators are called in figures."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import pandas as pd
@@ -90,17 +90,22 @@ def is_defined(statistics: GradientStatistics) -> bool:
     return statistics.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
 
 
-def statistics_table(grams: Mapping[int, Gram], window: int = 1, known: Proved = NOTHING) -> pd.DataFrame:
-    """Return the four measures of every estimator at every measured step, with intervals clustered by prompt.
+def statistics_table(
+    grams: Mapping[int, Gram], window: int = 1, known: Proved = NOTHING, at: Collection[int] | None = None
+) -> pd.DataFrame:
+    """Return the four measures of every estimator at measured steps, with intervals clustered by prompt.
 
     Row (step, estimator) pools the last `window` measured steps: sums over steps first, then ratios. Where these hold
     fewer than 16 prompts there is a point and no interval; where ‖∇J‖² is lost in the noise there is not even a point
     of what is measured against it, nor of the efficiency where fewer prompts were measured than a third of the noise
     scale.
+
+    Args:
+        at: Only these measured steps; None means all.
     """
     records = []
     steps = sorted(grams)
-    for last in range(len(steps)):
+    for last in (i for i, step in enumerate(steps) if at is None or step in at):
         pooled = [grams[s] for s in steps[max(0, last + 1 - window) : last + 1]]
         for statistics in pooled_statistics(pooled, known=known):
             blank = hidden_columns(statistics)

@@ -11,12 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from sys import intern
 from zlib import crc32
 
 CHECKSUM = "otb_crc32"
 """The key in a footer; in run.json it is `checksum`."""
 PARTS = "otb_parts"
 """The key of the other parts of its step in a `steps` part: JSON of table → name → checksum."""
+RECORDED = "otb_recorded"
+"""The key of the columns that hold any value, with commas between them; a column that is null throughout is not one."""
+SCHEMA = "otb_schema"
+"""The key of a checksum of a part's column names and types, so that those of thousands of parts are read once."""
 ROW = "otb_row"
 """The key of a `steps` part's row as JSON without its nulls: reading it takes a tenth of reading 80 columns."""
 BLANK = b"00000000"
@@ -42,9 +47,11 @@ def stamp(path: Path, part: memoryview) -> tuple[bytes, str]:
 
 @dataclass(frozen=True)
 class Sealed:
-    """What a part says of itself, once its checksum is right; both are empty in parts of earlier versions."""
+    """What a part says of itself, once its checksum is right; all are empty in parts of earlier versions."""
 
     checksum: str = ""
+    schema: str = ""  # The same for parts with the same columns
+    recorded: str = ""  # Columns that hold any value; see `RECORDED`
     parts: str = ""  # JSON of the other parts of its step
 
     def named_parts(self, table: str) -> dict[str, str]:
@@ -88,7 +95,8 @@ def read_sealed(path: Path) -> tuple[Sealed, str]:
             found = crc32(file.read(min(_CHUNK, start - file.tell())), found)
     if written != f"{crc32(footer, found):08x}".encode():
         raise OSError(CHANGED)
-    return Sealed(written.decode(), _text_of(footer, PARTS)), _text_of(footer, ROW)
+    schema, recorded, parts, row = (_text_of(footer, key) for key in (SCHEMA, RECORDED, PARTS, ROW))
+    return Sealed(written.decode(), schema, intern(recorded), parts), row
 
 
 def written_checksum(path: Path) -> str:

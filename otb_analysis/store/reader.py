@@ -12,10 +12,10 @@ import pandas as pd
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
-from otb_analysis.store.gram import product_rows, rebuild_gram
+from otb_analysis.store.gram import product_rows, read_gram, rebuild_gram
 from otb_analysis.store.layout import find_run
 from otb_analysis.store.liveness import standing
-from otb_analysis.store.parts import Part, again_if_changed, by_step, complete_steps, signature, visible_parts
+from otb_analysis.store.parts import Part, again_if_changed, by_step, checked, complete_steps, signature, visible_parts
 from otb_analysis.store.query import check_read_only, first_rows, interrupted_after, open_locked, refused
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.scalars import MANY, step_rows
@@ -75,6 +75,23 @@ class RunStore:
     def complete_steps(self) -> list[int]:
         """Return the steps that can be read, in order."""
         return complete_steps(self.path)
+
+    def steps_with(self, table: str, column: str) -> list[int]:
+        """Return the complete steps that hold any value in a column of a table, in order.
+
+        No part is opened for it but those of earlier versions and merged ones.
+
+        Raises:
+            StoreError: A part is broken, missing or lacks a key column.
+        """
+        parts = visible_parts(self.path, [table])[table]
+        said = {part: checked(part).recorded for part in parts}
+        found = {step for part in parts if column in said[part].split(",") for step in part.steps}
+        unsaid = [step for part in parts if not said[part] for step in part.steps]
+        if unsaid:
+            query = f"SELECT DISTINCT step FROM {table} WHERE {quoted(column)} IS NOT NULL"
+            found |= {int(step) for step in self.sql(query, steps=unsaid)["step"]}
+        return sorted(found)
 
     @again_if_changed
     def frame(
@@ -224,8 +241,8 @@ class RunStore:
         prompts = self._prompts(list(parts))
 
         def read(step: int) -> Gram | None:
-            rows = product_rows("grams", parts[step])
-            return keep(rebuild_gram(rows, prompts[step])) if len(rows) else None
+            gram = read_gram(parts[step], prompts[step])
+            return None if gram is None else keep(gram)
 
         with ThreadPoolExecutor(2) as pool:  # most of the work is Arrow's and NumPy's
             return {step: gram for step, gram in zip(parts, pool.map(read, parts), strict=True) if gram is not None}

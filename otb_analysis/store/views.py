@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def column_names(table: str, parts: Sequence[Part]) -> list[str]:
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    return _names(table, {name: None for part in parts for name in _checked_columns(table, part)})
+    return _names(table, _checked_columns(table, parts))
 
 
 def select(table: str, parts: Sequence[Part]) -> str:
@@ -40,8 +41,7 @@ def select(table: str, parts: Sequence[Part]) -> str:
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    present = {name: None for part in parts for name in _checked_columns(table, part)}
-    return select_from(table, present, _source(parts))
+    return select_from(table, _checked_columns(table, parts), _source(parts))
 
 
 def select_from(table: str, present: Collection[str], source: str) -> str:
@@ -56,27 +56,55 @@ def select_from(table: str, present: Collection[str], source: str) -> str:
     return f"SELECT {', '.join(columns)} FROM {source}"
 
 
-def read_part(table: str, part: Part, categories: Sequence[str] = ()) -> pa.Table:
-    """Return the schema's columns of one part, those it lacks null; texts named in `categories` as codes.
+def read_part(table: str, part: Part, categories: Sequence[str] = (), only: Collection[str] | None = None) -> pa.Table:
+    """Return the schema's columns of one part, or some, those it lacks null; texts named in `categories` as codes.
 
     Raises:
         StoreError: The part is broken or lacks a key column.
     """
-    present = _checked_columns(table, part)
-    wanted = [c.name for c in TABLES[table] if c.name in present]
+    present = _checked_columns(table, [part])
+    asked = [c for c in TABLES[table] if only is None or c.name in only]
+    wanted = [c.name for c in asked if c.name in present]
     try:
-        # From memory and in one thread: reading by pieces, or handing columns over, takes several times as long.
-        source = pa.BufferReader(part.path.read_bytes()) if part.whole else pa.memory_map(str(part.path))
-        file = pq.ParquetFile(source, read_dictionary=list(categories))
-        rows = file.read_row_groups(_groups(file.metadata, part), wanted, use_threads=False)
+        file = pq.ParquetFile(_in_memory(part), read_dictionary=list(categories))
+        groups, alone = _groups(file.metadata, part)
+        rows = file.read_row_groups(groups, wanted, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise broken(part, error) from error
-    if not part.whole:
+    if not alone:
         rows = rows.filter(pc.field("step").isin(list(part.steps)))
-    for c in TABLES[table]:
+    for c in asked:
         if c.name not in present:
             rows = rows.append_column(c.name, pa.nulls(len(rows), ARROW[c.dtype]))
     return rows
+
+
+def written_columns(part: Part, names: Collection[str]) -> bytes | None:
+    """Return a digest of some columns of a part as they lie on disk; None where other steps lie among them.
+
+    Raises:
+        StoreError: The part is broken.
+    """
+    checked(part)
+    try:
+        source = _in_memory(part)
+        metadata = pq.read_metadata(source)
+    except (pa.ArrowException, OSError) as error:
+        raise broken(part, error) from error
+    groups, alone = _groups(metadata, part)
+    found, digest = 0, sha256()
+    for chunk in (metadata.row_group(i).column(j) for i in groups for j in range(metadata.num_columns)):
+        if chunk.path_in_schema in names:
+            source.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
+            digest.update(f"{chunk.path_in_schema} {chunk.compression} {chunk.encodings} {chunk.num_values} ".encode())
+            digest.update(source.read_buffer(chunk.total_compressed_size))
+            found += 1
+    return digest.digest() if alone and groups and found == len(groups) * len(names) else None
+
+
+def _in_memory(part: Part) -> pa.NativeFile:
+    # Reading by pieces, or handing columns over, takes several times as long.
+    return pa.BufferReader(part.path.read_bytes()) if part.whole else pa.memory_map(str(part.path))
 
 
 def refuse_missing_keys(table: str, part: Part, names: Collection[str]) -> None:
@@ -127,41 +155,50 @@ def _source(parts: Sequence[Part]) -> str:
 
 def _scan(parts: Sequence[Part]) -> str:
     files = ", ".join(literal(str(part.path)) for part in parts)
+    alike = len({id(_schema_of(part)) for part in parts}) == 1  # opening each file for its columns takes half the time
     # Without hive_partitioning=false a directory named a=b above the run would become a column.
-    return f"read_parquet([{files}], union_by_name=true, hive_partitioning=false)"
+    return f"read_parquet([{files}], union_by_name={not alike}, hive_partitioning=false)"
 
 
-def _groups(metadata: pq.FileMetaData, part: Part) -> list[int]:
-    """Return the row groups of a file that hold the steps of a part."""
+def _groups(metadata: pq.FileMetaData, part: Part) -> tuple[list[int], bool]:
+    """Return the row groups of a file that hold the steps of a part, and whether they hold no other."""
     groups = range(metadata.num_row_groups)
     if part.whole:
-        return list(groups)
+        return list(groups), True
     place = metadata.schema.names.index("step")
     ends = [metadata.row_group(i).column(place).statistics for i in groups]
-    return [i for i in groups if any(_between(ends[i], step) for step in part.steps)]
+    held = [(s.min, s.max) if s is not None and s.has_min_max else (0, 1 << 62) for s in ends]
+    found = [i for i in groups if any(held[i][0] <= step <= held[i][1] for step in part.steps)]
+    return found, all(held[i][0] == held[i][1] for i in found)
 
 
-def _between(ends: pq.Statistics | None, step: int) -> bool:
-    return ends is None or not ends.has_min_max or ends.min <= step <= ends.max
+def _checked_columns(table: str, parts: Sequence[Part]) -> list[str]:
+    """Return the columns that any of these parts has; most often all have the same, which are looked at once."""
+    first: dict[pa.Schema, Part] = {}
+    for part in parts:
+        first.setdefault(_schema_of(part), part)
+    for schema, part in first.items():
+        refuse_missing_keys(table, part, schema.names)
+    return list(dict.fromkeys(name for schema in first for name in schema.names))
 
 
-def _checked_columns(table: str, part: Part) -> tuple[str, ...]:
-    checked(part)
+def _schema_of(part: Part) -> pa.Schema:
+    said = checked(part).schema
+    if said in _SCHEMAS:
+        return _SCHEMAS[said]
     try:
-        names = _columns_of(*signature(part))
+        schema = _read_schema(*signature(part))
     except (pa.ArrowException, OSError) as error:
         raise broken(part, error) from error
-    refuse_missing_keys(table, part, names)
-    return names
+    return _SCHEMAS.setdefault(said, schema) if said else schema
 
 
 @lru_cache(maxsize=200_000)
-def _columns_of(path: Path, mtime_ns: int, size: int) -> tuple[str, ...]:
+def _read_schema(path: Path, mtime_ns: int, size: int) -> pa.Schema:
     """Return a file's columns; one that is replaced has another time or size."""
-    return _shared(tuple(pq.read_schema(path).names))
+    schema = pq.read_schema(path).remove_metadata()
+    return _SCHEMAS.setdefault(str(schema), schema)  # thousands of files share one
 
 
-@lru_cache(maxsize=1_000)
-def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the same names as before: thousands of files have the same columns."""
-    return names
+_SCHEMAS: dict[str, pa.Schema] = {}
+"""Columns by what a part says of them, and by their names and types."""

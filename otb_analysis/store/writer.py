@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +16,7 @@ import pyarrow.parquet as pq
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.atomic import atomic_file, atomic_folder
-from otb_analysis.store.checksum import BLANK, CHECKSUM, PARTS, ROW, stamp, written_checksum
+from otb_analysis.store.checksum import BLANK, CHECKSUM, PARTS, RECORDED, ROW, SCHEMA, stamp, written_checksum
 from otb_analysis.store.encode import Columns, encode
 from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path
 from otb_analysis.store.liveness import other_writer, this_process
@@ -203,7 +204,9 @@ def parquet_bytes(rows: pa.Table, metadata: Mapping[str, str]) -> memoryview:
     part = pa.BufferOutputStream()  # a part has hundreds of pieces, each a call of Python into a file
     with pq.ParquetWriter(part, rows.schema, **parquet_options(rows.schema, len(rows))) as writer:
         writer.write_table(rows, row_group_size=ROW_GROUP)
-        writer.add_key_value_metadata({**metadata, CHECKSUM: BLANK.decode()})
+        held = [name for name in rows.column_names if rows[name].null_count < len(rows)]
+        about = {SCHEMA: f"{crc32(str(rows.schema).encode()):08x}", RECORDED: ",".join(held)}
+        writer.add_key_value_metadata({**metadata, **about, CHECKSUM: BLANK.decode()})
     return memoryview(part.getvalue())
 
 
