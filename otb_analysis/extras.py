@@ -15,6 +15,7 @@ EXTRAS = {
     "vllm": ("vllm", "otb-analysis[vllm]"),
     "trl": ("trl", "otb-analysis[trl]"),
     "playwright": ("playwright", "otb-analysis[dev]"),
+    "ray": ("ray", "otb-analysis[ray]"),
     "wandb": ("wandb", "wandb"),
     "trackio": ("trackio", "trackio"),
 }
