@@ -113,6 +113,7 @@ class StoreConfig(BenchConfig):
     group_size: int = 8  # Rollouts per prompt.
     estimators: int = 38  # Estimators of a Gram matrix, each energy source counted.
     append: int = 100_000  # Tokens of the step that is appended.
+    pandas: bool = True  # Also compute the variance in pandas, which holds all rows.
     repeats: int = 3  # Repetitions, taking turns; the least time counts.
     root: Path | None = None  # Directory that keeps the runs; a temporary one unless named.
 

@@ -40,6 +40,7 @@ def run(config: StoreConfig) -> Report:
         for seed in range(config.runs):
             write_synthetic_run(root, f"synthetic-{seed}", shape, seed)
         calls = _appending(Path(temporary), config, shape) | reads(root, "synthetic-0")
+        calls = {name: call for name, call in calls.items() if config.pandas or name != PANDAS}
         timings = interleaved({name: timed(call) for name, call in calls.items()}, config.repeats)
         rows = [
             {"what": name, "seconds": timing.minimum, "memory": peak(calls[name])} for name, timing in timings.items()
