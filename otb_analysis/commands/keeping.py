@@ -57,7 +57,7 @@ def aggregate_command(words: Sequence[str]) -> None:
                 table.to_csv(file, index=False) if config.out.suffix == ".csv" else table.to_parquet(file, index=False)
         except OSError as error:
             raise StoreError(f"cannot write {config.out} ({error.strerror}); pass another --out.") from error
-    sys.stdout.write(f"{config.out} has {len(table):,} rows of {plural(table['run'].nunique(), 'run')}.\n")
+    sys.stdout.write(f"{config.out} has {len(table):,} rows of {plural(len({one.path for one in found}), 'run')}.\n")
 
 
 def compact_command(words: Sequence[str]) -> None:
