@@ -126,9 +126,9 @@ class DashboardBenchConfig(BenchConfig):
     measured: int = 165  # Its steps with exact norms and a Gram matrix.
     tokens: int = 5_000_000  # Its tokens.
     runs: int = 24  # Smaller runs beside each other.
-    many_steps: int = 300  # Steps of each of them.
-    many_measured: int = 25  # Its measured steps.
-    many_tokens: int = 300_000  # Its tokens.
+    many_steps: int = 200  # Steps of each of them.
+    many_measured: int = 17  # Its measured steps.
+    many_tokens: int = 200_000  # Its tokens.
     compacted: bool = False  # Compact the runs first, as `otb compact` does.
     pages: tuple[str, ...] = ()  # Only these pages, such as `run tokens`; by default all.
     port: int = 8599  # Port of the server.
