@@ -59,7 +59,7 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
     trained = next(iter(trained_labels(config, grams.values())), None)
     missing: list[str] = []
     subgroups = store.subgroup_grams() if grams else {}
-    whole = _judged(grams, trained, missing)
+    whole = _judged(grams, trained, missing, known)
     rows = _rows(list(grams.values()), _between(grams, subgroups), whole, known)
     conclusion = conclude(list(grams.values()), known) if grams else None
     tokens = attributed_tokens(store)
@@ -100,7 +100,7 @@ def _sampling(store: RunStore) -> SamplingReport | None:
     return None if rows.empty else sampling_report(rows)
 
 
-def _judged(grams: Mapping[int, Gram], trained: Label | None, missing: list[str]) -> Advice | None:
+def _judged(grams: Mapping[int, Gram], trained: Label | None, missing: list[str], known: Proved) -> Advice | None:
     """Return estimators judged at the recorded group size; say what hinders it."""
     if not grams:
         missing.append(f"Estimators: no step has every estimator's gradient; {SCORE} measures them.")
@@ -109,7 +109,7 @@ def _judged(grams: Mapping[int, Gram], trained: Label | None, missing: list[str]
         missing.append("Estimators: the trainer's estimator was not measured; pass its name as --estimator.name.")
         return None
     try:
-        return advise(grams, {}, trained)
+        return advise(grams, {}, trained, known=known)
     except InputError as error:
         missing.append(f"Estimators: {error}")
         return None

@@ -6,16 +6,25 @@ them hold together with 95 %, so that the luckiest of many noisy numbers is not 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.statistics import MIN_CLUSTERS, REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
-from otb_analysis.statistics.moments.measures import known_number, quotient
-from otb_analysis.types import Float, Gram, Label
+from otb_analysis.statistics import (
+    MIN_CLUSTERS,
+    NOTHING,
+    REFERENCE,
+    Interval,
+    deleted_moments,
+    efficiency,
+    jackknife_interval,
+)
+from otb_analysis.statistics.moments.gram import truth_of
+from otb_analysis.statistics.moments.measures import known_number, quotient, with_projection
+from otb_analysis.types import Float, Gram, Label, Proved
 
 RISK = 0.05
 """Chance that any interval misses, all candidates together."""
@@ -89,35 +98,38 @@ def advise(
     subgroups: Mapping[int, Mapping[int, Gram]],
     present: Label,
     n_rollouts: int | None = None,
+    known: Proved = NOTHING,
 ) -> Advice:
     """Judge every estimator that all measured steps have, at the run's own group size and at the smaller ones.
 
     `grams` holds the Gram matrix of each measured step, `subgroups` those of smaller groups by size and step. Where
     there are any, only steps that have all sizes count, so that all candidates see the same prompts. Smaller groups are
     judged at the same R rollouts of an update: R/n prompts in groups of n. `n_rollouts` is R, which may be more than
-    were measured; by default as many.
+    were measured; by default as many. Projections that are `known` at the run's own size are not estimated.
 
     Raises:
         InputError: No step has both `present` and `rloo`, or smaller groups are of other prompts.
     """
     both = {step: gram for step, gram in grams.items() if {present, REFERENCE} <= set(gram.labels)}
     if not both:
-        known = dict.fromkeys("/".join(label) for gram in grams.values() for label in gram.labels)
+        measured = dict.fromkeys("/".join(label) for gram in grams.values() for label in gram.labels)
         raise InputError(
             f"no measured step has both {'/'.join(present)} and {'/'.join(REFERENCE)}; "
-            f"{nearest('/'.join(present), known) if known else 'measure some: --measure.exact.every 10.'}"
+            f"{nearest('/'.join(present), measured) if measured else 'measure some: --measure.exact.every 10.'}"
         )
     common = [step for step in both if all(step in by_step for by_step in subgroups.values())]
     whole = [both[step] for step in common or both]
-    measured = round(np.mean([gram.n_rollouts for gram in whole]))
-    size = round(measured / np.mean([gram.n_prompts for gram in whole]))
-    rollouts = n_rollouts or measured
-    values = choice_values(size, whole, rollouts)
+    mean_rollouts = round(np.mean([gram.n_rollouts for gram in whole]))
+    size = round(mean_rollouts / np.mean([gram.n_prompts for gram in whole]))
+    rollouts = n_rollouts or mean_rollouts
+    values = choice_values(size, whole, rollouts, known)
+    # A mean over the whole group shrinks by 1 − 1/n, which is another number in smaller groups.
+    at_every_size = replace(known, projection={label: c for label, c in known.projection.items() if c == 1})
     for part, by_step in subgroups.items() if common else ():
         parts = [by_step[step] for step in common]
         if [(gram.prompt, gram.n_prompts) for gram in parts] != [(gram.prompt, gram.n_prompts) for gram in whole]:
             raise InputError(f"groups of {part} were measured on other prompts than whole ones; pass the same steps'.")
-        values |= choice_values(part, parts, rollouts)
+        values |= choice_values(part, parts, rollouts, at_every_size)
     return judge(values, Choice(*present, size), rollouts)
 
 
@@ -178,10 +190,15 @@ def judge(values: Mapping[Choice, Float], present: Choice, n_rollouts: int) -> A
     return Advice(present, best, tuple(candidates), n_rollouts, _reason(present, best, candidates, together))
 
 
-def choice_values(size: int, grams: Sequence[Gram], n_rollouts: int) -> dict[Choice, Float]:
+def choice_values(size: int, grams: Sequence[Gram], n_rollouts: int, known: Proved) -> dict[Choice, Float]:
     """Return the efficiency of R rollouts in groups of one size, of every estimator that all steps have."""
     labels = [label for label in grams[0].labels if all(label in gram.labels for gram in grams)]
-    return {Choice(*label, size): efficiency(deleted_moments(grams, label), n_rollouts / size) for label in labels}
+    truth = truth_of(grams, REFERENCE, known)
+    moments = {label: deleted_moments(grams, label, truth) for label in labels}
+    return {
+        Choice(*label, size): efficiency(with_projection(one, known.projection.get(label)), n_rollouts / size)
+        for label, one in moments.items()
+    }
 
 
 def _ratio(above: Float, below: Float, level: float) -> Interval | None:

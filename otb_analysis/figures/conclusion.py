@@ -7,7 +7,7 @@ from typing import Any
 
 from otb_analysis.diagnostics import advise, trained_label, update_rollouts
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import registered
+from otb_analysis.estimators import proved, registered
 from otb_analysis.figures.numbers import formatted, interval_cell
 from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, Conclusion, Interval, Verdict, gradient_noise_scale
 from otb_analysis.statistics.comparisons.verdicts import MARGIN, names
@@ -51,8 +51,10 @@ def advice_line(
     if not grams:
         return NO_GRAMS
     try:
-        present = trained_label(config, [label for gram in grams.values() for label in gram.labels])
-        advice = advise(grams, subgroups, present, n_rollouts=update_rollouts(config))
+        labels = [label for gram in grams.values() for label in gram.labels]
+        advice = advise(
+            grams, subgroups, trained_label(config, labels), update_rollouts(config), proved(labels, config)
+        )
     except InputError as error:
         return f"Not known: {error}"
     return f"{advice.reason} {advice.sizes_line}"

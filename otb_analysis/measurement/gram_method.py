@@ -28,10 +28,11 @@ from otb_analysis.types import Bool
 #   sketched, 65,536 buckets         11–14    10–20
 #
 # Products grow with the square of the gradients: those of 257 took 11 passes of 4,480 positions of SmolLM2 (372
-# processor seconds), and some 4 times less beside the slower passes of the small model.
+# processor seconds) in float64, half of that in float32, and some 4 times less beside the slower passes of the small
+# model.
 EXACT, SKETCHED = 16.0, 24.0
 """The Gram matrix of all estimators; the exact one times the share of positions left when prompts are read once."""
-BASE, PRODUCT = 9.0, 0.5
+BASE, PRODUCT = 9.0, 0.25
 """The same of an exact one, its products apart; and these, times gradients² over positions."""
 SLOWER = 2.0
 """An exact matrix may cost so many times a sketched one."""

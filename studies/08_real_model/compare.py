@@ -1,6 +1,8 @@
 """What a pool says: how well energies agree with exact norms, and every estimator's variance and efficiency."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,18 +12,20 @@ from otb_analysis.energies import lm_head_energy
 from otb_analysis.estimators import proved
 from otb_analysis.statistics import (
     Interval,
+    Update,
     deleted_moments,
     gradient_noise_scale,
     jackknife_interval,
     paired_ratios,
     pooled_statistics,
     sketch_noise,
+    update_ratios,
     weight_statistics,
 )
 from otb_analysis.study import Cell, Tables, interval_columns, rounded
 from otb_analysis.study.agreement import agreement_rows, calibrated
 from otb_analysis.study.formats import by_label, ratio_columns, statistics_columns
-from otb_analysis.study.pools import REFERENCE, gram_of_prompts
+from otb_analysis.study.pools import REFERENCE, every_estimate, gram_of_prompts
 from otb_analysis.training.critic.targets import explained_variance
 from otb_analysis.training.resume import plain_config
 from otb_analysis.types import Float, Gram, Proved
@@ -31,8 +35,10 @@ from .pool import Measured, Size
 NONE = ("none", "none")
 SIZES = (4, 8)
 """Rollouts of a group."""
-UPDATES = (8, 32, 128)
-"""Prompts of the update that efficiency is stated for."""
+UPDATES = (8, 32, 128, 1024)
+"""Prompts of the update that efficiency is stated for; estimators that look at their batch see as many, or all."""
+ACROSS, AGAINST = "energy_regression", ("otb", "rloo", "sequence_optimal", "none", "value")
+"""Is the baseline from other prompts ahead of each of these, all with the proxy?"""
 CALIBRATION_SHARE = 0.1
 """Tokens on which the calibrated proxy is fitted."""
 
@@ -54,23 +60,28 @@ def comparison(cell: Cell, size: Size, found: Measured) -> Tables:
     if sketched.any():
         some = {"exact": exact, "hybrid": np.where(sketched, found.hybrid, 0.0)}
         agreement += agreement_rows(replace(table, mask=sketched), some, ("hybrid",))
-    rows, signals = [], []
+    rows: dict[str, list[dict[str, Any]]] = {"estimators": [], "pairs": [], "signal": []}
     for n in SIZES:
-        gram, known = gram_of_prompts(pool, n, size.shuffles, seed=n), known_projections(size, n)
-        rows += [{"size": n} | row for row in estimator_rows(gram, known(gram), size.buckets)]
-        signals.append({"size": n} | signal_columns(gram, known(gram)))
+        by_batch = {
+            p: gram_of_prompts(pool, n, size.shuffles, seed=n, estimates=partial(every_estimate, batch=p))
+            for p in {min(p, size.prompts) for p in UPDATES}
+        }
+        grams = {p: by_batch[min(p, size.prompts)] for p in UPDATES}
+        known = known_projections(grams[UPDATES[0]], size, n)
+        rows["estimators"] += [{"size": n} | row for row in estimator_rows(grams, known, size.buckets)]
+        rows["pairs"] += [{"size": n} | row for row in pair_rows(grams, known)]
+        rows["signal"].append({"size": n} | signal_columns(grams[UPDATES[0]], known))
     return {
         "policies": [key | facts(found, exact)],
         "agreement": [key | row for row in agreement],
-        "estimators": [key | row for row in rows],
-        "signal": [key | row for row in signals],
+        **{name: [key | row for row in one] for name, one in rows.items()},
     }
 
 
-def known_projections(size: Size, n: int) -> Any:
-    """Return what says which estimators are proved unbiased in groups of n."""
+def known_projections(gram: Gram, size: Size, n: int) -> Proved:
+    """Return which estimators are proved unbiased in groups of n."""
     config = TrainConfig(sample=SampleConfig(prompts=size.prompts, group_size=n, max_new_tokens=size.tokens))
-    return lambda gram: proved(gram.labels, plain_config(config))
+    return proved(gram.labels, plain_config(config))
 
 
 def facts(found: Measured, exact: Float) -> dict[str, Any]:
@@ -92,23 +103,38 @@ def facts(found: Measured, exact: Float) -> dict[str, Any]:
     }
 
 
-def estimator_rows(gram: Gram, known: Proved, buckets: int) -> list[dict[str, Any]]:
-    """Return every measure of every estimator, over `rloo` and over no baseline."""
-    statistics = {p: by_label(pooled_statistics([gram], n_prompts=p, known=known)) for p in UPDATES}
-    ratios = {p: by_label(paired_ratios([gram], n_prompts=p, known=known)) for p in UPDATES}
-    bare = by_label(paired_ratios([gram], NONE, n_prompts=UPDATES[0], known=known))
-    noise = sketch_noise(gram.inner, buckets).log_ratio[:, gram.labels.index(REFERENCE)]
+def estimator_rows(grams: Mapping[int, Gram], known: Proved, buckets: int) -> list[dict[str, Any]]:
+    """Return every measure of every estimator, over `rloo` and over no baseline; `grams` by prompts of the update."""
+    statistics = {p: by_label(pooled_statistics([gram], n_prompts=p, known=known)) for p, gram in grams.items()}
+    ratios = {p: by_label(paired_ratios([gram], n_prompts=p, known=known)) for p, gram in grams.items()}
+    first, last = grams[UPDATES[0]], UPDATES[-1]
+    bare = by_label(paired_ratios([grams[last]], NONE, n_prompts=last, known=known))
+    noise = sketch_noise(first.inner, buckets).log_ratio[:, first.labels.index(REFERENCE)]
     rows = []
-    for m, label in enumerate(gram.labels):
-        one, pair = statistics[UPDATES[0]][label], ratios[UPDATES[0]].get(label)
+    for m, label in enumerate(first.labels):
+        one, pair = statistics[last][label], ratios[last].get(label)
         row = {"estimator": label[0], "source": label[1], "c_known": one.c_known}
         row |= statistics_columns(one, "projection")
         row |= ratio_columns(pair, {"variance": "variance", "sf": "sf"})
         row |= ratio_columns(bare.get(label), {"variance_bare": "variance", "sf_bare": "sf"})
         for p in UPDATES:
-            row |= {f"efficiency{p}": rounded(statistics[p][label].efficiency)}
+            row |= {f"efficiency{p}": rounded(statistics[p][label].shown_efficiency)}
             row |= ratio_columns(ratios[p].get(label), {f"gain{p}": "efficiency"})
         rows.append(row | {"sketch_noise": rounded(float(noise[m]))})
+    return rows
+
+
+def pair_rows(grams: Mapping[int, Gram], known: Proved) -> list[dict[str, Any]]:
+    """Return the efficiency of the baseline from other prompts over those that it is asked against, by update."""
+    rows = []
+    for name in AGAINST:
+        below = next(label for label in grams[UPDATES[0]].labels if label[0] == name and label[1] != "exact")
+        row: dict[str, Any] = {"estimator": ACROSS, "against": name}
+        for p, gram in grams.items():
+            above, base = (Update([gram], label, p) for label in ((ACROSS, "proxy"), below))
+            truth = known.truth & frozenset(gram.labels) or REFERENCE
+            row |= ratio_columns(update_ratios(above, base, truth, known), {f"gain{p}": "efficiency"})
+        rows.append(row)
     return rows
 
 

@@ -6,13 +6,14 @@ Cells draw a policy's rollouts, measure them a few prompts at a time, and compar
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.study import Cell, Study, Tables
 from otb_analysis.study.seeds import BASE, QUICK_START, QUICK_TASK, started
 from otb_analysis.training.runtime.progress import Bar
 
 from . import pool, training
-from .compare import CALIBRATION_SHARE, SIZES, UPDATES, comparison
-from .regression import BATCHES, GROUP, RIDGES, regressions
+from .compare import AGAINST, CALIBRATION_SHARE, SIZES, UPDATES, comparison
+from .regression import BATCHES, GROUP, RIDGES, SETS, regressions
 
 RANK, TRAINED, LORA_UPDATES = training.LORA.rank, training.FULL, pool.FULL.updates
 """For the page."""
@@ -23,6 +24,8 @@ def cells(size: pool.Size, learning: training.Size, quick: bool) -> list[Cell]:
     made, common = list[Cell](), {"quick": quick}
     drawn, measured = ({name: getattr(size, name) for name in names} for names in (pool.DRAWN, pool.MEASURED))
     compared = {"shuffles": size.shuffles, "sizes": list(SIZES), "updates": list(UPDATES), "share": CALIBRATION_SHARE}
+    compared["against"] = list(AGAINST)
+    compared["estimators"] = sorted(ESTIMATORS)  # those that a pool cannot have leave no row
     for name in size.policies:
         task, critic = asdict(pool.TASKS[name]), asdict(pool.CRITIC)
         facts = {**common, "policy": name, "task": task, "critic": critic, **drawn}
@@ -30,7 +33,8 @@ def cells(size: pool.Size, learning: training.Size, quick: bool) -> list[Cell]:
         count = -(-size.prompts // size.block)
         blocks = [Cell(f"measure-{name}-{k}", {**facts, **measured, "number": k}, after=(draw,)) for k in range(count)]
         made += [draw, *blocks, Cell(f"compare-{name}", {**facts, **measured, **compared}, after=(draw, *blocks))]
-        tried = {"group": GROUP, "batches": list(BATCHES), "ridges": list(RIDGES), "shuffles": size.shuffles}
+        tried = {"group": GROUP, "batches": list(BATCHES), "ridges": list(RIDGES)}
+        tried |= {"features": {label: list(names) for label, names in SETS.items()}, "shuffles": size.shuffles}
         made.append(Cell(f"regression-{name}", {**facts, **measured, **tried}, after=(draw, *blocks)))
     return made + training.cells(learning, common)
 

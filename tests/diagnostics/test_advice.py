@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -5,7 +7,7 @@ from otb_analysis.diagnostics import advise, trained_label, update_rollouts
 from otb_analysis.diagnostics.advice import Choice, judge
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import paired_ratios
-from otb_analysis.types import Gram
+from otb_analysis.types import Gram, Proved
 
 RLOO, MEAN, QUIET = ("rloo", "none"), ("group_mean", "none"), ("otb", "proxy")
 
@@ -31,6 +33,20 @@ def test_a_quieter_estimator_is_advised_with_the_ratio_that_statistics_give():
     # Two comparisons at 97.5 % each: wider than one at 95 %.
     assert found.best.ratio.low < same.low and found.best.ratio.high > same.high
     assert "otb (proxy energies) in groups of 8 was" in found.reason and "with 2 comparisons over 128" in found.reason
+
+
+def test_proved_projections_are_not_estimated():
+    known = Proved({RLOO: 1.0, QUIET: 1.0, MEAN: 1 - 1 / 8}, frozenset({RLOO, QUIET}))
+    steps = list(STEPS.values())
+    found = advise(STEPS, {2: STEPS}, RLOO, known=known)
+    same = {p.estimator: p.efficiency for p in paired_ratios(steps, n_prompts=16, known=known)}
+    at = {one.choice: one for one in found.candidates}
+    assert at[Choice("otb", "proxy", 8)].ratio.estimate == pytest.approx(same["otb"].estimate)
+    assert at[Choice("group_mean", "none", 8)].ratio.estimate == pytest.approx(same["group_mean"].estimate)
+    # In groups of 2 the mean's projection is another one, so it is estimated there.
+    estimated = paired_ratios(steps, n_prompts=64, known=replace(known, projection={RLOO: 1.0}))
+    mean = at[Choice("group_mean", "none", 2)].efficiency / at[Choice("rloo", "none", 2)].efficiency
+    assert mean == pytest.approx({p.estimator: p.efficiency for p in estimated}["group_mean"].estimate)
 
 
 def test_the_quietest_has_nothing_better_to_change_to():

@@ -386,15 +386,25 @@ def test_sure_tokens_keep_a_scale_above_zero():
     assert len(basis_of(np.ones((2, 3)), np.zeros(3)).rows) == 1
 
 
-def test_products_of_float32_gradients_are_those_of_float64():
+@pytest.mark.parametrize(("count", "error"), [(gram.ROWS - 1, 1e-12), (gram.ROWS, 2**-23), (150, 2**-23)])
+@pytest.mark.parametrize("power", [0, 4, 16])
+def test_products_of_float32_gradients_are_those_of_float64_up_to_one_rounding_where_they_are_many(count, error, power):
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(70, 40_000, generator=generator) * torch.rand(40_000, generator=generator).pow(4)
-    total = torch.zeros(70, 70, dtype=torch.float64)
+    rows = torch.randn(count, 40_000, generator=generator) * torch.rand(40_000, generator=generator).pow(power)
+    total = torch.zeros(count, count, dtype=torch.float64)
     gram.add_products(total, rows)
     exact = (rows.double() @ rows.double().T).numpy()
     length = np.sqrt(exact.diagonal())
-    assert np.abs((total.numpy() - exact) / (length[:, None] * length)).max() < 1e-12
-    assert torch.allclose(total, total.T, rtol=1e-12)
+    assert np.abs((total.numpy() - exact) / (length[:, None] * length)).max() < error
+    assert torch.allclose(total, total.T, rtol=1e-12, atol=error * float(length.max()) ** 2)
+
+
+def test_products_of_float32_gradients_stay_in_float64_where_torch_may_round_them(monkeypatch):
+    rows = torch.randn(gram.ROWS, 4_096, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    total = torch.zeros(gram.ROWS, gram.ROWS, dtype=torch.float64)
+    gram.add_products(total, rows)
+    torch.testing.assert_close(total, rows.double() @ rows.double().T, rtol=1e-12, atol=1e-12 * 4_096)
 
 
 def test_blocks_are_the_largest_list_of_modules(make_model, batch):
