@@ -27,6 +27,7 @@ from otb_analysis.commands.inspect import (
     print_comparison,
     report_command,
 )
+from otb_analysis.commands.keeping import aggregate_command, compact_command
 from otb_analysis.commands.models import model_command
 from otb_analysis.commands.recorded import import_command, score_command
 from otb_analysis.commands.serve import DashboardConfig, serve
@@ -49,6 +50,8 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
   otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
   otb dashboard    serve the dashboard on a folder of runs, on loopback
+  otb compact      merge the many small files of finished runs into few with the same rows     (otb compact RUN…)
+  otb aggregate    count, mean and variance of per-token columns by run, steps and prompt (--ray: on many machines)
   otb bench        what things cost and how exact estimates are, measured on this machine     (otb bench --help)
   otb study        repeat a study of studies/, or the cells of it that are missing
 
@@ -208,6 +211,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "attribution": attribution_command,
     "report": report_command,
     "dashboard": dashboard_command,
+    "compact": compact_command,
+    "aggregate": aggregate_command,
     "bench": bench_command,
     "study": study_command,
 }
