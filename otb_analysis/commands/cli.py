@@ -29,6 +29,7 @@ from otb_analysis.commands.inspect import (
 )
 from otb_analysis.commands.models import model_command
 from otb_analysis.commands.recorded import import_command, score_command
+from otb_analysis.commands.sentinel import watch_command
 from otb_analysis.commands.serve import DashboardConfig, serve
 from otb_analysis.commands.watching import shown
 from otb_analysis.config import DemoConfig, TrainConfig
@@ -46,6 +47,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb model        fetch a pretrained model for --model    (otb model fetch smollm2)
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb diagnose     alarms with reasons and first firings, change points, advice   (otb diagnose RUN…)
+  otb watch        follow a run, end with status 3 at its first alarm   (otb watch RUN --webhook URL)
   otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
   otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
   otb dashboard    serve the dashboard on a folder of runs, on loopback
@@ -92,14 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words[0] not in COMMANDS:
             raise InputError(f"command {words[0]!r} does not exist; {nearest(words[0], COMMANDS)}")
-        COMMANDS[words[0]](words[1:])
+        return COMMANDS[words[0]](words[1:]) or 0
     except STOPS as error:
         sys.stderr.write(f"otb: {error}\n")
         return 2
     except KeyboardInterrupt as stop:
         sys.stderr.write(f"otb: {str(stop) or 'stopped.'}\n")
         return 130
-    return 0
 
 
 def train_command(words: Sequence[str]) -> None:
@@ -196,7 +197,7 @@ def dashboard_command(words: Sequence[str]) -> None:
     serve(parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "demo": demo_command,
     "train": train_command,
     "score": score_command,
@@ -205,6 +206,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "model": model_command,
     "compare": compare_command,
     "diagnose": diagnose_command,
+    "watch": watch_command,
     "attribution": attribution_command,
     "report": report_command,
     "dashboard": dashboard_command,
