@@ -106,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train_command(words: Sequence[str]) -> None:
     """Train one policy; --config FILE.toml gives any of the fields below, and the command line wins over it.
 
+    The run.json of an earlier run does, too: --config runs/RUN/run.json --run ANOTHER trains it again.
+
     With --if-exists resume a run that was stopped goes on from its newest checkpoint, bit for bit. docs/train.toml is a
     commented example.
     """
@@ -216,18 +218,28 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
 
 
 def from_toml(kind: type[Config], file: Path) -> Config:
-    """Read a configuration; fields that the file leaves out keep their defaults.
+    """Read a configuration, of TOML or of a run's run.json; fields that the file leaves out keep their defaults.
 
     Raises:
         InputError: The file cannot be read, names a field that does not exist, or holds a value of another type.
     """
     try:
+        if file.name == "run.json":
+            return _filled(kind(), _config_of_run(file.parent), str(file))
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror}); pass an existing TOML file.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not valid TOML: {error}.") from error
     return _filled(kind(), values, str(file))
+
+
+def _config_of_run(run: Path) -> dict[str, Any]:
+    """Return the configuration of an earlier run, but for what it did with an even earlier one of its name."""
+    from otb_analysis.store.runfile import read_run_file
+
+    config: Any = read_run_file(run).get("config")
+    return {name: value for name, value in (config or {}).items() if name != "if_exists"}
 
 
 def _filled(default: Any, values: Mapping[str, Any], where: str) -> Any:

@@ -4,7 +4,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -147,7 +147,7 @@ def _in_words(finding: "Finding") -> str:
     return f"{TITLES[finding.detector]} ({finding.level}), first at step {finding.watch_step}: {finding.reason}"
 
 
-def sent(address: str, body: dict[str, object]) -> str | None:
+def sent(address: str, body: Mapping[str, object]) -> str | None:
     """POST some JSON; return None, or why it was not taken. It names the host only, as addresses are secret."""
     request = urllib.request.Request(
         address, json.dumps(body, ensure_ascii=False).encode(), {"Content-Type": "application/json"}

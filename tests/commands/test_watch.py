@@ -1,33 +1,45 @@
 """`otb watch` and `otb diagnose --json`: what scripts and people are told of a run that goes on."""
 
 import json
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
 import pytest
 
 from otb_analysis.commands import sentinel
-from otb_analysis.commands.cli import main
+from otb_analysis.commands.cli import from_toml, main
+from otb_analysis.config import TrainConfig
 from otb_analysis.store import RunWriter, StepTables
+from otb_analysis.training.resume import plain_config
+
+
+class Server(HTTPServer):
+    """A web server that keeps what it is sent."""
+
+    taken: list[tuple[str, dict]]
+    answer: int
 
 
 class Taking(BaseHTTPRequestHandler):
-    """Keeps what it is sent and answers as it is told."""
+    """Answers as its server is told."""
+
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.taken.append((self.headers["Content-Type"], json.loads(body)))
+        self.server.taken.append((str(self.headers["Content-Type"]), json.loads(body)))
         self.send_response(self.server.answer)
         self.end_headers()
 
-    def log_message(self, *_) -> None:
+    def log_message(self, format, *args) -> None:
         pass
 
 
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    with HTTPServer(("127.0.0.1", 0), Taking) as server:
+    with Server(("127.0.0.1", 0), Taking) as server:
         server.taken, server.answer = [], 204
         thread = Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -152,6 +164,13 @@ def test_a_webhook_that_is_gone_is_one_sentence(tmp_path, capsys, server):
 def test_what_cannot_be_watched_is_one_sentence(words, said, tmp_path, capsys):
     assert main(["watch", *words, "--root", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_configuration_of_a_run_trains_it_again_under_another_name(tmp_path):
+    config = TrainConfig(run="mine", root=tmp_path, seed=3, if_exists="replace", trackers=("tensorboard",))
+    writer = RunWriter.create(tmp_path, "mine", plain_config(config))
+    found = from_toml(TrainConfig, writer.path / "run.json")
+    assert found == replace(config, if_exists="error")
 
 
 def test_diagnose_json_has_the_numbers_of_the_page(tmp_path, capsys):
