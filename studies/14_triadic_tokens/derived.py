@@ -64,12 +64,12 @@ def ratios(policies: Rows) -> list[dict[str, Any]]:
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw mean held-out success over steps."""
-    curves = tables["curves"]
+    curves = [dict(row) | {"step": row["step"] / 1000} for row in tables["curves"]]
     panels = [
         Panel(
             f"Sums of terms up to {task}",
             "held-out success, mean over seeds",
-            "step",
+            "thousand steps",
             [
                 mean_curve(select(curves, task=task, tokens=tokens), "step", "success", tokens, color)
                 for tokens, color in COLORS.items()

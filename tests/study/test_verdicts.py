@@ -217,3 +217,15 @@ def test_12_vip_shows_no_gain_on_pools_and_twice_the_prompts_do():
         assert half["efficiency_low"] > 1
     known = [row for row in ratios if row["where"].startswith("enumerated") and row["arm"] in ("vip", "vip8")]
     assert len(known) == 4 and all(row["efficiency_low"] > 1 for row in known)
+
+
+def test_14_triads_learn_less_and_have_longer_scores():
+    curves = tables_of("14_triadic_tokens")["curves"]
+    for task, steps in (("19", 1000), ("999", 3000)):
+        last = select(curves, task=int(task), step=steps)
+        arms = [by_seed(select(last, tokens=tokens), "success") for tokens in ("triads", "characters")]
+        low, high = student([arms[0][seed] - arms[1][seed] for seed in arms[1]])
+        assert low < high < 0 and len(arms[1]) >= 4
+    ratios = {row["quantity"]: row for row in numbers_of("14_triadic_tokens")["ratios"]}
+    assert ratios["norm_digit"]["ratio_low"] > 1
+    assert ratios["variance_digits"]["ratio_low"] < 1 < ratios["variance_digits"]["ratio_high"]
