@@ -229,3 +229,13 @@ def test_14_triads_learn_less_and_have_longer_scores():
     ratios = {row["quantity"]: row for row in numbers_of("14_triadic_tokens")["ratios"]}
     assert ratios["norm_digit"]["ratio_low"] > 1
     assert ratios["variance_digits"]["ratio_low"] < 1 < ratios["variance_digits"]["ratio_high"]
+
+
+def test_13_stapo_silences_a_hundredth_of_a_percent_and_changes_no_efficiency_while_the_gate_lowers_it():
+    tables = tables_of("13_token_weights")
+    small = [row for row in tables["policies"] if row["silenced"] is not None]
+    assert sum(row["tokens"] for row in small) > 2_000_000
+    assert all(2e-5 < row["silenced"] / row["tokens"] < 2e-4 and row["norm_ratio_low"] > 1 for row in small)
+    arms = {arm: select(tables["arms"], arm=arm) for arm in ("stapo", "delightful")}
+    assert all(row["efficiency_low"] < 1 < row["efficiency_high"] and row["bias"] < 0.02 for row in arms["stapo"])
+    assert all(row["efficiency_high"] < 1 for row in arms["delightful"])
