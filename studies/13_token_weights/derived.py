@@ -52,7 +52,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
         interval_curve(
             {math.log10(row["probability"]): row for row in select(thresholds, policy=policy)}, "share", policy, color
         )
-        for policy, color in zip(policies, COLORS, strict=True)
+        for policy, color in zip(policies, COLORS, strict=False)
     ]
     arms = []
     for k, (arm, color) in enumerate(DRAWN.items()):

@@ -53,6 +53,8 @@ def ratios(policies: Rows) -> list[dict[str, Any]]:
     for name, words in QUANTITIES.items():
         pairs = [(by_seed["triads"][seed][name], by_seed["characters"][seed][name]) for seed in seeds]
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
+        if not known:
+            continue
         found = seed_mean([a / b for a, b in known], f"ratio of {words}", "log")
         means = {
             f"{tokens}": float(np.mean([pair[k] for pair in known]))
