@@ -126,9 +126,9 @@ def test_quality_and_the_reward_made_of_it():
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "profiled"])
-def test_a_run_with_a_filter_trains_counts_and_proves_nothing(tiny_config, kind, capsys):
+def test_a_run_with_a_filter_trains_counts_and_proves_nothing(tiny_config, kind, tmp_path):
     sampled = replace(tiny_config.sample, filter=kind, filter_rounds=2)
-    path = train(replace(tiny_config, run=kind, sample=sampled))
+    path = train(replace(tiny_config, root=tmp_path, sample=sampled))
     store = RunStore(path)
     steps = store.steps_df()
     batch = sampled.prompts * sampled.group_size
@@ -137,8 +137,8 @@ def test_a_run_with_a_filter_trains_counts_and_proves_nothing(tiny_config, kind,
     assert unproved_because(store.info["config"]) == f"its sampler filters by the outcome ({kind})"
 
 
-def test_a_run_without_one_has_no_such_columns_and_one_of_before_is_believed(tiny_config):
-    store = RunStore(train(tiny_config))
+def test_a_run_without_one_has_no_such_columns_and_one_of_before_is_believed(tiny_config, tmp_path):
+    store = RunStore(train(replace(tiny_config, root=tmp_path)))
     assert store.steps_df()["n_drawn"].isna().all()
     config = dict(store.info["config"])
     assert unproved_because(config) == ""
