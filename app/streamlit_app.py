@@ -30,6 +30,7 @@ def pages() -> list[st.Page]:
         st.Page("views/rollouts.py", title="Rollouts", icon=":material/list_alt:"),
         st.Page("views/tokens.py", title="Tokens", icon=":material/abc:"),
         st.Page("views/estimators.py", title="Estimators", icon=":material/target:"),
+        st.Page("views/compare.py", title="Compare", icon=":material/compare_arrows:"),
         st.Page("views/studies.py", title=STUDIES, icon=":material/menu_book:"),
     ]
 

@@ -30,7 +30,7 @@ QUIET = ("quic", "background-networking", "component-update", "sync", "gpu")
 FLAGS = ["--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in QUIET)]
 PAGES = {
     "": "Triage", "run": "Run", "rollouts": "Rollouts", "tokens": "Tokens", "estimators": "Estimators",
-    "estimators?part=proxy": "Estimators",
+    "estimators?part=proxy": "Estimators", "compare": "Compare",
 }  # fmt: skip
 PLOT = ".js-plotly-plot .main-svg"
 SECONDS = 1000

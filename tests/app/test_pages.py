@@ -9,7 +9,7 @@ from otb_analysis.diagnostics import DETECTORS
 from otb_analysis.store import RunWriter, StepTables
 
 APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
-PAGES = ("triage", "run", "rollouts", "tokens", "estimators")
+PAGES = ("triage", "run", "rollouts", "tokens", "estimators", "compare")
 
 
 def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: str | list[str]) -> AppTest:

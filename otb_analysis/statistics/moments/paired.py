@@ -4,7 +4,7 @@ Pairing removes what two estimators share, so these intervals are much shorter t
 estimand is the ratio of the two expectations. Prompts are the clusters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,6 +57,7 @@ def paired_ratios(
     reference: Label = REFERENCE,
     n_prompts: int | None = None,
     known: Proved = NOTHING,
+    only: Collection[Label] | None = None,
 ) -> list[PairedRatios]:
     """Every estimator over one of them on the same rollouts, with jackknife intervals on the log-ratio.
 
@@ -65,12 +66,15 @@ def paired_ratios(
         n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. Ratios of
             variance and SF do not depend on it.
         known: What is proved of the estimators: where c is, the SF needs no ∇J.
+        only: The estimators that are asked for; None takes all.
     """
     # The same ∇J for every pair, so that ratios against one reference can be compared with each other.
     truth = truth_of(grams, reference, known)
     both = against_reference(grams, against, truth)
     ratios = []
     for label in dict.fromkeys(label for gram in both for label in gram.labels if label != against):
+        if only is not None and label not in only:
+            continue
         steps = against_reference(both, label, truth)
         batch = typical([g.n_prompts for g in steps]) if n_prompts is None else n_prompts
         ratios.append(update_ratios(Update(steps, label, batch), Update(steps, against, batch), truth, known))
