@@ -41,7 +41,8 @@ def offer_runs(folder: Path, table: pd.DataFrame) -> None:
     chosen = choose_runs(runs)
     st.session_state.update(_runs=table, _selection=chosen, _any=bool(runs))
     follow(chosen)
-    st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(folder))}")
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(shown))}")
     st.sidebar.button("Reload runs", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
 
 

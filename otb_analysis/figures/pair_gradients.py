@@ -22,6 +22,9 @@ from otb_analysis.types import Gram, Label, Proved
 NOT_MEASURED = "No gradient noise is compared: no step was measured in both."
 OTHER_PROMPTS = "The runs' own updates are not compared: at shared measured steps they answered other prompts."
 UNLIKE = "No gradient noise is compared: the runs differ in {}, and such gradients do not compare."
+FEWEST = 4
+"""Blocks of measured steps that two estimators are compared in, where so many steps were measured."""
+
 TITLES = {"efficiency": "efficiency", "sf": "SF (variance at equal progress)", "variance": "variance"}
 
 
@@ -122,13 +125,13 @@ def compare_estimators(
 ) -> tuple[tuple[PairPanel, ...], NoiseInfo]:
     """Compare two estimators of one run on the same rollouts: over blocks of measured steps, and over all of them.
 
-    A block has at least 16 prompts, so that it has an interval, where the run measured as many.
+    A block has at least 16 prompts, and so an interval, where that leaves four blocks; else four blocks are points.
     """
     steps = sorted(step for step, gram in grams.items() if a in gram.labels and b in gram.labels)
     if not steps:
         return (), NoiseInfo((), (NOT_MEASURED,))
     prompts = sum(grams[step].n_prompts for step in steps)
-    count = max(1, min(BLOCKS, len(steps), prompts // MIN_CLUSTERS))
+    count = min(BLOCKS, len(steps), max(prompts // MIN_CLUSTERS, FEWEST))
     blocks = [[grams[steps[k]] for k in part] for part in np.array_split(np.arange(len(steps)), count)]
     at = np.array([float(np.mean(part)) for part in np.array_split(steps, count)])
     rows = [compared(block, a, [a, b], known) for block in blocks]

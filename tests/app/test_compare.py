@@ -104,3 +104,19 @@ def test_a_broken_part_gets_a_sentence_that_names_the_file(store_root, monkeypat
     app = open_page(tmp_path, monkeypatch)
     assert not app.exception
     assert part.name in texts(app)
+
+
+REAL = APP.parents[1] / "docs" / "examples" / "smollm2" / "runs"
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="installed without its repository")
+@pytest.mark.parametrize("page", ["triage", "run", "rollouts", "tokens", "estimators", "compare"])
+def test_every_page_opens_the_committed_run_of_a_real_model(page, monkeypatch):
+    assert sum(path.stat().st_size for path in REAL.rglob("*") if path.is_file()) < 2e6
+    app = open_page(REAL, monkeypatch)
+    if page == "compare":
+        assert "B's gradient has 0.112 (0.0281 to 0.420) times A's variance at equal progress." in texts(app)
+    else:
+        app.switch_page(f"views/{page}.py").run()
+    assert not app.exception and not app.warning
+    assert len(app.get("plotly_chart")) >= 1
