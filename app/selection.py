@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-NAMES = ("step", "prompt", "rollout", "token", "color", "estimator", "part", "compare", "by", "a", "b")
+NAMES = ("step", "prompt", "rollout", "token", "color", "estimator", "part", "compare", "setting", "a", "b")
 _WRITTEN = "_written"
 
 

@@ -29,7 +29,7 @@ BLOCKS = "Below: B − A by block of steps; the grey band is the 95 % interval o
 SEEDS = "Below: B − A by block of steps with intervals over seeds; the grey band is that of the mean over all steps."
 RATIOS = (
     "Below: B ÷ A by block of measured steps, on the same rollouts; the grey band is the 95 % interval over all of "
-    "them, over prompts. Left of or below 1 is less noise; of efficiency, above 1 is better."
+    "them, over prompts. Below 1 is less noise; of efficiency, above 1 is better."
 )
 
 
@@ -64,7 +64,7 @@ def compare_runs(runs: list[listing.Run], configs: Configs, kind: str, keys: dic
             st.info(NO_GROUPS, icon=":material/inbox:")
             return
         column, *columns = st.columns(3)
-        key = str(selection.choose("by", "Grouped by", list(keys), next(iter(keys)), within=column))
+        key = str(selection.choose("setting", "Grouped by", list(keys), next(iter(keys)), within=column))
         a, b = sides(keys[key], default_values(configs, key, keys[key]), key, columns)
         pairing = pair_groups(configs, key, a, b)
     else:

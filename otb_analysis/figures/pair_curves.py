@@ -165,10 +165,10 @@ def _side(figure: go.Figure, panel: PairPanel, values: Float, look: Any, where: 
         line={"color": color, "width": 1.8, "dash": dash}, marker={"size": 5},
         hovertemplate="step %{x}: <b>%{y:.4g}</b><extra>" + name + "</extra>", **where,
     )  # fmt: skip
-    if panel.ratio:
-        figure.update_yaxes(**log_axis(np.stack([panel.a, panel.b]), most=4), **where)
-    elif panel.quantity.share or panel.quantity.from_zero:
+    if panel.quantity.share or panel.quantity.from_zero:
         figure.update_yaxes(rangemode="tozero", **where)
+    elif panel.ratio:
+        figure.update_yaxes(**log_axis(np.stack([panel.a, panel.b]), most=4), **where)
 
 
 def _difference(figure: go.Figure, panel: PairPanel, where: Any) -> None:

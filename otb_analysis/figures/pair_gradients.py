@@ -153,7 +153,7 @@ def _panel(name: str, at: np.ndarray, rows: Sequence[Sequence[Row]], of: tuple[i
         return None
     values = np.array([[row.values[name] for row in rows[k]] for k in shown], float)
     measure = next(measure for measure in MEASURES if measure.column == name)
-    quantity = Quantity(measure.title, measure.line, name, rare=True)
+    quantity = Quantity(measure.title, measure.line, name, share=not measure.log, rare=True)
     ratios = tuple(rows[k][1].ratios[index] for k in shown)
     return PairPanel(
         quantity, at[shown], values[:, :1].T, values[:, 1:].T, at[shown], ratios, whole.ratios[index], ratio=True

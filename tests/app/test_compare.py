@@ -54,7 +54,7 @@ def test_groups_of_seeds_are_compared_first_and_the_planted_difference_is_found(
     assert "Paired by seed: 3 pairs, Student's 95 % intervals over seeds." in said
     assert " more reward a step than A over 40 shared steps." in said or " less reward a step than A" in said
     assert app.dataframe[0].value["setting"].tolist() == ["estimator.name", "seed", "root"]
-    assert (app.query_params["compare"], app.query_params["by"]) == ("groups", "estimator.name")
+    assert (app.query_params["compare"], app.query_params["setting"]) == ("groups", "estimator.name")
 
 
 def test_the_address_chooses_what_is_compared(sweep, monkeypatch):

@@ -109,7 +109,7 @@ def pooled_statistics(
         n_prompts: Prompts P of the update that variance, SF and efficiency are stated for; by default a typical
             step's. Other values rescale V/P.
         known: What is proved of the estimators; ‖∇J‖² is then pooled over the unbiased ones.
-        only: The estimators that are asked for; None takes all.
+        only: The estimators that get a row; by default all that were measured.
     """
     seen = dict.fromkeys(label for gram in grams for label in gram.labels)
     truth = truth_of(grams, reference, known)
