@@ -14,7 +14,15 @@ from otb_analysis.figures.gradient_table import labels
 from otb_analysis.figures.pair_curves import PairPanel, curves_rows, plot_pair
 from otb_analysis.figures.pair_gradients import NoiseInfo, noise_display, noise_table
 from otb_analysis.figures.pair_verdict import estimators_verdict, runs_verdict
-from otb_analysis.figures.pairing import Configs, default_pairing, default_values, group_keys, pair_groups, pair_runs
+from otb_analysis.figures.pairing import (
+    Configs,
+    default_pairing,
+    default_values,
+    first_groups,
+    group_keys,
+    pair_groups,
+    pair_runs,
+)
 from otb_analysis.figures.runs import config_differences
 
 KINDS = {"runs": "Two runs", "groups": "Groups of runs", "estimators": "Estimators of one run"}
@@ -42,11 +50,9 @@ def sides(options: Sequence[str], first: tuple[str, str], of: str, columns: Sequ
     return str(a), str(b)
 
 
-def kind_of(configs: Configs, keys: dict[str, list[str]]) -> str:
+def kind_of(configs: Configs) -> str:
     """Let the page choose what is compared; groups to begin with where several seeds are paired, else two runs."""
-    key = next(iter(keys), None)
-    several = key is not None and pair_groups(configs, key, *default_values(configs, key, keys[key])).by == "seed"
-    first = "estimators" if len(configs) < 2 else "groups" if several else "runs"
+    first = "estimators" if len(configs) < 2 else "groups" if first_groups(configs) else "runs"
     asked = selection.remembered("compare")
     st.session_state["compare"] = asked if asked in KINDS else first
     kind = str(st.segmented_control(
@@ -57,10 +63,10 @@ def kind_of(configs: Configs, keys: dict[str, list[str]]) -> str:
     return kind
 
 
-def compare_runs(runs: list[listing.Run], configs: Configs, kind: str, keys: dict[str, list[str]]) -> None:
+def compare_runs(runs: list[listing.Run], configs: Configs, kind: str) -> None:
     """Compare two runs, or two groups of them."""
     if kind == "groups":
-        if not keys:
+        if not (keys := group_keys(configs)):
             st.info(NO_GROUPS, icon=":material/inbox:")
             return
         column, *columns = st.columns(3)
@@ -124,9 +130,8 @@ def drawn(panels: tuple[PairPanel, ...], noise: NoiseInfo, names: tuple[str, str
 with page("Compare", "A against B: what differs, by how much, and is it more than chance?"):
     chosen = chosen_runs()[::-1]  # the oldest run is A to begin with
     configs = {run.name: data.config(run) for run in chosen}
-    keys = group_keys(configs)
-    kind = kind_of(configs, keys)
+    kind = kind_of(configs)
     if kind == "estimators":
         compare_estimators(one_run())
     else:
-        compare_runs(chosen, configs, kind, keys)
+        compare_runs(chosen, configs, kind)

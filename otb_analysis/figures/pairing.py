@@ -95,6 +95,14 @@ def default_values(configs: Configs, key: str, values: Sequence[str]) -> tuple[s
     return max(combinations(values, 2), key=lambda two: len(pair_groups(configs, key, *two).pairs))
 
 
+def first_groups(configs: Configs) -> Pairing | None:
+    """Return the groups of the setting that matters most, where several of their seeds are paired."""
+    for key, values in list(group_keys(configs).items())[:1]:
+        if (found := pair_groups(configs, key, *default_values(configs, key, values))).by == "seed":
+            return found
+    return None
+
+
 def default_pairing(configs: Configs, runs: Sequence[str]) -> tuple[str, str] | None:
     """Return the two runs to begin with: the first, and the next that differs in the fewest settings."""
     if len(runs) < 2:
