@@ -112,11 +112,13 @@ def compared(runs: tuple[Run, ...], pairing: Pairing) -> tuple[tuple[PairPanel, 
     chosen = {run.name: run for run in runs if run.name in pairing.runs}
     parts = {name: RunGrams(config(run), grams(run), scope_of(store(run))) for name, run in chosen.items()}
     known = joint_proofs(list(parts.values()))
-    # A run's own matrices were reduced for what is proved in that run alone.
-    joint = {
-        name: replace(one, grams=store(chosen[name]).reduced_grams((REFERENCE, known.truth))) if one.grams else one
+    # A run's own matrices were reduced for what is proved in that run alone; mostly that is the same.
+    unlike = {
+        name: store(chosen[name]).reduced_grams((REFERENCE, known.truth))
         for name, one in parts.items()
+        if not all(gram.stands(known.truth) for gram in one.grams.values())
     }
+    joint = {name: replace(one, grams=unlike.get(name, one.grams)) for name, one in parts.items()}
     return compare_curves(steps(list(chosen.values())), pairing), compare_noise(pairing, joint, known)
 
 

@@ -216,6 +216,21 @@ def test_link_reproduces_the_view(tab, address, browser):
     other.context.close()
 
 
+def test_what_is_compared_is_in_the_address(tab, address, browser):
+    page = visit(tab, f"{address}/compare?run=chain-otb-s0&run=chain-group_mean-s0")
+    page.wait_for_selector("text=more reward a step than A")
+    page.locator("[data-testid=stButtonGroup] button:has-text('Estimators of one run')").click()
+    page.wait_for_url("**compare=estimators**", timeout=60 * SECONDS)
+    verdict = "strong:has-text('variance at equal progress')"
+    page.wait_for_selector(verdict, timeout=60 * SECONDS)
+    other = browser.new_context().new_page()
+    other.goto(page.url)
+    other.wait_for_selector(verdict, timeout=60 * SECONDS)
+    assert other.locator(verdict).text_content() == page.locator(verdict).text_content()
+    other.context.close()
+    assert (tab.foreign, tab.errors) == ([], [])
+
+
 def test_choice_of_runs_holds_across_pages(tab, address):
     page = visit(tab, f"{address}/?run=chain-otb-s0")
     page.locator("[data-testid=stSidebarNav] >> text=Run").first.click()
