@@ -17,7 +17,7 @@ from widgets import chart, chosen_runs, download, errors_as_sentences, one_run, 
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.prompts import distinct
 from otb_analysis.figures.token_colors import KINDS
-from otb_analysis.figures.token_columns import ADVANTAGES, described, measured, with_differences
+from otb_analysis.figures.token_columns import ADVANTAGES, COLOURS, described, measured, with_differences
 from otb_analysis.figures.token_grid import grid_info, plot_tokens
 from otb_analysis.figures.tokens import column_values, prompt_head, scale_of, tokens_info
 from otb_analysis.types import Label
@@ -126,6 +126,8 @@ def choices(here: Place, row: Any) -> tuple[str, Label | None, Label | None, str
     trained = estimating.trained(here.run)
     names = measured(with_differences(tokens))
     names += [ADVANTAGES] if len(labels) > 1 else []
+    asked = selection.remembered("color")
+    names += [asked] if asked in COLOURS and asked not in names else []  # kept where a step did not measure it
     if not names:
         st.info("No number was stored for any token of this prompt, so nothing can colour it.", icon=":material/inbox:")
         st.stop()
@@ -255,7 +257,9 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
         st.caption(plain(prompt_share(here, name)))
     values = np.concatenate([column_values(table, name) for table in tables])
     colors = scale_of(values, name, scale, dark=st.context.theme.type == "dark")
-    titles = {c: described(tables[0], c, *words).title for c in measured(tables[0])}
+    if np.isnan(values).all():
+        st.info("Not measured for this prompt at this step; choose another colour, step or prompt.", icon=":material/inbox:")
+    titles = {c: described(tables[0], c, *words).title for c in dict.fromkeys([*measured(tables[0]), name])}
     panes = [
         Pane(place.words() if beside else "", tokens_info(table, place.rollouts, name, order, colors), table)
         for place, table in zip(places, tables, strict=True)

@@ -15,6 +15,8 @@ NUMERIC = tuple(c.name for c in TOKENS if c.dtype in ("FLOAT", "DOUBLE"))
 """Stored columns with a measure of each token."""
 
 SAMPLER, ADVANTAGES, RATIO = "policy_minus_sampler", "advantage_difference", "exact_over_proxy"
+COLOURS = (*NUMERIC, SAMPLER, ADVANTAGES, RATIO)
+"""All that tokens can be coloured by."""
 SIGNED = ("attribution", "signal", "noise", "advantage", SAMPLER, ADVANTAGES)
 """Columns in which a token can push for or against; 0 always has the middle colour."""
 RATIOS = (RATIO,)
@@ -61,8 +63,7 @@ def calibrated_proxy(tokens: pd.DataFrame) -> Any:
 
 def measured(tokens: pd.DataFrame) -> list[str]:
     """Return the columns that colour some token, differences last."""
-    names = (*NUMERIC, SAMPLER, ADVANTAGES, RATIO)
-    return [name for name in names if name in tokens and bool(tokens[name].notna().any())]
+    return [name for name in COLOURS if name in tokens and bool(tokens[name].notna().any())]
 
 
 def described(tokens: pd.DataFrame, name: str, estimator: str = "", against: str = "") -> Described:

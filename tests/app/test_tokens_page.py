@@ -214,6 +214,15 @@ def test_tokens_without_log_probabilities_or_even_rewards_are_shown_or_explained
         assert payload(app)["column"] == "reward"
 
 
+def test_a_colour_is_kept_where_a_step_did_not_measure_it(token_root, monkeypatch):
+    app = opened(token_root, monkeypatch, run="first", step="1", color="grad_norm_sq")
+    assert box(app, "Colour by").value == "grad_norm_sq"
+    assert "Not measured for this prompt at this step" in texts(app)
+    assert set(payload(app)["panes"][0]["rows"][0]["levels"]) == {-1}
+    box(app, "Step").select(2).run()
+    assert payload(app)["column"] == "grad_norm_sq" and "Not measured for this prompt" not in texts(app)
+
+
 @pytest.mark.parametrize("name", ["running", "broken"])
 def test_half_written_and_broken_parts(name, token_root, tmp_path, monkeypatch):
     path = tmp_path / "run"
