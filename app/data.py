@@ -18,7 +18,7 @@ from otb_analysis.errors import STOPS
 from otb_analysis.estimators import proved, standing_for_truth
 from otb_analysis.figures.conclusion import advice_line, conclusion_sentences, trained_labels
 from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
-from otb_analysis.figures.gradient_table import statistics_table
+from otb_analysis.figures.gradient_table import evenly, statistics_table
 from otb_analysis.figures.triage import Triage, triage
 from otb_analysis.statistics import REFERENCE, Interval, conclude, gain_lost, gradient_noise_scale
 from otb_analysis.store import (
@@ -36,7 +36,7 @@ from otb_analysis.types import Gram, Proved
 MAX_WINDOW = 10
 """Most measured steps that one point pools."""
 
-MEMORY = "512MB"
+MEMORY = "256MB"
 MAX_TOKENS = 1_000_000
 """Most measured tokens one page loads; beyond it a seeded choice of whole prompts is taken, and the page says so."""
 
@@ -115,7 +115,8 @@ def planner(run: Run) -> Planner:
     rewards = store(run).rollouts_df(columns=["step", "group", "reward", "prompt_id"])
     trained = trained_labels(config(run), grams(run).values())
     sizes = store(run).subgroup_grams() if grams(run) else {}
-    return plan(grams(run), sizes, next(iter(trained), None), reward_groups(rewards), len(store(run).complete_steps()))
+    steps = len(store(run).complete_steps())
+    return plan(grams(run), sizes, next(iter(trained), None), reward_groups(rewards), steps, known(run))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
@@ -127,7 +128,8 @@ def noise_scale(run: Run) -> Interval | None:
 
 @st.cache_data(max_entries=64, show_spinner="Computing intervals …")
 def _statistics(run: Run, window: int) -> pd.DataFrame:
-    return statistics_table(grams(run), window, known(run))
+    measured = grams(run)
+    return statistics_table(measured, window, known(run), at=evenly(list(measured)))
 
 
 def statistics(run: Run, window: int) -> pd.DataFrame:
@@ -157,11 +159,14 @@ class MeasuredTokens:
 @st.cache_data(max_entries=8, show_spinner="Comparing proxy and exact norms …")
 def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
     """Return the agreement of proxy and exact energies over a run."""
-    total = int(store(run).sql(f"SELECT count(*) AS n FROM tokens WHERE {EXACT_ROWS}")["n"].iloc[0])
+    steps = store(run).steps_with("tokens", "grad_norm_sq")
+    count = store(run).sql(f"SELECT count(*) AS n FROM tokens WHERE {EXACT_ROWS}", steps=steps)
+    total = int(count["n"].iloc[0])
     share = min(1000, 1000 * MAX_TOKENS // max(total, 1))
     groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {EXACT_ROWS} AND hash(step, "group") % 1000 < {share}'
     names = ", ".join(f'"{name}"' for name in fidelity_columns(source))
-    table: Any = store(run).sql(f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})')
+    query = f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})'
+    table: Any = store(run).sql(query, steps=steps)
     return MeasuredTokens(fidelity_info(table, kind, source), int(exact_norms(table).count()), total)
 
 
@@ -169,7 +174,8 @@ def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
 def cheap_sources(run: Run) -> list[str]:
     """Return the energies that a run has beside exact norms: the proxy, and its calibration where it was fitted."""
     counts = ", ".join(f'count("{column}") AS "{name}"' for name, column in SOURCES.items())
-    recorded = store(run).sql(f"SELECT {counts} FROM tokens WHERE {EXACT_ROWS}")
+    steps = store(run).steps_with("tokens", "grad_norm_sq")
+    recorded = store(run).sql(f"SELECT {counts} FROM tokens WHERE {EXACT_ROWS}", steps=steps)
     return [name for name in SOURCES if recorded[name].iloc[0]]
 
 
@@ -182,8 +188,7 @@ def lost_by_proxy(run: Run, source: str = "proxy") -> Interval | None:
 @st.cache_data(max_entries=64, show_spinner=False)
 def token_steps(run: Run) -> list[int]:
     """Return the steps whose tokens and rollouts are stored."""
-    query = "SELECT DISTINCT step FROM tokens WHERE step IN (SELECT step FROM rollouts) ORDER BY step"
-    return [int(s) for s in store(run).sql(query)["step"]]
+    return sorted(set(store(run).steps_with("tokens", "step")) & set(store(run).steps_with("rollouts", "step")))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)

@@ -28,6 +28,7 @@ NOTHING = (
     "This run has no step whose tokens and rollouts are both stored; a run of `otb train` stores them at every step, "
     "and `otb score --model DIR --rollouts FILE` stores those of recorded rollouts."
 )
+NOT_HERE = "Not measured for this prompt at this step"
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
 LONGEST = 20_000  # Characters of a prompt that are shown
 
@@ -258,7 +259,9 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
     values = np.concatenate([column_values(table, name) for table in tables])
     colors = scale_of(values, name, scale, dark=st.context.theme.type == "dark")
     if np.isnan(values).all():
-        st.info("Not measured for this prompt at this step; choose another colour, step or prompt.", icon=":material/inbox:")
+        st.info(
+            "Not measured for this prompt at this step; choose another colour, step or prompt.", icon=":material/inbox:"
+        )
     titles = {c: described(tables[0], c, *words).title for c in dict.fromkeys([*measured(tables[0]), name])}
     panes = [
         Pane(place.words() if beside else "", tokens_info(table, place.rollouts, name, order, colors), table)

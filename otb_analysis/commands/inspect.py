@@ -1,5 +1,6 @@
 """The commands that read finished or running runs and print what they say: compare, diagnose, attribution, report."""
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,9 @@ class CompareConfig(RunsConfig):
 class DiagnoseConfig(RunsConfig):
     """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice."""
 
+    json: bool = False
+    """Print a JSON list with one object per run instead, for scripts."""
+
 
 @dataclass(frozen=True)
 class AttributionConfig:
@@ -78,7 +82,7 @@ def compare_command(words: Sequence[str]) -> None:
         from otb_analysis.report.compare import comparison
 
         if config.runs:
-            tables = comparison([_run_path(config.root, name) for name in config.runs], config.top)
+            tables = comparison([run_path(config.root, name) for name in config.runs], config.top)
         else:
             tables = _comparison_of_readable(config)
     print_all(tables)
@@ -97,7 +101,7 @@ def _comparison_of_readable(config: CompareConfig) -> Sequence[object]:
     """Return the tables of all complete runs; one that cannot be read is left out."""
     from otb_analysis.report.compare import comparison
 
-    paths = [config.root / name for name in _complete_runs(config.root)]
+    paths = [config.root / name for name in complete_runs(config.root)]
     try:
         return comparison(paths, config.top)
     except StoreError:
@@ -110,10 +114,14 @@ def diagnose_command(words: Sequence[str]) -> None:
     """Diagnose runs."""
     config = parsed(DiagnoseConfig, "diagnose", words, DiagnoseConfig())
     with shown(), phase("diagnosing"):
-        from otb_analysis.report.verdicts import diagnosis
+        from otb_analysis.report.verdicts import diagnosis, diagnosis_record
 
-        names = config.runs or _complete_runs(config.root)
-        diagnoses = [diagnosis(_run_path(config.root, name)) for name in counted(names, "run")]
+        paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
+        if config.json:
+            records = [diagnosis_record(path) for path in counted(paths, "run")]
+            sys.stdout.write(json.dumps(records, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+            return
+        diagnoses = [diagnosis(path) for path in counted(paths, "run")]
     for parts in diagnoses:
         print_all(parts)
 
@@ -128,7 +136,7 @@ def attribution_command(words: Sequence[str]) -> None:
     with shown(), phase("reading the attribution"):
         from otb_analysis.report.verdicts import attribution
 
-        parts = attribution(_run_path(config.root, config.run), config.step, config.top)
+        parts = attribution(run_path(config.root, config.run), config.step, config.top)
     print_all(parts)
 
 
@@ -138,13 +146,13 @@ def report_command(words: Sequence[str]) -> None:
     with shown(), phase("writing the report"):
         from otb_analysis.report import write_report
 
-        paths = [_run_path(config.root, name) for name in config.runs or _complete_runs(config.root)]
+        paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
         files = write_report(paths, config.out, shlex.join(["otb", "report", *words]))
     more = f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""
     sys.stdout.write(f"{files[0]} is written ({files[0].stat().st_size / 1e6:.1f} MB){more}.\n")
 
 
-def _run_path(root: Path, name: str) -> Path:
+def run_path(root: Path, name: str) -> Path:
     """Return a run of the root by its name or, as a shell completes it, by its path."""
     from otb_analysis.store.layout import is_run
 
@@ -162,7 +170,7 @@ def print_all(parts: Sequence[object]) -> None:
         console.print(part, markup=False, highlight=False)
 
 
-def _complete_runs(root: Path) -> list[str]:
+def complete_runs(root: Path) -> list[str]:
     """Return the names of the complete runs of a root; say on stderr why one that cannot be read is left out.
 
     Raises:

@@ -9,6 +9,9 @@ import numpy as np
 
 from otb_analysis.statistics import Interval, cluster_jackknife
 
+RISK = 0.05
+"""Probability that an interval misses."""
+
 
 @dataclass(frozen=True)
 class DeadGroups:
@@ -65,10 +68,22 @@ def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadG
         table = np.array([[sum(each), len(each)] for each in shares.values()])
         share = cluster_jackknife(table, lambda mean: mean[..., 0] / mean[..., 1], f"dead groups of {size}", "linear")
         assert share is not None
-        if share.low is not None and share.high is not None:  # a share has no value outside
-            share = replace(share, low=max(share.low, 0.0), high=min(share.high, 1.0))
-        rows.append(DeadGroups(size, share, int(table[:, 1].sum())))
+        rows.append(DeadGroups(size, _within_bounds(share), int(table[:, 1].sum())))
     return tuple(rows)
+
+
+def _within_bounds(share: Interval) -> Interval:
+    """Return a share's interval within 0 and 1; where no group or every group was dead, Clopper and Pearson's.
+
+    Such prompts do not vary, so that the jackknife sees no error. A mean of values from 0 to 1 that is μ gives K zeros
+    with probability (1 − μ)^K at most: 1 − .025^(1/K) bounds it.
+    """
+    if share.estimate in (0.0, 1.0):
+        reach = 1 - (RISK / 2) ** (1 / share.n_clusters)
+        return replace(share, low=max(share.estimate - reach, 0.0), high=min(share.estimate + reach, 1.0))
+    if share.low is None or share.high is None:
+        return share
+    return replace(share, low=max(share.low, 0.0), high=min(share.high, 1.0))
 
 
 def limit_ratio(size: int) -> float:

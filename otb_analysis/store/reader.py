@@ -12,13 +12,15 @@ import pandas as pd
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
-from otb_analysis.store.gram import product_rows, rebuild_gram
-from otb_analysis.store.layout import Part, complete_steps, find_run, parts_of, visible_parts
+from otb_analysis.store.gram import product_rows, read_gram, rebuild_gram
+from otb_analysis.store.layout import find_run
 from otb_analysis.store.liveness import standing
+from otb_analysis.store.parts import Part, again_if_changed, by_step, checked, complete_steps, signature, visible_parts
 from otb_analysis.store.query import check_read_only, first_rows, interrupted_after, open_locked, refused
 from otb_analysis.store.runfile import read_run_file
+from otb_analysis.store.scalars import MANY, step_rows
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
-from otb_analysis.store.views import broken_part, column_names, quoted, select, signature
+from otb_analysis.store.views import broken_part, column_names, quoted, select, select_from
 from otb_analysis.types import Gram, Label
 
 _ASKED_WRONG = (
@@ -66,7 +68,7 @@ class RunStore:
     def standing(self) -> tuple[str, str]:
         """Status as it is now, and why: `stopped` where run.json says running but the process is known to be gone."""
         info = self.info
-        times = [part.path.stat().st_mtime for part in parts_of(self.path, "steps")[-1:]]
+        times = [part.path.stat().st_mtime for part in visible_parts(self.path, ["steps"])["steps"][-1:]]
         heard = datetime.fromtimestamp(times[0], UTC).strftime("%Y-%m-%d %H:%M UTC") if times else info.get("updated")
         return standing(info, str(heard or ""))
 
@@ -74,6 +76,24 @@ class RunStore:
         """Return the steps that can be read, in order."""
         return complete_steps(self.path)
 
+    def steps_with(self, table: str, column: str) -> list[int]:
+        """Return the complete steps that hold any value in a column of a table, in order.
+
+        No part is opened for it but those of earlier versions and merged ones.
+
+        Raises:
+            StoreError: A part is broken, missing or lacks a key column.
+        """
+        parts = visible_parts(self.path, [table])[table]
+        said = {part: checked(part).recorded for part in parts}
+        found = {step for part in parts if column in said[part].split(",") for step in part.steps}
+        unsaid = [step for part in parts if not said[part] for step in part.steps]
+        if unsaid:
+            query = f"SELECT DISTINCT step FROM {table} WHERE {quoted(column)} IS NOT NULL"
+            found |= {int(step) for step in self.sql(query, steps=unsaid)["step"]}
+        return sorted(found)
+
+    @again_if_changed
     def frame(
         self,
         table: str,
@@ -126,6 +146,7 @@ class RunStore:
         """Return one row per measured step and estimator; see `frame`."""
         return self.frame("gradients", steps, columns, where, params)
 
+    @again_if_changed
     def sql(
         self,
         query: str,
@@ -151,6 +172,7 @@ class RunStore:
         tables = [table for table in TABLES if re.search(rf"\b{table}\b", query, re.IGNORECASE)]
         return self._run(query, params, visible_parts(self.path, tables, steps), seconds, rows)
 
+    @again_if_changed
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
         """Return the Gram matrices of all measured steps, in order: 8·(M·P)² bytes each, so ask for few steps.
 
@@ -161,6 +183,7 @@ class RunStore:
         """
         return self._read_grams(self._parts_by_step("grams", steps), lambda gram: gram)
 
+    @again_if_changed
     def reduced_grams(self, references: Sequence[Truth], steps: Steps = None) -> dict[int, Gram]:
         """Return of each measured step what comparing its estimators with these references needs.
 
@@ -173,7 +196,7 @@ class RunStore:
             StoreError: A part is broken or lacks a key column.
         """
         parts = self._parts_by_step("grams", steps)
-        keys = {step: (tuple(references), *map(signature, some)) for step, some in parts.items()}
+        keys = {step: (step, tuple(references), *map(signature, some)) for step, some in parts.items()}
         new = {step: some for step, some in parts.items() if keys[step] not in self._reduced}
         read = self._read_grams(new, lambda gram: gram.reduced(references))
         held = self._reduced | {keys[step]: gram for step, gram in read.items()}
@@ -181,6 +204,7 @@ class RunStore:
         self._reduced = held if steps is not None else {keys[step]: gram for step, gram in grams.items()}
         return grams
 
+    @again_if_changed
     def subgroup_grams(self, steps: Steps = None) -> dict[int, dict[int, Gram]]:
         """Return the Gram matrices of smaller groups, by size and then by step; empty where none were measured.
 
@@ -211,18 +235,15 @@ class RunStore:
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
 
     def _parts_by_step(self, table: str, steps: Steps) -> dict[int, list[Part]]:
-        by_step: dict[int, list[Part]] = {}
-        for part in visible_parts(self.path, [table], steps)[table]:
-            by_step.setdefault(part.step, []).append(part)
-        return by_step
+        return by_step(visible_parts(self.path, [table], steps)[table])
 
     def _read_grams(self, parts: Mapping[int, Sequence[Part]], keep: Callable[[Gram], Gram]) -> dict[int, Gram]:
         """Return what is kept of the Gram matrices of steps that have one; the rows of two at a time are in memory."""
         prompts = self._prompts(list(parts))
 
         def read(step: int) -> Gram | None:
-            rows = product_rows("grams", parts[step])
-            return keep(rebuild_gram(rows, prompts[step])) if len(rows) else None
+            gram = read_gram(parts[step], prompts[step])
+            return None if gram is None else keep(gram)
 
         with ThreadPoolExecutor(2) as pool:  # most of the work is Arrow's and NumPy's
             return {step: gram for step, gram in zip(parts, pool.map(read, parts), strict=True) if gram is not None}
@@ -235,6 +256,14 @@ class RunStore:
             for step, group, prompt in zip(named["step"], named["group"], named["prompt_id"], strict=True):
                 prompts[step][group] = prompt
         return prompts
+
+    def _rows(self, cursor: duckdb.DuckDBPyConnection, table: str, parts: Sequence[Part]) -> str:
+        """Return a SELECT of a table's rows, over files or over what is held of them in memory."""
+        if table != "steps" or len(parts) <= MANY:
+            return select(table, parts)
+        rows = step_rows(self.path, parts)
+        cursor.register("_held_steps", rows)
+        return select_from(table, rows.column_names, "_held_steps")
 
     def _run(
         self,
@@ -249,7 +278,7 @@ class RunStore:
                 check_read_only(cursor, query)
                 for table, parts in tables.items():
                     # Temporary views belong to the cursor, so threads do not meet and no list of parts grows old.
-                    cursor.execute(f"CREATE TEMP VIEW {table} AS {select(table, parts)}")
+                    cursor.execute(f"CREATE TEMP VIEW {table} AS {self._rows(cursor, table, parts)}")
                 return first_rows(cursor.execute(query, params), rows)
             except duckdb.InterruptException as error:
                 raise InputError(

@@ -218,10 +218,11 @@ def test_run_counts_degenerate_input(tmp_path, monkeypatch):
     writer = RunWriter.create(tmp_path, "plain", {"estimator": {"name": "rloo"}})
     for step in range(2):
         counts = {"n_singleton_groups": 2, "n_empty_completions": 0, "n_truncated": 1, "measurement_gaps": step}
-        writer.write_step(step, StepTables(steps=counts | {"n_zero_variance_groups": 3, "n_prompts": 4}))
+        gone = {"n_zero_variance_groups": 3, "n_prompts": 4, "grad_norm": float(step)}
+        writer.write_step(step, StepTables(steps=counts | gone))
     writer.finish()
     table = open_page(tmp_path, "run", monkeypatch).dataframe[0].value
-    assert table.iloc[0].tolist() == ["plain", 6, 4, 0, 2, 1]
+    assert table.iloc[0].tolist() == ["plain", 6, 4, 0, 2, 1, 1]
 
 
 def test_url_chooses_run_step_and_colour(store_root, monkeypatch):
@@ -260,6 +261,7 @@ def test_run_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch
     assert set(calm["level"]) <= {"· ok", "○ not measured"} and len(fired) + len(calm) == len(DETECTORS)
     firsts = fired["first watch"].astype(int)
     assert firsts.is_monotonic_increasing
+    assert (surge["false alarms"], surge["study 05"]) == ("1.4 %", "4 of 79 before, 5 at all")
 
 
 def test_a_click_on_a_holder_of_the_gradient_opens_its_token(store_root, monkeypatch):

@@ -93,19 +93,38 @@ def update_ratios(
             f"{above.label[0]} and {below.label[0]} were measured on other prompts; pass Gram matrices whose prompts "
             "have the same names, in the same order."
         )
-    moments = [deleted_moments(one.grams, one.label, reference) for one in (above, below)]
-    cs = [known.projection.get(one.label) for one in (above, below)]
-    sizes = above.n_prompts, below.n_prompts
-    values, base = (four_measures(*of) for of in zip(moments, sizes, cs, strict=True))
-    intervals = {}
+    top, bottom = (
+        (deleted_moments(one.grams, one.label, reference), one.n_prompts, known.projection.get(one.label))
+        for one in (above, below)
+    )
+    intervals = moment_ratios(top, bottom, lambda name: _ratio_words(name, above, below), level)
+    proved = None not in (top[2], bottom[2])
+    return PairedRatios(*above.label, below.label, **intervals, c_known=proved)
+
+
+def moment_ratios(
+    above: tuple[Moments, int, float | None],
+    below: tuple[Moments, int, float | None],
+    words: Callable[[str], str] = "ratio of {}".format,
+    level: float = LEVEL,
+) -> dict[str, Interval | None]:
+    """Return the ratios of variance, sf and efficiency by name, from moments on the same prompts.
+
+    Args:
+        above: Moments [1 + K], prompts P of the update, and the projection where it is proved.
+        below: The same of the denominator, without the same prompts in turn.
+        words: The estimand of each name.
+    """
+    values, base = four_measures(*above), four_measures(*below)
+    intervals: dict[str, Interval | None] = {}
     for name in ("variance", "sf", "efficiency"):
         # The ratio is taken for every left-out prompt, so what the two updates share cancels in the interval.
         ratio = measures.quotient(values[name], base[name])
-        intervals[name] = jackknife_interval(ratio[0], ratio[1:], _ratio_words(name, above, below), "log", level)
-    proved = None not in cs
-    if proved and (scale := noise_scale(measures.with_projection(moments[1], cs[1]))) and scale.high == np.inf:
+        intervals[name] = jackknife_interval(ratio[0], ratio[1:], words(name), "log", level)
+    proved = None not in (above[2], below[2])
+    if proved and (scale := noise_scale(measures.with_projection(below[0], below[2]))) and scale.high == np.inf:
         intervals["efficiency"] = _with_less_signal(intervals["efficiency"], intervals["sf"])
-    return PairedRatios(*above.label, below.label, **intervals, c_known=proved)
+    return intervals
 
 
 def _with_less_signal(efficiency: Interval | None, sf: Interval | None) -> Interval | None:
