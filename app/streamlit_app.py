@@ -19,7 +19,8 @@ STYLE = """<style>
 [data-testid="stLayoutWrapper"]:has(> .st-key-token-panel) { position: sticky; bottom: 0; z-index: 20; }
 .st-key-token-panel { max-height: 40vh; overflow: auto; padding: 6px 12px; border-radius: 6px 6px 0 0; gap: 0.3rem;
   border: 1px solid rgba(125, 130, 140, .4); border-bottom: none; }
-.st-key-token-panel :is(td, th) { padding: 1px 6px; }
+.st-key-token-panel td { padding: 1px 6px; }
+.st-key-token-panel td, .st-key-token-panel td p { font-size: 13px; }
 .st-key-token-panel [data-testid="stVerticalBlock"] { gap: 0.3rem; }
 .st-key-token-panel pre { padding: 2px 8px; }
 [data-testid="stMarkdownContainer"] > table { display: block; max-width: 100%; overflow-x: auto; border: none; }

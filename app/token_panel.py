@@ -6,8 +6,9 @@ import estimating
 import pandas as pd
 import streamlit as st
 from listing import Run
-from widgets import errors_as_sentences, plain
+from widgets import plain
 
+from otb_analysis.errors import STOPS
 from otb_analysis.figures.token_details import token_details
 from otb_analysis.types import Label
 
@@ -23,7 +24,14 @@ def token_panel(
     run: Run, step: int, group: int, tokens: pd.DataFrame, token: tuple[int, int], label: Label | None
 ) -> None:
     """Show the numbers of a token as stored, beside the formula of an estimator with them."""
-    stored = token_details(tokens, *token, run.estimator)
+    found, error = None, None
+    try:
+        if label is not None:
+            found = estimating.written_out(run, step, group, label, *token)
+    except STOPS as refused:
+        error = refused
+    shown = found is not None and label == estimating.trained(run) and found.is_close_to(_stored(tokens, token))
+    stored = token_details(tokens, *token, None if shown else run.estimator)
     if stored is None:
         st.caption(f"Rollout {token[0]} has no token {token[1]} here; choose another.")
         return
@@ -33,10 +41,9 @@ def token_panel(
         line.caption(f"token {stored.t} of rollout {stored.rollout}", width="content")
         line.code(stored.text, language=None, width="content")
         pairs(stored.formulas)
-    found = None
-    with right, errors_as_sentences():
-        if label is not None:
-            found = estimating.written_out(run, step, group, label, *token)
+    with right:
+        if error is not None:
+            st.warning(plain(str(error)), icon=":material/warning:")
         if found is None or label is None:
             return
         st.caption(f"Baseline and advantage of **{plain(estimating.words(label))}**")
@@ -47,6 +54,12 @@ def token_panel(
             terms = terms.drop(columns="weight")
         columns: dict[str, Any] = {n: st.column_config.NumberColumn(format="%.3g", help=h) for n, h in HELP.items()}
         st.dataframe(terms, hide_index=True, column_config=columns, height=min(220, 38 + 35 * len(terms)))
+
+
+def _stored(tokens: Any, token: tuple[int, int]) -> float | None:
+    """Return the baseline that a run stored for a token."""
+    here = tokens.loc[(tokens["rollout"] == token[0]) & (tokens["t"] == token[1]), "baseline"]
+    return None if here.isna().all() else float(here.iloc[0])
 
 
 def pairs(lines: tuple[tuple[str, str], ...]) -> None:

@@ -150,12 +150,12 @@ function build(wrap, data) {
     if (at && state.chosen === tokens[at[0]][at[1]][at[2]]) return;
     mark(at, false);
     if (!at) return;
-    const box = state.chosen.closest(".text"); // this box scrolls, not the page
-    requestAnimationFrame(() => {
-      const below = state.chosen.getBoundingClientRect().top - box.getBoundingClientRect().top;
-      box.scrollTop += below - box.clientHeight / 2;
-    });
     wrap.focus({ preventScroll: true });
+    const [token, box] = [state.chosen, state.chosen.closest(".text")];
+    requestAnimationFrame(() => {
+      box.scrollTop += token.getBoundingClientRect().top - box.getBoundingClientRect().top - box.clientHeight / 2;
+      token.scrollIntoView({ block: "nearest" }); // the page, above the panel at its end
+    });
   };
 }
 export default function (component) {

@@ -95,7 +95,7 @@ def choose_beside(here: Place, row: Any) -> Place | None:
     nearest = min(options, key=lambda o: (options[o].step != here.step, abs(options[o].step - here.step)))
     chosen = selection.choose(
         "beside", "Beside", list(options), nearest, within=row, of=f"{here.run.name}-{here.step}-{here.group}",
-        words=lambda o: options[o].words(), width=260,
+        words=lambda o: options[o].words(), width=220,
     )  # fmt: skip
     return options[chosen]
 
@@ -134,17 +134,17 @@ def choices(here: Place, row: Any) -> tuple[str, Label | None, Label | None, str
         st.stop()
     first = next((c for c in FIRST if c in names), names[0])
     words = {c: described(tokens, c).title for c in names}
-    place = row.container(width=230)
+    place = row.container(width=210)
     name = selection.choose("color", "Colour by", names, first, within=place, words=words.__getitem__)
     label = against = None
     if labels:
-        label = choose_label("estimator", "Estimator", labels, trained, row.container(width=230))
+        label = choose_label("estimator", "Estimator", labels, trained, row.container(width=190))
         if name == ADVANTAGES:
             other: Label = ("rloo", "none") if label != ("rloo", "none") else ("group_mean", "none")
-            against = choose_label("against", "minus that of", labels, other, row.container(width=230))
-    with row.container(width=140):
+            against = choose_label("against", "minus that of", labels, other, row.container(width=190))
+    with row.container(width=120):
         order = st.selectbox("Order", list(ORDERS), format_func=lambda o: ORDERS[o], key="order", bind="query-params")
-    with row.container(width=110):
+    with row.container(width=90):
         scale = st.selectbox("Scale", KINDS, key="scale", bind="query-params", help=SCALE)
     return name, label, against, str(order), str(scale)
 
@@ -197,7 +197,10 @@ def shown(places: list[Place], panes: list[Pane], titles: dict[str, str], label:
 
     def on_step() -> None:
         steps = data.token_steps(places[0].run)
-        at = steps.index(places[0].step) + stepped()
+        # Keys can be faster than the page: the step is the one selected by now, not the one that is still drawn.
+        here = selection.remembered("step")
+        known = here is not None and here.isdigit() and int(here) in steps
+        at = steps.index(int(here or 0) if known else places[0].step) + stepped()
         if 0 <= at < len(steps):
             selection.remember("step", steps[at])
             st.session_state["_moved"] = True

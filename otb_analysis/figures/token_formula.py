@@ -54,6 +54,10 @@ class TokenFormula:
             plain += f", rescaled to {number(self.advantage)}"
         return (*lines, ("advantage", plain))
 
+    def is_close_to(self, baseline: float | None) -> bool:
+        """Return whether a stored baseline, in single precision, is this one."""
+        return baseline is not None and abs(baseline - self.baseline) <= 1e-4 * max(1.0, abs(self.baseline))
+
     def _sum(self) -> str:
         if not self.is_sum:
             return ""

@@ -95,7 +95,7 @@ def test_hover_shows_all_values_and_click_the_formulas(tab, address):
     token.hover()
     tip = page.locator(".tip").inner_text()
     assert "entropy" in tip
-    assert "grad_norm_sq" in tip
+    assert "Exact ‖∇log π‖²" in tip
     token.click()
     page.wait_for_selector("text=of rollout")
     assert page.locator(".tok.chosen").count() == 1

@@ -120,7 +120,7 @@ def test_a_chosen_token_opens_the_formula_of_the_chosen_estimator(token_root, mo
 def test_estimators_with_exact_norms_are_offered_where_all_tokens_have_one(token_root, monkeypatch):
     exact = box(opened(token_root, monkeypatch, run="first", step="0"), "Estimator").options
     proxy = box(opened(token_root, monkeypatch, run="first", step="1"), "Estimator").options
-    assert exact[0] == proxy[0] == "otb_turn (proxy)"
+    assert exact[0] == proxy[0] == "group_mean"
     assert "otb_turn (exact)" in exact and "otb_turn (exact)" not in proxy
     assert {"rloo", "energy_across_loo (proxy)"} <= set(proxy)
 
@@ -184,7 +184,7 @@ def test_an_unknown_token_or_place_in_the_url_is_ignored(token_root, monkeypatch
     }
     app = opened(token_root, monkeypatch, run="first", two="true", **query)
     assert "Rollout 9 has no token 99 here" in texts(app)
-    assert box(app, "Estimator").value == "otb_turn (proxy)"
+    assert box(app, "Estimator").value == "group_mean"
 
 
 def test_somebody_elses_estimator_is_not_run(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ def write_token_run(root: Path, name: str, steps: int = 3, length: int = 12, see
     Rollout 0 of each group is paid although it ends with another number, rollout 1 calls a tool in its second turn,
     and the second group's rewards are all equal. Every token has an exact norm at the even steps.
     """
-    writer = RunWriter.create(root, name, {"seed": seed, "estimator": {"name": "otb_turn", "energy": "proxy"}})
+    writer = RunWriter.create(root, name, {"seed": seed, "estimator": {"name": "group_mean"}})
     for step in range(steps):
         writer.write_step(step, _step(np.random.default_rng([seed, step]), step, length))
     writer.finish()

@@ -299,3 +299,8 @@ def test_equal_rewards_say_no_gradient_where_there_is_none(tokens):
     unknown = prompt_head(equal, tokens.drop(columns="advantage")).equal
     assert unknown == "All 3 rewards are 0: no gradient here with a baseline from this group."
     assert prompt_head(equal[:1], tokens).equal == ""
+
+
+def test_details_leave_out_what_was_stored_where_nobody_asks(tokens):
+    names = [name for name, _ in token_details(tokens, 0, 0, None).formulas]
+    assert "return" in names and not {"advantage", "baseline of otb"} & set(names)
