@@ -43,23 +43,30 @@ class Pane:
     tokens: pd.DataFrame
 
 
-def token_view(
-    panes: Sequence[Pane],
-    columns: Mapping[str, str],
-    chosen: Chosen | None,
-    on_token: Callable[[], None],
-    on_step: Callable[[], None],
-) -> int:
-    """Show all rollouts of a prompt, or of two side by side; return how many were left out.
+@dataclass(frozen=True)
+class View:
+    """What the browser is given of one or two prompts, whichever token is chosen."""
+
+    payload: dict[str, Any]
+    left_out: int  # Rollouts that did not fit
+
+    def has(self, chosen: Chosen) -> bool:
+        """Return whether a token's rollout is there."""
+        rows = self.payload["panes"][chosen[0]]["rows"]
+        return any(row["rollout"] == chosen[1] for row in rows)
+
+
+def prepared(panes: Sequence[Pane], columns: Mapping[str, str], chosen: Chosen | None) -> View:
+    """Return all rollouts of a prompt, or of two side by side, for the browser.
 
     Args:
         columns: Columns to show where the mouse is, and how they are called.
-        on_token: Called when a token was chosen; `clicked` then says which.
-        on_step: Called when another step was asked for; `stepped` then says in which direction.
+        chosen: Its rollout is there even if not all fit.
     """
     scale = panes[0].info.scale
-    shown = [_shown(pane.info, chosen[1] if chosen and chosen[0] == p else None, len(panes))
-             for p, pane in enumerate(panes)]  # fmt: skip
+    shown = [
+        _shown(pane.info, chosen[1] if chosen and chosen[0] == p else None, len(panes)) for p, pane in enumerate(panes)
+    ]
     payload: dict[str, Any] = {
         "panes": [
             {"title": pane.title, "rows": [_row(row, values) for row, values in _with_values(pane, rows, columns)]}
@@ -78,10 +85,20 @@ def token_view(
         "wide": max(row.length for pane in panes for row in pane.info.rollouts) > LONG,
     }
     # The browser builds its page anew only where this changes.
-    version = hashlib.sha256(json.dumps(payload, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
-    payload |= {"version": version, "chosen": chosen}
-    _component(data=payload, key=KEY, on_token_change=on_token, on_step_change=on_step)
-    return sum(len(pane.info.rollouts) - len(rows) for pane, rows in zip(panes, shown, strict=True))
+    version = hashlib.sha256(json.dumps(payload, ensure_ascii=False).encode()).hexdigest()
+    left_out = sum(len(pane.info.rollouts) - len(rows) for pane, rows in zip(panes, shown, strict=True))
+    return View(payload | {"version": version}, left_out)
+
+
+def token_view(view: View, chosen: Chosen | None, on_token: Callable[[], None], on_step: Callable[[], None]) -> None:
+    """Show the tokens.
+
+    Args:
+        on_token: Called when a token was chosen; `clicked` then says which.
+        on_step: Called when another step was asked for; `stepped` then says in which direction.
+    """
+    data = view.payload | {"chosen": chosen}
+    _component(data=data, key=KEY, on_token_change=on_token, on_step_change=on_step)
 
 
 def clicked() -> Chosen | None:

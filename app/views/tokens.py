@@ -11,7 +11,7 @@ import pandas as pd
 import selection
 import streamlit as st
 from token_panel import token_panel
-from token_view import Chosen, Pane, clicked, stepped, token_view
+from token_view import Chosen, Pane, View, clicked, prepared, stepped, token_view
 from widgets import chart, chosen_runs, download, errors_as_sentences, one_run, page, plain
 
 from otb_analysis.figures.numbers import number
@@ -188,7 +188,7 @@ def prompt_share(place: Place, name: str) -> str:
 
 
 @st.fragment
-def shown(places: list[Place], panes: list[Pane], titles: dict[str, str], label: Label | None) -> None:
+def shown(places: list[Place], panes: list[Pane], titles: dict[str, str], label: Label | None, view: View) -> None:
     """Show the tokens, what the chosen one says, and the grid; a choice draws only this part again."""
 
     def on_token() -> None:
@@ -208,9 +208,13 @@ def shown(places: list[Place], panes: list[Pane], titles: dict[str, str], label:
     if st.session_state.pop("_moved", False):
         st.rerun()
     chosen = chosen_token(len(places))
-    left_out = token_view(panes, titles, chosen, on_token, on_step)
-    if left_out:
-        st.caption(f"{left_out} rollouts are left out, too many for one page. Choose one in the grid below.")
+    if chosen is not None and not view.has(chosen):
+        view = prepared(panes, titles, chosen)
+    token_view(view, chosen, on_token, on_step)
+    if view.left_out:
+        st.caption(
+            f"Rollouts left out, because they are too many for one page: {view.left_out}. Choose any in the grid below."
+        )
     if chosen is not None:
         place = places[chosen[0]]
         with st.container(key="token-panel"), errors_as_sentences():
@@ -270,4 +274,5 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
         Pane(place.words() if beside else "", tokens_info(table, place.rollouts, name, order, colors), table)
         for place, table in zip(places, tables, strict=True)
     ]
-    shown(places, panes, titles, label)
+    view = prepared(panes, titles, chosen_token(len(places)))
+    shown(places, panes, titles, label, view)

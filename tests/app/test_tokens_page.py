@@ -163,6 +163,15 @@ def test_rollouts_of_2000_tokens_are_shown_whole(token_root, monkeypatch):
     assert table_of(app, "formula")["with numbers"].count("·") <= 8
 
 
+def test_of_too_many_tokens_for_a_browser_some_rollouts_are_left_out_and_the_chosen_one_is_there(
+    token_root, monkeypatch
+):
+    monkeypatch.setattr("token_view.MOST", 5000)
+    app = opened(token_root, monkeypatch, run="long", prompt="0", token="3.0")
+    assert [row["rollout"] for row in payload(app)["panes"][0]["rows"]] == [0, 1, 3]
+    assert "too many for one page: 1." in texts(app)
+
+
 def test_odd_tokens_are_text_and_short(token_root, monkeypatch):
     app = opened(token_root, monkeypatch, run="odd", token="0.1")
     texts_shown = payload(app)["panes"][0]["rows"][0]["texts"]
