@@ -1,6 +1,7 @@
 """What tests in a browser share: Chromium, a dashboard on a free port, and a page that notes what it should not do."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -115,3 +116,36 @@ def visit(tab: Watched, url: str):
 def sideways(page) -> int:
     """Return by how many pixels a page is wider than its window."""
     return page.evaluate(SIDEWAYS)
+
+
+def finished(page) -> None:
+    """Wait until the page's script has run and its figures are drawn."""
+    page.wait_for_function(
+        "document.querySelector('[data-testid=stApp]')?.dataset.testScriptState === 'notRunning'", timeout=60 * SECONDS
+    )
+    page.wait_for_timeout(600)  # a change of the address starts it anew
+
+
+def click_first_row(page, table) -> None:
+    """Click the first row of a table, which is a canvas, in its second column."""
+    table.scroll_into_view_if_needed()
+    page.wait_for_timeout(2000)  # nothing announces that it is drawn
+    box = table.bounding_box()
+    page.mouse.click(box["x"] + 150, box["y"] + 50)
+
+
+def choose(page, label: str, option: str) -> None:
+    """Choose an option of a selectbox by mouse."""
+    select_box(page, label).locator("input").first.click()
+    page.locator("[role=option]").filter(has_text=option).first.click()
+
+
+def select_box(page, label: str):
+    """A selectbox by its label."""
+    return page.locator("[data-testid=stSelectbox]").filter(has_text=label).first
+
+
+def asked(page, name: str) -> str | None:
+    """What the address says."""
+    found = re.search(rf"[?&]{name}=([^&]*)", page.url)
+    return found[1] if found else None

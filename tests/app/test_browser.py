@@ -17,7 +17,18 @@ from otb_analysis.config import AuditConfig, ImportConfig
 from otb_analysis.report import write_report
 from otb_analysis.report.audit import write_audit
 from otb_analysis.store import RunStore, RunWriter
-from tests.app.browsing import PLOT, ROOT, SECONDS, Watched, chromium_started, served, sideways, visit, watched
+from tests.app.browsing import (
+    PLOT,
+    ROOT,
+    SECONDS,
+    Watched,
+    chromium_started,
+    click_first_row,
+    served,
+    sideways,
+    visit,
+    watched,
+)
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -176,14 +187,6 @@ def test_run_whose_process_is_killed_is_shown_as_stopped(tab, address, live_root
     assert tab.errors == []
 
 
-def click_first_row(page, table) -> None:
-    """Click the first row of a table, which is a canvas, in its second column."""
-    table.scroll_into_view_if_needed()
-    page.wait_for_timeout(2000)  # nothing announces that it is drawn
-    box = table.bounding_box()
-    page.mouse.click(box["x"] + 150, box["y"] + 50)
-
-
 def test_a_token_that_holds_the_gradient_opens_outlined(tab, address):
     page = visit(tab, f"{address}/run?run=chain-otb-s0&step=20")
     page.wait_for_selector("text=Click one to see it")
@@ -191,33 +194,6 @@ def test_a_token_that_holds_the_gradient_opens_outlined(tab, address):
     page.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
     assert "color=attribution" in page.url and "step=20" in page.url
     assert tab.errors == []
-
-
-def test_a_walk_from_the_list_to_a_token_and_back_by_its_address(tab, address, browser):
-    page = visit(tab, f"{address}/")
-    click_first_row(page, page.locator("[data-testid=stDataFrame]").first)
-    page.wait_for_selector("h1:has-text('Run')", timeout=60 * SECONDS)
-    page.wait_for_selector(PLOT)
-    assert "run=chain-group_mean-s0" in page.url and page.url.count("run=") == 1
-    box = page.locator(".js-plotly-plot .main-svg").first.bounding_box()
-    begun = page.url
-    page.mouse.click(box["x"] + 0.4 * box["width"], box["y"] + 150)
-    page.wait_for_function("url => location.href !== url", arg=begun, timeout=20 * SECONDS)
-    step = page.url.split("step=")[1].split("&")[0]
-    assert 10 < int(step) < 20
-    page.locator("[data-testid=stSidebarNav] >> text=Rollouts").click()
-    page.wait_for_selector("text=Click one to see its tokens", timeout=60 * SECONDS)
-    assert f"step={step}" in page.url
-    click_first_row(page, page.locator("[data-testid=stDataFrame]").first)
-    page.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
-    other = browser.new_context().new_page()
-    other.goto(page.url)
-    other.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
-    chosen = ".tok.chosen"
-    assert other.locator(chosen).text_content() == page.locator(chosen).text_content()
-    assert other.url == page.url
-    other.context.close()
-    assert (tab.foreign, tab.errors) == ([], [])
 
 
 def test_report_opens_without_a_network_and_fetches_nothing(browser, store_root, tmp_path):

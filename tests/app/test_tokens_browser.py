@@ -1,11 +1,22 @@
 """The page Tokens in a browser: a token by mouse, by keys and by its address; labels; odd and long tokens."""
 
-import re
 from collections.abc import Iterator
 
 import pytest
 
-from tests.app.browsing import PLOT, SECONDS, Watched, chromium_started, served, sideways, visit, watched
+from tests.app.browsing import (
+    PLOT,
+    SECONDS,
+    Watched,
+    asked,
+    choose,
+    chromium_started,
+    select_box,
+    served,
+    sideways,
+    visit,
+    watched,
+)
 from tests.app.token_runs import HEAD, PROMPTS, write_odd_run, write_token_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -41,23 +52,6 @@ def says(page, text: str) -> None:
     page.wait_for_selector(f"text={text}", timeout=20 * SECONDS)
 
 
-def box(page, label: str):
-    """A selectbox by its label."""
-    return page.locator("[data-testid=stSelectbox]").filter(has_text=label).first
-
-
-def choose(page, label: str, option: str) -> None:
-    """Choose an option of a selectbox by mouse."""
-    box(page, label).locator("input, [role=combobox], [data-baseweb=select]").first.click()
-    page.locator("[role=option]").filter(has_text=option).first.click()
-
-
-def asked(page, name: str) -> str | None:
-    """What the address says."""
-    found = re.search(rf"[?&]{name}=([^&]*)", page.url)
-    return found[1] if found else None
-
-
 def test_a_token_is_found_by_mouse_by_keys_and_again_by_its_address(tab, address, browser):
     page = visit(tab, f"{address}/tokens?run=first&step=0&prompt=0")
     page.locator(".card").nth(0).locator(".tok").nth(4).click()
@@ -85,7 +79,7 @@ def test_a_token_is_found_by_mouse_by_keys_and_again_by_its_address(tab, address
 
 def test_labels_change_with_step_and_prompt(tab, address):
     page = visit(tab, f"{address}/tokens?run=first&step=0&prompt=0&token=2.3")
-    label = box(page, "Prompt")
+    label = select_box(page, "Prompt")
 
     def shows(name: str) -> None:
         page.wait_for_function("([n, t]) => document.querySelector(n).innerText.includes(t)",
