@@ -34,25 +34,26 @@ plot_comparison(info).write_html("comparison.html")"""
 
 def comparison(run: Run) -> None:
     """Draw the sentence, the forest, the noise scale, the planner and the measures over steps."""
-    table = data.statistics(run, 1)
-    if table.empty:
+    measured = data.measured_labels(run)
+    if not measured:
         st.info(NOT_MEASURED, icon=":material/inbox:")
         return
-    first, *rest = data.conclusion(run) or ("",)
-    st.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
-    calibrated = bool((table["energy_source"] == "calibrated").any())
-    sources = [s for s in SOURCES if s != "calibrated" or calibrated]
+    verdict = st.empty()  # its place; the figure is there sooner
+    verdict.markdown("Comparing the estimators …")
+    sources = [s for s in SOURCES if s != "calibrated" or any(of == s for _, of in measured)]
     left, middle, right = st.columns([3, 2, 2], vertical_alignment="bottom")
     source = str(left.segmented_control(
         "Weights from", sources, format_func=lambda s: SOURCES[s],
         default="exact", key="energy", bind="query-params", required=True,
     ))  # fmt: skip
-    names = list(dict.fromkeys(by_source(table, source)["estimator"]))
+    names = list(dict.fromkeys(name for name, of in measured if source == "both" or of in ("none", source)))
     against = selection.choose("against", "Compare with", names, first_of(names), within=middle, of=source)
     step = right.selectbox("Measured steps", [ALL, *map(str, data.grams(run))], key="at", bind="query-params")
     usual = [n for n in names if n in (*USUAL, run.estimator)] or names[:8]
     estimators = st.multiselect("Estimators", names, default=usual, key="shown", bind="query-params", wrap=True)
     forest(run, source, str(against), str(step), estimators)
+    first, *rest = data.conclusion(run) or ("No Gram matrix was measured, so no intervals are known.",)
+    verdict.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
     with errors_as_sentences():
         planned(run)
     over_steps(run, source, estimators)

@@ -31,7 +31,7 @@ from otb_analysis.store import (
     step_attribution,
     step_series,
 )
-from otb_analysis.types import Gram, Proved
+from otb_analysis.types import Gram, Label, Proved
 
 MAX_WINDOW = 10
 """Most measured steps that one point pools."""
@@ -79,13 +79,22 @@ def triaged(row: Any, run: Run | None) -> Triage:
         return triage(run.name, run.estimator, "broken", pd.DataFrame(), [], age, str(error))
 
 
+@st.cache_data(max_entries=64, show_spinner=False)
+def _stored_labels(run: Run) -> list[Label]:
+    rows = store(run).gradients_df(columns=["estimator", "energy_source"]).drop_duplicates()
+    return [(str(name), str(source)) for name, source in rows.itertuples(index=False, name=None)]
+
+
 # As a resource: `cache_data` would copy every step's products with every question.
 @st.cache_resource(max_entries=8, show_spinner="Reading the Gram matrices …")
 def grams(run: Run) -> dict[int, Gram]:
     """Return of every measured step what compares its estimators; steps seen before are not read again."""
-    labels = store(run).gradients_df(columns=["estimator", "energy_source"]).drop_duplicates()
-    truth = standing_for_truth(labels.itertuples(index=False, name=None), config(run))
-    return store(run).reduced_grams((REFERENCE, truth))
+    return store(run).reduced_grams((REFERENCE, standing_for_truth(_stored_labels(run), config(run))))
+
+
+def measured_labels(run: Run) -> list[Label]:
+    """Return (estimator, energy source) of all that was measured, those of Gram matrices first."""
+    return list(dict.fromkeys([*(one for gram in grams(run).values() for one in gram.labels), *_stored_labels(run)]))
 
 
 def known(run: Run) -> Proved:

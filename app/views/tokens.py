@@ -29,6 +29,7 @@ NOTHING = (
     "and `otb score --model DIR --rollouts FILE` stores those of recorded rollouts."
 )
 NOT_HERE = "Not measured for this prompt at this step"
+NOT_HERE = "Not measured for this prompt at this step"
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
 LONGEST = 20_000  # Characters of a prompt that are shown
 

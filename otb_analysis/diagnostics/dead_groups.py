@@ -1,7 +1,9 @@
 """What success rates alone say about the group size: groups whose rewards are all equal, and groups that inform."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import comb
 from typing import Any
 
@@ -35,9 +37,17 @@ def reward_groups(rewards: Any) -> list[tuple[object, list[float]]]:
     Args:
         rewards: A table of rollouts with step, group, reward and prompt_id.
     """
+    if rewards.empty:
+        return []
+    rows = rewards.sort_values(["step", "group"], kind="stable")
+    step, group, paid = (rows[name].to_numpy() for name in ("step", "group", "reward"))
+    starts = np.flatnonzero(np.r_[True, (np.diff(step) != 0) | (np.diff(group) != 0)])
+    nameless = np.logical_or.reduceat(rows["prompt_id"].isna().to_numpy(), starts)
+    names = rows["prompt_id"].to_numpy(object)
+    parts = np.split(paid.astype(float), starts[1:])
     return [
-        (key if part["prompt_id"].isna().any() else part["prompt_id"].iloc[0], part["reward"].to_numpy(float).tolist())
-        for key, part in rewards.groupby(["step", "group"])
+        ((int(step[at]), int(group[at])) if bare else names[at], part.tolist())
+        for at, bare, part in zip(starts.tolist(), nameless.tolist(), parts, strict=True)
     ]
 
 
@@ -47,8 +57,12 @@ def dead_share(rewards: Sequence[float], size: int) -> float:
     Σ_v C(k_v, n)/C(G, n) over distinct rewards v, each met k_v times: the hypergeometric estimator, the share of all
     subsets of n recorded rollouts that are dead. Unbiased for Σ_v p_v^n; with rewards of 0 and 1 that is pⁿ + (1−p)ⁿ.
     """
-    counts = np.unique(np.asarray(rewards, float), return_counts=True)[1]
-    return sum(comb(int(k), size) for k in counts) / comb(len(rewards), size)
+    return _dead_share(tuple(sorted(Counter(rewards).values())), size)
+
+
+@cache
+def _dead_share(counts: tuple[int, ...], size: int) -> float:
+    return sum(comb(k, size) for k in counts) / comb(sum(counts), size)
 
 
 def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadGroups, ...]:

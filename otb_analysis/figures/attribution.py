@@ -140,7 +140,7 @@ def attribution_command(run: str, config: Mapping[str, Any], step: int) -> tuple
         return "This scores the same rollouts again and measures it:", _otb(
             [*command, "--measure.attribution.every", "1"]
         )
-    return "`--measure.attribution.every 1` measures it, in `otb train` or in `otb score` of recorded rollouts.", ""
+    return "`otb train --measure.attribution.every 1` measures every step, `otb audit` those of recorded rollouts.", ""
 
 
 def _otb(words: Sequence[str]) -> str:

@@ -98,8 +98,8 @@ def comparison_info(
     base = next((label for label in shown if label[0] == against), None)
     if base is None:
         raise InputError(f"against is {against!r}, which was not measured; {nearest(against, [m for m, _ in shown])}")
-    by_label = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known)}
-    pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base, known=known)}
+    by_label = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known, only=shown)}
+    pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, base, known=known, only=shown)}
     rows = []
     names = labels(shown)
     for label in shown:

@@ -67,7 +67,7 @@ MISSING = {
         "This run has no gradient measurements yet.",
         "`otb audit --model DIR --rollouts FILE` measures them",
     ),
-    "run": ("No step of this run says which tokens held its gradient.", "or `otb audit` for recorded rollouts"),
+    "run": ("No step of this run says which tokens held its gradient.", "`otb audit` those of recorded rollouts"),
     "tokens": ("no step whose tokens and rollouts are both stored", "`otb score --model DIR --rollouts FILE` stores"),
 }
 

@@ -207,3 +207,13 @@ def test_09_correlations_are_those_of_the_points():
             ratios = [[point[name] for point in own if point["arm"] != "rloo"] for name in ("predicted", "realised")]
             assert len(ratios[0]) == row["points"]
             assert abs(stats.spearmanr(*ratios).statistic - row["correlation"]) < 0.01
+
+
+def test_12_vip_shows_no_gain_on_pools_and_twice_the_prompts_do():
+    ratios = select(numbers_of("12_allocation")["ratios"], size=8)
+    for task in ("chain_sum", "graph_path"):
+        (vip,), (half,) = (select(ratios, where=f"pool, {task}", arm=arm) for arm in ("vip8", "half"))
+        assert vip["efficiency_low"] < 1 < vip["efficiency_high"] < 1.05
+        assert half["efficiency_low"] > 1
+    known = [row for row in ratios if row["where"].startswith("enumerated") and row["arm"] in ("vip", "vip8")]
+    assert len(known) == 4 and all(row["efficiency_low"] > 1 for row in known)

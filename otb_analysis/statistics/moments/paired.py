@@ -4,7 +4,7 @@ Pairing removes what two estimators share, so these intervals are much shorter t
 estimand is the ratio of the two expectations. Prompts are the clusters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,6 +57,7 @@ def paired_ratios(
     reference: Label = REFERENCE,
     n_prompts: int | None = None,
     known: Proved = NOTHING,
+    only: Collection[Label] | None = None,
 ) -> list[PairedRatios]:
     """Every estimator over one of them on the same rollouts, with jackknife intervals on the log-ratio.
 
@@ -65,15 +66,22 @@ def paired_ratios(
         n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. Ratios of
             variance and SF do not depend on it.
         known: What is proved of the estimators: where c is, the SF needs no ∇J.
+        only: The estimators that are compared; by default all that were measured.
     """
     # The same ∇J for every pair, so that ratios against one reference can be compared with each other.
     truth = truth_of(grams, reference, known)
     both = against_reference(grams, against, truth)
-    ratios = []
+    ratios, bases = [], dict[tuple[int, ...], Moments]()  # Moments of `against` on the same steps
     for label in dict.fromkeys(label for gram in both for label in gram.labels if label != against):
+        if only is not None and label not in only:
+            continue
         steps = against_reference(both, label, truth)
         batch = typical([g.n_prompts for g in steps]) if n_prompts is None else n_prompts
-        ratios.append(update_ratios(Update(steps, label, batch), Update(steps, against, batch), truth, known))
+        above, below = Update(steps, label, batch), Update(steps, against, batch)
+        same = tuple(map(id, steps))
+        if same not in bases:
+            bases[same] = deleted_moments(steps, against, truth)
+        ratios.append(_ratios(above, below, (deleted_moments(steps, label, truth), bases[same]), known))
     return ratios
 
 
@@ -93,9 +101,16 @@ def update_ratios(
             f"{above.label[0]} and {below.label[0]} were measured on other prompts; pass Gram matrices whose prompts "
             "have the same names, in the same order."
         )
+    moments = tuple(deleted_moments(one.grams, one.label, reference) for one in (above, below))
+    return _ratios(above, below, moments, known, level)
+
+
+def _ratios(
+    above: Update, below: Update, moments: tuple[Moments, ...], known: Proved, level: float = LEVEL
+) -> PairedRatios:
+    """Return the ratios of two updates from the moments of both, by prompt left out."""
     top, bottom = (
-        (deleted_moments(one.grams, one.label, reference), one.n_prompts, known.projection.get(one.label))
-        for one in (above, below)
+        (own, one.n_prompts, known.projection.get(one.label)) for one, own in zip((above, below), moments, strict=True)
     )
     intervals = moment_ratios(top, bottom, lambda name: _ratio_words(name, above, below), level)
     proved = None not in (top[2], bottom[2])
