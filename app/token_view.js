@@ -115,7 +115,7 @@ function build(wrap, data) {
     const row = data.panes[at[0]].rows[at[1]];
     state.timer = setTimeout(() => {
       state.timer = null;
-      wrap.send("token", [at[0], row.rollout, row.ts[at[2]]]);
+      post(wrap, "token", [at[0], row.rollout, row.ts[at[2]]]);
     }, 120);
   };
   const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
@@ -126,7 +126,7 @@ function build(wrap, data) {
     event.stopPropagation();
     hide();
     if (event.shiftKey) {
-      if (move[1]) wrap.send("step", move[1]);
+      if (move[1]) post(wrap, "step", [move[1], performance.now()]); // two presses in a row are two changes
       return;
     }
     if (!state.chosen) return choose([0, 0, 0]);
@@ -158,6 +158,24 @@ function build(wrap, data) {
     });
   };
 }
+// What is sent while a page is being redrawn for another step carries the old step with it, and would undo the change:
+// it waits until the new tokens are there.
+const REDRAWN = 50, GIVEN_UP = 4000;
+function post(wrap, name, value) {
+  if (wrap.busy) { wrap.waiting = { ...wrap.waiting, [name]: value }; return; }
+  if (name === "step") {
+    wrap.busy = true;
+    wrap.timer = setTimeout(() => release(wrap), GIVEN_UP); // there may be no further step
+  }
+  wrap.send(name, value);
+}
+function release(wrap) {
+  clearTimeout(wrap.timer);
+  wrap.busy = false;
+  const waiting = wrap.waiting || {};
+  wrap.waiting = null;
+  for (const [name, value] of Object.entries(waiting)) post(wrap, name, value);
+}
 export default function (component) {
   const { data, parentElement, setTriggerValue } = component;
   let wrap = parentElement.querySelector(".wrap");
@@ -171,6 +189,10 @@ export default function (component) {
   if (wrap.version !== data.version) {
     wrap.version = data.version;
     build(wrap, data);
+    if (wrap.busy) {
+      clearTimeout(wrap.timer);
+      wrap.timer = setTimeout(() => release(wrap), REDRAWN);
+    }
   }
   wrap.select(data.chosen);
 }

@@ -43,25 +43,20 @@ class Pane:
     tokens: pd.DataFrame
 
 
-@dataclass(frozen=True)
-class View:
-    """What the browser is given of one or two prompts, whichever token is chosen."""
-
-    payload: dict[str, Any]
-    left_out: int  # Rollouts that did not fit
-
-    def has(self, chosen: Chosen) -> bool:
-        """Return whether a token's rollout is there."""
-        rows = self.payload["panes"][chosen[0]]["rows"]
-        return any(row["rollout"] == chosen[1] for row in rows)
-
-
-def prepared(panes: Sequence[Pane], columns: Mapping[str, str], chosen: Chosen | None) -> View:
-    """Return all rollouts of a prompt, or of two side by side, for the browser.
+def token_view(
+    panes: Sequence[Pane],
+    columns: Mapping[str, str],
+    chosen: Chosen | None,
+    on_token: Callable[[], None],
+    on_step: Callable[[], None],
+) -> int:
+    """Show all rollouts of a prompt, or of two side by side; return how many did not fit.
 
     Args:
         columns: Columns to show where the mouse is, and how they are called.
         chosen: Its rollout is there even if not all fit.
+        on_token: Called when a token was chosen; `clicked` then says which.
+        on_step: Called when another step was asked for; `stepped` then says in which direction.
     """
     scale = panes[0].info.scale
     shown = [
@@ -86,19 +81,9 @@ def prepared(panes: Sequence[Pane], columns: Mapping[str, str], chosen: Chosen |
     }
     # The browser builds its page anew only where this changes.
     version = hashlib.sha256(json.dumps(payload, ensure_ascii=False).encode()).hexdigest()
-    left_out = sum(len(pane.info.rollouts) - len(rows) for pane, rows in zip(panes, shown, strict=True))
-    return View(payload | {"version": version}, left_out)
-
-
-def token_view(view: View, chosen: Chosen | None, on_token: Callable[[], None], on_step: Callable[[], None]) -> None:
-    """Show the tokens.
-
-    Args:
-        on_token: Called when a token was chosen; `clicked` then says which.
-        on_step: Called when another step was asked for; `stepped` then says in which direction.
-    """
-    data = view.payload | {"chosen": chosen}
+    data = payload | {"version": version, "chosen": chosen}
     _component(data=data, key=KEY, on_token_change=on_token, on_step_change=on_step)
+    return sum(len(pane.info.rollouts) - len(rows) for pane, rows in zip(panes, shown, strict=True))
 
 
 def clicked() -> Chosen | None:
@@ -109,7 +94,8 @@ def clicked() -> Chosen | None:
 
 def stepped() -> int:
     """Return by how many steps to move."""
-    return int(st.session_state[KEY].get("step") or 0)
+    step = st.session_state[KEY].get("step")
+    return 0 if step is None else int(step[0])
 
 
 def _shown(info: TokensInfo, chosen: int | None, panes: int) -> list[RolloutRow]:

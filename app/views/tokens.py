@@ -11,7 +11,7 @@ import pandas as pd
 import selection
 import streamlit as st
 from token_panel import token_panel
-from token_view import Chosen, Pane, View, clicked, prepared, stepped, token_view
+from token_view import Chosen, Pane, clicked, stepped, token_view
 from widgets import chart, chosen_runs, download, errors_as_sentences, one_run, page, plain
 
 from otb_analysis.figures.numbers import number
@@ -31,6 +31,16 @@ NOTHING = (
 NOT_HERE = "Not measured for this prompt at this step"
 NOT_HERE = "Not measured for this prompt at this step"
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
+PYTHON = """from otb_analysis.figures.token_columns import with_differences
+from otb_analysis.figures.token_grid import plot_tokens
+from otb_analysis.figures.tokens import tokens_info
+from otb_analysis.store import RunStore
+
+run = RunStore({path!r})
+tokens = run.tokens_df([{step}], where='"group" = {group}')
+rollouts = run.rollouts_df([{step}], where='"group" = {group}')
+info = tokens_info(with_differences(tokens), rollouts, {column!r})
+plot_tokens(info).write_html("tokens.html")"""
 LONGEST = 20_000  # Characters of a prompt that are shown
 
 
@@ -188,9 +198,8 @@ def prompt_share(place: Place, name: str) -> str:
     )
 
 
-@st.fragment
-def shown(places: list[Place], panes: list[Pane], titles: dict[str, str], label: Label | None, view: View) -> None:
-    """Show the tokens, what the chosen one says, and the grid; a choice draws only this part again."""
+def shown(places: list[Place], panes: list[Pane], titles: dict[str, str], label: Label | None) -> None:
+    """Show the tokens, what the chosen one says, and the grid."""
 
     def on_token() -> None:
         if (token := clicked()) is not None:
@@ -204,29 +213,24 @@ def shown(places: list[Place], panes: list[Pane], titles: dict[str, str], label:
         at = steps.index(int(here or 0) if known else places[0].step) + stepped()
         if 0 <= at < len(steps):
             selection.remember("step", steps[at])
-            st.session_state["_moved"] = True
 
-    if st.session_state.pop("_moved", False):
-        st.rerun()
     chosen = chosen_token(len(places))
-    if chosen is not None and not view.has(chosen):
-        view = prepared(panes, titles, chosen)
-    token_view(view, chosen, on_token, on_step)
-    if view.left_out:
+    left_out = token_view(panes, titles, chosen, on_token, on_step)
+    if left_out:
         st.caption(
-            f"Rollouts left out, because they are too many for one page: {view.left_out}. Choose any in the grid below."
+            f"Rollouts left out, because they are too many for one page: {left_out}. Choose any in the grid below."
         )
     if chosen is not None:
         place = places[chosen[0]]
         with st.container(key="token-panel"), errors_as_sentences():
             token_panel(place.run, place.step, place.group, place.tokens, (chosen[1], chosen[2]), label)
     st.subheader("By position", anchor=False)
-    for number_, (side, pane) in enumerate(zip(st.columns(len(panes)), panes, strict=True)):
+    for p, side in enumerate(st.columns(len(panes))):
         with side:
-            grid(number_, pane, titles[pane.info.column], chosen)
+            grid(p, places[p], panes[p], titles[panes[p].info.column], chosen)
 
 
-def grid(pane: int, drawn: Pane, title: str, chosen: Chosen | None) -> None:
+def grid(pane: int, place: Place, drawn: Pane, title: str, chosen: Chosen | None) -> None:
     """Draw the tokens by position; a click chooses one."""
     key = "tokens" + "b" * pane
 
@@ -237,7 +241,11 @@ def grid(pane: int, drawn: Pane, title: str, chosen: Chosen | None) -> None:
             select(pane, int(rollout), int(t))
 
     at = (chosen[1], chosen[2]) if chosen is not None and chosen[0] == pane else None
-    chart(plot_tokens(drawn.info, title, at), key, clicked=on_point)
+    column, stored = drawn.info.column, place.tokens
+    as_stored = column in stored and drawn.tokens[column].equals(stored[column])
+    python = PYTHON.format(path=place.run.path, step=place.step, group=place.group, column=column)
+    can = as_stored or (column not in stored and column != ADVANTAGES)
+    chart(plot_tokens(drawn.info, title, at), key, python=python if can else "", clicked=on_point)
     width = grid_info(drawn.info).width
     many = f"Each cell holds {width} tokens and shows the one that stands out most. " if width > 1 else ""
     st.caption(f"{many}Click a cell to choose its token.")
@@ -275,5 +283,4 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
         Pane(place.words() if beside else "", tokens_info(table, place.rollouts, name, order, colors), table)
         for place, table in zip(places, tables, strict=True)
     ]
-    view = prepared(panes, titles, chosen_token(len(places)))
-    shown(places, panes, titles, label, view)
+    shown(places, panes, titles, label)

@@ -62,8 +62,10 @@ def calibrated_proxy(tokens: pd.DataFrame) -> Any:
 
 
 def measured(tokens: pd.DataFrame) -> list[str]:
-    """Return the columns that colour some token, differences last."""
-    return [name for name in COLOURS if name in tokens and bool(tokens[name].notna().any())]
+    """Return the columns that colour some token: stored ones, differences, and what somebody else recorded."""
+    schema = {c.name for c in TOKENS}
+    further = [str(c) for c in tokens if c not in (*schema, *COLOURS) and pd.api.types.is_float_dtype(tokens[c])]
+    return [name for name in (*COLOURS, *further) if name in tokens and bool(tokens[name].notna().any())]
 
 
 def described(tokens: pd.DataFrame, name: str, estimator: str = "", against: str = "") -> Described:
@@ -81,6 +83,8 @@ def described(tokens: pd.DataFrame, name: str, estimator: str = "", against: str
         stored = "energy_calibrated" in tokens and bool(tokens["energy_calibrated"].notna().any())
         how = "as stored" if stored else "c·proxy^b, fitted to this prompt's exact norms"
         return Described("exact ÷ calibrated proxy", "", f"Exact ‖∇log π‖² over the calibrated proxy ({how}).")
+    if name not in {c.name for c in TOKENS}:
+        return Described(name, "", "Stored beside the columns of otb-analysis, such as another trainer's numbers.")
     stored = column("tokens", name)
     if name == "grad_norm_sq":
         sketched = "measured_by" in tokens and bool((tokens["measured_by"] == "sketch").any())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.store import RunStore, RunWriter, StepTables
-from tests.app.test_pages import open_page, texts
+from tests.app.test_pages import PAGES, open_page, texts
 from tests.app.token_runs import PROMPTS, write_odd_run, write_token_run
 
 
@@ -170,6 +170,21 @@ def test_of_too_many_tokens_for_a_browser_some_rollouts_are_left_out_and_the_cho
     app = opened(token_root, monkeypatch, run="long", prompt="0", token="3.0")
     assert [row["rollout"] for row in payload(app)["panes"][0]["rows"]] == [0, 1, 3]
     assert "too many for one page: 1." in texts(app)
+
+
+@pytest.mark.parametrize("color", ["entropy", "exact_over_proxy"])
+def test_the_grid_comes_with_the_python_that_draws_it(color, token_root, monkeypatch, tmp_path):
+    app = opened(token_root, monkeypatch, run="first", step="0", color=color)
+    monkeypatch.chdir(tmp_path)
+    exec(next(code.value for code in app.code if "plot_tokens" in code.value), {})
+    assert "rollout 3" in (tmp_path / "tokens.html").read_text()
+    other = opened(token_root, monkeypatch, run="first", step="0", color="advantage", estimator="grpo")
+    assert not any("plot_tokens" in code.value for code in other.code)  # these are not stored
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_opens_a_run_of_odd_texts(page, token_root, monkeypatch):
+    assert not open_page(token_root, page, monkeypatch, run="odd").exception
 
 
 def test_odd_tokens_are_text_and_short(token_root, monkeypatch):

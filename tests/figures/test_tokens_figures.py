@@ -304,3 +304,9 @@ def test_equal_rewards_say_no_gradient_where_there_is_none(tokens):
 def test_details_leave_out_what_was_stored_where_nobody_asks(tokens):
     names = [name for name, _ in token_details(tokens, 0, 0, None).formulas]
     assert "return" in names and not {"advantage", "baseline of otb"} & set(names)
+
+
+def test_columns_that_somebody_else_recorded_colour_too(tokens):
+    table = tokens.assign(recorded_logprob=tokens["logprob"], note="x")
+    assert measured(table)[-1] == "recorded_logprob" and "note" not in measured(table)
+    assert described(table, "recorded_logprob").title == "recorded_logprob"
