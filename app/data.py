@@ -267,6 +267,14 @@ def rewards(run: Run, asked: RolloutFilter) -> pd.DataFrame:
     return reward_histogram(store(run), asked)
 
 
+@st.cache_data(max_entries=64, show_spinner=False)
+def occurrences(run: Run, prompt_id: str | None, prompt: str) -> list[tuple[int, int]]:
+    """Return the steps and groups that have a prompt, by its name, or by its text where it has none."""
+    column, value = ("prompt", prompt) if prompt_id is None else ("prompt_id", prompt_id)
+    query = f'SELECT DISTINCT step, "group" FROM rollouts WHERE {column} = ? ORDER BY ALL'
+    return [(int(s), int(g)) for s, g in store(run).sql(query, [value]).itertuples(index=False)]
+
+
 @st.cache_data(max_entries=32, show_spinner=False)
 def tokens(run: Run, step: int, group: int) -> pd.DataFrame:
     """Return all tokens of one prompt."""
