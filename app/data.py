@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import streamlit as st
 from listing import Run
@@ -17,7 +16,7 @@ from otb_analysis.errors import STOPS
 from otb_analysis.estimators import proved, standing_for_truth
 from otb_analysis.figures.conclusion import advice_line, conclusion_sentences, trained_labels
 from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
-from otb_analysis.figures.gradient_table import statistics_table
+from otb_analysis.figures.gradient_table import evenly, statistics_table
 from otb_analysis.figures.triage import Triage, triage
 from otb_analysis.statistics import REFERENCE, Interval, conclude, gain_lost
 from otb_analysis.store import (
@@ -34,9 +33,6 @@ from otb_analysis.types import Gram, Proved
 
 MAX_WINDOW = 10
 """Most measured steps that one point pools."""
-
-MAX_POINTS = 40
-"""Most measured steps at which estimators are compared over time; of more, evenly spread ones and the last."""
 
 MEMORY = "256MB"
 MAX_TOKENS = 1_000_000
@@ -114,9 +110,7 @@ def advice(run: Run) -> str:
 @st.cache_data(max_entries=64, show_spinner="Computing intervals …")
 def _statistics(run: Run, window: int) -> pd.DataFrame:
     measured = grams(run)
-    at = np.linspace(0, len(measured) - 1, min(MAX_POINTS, len(measured))).round().astype(int)
-    steps = list(measured)
-    return statistics_table(measured, window, known(run), at={steps[i] for i in at})
+    return statistics_table(measured, window, known(run), at=evenly(list(measured)))
 
 
 def statistics(run: Run, window: int) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from otb_analysis.bench.publish import Report, mebibytes_cell, notes_of, report_
 from otb_analysis.bench.synthetic_run import Shape, synthetic_step, write_synthetic_run
 from otb_analysis.bench.timing import interleaved, timed
 from otb_analysis.estimators import standing_for_truth
-from otb_analysis.figures.gradient_table import statistics_table
+from otb_analysis.figures.gradient_table import evenly, statistics_table
 from otb_analysis.statistics import REFERENCE
 from otb_analysis.store import EXACT_ROWS, RolloutFilter, RunStore, find_rollouts, runs_df
 
@@ -65,7 +65,8 @@ def reads(root: Path, run: str) -> dict[str, Callable[[], object]]:
     path = root / run
 
     def estimators() -> pd.DataFrame:
-        return statistics_table(RunStore(path).reduced_grams((REFERENCE, standing_for_truth((), {}))))
+        grams = RunStore(path).reduced_grams((REFERENCE, standing_for_truth((), {})))
+        return statistics_table(grams, at=evenly(list(grams)))
 
     def tokens() -> pd.DataFrame:
         store = RunStore(path)

@@ -1,13 +1,17 @@
 """The four measures of gradient estimators as one table, with intervals, and what estimators are called in figures."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from otb_analysis.figures.styles import Style, estimator_style
 from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, GradientStatistics, Interval, pooled_statistics
 from otb_analysis.types import Gram, Proved
+
+MAX_POINTS = 40
+"""Most measured steps at which estimators are drawn over time."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,12 @@ def is_defined(statistics: GradientStatistics) -> bool:
         return False
     interval = statistics.intervals["projection"]
     return statistics.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
+
+
+def evenly(steps: Sequence[int], most: int = MAX_POINTS) -> list[int]:
+    """Return at most so many of the steps, evenly spread, the first and the last among them."""
+    places = np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int)
+    return [steps[place] for place in places]
 
 
 def statistics_table(

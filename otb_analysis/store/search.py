@@ -86,7 +86,7 @@ def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
     """
     rows, values = _asked(asked)
     return store.sql(
-        f"""WITH asked AS ({rows}), ends AS (
+        f"""WITH asked AS MATERIALIZED (SELECT step, reward FROM ({rows})), ends AS (
             SELECT min(step) AS first, greatest(1, ceil((max(step) - min(step) + 1) / {BINS})) AS width,
                 min(reward) AS low, CASE WHEN count(DISTINCT reward) <= {FEW} THEN 0.0
                 ELSE (max(reward) - min(reward)) / {REWARD_BINS} END AS height FROM asked)
