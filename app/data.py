@@ -12,13 +12,15 @@ import streamlit as st
 from listing import Run
 
 from otb_analysis.diagnostics import ChangePoint, Finding, StepAttribution, change_points, diagnose
+from otb_analysis.diagnostics.dead_groups import reward_groups
+from otb_analysis.diagnostics.planner import Planner, plan
 from otb_analysis.errors import STOPS
 from otb_analysis.estimators import proved, standing_for_truth
 from otb_analysis.figures.conclusion import advice_line, conclusion_sentences, trained_labels
 from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
 from otb_analysis.figures.gradient_table import evenly, statistics_table
 from otb_analysis.figures.triage import Triage, triage
-from otb_analysis.statistics import REFERENCE, Interval, conclude, gain_lost
+from otb_analysis.statistics import REFERENCE, Interval, conclude, gain_lost, gradient_noise_scale
 from otb_analysis.store import (
     EXACT_ROWS,
     RolloutFilter,
@@ -29,7 +31,7 @@ from otb_analysis.store import (
     step_attribution,
     step_series,
 )
-from otb_analysis.types import Gram, Proved
+from otb_analysis.types import Gram, Label, Proved
 
 MAX_WINDOW = 10
 """Most measured steps that one point pools."""
@@ -77,13 +79,22 @@ def triaged(row: Any, run: Run | None) -> Triage:
         return triage(run.name, run.estimator, "broken", pd.DataFrame(), [], age, str(error))
 
 
+@st.cache_data(max_entries=64, show_spinner=False)
+def _stored_labels(run: Run) -> list[Label]:
+    rows = store(run).gradients_df(columns=["estimator", "energy_source"]).drop_duplicates()
+    return [(str(name), str(source)) for name, source in rows.itertuples(index=False, name=None)]
+
+
 # As a resource: `cache_data` would copy every step's products with every question.
 @st.cache_resource(max_entries=8, show_spinner="Reading the Gram matrices …")
 def grams(run: Run) -> dict[int, Gram]:
     """Return of every measured step what compares its estimators; steps seen before are not read again."""
-    labels = store(run).gradients_df(columns=["estimator", "energy_source"]).drop_duplicates()
-    truth = standing_for_truth(labels.itertuples(index=False, name=None), config(run))
-    return store(run).reduced_grams((REFERENCE, truth))
+    return store(run).reduced_grams((REFERENCE, standing_for_truth(_stored_labels(run), config(run))))
+
+
+def measured_labels(run: Run) -> list[Label]:
+    """Return (estimator, energy source) of all that was measured, those of Gram matrices first."""
+    return list(dict.fromkeys([*(one for gram in grams(run).values() for one in gram.labels), *_stored_labels(run)]))
 
 
 def known(run: Run) -> Proved:
@@ -105,6 +116,23 @@ def conclusion(run: Run) -> tuple[str, ...]:
 def advice(run: Run) -> str:
     """Return which estimator and group size the run's own rollouts advise, or why that is not known."""
     return advice_line(grams(run), store(run).subgroup_grams(), config(run))
+
+
+@st.cache_data(max_entries=64, show_spinner="Planning …")
+def planner(run: Run) -> Planner:
+    """Return how efficient a run's rollouts would be in groups of other sizes."""
+    rewards = store(run).rollouts_df(columns=["step", "group", "reward", "prompt_id"])
+    trained = trained_labels(config(run), grams(run).values())
+    sizes = store(run).subgroup_grams() if grams(run) else {}
+    steps = len(store(run).complete_steps())
+    return plan(grams(run), sizes, next(iter(trained), None), reward_groups(rewards), steps, known(run))
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def noise_scale(run: Run) -> Interval | None:
+    """Return at how many prompts the noise of `rloo` equals its signal, over all measured steps."""
+    measured = list(grams(run).values())
+    return gradient_noise_scale(measured, REFERENCE, known(run)) if measured else None
 
 
 @st.cache_data(max_entries=64, show_spinner="Computing intervals …")

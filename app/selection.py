@@ -1,4 +1,4 @@
-"""The one selection that all pages share beside the runs: step, prompt, rollout, token, colour, estimator.
+"""The one selection that all pages share beside the runs: step, prompt, rollout, token, colour, estimator, part.
 
 It lives in the session and in the URL, defaults included, so that every page can be opened again by its address.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-NAMES = ("step", "prompt", "rollout", "token", "color", "estimator")
+NAMES = ("step", "prompt", "rollout", "token", "color", "estimator", "part")
 _WRITTEN = "_written"
 
 

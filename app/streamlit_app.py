@@ -29,8 +29,7 @@ def pages() -> list[st.Page]:
         st.Page("views/run.py", title="Run", icon=":material/timeline:"),
         st.Page("views/rollouts.py", title="Rollouts", icon=":material/list_alt:"),
         st.Page("views/tokens.py", title="Tokens", icon=":material/abc:"),
-        st.Page("views/variance.py", title="Variance", icon=":material/target:"),
-        st.Page("views/fidelity.py", title="Fidelity", icon=":material/balance:"),
+        st.Page("views/estimators.py", title="Estimators", icon=":material/target:"),
         st.Page("views/studies.py", title=STUDIES, icon=":material/menu_book:"),
     ]
 

@@ -1,8 +1,9 @@
 """What pages share: the frame around a page, the choice of runs, charts with their data, text that stays text."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import listing
 import pandas as pd
@@ -127,17 +128,48 @@ def background(figure: go.Figure) -> go.Figure:
     return for_background(figure, st.context.theme.type == "dark")
 
 
-def chart(figure: go.Figure, key: str, table: pd.DataFrame | None = None) -> None:
-    """Show a figure, with its numbers as CSV below it.
+WIDTHS = {"as shown": None, "one column (3.3 in)": 3.3, "two columns (6.9 in)": 6.9}
+"""Widths of a saved figure, in inches."""
+POINT = 96.0
+"""Pixels of an inch, as in SVG."""
+
+
+def chart(
+    figure: go.Figure,
+    key: str,
+    table: pd.DataFrame | None = None,
+    python: str = "",
+    clicked: Callable[[], None] | None = None,
+) -> None:
+    """Show a figure, with what saves it below: numbers as CSV, the size of the image, and the Python that draws it.
 
     Args:
         key: Unique on the page; also the name of the downloaded files.
+        python: Lines that make `figure`, for a script.
+        clicked: Called where a point was clicked, which is then in the session under `key`.
     """
     background(figure)
-    config = CONFIG | {"toImageButtonOptions": {**CONFIG["toImageButtonOptions"], "filename": f"otb-{key}"}}
-    st.plotly_chart(figure, width="stretch", theme=None, key=key, config=config)
+    config = CONFIG | {"toImageButtonOptions": image_options(figure, key)}
+    select: dict[str, Any] = {"on_select": clicked, "selection_mode": "points"} if clicked else {}
+    st.plotly_chart(figure, width="stretch", theme=None, key=key, config=config, **select)
+    row = st.container(horizontal=True)
     if table is not None:
-        download(table, key)
+        with row:
+            download(table, key)
+    with row.popover("Figure", icon=":material/image:", type="tertiary"):
+        st.caption("The camera above the figure saves it like this.")
+        st.segmented_control("Format", ["svg", "png"], default="svg", required=True, key=f"format-{key}")
+        st.selectbox("Width", list(WIDTHS), key=f"width-{key}")
+        if python:
+            st.code(python, language="python")
+
+
+def image_options(figure: go.Figure, key: str) -> dict[str, Any]:
+    """Return how the camera button saves a figure: format and width as chosen below it."""
+    options = {"filename": f"otb-{key}", "format": st.session_state.get(f"format-{key}") or "svg", "scale": 3}
+    inches = WIDTHS[st.session_state.get(f"width-{key}", "as shown")]
+    layout: Any = figure.layout
+    return options | ({} if inches is None else {"width": inches * POINT * 2, "height": layout.height or 450})
 
 
 def download(table: pd.DataFrame, key: str) -> None:

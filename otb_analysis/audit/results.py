@@ -7,6 +7,7 @@ from typing import Any
 
 from otb_analysis.audit.bookkeeping import Bookkeeping
 from otb_analysis.audit.sampling_report import SamplingReport
+from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.statistics import Interval
 
 WIDE = 100.0
@@ -48,50 +49,6 @@ class Sketches:
     steps: int  # Steps that were sketched
     buckets: int
     error: float | None  # Largest standard error that it adds to any log V/V_rloo of a step; None below 2 prompts
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One estimator in groups of one size, at the same number of rollouts."""
-
-    estimator: str
-    energy_source: str
-    size: int
-    efficiency: float | None  # None where it must not be shown by itself, as above
-    ratio: Interval | None  # Over the trainer's estimator at the recorded size; all intervals together 95 %
-    best: bool  # Intervals show that both neighbours on its curve are worse
-    cut: bool  # Recorded groups were cut to this size; else it follows by formula
-    # Against its own recorded size, None there; all together 95 %. For `none` and `rloo` variance over variance, for
-    # others efficiency there over efficiency here: below 1 is better.
-    cost: Interval | None
-
-
-@dataclass(frozen=True)
-class DeadGroups:
-    """Share of groups of one size whose rewards are all equal, with its interval over prompts."""
-
-    size: int
-    share: Interval
-    n_groups: int  # Groups of at least this size
-
-    @property
-    def informative(self) -> Interval:
-        """Groups with unequal rewards among 100 rollouts: 100·(1 − share)/N."""
-        low, high = (None if end is None else 100 * (1 - end) / self.size for end in (self.share.high, self.share.low))
-        words = "groups with unequal rewards among 100 rollouts"
-        return Interval(100 * (1 - self.share.estimate) / self.size, low, high, self.share.n_clusters, words)
-
-
-@dataclass(frozen=True)
-class Planner:
-    """Where to spend a fixed number of rollouts; efficiencies are missing where no gradient was measured."""
-
-    n_rollouts: int
-    recorded_size: int | None  # None where groups differ in size
-    cells: tuple[Cell, ...]
-    dead: tuple[DeadGroups, ...]
-    note: str  # What follows by formula, what success rates say, and what cannot be known
-    best_size: Interval | None = None  # Size at which rloo has the least variance at the same rollouts, by formula
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The commands that read finished or running runs and print what they say: compare, diagnose, attribution, report."""
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -45,6 +46,9 @@ class CompareConfig(RunsConfig):
 @dataclass(frozen=True)
 class DiagnoseConfig(RunsConfig):
     """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice."""
+
+    json: bool = False
+    """Print a JSON list with one object per run instead, for scripts."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +114,14 @@ def diagnose_command(words: Sequence[str]) -> None:
     """Diagnose runs."""
     config = parsed(DiagnoseConfig, "diagnose", words, DiagnoseConfig())
     with shown(), phase("diagnosing"):
-        from otb_analysis.report.verdicts import diagnosis
+        from otb_analysis.report.verdicts import diagnosis, diagnosis_record
 
-        names = config.runs or complete_runs(config.root)
-        diagnoses = [diagnosis(run_path(config.root, name)) for name in counted(names, "run")]
+        paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
+        if config.json:
+            records = [diagnosis_record(path) for path in counted(paths, "run")]
+            sys.stdout.write(json.dumps(records, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+            return
+        diagnoses = [diagnosis(path) for path in counted(paths, "run")]
     for parts in diagnoses:
         print_all(parts)
 

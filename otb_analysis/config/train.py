@@ -87,6 +87,8 @@ class RunConfig:
 class TrainConfig(TaskSections, RunConfig):
     """One instrumented training run."""
 
+    tokenizer: Literal["characters", "triads"] = "characters"
+    """Tokens of the small model made in code: single characters, or numbers in triads with a magnitude suffix."""
     small_model: SmallModelConfig = field(default_factory=SmallModelConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)

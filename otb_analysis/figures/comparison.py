@@ -13,7 +13,7 @@ from otb_analysis.figures.gradient_table import against_truth, hidden_columns, i
 from otb_analysis.figures.numbers import interval_cell, number, span
 from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import Style
-from otb_analysis.figures.theme import RULE, TITLE, note_in_panel, panels, place
+from otb_analysis.figures.theme import RULE, TITLE, TOP, note_in_panel, panels, place
 from otb_analysis.figures.variance import UNDEFINED
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
@@ -33,6 +33,10 @@ RATIOS = (
 VALUES = ("efficiency", "sf", "variance", "projection", "relative_bias", "rollout_equivalents")
 OWN = ("efficiency", "relative_bias", "rollout_equivalents")
 """Values of an estimator itself that are shown with their intervals."""
+ORDERED = "Most efficient first."
+NOT_DISTINGUISHABLE = (
+    "Not distinguishable: no interval leaves out 1, so nothing is told from {}. The order says nothing."
+)
 _ONE = Interval(1.0, None, None, 0, "the estimator over itself")
 
 
@@ -55,11 +59,18 @@ class Row:
 class ComparisonInfo:
     """The numbers behind the forest plot."""
 
-    rows: tuple[Row, ...]  # Best efficiency first, or best SF where that is lost in the noise, undefined ones last
+    # Best efficiency first, or best SF where that is lost in the noise, undefined ones last; as measured where nothing
+    # is told apart, since a ranking would be of noise.
+    rows: tuple[Row, ...]
     against: str
     n_steps: int
     n_prompts: int
     estimand: str  # What points and intervals are, in words
+
+    @property
+    def order(self) -> str:
+        """What the order of the rows says."""
+        return ORDERED if any(_differs(row) for row in self.rows) else NOT_DISTINGUISHABLE.format(self.against)
 
 
 def comparison_info(
@@ -87,8 +98,8 @@ def comparison_info(
     base = next((label for label in shown if label[0] == against), None)
     if base is None:
         raise InputError(f"against is {against!r}, which was not measured; {nearest(against, [m for m, _ in shown])}")
-    by_label = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known)}
-    pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base, known=known)}
+    by_label = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known, only=shown)}
+    pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, base, known=known, only=shown)}
     rows = []
     names = labels(shown)
     for label in shown:
@@ -98,7 +109,8 @@ def comparison_info(
             None if name in lost else _ONE if label == base else _told(getattr(pair, name, None)) for name, *_ in RATIOS
         )
         rows.append(_row(names[label], statistics, ratios))
-    rows.sort(key=_rank)
+    if any(_differs(row) for row in rows):
+        rows.sort(key=_rank)
     n_prompts = by_label[base].n_clusters
     return ComparisonInfo(tuple(rows), names[base], len(grams), n_prompts, _estimand(len(grams), n_prompts))
 
@@ -115,6 +127,12 @@ def _row(name: str, statistics: GradientStatistics, ratios: tuple[Interval | Non
     intervals = {of: None if of in hidden else statistics.intervals[of] for of in (*OWN, "noise_scale")}
     style = trace_style(statistics.estimator, statistics.energy_source)
     return Row(name, style, ratios, values, intervals, statistics.c_known)
+
+
+def _differs(row: Row) -> bool:
+    """Tell whether an interval of the efficiency ratio, or where there is none of the SF ratio, leaves out 1."""
+    ratio = row.ratios[0] or row.ratios[1]
+    return ratio is not None and ratio.low is not None and ratio.high is not None and not ratio.low <= 1 <= ratio.high
 
 
 def _rank(row: Row) -> tuple[bool, float]:
@@ -169,36 +187,51 @@ def comparison_table(info: ComparisonInfo) -> pd.DataFrame:
 
 
 def plot_comparison(info: ComparisonInfo) -> go.Figure:
-    """Draw the forest: one line per estimator, one panel per ratio, logarithmic axes, a rule at 1."""
-    figure = panels(
-        [(title, line) for _, title, line in RATIOS], 3, height=max(180, 27 * len(info.rows) + 30), shared_x=False
-    )
-    names = [row.label for row in reversed(info.rows)]
+    """Draw the forest: one line per estimator, one panel per ratio, logarithmic axes, a rule at 1.
+
+    Open marks have no interval. An arrow at the edge says that an interval goes on beyond it.
+    """
+    count = len(info.rows)
+    height = 27 * count + 130
+    figure = panels([(title, line) for _, title, line in RATIOS], 3, height=height - TOP, shared_x=False)
+    heights = {row.label: count - 1 - k for k, row in enumerate(info.rows)}
     for index, (name, *_) in enumerate(RATIOS):
         where = place(index, 3)
-        for row in info.rows:
-            ratio = row.ratios[index]
-            if ratio is None or ratio.estimate <= 0:
-                continue
-            ends = "" if ratio.low is None else f"<br>95 % interval {span(ratio.low, ratio.high)}"
+        drawn = [(row, ratio) for row in info.rows if (ratio := row.ratios[index]) is not None and ratio.estimate > 0]
+        ends = [end for _, ratio in drawn for end in (ratio.low, ratio.high) if end is not None]
+        axis = log_axis([1.0, *(ratio.estimate for _, ratio in drawn)], ends, most=4)
+        for row, ratio in drawn:
+            marker = {"color": row.style.color, "line": {"color": row.style.color, "width": 1.6}}
+            symbol = row.style.symbol.removesuffix("-open") + ("-open" if ratio.low is None else "")
+            said = "<br>no interval" if ratio.low is None else f"<br>95 % interval {span(ratio.low, ratio.high)}"
             figure.add_scatter(
-                x=np.array([ratio.estimate], np.float32), y=[row.label], mode="markers", showlegend=False,
-                marker={"color": row.style.color, "symbol": row.style.symbol, "size": 9},
-                error_x=_bar(ratio), **where,
-                hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{ends}"
-                "<extra></extra>",
+                x=np.array([ratio.estimate], np.float32), y=[heights[row.label]], mode="markers", showlegend=False,
+                marker=marker | {"symbol": symbol, "size": 9}, error_x=_bar(ratio), **where,
+                hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{said}<extra></extra>",
             )  # fmt: skip
-        empty = not any(row.ratios[index] for row in info.rows)
+            for end, symbol in _beyond(ratio, axis["range"]):
+                figure.add_scatter(
+                    x=[10**end], y=[heights[row.label]], mode="markers", showlegend=False, hoverinfo="skip",
+                    marker=marker | {"symbol": symbol, "size": 8}, cliponaxis=False, **where,
+                )  # fmt: skip
         figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
-        drawn = [ratio for row in info.rows if (ratio := row.ratios[index])]
-        ends = [end for ratio in drawn for end in (ratio.low, ratio.high) if end is not None]
-        figure.update_xaxes(**log_axis([1.0, *(ratio.estimate for ratio in drawn)], ends, most=4), **where)
+        figure.update_xaxes(**axis, **where)
         figure.update_xaxes(title_text=f"÷ {info.against}", title_standoff=6, **where)
-        order = {"categoryorder": "array", "categoryarray": names, "range": [-0.6, len(names) - 0.4]}
-        if empty:
+        if not drawn:
             note_in_panel(figure, UNDEFINED.replace(";", ";<br>"), where)
-        figure.update_yaxes(**order, showticklabels=index == 0, **where)
-    return figure.update_layout(margin={"l": 150, "t": TITLE + 6}, height=27 * len(info.rows) + 130)
+        # Numbers, not categories: a browser leaves out the name of a row without a point.
+        names = {"tickvals": list(heights.values()), "ticktext": list(heights), "range": [-0.6, count - 0.4]}
+        figure.update_yaxes(**names, showticklabels=index == 0, zeroline=False, **where)
+    return figure.update_layout(margin={"l": 150, "t": TITLE + 6}, height=height)
+
+
+def _beyond(ratio: Interval, shown: Sequence[float]) -> list[tuple[float, str]]:
+    """Return where an interval leaves the range that is shown, as log₁₀ and with the arrow that says so."""
+    if ratio.low is None or ratio.high is None:
+        return []
+    low, high = shown
+    left = [(low, "triangle-left")] if ratio.low <= 0 or np.log10(ratio.low) < low else []
+    return left + ([(high, "triangle-right")] if np.log10(ratio.high) > high else [])
 
 
 def _bar(ratio: Interval) -> dict[str, object]:

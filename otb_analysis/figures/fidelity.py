@@ -1,6 +1,6 @@
 """Proxy against exact energies: where they agree, and whether they agree where the baseline looks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,12 @@ import plotly.graph_objects as go
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import number, span
 from otb_analysis.figures.scales import log_axis, step_axis
-from otb_analysis.figures.theme import TEMPLATE, panels, place
+from otb_analysis.figures.styles import ORANGE
+from otb_analysis.figures.theme import RAMP, TEMPLATE, panels, place
 from otb_analysis.statistics import MIN_CLUSTERS, Association, Fidelity, Interval, fidelity
 from otb_analysis.types import Float, Float32
 
-BINS = 60
+BINS, FAR = 60, 200
 KINDS = {"token": "token energy w_t", "realized": "realized energy W_t"}
 SOURCES = {"proxy": "energy_proxy", "calibrated": "energy_calibrated"}
 """What is compared with exact energies, and its column."""
@@ -45,6 +46,10 @@ class FidelityInfo:
     n_zero: int  # Of these, tokens where one of them is 0 and the logarithmic axes cannot show them
     # True when they were drawn with unequal probabilities, so that large energies are over-represented.
     drawn: bool = False
+    # Least squares of log₁₀ exact on log₁₀ cheap energy: level and slope; None with fewer than two different values
+    line: tuple[float, float] | None = None
+    # Tokens furthest from the line [≤ FAR]: step, group, rollout, t, cheap and exact energy
+    far: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
 def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "proxy") -> FidelityInfo:
@@ -74,9 +79,11 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     count, proxy_edges, exact_edges = _density(np.log10(proxy[positive]), np.log10(exact[positive]))
     per_step = {int(str(step)): agreement(part) for step, part in table.groupby("step")}
     overall = next(iter(per_step.values())) if len(per_step) == 1 else agreement(table)
+    drawable: Any = table[positive]
+    line, far = _line(drawable)
     return FidelityInfo(
         kind, source, count, proxy_edges, exact_edges, overall, per_step, len(table),
-        int(np.count_nonzero(~positive)), drawn,
+        int(np.count_nonzero(~positive)), drawn, line, far,
     )  # fmt: skip
 
 
@@ -107,7 +114,7 @@ def comparable(tokens: pd.DataFrame) -> tuple[pd.DataFrame, bool]:
 
 
 def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataFrame:
-    """Return step, cell, proxy and exact of every policy token that has both energies.
+    """Return step, group, rollout, t, cell, proxy and exact of every policy token that has both energies.
 
     `cell` numbers (step, prompt, position), position counting policy tokens.
     """
@@ -120,6 +127,7 @@ def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataF
         for name in ("proxy", "exact"):
             unknown = table[name].isna().groupby(keys).cumsum() > 0
             table[name] = table[name].astype(float).fillna(0).groupby(keys).cumsum().mask(unknown)
+    table = table.assign(**{name: policy[name] for name in ("group", "rollout", "t")})
     cells = pd.DataFrame({"step": policy["step"], "group": policy["group"], "position": rollouts.cumcount()})
     table["cell"] = cells.groupby(["step", "group", "position"], sort=False).ngroup()
     return table.dropna(subset=["proxy", "exact"])
@@ -128,6 +136,19 @@ def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataF
 def agreement(table: pd.DataFrame) -> Fidelity:
     """Return the correlations of proxy and exact energies, pooled and within (step, prompt, position)."""
     return fidelity(table["proxy"].to_numpy(), table["exact"].to_numpy(), cell=table["cell"].to_numpy())
+
+
+def _line(table: pd.DataFrame) -> tuple[tuple[float, float] | None, pd.DataFrame]:
+    """Return the line through the logarithms of positive energies, and the tokens furthest from it."""
+    x, y = (np.log10(table[name].to_numpy(np.float64)) for name in ("proxy", "exact"))
+    spread = x - x.mean() if x.size else x
+    if not (spread**2).sum() > 0:
+        return None, pd.DataFrame()
+    slope = float((spread * y).sum() / (spread**2).sum())
+    level = float(y.mean() - slope * x.mean())
+    far = np.argsort(-np.abs(y - level - slope * x), kind="stable")[:FAR]
+    columns: Any = table.iloc[far][["step", "group", "rollout", "t", "proxy", "exact"]]
+    return (level, slope), columns.reset_index(drop=True)
 
 
 def _density(x: Float, y: Float) -> tuple[Float32, Float, Float]:
@@ -150,13 +171,17 @@ def fidelity_table(info: FidelityInfo) -> pd.DataFrame:
 
 
 def plot_fidelity(info: FidelityInfo) -> go.Figure:
-    """Draw the density of tokens over proxy and exact energy; both axes and the colour are logarithmic."""
+    """Draw the density of tokens over proxy and exact energy, their line, and the tokens furthest from it.
+
+    Both axes and the colour are logarithmic. A point's customdata are step, group, rollout and t.
+    """
     figure = go.Figure(layout={"template": TEMPLATE})
     middle = [(edges[1:] + edges[:-1]) / 2 for edges in (info.proxy_edges, info.exact_edges)]
     top = int(np.log10(max(2.0, float(np.nanmax(info.count, initial=1))))) + 1
     figure.add_heatmap(
         x=(10 ** middle[0]).astype(np.float32), y=(10 ** middle[1]).astype(np.float32), z=np.log10(info.count),
         customdata=info.count, colorscale=["#D9E8F1", "#8FC1DA", "#3F93BF", "#0B6596", "#06395A"], zmin=0,
+        meta=RAMP,
         colorbar={
             "title": {"text": "tokens", "side": "top", "font": {"size": 12}},
             "thickness": 10, "tickvals": list(range(top)),
@@ -164,6 +189,20 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
         },
         hovertemplate=info.source + " %{x:.3g}<br>exact %{y:.3g}<br><b>%{customdata:.0f}</b> tokens<extra></extra>",
     )  # fmt: skip
+    if info.line is not None:
+        level, slope = info.line
+        ends = info.proxy_edges[[0, -1]]
+        figure.add_scatter(
+            x=10**ends, y=10 ** (level + slope * ends), mode="lines", hoverinfo="skip", showlegend=False,
+            line={"color": ORANGE, "width": 1.6, "dash": "dash"},
+        )  # fmt: skip
+        figure.add_scatter(
+            x=info.far["proxy"], y=info.far["exact"], mode="markers", showlegend=False,
+            marker={"symbol": "circle-open", "size": 6, "color": ORANGE, "opacity": 0.8},
+            customdata=info.far[["step", "group", "rollout", "t"]].to_numpy(),
+            hovertemplate="step %{customdata[0]}, prompt %{customdata[1]}, rollout %{customdata[2]}, t "
+            "%{customdata[3]}<br>" + info.source + " %{x:.3g}, exact %{y:.3g}<extra></extra>",
+        )  # fmt: skip
     letter = "w" if info.kind == "token" else "W"
     figure.update_xaxes(**log_axis(10**info.proxy_edges, most=5), title_text=_CHEAP[info.source].format(letter))
     figure.update_yaxes(**log_axis(10**info.exact_edges), title_text=f"exact {letter}_t over the parameters (norm²)")

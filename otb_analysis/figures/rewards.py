@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.figures.numbers import number
-from otb_analysis.figures.theme import TEMPLATE
+from otb_analysis.figures.theme import RAMP, TEMPLATE
 from otb_analysis.types import Float
 
 LIGHT = ["rgba(0, 114, 178, 0.06)", "#0072B2"]
@@ -46,6 +46,7 @@ def plot_rewards(info: RewardsInfo) -> go.Figure:
     figure = go.Figure(
         go.Heatmap(
             x=info.step, y=rows, z=info.share, customdata=info.count, colorscale=LIGHT, zmin=0, zmax=1, xgap=1, ygap=1,
+            meta=RAMP,
             hovertemplate="step %{x}, reward %{y}: %{customdata:,} rollouts (%{z:.0%})<extra></extra>",
             colorbar={"title": {"text": "share"}, "thickness": 10, "tickformat": ".0%"},
         )

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from otb_analysis.config import TrainConfig
+from otb_analysis.phases import plural
 
 WINDOW = 20
 """Last recorded steps that a headline takes gradient norm and clipping from."""
@@ -97,6 +98,15 @@ def config_differences(configs: Mapping[str, Mapping[str, object]]) -> Differenc
     shown = {name: row for name, row in differing.items() if set(row.values()) != {NOT_RECORDED, known.get(name)}}
     table = pd.DataFrame.from_dict(shown, orient="index", columns=list(flat)).rename_axis("setting").reset_index()
     return Differences(table, len(differing) - len(shown))
+
+
+def grouped(differences: Differences, setting: str) -> dict[str, list[str]]:
+    """Return the runs of each value of a setting, by a name that says how many they are."""
+    values = differences.table.set_index("setting").loc[setting]
+    groups: dict[str, list[str]] = {}
+    for run, value in values.items():
+        groups.setdefault(str(value), []).append(str(run))
+    return {f"{setting} = {value} ({plural(len(runs), 'run')})": runs for value, runs in groups.items()}
 
 
 def _defaults() -> dict[str, object]:

@@ -11,6 +11,8 @@ from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK, 
 
 GRID = "rgba(125, 130, 140, 0.18)"
 RULE = "rgba(125, 130, 140, 0.75)"
+RAMP = "ramp"
+"""`meta` of a heatmap whose colours run from the page's to a strong one: a dark page takes them in reverse."""
 TOP, TITLE, GAP = 76, 44, 84
 """Pixels: from the first row of panels to the edge, the part of it that titles take, and between two rows."""
 
@@ -95,7 +97,8 @@ def note_in_panel(figure: go.Figure, text: str, where: Mapping[str, int]) -> Non
 
 
 def for_background(figure: go.Figure, dark: bool) -> go.Figure:
-    """Set a figure's text colour for a light or a dark page, in place, and return it."""
+    """Set a figure's text and ramps for a light or a dark page, in place, and return it."""
     ink, paper = ("#E6EAEE", "#1C232A") if dark else ("#1B2229", "#FFFFFF")
     hover = {"bgcolor": paper, "bordercolor": RULE, "font": {"color": ink}}
+    figure.for_each_trace(lambda ramp: ramp.update(reversescale=dark), selector={"meta": RAMP})
     return figure.update_layout(font={"color": ink}, hoverlabel=hover)

@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-import plotly.graph_objects as go
 from rich.table import Table
 
 from otb_analysis.audit.bookkeeping import bookkeeping_lines
 from otb_analysis.audit.results import (
     AuditReport,
-    Cell,
     EstimatorRow,
-    Planner,
     Proxy,
     Share,
     Sketches,
@@ -21,10 +18,11 @@ from otb_analysis.audit.results import (
 )
 from otb_analysis.audit.sampling_sums import ZScores
 from otb_analysis.audit.sampling_text import sampling_lines
+from otb_analysis.diagnostics.planner import Cell, Planner
 from otb_analysis.errors import StoreError
 from otb_analysis.figures.conclusion import noise_scale_cell
 from otb_analysis.figures.numbers import formatted, interval_cell
-from otb_analysis.figures.theme import TEMPLATE
+from otb_analysis.figures.planner import planner_words, plot_planner
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section
 from otb_analysis.report.html import to_html
 from otb_analysis.report.terminal import terminal_table
@@ -88,7 +86,11 @@ def _table(title: str, grid: Grid) -> Table:
 def audit_document(report: AuditReport, command: str) -> Document:
     """Return the document that `audit.html` is made of."""
     sections = [Section("Verdict", report.verdict or ("Nothing can be said yet; see below what is missing.",))]
-    picture = _curves(report.planner)
+    picture = (
+        Picture("planner", planner_words(report.planner), plot_planner(report.planner))
+        if report.planner.cells
+        else None
+    )
     by_section: dict[str, list[Part]] = {}
     for title, grid in _grids(report, None):
         by_section.setdefault(title.split(":")[0], []).append(grid)
@@ -133,6 +135,9 @@ def _checks(report: AuditReport) -> list[tuple[str, tuple[str, ...]]]:
 def _headline(report: AuditReport) -> str:
     model = f" under {report.model}" if report.model else ""
     trained = f", trained with {report.trained}" if report.trained else ""
+    exact = report.bookkeeping.advantages.exact if report.bookkeeping and report.bookkeeping.advantages else ()
+    if exact and not any(name.startswith(report.trained) for name in exact):
+        trained += f" (--estimator.name), though its advantages are those of {' or '.join(exact)}"
     return (
         f"{report.run}: {report.n_rollouts:,} rollouts of {report.n_prompts:,} prompts in {report.n_steps} "
         f"steps{model}{trained}; from {report.rollouts}"
@@ -144,11 +149,14 @@ def _grids(report: AuditReport, top: int | None) -> list[tuple[str, Grid]]:
     grids = []
     if report.estimators:
         caption = ESTIMATORS + (f"\n{_sketched(report.sketches, report.n_steps)}" if report.sketches else "")
-        grids.append(("Estimators: the most efficient first", Grid(caption, _estimators(report.estimators[:top]))))
-    if report.planner.cells:
+        shown = report.estimators[:top]
+        some = "" if len(shown) == len(report.estimators) else f", {len(shown)} of {len(report.estimators)}"
+        grids.append((f"Estimators: the most efficient first{some}", Grid(caption, _estimators(shown))))
+    if any(cell.efficiency is not None or is_told(cell.ratio) for cell in report.planner.cells):
         what = f"Efficiency of {report.planner.n_rollouts} rollouts in groups of each size (ratio to the trainer's)"
         caption = f"{what}. {BEST} A size without † was cut from recorded groups."
         grids.append(("Budget planner: group sizes at the same rollouts", Grid(caption, _sizes(report.planner))))
+    if any(is_told(cell.cost) for cell in report.planner.cells):
         grids.append(("Budget planner: cost against the recorded size", Grid(COST, _costs(report.planner))))
     if report.planner.dead:
         grids.append(("Budget planner: dead groups", Grid(DEAD, _dead(report.planner))))
@@ -282,26 +290,3 @@ def _proxy(proxy: Proxy) -> pd.DataFrame:
         "share of otb's gain over rloo lost": proxy.gain_lost,
     }
     return pd.DataFrame({"measure": name, "value": interval_cell(value, ".2f")} for name, value in values.items())
-
-
-def _curves(planner: Planner) -> Picture | None:
-    """Draw efficiency against group size, one curve per estimator; open marks follow by formula, stars are best."""
-    if not planner.cells:
-        return None
-    figure = go.Figure(layout=go.Layout(template=TEMPLATE, height=360))
-    for name in dict.fromkeys((cell.estimator, cell.energy_source) for cell in planner.cells):
-        curve = [cell for cell in planner.cells if (cell.estimator, cell.energy_source) == name]
-        figure.add_scatter(
-            x=[cell.size for cell in curve],
-            y=[cell.efficiency for cell in curve],
-            name=name[0] if name[1] == "none" else "/".join(name),
-            mode="lines+markers",
-            marker={
-                "symbol": [("star" if cell.best else "circle") + ("" if cell.cut else "-open") for cell in curve],
-                "size": [14 if cell.best else 8 for cell in curve],
-            },
-        )
-    figure.update_xaxes(title="group size N", type="log", tickvals=sorted({cell.size for cell in planner.cells}))
-    figure.update_yaxes(title="efficiency")
-    words = f"{planner.n_rollouts} rollouts in groups of N. Star: shown to be a curve's best. Open: by formula."
-    return Picture("planner", words, figure)

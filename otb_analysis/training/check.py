@@ -61,6 +61,8 @@ def _problems(config: TrainConfig, processes: int) -> Iterator[str]:
     check_trackers(config.trackers)
     if config.lora.rank > 0:
         require("peft", "lora.rank above 0")
+    if config.model and config.tokenizer != "characters":
+        yield f"tokenizer is {config.tokenizer!r}, but model {config.model!r} has its own; leave one of them out."
     name, critic, objective = config.estimator.name, config.critic, config.objective
     entry = entry_of(name)
     options_from_dict(name, config.estimator.options)

@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[2]
 QUIET = ("quic", "background-networking", "component-update", "sync", "gpu")
 FLAGS = ["--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in QUIET)]
 PAGES = {
-    "": "Triage", "run": "Run", "rollouts": "Rollouts", "tokens": "Tokens", "variance": "Variance",
-    "fidelity": "Fidelity",
+    "": "Triage", "run": "Run", "rollouts": "Rollouts", "tokens": "Tokens", "estimators": "Estimators",
+    "estimators?part=proxy": "Estimators",
 }  # fmt: skip
 PLOT = ".js-plotly-plot .main-svg"
 SECONDS = 1000

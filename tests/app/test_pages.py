@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from otb_analysis.diagnostics import DETECTORS
 from otb_analysis.store import RunWriter, StepTables
 
 APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
-PAGES = ("triage", "run", "rollouts", "tokens", "variance", "fidelity")
+PAGES = ("triage", "run", "rollouts", "tokens", "estimators")
 
 
 def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: str | list[str]) -> AppTest:
@@ -18,6 +19,11 @@ def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: s
         app.query_params[name] = value
     app.run()
     return app if page == "triage" else app.switch_page(f"views/{page}.py").run()
+
+
+def open_part(root: Path, part: str, monkeypatch: pytest.MonkeyPatch, **query: str) -> AppTest:
+    """The page Estimators with one of its two parts, as its address asks for."""
+    return open_page(root, "estimators", monkeypatch, part=part, **query)
 
 
 def texts(app: AppTest) -> str:
@@ -131,20 +137,50 @@ def test_broken_token_part_spoils_only_its_page(store_root, monkeypatch, tmp_pat
 
 
 def test_variance_below_sixteen_prompts_shows_points_and_says_so(store_root, monkeypatch):
-    app = open_page(store_root, "variance", monkeypatch, run="failed-rloo")
+    app = open_page(store_root, "estimators", monkeypatch, run="failed-rloo")
     assert "Points only: an interval needs 16 prompts" in texts(app)
     assert "points without intervals" in texts(app)
 
 
 def test_variance_begins_with_three_sentences_on_what_to_do(store_root, monkeypatch):
-    said = [texts(open_page(store_root, "variance", monkeypatch, run=run)) for run in ("chain-otb-s0", "failed-rloo")]
+    said = [texts(open_page(store_root, "estimators", monkeypatch, run=run)) for run in ("chain-otb-s0", "failed-rloo")]
     assert "tested beat rloo on 80 prompts" in said[0] and "Next: " in said[0]
     assert "Nothing can be told apart yet: 8 prompts were measured, and an interval takes 16." in said[1]
 
 
 def test_variance_with_sixteen_prompts_shows_clustered_intervals(store_root, monkeypatch):
-    app = open_page(store_root, "variance", monkeypatch, run="chain-otb-s0")
+    app = open_page(store_root, "estimators", monkeypatch, run="chain-otb-s0")
     assert "95 % intervals clustered by prompt" in texts(app)
+
+
+def test_every_figure_offers_the_python_that_draws_it(store_root, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for part, name in (("comparison", "comparison.html"), ("proxy", "proxy.html")):
+        app = open_part(store_root, part, monkeypatch, run="chain-otb-s0")
+        (code,) = [block.value for block in app.code if name in block.value]
+        exec(compile(code, name, "exec"), {})
+        assert "plotly" in (tmp_path / name).read_text(encoding="utf-8").lower()
+
+
+def test_a_figure_is_saved_as_chosen(store_root, monkeypatch):
+    app = open_page(store_root, "estimators", monkeypatch, run="chain-otb-s0")
+    app.selectbox(key="width-comparison").set_value("one column (3.3 in)").run()
+    (chart,) = [json.loads(c.proto.config) for c in app.get("plotly_chart") if "otb-comparison" in c.proto.config]
+    assert chart["toImageButtonOptions"]["width"] == pytest.approx(2 * 96 * 3.3)
+    assert chart["toImageButtonOptions"]["format"] == "svg"
+
+
+def test_proxy_says_first_what_it_costs_and_a_click_opens_the_token(store_root, monkeypatch):
+    app = open_part(store_root, "proxy", monkeypatch, run="chain-otb-s0")
+    assert app.metric[0].label == "OTB's gain lost by the proxy"
+    app.session_state["_tokens"] = True
+    assert app.run().title[0].value == "Tokens"
+
+
+def test_comparison_names_the_noise_scale_and_plans_the_budget(store_root, monkeypatch):
+    said = texts(open_page(store_root, "estimators", monkeypatch, run="chain-otb-s0"))
+    assert "Noise scale of rloo: " in said and "Most efficient first." in said
+    assert "Other group sizes cannot be known" in said
 
 
 def test_run_without_measurements_is_told_how_to_get_them(tmp_path, monkeypatch):
@@ -154,9 +190,9 @@ def test_run_without_measurements_is_told_how_to_get_them(tmp_path, monkeypatch)
     rollouts = {"group": [0], "rollout": [0], "prompt": ["1+1="], "reward": [1.0], "length": [1]}
     writer.write_step(0, StepTables(tokens, rollouts, {"reward_mean": 1.0}))
     writer.finish()
-    said = {page: texts(open_page(tmp_path, page, monkeypatch)) for page in ("variance", "fidelity", "tokens")}
-    assert "--measure.exact.every" in said["variance"].replace("`", "")
-    assert "schedule exact measurements" in said["fidelity"]
+    said = {part: texts(open_part(tmp_path, part, monkeypatch)) for part in ("comparison", "proxy")}
+    assert "--measure.exact.every" in said["comparison"].replace("`", "")
+    assert "schedule exact measurements" in said["proxy"]
     assert not open_page(tmp_path, "tokens", monkeypatch).exception
 
 
@@ -182,16 +218,18 @@ def test_run_counts_degenerate_input(tmp_path, monkeypatch):
     writer = RunWriter.create(tmp_path, "plain", {"estimator": {"name": "rloo"}})
     for step in range(2):
         counts = {"n_singleton_groups": 2, "n_empty_completions": 0, "n_truncated": 1, "measurement_gaps": step}
-        writer.write_step(step, StepTables(steps=counts | {"n_zero_variance_groups": 3, "n_prompts": 4}))
+        gone = {"n_zero_variance_groups": 3, "n_prompts": 4, "grad_norm": float(step)}
+        writer.write_step(step, StepTables(steps=counts | gone))
     writer.finish()
     table = open_page(tmp_path, "run", monkeypatch).dataframe[0].value
-    assert table.iloc[0].tolist() == ["plain", 6, 4, 0, 2, 1]
+    assert table.iloc[0].tolist() == ["plain", 6, 4, 0, 2, 1, 1]
 
 
 def test_url_chooses_run_step_and_colour(store_root, monkeypatch):
     query = {"run": "chain-otb-s0", "step": "20", "prompt": "3", "color": "entropy"}
     app = open_page(store_root, "tokens", monkeypatch, **query)
-    assert [box.value for box in app.selectbox] == [20, 3, "entropy", "rollout", "auto"]
+    boxes = [box.value for box in app.selectbox if not str(box.key).startswith("width-")]
+    assert boxes == [20, 3, "entropy", "rollout", "auto"]
 
 
 def test_tokens_are_coloured_by_the_exact_norm_under_its_plain_name(store_root, monkeypatch):
@@ -223,6 +261,7 @@ def test_run_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch
     assert set(calm["level"]) <= {"· ok", "○ not measured"} and len(fired) + len(calm) == len(DETECTORS)
     firsts = fired["first watch"].astype(int)
     assert firsts.is_monotonic_increasing
+    assert (surge["false alarms"], surge["study 05"]) == ("1.4 %", "4 of 79 before, 5 at all")
 
 
 def test_a_click_on_a_holder_of_the_gradient_opens_its_token(store_root, monkeypatch):

@@ -14,7 +14,7 @@ from otb_analysis.report.audit import write_audit
 from otb_analysis.store import RunStore
 
 APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
-PAGES = ("triage", "run", "rollouts", "tokens", "variance", "fidelity", "studies")
+PAGES = ("triage", "run", "rollouts", "tokens", "estimators", "studies")
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,11 @@ def test_every_page_opens_a_run_of_recorded_rollouts(page, run, recorded_root, m
 
 
 MISSING = {
-    "variance": ("This run has no gradient measurements yet.", "`otb audit --model DIR --rollouts FILE` measures them"),
-    "fidelity": ("No token has both energy_proxy and grad_norm_sq", "run `otb audit` on recorded rollouts"),
-    "run": ("No step of this run says which tokens held its gradient.", "or `otb audit` for recorded rollouts"),
+    "estimators": (
+        "This run has no gradient measurements yet.",
+        "`otb audit --model DIR --rollouts FILE` measures them",
+    ),
+    "run": ("No step of this run says which tokens held its gradient.", "`otb audit` those of recorded rollouts"),
     "tokens": ("no step whose tokens and rollouts are both stored", "`otb score --model DIR --rollouts FILE` stores"),
 }
 
@@ -84,5 +86,5 @@ def test_an_audited_run_lacks_nothing_and_draws(page, recorded_root, monkeypatch
 
 
 def test_a_scored_run_shows_its_tokens_but_no_gradients(recorded_root, monkeypatch):
-    assert MISSING["variance"][0] in said(opened("variance", "texts-scored", recorded_root, monkeypatch))
+    assert MISSING["estimators"][0] in said(opened("estimators", "texts-scored", recorded_root, monkeypatch))
     assert MISSING["tokens"][0] not in said(opened("tokens", "texts-scored", recorded_root, monkeypatch))

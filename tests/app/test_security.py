@@ -24,7 +24,7 @@ logging.disable(logging.CRITICAL)
 app = AppTest.from_file(sys.argv[1], default_timeout=120)
 looks = 0
 while not Path(sys.argv[2]).exists() or looks < 3:
-    for page in ("triage", "run", "rollouts", "tokens", "variance"):
+    for page in ("triage", "run", "rollouts", "tokens", "estimators"):
         app.switch_page(f"views/{page}.py").run() if looks else app.run()
         said = [element.value for element in (*app.exception, *app.warning)]
         assert not said, (page, said)

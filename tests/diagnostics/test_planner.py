@@ -6,9 +6,9 @@ from math import comb
 import numpy as np
 import pytest
 
-from otb_analysis.audit.dead_groups import dead_groups, dead_share, limit_ratio, rates_line
-from otb_analysis.audit.planner import plan
 from otb_analysis.audit.verdict import size_sentence
+from otb_analysis.diagnostics.dead_groups import dead_groups, dead_share, limit_ratio, rates_line
+from otb_analysis.diagnostics.planner import plan
 from otb_analysis.statistics import mean_over_subgroups
 from otb_analysis.types import Gram
 
@@ -64,7 +64,7 @@ def test_success_rates_say_what_they_cannot():
     assert "groups above 8 save at most 12%, and groups of 4 cost 17%" in line  # 1 − 7/8, and (4/3)/(8/7)
     assert line.endswith("Prompts with different gradients favour smaller groups.")
     without = plan({}, {}, None, [("a", [1.0, 0.0] * 4)], 1)
-    assert without.note == f"{line} How much takes gradients: otb audit --model DIR --rollouts FILE --go."
+    assert without.note == f"{line} Measuring it needs the model: otb audit --model DIR --rollouts FILE --go."
 
 
 def simulated(prompts, size, between, seed=0):

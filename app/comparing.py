@@ -1,0 +1,143 @@
+"""The first half of the page Estimators: every estimator on the same rollouts, in one comparison and over steps."""
+
+from typing import Any
+
+import data
+import selection
+import streamlit as st
+from listing import Run
+from widgets import chart, errors_as_sentences, plain
+
+from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
+from otb_analysis.figures.conclusion import noise_scale_cell
+from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE
+from otb_analysis.figures.planner import planner_table, planner_words, plot_planner
+from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_info
+from otb_analysis.statistics import MIN_CLUSTERS
+
+USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
+NOT_MEASURED = """This run has no gradient measurements yet. They are made at scheduled steps:
+`otb train --measure.exact.every 10 --measure.exact.prompts 16` measures 16 whole groups exactly every 10 steps.
+For recorded rollouts `otb audit --model DIR --rollouts FILE` measures them."""
+SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
+ALL = "all measured steps"
+PYTHON = """from otb_analysis.estimators import proved
+from otb_analysis.figures.comparison import comparison_info, plot_comparison
+from otb_analysis.store import RunStore
+
+run = RunStore({path!r})
+grams = list(run.grams({steps}).values())
+known = proved({{label for gram in grams for label in gram.labels}}, run.info["config"])
+info = comparison_info(grams, {against!r}, {source!r}, {estimators!r}, known)
+plot_comparison(info).write_html("comparison.html")"""
+
+
+def comparison(run: Run) -> None:
+    """Draw the sentence, the forest, the noise scale, the planner and the measures over steps."""
+    measured = data.measured_labels(run)
+    if not measured:
+        st.info(NOT_MEASURED, icon=":material/inbox:")
+        return
+    verdict = st.empty()  # its place; the figure is there sooner
+    verdict.markdown("Comparing the estimators …")
+    sources = [s for s in SOURCES if s != "calibrated" or any(of == s for _, of in measured)]
+    left, middle, right = st.columns([3, 2, 2], vertical_alignment="bottom")
+    source = str(left.segmented_control(
+        "Weights from", sources, format_func=lambda s: SOURCES[s],
+        default="exact", key="energy", bind="query-params", required=True,
+    ))  # fmt: skip
+    names = list(dict.fromkeys(name for name, of in measured if source == "both" or of in ("none", source)))
+    against = selection.choose("estimator", "Compare with", names, first_of(names), within=middle, of=source)
+    step = right.selectbox("Measured steps", [ALL, *map(str, data.grams(run))], key="at", bind="query-params")
+    usual = [n for n in names if n in (*USUAL, run.estimator)] or names[:8]
+    estimators = st.multiselect("Estimators", names, default=usual, key="shown", bind="query-params", wrap=True)
+    forest(run, source, str(against), str(step), estimators)
+    first, *rest = data.conclusion(run) or ("No Gram matrix was measured, so no intervals are known.",)
+    verdict.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
+    with errors_as_sentences():
+        planned(run)
+    over_steps(run, source, estimators)
+
+
+def by_source(table: Any, source: str) -> Any:
+    """Keep estimators that read no energy, and those that read this kind."""
+    return table if source == "both" else table[table["energy_source"].isin(["none", source])]
+
+
+def first_of(names: list[str]) -> str:
+    """Return what the others are compared with to begin with."""
+    return "rloo" if "rloo" in names else names[0]
+
+
+def forest(run: Run, source: str, against: str, step: str, estimators: list[str]) -> None:
+    """Draw the forest plot, its table and the noise scale."""
+    grams = data.grams(run)
+    if not grams:
+        st.info("A comparison needs the Gram matrices of measured steps; this run has none.", icon=":material/inbox:")
+        return
+    chosen = list(grams.values()) if step == ALL else [grams[int(step)]]
+    info = comparison_info(chosen, against, source, estimators, data.known(run))
+    st.caption(f"{info.order} {info.estimand}")
+    python = PYTHON.format(
+        path=run.path, steps="" if step == ALL else f"[{step}]", against=against, source=source, estimators=estimators
+    )
+    chart(plot_comparison(info), "comparison", comparison_table(info), python)
+    scale = noise_scale_cell(data.noise_scale(run), ".0f")
+    st.markdown(
+        f"**Noise scale of rloo: {plain(scale)} prompts.** An update of as many prompts has as much noise as signal."
+    )
+    with st.expander("Numbers, and what they are"):
+        shown = display_table(info)
+        columns: dict[str, Any] = dict.fromkeys(
+            shown.select_dtypes("number").columns, st.column_config.NumberColumn(format="%.3g")
+        )
+        columns["estimator"] = st.column_config.TextColumn(width=170)
+        st.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
+        for title, formula in (*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE):
+            st.markdown(f"**{plain(title)}** = {plain(formula)}")
+        st.markdown("Halving the step also cuts variance, so compare by efficiency or SF, not by variance alone.")
+
+
+def planned(run: Run) -> None:
+    """Draw how efficient the same rollouts would be in groups of other sizes."""
+    st.subheader("Budget planner", anchor=False)
+    planner = data.planner(run)
+    if planner.cells:
+        st.caption(planner_words(planner))
+        chart(plot_planner(planner), "planner", planner_table(planner))
+    st.markdown(plain(planner.note))
+
+
+def over_steps(run: Run, source: str, estimators: list[str]) -> None:
+    """Draw the four measures over steps."""
+    st.subheader("Over training", anchor=False)
+    window = st.slider(
+        "Measured steps pooled into one point", 1, data.MAX_WINDOW, data.default_window(run),
+        key="pool", bind="query-params", width=420,
+        help="More prompts in a point, narrower intervals. Ratios are of averages, not averages of ratios.",
+    )  # fmt: skip
+    table = by_source(data.statistics(run, window), source)
+    info = variance_info(table, estimators)
+    chart(plot_variance(info), "variance", table[table["estimator"].isin(estimators)])
+    st.caption(footnote(info, window))
+
+
+def footnote(info: VarianceInfo, window: int) -> str:
+    """Say what a point rests on."""
+    low, high = info.n_prompts
+    prompts = f"{low}" if low == high else f"{low}–{high}"
+    intervals = (
+        "Bars: 95 % intervals clustered by prompt."
+        if info.has_intervals
+        else f"Points only: an interval needs {MIN_CLUSTERS} prompts; pool more measured steps or measure more prompts."
+    )
+    hidden = sum(info.hidden)
+    lost = f" {hidden} values at or below 0 cannot be drawn on a logarithmic axis." if hidden else ""
+    others = " and the others proved unbiased" if info.c_known else ""
+    against = f" ∇J is estimated by {', '.join(info.reference)}{others} on other prompts." if info.reference else ""
+    if info.undefined:
+        lost += (
+            f" {info.undefined:,} of {info.n_points:,} points have no efficiency, and where c is not proved no SF or "
+            "projection: too few prompts to tell ∇J from noise."
+        )
+    return f"{prompts} prompts a step, {window} measured step{'s' * (window > 1)} per point. {intervals}{against}{lost}"

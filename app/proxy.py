@@ -1,0 +1,92 @@
+"""The second half of the page Estimators: what it costs to weigh by the proxy instead of exact norms."""
+
+import data
+import selection
+import streamlit as st
+from listing import Run
+from widgets import chart
+
+from otb_analysis.figures.fidelity import (
+    COEFFICIENTS,
+    fidelity_table,
+    gain_lost_words,
+    plot_fidelity,
+    plot_fidelity_steps,
+)
+from otb_analysis.figures.numbers import number
+
+CALIBRATED = "c·proxy^b, fitted at each step to the tokens measured there. c changes no baseline, the exponent b does."
+KINDS = {"token": "token energy w", "realized": "realized energy W"}
+ENERGY = "A token's energy w_t is its ‖∇ log π‖². OTB weights by W_t, the sum of w_j over the tokens so far."
+WITHIN = "Within: among rollouts of one prompt at one position, the only comparison OTB makes. Pooled: all tokens."
+DRAWN = (
+    "No group was measured whole: these tokens were drawn with unequal probabilities, so large energies are "
+    "over-represented in the figure and in the correlations. "
+)
+LEFT_OUT = "Tokens that were drawn one by one, large energies more often, are left out. "
+LOST = (
+    "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency of otb over all measured steps. 0: the proxy costs "
+    "nothing. 1: the gain over rloo is gone. A dash: no interval, or exact energies show no gain."
+)
+PYTHON = """from otb_analysis.figures.fidelity import fidelity_columns, fidelity_info, plot_fidelity
+from otb_analysis.store import EXACT_ROWS, RunStore
+
+run = RunStore({path!r})
+measured = f'(step, "group") IN (SELECT step, "group" FROM tokens WHERE {{EXACT_ROWS}})'
+tokens = run.tokens_df(columns=fidelity_columns({source!r}), where=measured)
+plot_fidelity(fidelity_info(tokens, {kind!r}, {source!r})).write_html("proxy.html")"""
+
+
+def proxy(run: Run) -> None:
+    """Say what the proxy costs, then how it agrees with exact norms."""
+    controls = st.container(horizontal=True)
+    kind = str(controls.segmented_control(
+        "Energy", list(KINDS), format_func=lambda k: KINDS[k], default="token", key="kind", bind="query-params",
+        required=True, help=ENERGY,
+    ))  # fmt: skip
+    cheap, source = data.cheap_sources(run), "proxy"
+    if len(cheap) > 1:
+        source = str(controls.segmented_control(
+            "Against exact", cheap, default="proxy", key="source", bind="query-params", required=True, help=CALIBRATED,
+        ))  # fmt: skip
+    measured = data.fidelity(run, kind, source)
+    info = measured.info
+    share, rests_on = gain_lost_words(data.lost_by_proxy(run, source))
+    places = st.columns([2, *(1 for _ in COEFFICIENTS)])
+    places[0].metric("OTB's gain lost by the proxy", share, rests_on, delta_color="off", delta_arrow="off", help=LOST)
+    for place, (key, title) in zip(places[1:], COEFFICIENTS, strict=True):
+        within = getattr(info.overall.within, key) if info.overall.within else None
+        pooled = getattr(info.overall.pooled, key)
+        place.metric(
+            f"{title} within", number(within), f"{number(pooled)} pooled",
+            delta_color="off", delta_arrow="off", help=WITHIN,
+        )  # fmt: skip
+    st.caption("Judge the proxy by what it costs, not by a correlation.")
+    left, right = st.columns(2)
+    with left:
+        python = PYTHON.format(path=run.path, kind=kind, source=source)
+        chart(plot_fidelity(info), "fidelity", info.far, python, clicked=token_clicked)
+    with right:
+        chart(plot_fidelity_steps(info), "fidelity-steps", fidelity_table(info))
+    part = "all" if measured.loaded == measured.total else f"{measured.loaded:,} of"
+    slope = (
+        "" if info.line is None else f"Dashed: exact ∝ {info.source}^{info.line[1]:.2f}, least squares of logarithms. "
+    )
+    st.caption(
+        f"{slope}Circles: the {len(info.far)} tokens furthest from it; click one to open it. "
+        f"{info.n_tokens:,} tokens compared, from {part} {measured.total:,} with an exact norm. "
+        + (f"{info.n_zero:,} with a zero energy are not drawn on the logarithmic axes. " if info.n_zero else "")
+        + (DRAWN if info.drawn else LEFT_OUT if info.n_tokens < measured.loaded and len(cheap) > 1 else "")
+        + "OTB compares only rollouts of one prompt at one position, so the correlations within decide. "
+        "The pooled ones also count differences between positions and prompts, which OTB never sees."
+    )
+
+
+def token_clicked() -> None:
+    """Select the token whose circle was clicked; the page that is drawn next opens it."""
+    points = [p for p in st.session_state["fidelity"]["selection"]["points"] if len(p.get("customdata") or ()) == 4]
+    if points:
+        step, group, rollout, t = (int(value) for value in points[0]["customdata"])
+        for name, value in (("step", step), ("prompt", group), ("rollout", rollout), ("token", f"{rollout}.{t}")):
+            selection.remember(name, value)
+        st.session_state["_tokens"] = True
