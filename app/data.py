@@ -222,7 +222,7 @@ def rollout_facts(run: Run) -> dict[str, Any]:
     ends = ", ".join(f"min({c}) AS {low}, max({c}) AS {high}" for c, low, high in ENDS)
     reasons = "coalesce(list_sort(list_distinct(list(finish_reason))), [])"
     query = f"SELECT {ends}, coalesce(max(turns), 1) AS turns, {reasons} AS reasons FROM rollouts"
-    facts: Any = store(run).sql(query).iloc[0]
+    facts: Any = store(run).sql(query, texts=False).iloc[0]
     whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
     parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
     reasons = [] if facts["first"] is None or pd.isna(facts["first"]) else facts["reasons"]
