@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 METHODS = Path(__file__).parent.parent / "docs" / "methods"
-STUDIES = {"allocation": "12_allocation"}
+STUDIES = {"allocation": "12_allocation", "filters": "15_filters"}
 
 
 @pytest.mark.parametrize(("name", "study"), STUDIES.items())

@@ -48,11 +48,5 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
         x = [at + 0.12 * (k - 1) for at in range(1, len(names) + 1)]
         curves.append(Curve(x, y, label, low, high, color, width=0))
     note = "1: the filter changes lengths at most"
-    return {
-        "filters.svg": svg([Panel("Cosine of the mean update and ∇J", note, numbered(names), curves, ((1.0, ""),))])
-    }
-
-
-def numbered(names: Sequence[str]) -> str:
-    """Return the estimators as the figure's axis numbers them."""
-    return ", ".join(f"{k} {name}" for k, name in enumerate(names, 1))
+    axis = ", ".join(f"{k} {name}" for k, name in enumerate(names, 1))
+    return {"filters.svg": svg([Panel("Cosine of the mean update and ∇J", note, axis, curves, ((1.0, ""),))])}

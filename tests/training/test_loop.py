@@ -83,7 +83,7 @@ NEVER_HERE = {
     }
     # Fewer than 16 held-out prompts, and no trackers.
     | {f"heldout_{name}_{end}" for name in ("reward", "success", "pass_at_k") for end in ("low", "high")}
-    | {"tracker_gaps"},
+    | {"tracker_gaps", *FILTERED},
     "rollouts": {"energy_total", "energy_total_stderr"},  # of the level sampled
     "tokens": {"grad_norm_sq_stderr", "path_norm_sq", "energy_calibrated", "attribution", "signal", "noise"},
     # Below 16 prompts, without pools, and never sketched.
