@@ -45,6 +45,12 @@ class SampleConfig:
     max_new_tokens: int = 64  # Length budget of one policy turn, the end token included.
     max_turns: int = 8  # Policy turns after which an episode of a multi-turn task is cut.
     temperature: float = 1.0
+    filter: str = "none"
+    """Which rollouts stay in the batch, which is filled up with others: none; dynamic, groups whose rewards differ; or
+    prs, which rejects lazy right answers. docs/methods/filters.md says what that does to each estimator's mean."""
+    filter_options: dict[str, str] = field(default_factory=dict)
+    """Options of that filter, as name value pairs. budget, call, correct, low, high: of prs."""
+    filter_rounds: int = 8  # Draws per step after which a filter that has not filled its batch stops the run.
     engine: Literal["transformers", "vllm"] = "transformers"
     """Who samples; vllm needs the extra of that name and a GPU."""
     vllm_memory: float = 0.3  # Share of the GPU's memory that vLLM may take.

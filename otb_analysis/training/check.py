@@ -9,13 +9,22 @@ from otb_analysis.estimators import ESTIMATORS, entry_of, options_from_dict
 from otb_analysis.estimators.spec import TRAINABLE_NEEDS
 from otb_analysis.extras import require
 from otb_analysis.measurement.levels import level_of
+from otb_analysis.objectives.filters import FILTERS
+from otb_analysis.objectives.registry import lookup, options_from_table
 from otb_analysis.store.layout import check_run_name
 from otb_analysis.training.policy.objective import Objective
 from otb_analysis.training.runtime.trackers import check_trackers
 
 POSITIVE = (
     *("sample.prompts", "sample.group_size", "sample.max_new_tokens", "sample.max_turns", "sample.temperature"),
-    *("sample.vllm_memory", "optimize.steps", "optimize.learning_rate", "objective.epochs", "objective.minibatches"),
+    *(
+        "sample.vllm_memory",
+        "sample.filter_rounds",
+        "optimize.steps",
+        "optimize.learning_rate",
+        "objective.epochs",
+        "objective.minibatches",
+    ),
     *("critic.width", "critic.updates", "warm_start.batch", "warm_start.learning_rate", "warm_start.max_steps"),
     *("warm_start.check_every", "warm_start.check_prompts", "evaluate.prompts", "evaluate.samples"),
     *("measure.sampled.share", "checkpoint.keep", "lora.alpha"),
@@ -105,6 +114,11 @@ def _problems(config: TrainConfig, processes: int) -> Iterator[str]:
                 f"sample.group_size is 1 but estimator.name is {name!r}, which compares rollouts of one prompt; "
                 f"{remedy} estimator.name to one of {', '.join(others)}."
             )
+        if config.sample.filter == "dynamic":
+            yield (
+                "sample.group_size is 1, where sample.filter 'dynamic' keeps no group; "
+                f"{remedy} sample.filter to 'none'."
+            )
         if objective.shaping == "drop_equal":
             yield (
                 "sample.group_size is 1, where objective.shaping 'drop_equal' drops every rollout; "
@@ -117,6 +131,14 @@ def _problems(config: TrainConfig, processes: int) -> Iterator[str]:
     if rollouts < processes:
         yield (
             f"sample.prompts·group_size is {rollouts} for {processes} processes; sample at least one rollout on each."
+        )
+    options_from_table(
+        config.sample.filter, lookup("filter", config.sample.filter, FILTERS).options, config.sample.filter_options
+    )
+    if config.sample.filter != "none" and processes > 1:
+        yield (
+            f"sample.filter is {config.sample.filter!r} but filters work with one process and {processes} were "
+            "launched; launch one, or set it to 'none'."
         )
     if config.sample.engine == "vllm":
         if processes > 1:

@@ -1,0 +1,52 @@
+"""What the page of Filters of sampling needs beyond its tables: medians, means with intervals, its figure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.figures.styles import BLUE, GREY, ORANGE
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.study import Rows, column, distinct, select
+from otb_analysis.study.formats import ends, known
+
+LABELS = {"dynamic, other prompts": BLUE, "dynamic, same prompt again": ORANGE, "prs": GREY}
+
+
+def middle(rows: Rows, name: str) -> float | None:
+    """Return the median of a column."""
+    values = column(rows, name)
+    return float(np.median(values)) if values else None
+
+
+def cosines(rows: Rows, label: str, estimator: str) -> Interval | None:
+    """Return the mean cosine over batches, with its interval where batches differ."""
+    return seed_mean(column(select(rows, filter=label, estimator=estimator), "cosine"), "cosine")
+
+
+def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
+    """Return functions for the cells of the page."""
+    return {
+        "middle": middle,
+        "cosines": lambda label, name: cosines(tables["batches"], label, name),
+        "gain": lambda kind, name, what: seed_mean(
+            np.array(column(select(tables["filters"], filter=kind, estimator=name), what)), what, "log"
+        ),
+        "worst": lambda kind, name, what: max(column(select(tables["filters"], filter=kind, estimator=name), what)),
+        "labels": list(LABELS),
+    }
+
+
+def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
+    """Draw the cosine of the mean update of several prompts and ∇J, for every estimator and filter."""
+    names = distinct(tables["batches"], "estimator")
+    curves = []
+    for k, (label, color) in enumerate(LABELS.items()):
+        found = [cosines(tables["batches"], label, name) for name in names]
+        y, low, high = ([known(ends(one)[end]) for one in found] for end in range(3))
+        x = [at + 0.12 * (k - 1) for at in range(1, len(names) + 1)]
+        curves.append(Curve(x, y, label, low, high, color, width=0))
+    note = "1: the filter changes lengths at most"
+    axis = ", ".join(f"{k} {name}" for k, name in enumerate(names, 1))
+    return {"filters.svg": svg([Panel("Cosine of the mean update and ∇J", note, axis, curves, ((1.0, ""),))])}
