@@ -39,6 +39,7 @@ def pages() -> list[st.Page]:
         st.Page("views/rollouts.py", title="Rollouts", icon=":material/list_alt:"),
         st.Page("views/tokens.py", title="Tokens", icon=":material/abc:"),
         st.Page("views/estimators.py", title="Estimators", icon=":material/target:"),
+        st.Page("views/compare.py", title="Compare", icon=":material/compare_arrows:"),
         st.Page("views/studies.py", title=STUDIES, icon=":material/menu_book:"),
     ]
 
@@ -49,7 +50,8 @@ def offer_runs(folder: Path, table: pd.DataFrame) -> None:
     chosen = choose_runs(runs)
     st.session_state.update(_runs=table, _selection=chosen, _any=bool(runs))
     follow(chosen)
-    st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(folder))}")
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(shown))}")
     st.sidebar.button("Reload runs", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
 
 

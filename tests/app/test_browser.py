@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PAGES = {
     "": "Triage", "run": "Run", "rollouts": "Rollouts", "tokens": "Tokens", "estimators": "Estimators",
-    "estimators?part=proxy": "Estimators",
+    "estimators?part=proxy": "Estimators", "compare": "Compare",
 }  # fmt: skip
 
 
@@ -119,15 +119,13 @@ def test_study_opens_by_its_link_fits_a_small_window_and_asks_nobody_else(scheme
     tab.page.set_viewport_size({"width": 800, "height": 900})
     tab.page.goto(f"{address}/studies?study=01_enumeration")
     page = tab.page
-    page.wait_for_selector("h2:has-text('01 ·')", timeout=60 * SECONDS)
     page.wait_for_selector("[data-testid=stImage] img, [data-testid=stImage] svg", timeout=60 * SECONDS)
     page.wait_for_selector("[data-testid=stDataFrame]", timeout=60 * SECONDS)
     page.wait_for_timeout(1000)
     assert sideways(page) <= 0
     assert not page.locator("[data-testid=stException], .katex").count()
     page.locator("[data-testid=stButtonGroup] button:has-text('06 ·')").click()
-    page.wait_for_selector("h2:has-text('06 ·')", timeout=60 * SECONDS)
-    assert "study=06_off_policy" in page.url
+    page.wait_for_url("**study=06_off_policy**", timeout=60 * SECONDS)
     assert (tab.foreign, tab.dialogs, tab.errors) == ([], [], [])
 
 
@@ -140,6 +138,21 @@ def test_link_reproduces_the_view(tab, address, browser):
     other.wait_for_selector(PLOT, timeout=60 * SECONDS)
     assert other.locator("label:has-text('Logarithmic axes') input").is_checked()
     other.context.close()
+
+
+def test_what_is_compared_is_in_the_address(tab, address, browser):
+    page = visit(tab, f"{address}/compare?run=chain-otb-s0&run=chain-group_mean-s0")
+    page.wait_for_selector("text=more reward a step than A")
+    page.locator("[data-testid=stButtonGroup] button:has-text('Estimators of one run')").click()
+    page.wait_for_url("**compare=estimators**", timeout=60 * SECONDS)
+    verdict = "strong:has-text('variance at equal progress')"
+    page.wait_for_selector(verdict, timeout=60 * SECONDS)
+    other = browser.new_context().new_page()
+    other.goto(page.url)
+    other.wait_for_selector(verdict, timeout=60 * SECONDS)
+    assert other.locator(verdict).text_content() == page.locator(verdict).text_content()
+    other.context.close()
+    assert (tab.foreign, tab.errors) == ([], [])
 
 
 def test_choice_of_runs_holds_across_pages(tab, address):
