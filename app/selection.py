@@ -1,4 +1,4 @@
-"""The one selection that all pages share beside the runs: step, prompt, token, colour, estimators, part, A and B.
+"""The one selection that all pages share beside the runs: step, prompt, rollout, token, colour, estimators, part, A, B.
 
 It lives in the session and in the URL, defaults included, so that every page can be opened again by its address.
 """
@@ -9,9 +9,9 @@ from typing import Any
 import streamlit as st
 
 NAMES = (
-    "step", "prompt", "rollout", "token", "color", "estimator", "against", "beside", "part", "compare", "setting", "a",
-    "b",
-)  # fmt: skip
+    *("step", "prompt", "rollout", "token", "color", "estimator", "against", "beside", "part"),
+    *("compare", "setting", "a", "b"),
+)
 _WRITTEN = "_written"
 
 
