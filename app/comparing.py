@@ -48,7 +48,7 @@ def comparison(run: Run) -> None:
         default="exact", key="energy", bind="query-params", required=True,
     ))  # fmt: skip
     names = list(dict.fromkeys(name for name, of in measured if source == "both" or of in ("none", source)))
-    against = selection.choose("estimator", "Compare with", names, first_of(names), within=middle, of=source)
+    against = selection.choose("against", "Compare with", names, first_of(names), within=middle, of=source)
     step = right.selectbox("Measured steps", [ALL, *map(str, data.grams(run))], key="at", bind="query-params")
     usual = [n for n in names if n in (*USUAL, run.estimator)] or names[:8]
     estimators = st.multiselect("Estimators", names, default=usual, key="shown", bind="query-params", wrap=True)

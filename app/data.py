@@ -4,7 +4,7 @@ Every cache is bounded. A `Run` is the key; its stamp changes when the run grows
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -19,6 +19,9 @@ from otb_analysis.estimators import proved, standing_for_truth
 from otb_analysis.figures.conclusion import advice_line, conclusion_sentences, trained_labels
 from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
 from otb_analysis.figures.gradient_table import evenly, statistics_table
+from otb_analysis.figures.pair_curves import PairPanel, compare_curves
+from otb_analysis.figures.pair_gradients import NoiseInfo, RunGrams, compare_estimators, compare_noise, joint_proofs
+from otb_analysis.figures.pairing import Pairing
 from otb_analysis.figures.triage import Triage, triage
 from otb_analysis.statistics import REFERENCE, Interval, conclude, gain_lost, gradient_noise_scale
 from otb_analysis.store import (
@@ -31,6 +34,7 @@ from otb_analysis.store import (
     step_attribution,
     step_series,
 )
+from otb_analysis.store.reader import scope_of
 from otb_analysis.types import Gram, Label, Proved
 
 MAX_WINDOW = 10
@@ -100,6 +104,28 @@ def measured_labels(run: Run) -> list[Label]:
 def known(run: Run) -> Proved:
     """Return what is proved of a run's estimators."""
     return proved({label for gram in grams(run).values() for label in gram.labels}, config(run))
+
+
+@st.cache_data(max_entries=16, show_spinner="Comparing the runs …")
+def compared(runs: tuple[Run, ...], pairing: Pairing) -> tuple[tuple[PairPanel, ...], NoiseInfo]:
+    """Return how two sides of some runs compare: curves over steps, and gradient noise on shared measured steps."""
+    chosen = {run.name: run for run in runs if run.name in pairing.runs}
+    parts = {name: RunGrams(config(run), grams(run), scope_of(store(run))) for name, run in chosen.items()}
+    known = joint_proofs(list(parts.values()))
+    # A run's own matrices were reduced for what is proved in that run alone; mostly that is the same.
+    unlike = {
+        name: store(chosen[name]).reduced_grams((REFERENCE, known.truth))
+        for name, one in parts.items()
+        if not all(gram.stands(known.truth) for gram in one.grams.values())
+    }
+    joint = {name: replace(one, grams=unlike.get(name, one.grams)) for name, one in parts.items()}
+    return compare_curves(steps(list(chosen.values())), pairing), compare_noise(pairing, joint, known)
+
+
+@st.cache_data(max_entries=16, show_spinner="Comparing the estimators …")
+def compared_estimators(run: Run, a: Label, b: Label) -> tuple[tuple[PairPanel, ...], NoiseInfo]:
+    """Return how two estimators of a run compare on the same rollouts."""
+    return compare_estimators(grams(run), a, b, known(run))
 
 
 @st.cache_data(max_entries=64, show_spinner="Comparing the estimators …")
@@ -243,6 +269,14 @@ def found_rollouts(run: Run, asked: RolloutFilter, most: int) -> tuple[pd.DataFr
 def rewards(run: Run, asked: RolloutFilter) -> pd.DataFrame:
     """Return counts of the rollouts that are asked for by step and reward."""
     return reward_histogram(store(run), asked)
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def occurrences(run: Run, prompt_id: str | None, prompt: str) -> list[tuple[int, int]]:
+    """Return the steps and groups that have a prompt, by its name, or by its text where it has none."""
+    column, value = ("prompt", prompt) if prompt_id is None else ("prompt_id", prompt_id)
+    query = f'SELECT DISTINCT step, "group" FROM rollouts WHERE {column} = ? ORDER BY ALL'
+    return [(int(s), int(g)) for s, g in store(run).sql(query, [value]).itertuples(index=False)]
 
 
 @st.cache_data(max_entries=32, show_spinner=False)

@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -23,6 +23,7 @@ UNBOUNDED = 1000
 """Characters that no table needs: a width at which to measure how many it does."""
 
 Config = TypeVar("Config")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class CompareConfig(RunsConfig):
 
     top: int | None = None
     """Rows per table of estimators, best first; 0 shows all, no number the eight that matter."""
+    json: bool = False
+    """Print one JSON object with all numbers instead, for scripts; of two runs also the second against the first."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,18 @@ def compare_command(words: Sequence[str]) -> None:
         raise InputError(f"--top is {config.top}; pass a number of rows, or 0 for all.")
     with shown(), phase("comparing runs"):
         from otb_analysis.report.compare import comparison
+        from otb_analysis.report.compare_record import comparison_record
 
-        if config.runs:
-            tables = comparison([run_path(config.root, name) for name in config.runs], config.top)
-        else:
-            tables = _comparison_of_readable(config)
+        if config.json:
+            print_json(_of_readable(config, comparison_record))
+            return
+        tables = _of_readable(config, lambda paths: comparison(paths, config.top))
     print_all(tables)
+
+
+def print_json(record: object) -> None:
+    """Print a record for scripts."""
+    sys.stdout.write(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def print_comparison(paths: Sequence[Path]) -> None:
@@ -97,17 +106,17 @@ def print_comparison(paths: Sequence[Path]) -> None:
     print_all(tables)
 
 
-def _comparison_of_readable(config: CompareConfig) -> Sequence[object]:
-    """Return the tables of all complete runs; one that cannot be read is left out."""
-    from otb_analysis.report.compare import comparison
-
+def _of_readable(config: CompareConfig, compared: Callable[[Sequence[Path]], Result]) -> Result:
+    """Compare the runs that were named, else all complete ones, of which one that cannot be read is left out."""
+    if config.runs:
+        return compared([run_path(config.root, name) for name in config.runs])
     paths = [config.root / name for name in complete_runs(config.root)]
     try:
-        return comparison(paths, config.top)
+        return compared(paths)
     except StoreError:
         if not (readable := [path for path in paths if _can_be_read(path)]):
             raise
-        return comparison(readable, config.top)
+        return compared(readable)
 
 
 def diagnose_command(words: Sequence[str]) -> None:
@@ -119,7 +128,7 @@ def diagnose_command(words: Sequence[str]) -> None:
         paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
         if config.json:
             records = [diagnosis_record(path) for path in counted(paths, "run")]
-            sys.stdout.write(json.dumps(records, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+            print_json(records)
             return
         diagnoses = [diagnosis(path) for path in counted(paths, "run")]
     for parts in diagnoses:

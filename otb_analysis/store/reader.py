@@ -223,8 +223,8 @@ class RunStore:
                 grams.setdefault(int(str(size)), {})[step] = rebuild_gram(rows, prompts[step])
         return {size: grams[size] for size in sorted(grams)}
 
-    def token_arrays(self, step: int) -> TokenArrays:
-        """Return one step's tokens as [N, T] arrays, from which any estimator can be computed again.
+    def token_arrays(self, step: int, group: int | None = None) -> TokenArrays:
+        """Return one step's tokens, or those of one prompt, as [N, T] arrays: any estimator can be computed again.
 
         Raises:
             InputError: The step is not complete, or there is no such step.
@@ -234,8 +234,9 @@ class RunStore:
         if step not in steps:
             known = f"steps {steps[0]} to {steps[-1]} are there" if steps else "no step is complete yet"
             raise InputError(f"step {step} of {self.path} cannot be read; {known}.")
-        tokens = self.tokens_df([step], list(TOKEN_COLUMNS))
-        rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"])
+        where, params = (None, None) if group is None else ('"group" = ?', [group])
+        tokens = self.tokens_df([step], list(TOKEN_COLUMNS), where, params)
+        rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"], where, params)
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
 
     def _parts_by_step(self, table: str, steps: Steps) -> dict[int, list[Part]]:

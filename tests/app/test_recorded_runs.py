@@ -14,7 +14,7 @@ from otb_analysis.report.audit import write_audit
 from otb_analysis.store import RunStore
 
 APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
-PAGES = ("triage", "run", "rollouts", "tokens", "estimators", "studies")
+PAGES = ("triage", "run", "rollouts", "tokens", "estimators", "compare", "studies")
 
 
 @pytest.fixture(scope="module")
