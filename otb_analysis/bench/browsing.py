@@ -165,7 +165,7 @@ def _changed(tab: Any, control: Any, keys: tuple[str, ...]) -> float | None:
     began = time.perf_counter()
     tab.keyboard.press(keys[-1])
     try:
-        tab.wait_for_function("window.ran", timeout=2 * SECOND, polling="raf")
+        tab.wait_for_function("window.ran", timeout=5 * SECOND, polling="raf")
     except Exception:  # Playwright's own: the key changed nothing
         return None
     settled(tab)
