@@ -104,6 +104,8 @@ STEPS = (
     Column("n_prompts", "BIGINT", "", "Groups in the step."),
     Column("n_rollouts", "BIGINT", "", "Rollouts in the step."),
     Column("n_tokens", "BIGINT", "tokens", "Policy tokens in the step."),
+    Column("n_drawn", "BIGINT", "", "Rollouts that were sampled to fill the batch; null without a filter."),
+    Column("n_unfilled", "BIGINT", "", "Groups that the filter refused and that fill the batch all the same."),
     Column("n_zero_variance_groups", "BIGINT", "", "Groups of two or more whose rewards are all equal."),
     Column("n_singleton_groups", "BIGINT", "", "Groups of one rollout."),
     Column("n_empty_completions", "BIGINT", "", "Completions with no text before the end token."),

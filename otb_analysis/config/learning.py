@@ -56,7 +56,8 @@ class ObjectiveConfig:
     aggregation_options: dict[str, str] = field(default_factory=dict)
     """Options of that aggregation, as name value pairs. length: of constant."""
     token_weight: str = "none"
-    """What multiplies each token's advantage: none, stapo or delightful. All but none change the mean of the update."""
+    """What multiplies each token's advantage: none, stapo or delightful. All but none change the mean of the update.
+    Estimators are compared without it; attribution of a step has it."""
     token_weight_options: dict[str, str] = field(default_factory=dict)
     """Options of that weight, as name value pairs. probability, entropy: of stapo. temperature: of delightful."""
     shaping: str = "none"

@@ -21,13 +21,10 @@ ARMS = ("rloo", "stapo", "drawn", "delightful")
 """`drawn` silences as many tokens as `stapo`, by lot among those with A > 0."""
 LOT = 256
 """Fewest tokens of a block that are drawn by lot, whose exact norms stand for all tokens."""
-SUMS = (
-    *("tokens", "positive", "silenced", "norm_silenced", "power_silenced", "drawn", "norm_drawn", "power_drawn"),
-    *("proxy_drawn", "proxy_all"),
-)
-"""Columns of a prompt: counts of tokens, of those with A > 0 and of those silenced, then Σ‖s‖² and ΣA²‖s‖² of them.
+SUMS = ("tokens", "positive", "silenced", "norm_silenced", "power_silenced", "drawn", "norm_drawn", "power_all")
+"""Columns of a prompt: tokens, those with A > 0, those silenced with their Σ‖s‖² and ΣA²‖s‖², and tokens drawn by lot.
 
-The same of the tokens drawn by lot; last ΣA²w of these and of all tokens, w the free proxy of ‖s‖².
+`power_all` estimates ΣA²‖s‖² of all tokens, from others drawn in proportion to A² times the proxy of ‖s‖².
 """
 
 
@@ -77,11 +74,16 @@ def _block(
     silenced = table.mask & (token_weights("stapo", inputs) == 0)
     count = int(silenced.sum())
     drawn, other = _by_lot(table.mask, max(count, LOT), rng), _by_lot(table.mask & (advantage > 0), count, rng)
-    norm = exact_norms(policy, written, silenced | drawn)
+    likely = advantage**2 * np.where(table.mask, table.stats.energy, 0.0)
+    times = np.zeros(likely.shape)  # none where every group was paid alike
+    if likely.any():
+        times = rng.multinomial(LOT, likely.reshape(-1) / likely.sum()).reshape(likely.shape)
+    norm = exact_norms(policy, written, silenced | drawn | (times > 0))
     power = advantage**2 * norm
+    # Horvitz and Thompson: each draw stands for 1/(LOT · its chance) tokens
+    stands_for = np.divide(times * likely.sum(), LOT * likely, out=np.zeros(likely.shape), where=times > 0)
     columns = [table.mask, table.mask & (advantage > 0), silenced, silenced * norm, silenced * power, drawn]
-    proxy = advantage**2 * np.where(table.mask, table.stats.energy, 0.0)
-    columns += [drawn * norm, drawn * power, drawn * proxy, proxy]
+    columns += [drawn * norm, stands_for * power]
     found.sums.append(np.stack([_per_prompt(x, prompt) for x in columns], axis=1))
     options = [StapoOptions(*pair) for pair in setting.pairs]
     counts = [table.mask & (token_weights("stapo", inputs, one) == 0) for one in options]

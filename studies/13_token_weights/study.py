@@ -108,10 +108,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
 
 
 def carried(sums: Float) -> dict[str, float | None]:
-    """Return how long silenced scores are, over those drawn by lot, and their share of ΣA²‖s‖² over all tokens.
-
-    The sum over all tokens is that with the proxy of ‖s‖², times what exact norms make of it on the drawn tokens.
-    """
+    """Return how long silenced scores are, over those drawn by lot, and their share of ΣA²‖s‖² over all tokens."""
     k = {name: at for at, name in enumerate(SUMS)}
     ratio = cluster_jackknife(
         sums,
@@ -120,9 +117,7 @@ def carried(sums: Float) -> dict[str, float | None]:
     )
     share = cluster_jackknife(
         sums,
-        lambda m: (
-            m[..., k["power_silenced"]] / m[..., k["proxy_all"]] / (m[..., k["power_drawn"]] / m[..., k["proxy_drawn"]])
-        ),
+        lambda m: m[..., k["power_silenced"]] / m[..., k["power_all"]],
         "share of ΣA²‖s‖²",
     )
     return interval_columns("norm_ratio", ratio) | interval_columns("power_share", share)

@@ -53,6 +53,8 @@ def ratios(policies: Rows) -> list[dict[str, Any]]:
     for name, words in QUANTITIES.items():
         pairs = [(by_seed["triads"][seed][name], by_seed["characters"][seed][name]) for seed in seeds]
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
+        if not known:
+            continue
         found = seed_mean([a / b for a, b in known], f"ratio of {words}", "log")
         means = {
             f"{tokens}": float(np.mean([pair[k] for pair in known]))
@@ -64,12 +66,12 @@ def ratios(policies: Rows) -> list[dict[str, Any]]:
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw mean held-out success over steps."""
-    curves = tables["curves"]
+    curves = [dict(row) | {"step": row["step"] / 1000} for row in tables["curves"]]
     panels = [
         Panel(
             f"Sums of terms up to {task}",
             "held-out success, mean over seeds",
-            "step",
+            "thousand steps",
             [
                 mean_curve(select(curves, task=task, tokens=tokens), "step", "success", tokens, color)
                 for tokens, color in COLORS.items()

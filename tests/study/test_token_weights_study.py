@@ -9,8 +9,10 @@ import pytest
 
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig
 from otb_analysis.gradients import token_score_norms
-from otb_analysis.study.policies import fresh_policy, write
+from otb_analysis.rollouts.models import load_policy
+from otb_analysis.study.policies import Policy, fresh_policy, write
 from otb_analysis.study.record import load_study
+from otb_analysis.tasks import make_task
 from otb_analysis.tasks.task_calls import distinct_prompts
 from otb_analysis.types import Gram
 
@@ -54,9 +56,9 @@ def test_share_of_an_update_is_that_of_its_expected_square():
 
 def test_share_of_power_by_hand():
     names = NAMES["SUMS"]
-    # 2 silenced tokens with ‖s‖² 6 each and A = ½; 4 drawn ones with 1 each; the proxy is half of the norm everywhere
+    # 2 silenced tokens with ‖s‖² 6 each and A = ½; 4 drawn ones with 1 each
     row = dict(tokens=100, positive=40, silenced=2, norm_silenced=12, power_silenced=3, drawn=4, norm_drawn=4)
-    row |= dict(power_drawn=1, proxy_drawn=0.5, proxy_all=15)
+    row |= dict(power_all=30)
     found = NAMES["carried"](np.tile([float(row[name]) for name in names], (20, 1)))
     assert found["norm_ratio"] == pytest.approx(6.0)
     assert found["power_share"] == pytest.approx(3 / 30)
@@ -68,6 +70,22 @@ def test_norms_of_chosen_tokens_are_those_of_all(policy):
     every = written.by_token(token_score_norms(policy.model, *written.batch).norm_sq)
     chosen = written.table.mask & (np.random.default_rng(1).random(written.table.mask.shape) < 0.3)
     np.testing.assert_allclose(POOLS.exact_norms(policy, written, chosen), np.where(chosen, every, 0.0), rtol=1e-5)
+
+
+def test_drawn_tokens_stand_for_the_power_of_all(monkeypatch):
+    model, tokenizer = load_policy("demo")
+    policy = Policy(model, tokenizer, make_task(TrainConfig()))
+    monkeypatch.setattr(POOLS, "LOT", 4000)
+    setting = NAMES["Setting"](4, 8, 32, group=4, gram=0, buckets=64, block=4, pairs=((0.5, 9.0),))
+    prompts = distinct_prompts(policy.task, "train", 4)
+    found = NAMES["collect"](policy, prompts, setting, lambda *_: None)
+    written = write(policy, prompts, SampleConfig(group_size=8, max_new_tokens=32), seed=10)
+    every = written.by_token(token_score_norms(policy.model, *written.batch).norm_sq)
+    reward = written.table.total_reward.reshape(-1, 4)
+    advantage = (4 / 3 * (reward - reward.mean(axis=1, keepdims=True))).reshape(-1, 1)
+    exact = float((advantage**2 * every).sum())
+    assert exact > 0
+    assert np.concatenate(found.sums)[:, -1].sum() == pytest.approx(exact, rel=0.05)
 
 
 def test_arms_silence_as_many_tokens_and_the_first_is_rloo(policy):

@@ -217,3 +217,25 @@ def test_12_vip_shows_no_gain_on_pools_and_twice_the_prompts_do():
         assert half["efficiency_low"] > 1
     known = [row for row in ratios if row["where"].startswith("enumerated") and row["arm"] in ("vip", "vip8")]
     assert len(known) == 4 and all(row["efficiency_low"] > 1 for row in known)
+
+
+def test_14_triads_learn_less_and_have_longer_scores():
+    curves = tables_of("14_triadic_tokens")["curves"]
+    for task, steps in (("19", 1000), ("999", 3000)):
+        last = select(curves, task=int(task), step=steps)
+        arms = [by_seed(select(last, tokens=tokens), "success") for tokens in ("triads", "characters")]
+        low, high = student([arms[0][seed] - arms[1][seed] for seed in arms[1]])
+        assert low < high < 0 and len(arms[1]) >= 4
+    ratios = {row["quantity"]: row for row in numbers_of("14_triadic_tokens")["ratios"]}
+    assert ratios["norm_digit"]["ratio_low"] > 1
+    assert ratios["variance_digits"]["ratio_low"] < 1 < ratios["variance_digits"]["ratio_high"]
+
+
+def test_13_stapo_silences_a_hundredth_of_a_percent_and_changes_no_efficiency_while_the_gate_lowers_it():
+    tables = tables_of("13_token_weights")
+    small = [row for row in tables["policies"] if row["silenced"] is not None]
+    assert sum(row["tokens"] for row in small) > 2_000_000
+    assert all(2e-5 < row["silenced"] / row["tokens"] < 2e-4 and row["norm_ratio_low"] > 1 for row in small)
+    arms = {arm: select(tables["arms"], arm=arm) for arm in ("stapo", "delightful")}
+    assert all(row["efficiency_low"] < 1 < row["efficiency_high"] and row["bias"] < 0.02 for row in arms["stapo"])
+    assert all(row["efficiency_high"] < 1 for row in arms["delightful"])
