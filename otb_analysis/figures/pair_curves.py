@@ -68,8 +68,10 @@ def drift_note(panels_: Sequence["PairPanel"]) -> str:
     drifting = [panel.quantity.title.lower() for panel in panels_ if panel.drifts]
     if not drifting:
         return ""
-    return f"The difference drifts over training in {', '.join(drifting)}: neighbouring blocks are alike, so these " + (
-        "intervals are too short. Read the blocks, and compare several seeds."
+    which = ", ".join(drifting)
+    return (
+        f"The difference drifts over training in {which}: neighbouring blocks are alike, so these intervals are too "
+        "short. Read the blocks, and compare several seeds."
     )
 
 
