@@ -14,6 +14,7 @@ from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE
 from otb_analysis.figures.planner import planner_table, planner_words, plot_planner
 from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_info
 from otb_analysis.statistics import MIN_CLUSTERS
+from otb_analysis.types import Label
 
 USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
 NOT_MEASURED = """This run has no gradient measurements yet. They are made at scheduled steps:
@@ -47,7 +48,7 @@ def comparison(run: Run) -> None:
         default="exact", key="energy", bind="query-params", required=True,
     ))  # fmt: skip
     names = list(dict.fromkeys(name for name, of in measured if source == "both" or of in ("none", source)))
-    against = selection.choose("estimator", "Compare with", names, first_of(names), within=middle, of=source)
+    against = selection.choose("against", "Compare with", names, first_of(names), within=middle, of=source)
     step = right.selectbox("Measured steps", [ALL, *map(str, data.grams(run))], key="at", bind="query-params")
     usual = [n for n in names if n in (*USUAL, run.estimator)] or names[:8]
     estimators = st.multiselect("Estimators", names, default=usual, key="shown", bind="query-params", wrap=True)
@@ -56,12 +57,8 @@ def comparison(run: Run) -> None:
     verdict.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
     with errors_as_sentences():
         planned(run)
-    over_steps(run, source, estimators)
-
-
-def by_source(table: Any, source: str) -> Any:
-    """Keep estimators that read no energy, and those that read this kind."""
-    return table if source == "both" else table[table["energy_source"].isin(["none", source])]
+    chosen = [(name, of) for name, of in measured if name in estimators]
+    over_steps(run, frozenset(label for label in chosen if source == "both" or label[1] in ("none", source)))
 
 
 def first_of(names: list[str]) -> str:
@@ -108,7 +105,7 @@ def planned(run: Run) -> None:
     st.markdown(plain(planner.note))
 
 
-def over_steps(run: Run, source: str, estimators: list[str]) -> None:
+def over_steps(run: Run, labels: frozenset[Label]) -> None:
     """Draw the four measures over steps."""
     st.subheader("Over training", anchor=False)
     window = st.slider(
@@ -116,9 +113,11 @@ def over_steps(run: Run, source: str, estimators: list[str]) -> None:
         key="pool", bind="query-params", width=420,
         help="More prompts in a point, narrower intervals. Ratios are of averages, not averages of ratios.",
     )  # fmt: skip
-    table = by_source(data.statistics(run, window), source)
-    info = variance_info(table, estimators)
-    chart(plot_variance(info), "variance", table[table["estimator"].isin(estimators)])
+    table = data.statistics(run, window, labels)
+    if table.empty:
+        return
+    info = variance_info(table)
+    chart(plot_variance(info), "variance", table)
     st.caption(footnote(info, window))
 
 

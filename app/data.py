@@ -162,22 +162,26 @@ def noise_scale(run: Run) -> Interval | None:
 
 
 @st.cache_data(max_entries=64, show_spinner="Computing intervals …")
-def _statistics(run: Run, window: int) -> pd.DataFrame:
+def _statistics(run: Run, window: int, labels: frozenset[Label]) -> pd.DataFrame:
     measured = grams(run)
-    return statistics_table(measured, window, known(run), at=evenly(list(measured)))
+    return statistics_table(measured, window, known(run), at=evenly(list(measured)), only=labels)
 
 
-def statistics(run: Run, window: int) -> pd.DataFrame:
-    """Return the measures of every estimator over steps, `window` of them pooled; without Gram matrices stored ones."""
-    table = _statistics(run, window)
-    return table if len(table) else store(run).gradients_df()
+def statistics(run: Run, window: int, labels: frozenset[Label]) -> pd.DataFrame:
+    """Return measures of these estimators over steps, `window` of them pooled; stored ones without Gram matrices."""
+    if grams(run):
+        return _statistics(run, window, labels)
+    table: Any = store(run).gradients_df()
+    return table[[label in labels for label in zip(table["estimator"], table["energy_source"], strict=True)]]
 
 
+@st.cache_data(max_entries=64, show_spinner=False)
 def default_window(run: Run) -> int:
     """Return the fewest measured steps to pool for which the last point has all its measures; at most `MAX_WINDOW`."""
+    measured = grams(run)
     for window in (1, 2, 3, 5):
-        table: Any = statistics(run, window)
-        if table.empty or table.loc[table["step"] == table["step"].max(), "projection"].notna().any():
+        table = statistics_table(measured, window, known(run), at=list(measured)[-1:])
+        if table.empty or bool(table["projection"].notna().any()):
             return window
     return MAX_WINDOW
 
@@ -248,7 +252,7 @@ def rollout_facts(run: Run) -> dict[str, Any]:
     ends = ", ".join(f"min({c}) AS {low}, max({c}) AS {high}" for c, low, high in ENDS)
     reasons = "coalesce(list_sort(list_distinct(list(finish_reason))), [])"
     query = f"SELECT {ends}, coalesce(max(turns), 1) AS turns, {reasons} AS reasons FROM rollouts"
-    facts: Any = store(run).sql(query).iloc[0]
+    facts: Any = store(run).sql(query, texts=False).iloc[0]
     whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
     parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
     reasons = [] if facts["first"] is None or pd.isna(facts["first"]) else facts["reasons"]
@@ -265,6 +269,14 @@ def found_rollouts(run: Run, asked: RolloutFilter, most: int) -> tuple[pd.DataFr
 def rewards(run: Run, asked: RolloutFilter) -> pd.DataFrame:
     """Return counts of the rollouts that are asked for by step and reward."""
     return reward_histogram(store(run), asked)
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def occurrences(run: Run, prompt_id: str | None, prompt: str) -> list[tuple[int, int]]:
+    """Return the steps and groups that have a prompt, by its name, or by its text where it has none."""
+    column, value = ("prompt", prompt) if prompt_id is None else ("prompt_id", prompt_id)
+    query = f'SELECT DISTINCT step, "group" FROM rollouts WHERE {column} = ? ORDER BY ALL'
+    return [(int(s), int(g)) for s, g in store(run).sql(query, [value]).itertuples(index=False)]
 
 
 @st.cache_data(max_entries=32, show_spinner=False)

@@ -64,6 +64,7 @@ ROLLOUTS = (
     ROLLOUT,
     Column("prompt_id", "VARCHAR", "", "Name of the prompt, stable across steps and runs of one task."),
     Column("prompt", "VARCHAR", "", "Prompt text."),
+    Column("answer", "VARCHAR", "", "Reference answer of the prompt, where its task or its record has one."),
     Column("completion", "VARCHAR", "", "Completion text, all turns."),
     Column("reward", "DOUBLE", "", "Total reward."),
     Column("length", "INTEGER", "tokens", "Policy tokens, the end token included."),

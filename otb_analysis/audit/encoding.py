@@ -43,8 +43,8 @@ class Encoder:
         drafts = [self._draft(record) for record in step.records]
         texts = {int(g): record for g, record in zip(step.group, step.records, strict=True)}
         prompts = tuple(
-            Prompt(name, shown_prompt(texts[g]) or self._decoded(texts[g].prompt_ids or ()), answer="")
-            for g, name in enumerate(step.prompt_ids)
+            Prompt(name, shown_prompt(one) or self._decoded(one.prompt_ids or ()), answer=one.answer or "")
+            for name, one in ((name, texts[g]) for g, name in enumerate(step.prompt_ids))
         )
         rollouts = collate(drafts, prompts, step.group, special_id(self.tokenizer, "pad"))
         reward = np.zeros(rollouts.mask.shape)

@@ -37,6 +37,7 @@ class RecordedRollout:
     reward: float
     prompt: str | None = None
     completion: str | None = None
+    answer: str | None = None  # Reference answer of the prompt
     messages: tuple[Message, ...] = ()  # A chat, which stands for prompt and completion
     stripped: bool = False  # True where the texts were decoded without their special tokens
     group: Hashable = None  # Names its group within the step; None where the prompt does

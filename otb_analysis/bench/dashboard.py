@@ -87,7 +87,7 @@ def timed_page(chromium: Any, root: Path, path: str, config: DashboardBenchConfi
             first = first_chart(chromium, served, path)
             again = first_chart(chromium, served, path)
             tab = opened(chromium, f"{served.address}/{path}")
-            controls = changed_controls(tab)
+            controls = {} if first is None else changed_controls(tab)
             tab.close()
             memory = served.memory[1] / 1e6
         finally:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from otb_analysis.figures.styles import Style, estimator_style
 from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, GradientStatistics, Interval, pooled_statistics
-from otb_analysis.types import Gram, Proved
+from otb_analysis.types import Gram, Label, Proved
 
 MAX_POINTS = 40
 """Most measured steps at which estimators are drawn over time."""
@@ -101,7 +101,11 @@ def evenly(steps: Sequence[int], most: int = MAX_POINTS) -> list[int]:
 
 
 def statistics_table(
-    grams: Mapping[int, Gram], window: int = 1, known: Proved = NOTHING, at: Collection[int] | None = None
+    grams: Mapping[int, Gram],
+    window: int = 1,
+    known: Proved = NOTHING,
+    at: Collection[int] | None = None,
+    only: Collection[Label] | None = None,
 ) -> pd.DataFrame:
     """Return the four measures of every estimator at measured steps, with intervals clustered by prompt.
 
@@ -112,12 +116,13 @@ def statistics_table(
 
     Args:
         at: Only these measured steps; None means all.
+        only: The estimators that get rows; None means all.
     """
     records = []
     steps = sorted(grams)
     for last in (i for i, step in enumerate(steps) if at is None or step in at):
         pooled = [grams[s] for s in steps[max(0, last + 1 - window) : last + 1]]
-        for statistics in pooled_statistics(pooled, known=known):
+        for statistics in pooled_statistics(pooled, known=known, only=only):
             blank = hidden_columns(statistics)
             record: dict[str, object] = {
                 "step": steps[last],

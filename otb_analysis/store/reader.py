@@ -9,16 +9,17 @@ from typing import Any
 
 import duckdb
 import pandas as pd
+import pyarrow as pa
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
 from otb_analysis.store.gram import product_rows, read_gram, rebuild_gram
+from otb_analysis.store.held import LIGHT, MANY, rollout_rows, step_rows
 from otb_analysis.store.layout import find_run
 from otb_analysis.store.liveness import standing
 from otb_analysis.store.parts import Part, again_if_changed, by_step, checked, complete_steps, signature, visible_parts
 from otb_analysis.store.query import check_read_only, first_rows, interrupted_after, open_locked, refused
 from otb_analysis.store.runfile import read_run_file
-from otb_analysis.store.scalars import MANY, step_rows
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
 from otb_analysis.store.views import broken_part, column_names, quoted, select, select_from
 from otb_analysis.types import Gram, Label
@@ -120,7 +121,8 @@ class RunStore:
         chosen = "*" if columns is None else ", ".join(map(quoted, columns))
         # The line break ends a comment in the condition.
         condition = "" if where is None else f" WHERE ({where}\n)"
-        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts)
+        texts = columns is None or where is not None or not set(columns) <= set(LIGHT)
+        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts, texts=texts)
 
     def tokens_df(
         self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
@@ -155,6 +157,7 @@ class RunStore:
         steps: Steps = None,
         seconds: float | None = None,
         rows: int | None = None,
+        texts: bool = True,
     ) -> pd.DataFrame:
         """Return the answer to one SELECT over the views, one per table of the schema.
 
@@ -163,6 +166,8 @@ class RunStore:
             steps: The views hold only these steps, and no part of another is opened; None means all complete ones.
             seconds: How long it may take; None means as long as it needs.
             rows: Most rows of the answer, which is read no further; None means all, whatever memory they take.
+            texts: False leaves prompts, answers and parts of rewards of `rollouts` out. The other columns of many parts
+                are then held in memory, so that the next query opens only new parts.
 
         Raises:
             InputError: The query is not one SELECT, cannot be run, or takes longer than allowed.
@@ -170,7 +175,7 @@ class RunStore:
         """
         # A view costs a look at every part, so only tables that the text mentions get one.
         tables = [table for table in TABLES if re.search(rf"\b{table}\b", query, re.IGNORECASE)]
-        return self._run(query, params, visible_parts(self.path, tables, steps), seconds, rows)
+        return self._run(query, params, visible_parts(self.path, tables, steps), seconds, rows, texts)
 
     @again_if_changed
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
@@ -218,8 +223,8 @@ class RunStore:
                 grams.setdefault(int(str(size)), {})[step] = rebuild_gram(rows, prompts[step])
         return {size: grams[size] for size in sorted(grams)}
 
-    def token_arrays(self, step: int) -> TokenArrays:
-        """Return one step's tokens as [N, T] arrays, from which any estimator can be computed again.
+    def token_arrays(self, step: int, group: int | None = None) -> TokenArrays:
+        """Return one step's tokens, or those of one prompt, as [N, T] arrays: any estimator can be computed again.
 
         Raises:
             InputError: The step is not complete, or there is no such step.
@@ -229,8 +234,9 @@ class RunStore:
         if step not in steps:
             known = f"steps {steps[0]} to {steps[-1]} are there" if steps else "no step is complete yet"
             raise InputError(f"step {step} of {self.path} cannot be read; {known}.")
-        tokens = self.tokens_df([step], list(TOKEN_COLUMNS))
-        rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"])
+        where, params = (None, None) if group is None else ('"group" = ?', [group])
+        tokens = self.tokens_df([step], list(TOKEN_COLUMNS), where, params)
+        rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"], where, params)
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
 
     def _parts_by_step(self, table: str, steps: Steps) -> dict[int, list[Part]]:
@@ -256,13 +262,19 @@ class RunStore:
                 prompts[step][group] = prompt
         return prompts
 
-    def _rows(self, cursor: duckdb.DuckDBPyConnection, table: str, parts: Sequence[Part]) -> str:
+    def _rows(self, cursor: duckdb.DuckDBPyConnection, table: str, parts: Sequence[Part], texts: bool) -> str:
         """Return a SELECT of a table's rows, over files or over what is held of them in memory."""
-        if table != "steps" or len(parts) <= MANY:
-            return select(table, parts)
-        rows = step_rows(self.path, parts)
-        cursor.register("_held_steps", rows)
-        return select_from(table, rows.column_names, "_held_steps")
+        light = table == "rollouts" and not texts
+        rows: pa.Table | None = None
+        if len(parts) > MANY and (light or table == "steps"):
+            rows = rollout_rows(self.path, parts) if light else step_rows(self.path, parts)
+        if rows is None:
+            source = select(table, parts)
+        else:
+            cursor.register(f"_held_{table}", rows)
+            source = select_from(table, rows.column_names, f"_held_{table}")
+        # Without the other columns, so that they are unknown rather than null.
+        return f"SELECT {', '.join(map(quoted, LIGHT))} FROM ({source})" if light else source
 
     def _run(
         self,
@@ -271,13 +283,14 @@ class RunStore:
         tables: Mapping[str, Sequence[Part]],
         seconds: float | None = None,
         rows: int | None = None,
+        texts: bool = True,
     ) -> pd.DataFrame:
         with self._connection.cursor() as cursor, interrupted_after(seconds, cursor):
             try:
                 check_read_only(cursor, query)
                 for table, parts in tables.items():
                     # Temporary views belong to the cursor, so threads do not meet and no list of parts grows old.
-                    cursor.execute(f"CREATE TEMP VIEW {table} AS {self._rows(cursor, table, parts)}")
+                    cursor.execute(f"CREATE TEMP VIEW {table} AS {self._rows(cursor, table, parts, texts)}")
                 return first_rows(cursor.execute(query, params), rows)
             except duckdb.InterruptException as error:
                 raise InputError(

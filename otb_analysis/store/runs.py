@@ -10,11 +10,11 @@ import pyarrow as pa
 
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
+from otb_analysis.store.held import step_rows
 from otb_analysis.store.layout import find_run, list_runs
 from otb_analysis.store.liveness import standing
 from otb_analysis.store.parts import Part, signature, visible_parts
 from otb_analysis.store.runfile import read_run_file
-from otb_analysis.store.scalars import step_rows
 
 DTYPES = {
     "run": "str",

@@ -69,7 +69,7 @@ def find_rollouts(store: RunStore, asked: RolloutFilter, most: int = 500) -> tup
     """
     rows, values = _asked(asked)
     first = f"SELECT step, count(*) OVER () AS n FROM ({rows}) ORDER BY step, rollout LIMIT {most}"
-    places = store.sql(first, values, steps=asked.every_step)
+    places = store.sql(first, values, steps=asked.every_step, texts=bool(asked.text))
     # Texts are read of these steps only.
     table = store.sql(f"{rows} ORDER BY step, rollout LIMIT {most}", values, steps=sorted(set(places["step"])))
     return table, int(places["n"].iloc[0]) if len(places) else 0
@@ -97,4 +97,5 @@ def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
         FROM asked, ends WHERE reward IS NOT NULL GROUP BY ALL ORDER BY ALL""",
         values,
         steps=asked.every_step,
+        texts=bool(asked.text),
     )

@@ -18,11 +18,11 @@ from otb_analysis.schema import TABLES
 from otb_analysis.store.atomic import atomic_file, atomic_folder
 from otb_analysis.store.checksum import BLANK, CHECKSUM, PARTS, RECORDED, ROW, SCHEMA, stamp, written_checksum
 from otb_analysis.store.encode import Columns, encode
+from otb_analysis.store.held import row_text
 from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path
 from otb_analysis.store.liveness import other_writer, this_process
 from otb_analysis.store.parts import COMPACTED, last_merged_step, loose_parts, merged_before, remove_unlisted
 from otb_analysis.store.runfile import RESERVE, git_state, new_run, now, read_run_file, write_reserve, write_run_file
-from otb_analysis.store.scalars import row_text
 
 ROW_GROUP = 100_000
 

@@ -59,21 +59,21 @@ def update(trees: list[Tree], kind: str, arm: str, size: int) -> dict[str, float
     """
     truth = np.mean([tree.gradient for tree in trees], axis=0)
     other = np.mean([wanted(tree) for tree in trees], axis=0)
-    mean, power, share, cost = np.zeros_like(truth), 0.0, 0.0, 0.0
+    mean, power, share, cost = np.zeros(len(truth)), 0.0, 0.0, 0.0
     for tree in trees:
         members, gradient, prob = groups(tree, kind, arm, size)
         stays = live(tree, members) if kind == "dynamic" else np.ones(len(prob))
         mean += (prob * stays) @ gradient
-        power += (prob * stays) @ (gradient**2).sum(axis=1)
+        power += float((prob * stays) @ (gradient**2).sum(axis=1))
         share += float(prob @ stays)
-        cost += size / (tree.prob @ kept(tree)) if kind == "profiled" else size
+        cost += size / float(tree.prob @ kept(tree)) if kind == "profiled" else size
     mean, power = mean / share, power / share  # of a kept group; prompts are kept as often as they pass
     per_group = cost / share  # rollouts that are drawn for it
     along, length = float(mean @ truth), float(mean @ mean)
     noise = (power - length) * per_group / UPDATE
     return {
         "drawn": per_group / size, "projection": along / float(truth @ truth), "sideways": angle(mean, truth),
-        "paid_sideways": angle(mean, other), "efficiency": along**2 / float(truth @ truth) / (length + noise),
+        "paid_sideways": angle(mean, other), "efficiency": float(along**2 / (truth @ truth) / (length + noise)),
     }  # fmt: skip
 
 

@@ -229,7 +229,7 @@ def test_url_chooses_run_step_and_colour(store_root, monkeypatch):
     query = {"run": "chain-otb-s0", "step": "20", "prompt": "3", "color": "entropy"}
     app = open_page(store_root, "tokens", monkeypatch, **query)
     boxes = [box.value for box in app.selectbox if not str(box.key).startswith("width-")]
-    assert boxes == [20, 3, "entropy", "rollout", "auto"]
+    assert boxes == [20, 3, "entropy", "otb (proxy)", "rollout", "auto"]
 
 
 def test_tokens_are_coloured_by_the_exact_norm_under_its_plain_name(store_root, monkeypatch):

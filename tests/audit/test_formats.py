@@ -109,6 +109,7 @@ def test_plain_records_have_what_their_fields_say(jsonl):
         "prompt": "p",
         "completion": "xy",
         "reward": 1,
+        "answer": "7",
         "group": "g",
         "step": "4",
         "prompt_ids": [1],
@@ -117,6 +118,7 @@ def test_plain_records_have_what_their_fields_say(jsonl):
     row |= {"mask": [1, 0, 1], "logprobs": [-0.5, None, -0.25], "finish_reason": "length", "turns": 2}
     (record,) = read(jsonl([row]))
     assert (record.prompt, record.completion, record.reward, record.group, record.step) == ("p", "xy", 1.0, "g", 4)
+    assert record.answer == "7"
     assert (record.prompt_ids, record.ids, record.finish_reason) == ((1,), (2, 3, 4), "length")
     assert record.mask.tolist() == [True, False, True]
     np.testing.assert_array_equal(record.columns["behavior_logprob"], [-0.5, NAN, -0.25])

@@ -146,3 +146,10 @@ def test_comparison_shows_the_chosen_estimators_and_the_one_they_are_compared_wi
 def test_of_many_measured_steps_evenly_spread_ones_are_compared():
     assert evenly(list(range(0, 90, 10))) == list(range(0, 90, 10)) and evenly([]) == []
     assert evenly(list(range(9)), 3) == [0, 4, 8]
+
+
+def test_table_of_some_estimators_is_their_rows_of_the_whole_one(grams):
+    whole, some = statistics_table(grams, 2), statistics_table(grams, 2, only={("otb", "exact"), ("rloo", "none")})
+    kept = whole[whole["energy_source"].eq("none") & whole["estimator"].eq("rloo") | whole["energy_source"].eq("exact")]
+    pd.testing.assert_frame_equal(some, kept.reset_index(drop=True), check_dtype=False)
+    assert 0 < len(some) < len(whole)

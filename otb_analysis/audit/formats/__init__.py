@@ -84,7 +84,7 @@ FORMATS: dict[str, Format] = {
         names=("rollout_*.parquet",),
     ),
     "plain": Format(
-        "JSON lines or Parquet with prompt, completion, reward[, group, step, ids, prompt_ids, mask, logprobs]",
+        "JSON lines or Parquet with prompt, completion, reward[, answer, group, step, ids, prompt_ids, mask, logprobs]",
         _fields("prompt", "completion", "reward"), plain,
     ),
 }  # fmt: skip

@@ -20,7 +20,7 @@ UNSCORED = "reward function of TRL gave no number (NaN) and counts as 0, as TRL 
 
 
 def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
-    """Read {prompt, completion, reward[, group, step, ids, prompt_ids, mask, logprobs, advantages, …]}.
+    """Read {prompt, completion, reward[, answer, group, step, ids, prompt_ids, mask, logprobs, advantages, …]}.
 
     `prompt` is a text, or a list of messages with role and content.
 
@@ -41,6 +41,7 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         place=fields.place,
         reward=fields.number("reward"),
         prompt=None if chat else fields.text("prompt"),
+        answer=fields.text("answer") if "answer" in fields else None,
         completion=None if chat else completion,
         messages=(*_messages(fields), Message("assistant", completion, True)) if chat else (),
         group=fields.key("group"),

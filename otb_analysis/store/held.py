@@ -1,8 +1,11 @@
-"""The rows of `steps` in memory, each part read once: DuckDB takes a second for 1,000 parts of one row each."""
+"""Small columns in memory, each part read once: DuckDB takes a second to open 2,000 parts, for every query again.
+
+`steps` is held whole, `rollouts` without its texts.
+"""
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -15,10 +18,16 @@ from otb_analysis.schema import TABLES
 from otb_analysis.store.checksum import read_sealed
 from otb_analysis.store.encode import ARROW
 from otb_analysis.store.parts import Part, broken, signature
-from otb_analysis.store.views import refuse_missing_keys
+from otb_analysis.store.views import read_part, refuse_missing_keys
 
 MANY = 64
 """Parts up to which DuckDB reads them from the disk."""
+
+MOST_ROWS = 2_000_000
+"""Rollouts, about, beyond which DuckDB reads them from the disk, too: as many take 130 MB."""
+
+LIGHT = ("step", "group", "rollout", "prompt_id", "reward", "length", "turns", "finish_reason")
+"""The columns of `rollouts` that are held."""
 
 _TYPES = {c.name: ARROW[c.dtype] for c in TABLES["steps"]}
 _PLAIN = (pa.int64(), pa.float64(), pa.string(), pa.bool_())
@@ -29,8 +38,8 @@ _Row = dict[str, object]
 class _Rows:
     """What was read of one run; `at` says where in `table` each part begins, and how many rows it has."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, read: Callable[[Part], _Row | pa.Table]) -> None:
+        self.read, self.lock = read, threading.Lock()
         self.table = pa.table({})
         self.at: dict[tuple[object, ...], tuple[int, int]] = {}
 
@@ -39,7 +48,7 @@ class _Rows:
         with self.lock:
             if len(self.at.keys() - set(keys)) > len(keys):  # most of it was written again
                 self.table, self.at = pa.table({}), {}
-            self._add([(key, _read(part)) for key, part in zip(keys, parts, strict=True) if key not in self.at])
+            self._add([(key, self.read(part)) for key, part in zip(keys, parts, strict=True) if key not in self.at])
             places = [self.at[key] for key in keys]
             if sum(n for _, n in places) == len(self.table) and places == sorted(places):
                 return self.table
@@ -64,7 +73,17 @@ def step_rows(run_dir: Path, parts: Sequence[Part]) -> pa.Table:
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    return _rows(run_dir).of(parts)
+    return _steps(run_dir).of(parts)
+
+
+def rollout_rows(run_dir: Path, parts: Sequence[Part]) -> pa.Table | None:
+    """Return the columns `LIGHT` of parts of `rollouts`, as `step_rows` does; None where they are too many to hold.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    first = next((read_part("rollouts", part, only=("step",)) for part in parts), ())
+    return None if len(first) * len(parts) > MOST_ROWS else _rollouts(run_dir).of(parts)
 
 
 def row_text(rows: pa.Table) -> str:
@@ -75,11 +94,16 @@ def row_text(rows: pa.Table) -> str:
 
 
 @lru_cache(maxsize=64)
-def _rows(run_dir: Path) -> _Rows:
-    return _Rows()
+def _steps(run_dir: Path) -> _Rows:
+    return _Rows(_read_step)
 
 
-def _read(part: Part) -> _Row | pa.Table:
+@lru_cache(maxsize=4)
+def _rollouts(run_dir: Path) -> _Rows:
+    return _Rows(lambda part: read_part("rollouts", part, only=LIGHT))
+
+
+def _read_step(part: Part) -> _Row | pa.Table:
     try:
         _, text = read_sealed(part.path)
         if text:
