@@ -49,7 +49,8 @@ def comparison(run: Run) -> None:
     first, *rest = data.conclusion(run) or ("No Gram matrix was measured, so no intervals are known.",)
     verdict.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
     with errors_as_sentences():
-        planned(followed)
+        # It reads the rewards of all steps: while a run goes on, once for each measured step.
+        planned(run if followed.status == "running" and measured else followed)
     chosen = [(name, of) for name, of in measured if name in estimators]
     over_steps(run, frozenset(label for label in chosen if source == "both" or label[1] in ("none", source)))
 
