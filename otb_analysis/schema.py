@@ -56,6 +56,9 @@ TOKENS = (
     Column("attribution", "FLOAT", "norm²", "Signed share of ‖ḡ‖² held by this token: (A/N)·s·ḡ; they sum to it."),
     Column("signal", "FLOAT", "norm²", "Part of attribution along the other prompts' gradients: did it help them?"),
     Column("noise", "FLOAT", "norm²", "Part of attribution along its own prompt's gradient only."),
+    Column(
+        "contrast", "FLOAT", "", "softmax(2z₊ − z₋)[y] of copies fitted on right and wrong rollouts; low: critical."
+    ),
 )
 
 ROLLOUTS = (

@@ -12,7 +12,7 @@ from otb_analysis.audit.steps import Layout, steps_of
 from otb_analysis.config import AuditConfig, SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.gram_method import GramMethod, gram_method
-from otb_analysis.measurement.levels import first_groups, positions
+from otb_analysis.measurement.level import first_groups, positions
 from otb_analysis.phases import phase, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.forecast import PlannedLevel, about, levels, seconds_per_position

@@ -7,6 +7,7 @@ from otb_analysis.config.audit import AuditConfig, ImportConfig, RecordedConfig,
 from otb_analysis.config.learning import CriticConfig, EstimatorConfig, LoraConfig, ObjectiveConfig, OptimizeConfig
 from otb_analysis.config.measuring import (
     AttributionSchedule,
+    ContrastSchedule,
     EvaluateConfig,
     MeasureConfig,
     SampledSchedule,
@@ -37,6 +38,7 @@ __all__ = [
     "CalculatorConfig",
     "ChainSumConfig",
     "CheckpointConfig",
+    "ContrastSchedule",
     "CountingConfig",
     "CriticConfig",
     "DemoConfig",

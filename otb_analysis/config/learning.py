@@ -56,10 +56,11 @@ class ObjectiveConfig:
     aggregation_options: dict[str, str] = field(default_factory=dict)
     """Options of that aggregation, as name value pairs. length: of constant."""
     token_weight: str = "none"
-    """What multiplies each token's advantage: none, stapo or delightful. All but none change the mean of the update.
-    Estimators are compared without it; attribution of a step has it."""
+    """What multiplies each token's advantage: none, stapo, delightful or critical. All but none change the mean of the
+    update. Estimators are compared without it; attribution of a step has it. critical takes measure.contrast.every 1"""
     token_weight_options: dict[str, str] = field(default_factory=dict)
-    """Options of that weight, as name value pairs. probability, entropy: of stapo. temperature: of delightful."""
+    """Options of that weight, as name value pairs. probability, entropy: of stapo. temperature: of delightful.
+    strength: of critical."""
     shaping: str = "none"
     """How rewards are reshaped before the estimator sees them: none, grpo_lambda, overlong, drop_equal or
     profiled."""

@@ -52,6 +52,16 @@ class AttributionSchedule(StepSchedule):
 
 
 @dataclass(frozen=True)
+class ContrastSchedule(StepSchedule):
+    """When every token's contrast is measured, and how the copies of the policy behind it are fitted."""
+
+    steps: int = 16  # Gradient steps of each of four copies; the cost grows with them.
+    batch: int = 16  # Rollouts per gradient step.
+    learning_rate: float = 3e-4  # Of AdamW.
+    threshold: float = 0.5  # A rollout is right when its total reward is at least this.
+
+
+@dataclass(frozen=True)
 class MeasureConfig:
     """Levels of measurement beyond `forward`, which always runs."""
 
@@ -69,6 +79,8 @@ class MeasureConfig:
     """Estimated norms, with standard errors, of every token of groups that no other level measured at that step."""
     attribution: AttributionSchedule = AttributionSchedule()
     """Signed share of every token in ‖ḡ‖² of the estimator that trains."""
+    contrast: ContrastSchedule = ContrastSchedule()
+    """Critical tokens: what copies of the policy fitted on right and on wrong rollouts make of each token."""
     further: dict[str, int] = field(default_factory=dict)
     """Levels without a section here, as name and steps between two measurements: `my_levels:lengths 10`. Your own are
     module:attribute; docs/measuring.md has an example."""

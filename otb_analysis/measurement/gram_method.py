@@ -15,7 +15,7 @@ from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.groups.blocks import structure_of
 from otb_analysis.gradients.groups.layered import INPUT_BYTES
 from otb_analysis.gradients.sketched.sketch import KEPT
-from otb_analysis.measurement.levels import positions, read_once
+from otb_analysis.measurement.level import positions, read_once
 from otb_analysis.rollouts.models import output_layer
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Bool

@@ -1,16 +1,10 @@
-"""The levels of measuring beyond exact norms. A class in LEVELS holds all of a level: what it measures, its cost.
+"""The levels of measuring beyond exact norms. See `level.Level`.
 
 `sampled` gives exact norms of drawn tokens, `sketch` estimated norms of whole groups, `attribution` every token's share
 of ‖ḡ‖². All are per completion token [N, T]; NaN where nothing is known.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
-from transformers import PreTrainedModel
 
 from otb_analysis.config import AttributionSchedule, SampledSchedule, SketchSchedule
 from otb_analysis.custom import import_attribute, is_custom
@@ -23,10 +17,19 @@ from otb_analysis.gradients import (
     sketch_score_norms,
     token_score_norms,
 )
-from otb_analysis.measurement.table import TokenTable
+from otb_analysis.measurement.contrast import Contrast
+from otb_analysis.measurement.level import (
+    Level,
+    MeasuredPolicy,
+    MeasuredStep,
+    by_policy_token,
+    first_groups,
+    read_once,
+    seen,
+)
 from otb_analysis.measurement.tokens import DrawnTokens, TokenMeasurements
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.types import Bool, Float, Int
+from otb_analysis.types import Bool, Float
 
 # Measured like the costs in `training/forecast.py`, beside a pass of the same rollouts: the small model (0.4 M
 # parameters, 26 tokens a rollout), a Llama of 42 M (28 tokens), SmolLM2-135M (78 tokens).
@@ -46,99 +49,6 @@ DIRECTION, ATTRIBUTION, SPLIT = 0.32, 2.4, 1.0
 Exact norms and K directions cost the same where NORM·seen = DIRECTION·K. On SmolLM2-135M, after prompts of 1 and 46
 tokens, that was at seen = .85 to 1.03 K for K = 16 and .8 to .92 K for K = 32.
 """
-
-
-@dataclass
-class MeasuredPolicy:
-    """A policy and the settings with which its gradients are measured."""
-
-    model: PreTrainedModel
-    scope: str
-    temperature: float
-    engine: str = "auto"  # The engine of exact norms; what is estimated or drawn has one of its own
-    slopes: str = "jvp"  # How slopes are taken; "difference" once the attention turned out to have no forward mode
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Keyword arguments of everything that measures gradients."""
-        return {"scope": self.scope, "temperature": self.temperature}
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """What a level can read of a step; made by `GradientMeasurer.measure`."""
-
-    policy: MeasuredPolicy
-    step: int  # Seeds what is drawn
-    rollouts: Rollouts
-    table: TokenTable
-    # Returns what multiplies each score in the first update [N, T], zero outside the mask; by default that is A/N.
-    weights: Callable[[], Float]
-
-
-class Level(ABC):
-    """One way of measuring. Its schedule is the field of `MeasureConfig` of the same name, or stands in `further`."""
-
-    phase: str  # What is measured, in words: its phase on the screen, and its name in a warning
-
-    @abstractmethod
-    def measure(self, step: MeasuredStep, plan: Any, known: TokenMeasurements) -> TokenMeasurements:
-        """Return what is known of a step with what this level adds; `plan` is its schedule."""
-
-    @abstractmethod
-    def passes(self, plan: Any, rollouts: Rollouts, rows: Bool) -> float:
-        """Return the cost of measuring some rollouts, in forward and backward passes of them, for the forecast."""
-
-    def words(self, plan: Any) -> str:
-        """Return what is measured, as the forecast says it."""
-        return self.phase
-
-
-def level_of(name: str) -> Level:
-    """Return a level by its name, or import it as module:attribute.
-
-    Raises:
-        InputError: There is none of that name.
-    """
-    level = import_attribute("level", name) if is_custom(name) else LEVELS.get(name)
-    if not isinstance(level, Level):
-        raise InputError(f"measure.further has {name!r}, which is no Level; {nearest(name, LEVELS)}")
-    return level
-
-
-def by_policy_token(rollouts: Rollouts, by_column: Float, rows: Bool | slice = slice(None)) -> Float:
-    """Return numbers by column [n, L] of some rollouts as [N, T], NaN elsewhere and where the policy did not sample."""
-    inside = rollouts.policy_tokens()
-    out = np.full(inside.shape, np.nan)
-    out[rows] = np.where(inside[rows], rollouts.by_token(by_column, rows), np.nan)
-    return out
-
-
-def first_groups(group: Int, left: Bool, prompts: int) -> Bool:
-    """Return True at the rollouts of the first groups that are `left` [N], all of them where `prompts` is 0.
-
-    Prompts come in random order.
-    """
-    return np.isin(group, np.unique(group[left])[: prompts or None])
-
-
-def seen(rollouts: Rollouts, rows: Bool) -> float:
-    """Return Σ_t (tokens before t)/L over the policy's tokens, the mean over rollouts weighed by their lengths L."""
-    mask = rollouts.mask[rows]
-    return float(mask @ np.arange(mask.shape[1]) @ np.ones(len(mask)) / max(positions(rollouts, rows), 1))
-
-
-def positions(rollouts: Rollouts, rows: Bool) -> int:
-    """Return the tokens of some rollouts, prompts included."""
-    return int(rollouts.attention_mask[rows].sum())
-
-
-def read_once(rollouts: Rollouts, rows: Bool) -> float:
-    """Return the share of some rollouts' positions that is left when each prompt is read once for all its rollouts."""
-    index = np.flatnonzero(rows)
-    _, first = np.unique(rollouts.group[index], return_index=True)
-    again = rollouts.prompt_length[index].sum() - rollouts.prompt_length[index[first]].sum()
-    return 1.0 - float(again) / max(positions(rollouts, rows), 1)
 
 
 class Sampled(Level):
@@ -270,5 +180,19 @@ def shares(policy: MeasuredPolicy, rollouts: Rollouts, weights: Float, split: bo
     return {name: by_policy_token(rollouts, x) for name, x in columns.items()}
 
 
-LEVELS: dict[str, Level] = {"sampled": Sampled(), "sketch": Sketch(), "attribution": Attribution()}
+LEVELS: dict[str, Level] = {
+    "sampled": Sampled(), "sketch": Sketch(), "attribution": Attribution(), "contrast": Contrast(),
+}  # fmt: skip
 """Every level but `forward` and `exact`."""
+
+
+def level_of(name: str) -> Level:
+    """Return a level by its name, or import it as module:attribute.
+
+    Raises:
+        InputError: There is none of that name.
+    """
+    level = import_attribute("level", name) if is_custom(name) else LEVELS.get(name)
+    if not isinstance(level, Level):
+        raise InputError(f"measure.further has {name!r}, which is no Level; {nearest(name, LEVELS)}")
+    return level

@@ -19,7 +19,8 @@ from otb_analysis.gradients import (
 )
 from otb_analysis.measurement.advantages import every_advantage
 from otb_analysis.measurement.gram_method import gram_method
-from otb_analysis.measurement.levels import MeasuredPolicy, MeasuredStep, by_policy_token, level_of
+from otb_analysis.measurement.level import MeasuredPolicy, MeasuredStep, by_policy_token
+from otb_analysis.measurement.levels import level_of
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.phases import phase

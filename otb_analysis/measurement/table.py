@@ -33,6 +33,7 @@ class TokenTable:
     value: Float | None  # V(h_t) before y_t [N, T], or None without a critic
     ratio: Float | None  # Importance ratio π(y_t)/μ(y_t) [N, T], or None where the run weighs nothing by it
     keep: Bool  # False for rollouts that take no part in the update [N]
+    contrast: Float | None = None  # Contrast of right and wrong rollouts [N, T] where the update reads it
     limit: int = 0  # Most policy tokens that a rollout could have had, fixed before sampling; 0 where not known
 
     def inputs(self, energy: Float | None, rollout_norm_sq: Float | None = None) -> EstimatorInputs:

@@ -23,12 +23,15 @@ class TokenWeightInputs:
     advantage: Float  # A [N, T]
     logprob: Float  # log π(y_t) in nats [N, T]
     entropy: Float  # H of the distribution that y_t was drawn from, in nats [N, T]
+    contrast: Float | None = None  # softmax(2z₊ − z₋)[y_t] [N, T], where it was measured
 
     def __post_init__(self) -> None:
         """Check shapes and values; keep float64 that is zero outside the mask."""
         mask = boolean_mask(self.mask)
         for name in ("advantage", "logprob", "entropy"):
             object.__setattr__(self, name, policy_values(name, getattr(self, name), mask))
+        if self.contrast is not None:
+            object.__setattr__(self, "contrast", policy_values("contrast", self.contrast, mask))
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,29 @@ def delightful(inputs: TokenWeightInputs, options: DelightOptions) -> Float:
     return np.where(inputs.mask, expit(inputs.advantage * -inputs.logprob / options.temperature), 0.0)
 
 
+@dataclass(frozen=True)
+class CriticalOptions:
+    """Options of `critical`."""
+
+    strength: float = 1.0  # κ: 0 weighs every token alike, 1 spares a token that right rollouts are sure to write
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.strength <= 1:
+            raise InputError(f"strength is {self.strength}; choose it from 0 to 1.")
+
+
+def critical(inputs: TokenWeightInputs, options: CriticalOptions) -> Float:
+    """Blame the critical tokens of bad rollouts.
+
+    m = 1 − κ·contrast where A < 0, else 1: a token that right rollouts would have written as well is spared. The
+    contrast and that rejected tokens are weighed by it are of cDPO, arXiv 2411.19943; its use in a policy gradient is
+    ours.
+    """
+    if inputs.contrast is None:
+        raise InputError("token_weight critical reads the contrast of every token; set measure.contrast.every to 1.")
+    return np.where(inputs.mask, 1.0 - options.strength * np.where(inputs.advantage < 0, inputs.contrast, 0.0), 0.0)
+
+
 # fmt: off
 TOKEN_WEIGHTS: dict[str, Formula] = {
     "none": Formula(none, "1", "the estimator itself", "code"),
@@ -91,6 +117,10 @@ TOKEN_WEIGHTS: dict[str, Formula] = {
     "delightful": Formula(
         delightful, "σ(A·(−log π(y))/η)", "Delightful Policy Gradient, arXiv 2603.14608", "abstract",
         needs=("advantage", "logprob"), options=DelightOptions,
+    ),
+    "critical": Formula(
+        critical, "1 − κ·softmax(2z₊ − z₋)[y] where A < 0, else 1", "cDPO, arXiv 2411.19943", "guess",
+        needs=("advantage", "contrast"), options=CriticalOptions,
     ),
 }
 # fmt: on

@@ -118,7 +118,7 @@ class Rollouts:
         out[n, :, columns[n, t]] = by_token[:, n, t].T
         return out
 
-    def tensors(self, device: torch.device, rows: Bool | slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
+    def tensors(self, device: torch.device, rows: Bool | Int | slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
         """Return token ids, policy mask and attention mask [n, L] of some rollouts, for the gradient engine."""
         arrays = (self.input_ids[rows], self.mask[rows], self.attention_mask[rows])
         ids, mask, attention = (torch.as_tensor(x, device=device) for x in arrays)

@@ -1,6 +1,7 @@
 """What a configuration must satisfy before anything is loaded, made or written."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from operator import attrgetter
 
 from otb_analysis.config import EstimatorConfig, TrainConfig
@@ -11,6 +12,7 @@ from otb_analysis.extras import require
 from otb_analysis.measurement.levels import level_of
 from otb_analysis.objectives.filters import FILTERS
 from otb_analysis.objectives.registry import lookup, options_from_table
+from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
 from otb_analysis.store.layout import check_run_name
 from otb_analysis.training.policy.objective import Objective
 from otb_analysis.training.runtime.trackers import check_trackers
@@ -27,7 +29,8 @@ POSITIVE = (
     ),
     *("critic.width", "critic.updates", "warm_start.batch", "warm_start.learning_rate", "warm_start.max_steps"),
     *("warm_start.check_every", "warm_start.check_prompts", "evaluate.prompts", "evaluate.samples"),
-    *("measure.sampled.share", "checkpoint.keep", "lora.alpha"),
+    *("measure.sampled.share", "checkpoint.keep", "lora.alpha", "measure.contrast.steps"),
+    *("measure.contrast.batch", "measure.contrast.learning_rate"),
 )
 NOT_NEGATIVE = (
     *(
@@ -88,6 +91,10 @@ def _problems(config: TrainConfig, processes: int) -> Iterator[str]:
         if "value" in entry_of(other).needs and not critic.enabled:
             yield f"measure.subgroups has {other!r}, which needs a critic; set critic.enabled or leave it out."
     Objective(objective)  # refuses names and options that do not exist
+    if "contrast" in TOKEN_WEIGHTS[objective.token_weight].needs and config.measure.contrast != replace(
+        config.measure.contrast, every=1, first=0
+    ):
+        yield f"objective.token_weight is {objective.token_weight!r}, which reads it; set measure.contrast.every to 1."
     if objective.kl_coefficient > 0 and (objective.kl_estimator, objective.kl_in) == ("k1", "loss"):
         yield (
             "objective.kl_estimator is 'k1' in the loss, where its expected gradient is zero; "

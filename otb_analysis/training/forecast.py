@@ -13,7 +13,8 @@ import torch
 from otb_analysis.config import MeasureConfig, Schedule, TrainConfig
 from otb_analysis.measurement.forward import completion_logprobs
 from otb_analysis.measurement.gram_method import EXACT, SKETCHED, GramMethod
-from otb_analysis.measurement.levels import NORM, first_groups, level_of, positions, read_once, seen
+from otb_analysis.measurement.level import first_groups, positions, read_once, seen
+from otb_analysis.measurement.levels import NORM, level_of
 from otb_analysis.phases import EXPECTED, duration, note, phase, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import smaller_sizes

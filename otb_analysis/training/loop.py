@@ -120,7 +120,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
     with trainer.timed("estimate"):
         rollouts, stats, reference = gather_rollouts(processes, local, forward.stats, local_reference)
         forward = replace(forward, stats=stats)
-        table = trainer.table(rollouts, forward, reference)
+        table = trainer.with_contrast(rollouts, trainer.table(rollouts, forward, reference), step)
     if not trainer.cut_noted and processes.first and (warning := none_ends(config, step, rollouts)):
         trainer.cut_noted = True
         note(warning)

@@ -11,7 +11,8 @@ from otb_analysis.config import (
     StepSchedule,
     TrainConfig,
 )
-from otb_analysis.measurement.levels import level_of, positions
+from otb_analysis.measurement.level import positions
+from otb_analysis.measurement.levels import level_of
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.training.forecast import PlannedLevel, levels

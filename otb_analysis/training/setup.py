@@ -12,15 +12,18 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.config import MeasureConfig, TrainConfig
+from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, NormalEquations, options_from_dict, with_limit
 from otb_analysis.gradients.batch.scope import select_scope
+from otb_analysis.measurement.contrast import contrasts, right_of
 from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import TokenTable, token_ratio, token_table
 from otb_analysis.objectives.filters import FILTERS
 from otb_analysis.objectives.importance import learning_rate_factor
 from otb_analysis.objectives.shaping import SHAPINGS, ShapingInputs
-from otb_analysis.phases import phase
+from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
+from otb_analysis.phases import note, phase
 from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.generation import Generator, TransformersGenerator
 from otb_analysis.rollouts.generation_vllm import VllmGenerator
@@ -190,6 +193,18 @@ class Trainer:
         ratio = token_ratio(table) if self.objective.off_policy else None
         limit = self.config.sample.limit
         return replace(table, reward=shaped.reward, keep=shaped.keep, ratio=ratio, limit=limit)
+
+    def with_contrast(self, rollouts: Rollouts, table: TokenTable, step: int) -> TokenTable:
+        """Return the table with the contrast that the token weight reads; NaN where a step has too few of a kind."""
+        if "contrast" not in TOKEN_WEIGHTS[self.config.objective.token_weight].needs:
+            return table
+        plan = self.config.measure.contrast
+        try:
+            found = contrasts(self.measurer.model, rollouts, right_of(table.total_reward, plan), plan, step)
+        except InputError as error:
+            note(f"step {step} weighs all tokens alike: {error}")
+            found = np.full(table.mask.shape, np.nan)
+        return replace(table, contrast=found)
 
     def remember(self, state: NormalEquations | None) -> None:
         """Keep what the estimator gives its next step; measuring then sees it too."""

@@ -22,7 +22,7 @@ from otb_analysis.config import (
 )
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.gradients import sketch_score_norms
-from otb_analysis.measurement.levels import by_policy_token
+from otb_analysis.measurement.level import by_policy_token
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.study import Cell, Tables, rounded

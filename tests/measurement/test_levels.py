@@ -10,6 +10,7 @@ from otb_analysis.config import AttributionSchedule, EvaluateConfig, MeasureConf
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.measurement import levels
+from otb_analysis.measurement.level import Level
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.store import RunStore
 from otb_analysis.training.check import check
@@ -179,7 +180,7 @@ def test_failing_level_is_a_warning_and_a_counted_gap(trainer, monkeypatch, brok
     assert ("energy_total" in tables.steps) == (broken == "attribution")
 
 
-class Lengths(levels.Level):
+class Lengths(Level):
     """How many of its rollout's tokens come before each token: a level of one's own."""
 
     phase = "lengths"

@@ -1,11 +1,14 @@
 """Token weights: worked numbers, what each reads, and what must be refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from otb_analysis.config import ObjectiveConfig
 from otb_analysis.errors import InputError
 from otb_analysis.objectives.token_weights import (
+    CriticalOptions,
     DelightOptions,
     StapoOptions,
     TokenWeightInputs,
@@ -38,6 +41,13 @@ def test_delight_is_the_logistic_of_advantage_times_surprisal():
     assert token_weights("delightful", worked(), DelightOptions(0.5))[0, 0] == pytest.approx(0.8, rel=1e-12)
 
 
+def test_critical_tokens_of_bad_rollouts_are_blamed_and_the_others_spared():
+    contrast = np.array([[0.9, 0.2, 0.5], [0.75, 0.0, np.nan]])
+    inputs = replace(worked(), contrast=contrast)
+    assert token_weights("critical", inputs).tolist() == [[1, 1, 1], [0.25, 1, 0]]
+    assert token_weights("critical", inputs, CriticalOptions(0.5)).tolist() == [[1, 1, 1], [0.625, 1, 0]]
+
+
 def test_no_weight_is_one_inside_the_mask():
     assert token_weights("none", worked()).tolist() == MASK.tolist()
 
@@ -48,6 +58,8 @@ def test_no_weight_is_one_inside_the_mask():
         (lambda: token_weights("stapoo", worked()), "stapo"),
         (lambda: StapoOptions(probability=2.0), "probability from 0 to 1"),
         (lambda: DelightOptions(0.0), "must be positive"),
+        (lambda: CriticalOptions(2.0), "strength is 2.0; choose it from 0 to 1"),
+        (lambda: token_weights("critical", worked()), "set measure.contrast.every to 1"),
         (lambda: TokenWeightInputs(MASK, np.full(MASK.shape, np.nan), ENTROPY, ENTROPY), "advantage is nan"),
         (lambda: TokenWeightInputs(MASK, ADVANTAGE, ENTROPY[:, :2], ENTROPY), "logprob has shape"),
         (lambda: Objective(ObjectiveConfig(token_weight="delight")), "delightful"),

@@ -85,7 +85,15 @@ NEVER_HERE = {
     | {f"heldout_{name}_{end}" for name in ("reward", "success", "pass_at_k") for end in ("low", "high")}
     | {"tracker_gaps", *FILTERED},
     "rollouts": {"energy_total", "energy_total_stderr"},  # of the level sampled
-    "tokens": {"grad_norm_sq_stderr", "path_norm_sq", "energy_calibrated", "attribution", "signal", "noise"},
+    "tokens": {
+        "grad_norm_sq_stderr",
+        "path_norm_sq",
+        "energy_calibrated",
+        "attribution",
+        "signal",
+        "noise",
+        "contrast",
+    },
     # Below 16 prompts, without pools, and never sketched.
     "gradients": {"variance_low", "variance_high", "within", "between", "sketch_dim"},
     "grams": {"sketch_dim"},

@@ -129,7 +129,8 @@ class Objective:
         """
         mask = table.mask & table.keep[:, None]
         if self.config.token_weight != "none":
-            inputs = TokenWeightInputs(mask, advantage, table.stats.logprob, table.stats.entropy)
+            contrast = None if table.contrast is None else np.nan_to_num(table.contrast)  # unknown: weighs nothing
+            inputs = TokenWeightInputs(mask, advantage, table.stats.logprob, table.stats.entropy, contrast)
             factor = token_weights(self.config.token_weight, inputs, self._options["token_weight"])
             advantage = factor * np.where(mask, advantage, 0.0)
         return TokenBatch(
