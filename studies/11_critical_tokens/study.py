@@ -1,0 +1,174 @@
+"""Critical tokens by contrast, against exact attribution and against what replacing a token does to success.
+
+The contrast is fitted on one half of each group and read on the other. The truth is measured by continuing rollouts
+after a token, and after another one drawn in its place.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from otb_analysis.config import (
+    ChainSumConfig,
+    ContrastSchedule,
+    ReasoningGymConfig,
+    SampleConfig,
+    SmallModelConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
+from otb_analysis.errors import InputError
+from otb_analysis.estimators import estimate
+from otb_analysis.gradients import token_score_norms
+from otb_analysis.measurement.contrast import contrasts
+from otb_analysis.measurement.level import MeasuredPolicy
+from otb_analysis.measurement.levels import shares
+from otb_analysis.rollouts.generation import TransformersGenerator
+from otb_analysis.rollouts.models import load_policy
+from otb_analysis.study import Cell, Study, Tables, rounded
+from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, write
+from otb_analysis.tasks import make_task
+from otb_analysis.tasks.task_calls import distinct_prompts
+from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.warm_start import demonstrations, make_optimizers, success_rate, supervised_step
+from otb_analysis.types import Bool
+
+from .effects import token_effects
+
+TASK = ChainSumConfig(terms_min=2, terms_max=3, largest=19)
+MODEL = SmallModelConfig(layers=2, width=64)
+SUMS = ReasoningGymConfig(
+    name=("chain_sum",), config=('{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}',), shots=1
+)
+RIGHT = 0.5
+"""Reward from which an answer is right."""
+ENOUGH, CHECK, STEPS = 0.4, 100, 2000
+"""Success at which the small policy is measured, demonstrations between two looks at it, and the most of them."""
+FULL: dict[str, Any] = {
+    "small": {
+        "prompts": 32, "group": 16, "each": 3, "positions": 0, "draws": 32, "length": 40,
+        "plan": asdict(ContrastSchedule(1, steps=40, batch=16, learning_rate=3e-4, threshold=RIGHT)),
+    },
+    "smollm2": {
+        "prompts": 16, "group": 8, "each": 2, "positions": 4, "draws": 16, "length": 16,
+        "plan": asdict(ContrastSchedule(1, steps=12, batch=8, learning_rate=2e-5, threshold=RIGHT)),
+    },
+}  # fmt: skip
+"""What is drawn and measured. Of each prompt, tokens of `each` right and `each` wrong rollouts are replaced."""
+SEEDS = 4
+QUICK = {"prompts": 32, "group": 16, "each": 1, "draws": 4, "enough": 0.0, "steps": 200}
+
+
+def cells(quick: bool) -> list[Cell]:
+    """Return one cell per seed of the small policy, and one of SmolLM2."""
+    small = {"task": asdict(TASK), "model": asdict(MODEL), "enough": ENOUGH, "steps": STEPS, **FULL["small"]}
+    if quick:
+        plan = {**FULL["small"]["plan"], "steps": 4}
+        return [Cell("small-s0", {"policy": "small", "seed": 0, **small, **QUICK, "plan": plan})]
+    made = [Cell(f"small-s{seed}", {"policy": "small", "seed": seed, **small}) for seed in range(SEEDS)]
+    return [*made, Cell("smollm2", {"policy": "smollm2", "seed": 0, "task": asdict(SUMS), **FULL["smollm2"]})]
+
+
+def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
+    """Return a row per token: its contrast, what the gradient says of it, and what replacing it does."""
+    s = cell.settings
+    policy = small_policy(s, bar) if s["policy"] == "small" else real_policy()
+    prompts = distinct_prompts(policy.task, "train", s["prompts"])
+    sample = SampleConfig(prompts=len(prompts), group_size=s["group"], max_new_tokens=s["length"])
+    written = write(policy, prompts, sample, seed=1000 + s["seed"], at_once=16)
+    right = written.table.total_reward >= RIGHT
+    bar(0, 3, f"{cell.name}: {right.mean():.0%} right")
+    columns = scores(policy, written, right, s)
+    bar(2, 3, f"{cell.name}: continuing")
+    chosen = chosen_tokens(written, right, s["each"], s["positions"], s["seed"])
+    kept, other = token_effects(policy, written.rollouts, chosen, RIGHT, s["draws"], s["length"], 2000 + s["seed"], bar)
+    columns |= {"kept": kept, "replaced": other}
+    n, t = np.nonzero(chosen)
+    rows = [
+        {
+            "policy": s["policy"], "seed": s["seed"], "prompt": int(written.table.group[i]), "rollout": int(i),
+            "t": int(j), "right": bool(right[i]),
+            "token": str(policy.tokenizer.decode([int(written.table.token_id[i, j])])),
+        } | {name: rounded(float(x[i, j])) for name, x in columns.items()}
+        for i, j in zip(n.tolist(), t.tolist(), strict=True)
+    ]  # fmt: skip
+    mixed = {int(g) for g in np.unique(written.table.group) if 0 < right[written.table.group == g].mean() < 1}
+    facts = {"policy": s["policy"], "seed": s["seed"], "success": float(right.mean()), "mixed": len(mixed)}
+    facts |= {"rollouts": len(right), "policy_tokens": int(written.table.mask.sum()), "tokens": len(rows)}
+    return {"tokens": rows, "policies": [facts]}
+
+
+def scores(policy: Policy, written: ScoredRollouts, right: Bool, s: Any) -> dict[str, Any]:
+    """Return what is said of every token [N, T] without replacing it.
+
+    The update is that of `rloo` over all these rollouts; norms are exact.
+    """
+    table = written.table
+    ids, mask, attention = written.batch
+    advantage = estimate("rloo", table.inputs(None)).advantage
+    columns: dict[str, Any] = {
+        "contrast": contrasts(policy.model, written.rollouts, right, ContrastSchedule(**s["plan"]), s["seed"]),
+        "logprob": table.stats.logprob,
+        "advantage": advantage,
+    }
+    columns |= shares(MeasuredPolicy(policy.model, "all", 1.0), written.rollouts, advantage / len(right), split=True)
+    norm = token_score_norms(policy.model, ids, mask, attention).norm_sq
+    return columns | {"norm": written.by_token(norm)}
+
+
+def chosen_tokens(written: ScoredRollouts, right: Bool, each: int, positions: int, seed: int) -> Bool:
+    """Choose tokens [N, T] of some right and some wrong rollouts of every prompt that has both; `positions` of each."""
+    random, mask = np.random.default_rng(seed), written.table.mask
+    chosen = np.zeros(mask.shape, dtype=bool)
+    for g in np.unique(written.table.group):
+        kinds = [np.flatnonzero((written.table.group == g) & kind) for kind in (right, ~right)]
+        if min(map(len, kinds)) == 0:
+            continue
+        for n in (int(i) for rows in kinds for i in random.permutation(rows)[:each]):
+            t = np.flatnonzero(mask[n])
+            chosen[n, random.permutation(t)[:positions] if positions else t] = True
+    if not chosen.any():
+        raise InputError("no prompt has right and wrong answers; take a policy that is right now and then.")
+    return chosen
+
+
+def small_policy(s: Any, bar: Bar) -> Policy:
+    """Return a small policy trained on demonstrations until it is right often enough."""
+    config = TrainConfig(
+        task="chain_sum", chain_sum=ChainSumConfig(**s["task"]), small_model=SmallModelConfig(**s["model"]),
+        seed=s["seed"], warm_start=WarmStartConfig(max_steps=s["steps"]),
+    )  # fmt: skip
+    policy = fresh_policy(config)
+    optimizers = make_optimizers(policy.model, config.warm_start.learning_rate)
+    generator, sample = TransformersGenerator(policy.model, policy.tokenizer), SampleConfig(max_new_tokens=s["length"])
+    heldout = distinct_prompts(policy.task, "heldout", 128)
+    torch.manual_seed(s["seed"])
+    for step, batch in enumerate(demonstrations(policy.tokenizer, policy.task, config.warm_start), start=1):
+        supervised_step(policy.model, optimizers, batch)
+        if step % CHECK == 0:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(step)
+                success = success_rate(generator, policy.tokenizer, policy.task, heldout, sample)
+            bar(step, s["steps"], f"{success:.0%} success")
+            if success >= s["enough"]:
+                return policy
+    raise InputError(f"the small policy did not reach {s['enough']:.0%} success; allow more demonstrations.")
+
+
+def real_policy() -> Policy:
+    """Return SmolLM2 on sums of digits."""
+    model, tokenizer = load_policy("smollm2")
+    return Policy(model.eval(), tokenizer, make_task(TrainConfig(task="reasoning_gym", reasoning_gym=SUMS)))
+
+
+STUDY = Study(
+    title="Critical tokens by contrast",
+    question="Does the contrast of a copy fitted on right and one fitted on wrong rollouts find the tokens that decide "
+    "success, and better than the gradient's own numbers?",
+    cells=cells(quick=False),
+    quick=cells(quick=True),
+    measure=measure,
+)
