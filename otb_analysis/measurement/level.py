@@ -63,7 +63,7 @@ class Level(ABC):
         return self.phase
 
 
-def by_policy_token(rollouts: Rollouts, by_column: Float, rows: Bool | slice = slice(None)) -> Float:
+def by_policy_token(rollouts: Rollouts, by_column: Float, rows: Bool | Int | slice = slice(None)) -> Float:
     """Return numbers by column [n, L] of some rollouts as [N, T], NaN elsewhere and where the policy did not sample."""
     inside = rollouts.policy_tokens()
     out = np.full(inside.shape, np.nan)

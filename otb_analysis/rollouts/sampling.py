@@ -106,7 +106,7 @@ class Rollouts:
         """Return True where an [N, T] entry is a token that the policy sampled."""
         return self.by_token(self.mask) & self.present()
 
-    def by_token(self, by_column: NDArray, rows: Bool | slice = slice(None)) -> NDArray:
+    def by_token(self, by_column: NDArray, rows: Bool | Int | slice = slice(None)) -> NDArray:
         """Return numbers by column [n, L] of some rollouts by completion token [n, T]; padding holds any number."""
         return np.take_along_axis(by_column, self.completion_columns()[rows], axis=1)
 

@@ -24,7 +24,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import token_score_norms
 from otb_analysis.measurement.contrast import contrasts
-from otb_analysis.measurement.level import MeasuredPolicy
+from otb_analysis.measurement.level import MeasuredPolicy, by_policy_token
 from otb_analysis.measurement.levels import shares
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.models import load_policy
@@ -34,7 +34,7 @@ from otb_analysis.tasks import make_task
 from otb_analysis.tasks.task_calls import distinct_prompts
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import demonstrations, make_optimizers, success_rate, supervised_step
-from otb_analysis.types import Bool
+from otb_analysis.types import Bool, Int
 
 from .effects import token_effects
 
@@ -53,7 +53,7 @@ FULL: dict[str, Any] = {
         "plan": asdict(ContrastSchedule(1, steps=40, batch=16, learning_rate=3e-4, threshold=RIGHT)),
     },
     "smollm2": {
-        "prompts": 16, "group": 8, "each": 2, "positions": 4, "draws": 16, "length": 16,
+        "prompts": 40, "group": 8, "each": 2, "positions": 4, "draws": 16, "length": 16,
         "plan": asdict(ContrastSchedule(1, steps=12, batch=8, learning_rate=2e-5, threshold=RIGHT)),
     },
 }  # fmt: skip
@@ -81,9 +81,9 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     written = write(policy, prompts, sample, seed=1000 + s["seed"], at_once=16)
     right = written.table.total_reward >= RIGHT
     bar(0, 3, f"{cell.name}: {right.mean():.0%} right")
-    columns = scores(policy, written, right, s)
-    bar(2, 3, f"{cell.name}: continuing")
     chosen = chosen_tokens(written, right, s["each"], s["positions"], s["seed"])
+    columns = scores(policy, written, right, np.flatnonzero(chosen.any(axis=1)), s)
+    bar(2, 3, f"{cell.name}: continuing")
     kept, other = token_effects(policy, written.rollouts, chosen, RIGHT, s["draws"], s["length"], 2000 + s["seed"], bar)
     columns |= {"kept": kept, "replaced": other}
     n, t = np.nonzero(chosen)
@@ -101,13 +101,12 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     return {"tokens": rows, "policies": [facts]}
 
 
-def scores(policy: Policy, written: ScoredRollouts, right: Bool, s: Any) -> dict[str, Any]:
+def scores(policy: Policy, written: ScoredRollouts, right: Bool, rows: Int, s: Any) -> dict[str, Any]:
     """Return what is said of every token [N, T] without replacing it.
 
-    The update is that of `rloo` over all these rollouts; norms are exact.
+    The update is that of `rloo` over all these rollouts; norms are exact, and of some rows alone.
     """
     table = written.table
-    ids, mask, attention = written.batch
     advantage = estimate("rloo", table.inputs(None)).advantage
     columns: dict[str, Any] = {
         "contrast": contrasts(policy.model, written.rollouts, right, ContrastSchedule(**s["plan"]), s["seed"]),
@@ -115,8 +114,9 @@ def scores(policy: Policy, written: ScoredRollouts, right: Bool, s: Any) -> dict
         "advantage": advantage,
     }
     columns |= shares(MeasuredPolicy(policy.model, "all", 1.0), written.rollouts, advantage / len(right), split=True)
+    ids, mask, attention = written.rollouts.tensors(torch.device("cpu"), rows)
     norm = token_score_norms(policy.model, ids, mask, attention).norm_sq
-    return columns | {"norm": written.by_token(norm)}
+    return columns | {"norm": by_policy_token(written.rollouts, norm, rows)}
 
 
 def chosen_tokens(written: ScoredRollouts, right: Bool, each: int, positions: int, seed: int) -> Bool:
