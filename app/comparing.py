@@ -14,6 +14,7 @@ from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE
 from otb_analysis.figures.planner import planner_table, planner_words, plot_planner
 from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_info
 from otb_analysis.statistics import MIN_CLUSTERS
+from otb_analysis.types import Label
 
 USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
 NOT_MEASURED = """This run has no gradient measurements yet. They are made at scheduled steps:
@@ -34,33 +35,30 @@ plot_comparison(info).write_html("comparison.html")"""
 
 def comparison(run: Run) -> None:
     """Draw the sentence, the forest, the noise scale, the planner and the measures over steps."""
-    table = data.statistics(run, 1)
-    if table.empty:
+    measured = data.measured_labels(run)
+    if not measured:
         st.info(NOT_MEASURED, icon=":material/inbox:")
         return
-    first, *rest = data.conclusion(run) or ("",)
-    st.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
-    calibrated = bool((table["energy_source"] == "calibrated").any())
-    sources = [s for s in SOURCES if s != "calibrated" or calibrated]
+    verdict = st.empty()  # its place; the figure is there sooner
+    verdict.markdown("Comparing the estimators …")
+    sources = [s for s in SOURCES if s != "calibrated" or any(of == s for _, of in measured)]
     left, middle, right = st.columns([3, 2, 2], vertical_alignment="bottom")
     source = str(left.segmented_control(
         "Weights from", sources, format_func=lambda s: SOURCES[s],
         default="exact", key="energy", bind="query-params", required=True,
     ))  # fmt: skip
-    names = list(dict.fromkeys(by_source(table, source)["estimator"]))
-    against = selection.choose("estimator", "Compare with", names, first_of(names), within=middle, of=source)
+    names = list(dict.fromkeys(name for name, of in measured if source == "both" or of in ("none", source)))
+    against = selection.choose("against", "Compare with", names, first_of(names), within=middle, of=source)
     step = right.selectbox("Measured steps", [ALL, *map(str, data.grams(run))], key="at", bind="query-params")
     usual = [n for n in names if n in (*USUAL, run.estimator)] or names[:8]
     estimators = st.multiselect("Estimators", names, default=usual, key="shown", bind="query-params", wrap=True)
     forest(run, source, str(against), str(step), estimators)
+    first, *rest = data.conclusion(run) or ("No Gram matrix was measured, so no intervals are known.",)
+    verdict.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
     with errors_as_sentences():
         planned(run)
-    over_steps(run, source, estimators)
-
-
-def by_source(table: Any, source: str) -> Any:
-    """Keep estimators that read no energy, and those that read this kind."""
-    return table if source == "both" else table[table["energy_source"].isin(["none", source])]
+    chosen = [(name, of) for name, of in measured if name in estimators]
+    over_steps(run, frozenset(label for label in chosen if source == "both" or label[1] in ("none", source)))
 
 
 def first_of(names: list[str]) -> str:
@@ -107,7 +105,7 @@ def planned(run: Run) -> None:
     st.markdown(plain(planner.note))
 
 
-def over_steps(run: Run, source: str, estimators: list[str]) -> None:
+def over_steps(run: Run, labels: frozenset[Label]) -> None:
     """Draw the four measures over steps."""
     st.subheader("Over training", anchor=False)
     window = st.slider(
@@ -115,9 +113,11 @@ def over_steps(run: Run, source: str, estimators: list[str]) -> None:
         key="pool", bind="query-params", width=420,
         help="More prompts in a point, narrower intervals. Ratios are of averages, not averages of ratios.",
     )  # fmt: skip
-    table = by_source(data.statistics(run, window), source)
-    info = variance_info(table, estimators)
-    chart(plot_variance(info), "variance", table[table["estimator"].isin(estimators)])
+    table = data.statistics(run, window, labels)
+    if table.empty:
+        return
+    info = variance_info(table)
+    chart(plot_variance(info), "variance", table)
     st.caption(footnote(info, window))
 
 

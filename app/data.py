@@ -4,7 +4,7 @@ Every cache is bounded. A `Run` is the key; its stamp changes when the run grows
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -18,7 +18,10 @@ from otb_analysis.errors import STOPS
 from otb_analysis.estimators import proved, standing_for_truth
 from otb_analysis.figures.conclusion import advice_line, conclusion_sentences, trained_labels
 from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
-from otb_analysis.figures.gradient_table import statistics_table
+from otb_analysis.figures.gradient_table import evenly, statistics_table
+from otb_analysis.figures.pair_curves import PairPanel, compare_curves
+from otb_analysis.figures.pair_gradients import NoiseInfo, RunGrams, compare_estimators, compare_noise, joint_proofs
+from otb_analysis.figures.pairing import Pairing
 from otb_analysis.figures.triage import Triage, triage
 from otb_analysis.statistics import REFERENCE, Interval, conclude, gain_lost, gradient_noise_scale
 from otb_analysis.store import (
@@ -31,12 +34,13 @@ from otb_analysis.store import (
     step_attribution,
     step_series,
 )
-from otb_analysis.types import Gram, Proved
+from otb_analysis.store.reader import scope_of
+from otb_analysis.types import Gram, Label, Proved
 
 MAX_WINDOW = 10
 """Most measured steps that one point pools."""
 
-MEMORY = "512MB"
+MEMORY = "256MB"
 MAX_TOKENS = 1_000_000
 """Most measured tokens one page loads; beyond it a seeded choice of whole prompts is taken, and the page says so."""
 
@@ -79,18 +83,49 @@ def triaged(row: Any, run: Run | None) -> Triage:
         return triage(run.name, run.estimator, "broken", pd.DataFrame(), [], age, str(error))
 
 
+@st.cache_data(max_entries=64, show_spinner=False)
+def _stored_labels(run: Run) -> list[Label]:
+    rows = store(run).gradients_df(columns=["estimator", "energy_source"]).drop_duplicates()
+    return [(str(name), str(source)) for name, source in rows.itertuples(index=False, name=None)]
+
+
 # As a resource: `cache_data` would copy every step's products with every question.
 @st.cache_resource(max_entries=8, show_spinner="Reading the Gram matrices …")
 def grams(run: Run) -> dict[int, Gram]:
     """Return of every measured step what compares its estimators; steps seen before are not read again."""
-    labels = store(run).gradients_df(columns=["estimator", "energy_source"]).drop_duplicates()
-    truth = standing_for_truth(labels.itertuples(index=False, name=None), config(run))
-    return store(run).reduced_grams((REFERENCE, truth))
+    return store(run).reduced_grams((REFERENCE, standing_for_truth(_stored_labels(run), config(run))))
+
+
+def measured_labels(run: Run) -> list[Label]:
+    """Return (estimator, energy source) of all that was measured, those of Gram matrices first."""
+    return list(dict.fromkeys([*(one for gram in grams(run).values() for one in gram.labels), *_stored_labels(run)]))
 
 
 def known(run: Run) -> Proved:
     """Return what is proved of a run's estimators."""
     return proved({label for gram in grams(run).values() for label in gram.labels}, config(run))
+
+
+@st.cache_data(max_entries=16, show_spinner="Comparing the runs …")
+def compared(runs: tuple[Run, ...], pairing: Pairing) -> tuple[tuple[PairPanel, ...], NoiseInfo]:
+    """Return how two sides of some runs compare: curves over steps, and gradient noise on shared measured steps."""
+    chosen = {run.name: run for run in runs if run.name in pairing.runs}
+    parts = {name: RunGrams(config(run), grams(run), scope_of(store(run))) for name, run in chosen.items()}
+    known = joint_proofs(list(parts.values()))
+    # A run's own matrices were reduced for what is proved in that run alone; mostly that is the same.
+    unlike = {
+        name: store(chosen[name]).reduced_grams((REFERENCE, known.truth))
+        for name, one in parts.items()
+        if not all(gram.stands(known.truth) for gram in one.grams.values())
+    }
+    joint = {name: replace(one, grams=unlike.get(name, one.grams)) for name, one in parts.items()}
+    return compare_curves(steps(list(chosen.values())), pairing), compare_noise(pairing, joint, known)
+
+
+@st.cache_data(max_entries=16, show_spinner="Comparing the estimators …")
+def compared_estimators(run: Run, a: Label, b: Label) -> tuple[tuple[PairPanel, ...], NoiseInfo]:
+    """Return how two estimators of a run compare on the same rollouts."""
+    return compare_estimators(grams(run), a, b, known(run))
 
 
 @st.cache_data(max_entries=64, show_spinner="Comparing the estimators …")
@@ -115,7 +150,8 @@ def planner(run: Run) -> Planner:
     rewards = store(run).rollouts_df(columns=["step", "group", "reward", "prompt_id"])
     trained = trained_labels(config(run), grams(run).values())
     sizes = store(run).subgroup_grams() if grams(run) else {}
-    return plan(grams(run), sizes, next(iter(trained), None), reward_groups(rewards), len(store(run).complete_steps()))
+    steps = len(store(run).complete_steps())
+    return plan(grams(run), sizes, next(iter(trained), None), reward_groups(rewards), steps, known(run))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
@@ -126,21 +162,26 @@ def noise_scale(run: Run) -> Interval | None:
 
 
 @st.cache_data(max_entries=64, show_spinner="Computing intervals …")
-def _statistics(run: Run, window: int) -> pd.DataFrame:
-    return statistics_table(grams(run), window, known(run))
+def _statistics(run: Run, window: int, labels: frozenset[Label]) -> pd.DataFrame:
+    measured = grams(run)
+    return statistics_table(measured, window, known(run), at=evenly(list(measured)), only=labels)
 
 
-def statistics(run: Run, window: int) -> pd.DataFrame:
-    """Return the measures of every estimator over steps, `window` of them pooled; without Gram matrices stored ones."""
-    table = _statistics(run, window)
-    return table if len(table) else store(run).gradients_df()
+def statistics(run: Run, window: int, labels: frozenset[Label]) -> pd.DataFrame:
+    """Return measures of these estimators over steps, `window` of them pooled; stored ones without Gram matrices."""
+    if grams(run):
+        return _statistics(run, window, labels)
+    table: Any = store(run).gradients_df()
+    return table[[label in labels for label in zip(table["estimator"], table["energy_source"], strict=True)]]
 
 
+@st.cache_data(max_entries=64, show_spinner=False)
 def default_window(run: Run) -> int:
     """Return the fewest measured steps to pool for which the last point has all its measures; at most `MAX_WINDOW`."""
+    measured = grams(run)
     for window in (1, 2, 3, 5):
-        table: Any = statistics(run, window)
-        if table.empty or table.loc[table["step"] == table["step"].max(), "projection"].notna().any():
+        table = statistics_table(measured, window, known(run), at=list(measured)[-1:])
+        if table.empty or bool(table["projection"].notna().any()):
             return window
     return MAX_WINDOW
 
@@ -157,11 +198,14 @@ class MeasuredTokens:
 @st.cache_data(max_entries=8, show_spinner="Comparing proxy and exact norms …")
 def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
     """Return the agreement of proxy and exact energies over a run."""
-    total = int(store(run).sql(f"SELECT count(*) AS n FROM tokens WHERE {EXACT_ROWS}")["n"].iloc[0])
+    steps = store(run).steps_with("tokens", "grad_norm_sq")
+    count = store(run).sql(f"SELECT count(*) AS n FROM tokens WHERE {EXACT_ROWS}", steps=steps)
+    total = int(count["n"].iloc[0])
     share = min(1000, 1000 * MAX_TOKENS // max(total, 1))
     groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {EXACT_ROWS} AND hash(step, "group") % 1000 < {share}'
     names = ", ".join(f'"{name}"' for name in fidelity_columns(source))
-    table: Any = store(run).sql(f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})')
+    query = f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})'
+    table: Any = store(run).sql(query, steps=steps)
     return MeasuredTokens(fidelity_info(table, kind, source), int(exact_norms(table).count()), total)
 
 
@@ -169,7 +213,8 @@ def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
 def cheap_sources(run: Run) -> list[str]:
     """Return the energies that a run has beside exact norms: the proxy, and its calibration where it was fitted."""
     counts = ", ".join(f'count("{column}") AS "{name}"' for name, column in SOURCES.items())
-    recorded = store(run).sql(f"SELECT {counts} FROM tokens WHERE {EXACT_ROWS}")
+    steps = store(run).steps_with("tokens", "grad_norm_sq")
+    recorded = store(run).sql(f"SELECT {counts} FROM tokens WHERE {EXACT_ROWS}", steps=steps)
     return [name for name in SOURCES if recorded[name].iloc[0]]
 
 
@@ -182,8 +227,7 @@ def lost_by_proxy(run: Run, source: str = "proxy") -> Interval | None:
 @st.cache_data(max_entries=64, show_spinner=False)
 def token_steps(run: Run) -> list[int]:
     """Return the steps whose tokens and rollouts are stored."""
-    query = "SELECT DISTINCT step FROM tokens WHERE step IN (SELECT step FROM rollouts) ORDER BY step"
-    return [int(s) for s in store(run).sql(query)["step"]]
+    return sorted(set(store(run).steps_with("tokens", "step")) & set(store(run).steps_with("rollouts", "step")))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
@@ -208,7 +252,7 @@ def rollout_facts(run: Run) -> dict[str, Any]:
     ends = ", ".join(f"min({c}) AS {low}, max({c}) AS {high}" for c, low, high in ENDS)
     reasons = "coalesce(list_sort(list_distinct(list(finish_reason))), [])"
     query = f"SELECT {ends}, coalesce(max(turns), 1) AS turns, {reasons} AS reasons FROM rollouts"
-    facts: Any = store(run).sql(query).iloc[0]
+    facts: Any = store(run).sql(query, texts=False).iloc[0]
     whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
     parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
     reasons = [] if facts["first"] is None or pd.isna(facts["first"]) else facts["reasons"]
@@ -225,6 +269,14 @@ def found_rollouts(run: Run, asked: RolloutFilter, most: int) -> tuple[pd.DataFr
 def rewards(run: Run, asked: RolloutFilter) -> pd.DataFrame:
     """Return counts of the rollouts that are asked for by step and reward."""
     return reward_histogram(store(run), asked)
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def occurrences(run: Run, prompt_id: str | None, prompt: str) -> list[tuple[int, int]]:
+    """Return the steps and groups that have a prompt, by its name, or by its text where it has none."""
+    column, value = ("prompt", prompt) if prompt_id is None else ("prompt_id", prompt_id)
+    query = f'SELECT DISTINCT step, "group" FROM rollouts WHERE {column} = ? ORDER BY ALL'
+    return [(int(s), int(g)) for s, g in store(run).sql(query, [value]).itertuples(index=False)]
 
 
 @st.cache_data(max_entries=32, show_spinner=False)

@@ -1,4 +1,4 @@
-"""The one selection that all pages share beside the runs: step, prompt, rollout, token, colour, estimator, part.
+"""The one selection that all pages share beside the runs: step, prompt, rollout, token, colour, estimators, part, A, B.
 
 It lives in the session and in the URL, defaults included, so that every page can be opened again by its address.
 """
@@ -8,7 +8,10 @@ from typing import Any
 
 import streamlit as st
 
-NAMES = ("step", "prompt", "rollout", "token", "color", "estimator", "part")
+NAMES = (
+    *("step", "prompt", "rollout", "token", "color", "estimator", "against", "beside", "part"),
+    *("compare", "setting", "a", "b"),
+)
 _WRITTEN = "_written"
 
 

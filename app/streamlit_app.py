@@ -15,10 +15,19 @@ folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` 
 STYLE = """<style>
 .stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
 @media (max-width: 1100px) { .stMainBlockContainer { padding-left: 1.5rem; padding-right: 1.5rem; } }
+.st-key-prompt { max-height: 9rem; overflow: auto; }
+[data-testid="stLayoutWrapper"]:has(> .st-key-token-panel) { position: sticky; bottom: 0; z-index: 20; }
+.st-key-token-panel { max-height: 40vh; overflow: auto; padding: 6px 12px; border-radius: 6px 6px 0 0; gap: 0.3rem;
+  border: 1px solid rgba(125, 130, 140, .4); border-bottom: none; }
+.st-key-token-panel td { padding: 1px 6px; }
+.st-key-token-panel td, .st-key-token-panel td p { font-size: 13px; }
+.st-key-token-panel [data-testid="stVerticalBlock"] { gap: 0.3rem; }
+.st-key-token-panel pre { padding: 2px 8px; }
 [data-testid="stMarkdownContainer"] > table { display: block; max-width: 100%; overflow-x: auto; border: none; }
 </style>"""
 
 
+PAPER = ("#FFFFFF", "#12171C")  # of .streamlit/config.toml, light and dark
 STUDIES = "Studies"  # the page that needs no runs
 
 
@@ -30,6 +39,7 @@ def pages() -> list[st.Page]:
         st.Page("views/rollouts.py", title="Rollouts", icon=":material/list_alt:"),
         st.Page("views/tokens.py", title="Tokens", icon=":material/abc:"),
         st.Page("views/estimators.py", title="Estimators", icon=":material/target:"),
+        st.Page("views/compare.py", title="Compare", icon=":material/compare_arrows:"),
         st.Page("views/studies.py", title=STUDIES, icon=":material/menu_book:"),
     ]
 
@@ -40,7 +50,8 @@ def offer_runs(folder: Path, table: pd.DataFrame) -> None:
     chosen = choose_runs(runs)
     st.session_state.update(_runs=table, _selection=chosen, _any=bool(runs))
     follow(chosen)
-    st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(folder))}")
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(shown))}")
     st.sidebar.button("Reload runs", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
 
 
@@ -54,6 +65,7 @@ def main() -> None:
     """Choose the runs, then hand over to the page."""
     st.set_page_config(page_title="otb-analysis", page_icon="🔬", layout="wide")
     st.html(STYLE)
+    st.html(f"<style>.st-key-token-panel {{ background: {PAPER[st.context.theme.type == 'dark']}; }}</style>")
     chosen_page = st.navigation(pages())
     selection.restore()
     folder, without_runs = listing.root(), chosen_page.title == STUDIES

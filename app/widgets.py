@@ -99,12 +99,12 @@ def reasons(table: pd.DataFrame) -> None:
             st.caption(f":material/warning: **{plain(str(name))}**: {plain(str(reason))}")
 
 
-def one_run() -> listing.Run:
+def one_run(within: Any = st, width: int = 420) -> listing.Run:
     """Let the page choose one of the chosen runs; the choice holds across pages and in the URL."""
     chosen = {run.name: run for run in chosen_runs()}
     if len(chosen) == 1:
         return next(iter(chosen.values()))
-    name = st.selectbox("Run", list(chosen), key="focus", bind="query-params", width=420)
+    name = within.selectbox("Run", list(chosen), key="focus", bind="query-params", width=width)
     return chosen[str(name)]
 
 

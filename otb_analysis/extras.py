@@ -14,6 +14,8 @@ EXTRAS = {
     "gguf": ("gguf", "otb-analysis[models]"),
     "vllm": ("vllm", "otb-analysis[vllm]"),
     "trl": ("trl", "otb-analysis[trl]"),
+    "playwright": ("playwright", "otb-analysis[dev]"),
+    "ray": ("ray", "otb-analysis[ray]"),
     "wandb": ("wandb", "wandb"),
     "trackio": ("trackio", "trackio"),
 }

@@ -195,6 +195,10 @@ class Gram:
         """True when the reference, or one of several, is among the labels."""
         return any(label in self.labels for label in _members(reference))
 
+    def stands(self, reference: "frozenset[Label]") -> bool:
+        """Tell whether `blocks` can take those of the reference that are among the labels."""
+        return True
+
     def blocks(self, label: Label, reference: "Label | frozenset[Label]") -> Float:
         """Return ⟨m, m⟩, ⟨m, reference⟩ and ⟨reference, reference⟩ as [3, P, P].
 
@@ -267,6 +271,11 @@ class ReducedGram(Gram):
     def products(self) -> Float:
         """Σ_p ⟨g_{m,p}, g_{m',p}⟩ [M, M]."""
         return self.totals
+
+    def stands(self, reference: "frozenset[Label]") -> bool:
+        """Tell whether it was reduced with those of the reference that are among the labels."""
+        measured = reference & set(self.labels)
+        return not measured or measured in self.means
 
     def _own(self, m: int) -> Float:
         return self.own[m]

@@ -11,8 +11,15 @@ from widgets import background, download, errors_as_sentences, one_run, page, pl
 
 from otb_analysis.diagnostics import LEVELS, Finding, fall
 from otb_analysis.figures.alarms import alarms_table
-from otb_analysis.figures.attribution import attribution_info, attribution_line, attribution_table, plot_attribution
+from otb_analysis.figures.attribution import (
+    attribution_command,
+    attribution_info,
+    attribution_line,
+    attribution_table,
+    plot_attribution,
+)
 from otb_analysis.figures.collapse import degenerate_table
+from otb_analysis.figures.detector_rates import false_alarms, foresight
 from otb_analysis.figures.theme import CONFIG
 from otb_analysis.figures.timeline import plot_timeline, timeline_info
 from otb_analysis.figures.triage import triage
@@ -20,10 +27,10 @@ from otb_analysis.figures.triage import triage
 ROWS = 50
 HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
 FIRED = (
-    "Dated by the step at which you would have seen it while the run was going. On simulated healthy runs no detector "
-    "fires in more than 5 % (docs/results/alarms.md). In the runs of study 05 none is shown to foresee a collapse."
+    "Dated by the step at which you would have seen it while the run was going. **False alarms**: the largest share of "
+    "simulated healthy runs of 50 to 500 steps in which it ever fires (docs/results/alarms.md). **Study 05**: of 79 "
+    "runs that collapsed, how many it called before the collapse, and at all. No detector is shown to foresee one."
 )
-MEASURES = "`otb train --measure.attribution.every 1` measures every step, or `otb audit` for recorded rollouts."
 SHARES = (
     "Shares of ‖ḡ‖², the squared length of the update's gradient; all tokens together are 100 %. Negative: the token "
     "pushed against the update. **Signal** points along other prompts' gradients, **noise** only along its own."
@@ -73,17 +80,20 @@ def alarms(run: Run, findings: list[Finding]) -> None:
     rest = [f for f in findings if not f.fired]
     st.subheader("Alarms", anchor=False)
     if fired:
-        st.table(cells(alarms_table({run.name: fired}).sort_values("first watch", kind="stable")), hide_index=True)
+        st.table(cells(fired), hide_index=True)
     else:
         st.success("Nothing fired.", icon=":material/check:")
     st.caption(FIRED)
     with st.expander(f"What the other {len(rest)} saw"):
-        st.table(cells(alarms_table({run.name: rest})), hide_index=True)
+        st.table(cells(rest), hide_index=True)
 
 
-def cells(table: pd.DataFrame) -> pd.DataFrame:
-    """Return alarms as text that is no markup, a dash where nothing fired."""
-    return table.drop(columns="run").astype("string").fillna("–").map(plain)
+def cells(findings: list[Finding]) -> pd.DataFrame:
+    """Return alarms in this order, with their rates, as text that is no markup; a dash where nothing fired."""
+    rows = [alarms_table({"": [finding]}).astype("string") for finding in findings]
+    table = pd.concat(rows or [alarms_table({})]).drop(columns="run").fillna("–").map(plain)
+    names = [finding.detector for finding in findings]
+    return table.assign(**{"false alarms": list(map(false_alarms, names)), "study 05": list(map(foresight, names))})
 
 
 def attribution(run: Run, step: int) -> None:
@@ -92,10 +102,13 @@ def attribution(run: Run, step: int) -> None:
     steps = data.attributed(run)
     if step not in steps:
         near = min(steps, key=lambda s: abs(s - step)) if steps else None
-        missing = "No step of this run says which tokens held its gradient"
+        missing = "No step of this run says which tokens held its gradient."
         if near is not None:
-            missing = f"Step {step} has no attribution; the nearest step that has is {near}"
-        st.info(f"{missing}. {MEASURES}", icon=":material/inbox:")
+            missing = f"Step {step} has no attribution; the nearest step that has is {near}."
+        how, command = attribution_command(run.path, data.config(run), step)
+        st.info(f"{missing} {how}", icon=":material/inbox:")
+        if command:
+            st.code(command, language="bash", wrap_lines=True)
         if near is not None and st.button(f"Go to step {near}"):
             selection.remember("step", near)
             st.rerun()

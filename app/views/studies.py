@@ -1,4 +1,4 @@
-"""Studies: which questions were asked, what was found, with which numbers, and what it cost."""
+"""Studies: the verdict and figure of one study first, its numbers and how it was made beneath, then all studies."""
 
 import re
 from pathlib import Path
@@ -47,6 +47,7 @@ def overview(studies: list[CommittedStudy]) -> None:
         }
         for study in studies
     ]
+    st.subheader("All studies", anchor=False)
     st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
 
 
@@ -107,8 +108,6 @@ def reading(study: CommittedStudy) -> None:
 
 def detail(study: CommittedStudy) -> None:
     """Show one study: verdict, figures, numbers, how to read them, how they were made."""
-    st.header(plain(label(study)), anchor=False)
-    st.markdown(f"**Question.** {prose(study.question) or 'It stands in the file below.'}")
     if study.state == NOT_RUN:
         st.info(f"This study was not run yet. `{study.command}` runs it; `--quick` tries it in two minutes.")
     elif study.state == BROKEN:
@@ -116,6 +115,7 @@ def detail(study: CommittedStudy) -> None:
     else:
         with st.container(border=True):
             st.markdown(f"**Verdict.** {prose(study.verdict)}")
+    st.caption(f"Question: {prose(study.question) or 'it stands in the file below.'}")
     for figure in study.figures:
         with errors_as_sentences():
             show_figure(figure)
@@ -136,5 +136,5 @@ with page("Studies", "Which claims about baselines were tested, what came out, a
     if not studies:
         st.info(NONE.format(folder=plain(str(folder))), icon=":material/inbox:")
         st.stop()
-    overview(studies)
     detail(choose(studies))
+    overview(studies)

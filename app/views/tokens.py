@@ -1,60 +1,195 @@
-"""Tokens: all rollouts of one prompt side by side, coloured by any column."""
+"""Tokens: all rollouts of one prompt, coloured by any column or difference, beside those of another step or run."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import data
+import estimating
 import listing
+import numpy as np
 import pandas as pd
 import selection
 import streamlit as st
-from token_view import token_view
-from widgets import chart, download, one_run, page, plain
+from token_panel import token_panel
+from token_view import Chosen, Pane, clicked, stepped, token_view
+from widgets import chart, chosen_runs, download, errors_as_sentences, one_run, page, plain
 
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.prompts import distinct
 from otb_analysis.figures.token_colors import KINDS
-from otb_analysis.figures.token_details import token_details
-from otb_analysis.figures.tokens import NUMERIC, SIGNED, plot_tokens, tokens_info
-from otb_analysis.schema import column
+from otb_analysis.figures.token_columns import ADVANTAGES, COLOURS, described, measured, with_differences
+from otb_analysis.figures.token_grid import grid_info, plot_tokens
+from otb_analysis.figures.tokens import column_values, prompt_head, scale_of, tokens_info
+from otb_analysis.types import Label
 
 SCALE = "auto: logarithmic where a few values are far larger than the rest, else linear between robust ends."
-WIDTHS = (110, 380, 210, 150, 120)
 FIRST = ("grad_norm_sq", "energy_proxy")
-NORM = {False: "Exact ‖∇log π‖²", True: "Estimated ‖∇log π‖²"}  # by whether some of it was sketched
-SKETCHED = "Estimated from projections on random directions: a click shows each standard error; some are below 0."
 NOTHING = (
     "This run has no step whose tokens and rollouts are both stored; a run of `otb train` stores them at every step, "
     "and `otb score --model DIR --rollouts FILE` stores those of recorded rollouts."
 )
+NOT_HERE = "Not measured for this prompt at this step"
+NOT_HERE = "Not measured for this prompt at this step"
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
+PYTHON = """from otb_analysis.figures.token_columns import with_differences
+from otb_analysis.figures.token_grid import plot_tokens
+from otb_analysis.figures.tokens import tokens_info
+from otb_analysis.store import RunStore
+
+run = RunStore({path!r})
+tokens = run.tokens_df([{step}], where='"group" = {group}')
+rollouts = run.rollouts_df([{step}], where='"group" = {group}')
+info = tokens_info(with_differences(tokens), rollouts, {column!r})
+plot_tokens(info).write_html("tokens.html")"""
+LONGEST = 20_000  # Characters of a prompt that are shown
 
 
-def choose_step(run: listing.Run) -> int:
+@dataclass(frozen=True)
+class Place:
+    """One prompt at one step of one run."""
+
+    run: listing.Run
+    step: int
+    group: int
+
+    @property
+    def rollouts(self) -> Any:
+        """The rollouts of this prompt."""
+        table = data.rollouts(self.run, self.step)
+        return table[table["group"] == self.group]
+
+    @property
+    def tokens(self) -> Any:
+        """The tokens of this prompt, with the baseline and advantage of the estimator that trained."""
+        return data.tokens(self.run, self.step, self.group)
+
+    def words(self, run: bool = True) -> str:
+        """Say which step, and of which run if asked."""
+        return f"step {self.step}" + (f" of {self.run.name}" if run else "")
+
+
+def choose_step(run: listing.Run, within: Any) -> int:
     """Let the page choose a step; the last one with exact norms to begin with, else the last one."""
     steps = data.token_steps(run)
     first = data.exact_steps(run)[-1:] or steps[-1:]
-    return selection.choose("step", "Step", steps, first[0] if first[0] in steps else steps[-1], of=run.name)
+    default = first[0] if first[0] in steps else steps[-1]
+    return selection.choose("step", "Step", steps, default, within=within, of=run.name)
 
 
-def choose_prompt(run: listing.Run, step: int, rollouts: pd.DataFrame) -> int:
+def choose_prompt(run: listing.Run, step: int, within: Any) -> int:
     """Let the page choose a prompt; labels say in what it differs from the others, and its mean reward."""
+    rollouts = data.rollouts(run, step)
     means: Any = rollouts.groupby("group")["reward"].mean()
     texts = distinct({int(str(g)): str(text) for g, text in rollouts.groupby("group")["prompt"].first().items()})
     labels = {group: f"{group} · reward {number(float(means[group]))} · {text}" for group, text in texts.items()}
-    groups = list(labels)
-    return selection.choose("prompt", "Prompt", groups, groups[0], of=f"{run.name}-{step}", words=lambda g: labels[g])
+    groups, of = list(labels), f"{run.name}-{step}"
+    return selection.choose("prompt", "Prompt", groups, groups[0], within=within, of=of, words=labels.__getitem__)
 
 
-def chosen_token() -> tuple[int, int] | None:
-    """Return the selected token as (rollout, t)."""
-    rollout, _, t = (selection.remembered("token") or "").partition(".")
-    return (int(rollout), int(t)) if rollout.isdigit() and t.isdigit() else None
+def choose_beside(here: Place, row: Any) -> Place | None:
+    """Let the page choose where else to look at the same prompt: another step, or another of the chosen runs."""
+    if not row.toggle("Side by side", key="two", bind="query-params", help="The same prompt at another step or run."):
+        return None
+    first: Any = here.rollouts.iloc[0]
+    prompt_id = None if pd.isna(first["prompt_id"]) else str(first["prompt_id"])
+    places = [
+        Place(run, step, group)
+        for run in chosen_runs()
+        for step, group in data.occurrences(run, prompt_id, str(first["prompt"]))
+        if (run.name, step, group) != (here.run.name, here.step, here.group)
+    ]
+    tokens = {run.name: set(data.token_steps(run)) for run in {place.run for place in places}}
+    options = {f"{p.run.name}:{p.step}:{p.group}": p for p in places if p.step in tokens[p.run.name]}
+    if not options:
+        row.caption("No other step of the chosen runs has this prompt. Choose more runs in the sidebar.")
+        return None
+    nearest = min(options, key=lambda o: (options[o].step != here.step, abs(options[o].step - here.step)))
+    chosen = selection.choose(
+        "beside", "Beside", list(options), nearest, within=row, of=f"{here.run.name}-{here.step}-{here.group}",
+        words=lambda o: options[o].words(), width=220,
+    )  # fmt: skip
+    return options[chosen]
 
 
-def prompt_share(tokens: pd.DataFrame, name: str, steps: pd.DataFrame, step: int) -> str:
+def choose_label(name: str, title: str, labels: list[Label], default: Label, within: Any) -> Label:
+    """Let the page choose an estimator and its energies."""
+    by_words = {estimating.words(label): label for label in labels}
+    first = estimating.words(default if default in labels else labels[0])
+    return by_words[selection.choose(name, title, list(by_words), first, within=within, of="-".join(by_words))]
+
+
+def head(place: Place) -> None:
+    """Show the prompt, its reference answer and what its rollouts were paid."""
+    found = prompt_head(place.rollouts, place.tokens, place.run.estimator)
+    cut = f"… ({len(found.text):,} characters)" if len(found.text) > LONGEST else ""
+    with st.container(key="prompt"):
+        st.code(found.text[:LONGEST] + cut, language=None, wrap_lines=True)
+    facts = [f"**Reference answer** {plain(found.answer[:LONGEST])}"] if found.answer else []
+    facts += [f"**Rewards** {plain(found.rewards)}"] if found.rewards else []
+    st.markdown(" · ".join(facts))
+    if found.equal:
+        st.info(plain(found.equal), icon=":material/block:")
+
+
+def choices(here: Place, row: Any) -> tuple[str, Label | None, Label | None, str, str]:
+    """Let the page choose colour, estimator, the one to compare with, order and scale."""
+    tokens = here.tokens
+    labels = estimating.labels(here.run, here.step, here.group)
+    trained = estimating.trained(here.run)
+    names = measured(with_differences(tokens))
+    names += [ADVANTAGES] if len(labels) > 1 else []
+    asked = selection.remembered("color")
+    names += [asked] if asked in COLOURS and asked not in names else []  # kept where a step did not measure it
+    if not names:
+        st.info("No number was stored for any token of this prompt, so nothing can colour it.", icon=":material/inbox:")
+        st.stop()
+    first = next((c for c in FIRST if c in names), names[0])
+    words = {c: described(tokens, c).title for c in names}
+    place = row.container(width=210)
+    name = selection.choose("color", "Colour by", names, first, within=place, words=words.__getitem__)
+    label = against = None
+    if labels:
+        label = choose_label("estimator", "Estimator", labels, trained, row.container(width=190))
+        if name == ADVANTAGES:
+            other: Label = ("rloo", "none") if label != ("rloo", "none") else ("group_mean", "none")
+            against = choose_label("against", "minus that of", labels, other, row.container(width=190))
+    with row.container(width=120):
+        order = st.selectbox("Order", list(ORDERS), format_func=lambda o: ORDERS[o], key="order", bind="query-params")
+    with row.container(width=90):
+        scale = st.selectbox("Scale", KINDS, key="scale", bind="query-params", help=SCALE)
+    return name, label, against, str(order), str(scale)
+
+
+def coloured(place: Place, label: Label | None, against: Label | None) -> pd.DataFrame:
+    """Return the tokens of a place with the chosen estimator's advantages and all differences."""
+    tokens, other = place.tokens, None
+    if label is not None and label in estimating.labels(place.run, place.step, place.group):
+        tokens = estimating.as_estimated(tokens, place.run, place.step, place.group, label)
+    if against is not None and against in estimating.labels(place.run, place.step, place.group):
+        theirs: Any = estimating.as_estimated(place.tokens, place.run, place.step, place.group, against)
+        other = theirs["advantage"]
+    return with_differences(tokens, other)
+
+
+def chosen_token(panes: int) -> Chosen | None:
+    """Return the selected token: `rollout.t`, with a b in front on the right of two."""
+    text = selection.remembered("token") or ""
+    rollout, _, t = text.removeprefix("b").partition(".")
+    pane = int(text.startswith("b"))
+    return (pane, int(rollout), int(t)) if rollout.isdigit() and t.isdigit() and pane < panes else None
+
+
+def select(pane: int, rollout: int, t: int) -> None:
+    """Select a token."""
+    selection.remember("rollout", rollout)
+    selection.remember("token", f"{'b' * pane}{rollout}.{t}")
+
+
+def prompt_share(place: Place, name: str) -> str:
     """Say what this prompt's tokens add up to, beside the step's whole ‖ḡ‖²."""
-    shares = tokens[name].to_numpy(float, na_value=0.0)
-    whole: Any = steps.loc[steps["step"] == step, "grad_norm"]
+    shares = place.tokens[name].to_numpy(float, na_value=0.0)
+    steps = data.steps([place.run])[place.run.name]
+    whole: Any = steps.loc[steps["step"] == place.step, "grad_norm"]
     along, against = (number(float(part.sum())) for part in (shares[shares > 0], -shares[shares < 0]))
     return (
         "Blue pushes along the update, orange against it. "
@@ -63,61 +198,89 @@ def prompt_share(tokens: pd.DataFrame, name: str, steps: pd.DataFrame, step: int
     )
 
 
-def details(tokens: pd.DataFrame, chosen: tuple[int, int], estimator: str) -> None:
-    """Show one token's numbers and how they come about."""
-    token = token_details(tokens, *chosen, estimator)
-    if token is None:
-        return
-    with st.container(border=True):
-        left, right = st.columns([1, 4])
-        left.caption(f"token {token.t} of rollout {token.rollout}")
-        left.code(token.text, language=None)
-        right.dataframe(
-            pd.DataFrame(token.formulas, columns=["quantity", "with this token's numbers"]), hide_index=True
+def shown(places: list[Place], panes: list[Pane], titles: dict[str, str], label: Label | None) -> None:
+    """Show the tokens, what the chosen one says, and the grid."""
+
+    def on_token() -> None:
+        if (token := clicked()) is not None:
+            select(*token)
+
+    def on_step() -> None:
+        steps = data.token_steps(places[0].run)
+        # Keys can be faster than the page: the step is the one selected by now, not the one that is still drawn.
+        here = selection.remembered("step")
+        known = here is not None and here.isdigit() and int(here) in steps
+        at = steps.index(int(here or 0) if known else places[0].step) + stepped()
+        if 0 <= at < len(steps):
+            selection.remember("step", steps[at])
+
+    chosen = chosen_token(len(places))
+    left_out = token_view(panes, titles, chosen, on_token, on_step)
+    if left_out:
+        st.caption(
+            f"Rollouts left out, because they are too many for one page: {left_out}. Choose any in the grid below."
         )
+    if chosen is not None:
+        place = places[chosen[0]]
+        with st.container(key="token-panel"), errors_as_sentences():
+            token_panel(place.run, place.step, place.group, place.tokens, (chosen[1], chosen[2]), label)
+    st.subheader("By position", anchor=False)
+    for p, side in enumerate(st.columns(len(panes))):
+        with side:
+            grid(p, places[p], panes[p], titles[panes[p].info.column], chosen)
+
+
+def grid(pane: int, place: Place, drawn: Pane, title: str, chosen: Chosen | None) -> None:
+    """Draw the tokens by position; a click chooses one."""
+    key = "tokens" + "b" * pane
+
+    def on_point() -> None:
+        points = [p for p in st.session_state[key]["selection"]["points"] if p.get("customdata")]
+        if points:
+            rollout, t = points[0]["customdata"]
+            select(pane, int(rollout), int(t))
+
+    at = (chosen[1], chosen[2]) if chosen is not None and chosen[0] == pane else None
+    column, stored = drawn.info.column, place.tokens
+    as_stored = column in stored and drawn.tokens[column].equals(stored[column])
+    python = PYTHON.format(path=place.run.path, step=place.step, group=place.group, column=column)
+    can = as_stored or (column not in stored and column != ADVANTAGES)
+    chart(plot_tokens(drawn.info, title, at), key, python=python if can else "", clicked=on_point)
+    width = grid_info(drawn.info).width
+    many = f"Each cell holds {width} tokens and shows the one that stands out most. " if width > 1 else ""
+    st.caption(f"{many}Click a cell to choose its token.")
+    download(drawn.tokens, f"tokens-of-one-prompt{'b' * pane}")
 
 
 with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one prompt, coloured by what you ask."):
-    run = one_run()
+    row = st.container(horizontal=True, vertical_alignment="bottom")
+    run = one_run(row, 260)
     if not data.token_steps(run):
         st.info(NOTHING, icon=":material/inbox:")
         st.stop()
-    controls = st.container(horizontal=True)
-    places = [controls.container(width=width) for width in WIDTHS]
-    with places[0]:
-        step = choose_step(run)
-    rollouts = data.rollouts(run, step)
-    with places[1]:
-        group = choose_prompt(run, step, rollouts)
-    tokens = data.tokens(run, step, group)
-    measured = [c for c in NUMERIC if c in tokens and bool(tokens[c].notna().any()) and c != "token_id"]
-    sketched = bool((tokens["measured_by"] == "sketch").any())
-    with places[2]:
-        first = next((c for c in FIRST if c in measured), measured[0])
-        words = {c: NORM[sketched] if c == "grad_norm_sq" else c for c in measured}
-        name = selection.choose("color", "Colour by", measured, first, words=words.__getitem__)
-    with places[3]:
-        order = st.selectbox("Order", list(ORDERS), format_func=lambda o: ORDERS[o], key="order", bind="query-params")
-    chosen: Any = rollouts[rollouts["group"] == group]
-    with places[4]:
-        scale = st.selectbox("Scale", KINDS, key="scale", bind="query-params", help=SCALE)
-    of_prompt = chosen.set_index("rollout")
-    info = tokens_info(tokens, of_prompt["reward"], name, str(order), str(scale))
-    described = column("tokens", name)
-    unit = f" ({described.unit})" if described.unit else ""
-    st.caption(plain(f"{described.name}{unit}: {described.meaning}") + " Hover for all values, click for the formulas.")
-    if name == "grad_norm_sq" and sketched:
-        st.caption(SKETCHED)
-    if name in SIGNED:
-        st.caption(plain(prompt_share(tokens, name, data.steps([run])[run.name], step)))
-    st.code(str(of_prompt["prompt"].iloc[0]), language=None, wrap_lines=True)
-    clicked = token_view(info, tokens, of_prompt["finish_reason"].to_dict(), measured, chosen_token())
-    if clicked and clicked != chosen_token():
-        selection.remember("rollout", clicked[0])
-        selection.remember("token", f"{clicked[0]}.{clicked[1]}")
-        st.rerun()
-    if (token := chosen_token()) is not None:
-        details(tokens, token, run.estimator)
-    st.subheader("By position", anchor=False)
-    chart(plot_tokens(info), "tokens")
-    download(tokens, "tokens-of-one-prompt")
+    step = choose_step(run, row.container(width=110))
+    here = Place(run, step, choose_prompt(run, step, row.container(width=520)))
+    head(here)
+    row = st.container(horizontal=True, vertical_alignment="bottom")
+    name, label, against, order, scale = choices(here, row)
+    beside = choose_beside(here, row)
+    places = [here] if beside is None else [here, beside]
+    tables = [coloured(place, label, against) for place in places]
+    words = [estimating.words(chosen) if chosen is not None else "" for chosen in (label, against)]
+    about = described(tables[0], name, *words)
+    unit = f" ({about.unit})" if about.unit else ""
+    st.caption(plain(f"{about.title}{unit}: {about.meaning}") + " Hover for all values, click for the formulas.")
+    if name in ("attribution", "signal", "noise"):
+        st.caption(plain(prompt_share(here, name)))
+    values = np.concatenate([column_values(table, name) for table in tables])
+    colors = scale_of(values, name, scale, dark=st.context.theme.type == "dark")
+    if np.isnan(values).all():
+        st.info(
+            "Not measured for this prompt at this step; choose another colour, step or prompt.", icon=":material/inbox:"
+        )
+    titles = {c: described(tables[0], c, *words).title for c in dict.fromkeys([*measured(tables[0]), name])}
+    panes = [
+        Pane(place.words() if beside else "", tokens_info(table, place.rollouts, name, order, colors), table)
+        for place, table in zip(places, tables, strict=True)
+    ]
+    shown(places, panes, titles, label)

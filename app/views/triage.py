@@ -7,13 +7,15 @@ import listing
 import streamlit as st
 from widgets import chart, chosen_runs, curves_table, download, open_run, page, plain, reasons
 
-from otb_analysis.figures.learning import learning_info, plot_learning
-from otb_analysis.figures.runs import config_differences
+from otb_analysis.figures.learning import grouped_info, learning_info, plot_learning
+from otb_analysis.figures.runs import config_differences, grouped
 from otb_analysis.figures.triage import Triage, triage_table, verdict, worst_first
 
 SIGNS = {"collapsed": "■", "alarm": "▲", "watch": "△", "calm": "·", "too short": "○", "broken": "✕"}
 TINTS = {"collapsed": "rgba(193, 18, 31, 0.16)", "alarm": "rgba(213, 94, 0, 0.14)", "watch": "rgba(201, 138, 0, 0.12)"}
 REWARD = "Mean of every step, thinned to 40 points."
+EACH = "each run alone"
+GROUPS = "A setting in which the chosen runs differ: one curve per value, the mean over its runs, such as its seeds."
 WARNING = "The step at which any detector first fired, known at that step."
 
 
@@ -63,12 +65,18 @@ with page("Triage", "Which run is in trouble, since when, and in what does it di
         reasons(st.session_state["_runs"])
     chosen = chosen_runs()
     st.subheader("Learning curves", anchor=False)
-    window = st.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
-    info = learning_info(data.steps(chosen), {run.name: run.estimator for run in chosen}, window)
+    differences = config_differences({run.name: data.config(run) for run in chosen})
+    left, right = st.columns(2)
+    window = left.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
+    settings = [EACH, *differences.table["setting"]]
+    by = str(right.selectbox("Group runs by", settings, key="by", bind="query-params", width=320, help=GROUPS))
+    if by == EACH:
+        info = learning_info(data.steps(chosen), {run.name: run.estimator for run in chosen}, window)
+    else:
+        info = grouped_info(data.steps(chosen), grouped(differences, by), window)
     chart(plot_learning(info), "learning", curves_table(info))
 
     st.subheader("Configuration differences", anchor=False)
-    differences = config_differences({run.name: data.config(run) for run in chosen})
     if len(chosen) < 2:
         st.caption("Choose two or more runs to compare their configurations.")
     elif differences.table.empty:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.audit.bookkeeping import check_bookkeeping
-from otb_analysis.audit.results import AuditReport, EstimatorRow, Proxy, Sketches
+from otb_analysis.audit.results import AuditReport, EstimatorRow, Proxy, Sketches, is_told
 from otb_analysis.audit.sampling_report import SamplingReport, sampling_report
 from otb_analysis.audit.shares import attributed_tokens
 from otb_analysis.audit.trainer_loss import trainer_loss
@@ -19,6 +19,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved, registered
 from otb_analysis.figures.conclusion import trained_labels
 from otb_analysis.figures.fidelity import comparable, energies, fidelity_columns
+from otb_analysis.phases import plural
 from otb_analysis.statistics import (
     REFERENCE,
     conclude,
@@ -58,7 +59,8 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
     alarm = sampling is not None and sampling.alarm  # what the user stated of the sampling is then not so
     known = Proved() if alarm else proved({label for gram in grams.values() for label in gram.labels}, config)
     trained = next(iter(trained_labels(config, grams.values())), None)
-    missing: list[str] = []
+    status, reason = store.standing
+    missing = [] if status == "complete" else [f"Run: {status} after {plural(len(steps), 'complete step')}: {reason}"]
     subgroups = store.subgroup_grams() if grams else {}
     whole = _judged(grams, trained, missing, known)
     rows = _rows(list(grams.values()), _between(grams, subgroups), whole, known)
@@ -71,7 +73,7 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
         missing.append(f"Proxy: no token has an exact norm; {SCORE} measures them.")
     rewards = store.rollouts_df(columns=["step", "group", "reward", "prompt_id"])
     groups = reward_groups(rewards)
-    planner = plan(grams, subgroups, trained if whole else None, groups, len(steps))
+    planner = plan(grams, subgroups, trained if whole else None, groups, len(steps), known)
     source = config.get("source")
     if sampling is None:
         missing.append(f"Sampling check: no token was scored; {SCORE} does it.")
@@ -137,16 +139,19 @@ def _rows(
     for row in pooled_statistics(grams, known=known):
         entry = registered(row.estimator)
         apart = between if row.variance is not None and entry is not None and entry.unbiased else None
+        progress = row.c_known or row.intervals["projection"] is not None  # else c is nothing but noise
         whole = None if row.variance is None else row.variance * row.n_prompts
         one = EstimatorRow(
             row.estimator, row.energy_source, row.intervals["efficiency"], row.intervals["noise_scale"],
             ratios.get((row.estimator, row.energy_source)), row.intervals["rollout_equivalents"],
-            row.intervals["relative_bias"], row.c_known, row.projection, row.sf, row.variance,
+            row.intervals["relative_bias"], row.c_known, row.projection if progress else None,
+            row.sf if progress else None, row.variance,
             None if whole is None or apart is None else whole - apart,
             apart,
             row.sketch_dim is not None,
         )  # fmt: skip
-        rows.append((-np.inf if row.efficiency is None else row.efficiency, one))
+        rank = -np.inf if row.efficiency is None else row.efficiency
+        rows.append(((one.efficiency is not None or is_told(one.ratio), rank), one))
     return tuple(one for _, one in sorted(rows, key=lambda ranked: ranked[0], reverse=True))
 
 

@@ -105,13 +105,17 @@ def check_norms(
             continue
         if updates is not None and float(updates) > 1:
             continue  # the logged norm may be that of a part of the rollouts
+        left_out = row.get("n_left_out")
+        if left_out is not None and float(left_out) > 0:
+            continue  # rollouts without a reward, which the trainer counted and the store has not
         mean_norm_sq, measured = power[step]
         sizes = np.unique(store.rollouts_df([step], ["group"])["group"].to_numpy(), return_counts=True)[1]
         if measured != len(sizes) or len(set(sizes.tolist())) > 1:
             continue
         n = float(sizes.sum())
         scale = {"sequence_sum": 1.0, "token_mean": n / float(row["n_tokens"]), "constant": 1.0 / constant}[aggregation]
-        checks.append(NormCheck(step, float(logged), float(mean_norm_sq) ** 0.5 * scale))
+        if mean_norm_sq > 0:  # groups of equal rewards have no gradient to compare
+            checks.append(NormCheck(step, float(logged), float(mean_norm_sq) ** 0.5 * scale))
     return checks
 
 
@@ -132,7 +136,9 @@ def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Boo
     if advantages is None:
         missing.append("Advantages: none were recorded, so none can be recomputed.")
     weights, norms = None, tuple[NormCheck, ...]()
-    first = store.rollouts_df(store.complete_steps()[:1], ["rollout", "group", "length"])
+    first = store.rollouts_df(store.complete_steps()[:1])
+    if "source_record" in first:  # the order in which the trainer saw them: its groups need not be in one piece
+        first = first.sort_values("source_record")
     logged = store.steps_df(columns=["grad_norm"])["grad_norm"].notna().to_numpy().any()
     if not loss.aggregation:
         missing.append("Loss weights and gradient norm: pass --aggregation, how the trainer's loss weighs tokens.")
@@ -183,7 +189,7 @@ def bookkeeping_lines(checked: Bookkeeping) -> list[str]:
         factor = np.array([check.factor for check in norms])
         lines.append(
             f"Logged over rebuilt gradient norm: median {np.median(factor):.4g}, from {factor.min():.4g} to "
-            f"{factor.max():.4g} over {len(norms):,} steps."
+            f"{factor.max():.4g} over {len(norms):,} steps; 1 where the trainer does what it says."
         )
     if checked.weights is not None:
         lines.append(_weights_line(checked.weights, checked.loss))

@@ -43,8 +43,8 @@ class Encoder:
         drafts = [self._draft(record) for record in step.records]
         texts = {int(g): record for g, record in zip(step.group, step.records, strict=True)}
         prompts = tuple(
-            Prompt(name, shown_prompt(texts[g]) or self._decoded(texts[g].prompt_ids or ()), answer="")
-            for g, name in enumerate(step.prompt_ids)
+            Prompt(name, shown_prompt(one) or self._decoded(one.prompt_ids or ()), answer=one.answer or "")
+            for name, one in ((name, texts[g]) for g, name in enumerate(step.prompt_ids))
         )
         rollouts = collate(drafts, prompts, step.group, special_id(self.tokenizer, "pad"))
         reward = np.zeros(rollouts.mask.shape)
@@ -78,6 +78,7 @@ class Encoder:
         """Return the prompt's tokens, and the completion's in segments."""
         if record.ids is not None:
             self._check_text(record, "completion", record.completion, record.ids)
+            self._check_chat(record)
             prompt = record.prompt_ids
             if prompt is None:
                 prompt = self._prompt(record)
@@ -175,6 +176,23 @@ class Encoder:
                 f"{record.place}: the tokenizer decodes the {name}'s ids to {forms[0]!r:.60}, but {text!r:.60} was "
                 "recorded; pass the model that sampled them."
             )
+
+    def _check_chat(self, record: RecordedRollout) -> None:
+        """Refuse a chat's prompt ids in which a message of the system or the user is not to be read.
+
+        Templates may drop parts of earlier answers and add what they like, so nothing else is looked for.
+        """
+        if record.prompt_ids is None or not record.messages:
+            return
+        text = self._decoded(record.prompt_ids)
+        for message in record.messages:
+            if message.sampled:
+                return
+            if message.role in ("system", "user") and message.content.strip() not in text:
+                raise InputError(
+                    f"{record.place}: the tokenizer decodes the prompt's ids to {text!r:.60}, in which the "
+                    f"{message.role}'s {message.content!r:.60} is not; pass the model that sampled them."
+                )
 
     def _check_ids(self, record: RecordedRollout, ids: tuple[int, ...]) -> None:
         if ids and max(ids) >= self.vocabulary:

@@ -97,6 +97,7 @@ def _rollout_rows(
         "rollout": np.arange(len(records)),
         "prompt_id": [names[g] for g in step.group],
         "prompt": decoded,
+        "answer": [record.answer for record in records],
         "completion": [completion_text(record, tokenizer) for record in records],
         "reward": [record.reward for record in records],
         "length": list(policy),

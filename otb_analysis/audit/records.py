@@ -1,5 +1,6 @@
 """One recorded rollout, whoever wrote it, and what must hold of it before anything is computed."""
 
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ class RecordedRollout:
     reward: float
     prompt: str | None = None
     completion: str | None = None
+    answer: str | None = None  # Reference answer of the prompt
     messages: tuple[Message, ...] = ()  # A chat, which stands for prompt and completion
     stripped: bool = False  # True where the texts were decoded without their special tokens
     group: Hashable = None  # Names its group within the step; None where the prompt does
@@ -131,21 +133,26 @@ class Fields:
     def number(self, name: str) -> float:
         """Return a finite number, or a tensor or list that holds one."""
         value = self._value(name)
-        if not isinstance(value, str | bytes) and np.size(value) == 1:
+        if not isinstance(value, str | bytes | int | float) and np.size(value) == 1:
             value = np.asarray(value).reshape(-1)[0].item()
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._unfit(name, value, "a number")
+        if abs(value) > sys.float_info.max:
+            value = np.inf
         if not np.isfinite(value):
             raise InputError(f"{self.place}: {name} is {value}; write a finite number, or leave the rollout out.")
         return float(value)
 
     def whole(self, name: str) -> int:
-        """Return a whole number, also where it was written as a text."""
+        """Return a whole number from 0 that a table can hold, also where it was written as a text."""
         value = self._value(name)
         try:
-            return int(str(value))
+            whole = int(str(value))
         except ValueError:
             raise self._unfit(name, value, "a whole number") from None
+        if not 0 <= whole < 2**63:
+            raise self._unfit(name, value, "a whole number from 0 to 2⁶³ − 1")
+        return whole
 
     def ids(self, name: str) -> tuple[int, ...]:
         """Return token ids."""
@@ -153,6 +160,13 @@ class Fields:
         if values.size and (values.dtype.kind not in "iu" or values.min() < 0):
             raise self._unfit(name, values.tolist(), "a list of token ids")
         return tuple(values.tolist())
+
+    def key(self, name: str) -> Hashable:
+        """Return a name or a number that tells things apart, None where there is none."""
+        value = self.row.get(name)
+        if not (value is None or isinstance(value, str | int | float)):
+            raise self._unfit(name, value, "a text or a number")
+        return value
 
     def numbers(self, name: str) -> Float:
         """Return a list of numbers; None in it becomes NaN."""

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def record_run(
     try:
         with phase(f"reading {source.path.name}"):
             steps = steps_of(source.records(config.reward_weights), layout)
-            run.write(_repeats_counted(steps, source), make)
+            run.write(_repeats_marked(steps, source), make)
     except BaseException as error:
         kept = run.failed(error)
         if isinstance(error, KeyboardInterrupt):
@@ -191,14 +191,14 @@ class _Run:
         return f"{steps} before it can be read in {self.path}, and --if-exists resume goes on"
 
 
-def _repeats_counted(steps: Iterable[RecordedStep], source: Source) -> Iterator[RecordedStep]:
-    """Yield all steps; count those whose rollouts are those of the step before."""
+def _repeats_marked(steps: Iterable[RecordedStep], source: Source) -> Iterator[RecordedStep]:
+    """Yield all steps; mark and count those whose rollouts are those of the step before."""
     before = 0
     for step in steps:
         here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
         source.tally[REPEATED] += here == before
+        yield replace(step, repeated=here == before)
         before = here
-        yield step
 
 
 def _refuse_other_settings(path: Path, old: object, new: Mapping[str, Any]) -> None:

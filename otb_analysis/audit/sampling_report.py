@@ -38,7 +38,7 @@ class FamilyResult:
     log_p: float  # Log of the p-value, corrected for the settings tried
     gain: float  # Log-likelihood of the family's best setting over the stated sampler's, in nats
     setting: float | None = None  # That setting: temperature over the stated one, p, k, penalty, σ
-    error: float | None = None  # Standard error of a smooth setting
+    error: float | None = None  # Standard error of a smooth setting, None where it is the last one tried
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,10 @@ def _two_sided(z: float) -> float:
 
 def _smooth(sums: SamplingSums, test: str) -> FamilyResult:
     """Return a score test with the setting where the likelihood is largest; the stated sampler has setting 1."""
-    setting, gain = _peak(sums.grid(test, "gain"))
-    variance = sums.total(test, "variance")
-    # Information about β = 1/temperature and about a penalty is Σ Var; d temperature = temperature² dβ.
-    error = setting**2 / variance**0.5 if variance > 0 else None
+    grid = sums.grid(test, "gain")
+    setting, gain = _peak(grid)
     z = _z(sums, test)
-    return FamilyResult(test, abs(z), _two_sided(z), gain, setting, error)
+    return FamilyResult(test, abs(z), _two_sided(z), gain, setting, _peak_error(grid, setting))
 
 
 def _probability(sums: SamplingSums) -> FamilyResult:
@@ -174,6 +172,20 @@ def _peak(grid: Mapping[float, float]) -> tuple[float, float]:
     """Return where a function of the setting, 0 at the stated 1, is largest, and its value, by a cubic spline."""
     setting, value = _cubic_peak([0.0, *np.log(list(grid))], [0.0, *grid.values()])
     return float(np.exp(setting)), value
+
+
+def _peak_error(grid: Mapping[float, float], setting: float) -> float | None:
+    """Return the standard error of the most likely setting, from the likelihood's curvature there.
+
+    Information about the logarithm of a setting is −d²/dx² of the log-likelihood at its peak. None where the peak is
+    the last setting tried: it may lie anywhere beyond.
+    """
+    x, y = np.array(sorted([(0.0, 0.0), *((np.log(k), v) for k, v in grid.items())])).T
+    at = float(np.log(setting))
+    if not x[0] + 1e-9 < at < x[-1] - 1e-9:
+        return None
+    information = -float(CubicSpline(x, y)(at, 2))
+    return setting / information**0.5 if information > 0 else None
 
 
 def _cubic_peak(settings: Sequence[float], values: Sequence[float]) -> tuple[float, float]:

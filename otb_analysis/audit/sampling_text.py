@@ -31,11 +31,13 @@ def sampling_lines(report: SamplingReport) -> list[str]:
     else:
         lines = [f"{n} fit the model at the stated temperature (no family has p < 0.01 after correction)."]
     temperature = report.families["temperature"]
-    if temperature.setting is not None and temperature.error is not None:
-        lines.append(
-            f"Temperature that fits best, if nothing else is wrong: {temperature.setting:.3f} ± "
-            f"{1.96 * temperature.error:.3f} times the stated one."
-        )
+    if temperature.setting is not None:
+        known = f"{temperature.setting:.3f}"
+        if temperature.error is not None:
+            known += f" ± {1.96 * temperature.error:.3f}"
+        else:  # the last one tried
+            known += " or " + ("less" if temperature.setting < 1 else "more")
+        lines.append(f"Temperature that fits best, if nothing else is wrong: {known} times the stated one.")
     if report.recorded is not None:
         lines += _recorded_lines(report.recorded, report.alarm)
     return lines

@@ -148,10 +148,12 @@ class Scorer:
         self.seconds = {}
         self._refuse_singles(step)
         rollouts = self.encoder.rollouts(step)
+        # A second look at the same tokens is no evidence: a direction learned from them agrees with itself.
+        observe = None if step.repeated else self.sampling.observe
         with phase("scoring"), self._timed("forward"):
             try:
                 forward = forward_statistics(
-                    self.model, rollouts, self.config.temperature, self.config.micro_batch, self.sampling.observe
+                    self.model, rollouts, self.config.temperature, self.config.micro_batch, observe
                 )
             except NonFiniteError as error:
                 raise NonFiniteError(f"step {step.step}: {error}") from error
@@ -171,7 +173,7 @@ class Scorer:
             gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
             grams=gram_rows(step.step, measurement.gram) if measurement.gram else None,
             subgroups=subgroup_rows(step.step, measurement.subgroups) if measurement.subgroups else None,
-            sampling=self.sampling.rows(rollouts, table),
+            sampling=None if step.repeated else self.sampling.rows(rollouts, table),
         )
 
     def _refuse_singles(self, step: RecordedStep) -> None:

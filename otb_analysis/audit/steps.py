@@ -28,6 +28,7 @@ class RecordedStep:
     step: int
     records: tuple[RecordedRollout, ...]
     group: Int  # Index of each record's prompt within the step [N]
+    repeated: bool = False  # True where its rollouts are those of the step before
 
     @property
     def prompt_ids(self) -> list[str]:
@@ -85,7 +86,8 @@ def _cut(records: Iterable[RecordedRollout], layout: Layout) -> Iterator[Recorde
                 what = "prompt" if record.group is None else f"group {record.group!r}"
                 raise InputError(
                     f"{record.place} goes on with the {what} of record {ended[name]}, behind other groups; put the "
-                    "rollouts of a group together, or write step and group into every record."
+                    "rollouts of a group together, write step and group into every record, or pass --group-size N if "
+                    "every N records in a row are a group."
                 )
             ended[name] = record.place.number
             if len(keys) == layout.prompts:

@@ -28,8 +28,13 @@ def verdict(
     """
     alarm = sampling is not None and sampling.alarm
     sentences = [sampling_lines(sampling)[0]] if sampling is not None and alarm else []
-    sentences += [_estimator(whole, conclusion)] if whole else []
-    if planner.cells and whole:
+    dead = bool(planner.dead) and planner.dead[-1].share.estimate == 1
+    if dead:
+        sentences.append("Every group has equal rewards, so there is no gradient to compare; take other prompts.")
+    sentences += [_estimator(whole, conclusion)] if whole and not dead else []
+    if dead:
+        pass
+    elif planner.cells and whole:
         sentences.append(size_sentence(planner, (whole.present.estimator, whole.present.energy_source)))
     elif planner.dead:
         last = planner.dead[-1]
@@ -51,7 +56,7 @@ def _estimator(advice: Advice, conclusion: Conclusion | None) -> str:
         return f"Use {name}: {_cell(best.ratio)} times as efficient as {now}."
     quiet = conclusion.best if conclusion and not any(is_told(one.ratio) for one in advice.candidates) else None
     if quiet is not None and quiet.sf is not None:
-        hidden = "" if now == REFERENCE[0] else f"; noise hides {now}'s"
+        hidden = "" if now == REFERENCE[0] else f"; {_undecided((now, 'none'))}"
         return f"Try {shown_name(quiet.label)}: {_cell(quiet.sf)} of rloo's variance at equal progress{hidden}."
     return f"Keep {now}: no difference shown{_highest(advice)}."
 
@@ -68,18 +73,22 @@ def size_sentence(planner: Planner, trained: Label) -> str:
             best = min(better, key=_cost)
             if label == trained:
                 return f"Use groups of {best.size}, not {size}: {name} {_gain(best)} at the same rollouts."
-            hidden = f"noise hides {shown_name(trained)}'s best"
+            hidden = _undecided(trained)
             return f"Try groups of {best.size}, not {size}: {name} {_gain(best)}; {hidden}."
         if label == trained and others and all(cell.cost in told and (cell.cost.low or 0) > 1 for cell in others):
             nearest = min(others, key=_cost)
             return f"Keep groups of {size}: in groups of {nearest.size} {name} {_gain(nearest)}."
     best = planner.best_size
     if best is not None and not (best.low or 0) <= (size or 0) <= (best.high or np.inf):
-        hidden = "" if trained == REFERENCE else f"; noise hides {shown_name(trained)}'s best"
+        hidden = "" if trained == REFERENCE else f"; {_undecided(trained)}"
         ends = f"{best.estimate:.0f} ({best.low:.1f}–{best.high:.1f})"
         return f"Try groups of {ends}, not {size}: rloo's variance is least there{hidden}."
     sizes = sorted({cell.size for cell in planner.cells})
     return f"Keep groups of {size}: no difference shown from {sizes[0]} to {sizes[-1]}."
+
+
+def _undecided(label: Label) -> str:
+    return f"for {shown_name(label)} noise leaves it open"
 
 
 def _cost(cell: Cell) -> float:
@@ -114,7 +123,7 @@ def _proxy(proxy: Proxy) -> str:
         inside = proxy.within
         if inside is None or inside.low is None:
             return "Proxy: no difference shown."
-        return f"Proxy: log correlation with exact norms {_cell(inside)}; its cost is not known."
+        return f"Proxy: log correlation with exact norms {_cell(inside)}; what it costs otb is not known."
     if kept.low >= 1 - MARGIN:
         return f"Use the proxy: otb keeps {_cell(kept)} of its efficiency."
     if kept.high < 1:

@@ -113,8 +113,26 @@ class StoreConfig(BenchConfig):
     group_size: int = 8  # Rollouts per prompt.
     estimators: int = 38  # Estimators of a Gram matrix, each energy source counted.
     append: int = 100_000  # Tokens of the step that is appended.
+    pandas: bool = True  # Also compute the variance in pandas, which holds all rows.
     repeats: int = 3  # Repetitions, taking turns; the least time counts.
     root: Path | None = None  # Directory that keeps the runs; a temporary one unless named.
+
+
+@dataclass(frozen=True)
+class DashboardBenchConfig(BenchConfig):
+    """Time every page of the dashboard in Chromium: its first chart, a changed control, the server's memory."""
+
+    steps: int = 2_000  # Steps of the one large run.
+    measured: int = 165  # Its steps with exact norms and a Gram matrix.
+    tokens: int = 5_000_000  # Its tokens.
+    runs: int = 24  # Smaller runs beside each other.
+    many_steps: int = 200  # Steps of each of them.
+    many_measured: int = 17  # Its measured steps.
+    many_tokens: int = 200_000  # Its tokens.
+    compacted: bool = False  # Compact the runs first, as `otb compact` does.
+    pages: tuple[str, ...] = ()  # Only these pages, such as `run tokens`; by default all.
+    port: int = 8599  # Port of the server.
+    root: Path | None = None  # Directory that keeps the runs, and has them from an earlier call; else a temporary one.
 
 
 @dataclass(frozen=True)
@@ -206,6 +224,7 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "audit": AuditBenchConfig,
     "train": TrainBenchConfig,
     "store": StoreConfig,
+    "dashboard": DashboardBenchConfig,
 }
 """`otb bench NAME`; the module of the same name has `run(config)`, which returns a report."""
 

@@ -17,7 +17,7 @@ from otb_analysis.bench.publish import Report, mebibytes_cell, notes_of, report_
 from otb_analysis.bench.synthetic_run import Shape, synthetic_step, write_synthetic_run
 from otb_analysis.bench.timing import interleaved, timed
 from otb_analysis.estimators import standing_for_truth
-from otb_analysis.figures.gradient_table import statistics_table
+from otb_analysis.figures.gradient_table import evenly, statistics_table
 from otb_analysis.statistics import REFERENCE
 from otb_analysis.store import EXACT_ROWS, RolloutFilter, RunStore, find_rollouts, runs_df
 
@@ -40,6 +40,7 @@ def run(config: StoreConfig) -> Report:
         for seed in range(config.runs):
             write_synthetic_run(root, f"synthetic-{seed}", shape, seed)
         calls = _appending(Path(temporary), config, shape) | reads(root, "synthetic-0")
+        calls = {name: call for name, call in calls.items() if config.pandas or name != PANDAS}
         timings = interleaved({name: timed(call) for name, call in calls.items()}, config.repeats)
         rows = [
             {"what": name, "seconds": timing.minimum, "memory": peak(calls[name])} for name, timing in timings.items()
@@ -64,7 +65,8 @@ def reads(root: Path, run: str) -> dict[str, Callable[[], object]]:
     path = root / run
 
     def estimators() -> pd.DataFrame:
-        return statistics_table(RunStore(path).reduced_grams((REFERENCE, standing_for_truth((), {}))))
+        grams = RunStore(path).reduced_grams((REFERENCE, standing_for_truth((), {})))
+        return statistics_table(grams, at=evenly(list(grams)))
 
     def tokens() -> pd.DataFrame:
         store = RunStore(path)

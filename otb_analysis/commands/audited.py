@@ -8,6 +8,7 @@ from pathlib import Path
 from otb_analysis.commands.inspect import parsed, print_all
 from otb_analysis.commands.watching import shown
 from otb_analysis.config import AuditConfig
+from otb_analysis.errors import InputError
 from otb_analysis.phases import phase
 
 
@@ -20,6 +21,11 @@ def audit_command(words: Sequence[str]) -> None:
     config = parsed(AuditConfig, "audit", words, AuditConfig(), audit_command.__doc__)
     command = shlex.join(["otb", "audit", *words])
     if config.run and not config.model and config.rollouts == Path():
+        if config.estimator != AuditConfig().estimator:
+            raise InputError(
+                f"--estimator.name says what trained when rollouts are read, but run {config.run} has that already; "
+                "leave it out."
+            )
         _finish(config.root / config.run, config, command)
         return
     with shown(), phase("otb audit"):

@@ -43,11 +43,12 @@ def _registry(name: str) -> Mapping[str, Any]:
     from otb_analysis.objectives.aggregation import AGGREGATIONS
     from otb_analysis.objectives.ratios import RATIOS
     from otb_analysis.objectives.shaping import SHAPINGS
+    from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
     from otb_analysis.tasks import TASKS
 
     trainable = {name: row for name, row in ESTIMATORS.items() if set(row.needs) <= TRAINABLE_NEEDS}
     rows = {"task": TASKS, "estimator": trainable, "ratio": RATIOS, "aggregation": AGGREGATIONS, "shaping": SHAPINGS}
-    return rows[name]
+    return (rows | {"token_weight": TOKEN_WEIGHTS})[name]
 
 
 Complete = Callable[[str, Mapping[str, Any]], str]
@@ -59,6 +60,8 @@ CHOICES: dict[tuple[type, str], tuple[Complete, str]] = {
     (ObjectiveConfig, "ratio_options"): (complete_options, "ratio"),
     (ObjectiveConfig, "aggregation"): (complete_names, "aggregation"),
     (ObjectiveConfig, "aggregation_options"): (complete_options, "aggregation"),
+    (ObjectiveConfig, "token_weight"): (complete_names, "token_weight"),
+    (ObjectiveConfig, "token_weight_options"): (complete_options, "token_weight"),
     (ObjectiveConfig, "shaping"): (complete_names, "shaping"),
     (ObjectiveConfig, "shaping_options"): (complete_options, "shaping"),
 }

@@ -27,8 +27,10 @@ from otb_analysis.commands.inspect import (
     print_comparison,
     report_command,
 )
+from otb_analysis.commands.keeping import aggregate_command, compact_command
 from otb_analysis.commands.models import model_command
 from otb_analysis.commands.recorded import import_command, score_command
+from otb_analysis.commands.sentinel import watch_command
 from otb_analysis.commands.serve import DashboardConfig, serve
 from otb_analysis.commands.watching import shown
 from otb_analysis.config import DemoConfig, TrainConfig
@@ -46,9 +48,12 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb model        fetch a pretrained model for --model    (otb model fetch smollm2)
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb diagnose     alarms with reasons and first firings, change points, advice   (otb diagnose RUN…)
+  otb watch        follow a run, end with status 3 at its first alarm   (otb watch RUN --webhook URL)
   otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
   otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
   otb dashboard    serve the dashboard on a folder of runs, on loopback
+  otb compact      merge the many small files of finished runs into few with the same rows     (otb compact RUN…)
+  otb aggregate    count, mean and variance of per-token columns by run, steps and prompt (--ray: on many machines)
   otb bench        what things cost and how exact estimates are, measured on this machine     (otb bench --help)
   otb study        repeat a study of studies/, or the cells of it that are missing
 
@@ -92,18 +97,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words[0] not in COMMANDS:
             raise InputError(f"command {words[0]!r} does not exist; {nearest(words[0], COMMANDS)}")
-        COMMANDS[words[0]](words[1:])
+        return COMMANDS[words[0]](words[1:]) or 0
     except STOPS as error:
         sys.stderr.write(f"otb: {error}\n")
         return 2
     except KeyboardInterrupt as stop:
         sys.stderr.write(f"otb: {str(stop) or 'stopped.'}\n")
         return 130
-    return 0
 
 
 def train_command(words: Sequence[str]) -> None:
     """Train one policy; --config FILE.toml gives any of the fields below, and the command line wins over it.
+
+    The run.json of an earlier run does, too: --config runs/RUN/run.json --run ANOTHER trains it again.
 
     With --if-exists resume a run that was stopped goes on from its newest checkpoint, bit for bit. docs/train.toml is a
     commented example.
@@ -196,7 +202,7 @@ def dashboard_command(words: Sequence[str]) -> None:
     serve(parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "demo": demo_command,
     "train": train_command,
     "score": score_command,
@@ -205,27 +211,40 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "model": model_command,
     "compare": compare_command,
     "diagnose": diagnose_command,
+    "watch": watch_command,
     "attribution": attribution_command,
     "report": report_command,
     "dashboard": dashboard_command,
+    "compact": compact_command,
+    "aggregate": aggregate_command,
     "bench": bench_command,
     "study": study_command,
 }
 
 
 def from_toml(kind: type[Config], file: Path) -> Config:
-    """Read a configuration; fields that the file leaves out keep their defaults.
+    """Read a configuration, of TOML or of a run's run.json; fields that the file leaves out keep their defaults.
 
     Raises:
         InputError: The file cannot be read, names a field that does not exist, or holds a value of another type.
     """
     try:
+        if file.name == "run.json":
+            return _filled(kind(), _config_of_run(file.parent), str(file))
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror}); pass an existing TOML file.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not valid TOML: {error}.") from error
     return _filled(kind(), values, str(file))
+
+
+def _config_of_run(run: Path) -> dict[str, Any]:
+    """Return the configuration of an earlier run, but for what it did with an even earlier one of its name."""
+    from otb_analysis.store.runfile import read_run_file
+
+    config: Any = read_run_file(run).get("config")
+    return {name: value for name, value in (config or {}).items() if name != "if_exists"}
 
 
 def _filled(default: Any, values: Mapping[str, Any], where: str) -> Any:

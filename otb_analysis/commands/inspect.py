@@ -1,8 +1,9 @@
 """The commands that read finished or running runs and print what they say: compare, diagnose, attribution, report."""
 
+import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -22,6 +23,7 @@ UNBOUNDED = 1000
 """Characters that no table needs: a width at which to measure how many it does."""
 
 Config = TypeVar("Config")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,16 @@ class CompareConfig(RunsConfig):
 
     top: int | None = None
     """Rows per table of estimators, best first; 0 shows all, no number the eight that matter."""
+    json: bool = False
+    """Print one JSON object with all numbers instead, for scripts; of two runs also the second against the first."""
 
 
 @dataclass(frozen=True)
 class DiagnoseConfig(RunsConfig):
     """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice."""
+
+    json: bool = False
+    """Print a JSON list with one object per run instead, for scripts."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +83,18 @@ def compare_command(words: Sequence[str]) -> None:
         raise InputError(f"--top is {config.top}; pass a number of rows, or 0 for all.")
     with shown(), phase("comparing runs"):
         from otb_analysis.report.compare import comparison
+        from otb_analysis.report.compare_record import comparison_record
 
-        if config.runs:
-            tables = comparison([_run_path(config.root, name) for name in config.runs], config.top)
-        else:
-            tables = _comparison_of_readable(config)
+        if config.json:
+            print_json(_of_readable(config, comparison_record))
+            return
+        tables = _of_readable(config, lambda paths: comparison(paths, config.top))
     print_all(tables)
+
+
+def print_json(record: object) -> None:
+    """Print a record for scripts."""
+    sys.stdout.write(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def print_comparison(paths: Sequence[Path]) -> None:
@@ -93,27 +106,31 @@ def print_comparison(paths: Sequence[Path]) -> None:
     print_all(tables)
 
 
-def _comparison_of_readable(config: CompareConfig) -> Sequence[object]:
-    """Return the tables of all complete runs; one that cannot be read is left out."""
-    from otb_analysis.report.compare import comparison
-
-    paths = [config.root / name for name in _complete_runs(config.root)]
+def _of_readable(config: CompareConfig, compared: Callable[[Sequence[Path]], Result]) -> Result:
+    """Compare the runs that were named, else all complete ones, of which one that cannot be read is left out."""
+    if config.runs:
+        return compared([run_path(config.root, name) for name in config.runs])
+    paths = [config.root / name for name in complete_runs(config.root)]
     try:
-        return comparison(paths, config.top)
+        return compared(paths)
     except StoreError:
         if not (readable := [path for path in paths if _can_be_read(path)]):
             raise
-        return comparison(readable, config.top)
+        return compared(readable)
 
 
 def diagnose_command(words: Sequence[str]) -> None:
     """Diagnose runs."""
     config = parsed(DiagnoseConfig, "diagnose", words, DiagnoseConfig())
     with shown(), phase("diagnosing"):
-        from otb_analysis.report.verdicts import diagnosis
+        from otb_analysis.report.verdicts import diagnosis, diagnosis_record
 
-        names = config.runs or _complete_runs(config.root)
-        diagnoses = [diagnosis(_run_path(config.root, name)) for name in counted(names, "run")]
+        paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
+        if config.json:
+            records = [diagnosis_record(path) for path in counted(paths, "run")]
+            print_json(records)
+            return
+        diagnoses = [diagnosis(path) for path in counted(paths, "run")]
     for parts in diagnoses:
         print_all(parts)
 
@@ -128,7 +145,7 @@ def attribution_command(words: Sequence[str]) -> None:
     with shown(), phase("reading the attribution"):
         from otb_analysis.report.verdicts import attribution
 
-        parts = attribution(_run_path(config.root, config.run), config.step, config.top)
+        parts = attribution(run_path(config.root, config.run), config.step, config.top)
     print_all(parts)
 
 
@@ -138,13 +155,13 @@ def report_command(words: Sequence[str]) -> None:
     with shown(), phase("writing the report"):
         from otb_analysis.report import write_report
 
-        paths = [_run_path(config.root, name) for name in config.runs or _complete_runs(config.root)]
+        paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
         files = write_report(paths, config.out, shlex.join(["otb", "report", *words]))
     more = f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""
     sys.stdout.write(f"{files[0]} is written ({files[0].stat().st_size / 1e6:.1f} MB){more}.\n")
 
 
-def _run_path(root: Path, name: str) -> Path:
+def run_path(root: Path, name: str) -> Path:
     """Return a run of the root by its name or, as a shell completes it, by its path."""
     from otb_analysis.store.layout import is_run
 
@@ -162,7 +179,7 @@ def print_all(parts: Sequence[object]) -> None:
         console.print(part, markup=False, highlight=False)
 
 
-def _complete_runs(root: Path) -> list[str]:
+def complete_runs(root: Path) -> list[str]:
     """Return the names of the complete runs of a root; say on stderr why one that cannot be read is left out.
 
     Raises:

@@ -55,6 +55,11 @@ class ObjectiveConfig:
     """How token losses are averaged: sequence_sum, token_mean, sequence_mean, constant, dapo or balanced."""
     aggregation_options: dict[str, str] = field(default_factory=dict)
     """Options of that aggregation, as name value pairs. length: of constant."""
+    token_weight: str = "none"
+    """What multiplies each token's advantage: none, stapo or delightful. All but none change the mean of the update.
+    Estimators are compared without it; attribution of a step has it."""
+    token_weight_options: dict[str, str] = field(default_factory=dict)
+    """Options of that weight, as name value pairs. probability, entropy: of stapo. temperature: of delightful."""
     shaping: str = "none"
     """How rewards are reshaped before the estimator sees them: none, grpo_lambda, overlong or drop_equal."""
     shaping_options: dict[str, str] = field(default_factory=dict)

@@ -38,7 +38,7 @@ class WarmStartConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """How rollouts are drawn: plain sampling, temperature only."""
+    """How rollouts are drawn: plain sampling, temperature only, unless a filter fills the batch."""
 
     prompts: int = 16  # Prompts (groups) per step.
     group_size: int = 8  # Rollouts per prompt.
@@ -48,6 +48,12 @@ class SampleConfig:
     engine: Literal["transformers", "vllm"] = "transformers"
     """Who samples; vllm needs the extra of that name and a GPU."""
     vllm_memory: float = 0.3  # Share of the GPU's memory that vLLM may take.
+    filter: Literal["none", "dynamic", "profiled"] = "none"
+    """What fills the batch: dynamic takes other prompts in place of groups with equal rewards (DAPO), profiled samples
+    anew in place of right answers that spent much (PRS). Both change what estimators are unbiased for."""
+    filter_rounds: int = 4  # Most batches that are sampled to fill one; then unfiltered groups fill it, with a note.
+    filter_floor: float = 0.2  # Probability with which profiled keeps the laziest right answer.
+    filter_most_tokens: int = 0  # Cost at which an answer is the laziest; 0 takes the length limit.
 
     @property
     def limit(self) -> int:
@@ -87,6 +93,8 @@ class RunConfig:
 class TrainConfig(TaskSections, RunConfig):
     """One instrumented training run."""
 
+    tokenizer: Literal["characters", "triads"] = "characters"
+    """Tokens of the small model made in code: single characters, or numbers in triads with a magnitude suffix."""
     small_model: SmallModelConfig = field(default_factory=SmallModelConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)

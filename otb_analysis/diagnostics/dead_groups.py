@@ -1,13 +1,18 @@
 """What success rates alone say about the group size: groups whose rewards are all equal, and groups that inform."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import comb
 from typing import Any
 
 import numpy as np
 
 from otb_analysis.statistics import Interval, cluster_jackknife
+
+RISK = 0.05
+"""Probability that an interval misses."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +37,17 @@ def reward_groups(rewards: Any) -> list[tuple[object, list[float]]]:
     Args:
         rewards: A table of rollouts with step, group, reward and prompt_id.
     """
+    if rewards.empty:
+        return []
+    rows = rewards.sort_values(["step", "group"], kind="stable")
+    step, group, paid = (rows[name].to_numpy() for name in ("step", "group", "reward"))
+    starts = np.flatnonzero(np.r_[True, (np.diff(step) != 0) | (np.diff(group) != 0)])
+    nameless = np.logical_or.reduceat(rows["prompt_id"].isna().to_numpy(), starts)
+    names = rows["prompt_id"].to_numpy(object)
+    parts = np.split(paid.astype(float), starts[1:])
     return [
-        (key if part["prompt_id"].isna().any() else part["prompt_id"].iloc[0], part["reward"].to_numpy(float).tolist())
-        for key, part in rewards.groupby(["step", "group"])
+        ((int(step[at]), int(group[at])) if bare else names[at], part.tolist())
+        for at, bare, part in zip(starts.tolist(), nameless.tolist(), parts, strict=True)
     ]
 
 
@@ -44,8 +57,12 @@ def dead_share(rewards: Sequence[float], size: int) -> float:
     Σ_v C(k_v, n)/C(G, n) over distinct rewards v, each met k_v times: the hypergeometric estimator, the share of all
     subsets of n recorded rollouts that are dead. Unbiased for Σ_v p_v^n; with rewards of 0 and 1 that is pⁿ + (1−p)ⁿ.
     """
-    counts = np.unique(np.asarray(rewards, float), return_counts=True)[1]
-    return sum(comb(int(k), size) for k in counts) / comb(len(rewards), size)
+    return _dead_share(tuple(sorted(Counter(rewards).values())), size)
+
+
+@cache
+def _dead_share(counts: tuple[int, ...], size: int) -> float:
+    return sum(comb(k, size) for k in counts) / comb(sum(counts), size)
 
 
 def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadGroups, ...]:
@@ -65,10 +82,22 @@ def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadG
         table = np.array([[sum(each), len(each)] for each in shares.values()])
         share = cluster_jackknife(table, lambda mean: mean[..., 0] / mean[..., 1], f"dead groups of {size}", "linear")
         assert share is not None
-        if share.low is not None and share.high is not None:  # a share has no value outside
-            share = replace(share, low=max(share.low, 0.0), high=min(share.high, 1.0))
-        rows.append(DeadGroups(size, share, int(table[:, 1].sum())))
+        rows.append(DeadGroups(size, _within_bounds(share), int(table[:, 1].sum())))
     return tuple(rows)
+
+
+def _within_bounds(share: Interval) -> Interval:
+    """Return a share's interval within 0 and 1; where no group or every group was dead, Clopper and Pearson's.
+
+    Such prompts do not vary, so that the jackknife sees no error. A mean of values from 0 to 1 that is μ gives K zeros
+    with probability (1 − μ)^K at most: 1 − .025^(1/K) bounds it.
+    """
+    if share.estimate in (0.0, 1.0):
+        reach = 1 - (RISK / 2) ** (1 / share.n_clusters)
+        return replace(share, low=max(share.estimate - reach, 0.0), high=min(share.estimate + reach, 1.0))
+    if share.low is None or share.high is None:
+        return share
+    return replace(share, low=max(share.low, 0.0), high=min(share.high, 1.0))
 
 
 def limit_ratio(size: int) -> float:

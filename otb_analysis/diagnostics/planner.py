@@ -12,11 +12,12 @@ import numpy as np
 
 from otb_analysis.diagnostics.advice import RISK, Choice, judge
 from otb_analysis.diagnostics.dead_groups import DeadGroups, dead_groups, rates_line
-from otb_analysis.statistics import REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
+from otb_analysis.statistics import NOTHING, REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
 from otb_analysis.statistics.moments.absolute import may_be_shown
+from otb_analysis.statistics.moments.gram import Truth, truth_of
 from otb_analysis.statistics.moments.group_sizes import SizeLaw, pair_law, single_law
-from otb_analysis.statistics.moments.measures import batch_variance, quotient
-from otb_analysis.types import Float, Gram, Label
+from otb_analysis.statistics.moments.measures import batch_variance, quotient, with_projection
+from otb_analysis.types import Float, Gram, Label, Proved
 
 NONE: Label = ("none", "none")
 LARGER = (2, 4)
@@ -25,7 +26,7 @@ BY_FORMULA = (
     "Groups above {} follow by formula (†) for none and rloo. Other estimators take recorded groups of that size."
 )
 NOT_LARGER = "Groups above {} cannot be known: the formula takes none and rloo in groups cut into halves and quarters."
-BY_GRADIENTS = " How much takes gradients: otb audit --model DIR --rollouts FILE --go."
+BY_GRADIENTS = " Measuring it needs the model: otb audit --model DIR --rollouts FILE --go."
 NOT_HALVED = "Other group sizes cannot be known: recorded groups must be of one size that can be halved into 2 or more."
 
 
@@ -73,6 +74,7 @@ def plan(
     trained: Label | None,
     groups: Sequence[tuple[object, Sequence[float]]],
     steps: int,
+    known: Proved = NOTHING,
 ) -> Planner:
     """Return the planner of a run.
 
@@ -80,6 +82,7 @@ def plan(
         grams: Gram matrix of each measured step; `subgroups` those of smaller groups, by size and step.
         trained: The trainer's estimator, None where it was not measured.
         groups: Prompt and rewards of each recorded group; `steps` complete steps they are from.
+        known: What is proved of the estimators in groups of the recorded size.
     """
     lengths = {len(rewards) for _, rewards in groups}
     size = lengths.pop() if len(lengths) == 1 else None
@@ -94,7 +97,7 @@ def plan(
     if size is not None and by_size and common:
         by_size[size] = [grams[step] for step in common]
         rollouts = round(np.mean([gram.n_rollouts for gram in by_size[size]]))
-        curves = _curves(by_size, rollouts)
+        curves = _curves(by_size, rollouts, known)
         # All comparisons of sizes hold together with 95 %.
         level = 1 - RISK / max(sum(len(curve.cost) - 1 for curve in curves.values()), 1)
         cells = _cells(curves, (size, rollouts), _against(curves, size, trained, rollouts), level)
@@ -113,16 +116,25 @@ def plan(
     return Planner(rollouts, size, cells, dead, " ".join(notes), best_size)
 
 
-def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int) -> dict[Label, _Curve]:
+def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int, known: Proved) -> dict[Label, _Curve]:
     """Return the estimators that every size has, by label; ∇J is that of the largest groups for all of them."""
     tables = [gram for grams in by_size.values() for gram in grams]
-    truth = deleted_moments(by_size[max(by_size)], REFERENCE).truth_sq
+    truth = {size: truth_of(grams, REFERENCE, known) for size, grams in by_size.items()}
+    whole = max(by_size)
+    truth_sq = deleted_moments(by_size[whole], REFERENCE, truth[whole]).truth_sq
+    # A projection of 1 is proved at every size; others depend on it.
+    proved = {label for label, c in known.projection.items() if c == 1}
     curves = {}
     for label in sorted(set.intersection(*(set(gram.labels) for gram in tables))):
         if law := _law(label, by_size):
-            curves[label] = _by_formula(label, law, by_size, rollouts)
+            curves[label] = _by_formula(label, law, by_size, rollouts, truth[whole], label in proved)
             continue
-        at = {size: replace(deleted_moments(by_size[size], label), truth_sq=truth) for size in sorted(by_size)}
+        at = {
+            size: replace(deleted_moments(by_size[size], label, truth[size]), truth_sq=truth_sq)
+            for size in sorted(by_size)
+        }
+        if label in proved:
+            at = {size: with_projection(one, 1.0) for size, one in at.items()}
         curves[label] = _Curve(
             {size: efficiency(one, rollouts / size) for size, one in at.items()},
             # ‖∇J‖² is the same at every size and cancels.
@@ -144,19 +156,27 @@ def _law(label: Label, by_size: Mapping[int, Sequence[Gram]]) -> SizeLaw | None:
     return single if label == NONE else pair_law(powers(label), None if single is None else single.square)
 
 
-def _by_formula(label: Label, law: SizeLaw, by_size: Mapping[int, Sequence[Gram]], rollouts: int) -> _Curve:
+def _by_formula(
+    label: Label, law: SizeLaw, by_size: Mapping[int, Sequence[Gram]], rollouts: int, truth: Truth, proved: bool
+) -> _Curve:
     """Return a curve on measured sizes and larger ones; all share the mean that the largest groups measured."""
     whole = max(by_size)
-    moments = deleted_moments(by_size[whole], label)
+    moments = deleted_moments(by_size[whole], label, truth)
     powers = {size: deleted_moments(grams, label).power for size, grams in by_size.items()}
     powers |= {whole * k: law.power(whole * k) for k in LARGER if whole * k <= rollouts}
-    at = {size: replace(moments, power=powers[size]) for size in sorted(powers)}
+    # A formula that noise led below no variance at all says nothing about that size.
+    at = {s: replace(moments, power=_positive(powers[s], moments.mean_sq, s > whole)) for s in sorted(powers)}
+    c = 1.0 if proved else None
     return _Curve(
-        {size: efficiency(one, rollouts / size) for size, one in at.items()},
+        {size: efficiency(with_projection(one, c), rollouts / size) for size, one in at.items()},
         {size: batch_variance(one, rollouts / size) for size, one in at.items()},
         frozenset(by_size),
         law.best_size(moments.mean_sq) if label == REFERENCE else None,
     )
+
+
+def _positive(power: Float, mean_sq: Float, by_formula: bool) -> Float:
+    return np.where(power[0] > mean_sq[0], power, np.nan) if by_formula else power
 
 
 def _against(

@@ -12,11 +12,13 @@ from otb_analysis.enumeration.facts import GROUP, GROUP_SIZE, SETTINGS
 from otb_analysis.enumeration.groups import group_moments
 from otb_analysis.enumeration.off_policy import CASES, DRIFT, case_moments, drifted, mean_shift, touched
 from otb_analysis.enumeration.pages import page, table
+from otb_analysis.enumeration.token_weights import PEAKED, WEIGHT_CASES, weighed_moments
 from otb_analysis.enumeration.trees import random_tree
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.objectives.aggregation import AGGREGATIONS
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
+from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
 from otb_analysis.statistics.moments import measures
 from otb_analysis.types import Float
 
@@ -34,15 +36,17 @@ BIAS_COLUMNS = ("estimator", "bias", "c", "V", "SF", "efficiency, P = 1", "P = 1
 SHIFT_COLUMNS = (
     "ratio", "moved, tabular", "policies", "moved, shared", "policies", "off", "touched", "quoted",
 )  # fmt: skip
+WEIGHT_COLUMNS = ("weight", "bias", "c", "V", "SF", "efficiency, P = 1", "P = 1000", "share with m < ½")
 
 
-def catalogue(bias: str, shift: str) -> str:
-    """Return the whole page as Markdown around its two enumerated tables."""
+def catalogue(bias: str, shift: str, weights: str) -> str:
+    """Return the whole page as Markdown around its three enumerated tables."""
     return page(
         "catalogue.md.j2",
         estimators=ESTIMATORS,
         ratios=RATIOS,
         aggregations=AGGREGATIONS,
+        token_weights=TOKEN_WEIGHTS,
         shapings=SHAPINGS,
         drawn=DRAWN,
         policies=POLICIES,
@@ -50,6 +54,7 @@ def catalogue(bias: str, shift: str) -> str:
         drift=DRIFT,
         bias_table=bias,
         shift_table=shift,
+        weight_table=weights,
         vars=vars,
         repr=repr,
     )
@@ -58,7 +63,7 @@ def catalogue(bias: str, shift: str) -> str:
 def main(path: Path = Path("docs/catalogue.md")) -> None:
     """Write the page."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(catalogue(bias_table(), shift_table()), encoding="utf-8")
+    path.write_text(catalogue(bias_table(), shift_table(), weight_table()), encoding="utf-8")
 
 
 def shift_table() -> str:
@@ -103,6 +108,27 @@ def bias_table() -> str:
             "∞" if math.isinf(crossing) else f"{crossing:.0f}",
         ])  # fmt: skip
     return table(BIAS_COLUMNS, rows)
+
+
+def weight_table() -> str:
+    """Return what each token weight makes of `rloo`, medians over random policies that are sure of most tokens."""
+    trees = [random_tree(PEAKED, np.random.default_rng(seed)) for seed in range(POLICIES)]
+    reference = [weighed_moments(tree, "none", GROUP_SIZE)[0] for tree in trees]
+    rows = []
+    for label, (name, options) in WEIGHT_CASES.items():
+        found = [weighed_moments(tree, name, GROUP_SIZE, options) for tree in trees]
+        pairs = [(m, r) for (m, _), r in zip(found, reference, strict=True)]
+        rows.append([
+            label,
+            _median([m.relative_bias for m, _ in pairs]),
+            _median([m.projection for m, _ in pairs]),
+            _median([m.variance / r.variance for m, r in pairs]),
+            _median([m.sf / r.sf for m, r in pairs]),
+            _median([m.efficiency(1) / r.efficiency(1) for m, r in pairs]),
+            _median([m.efficiency(1000) / r.efficiency(1000) for m, r in pairs]),
+            _median([share for _, share in found]),
+        ])  # fmt: skip
+    return table(WEIGHT_COLUMNS, rows)
 
 
 def _median(x: Sequence[Any]) -> str:

@@ -42,14 +42,17 @@ def multisets(tree: Tree, n: int) -> tuple[Int, Float]:
 
 def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, source: str = "exact") -> Float:
     """Return ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t} of each group; off-policy each score carries its token's ratio."""
+    advantage = _advantage(name, tree, members, options, source)
+    return linear_gradients(tree, members, advantage * tree.ratio[members.reshape(-1)])
+
+
+def linear_gradients(tree: Tree, members: Int, weight: Float) -> Float:
+    """Return (1/N) Σ_i Σ_t c_{i,t} s_{i,t} of each group [K, D]; c holds the rollouts of all groups [K·N, T]."""
     k, n = members.shape
-    advantage = _advantage(name, tree, members, options, source) * tree.ratio[members.reshape(-1)]
     t = tree.mask.shape[1]
-    # Gradients are linear in the scores: one sparse matrix of advantages times the scores of all completions.
+    # Gradients are linear in the scores: one sparse matrix of weights times the scores of all completions.
     column = (members.reshape(k, n, 1) * t + np.arange(t)).reshape(-1)
-    coefficient = csr_array(
-        (advantage.reshape(-1) / n, column, np.arange(k + 1) * (n * t)), shape=(k, len(tree.prob) * t)
-    )
+    coefficient = csr_array((weight.reshape(-1) / n, column, np.arange(k + 1) * (n * t)), shape=(k, len(tree.prob) * t))
     return coefficient @ tree.score.reshape(-1, tree.score.shape[2])
 
 

@@ -1,6 +1,9 @@
 """Shares of ‖ḡ‖² at a step: prompts as bars of signal and noise, tokens as a curve of what the largest hold."""
 
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,9 @@ from otb_analysis.types import Float32
 
 MOST_PROMPTS = 24
 """Prompts drawn; the others are one bar."""
+
+RECORDED = ("model", "rollouts", "format", "prompts", "group_size", "text", "ended", "temperature")
+"""Settings of `otb score` that say which rollouts are measured, and how they were sampled."""
 
 TEXT = 60
 """Characters of a prompt's text in a table."""
@@ -116,6 +122,29 @@ def attribution_table(
     prompts = dict(zip(first["group"], first["prompt"].fillna("").astype(str), strict=True))
     table["text"] = [" ".join(prompts.get(g, "").split())[:TEXT] for g in holders.group]
     return table
+
+
+def attribution_command(run: str, config: Mapping[str, Any], step: int) -> tuple[str, str]:
+    """Return how a step's attribution is measured for a run that lacks it: a sentence, and the command if it is known.
+
+    A past step's weights are gone, so a trained run is trained again from its configuration and seed.
+    """
+    path = Path(run)
+    if "optimize" in config:
+        command = ["train", "--config", str(path / "run.json"), "--run", f"{path.name}-attributed"]
+        command += ["--measure.attribution.first", str(step), "--measure.attribution.every", "1"]
+        return f"This trains the run again, from the same seed, and measures it from step {step} on:", _otb(command)
+    if config.get("model") and config.get("rollouts"):
+        same = [w for name in RECORDED if name in config for w in (f"--{name.replace('_', '-')}", str(config[name]))]
+        command = ["score", *same, "--root", str(path.parent), "--run", f"{path.name}-attributed"]
+        return "This scores the same rollouts again and measures it:", _otb(
+            [*command, "--measure.attribution.every", "1"]
+        )
+    return "`otb train --measure.attribution.every 1` measures every step, `otb audit` those of recorded rollouts.", ""
+
+
+def _otb(words: Sequence[str]) -> str:
+    return shlex.join(["otb", *words])
 
 
 def attribution_line(attribution: StepAttribution) -> str:

@@ -68,6 +68,8 @@ def degenerate_table(steps: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return how often each run met degenerate input, summed over its steps; a count never recorded is missing."""
     rows = [table.reindex(columns=list(DEGENERATE)).sum(min_count=1) for table in steps.values()]
     counts = pd.DataFrame(rows, columns=list(DEGENERATE)).astype("Float64").astype("Int64").rename(columns=DEGENERATE)
+    norms = [table.reindex(columns=["grad_norm"]).dropna().to_numpy(float) for table in steps.values()]
+    counts["steps with gradient 0"] = pd.array([(norm == 0).sum() if norm.size else None for norm in norms], "Int64")
     counts.insert(0, "run", list(steps))
     return counts.reset_index(drop=True)
 

@@ -23,7 +23,7 @@ from otb_analysis.statistics import (
     paired_ratios,
     pooled_statistics,
 )
-from otb_analysis.types import Gram, Proved
+from otb_analysis.types import Gram, Label, Proved
 
 RATIOS = (
     ("efficiency", "Efficiency ratio", "share of update along ∇J; right of 1 is better"),
@@ -53,6 +53,7 @@ class Row:
     # Intervals of `OWN` and of the noise scale; None where undefined or not to be shown.
     intervals: dict[str, Interval | None]
     c_known: bool  # True where its projection is proved, so that its SF is a variance
+    n_prompts: int  # Independent prompts it was measured on
 
 
 @dataclass(frozen=True)
@@ -98,24 +99,29 @@ def comparison_info(
     base = next((label for label in shown if label[0] == against), None)
     if base is None:
         raise InputError(f"against is {against!r}, which was not measured; {nearest(against, [m for m, _ in shown])}")
-    by_label = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known)}
-    pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base, known=known)}
-    rows = []
-    names = labels(shown)
+    rows, name = compared(grams, base, shown, known), labels(shown)[base]
+    if any(_differs(row) for row in rows):
+        rows.sort(key=_rank)
+    n_prompts = next(row.n_prompts for row in rows if row.label == name)
+    return ComparisonInfo(tuple(rows), name, len(grams), n_prompts, _estimand(len(grams), n_prompts))
+
+
+def compared(grams: Sequence[Gram], base: Label, shown: Sequence[Label], known: Proved) -> list[Row]:
+    """Return a row for each of `shown`, all of which were measured, as ratios to `base`."""
+    by_label = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known, only=shown)}
+    pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base, known=known, only=shown)}
+    rows, names = [], labels(shown)
     for label in shown:
         pair, statistics = pairs.get(label), by_label[label]
         lost = {name for one in (statistics, by_label[base]) if not is_defined(one) for name in against_truth(one)}
         ratios = tuple(
-            None if name in lost else _ONE if label == base else _told(getattr(pair, name, None)) for name, *_ in RATIOS
+            None if name in lost else _ONE if label == base else told(getattr(pair, name, None)) for name, *_ in RATIOS
         )
         rows.append(_row(names[label], statistics, ratios))
-    if any(_differs(row) for row in rows):
-        rows.sort(key=_rank)
-    n_prompts = by_label[base].n_clusters
-    return ComparisonInfo(tuple(rows), names[base], len(grams), n_prompts, _estimand(len(grams), n_prompts))
+    return rows
 
 
-def _told(ratio: Interval | None) -> Interval | None:
+def told(ratio: Interval | None) -> Interval | None:
     """Return a ratio but where prompts suffice for an interval and noise leaves none: a point would be chance."""
     return None if ratio is None or (ratio.low is None and ratio.n_clusters >= MIN_CLUSTERS) else ratio
 
@@ -126,7 +132,7 @@ def _row(name: str, statistics: GradientStatistics, ratios: tuple[Interval | Non
     values = {of: None if of in hidden else getattr(statistics, of) for of in VALUES}
     intervals = {of: None if of in hidden else statistics.intervals[of] for of in (*OWN, "noise_scale")}
     style = trace_style(statistics.estimator, statistics.energy_source)
-    return Row(name, style, ratios, values, intervals, statistics.c_known)
+    return Row(name, style, ratios, values, intervals, statistics.c_known, statistics.n_clusters)
 
 
 def _differs(row: Row) -> bool:

@@ -128,7 +128,7 @@ def _scatters(curve: Curve, quantity: Quantity, style: Style) -> list[Any]:
         mode="lines+markers" if quantity.rare else "lines",
         line={"color": style.color, "width": 2, "dash": style.dash}, marker={"symbol": style.symbol, "size": 7},
         text=[bracketed(float(value), float(low), float(high)) for value, low, high in rows],
-        hovertemplate="step %{x}: <b>%{text}</b><extra>" + _plain(curve.run) + "</extra>",
+        hovertemplate="step %{x}: <b>%{text}</b><extra>" + plain_name(curve.run) + "</extra>",
     )  # fmt: skip
     return [line] if np.array_equal(curve.value, curve.smooth) else [recorded, line]
 
@@ -163,6 +163,6 @@ def _step_titles(figure: go.Figure, count: int, columns: int) -> None:
         figure.update_xaxes(title_text="step", title_standoff=6, **place(index, columns))
 
 
-def _plain(text: str) -> str:
+def plain_name(text: str) -> str:
     """Keep Plotly from reading markup or a template in a run's name."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("%{", "% {")

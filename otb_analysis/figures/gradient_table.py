@@ -1,13 +1,17 @@
 """The four measures of gradient estimators as one table, with intervals, and what estimators are called in figures."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from otb_analysis.figures.styles import Style, estimator_style
 from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, GradientStatistics, Interval, pooled_statistics
-from otb_analysis.types import Gram, Proved
+from otb_analysis.types import Gram, Label, Proved
+
+MAX_POINTS = 40
+"""Most measured steps at which estimators are drawn over time."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +94,35 @@ def is_defined(statistics: GradientStatistics) -> bool:
     return statistics.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
 
 
-def statistics_table(grams: Mapping[int, Gram], window: int = 1, known: Proved = NOTHING) -> pd.DataFrame:
-    """Return the four measures of every estimator at every measured step, with intervals clustered by prompt.
+def evenly(steps: Sequence[int], most: int = MAX_POINTS) -> list[int]:
+    """Return at most so many of the steps, evenly spread, the first and the last among them."""
+    places = np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int)
+    return [steps[place] for place in places]
+
+
+def statistics_table(
+    grams: Mapping[int, Gram],
+    window: int = 1,
+    known: Proved = NOTHING,
+    at: Collection[int] | None = None,
+    only: Collection[Label] | None = None,
+) -> pd.DataFrame:
+    """Return the four measures of every estimator at measured steps, with intervals clustered by prompt.
 
     Row (step, estimator) pools the last `window` measured steps: sums over steps first, then ratios. Where these hold
     fewer than 16 prompts there is a point and no interval; where ‖∇J‖² is lost in the noise there is not even a point
     of what is measured against it, nor of the efficiency where fewer prompts were measured than a third of the noise
     scale.
+
+    Args:
+        at: Only these measured steps; None means all.
+        only: The estimators that get rows; None means all.
     """
     records = []
     steps = sorted(grams)
-    for last in range(len(steps)):
+    for last in (i for i, step in enumerate(steps) if at is None or step in at):
         pooled = [grams[s] for s in steps[max(0, last + 1 - window) : last + 1]]
-        for statistics in pooled_statistics(pooled, known=known):
+        for statistics in pooled_statistics(pooled, known=known, only=only):
             blank = hidden_columns(statistics)
             record: dict[str, object] = {
                 "step": steps[last],

@@ -8,12 +8,25 @@ from typing import Any
 import pandas as pd
 
 from otb_analysis.config import TrainConfig
+from otb_analysis.phases import plural
 
 WINDOW = 20
 """Last recorded steps that a headline takes gradient norm and clipping from."""
 
 NOT_RECORDED = "–"
 """Shown where a run's configuration does not have a setting."""
+
+FIRST = (
+    "estimator.name", "estimator", "optimize.learning_rate", "objective.staleness", "objective", "optimize",
+    "sample.group_size", "sample.prompts", "sample", "task", "model", "lora", "critic",
+)  # fmt: skip
+"""Settings that explain how training went, what matters most first; others follow, then the seed."""
+
+LAST = ("seed", "warm_start", "evaluate", "measure", "checkpoint", "processes", "trackers", "if_exists", "root", "run")
+"""Settings that do not: how a run was watched, and where it is kept."""
+
+KEPT = ("trackers", "if_exists", "root", "run")
+"""Of them those that say only where a run is kept."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +77,23 @@ def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, object]
     return flat
 
 
+def importance(name: str) -> tuple[int, str]:
+    """Return a key that sorts settings, those that explain most first."""
+    names = (*FIRST, None, *LAST)
+    sections = (i for i, one in enumerate(names) if one is not None and (name == one or name.startswith(f"{one}.")))
+    return next(sections, names.index(None)), name
+
+
+def housekeeping(name: str) -> bool:
+    """Tell whether a setting says only where a run is kept."""
+    return name.split(".")[0] in KEPT
+
+
 @dataclass(frozen=True)
 class Differences:
     """In which settings some runs differ."""
 
-    # One row per setting, one column per run, all as text; a dash where a run did not record the setting.
+    # One row per setting, what matters first, one column per run, all as text; a dash where a run did not record it.
     table: pd.DataFrame
     left_out: int  # Number of settings that some runs did not record and the others have at their defaults
 
@@ -90,13 +115,22 @@ def config_differences(configs: Mapping[str, Mapping[str, object]]) -> Differenc
     run has changed it, or where no default of it is known.
     """
     flat = {run: flatten(config) for run, config in configs.items()}
-    names = [name for name in dict.fromkeys(name for config in flat.values() for name in config) if name != "run"]
+    names = sorted({name for config in flat.values() for name in config if name != "run"}, key=importance)
     rows = {name: {run: str(config.get(name, NOT_RECORDED)) for run, config in flat.items()} for name in names}
     differing = {name: row for name, row in rows.items() if len(set(row.values())) > 1}
     known = {name: str(value) for name, value in flatten(_defaults()).items()}
     shown = {name: row for name, row in differing.items() if set(row.values()) != {NOT_RECORDED, known.get(name)}}
     table = pd.DataFrame.from_dict(shown, orient="index", columns=list(flat)).rename_axis("setting").reset_index()
     return Differences(table, len(differing) - len(shown))
+
+
+def grouped(differences: Differences, setting: str) -> dict[str, list[str]]:
+    """Return the runs of each value of a setting, by a name that says how many they are."""
+    values = differences.table.set_index("setting").loc[setting]
+    groups: dict[str, list[str]] = {}
+    for run, value in values.items():
+        groups.setdefault(str(value), []).append(str(run))
+    return {f"{setting} = {value} ({plural(len(runs), 'run')})": runs for value, runs in groups.items()}
 
 
 def _defaults() -> dict[str, object]:

@@ -1,16 +1,12 @@
 """One look per estimator on all pages: colour by family, dash and marker by member.
 
 Colours are Okabe and Ito's, which stay apart under the common colour-vision deficiencies; inside a family lightness,
-dash and marker separate the members, and a leave-one-out form is the dashed twin of its self-inclusive form. Further
-runs of one estimator have its hue and marker, with a lightness and a dash of their own.
+dash and marker separate the members, and a leave-one-out form is the dashed twin of its self-inclusive form. Where
+runs are compared, a run has a colour of its own and the dash of its estimator.
 """
 
-import colorsys
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
-from scipy.optimize import root_scalar
 
 GREY = "#6F7782"
 BLUE, ORANGE, GREEN, PINK, AMBER, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C98A00", "#56B4E9"
@@ -57,11 +53,13 @@ ESTIMATOR_STYLES: dict[str, Style] = {
 }
 WITH_TWIN = "batch_mean opo classic_optimal sequence_optimal otb otb_carry otb_turn token_optimal energy_ema tempo"
 ESTIMATOR_STYLES |= {f"{name}_loo": ESTIMATOR_STYLES[name].left_out for name in WITH_TWIN.split()}
-FURTHER_DASHES = ("dot", "dashdot", "longdashdot", "longdash")
-"""Dashes that further runs choose from; solid and dash tell an estimator from its leave-one-out form."""
+RUN_COLORS = (BLUE, ORANGE, GREEN, PINK, AMBER, "#7A5CA8", SKY, GREY)
+"""One per run, in the order in which runs are chosen."""
 
-SHADES = (0.11, 0.21, 0.4)
-"""Luminances that further runs choose from: each has a contrast above 2 with a white and with a dark page."""
+FURTHER_DASHES = ("dashdot", "longdash", "longdashdot")
+"""Dashes of further runs of a colour; solid, dash and dot tell estimators apart."""
+
+RUN_SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 
 FALLBACK_STYLES = (Style("#5B6770"), Style("#93764A"), Style("#5F7F6B"), Style("#86607D"))
 
@@ -76,39 +74,13 @@ def estimator_style(name: str) -> Style:
 
 
 def run_styles(estimators: Mapping[str, str]) -> dict[str, Style]:
-    """Return one style per run: its training estimator's, with another lightness and dash from the second run on.
+    """Return one style per run: a colour of its own, and the dash of its estimator.
 
-    Hue and marker stay the estimator's. Further runs of one colour have six looks before one returns.
+    From the ninth run on colours come back, with another dash and marker.
     """
-    seen: set[Style] = set()
-    further: dict[str, int] = {}
     styles = {}
-    for run, estimator in estimators.items():
-        base = estimator_style(estimator)
-        # Counted by colour: further runs of a leave-one-out form differ from those of its twin, too.
-        turn = further.setdefault(base.color, 0)
-        styles[run] = _further(base, turn) if base in seen else base
-        further[base.color] += base in seen
-        seen.add(base)
+    for turn, (run, estimator) in enumerate(estimators.items()):
+        own, again = estimator_style(estimator) if estimator else Style(GREY), turn // len(RUN_COLORS)
+        dash = own.dash if not again else FURTHER_DASHES[(again - 1) % len(FURTHER_DASHES)]
+        styles[run] = Style(RUN_COLORS[turn % len(RUN_COLORS)], dash, RUN_SYMBOLS[again % len(RUN_SYMBOLS)])
     return styles
-
-
-def _further(base: Style, turn: int) -> Style:
-    """Return the look of a further run: two lightnesses and three dashes in turn make six looks."""
-    hue, light, saturation = colorsys.rgb_to_hls(*(int(base.color[i : i + 2], 16) / 255 for i in (1, 3, 5)))
-    luminance = _luminance(hue, light, saturation)
-    shades = sorted(SHADES, key=lambda shade: -abs(np.cbrt(shade) - np.cbrt(luminance)))[
-        :2
-    ]  # L* goes with the cube root
-    wanted = shades[turn % 2]
-    lightness = root_scalar(lambda x: _luminance(hue, x, saturation) - wanted, bracket=(0.0, 1.0), xtol=1e-4).root
-    color = "#" + "".join(f"{round(255 * part):02X}" for part in colorsys.hls_to_rgb(hue, lightness, saturation))
-    dashes = [dash for dash in FURTHER_DASHES if dash != base.dash]
-    return Style(color, dashes[turn % 3], base.symbol)
-
-
-def _luminance(hue: float, light: float, saturation: float) -> float:
-    """Return the luminance of a colour of sRGB: 0.2126 R + 0.7152 G + 0.0722 B in linear light."""
-    parts = np.array(colorsys.hls_to_rgb(hue, light, saturation))
-    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-    return float(linear @ (0.2126, 0.7152, 0.0722))

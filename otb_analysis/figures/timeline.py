@@ -53,6 +53,12 @@ class Series:
     value: Float  # [K]
     mean: Float  # Centred mean over `CENTRED` of them [K]
 
+    @property
+    def zeros(self) -> str:
+        """At how many steps a norm was exactly 0, in words: measured, and nothing was learned there; empty for none."""
+        zero = int((self.value == 0).sum()) if self.quantity.column == "grad_norm" else 0
+        return f"exactly 0 at {zero:,} of {len(self.value):,} steps" if zero else ""
+
 
 @dataclass(frozen=True)
 class TimelineInfo:
@@ -145,6 +151,11 @@ def _lane(figure: go.Figure, info: TimelineInfo, domain: tuple[float, float]) ->
     figure.update_layout(
         yaxis={"domain": domain, "range": [0, 1], "showticklabels": False, "showgrid": False, "fixedrange": True}
     )
+    if not info.events:
+        figure.add_annotation(
+            text="nothing fired, nothing changed its level", showarrow=False, font={"size": 12, "color": GREY},
+            xref="paper", x=0.5, yref="y", y=0.5,
+        )  # fmt: skip
     _title(figure, "Events", "first watch ★, first alarm ✕, change point ▼", domain[1])
 
 
@@ -161,12 +172,14 @@ def _panel(figure: go.Figure, series: Series, number_: int, domain: tuple[float,
         hovertemplate="%{y:.4g}",
     )  # fmt: skip
     layout: dict[str, Any] = {"domain": domain, "nticks": 4}
+    notes = [quantity.line, series.zeros]
     if log_y and quantity.column in UNBOUNDED and bool((series.value > 0).all()):
         layout |= log_axis(series.value, most=4)
+        notes.append("logarithmic")
     elif quantity.share or quantity.from_zero:
         layout |= {"rangemode": "tozero"}
     figure.update_layout({f"yaxis{number_}": layout})
-    _title(figure, quantity.title, quantity.line, domain[1])
+    _title(figure, quantity.title, " · ".join(filter(None, notes)), domain[1])
 
 
 def _title(figure: go.Figure, title: str, line: str, top: float) -> None:

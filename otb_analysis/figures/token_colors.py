@@ -8,10 +8,14 @@ from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.types import Float
+from otb_analysis.types import Float, Int
 
 SEQUENTIAL = ("#EAF1F6", "#CFE3EE", "#8FC1DA", "#3F93BF", "#0B6596", "#06395A")
 DIVERGING = ("#A63C00", "#E07B39", "#F6C9A8", "#F4F6F8", "#A9CFE5", "#3F8FC0", "#0B5483")
+SEQUENTIAL_DARK = ("#1D2C38", "#173F58", "#0B6596", "#3F93BF", "#8FC1DA", "#EAF1F6")
+DIVERGING_DARK = ("#FFC08A", "#D9722F", "#7A3D1C", "#252C33", "#1B4A66", "#3F8FC0", "#B4DCF2")
+"""On a dark page the least and the middle are dark, and what stands out is light."""
+
 KINDS = ("auto", "linear", "log")
 ROBUST = 0.98
 """Share of the values that a linear scale spans; beyond it colours saturate, and the legend says so."""
@@ -22,7 +26,8 @@ HEAVY = 5.0
 DECADES = 4
 """A logarithmic scale ends this many powers of ten below the largest value."""
 
-_LEVELS = 64
+LEVELS = 64
+"""More colours than the eye tells apart."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,15 @@ class ColorScale:
     high: float
     diverging: bool = False
     log: bool = False
+    dark: bool = False  # For a dark page
 
     @property
     def colors(self) -> tuple[str, ...]:
         """The colours, from low to high."""
-        return DIVERGING if self.diverging else SEQUENTIAL
+        return {
+            (False, False): SEQUENTIAL, (False, True): SEQUENTIAL_DARK,
+            (True, False): DIVERGING, (True, True): DIVERGING_DARK,
+        }[self.diverging, self.dark]  # fmt: skip
 
     @property
     def stops(self) -> list[list[Any]]:
@@ -58,11 +67,12 @@ class ColorScale:
         return [float(self.low + (self.high - self.low) * p) for p in position]
 
 
-def color_scale(value: Float, kind: str = "auto", signed: bool = False) -> ColorScale:
+def color_scale(value: Float, kind: str = "auto", signed: bool = False, ratio: bool = False) -> ColorScale:
     """Choose a scale for a column.
 
-    Signed values: ±the 98 % quantile of |v|. Others linearly: the central 98 %, from 0 where they come near it. Others
-    logarithmically: from the largest value down, at most four powers of ten. A constant column gets a scale of width 1.
+    Signed values: ±the 98 % quantile of |v|; ratios: the same of their logarithms, with 1 in the middle. Others
+    linearly: the central 98 %, from 0 where they come near it. Others logarithmically: from the largest value down, at
+    most four powers of ten. A constant column gets a scale of width 1.
 
     `kind` is `linear`, `log` (linear where values are signed or all 0) or `auto`, which is `log` where clipping would
     hide much. With `signed`, 0 has the middle colour also where all values have one sign.
@@ -75,6 +85,11 @@ def color_scale(value: Float, kind: str = "auto", signed: bool = False) -> Color
     seen = value[np.isfinite(value)]
     if seen.size == 0:
         return ColorScale(0.0, 1.0)
+    if ratio:
+        apart = np.abs(np.log(seen[seen > 0]))
+        reach = float(np.exp(np.quantile(apart, ROBUST))) if apart.size else 1.0
+        reach = reach if reach > 1 else 2.0
+        return ColorScale(1 / reach, reach, diverging=True, log=True)
     if signed or seen.min() < 0 < seen.max():
         reach = float(np.quantile(np.abs(seen), ROBUST)) or float(np.abs(seen).max()) or 1.0
         return ColorScale(-reach, reach, diverging=True)
@@ -88,18 +103,20 @@ def color_scale(value: Float, kind: str = "auto", signed: bool = False) -> Color
     return ColorScale(low, high) if high > low else ColorScale(low - 0.5, high + 0.5)
 
 
-def token_colors(value: Float, scale: ColorScale) -> list[tuple[str | None, str | None]]:
-    """Return background and text colour of each value; (None, None) where there is no value."""
+def color_levels(value: Float, scale: ColorScale) -> Int:
+    """Return which colour of `palette` each value has; −1 where there is no value."""
     position = scale.position(value)
     seen = np.isfinite(position)
-    # 64 levels are more than the eye tells apart, and keep one sampling for any number of tokens.
-    palette: Any = sample_colorscale(scale.stops, list(np.linspace(0, 1, _LEVELS)), colortype="tuple")
-    inks = [_paint(rgb) for rgb in palette]
-    levels = np.round(np.where(seen, position, 0) * (_LEVELS - 1)).astype(int)
-    return [inks[level] if ok else (None, None) for level, ok in zip(levels, seen, strict=True)]
+    return np.where(seen, np.round(np.where(seen, position, 0) * (LEVELS - 1)), -1).astype(np.int64)
 
 
-def _paint(rgb: tuple[float, float, float]) -> tuple[str | None, str | None]:
+def palette(scale: ColorScale) -> list[tuple[str, str]]:
+    """Return background and text colour of every level."""
+    colors: Any = sample_colorscale(scale.stops, list(np.linspace(0, 1, LEVELS)), colortype="tuple")
+    return [_paint(rgb) for rgb in colors]
+
+
+def _paint(rgb: tuple[float, float, float]) -> tuple[str, str]:
     background = "#" + "".join(f"{round(255 * c):02X}" for c in rgb)
     luminance = 0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2]
     return background, "#14181D" if luminance > 0.48 else "#FFFFFF"

@@ -21,8 +21,11 @@ class TokenDetails:
     formulas: tuple[tuple[str, str], ...]
 
 
-def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str) -> TokenDetails | None:
-    """Write out a token's probability, energy, return, baseline and advantage; None where there is no such token."""
+def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str | None) -> TokenDetails | None:
+    """Write out a token's probability, energy and return; None where there is no such token.
+
+    With the name of the estimator that trained, its stored baseline and advantage too.
+    """
     rows: Any = tokens[tokens["rollout"] == rollout]
     line = rows.sort_values("t")
     here = line[line["t"] == t]
@@ -76,14 +79,14 @@ def _energy(token: dict[str, object], policy: Any, t: int) -> list[tuple[str, st
     return lines
 
 
-def _advantage(token: dict[str, object], policy: Any, t: int, estimator: str) -> list[tuple[str, str]]:
+def _advantage(token: dict[str, object], policy: Any, t: int, estimator: str | None) -> list[tuple[str, str]]:
     baseline, advantage = _get(token, "baseline"), _get(token, "advantage")
     ahead = policy.loc[policy["t"] >= t, "reward"]
     if not ahead.notna().all():
         return []
     to_go = float(ahead.sum())
     lines = [("return", f"G = Σ of rewards from here on = {number(to_go)}")]
-    if baseline is None or advantage is None:
+    if baseline is None or advantage is None or estimator is None:
         return lines
     name = estimator or "training estimator"
     lines.append((f"baseline of {name}", f"B = {number(baseline)}"))

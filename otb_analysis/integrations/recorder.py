@@ -67,7 +67,7 @@ class RolloutRecorder:
         return [*(self._seen(function) for function in functions), self]
 
     def _seen(self, function: Reward) -> Reward:
-        name = getattr(function, "__name__", type(function).__name__)
+        name = _unlike(getattr(function, "__name__", type(function).__name__), self.names)
         self.names.append(name)
 
         @wraps(function)
@@ -114,7 +114,10 @@ class RolloutRecorder:
         """Return each function's weight: as given here, or TRL's own, or 1."""
         if self.weights is not None:
             return dict(zip(self.names, self.weights, strict=True))
-        names, theirs = getattr(trainer, "reward_func_names", []), getattr(trainer, "reward_weights", [])
+        names = list[str]()
+        for name in getattr(trainer, "reward_func_names", []):
+            names.append(_unlike(name, names))
+        theirs = getattr(trainer, "reward_weights", [])
         known = dict(zip(names, [float(one) for one in theirs], strict=True))
         return {name: known.get(name, 1.0) for name in self.names}
 
@@ -167,3 +170,9 @@ def _plain(prompt: Any) -> Any:
 def _content(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+
+
+def _unlike(name: str, others: Sequence[str]) -> str:
+    """Return a name that no other function has: two lambdas are `<lambda>` and `<lambda> 2`."""
+    count = sum(other == name or other.startswith(f"{name} ") for other in others)
+    return f"{name} {count + 1}" if count else name

@@ -153,6 +153,7 @@ def rollout_rows(rollouts: Rollouts, table: TokenTable, measured: TokenMeasureme
         "rollout": np.arange(len(rollouts.group)),
         "prompt_id": [p.id for p in prompts],
         "prompt": [p.shown for p in prompts],
+        "answer": [p.answer or None for p in prompts],
         "completion": ["".join(turn.text + turn.reply for turn in turns) for turns in rollouts.turns],
         "reward": table.total_reward,
         "length": table.mask.sum(axis=1),

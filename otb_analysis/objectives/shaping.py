@@ -13,6 +13,7 @@ from scipy.special import expit
 
 from otb_analysis.arrays import Groups
 from otb_analysis.errors import InputError
+from otb_analysis.objectives.profiled import ProfiledOptions, quality
 from otb_analysis.objectives.registry import (
     Formula,
     NoOptions,
@@ -137,6 +138,17 @@ def drop_equal(inputs: ShapingInputs, options: NoOptions) -> Shaped:
     return Shaped(inputs.reward, groups.spread(differs))
 
 
+def profiled(inputs: ShapingInputs, options: ProfiledOptions) -> Shaped:
+    """Pay right rollouts more the less they spent.
+
+    R' = R + β·q·1[R ≥ correct], q = 1 − min(L/most, 1), L the policy tokens. It looks at the rollout alone, so
+    leave-one-out estimators stay unbiased for the gradient of E R'. PR of Dr. Kernel, arXiv 2602.05885, by its
+    abstract, with tokens as the measured cost.
+    """
+    earned = options.bonus * quality(inputs.length, 0, options.most) * (inputs.total >= options.correct)
+    return Shaped(_add_last(inputs.reward, inputs.mask, earned), np.ones(len(earned), bool))
+
+
 # fmt: off
 SHAPINGS: dict[str, Formula] = {
     "none": Formula(none, "r", "the task's own reward", "code", needs=("reward",)),
@@ -148,6 +160,10 @@ SHAPINGS: dict[str, Formula] = {
     "overlong": Formula(
         overlong, "R − clip((L − (L_max − buffer))/buffer, 0, 1)", "DAPO, arXiv 2503.14476", "code",
         needs=("reward",), options=OverlongOptions,
+    ),
+    "profiled": Formula(
+        profiled, "R + β·(1 − min(L/most, 1)) if R ≥ correct", "Dr. Kernel, arXiv 2602.05885", "abstract",
+        needs=("reward",), options=ProfiledOptions,
     ),
     "drop_equal": Formula(
         drop_equal, "keep where not all R_j of the group are equal", "DAPO, arXiv 2503.14476", "abstract",

@@ -135,6 +135,9 @@ def _checks(report: AuditReport) -> list[tuple[str, tuple[str, ...]]]:
 def _headline(report: AuditReport) -> str:
     model = f" under {report.model}" if report.model else ""
     trained = f", trained with {report.trained}" if report.trained else ""
+    exact = report.bookkeeping.advantages.exact if report.bookkeeping and report.bookkeeping.advantages else ()
+    if exact and not any(name.startswith(report.trained) for name in exact):
+        trained += f" (--estimator.name), though its advantages are those of {' or '.join(exact)}"
     return (
         f"{report.run}: {report.n_rollouts:,} rollouts of {report.n_prompts:,} prompts in {report.n_steps} "
         f"steps{model}{trained}; from {report.rollouts}"
@@ -146,11 +149,14 @@ def _grids(report: AuditReport, top: int | None) -> list[tuple[str, Grid]]:
     grids = []
     if report.estimators:
         caption = ESTIMATORS + (f"\n{_sketched(report.sketches, report.n_steps)}" if report.sketches else "")
-        grids.append(("Estimators: the most efficient first", Grid(caption, _estimators(report.estimators[:top]))))
-    if report.planner.cells:
+        shown = report.estimators[:top]
+        some = "" if len(shown) == len(report.estimators) else f", {len(shown)} of {len(report.estimators)}"
+        grids.append((f"Estimators: the most efficient first{some}", Grid(caption, _estimators(shown))))
+    if any(cell.efficiency is not None or is_told(cell.ratio) for cell in report.planner.cells):
         what = f"Efficiency of {report.planner.n_rollouts} rollouts in groups of each size (ratio to the trainer's)"
         caption = f"{what}. {BEST} A size without † was cut from recorded groups."
         grids.append(("Budget planner: group sizes at the same rollouts", Grid(caption, _sizes(report.planner))))
+    if any(is_told(cell.cost) for cell in report.planner.cells):
         grids.append(("Budget planner: cost against the recorded size", Grid(COST, _costs(report.planner))))
     if report.planner.dead:
         grids.append(("Budget planner: dead groups", Grid(DEAD, _dead(report.planner))))

@@ -112,7 +112,8 @@ def _chosen(ordered: list[Label], conclusion: Conclusion, trained: Sequence[Labe
     if top is not None:
         return ordered[: top or None]
     best = [conclusion.best.label] if conclusion.best else []
-    different = [verdict.label for verdict in conclusion.different]
+    told = {verdict.label for verdict in conclusion.different}
+    different = sorted((one for one in ordered if one in told), key=lambda one: one[1] == "exact")  # dear ones last
     wanted = [REFERENCE, *trained, *best, *different, *COMMON, *ordered]
     named = dict.fromkeys(
         conclusion.alike[one].of if _repeats(one, conclusion) else one for one in wanted if one in conclusion.alike

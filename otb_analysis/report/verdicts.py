@@ -7,12 +7,13 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from otb_analysis.diagnostics import LEVELS, ChangePoint, StepAttribution, change_points, diagnose
+from otb_analysis.diagnostics import LEVELS, ChangePoint, Finding, StepAttribution, change_points, diagnose
 from otb_analysis.errors import InputError
 from otb_analysis.figures.attribution import attribution_line, attribution_table
 from otb_analysis.figures.conclusion import advice_line
 from otb_analysis.figures.numbers import MISSING, number
-from otb_analysis.report.runs import config_of
+from otb_analysis.figures.triage import triage
+from otb_analysis.report.runs import config_of, estimator_of
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.store import RunStore, largest_attributed_step, step_attribution, step_series
 
@@ -29,10 +30,7 @@ def diagnosis(path: Path) -> list[Table | str]:
         InputError: The run does not exist or has no complete step.
         StoreError: It cannot be read.
     """
-    store = RunStore(path)
-    steps = store.steps_df()
-    if steps.empty:
-        raise InputError(f"run {path.name} has no complete step yet; wait for one, or train it again.")
+    store, steps = _opened(path)
     series = step_series(steps)
     title = f"{path.name}, steps {series.step[0]} to {series.step[-1]}"
     table = terminal_table(title, "", ("level", "detector"), ("first watch", "first alarm"))
@@ -42,6 +40,49 @@ def diagnosis(path: Path) -> list[Table | str]:
         table.add_row(Text(finding.level, STYLE[finding.level]), finding.detector, *fired, Text(finding.reason))
     advice = advice_line(store.grams(), store.subgroup_grams(), config_of(store))
     return [table, change_line(change_points(series)), f"Advice. {advice}"]
+
+
+def diagnosis_record(path: Path) -> dict[str, object]:
+    """Return the numbers of `diagnosis` and the run's line of Triage, as JSON can write them; null where nothing fired.
+
+    Raises:
+        InputError: The run does not exist or has no complete step.
+        StoreError: It cannot be read.
+    """
+    store, steps = _opened(path)
+    series, config = step_series(steps), config_of(store)
+    findings, status = diagnose(series), store.standing[0]
+    row = triage(path.name, estimator_of(config), status, steps, findings)
+    return {
+        "run": row.run, "estimator": row.estimator, "status": status, "state": row.state,
+        "what_happened": row.sentence, "first_warning": row.first_warning,
+        "steps": {"count": row.steps, "first": int(series.step[0]), "last": int(series.step[-1])},
+        "detectors": [finding_record(finding) for finding in findings],
+        "change_points": [
+            {"column": p.column, "step": int(p.step), "before": float(p.before), "after": float(p.after)}
+            for p in change_points(series)
+        ],
+        "advice": advice_line(store.grams(), store.subgroup_grams(), config),
+    }  # fmt: skip
+
+
+def finding_record(finding: Finding) -> dict[str, object]:
+    """Return a finding as JSON can write it."""
+    return {
+        "detector": finding.detector,
+        "level": finding.level,
+        "first_watch": finding.watch_step,
+        "first_alarm": finding.alarm_step,
+        "why": finding.reason,
+    }
+
+
+def _opened(path: Path) -> tuple[RunStore, pd.DataFrame]:
+    store = RunStore(path)
+    steps = store.steps_df()
+    if steps.empty:
+        raise InputError(f"run {path.name} has no complete step yet; wait for one, or train it again.")
+    return store, steps
 
 
 def change_line(points: Sequence[ChangePoint]) -> str:

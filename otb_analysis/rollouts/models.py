@@ -25,8 +25,8 @@ from otb_analysis.config import SmallModelConfig
 from otb_analysis.errors import InputError
 from otb_analysis.extras import require
 from otb_analysis.rollouts.named_models import MODELS, fetched
+from otb_analysis.rollouts.triads import END, PAD, UNKNOWN, TriadTokenizer, is_triads
 
-PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 MAX_POSITIONS = 1024
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A directory needs one of them: without any, the library would make an empty tokenizer."""
@@ -49,6 +49,11 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )
+
+
+def small_tokenizer(kind: str, alphabet: str) -> PreTrainedTokenizerBase:
+    """Make the tokenizer of a small model: `characters`, or numbers in `triads` with a magnitude suffix."""
+    return TriadTokenizer(alphabet) if kind == "triads" else character_tokenizer(alphabet)
 
 
 def small_model(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> Qwen3ForCausalLM:
@@ -150,7 +155,7 @@ def load_policy(path: str | Path, remote_code: bool = False) -> tuple[PreTrained
             folder, dtype=dtype, local_files_only=True, trust_remote_code=remote_code, output_loading_info=True, **gguf
         )
         model, loading_info = loaded
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code, **gguf)
+        tokenizer = _tokenizer(folder, remote_code, **gguf)
     except Exception as error:  # someone else's files can make the loading library fail in any way
         refuse_own_code(folder, remote_code, error)
         raise InputError(
@@ -181,13 +186,19 @@ def load_tokenizer(folder: str | Path, remote_code: bool = False) -> PreTrainedT
         InputError: There is none, or it needs Python files of its own but must not run them.
     """
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
+        return _tokenizer(folder, remote_code)
     except Exception as error:  # someone else's files can make the loading library fail in any way
         refuse_own_code(Path(folder), remote_code, error)
         raise InputError(
             f"{folder} holds no tokenizer that can be loaded ({_first_sentence(error)}); pass a directory written by "
             "its save_pretrained."
         ) from error
+
+
+def _tokenizer(folder: str | Path, remote_code: bool, **gguf: str) -> PreTrainedTokenizerBase:
+    if is_triads(Path(folder)):  # the library knows only tokenizers of its own
+        return TriadTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code, **gguf)
 
 
 def refuse_own_code(folder: Path, allowed: bool, error: Exception) -> None:

@@ -1,5 +1,6 @@
 """The only door to disk: one writer, read-only readers, and the table of all runs."""
 
+from otb_analysis.store.compact import Compacted, compact
 from otb_analysis.store.diagnosed import attributed_steps, largest_attributed_step, step_attribution, step_series
 from otb_analysis.store.gram import gram_rows, subgroup_rows
 from otb_analysis.store.reader import RunStore
@@ -12,6 +13,7 @@ from otb_analysis.store.writer import RunWriter, StepTables
 __all__ = [
     "EXACT_ROWS",
     "CommittedStudy",
+    "Compacted",
     "RolloutFilter",
     "RunStore",
     "RunWriter",
@@ -19,6 +21,7 @@ __all__ = [
     "TokenArrays",
     "attributed_steps",
     "committed_studies",
+    "compact",
     "find_rollouts",
     "gram_rows",
     "largest_attributed_step",

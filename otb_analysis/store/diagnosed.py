@@ -28,8 +28,7 @@ def attributed_steps(store: RunStore) -> list[int]:
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    query = "SELECT DISTINCT step FROM tokens WHERE attribution IS NOT NULL ORDER BY step"
-    return [int(step) for step in store.sql(query)["step"]]
+    return store.steps_with("tokens", "attribution")
 
 
 def largest_attributed_step(store: RunStore) -> int:

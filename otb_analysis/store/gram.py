@@ -9,12 +9,18 @@ import pandas as pd
 import pyarrow as pa
 from pandas.api.types import union_categoricals
 
-from otb_analysis.store.layout import Part
-from otb_analysis.store.views import read_part
+from otb_analysis.schema import TABLES
+from otb_analysis.store.parts import Part
+from otb_analysis.store.views import read_part, written_columns
 from otb_analysis.types import Float, Gram, Int, Label
 
 PRODUCT_TEXTS = ("estimator", "energy_source", "other_estimator", "other_energy_source")
 """The columns of text of `grams` and `subgroups`."""
+
+
+_KEYS = tuple(c.name for c in TABLES["grams"] if c.key and c.name not in ("step", "n_rollouts"))
+_ORDERS: dict[bytes, tuple[tuple[Label, ...], Int]] = {}
+"""Labels and groups of Gram matrices in the order of `gram_rows`, by the keys of their rows as bytes on disk."""
 
 
 def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
@@ -62,13 +68,43 @@ def product_rows(table: str, parts: Sequence[Part]) -> pd.DataFrame:
     return pa.concat_tables(rows).to_pandas()
 
 
+def read_gram(parts: Sequence[Part], prompt_of: Mapping[int, object]) -> Gram | None:
+    """Return the Gram matrix of one step's parts of `grams`; None where they have no rows.
+
+    Most steps of a run pair the same estimators and groups in the same order. Their keys are the same bytes on disk, so
+    that only the products are read.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    keys = written_columns(parts[0], _KEYS) if len(parts) == 1 else None
+    if keys is not None and keys in _ORDERS:
+        rows = read_part("grams", parts[0], only=("inner_product", "n_rollouts", "sketch_dim"))
+        labels, groups = _ORDERS[keys]
+        inner = _unfolded(rows["inner_product"].to_numpy(), len(labels), len(groups))
+        return _gram((inner, labels, groups), rows.slice(0, 1).to_pandas(), prompt_of)
+    rows = product_rows("grams", parts)
+    if rows.empty:
+        return None
+    written = _as_written(rows)
+    if keys is not None and written is not None:
+        if len(_ORDERS) > 64:
+            _ORDERS.clear()
+        _ORDERS[keys] = written[1:]
+    return _gram(written or _by_keys(rows), rows, prompt_of)
+
+
 def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
     """Return the Gram matrix of one step's rows of `grams`.
 
     Rows and groups come in the order in which `gram_rows` wrote them. A pair that is not in the table (two groups
     measured by different processes) is NaN. Unless `prompt_of` knows all groups, prompts stay unnamed.
     """
-    inner, labels, groups = _as_written(rows) or _by_keys(rows)
+    return _gram(_as_written(rows) or _by_keys(rows), rows, prompt_of)
+
+
+def _gram(parts: "_Parts", rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
+    inner, labels, groups = parts
     known = all(int(g) in prompt_of for g in groups)
     dim = rows["sketch_dim"].iloc[0]
     return Gram(
@@ -121,10 +157,16 @@ def _as_written(rows: pd.DataFrame) -> _Parts | None:
     groups = list(dict.fromkeys(group for *_, group in written))
     if written != [(*label, group) for label in labels for group in groups]:
         return None
-    inner, products = np.empty((size, size)), rows["inner_product"].to_numpy(np.float64)
+    products = _unfolded(rows["inner_product"].to_numpy(np.float64), len(labels), len(groups))
+    return products, labels, np.array(groups, dtype=np.int64)
+
+
+def _unfolded(products: Float, labels: int, groups: int) -> Float:
+    """Return products [M, M, P, P] of the upper triangle of the matrix of all group gradients, row by row."""
+    upper, other = _upper(labels * groups)
+    inner = np.empty((labels * groups,) * 2)
     inner[upper, other] = inner[other, upper] = products
-    blocks = inner.reshape(len(labels), len(groups), len(labels), len(groups)).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(blocks), labels, np.array(groups, dtype=np.int64)
+    return np.ascontiguousarray(inner.reshape(labels, groups, labels, groups).transpose(0, 2, 1, 3))
 
 
 @lru_cache(maxsize=4)

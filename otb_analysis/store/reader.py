@@ -9,16 +9,19 @@ from typing import Any
 
 import duckdb
 import pandas as pd
+import pyarrow as pa
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
-from otb_analysis.store.gram import product_rows, rebuild_gram
-from otb_analysis.store.layout import Part, complete_steps, find_run, parts_of, visible_parts
+from otb_analysis.store.gram import product_rows, read_gram, rebuild_gram
+from otb_analysis.store.held import LIGHT, MANY, rollout_rows, step_rows
+from otb_analysis.store.layout import find_run
 from otb_analysis.store.liveness import standing
+from otb_analysis.store.parts import Part, again_if_changed, by_step, checked, complete_steps, signature, visible_parts
 from otb_analysis.store.query import check_read_only, first_rows, interrupted_after, open_locked, refused
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
-from otb_analysis.store.views import broken_part, column_names, quoted, select, signature
+from otb_analysis.store.views import broken_part, column_names, quoted, select, select_from
 from otb_analysis.types import Gram, Label
 
 _ASKED_WRONG = (
@@ -66,7 +69,7 @@ class RunStore:
     def standing(self) -> tuple[str, str]:
         """Status as it is now, and why: `stopped` where run.json says running but the process is known to be gone."""
         info = self.info
-        times = [part.path.stat().st_mtime for part in parts_of(self.path, "steps")[-1:]]
+        times = [part.path.stat().st_mtime for part in visible_parts(self.path, ["steps"])["steps"][-1:]]
         heard = datetime.fromtimestamp(times[0], UTC).strftime("%Y-%m-%d %H:%M UTC") if times else info.get("updated")
         return standing(info, str(heard or ""))
 
@@ -74,6 +77,24 @@ class RunStore:
         """Return the steps that can be read, in order."""
         return complete_steps(self.path)
 
+    def steps_with(self, table: str, column: str) -> list[int]:
+        """Return the complete steps that hold any value in a column of a table, in order.
+
+        No part is opened for it but those of earlier versions and merged ones.
+
+        Raises:
+            StoreError: A part is broken, missing or lacks a key column.
+        """
+        parts = visible_parts(self.path, [table])[table]
+        said = {part: checked(part).recorded for part in parts}
+        found = {step for part in parts if column in said[part].split(",") for step in part.steps}
+        unsaid = [step for part in parts if not said[part] for step in part.steps]
+        if unsaid:
+            query = f"SELECT DISTINCT step FROM {table} WHERE {quoted(column)} IS NOT NULL"
+            found |= {int(step) for step in self.sql(query, steps=unsaid)["step"]}
+        return sorted(found)
+
+    @again_if_changed
     def frame(
         self,
         table: str,
@@ -100,7 +121,8 @@ class RunStore:
         chosen = "*" if columns is None else ", ".join(map(quoted, columns))
         # The line break ends a comment in the condition.
         condition = "" if where is None else f" WHERE ({where}\n)"
-        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts)
+        texts = columns is None or where is not None or not set(columns) <= set(LIGHT)
+        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts, texts=texts)
 
     def tokens_df(
         self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
@@ -126,6 +148,7 @@ class RunStore:
         """Return one row per measured step and estimator; see `frame`."""
         return self.frame("gradients", steps, columns, where, params)
 
+    @again_if_changed
     def sql(
         self,
         query: str,
@@ -134,6 +157,7 @@ class RunStore:
         steps: Steps = None,
         seconds: float | None = None,
         rows: int | None = None,
+        texts: bool = True,
     ) -> pd.DataFrame:
         """Return the answer to one SELECT over the views, one per table of the schema.
 
@@ -142,6 +166,8 @@ class RunStore:
             steps: The views hold only these steps, and no part of another is opened; None means all complete ones.
             seconds: How long it may take; None means as long as it needs.
             rows: Most rows of the answer, which is read no further; None means all, whatever memory they take.
+            texts: False leaves prompts, answers and parts of rewards of `rollouts` out. The other columns of many parts
+                are then held in memory, so that the next query opens only new parts.
 
         Raises:
             InputError: The query is not one SELECT, cannot be run, or takes longer than allowed.
@@ -149,8 +175,9 @@ class RunStore:
         """
         # A view costs a look at every part, so only tables that the text mentions get one.
         tables = [table for table in TABLES if re.search(rf"\b{table}\b", query, re.IGNORECASE)]
-        return self._run(query, params, visible_parts(self.path, tables, steps), seconds, rows)
+        return self._run(query, params, visible_parts(self.path, tables, steps), seconds, rows, texts)
 
+    @again_if_changed
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
         """Return the Gram matrices of all measured steps, in order: 8·(M·P)² bytes each, so ask for few steps.
 
@@ -161,6 +188,7 @@ class RunStore:
         """
         return self._read_grams(self._parts_by_step("grams", steps), lambda gram: gram)
 
+    @again_if_changed
     def reduced_grams(self, references: Sequence[Truth], steps: Steps = None) -> dict[int, Gram]:
         """Return of each measured step what comparing its estimators with these references needs.
 
@@ -173,7 +201,7 @@ class RunStore:
             StoreError: A part is broken or lacks a key column.
         """
         parts = self._parts_by_step("grams", steps)
-        keys = {step: (tuple(references), *map(signature, some)) for step, some in parts.items()}
+        keys = {step: (step, tuple(references), *map(signature, some)) for step, some in parts.items()}
         new = {step: some for step, some in parts.items() if keys[step] not in self._reduced}
         read = self._read_grams(new, lambda gram: gram.reduced(references))
         held = self._reduced | {keys[step]: gram for step, gram in read.items()}
@@ -181,6 +209,7 @@ class RunStore:
         self._reduced = held if steps is not None else {keys[step]: gram for step, gram in grams.items()}
         return grams
 
+    @again_if_changed
     def subgroup_grams(self, steps: Steps = None) -> dict[int, dict[int, Gram]]:
         """Return the Gram matrices of smaller groups, by size and then by step; empty where none were measured.
 
@@ -194,8 +223,8 @@ class RunStore:
                 grams.setdefault(int(str(size)), {})[step] = rebuild_gram(rows, prompts[step])
         return {size: grams[size] for size in sorted(grams)}
 
-    def token_arrays(self, step: int) -> TokenArrays:
-        """Return one step's tokens as [N, T] arrays, from which any estimator can be computed again.
+    def token_arrays(self, step: int, group: int | None = None) -> TokenArrays:
+        """Return one step's tokens, or those of one prompt, as [N, T] arrays: any estimator can be computed again.
 
         Raises:
             InputError: The step is not complete, or there is no such step.
@@ -205,23 +234,21 @@ class RunStore:
         if step not in steps:
             known = f"steps {steps[0]} to {steps[-1]} are there" if steps else "no step is complete yet"
             raise InputError(f"step {step} of {self.path} cannot be read; {known}.")
-        tokens = self.tokens_df([step], list(TOKEN_COLUMNS))
-        rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"])
+        where, params = (None, None) if group is None else ('"group" = ?', [group])
+        tokens = self.tokens_df([step], list(TOKEN_COLUMNS), where, params)
+        rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"], where, params)
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
 
     def _parts_by_step(self, table: str, steps: Steps) -> dict[int, list[Part]]:
-        by_step: dict[int, list[Part]] = {}
-        for part in visible_parts(self.path, [table], steps)[table]:
-            by_step.setdefault(part.step, []).append(part)
-        return by_step
+        return by_step(visible_parts(self.path, [table], steps)[table])
 
     def _read_grams(self, parts: Mapping[int, Sequence[Part]], keep: Callable[[Gram], Gram]) -> dict[int, Gram]:
         """Return what is kept of the Gram matrices of steps that have one; the rows of two at a time are in memory."""
         prompts = self._prompts(list(parts))
 
         def read(step: int) -> Gram | None:
-            rows = product_rows("grams", parts[step])
-            return keep(rebuild_gram(rows, prompts[step])) if len(rows) else None
+            gram = read_gram(parts[step], prompts[step])
+            return None if gram is None else keep(gram)
 
         with ThreadPoolExecutor(2) as pool:  # most of the work is Arrow's and NumPy's
             return {step: gram for step, gram in zip(parts, pool.map(read, parts), strict=True) if gram is not None}
@@ -235,6 +262,20 @@ class RunStore:
                 prompts[step][group] = prompt
         return prompts
 
+    def _rows(self, cursor: duckdb.DuckDBPyConnection, table: str, parts: Sequence[Part], texts: bool) -> str:
+        """Return a SELECT of a table's rows, over files or over what is held of them in memory."""
+        light = table == "rollouts" and not texts
+        rows: pa.Table | None = None
+        if len(parts) > MANY and (light or table == "steps"):
+            rows = rollout_rows(self.path, parts) if light else step_rows(self.path, parts)
+        if rows is None:
+            source = select(table, parts)
+        else:
+            cursor.register(f"_held_{table}", rows)
+            source = select_from(table, rows.column_names, f"_held_{table}")
+        # Without the other columns, so that they are unknown rather than null.
+        return f"SELECT {', '.join(map(quoted, LIGHT))} FROM ({source})" if light else source
+
     def _run(
         self,
         query: str,
@@ -242,13 +283,14 @@ class RunStore:
         tables: Mapping[str, Sequence[Part]],
         seconds: float | None = None,
         rows: int | None = None,
+        texts: bool = True,
     ) -> pd.DataFrame:
         with self._connection.cursor() as cursor, interrupted_after(seconds, cursor):
             try:
                 check_read_only(cursor, query)
                 for table, parts in tables.items():
                     # Temporary views belong to the cursor, so threads do not meet and no list of parts grows old.
-                    cursor.execute(f"CREATE TEMP VIEW {table} AS {select(table, parts)}")
+                    cursor.execute(f"CREATE TEMP VIEW {table} AS {self._rows(cursor, table, parts, texts)}")
                 return first_rows(cursor.execute(query, params), rows)
             except duckdb.InterruptException as error:
                 raise InputError(

@@ -6,6 +6,7 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -77,10 +78,18 @@ def read_run_file(run_dir: Path) -> dict[str, object]:
     """
     path = run_dir / RUN_FILE
     try:
+        status = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return dict(_read(path, status.st_ino, status.st_mtime_ns, status.st_size))
+
+
+@lru_cache(maxsize=256)
+def _read(path: Path, inode: int, mtime_ns: int, size: int) -> dict[str, object]:
+    try:
         info = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise StoreError(f"{path} cannot be read ({why}); restore it, or delete the run and write it again.") from error
+        raise _unreadable(path, error) from error
     schema = info.get("schema_version") if isinstance(info, dict) else None
     if not isinstance(schema, int):
         raise StoreError(f"{path} names no schema_version; restore it, or delete the run and write it again.")
@@ -92,6 +101,11 @@ def read_run_file(run_dir: Path) -> dict[str, object]:
     if info.pop("checksum", None) not in (None, checksum_of(info)):
         raise StoreError(f"{path} is broken ({CHANGED}); restore it, or delete its checksum if the change is yours.")
     return info
+
+
+def _unreadable(path: Path, error: Exception) -> StoreError:
+    why = getattr(error, "strerror", None) or str(error)
+    return StoreError(f"{path} cannot be read ({why}); restore it, or delete the run and write it again.")
 
 
 def git_state() -> dict[str, object] | None:

@@ -1,19 +1,20 @@
 """All runs of a root as one table: how each ended, its configuration, its headline numbers."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-import duckdb
 import pandas as pd
+import pyarrow as pa
 
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
-from otb_analysis.store.layout import find_run, list_runs, parts_of
+from otb_analysis.store.held import step_rows
+from otb_analysis.store.layout import find_run, list_runs
 from otb_analysis.store.liveness import standing
+from otb_analysis.store.parts import Part, signature, visible_parts
 from otb_analysis.store.runfile import read_run_file
-from otb_analysis.store.views import broken_part, select
 
 DTYPES = {
     "run": "str",
@@ -73,13 +74,14 @@ def _row(path: Path) -> dict[str, object]:
         if not path.resolve().is_relative_to(path.parent.resolve()):
             raise StoreError(f"{path} is a link out of its directory; open the directory that it points to.")
         info = read_run_file(find_run(path))
-        signature = tuple((part.step, part.path.stat().st_mtime_ns) for part in parts_of(path, "steps"))
-        numbers = _headline(path.resolve(), signature)
+        parts = visible_parts(path.resolve(), ["steps"])["steps"]
+        seen = tuple(signature(part) for part in parts)
+        numbers = _headline(tuple(parts), seen)
     except (StoreError, InputError, OSError) as error:  # the last two: the run was replaced while it was being listed
         return {"run": path.name, "status": "broken", "reason": str(error)}
     config = info.get("config")
     fixed = {name: info.get(name) for name in ("created", "schema_version")}
-    written = max((time for _, time in signature), default=0) / 1e9
+    written = max((time for _, time, _ in seen), default=0) / 1e9
     updated = max(_time(info.get("updated")), pd.Timestamp(written, unit="s", tz="UTC"))
     status, reason = standing(info, f"{updated:%Y-%m-%d %H:%M} UTC")
     fixed |= {"status": status, "reason": reason}
@@ -88,9 +90,9 @@ def _row(path: Path) -> dict[str, object]:
 
 
 @lru_cache(maxsize=1_000)
-def _headline(run_dir: Path, signature: tuple[tuple[int, int], ...]) -> dict[str, object]:
-    """Return a run's numbers; the signature (steps and times of its parts) makes the cache forget a run that grew."""
-    steps = _read_steps(run_dir)
+def _headline(parts: tuple[Part, ...], seen: tuple[object, ...]) -> dict[str, object]:
+    """Return a run's numbers; what was seen of its parts makes the cache forget a run that was written again."""
+    steps = _read_steps(parts)
     tenth = max(1, len(steps) // 10)
     return {
         "n_steps": len(steps),
@@ -105,20 +107,14 @@ def _headline(run_dir: Path, signature: tuple[tuple[int, int], ...]) -> dict[str
     }
 
 
-def _read_steps(run_dir: Path) -> pd.DataFrame:
-    parts = parts_of(run_dir, "steps")
-    with _connection().cursor() as cursor:
-        try:
-            return cursor.execute(f"SELECT {', '.join(_COLUMNS)} FROM ({select('steps', parts)})").df()
-        except duckdb.Error as error:
-            broken = broken_part(parts)
-            raise broken or StoreError(f"the steps of {run_dir} cannot be read: {error}") from error
-
-
-@lru_cache(maxsize=1)
-def _connection() -> duckdb.DuckDBPyConnection:
-    """Return the one connection behind all calls: opening one takes longer than reading a run's steps."""
-    return duckdb.connect(config={"memory_limit": "256MB"})
+def _read_steps(parts: Sequence[Part]) -> pd.DataFrame:
+    if not parts:
+        return pd.DataFrame(columns=list(_COLUMNS), dtype="float64")
+    rows = step_rows(parts[0].path.parent.parent, parts)
+    for name in _COLUMNS:
+        if name not in rows.column_names:
+            rows = rows.append_column(name, pa.nulls(len(rows), pa.float64()))
+    return rows.select(list(_COLUMNS)).to_pandas()
 
 
 def _time(text: object) -> pd.Timestamp:

@@ -68,10 +68,11 @@ def find_rollouts(store: RunStore, asked: RolloutFilter, most: int = 500) -> tup
         StoreError: A part is broken or lacks a key column.
     """
     rows, values = _asked(asked)
-    query = f"SELECT *, count(*) OVER () AS _all FROM ({rows}) ORDER BY step, rollout LIMIT {most}"
-    table = store.sql(query, values, steps=asked.every_step)
-    total = int(table["_all"].iloc[0]) if len(table) else 0
-    return table.drop(columns="_all"), total
+    first = f"SELECT step, count(*) OVER () AS n FROM ({rows}) ORDER BY step, rollout LIMIT {most}"
+    places = store.sql(first, values, steps=asked.every_step, texts=bool(asked.text))
+    # Texts are read of these steps only.
+    table = store.sql(f"{rows} ORDER BY step, rollout LIMIT {most}", values, steps=sorted(set(places["step"])))
+    return table, int(places["n"].iloc[0]) if len(places) else 0
 
 
 def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
@@ -85,7 +86,7 @@ def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
     """
     rows, values = _asked(asked)
     return store.sql(
-        f"""WITH asked AS ({rows}), ends AS (
+        f"""WITH asked AS MATERIALIZED (SELECT step, reward FROM ({rows})), ends AS (
             SELECT min(step) AS first, greatest(1, ceil((max(step) - min(step) + 1) / {BINS})) AS width,
                 min(reward) AS low, CASE WHEN count(DISTINCT reward) <= {FEW} THEN 0.0
                 ELSE (max(reward) - min(reward)) / {REWARD_BINS} END AS height FROM asked)
@@ -96,4 +97,5 @@ def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
         FROM asked, ends WHERE reward IS NOT NULL GROUP BY ALL ORDER BY ALL""",
         values,
         steps=asked.every_step,
+        texts=bool(asked.text),
     )

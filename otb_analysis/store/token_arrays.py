@@ -55,19 +55,21 @@ class TokenArrays:
         """Return what `estimate` takes; an optional input that is not there for every policy token is None.
 
         Args:
-            energy_source: `proxy` (energy_proxy), `calibrated` (energy_calibrated) or `exact` (grad_norm_sq).
+            energy_source: `proxy` (energy_proxy), `calibrated` (energy_calibrated), `exact` (grad_norm_sq) or `none`.
 
         Raises:
             InputError: The source is another, or a policy token has no reward, or no energy of that source.
         """
         sources = {"proxy": self.energy_proxy, "calibrated": self.energy_calibrated}
-        if energy_source not in (*sources, "exact"):
-            raise InputError(f"energy_source is {energy_source!r}; pass 'proxy', 'calibrated' or 'exact'.")
-        energy = sources.get(energy_source, np.where(self.exact, self.grad_norm_sq, np.nan))
+        if energy_source not in (*sources, "exact", "none"):
+            raise InputError(f"energy_source is {energy_source!r}; pass 'proxy', 'calibrated', 'exact' or 'none'.")
         self._check_measured("reward", self.reward, "store the rewards")
-        self._check_measured(
-            f"{energy_source} energy", energy, "take measured_groups() first or the other energy_source"
-        )
+        energy = None
+        if energy_source != "none":
+            energy = sources.get(energy_source, np.where(self.exact, self.grad_norm_sq, np.nan))
+            self._check_measured(
+                f"{energy_source} energy", energy, "take measured_groups() first or the other energy_source"
+            )
         return EstimatorInputs(
             reward=self.reward,
             mask=self.mask,

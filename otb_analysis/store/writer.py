@@ -1,5 +1,6 @@
 """The one writer of a run: each step's parts appear whole or not at all, the `steps` part last."""
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,10 +16,12 @@ import pyarrow.parquet as pq
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.atomic import atomic_file, atomic_folder
-from otb_analysis.store.checksum import BLANK, CHECKSUM, stamp
+from otb_analysis.store.checksum import BLANK, CHECKSUM, PARTS, RECORDED, ROW, SCHEMA, stamp, written_checksum
 from otb_analysis.store.encode import Columns, encode
-from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path, parts_of
+from otb_analysis.store.held import row_text
+from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path
 from otb_analysis.store.liveness import other_writer, this_process
+from otb_analysis.store.parts import COMPACTED, last_merged_step, loose_parts, merged_before, remove_unlisted
 from otb_analysis.store.runfile import RESERVE, git_state, new_run, now, read_run_file, write_reserve, write_run_file
 
 ROW_GROUP = 100_000
@@ -48,9 +52,10 @@ class RunWriter:
     use the constructor.
     """
 
-    def __init__(self, path: Path, rank: int = 0) -> None:
+    def __init__(self, path: Path, rank: int = 0, size: int = 1) -> None:
         self.path = path
         self.rank = rank
+        self.size = size  # Processes that write parts of the same steps
         self._last_step: int | None = None
 
     @classmethod
@@ -117,9 +122,14 @@ class RunWriter:
             StoreError: The disk refuses; the parts of this step are removed, earlier steps stay readable.
         """
         encoded = self._encode(step, tables)
+        if step <= last_merged_step(self.path):
+            raise InputError(
+                f"step {step} of {self.path} is in a compacted file and cannot be written again; go on after it, or "
+                "begin anew."
+            )
         try:
             self._remove(step)
-            self._write_parts({part_path(self.path, table, step, self.rank): rows for table, rows in encoded.items()})
+            self._write_parts(step, encoded)
         except OSError as error:
             with suppress(OSError):
                 self._remove(step)
@@ -151,18 +161,30 @@ class RunWriter:
         scalars = {"step": [step]} | {name: [value] for name, value in tables.steps.items()}
         return encoded | ({} if self.rank else {"steps": encode("steps", step, scalars)})
 
-    def _write_parts(self, parts: dict[Path, pa.Table]) -> None:
+    def _write_parts(self, step: int, tables: dict[str, pa.Table]) -> None:
         """Write all, then let them appear in their order: what is synchronised together waits for the disk once."""
+        written: dict[Path, bytes] = {}
+        sums = self._of_others(step)
+        for table, rows in tables.items():
+            path = part_path(self.path, table, step, self.rank)
+            said = {PARTS: json.dumps(sums), ROW: row_text(rows)} if table == "steps" else {}
+            written[path], checksum = stamp(path, parquet_bytes(rows, said))
+            sums.setdefault(table, {})[path.name] = checksum
         with ExitStack() as appearing:  # closes in reverse order, so `steps` is entered first and appears last
-            for path, rows in reversed(parts.items()):
+            for path, content in reversed(written.items()):
                 path.parent.mkdir(exist_ok=True)
-                part = pa.BufferOutputStream()  # a part has hundreds of pieces, each a call of Python into a file
-                with pq.ParquetWriter(part, rows.schema, **_parquet_options(rows)) as writer:
-                    writer.write_table(rows, row_group_size=ROW_GROUP)
-                    writer.add_key_value_metadata({CHECKSUM: BLANK.decode()})
                 file = appearing.enter_context(atomic_file(path))
-                file.write(stamp(path, memoryview(part.getvalue())))
+                file.write(content)
                 file.flush()
+
+    def _of_others(self, step: int) -> dict[str, dict[str, str]]:
+        """Return name and checksum of the parts that other processes wrote of this step, by table."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        paths = [part_path(self.path, table, step, rank) for table in TABLES for rank in others]
+        sums: dict[str, dict[str, str]] = {}
+        for path in filter(Path.exists, paths):
+            sums.setdefault(path.parent.name, {})[path.name] = written_checksum(path)
+        return sums
 
     def _remove(self, step: int) -> None:
         for table in ("steps", *TABLES):  # `steps` first: from then on the step is invisible
@@ -177,12 +199,24 @@ class RunWriter:
         )
 
 
-def _parquet_options(rows: pa.Table) -> dict[str, Any]:
-    floats = [c.name for c in rows.schema if pa.types.is_floating(c.type)]
-    others = [c.name for c in rows.schema if c.name not in floats]
+def parquet_bytes(rows: pa.Table, metadata: Mapping[str, str]) -> memoryview:
+    """Return a table as the bytes of a Parquet file that has a place for its checksum."""
+    part = pa.BufferOutputStream()  # a part has hundreds of pieces, each a call of Python into a file
+    with pq.ParquetWriter(part, rows.schema, **parquet_options(rows.schema, len(rows))) as writer:
+        writer.write_table(rows, row_group_size=ROW_GROUP)
+        held = [name for name in rows.column_names if rows[name].null_count < len(rows)]
+        about = {SCHEMA: f"{crc32(str(rows.schema).encode()):08x}", RECORDED: ",".join(held)}
+        writer.add_key_value_metadata({**metadata, **about, CHECKSUM: BLANK.decode()})
+    return memoryview(part.getvalue())
+
+
+def parquet_options(schema: pa.Schema, rows: int) -> dict[str, Any]:
+    """Return how a table of so many rows is written."""
+    floats = [c.name for c in schema if pa.types.is_floating(c.type)]
+    others = [c.name for c in schema if c.name not in floats]
     return {
         # A compressor begins anew in every column, which is most of the time of a part of one row.
-        "compression": "zstd" if len(rows) > 1 else "none",
+        "compression": "zstd" if rows > 1 else "none",
         "use_byte_stream_split": floats,
         "use_dictionary": others,
         # Parquet's minimum and maximum leave NaN out, and DuckDB concludes from them that there is none.
@@ -215,11 +249,15 @@ def _refuse_second_writer(path: Path) -> None:
 
 def _remove_from(path: Path, step: int) -> None:
     """Remove what lies at or after a step: the `steps` parts first, so that no reader sees half of one."""
-    for table in ("steps", *TABLES):
-        for part in parts_of(path, table):
+    info = read_run_file(path)
+    if last_merged_step(path) >= step:
+        write_run_file(path, info | {COMPACTED: merged_before(info, step)})
+    for table in dict.fromkeys(("steps", *TABLES)):
+        for part in loose_parts(path, table):
             if part.step >= step:
                 part.path.unlink(missing_ok=True)
-    for left in (*path.glob("*/.*.tmp"), *path.glob(".*.tmp")):  # what a killed process had begun
+    remove_unlisted(path)
+    for left in path.glob(".*.tmp"):  # what a killed process had begun
         left.unlink(missing_ok=True)
     for left in path.glob(".model.*"):
         shutil.rmtree(left)

@@ -13,7 +13,7 @@ from otb_analysis.errors import InputError, nearest
 from otb_analysis.measurement.forward import ForwardPass
 from otb_analysis.measurement.table import TokenTable, compute_rewards, token_table
 from otb_analysis.rollouts.generation import TransformersGenerator
-from otb_analysis.rollouts.models import character_tokenizer, load_policy, small_model, special_id
+from otb_analysis.rollouts.models import load_policy, small_model, small_tokenizer, special_id
 from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks import Prompt, Task, make_task
 from otb_analysis.training.loop import train
@@ -28,7 +28,7 @@ POSITIONS = 192
 
 @dataclass(frozen=True)
 class Policy:
-    """A model in evaluation mode, its tokenizer of single characters, and the task; made by `fresh_policy`."""
+    """A model in evaluation mode, its tokenizer, and the task; made by `fresh_policy`."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ def fresh_policy(config: TrainConfig, architecture: str = "qwen3") -> Policy:
     if architecture not in ARCHITECTURES:
         raise InputError(f"architecture is {architecture!r}; {nearest(architecture, ARCHITECTURES)}")
     task = make_task(config)
-    tokenizer = character_tokenizer(task.alphabet)
+    tokenizer = small_tokenizer(config.tokenizer, task.alphabet)
     make = small_model if architecture == "qwen3" else small_gpt2
     return Policy(make(config.small_model, tokenizer, config.seed), tokenizer, task)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from operator import attrgetter
 
-from otb_analysis.config import EstimatorConfig, TrainConfig
+from otb_analysis.config import EstimatorConfig, SampleConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, entry_of, options_from_dict
 from otb_analysis.estimators.spec import TRAINABLE_NEEDS
@@ -15,7 +15,14 @@ from otb_analysis.training.runtime.trackers import check_trackers
 
 POSITIVE = (
     *("sample.prompts", "sample.group_size", "sample.max_new_tokens", "sample.max_turns", "sample.temperature"),
-    *("sample.vllm_memory", "optimize.steps", "optimize.learning_rate", "objective.epochs", "objective.minibatches"),
+    *(
+        "sample.filter_rounds",
+        "sample.vllm_memory",
+        "optimize.steps",
+        "optimize.learning_rate",
+        "objective.epochs",
+        "objective.minibatches",
+    ),
     *("critic.width", "critic.updates", "warm_start.batch", "warm_start.learning_rate", "warm_start.max_steps"),
     *("warm_start.check_every", "warm_start.check_prompts", "evaluate.prompts", "evaluate.samples"),
     *("measure.sampled.share", "checkpoint.keep", "lora.alpha"),
@@ -30,7 +37,7 @@ NOT_NEGATIVE = (
         "optimize.micro_batch",
     ),
     *("objective.staleness", "objective.kl_coefficient", "objective.entropy_bonus", "checkpoint.every", "lora.rank"),
-    *("critic.learning_rate", "evaluate.every"),
+    *("critic.learning_rate", "evaluate.every", "sample.filter_most_tokens"),
 )
 
 
@@ -61,6 +68,8 @@ def _problems(config: TrainConfig, processes: int) -> Iterator[str]:
     check_trackers(config.trackers)
     if config.lora.rank > 0:
         require("peft", "lora.rank above 0")
+    if config.model and config.tokenizer != "characters":
+        yield f"tokenizer is {config.tokenizer!r}, but model {config.model!r} has its own; leave one of them out."
     name, critic, objective = config.estimator.name, config.critic, config.objective
     entry = entry_of(name)
     options_from_dict(name, config.estimator.options)
@@ -116,6 +125,7 @@ def _problems(config: TrainConfig, processes: int) -> Iterator[str]:
         yield (
             f"sample.prompts·group_size is {rollouts} for {processes} processes; sample at least one rollout on each."
         )
+    yield from _filter_problems(config.sample, processes)
     if config.sample.engine == "vllm":
         if processes > 1:
             yield (
@@ -129,6 +139,20 @@ def _problems(config: TrainConfig, processes: int) -> Iterator[str]:
             f"warm_start.success_low is {start.success_low} and success_high is {start.success_high}; "
             "choose 0 ≤ success_low < success_high ≤ 1."
         )
+
+
+def _filter_problems(config: SampleConfig, processes: int) -> Iterator[str]:
+    if config.filter == "none":
+        return
+    if processes > 1:
+        yield (
+            f"sample.filter is {config.filter!r}, which fills the batch of one process, and {processes} were launched; "
+            "set it to 'none'."
+        )
+    if config.filter == "dynamic" and config.group_size == 1:
+        yield "sample.filter is 'dynamic', which drops every group of one rollout; set sample.group_size to at least 2."
+    if not 0 <= config.filter_floor <= 1:
+        yield f"sample.filter_floor is {config.filter_floor}; choose a probability from 0 to 1."
 
 
 def _critic_problems(config: TrainConfig) -> Iterator[str]:

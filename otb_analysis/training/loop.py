@@ -27,6 +27,7 @@ from otb_analysis.store import RunWriter, StepTables, gram_rows, subgroup_rows
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.enough import none_answers, none_ends, too_few_prompts
 from otb_analysis.training.evaluation import evaluate
+from otb_analysis.training.filtering import filtered
 from otb_analysis.training.resume import begin, kept
 from otb_analysis.training.runtime.checkpoint import write_checkpoint
 from otb_analysis.training.runtime.gather import gather_rollouts, shard_rows, shared_norms
@@ -114,9 +115,14 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         prompts = draw_prompts(trainer.task, "train", step * config.sample.prompts, config.sample.prompts)
         group = processes.shard(np.repeat(np.arange(len(prompts)), config.sample.group_size))
         with policy.sampling():
-            local = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample, group)
-    with trainer.timed("estimate"):
-        local = compute_rewards(trainer.task, local)
+            if config.sample.filter != "none":
+                local, filled = filtered(trainer, step, prompts)
+                scalars |= filled
+            else:
+                local = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample, group)
+    if config.sample.filter == "none":  # a filter has paid them already
+        with trainer.timed("estimate"):
+            local = compute_rewards(trainer.task, local)
     with trainer.timed("update", "scoring"):
         forward = policy.forward(local, trainer.one_update, trainer.wanted())
         local_reference = policy.reference_logprob(local)

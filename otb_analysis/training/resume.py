@@ -29,7 +29,7 @@ def begin(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, int]:
     """
     processes = trainer.processes
     writer, checkpoint = processes.broadcast_from_main(lambda: _opened(config, trainer))
-    writer.rank = processes.rank
+    writer.rank, writer.size = processes.rank, processes.size
     if checkpoint is None:
         return writer, 0
     place = torch.device("cpu") if processes.sharded else trainer.model.device

@@ -18,7 +18,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.phases import phase
 from otb_analysis.rollouts.generation import Generator, TransformersGenerator
-from otb_analysis.rollouts.models import SHIPPED, character_tokenizer, output_layer, small_model, special_id
+from otb_analysis.rollouts.models import SHIPPED, output_layer, small_model, small_tokenizer, special_id
 from otb_analysis.rollouts.sampling import encode_prompt, sample
 from otb_analysis.tasks import Prompt, Task, make_task, task_files
 from otb_analysis.tasks.task_calls import ask_demonstration, draw_prompts
@@ -60,7 +60,7 @@ def make_policy(config: TrainConfig, path: Path) -> None:
         StoreError: The directory cannot be written.
     """
     task = make_task(config)
-    tokenizer = character_tokenizer(task.alphabet)
+    tokenizer = small_tokenizer(config.tokenizer, task.alphabet)
     model = small_model(config.small_model, tokenizer, config.seed)
     steps, success = fit(model, tokenizer, task, config)
     facts = {"steps": steps, "success": success, "parameters": model.num_parameters()}
@@ -82,13 +82,13 @@ def fit(
         InputError: The step budget ran out below the band.
     """
     settings, generator = config.warm_start, TransformersGenerator(model, tokenizer)
-    optimizers = _optimizers(model, settings.learning_rate)
+    optimizers = make_optimizers(model, settings.learning_rate)
     torch.manual_seed(config.seed)
     checks = draw_prompts(task, "train", CHECKS_FROM, settings.check_prompts)
     loss, success, below, every = float("inf"), 0.0, deepcopy(model.state_dict()), settings.check_every
     with phase("warm start", settings.max_steps, "step", at_most=True) as here:
-        for step, batch in enumerate(_batches(tokenizer, task, settings), start=1):
-            loss = 0.95 * loss + 0.05 * _supervised_step(model, optimizers, batch) if step > 1 else 3.0
+        for step, batch in enumerate(demonstrations(tokenizer, task, settings), start=1):
+            loss = 0.95 * loss + 0.05 * supervised_step(model, optimizers, batch) if step > 1 else 3.0
             reached = f"{success:.0%} success, {settings.success_low:.0%} wanted"
             here(step, settings.max_steps, f"warm start, loss {loss:.2f} nats, {reached}")
             if step % every or (loss > LEARNED_ENOUGH_TO_CHECK and step % (CHECKED_ANYWAY * settings.check_every)):
@@ -124,9 +124,10 @@ def success_rate(
     return float(compute_rewards(task, rollouts).rewards().sum(axis=1).mean())
 
 
-def _batches(
+def demonstrations(
     tokenizer: PreTrainedTokenizerBase, task: Task, config: WarmStartConfig
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield batches of demonstrations: token ids and labels [n, L], padded."""
     index = DEMONSTRATIONS_FROM
     for _ in range(config.max_steps):
         prompts = draw_prompts(task, "train", index, config.batch)
@@ -148,7 +149,7 @@ def _example(tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt) -> 
     return ids, labels
 
 
-def _optimizers(model: PreTrainedModel, learning_rate: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: PreTrainedModel, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the blocks and AdamW for the rest, which needs half the steps of AdamW."""
     outer = {id(p) for layer in (model.get_input_embeddings(), output_layer(model)) for p in layer.parameters()}
     parameters = list(model.parameters())
@@ -160,9 +161,10 @@ def _optimizers(model: PreTrainedModel, learning_rate: float) -> list[torch.opti
     ]
 
 
-def _supervised_step(
+def supervised_step(
     model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], batch: tuple[torch.Tensor, torch.Tensor]
 ) -> float:
+    """Take one step on a batch of demonstrations and return its loss in nats a token."""
     ids, labels = (x.to(model.device) for x in batch)
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     loss = cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED)
@@ -184,6 +186,8 @@ def _key(config: TrainConfig) -> str:
         "seed": config.seed,
         "version": __version__,
     }
+    if config.tokenizer != "characters":
+        parts["tokenizer"] = config.tokenizer
     if files := task_files(config):
         parts["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,94 +1,133 @@
-"""What the page of Group size needs beyond its tables: differences over seeds, tokens to a success, learning curves."""
+"""What the page of Group size needs beyond its tables: differences over seeds, their reading, learning curves."""
 
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from otb_analysis.figures.svg import Panel, svg
+from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, column, distinct, mean, select
-from otb_analysis.study.formats import interval_curve, mean_curve
+from otb_analysis.study import Rows, column, distinct, select
+from otb_analysis.study.formats import above, ends, interval_curve, mean_curve
 from otb_analysis.study.seeds import later_success, paired_difference
 
-from .arms import ARMS, LARGE_GROUP
+from .arms import ARMS, MARGIN, UPDATES
 from .study import chosen_rate
 
-BASE = "otb4"
-"""The arm that the question is about: all others are measured against it."""
 WORDS = {name: arm.words.replace(",", "") for name, arm in ARMS.items()}
-AHEAD_OF = ("mean32", "rloo4")
-"""Arms whose distance from it the figure shows."""
+LARGE = ("mean32", "rloo4-wide")
+"""Arms with large updates that are compared after as many rollouts."""
+LONG = ("mean32-long", "rloo32-long")
+"""Arms with large updates that are compared after as many updates."""
+CONTRASTS = {
+    "rollouts": (
+        ("otb4", "mean32"),
+        ("otb4", "rloo4-wide"),
+        ("otb4", "rloo4"),
+        ("regression4", "rloo4"),
+        ("regression4", "otb4"),
+        ("blend4", "rloo4"),
+        ("blend4", "otb4"),
+        ("blend4", "regression4"),
+    ),
+    "updates": (("otb4", "mean32-long"), ("regression4", "mean32-long"), ("rloo32-long", "mean32-long")),
+}
+"""What is made equal → pairs of arms: the first minus the second."""
 
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return what training made of every arm, over seeds, and which learning rate the sweep chose."""
     curves, sweep = tables["curves"], tables["sweep"]
-    shared, arms = shared_evaluations(curves), distinct(curves, "arm")
+    arms = distinct(curves, "arm")
+    shared = {"rollouts": after_rollouts(curves), "updates": after_updates(curves)}
     rates = {name: chosen_rate(select(sweep, arm=name)) for name in distinct(sweep, "arm")}
     last = {name: max(column(select(curves, arm=name), "step")) for name in arms}
-    finals = {name: column(select(curves, arm=name, step=last[name]), "success") for name in arms}
-    swept = sorted(distinct(sweep, "rate"))
+    gains = {
+        (arm, base): gained(shared[equal], arm, base)
+        for equal, pairs in CONTRASTS.items()
+        for arm, base in pairs
+        if arm in arms and base in arms
+    }
     return {
         "shared": shared,
-        "means": {name: _mean(list(later_success(select(shared, arm=name)).values())) for name in arms},
-        "finals": {name: _mean(finals[name]) for name in arms},
-        "gains": {name: gained(shared, name) for name in arms if name != BASE},
+        "means": {name: _mean(later_success(_of(shared, name)).values()) for name in arms},
+        "finals": {name: _mean(column(select(curves, arm=name, step=last[name]), "success")) for name in arms},
+        "gains": gains,
+        "readings": {pair: reading(found) for pair, found in gains.items()},
         "chosen": rates,
-        "at_the_edge": [name for name, rate in rates.items() if rate in (swept[0], swept[-1])],
-        "tokens_to_mean32": {name: tokens_to(select(curves, arm=name), mean(finals["mean32"])) for name in arms},
+        "at_the_edge": [name for name, rate in rates.items() if rate in (ARMS[name].rates[0], ARMS[name].rates[-1])],
     }
 
 
-def shared_evaluations(curves: Rows) -> Rows:
-    """Return the evaluations after numbers of rollouts at which every arm has one."""
-    at = [set(column(select(curves, arm=name), "n_rollouts")) for name in distinct(curves, "arm")]
-    return [row for row in curves if row["n_rollouts"] in set.intersection(*at)]
+def after_rollouts(curves: Rows) -> Rows:
+    """Return the evaluations of all but the long arms after numbers of rollouts at which every one of them has one."""
+    rows = [row for row in curves if row["arm"] not in LONG]
+    return _at_all(rows, "n_rollouts")
 
 
-def gained(shared: Rows, name: str) -> Interval | None:
-    """Return the paired difference of the small `otb` groups' mean held-out success from an arm's."""
-    otb, other = (later_success(select(shared, arm=arm)) for arm in (BASE, name))
-    return paired_difference(otb, other, f"held-out success of {BASE} minus that of {name}")
+def after_updates(curves: Rows) -> Rows:
+    """Return the evaluations of the small and of the long arms at steps at which every one of them has one."""
+    rows = [row for row in curves if row["arm"] not in LARGE]
+    return _at_all(rows, "step")
 
 
-def tokens_to(rows: Rows, success: float | None) -> float | None:
-    """Return after how many sampled tokens an arm's mean learning curve first reaches a success, between points too."""
-    curve = mean_curve(rows, "n_tokens", "success", "", "")
-    best = np.maximum.accumulate(curve.y)
-    return None if success is None or best[-1] < success else float(np.interp(success, best, curve.x))
+def _at_all(rows: Rows, name: str) -> Rows:
+    at = [set(column(select(rows, arm=arm), name)) for arm in distinct(rows, "arm")]
+    return [row for row in rows if row[name] in set.intersection(*at)]
+
+
+def _of(shared: Mapping[str, Rows], name: str) -> Rows:
+    return select(shared["updates" if name in LONG else "rollouts"], arm=name)
+
+
+def gained(shared: Rows, arm: str, base: str) -> Interval | None:
+    """Return the difference of mean held-out success between two arms, paired over the seeds that both have."""
+    one, other = (later_success(select(shared, arm=name)) for name in (arm, base))
+    both = {seed: value for seed, value in one.items() if seed in other}
+    return paired_difference(both, other, f"held-out success of {arm} minus that of {base}")
+
+
+def reading(gain: Interval | None) -> str:
+    """Read a difference against 0 and against the margin of non-inferiority."""
+    low, high = ends(gain)[1:]
+    if low is None or high is None:
+        return "not shown"
+    if above(gain, 0):
+        return "better"
+    if above(gain, -MARGIN):
+        return "no worse"
+    return "worse" if high < 0 else "not shown"
 
 
 def _mean(values: Any) -> Interval | None:
-    return seed_mean(values, "held-out success", "logit")
+    return seed_mean(list(values), "held-out success", "logit")
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
-    """Draw mean learning curves over thousands of sampled tokens, and how far the small `otb` groups are ahead."""
-    curves = [dict(row, thousands=row["n_tokens"] / 1000) for row in tables["curves"]]
-    names, shared = distinct(curves, "arm"), shared_evaluations(curves)
-    learning = [
-        mean_curve(
-            select(curves, arm=name), "thousands", "success", WORDS[name], ARMS[name].color,
-            dashed=ARMS[name].group == LARGE_GROUP,
-        )
-        for name in names
-    ]  # fmt: skip
-    ahead = [_gap_curve(shared, name) for name in names if name in AHEAD_OF]
+    """Draw mean learning curves over rollouts and over updates, and how far small groups are ahead of large ones."""
+    curves = [dict(row, thousands=row["n_rollouts"] / 1000) for row in tables["curves"]]
+    names = distinct(curves, "arm")
+    by_rollouts = [_curve(curves, name, "thousands") for name in names if name not in LONG]
+    by_updates = [_curve(curves, name, "step") for name in names if name not in LARGE]
+    ahead = [_gap_curve(after_updates(curves), arm, "mean32-long") for arm in ("otb4", "regression4") if arm in names]
     panels = [
-        Panel("Held-out success", "mean over seeds", "thousand tokens sampled", learning, percent=True),
-        Panel(f"{WORDS[BASE]} minus others", "points, same seeds, 95 % interval",
-              "thousand rollouts", ahead, rules=[(0.0, "")], percent=True),
+        Panel("As many rollouts", "held-out success, mean over seeds", "thousand rollouts", by_rollouts, percent=True),
+        Panel("As many updates", "held-out success, mean over seeds", "updates", by_updates, percent=True),
+        Panel(f"Minus {WORDS['mean32-long']}", "points, same seeds, 95 % interval", "updates", ahead,
+              rules=[(0.0, ""), (-MARGIN, "margin")], percent=True),
     ]  # fmt: skip
     return {"learning.svg": svg(panels, columns=2)}
 
 
-def _gap_curve(shared: Rows, name: str) -> Any:
-    """The paired difference of the small `otb` groups from an arm at each evaluation that both have."""
+def _curve(curves: Rows, name: str, x: str) -> Curve:
+    arm = ARMS[name]
+    return mean_curve(
+        select(curves, arm=name), x, "success", WORDS[name], arm.color, dashed=name in LONG or arm.updates < UPDATES
+    )
+
+
+def _gap_curve(shared: Rows, arm: str, base: str) -> Curve:
+    """The paired difference of two arms at each evaluation that both have."""
     points = {}
-    for count in sorted(distinct(select(shared, arm=BASE), "n_rollouts")):
-        otb, other = (
-            {row["seed"]: row["success"] for row in select(shared, arm=arm, n_rollouts=count)} for arm in (BASE, name)
-        )
-        points[count / 1000] = paired_difference(otb, other, f"held-out success of {BASE} minus {name}")
-    return interval_curve(points, "", f"minus {WORDS[name]}", ARMS[name].color)
+    for step in sorted(distinct(select(shared, arm=arm), "step")):
+        one, other = ({row["seed"]: row["success"] for row in select(shared, arm=n, step=step)} for n in (arm, base))
+        points[step] = paired_difference(one, other, f"held-out success of {arm} minus that of {base}")
+    return interval_curve(points, "", WORDS[arm], ARMS[arm].color)

@@ -1,6 +1,6 @@
 """What the page of Collapse needs beyond its tables: lifetimes and their differences, fatal steps, the figure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,23 +9,16 @@ from otb_analysis.figures.styles import GREY
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.study import Row, Rows, column, distinct, select
-from otb_analysis.study.formats import mean_curve
+from otb_analysis.study.formats import above, below, mean_curve
 from otb_analysis.study.seeds import paired_difference
 
 from . import forecast
-from .study import ARMS
+from .study import ARMS, LEVEL, SHAPE, STALENESSES
 
-CONTRASTS = (
-    ("scaled", "rloo"),
-    ("otb", "rloo"),
-    ("otb", "scaled"),
-    ("otb_loo", "scaled"),
-    ("sequence_optimal_loo", "scaled"),
-    ("otb", "otb_loo"),
-    ("otb_long", "rloo_long"),
-    ("rloo_long", "rloo"),
-)
-"""Arms whose lifetimes are compared seed by seed: the first minus the second."""
+PAIRS = (("otb", "rloo"), *LEVEL, *SHAPE, ("none", "rloo"))
+"""Baselines whose lifetimes are compared seed by seed, at each staleness, with and without ratios."""
+SUFFIXES = {"": "none", "-ratio": "token ratio"}
+"""End of an arm's name → its correction, in words."""
 SHARES = {
     "top_tokens": "top 1 % of tokens",
     "top_prompt": "largest prompt",
@@ -43,22 +36,70 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     arms = distinct(staged, "arm")
     lifetimes = {name: survived(staged, name) for name in arms}
     pairs = paired(attribution)
+    effects = {suffix: effects_of(staged, suffix) for suffix in SUFFIXES}
     return forecast.numbers(runs, tables["detectors"], tables["signals"]) | {
         "staged": staged,
         "lifetime": {name: seed_mean(list(of.values()), "steps survived") for name, of in lifetimes.items()},
         "lasted": {name: lasted(staged, name) for name in arms},
         "contrasts": {
-            (arm, base): {"bound": bound(staged, arm, base), "steps": contrast(staged, arm, base)}
-            for arm, base in CONTRASTS
-            if arm in arms and base in arms
+            (one, base, staleness, suffix): {"bound": bound(staged, *names), "steps": contrast(staged, *names)}
+            for suffix in SUFFIXES
+            for staleness in STALENESSES
+            for one, base in PAIRS
+            if set(names := (f"{one}-{staleness}{suffix}", f"{base}-{staleness}{suffix}")) <= set(arms)
         },
-        "c": next(iter(select(tables["projection"], estimator="otb"))),
-        "scaled_at": select(runs, arm="scaled")[0]["rate"] / select(runs, arm="rloo")[0]["rate"],
-        "long_seeds": distinct([row for row in staged if ARMS[row["arm"]].long], "seed"),
+        "effects": effects,
+        "cause": cause(effects[""]),
+        "ratio_takes": taken_by_ratios(staged),
+        "columns": [f"{words}, {k} batches old" for words in SUFFIXES.values() for k in STALENESSES],
         "fatal": {name: fatal_shares(attribution, name) for name in ARMS if name in distinct(attribution, "arm")},
         "pairs": pairs,
         "changes": [against_control(pairs, name) for name in ("grad_norm", *SHARES)],
     }
+
+
+def effects_of(runs: Rows, suffix: str) -> dict[str, Interval | None]:
+    """Return the effects of level and shape on steps survived, and by how much the level's exceeds the shape's.
+
+    The mean of the differences of two pairs, at the stalenesses that have them, seed by seed. With ratios `raised` was
+    not trained, so that each effect is one difference.
+    """
+    level, shape = (effect_by_seed(runs, pairs, suffix) for pairs in (LEVEL, SHAPE))
+    return {
+        "level": seed_mean(list(level.values()), "effect of the level on steps survived"),
+        "shape": seed_mean(list(shape.values()), "effect of the shape on steps survived"),
+        "level − shape": paired_difference(level, shape, "effect of the level minus the shape's") if shape else None,
+    }
+
+
+def effect_by_seed(runs: Rows, pairs: Sequence[tuple[str, str]], suffix: str) -> dict[int, float]:
+    """Return each seed's mean difference of steps survived, over pairs of baselines and stalenesses."""
+    arms = distinct(runs, "arm")
+    there = [
+        names
+        for staleness in STALENESSES
+        for pair in pairs
+        if set(names := tuple(f"{one}-{staleness}{suffix}" for one in pair)) <= set(arms)
+    ]
+    lived = {name: survived(runs, name) for names in there for name in names}
+    seeds = distinct(runs, "seed") if there else []
+    return {seed: float(np.mean([lived[one][seed] - lived[base][seed] for one, base in there])) for seed in seeds}
+
+
+def taken_by_ratios(runs: Rows) -> Interval | None:
+    """Return by how many steps the level helps `rloo` less where ratios take its force away."""
+    without, with_ratios = (effect_by_seed(runs, LEVEL[:1], suffix) for suffix in SUFFIXES)
+    return paired_difference(without, with_ratios, "effect of the level less with ratios") if with_ratios else None
+
+
+def cause(effects: Mapping[str, Interval | None]) -> str:
+    """Say what makes `otb` last, by the rule that `study.py` fixed: level, shape, both or open."""
+    level, shape, more = (effects[name] for name in ("level", "shape", "level − shape"))
+    if above(level, 0) and above(more, 0):
+        return "level"
+    if above(shape, 0) and below(more, 0):
+        return "shape"
+    return "both" if above(level, 0) and above(shape, 0) else "open"
 
 
 def survived(runs: Rows, name: str) -> dict[int, float]:
@@ -122,7 +163,8 @@ def fatal_shares(attribution: Rows, name: str) -> dict[str, list[float]]:
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw the trailing reward of every arm: the seeds thin, their mean."""
     curves = tables["curves"]
-    return {"reward.svg": svg([_panel(arm, select(curves, arm=arm)) for arm in ARMS if select(curves, arm=arm)])}
+    panels = [_panel(arm, select(curves, arm=arm)) for arm in ARMS if select(curves, arm=arm)]
+    return {"reward.svg": svg(panels, columns=4)}
 
 
 def _panel(name: str, curves: Rows) -> Panel:

@@ -18,7 +18,10 @@ ATTRIBUTED = 6
 """The fatal step is the one with the largest gradient among the last so many attributed ones up to the collapse."""
 SPAN = 10
 """Steps over which a signal is averaged."""
-RULE = {"window": WINDOW, "drop": DROP, "lasting": LASTING, "attributed": ATTRIBUTED, "span": SPAN}
+EARLY = 25
+"""First steps over which the level of B is averaged: before any run has collapsed."""
+RULE = {"window": WINDOW, "drop": DROP, "lasting": LASTING, "attributed": ATTRIBUTED, "span": SPAN, "early": EARLY}
+MEAN_BASELINE = "SELECT avg(baseline) AS baseline FROM tokens WHERE mask AND step < ?"
 SIGNALS = {"entropy": "entropy_mean", "grad_norm": "grad_norm", "length": "length_mean"}
 
 
@@ -35,6 +38,8 @@ def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
         "best": float(mean.max()),
         "last": float(mean[-1]),
         "clip_fraction": float(np.mean(steps["clipped"].to_numpy(np.float64)[:lived])),
+        "baseline": float(store.sql(MEAN_BASELINE, [EARLY])["baseline"].to_numpy(np.float64)[0]),
+        "reward": float(reward[:EARLY].mean()),
     }
     fired = [
         {"detector": found.detector, "level": found.level, "watch": found.watch_step, "alarm": found.alarm_step}
@@ -46,8 +51,7 @@ def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
         "signals": [key | signal_means(steps, end)],
         "detectors": [key | row for row in fired],
         "curves": [key | row for row in curve[:: max(1, len(curve) // 25)]],
-        "attribution": [] if end is None else [key | row for row in attribution_rows(store, steps, end)],
-    }
+    } | ({} if end is None else {"attribution": [key | row for row in attribution_rows(store, steps, end)]})
 
 
 def trailing_mean(reward: Float) -> Float:

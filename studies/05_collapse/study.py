@@ -1,18 +1,18 @@
-"""Training made to collapse: rollouts of an old policy, no correction for it, and steps that grow until it breaks.
+"""Training made to collapse, to tell what lets a baseline last: less variance, or the level of B.
 
-The learning rate rises linearly from 0, so that every run begins calmly and the step at which it breaks says how long
-a step it bears. Every estimator meets the same conditions from the same supervised starts. What is asked: how many
-steps each survives, whether shorter steps alone would have done as well, which detector saw it coming, and who held the
-fatal gradient. `calm` shares the starts, but neither old rollouts nor long steps: what a detector calls there is a
-false alarm. Two arms meet the same conditions on longer chains.
+Rollouts are those of an old policy, and the learning rate rises linearly from 0, so that every run begins calmly and
+the step at which it breaks says how long a step it bears. All arms of a seed share the supervised start, the prompts
+and these conditions. Without a correction for the sampler a constant in B is a force on the policy; `otb` has a lower
+mean B than `rloo` where long answers fail more often. Level and shape of B are therefore varied apart: `lowered` is
+`rloo` moved to the mean of `otb`, `raised` is `otb` moved to the mean of `rloo` (levels.py). With the importance ratio
+of the token a constant exerts no force. `calm` shares the starts, but neither old rollouts nor long steps: what a
+detector calls there is a false alarm.
 """
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from otb_analysis.config import (
-    ChainSumConfig,
     EstimatorConfig,
     ObjectiveConfig,
     OptimizeConfig,
@@ -22,16 +22,12 @@ from otb_analysis.config import (
 )
 from otb_analysis.config.measuring import AttributionSchedule
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
-from otb_analysis.statistics import pooled_statistics
 from otb_analysis.store import RunStore
-from otb_analysis.study import Cell, Study, Tables, select
-from otb_analysis.study.formats import statistics_columns
-from otb_analysis.study.gradients import drawn, estimator_gram, scored
-from otb_analysis.study.seeds import BASE, FORWARD_ONLY, QUICK_START, QUICK_TASK, held_projection, started
+from otb_analysis.study import Cell, Study, Tables
+from otb_analysis.study.seeds import BASE, FORWARD_ONLY, QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
-from otb_analysis.training.setup import Trainer
 
 from .runs import RULE, run_tables
 
@@ -42,130 +38,127 @@ class Arm:
 
     estimator: str
     color: str
-    calm: bool = False
-    long: bool = False
+    staleness: int
+    ratio: str = "none"
+    attributed: bool = False
+
+    @property
+    def calm(self) -> bool:
+        """Whether it trains on rollouts of its own policy, at a low rate."""
+        return self.staleness == 0
 
 
-ARMS = {
-    "rloo": Arm("rloo", BLUE),
-    "scaled": Arm("rloo", GREY),
-    "otb": Arm("otb", ORANGE),
-    "otb_loo": Arm("otb_loo", AMBER),
-    "sequence_optimal_loo": Arm("sequence_optimal_loo", GREEN),
-    "rloo_long": Arm("rloo", BLUE, long=True),
-    "otb_long": Arm("otb", ORANGE, long=True),
-    "calm": Arm("rloo", PINK, calm=True),
+STALENESSES = (4, 8)
+"""Batches between the policy that samples and the one that learns."""
+RATIO = "token"
+"""ρ_t: with it a constant in B drops out of the mean, whoever sampled."""
+LEVELS = f"study_{Path(__file__).parent.name}.levels"
+BASELINES = {
+    "rloo": ("rloo", BLUE),
+    "lowered": (f"{LEVELS}:lowered", GREEN),
+    "otb": ("otb", ORANGE),
+    "raised": (f"{LEVELS}:raised", AMBER),
+    "none": ("none", GREY),
 }
-"""`scaled` is `rloo` with steps c times as long, c the projection of `otb`."""
-AGAINST = "rloo"
-LABELS = (("otb", "proxy"), ("rloo", "none"))
+CORRECTED = ("rloo", "lowered", "otb", "none")
+"""Baselines that are trained with importance ratios, too."""
+ARMS = {
+    f"{name}-{staleness}": Arm(*BASELINES[name], staleness, attributed=staleness == 4 and name in ("rloo", "otb"))
+    for staleness in STALENESSES
+    for name in BASELINES
+}
+ARMS |= {
+    f"{name}-{staleness}-ratio": Arm(*BASELINES[name], staleness, RATIO)
+    for staleness in STALENESSES
+    for name in CORRECTED
+}
+ARMS["calm"] = Arm("rloo", PINK, 0)
 CALM_RATE = 3e-4
 """Constant, of the arm without old rollouts."""
-LONG = ChainSumConfig(terms_min=4, terms_max=6)
-"""The other arms add 2 to 4 terms."""
+
+LEVEL = (("lowered", "rloo"), ("otb", "raised"))
+SHAPE = (("otb", "lowered"), ("raised", "rloo"))
+"""What is asked: the effect of the level is the mean of the first two differences of steps survived, that of the shape,
+variance included, the mean of the second two; both over the stalenesses, without ratios, seed by seed.
+
+The level is the cause where its effect is above 0 and above that of the shape, the shape where it is the other way
+round; both where both are above 0 and neither is above the other; otherwise it is open. Above means that Student's 95 %
+interval over seeds is. A force of the level shows in a second way: with ratios `lowered` − `rloo` is smaller.
+"""
 
 
 @dataclass(frozen=True)
 class Size:
     """How much is measured."""
 
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     arms: tuple[str, ...] = tuple(ARMS)
-    long_seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
-    steps: int = 100
+    steps: int = 80
     attribute_every: int = 2
-    pool_prompts: int = 64
-    pool_seeds: tuple[int, ...] = (0, 1, 2)
 
 
 FULL = Size()
 SMALL = Size(
-    seeds=(0, 1), arms=("rloo", "scaled", "otb", "calm"), steps=15, attribute_every=4, pool_prompts=4, pool_seeds=(0,)
+    seeds=(0, 1), arms=("rloo-4", "lowered-4", "otb-4", "raised-4", "rloo-4-ratio", "lowered-4-ratio", "calm"),
+    steps=12, attribute_every=4,
 )  # fmt: skip
 CONFIG = replace(
     BASE,
     sample=SampleConfig(prompts=8, group_size=8),
-    objective=ObjectiveConfig(staleness=4),
     warm_start=WarmStartConfig(success_low=0.6, success_high=0.85),
-    optimize=OptimizeConfig(learning_rate=4e-3),
+    optimize=OptimizeConfig(learning_rate=4.8e-3),
 )
 QUICK_RATE = 5e-2
 QUICK_SAMPLE = SampleConfig(prompts=4, group_size=4)
 
 
 def config_of(seed: int, size: Size, quick: bool, arm: Arm) -> TrainConfig:
-    """Return the settings of an arm but for its estimator and for what `scaled` takes from c."""
-    every = 0 if arm.calm or arm.long else size.attribute_every
-    measured = replace(FORWARD_ONLY, attribution=AttributionSchedule(every=every))
+    """Return the settings of an arm from the seed's start."""
+    measured = replace(FORWARD_ONLY, attribution=AttributionSchedule(every=size.attribute_every * arm.attributed))
     rising = replace(CONFIG.optimize, steps=size.steps, warmup_steps=size.steps)
-    config = replace(CONFIG, seed=seed, measure=measured, optimize=rising)
+    config = replace(
+        CONFIG,
+        seed=seed,
+        measure=measured,
+        optimize=rising,
+        objective=ObjectiveConfig(staleness=arm.staleness, ratio=arm.ratio),
+        estimator=EstimatorConfig(name=arm.estimator),
+    )
     config = replace(config, checkpoint=replace(config.checkpoint, every=0))
-    if arm.long:
-        config = replace(config, chain_sum=LONG)
     if quick:
         fast = replace(rising, learning_rate=QUICK_RATE)
         config = replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START, optimize=fast, sample=QUICK_SAMPLE)
     if not arm.calm:
         return config
-    low = replace(config.optimize, learning_rate=CALM_RATE, warmup_steps=0)
-    return replace(config, optimize=low, objective=replace(config.objective, staleness=0))
+    return replace(config, optimize=replace(config.optimize, learning_rate=CALM_RATE, warmup_steps=0))
 
 
 def cells(size: Size, quick: bool) -> list[Cell]:
-    """Return the pool that gives c, and one cell per arm and seed, seed by seed."""
-    common: dict[str, object] = {"quick": quick, "size": asdict(size), "rule": RULE}
-
-    def settings(seed: int, name: str) -> dict[str, object]:
-        return {**common, "config": plain_config(config_of(seed, size, quick, ARMS[name]))}
-
-    pool = Cell("projection", settings(0, AGAINST))
-    runs = [
+    """Return one cell per arm and seed, seed by seed."""
+    common: dict[str, object] = {"quick": quick, "size": asdict(size), "rule": RULE, "effects": [LEVEL, SHAPE]}
+    return [
         Cell(
             f"{name}-s{seed}",
-            {**settings(seed, name), "arm": name, "estimator": ARMS[name].estimator, "seed": seed},
-            after=(pool,) if name == "scaled" else (),
+            {**common, "arm": name, "seed": seed, "config": plain_config(config_of(seed, size, quick, ARMS[name]))},
         )
         for seed in size.seeds
         for name in size.arms
-        if seed in size.long_seeds or not ARMS[name].long
     ]
-    return [pool, *runs]
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
-    """Measure the projection of `otb` at the starts, or let one arm of a seed run into its end."""
+    """Let one arm of a seed run into its end."""
     quick = cell.settings["quick"]
-    size = SMALL if quick else FULL
-    if cell.name == "projection":
-        return {"projection": projection_rows(size, quick, work, bar)}
     name, seed = cell.settings["arm"], cell.settings["seed"]
-    config = started(config_of(seed, size, quick, ARMS[name]), work)
-    if name == "scaled":
-        (otb,) = select(cell.given["projection"], estimator="otb")
-        shorter = config.optimize.learning_rate * held_projection(otb["projection"])
-        config = replace(config, optimize=replace(config.optimize, learning_rate=shorter))
-    estimator = EstimatorConfig(name=ARMS[name].estimator)
-    store = RunStore(train(replace(config, root=work, run=name, estimator=estimator), bar))
+    config = started(config_of(seed, SMALL if quick else FULL, quick, ARMS[name]), work)
+    store = RunStore(train(replace(config, root=work, run=name), bar))
     return run_tables({"arm": name, "seed": seed}, config.optimize.learning_rate, store)
-
-
-def projection_rows(size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[str, Any]]:
-    """Return the projection of `otb` on groups of 8 of the supervised starts' rollouts, with its interval."""
-    grams = []
-    for seed in size.pool_seeds:
-        trainer = Trainer.from_config(started(config_of(seed, size, quick, ARMS[AGAINST]), work))
-        rollouts = drawn(trainer, size.pool_prompts, CONFIG.sample.group_size)
-        grams.append(estimator_gram(trainer, rollouts, scored(trainer, rollouts), LABELS))
-    return [
-        {"estimator": row.estimator, "clusters": row.n_clusters} | statistics_columns(row, "projection")
-        for row in pooled_statistics(grams)
-    ]
 
 
 STUDY = Study(
     title="Collapse",
-    question="When old rollouts and long steps drive training into collapse, does `otb` last longer than leave-one-out "
-    "means, longer than shorter steps alone explain, and who sees it coming?",
+    question="When old rollouts and long steps drive training into collapse, does `otb` last longer than `rloo` "
+    "because of less variance or because its mean B is lower, and who sees the collapse coming?",
     cells=cells(FULL, quick=False),
     quick=cells(SMALL, quick=True),
     measure=measure,

@@ -4,15 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.figures.styles import ESTIMATOR_STYLES, SKY
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Row, Rows, distinct, select
+from otb_analysis.study import Rows, distinct, select
 from otb_analysis.study.formats import above, below, interval_curve, mean_curve
 from otb_analysis.study.seeds import later_success, paired_difference
 
-from .study import TRAINED, UPDATE_PROMPTS
+from .study import TRAINED
 
 TURNS = ("otb_turn", "otb_turn_loo", "trloo")
 """The estimators for turns that the question asks about."""
@@ -21,8 +20,7 @@ DRAWN = ("group_mean", "trloo", "otb_turn", "otb_turn_loo", "sequence_optimal_lo
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return success in training, differences from `rloo` over seeds, and what tells the estimators for turns apart."""
-    points, compared = tables["curves"], [at_equal_progress(row) for row in tables["estimators"]]
-    rows = [row for row in compared if row["estimator"] in TURNS]
+    points, rows = tables["curves"], [row for row in tables["estimators"] if row["estimator"] in TURNS]
     means = {name: later_success(select(points, estimator=name)) for name in distinct(points, "estimator")}
     success = {name: seed_mean(list(of.values()), "mean held-out success", "logit") for name, of in means.items()}
     gains = {name: _gain(means, name) for name in means if name != "rloo"}
@@ -36,29 +34,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "cells": len(rows) // len(TURNS),
         "learns_more": [name for name in TURNS if above(gains.get(name), 0)],
         "learns_less": [name for name in TURNS if below(gains.get(name), 0)],
-        "compared": compared,
-        "signal": [dict(row) | noise_scale(row) for row in select(compared, estimator="rloo")],
     }
-
-
-def at_equal_progress(row: Row) -> dict[str, Any]:
-    """Return a row with its SF ratio to `rloo` and its c, where they are proved.
-
-    The pools were drawn plainly from the policy that was measured, so that c of an unbiased estimator is 1, and its SF
-    ratio is the ratio of variances. Of a group mean, c and so its SF ratio of 1 have no error.
-    """
-    entry = ESTIMATORS[row["estimator"]]
-    if not entry.unbiased:
-        return dict(row) | {"c_known": bool(entry.shrinks_by)}
-    sf = {f"sf_ratio{end}": row[f"variance_ratio{end}"] for end in ("", "_low", "_high")}
-    return dict(row) | sf | {"c_known": True, "projection": 1.0}
-
-
-def noise_scale(row: Row) -> dict[str, float | None]:
-    """Return P·(1 − e)/e from the efficiency e of P prompts: with so many, half of an update points along ∇J."""
-    e, low, high = (row[f"efficiency{end}"] for end in ("", "_low", "_high"))
-    ends = {"": e, "_low": high, "_high": low}  # it falls as the efficiency rises
-    return {f"scale{end}": UPDATE_PROMPTS * (1 - e) / e if e else None for end, e in ends.items()}
 
 
 def _gain(means: Mapping[str, dict[int, float]], name: str) -> Interval | None:
@@ -67,7 +43,7 @@ def _gain(means: Mapping[str, dict[int, float]], name: str) -> Interval | None:
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw variance at equal progress over `rloo`'s by group size for each stage, and the mean learning curves."""
-    rows, points, panels = [at_equal_progress(row) for row in tables["estimators"]], tables["curves"], []
+    rows, points, panels = tables["estimators"], tables["curves"], []
     for stage in distinct(rows, "stage"):
         curves = [
             interval_curve(

@@ -1,7 +1,9 @@
 """Baselines where the policy calls a tool: tool tokens lie between its own, and rollouts differ in their turns.
 
 Every estimator on the same rollouts of a calculator policy, after its supervised start and after some training; then
-short trainings that differ in nothing but the estimator.
+short trainings that differ in nothing but the estimator. Starts are early: a policy that is wrong more often has more
+gradient, and takes different numbers of turns. Where an estimator is proved unbiased its c is 1 and is not estimated,
+so that variance at equal progress is the variance and needs no ∇J.
 """
 
 from collections.abc import Sequence
@@ -18,21 +20,22 @@ from otb_analysis.config import (
     OptimizeConfig,
     SampleConfig,
     TrainConfig,
+    WarmStartConfig,
 )
-from otb_analysis.estimators import ESTIMATORS
+from otb_analysis.estimators import ESTIMATORS, proved
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.statistics import paired_ratios, pooled_statistics, weight_statistics
+from otb_analysis.statistics import gradient_noise_scale, paired_ratios, pooled_statistics, weight_statistics
 from otb_analysis.store import RunStore
 from otb_analysis.study import Cell, Study, Tables
-from otb_analysis.study.formats import ratio_columns, statistics_columns
+from otb_analysis.study.formats import interval_columns, ratio_columns, statistics_columns
 from otb_analysis.study.gradients import drawn, estimator_gram, regrouped, scored
 from otb_analysis.study.seeds import BASE, QUICK_START, started
 from otb_analysis.training.loop import train, train_step
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
-from otb_analysis.types import Gram
+from otb_analysis.types import Gram, Label, Proved
 
 COMPARED = (
     "none", "group_mean", "grpo", "rloo", "opo", "opo_loo", "trloo", "tempo_loo", "sequence_optimal",
@@ -53,11 +56,11 @@ class Size:
     """How much is measured."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    prompts: int = 64
-    pool: int = 16
-    sizes: tuple[int, ...] = (4, 8, 16)
-    steps: int = 24
-    train_seeds: tuple[int, ...] = (0, 1, 2, 3)
+    prompts: int = 96
+    pool: int = 8
+    sizes: tuple[int, ...] = (4, 8)
+    steps: int = 12
+    train_seeds: tuple[int, ...] = tuple(range(8))
     train_steps: int = 40
     heldout: int = 192
 
@@ -72,6 +75,7 @@ CONFIG = replace(
     sample=SampleConfig(prompts=UPDATE_PROMPTS, group_size=8),
     estimator=EstimatorConfig(name="rloo"),
     optimize=OptimizeConfig(steps=1000, learning_rate=1e-3),
+    warm_start=WarmStartConfig(success_low=0.15, success_high=0.35),
 )
 QUICK_TASK = CalculatorConfig(operations_min=1, operations_max=1, largest=9)
 
@@ -84,7 +88,13 @@ def config_of(seed: int, quick: bool) -> TrainConfig:
 
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return one cell per stage at which rollouts are pooled, and one per seed of the trainings."""
-    common = {"quick": quick, "size": asdict(size), "compared": list(COMPARED), "trained": list(TRAINED)}
+    common = {
+        "quick": quick,
+        "size": asdict(size),
+        "compared": list(COMPARED),
+        "trained": list(TRAINED),
+        "proved": True,
+    }
     pools = [Cell(f"pool-{stage}", common | {"config": plain_config(config_of(0, quick))}) for stage in STAGES]
     trainings = [
         Cell(f"train-s{seed}", common | {"seed": seed, "config": plain_config(config_of(seed, quick))})
@@ -117,8 +127,19 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
         for n in size.sizes:
             grams[n].append(estimator_gram(trainer, regrouped(rollouts, n), table, labels))
             bar(number + 1, len(size.seeds), f"{stage}: seed {seed}, groups of {n}")
-    rows = [{"stage": stage, "size": n} | row for n in size.sizes for row in statistics_rows(grams[n])]
-    return {"rollouts": facts, "estimators": rows}
+    known = {n: known_in_groups(labels, n) for n in size.sizes}
+    rows = [{"stage": stage, "size": n} | row for n in size.sizes for row in statistics_rows(grams[n], known[n])]
+    signal = [
+        {"stage": stage, "size": n, "prompts": sum(gram.n_prompts for gram in grams[n]) * n // size.pool}
+        | interval_columns("noise_scale", gradient_noise_scale(grams[n], ("rloo", "none"), known[n]))
+        for n in size.sizes
+    ]
+    return {"rollouts": facts, "signal": signal, "estimators": rows}
+
+
+def known_in_groups(labels: Sequence[Label], n: int) -> Proved:
+    """Return what is proved on pools, which are drawn plainly from the policy that is measured."""
+    return proved(labels, plain_config(replace(CONFIG, sample=SampleConfig(prompts=UPDATE_PROMPTS, group_size=n))))
 
 
 def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | None]:
@@ -140,15 +161,15 @@ def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | No
     }
 
 
-def statistics_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
+def statistics_rows(grams: Sequence[Gram], known: Proved) -> list[dict[str, Any]]:
     """Return a row per estimator: its statistics, and its ratios to `rloo`, with intervals over prompts."""
-    pairs = {p.estimator: p for p in paired_ratios(grams, n_prompts=UPDATE_PROMPTS)}
+    pairs = {p.estimator: p for p in paired_ratios(grams, n_prompts=UPDATE_PROMPTS, known=known)}
     return [
-        {"estimator": row.estimator, "clusters": row.n_clusters, "bias": row.relative_bias}
+        {"estimator": row.estimator, "clusters": row.n_clusters, "c_known": row.c_known, "bias": row.relative_bias}
         | {"rollout_equivalents": row.rollout_equivalents, "rollouts": row.n_rollouts}
         | statistics_columns(row)
         | ratio_columns(pairs.get(row.estimator), RATIOS)
-        for row in pooled_statistics(grams, n_prompts=UPDATE_PROMPTS)
+        for row in pooled_statistics(grams, n_prompts=UPDATE_PROMPTS, known=known)
     ]
 
 

@@ -3,14 +3,9 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -22,40 +17,31 @@ from otb_analysis.config import AuditConfig, ImportConfig
 from otb_analysis.report import write_report
 from otb_analysis.report.audit import write_audit
 from otb_analysis.store import RunStore, RunWriter
+from tests.app.browsing import (
+    PLOT,
+    ROOT,
+    SECONDS,
+    Watched,
+    chromium_started,
+    click_first_row,
+    served,
+    sideways,
+    visit,
+    watched,
+)
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
-QUIET = ("quic", "background-networking", "component-update", "sync", "gpu")
-FLAGS = ["--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in QUIET)]
 PAGES = {
     "": "Triage", "run": "Run", "rollouts": "Rollouts", "tokens": "Tokens", "estimators": "Estimators",
-    "estimators?part=proxy": "Estimators",
+    "estimators?part=proxy": "Estimators", "compare": "Compare",
 }  # fmt: skip
-PLOT = ".js-plotly-plot .main-svg"
-SECONDS = 1000
-
-
-def chromium() -> str:
-    """Path of the system's Chromium; without one the tests are skipped, or fail where they are required."""
-    found = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
-    if found is None:
-        reason = "no Chromium on this machine: install Debian's package `chromium`"
-        if os.environ.get("OTB_REQUIRE_BROWSER") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return found
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
-    path = chromium()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        instance = playwright.chromium.launch(executable_path=path, args=FLAGS)
+    with chromium_started() as instance:
         yield instance
-        instance.close()
 
 
 @pytest.fixture(scope="module")
@@ -66,70 +52,14 @@ def live_root(store_root, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(live_root) -> Iterator[str]:
-    """`streamlit run app` as typed, on a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "streamlit",
-        "run",
-        "app",
-        "--server.port",
-        str(port),
-        "--",
-        "--root",
-        str(live_root),
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as server:
-        try:
-            wait_for(f"http://127.0.0.1:{port}/_stcore/health")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-
-
-def wait_for(url: str) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(url, timeout=2).close()
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    pytest.fail(f"{url} did not answer within a minute")
-
-
-@dataclass
-class Watched:
-    """A page and what it should not do."""
-
-    page: object
-    foreign: list[str] = field(default_factory=list)
-    dialogs: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
+    with served(live_root) as url:
+        yield url
 
 
 @pytest.fixture
 def tab(browser, address) -> Iterator[Watched]:
-    context = browser.new_context(viewport={"width": 1440, "height": 900})
-    page = context.new_page()
-    watched = Watched(page)
-    local = (address, address.replace("http", "ws"), "data:", "blob:")
-    page.on("request", lambda r: None if r.url.startswith(local) else watched.foreign.append(r.url))
-    page.on("dialog", lambda d: (watched.dialogs.append(d.message), d.dismiss()))
-    page.on("pageerror", lambda e: watched.errors.append(str(e)))
-    yield watched
-    context.close()
-
-
-def visit(tab: Watched, url: str):
-    tab.page.goto(url)
-    tab.page.wait_for_selector("h1", timeout=60 * SECONDS)
-    tab.page.wait_for_selector(PLOT, timeout=60 * SECONDS)
-    return tab.page
+    with watched(browser, address) as page:
+        yield page
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -146,10 +76,7 @@ def test_no_page_is_wider_than_a_small_window(path, tab, address):
     tab.page.set_viewport_size({"width": 900, "height": 900})
     page = visit(tab, f"{address}/{path}")
     page.wait_for_timeout(500)
-    wide = (
-        "(() => { const m = document.querySelector('[data-testid=stMain]'); return m.scrollWidth - m.clientWidth })()"
-    )
-    assert page.evaluate(wide) <= 0
+    assert sideways(page) <= 0
 
 
 def test_hostile_tokens_stay_text(tab, address, hostile_texts):
@@ -179,7 +106,7 @@ def test_hover_shows_all_values_and_click_the_formulas(tab, address):
     token.hover()
     tip = page.locator(".tip").inner_text()
     assert "entropy" in tip
-    assert "grad_norm_sq" in tip
+    assert "Exact ‖∇log π‖²" in tip
     token.click()
     page.wait_for_selector("text=of rollout")
     assert page.locator(".tok.chosen").count() == 1
@@ -192,18 +119,13 @@ def test_study_opens_by_its_link_fits_a_small_window_and_asks_nobody_else(scheme
     tab.page.set_viewport_size({"width": 800, "height": 900})
     tab.page.goto(f"{address}/studies?study=01_enumeration")
     page = tab.page
-    page.wait_for_selector("h2:has-text('01 ·')", timeout=60 * SECONDS)
     page.wait_for_selector("[data-testid=stImage] img, [data-testid=stImage] svg", timeout=60 * SECONDS)
     page.wait_for_selector("[data-testid=stDataFrame]", timeout=60 * SECONDS)
     page.wait_for_timeout(1000)
-    wide = (
-        "(() => { const m = document.querySelector('[data-testid=stMain]'); return m.scrollWidth - m.clientWidth })()"
-    )
-    assert page.evaluate(wide) <= 0
+    assert sideways(page) <= 0
     assert not page.locator("[data-testid=stException], .katex").count()
     page.locator("[data-testid=stButtonGroup] button:has-text('06 ·')").click()
-    page.wait_for_selector("h2:has-text('06 ·')", timeout=60 * SECONDS)
-    assert "study=06_off_policy" in page.url
+    page.wait_for_url("**study=06_off_policy**", timeout=60 * SECONDS)
     assert (tab.foreign, tab.dialogs, tab.errors) == ([], [], [])
 
 
@@ -216,6 +138,21 @@ def test_link_reproduces_the_view(tab, address, browser):
     other.wait_for_selector(PLOT, timeout=60 * SECONDS)
     assert other.locator("label:has-text('Logarithmic axes') input").is_checked()
     other.context.close()
+
+
+def test_what_is_compared_is_in_the_address(tab, address, browser):
+    page = visit(tab, f"{address}/compare?run=chain-otb-s0&run=chain-group_mean-s0")
+    page.wait_for_selector("text=more reward a step than A")
+    page.locator("[data-testid=stButtonGroup] button:has-text('Estimators of one run')").click()
+    page.wait_for_url("**compare=estimators**", timeout=60 * SECONDS)
+    verdict = "strong:has-text('variance at equal progress')"
+    page.wait_for_selector(verdict, timeout=60 * SECONDS)
+    other = browser.new_context().new_page()
+    other.goto(page.url)
+    other.wait_for_selector(verdict, timeout=60 * SECONDS)
+    assert other.locator(verdict).text_content() == page.locator(verdict).text_content()
+    other.context.close()
+    assert (tab.foreign, tab.errors) == ([], [])
 
 
 def test_choice_of_runs_holds_across_pages(tab, address):
@@ -263,14 +200,6 @@ def test_run_whose_process_is_killed_is_shown_as_stopped(tab, address, live_root
     assert tab.errors == []
 
 
-def click_first_row(page, table) -> None:
-    """Click the first row of a table, which is a canvas, in its second column."""
-    table.scroll_into_view_if_needed()
-    page.wait_for_timeout(2000)  # nothing announces that it is drawn
-    box = table.bounding_box()
-    page.mouse.click(box["x"] + 150, box["y"] + 50)
-
-
 def test_a_token_that_holds_the_gradient_opens_outlined(tab, address):
     page = visit(tab, f"{address}/run?run=chain-otb-s0&step=20")
     page.wait_for_selector("text=Click one to see it")
@@ -278,33 +207,6 @@ def test_a_token_that_holds_the_gradient_opens_outlined(tab, address):
     page.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
     assert "color=attribution" in page.url and "step=20" in page.url
     assert tab.errors == []
-
-
-def test_a_walk_from_the_list_to_a_token_and_back_by_its_address(tab, address, browser):
-    page = visit(tab, f"{address}/")
-    click_first_row(page, page.locator("[data-testid=stDataFrame]").first)
-    page.wait_for_selector("h1:has-text('Run')", timeout=60 * SECONDS)
-    page.wait_for_selector(PLOT)
-    assert "run=chain-group_mean-s0" in page.url and page.url.count("run=") == 1
-    box = page.locator(".js-plotly-plot .main-svg").first.bounding_box()
-    begun = page.url
-    page.mouse.click(box["x"] + 0.4 * box["width"], box["y"] + 150)
-    page.wait_for_function("url => location.href !== url", arg=begun, timeout=20 * SECONDS)
-    step = page.url.split("step=")[1].split("&")[0]
-    assert 10 < int(step) < 20
-    page.locator("[data-testid=stSidebarNav] >> text=Rollouts").click()
-    page.wait_for_selector("text=Click one to see its tokens", timeout=60 * SECONDS)
-    assert f"step={step}" in page.url
-    click_first_row(page, page.locator("[data-testid=stDataFrame]").first)
-    page.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
-    other = browser.new_context().new_page()
-    other.goto(page.url)
-    other.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
-    chosen = ".tok.chosen"
-    assert other.locator(chosen).text_content() == page.locator(chosen).text_content()
-    assert other.url == page.url
-    other.context.close()
-    assert (tab.foreign, tab.errors) == ([], [])
 
 
 def test_report_opens_without_a_network_and_fetches_nothing(browser, store_root, tmp_path):

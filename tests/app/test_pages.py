@@ -9,7 +9,7 @@ from otb_analysis.diagnostics import DETECTORS
 from otb_analysis.store import RunWriter, StepTables
 
 APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
-PAGES = ("triage", "run", "rollouts", "tokens", "estimators")
+PAGES = ("triage", "run", "rollouts", "tokens", "estimators", "compare")
 
 
 def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: str | list[str]) -> AppTest:
@@ -218,17 +218,18 @@ def test_run_counts_degenerate_input(tmp_path, monkeypatch):
     writer = RunWriter.create(tmp_path, "plain", {"estimator": {"name": "rloo"}})
     for step in range(2):
         counts = {"n_singleton_groups": 2, "n_empty_completions": 0, "n_truncated": 1, "measurement_gaps": step}
-        writer.write_step(step, StepTables(steps=counts | {"n_zero_variance_groups": 3, "n_prompts": 4}))
+        gone = {"n_zero_variance_groups": 3, "n_prompts": 4, "grad_norm": float(step)}
+        writer.write_step(step, StepTables(steps=counts | gone))
     writer.finish()
     table = open_page(tmp_path, "run", monkeypatch).dataframe[0].value
-    assert table.iloc[0].tolist() == ["plain", 6, 4, 0, 2, 1]
+    assert table.iloc[0].tolist() == ["plain", 6, 4, 0, 2, 1, 1]
 
 
 def test_url_chooses_run_step_and_colour(store_root, monkeypatch):
     query = {"run": "chain-otb-s0", "step": "20", "prompt": "3", "color": "entropy"}
     app = open_page(store_root, "tokens", monkeypatch, **query)
     boxes = [box.value for box in app.selectbox if not str(box.key).startswith("width-")]
-    assert boxes == [20, 3, "entropy", "rollout", "auto"]
+    assert boxes == [20, 3, "entropy", "otb (proxy)", "rollout", "auto"]
 
 
 def test_tokens_are_coloured_by_the_exact_norm_under_its_plain_name(store_root, monkeypatch):
@@ -260,6 +261,7 @@ def test_run_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch
     assert set(calm["level"]) <= {"· ok", "○ not measured"} and len(fired) + len(calm) == len(DETECTORS)
     firsts = fired["first watch"].astype(int)
     assert firsts.is_monotonic_increasing
+    assert (surge["false alarms"], surge["study 05"]) == ("1.4 %", "4 of 79 before, 5 at all")
 
 
 def test_a_click_on_a_holder_of_the_gradient_opens_its_token(store_root, monkeypatch):
@@ -382,7 +384,7 @@ def test_broken_results_table_is_one_sentence_and_other_studies_are_still_shown(
     app = open_page(studies_root, "studies", monkeypatch, study="04_broken")
     assert not app.exception
     assert "squares.csv cannot be read" in app.warning[0].value.replace("\\", "")
-    assert len(app.table[0].value) == 3 and app.header[0].value.replace("\\", "") == "04 · Squares"
+    assert len(app.table[0].value) == 3 and app.query_params["study"] == "04_broken"
 
 
 @pytest.mark.parametrize("text", ["broken", "<p>text</p>", ""])
@@ -411,7 +413,7 @@ def test_studies_page_without_studies_says_what_to_do(tmp_path, monkeypatch):
 
 def test_unknown_study_in_the_url_is_ignored(studies_root, monkeypatch):
     app = open_page(studies_root, "studies", monkeypatch, study="../../etc")
-    assert not app.exception and app.header[0].value.replace("\\", "") == "03 · Squares"
+    assert not app.exception and app.query_params["study"] == "03_squares"
 
 
 @pytest.mark.skipif(not (APP.parents[1] / "studies").is_dir(), reason="installed without its repository")
@@ -422,4 +424,9 @@ def test_every_committed_study_opens(store_root, monkeypatch):
     for name in names:
         app.button_group[0].set_value(name).run()
         assert not app.exception and not app.warning
-        assert app.header[0].value.startswith(name[:2])
+        assert app.query_params["study"] == name
+        kinds = [one.type for one in app.main if one.type in ("image", "dataframe", "table")]
+        # The figure stands before the tables, and the verdict before all other text.
+        if (APP.parents[1] / "studies" / name / "README.md").is_file():
+            assert kinds[0] == "image" and kinds[-1] == "table"
+            assert app.markdown[0].value.startswith("**Verdict.** ")

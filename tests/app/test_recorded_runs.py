@@ -14,7 +14,7 @@ from otb_analysis.report.audit import write_audit
 from otb_analysis.store import RunStore
 
 APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
-PAGES = ("triage", "run", "rollouts", "tokens", "estimators", "studies")
+PAGES = ("triage", "run", "rollouts", "tokens", "estimators", "compare", "studies")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ MISSING = {
         "This run has no gradient measurements yet.",
         "`otb audit --model DIR --rollouts FILE` measures them",
     ),
-    "run": ("No step of this run says which tokens held its gradient.", "or `otb audit` for recorded rollouts"),
+    "run": ("No step of this run says which tokens held its gradient.", "`otb audit` those of recorded rollouts"),
     "tokens": ("no step whose tokens and rollouts are both stored", "`otb score --model DIR --rollouts FILE` stores"),
 }
 

@@ -109,6 +109,7 @@ def test_plain_records_have_what_their_fields_say(jsonl):
         "prompt": "p",
         "completion": "xy",
         "reward": 1,
+        "answer": "7",
         "group": "g",
         "step": "4",
         "prompt_ids": [1],
@@ -117,6 +118,7 @@ def test_plain_records_have_what_their_fields_say(jsonl):
     row |= {"mask": [1, 0, 1], "logprobs": [-0.5, None, -0.25], "finish_reason": "length", "turns": 2}
     (record,) = read(jsonl([row]))
     assert (record.prompt, record.completion, record.reward, record.group, record.step) == ("p", "xy", 1.0, "g", 4)
+    assert record.answer == "7"
     assert (record.prompt_ids, record.ids, record.finish_reason) == ((1,), (2, 3, 4), "length")
     assert record.mask.tolist() == [True, False, True]
     np.testing.assert_array_equal(record.columns["behavior_logprob"], [-0.5, NAN, -0.25])
@@ -140,6 +142,38 @@ def test_rewards_of_trl_are_the_weighted_sum_of_its_reward_columns(tmp_path):
         read(tmp_path, weights={"correct": 2.0})
     parquet(tmp_path / "completions_00001.parquet", trl_rows(1, (1.0, 0.25, 0.5)))
     assert [record.reward for record in read(tmp_path, weights={"correct": 2.0})] == [2.0, 0.5, 1.0]
+
+
+def test_a_reward_of_trl_that_is_null_counts_as_zero_and_is_counted(tmp_path):
+    rows = [{**row, "reward_b": None} for row in trl_rows(1)]
+    parquet(tmp_path / "completions_00001.parquet", rows)
+    source = find_source(tmp_path)
+    paid = [record.reward for record in source.records()]
+    assert source.tally[UNSCORED] == len(rows) and len(paid) == len(rows)
+
+
+ODD = {
+    "a list as its group": {"group": [1]},
+    "an object as its group": {"group": {"a": 1}},
+    "a step that no table holds": {"step": 2**63},
+    "a step below 0": {"step": -1},
+    "a reward that no float holds": {"reward": 10**400},
+    "a reward that is no number": {"reward": float("nan")},
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_field_of_odd_type_or_size_is_refused_with_its_record(jsonl, what):
+    good = {"prompt": "a", "completion": "b", "reward": 1.0, "group": 0, "step": 0}
+    path = jsonl([good, {**good, **ODD[what]}])
+    with pytest.raises(InputError, match="record 2: "):
+        read(path)
+
+
+def test_a_row_that_is_not_as_its_format_writes_it_is_refused_and_not_a_traceback(jsonl):
+    rows = [{"nodes": 3, "rewards": 1.0, "id": "a"}]
+    with pytest.raises(InputError, match="not as verifiers writes it"):
+        list(find_source(jsonl(rows, "traces.jsonl"), "verifiers").records())
 
 
 def test_verl_names_groups_by_uid_and_its_padding_rows_are_left_out_and_counted(jsonl):

@@ -3,14 +3,20 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from otb_analysis.audit import score as module
-from otb_analysis.audit.logprobs import shift_of
+from otb_analysis.audit.logprobs import BEFORE, BEHIND, fault_of, refuse_wrong_logprobs
+from otb_analysis.audit.records import RecordedRollout
+from otb_analysis.audit.rows import Place
 from otb_analysis.audit.score import score
+from otb_analysis.audit.steps import RecordedStep
 from otb_analysis.config import AttributionSchedule, EstimatorConfig, MeasureConfig, SampleConfig, Schedule, ScoreConfig
 from otb_analysis.errors import InputError, Interrupted
 from otb_analysis.report.compare import comparison
@@ -138,11 +144,46 @@ def test_a_placeholder_at_a_sampled_token_is_refused_by_record_and_token(config,
 
 def test_a_shift_is_told_from_another_policy():
     scored = np.log(np.random.default_rng(0).uniform(0.01, 1, 40))
-    assert shift_of(scored, scored) == 0
-    assert shift_of(scored - 0.3, scored) == 0  # another temperature is the run's mismatch, and no error
-    assert shift_of(np.random.default_rng(1).permutation(scored), scored) == 0
-    assert shift_of(np.roll(scored, 1), scored) == 1
-    assert shift_of(np.roll(scored, -1), scored) == -1
+    assert fault_of([(scored, scored)]) == ""
+    assert fault_of([(scored - 0.3, scored)]) == ""  # another temperature is the run's mismatch, and no error
+    assert fault_of([(np.random.default_rng(1).permutation(scored), scored)]) == ""
+    assert fault_of([(np.roll(scored, 1), scored)]) == BEFORE
+    assert fault_of([(np.roll(scored, -1), scored)]) == BEHIND
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [(lambda x: np.roll(x, 1), BEFORE), (lambda x: x / np.log(10), "to base 10"), (lambda x: x / np.log(2), "base 2")],
+)
+def test_lists_too_short_for_a_sign_of_a_fault_show_it_together(change, fault):
+    scored = np.log(np.random.default_rng(0).uniform(0.01, 1, (12, 5)))
+    assert not any(fault_of([(change(row), row)]) for row in scored)
+    assert fault in fault_of([(change(row), row) for row in scored])
+
+
+def test_the_trainers_log_probabilities_are_checked_like_the_samplers(sampled):
+    rows = sampled[:12]
+    width = max(len(row["ids"]) for row in rows)
+    scored = np.array([row["logprobs"] + [0.0] * (width - len(row["ids"])) for row in rows])
+    mask = np.arange(width) < np.array([[len(row["ids"])] for row in rows])
+    table = SimpleNamespace(mask=mask, stats=SimpleNamespace(logprob=scored))
+
+    def step(factor):
+        columns = [{"logprob": np.array(row["logprobs"]) * factor} for row in rows]
+        records = [RecordedRollout(Place(Path("a"), n), 0.0, columns=own) for n, own in enumerate(columns)]
+        return RecordedStep(0, tuple(records), np.arange(12))
+
+    refuse_wrong_logprobs(step(1.0), table)
+    with pytest.raises(InputError, match=r"to base 10; multiply them by 2\.302585"):
+        refuse_wrong_logprobs(step(1 / np.log(10)), table)
+
+
+def test_a_step_that_repeats_the_one_before_it_is_no_evidence_against_the_sampler(config, jsonl, sampled):
+    first = [row for row in sampled if row["step"] == 0]
+    again = jsonl([*first, *({**row, "step": 1} for row in first)], "again.jsonl")
+    once, twice = (RunStore(score(replace(config, rollouts=path))) for path in (jsonl(first, "once.jsonl"), again))
+    pd.testing.assert_frame_equal(twice.frame("sampling"), once.frame("sampling"))
+    assert len(twice.tokens_df()) == 2 * len(once.tokens_df())
 
 
 def test_a_refused_record_leaves_the_steps_before_it_and_the_reason(config, jsonl, sampled):

@@ -64,7 +64,7 @@ def test_success_rates_say_what_they_cannot():
     assert "groups above 8 save at most 12%, and groups of 4 cost 17%" in line  # 1 − 7/8, and (4/3)/(8/7)
     assert line.endswith("Prompts with different gradients favour smaller groups.")
     without = plan({}, {}, None, [("a", [1.0, 0.0] * 4)], 1)
-    assert without.note == f"{line} How much takes gradients: otb audit --model DIR --rollouts FILE --go."
+    assert without.note == f"{line} Measuring it needs the model: otb audit --model DIR --rollouts FILE --go."
 
 
 def simulated(prompts, size, between, seed=0):

@@ -7,20 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration.catalogue import bias_table, catalogue, main, number, shift_table, spread
+from otb_analysis.enumeration.catalogue import bias_table, catalogue, main, number, shift_table, spread, weight_table
 from otb_analysis.enumeration.off_policy import CASES
 from otb_analysis.enumeration.pages import table
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.objectives.aggregation import AGGREGATIONS
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
+from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "catalogue.md"
 
 
 def published_tables():
-    """The two enumerated tables of the page."""
+    """The three enumerated tables of the page."""
     return [found.strip() for found in re.findall(r"(?:^\|.*\n)+", PAGE.read_text(encoding="utf-8"), re.M)]
 
 
@@ -33,12 +34,16 @@ def test_published_shifts_are_those_of_the_code():
     assert published_tables()[1] == shift_table(), "run python -m otb_analysis.enumeration.catalogue"
 
 
+def test_published_token_weights_are_those_of_the_code():
+    assert published_tables()[2] == weight_table(), "run python -m otb_analysis.enumeration.catalogue"
+
+
 def test_text_and_entries_of_the_page_are_not_stale():
     page = catalogue(*published_tables())
     assert PAGE.read_text(encoding="utf-8") == page, "run python -m otb_analysis.enumeration.catalogue"
 
 
-@pytest.mark.parametrize("registry", [RATIOS, AGGREGATIONS, SHAPINGS])
+@pytest.mark.parametrize("registry", [RATIOS, AGGREGATIONS, TOKEN_WEIGHTS, SHAPINGS])
 def test_every_formula_is_summed_up_and_its_options_have_defaults(registry):
     for name, row in registry.items():
         assert row.function.__name__ == name
@@ -82,7 +87,7 @@ def test_published_bias_agrees_with_the_metadata():
 
 
 def test_page_is_written_where_asked(tmp_path, monkeypatch):
-    for name in ("bias_table", "shift_table"):
+    for name in ("bias_table", "shift_table", "weight_table"):
         monkeypatch.setattr(f"otb_analysis.enumeration.catalogue.{name}", lambda: "| table |")
     main(tmp_path / "docs" / "catalogue.md")
-    assert (tmp_path / "docs" / "catalogue.md").read_text().count("| table |") == 2
+    assert (tmp_path / "docs" / "catalogue.md").read_text().count("| table |") == 3

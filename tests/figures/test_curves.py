@@ -4,7 +4,8 @@ import pytest
 
 from otb_analysis.figures.collapse import QUANTITIES, collapse_info, degenerate_table, derived, plot_collapse
 from otb_analysis.figures.curves import Quantity, curves_info, plot_curves, running_mean
-from otb_analysis.figures.learning import learning_info, plot_learning
+from otb_analysis.figures.learning import grouped_info, learning_info, plot_learning
+from otb_analysis.figures.runs import config_differences, grouped
 
 
 @pytest.fixture
@@ -143,3 +144,25 @@ def test_runs_with_different_numbers_of_answers_share_a_panel_without_a_number()
     info = learning_info({"a": evaluated(2), "b": evaluated(4)}, {})
     assert info.quantities[-1].title == "Held-out pass@k"
     assert info.quantities[-1].line == "one of k answers is right, 95 % interval"
+
+
+def test_runs_of_a_group_are_one_curve_from_the_lowest_to_the_highest():
+    def run(*rewards):
+        return pd.DataFrame({"step": range(len(rewards)), "reward_mean": np.array(rewards, np.float32)})
+
+    steps = {"a": run(0.0, 1.0, 0.5), "b": run(1.0, 2.0), "c": run(5.0, 5.0)}
+    info = grouped_info(steps, {"x (2 runs)": ["a", "b"], "y (1 run)": ["c"]})
+    both, alone = info.curves[0]
+    assert both.step.tolist() == [0, 1] and both.value.tolist() == [0.5, 1.5]  # steps that both runs have
+    assert both.low.tolist() == [0.0, 1.0] and both.high.tolist() == [1.0, 2.0]
+    assert alone.value.tolist() == [5.0, 5.0] and np.isnan(alone.low).all()
+    assert grouped_info(steps, {"x (2 runs)": ["a", "b"]}, window=2).curves[0][0].value.tolist() == [0.5, 1.0]
+    plot_learning(info)
+
+
+def test_runs_are_grouped_by_the_values_of_a_setting():
+    runs = {"a": (0, "otb"), "b": (1, "otb"), "c": (0, "rloo")}
+    configs = {run: {"seed": seed, "estimator": {"name": name}} for run, (seed, name) in runs.items()}
+    assert grouped(config_differences(configs), "estimator.name") == {
+        "estimator.name = otb (2 runs)": ["a", "b"], "estimator.name = rloo (1 run)": ["c"],
+    }  # fmt: skip

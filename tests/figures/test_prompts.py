@@ -1,4 +1,8 @@
-from otb_analysis.figures.prompts import distinct
+from fractions import Fraction
+
+import pytest
+
+from otb_analysis.figures.prompts import distinct, ends_elsewhere, last_number
 
 
 def test_prompts_that_begin_alike_are_named_by_what_differs():
@@ -7,10 +11,46 @@ def test_prompts_that_begin_alike_are_named_by_what_differs():
     assert labels == {0: "…in the word apple?", 3: "…in the word banana?"}
 
 
+def test_prompts_that_differ_late_from_one_another_differ_in_their_labels():
+    head = "You are a careful solver of problems. Write the answer last. "
+    labels = distinct({0: "Hello", 1: head + "2 + 3", 2: head + "2 + 4"}, most=30)
+    assert labels[0] == "Hello"
+    assert labels[1].endswith("2 + 3") and labels[2].endswith("2 + 4") and labels[1].startswith("…")
+
+
 def test_short_and_single_prompts_start_at_their_beginning():
     assert distinct({0: "2+2=", 1: "2+3="}) == {0: "2+2=", 1: "2+3="}
     assert distinct({7: "a\n b" + "c" * 100}, most=10) == {7: "a bcccccc…"}
 
 
-def test_equal_prompts_keep_their_end():
-    assert distinct({0: "x" * 50, 1: "x" * 50}, most=20)[0] == "…" + "x" * 12
+def test_equal_prompts_are_named_alike():
+    assert distinct({0: "x" * 50, 1: "x" * 50}, most=20) == dict.fromkeys((0, 1), "x" * 19 + "…")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("5-3=2", 2), ("is 1,234.5.", Fraction(2469, 2)), ("12#-7", -7), ("x = −3", -3), (r"\boxed{\frac{3}{4}}", 0.75),
+        ("3/4", 0.75), ("27 eggs", 27), ("none", None), ("", None), ("3/0", None), ("0049", 49), ("v2.0", 2),
+        ("$18", 18), ("7 - 8", 8), ("9" * 9999, None),
+    ],
+)  # fmt: skip
+def test_last_number_of_a_text(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "found"),
+    [
+        ("49", "12+7+30=#49", None),
+        ("#### 49", "It is 49.0", None),
+        ("49", "I say 48", "48, not 49"),
+        ("49", "hm", "no number, not 49"),
+        ("0.5", "1/3", "0.333333, not 0.5"),
+        ("apple", "pear 3", None),
+        (None, "3", None),
+        ("3", None, None),
+    ],
+)  # fmt: skip
+def test_completion_that_ends_with_another_number_says_which(answer, completion, found):
+    assert ends_elsewhere(answer, completion) == found

@@ -32,8 +32,8 @@ def test_only_settings_that_differ_are_listed_and_missing_ones_show_a_dash():
     found = config_differences({"x": {"seed": 0, "lr": 1e-4}, "y": {"seed": 1, "lr": 1e-4, "extra": True}})
     assert (found.left_out, found.note) == (0, "")
     assert found.table.to_dict("records") == [
-        {"setting": "seed", "x": "0", "y": "1"},
         {"setting": "extra", "x": "–", "y": "True"},
+        {"setting": "seed", "x": "0", "y": "1"},
     ]
 
 
@@ -51,9 +51,9 @@ def test_settings_that_an_older_run_does_not_know_are_counted_unless_another_run
     newer = stored(seed=1, objective=ObjectiveConfig(epochs=2), estimator=EstimatorConfig(options={"tail": "group"}))
     found = config_differences({"older": older, "newer": newer})
     assert found.table.to_dict("records") == [
-        {"setting": "seed", "older": "0", "newer": "1"},
         {"setting": "estimator.options.tail", "older": "–", "newer": "group"},
         {"setting": "objective.epochs", "older": "–", "newer": "2"},
+        {"setting": "seed", "older": "0", "newer": "1"},
     ]
     # all but run, seed, prompts, group_size, and the two listed above
     assert found.left_out == len(flatten(newer)) - 6

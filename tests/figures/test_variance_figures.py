@@ -4,7 +4,7 @@ import pytest
 
 from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
-from otb_analysis.figures.gradient_table import MEASURES, labels, statistics_table
+from otb_analysis.figures.gradient_table import MEASURES, evenly, labels, statistics_table
 from otb_analysis.figures.variance import plot_variance, variance_info
 from otb_analysis.statistics import gradient_noise_scale, pooled_statistics
 from otb_analysis.types import Gram
@@ -141,3 +141,15 @@ def test_measures_are_undefined_and_said_to_be_where_the_gradient_is_lost_in_the
 def test_comparison_shows_the_chosen_estimators_and_the_one_they_are_compared_with(grams):
     info = comparison_info(list(grams.values()), estimators=["otb"])
     assert {row.label for row in info.rows} == {"rloo", "otb · exact", "otb · proxy"}
+
+
+def test_of_many_measured_steps_evenly_spread_ones_are_compared():
+    assert evenly(list(range(0, 90, 10))) == list(range(0, 90, 10)) and evenly([]) == []
+    assert evenly(list(range(9)), 3) == [0, 4, 8]
+
+
+def test_table_of_some_estimators_is_their_rows_of_the_whole_one(grams):
+    whole, some = statistics_table(grams, 2), statistics_table(grams, 2, only={("otb", "exact"), ("rloo", "none")})
+    kept = whole[whole["energy_source"].eq("none") & whole["estimator"].eq("rloo") | whole["energy_source"].eq("exact")]
+    pd.testing.assert_frame_equal(some, kept.reset_index(drop=True), check_dtype=False)
+    assert 0 < len(some) < len(whole)

@@ -72,6 +72,16 @@ def test_chats_become_messages_and_count_the_turns_of_the_policy(tmp_path):
         import_rollouts(tmp_path / "a.jsonl", ImportConfig(root=tmp_path / "runs"))
 
 
+def test_functions_of_one_name_keep_their_own_rewards_and_weights(tmp_path):
+    functions = [lambda completions, **columns: [1.0, 0.0], lambda completions, **columns: [0.0, 1.0]]
+    recorder = RolloutRecorder(tmp_path / "a.jsonl", weights=[1.0, 10.0])
+    call(recorder.around(functions))
+    assert [row["rewards"] for row in lines(tmp_path / "a.jsonl")] == [
+        {"<lambda>": 1.0, "<lambda> 2": 0.0}, {"<lambda>": 0.0, "<lambda> 2": 1.0},
+    ]  # fmt: skip
+    assert [row["reward"] for row in lines(tmp_path / "a.jsonl")] == [1.0, 10.0]
+
+
 def test_disk_that_refuses_is_a_warning(tmp_path):
     functions = RolloutRecorder(tmp_path / "file" / "a.jsonl").around(paid)
     (tmp_path / "file").write_text("no directory")

@@ -119,6 +119,7 @@ def test_rows_of_the_store_leave_tool_tokens_unmeasured(echo, tokenizer, rollout
     assert np.asarray(rows["t"])[:9].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1]
     kept = rollout_rows(compute_rewards(echo, rollouts), table, nothing)
     assert kept["completion"] == ["7=7#0", "12", "=3", "5=5#1"]
+    assert kept["answer"] == [rollouts.prompts[g].answer for g in rollouts.group]
     assert kept["length"].tolist() == [5, 2, 3, 4]
     assert kept["turns"] == [2, 1, 2, 2]
     assert kept["finish_reason"] == ["stop", "length", "stop", "length"]

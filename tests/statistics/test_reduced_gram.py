@@ -30,3 +30,11 @@ def test_statistics_conclusion_and_gain_lost_are_the_same():
     assert conclude(list(whole.values()), KNOWN) == conclude(list(reduced.values()), KNOWN)
     lost = [gain_lost(list(some.values()), ("otb", "proxy"), ("otb", "exact")) for some in (whole, reduced)]
     assert lost[0] == lost[1] is not None
+
+
+def test_a_reduced_matrix_tells_what_it_was_reduced_for():
+    whole = grams()[1]
+    reduced = whole.reduced((REFERENCE, KNOWN.truth))
+    for some, held in ((KNOWN.truth, True), (frozenset({OTHER}), False), (frozenset({("unmeasured", "none")}), True)):
+        assert reduced.stands(some) is held
+        assert whole.stands(some)

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.store import RunStore, StepTables, gram_rows, reader
+from otb_analysis.store import RunStore, StepTables, compact, gram_rows, reader
 from otb_analysis.store.gram import PRODUCT_TEXTS, _as_written, _by_keys
 from otb_analysis.types import Gram
 
@@ -118,8 +118,8 @@ def test_second_look_reads_only_steps_that_are_new_or_were_written_again(writer,
         writer.write_step(step, StepTables(grams=gram_rows(step, random_gram(seed=step))))
     store, read = RunStore(writer.path), []
     store.reduced_grams(REFERENCES)
-    real = reader.product_rows
-    monkeypatch.setattr(reader, "product_rows", lambda table, parts: read.append(parts[0].step) or real(table, parts))
+    real = reader.read_gram
+    monkeypatch.setattr(reader, "read_gram", lambda parts, names: read.append(parts[0].step) or real(parts, names))
     writer.write_step(2, StepTables(grams=gram_rows(2, random_gram(seed=2))))
     writer.write_step(1, StepTables(grams=gram_rows(1, random_gram(seed=9))))
     again = store.reduced_grams(REFERENCES)
@@ -135,3 +135,40 @@ def test_rows_as_written_give_what_their_keys_give():
     assert (fast[1], fast[2].tolist()) == (plain[1], plain[2].tolist()) == (LABELS, [7, 2, 5])
     swapped = frame.iloc[[1, 0, *range(2, len(frame))]]
     assert _as_written(swapped) is None and _as_written(frame.iloc[:-1]) is None
+
+
+def test_steps_that_pair_the_same_are_read_by_their_products_alone(writer, tmp_path):
+    rng = np.random.default_rng(0)
+    labels = (("otb", "proxy"), ("rloo", "none"), ("otb", "exact"))
+    grams = []
+    for step in range(5):
+        shape = (3, 3, 2, 2) if step != 3 else (2, 2, 4, 4)
+        inner = rng.normal(size=shape)
+        inner = inner + inner.transpose(1, 0, 3, 2)
+        groups = np.array([4, 2]) if step != 3 else np.arange(4)
+        grams.append(Gram(inner, labels[: shape[0]], 7 + step, groups=groups, sketch_dim=9 if step == 4 else None))
+        writer.write_step(step, StepTables(grams=gram_rows(step, grams[-1])))
+    writer.finish()
+    for _ in range(2):
+        for _ in range(2):
+            read = RunStore(writer.path).grams()
+            for step, gram in enumerate(grams):
+                np.testing.assert_array_equal(read[step].inner, gram.inner)
+                assert read[step].labels == gram.labels and read[step].n_rollouts == gram.n_rollouts
+                assert read[step].sketch_dim == gram.sketch_dim
+                assert read[step].group_index.tolist() == gram.group_index.tolist()
+        compact(writer.path)
+
+
+def test_steps_with_a_column_are_known_from_footers_and_from_values_where_those_say_nothing(writer, tables):
+    one = tables(0)
+    for step in range(4):
+        tokens = dict(one.tokens) | ({"attribution": np.ones(10)} if step % 2 else {})
+        writer.write_step(step, StepTables(tokens if step else None, one.rollouts, one.steps))
+    writer.finish()
+    for _ in range(2):
+        store = RunStore(writer.path)
+        assert store.steps_with("tokens", "attribution") == [1, 3]
+        assert store.steps_with("tokens", "step") == [1, 2, 3] and store.steps_with("rollouts", "step") == [0, 1, 2, 3]
+        assert store.steps_with("tokens", "value") == [] and store.steps_with("sampling", "test") == []
+        compact(writer.path)

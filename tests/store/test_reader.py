@@ -21,8 +21,9 @@ def store(writer, tables):
 
 def rewrite(store, table, step, change):
     """Replace one part by what `change` makes of it, as an older or foreign writer would have left it."""
-    path = store.path / table / f"part-{step:08d}-r0.parquet"
+    path, completing = (store.path / name / f"part-{step:08d}-r0.parquet" for name in (table, "steps"))
     pq.write_table(change(pq.read_table(path)).replace_schema_metadata(), path)
+    pq.write_table(pq.read_table(completing).replace_schema_metadata(), completing)
     return path
 
 
@@ -173,8 +174,9 @@ def test_broken_file_is_named_and_the_rest_stays_readable(store, damage):
     whole = path.read_bytes()
     wrong = {"empty": b"", "truncated": whole[: len(whole) // 2], "flipped": whole[:20] + b"\xff" * 400 + whole[420:]}
     path.write_bytes(wrong[damage])
+    without = r"delete .*steps.part-00000001-r0.parquet to read the run without step 1"
     for read in (store.tokens_df, lambda: store.sql("SELECT * FROM tokens")):
-        with pytest.raises(StoreError, match=rf"{path.name} is broken \(.*\); delete it to read the rest") as caught:
+        with pytest.raises(StoreError, match=rf"{path.name} is broken \(.*\); {without}") as caught:
             read()
         assert "\n" not in str(caught.value)
     assert len(store.steps_df()) == 3
@@ -280,3 +282,25 @@ def test_links_lead_nowhere(tmp_path, tmp_path_factory, store):
     (tmp_path / "linked").symlink_to(other)
     listed = runs_df(tmp_path).set_index("run")
     assert listed.loc["linked", "status"] == "broken" and "is a link out of" in listed.loc["linked", "reason"]
+
+
+def test_many_steps_read_from_their_footers_are_those_of_the_columns(tmp_path):
+    writer = RunWriter.create(tmp_path, "long", {})
+    for step in range(130):
+        scalars = {"loss": [0.1, np.nan, np.inf, None][step % 4], "n_tokens": 2**60 + step, "clipped": step % 3 == 0}
+        extra = {"reward_format": step / 3} if step > 40 else {"note": "a\n\u202e€ otb_row \x18"} if step < 9 else {}
+        odd = {"reward_list": [1.0, 2.0]} if step == 100 else {}  # no plain value: read from its column
+        writer.write_step(step, StepTables(steps=scalars | extra | odd))
+    store = RunStore(writer.path)
+    held = store.steps_df()
+    read = pd.concat([store.steps_df([step]) for step in range(130)], ignore_index=True)
+    missing = [frame[held.columns].astype(object).where(frame[held.columns].notna(), None) for frame in (held, read)]
+    pd.testing.assert_frame_equal(*missing, check_exact=True)
+    assert held["n_tokens"].tolist() == [2**60 + step for step in range(130)]
+    assert store.sql("SELECT count(*) AS n FROM steps WHERE isnan(loss)")["n"].tolist() == [33]
+    some = store.steps_df([*range(0, 130, 2), 129])
+    assert some["step"].tolist() == [*range(0, 130, 2), 129]
+    writer.write_step(130, StepTables(steps={"loss": 3.0}))
+    writer.write_step(5, StepTables(steps={"loss": 4.0}))
+    again = store.steps_df()
+    assert len(again) == 131 and again["loss"].tolist()[5] == 4.0 and again["loss"].tolist()[130] == 3.0

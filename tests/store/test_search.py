@@ -2,7 +2,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from otb_analysis.errors import InputError, StoreError
 from otb_analysis.store import RolloutFilter, RunStore, RunWriter, StepTables, find_rollouts, reward_histogram
+from otb_analysis.store.held import rollout_rows
+from otb_analysis.store.parts import visible_parts
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +78,43 @@ def test_a_run_without_rollouts_has_none(tmp_path):
     writer.finish()
     store = RunStore(writer.path)
     assert find_rollouts(store, RolloutFilter(text="x"))[1] == 0 and reward_histogram(store, RolloutFilter()).empty
+
+
+def test_answers_over_many_parts_are_those_over_few_and_a_new_step_is_found(tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "many", {})
+    asked = [RolloutFilter(), RolloutFilter(reward=(1.0, 1.0)), RolloutFilter(equal=True), RolloutFilter(steps=(2, 3))]
+    for step in range(6):
+        rollouts = {
+            "group": [0, 0, 1], "rollout": [0, 1, 2], "prompt": ["a", "a", "b"], "completion": ["x", "y", "z"],
+            "reward": [1.0, step % 2, 0.5], "length": [1, 2, 3], "finish_reason": ["stop", None, "length"],
+        }  # fmt: skip
+        writer.write_step(step, StepTables(None, rollouts, {"reward_mean": 0.5}))
+        if step < 4:
+            continue
+        answers = []
+        for many in (2, 100):
+            monkeypatch.setattr("otb_analysis.store.reader.MANY", many)
+            store = RunStore(writer.path)
+            answers.append([(find_rollouts(store, a), reward_histogram(store, a)) for a in asked])
+            with pytest.raises(InputError, match="prompt"):
+                store.sql("SELECT prompt FROM rollouts", texts=False)
+        for ((held, n), bins), ((read, m), others) in zip(*answers, strict=True):
+            pd.testing.assert_frame_equal(held, read)
+            pd.testing.assert_frame_equal(bins, others)
+            assert n == m
+        assert answers[0][0][0][1] == 3 * (step + 1)
+    monkeypatch.setattr("otb_analysis.store.held.MOST_ROWS", 17)
+    assert rollout_rows(writer.path, visible_parts(writer.path, ["rollouts"])["rollouts"]) is None
+
+
+def test_a_broken_part_is_named_where_columns_are_held(tmp_path, monkeypatch):
+    monkeypatch.setattr("otb_analysis.store.reader.MANY", 1)
+    writer = RunWriter.create(tmp_path, "run", {})
+    for step in range(3):
+        writer.write_step(step, StepTables(None, {"group": [0], "rollout": [0], "reward": [1.0]}, {"reward_mean": 1.0}))
+    store = RunStore(writer.path)
+    assert len(store.rollouts_df(columns=["reward"])) == 3
+    part = writer.path / "rollouts" / "part-00000001-r0.parquet"
+    part.write_bytes(part.read_bytes()[:-40] + bytes(40))
+    with pytest.raises(StoreError, match=r"part-00000001-r0.parquet is broken"):
+        store.rollouts_df(columns=["reward"])

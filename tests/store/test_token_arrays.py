@@ -107,7 +107,7 @@ def test_an_estimated_norm_is_not_exact(writer):
 
 
 def test_unknown_energy_source_is_refused(writer):
-    with pytest.raises(InputError, match="energy_source is 'sketched'; pass 'proxy', 'calibrated' or 'exact'"):
+    with pytest.raises(InputError, match="energy_source is 'sketched'; pass 'proxy', 'calibrated', 'exact' or 'none'"):
         arrays(writer).estimator_inputs("sketched")
 
 

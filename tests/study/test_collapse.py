@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from otb_analysis.estimators import EstimatorInputs, estimate
 from otb_analysis.study.record import load_study
 from otb_analysis.study.report import study_page
 
@@ -17,42 +18,56 @@ FOLDER = Path(__file__).parent.parent.parent / "studies" / "05_collapse"
 def parts():
     """The study and its files."""
     study = load_study(FOLDER)
-    names = ("study", "runs", "forecast", "derived")
+    names = ("study", "runs", "levels", "forecast", "derived")
     return {"STUDY": study} | {name: importlib.import_module(f"study_{FOLDER.name}.{name}") for name in names}
 
 
-def run(arm, seed, collapse, rate=0.004):
+def run(arm, seed, collapse):
     return {
-        "arm": arm, "seed": seed, "rate": rate, "steps": 100, "collapse": collapse,
-        "best": 0.8, "last": 0.1, "clip_fraction": 1.0,
+        "arm": arm, "seed": seed, "rate": 0.004, "steps": 80, "collapse": collapse, "best": 0.8, "last": 0.1,
+        "clip_fraction": 1.0, "baseline": 0.5, "reward": 0.6,
     }  # fmt: skip
 
 
 RUNS = [
-    run("rloo", 0, 40), run("rloo", 1, 60), run("scaled", 0, 44, 0.002), run("scaled", 1, 64, 0.002),
-    run("otb", 0, 90), run("otb", 1, None), run("calm", 0, None, 3e-4), run("calm", 1, None, 3e-4),
+    run("rloo-4", 0, 30), run("rloo-4", 1, 40), run("lowered-4", 0, 50), run("lowered-4", 1, 64),
+    run("otb-4", 0, 60), run("otb-4", 1, None), run("raised-4", 0, 36), run("raised-4", 1, 44),
+    run("calm", 0, None), run("calm", 1, None),
 ]  # fmt: skip
 
 
-def test_calm_arm_has_no_old_rollouts_and_a_constant_low_rate(parts):
+def test_arms_share_everything_but_baseline_staleness_and_ratio(parts):
     study = parts["study"]
-    calm = study.config_of(0, study.FULL, False, study.ARMS["calm"])
-    staged = study.config_of(0, study.FULL, False, study.ARMS["rloo"])
+    config = {name: study.config_of(0, study.FULL, False, arm) for name, arm in study.ARMS.items()}
+    calm, staged, other = config["calm"], config["rloo-4"], config["lowered-8-ratio"]
     assert (calm.objective.staleness, calm.optimize.warmup_steps, calm.optimize.learning_rate) == (0, 0, 3e-4)
-    assert (staged.objective.staleness, staged.optimize.warmup_steps, staged.optimize.learning_rate) == (4, 100, 4e-3)
-    assert (calm.seed, calm.sample, calm.chain_sum, calm.warm_start) == (
-        staged.seed, staged.sample, staged.chain_sum, staged.warm_start,
-    )  # fmt: skip
-    long = study.config_of(0, study.FULL, False, study.ARMS["otb_long"])
-    assert long.chain_sum.terms_min == 4
-    assert long.optimize == staged.optimize
+    assert (staged.objective.staleness, staged.optimize.warmup_steps, staged.optimize.learning_rate) == (4, 80, 4.8e-3)
+    assert (other.objective.staleness, other.objective.ratio, other.optimize) == (8, "token", staged.optimize)
+    shared = {(c.seed, c.sample, c.chain_sum, c.warm_start, c.small_model) for c in config.values()}
+    assert len(shared) == 1
 
 
-def test_long_arms_have_fewer_seeds(parts):
-    names = [cell.name for cell in parts["STUDY"].cells]
-    # the projection, six arms of ten seeds, two long arms of six
-    assert len(names) == 1 + 6 * 10 + 2 * 6
-    assert "otb_long-s5" in names and "otb_long-s6" not in names and "calm-s9" in names
+def test_raised_has_no_ratios_and_only_two_arms_are_attributed(parts):
+    study = parts["study"]
+    # five baselines at two stalenesses, four of them with ratios, and the calm arm
+    assert len(study.ARMS) == 5 * 2 + 4 * 2 + 1 and "raised-4-ratio" not in study.ARMS
+    assert [name for name, arm in study.ARMS.items() if arm.attributed] == ["rloo-4", "otb-4"]
+    assert len(parts["STUDY"].cells) == 6 * len(study.ARMS)
+
+
+def test_moved_baselines_have_the_mean_of_the_one_and_the_shape_of_the_other(parts):
+    random = np.random.default_rng(0)
+    mask = np.arange(5) < np.array([3, 5, 4, 2, 5, 1, 4, 4])[:, None]
+    reward = np.where(np.cumsum(mask, axis=1) == mask.sum(axis=1, keepdims=True), random.random((8, 1)), 0) * mask
+    inputs = EstimatorInputs(reward, mask, np.repeat([0, 1], 4), energy=random.random((8, 5)) * mask)
+    rloo, otb = (estimate(name, inputs).advantage for name in ("rloo", "otb"))
+    lowered, raised = (getattr(parts["levels"], name)(inputs) for name in ("lowered", "raised"))
+    # A = G − B: equal means of B are equal means of A
+    assert lowered[mask].mean() == pytest.approx(otb[mask].mean())
+    assert raised[mask].mean() == pytest.approx(rloo[mask].mean())
+    assert np.ptp((lowered - rloo)[mask]) < 1e-12 < abs((lowered - rloo)[mask].mean())
+    assert np.ptp((raised - otb)[mask]) < 1e-12
+    assert not lowered[~mask].any() and not raised[~mask].any()
 
 
 def test_collapse_is_the_first_step_of_a_lasting_loss_of_half(parts):
@@ -83,13 +98,34 @@ def test_control_window_is_as_long_as_the_fatal_one_and_before_it(parts):
 
 def test_contrasts_are_paired_over_seeds_and_say_which_side_is_cut(parts):
     derived = parts["derived"]
-    # otb − scaled: 90 − 44 = 46, 100 − 64 = 36; t of one degree of freedom is 12.706, s/√2 = 5
-    found = derived.contrast(RUNS, "otb", "scaled")
-    assert found.estimate == 41
-    assert found.low == pytest.approx(41 - 12.706 * 5, abs=1e-2)
-    sides = [derived.bound(RUNS, *pair) for pair in (("otb", "scaled"), ("scaled", "otb"), ("scaled", "rloo"))]
-    assert sides == ["at least ", "at most ", ""]
-    assert derived.bound(RUNS, "otb", "calm") == "both cut: "
+    # otb − raised: 60 − 36 = 24, 80 − 44 = 36; t of one degree of freedom is 12.706, s/√2 = 6
+    found = derived.contrast(RUNS, "otb-4", "raised-4")
+    assert found.estimate == 30
+    assert found.low == pytest.approx(30 - 12.706 * 6, abs=1e-2)
+    pairs = (("otb-4", "raised-4"), ("raised-4", "otb-4"), ("lowered-4", "rloo-4"))
+    assert [derived.bound(RUNS, *pair) for pair in pairs] == ["at least ", "at most ", ""]
+    assert derived.bound(RUNS, "otb-4", "calm") == "both cut: "
+
+
+def test_effects_are_means_of_two_differences_seed_by_seed(parts):
+    derived, study = parts["derived"], parts["study"]
+    # level: (50 − 30 + 60 − 36)/2 = 22, (64 − 40 + 80 − 44)/2 = 30; shape: (10 + 6)/2 = 8, (16 + 4)/2 = 10
+    assert derived.effect_by_seed(RUNS, study.LEVEL, "") == {0: 22, 1: 30}
+    assert derived.effect_by_seed(RUNS, study.SHAPE, "") == {0: 8, 1: 10}
+    # 26 ± 12.706 · 4 holds 0, and so does 17 ± 12.706 · 3 of their difference
+    effects = derived.effects_of(RUNS, "")
+    assert [effects[name].estimate for name in ("level", "shape", "level − shape")] == [26, 9, 17]
+    assert derived.cause(effects) == "open"
+    assert derived.effects_of(RUNS, "-ratio") == {"level": None, "shape": None, "level − shape": None}
+
+
+def test_cause_is_named_only_where_one_effect_is_above_the_other(parts):
+    high, low, none = ({"": x, "_low": x - 3, "_high": x + 3} for x in (10, -10, 0))
+    cause = parts["derived"].cause
+    assert cause({"level": high, "shape": none} | {"level − shape": high}) == "level"
+    assert cause({"level": none, "shape": high} | {"level − shape": low}) == "shape"
+    assert cause({"level": high, "shape": high} | {"level − shape": none}) == "both"
+    assert cause({"level": high, "shape": none} | {"level − shape": none}) == "open"
 
 
 def watched(detector, steps):
@@ -109,15 +145,15 @@ def all_detectors(parts, **steps):
 
 def test_a_call_after_the_collapse_is_no_forecast_but_not_blind(parts):
     forecast = parts["forecast"]
-    # in time: rloo 0 at 30 of 40, otb 0 at 90 of 90; late: rloo 1; the run that lasted and calm 1 are called, too
-    rows = all_detectors(parts, length_drift=[30, 70, None, None, 90, 50, None, 10])
+    # in time: rloo 0 at 20 of 30, otb 0 at 60 of 60; late: rloo 1; the run that lasted and calm 1 are called, too
+    rows = all_detectors(parts, length_drift=[20, 70, None, None, 60, 50, None, None, None, 10])
     assert sorted(forecast.leads_of(RUNS, rows, "length_drift")) == [0, 10]
     numbers = forecast.numbers(RUNS, rows, [])
     told = numbers["told"]["length_drift"]
     assert (told["leads"], told["broken"], told["pending"], told["quiet"]) == ([0, 10], 3, 1, 1)
-    assert [len(numbers[name]) for name in ("broken", "pending", "quiet")] == [5, 1, 2]
-    # seed 0: 2 of 3 collapsed runs against no calm one; seed 1: 0 of 2 against the calm one
-    assert forecast.seed_differences(RUNS, rows, "length_drift") == pytest.approx([2 / 3, -1])
+    assert [len(numbers[name]) for name in ("broken", "pending", "quiet")] == [7, 1, 2]
+    # seed 0: 2 of 4 collapsed runs against no calm one; seed 1: 0 of 3 against the calm one
+    assert forecast.seed_differences(RUNS, rows, "length_drift") == pytest.approx([1 / 2, -1])
     assert numbers["blind"] == [
         "reward_fall",
         "vanished_gradient",
@@ -139,7 +175,7 @@ def test_detector_that_was_not_measured_is_neither_blind_nor_tested(parts):
 
 
 def test_calm_run_that_collapses_is_no_false_alarm(parts):
-    runs = [*RUNS[:-1], run("calm", 1, 80)]
+    runs = [*RUNS[:-1], run("calm", 1, 70)]
     assert [row["seed"] for row in parts["forecast"].still_calm(runs)] == [0]
 
 
@@ -164,20 +200,20 @@ def held(window, arm, seed, noise, norm=4.0):
 
 def test_fatal_and_control_steps_are_paired_by_run(parts):
     rows = [
-        held("fatal", "rloo", 0, 0.9), held("control", "rloo", 0, 0.5), held("fatal", "otb", 0, 3.0),
-        held("control", "otb", 0, 1.0), held("fatal", "rloo", 1, 0.6), held("control", "rloo", 1, 0.8),
-        held("fatal", "otb", 1, 9.0),
+        held("fatal", "rloo-4", 0, 0.9), held("control", "rloo-4", 0, 0.5), held("fatal", "otb-4", 0, 3.0),
+        held("control", "otb-4", 0, 1.0), held("fatal", "rloo-4", 1, 0.6), held("control", "rloo-4", 1, 0.8),
+        held("fatal", "otb-4", 1, 9.0),
     ]  # fmt: skip
     # seed 0: the median of .4 and 2 is 1.2; seed 1: −.2, since otb has no control; their mean is .5
     pairs = parts["derived"].paired(rows)
     assert parts["derived"].paired_change(pairs, "noise").estimate == pytest.approx(0.5)
     noise = parts["derived"].against_control(pairs, "noise")
     assert (noise["fatal"], noise["control"], noise["higher"]) == ([0.9, 3.0, 0.6], [0.5, 1.0, 0.8], 2)
-    shares = parts["derived"].fatal_shares(rows, "otb")
+    shares = parts["derived"].fatal_shares(rows, "otb-4")
     assert (shares["before"], shares["surge"], shares["noise"]) == ([10, 10], [2.0, 2.0], [3.0, 9.0])
 
 
-def test_page_tells_lifetimes_and_what_c_would_explain_them(parts):
+def test_page_tells_lifetimes_and_the_effects_of_level_and_shape(parts):
     signals = [
         {"arm": row["arm"], "seed": row["seed"]}
         | {f"{name}_{where}": 1.0 for name in ("entropy", "grad_norm", "length") for where in ("first", "last")}
@@ -186,15 +222,12 @@ def test_page_tells_lifetimes_and_what_c_would_explain_them(parts):
     ]
     tables = {
         "runs": RUNS, "signals": signals, "detectors": all_detectors(parts), "attribution": [],
-        "projection": [{"estimator": "otb", "projection": 0.5, "projection_low": 0.4, "projection_high": 0.6}],
         "curves": [{"arm": row["arm"], "seed": row["seed"], "step": 0, "reward": 0.5} for row in RUNS],
         "cost": [{"minutes": 1.0, "processor_minutes": 1.0, "peak_mib": 1, "machine": "M"}],
     }  # fmt: skip
     page = " ".join(study_page(FOLDER, parts["STUDY"], tables, quick=True)[0].split())
-    assert "Collapsed: `rloo` 2 of 2, `scaled` 2 of 2, `otb` 1 of 2." in page
-    assert "`scaled` takes c = 0.50 (0.40–0.60) times the rate" in page
-    assert "| `otb` − `scaled` | at least +41 (" in page
-    # rloo 50, otb 95, so c = .526; at c = .5 scaled would last 100 steps, and lasted 54
-    assert "would last 100 steps (it lasted 54)" in page and "at most c = 0.53. The interval" in page
-    assert "The horizon was not varied" in page
-    assert "entropy 1.00 → 2.00 → 1.00 nats, above the first in 5 and 0 of 5 runs" in page
+    assert "Collapsed: `rloo-4` 2 of 2, `lowered-4` 2 of 2, `otb-4` 1 of 2, `raised-4` 2 of 2." in page
+    assert "level +26 (-25 to +77), shape +9 (" in page
+    assert "| `otb` − `raised` | at least +30 (" in page
+    assert "| `lowered` − `rloo` | +22 (" in page
+    assert "entropy 1.00 → 2.00 → 1.00 nats, above the first in 7 and 0 of 7 runs" in page

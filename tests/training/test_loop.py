@@ -416,3 +416,13 @@ def test_row_of_the_training_estimator_uses_its_options(trained):
     store = RunStore(path)
     rows = store.gradients_df(where="estimator = 'otb' and energy_source = 'proxy'")
     np.testing.assert_allclose(np.sqrt(rows["mean_norm_sq"]), store.steps_df()["grad_norm"], rtol=1e-4)
+
+
+def test_token_weights_change_the_update_and_not_the_stored_advantages(trained):
+    plain, gated = (
+        trained(f"weight-{name}", objective=ObjectiveConfig(token_weight=name)) for name in ("none", "delightful")
+    )
+    first = [RunStore(path).tokens_df(steps=(0, 0))[["token_id", "advantage"]] for path in (plain, gated)]
+    assert first[0].equals(first[1]) and (first[0]["advantage"] != 0).any()
+    norms = [RunStore(path).steps_df()["grad_norm"].iloc[0] for path in (plain, gated)]
+    assert 0 < norms[1] != norms[0]

@@ -85,7 +85,7 @@ def test_every_reader_shows_it_under_its_name_without_its_module(forgotten, caps
     assert "my_estimators" not in sys.modules
 
 
-@pytest.mark.parametrize("page", ["triage", "run", "rollouts", "tokens", "variance", "fidelity"])
+@pytest.mark.parametrize("page", ["triage", "run", "rollouts", "tokens", "estimators"])
 def test_every_page_opens_it_without_its_module(forgotten, page, monkeypatch):
     monkeypatch.setenv("OTB_RUNS", str(forgotten.parent))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
@@ -95,7 +95,7 @@ def test_every_page_opens_it_without_its_module(forgotten, page, monkeypatch):
     assert not app.exception and not app.error
     shown = " ".join(element.value for element in [*app.caption, *app.markdown, *app.info]).replace("\\", "")
     frames = " ".join(frame.value.to_string() for frame in app.dataframe)
-    assert page not in ("triage", "variance") or NAME in shown + frames
+    assert page not in ("triage", "estimators") or NAME in shown + frames
 
 
 def test_it_is_compared_while_another_one_trains(here, tiny_config):

@@ -13,6 +13,8 @@ from otb_analysis.audit.records import Fields, RecordedRollout, checked
 from otb_analysis.audit.rows import SUFFIXES, Place, Row, Tally, rows_of, suffix_of
 from otb_analysis.errors import InputError, nearest
 
+NOT_AS_WRITTEN = (TypeError, KeyError, IndexError, AttributeError, ValueError, OverflowError)
+"""What reading a row raises that has another form than its format."""
 Reader = Callable[[Fields, Tally, Mapping[str, float]], RecordedRollout | None]
 """Makes a record of a row, or None of a row that is no rollout; gets the reward columns' weights too."""
 
@@ -82,7 +84,7 @@ FORMATS: dict[str, Format] = {
         names=("rollout_*.parquet",),
     ),
     "plain": Format(
-        "JSON lines or Parquet with prompt, completion, reward[, group, step, ids, prompt_ids, mask, logprobs]",
+        "JSON lines or Parquet with prompt, completion, reward[, answer, group, step, ids, prompt_ids, mask, logprobs]",
         _fields("prompt", "completion", "reward"), plain,
     ),
 }  # fmt: skip
@@ -110,14 +112,27 @@ class Source:
             InputError: A file cannot be read, a record is not whole, or records differ in what they have.
         """
         first: RecordedRollout | None = None
-        for place, row in self.format.fold(self._rows(), self.files, self.tally):
-            record = self.format.read(Fields(place, row), self.tally, weights or {})
-            if record is not None:
-                first = first or record
-                _refuse_mixed(first, record)
-                yield checked(record, self.tally)
+        for record in self._read(weights or {}):
+            first = first or record
+            _refuse_mixed(first, record)
+            yield checked(record, self.tally)
         if first is None:
             raise InputError(f"{self.path} holds no rollouts; pass a file with at least one record.")
+
+    def _read(self, weights: Mapping[str, float]) -> Iterator[RecordedRollout]:
+        place: object = f"the first record of {self.path}"
+        try:
+            for place, row in self.format.fold(self._rows(), self.files, self.tally):
+                record = self.format.read(Fields(place, row), self.tally, weights)
+                if record is not None:
+                    yield record
+        except InputError:
+            raise
+        except NOT_AS_WRITTEN as error:  # a field that no version of the trainer writes so
+            raise InputError(
+                f"{place}, or the one behind it, is not as {self.name} writes it ({type(error).__name__}: {error}); "
+                f"mend it, or name another --format: {', '.join(FORMATS)}."
+            ) from error
 
     def _rows(self) -> Iterator[tuple[Place, Row]]:
         for file in self.files:

@@ -20,7 +20,7 @@ UNSCORED = "reward function of TRL gave no number (NaN) and counts as 0, as TRL 
 
 
 def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
-    """Read {prompt, completion, reward[, group, step, ids, prompt_ids, mask, logprobs, advantages, …]}.
+    """Read {prompt, completion, reward[, answer, group, step, ids, prompt_ids, mask, logprobs, advantages, …]}.
 
     `prompt` is a text, or a list of messages with role and content.
 
@@ -41,9 +41,10 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         place=fields.place,
         reward=fields.number("reward"),
         prompt=None if chat else fields.text("prompt"),
+        answer=fields.text("answer") if "answer" in fields else None,
         completion=None if chat else completion,
         messages=(*_messages(fields), Message("assistant", completion, True)) if chat else (),
-        group=fields.row.get("group"),
+        group=fields.key("group"),
         step=fields.whole("step") if "step" in fields else None,
         prompt_ids=fields.ids("prompt_ids") if "prompt_ids" in fields else None,
         ids=fields.ids("ids") if "ids" in fields else None,
@@ -54,6 +55,10 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
     )
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def trl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
     """Read a row of TRL: the reward is the weighted sum of its reward columns, by default of every number.
 
@@ -62,7 +67,7 @@ def trl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedR
     """
     numbers = [
         name for name, value in fields.row.items()
-        if name not in ADDED_BY_TRL and isinstance(value, int | float) and not isinstance(value, bool)
+        if name not in ADDED_BY_TRL and (value is None or _is_number(value))
     ]  # fmt: skip
     used = dict(weights) or dict.fromkeys(numbers, 1.0)
     if not used:
@@ -70,7 +75,7 @@ def trl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedR
     parts: dict[str, float] = {}
     for name in used:
         value = fields.row.get(name)
-        if isinstance(value, float) and np.isnan(value):
+        if value is None or (isinstance(value, float) and np.isnan(value)):
             tally[UNSCORED] += 1
         else:
             parts[name] = fields.number(name)

@@ -11,7 +11,7 @@ enumerated prompts the standard error of its log-ratio to `rloo` is within 7 % o
 (`test_batch_coupling_costs_the_jackknife_little_from_24_prompts_up`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -93,7 +93,11 @@ def gradient_statistics(
 
 
 def pooled_statistics(
-    grams: Sequence[Gram], reference: Label = REFERENCE, n_prompts: int | None = None, known: Proved = NOTHING
+    grams: Sequence[Gram],
+    reference: Label = REFERENCE,
+    n_prompts: int | None = None,
+    known: Proved = NOTHING,
+    only: Collection[Label] | None = None,
 ) -> list[GradientStatistics]:
     """Statistics of every estimator over several steps: sums over steps first, then ratios.
 
@@ -105,12 +109,14 @@ def pooled_statistics(
         n_prompts: Prompts P of the update that variance, SF and efficiency are stated for; by default a typical
             step's. Other values rescale V/P.
         known: What is proved of the estimators; ‖∇J‖² is then pooled over the unbiased ones.
+        only: The estimators that get a row; by default all that were measured.
     """
     seen = dict.fromkeys(label for gram in grams for label in gram.labels)
     truth = truth_of(grams, reference, known)
     return [
         _one(against_reference(grams, label, truth), label, (reference, truth), known.projection.get(label), n_prompts)
         for label in seen
+        if only is None or label in only
     ]
 
 

@@ -4,7 +4,7 @@ Pairing removes what two estimators share, so these intervals are much shorter t
 estimand is the ratio of the two expectations. Prompts are the clusters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,6 +57,7 @@ def paired_ratios(
     reference: Label = REFERENCE,
     n_prompts: int | None = None,
     known: Proved = NOTHING,
+    only: Collection[Label] | None = None,
 ) -> list[PairedRatios]:
     """Every estimator over one of them on the same rollouts, with jackknife intervals on the log-ratio.
 
@@ -65,15 +66,22 @@ def paired_ratios(
         n_prompts: Prompts P of the update that efficiency is stated for; by default a typical step's. Ratios of
             variance and SF do not depend on it.
         known: What is proved of the estimators: where c is, the SF needs no ∇J.
+        only: The estimators that are compared; by default all that were measured.
     """
     # The same ∇J for every pair, so that ratios against one reference can be compared with each other.
     truth = truth_of(grams, reference, known)
     both = against_reference(grams, against, truth)
-    ratios = []
+    ratios, bases = [], dict[tuple[int, ...], Moments]()  # Moments of `against` on the same steps
     for label in dict.fromkeys(label for gram in both for label in gram.labels if label != against):
+        if only is not None and label not in only:
+            continue
         steps = against_reference(both, label, truth)
         batch = typical([g.n_prompts for g in steps]) if n_prompts is None else n_prompts
-        ratios.append(update_ratios(Update(steps, label, batch), Update(steps, against, batch), truth, known))
+        above, below = Update(steps, label, batch), Update(steps, against, batch)
+        same = tuple(map(id, steps))
+        if same not in bases:
+            bases[same] = deleted_moments(steps, against, truth)
+        ratios.append(_ratios(above, below, (deleted_moments(steps, label, truth), bases[same]), known))
     return ratios
 
 
@@ -93,19 +101,45 @@ def update_ratios(
             f"{above.label[0]} and {below.label[0]} were measured on other prompts; pass Gram matrices whose prompts "
             "have the same names, in the same order."
         )
-    moments = [deleted_moments(one.grams, one.label, reference) for one in (above, below)]
-    cs = [known.projection.get(one.label) for one in (above, below)]
-    sizes = above.n_prompts, below.n_prompts
-    values, base = (four_measures(*of) for of in zip(moments, sizes, cs, strict=True))
-    intervals = {}
+    moments = tuple(deleted_moments(one.grams, one.label, reference) for one in (above, below))
+    return _ratios(above, below, moments, known, level)
+
+
+def _ratios(
+    above: Update, below: Update, moments: tuple[Moments, ...], known: Proved, level: float = LEVEL
+) -> PairedRatios:
+    """Return the ratios of two updates from the moments of both, by prompt left out."""
+    top, bottom = (
+        (own, one.n_prompts, known.projection.get(one.label)) for one, own in zip((above, below), moments, strict=True)
+    )
+    intervals = moment_ratios(top, bottom, lambda name: _ratio_words(name, above, below), level)
+    proved = None not in (top[2], bottom[2])
+    return PairedRatios(*above.label, below.label, **intervals, c_known=proved)
+
+
+def moment_ratios(
+    above: tuple[Moments, int, float | None],
+    below: tuple[Moments, int, float | None],
+    words: Callable[[str], str] = "ratio of {}".format,
+    level: float = LEVEL,
+) -> dict[str, Interval | None]:
+    """Return the ratios of variance, sf and efficiency by name, from moments on the same prompts.
+
+    Args:
+        above: Moments [1 + K], prompts P of the update, and the projection where it is proved.
+        below: The same of the denominator, without the same prompts in turn.
+        words: The estimand of each name.
+    """
+    values, base = four_measures(*above), four_measures(*below)
+    intervals: dict[str, Interval | None] = {}
     for name in ("variance", "sf", "efficiency"):
         # The ratio is taken for every left-out prompt, so what the two updates share cancels in the interval.
         ratio = measures.quotient(values[name], base[name])
-        intervals[name] = jackknife_interval(ratio[0], ratio[1:], _ratio_words(name, above, below), "log", level)
-    proved = None not in cs
-    if proved and (scale := noise_scale(measures.with_projection(moments[1], cs[1]))) and scale.high == np.inf:
+        intervals[name] = jackknife_interval(ratio[0], ratio[1:], words(name), "log", level)
+    proved = None not in (above[2], below[2])
+    if proved and (scale := noise_scale(measures.with_projection(below[0], below[2]))) and scale.high == np.inf:
         intervals["efficiency"] = _with_less_signal(intervals["efficiency"], intervals["sf"])
-    return PairedRatios(*above.label, below.label, **intervals, c_known=proved)
+    return intervals
 
 
 def _with_less_signal(efficiency: Interval | None, sf: Interval | None) -> Interval | None:

@@ -13,6 +13,7 @@ from otb_analysis.objectives.importance import LOG_LIMIT
 from otb_analysis.objectives.ratios import RATIOS, Ratio, RatioInputs, importance_ratio
 from otb_analysis.objectives.registry import lookup, options_from_table
 from otb_analysis.objectives.shaping import SHAPINGS, Shaped, ShapingInputs, shape_rewards
+from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS, TokenWeightInputs, token_weights
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Bool, Float, Int
 
@@ -55,12 +56,12 @@ class Coefficients:
 
 
 class Objective:
-    """A ratio, an aggregation, a shaping and a divergence of the catalogue, turned into coefficients."""
+    """Ratio, aggregation, token weight, shaping and divergence of the catalogue, turned into coefficients."""
 
     def __init__(self, config: ObjectiveConfig):
         self.config = config
         self.off_policy = config.ratio != "none"
-        catalogue = {"ratio": RATIOS, "aggregation": AGGREGATIONS, "shaping": SHAPINGS}
+        catalogue = {"ratio": RATIOS, "aggregation": AGGREGATIONS, "token_weight": TOKEN_WEIGHTS, "shaping": SHAPINGS}
         self._options: dict[str, Any] = {}
         for kind, entries in catalogue.items():
             name, given = getattr(config, kind), getattr(config, f"{kind}_options")
@@ -122,8 +123,15 @@ class Objective:
         return np.where(mask, self.config.kl_coefficient * value, 0.0)
 
     def batch(self, rollouts: Rollouts, table: TokenTable, advantage: Float, reference: Float | None) -> TokenBatch:
-        """Return what the updates of one batch read; `weight` and `seed` are set later."""
+        """Return what the updates of one batch read; `weight` and `seed` are set later.
+
+        Token weights are those of the policy before the first update, and part of the advantage from here on.
+        """
         mask = table.mask & table.keep[:, None]
+        if self.config.token_weight != "none":
+            inputs = TokenWeightInputs(mask, advantage, table.stats.logprob, table.stats.entropy)
+            factor = token_weights(self.config.token_weight, inputs, self._options["token_weight"])
+            advantage = factor * np.where(mask, advantage, 0.0)
         return TokenBatch(
             rollouts=rollouts,
             mask=mask,

@@ -1,0 +1,137 @@
+"""Compare: A against B, two runs, two groups of runs, or two estimators of one run, with paired intervals."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import data
+import listing
+import pandas as pd
+import selection
+import streamlit as st
+from widgets import chart, chosen_runs, download, one_run, page, plain
+
+from otb_analysis.figures.gradient_table import labels
+from otb_analysis.figures.pair_curves import PairPanel, curves_rows, plot_pair
+from otb_analysis.figures.pair_gradients import NoiseInfo, noise_display, noise_table
+from otb_analysis.figures.pair_verdict import estimators_verdict, runs_verdict
+from otb_analysis.figures.pairing import (
+    Configs,
+    default_pairing,
+    default_values,
+    first_groups,
+    group_keys,
+    pair_groups,
+    pair_runs,
+)
+from otb_analysis.figures.runs import config_differences
+
+KINDS = {"runs": "Two runs", "groups": "Groups of runs", "estimators": "Estimators of one run"}
+ONE_RUN = "Only one run is chosen. Choose a second one in the sidebar, or compare two estimators of this run."
+NO_GROUPS = (
+    "These runs form no groups: two of them with one seed must differ in a setting. Choose more runs in the sidebar."
+)
+NOT_MEASURED = """This run has no gradient measurements, so its estimators cannot be compared.
+`otb train --measure.exact.every 10 --measure.exact.prompts 16` makes them; for recorded rollouts
+`otb audit --model DIR --rollouts FILE` does."""
+BLOCKS = "Below: B − A by block of steps; the grey band is the 95 % interval of the mean over all shared steps."
+SEEDS = "Below: B − A by block of steps with intervals over seeds; the grey band is that of the mean over all steps."
+RATIOS = (
+    "Below: B ÷ A by block of measured steps, on the same rollouts; the grey band is the 95 % interval over all of "
+    "them, over prompts. Below 1 is less noise; of efficiency, above 1 is better."
+)
+
+
+def sides(options: Sequence[str], first: tuple[str, str], of: str, columns: Sequence[Any]) -> tuple[str, str]:
+    """Let the page choose A and B among some options."""
+    a, b = (
+        selection.choose(side, side.upper(), options, one, within=column, of=of)
+        for side, one, column in zip("ab", first, columns, strict=True)
+    )
+    return str(a), str(b)
+
+
+def kind_of(configs: Configs) -> str:
+    """Let the page choose what is compared; groups to begin with where several seeds are paired, else two runs."""
+    first = "estimators" if len(configs) < 2 else "groups" if first_groups(configs) else "runs"
+    asked = selection.remembered("compare")
+    st.session_state["compare"] = asked if asked in KINDS else first
+    kind = str(st.segmented_control(
+        "What is compared", list(KINDS), format_func=lambda name: KINDS[name], key="compare", required=True,
+        label_visibility="collapsed", on_change=lambda: selection.remember("compare", st.session_state["compare"]),
+    ))  # fmt: skip
+    selection.remember("compare", kind)
+    return kind
+
+
+def compare_runs(runs: list[listing.Run], configs: Configs, kind: str) -> None:
+    """Compare two runs, or two groups of them."""
+    if kind == "groups":
+        if not (keys := group_keys(configs)):
+            st.info(NO_GROUPS, icon=":material/inbox:")
+            return
+        column, *columns = st.columns(3)
+        key = str(selection.choose("setting", "Grouped by", list(keys), next(iter(keys)), within=column))
+        a, b = sides(keys[key], default_values(configs, key, keys[key]), key, columns)
+        pairing = pair_groups(configs, key, a, b)
+    else:
+        if (first := default_pairing(configs, list(configs))) is None:
+            st.info(ONE_RUN, icon=":material/inbox:")
+            return
+        pairing = pair_runs(*sides(list(configs), first, "runs", st.columns(2)))
+    if not pairing.pairs or pairing.a == pairing.b:
+        st.info("A and B are the same, or no seed is in both. Choose another A or B.", icon=":material/inbox:")
+        return
+    panels, noise = data.compared(tuple(runs), pairing)
+    st.markdown(f"**{plain(runs_verdict(panels, noise))}**")
+    st.caption(plain(pairing.note))
+    drawn(panels, noise, (f"A: {pairing.a}", f"B: {pairing.b}"), SEEDS if pairing.by == "seed" else BLOCKS)
+    st.subheader("Configuration differences", anchor=False)
+    differences = config_differences({run: configs[run] for run in pairing.runs})
+    if differences.table.empty:
+        st.caption(f"The same configuration. {differences.note}")
+        return
+    st.dataframe(differences.table, hide_index=True)
+    st.caption(f"What explains most stands first. {differences.note}")
+    download(differences.table, "compare-config")
+
+
+def compare_estimators(run: listing.Run) -> None:
+    """Compare two estimators on the rollouts of one run."""
+    measured = dict.fromkeys(label for gram in data.grams(run).values() for label in gram.labels)
+    names = {name: label for label, name in labels(measured).items()}
+    if len(names) < 2:
+        st.info(NOT_MEASURED, icon=":material/inbox:")
+        return
+    base = "rloo" if "rloo" in names else next(iter(names))
+    other = next((n for n, label in names.items() if label[0] in (run.estimator, "otb") and n != base), None)
+    a, b = sides(list(names), (base, other or next(n for n in names if n != base)), run.name, st.columns(2))
+    if a == b:
+        st.info("A and B are the same estimator. Choose another A or B.", icon=":material/inbox:")
+        return
+    panels, noise = data.compared_estimators(run, names[a], names[b])
+    st.markdown(f"**{plain(estimators_verdict(noise))}**")
+    drawn(panels, noise, (f"A: {a}", f"B: {b}"), RATIOS)
+
+
+def drawn(panels: tuple[PairPanel, ...], noise: NoiseInfo, names: tuple[str, str], caption: str) -> None:
+    """Draw the curves with their differences, then the ratios of gradient noise."""
+    if panels:
+        chart(plot_pair(panels, *names), "pair", curves_rows(panels))
+        st.caption(caption)
+    st.subheader("Gradient noise, B ÷ A", anchor=False)
+    shown: pd.DataFrame = noise_display(noise)
+    if len(shown):
+        st.table(shown.map(plain), hide_index=True)
+        download(noise_table(noise), "compare-noise")
+    for note in noise.notes:
+        st.caption(note)
+
+
+with page("Compare", "A against B: what differs, by how much, and is it more than chance?"):
+    chosen = chosen_runs()[::-1]  # the oldest run is A to begin with
+    configs = {run.name: data.config(run) for run in chosen}
+    kind = kind_of(configs)
+    if kind == "estimators":
+        compare_estimators(one_run())
+    else:
+        compare_runs(chosen, configs, kind)

@@ -1,0 +1,106 @@
+"""How fast the pages of the dashboard draw and answer, in Chromium, on synthetic runs of full size.
+
+The list of pages is that of the app's menu. Each page is opened by a server of its own, which has loaded its libraries
+but has seen no run: the runs are moved under its root at that moment.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from otb_analysis.bench.browsing import browser, changed_controls, first_chart, opened, server, settled
+from otb_analysis.bench.config import DashboardBenchConfig
+from otb_analysis.bench.publish import Report, notes_of, report_of
+from otb_analysis.bench.synthetic_run import Shape, write_synthetic_run
+from otb_analysis.phases import counted
+from otb_analysis.store import compact
+
+COLUMNS = {
+    "runs": "{runs}",
+    "page": "{page}",
+    "first chart, s": "{first:.1f}",
+    "processor, s": "{processor:.1f}",
+    "again, s": "{again:.1f}",
+    "changed control, s": lambda row: ", ".join(f"{kind} {s:.1f}" for kind, s in row["controls"].items()) or None,
+    "server, MB": "{memory:.0f}",
+}
+
+
+def run(config: DashboardBenchConfig) -> Report:
+    """Write synthetic runs, and open every page on them.
+
+    Raises:
+        InputError: Chromium or Playwright is missing.
+        StoreError: The disk refuses.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = config.root or Path(temporary)
+        large = Shape(config.steps, config.measured, config.tokens)
+        small = Shape(config.many_steps, config.many_measured, config.many_tokens)
+        one = written(folder / "one", 1, large, config.compacted)
+        many = written(folder / "many", config.runs, small, config.compacted)
+        names = {one: f"1 of {config.steps:,} steps", many: f"{config.runs} of {config.many_steps:,} steps"}
+        with browser() as chromium:
+            pages = menu(chromium, one, config.port)
+            rows = [
+                {"runs": names[root], "page": name} | timed_page(chromium, root, path, config)
+                for root in (one, many)
+                for name, path in counted(list(pages.items()), "page")
+                if not config.pages or name.lower() in config.pages
+            ]
+            memory = {"memory": walked(chromium, one, pages, config.port)}
+    rows.append({"runs": names[one], "page": "all, one after the other", "controls": {}} | memory)
+    title = f"The dashboard on {config.tokens:,} tokens in one run, and on {config.runs} runs"
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config))
+
+
+def written(root: Path, runs: int, shape: Shape, compacted: bool) -> Path:
+    """Write the runs of a root, and return it; what an earlier call wrote there is kept."""
+    for seed in range(runs):
+        path = root / f"synthetic-{seed}"
+        if not path.exists():
+            write_synthetic_run(root, f"synthetic-{seed}", shape, seed)
+        if compacted:
+            compact(path)
+    return root
+
+
+def menu(chromium: Any, root: Path, port: int) -> dict[str, str]:
+    """Return the pages of the app: name → path."""
+    with server(root, port) as served:
+        tab = opened(chromium, f"{served.address}/studies")
+        tab.wait_for_selector("[data-testid=stSidebarNavLink]")
+        links = tab.locator("[data-testid=stSidebarNavLink]")
+        pages = [(links.nth(i).inner_text(), links.nth(i).get_attribute("href")) for i in range(links.count())]
+        tab.close()
+    return {name.split("\n")[-1].strip(): str(href).rsplit("/", 1)[-1] for name, href in pages}
+
+
+def timed_page(chromium: Any, root: Path, path: str, config: DashboardBenchConfig) -> dict[str, Any]:
+    """Return what one page takes."""
+    with tempfile.TemporaryDirectory(dir=root.parent) as empty, server(Path(empty), config.port) as served:
+        settled(opened(chromium, served.address))
+        for name in root.iterdir():
+            shutil.move(name, Path(empty) / name.name)
+        try:
+            first = first_chart(chromium, served, path)
+            again = first_chart(chromium, served, path)
+            tab = opened(chromium, f"{served.address}/{path}")
+            controls = {} if first is None else changed_controls(tab)
+            tab.close()
+            memory = served.memory[1] / 1e6
+        finally:
+            for name in Path(empty).iterdir():
+                shutil.move(name, root / name.name)
+    seconds = {"first": first and first[0], "processor": first and first[1], "again": again and again[0]}
+    return {**seconds, "controls": controls, "memory": memory}
+
+
+def walked(chromium: Any, root: Path, pages: dict[str, str], port: int) -> float:
+    """Open all pages on one server, and return the most memory it held, in MB."""
+    with server(root, port) as served:
+        settled(opened(chromium, served.address))
+        for path in pages.values():
+            first_chart(chromium, served, path)
+        return served.memory[1] / 1e6

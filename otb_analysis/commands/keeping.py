@@ -1,0 +1,74 @@
+"""Commands about the files of a store: `otb compact`, `otb aggregate`."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from otb_analysis.commands.inspect import RunsConfig, complete_runs, parsed, run_path
+from otb_analysis.commands.watching import shown
+from otb_analysis.errors import InputError, StoreError
+from otb_analysis.phases import phase, plural
+
+FORMATS = (".parquet", ".csv")
+
+
+@dataclass(frozen=True)
+class CompactConfig(RunsConfig):
+    """Merge the many small files of finished runs into few with the same rows, which read several times faster.
+
+    Readers may go on meanwhile; a run that is being written is refused. Stopped or killed, a run stays whole.
+    """
+
+
+@dataclass(frozen=True)
+class AggregateConfig(RunsConfig):
+    """Write count, mean and variance of every per-token column, by run, bin of steps and prompt.
+
+    With --ray workers run the same SQL, each on a bin of steps: for stores that one machine does not get through.
+    """
+
+    bin: int = 100
+    """Steps of a bin, counted from step 0."""
+    out: Path = Path("aggregate.parquet")
+    """File to write; its ending, .parquet or .csv, decides the form."""
+    ray: bool = False
+    """Share the work on Ray: on the cluster of RAY_ADDRESS, which must see the same files, else on this machine."""
+    workers: int = 2
+    """Ray's processes on this machine."""
+
+
+def aggregate_command(words: Sequence[str]) -> None:
+    """Aggregate runs."""
+    config = parsed(AggregateConfig, "aggregate", words, AggregateConfig())
+    for name in ("bin", "workers"):
+        if getattr(config, name) < 1:
+            raise InputError(f"--{name} is {getattr(config, name)}; pass at least 1.")
+    if config.out.suffix not in FORMATS:
+        raise InputError(f"--out is {config.out}; pass a file that ends in {' or '.join(FORMATS)}.")
+    with shown(), phase("aggregating"):
+        from otb_analysis.store.aggregate import aggregate, aggregate_on_ray, partitions
+        from otb_analysis.store.atomic import atomic_file
+
+        found = partitions([run_path(config.root, n) for n in config.runs or complete_runs(config.root)], config.bin)
+        table = aggregate_on_ray(found, config.workers) if config.ray else aggregate(found)
+        try:
+            with atomic_file(config.out) as file:
+                table.to_csv(file, index=False) if config.out.suffix == ".csv" else table.to_parquet(file, index=False)
+        except OSError as error:
+            raise StoreError(f"cannot write {config.out} ({error.strerror}); pass another --out.") from error
+    sys.stdout.write(f"{config.out} has {len(table):,} rows of {plural(len({one.path for one in found}), 'run')}.\n")
+
+
+def compact_command(words: Sequence[str]) -> None:
+    """Compact runs."""
+    config = parsed(CompactConfig, "compact", words, CompactConfig())
+    from otb_analysis.store import compact
+
+    for name in config.runs or complete_runs(config.root):
+        path = run_path(config.root, name)
+        with shown(), phase(f"compacting {path.name}"):
+            done = compact(path)
+        sizes = f"{done.bytes_before / 1e6:.1f} MB → {done.bytes_after / 1e6:.1f} MB"
+        files = f"{plural(done.steps, 'step')}, {plural(done.parts, 'file')} → {done.files}, {sizes}"
+        sys.stdout.write(f"{path.name}: {files if done.parts else 'nothing to compact'}.\n")

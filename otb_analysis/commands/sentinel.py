@@ -1,0 +1,169 @@
+"""`otb watch`: follow one run until an alarm fires or it ends; a status and a webhook tell scripts and people."""
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.parse import urlsplit
+
+import tyro
+
+from otb_analysis.commands.inspect import parsed, run_path
+from otb_analysis.errors import InputError
+
+if TYPE_CHECKING:  # reading the store takes a second, which a mistyped option need not wait for
+    from otb_analysis.diagnostics import Finding
+    from otb_analysis.store import RunStore
+
+ALARM, DEAD = 3, 4
+"""Exit statuses: a detector fired; the run failed, was killed or fell silent. A complete run without alarm is 0."""
+
+WEBHOOK_SECONDS = 10
+"""How long a webhook may take to answer."""
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """Follow a run. Status 3: an alarm fired. 4: the run failed, was killed or fell silent. 0: complete, no alarm."""
+
+    run: Annotated[str, tyro.conf.Positional] = ""
+    """Name or path of a run."""
+    level: Literal["alarm", "watch"] = "alarm"
+    """End at the first alarm, or already at the first watch."""
+    every: float = 10.0
+    """Seconds between two looks, at least 1."""
+    silent: float = 60.0
+    """Minutes without a new step after which the run counts as dead."""
+    webhook: str = ""
+    """An http or https address. It gets a POST of JSON, with a sentence in `text`, before status 3 or 4."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a watch ended."""
+
+    status: int  # Of the command
+    event: str  # `complete`, `alarm`, `watch`, `failed`, `stopped` or `silent`
+    text: str
+    step: int | None = None  # Where a detector fired, else the last complete step
+    detectors: tuple[dict[str, object], ...] = ()  # Those that fired at that level
+
+
+def watch_command(words: Sequence[str]) -> int:
+    """Watch a run."""
+    config = parsed(WatchConfig, "watch", words, WatchConfig())
+    _check(config)
+    from otb_analysis.store import RunStore
+
+    store = RunStore(run_path(config.root, config.run))
+    ending = watch(store, config)
+    _say(ending.text)
+    if config.webhook and ending.status:
+        body = {"text": ending.text, "run": store.path.name, "event": ending.event, "step": ending.step}
+        if problem := sent(config.webhook, body | {"detectors": ending.detectors}):
+            sys.stderr.write(f"otb: {problem}\n")
+    return ending.status
+
+
+def _check(config: WatchConfig) -> None:
+    if not config.run:
+        raise InputError("otb watch needs a run; pass its name, as in otb watch demo-otb-s0.")
+    if not (config.every >= 1 and config.silent > 0):
+        raise InputError(
+            f"--every is {config.every:g} s and --silent {config.silent:g} min; look at most once a second, and wait "
+            "longer than 0 minutes for a step."
+        )
+    if config.webhook:
+        try:
+            parts = urlsplit(config.webhook)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            good = False
+        if not good:
+            raise InputError("--webhook is no address of a web server; pass one that begins with http:// or https://.")
+
+
+def watch(store: "RunStore", config: WatchConfig) -> Ending:
+    """Look at a run every so often until it ends or a detector fires, and return why.
+
+    A run that grows is read again; what a detector said of earlier steps does not change, so nothing is told twice.
+
+    Raises:
+        StoreError: The run can no longer be read.
+    """
+    from otb_analysis.diagnostics import diagnose
+    from otb_analysis.store import step_series
+
+    name, told, seen, heard = store.path.name, set[str](), None, monotonic()
+    while True:
+        # The status first: steps that are written after it was read are found at the next look.
+        status, reason = store.standing
+        if (steps := store.complete_steps()) != seen:
+            if seen is None:
+                _say(f"{name} is {status}, {f'step {steps[-1]}' if steps else 'no step yet'}.")
+            seen, heard = steps, monotonic()
+            findings = [finding for finding in diagnose(step_series(store.steps_df())) if finding.fired]
+            if ending := _alarmed(name, findings, config.level):
+                return ending
+            for finding in findings:
+                if finding.detector not in told:
+                    _say(f"{name}: {_in_words(finding)}")
+                    told.add(finding.detector)
+        last = steps[-1] if steps else None
+        if status == "complete":
+            return Ending(0, status, f"{name} is complete, step {last}; no {config.level} fired.", last)
+        if status != "running":
+            return Ending(DEAD, status, f"{name} {status} after step {last}{f': {reason}' if reason else '.'}", last)
+        if monotonic() - heard > 60 * config.silent:
+            text = f"{name} has written no step for {config.silent:g} minutes, step {last} is the last; look at it."
+            return Ending(DEAD, "silent", text, last)
+        sleep(config.every)
+
+
+def _alarmed(name: str, findings: "list[Finding]", level: Literal["alarm", "watch"]) -> Ending | None:
+    """Return the ending where a detector reached the level: that of the first one, all of them named in the record."""
+    from otb_analysis.report.verdicts import finding_record
+
+    steps = {f.detector: f.alarm_step if level == "alarm" else f.watch_step for f in findings}
+    fired = sorted((f for f in findings if steps[f.detector] is not None), key=lambda f: int(steps[f.detector] or 0))
+    if not fired:
+        return None
+    at = steps[fired[0].detector]
+    text = f"{name}: {level} at step {at}. {_in_words(fired[0])}"
+    return Ending(ALARM, level, text, at, tuple(finding_record(f) for f in fired))
+
+
+def _in_words(finding: "Finding") -> str:
+    from otb_analysis.figures.alarms import TITLES
+
+    return f"{TITLES[finding.detector]} ({finding.level}), first at step {finding.watch_step}: {finding.reason}"
+
+
+def sent(address: str, body: Mapping[str, object]) -> str | None:
+    """POST some JSON; return None, or why it was not taken. It names the host only, as addresses are secret."""
+    request = urllib.request.Request(
+        address, json.dumps(body, ensure_ascii=False).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=WEBHOOK_SECONDS):
+            return None
+    except urllib.error.HTTPError as error:
+        error.close()
+        why = f"it answered {error.code}"
+    except (OSError, HTTPException, ValueError) as error:
+        why = str(getattr(error, "reason", None) or error or type(error).__name__)
+    host = urlsplit(address).hostname
+    return f"the webhook at {host} did not take the message ({why}); check the address. The exit status says the same."
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,92 @@
+"""The numbers of `otb compare` and of the page Compare for JSON: null for the unknown and the infinite."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from otb_analysis.errors import InputError
+from otb_analysis.figures.comparison import comparison_info, comparison_table
+from otb_analysis.figures.pair_curves import compare_curves, pair_table
+from otb_analysis.figures.pair_gradients import RunGrams, compare_noise, joint_proofs, noise_table
+from otb_analysis.figures.pair_verdict import runs_verdict
+from otb_analysis.figures.pairing import Pairing, first_groups, pair_runs
+from otb_analysis.figures.runs import config_differences, headline_info
+from otb_analysis.report.compare import fidelity_rows
+from otb_analysis.report.designs import designs
+from otb_analysis.report.runs import config_of, estimator_of
+from otb_analysis.statistics import REFERENCE
+from otb_analysis.store import RunStore
+from otb_analysis.store.reader import scope_of
+
+
+def comparison_record(paths: Sequence[Path]) -> dict[str, object]:
+    """Return what runs learned, every estimator as ratios to `rloo`, the proxy's fidelity, and settings that differ.
+
+    `pair` is B against A as the page Compare begins: groups whose seeds are paired, else the second of two runs against
+    the first; null of other runs.
+
+    Raises:
+        InputError: A run does not exist or has no complete step.
+        StoreError: A run cannot be read.
+    """
+    stores = [RunStore(path) for path in paths]
+    by_name = {store.path.name: store for store in stores}
+    configs = {name: config_of(store) for name, store in by_name.items()}
+    pairing = pair_runs(*by_name) if len(by_name) == 2 else first_groups(configs)
+    record = {
+        "runs": [_learned(store) for store in stores],
+        "estimators": [
+            {
+                "design": name, "steps": len(design.grams), "prompts": design.conclusion.n_prompts,
+                "conclusion": list(design.sentences), "against": "rloo",
+                "rows": _rows(comparison_table(comparison_info(design.grams, known=design.known))),
+            }
+            for name, design in designs(stores).items()
+            if any(REFERENCE in gram.labels for gram in design.grams)
+        ],
+        "proxy": [
+            {"run": run, "of": of, **asdict(fidelity)}
+            for store in stores
+            for run, of, fidelity in fidelity_rows(store)
+        ],
+        "settings": _rows(config_differences(configs).table),
+        "pair": None if pairing is None else _pair(pairing, by_name),
+    }  # fmt: skip
+    return {name: _written(part) for name, part in record.items()}
+
+
+def _pair(pairing: Pairing, stores: Mapping[str, RunStore]) -> dict[str, object]:
+    paired = {name: stores[name] for name in pairing.runs}
+    runs = {name: RunGrams(config_of(store), store.grams(), scope_of(store)) for name, store in paired.items()}
+    panels = compare_curves({name: store.steps_df() for name, store in paired.items()}, pairing)
+    noise = compare_noise(pairing, runs, joint_proofs(list(runs.values())))
+    return {
+        "a": pairing.a, "b": pairing.b, "runs": pairing.pairs, "verdict": runs_verdict(panels, noise),
+        "intervals": pairing.note, "quantities": _rows(pair_table(panels)),
+        "gradient_noise": _rows(noise_table(noise)), "notes": noise.notes,
+    }  # fmt: skip
+
+
+def _learned(store: RunStore) -> dict[str, object]:
+    (status, reason), steps = store.standing, store.steps_df()
+    if steps.empty:
+        raise InputError(f"run {store.path.name} has no complete step yet; wait for one, or train it again.")
+    headline = headline_info(store.path.name, estimator_of(config_of(store)), steps)
+    return {"status": status, "reason": reason, **asdict(headline)}
+
+
+def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in row.items()} for row in table.astype(object).to_dict("records")]
+
+
+def _written(value: Any) -> Any:
+    """Return a value with None for every number that JSON has not: NaN and the infinite."""
+    if isinstance(value, dict):
+        return {name: _written(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,263 @@
+"""Which files of a run a reader may see, and whether one of them is missing.
+
+A part holds one step of one table from one rank. The `steps` part is written last, so the steps that have one are the
+complete ones. Readers skip all other parts, and files whose names are not those of parts (a temporary file starts with
+a dot). A compacted run also has files that hold many steps: `compacted` in run.json lists them, and for the steps named
+there it counts alone. It is read after the folders are listed: a part that compaction removes later is in the list, and
+one that it removed before is named in run.json.
+"""
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from otb_analysis.errors import StoreError
+from otb_analysis.schema import TABLES
+from otb_analysis.store.checksum import Sealed, sealed
+from otb_analysis.store.layout import MERGED, PART, RUN_FILE, merged_path, part_path
+from otb_analysis.store.runfile import read_run_file
+
+COMPACTED = "compacted"
+"""The key in run.json: table → its files, each with name, checksum and the steps it holds as ranges."""
+
+
+SETTLED = 5_000_000_000
+"""Nanoseconds after which the time of a folder tells whether it has changed since."""
+
+
+class _OfARun(Protocol):
+    path: Path
+
+
+S = TypeVar("S", bound=_OfARun)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """One Parquet file of a table; made by listing a run, read by the readers."""
+
+    step: int  # The step whose rows it holds, the first one where it holds several
+    rank: int  # The process that wrote it
+    path: Path  # Where it lies
+    checksum: str = ""  # The one it must carry; empty where nobody says
+    steps: tuple[int, ...] = ()  # Those to be read
+    whole: bool = True  # False when the file holds other steps, too
+
+    def only(self, steps: Collection[int]) -> "Part":
+        """Return the same file for fewer steps."""
+        kept = tuple(step for step in self.steps if step in steps)
+        return self if kept == self.steps else replace(self, steps=kept, whole=False)
+
+
+def loose_parts(run_dir: Path, table: str) -> Sequence[Part]:
+    """Return all parts of one step of a table, by step and rank, complete or not.
+
+    Raises:
+        StoreError: The folder cannot be listed, or is or holds a link.
+    """
+    folder = run_dir / table
+    try:
+        changed = folder.stat().st_mtime_ns
+    except FileNotFoundError:
+        return []
+    # A folder that changed a moment ago may change again without another time.
+    return _listed(folder, changed) if time.time_ns() - changed > SETTLED else _listed.__wrapped__(folder, changed)
+
+
+@lru_cache(maxsize=32)
+def _listed(folder: Path, changed: int) -> Sequence[Part]:
+    try:
+        with os.scandir(folder) as entries:
+            links = {entry.name: entry.is_symlink() for entry in entries}
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be listed ({error.strerror}); make it a readable folder.") from error
+    linked = next((name for name in links if links[name] and name.endswith(".parquet")), None)
+    if linked or folder.is_symlink():
+        where = folder / (linked or ".")
+        raise StoreError(f"{where} is a link, which may lead out of the run; put what it points to there.")
+    named = sorted((int(m[1]), int(m[2]), m[0]) for m in map(PART.fullmatch, links) if m)
+    return [Part(step, rank, folder / name, steps=(step,)) for step, rank, name in named]
+
+
+def merged_parts(run_dir: Path, info: Mapping[str, Any]) -> dict[str, list[Part]]:
+    """Return the files of several steps that run.json lists, by table."""
+    return {table: [_merged(run_dir / table, one) for one in files] for table, files in info.get(COMPACTED, {}).items()}
+
+
+def last_merged_step(run_dir: Path) -> int:
+    """Return the last step that lies in a merged file, -1 where none does."""
+    files = merged_parts(run_dir, read_run_file(run_dir)).get("steps", ())
+    return max((part.steps[-1] for part in files), default=-1)
+
+
+def merged_before(info: Mapping[str, Any], step: int) -> dict[str, list[dict[str, object]]]:
+    """Return what run.json lists without the steps from `step` on; a file of later ones only is left out."""
+    kept: dict[str, list[dict[str, object]]] = {}
+    for table, files in info[COMPACTED].items():
+        cut = [one | {"steps": [[a, min(b, step - 1)] for a, b in one["steps"] if a < step]} for one in files]
+        kept[table] = [one for one in cut if one["steps"]]
+    return kept
+
+
+def remove_unlisted(run_dir: Path) -> None:
+    """Remove what a killed process left and no reader looks at.
+
+    These are temporary files, merged files that run.json does not list, and parts of steps that a listed one holds.
+
+    Raises:
+        OSError: One cannot be removed.
+    """
+    merged = merged_parts(run_dir, read_run_file(run_dir))
+    held = {step for part in merged.get("steps", ()) for step in part.steps}
+    listed = {part.path for files in merged.values() for part in files}
+    for path in run_dir.glob("*/.*.tmp"):
+        path.unlink(missing_ok=True)
+    for table in TABLES:
+        for path in (run_dir / table).glob("merged-*.parquet"):
+            if MERGED.fullmatch(path.name) and path not in listed:
+                path.unlink()
+        for part in loose_parts(run_dir, table):
+            if part.step in held:
+                part.path.unlink(missing_ok=True)
+
+
+def ranges(steps: Sequence[int]) -> list[list[int]]:
+    """Return ordered steps as first and last ones of runs without a gap."""
+    found: list[list[int]] = []
+    for step in steps:
+        if found and found[-1][1] == step - 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    return found
+
+
+def complete_steps(run_dir: Path) -> list[int]:
+    """Return the steps that are complete, in order: those with a `steps` part, or in a merged file of `steps`."""
+    return sorted({step for part in visible_parts(run_dir, ["steps"])["steps"] for step in part.steps})
+
+
+def by_step(parts: Iterable[Part]) -> dict[int, list[Part]]:
+    """Return the parts that hold each step; of a merged file, the same one asked for that step alone."""
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        for step in part.steps:
+            alone = part.whole and len(part.steps) == 1
+            found.setdefault(step, []).append(part if alone else replace(part, steps=(step,), whole=False))
+    return found
+
+
+def visible_parts(run_dir: Path, tables: Iterable[str], steps: Iterable[int] | None = None) -> dict[str, list[Part]]:
+    """Return the parts a reader may see of each table, by step: those of the steps that are complete at this moment.
+
+    The complete steps are looked up once, so that all tables of one answer show the same ones.
+
+    Raises:
+        StoreError: A folder cannot be listed, run.json or a `steps` part is broken, or a part of a step is missing.
+    """
+    tables = list(tables)
+    # `steps` first: a part that belongs to one of them was there before.
+    loose = {table: loose_parts(run_dir, table) for table in dict.fromkeys(("steps", *tables))}
+    merged = merged_parts(run_dir, read_run_file(run_dir))
+    held = {step for part in merged.get("steps", ()) for step in part.steps}
+    asked = None if steps is None else {int(step) for step in steps}
+    completing = [p for p in loose["steps"] if p.step not in held and (asked is None or p.step in asked)]
+    visible: dict[str, list[Part]] = {}
+    for table in tables:
+        files = [part if asked is None else part.only(asked) for part in merged.get(table, ())]
+        there = completing if table == "steps" else _belonging(run_dir, table, loose[table], completing)
+        visible[table] = [part for part in files if part.steps] + there
+    return visible
+
+
+def again_if_changed(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Read again what failed while files were exchanged: by compaction, or by a run that went back some steps."""
+
+    @wraps(read)
+    def reading(store: S, *args: P.args, **options: P.kwargs) -> R:
+        for _ in range(5):
+            before = _state(store.path)
+            try:
+                return read(store, *args, **options)
+            except StoreError:
+                if _state(store.path) == before:
+                    raise
+        return read(store, *args, **options)
+
+    return reading
+
+
+def _state(run_dir: Path) -> list[int]:
+    """Return what changes when files of a run are exchanged."""
+    return [path.stat().st_mtime_ns for path in (run_dir / RUN_FILE, run_dir / "steps") if path.exists()]
+
+
+def signature(part: Part) -> tuple[Path, int, int]:
+    """Return what changes when a part is written again.
+
+    Raises:
+        StoreError: It is gone.
+    """
+    try:
+        status = part.path.stat()
+    except OSError as error:
+        raise broken(part, error) from error
+    return part.path, status.st_mtime_ns, status.st_size
+
+
+def checked(part: Part) -> Sealed:
+    """Return what a part says of itself, once all its bytes are right.
+
+    Raises:
+        StoreError: It is broken, or not the one that its step was written with.
+    """
+    try:
+        found = sealed(*signature(part))
+    except OSError as error:
+        raise broken(part, error) from error
+    if part.checksum and found.checksum != part.checksum:
+        raise broken(part, OSError("it is another file than its step was written with"))
+    return found
+
+
+def broken(part: Part, error: Exception) -> StoreError:
+    """Return the sentence about a part that cannot be read."""
+    why = getattr(error, "strerror", None) or str(error).splitlines()[0].rstrip(".")
+    return StoreError(f"{part.path} is broken ({why}); {without(part)}, or write the run again.")
+
+
+def without(part: Part) -> str:
+    """Return how to read a run without a part."""
+    if MERGED.fullmatch(part.path.name):
+        return "restore it from a copy of the run"
+    completing = part_path(part.path.parent.parent, "steps", part.step, 0)
+    return f"delete {'it' if completing == part.path else completing} to read the run without step {part.step}"
+
+
+def _belonging(run_dir: Path, table: str, loose: Sequence[Part], completing: Sequence[Part]) -> list[Part]:
+    """Return the parts of complete steps, each with the checksum under which its step names it."""
+    names: dict[int, Mapping[str, str]] = {}
+    there = {part.path.name for part in loose}
+    for step in completing:
+        names[step.step] = named = checked(step).named_parts(table)
+        for name in named.keys() - there:
+            path = run_dir / table / name
+            raise StoreError(
+                f"{path} is missing, though step {step.step} was written with it; restore it, "
+                f"or {without(Part(step.step, 0, path))}."
+            )
+    return [replace(p, checksum=names[p.step].get(p.path.name, "")) for p in loose if p.step in names]
+
+
+def _merged(folder: Path, one: Mapping[str, Any]) -> Part:
+    steps = tuple(step for first, last in one["steps"] for step in range(first, last + 1))
+    whole = folder / one["file"] == merged_path(folder.parent, folder.name, steps[0], steps[-1])
+    return Part(steps[0], 0, folder / one["file"], one["checksum"], steps, whole)

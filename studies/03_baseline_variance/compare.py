@@ -1,0 +1,258 @@
+"""What the pools say: every entry's variance and efficiency, at every group size and size of the update."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from otb_analysis.statistics import Interval, Moments, jackknife_interval, log_ratio_t
+from otb_analysis.statistics.energies.correlation import correlation
+from otb_analysis.statistics.moments import measures
+from otb_analysis.statistics.moments.absolute import may_be_shown, noise_scale, shown_efficiency
+from otb_analysis.statistics.moments.paired import four_measures, measure_interval, moment_ratios
+from otb_analysis.statistics.moments.vectors import vector_moments
+from otb_analysis.study import Cell, Tables, interval_columns, rounded
+from otb_analysis.study.pools import Pool, proved_of_pool
+from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.types import Bool
+
+from .entries import ACROSS, ALONE, ASKED_SIZES, EXACT, HALF, OFFSET, UPDATES, Gradients, Way, gradients
+from .pool import kept, load_drawn, load_pool
+
+HEAD = 32
+BEST = "energy_regression"
+AGAINST = ("otb", "rloo", "sequence_optimal", "none", "value")
+"""The question of the study: is `BEST` ahead of each of these, with the proxy and rewards of 0 and 1?"""
+AHEAD = (BEST, "energy_across_loo", HALF)
+"""Entries that know other prompts, compared with each of `AGAINST`."""
+COUPLED_UPDATES = (8, 32)
+"""Updates small enough for the covariance of their prompts to be told from 0."""
+MARGIN = 0.05
+"""A ratio of efficiencies whose 95 % interval lies within 1 ± this is called equal; one that leaves out 1, told."""
+REGIMES = ("none", "value", "sequence_optimal_loo", "otb_loo", "token_optimal_loo")
+"""Unbiased prompt by prompt, so that their raw variance may be compared with that of `rloo` there."""
+REGIME_SIZE = 4
+KINDS = {"success": "success rate", "corr": "corr(W_T, R)", "spread": "length spread"}
+"""What tells prompts apart: where baselines are looked at in the lowest and in the highest third."""
+
+
+TABLES = ("estimators", "pairs", "signal", "coupling", "regimes")
+Values = Mapping[tuple[Way, int], tuple[Moments, int, float | None]]
+"""Moments of every entry at every update, the update's prompts, and the projection where it is proved."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is compared."""
+
+    wide: tuple[int, ...] = (2, 4, 8, 16)  # Rollouts of a group
+    deep: tuple[int, ...] = (4, 32)
+    shuffles: int = 2  # Cuts into groups
+
+
+FULL = Size()
+SMALL = Size((2, 4), (4,), shuffles=1)
+CONSTANTS: dict[str, Any] = {
+    "alone": list(ALONE),
+    "across": list(ACROSS),
+    "exact": list(EXACT),
+    "offset": list(OFFSET),
+    "updates": list(UPDATES),
+    "asked_sizes": list(ASKED_SIZES),
+}
+
+
+def comparison(cell: Cell, size: Size, work: Path, bar: Bar) -> Tables:
+    """Compare every entry on the pools of a policy; moments of every prompt are kept beside the cells."""
+    draw, wide, deep = cell.after
+    mixed = load_drawn(draw, work).mixed
+    plan = [("wide", wide, n) for n in size.wide] + [("deep", deep, n) for n in size.deep]
+    tables: dict[str, list[dict[str, Any]]] = {
+        "estimators": [],
+        "pairs": [],
+        "signal": [],
+        "coupling": [],
+        "regimes": [],
+    }
+    stored: dict[str, Any] = {}
+    names: dict[str, list[list[Any]]] = {}
+    for done, (kind, measured, n) in enumerate(plan):
+        pool = load_pool(measured, work)
+        both = mixed if kind == "wide" and n in ASKED_SIZES else None
+        found = gradients(pool, n, size.shuffles, both)
+        for only in (False,) if both is None else (False, True):
+            moments, floor = moments_of(found, n, both if only else None)
+            key = {"policy": cell.settings["policy"], "pool": kind, "mixed": only or kind == "deep", "size": n}
+            for table, rows in tables_of(moments, n, floor).items():
+                if table != "estimators" or kind == "deep" or not only:
+                    tables[table] += [key | row for row in rows]
+            tables["coupling"] += [key | row for row in coupling_rows(found, moments)]
+            name = f"{kind}-{n}-{only}"
+            names[name] = [list(way) for way in moments]
+            stored[name] = np.stack([np.stack([m.power, m.mean_sq, m.along, m.truth_sq]) for m in moments.values()])
+        if kind == "deep" and n == REGIME_SIZE:
+            tables["regimes"] += [{"policy": cell.settings["policy"]} | row for row in regimes(cell, pool, found)]
+        bar(done + 1, len(plan), f"{cell.name}: {kind}, groups of {n}")
+    stored["names"] = np.array(json.dumps(names))
+    with kept(work, cell).open("wb") as file:
+        np.savez(file, **stored)
+    return tables
+
+
+def moments_of(found: Gradients, size: int, mixed: Bool | None) -> tuple[dict[Way, Moments], float]:
+    """Return the moments of every way, over all prompts or over those of the pilot's choice, and the noise of ‖∇J‖².
+
+    The noise is the standard error that ‖∇J‖² would have without any signal, as in `pair_noise`.
+
+    What stands for ∇J is the mean gradient of all ways that are proved unbiased and look at their own prompt only.
+    """
+    only = mixed is not None
+    kept_prompts = np.flatnonzero(mixed) if mixed is not None else np.arange(found.mean.shape[1])
+    plain = {way: m for m, way in enumerate(found.ways) if not way.prompts and way.rewards == "0/1"}
+    known = proved_of_pool([way[:2] for way in plain], len(kept_prompts), size)
+    true = [m for way, m in plain.items() if way[:2] in known.truth]
+    truth = np.mean([found.mean[m, kept_prompts] for m in true], axis=0, dtype=float)
+    no_power = np.zeros(len(kept_prompts))
+    ways = {way: m for m, way in enumerate(found.ways) if not way.prompts or way.mixed == only}
+    every = {
+        way: vector_moments(found.mean[m, kept_prompts], found.power[m, kept_prompts], truth, no_power)
+        for way, m in ways.items()
+    }
+    spread = every[Way("rloo", "none")]
+    reference = np.maximum(spread.power - spread.mean_sq, 0) + spread.truth_sq
+    products = (truth - truth.mean(axis=0)) @ (truth - truth.mean(axis=0)).T
+    square = 2 * ((products**2).sum() - (np.diag(products) ** 2).sum()) / (len(truth) - 1) ** 2
+    moments = {way: replace(moments, reference_power=reference) for way, moments in every.items()}
+    return moments, float(np.sqrt(square) / len(truth))
+
+
+def projection_of(way: Way, size: int, prompts: int) -> float | None:
+    """Return the projection of a way where it is proved."""
+    batch = min(way.prompts or prompts, prompts)  # where there are fewer prompts than an update has, all of them
+    return proved_of_pool([way[:2]], batch, size).projection.get(way[:2])
+
+
+def at_update(moments: Mapping[Way, Moments], way: Way, update: int, size: int) -> tuple[Moments, int, float | None]:
+    """Return a way's moments at an update: an entry that looks at its batch sees that update's."""
+    own = way._replace(prompts=update if way.prompts else 0)
+    return moments[own], update, projection_of(own, size, moments[own].power.size - 1)
+
+
+def tables_of(moments: Mapping[Way, Moments], size: int, floor: float) -> dict[str, list[dict[str, Any]]]:
+    """Return a row for every entry, the pairs that the question asks for, and ‖∇J‖² with the noise scale."""
+    heads = [way for way in moments if way.prompts in (0, HEAD)]
+    values = {(way, p): at_update(moments, way, p, size) for way in heads for p in UPDATES}
+    reference = Way("rloo", "none")
+    rows = [entry_row(way, values, reference, floor) for way in heads]
+    pairs = pair_rows(values, heads) if size in ASKED_SIZES else []
+    return {"estimators": rows, "pairs": pairs, "signal": [signal_row(moments[reference])]}
+
+
+def pair_rows(values: Values, heads: Sequence[Way]) -> list[dict[str, Any]]:
+    """Return the efficiencies of entries that know other prompts over those of the entries that are asked about."""
+    pairs = []
+    by_name = {(way.estimator, way.source, way.rewards): way for way in heads}
+    for name in AHEAD:
+        for rewards in ("0/1", "±1"):
+            above = by_name.get((name, "proxy", rewards)) or by_name[name, "proxy", "0/1"]
+            for against in AGAINST:
+                changed = {name, against} & set(OFFSET)
+                if rewards == "±1" and not changed:
+                    continue
+                source = next(s for n, s, _ in by_name if n == against and s != "exact")
+                below = by_name.get((against, source, rewards)) or by_name[against, source, "0/1"]
+                row = {"estimator": name, "against": against, "rewards": rewards}
+                for p in UPDATES:
+                    ratios = moment_ratios(values[above, p], values[below, p])
+                    row |= short(f"gain{p}", ratios["efficiency"])
+                    row |= short("variance", ratios["variance"]) if p == HEAD else {}
+                pairs.append(row)
+    return pairs
+
+
+def entry_row(way: Way, values: Values, reference: Way, floor: float) -> dict[str, Any]:
+    """Return every measure of one entry."""
+    raw, _, c = values[way, HEAD]
+    moments, four, prompts = measures.with_projection(raw, c), four_measures(raw, HEAD, c), raw.power.size - 1
+    row: dict[str, Any] = {"estimator": way.estimator, "source": way.source, "rewards": way.rewards}
+    row |= {"c_known": c is not None}
+    row |= short("projection", measure_interval(four["projection"], "projection", HEAD))
+    row |= {"bias": rounded(measures.relative_bias(moments)[0], 3)}
+    for p in UPDATES:
+        e = float(four_measures(values[way, p][0], p, values[way, p][2])["efficiency"][0])
+        row |= {f"efficiency{p}": rounded(e, 4) if may_be_shown(e, p, prompts) else None}
+    noise = measures.quotient(np.array([floor]), raw.truth_sq[:1])
+    row |= short("efficiency", shown_efficiency(four["efficiency"], HEAD, float(noise[0]), "efficiency"))
+    equivalents = measures.rollout_equivalents(moments, HEAD, 100)
+    row |= short("equivalents", jackknife_interval(equivalents[0], equivalents[1:], "rollout-equivalents of 100"))
+    if way == reference:
+        return row
+    for p in UPDATES:
+        ratios = moment_ratios(values[way, p], values[reference, p])
+        gain = ratios["efficiency"]
+        row |= short(f"gain{p}", gain)
+        if p == HEAD:
+            row |= short("variance", ratios["variance"]) | short("sf", ratios["sf"])
+            row["p_value"] = None if gain is None else rounded(gain.p_value, 3)
+    return row
+
+
+def coupling_rows(found: Gradients, moments: Mapping[Way, Moments]) -> list[dict[str, Any]]:
+    """Return of entries that look at their batch how much its prompts' gradients vary together.
+
+    The variance of an update of P prompts is V/P·(1 + (P − 1)·C/V), C the covariance of two prompts of one update: what
+    each knows of the other. Everything else on the page has V/P.
+    """
+    rows = []
+    for m, way in enumerate(found.ways):
+        if way not in moments or way.prompts not in COUPLED_UPDATES or way.rewards != "0/1":
+            continue
+        variance = measures.batch_variance(moments[way], 1)[0]
+        covariance = found.together[m] - moments[way].mean_sq[0]
+        factor = 1 + (way.prompts - 1) * covariance / variance if variance > 0 else np.nan
+        rows.append({"estimator": way.estimator, "update": way.prompts, "factor": rounded(factor, 4)})
+    return rows
+
+
+def short(name: str, found: Interval | None) -> dict[str, float | None]:
+    """Return an interval as columns with four digits."""
+    return {key: rounded(value, 4) for key, value in interval_columns(name, found).items()}
+
+
+def signal_row(reference: Moments) -> dict[str, Any]:
+    """Return ‖∇J‖² and the noise scale of `rloo` in prompts, V/‖∇J‖², with intervals over prompts."""
+    truth = reference.truth_sq
+    return {
+        "prompts": truth.size - 1,
+        **interval_columns("signal", jackknife_interval(truth[0], truth[1:], "‖∇J‖²", "linear")),
+        **interval_columns("noise_scale", noise_scale(measures.with_projection(reference, 1.0))),
+    }
+
+
+def regimes(cell: Cell, pool: Pool, found: Gradients) -> list[dict[str, Any]]:
+    """Return variance over that of `rloo` in the lowest and the highest third of prompts, and rank correlations.
+
+    Prompts of one policy are distinct, so each is a cluster; policies share some of theirs and are not pooled.
+    """
+    variance = {way: found.power[m] - found.apart[m] for m, way in enumerate(found.ways) if way.rewards == "0/1"}
+    rloo = variance[Way("rloo", "none")]
+    facts = [row for row in cell.given["prompts"] if row["pool"] == "deep"]
+    rows = []
+    for name in REGIMES:
+        way = next(way for way in variance if way.estimator == name and way.source != "exact")
+        for kind in KINDS:
+            value = np.array([np.nan if row[kind] is None else row[kind] for row in facts], dtype=float)
+            usable = np.isfinite(value) & (variance[way] > 0) & (rloo > 0)
+            own, base, of = variance[way][usable], rloo[usable], value[usable]
+            low, _, high = np.array_split(np.argsort(of, kind="stable"), 3)
+            rank = correlation(stats.rankdata(of), stats.rankdata(own / base), np.arange(len(of)))
+            row = {"estimator": name, "kind": kind, "prompts": len(of)} | short("rank", rank)
+            for third, part in (("low", low), ("high", high)):
+                row |= short(third, log_ratio_t(own[part], base[part], "variance"))
+                row |= {f"{third}_from": rounded(of[part].min(), 3), f"{third}_to": rounded(of[part].max(), 3)}
+            rows.append(row)
+    return rows

@@ -1,0 +1,133 @@
+"""What the page of Allocation needs beyond its tables: every arm over equal groups, on populations and on pools."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.diagnostics.allocation import allocate, bernoulli_variance, vip_variance
+from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE, PINK
+from otb_analysis.figures.svg import Panel, svg
+from otb_analysis.statistics import Interval, cluster_jackknife, jackknife_interval
+from otb_analysis.study import Rows, column, distinct, interval_columns, select
+from otb_analysis.study.formats import interval_curve
+from otb_analysis.types import Float, Int
+
+from .study import EARLIER, MOST, SIZES, UPDATE
+
+WORDS = {
+    "vip8": "VIP, p from 8 earlier rollouts",
+    "vip32": "VIP, p from 32",
+    "vip": "VIP, p known",
+    "best": "variances known",
+    "averaged": "VIP from 8, averaged over rollouts",
+    "half": "groups of N/2, twice the prompts",
+}
+COLORS = {"vip8": ORANGE, "vip32": AMBER, "vip": PINK, "best": GREEN, "half": BLUE}
+
+
+def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
+    """Return efficiency and variance within prompts over those of equal groups, by population or task, N and arm."""
+    exact = over_equal_exact(tables["worlds"])
+    return {
+        "ratios": [*exact, *over_equal_pooled(tables["prompts"])],
+        "words": WORDS,
+        "thirds": thirds(tables["prompts"]),
+    }
+
+
+def over_equal_exact(worlds: Rows) -> list[dict[str, Any]]:
+    """Return ratios of means over populations, which are the clusters."""
+    rows = []
+    for law in distinct(worlds, "law"):
+        for size in distinct(worlds, "size"):
+            same = select(worlds, law=law, size=size)
+            for arm in WORDS:
+                own = {"where": f"enumerated, {law}", "size": size, "arm": arm}
+                for name in ("efficiency", "within"):
+                    pairs = [column(select(same, arm=one), name) for one in (arm, "equal")]
+                    found = cluster_jackknife(np.array(pairs).T, lambda m: m[..., 0] / m[..., 1], f"{name} over equal")
+                    own |= interval_columns(name, found)
+                for name in ("bias", "projection"):
+                    own[name] = float(np.mean(column(select(same, arm=arm), name)))
+                rows.append(own)
+    return rows
+
+
+def over_equal_pooled(prompts: Rows) -> list[dict[str, Any]]:
+    """Return ratios on pools; prompts are the clusters, sizes stay as they were chosen for all of them."""
+    rows = []
+    for task in distinct(prompts, "task"):
+        own = select(prompts, task=task)
+        q, a, b, along = (np.array(column(own, name)) for name in ("q", "a", "b", "along"))
+        won = {k: np.array(column(own, f"won{k}")) for k in EARLIER}
+        for size in SIZES:
+            for arm, n in sizes_of(won, size).items():
+                within = [a / k + b / (k * (k - 1)) for k in (np.full(len(own), size), n)]
+                update = (UPDATE, 2 * UPDATE if arm == "half" else UPDATE)
+                row = {"where": f"pool, {task}", "size": size, "arm": arm, "bias": None, "projection": None}
+                row |= interval_columns("efficiency", efficiency_ratio(q, along, within, update))
+                found = cluster_jackknife(np.stack(within[::-1], 1), lambda m: m[..., 0] / m[..., 1], "within")
+                rows.append(row | interval_columns("within", found))
+    return rows
+
+
+def sizes_of(won: Mapping[int, Float], size: int) -> dict[str, Int]:
+    """Return the group size of each prompt [P] under each arm that earlier rollouts allow."""
+    count = len(next(iter(won.values())))
+    found = {
+        f"vip{k}": allocate(vip_variance(bernoulli_variance(successes, k), MOST * size), count * size)
+        for k, successes in won.items()
+    }
+    return found | {"half": np.full(count, size // 2)}
+
+
+def efficiency_ratio(q: Float, along: Float, within: list[Float], update: tuple[int, int]) -> Interval | None:
+    """Return efficiency over that of equal groups: E‖g‖² of an update with them over E‖g‖² with the arm's.
+
+    Both have the mean ∇J, so ‖∇J‖² cancels but for its part in E‖g‖² = ‖∇J‖² + (q + V − ‖∇J‖²)/U.
+    """
+    count = len(q)
+
+    def every(x: Float) -> Float:
+        return np.concatenate([[x.mean()], (x.sum() - x) / (count - 1)])
+
+    # Each product of two prompts is in the rows of both
+    truth = np.concatenate([[along.mean()], (along.sum() - 2 * along) / (count - 2)])
+    equal, arm = (truth + (every(q + v) - truth) / u for v, u in zip(within, update, strict=True))
+    return jackknife_interval(float(equal[0] / arm[0]), equal[1:] / arm[1:], "efficiency over equal groups")
+
+
+def thirds(prompts: Rows) -> list[dict[str, Any]]:
+    """Return of each pool and third of its prompts by success: mean p, and V(8)/(p(1 − p)) over that of the last third.
+
+    VIP takes this quotient to be the same for all prompts.
+    """
+    rows = []
+    for task in distinct(prompts, "task"):
+        own = sorted(select(prompts, task=task), key=lambda row: row["success"])
+        p, variance = np.array(column(own, "success")), np.array([row["a"] / 8 + row["b"] / 56 for row in own])
+        third = np.arange(len(own)) * 3 // len(own)
+        for k in range(3):
+            sums = [x * (third == j) for j in (k, 2) for x in (variance, p * (1 - p))]
+            found = cluster_jackknife(
+                np.stack(sums, 1), lambda m: m[..., 0] / m[..., 1] / (m[..., 2] / m[..., 3]), "V/(p(1 − p))"
+            )
+            rows.append({"task": task, "success": float(p[third == k].mean())} | interval_columns("relative", found))
+    return rows
+
+
+def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
+    """Draw the efficiency of every arm over that of equal groups, against N."""
+    rows, panels = numbers(tables)["ratios"], []
+    for where in distinct(rows, "where"):
+        own = select(rows, where=where)
+        curves = [
+            interval_curve(
+                {float(np.log2(r["size"])): r for r in select(own, arm=arm)}, "efficiency", WORDS[arm], color
+            )
+            for arm, color in COLORS.items()
+            if select(own, arm=arm)
+        ]
+        panels.append(Panel(where, "efficiency over that of equal groups", "log₂ N", curves, rules=((1.0, "equal"),)))
+    return {"efficiency.svg": svg(panels)}

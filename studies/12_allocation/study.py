@@ -1,0 +1,204 @@
+"""Rollouts per prompt by predicted p(1 − p), as in VIP, against equal groups at equal cost.
+
+Exactly, on batches of enumerated prompts, and on pools of two small policies. Sizes are chosen once for all prompts of
+a population whose groups have N rollouts on average; an update draws its prompts from it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from otb_analysis.config import SampleConfig, SmallModelConfig, TrainConfig, WarmStartConfig
+from otb_analysis.diagnostics.allocation import allocate, bernoulli_variance, vip_variance
+from otb_analysis.enumeration.trees import Tree, TreeSpec, random_tree
+from otb_analysis.gradients import gradient_sketch
+from otb_analysis.study import Cell, Study, Tables, rounded
+from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, write
+from otb_analysis.tasks.task_calls import draw_prompts
+from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.warm_start import fit
+from otb_analysis.types import Float, Int
+
+from .laws import Laws, from_rollouts, from_tree
+
+SPEC = TreeSpec(vocabulary=3, horizon=4, shared=8, end_token=True)
+SUCCESS = {"even": (1.0, 1.0), "extreme": (0.3, 0.3)}
+"""Beta law of the success rates of enumerated prompts: anything, or mostly near 0 and 1."""
+NOISE = 3.0
+"""What decides besides the skill that prompts share which completions are right, in standard deviations of it."""
+WORLDS, WORLD = 60, 64
+"""Populations, and enumerated prompts in each."""
+SIZES, MOST = (4, 8, 16), 4
+"""N, and the largest group as a multiple of it."""
+EARLIER = (8, 32)
+"""Earlier rollouts of each prompt that p is predicted from."""
+UPDATE = 32
+"""Prompts of the update whose efficiency is stated."""
+TASKS = {"chain_sum": 32, "graph_path": 16}
+"""Tasks of the pools, and tokens an answer may have."""
+MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
+START = WarmStartConfig(success_low=0.35, success_high=0.60)
+PROMPTS, POOL, BUCKETS, FIRST_PROMPT = 192, 64, 1024, 70_000_000
+QUICK = {"worlds": 17, "world": 16}
+QUICK_MODEL = SmallModelConfig(layers=1, width=32, heads=2, key_value_heads=1, feed_forward=64)
+QUICK_START = WarmStartConfig(success_low=0.2, success_high=1.0, check_prompts=64)
+QUICK_POOL = {"prompts": 20, "pool": 16, "buckets": 256}
+
+
+def cells(quick: bool) -> list[Cell]:
+    """Return one cell per law of success rates, and one per task."""
+    shared = {"sizes": list(SIZES), "most": MOST, "earlier": list(EARLIER), "update": UPDATE}
+    worlds = QUICK if quick else {"worlds": WORLDS, "world": WORLD}
+    tree = {"spec": asdict(SPEC), "noise": NOISE}
+    exact = [Cell(f"exact-{name}", {"law": list(law), **tree, **worlds, **shared}) for name, law in SUCCESS.items()]
+    pool = QUICK_POOL if quick else {"prompts": PROMPTS, "pool": POOL, "buckets": BUCKETS}
+    learner = {"model": asdict(QUICK_MODEL if quick else MODEL), "start": asdict(QUICK_START if quick else START)}
+    some = {"chain_sum": 32} if quick else TASKS
+    pools = [
+        Cell(f"pool-{task}", {"task": task, "length": length, "quick": quick, **pool, **learner, **shared})
+        for task, length in some.items()
+    ]
+    return [*exact, *pools]
+
+
+def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
+    """Return efficiencies of every population of enumerated prompts, or what each prompt of a pool is worth."""
+    return enumerated(cell, bar) if cell.name.startswith("exact") else pooled(cell, bar)
+
+
+def enumerated(cell: Cell, bar: Bar) -> Tables:
+    """Return one row per population, N and arm."""
+    rows, s = [], cell.settings
+    for world in range(s["worlds"]):
+        rng = np.random.default_rng(world)
+        trees = prompts(rng, s["world"], s["law"])
+        laws = Laws(*map(np.array, zip(*map(from_tree, trees), strict=True)))
+        p = np.array([tree.objective for tree in trees])
+        won = {k: rng.binomial(k, p) for k in s["earlier"]}
+        for size in s["sizes"]:
+            for arm, (n, weight) in arms(laws, p, won, size).items():
+                half = arm == "half"
+                row = {"law": cell.name.removeprefix("exact-"), "world": world, "size": size, "arm": arm}
+                rows.append(row | worth(laws, n, weight, s["update"] * (2 if half else 1)))
+        bar(world + 1, s["worlds"], f"{cell.name}: populations enumerated")
+    return {"worlds": rows}
+
+
+def prompts(rng: np.random.Generator, count: int, law: Sequence[float]) -> list[Tree]:
+    """Return prompts over one set of parameters whose right completions are those that show most of one skill.
+
+    The skill of a completion is its score along a direction that all prompts share, plus noise; as many of the best are
+    right as make a success rate from the law. So the gradients of different prompts agree in part.
+    """
+    direction = rng.normal(size=SPEC.shared)
+    direction /= np.linalg.norm(direction)
+    found = []
+    while len(found) < count:
+        tree = random_tree(SPEC, rng)
+        skill = tree.score.sum(axis=1) @ direction
+        skill += NOISE * skill.std() * rng.normal(size=skill.shape)
+        order = np.argsort(-skill)
+        right = np.zeros(len(order), bool)
+        right[order[: 1 + np.argmin(np.abs(np.cumsum(tree.prob[order]) - rng.beta(law[0], law[1])))]] = True
+        if not right.all():
+            reward = np.zeros(tree.mask.shape)
+            reward[np.arange(len(order)), tree.mask.sum(axis=1) - 1] = right
+            found.append(replace(tree, reward=reward))
+    return found
+
+
+def arms(laws: Laws, p: Float, won: dict[int, Int], size: int) -> dict[str, tuple[Float, Float]]:
+    """Return the group size and the weight of each prompt [P] under each arm, N rollouts per prompt on average.
+
+    `half`: groups of N/2, for an update of twice the prompts. `averaged`: the sizes of `vip8`, and an average over
+    rollouts, which weighs a prompt by its size.
+    """
+    count, most = len(p), MOST * size
+    budget, one = count * size, np.ones(count)
+    sizes = {"equal": np.full(count, size), "half": np.full(count, size // 2)}
+    for k, successes in won.items():
+        sizes[f"vip{k}"] = allocate(vip_variance(bernoulli_variance(successes, k), most), budget)
+    sizes["vip"] = allocate(vip_variance(p * (1 - p), most), budget)
+    sizes["best"] = allocate(laws.table(most), budget)
+    found = {arm: (n.astype(float), one) for arm, n in sizes.items()}
+    first = min(won)
+    return found | {"averaged": (found[f"vip{first}"][0], sizes[f"vip{first}"] / size)}
+
+
+def worth(laws: Laws, n: Float, weight: Float, update: int) -> dict[str, float | None]:
+    """Return variance within prompts, efficiency, relative bias and projection of an arm, exactly.
+
+    An update of U prompts is (1/U) Σ w_p ḡ_p over prompts drawn from the population: m = E[w_p ∇J_p].
+    """
+    truth, mean = laws.gradient.mean(axis=0), (weight[:, None] * laws.gradient).mean(axis=0)
+    within = float((weight**2 * laws.variance(n)).mean())
+    between = float((weight**2 * laws.square).mean() - mean @ mean)
+    true_sq = float(truth @ truth)
+    along = float(mean @ truth)
+    return {
+        "within": rounded(within),
+        "between": rounded(between),
+        "efficiency": rounded(along**2 / (true_sq * (float(mean @ mean) + (within + between) / update))),
+        "bias": rounded(float(np.linalg.norm(mean - truth)) / true_sq**0.5),
+        "projection": rounded(along / true_sq),
+    }
+
+
+def pooled(cell: Cell, bar: Bar) -> Tables:
+    """Return of each prompt what its earlier rollouts say, its size in each arm, and q, a and b from other rollouts."""
+    s = cell.settings
+    task, quick = s["task"], s["quick"]
+    config = TrainConfig(
+        task=task, small_model=QUICK_MODEL if quick else MODEL, warm_start=QUICK_START if quick else START
+    )
+    policy = fresh_policy(config)
+    fit(policy.model, policy.tokenizer, policy.task, config)
+    drawn = draw_prompts(policy.task, "train", FIRST_PROMPT, 2 * s["prompts"])
+    chosen = list({prompt.id: prompt for prompt in drawn}.values())[: s["prompts"]]
+    earlier = SampleConfig(prompts=len(chosen), group_size=max(s["earlier"]), max_new_tokens=s["length"])
+    past = write(policy, chosen, earlier, seed=1, at_once=64).table.total_reward.reshape(len(chosen), -1)
+    bar(1, 3, f"{cell.name}: earlier rollouts")
+    later = write(policy, chosen, replace(earlier, group_size=s["pool"]), seed=2, at_once=64)
+    bar(2, 3, f"{cell.name}: pool")
+    sketch, paid = rollout_sketches(policy, later, s["buckets"]), later.table.total_reward
+    group = later.rollouts.group
+    parts = [from_rollouts(sketch[group == p], paid[group == p]) for p in range(len(chosen))]
+    laws = Laws(*map(np.array, zip(*parts, strict=True)))
+    total = laws.gradient.sum(axis=0)
+    along = (laws.gradient @ total - (laws.gradient**2).sum(axis=1)) / (len(chosen) - 1)
+    rows = []
+    for p in range(len(chosen)):
+        row = {"task": task, "prompt": p, "success": float(paid[group == p].mean())}
+        row |= {f"won{k}": float(past[p, :k].sum()) for k in s["earlier"]}
+        values = (laws.square[p], laws.single[p], laws.pair[p], along[p])
+        rows.append(row | {key: rounded(float(x)) for key, x in zip(("q", "a", "b", "along"), values, strict=True)})
+    bar(3, 3, f"{cell.name}: measured")
+    return {"prompts": rows}
+
+
+def rollout_sketches(policy: Policy, written: ScoredRollouts, buckets: int) -> Float:
+    """Return a count sketch of S_i = Σ_t s_{i,t} of every rollout [N, K]: one backward pass per different rollout."""
+    first, back = written.distinct()
+    ids, mask, attention = (x[torch.as_tensor(first)] for x in written.batch)
+    weights = mask.numpy()[:, None, :].astype(float)
+    found = np.concatenate([
+        gradient_sketch(
+            policy.model, ids[k : k + 256], mask[k : k + 256], weights[k : k + 256],
+            np.arange(len(ids[k : k + 256])), attention[k : k + 256], dim=buckets, temperature=written.temperature,
+        )[:, 0]
+        for k in range(0, len(ids), 256)
+    ])  # fmt: skip
+    return found[back].astype(float)
+
+
+STUDY = Study(
+    title="Allocation of rollouts",
+    question="Does it pay to give prompts rollouts by predicted p(1 − p), as VIP does, instead of equal groups at the "
+    "same cost?",
+    cells=cells(quick=False),
+    quick=cells(quick=True),
+    measure=measure,
+)

@@ -1,0 +1,69 @@
+"""What the page of Token weights needs beyond its tables: its default thresholds, its arms, and its figure."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.objectives.token_weights import StapoOptions
+from otb_analysis.study import Rows, distinct, select
+from otb_analysis.study.formats import interval_curve, known
+
+from .pools import LOT
+
+DEFAULT = StapoOptions()
+COLORS = (BLUE, GREEN, PINK)
+DRAWN = {"stapo": AMBER, "drawn": GREY, "delightful": ORANGE}
+
+
+def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
+    """Return the rows at the default thresholds, the small policies, and the arms that are compared with `rloo`."""
+    at = {"probability": DEFAULT.probability, "entropy": DEFAULT.entropy}
+    small = [row for row in tables["policies"] if row["silenced"] is not None]
+    real = [row for row in tables["policies"] if row["silenced"] is None]
+    return {
+        "shares": clipped(tables["thresholds"]),
+        "default": {row["policy"]: row for row in select(tables["thresholds"], **at)},
+        "options": DEFAULT,
+        "lot": LOT,
+        "small": small,
+        "real": real,
+        "names": distinct(tables["arms"], "policy"),
+        "compared": [row for row in tables["arms"] if row["arm"] != "rloo"],
+        "scored": sum(row["tokens"] for row in small),
+    }
+
+
+def clipped(rows: Rows) -> Rows:
+    """Return shares whose intervals begin at 0 at the least: a few tokens give one that is symmetric."""
+    return [dict(row) | {"share_low": max(row["share_low"], 0.0)} for row in rows]
+
+
+def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
+    """Draw the share of silenced tokens over τ_p, and every arm's efficiency over that of `rloo`."""
+    ends = ("share", "share_low", "share_high")
+    thresholds = [
+        dict(row) | {end: 10_000 * row[end] for end in ends}
+        for row in clipped(select(tables["thresholds"], entropy=DEFAULT.entropy))
+    ]
+    policies = distinct(tables["arms"], "policy")  # the small ones
+    shares = [
+        interval_curve(
+            {math.log10(row["probability"]): row for row in select(thresholds, policy=policy)}, "share", policy, color
+        )
+        for policy, color in zip(policies, COLORS, strict=False)
+    ]
+    arms = []
+    for k, (arm, color) in enumerate(DRAWN.items()):
+        own = select(tables["arms"], arm=arm)
+        x = [at + 0.12 * (k - 1) for at in range(1, len(own) + 1)]
+        y, low, high = ([known(row[f"efficiency{end}"]) for row in own] for end in ("", "_low", "_high"))
+        arms.append(Curve(x, y, arm, low, high, color, width=0))
+    note = f"of 10,000; H < {DEFAULT.entropy} nats, A > 0"
+    rule = (1.0, "the paper's 0.01 %")
+    panels = [
+        Panel("Tokens that STAPO silences", note, "log₁₀ τ_p", shares, (rule,)),
+        Panel("Efficiency over rloo's", ", ".join(policies), "policy", arms, ((1.0, "rloo"),)),
+    ]
+    return {"weights.svg": svg(panels)}

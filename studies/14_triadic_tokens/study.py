@@ -1,0 +1,154 @@
+"""Numbers in triads with a magnitude suffix against single characters: success, score norms and noise at the digits.
+
+Both models have as many parameters, demonstrations and steps. Norms and noise are measured at the first check at which
+a policy is right often enough, so that unequal success does not stand behind them.
+"""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig, WarmStartConfig
+from otb_analysis.estimators import estimate
+from otb_analysis.gradients import gradient_sketch, token_score_norms
+from otb_analysis.rollouts.generation import TransformersGenerator
+from otb_analysis.statistics import Partition, pool_gram
+from otb_analysis.statistics.moments.gram import deleted_moments
+from otb_analysis.study import Cell, Study, Tables, rounded
+from otb_analysis.study.policies import Policy, fresh_policy, write
+from otb_analysis.tasks.task_calls import distinct_prompts
+from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.warm_start import IGNORED, demonstrations, make_optimizers, success_rate, supervised_step
+
+TASKS = {
+    "19": ChainSumConfig(terms_min=2, terms_max=3, largest=19),
+    "99": ChainSumConfig(terms_min=2, terms_max=2, largest=99),
+    "999": ChainSumConfig(terms_min=2, terms_max=2, largest=999),
+}
+"""Sums by their largest term. Only those of terms up to 999 reach numbers with a suffix."""
+MODELS = {
+    "characters": SmallModelConfig(layers=2, width=64, feed_forward=345),
+    "triads": SmallModelConfig(layers=2, width=64, feed_forward=160),
+}
+"""The wider feed-forward block has as many parameters as the rows of the embedding that triads take."""
+SEEDS, STEPS = {"19": 5, "99": 5, "999": 4}, {"19": 1000, "99": 1000, "999": 3000}
+"""Seeds and steps of 16 demonstrations, by task."""
+CHECKS, HELDOUT = 10, 256
+"""How often success is measured, and on how many held-out prompts."""
+MEASURED, ENOUGH = "19", 0.4
+"""The task whose policies are measured, and the success from which they are."""
+PROMPTS, POOL, GROUP, BUCKETS, LENGTH = 96, 32, 8, 2048, 40
+QUICK = {"checks": 2, "heldout": 16, "prompts": 16, "pool": 16, "buckets": 128, "enough": 0.0}
+
+
+def cells(quick: bool) -> list[Cell]:
+    """Return one cell per task, tokenizer and seed."""
+    size = {
+        "checks": CHECKS, "heldout": HELDOUT, "prompts": PROMPTS, "pool": POOL, "buckets": BUCKETS, "enough": ENOUGH,
+    }  # fmt: skip
+    size |= (QUICK if quick else {}) | {"group": GROUP, "length": LENGTH}
+    seeds = {MEASURED: 1} if quick else SEEDS
+    return [
+        Cell(
+            f"{tokens}-{task}-s{seed}",
+            {"task": task, "settings": asdict(TASKS[task]), "tokens": tokens, "model": asdict(model), "seed": seed}
+            | {"measured": task == MEASURED, "steps": 60 if quick else STEPS[task]} | size,
+        )
+        for task, count in seeds.items()
+        for seed in range(count)
+        for tokens, model in MODELS.items()
+    ]  # fmt: skip
+
+
+def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
+    """Train on demonstrations, follow held-out success, and measure the policy where it first is good enough.
+
+    `nats` is the mean −log π of a whole demonstration since the check before: it can be compared between tokenizers.
+    """
+    s = cell.settings
+    config = TrainConfig(
+        task="chain_sum", chain_sum=TASKS[s["task"]], tokenizer=s["tokens"], small_model=MODELS[s["tokens"]],
+        seed=s["seed"], warm_start=WarmStartConfig(max_steps=s["steps"]),
+    )  # fmt: skip
+    policy = fresh_policy(config)
+    optimizers = make_optimizers(policy.model, config.warm_start.learning_rate)
+    generator, sample = TransformersGenerator(policy.model, policy.tokenizer), SampleConfig(max_new_tokens=s["length"])
+    heldout = distinct_prompts(policy.task, "heldout", s["heldout"])
+    key = {"task": s["task"], "tokens": s["tokens"], "seed": s["seed"]}
+    curve: list[dict[str, Any]] = []
+    policies: list[dict[str, Any]] = []
+    every, nats = s["steps"] // s["checks"], list[float]()
+    torch.manual_seed(s["seed"])
+    for step, batch in enumerate(demonstrations(policy.tokenizer, policy.task, config.warm_start), start=1):
+        written = int((batch[1][:, 1:] != IGNORED).sum()) / len(batch[1])
+        nats.append(supervised_step(policy.model, optimizers, batch) * written)
+        if step % every:
+            continue
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(step)
+            success = success_rate(generator, policy.tokenizer, policy.task, heldout, sample)
+        curve.append(key | {"step": step, "success": success, "nats": rounded(float(np.mean(nats[-every:])))})
+        if s["measured"] and not policies and success >= s["enough"]:
+            policies.append(key | {"step": step, "success": success} | measured(policy, s))
+        bar(step, s["steps"], f"{cell.name}: {success:.0%}")
+    models = [key | {"parameters": policy.model.num_parameters(), "vocabulary": len(policy.tokenizer)}]
+    return {"curves": curve, "policies": policies, "models": models}
+
+
+def measured(policy: Policy, s: Any) -> dict[str, float | None]:
+    """Return norms and noise of a policy at the tokens that hold digits, per token and per answer.
+
+    V is the variance of one prompt's gradient of `rloo` in groups; the noise scale is V/‖∇J‖², in prompts.
+    """
+    prompts = distinct_prompts(policy.task, "train", s["prompts"])
+    sample = SampleConfig(prompts=len(prompts), group_size=s["pool"], max_new_tokens=s["length"])
+    written = write(policy, prompts, sample, seed=1000 + s["seed"])
+    table = written.table
+    ids, mask, attention = written.batch
+    norm = written.by_token(token_score_norms(policy.model, ids, mask, attention).norm_sq)
+    digits = table.mask & np.isin(table.token_id, digit_ids(policy))
+    group = np.arange(len(table.group)) // s["group"]
+    advantage = estimate("rloo", replace(table.inputs(None), group=group)).advantage
+    weights = np.stack([advantage, advantage * digits]) / s["group"]
+    groups = np.arange(int(group.max()) + 1)
+    gradients = gradient_sketch(
+        policy.model, ids, mask, written.rollouts.by_column(weights), group, attention, dim=s["buckets"]
+    ).transpose(1, 0, 2)
+    cut = Partition(group, groups // (s["pool"] // s["group"]))
+    gram = pool_gram([gradients], [cut], [("rloo", "none"), ("digits", "none")]).gram()
+    variance, scale = {}, None
+    for label in gram.labels:
+        moments = deleted_moments([gram], label)
+        variance[label[0]] = float(moments.power[0] - moments.mean_sq[0])
+        if label[0] == "rloo" and moments.mean_sq[0] > 0:
+            scale = variance["rloo"] / float(moments.mean_sq[0])
+    rollouts = len(table.mask)
+    return {
+        "answer_tokens": float(table.mask.sum() / rollouts),
+        "digit_tokens": float(digits.sum() / rollouts),
+        "norm_digit": rounded(float(norm[digits].mean())),
+        "norm_other": rounded(float(norm[table.mask & ~digits].mean())),
+        "norm_answer": rounded(float(norm[digits].sum() / rollouts)),
+        "entropy_digit": rounded(float(table.stats.entropy[digits].mean())),
+        "variance": rounded(variance["rloo"]),
+        "variance_digits": rounded(variance["digits"]),
+        "noise_scale": rounded(scale),
+    }
+
+
+def digit_ids(policy: Policy) -> list[int]:
+    """Return the tokens that are digits, suffixes left out."""
+    return [i for token, i in policy.tokenizer.get_vocab().items() if token.isdigit()]
+
+
+STUDY = Study(
+    title="Numbers in triads",
+    question="Do numbers in triads with a magnitude suffix teach a small model more arithmetic than single characters, "
+    "and are its gradients calmer at the digits?",
+    cells=cells(quick=False),
+    quick=cells(quick=True),
+    measure=measure,
+)

@@ -1,0 +1,122 @@
+"""The page Compare: two runs, groups of runs paired by seed, two estimators of a run; and what is missing for each."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from otb_analysis.store import RunWriter, StepTables
+
+APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
+
+
+def open_page(root: Path, monkeypatch: pytest.MonkeyPatch, **query: str | list[str]) -> AppTest:
+    monkeypatch.setenv("OTB_RUNS", str(root))
+    app = AppTest.from_file(APP, default_timeout=60)
+    for name, value in query.items():
+        app.query_params[name] = value
+    return app.run().switch_page("views/compare.py").run()
+
+
+def texts(app: AppTest) -> str:
+    """Everything the page says, with the escapes of Markdown taken out."""
+    return " ".join(one.value for one in (*app.info, *app.warning, *app.caption, *app.markdown)).replace("\\", "")
+
+
+def noisy_runs(root, estimator: str, seed: int, gain: float, steps: int = 40) -> None:
+    config = {"seed": seed, "estimator": {"name": estimator}, "task": "sum", "root": str(seed)}
+    writer = RunWriter.create(root, f"{estimator}-{seed}", config)
+    random = np.random.default_rng([seed, len(estimator)])
+    for step in range(steps):
+        columns = {"reward_mean": 0.5 + gain + 0.02 * random.normal(), "grad_norm": random.lognormal()}
+        writer.write_step(step, StepTables(steps=columns))
+    writer.finish()
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Two estimators with three seeds each, one of them .2 ahead."""
+    for seed in range(3):
+        noisy_runs(tmp_path, "rloo", seed, 0.0)
+        noisy_runs(tmp_path, "value", seed, 0.2)
+    return tmp_path
+
+
+NAMES = [f"{name}-{seed}" for name in ("rloo", "value") for seed in range(3)]
+
+
+def test_groups_of_seeds_are_compared_first_and_the_planted_difference_is_found(sweep, monkeypatch):
+    app = open_page(sweep, monkeypatch, run=NAMES)
+    said = texts(app)
+    assert not app.exception and not app.warning
+    assert "Paired by seed: 3 pairs, Student's 95 % intervals over seeds." in said
+    assert " more reward a step than A over 40 shared steps." in said or " less reward a step than A" in said
+    assert app.dataframe[0].value["setting"].tolist() == ["estimator.name", "seed", "root"]
+    assert (app.query_params["compare"], app.query_params["setting"]) == ("groups", "estimator.name")
+
+
+def test_the_address_chooses_what_is_compared(sweep, monkeypatch):
+    asked = {"run": NAMES, "compare": "runs", "a": "rloo-1", "b": "rloo-2"}
+    app = open_page(sweep, monkeypatch, **asked)
+    assert [box.value for box in app.selectbox if box.label in "AB"] == ["rloo-1", "rloo-2"]
+    assert "Rewards are not distinguishable over 40 shared steps" in texts(app)
+    assert "intervals are over blocks of steps" in texts(app)
+    back = open_page(sweep, monkeypatch, **asked | {"a": "rloo-1", "b": "value-1"})
+    assert "B earns 0.2" in texts(back) or "B earns 0.19" in texts(back)
+    assert not back.exception
+
+
+def test_runs_that_measured_the_same_prompts_have_their_noise_compared(store_root, monkeypatch):
+    app = open_page(store_root, monkeypatch, run=["chain-otb-s0", "chain-group_mean-s0"])
+    table = app.table[0].value
+    assert table.iloc[0, 0].replace("\\", "") == "updates as trained, each run on its own rollouts"
+    assert table.iloc[1, 0].replace("\\", "") == "otb ÷ group_mean on the same rollouts"
+    assert "times A's variance at equal progress" in texts(app)
+
+
+def test_one_run_alone_compares_its_estimators(store_root, monkeypatch):
+    app = open_page(store_root, monkeypatch, run="chain-otb-s0")
+    assert app.query_params["compare"] == "estimators" and app.query_params["a"] == "rloo"
+    assert "times A's variance at equal progress" in texts(app) and len(app.get("plotly_chart")) == 1
+    alone = open_page(store_root, monkeypatch, run="chain-otb-s0", compare="runs")
+    assert "Only one run is chosen." in texts(alone) and not alone.exception
+    apart = open_page(store_root, monkeypatch, run="chain-otb-s0", compare="groups")
+    assert "These runs form no groups" in texts(apart)
+
+
+def test_a_run_without_measurements_is_told_how_to_get_them(sweep, monkeypatch):
+    app = open_page(sweep, monkeypatch, run="rloo-0")
+    assert "so its estimators cannot be compared" in texts(app) and not app.exception
+
+
+def test_the_same_on_both_sides_is_said(sweep, monkeypatch):
+    app = open_page(sweep, monkeypatch, run=NAMES, compare="runs", a="rloo-1", b="rloo-1")
+    assert "A and B are the same" in texts(app) and not app.exception
+
+
+def test_a_broken_part_gets_a_sentence_that_names_the_file(store_root, monkeypatch, tmp_path):
+    for name in ("chain-otb-s0", "chain-group_mean-s0"):
+        shutil.copytree(store_root / name, tmp_path / name)
+    part = next((tmp_path / "chain-otb-s0" / "grams").iterdir())
+    part.write_bytes(part.read_bytes()[:100])
+    app = open_page(tmp_path, monkeypatch)
+    assert not app.exception
+    assert part.name in texts(app)
+
+
+REAL = APP.parents[1] / "docs" / "examples" / "smollm2" / "runs"
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="installed without its repository")
+@pytest.mark.parametrize("page", ["triage", "run", "rollouts", "tokens", "estimators", "compare"])
+def test_every_page_opens_the_committed_run_of_a_real_model(page, monkeypatch):
+    assert sum(path.stat().st_size for path in REAL.rglob("*") if path.is_file()) < 2e6
+    app = open_page(REAL, monkeypatch)
+    if page == "compare":
+        assert "B's gradient has 0.112 (0.0281 to 0.420) times A's variance at equal progress." in texts(app)
+    else:
+        app.switch_page(f"views/{page}.py").run()
+    assert not app.exception and not app.warning
+    assert len(app.get("plotly_chart")) >= 1

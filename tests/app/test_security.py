@@ -1,0 +1,125 @@
+"""What a dashboard must not do: listen elsewhere, leave its folder, run text, or fall over while a run is written."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from otb_analysis.commands import serve
+from otb_analysis.errors import InputError
+from otb_analysis.store import RunStore, RunWriter, StepTables, compact
+
+APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
+LOOKING = """
+import logging, sys
+from pathlib import Path
+from streamlit.testing.v1 import AppTest
+logging.disable(logging.CRITICAL)
+app = AppTest.from_file(sys.argv[1], default_timeout=120)
+looks = 0
+while not Path(sys.argv[2]).exists() or looks < 3:
+    for page in ("triage", "run", "rollouts", "tokens", "estimators"):
+        app.switch_page(f"views/{page}.py").run() if looks else app.run()
+        said = [element.value for element in (*app.exception, *app.warning)]
+        assert not said, (page, said)
+    looks += 1
+    print(looks, flush=True)
+"""
+
+
+def opened(root, page, monkeypatch, **query):
+    monkeypatch.setenv("OTB_RUNS", str(root))
+    app = AppTest.from_file(APP, default_timeout=60)
+    for name, value in query.items():
+        app.query_params[name] = value
+    app.run()
+    return app if page == "triage" else app.switch_page(f"views/{page}.py").run()
+
+
+def test_dashboard_listens_on_this_machine_only(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(serve, "supervised", lambda command: started.append(command) or 0)
+    serve.serve(serve.DashboardConfig(root=tmp_path))
+    (command,) = started
+    assert command[command.index("--server.address") + 1] == "127.0.0.1"
+    assert "127.0.0.1" in (APP.parent / ".streamlit" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc", "..", "outside", "chain-otb-s0/../../outside"])
+@pytest.mark.parametrize("page", ["triage", "run", "tokens"])
+def test_address_opens_no_run_outside_the_folder(page, name, store_root, tmp_path, monkeypatch):
+    root = tmp_path / "runs"
+    shutil.copytree(store_root / "failed-rloo", root / "inside")
+    shutil.copytree(store_root / "chain-otb-s0", tmp_path / "outside")
+    (root / "linked").symlink_to(tmp_path / "outside")
+    app = opened(root, page, monkeypatch, run=[name, "linked"], focus=name)
+    assert not app.exception
+    assert app.multiselect[0].options == ["inside"] and app.multiselect[0].value == ["inside"]
+
+
+SQL = (
+    "SELECT 1; SELECT 2", "COPY rollouts TO 'x.csv'", "SELECT * FROM '/etc/passwd'", "SET memory_limit='99GB'",
+    "SELECT * FROM read_text('../../../etc/passwd')",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("query", SQL)
+def test_sql_box_answers_with_a_sentence(query, store_root, monkeypatch):
+    app = opened(store_root, "rollouts", monkeypatch, run="chain-otb-s0")
+    app.text_area(key="sql").set_value(query).run()
+    app.button[[b.label for b in app.button].index("Run")].click().run()
+    assert not app.exception and len(app.warning) == 1
+
+
+def test_query_that_joins_everything_ends_within_its_memory_and_time(store_root):
+    store = RunStore(store_root / "chain-otb-s0", memory_limit="256MB")
+    began = time.monotonic()
+    with pytest.raises(InputError, match="took longer than 1 s and was ended"):
+        store.sql("SELECT count(*) FROM tokens a, tokens b, tokens c WHERE a.t + b.t * c.t % 7 = 1", seconds=1)
+    assert time.monotonic() - began < 30
+
+
+def test_token_of_a_megabyte_and_hostile_answers_stay_text(tmp_path, monkeypatch):
+    texts = ["x" * 1_000_000, "<script>alert(1)</script>", "\u202ertl", "\x00\x1b[31m", "**md** $x$ :red[y]"]
+    n = len(texts)
+    keys = {"group": [0] * n, "rollout": [0] * n, "turn": [0] * n, "t": range(n), "mask": [True] * n}
+    writer = RunWriter.create(tmp_path, "hostile", {})
+    rollouts = {"group": [0], "rollout": [0], "prompt": ["<b>" * 9], "completion": ["".join(texts)], "reward": [1.0],
+                "length": [n], "finish_reason": ["stop"], "turns": [1]}  # fmt: skip
+    writer.write_step(0, StepTables(keys | {"token": texts, "entropy": [0.5] * n}, rollouts, {"reward_mean": 1.0}))
+    writer.finish()
+    assert RunStore(writer.path).tokens_df()["token"].tolist() == texts
+    for page in ("rollouts", "tokens"):
+        app = opened(tmp_path, page, monkeypatch)
+        assert not app.exception and not app.warning
+        assert not any("<script>" in element.value or "<b>" in element.value for element in app.markdown)
+
+
+@pytest.mark.slow
+def test_two_dashboards_look_on_while_a_run_is_written_and_compacted(store_root, write_next_step, tmp_path):
+    root, ended = tmp_path / "runs", tmp_path / "ended"
+    writer = RunWriter.create(root, "live", {"estimator": {"name": "otb"}})
+    for step in range(3):
+        write_next_step(writer, step, 1)
+    environment = os.environ | {"OTB_RUNS": str(root), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(APP.parents[1]), str(APP.parent)])
+    command = [sys.executable, "-W", "ignore", "-c", LOOKING, str(APP), str(ended)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    looking = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    for step in range(3, 30):
+        write_next_step(writer, step, 1)
+    before = RunStore(writer.path).tokens_df()
+    writer.finish()
+    compact(writer.path)
+    ended.touch()
+    for process in looking:
+        said, failed = process.communicate(timeout=300)
+        assert process.returncode == 0, failed[-2000:]
+        assert len(said.split()) >= 3
+    pd.testing.assert_frame_equal(RunStore(writer.path).tokens_df(), before)

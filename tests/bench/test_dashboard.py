@@ -1,0 +1,16 @@
+import pytest
+
+from otb_analysis.bench.config import DashboardBenchConfig
+from otb_analysis.bench.publish import run_bench
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+
+def test_pages_of_the_menu_are_opened_on_one_run_and_on_many(tmp_path):
+    sizes = {"steps": 30, "measured": 4, "tokens": 8_000, "runs": 2, "many_steps": 10, "many_measured": 2}
+    config = DashboardBenchConfig(root=tmp_path, many_tokens=2_000, pages=("run",), **sizes)
+    one, many, walk = run_bench(config).rows
+    assert (one["runs"], many["runs"], one["page"]) == ("1 of 30 steps", "2 of 10 steps", "Run")
+    assert one["first"] > 0 and one["again"] > 0 and one["controls"] and one["memory"] > 50
+    assert walk["page"] == "all, one after the other" and walk["memory"] > 50
+    assert sorted(path.name for path in (tmp_path / "many").iterdir()) == ["synthetic-0", "synthetic-1"]

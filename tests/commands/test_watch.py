@@ -1,0 +1,190 @@
+"""`otb watch` and `otb diagnose --json`: what scripts and people are told of a run that goes on."""
+
+import json
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+
+from otb_analysis.commands import sentinel
+from otb_analysis.commands.cli import from_toml, main
+from otb_analysis.config import TrainConfig
+from otb_analysis.store import RunWriter, StepTables
+from otb_analysis.training.resume import plain_config
+
+
+class Server(HTTPServer):
+    """A web server that keeps what it is sent."""
+
+    taken: list[tuple[str, dict]]
+    answer: int
+
+
+class Taking(BaseHTTPRequestHandler):
+    """Answers as its server is told."""
+
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.taken.append((str(self.headers["Content-Type"]), json.loads(body)))
+        self.send_response(self.server.answer)
+        self.end_headers()
+
+    def log_message(self, format, *args) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    with Server(("127.0.0.1", 0), Taking) as server:
+        server.taken, server.answer = [], 204
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def address(server):
+    return f"http://127.0.0.1:{server.server_port}/secret-path"
+
+
+def write(writer, first, last, reward):
+    for step in range(first, last):
+        writer.write_step(step, StepTables(steps={"reward_mean": reward, "grad_norm": 1.0, "entropy_mean": 0.5}))
+
+
+def looks(monkeypatch, *acts):
+    """Let each sleep between two looks do the next act; one more look than there are acts fails."""
+    following = iter(acts)
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        next(following)()
+
+    monkeypatch.setattr(sentinel, "sleep", sleep)
+    return slept
+
+
+def test_a_run_that_collapses_while_it_is_watched_ends_the_watch_and_reaches_the_webhook(
+    tmp_path, monkeypatch, capsys, server
+):
+    writer = RunWriter.create(tmp_path, "mine", {})
+    write(writer, 0, 10, 0.8)
+    slept = looks(monkeypatch, lambda: write(writer, 10, 12, 0.8), lambda: write(writer, 12, 20, 0.0))
+    assert main(["watch", "mine", "--root", str(tmp_path), "--every", "7", "--webhook", address(server)]) == 3
+    assert slept == [7, 7]
+    kind, body = server.taken[0]
+    assert len(server.taken) == 1 and kind == "application/json"
+    # The median of the last three steps is 0 from the second bad step on.
+    assert (body["run"], body["event"], body["step"]) == ("mine", "alarm", 13)
+    assert body["detectors"][0]["detector"] == "reward_fall" and body["detectors"][0]["first_alarm"] == 13
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "mine is running, step 9."
+    assert out[-1] == body["text"] and out[-1].startswith("mine: alarm at step 13. Falling reward (alarm), first at")
+
+
+def test_a_complete_run_without_alarm_is_status_zero_and_no_message(tmp_path, capsys, server):
+    writer = RunWriter.create(tmp_path, "mine", {})
+    write(writer, 0, 12, 0.8)
+    writer.finish()
+    assert main(["watch", "mine", "--root", str(tmp_path), "--webhook", address(server)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "mine is complete, step 11; no alarm fired."
+    assert server.taken == []
+
+
+def test_a_run_that_fails_ends_the_watch_with_its_reason(tmp_path, monkeypatch, capsys, server):
+    writer = RunWriter.create(tmp_path, "mine", {})
+    looks(monkeypatch, lambda: write(writer, 0, 2, 0.8), lambda: writer.finish("failed", "the loss is NaN."))
+    assert main(["watch", "mine", "--root", str(tmp_path), "--webhook", address(server)]) == 4
+    assert capsys.readouterr().out.splitlines() == [
+        "mine is running, no step yet.",
+        "mine failed after step 1: the loss is NaN.",
+    ]
+    assert server.taken[0][1]["event"] == "failed"
+
+
+def test_a_run_that_was_killed_ends_the_watch(tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "mine", {})
+    write(writer, 0, 2, 0.8)
+    monkeypatch.setattr(sentinel, "sleep", lambda _: pytest.fail("a dead run was waited for"))
+    monkeypatch.setattr("otb_analysis.store.liveness._lives", lambda process: False)
+    assert main(["watch", "mine", "--root", str(tmp_path)]) == 4
+
+
+def test_a_run_without_a_new_step_for_too_long_counts_as_dead(tmp_path, monkeypatch, capsys):
+    write(RunWriter.create(tmp_path, "mine", {}), 0, 3, 0.8)
+    clock = [0.0]
+    monkeypatch.setattr(sentinel, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(sentinel, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    assert main(["watch", "mine", "--root", str(tmp_path), "--silent", "2"]) == 4
+    assert "has written no step for 2 minutes, step 2 is the last" in capsys.readouterr().out
+    assert clock[0] == 130
+
+
+def test_level_watch_ends_earlier_than_level_alarm(tmp_path, capsys):
+    writer = RunWriter.create(tmp_path, "mine", {})
+    write(writer, 0, 20, 0.8)
+    write(writer, 20, 30, 0.5)  # 0.375 of it is lost: worth a look, no alarm
+    writer.finish()
+    assert main(["watch", "mine", "--root", str(tmp_path)]) == 0
+    assert "Falling reward (watch), first at step 21" in capsys.readouterr().out
+    assert main(["watch", "mine", "--root", str(tmp_path), "--level", "watch"]) == 3
+
+
+def test_a_webhook_that_refuses_is_one_sentence_without_the_secret_part_of_its_address(tmp_path, capsys, server):
+    writer = RunWriter.create(tmp_path, "mine", {})
+    writer.finish("failed", "the loss is NaN.")
+    server.answer = 500
+    assert main(["watch", "mine", "--root", str(tmp_path), "--webhook", address(server)]) == 4
+    err = capsys.readouterr().err
+    assert "the webhook at 127.0.0.1 did not take the message (it answered 500)" in err and "secret-path" not in err
+
+
+def test_a_webhook_that_is_gone_is_one_sentence(tmp_path, capsys, server):
+    url = address(server)
+    server.server_close()
+    assert "did not take the message (" in (sentinel.sent(url, {}) or "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "otb watch needs a run"),
+        (["nothing"], "there is no run 'nothing'"),
+        (["nothing", "--every", "0"], "look at most once a second"),
+        (["nothing", "--webhook", "file:///etc/passwd"], "--webhook is no address of a web server"),
+        (["nothing", "--webhook", "http://[::1"], "--webhook is no address of a web server"),
+    ],
+)
+def test_what_cannot_be_watched_is_one_sentence(words, said, tmp_path, capsys):
+    assert main(["watch", *words, "--root", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_configuration_of_a_run_trains_it_again_under_another_name(tmp_path):
+    config = TrainConfig(run="mine", root=tmp_path, seed=3, if_exists="replace", trackers=("tensorboard",))
+    writer = RunWriter.create(tmp_path, "mine", plain_config(config))
+    found = from_toml(TrainConfig, writer.path / "run.json")
+    assert found == replace(config, if_exists="error")
+
+
+def test_diagnose_json_has_the_numbers_of_the_page(tmp_path, capsys):
+    for name, low in (("bad", 0.0), ("good", 0.8)):
+        writer = RunWriter.create(tmp_path, name, {"estimator": {"name": "rloo"}})
+        write(writer, 0, 12, 0.8)
+        write(writer, 12, 20, low)
+        writer.finish()
+    assert main(["diagnose", "--root", str(tmp_path), "--json"]) == 0
+    bad, good = json.loads(capsys.readouterr().out)
+    assert (bad["run"], bad["estimator"], bad["status"], bad["state"]) == ("bad", "rloo", "complete", "collapsed")
+    assert bad["steps"] == {"count": 20, "first": 0, "last": 19} and bad["first_warning"] == 13
+    assert bad["what_happened"].startswith("reward 0.800 → 0 at step 12")
+    fall = next(d for d in bad["detectors"] if d["detector"] == "reward_fall")
+    assert (fall["level"], fall["first_watch"], fall["first_alarm"]) == ("alarm", 13, 13)
+    assert good["first_warning"] is None and {d["first_alarm"] for d in good["detectors"]} == {None}
+    assert "--measure.exact.every" in good["advice"]

@@ -1,0 +1,67 @@
+import numpy as np
+import pandas as pd
+
+from otb_analysis.diagnostics import change_points, diagnose
+from otb_analysis.figures.timeline import centred_mean, plot_timeline, timeline_info
+from otb_analysis.store import step_series
+
+N = 30
+STEPS = pd.DataFrame(
+    {
+        "step": np.arange(N),
+        "reward_mean": [0.75] * 20 + [0.0] * 10,
+        "grad_norm": [1.0] * 22 + [0.0] * 8,
+        "entropy_mean": np.full(N, 0.5),
+        "length_mean": [np.nan] * N,
+    }
+)
+
+
+def info(steps, more=False):
+    series = step_series(steps)
+    return timeline_info(steps, diagnose(series), change_points(series), more)
+
+
+def notes(figure):
+    return [note.text for note in figure.layout.annotations]
+
+
+def test_a_centred_mean_is_of_fewer_values_at_the_ends():
+    assert centred_mean(np.array([0.0, 3.0, 6.0, 9.0, 0.0]), 3).tolist() == [0, 3, 6, 5, 0]
+
+
+def test_only_panels_with_values_are_drawn_in_their_order():
+    found = info(STEPS)
+    assert [series.quantity.column for series in found.series] == ["reward_mean", "grad_norm", "entropy_mean"]
+    assert len(plot_timeline(found).data) == 3 + 2 * 3  # the lane's three kinds, then mean and values of each panel
+
+
+def test_events_stand_in_the_order_of_steps():
+    found = info(STEPS).events
+    assert [event.step for event in found] == sorted(event.step for event in found)
+    assert ("alarm", 21, "Falling reward") in {(event.kind, event.step, event.text) for event in found}
+
+
+def test_a_lane_without_events_says_that_nothing_fired():
+    calm = info(STEPS.assign(reward_mean=0.5, grad_norm=1.0))
+    assert calm.events == () and any("nothing fired" in text for text in notes(plot_timeline(calm)))
+    assert not any("nothing fired" in text for text in notes(plot_timeline(info(STEPS))))
+
+
+def test_a_gradient_of_exactly_zero_is_counted_and_not_missing():
+    norm = info(STEPS).series[1]
+    assert len(norm.value) == N and norm.zeros == "exactly 0 at 8 of 30 steps"
+    assert any("exactly 0 at 8 of 30 steps" in text for text in notes(plot_timeline(info(STEPS))))
+    assert info(STEPS.assign(grad_norm=1.0)).series[1].zeros == ""
+
+
+def test_only_positive_unbounded_values_get_a_logarithmic_axis():
+    figure = plot_timeline(info(STEPS), log_y=True)
+    kinds = [figure.layout[f"yaxis{n}"].type for n in (2, 3, 4)]
+    assert kinds == [None, None, "log"]  # reward may be 0 or less, ‖ḡ‖ is 0 here, entropy is positive
+    assert sum("logarithmic" in text for text in notes(figure)) == 1
+
+
+def test_the_chosen_step_is_marked():
+    assert [shape.x0 for shape in plot_timeline(info(STEPS), 9).layout.shapes] == [9]
+    assert len(plot_timeline(info(STEPS)).layout.shapes) == 0

@@ -1,0 +1,62 @@
+"""Token weights: worked numbers, what each reads, and what must be refused."""
+
+import numpy as np
+import pytest
+
+from otb_analysis.config import ObjectiveConfig
+from otb_analysis.errors import InputError
+from otb_analysis.objectives.token_weights import (
+    DelightOptions,
+    StapoOptions,
+    TokenWeightInputs,
+    token_weights,
+)
+from otb_analysis.training.policy.objective import Objective
+
+MASK = np.array([[True, True, True], [True, True, False]])
+ADVANTAGE = np.array([[1.0, 1.0, 1.0], [-1.0, -1.0, np.nan]])
+PROBABILITY = np.array([[0.5, 0.004, 0.004], [0.004, 1.0, np.nan]])
+ENTROPY = np.array([[0.1, 0.1, 2.0], [0.1, 0.0, np.nan]])
+
+
+def worked():
+    return TokenWeightInputs(MASK, ADVANTAGE, np.log(PROBABILITY), ENTROPY)
+
+
+def test_stapo_silences_rare_good_tokens_of_confident_positions_alone():
+    # likely, silenced, high entropy; bad, likely, padding
+    assert token_weights("stapo", worked()).tolist() == [[1, 0, 1], [1, 1, 0]]
+    assert token_weights("stapo", worked(), StapoOptions(entropy=3.0)).tolist() == [[1, 0, 0], [1, 1, 0]]
+    assert token_weights("stapo", worked(), StapoOptions(probability=0.0)).tolist() == [[1, 1, 1], [1, 1, 0]]
+
+
+def test_delight_is_the_logistic_of_advantage_times_surprisal():
+    # σ(log 2) = 2/3, σ(log 250) = 250/251 and σ(−log 250) = 1/251; a certain token has σ(0)
+    expected = [[2 / 3, 250 / 251, 250 / 251], [1 / 251, 0.5, 0]]
+    np.testing.assert_allclose(token_weights("delightful", worked()), expected, rtol=1e-12)
+    # η = ½ squares the odds: 4/5
+    assert token_weights("delightful", worked(), DelightOptions(0.5))[0, 0] == pytest.approx(0.8, rel=1e-12)
+
+
+def test_no_weight_is_one_inside_the_mask():
+    assert token_weights("none", worked()).tolist() == MASK.tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: token_weights("stapoo", worked()), "stapo"),
+        (lambda: StapoOptions(probability=2.0), "probability from 0 to 1"),
+        (lambda: DelightOptions(0.0), "must be positive"),
+        (lambda: TokenWeightInputs(MASK, np.full(MASK.shape, np.nan), ENTROPY, ENTROPY), "advantage is nan"),
+        (lambda: TokenWeightInputs(MASK, ADVANTAGE, ENTROPY[:, :2], ENTROPY), "logprob has shape"),
+        (lambda: Objective(ObjectiveConfig(token_weight="delight")), "delightful"),
+        (
+            lambda: Objective(ObjectiveConfig(token_weight="stapo", token_weight_options={"tau": ".1"})),
+            "option 'tau' does not exist",
+        ),
+    ],
+)
+def test_bad_input_gets_a_sentence(make, words):
+    with pytest.raises(InputError, match=words):
+        make()

@@ -1,0 +1,86 @@
+"""`otb compare --json`: the numbers of the tables and of the page Compare, readable by any JSON parser."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from otb_analysis.commands.cli import main
+from otb_analysis.figures.comparison import comparison_info
+from otb_analysis.figures.fidelity import fidelity_info
+from otb_analysis.report.compare_record import comparison_record
+from otb_analysis.store import RunStore, RunWriter, StepTables
+
+REAL = Path(__file__).parents[2] / "docs" / "examples" / "smollm2" / "runs" / "letter-counting"
+
+
+def write(root: Path, name: str, seed: int, gain: float) -> Path:
+    writer = RunWriter.create(root, f"{name}-{seed}", {"seed": seed, "estimator": {"name": name}, "task": "sum"})
+    random = np.random.default_rng([seed, len(name)])
+    for step in range(30):
+        writer.write_step(step, StepTables(steps={"reward_mean": 0.5 + gain + 0.02 * random.normal()}))
+    writer.finish()
+    return writer.path
+
+
+def strict(text: str) -> dict:
+    """Parse JSON that may hold no NaN."""
+    return json.loads(text, parse_constant=pytest.fail)
+
+
+def test_two_runs_are_compared_in_the_order_in_which_they_are_named(tmp_path, capsys):
+    for name, gain in (("rloo", 0.0), ("value", 0.2)):
+        write(tmp_path, name, 0, gain)
+    assert main(["compare", "value-0", "rloo-0", "--root", str(tmp_path), "--json"]) == 0
+    record = strict(capsys.readouterr().out)
+    pair = record["pair"]
+    assert (pair["a"], pair["b"], pair["runs"]) == ("value-0", "rloo-0", [["value-0", "rloo-0"]])
+    (reward,) = pair["quantities"]
+    assert reward["B to A"] == pytest.approx(-0.2, abs=0.02) and reward["low"] < reward["B to A"] < reward["high"] < 0
+    assert reward["differs"] is True and " less reward a step than A over 30 shared steps." in pair["verdict"]
+    assert record["settings"] == [{"setting": "estimator.name", "value-0": "value", "rloo-0": "rloo"}]
+    assert [run["run"] for run in record["runs"]] == ["value-0", "rloo-0"]
+
+
+def test_all_runs_of_a_root_are_paired_by_seed_where_they_can_be(tmp_path, capsys):
+    for seed in range(3):
+        for name, gain in (("rloo", 0.0), ("value", 0.2)):
+            write(tmp_path, name, seed, gain)
+    assert main(["compare", "--root", str(tmp_path), "--json"]) == 0
+    pair = strict(capsys.readouterr().out)["pair"]
+    assert len(pair["runs"]) == 3 and pair["intervals"].startswith("Paired by seed: 3 pairs")
+    assert abs(pair["quantities"][0]["B to A"]) == pytest.approx(0.2, abs=0.02)
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="installed without its repository")
+def test_numbers_are_those_of_the_pages():
+    record = comparison_record([REAL])
+    strict(json.dumps(record, allow_nan=False))
+    store = RunStore(REAL)
+    (design,) = record["estimators"]
+    otb = next(row for row in design["rows"] if row["estimator"] == "otb · proxy")
+    grams = list(store.grams().values())
+    expected = next(row for row in comparison_info(grams).rows if row.label == "otb · proxy")
+    assert otb["variance_ratio"] == pytest.approx(expected.ratios[2].estimate)
+    info = fidelity_info(store.tokens_df(), "token")
+    of = next(one for one in record["proxy"] if one["of"] == "token energy w_t")
+    assert of["pooled"]["spearman"] == pytest.approx(info.overall.pooled.spearman)
+    assert record["pair"] is None and record["runs"][0]["steps"] == 20
+
+
+def test_a_run_without_steps_is_one_sentence(tmp_path, capsys):
+    RunWriter.create(tmp_path, "empty", {})
+    assert main(["compare", "empty", "--root", str(tmp_path), "--json"]) != 0
+    assert "has no complete step yet" in capsys.readouterr().err
+
+
+def test_a_broken_run_is_left_out_of_all_but_not_of_a_named_one(tmp_path, capsys):
+    write(tmp_path, "rloo", 0, 0.0)
+    shutil.copytree(tmp_path / "rloo-0", tmp_path / "torn")
+    part = next((tmp_path / "torn" / "steps").iterdir())
+    part.write_bytes(part.read_bytes()[:50])
+    assert main(["compare", "--root", str(tmp_path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [run["run"] for run in strict(out)["runs"]] == ["rloo-0"] and "torn" in err
