@@ -34,7 +34,7 @@ import otb_analysis
 from streamlit.testing.v1 import AppTest
 
 app = AppTest.from_file(Path(otb_analysis.__file__).parent / "_app" / "streamlit_app.py", default_timeout=120).run()
-for page in (None, "run", "rollouts", "tokens", "variance", "fidelity", "studies"):
+for page in (None, "run", "rollouts", "tokens", "estimators", "compare", "studies"):
     opened = app.run() if page is None else app.switch_page(f"views/{page}.py").run()
     assert not opened.exception, (page, opened.exception)
 """

@@ -45,7 +45,7 @@ def comparison(run: Run) -> None:
     left, middle, right = st.columns([3, 2, 2], vertical_alignment="bottom")
     source = str(left.segmented_control(
         "Weights from", sources, format_func=lambda s: SOURCES[s],
-        default="exact", key="energy", bind="query-params", required=True,
+        default="proxy", key="energy", bind="query-params", required=True,
     ))  # fmt: skip
     names = list(dict.fromkeys(name for name, of in measured if source == "both" or of in ("none", source)))
     against = selection.choose("against", "Compare with", names, first_of(names), within=middle, of=source)

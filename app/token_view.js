@@ -150,7 +150,7 @@ function build(wrap, data) {
     if (at && state.chosen === tokens[at[0]][at[1]][at[2]]) return;
     mark(at, false);
     if (!at) return;
-    wrap.focus({ preventScroll: true });
+    if (document.activeElement === document.body) wrap.focus({ preventScroll: true }); // keys work at once
     const [token, box] = [state.chosen, state.chosen.closest(".text")];
     requestAnimationFrame(() => {
       box.scrollTop += token.getBoundingClientRect().top - box.getBoundingClientRect().top - box.clientHeight / 2;

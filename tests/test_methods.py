@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 METHODS = Path(__file__).parent.parent / "docs" / "methods"
-STUDIES = {"allocation": "12_allocation", "token-weights": "13_token_weights", "triadic-tokens": "14_triadic_tokens"}
+STUDIES = {
+    "allocation": "12_allocation", "filters": "15_filters", "token-weights": "13_token_weights",
+    "triadic-tokens": "14_triadic_tokens",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "study"), STUDIES.items())

@@ -11,7 +11,7 @@ import streamlit as st
 from widgets import chart, chosen_runs, download, one_run, page, plain
 
 from otb_analysis.figures.gradient_table import labels
-from otb_analysis.figures.pair_curves import PairPanel, curves_rows, plot_pair
+from otb_analysis.figures.pair_curves import PairPanel, curves_rows, drift_note, plot_pair
 from otb_analysis.figures.pair_gradients import NoiseInfo, noise_display, noise_table
 from otb_analysis.figures.pair_verdict import estimators_verdict, runs_verdict
 from otb_analysis.figures.pairing import (
@@ -83,7 +83,7 @@ def compare_runs(runs: list[listing.Run], configs: Configs, kind: str) -> None:
         return
     panels, noise = data.compared(tuple(runs), pairing)
     st.markdown(f"**{plain(runs_verdict(panels, noise))}**")
-    st.caption(plain(pairing.note))
+    st.caption(plain(" ".join(filter(None, [pairing.note, drift_note(panels)]))))
     drawn(panels, noise, (f"A: {pairing.a}", f"B: {pairing.b}"), SEEDS if pairing.by == "seed" else BLOCKS)
     st.subheader("Configuration differences", anchor=False)
     differences = config_differences({run: configs[run] for run in pairing.runs})

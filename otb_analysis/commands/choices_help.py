@@ -11,7 +11,7 @@ from typing import Any
 
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from otb_analysis.config import EstimatorConfig, ObjectiveConfig, TrainConfig
+from otb_analysis.config import EstimatorConfig, ObjectiveConfig, SampleConfig, TrainConfig
 
 
 def complete_names(text: str, registry: Mapping[str, Any]) -> str:
@@ -41,6 +41,7 @@ def _registry(name: str) -> Mapping[str, Any]:
     from otb_analysis.estimators import ESTIMATORS
     from otb_analysis.estimators.spec import TRAINABLE_NEEDS
     from otb_analysis.objectives.aggregation import AGGREGATIONS
+    from otb_analysis.objectives.filters import FILTERS
     from otb_analysis.objectives.ratios import RATIOS
     from otb_analysis.objectives.shaping import SHAPINGS
     from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
@@ -48,7 +49,7 @@ def _registry(name: str) -> Mapping[str, Any]:
 
     trainable = {name: row for name, row in ESTIMATORS.items() if set(row.needs) <= TRAINABLE_NEEDS}
     rows = {"task": TASKS, "estimator": trainable, "ratio": RATIOS, "aggregation": AGGREGATIONS, "shaping": SHAPINGS}
-    return (rows | {"token_weight": TOKEN_WEIGHTS})[name]
+    return (rows | {"token_weight": TOKEN_WEIGHTS, "filter": FILTERS})[name]
 
 
 Complete = Callable[[str, Mapping[str, Any]], str]
@@ -62,6 +63,8 @@ CHOICES: dict[tuple[type, str], tuple[Complete, str]] = {
     (ObjectiveConfig, "aggregation_options"): (complete_options, "aggregation"),
     (ObjectiveConfig, "token_weight"): (complete_names, "token_weight"),
     (ObjectiveConfig, "token_weight_options"): (complete_options, "token_weight"),
+    (SampleConfig, "filter"): (complete_names, "filter"),
+    (SampleConfig, "filter_options"): (complete_options, "filter"),
     (ObjectiveConfig, "shaping"): (complete_names, "shaping"),
     (ObjectiveConfig, "shaping_options"): (complete_options, "shaping"),
 }

@@ -61,10 +61,11 @@ class ObjectiveConfig:
     token_weight_options: dict[str, str] = field(default_factory=dict)
     """Options of that weight, as name value pairs. probability, entropy: of stapo. temperature: of delightful."""
     shaping: str = "none"
-    """How rewards are reshaped before the estimator sees them: none, grpo_lambda, overlong or drop_equal."""
+    """How rewards are reshaped before the estimator sees them: none, grpo_lambda, overlong, drop_equal or
+    profiled."""
     shaping_options: dict[str, str] = field(default_factory=dict)
     """Options of that shaping, as name value pairs.
-    share, alpha, correct: of grpo_lambda. limit, buffer: of overlong."""
+    share, alpha, correct: of grpo_lambda. limit, buffer: of overlong. budget, call, correct, weight: of profiled."""
     epochs: int = 1  # Passes over each batch.
     minibatches: int = 1  # Mini-batches per batch, each made of whole groups. Each takes one optimizer step per epoch.
     staleness: int = 0  # Rollouts are sampled from the policy of this many batches ago.

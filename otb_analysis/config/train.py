@@ -38,22 +38,22 @@ class WarmStartConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """How rollouts are drawn: plain sampling, temperature only, unless a filter fills the batch."""
+    """How rollouts are drawn: plain sampling, temperature only."""
 
     prompts: int = 16  # Prompts (groups) per step.
     group_size: int = 8  # Rollouts per prompt.
     max_new_tokens: int = 64  # Length budget of one policy turn, the end token included.
     max_turns: int = 8  # Policy turns after which an episode of a multi-turn task is cut.
     temperature: float = 1.0
+    filter: str = "none"
+    """Which rollouts stay in the batch, which is filled up with others: none; dynamic, groups whose rewards differ; or
+    prs, which rejects lazy right answers. docs/methods/filters.md says what that does to each estimator's mean."""
+    filter_options: dict[str, str] = field(default_factory=dict)
+    """Options of that filter, as name value pairs. budget, call, correct, low, high: of prs."""
+    filter_rounds: int = 8  # Draws per step after which a filter that has not filled its batch stops the run.
     engine: Literal["transformers", "vllm"] = "transformers"
     """Who samples; vllm needs the extra of that name and a GPU."""
     vllm_memory: float = 0.3  # Share of the GPU's memory that vLLM may take.
-    filter: Literal["none", "dynamic", "profiled"] = "none"
-    """What fills the batch: dynamic takes other prompts in place of groups with equal rewards (DAPO), profiled samples
-    anew in place of right answers that spent much (PRS). Both change what estimators are unbiased for."""
-    filter_rounds: int = 4  # Most batches that are sampled to fill one; then unfiltered groups fill it, with a note.
-    filter_floor: float = 0.2  # Probability with which profiled keeps the laziest right answer.
-    filter_most_tokens: int = 0  # Cost at which an answer is the laziest; 0 takes the length limit.
 
     @property
     def limit(self) -> int:

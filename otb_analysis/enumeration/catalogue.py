@@ -16,6 +16,7 @@ from otb_analysis.enumeration.token_weights import PEAKED, WEIGHT_CASES, weighed
 from otb_analysis.enumeration.trees import random_tree
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.objectives.aggregation import AGGREGATIONS
+from otb_analysis.objectives.filters import FILTERS
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
 from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
@@ -48,6 +49,7 @@ def catalogue(bias: str, shift: str, weights: str) -> str:
         aggregations=AGGREGATIONS,
         token_weights=TOKEN_WEIGHTS,
         shapings=SHAPINGS,
+        filters=FILTERS,
         drawn=DRAWN,
         policies=POLICIES,
         group_size=GROUP_SIZE,

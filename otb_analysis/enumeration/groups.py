@@ -19,10 +19,11 @@ from otb_analysis.types import EstimatorInputs, Float, Int, NormalEquations
 MOST_GROUPS = 200_000
 
 
-def multisets(tree: Tree, n: int) -> tuple[Int, Float]:
+def multisets(tree: Tree, n: int, chance: Float | None = None) -> tuple[Int, Float]:
     """Return every group of n rollouts up to order [K, N], with its probability [K].
 
-    P = N!/Π_k c_k! · Π_k p_k^{c_k}: no estimator depends on the order of a group.
+    P = N!/Π_k c_k! · Π_k p_k^{c_k}: no estimator depends on the order of a group. p is how often each completion is
+    sampled, or `chance` [M].
 
     Raises:
         InputError: There are too many groups to enumerate.
@@ -37,7 +38,8 @@ def multisets(tree: Tree, n: int) -> tuple[Int, Float]:
     repeats = np.ones(members.shape)  # 1, 2, 3, … along equal neighbours, so the product is Π c_k!
     for k in range(1, n):
         repeats[:, k] = np.where(members[:, k] == members[:, k - 1], repeats[:, k - 1] + 1, 1)
-    return members, factorial(n) / repeats.prod(axis=1) * tree.prob[members].prod(axis=1)
+    chance = tree.prob if chance is None else chance
+    return members, factorial(n) / repeats.prod(axis=1) * chance[members].prod(axis=1)
 
 
 def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, source: str = "exact") -> Float:

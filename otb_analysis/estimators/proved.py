@@ -14,9 +14,12 @@ from otb_analysis.objectives.shaping import SHAPINGS
 from otb_analysis.types import Label, Proved
 
 PLAIN_SAMPLING = frozenset(
-    ("prompts", "group_size", "max_new_tokens", "max_turns", "temperature", "engine", "vllm_memory")
-) | {"filter", "filter_rounds", "filter_floor", "filter_most_tokens"}
-"""Known settings of sampling; with these alone tokens are drawn from the scored policy. Others might cut or filter."""
+    (
+        *("prompts", "group_size", "max_new_tokens", "max_turns", "temperature", "engine", "vllm_memory"),
+        *("filter", "filter_options", "filter_rounds"),
+    )
+)
+"""Known settings of sampling; with these alone and no filter, tokens are drawn from the scored policy."""
 
 SOURCES = ("none", "proxy", "exact")
 """Energies that do not look at rollout i where it is left out; a calibration is fitted on it too."""
@@ -57,9 +60,10 @@ def unproved_because(config: Mapping[str, Any]) -> str:
             return f"its configuration does not say {part}.{name}"
         if not fits(settings[name]):
             return wrong
-    if (kind := _part(config, "sample").get("filter", "none")) != "none":  # runs of before it have no such setting
-        return f"its sampler filters by the outcome ({kind})"
-    if odd := sorted(set(_part(config, "sample")) - PLAIN_SAMPLING):
+    sample = _part(config, "sample")
+    if sample.get("filter", "none") != "none":  # earlier runs had no filters
+        return "its sampling kept rollouts by their outcome"
+    if odd := sorted(set(sample) - PLAIN_SAMPLING):
         return f"its sampling has the setting {odd[0]}"
     return ""
 

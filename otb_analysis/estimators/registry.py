@@ -12,7 +12,7 @@ from otb_analysis.estimators.spec import (
     ValueOptions,
 )
 
-IID = "rollouts i.i.d. from the scored policy: no top-p or top-k, no filter on the group's outcome, no first-N-finished"
+IID = "rollouts i.i.d. from the scored policy: no top-p or top-k, no filter on outcomes, no first-N-finished"
 IID_TAIL = f"{IID}; tail own_return or group"
 SELF = "rollout i is part of its own baseline, which shrinks it by its share of the weight"
 OTB = "The Optimal Token Baseline, arXiv 2602.07078"

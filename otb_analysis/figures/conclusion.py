@@ -268,10 +268,11 @@ def _by_how_much(verdict: Verdict, base: str) -> str:
 def _saved(ratio: Interval) -> str:
     if ratio.low is None or ratio.high is None:
         return ""
-    share = round(100 * (1 - ratio.estimate))
+    # The end of the interval nearer to 1: the estimate itself would promise too much where the interval is wide.
+    share = round(100 * (1 - (ratio.high if ratio.estimate < 1 else ratio.low)))
     if share == 0:
         return ""
-    return f": for the same noise it needs {abs(share)} % {'fewer' if share > 0 else 'more'} rollouts"
+    return f": for the same noise it needs at least {abs(share)} % {'fewer' if share > 0 else 'more'} rollouts"
 
 
 def _interval(ratio: Interval) -> str:

@@ -16,7 +16,7 @@ from otb_analysis.figures.pairing import By, Pairing
 from otb_analysis.figures.scales import linear_range, log_axis
 from otb_analysis.figures.styles import BLUE, GREY, ORANGE
 from otb_analysis.figures.theme import RULE, panels, place
-from otb_analysis.statistics import Interval, cluster_jackknife, seed_mean
+from otb_analysis.statistics import MIN_CLUSTERS, Interval, cluster_jackknife, seed_mean
 from otb_analysis.types import Float, Int
 
 COMPARED = ("reward_mean", "heldout_reward", "grad_norm", "entropy_mean", "length_mean")
@@ -24,8 +24,12 @@ COMPARED = ("reward_mean", "heldout_reward", "grad_norm", "entropy_mean", "lengt
 
 HELD_OUT = Quantity("Held-out reward", "prompts never trained on", "heldout_reward", rare=True)
 
-BLOCKS = 20
-"""Most blocks of steps. Neighbouring steps are alike, so blocks are as long as an interval (16 of them) allows."""
+BLOCKS = MIN_CLUSTERS
+"""Most blocks of steps. Neighbouring steps are alike, so blocks are as long as an interval allows."""
+
+ALIKE = 0.4
+"""Correlation of neighbouring blocks from where they are no independent clusters; few of 16 independent ones reach it.
+`tests/figures/test_pair_curves.py` measures how often, and how often the intervals hold."""
 
 COLORS = (BLUE, ORANGE)
 COLUMNS = 3
@@ -48,6 +52,27 @@ class PairPanel:
     def differs(self) -> bool:
         """True where the interval over all shared steps leaves out no difference."""
         return differs(self.whole, 1.0 if self.ratio else 0.0)
+
+    @property
+    def drifts(self) -> bool:
+        """True where neighbouring blocks of one pair are alike, so that the interval over blocks is too short."""
+        values = np.array([np.nan if one is None else one.estimate for one in self.blocks])
+        if self.ratio or len(self.a) > 1 or len(values) < MIN_CLUSTERS or np.ptp(values) == 0:
+            return False
+        off = values - values.mean()
+        return bool(off[1:] @ off[:-1] > ALIKE * (off @ off))
+
+
+def drift_note(panels_: Sequence["PairPanel"]) -> str:
+    """Say for which quantities the interval over blocks of steps is too short; empty where for none."""
+    drifting = [panel.quantity.title.lower() for panel in panels_ if panel.drifts]
+    if not drifting:
+        return ""
+    which = ", ".join(drifting)
+    return (
+        f"The difference drifts over training in {which}: neighbouring blocks are alike, so these intervals are too "
+        "short. Read the blocks, and compare several seeds."
+    )
 
 
 def differs(interval: Interval | None, null: float) -> bool:

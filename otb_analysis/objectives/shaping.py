@@ -13,7 +13,6 @@ from scipy.special import expit
 
 from otb_analysis.arrays import Groups
 from otb_analysis.errors import InputError
-from otb_analysis.objectives.profiled import ProfiledOptions, quality
 from otb_analysis.objectives.registry import (
     Formula,
     NoOptions,
@@ -36,6 +35,7 @@ class ShapingInputs:
     reward: Float  # Reward per token [N, T]
     mask: Bool  # True at policy tokens [N, T]
     group: Int  # Prompt of each rollout [N]
+    turn: Int | None = None  # Turn of each token [N, T]; None where there is one turn
 
     def __post_init__(self) -> None:
         """Check shapes and values; keep float64 rewards that are zero outside the mask."""
@@ -52,6 +52,12 @@ class ShapingInputs:
     def length(self) -> Float:
         """L_i, policy tokens of each rollout [N]."""
         return np.count_nonzero(self.mask, axis=1).astype(np.float64)
+
+    @property
+    def calls(self) -> Float:
+        """Tool calls of each rollout [N]: policy turns before the last."""
+        turn = np.zeros(self.mask.shape) if self.turn is None else np.where(self.mask, self.turn, 0)
+        return turn.max(axis=1, initial=0).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,26 @@ class OverlongOptions:
     def __post_init__(self) -> None:
         if not 0 < self.buffer <= self.limit:
             raise InputError(f"buffer is {self.buffer} and limit is {self.limit}; pass 0 < buffer ≤ limit.")
+
+
+@dataclass(frozen=True)
+class SpentOptions:
+    """How the quality of a right rollout is measured: by what it spent."""
+
+    budget: int = 64  # Tokens at which the quality is 0
+    call: float = 8.0  # Tokens that a tool call counts as
+    correct: float = 0.5  # Total reward at or above which a rollout is right
+
+    def __post_init__(self) -> None:
+        if self.budget <= 0 or self.call < 0:
+            raise InputError(f"budget is {self.budget} and call is {self.call}; pass budget > 0 and call ≥ 0.")
+
+
+@dataclass(frozen=True)
+class ProfiledOptions(SpentOptions):
+    """Options of `profiled`."""
+
+    weight: float = 1.0  # What a right rollout of quality 1 gains
 
 
 def none(inputs: ShapingInputs, options: NoOptions) -> Shaped:
@@ -131,22 +157,32 @@ def drop_equal(inputs: ShapingInputs, options: NoOptions) -> Shaped:
     keep_i = not all R_j of the group are equal: with a group mean they have no gradient, and a batch filled up with
     others has more. Without refilling it only changes what an average divides by. Abstract of DAPO's dynamic sampling.
     """
-    groups = Groups.of(inputs.group)
-    away = inputs.total - groups.spread(groups.sum(inputs.total) / groups.count)
-    size = groups.spread(np.sqrt(groups.sum(inputs.total**2) / groups.count))
-    differs = groups.sum(np.abs(away) > ROUNDING * size) > 0
-    return Shaped(inputs.reward, groups.spread(differs))
+    return Shaped(inputs.reward, Groups.of(inputs.group).spread(differing(inputs.total, inputs.group)))
+
+
+def differing(total: Float, group: Int) -> Bool:
+    """Return whether the totals [N] of each group differ by more than rounding [P]."""
+    groups = Groups.of(group)
+    away = total - groups.spread(groups.sum(total) / groups.count)
+    size = groups.spread(np.sqrt(groups.sum(total**2) / groups.count))
+    return groups.sum(np.abs(away) > ROUNDING * size) > 0
 
 
 def profiled(inputs: ShapingInputs, options: ProfiledOptions) -> Shaped:
-    """Pay right rollouts more the less they spent.
+    """Pay right rollouts more, the less they spent.
 
-    R' = R + β·q·1[R ≥ correct], q = 1 − min(L/most, 1), L the policy tokens. It looks at the rollout alone, so
-    leave-one-out estimators stay unbiased for the gradient of E R'. PR of Dr. Kernel, arXiv 2602.05885, by its
-    abstract, with tokens as the measured cost.
+    R' = R + weight·q if right, q = 1 − (L + call·calls)/budget within 0 and 1. Profiling-based rewards of Dr. Kernel,
+    arXiv 2602.05885, abstract: correctness + correctness·quality. That quality is what was spent is our choice; there
+    it is the share of the running time spent in generated kernels.
     """
-    earned = options.bonus * quality(inputs.length, 0, options.most) * (inputs.total >= options.correct)
-    return Shaped(_add_last(inputs.reward, inputs.mask, earned), np.ones(len(earned), bool))
+    gain = options.weight * quality(inputs.length, inputs.calls, options)
+    paid = np.where(inputs.total >= options.correct, gain, 0.0)
+    return Shaped(_add_last(inputs.reward, inputs.mask, paid), np.ones(len(paid), bool))
+
+
+def quality(tokens: Float, calls: Float, options: SpentOptions) -> Float:
+    """Return q = 1 − (tokens + call·calls)/budget, kept within 0 and 1 [N]."""
+    return np.clip(1 - (tokens + options.call * calls) / options.budget, 0.0, 1.0)
 
 
 # fmt: off
@@ -161,13 +197,13 @@ SHAPINGS: dict[str, Formula] = {
         overlong, "R − clip((L − (L_max − buffer))/buffer, 0, 1)", "DAPO, arXiv 2503.14476", "code",
         needs=("reward",), options=OverlongOptions,
     ),
-    "profiled": Formula(
-        profiled, "R + β·(1 − min(L/most, 1)) if R ≥ correct", "Dr. Kernel, arXiv 2602.05885", "abstract",
-        needs=("reward",), options=ProfiledOptions,
-    ),
     "drop_equal": Formula(
         drop_equal, "keep where not all R_j of the group are equal", "DAPO, arXiv 2503.14476", "abstract",
         needs=("reward", "group"),
+    ),
+    "profiled": Formula(
+        profiled, "R + weight·q if right, q = 1 − (L + call·calls)/budget within 0 and 1",
+        "PR of Dr. Kernel, arXiv 2602.05885", "abstract", needs=("reward", "turn"), options=ProfiledOptions,
     ),
 }
 # fmt: on

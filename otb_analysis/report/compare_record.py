@@ -10,7 +10,7 @@ import pandas as pd
 
 from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import comparison_info, comparison_table
-from otb_analysis.figures.pair_curves import compare_curves, pair_table
+from otb_analysis.figures.pair_curves import compare_curves, drift_note, pair_table
 from otb_analysis.figures.pair_gradients import RunGrams, compare_noise, joint_proofs, noise_table
 from otb_analysis.figures.pair_verdict import runs_verdict
 from otb_analysis.figures.pairing import Pairing, first_groups, pair_runs
@@ -67,7 +67,7 @@ def _pair(pairing: Pairing, stores: Mapping[str, RunStore]) -> dict[str, object]
     return {
         "a": pairing.a, "b": pairing.b, "runs": pairing.pairs, "verdict": runs_verdict(panels, noise),
         "intervals": pairing.note, "quantities": _rows(pair_table(panels)),
-        "gradient_noise": _rows(noise_table(noise)), "notes": noise.notes,
+        "gradient_noise": _rows(noise_table(noise)), "notes": [*filter(None, [drift_note(panels)]), *noise.notes],
     }  # fmt: skip
 
 

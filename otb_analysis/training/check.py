@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from operator import attrgetter
 
-from otb_analysis.config import EstimatorConfig, SampleConfig, TrainConfig
+from otb_analysis.config import EstimatorConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, entry_of, options_from_dict
 from otb_analysis.estimators.spec import TRAINABLE_NEEDS
 from otb_analysis.extras import require
 from otb_analysis.measurement.levels import level_of
+from otb_analysis.objectives.filters import FILTERS
+from otb_analysis.objectives.registry import lookup, options_from_table
 from otb_analysis.store.layout import check_run_name
 from otb_analysis.training.policy.objective import Objective
 from otb_analysis.training.runtime.trackers import check_trackers
@@ -16,8 +18,8 @@ from otb_analysis.training.runtime.trackers import check_trackers
 POSITIVE = (
     *("sample.prompts", "sample.group_size", "sample.max_new_tokens", "sample.max_turns", "sample.temperature"),
     *(
-        "sample.filter_rounds",
         "sample.vllm_memory",
+        "sample.filter_rounds",
         "optimize.steps",
         "optimize.learning_rate",
         "objective.epochs",
@@ -37,7 +39,7 @@ NOT_NEGATIVE = (
         "optimize.micro_batch",
     ),
     *("objective.staleness", "objective.kl_coefficient", "objective.entropy_bonus", "checkpoint.every", "lora.rank"),
-    *("critic.learning_rate", "evaluate.every", "sample.filter_most_tokens"),
+    *("critic.learning_rate", "evaluate.every"),
 )
 
 
@@ -112,6 +114,11 @@ def _problems(config: TrainConfig, processes: int) -> Iterator[str]:
                 f"sample.group_size is 1 but estimator.name is {name!r}, which compares rollouts of one prompt; "
                 f"{remedy} estimator.name to one of {', '.join(others)}."
             )
+        if config.sample.filter == "dynamic":
+            yield (
+                "sample.group_size is 1, where sample.filter 'dynamic' keeps no group; "
+                f"{remedy} sample.filter to 'none'."
+            )
         if objective.shaping == "drop_equal":
             yield (
                 "sample.group_size is 1, where objective.shaping 'drop_equal' drops every rollout; "
@@ -125,7 +132,14 @@ def _problems(config: TrainConfig, processes: int) -> Iterator[str]:
         yield (
             f"sample.prompts·group_size is {rollouts} for {processes} processes; sample at least one rollout on each."
         )
-    yield from _filter_problems(config.sample, processes)
+    options_from_table(
+        config.sample.filter, lookup("filter", config.sample.filter, FILTERS).options, config.sample.filter_options
+    )
+    if config.sample.filter != "none" and processes > 1:
+        yield (
+            f"sample.filter is {config.sample.filter!r} but filters work with one process and {processes} were "
+            "launched; launch one, or set it to 'none'."
+        )
     if config.sample.engine == "vllm":
         if processes > 1:
             yield (
@@ -139,20 +153,6 @@ def _problems(config: TrainConfig, processes: int) -> Iterator[str]:
             f"warm_start.success_low is {start.success_low} and success_high is {start.success_high}; "
             "choose 0 ≤ success_low < success_high ≤ 1."
         )
-
-
-def _filter_problems(config: SampleConfig, processes: int) -> Iterator[str]:
-    if config.filter == "none":
-        return
-    if processes > 1:
-        yield (
-            f"sample.filter is {config.filter!r}, which fills the batch of one process, and {processes} were launched; "
-            "set it to 'none'."
-        )
-    if config.filter == "dynamic" and config.group_size == 1:
-        yield "sample.filter is 'dynamic', which drops every group of one rollout; set sample.group_size to at least 2."
-    if not 0 <= config.filter_floor <= 1:
-        yield f"sample.filter_floor is {config.filter_floor}; choose a probability from 0 to 1."
 
 
 def _critic_problems(config: TrainConfig) -> Iterator[str]:

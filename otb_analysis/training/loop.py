@@ -19,15 +19,13 @@ from otb_analysis.config import TrainConfig
 from otb_analysis.errors import STOPS, Interrupted, NonFiniteError, StoreError
 from otb_analysis.estimators import estimate
 from otb_analysis.measurement.summary import summarize
-from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows
+from otb_analysis.measurement.table import rollout_rows, token_rows
 from otb_analysis.phases import note, phase
 from otb_analysis.processes import Processes
-from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunWriter, StepTables, gram_rows, subgroup_rows
-from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.enough import none_answers, none_ends, too_few_prompts
 from otb_analysis.training.evaluation import evaluate
-from otb_analysis.training.filtering import filtered
+from otb_analysis.training.filling import broken_condition, draw_batch
 from otb_analysis.training.resume import begin, kept
 from otb_analysis.training.runtime.checkpoint import write_checkpoint
 from otb_analysis.training.runtime.gather import gather_rollouts, shard_rows, shared_norms
@@ -44,7 +42,8 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
     """Train a policy, measure its steps, and return the run's directory.
 
     Raises:
-        InputError: The configuration names something that does not exist or cannot work; nothing was written.
+        InputError: The configuration names something that does not exist or cannot work; nothing was written. Or a
+            filter of sampling did not fill its batch; complete steps stay readable.
         StoreError: The store cannot be written; complete steps stay readable.
         NonFiniteError: A logit, reward, loss or gradient is not finite; complete steps stay readable.
         ProcessError: Another process of the run stopped; complete steps stay readable.
@@ -63,8 +62,9 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
     ):
         steps = config.optimize.steps
         bar(first, steps, f"{config.run_name}: {first} of {steps} steps")
-        if processes.first and (warning := too_few_prompts(config, trainer.task)):
-            note(warning)
+        for warning in (too_few_prompts(config, trainer.task), broken_condition(config)):
+            if processes.first and warning:
+                note(warning)
         for step in range(first, steps):
             with _step_named(step):
                 tables = train_step(trainer, step)
@@ -112,17 +112,8 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
     scalars = evaluate(trainer, step)
     with trainer.timed("sample"):
         torch.manual_seed(seed_of(config.seed, step, *processes.seed))
-        prompts = draw_prompts(trainer.task, "train", step * config.sample.prompts, config.sample.prompts)
-        group = processes.shard(np.repeat(np.arange(len(prompts)), config.sample.group_size))
-        with policy.sampling():
-            if config.sample.filter != "none":
-                local, filled = filtered(trainer, step, prompts)
-                scalars |= filled
-            else:
-                local = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config.sample, group)
-    if config.sample.filter == "none":  # a filter has paid them already
-        with trainer.timed("estimate"):
-            local = compute_rewards(trainer.task, local)
+        local, filtered = draw_batch(trainer, step)
+    scalars |= filtered
     with trainer.timed("update", "scoring"):
         forward = policy.forward(local, trainer.one_update, trainer.wanted())
         local_reference = policy.reference_logprob(local)
@@ -137,7 +128,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         note(warning)
     with trainer.timed("measure"):
         trainer.announce(step, rollouts)
-        measurer, groups = trainer.measurer, np.arange(len(prompts))
+        measurer, groups = trainer.measurer, np.arange(len(local.prompts))
         norms = None
         if trainer.trains_on_exact:
             with phase("exact norms"):

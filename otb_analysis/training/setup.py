@@ -17,8 +17,9 @@ from otb_analysis.gradients.batch.scope import select_scope
 from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import TokenTable, token_ratio, token_table
+from otb_analysis.objectives.filters import FILTERS
 from otb_analysis.objectives.importance import learning_rate_factor
-from otb_analysis.objectives.shaping import SHAPINGS
+from otb_analysis.objectives.shaping import SHAPINGS, ShapingInputs
 from otb_analysis.phases import phase
 from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.generation import Generator, TransformersGenerator
@@ -92,7 +93,8 @@ class Trainer:
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
         custom = {name: options_from_dict(name, {}) for name in config.measure.subgroups if name not in ESTIMATORS}
         trained = custom | {config.estimator.name: self.options}
-        by_group = "group" in SHAPINGS[config.objective.shaping].needs  # smaller groups would be paid differently
+        # Smaller groups would be paid or kept differently.
+        by_group = "group" in SHAPINGS[config.objective.shaping].needs or FILTERS[config.sample.filter].keeps == "group"
         measured = replace(config, measure=replace(config.measure, subgroups=())) if by_group else config
         self.measurer = GradientMeasurer(model, measured.measure, config.sample.temperature, trained, asdict(config))
         self.cut_noted = False  # that every answer of some step was cut off
@@ -184,7 +186,7 @@ class Trainer:
             value = self.processes.rows(local_value, rollouts.width)
         table = token_table(rollouts, forward, value)
         penalty = self.objective.penalty(table.stats.logprob, reference, table.mask)
-        shaped = self.objective.shaped(table.reward, table.mask, table.group, penalty)
+        shaped = self.objective.shaped(ShapingInputs(table.reward, table.mask, table.group, table.turn), penalty)
         ratio = token_ratio(table) if self.objective.off_policy else None
         limit = self.config.sample.limit
         return replace(table, reward=shaped.reward, keep=shaped.keep, ratio=ratio, limit=limit)

@@ -1,52 +1,52 @@
-"""What the page of Filters needs beyond its table: each filter's turn of the mean, and what it pays."""
+"""What the page of Filters of sampling needs beyond its tables: medians, means with intervals, its figure."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from otb_analysis.figures.styles import BLUE, ORANGE
-from otb_analysis.figures.svg import Panel, svg
-from otb_analysis.statistics import cluster_jackknife
-from otb_analysis.study import Rows, column, distinct, interval_columns, select
-from otb_analysis.study.formats import interval_curve
+from otb_analysis.figures.styles import BLUE, GREY, ORANGE
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.study import Rows, column, distinct, select
+from otb_analysis.study.formats import ends, known
 
-from .study import ARMS, FILTERS
+LABELS = {"dynamic, other prompts": BLUE, "dynamic, same prompt again": ORANGE, "prs": GREY}
 
-COLORS = {"dynamic": ORANGE, "profiled": BLUE}
+
+def middle(rows: Rows, name: str) -> float | None:
+    """Return the median of a column."""
+    values = column(rows, name)
+    return float(np.median(values)) if values else None
+
+
+def cosines(rows: Rows, label: str, estimator: str) -> Interval | None:
+    """Return the mean cosine over batches, with its interval where batches differ."""
+    return seed_mean(column(select(rows, filter=label, estimator=estimator), "cosine"), "cosine")
 
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
-    """Return one row per group size, filter and estimator, with intervals over populations."""
-    worlds = tables["worlds"]
-    rows = []
-    for size in distinct(worlds, "size"):
-        for kind in FILTERS:
-            for arm in ARMS:
-                own = select(worlds, size=size, filter=kind, estimator=arm)
-                bare = select(worlds, size=size, filter="none", estimator=arm)
-                row = {"size": size, "filter": kind, "estimator": arm}
-                for name in ("sideways", "paid_sideways", "projection", "drawn"):
-                    row |= interval_columns(name, _mean(column(own, name), name))
-                pairs = np.array([column(own, "efficiency"), column(bare, "efficiency")], float).T
-                found = cluster_jackknife(pairs, lambda m: m[..., 0] / m[..., 1], "efficiency over no filter's")
-                rows.append(row | interval_columns("efficiency", found) | {"most": max(column(own, "sideways"))})
-    return {"rows": rows, "n_worlds": len(distinct(worlds, "world"))}
-
-
-def _mean(values: Any, words: str) -> Any:
-    table = np.array([values, np.ones(len(values))], float).T
-    return cluster_jackknife(table, lambda m: m[..., 0] / m[..., 1], words, "linear")
+    """Return functions for the cells of the page."""
+    return {
+        "middle": middle,
+        "cosines": lambda label, name: cosines(tables["batches"], label, name),
+        "gain": lambda kind, name, what: seed_mean(
+            np.array(column(select(tables["filters"], filter=kind, estimator=name), what)), what, "log"
+        ),
+        "worst": lambda kind, name, what: max(column(select(tables["filters"], filter=kind, estimator=name), what)),
+        "labels": list(LABELS),
+    }
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
-    """Draw how far each filter turns the mean of each estimator, at the largest group size."""
-    rows = numbers(tables)["rows"]
-    size = max(row["size"] for row in rows)
-    curves = [
-        interval_curve({i: row for i, row in enumerate(select(rows, size=size, filter=kind))}, "sideways", kind, color)
-        for kind, color in COLORS.items()
-    ]
-    names = ", ".join(f"{i} {arm}" for i, arm in enumerate(ARMS))
-    title = f"Part of the mean that is not along ∇J, groups of {size}"
-    return {"sideways.svg": svg([Panel(title, "sine of the angle", names, curves)])}
+    """Draw the cosine of the mean update of several prompts and ∇J, for every estimator and filter."""
+    names = distinct(tables["batches"], "estimator")
+    curves = []
+    for k, (label, color) in enumerate(LABELS.items()):
+        found = [cosines(tables["batches"], label, name) for name in names]
+        y, low, high = ([known(ends(one)[end]) for one in found] for end in range(3))
+        x = [at + 0.12 * (k - 1) for at in range(1, len(names) + 1)]
+        curves.append(Curve(x, y, label, low, high, color, width=0))
+    note = "1: the filter changes lengths at most"
+    axis = ", ".join(f"{k} {name}" for k, name in enumerate(names, 1))
+    return {"filters.svg": svg([Panel("Cosine of the mean update and ∇J", note, axis, curves, ((1.0, ""),))])}

@@ -135,9 +135,13 @@ def click_first_row(page, table) -> None:
 
 
 def choose(page, label: str, option: str) -> None:
-    """Choose an option of a selectbox by mouse."""
-    select_box(page, label).locator("input").first.click()
-    page.locator("[role=option]").filter(has_text=option).first.click()
+    """Choose an option of a selectbox by mouse; after keys the first click may give the box no more than the focus."""
+    box, options = select_box(page, label).locator("input").first, page.locator("[role=option]")
+    box.click()
+    page.wait_for_timeout(1000)
+    if not options.count():
+        box.click()
+    options.filter(has_text=option).first.click()
 
 
 def select_box(page, label: str):

@@ -11,6 +11,7 @@ from tests.app.browsing import (
     asked,
     choose,
     chromium_started,
+    finished,
     select_box,
     served,
     sideways,
@@ -93,10 +94,12 @@ def test_labels_change_with_step_and_prompt(tab, address):
     assert (asked(page, "step"), asked(page, "token")) == ("1", "2.3")
     page.keyboard.press("Shift+ArrowRight")
     shows("one")
+    finished(page)
     choose(page, "Prompt", "12 + 7")
     shows("sum")
     assert asked(page, "prompt") == "1"
     says(page, "no gradient here")
+    finished(page)
     choose(page, "Step", "1")
     shows("one")
     assert tab.clean

@@ -22,6 +22,7 @@ from otb_analysis.errors import Interrupted
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.estimators.spec import TRAINABLE_NEEDS
 from otb_analysis.objectives.aggregation import AGGREGATIONS
+from otb_analysis.objectives.filters import FILTERS
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
 from otb_analysis.report.terminal import terminal_table
@@ -88,6 +89,7 @@ TRAINABLE = [name for name, entry in ESTIMATORS.items() if set(entry.needs) <= T
         ("objective.ratio", RATIOS),
         ("objective.aggregation", AGGREGATIONS),
         ("objective.shaping", SHAPINGS),
+        ("sample.filter", FILTERS),
     ],
 )
 def test_help_of_a_choice_lists_every_name(option, names, capsys):
@@ -101,6 +103,7 @@ def test_help_of_a_choice_lists_every_name(option, names, capsys):
         ("objective.ratio-options", RATIOS),
         ("objective.aggregation-options", AGGREGATIONS),
         ("objective.shaping-options", SHAPINGS),
+        ("sample.filter-options", FILTERS),
     ],
 )
 def test_help_of_options_lists_every_one_and_whose_it_is(option, registry, capsys):

@@ -52,6 +52,7 @@ def test_entries_that_couple_prompts_do_not_stand_for_the_gradient():
         ({"objective": ObjectiveConfig(shaping="drop_equal")}, "filtered"),
         ({"objective": ObjectiveConfig(shaping="grpo_lambda")}, "filtered"),
         ({"sample": SampleConfig(engine="vllm")}, "another engine"),
+        ({"sample": SampleConfig(filter="dynamic")}, "by their outcome"),
         ({"optimize": OptimizeConfig(precision="bfloat16")}, "half precision"),
     ],
 )

@@ -74,7 +74,7 @@ def test_the_best_is_named_with_its_ratio_interval_and_rollouts_saved():
     assert second.startswith(
         f"Its variance at equal progress (SF) is {shown} times rloo's: for the same noise it needs "
     )
-    assert f"{100 * (1 - best.sf.estimate):.0f} % fewer rollouts" in second
+    assert f"at least {100 * (1 - best.sf.high):.0f} % fewer rollouts" in second
     assert "add --estimator.name sequence_optimal_loo to your run's command" in third
 
 

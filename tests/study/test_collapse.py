@@ -43,7 +43,7 @@ def test_arms_share_everything_but_baseline_staleness_and_ratio(parts):
     assert (calm.objective.staleness, calm.optimize.warmup_steps, calm.optimize.learning_rate) == (0, 0, 3e-4)
     assert (staged.objective.staleness, staged.optimize.warmup_steps, staged.optimize.learning_rate) == (4, 80, 4.8e-3)
     assert (other.objective.staleness, other.objective.ratio, other.optimize) == (8, "token", staged.optimize)
-    shared = {(c.seed, c.sample, c.chain_sum, c.warm_start, c.small_model) for c in config.values()}
+    shared = {repr((c.seed, c.sample, c.chain_sum, c.warm_start, c.small_model)) for c in config.values()}
     assert len(shared) == 1
 
 

@@ -196,7 +196,7 @@ def test_timed_pass_leaves_gradients_weights_and_random_state_alone(trainer):
 
     weights = [p.detach().clone() for p in trainer.policy.parameters]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("otb_analysis.training.loop.compute_rewards", pay)
+        patch.setattr("otb_analysis.training.filling.compute_rewards", pay)
         with pytest.raises(StopIteration):
             from otb_analysis.training.loop import train_step
 

@@ -69,12 +69,21 @@ OTHER_LEVELS = {
     *("energy_total", "energy_total_stderr", "n_sampled_tokens", "calibration_slope", "calibration_error"),
     *("attribution_top_share", "signal_total", "noise_total"),
 }
+FILTERED = ("filter_rounds", "filter_kept_share", "filter_reward_mean")
 NEVER_HERE = {
     # Too few tokens for a tail; on-policy, and no divergence wanted.
-    "steps": {"energy_tail_k", "exact_tail_k", "ratio_mean", "ratio_clip_share", "kl_reference", *OTHER_LEVELS}
+    "steps": {
+        "energy_tail_k",
+        "exact_tail_k",
+        "ratio_mean",
+        "ratio_clip_share",
+        "kl_reference",
+        *FILTERED,
+        *OTHER_LEVELS,
+    }
     # Fewer than 16 held-out prompts, and no trackers.
     | {f"heldout_{name}_{end}" for name in ("reward", "success", "pass_at_k") for end in ("low", "high")}
-    | {"tracker_gaps"},
+    | {"tracker_gaps", *FILTERED},
     "rollouts": {"energy_total", "energy_total_stderr"},  # of the level sampled
     "tokens": {"grad_norm_sq_stderr", "path_norm_sq", "energy_calibrated", "attribution", "signal", "noise"},
     # Below 16 prompts, without pools, and never sketched.

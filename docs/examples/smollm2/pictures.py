@@ -69,8 +69,6 @@ def walk(page: Any, address: str) -> None:
     page.wait_for_selector(f"text=token {WRONG % 5} of rollout {WRONG // 5}", timeout=MINUTE)
     take(page, "tokens", 1000)
     go_to(page, "Estimators", PLOT)
-    page.locator("[data-testid=stButtonGroup] button:has-text('proxy')").last.click()
-    page.wait_for_url("**energy=proxy**", timeout=MINUTE)
     take(page, "estimators", 900)
 
 

@@ -67,12 +67,12 @@ class Objective:
             name, given = getattr(config, kind), getattr(config, f"{kind}_options")
             self._options[kind] = options_from_table(name, lookup(kind, name, entries).options, given)
 
-    def shaped(self, reward: Float, mask: Bool, group: Int, penalty: Float | None) -> Shaped:
+    def shaped(self, inputs: ShapingInputs, penalty: Float | None) -> Shaped:
         """Return the rewards that the estimator sees [N, T] and the rollouts that take part in the update [N].
 
-        `reward` [N, T] is what the task paid, `penalty` [N, T] what the method `penalty` returned.
+        The inputs' rewards are what the task paid, `penalty` [N, T] is what the method `penalty` returned.
         """
-        shaped = shape_rewards(self.config.shaping, ShapingInputs(reward, mask, group), self._options["shaping"])
+        shaped = shape_rewards(self.config.shaping, inputs, self._options["shaping"])
         return shaped if penalty is None else replace(shaped, reward=shaped.reward - penalty)
 
     def weighed(self, batch: TokenBatch) -> TokenBatch:
