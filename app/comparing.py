@@ -3,6 +3,7 @@
 from typing import Any
 
 import data
+import scripts
 import selection
 import streamlit as st
 from listing import Run
@@ -22,15 +23,6 @@ NOT_MEASURED = """This run has no gradient measurements yet. They are made at sc
 For recorded rollouts `otb audit --model DIR --rollouts FILE` measures them."""
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
 ALL = "all measured steps"
-PYTHON = """from otb_analysis.estimators import proved
-from otb_analysis.figures.comparison import comparison_info, plot_comparison
-from otb_analysis.store import RunStore
-
-run = RunStore({path!r})
-grams = list(run.grams({steps}).values())
-known = proved({{label for gram in grams for label in gram.labels}}, run.info["config"])
-info = comparison_info(grams, {against!r}, {source!r}, {estimators!r}, known)
-plot_comparison(info).write_html("comparison.html")"""
 
 
 def comparison(run: Run) -> None:
@@ -75,8 +67,9 @@ def forest(run: Run, source: str, against: str, step: str, estimators: list[str]
     chosen = list(grams.values()) if step == ALL else [grams[int(step)]]
     info = comparison_info(chosen, against, source, estimators, data.known(run))
     st.caption(f"{info.order} {info.estimand}")
-    python = PYTHON.format(
-        path=run.path, steps="" if step == ALL else f"[{step}]", against=against, source=source, estimators=estimators
+    steps = "" if step == ALL else f"[{step}]"
+    python = scripts.COMPARISON.format(
+        path=run.path, steps=steps, against=against, source=source, estimators=estimators
     )
     chart(plot_comparison(info), "comparison", comparison_table(info), python)
     scale = noise_scale_cell(data.noise_scale(run), ".0f")
@@ -101,7 +94,8 @@ def planned(run: Run) -> None:
     planner = data.planner(run)
     if planner.cells:
         st.caption(planner_words(planner))
-        chart(plot_planner(planner), "planner", planner_table(planner))
+        python = scripts.PLANNER.format(path=run.path, steps="")
+        chart(plot_planner(planner), "planner", planner_table(planner), python)
     st.markdown(plain(planner.note))
 
 
@@ -117,7 +111,12 @@ def over_steps(run: Run, labels: frozenset[Label]) -> None:
     if table.empty:
         return
     info = variance_info(table)
-    chart(plot_variance(info), "variance", table)
+    python = (
+        scripts.VARIANCE.format(path=run.path, steps="", window=window, labels=sorted(labels))
+        if data.grams(run)
+        else ""
+    )
+    chart(plot_variance(info), "variance", table, python)
     st.caption(footnote(info, window))
 
 

@@ -1,6 +1,7 @@
 """The second half of the page Estimators: what it costs to weigh by the proxy instead of exact norms."""
 
 import data
+import scripts
 import selection
 import streamlit as st
 from listing import Run
@@ -28,13 +29,6 @@ LOST = (
     "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency of otb over all measured steps. 0: the proxy costs "
     "nothing. 1: the gain over rloo is gone. A dash: no interval, or exact energies show no gain."
 )
-PYTHON = """from otb_analysis.figures.fidelity import fidelity_columns, fidelity_info, plot_fidelity
-from otb_analysis.store import EXACT_ROWS, RunStore
-
-run = RunStore({path!r})
-measured = f'(step, "group") IN (SELECT step, "group" FROM tokens WHERE {{EXACT_ROWS}})'
-tokens = run.tokens_df(columns=fidelity_columns({source!r}), where=measured)
-plot_fidelity(fidelity_info(tokens, {kind!r}, {source!r})).write_html("proxy.html")"""
 
 
 def proxy(run: Run) -> None:
@@ -64,10 +58,11 @@ def proxy(run: Run) -> None:
     st.caption("Judge the proxy by what it costs, not by a correlation.")
     left, right = st.columns(2)
     with left:
-        python = PYTHON.format(path=run.path, kind=kind, source=source)
+        python = scripts.FIDELITY.format(path=run.path, kind=kind, source=source)
         chart(plot_fidelity(info), "fidelity", info.far, python, clicked=token_clicked)
     with right:
-        chart(plot_fidelity_steps(info), "fidelity-steps", fidelity_table(info))
+        python = scripts.FIDELITY_STEPS.format(path=run.path, kind=kind, source=source)
+        chart(plot_fidelity_steps(info), "fidelity-steps", fidelity_table(info), python)
     part = "all" if measured.loaded == measured.total else f"{measured.loaded:,} of"
     slope = (
         "" if info.line is None else f"Dashed: exact ∝ {info.source}^{info.line[1]:.2f}, least squares of logarithms. "

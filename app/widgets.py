@@ -145,7 +145,7 @@ def chart(
 
     Args:
         key: Unique on the page; also the name of the downloaded files.
-        python: Lines that make `figure`, for a script.
+        python: Lines that draw the figure, for a notebook; see `scripts`.
         clicked: Called where a point was clicked, which is then in the session under `key`.
     """
     background(figure)
@@ -173,9 +173,9 @@ def image_options(figure: go.Figure, key: str) -> dict[str, Any]:
 
 
 def download(table: pd.DataFrame, key: str) -> None:
-    """Offer a table as CSV."""
+    """Offer a table as CSV, which is written when it is asked for."""
     st.download_button(
-        "CSV", table.to_csv(index=False).encode(), f"otb-{key}.csv", "text/csv",
+        "CSV", lambda: table.to_csv(index=False).encode(), f"otb-{key}.csv", "text/csv",
         key=f"csv-{key}", on_click="ignore", type="tertiary", icon=":material/download:",
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ from typing import Any
 import data
 import listing
 import pandas as pd
+import scripts
 import selection
 import streamlit as st
 from widgets import chart, chosen_runs, download, one_run, page, plain
@@ -84,7 +85,8 @@ def compare_runs(runs: list[listing.Run], configs: Configs, kind: str) -> None:
     panels, noise = data.compared(tuple(runs), pairing)
     st.markdown(f"**{plain(runs_verdict(panels, noise))}**")
     st.caption(plain(" ".join(filter(None, [pairing.note, drift_note(panels)]))))
-    drawn(panels, noise, (f"A: {pairing.a}", f"B: {pairing.b}"), SEEDS if pairing.by == "seed" else BLOCKS)
+    python = scripts.RUN_PAIR.format(root=listing.root(), pairing=pairing)
+    drawn(panels, noise, (f"A: {pairing.a}", f"B: {pairing.b}"), SEEDS if pairing.by == "seed" else BLOCKS, python)
     st.subheader("Configuration differences", anchor=False)
     differences = config_differences({run: configs[run] for run in pairing.runs})
     if differences.table.empty:
@@ -110,13 +112,14 @@ def compare_estimators(run: listing.Run) -> None:
         return
     panels, noise = data.compared_estimators(run, names[a], names[b])
     st.markdown(f"**{plain(estimators_verdict(noise))}**")
-    drawn(panels, noise, (f"A: {a}", f"B: {b}"), RATIOS)
+    python = scripts.ESTIMATOR_PAIR.format(path=run.path, steps="", a=names[a], b=names[b])
+    drawn(panels, noise, (f"A: {a}", f"B: {b}"), RATIOS, python)
 
 
-def drawn(panels: tuple[PairPanel, ...], noise: NoiseInfo, names: tuple[str, str], caption: str) -> None:
+def drawn(panels: tuple[PairPanel, ...], noise: NoiseInfo, names: tuple[str, str], caption: str, python: str) -> None:
     """Draw the curves with their differences, then the ratios of gradient noise."""
     if panels:
-        chart(plot_pair(panels, *names), "pair", curves_rows(panels))
+        chart(plot_pair(panels, *names), "pair", curves_rows(panels), python)
         st.caption(caption)
     st.subheader("Gradient noise, B ÷ A", anchor=False)
     shown: pd.DataFrame = noise_display(noise)

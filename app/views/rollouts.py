@@ -4,13 +4,13 @@ from typing import Any
 
 import data
 import pandas as pd
+import scripts
 import selection
 import streamlit as st
 from listing import Run
-from widgets import background, download, errors_as_sentences, one_run, page
+from widgets import chart, download, errors_as_sentences, one_run, page
 
 from otb_analysis.figures.rewards import plot_rewards, rewards_info
-from otb_analysis.figures.theme import CONFIG
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RolloutFilter
 
@@ -71,10 +71,8 @@ def histogram(run: Run, what: RolloutFilter) -> None:
             steps, reward = info.ranges(*points[0]["customdata"][:2])
             st.session_state["_cell"] = (steps, reward)
 
-    st.plotly_chart(
-        background(plot_rewards(info)), key="rewards", theme=None, config=CONFIG, on_select=clicked,
-        selection_mode="points",
-    )  # fmt: skip
+    python = scripts.REWARDS.format(path=run.path, asked=what)
+    chart(plot_rewards(info), "rewards", table, python, clicked=clicked)
     st.caption("Share of each reward among the rollouts of a step. Click a cell to list its rollouts.")
 
 

@@ -4,10 +4,11 @@ from typing import Any
 
 import data
 import pandas as pd
+import scripts
 import selection
 import streamlit as st
 from listing import Run
-from widgets import background, download, errors_as_sentences, one_run, page, plain
+from widgets import chart, download, errors_as_sentences, one_run, page, plain
 
 from otb_analysis.diagnostics import LEVELS, Finding, fall
 from otb_analysis.figures.alarms import alarms_table
@@ -20,7 +21,6 @@ from otb_analysis.figures.attribution import (
 )
 from otb_analysis.figures.collapse import degenerate_table
 from otb_analysis.figures.detector_rates import false_alarms, foresight
-from otb_analysis.figures.theme import CONFIG
 from otb_analysis.figures.timeline import plot_timeline, timeline_info
 from otb_analysis.figures.triage import triage
 
@@ -57,8 +57,8 @@ def timeline(run: Run, steps: pd.DataFrame, findings: list[Finding]) -> int:
     every = more.toggle("All quantities", key="all", bind="query-params")
     log_y = log.toggle("Logarithmic axes", key="log", bind="query-params")
     info = timeline_info(steps, findings, data.changes([run])[run.name], more=every)
-    figure = background(plot_timeline(info, at, log_y=log_y))
-    st.plotly_chart(figure, key="timeline", theme=None, config=CONFIG, on_select=clicked, selection_mode="points")
+    python = scripts.TIMELINE.format(path=run.path, more=every, step=at, log_y=log_y)
+    chart(plot_timeline(info, at, log_y=log_y), "timeline", steps, python, clicked=clicked)
     return at
 
 
@@ -119,7 +119,8 @@ def attribution(run: Run, step: int) -> None:
         "Break down by", list(LEVELS), format_func=lambda name: HELD[name], default="token", key="level",
         bind="query-params", required=True,
     )  # fmt: skip
-    st.plotly_chart(background(plot_attribution(attribution_info(shares))), theme=None, config=CONFIG, key="shares")
+    python = scripts.ATTRIBUTION.format(path=run.path, step=step)
+    chart(plot_attribution(attribution_info(shares)), "attribution", python=python)
     st.caption(SHARES)
     holders = shares.at(str(level))
     table = attribution_table(shares, holders.head(ROWS), texts, data.rollouts(run, step))

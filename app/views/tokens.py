@@ -6,6 +6,7 @@ import data
 import estimating
 import numpy as np
 import pandas as pd
+import scripts
 import selection
 import streamlit as st
 from places import Place, choose_beside, choose_prompt, choose_step
@@ -28,16 +29,6 @@ NOTHING = (
 )
 NOT_HERE = "Not measured for this prompt at this step"
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
-PYTHON = """from otb_analysis.figures.token_columns import with_differences
-from otb_analysis.figures.token_grid import plot_tokens
-from otb_analysis.figures.tokens import tokens_info
-from otb_analysis.store import RunStore
-
-run = RunStore({path!r})
-tokens = run.tokens_df([{step}], where='"group" = {group}')
-rollouts = run.rollouts_df([{step}], where='"group" = {group}')
-info = tokens_info(with_differences(tokens), rollouts, {column!r})
-plot_tokens(info).write_html("tokens.html")"""
 LONGEST = 20_000  # Characters of a prompt that are shown
 
 
@@ -173,7 +164,7 @@ def grid(pane: int, place: Place, drawn: Pane, title: str, chosen: Chosen | None
     at = (chosen[1], chosen[2]) if chosen is not None and chosen[0] == pane else None
     column, stored = drawn.info.column, place.tokens
     as_stored = column in stored and drawn.tokens[column].equals(stored[column])
-    python = PYTHON.format(path=place.run.path, step=place.step, group=place.group, column=column)
+    python = scripts.TOKENS.format(path=place.run.path, step=place.step, group=place.group, column=column)
     can = as_stored or (column not in stored and column != ADVANTAGES)
     chart(plot_tokens(drawn.info, title, at), key, python=python if can else "", clicked=on_point)
     width = grid_info(drawn.info).width

@@ -4,6 +4,7 @@ from typing import Any
 
 import data
 import listing
+import scripts
 import streamlit as st
 from widgets import chart, chosen_runs, curves_table, download, open_run, page, plain, reasons
 
@@ -71,10 +72,14 @@ with page("Triage", "Which run is in trouble, since when, and in what does it di
     settings = [EACH, *differences.table["setting"]]
     by = str(right.selectbox("Group runs by", settings, key="by", bind="query-params", width=320, help=GROUPS))
     if by == EACH:
-        info = learning_info(data.steps(chosen), {run.name: run.estimator for run in chosen}, window)
+        estimators = {run.name: run.estimator for run in chosen}
+        info = learning_info(data.steps(chosen), estimators, window)
+        python = scripts.LEARNING.format(root=listing.root(), estimators=estimators, window=window)
     else:
-        info = grouped_info(data.steps(chosen), grouped(differences, by), window)
-    chart(plot_learning(info), "learning", curves_table(info))
+        groups = grouped(differences, by)
+        info = grouped_info(data.steps(chosen), groups, window)
+        python = scripts.GROUPED.format(root=listing.root(), groups=groups, window=window)
+    chart(plot_learning(info), "learning", curves_table(info), python)
 
     st.subheader("Configuration differences", anchor=False)
     if len(chosen) < 2:

@@ -4,6 +4,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import duckdb
@@ -14,16 +15,9 @@ from otb_analysis.store.views import literal
 
 
 def open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:
-    """Return a connection that can read this run's directory and no other file, and whose settings are final.
-
-    Raises:
-        InputError: The limit is no amount of memory.
-    """
+    """Return a connection that can read this run's directory and no other file, and whose settings are final."""
     connection = duckdb.connect()
-    try:
-        connection.execute(f"SET memory_limit={literal(memory_limit)}")
-    except duckdb.Error as error:
-        raise InputError(f"memory_limit is {memory_limit!r}; pass an amount such as '256MB' or '1GB'.") from error
+    connection.execute(f"SET memory_limit={literal(memory_limit)}")
     connection.execute(f"SET temp_directory={literal(str(Path(tempfile.gettempdir()) / 'otb-analysis-spill'))}")
     # A SELECT could otherwise name any data frame in the memory of the caller.
     connection.execute("SET python_enable_replacements=false")
@@ -31,6 +25,21 @@ def open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:
     connection.execute("SET enable_external_access=false")
     connection.execute("SET lock_configuration=true")
     return connection
+
+
+@lru_cache
+def checked_limit(memory_limit: str) -> str:
+    """Return an amount of memory once DuckDB takes it for one.
+
+    Raises:
+        InputError: It does not.
+    """
+    with duckdb.connect() as connection:
+        try:
+            connection.execute(f"SET memory_limit={literal(memory_limit)}")
+        except duckdb.Error as error:
+            raise InputError(f"memory_limit is {memory_limit!r}; pass an amount such as '256MB' or '1GB'.") from error
+    return memory_limit
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import pyarrow as pa
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
 from otb_analysis.store.gram import product_rows, read_gram, rebuild_gram
-from otb_analysis.store.held import LIGHT, MANY, rollout_rows, step_rows
+from otb_analysis.store.held import LIGHT, MANY, rollout_rows, step_frame, step_rows
 from otb_analysis.store.layout import find_run
 from otb_analysis.store.liveness import standing
 from otb_analysis.store.parts import Part, again_if_changed, by_step, checked, complete_steps, signature, visible_parts
-from otb_analysis.store.query import check_read_only, first_rows, interrupted_after, open_locked, refused
+from otb_analysis.store.query import check_read_only, checked_limit, first_rows, interrupted_after, open_locked, refused
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
 from otb_analysis.store.views import broken_part, column_names, quoted, select, select_from
@@ -57,8 +58,13 @@ class RunStore:
         """
         self.path = find_run(Path(path))
         read_run_file(self.path)
-        self._connection = open_locked(self.path, memory_limit)
+        self._memory_limit = checked_limit(memory_limit)
         self._reduced: dict[tuple[object, ...], Gram] = {}
+
+    @cached_property
+    def _connection(self) -> duckdb.DuckDBPyConnection:
+        """Opened by the first query: a list of many runs needs none."""
+        return open_locked(self.path, self._memory_limit)
 
     @property
     def info(self) -> dict[str, object]:
@@ -118,6 +124,8 @@ class RunStore:
         for name in columns or ():
             if name not in known:
                 raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
+        if table == "steps" and where is None and len(parts[table]) > MANY:
+            return step_frame(self.path, parts[table], columns)
         chosen = "*" if columns is None else ", ".join(map(quoted, columns))
         # The line break ends a comment in the condition.
         condition = "" if where is None else f" WHERE ({where}\n)"

@@ -32,7 +32,7 @@ def column_names(table: str, parts: Sequence[Part]) -> list[str]:
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    return _names(table, _checked_columns(table, parts))
+    return names_of(table, _checked_columns(table, parts))
 
 
 def select(table: str, parts: Sequence[Part]) -> str:
@@ -51,7 +51,7 @@ def select_from(table: str, present: Collection[str], source: str) -> str:
         f"CAST({quoted(name) if name in present else 'NULL'} AS {dtypes[name]}) AS {quoted(name)}"
         if name in dtypes
         else quoted(name)
-        for name in _names(table, present)
+        for name in names_of(table, present)
     ]
     return f"SELECT {', '.join(columns)} FROM {source}"
 
@@ -134,7 +134,8 @@ def broken_part(parts: Sequence[Part]) -> StoreError | None:
     return None
 
 
-def _names(table: str, present: Iterable[str]) -> list[str]:
+def names_of(table: str, present: Iterable[str]) -> list[str]:
+    """Return the schema's columns of a table in its order, then those of these that it does not have."""
     return list(dict.fromkeys(c.name for c in TABLES[table]) | dict.fromkeys(present))
 
 

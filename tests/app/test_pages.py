@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from otb_analysis.commands.cli import main
 from otb_analysis.diagnostics import DETECTORS
 from otb_analysis.store import RunWriter, StepTables
 
@@ -153,13 +154,43 @@ def test_variance_with_sixteen_prompts_shows_clustered_intervals(store_root, mon
     assert "95 % intervals clustered by prompt" in texts(app)
 
 
-def test_every_figure_offers_the_python_that_draws_it(store_root, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for part, name in (("comparison", "comparison.html"), ("proxy", "proxy.html")):
-        app = open_part(store_root, part, monkeypatch, run="chain-otb-s0")
-        (code,) = [block.value for block in app.code if name in block.value]
-        exec(compile(code, name, "exec"), {})
-        assert "plotly" in (tmp_path / name).read_text(encoding="utf-8").lower()
+BOTH = ["chain-group_mean-s0", "chain-otb-s0"]
+SCRIPTS = (
+    ("triage", {"run": BOTH}, ["learning"]),
+    ("triage", {"run": BOTH, "by": "estimator.name"}, ["learning"]),
+    ("run", {"run": "chain-otb-s0", "step": "20"}, ["attribution", "timeline"]),
+    ("rollouts", {"run": "chain-otb-s0", "text": "1"}, ["rewards"]),
+    ("tokens", {"run": "chain-otb-s0"}, ["tokens"]),
+    ("estimators", {"run": "chain-otb-s0"}, ["comparison", "variance"]),
+    ("estimators", {"run": "chain-otb-s0", "part": "proxy"}, ["fidelity", "fidelity-steps"]),
+    ("compare", {"run": BOTH, "compare": "runs"}, ["pair"]),
+    ("compare", {"run": "chain-otb-s0", "compare": "estimators"}, ["pair"]),
+)
+
+
+@pytest.mark.parametrize(("name", "asked", "figures"), SCRIPTS)
+def test_every_figure_comes_with_the_python_that_draws_it(name, asked, figures, store_root, monkeypatch, tmp_path):
+    assert drawn_by_scripts(open_page(store_root, name, monkeypatch, **asked), tmp_path, monkeypatch) == figures
+
+
+def test_so_does_the_planner_of_a_run_with_smaller_groups(tmp_path, checkpoint, half_task, monkeypatch):
+    asked = "train --run planned --task half --sample.prompts 4 --sample.group-size 4 --sample.max-new-tokens 6"
+    asked += " --optimize.steps 3 --measure.exact.every 1 --measure.exact.prompts 0 --evaluate.prompts 8"
+    assert main([*asked.split(), "--model", str(checkpoint), "--root", str(tmp_path / "runs")]) == 0
+    app = open_page(tmp_path / "runs", "estimators", monkeypatch)
+    assert drawn_by_scripts(app, tmp_path, monkeypatch) == ["comparison", "planner", "variance"]
+
+
+def drawn_by_scripts(app: AppTest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run the Python of every figure of a page, and return what it drew."""
+    monkeypatch.chdir(folder)
+    scripts = [block.value for block in app.code if "write_html" in block.value]
+    assert len(scripts) == len(app.get("plotly_chart"))
+    for script in scripts:
+        exec(compile(script, "script", "exec"), {})
+    drawn = sorted(folder.glob("*.html"))
+    assert all("plotly" in path.read_text(encoding="utf-8").lower() for path in drawn)
+    return sorted(path.stem for path in drawn)
 
 
 def test_a_figure_is_saved_as_chosen(store_root, monkeypatch):

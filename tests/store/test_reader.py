@@ -304,3 +304,16 @@ def test_many_steps_read_from_their_footers_are_those_of_the_columns(tmp_path):
     writer.write_step(5, StepTables(steps={"loss": 4.0}))
     again = store.steps_df()
     assert len(again) == 131 and again["loss"].tolist()[5] == 4.0 and again["loss"].tolist()[130] == 3.0
+
+
+def test_a_run_of_many_steps_reads_the_same_with_and_without_a_query(tmp_path):
+    writer = RunWriter.create(tmp_path, "many", {"seed": 0})
+    for step in range(80):
+        columns = {"reward_mean": float(step), "clipped": step > 3, "own": f"text {step}"} if step != 5 else {}
+        writer.write_step(step, StepTables(steps=columns | ({"n_updates": step} if step % 7 else {})))
+    run = RunStore(tmp_path / "many")
+    read, asked = run.steps_df(), run.steps_df(where="true")
+    pd.testing.assert_frame_equal(read, asked)
+    assert len(read) == 80 and read["own"].isna().sum() == 1 and read["n_updates"].isna().any()
+    some = ["own", "step", "clipped", "grad_norm"]
+    pd.testing.assert_frame_equal(run.steps_df(columns=some), run.steps_df(columns=some, where="true"))

@@ -1,0 +1,106 @@
+"""The Python that draws each figure, for a notebook: shown below it, and run by the tests."""
+
+TIMELINE = """from otb_analysis.diagnostics import change_points, diagnose
+from otb_analysis.figures.timeline import plot_timeline, timeline_info
+from otb_analysis.store import RunStore, step_series
+
+steps = RunStore({path!r}).steps_df()
+series = step_series(steps)
+info = timeline_info(steps, diagnose(series), change_points(series), more={more})
+plot_timeline(info, {step}, log_y={log_y}).write_html("timeline.html")"""
+
+ATTRIBUTION = """from otb_analysis.figures.attribution import attribution_info, plot_attribution
+from otb_analysis.store import RunStore, step_attribution
+
+shares = step_attribution(RunStore({path!r}), {step})
+plot_attribution(attribution_info(shares)).write_html("attribution.html")"""
+
+LEARNING = """from otb_analysis.figures.learning import learning_info, plot_learning
+from otb_analysis.store import RunStore
+
+estimators = {estimators!r}
+steps = {{name: RunStore(f"{root}/{{name}}").steps_df() for name in estimators}}
+plot_learning(learning_info(steps, estimators, {window})).write_html("learning.html")"""
+
+GROUPED = """from otb_analysis.figures.learning import grouped_info, plot_learning
+from otb_analysis.store import RunStore
+
+groups = {groups!r}
+steps = {{name: RunStore(f"{root}/{{name}}").steps_df() for names in groups.values() for name in names}}
+plot_learning(grouped_info(steps, groups, {window})).write_html("learning.html")"""
+
+REWARDS = """from otb_analysis.figures.rewards import plot_rewards, rewards_info
+from otb_analysis.store import RolloutFilter, RunStore, reward_histogram
+
+asked = {asked!r}
+plot_rewards(rewards_info(reward_histogram(RunStore({path!r}), asked))).write_html("rewards.html")"""
+
+TOKENS = """from otb_analysis.figures.token_columns import with_differences
+from otb_analysis.figures.token_grid import plot_tokens
+from otb_analysis.figures.tokens import tokens_info
+from otb_analysis.store import RunStore
+
+run = RunStore({path!r})
+tokens = run.tokens_df([{step}], where='"group" = {group}')
+rollouts = run.rollouts_df([{step}], where='"group" = {group}')
+info = tokens_info(with_differences(tokens), rollouts, {column!r})
+plot_tokens(info).write_html("tokens.html")"""
+
+_GRAMS = """from otb_analysis.estimators import proved
+{imports}
+from otb_analysis.store import RunStore
+
+run = RunStore({{path!r}})
+grams = run.grams({{steps}})
+known = proved({{{{label for gram in grams.values() for label in gram.labels}}}}, run.info["config"])
+{draw}"""
+
+COMPARISON = _GRAMS.format(
+    imports="from otb_analysis.figures.comparison import comparison_info, plot_comparison",
+    draw="""info = comparison_info(list(grams.values()), {against!r}, {source!r}, {estimators!r}, known)
+plot_comparison(info).write_html("comparison.html")""",
+)
+
+VARIANCE = _GRAMS.format(
+    imports="""from otb_analysis.figures.gradient_table import statistics_table
+from otb_analysis.figures.variance import plot_variance, variance_info""",
+    draw="""table = statistics_table(grams, {window}, known, only={labels!r})
+plot_variance(variance_info(table)).write_html("variance.html")""",
+)
+
+ESTIMATOR_PAIR = _GRAMS.format(
+    imports="""from otb_analysis.figures.pair_curves import plot_pair
+from otb_analysis.figures.pair_gradients import compare_estimators""",
+    draw="""panels, noise = compare_estimators(grams, {a!r}, {b!r}, known)
+plot_pair(panels, "A", "B").write_html("pair.html")""",
+)
+
+PLANNER = _GRAMS.format(
+    imports="""from otb_analysis.diagnostics.dead_groups import reward_groups
+from otb_analysis.diagnostics.planner import plan
+from otb_analysis.figures.conclusion import trained_labels
+from otb_analysis.figures.planner import plot_planner""",
+    draw="""trained = next(iter(trained_labels(run.info["config"], grams.values())), None)
+rewards = reward_groups(run.rollouts_df(columns=["step", "group", "reward", "prompt_id"]))
+planner = plan(grams, run.subgroup_grams(), trained, rewards, len(run.complete_steps()), known)
+plot_planner(planner).write_html("planner.html")""",
+)
+
+RUN_PAIR = """from otb_analysis.figures.pair_curves import compare_curves, plot_pair
+from otb_analysis.figures.pairing import Pairing
+from otb_analysis.store import RunStore
+
+pairing = {pairing!r}
+steps = {{name: RunStore(f"{root}/{{name}}").steps_df() for name in pairing.runs}}
+plot_pair(compare_curves(steps, pairing), f"A: {{pairing.a}}", f"B: {{pairing.b}}").write_html("pair.html")"""
+
+_FIDELITY = """from otb_analysis.figures.fidelity import fidelity_columns, fidelity_info, {plot}
+from otb_analysis.store import EXACT_ROWS, RunStore
+
+run = RunStore({{path!r}})
+measured = f'(step, "group") IN (SELECT step, "group" FROM tokens WHERE {{{{EXACT_ROWS}}}})'
+tokens = run.tokens_df(columns=fidelity_columns({{source!r}}), where=measured)
+{plot}(fidelity_info(tokens, {{kind!r}}, {{source!r}})).write_html("{name}.html")"""
+
+FIDELITY = _FIDELITY.format(plot="plot_fidelity", name="fidelity")
+FIDELITY_STEPS = _FIDELITY.format(plot="plot_fidelity_steps", name="fidelity-steps")
