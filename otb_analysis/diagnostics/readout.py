@@ -1,7 +1,7 @@
 """Is a number that the hidden states hold also read by the output layer? Counting readout (arXiv 2605.03258).
 
 From its abstract: linear probes find the count, and the digit rows of the output layer are nearly orthogonal to them.
-The ridge, the split of the prompts and the two shares below are our choices.
+The ridge, the split of the prompts, the shift beside the probe and the shares are our choices.
 """
 
 from dataclasses import dataclass
@@ -60,8 +60,27 @@ def linear_probe(hidden: ArrayLike, count: ArrayLike, fitted: ArrayLike, ridge: 
     return Probe(direction, offset, float(1 - unexplained), float((np.rint(out) == truth).mean()))
 
 
+def count_shift(hidden: ArrayLike, count: ArrayLike) -> Float:
+    """a = Σ (n − n̄)(h − h̄) / Σ (n − n̄)²: how the state [d] moves on average when the count grows by one.
+
+    A probe's direction u is a filter, not this shift: it also cancels what varies beside the count, so u can be
+    orthogonal to a row of the output layer that follows the count, whose logit moves by W_v·a a count (Haufe et al.,
+    2014). hidden is [N, d], count [N].
+
+    Raises:
+        InputError: A shape differs, or there is one count only.
+    """
+    h, n = np.asarray(hidden, float), np.asarray(count, float)
+    if h.ndim != 2 or n.shape != h.shape[:1]:
+        raise InputError(f"hidden has shape {h.shape} and count {n.shape}; pass [N, d] and [N].")
+    away = n - n.mean()
+    if not away.any():
+        raise InputError("all prompts have the same count; pass prompts of at least 2 counts.")
+    return away @ (h - h.mean(axis=0)) / np.square(away).sum()
+
+
 def row_cosines(direction: ArrayLike, rows: ArrayLike) -> Float:
-    """cos(u, W_v − W̄) of a probe's direction [d] with each row [K, d] of the output layer, W̄ the mean of those rows.
+    """cos(u, W_v − W̄) of a direction [d], of a probe or of `count_shift`, with each row [K, d] of the output layer, W̄ the mean of those rows.
 
     What all K rows share changes no probability among them. A row that equals the mean has NaN.
 

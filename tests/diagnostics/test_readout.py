@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from otb_analysis.diagnostics.readout import linear_probe, row_cosines, rows_share
+from otb_analysis.diagnostics.readout import count_shift, linear_probe, row_cosines, rows_share
 from otb_analysis.errors import InputError
 
 
@@ -36,6 +36,21 @@ def test_the_scale_of_a_layer_changes_no_reading():
     small, large = (linear_probe(hidden * scale, count, fitted, ridge=0.1) for scale in (1.0, 1000.0))
     assert large.r_squared == pytest.approx(small.r_squared)
     np.testing.assert_allclose(large.direction * 1000, small.direction, rtol=1e-8)
+
+
+def test_a_row_that_follows_the_count_can_be_orthogonal_to_the_probe():
+    noise, count, fitted = states()
+    nuisance = 10 * noise[:, 0]
+    hidden = np.stack([count + nuisance, nuisance], axis=1)
+    # n = h₀ − h₁, so the probe is (1, −1). The row (1, 1) is orthogonal to it, and yet n moves h along (1, 0).
+    probe = linear_probe(hidden, count, fitted, ridge=1e-9).direction
+    np.testing.assert_allclose(probe, [1, -1], atol=1e-5)
+    rows = [[1.0, 1.0], [-1.0, -1.0]]
+    np.testing.assert_allclose(row_cosines(probe, rows), 0, atol=1e-5)
+    balanced, both = np.repeat([0, 1], 2), np.tile([-1.0, 1.0], 2)  # the nuisance is the same at each count
+    shift = count_shift(np.stack([balanced + both, both], axis=1), balanced)
+    np.testing.assert_allclose(shift, [1, 0], atol=1e-12)
+    np.testing.assert_allclose(row_cosines(shift, rows), [0.5**0.5, -(0.5**0.5)])
 
 
 def test_cosines_leave_out_what_all_rows_share():
@@ -78,6 +93,8 @@ def test_a_sure_token_keeps_its_share():
         (lambda: linear_probe(np.ones((4, 2)), [1, 2, 1, 2], [True, True, False, False]), "same at every fitted"),
         (lambda: linear_probe(np.full((2, 2), np.nan), [1, 2], [True, False]), "NaN"),
         (lambda: linear_probe(np.eye(4), [1, 2, 1, 2], [True, True, False, False], 0.0), "ridge is 0"),
+        (lambda: count_shift(np.eye(3), [1, 2]), r"count \(2,\)"),
+        (lambda: count_shift(np.eye(3), [2, 2, 2]), "same count"),
         (lambda: row_cosines([0.0, 0.0], np.eye(2)), "direction is 0"),
         (lambda: row_cosines([1.0], np.eye(2)), r"rows \(2, 2\)"),
         (lambda: rows_share(np.zeros((1, 2)), [0], [2]), "outside 0…1"),
