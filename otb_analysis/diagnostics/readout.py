@@ -61,7 +61,7 @@ def linear_probe(hidden: ArrayLike, count: ArrayLike, fitted: ArrayLike, ridge: 
 
 
 def count_shift(hidden: ArrayLike, count: ArrayLike) -> Float:
-    """a = Σ (n − n̄)(h − h̄) / Σ (n − n̄)²: how the state [d] moves on average when the count grows by one.
+    """A = Σ (n − n̄)(h − h̄) / Σ (n − n̄)²: how the state [d] moves on average when the count grows by one.
 
     A probe's direction u is a filter, not this shift: it also cancels what varies beside the count, so u can be
     orthogonal to a row of the output layer that follows the count, whose logit moves by W_v·a a count (Haufe et al.,
@@ -80,7 +80,7 @@ def count_shift(hidden: ArrayLike, count: ArrayLike) -> Float:
 
 
 def row_cosines(direction: ArrayLike, rows: ArrayLike) -> Float:
-    """cos(u, W_v − W̄) of a direction [d], of a probe or of `count_shift`, with each row [K, d] of the output layer, W̄ the mean of those rows.
+    """cos(u, W_v − W̄) of a direction [d] with each row [K, d] of the output layer, W̄ the mean of those rows.
 
     What all K rows share changes no probability among them. A row that equals the mean has NaN.
 
