@@ -31,7 +31,7 @@ EXAMPLES = "Letters: b a b c\nNumber of b: 2\n\nLetters: d a a c a b\nNumber of 
 SEED = 1
 """Of the prompts. A pilot on those of seed 0 chose wording, ridge and the rate of the rows."""
 FITTED, JUDGED, NORMS, RIDGE, BLOCKS, BATCH = 800, 400, 32, 1e-2, 20, 16
-ROWS = {"rate": 3e-3, "steps": 600, "check": 50}
+ROWS = {"rate": 3e-3, "steps": 2000, "check": 100}
 ALL = {"rate": 1e-4, "steps": 60, "check": 20}
 """AdamW. Training all parameters is dear, so it has fewer steps and one rate, which no pilot chose."""
 
