@@ -23,8 +23,9 @@ POLICIES = {
 }
 """Small policies by start and by what was trained from there, in the words of the page."""
 ARMS = {"rows": ("digit rows", ORANGE), "rest": ("all but the digit rows", GREEN), "all": ("all", BLUE)}
-READINGS = ("r_squared", "exact", "cos_probe", "cos_shift")
-ANSWERS = ("right", "top", "of_layer", "of_score")
+READINGS = {"r_squared": "linear", "exact": "logit", "cos_probe": "log", "cos_shift": "log"}
+ANSWERS = {"right": "logit", "of_layer": "logit", "of_score": "logit"}
+"""Quantities with the scales of their intervals over seeds, on which shares stay below 1."""
 
 
 def chance(width: int) -> float:
@@ -32,9 +33,13 @@ def chance(width: int) -> float:
     return math.exp(math.lgamma(width / 2) - math.lgamma((width + 1) / 2)) / math.sqrt(math.pi)
 
 
-def over_seeds(rows: Rows, names: tuple[str, ...]) -> dict[str, Any]:
+def over_seeds(rows: Rows, scales: Mapping[str, str]) -> dict[str, Any]:
     """Return means over seeds with Student's intervals."""
-    return {k: v for name in names for k, v in interval_columns(name, seed_mean(column(rows, name), name)).items()}
+    return {
+        end: value
+        for name, scale in scales.items()
+        for end, value in interval_columns(name, seed_mean(column(rows, name), name, scale)).items()
+    }
 
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def learning(rows: Rows, title: str, note: str) -> Panel:
     for arm in distinct(rows, "arm"):
         own = select(rows, arm=arm)
         points = {
-            step: at[0] if at[0].get("right_low") is not None else over_seeds(at, ("right",))
+            step: at[0] if at[0].get("right_low") is not None else over_seeds(at, {"right": "logit"})
             for step in distinct(own, "step")
             if (at := select(own, step=step))
         }
