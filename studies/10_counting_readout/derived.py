@@ -67,6 +67,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "chance_real": chance(real[0]["width"]),
         "before": tables["real_curves"][0],
         "ends": ends,
+        "best_of_all": max(select(tables["real_curves"], arm="all"), key=lambda row: row["right"]),
     }
 
 
@@ -118,9 +119,9 @@ def learning(rows: Rows, title: str, note: str) -> Panel:
     for arm in distinct(rows, "arm"):
         own = select(rows, arm=arm)
         points = {
-            step: at[0] if at[0].get("right_low") is not None else over_seeds(at, {"right": "logit"})
+            step / 100: at[0] if at[0].get("right_low") is not None else over_seeds(at, {"right": "logit"})
             for step in distinct(own, "step")
             if (at := select(own, step=step))
         }
         curves.append(interval_curve(points, "right", *ARMS[arm]))
-    return Panel(title, note, "steps of 16 prompts", curves, y_range=(0.0, 1.0), percent=True)
+    return Panel(title, note, "hundred steps of 16 prompts", curves, y_range=(0.0, 1.0), percent=True)

@@ -6,9 +6,10 @@ from otb_analysis.study import Cell, Study, Tables
 from otb_analysis.training.runtime.progress import Bar
 
 from . import real, small
-from .small import HELDOUT, NORMS, RATES, SEEDS, STARTS, STEPS
+from .real import FITTED, JUDGED
+from .small import NORMS, RATES, STARTS, STEPS
 
-__all__ = ["HELDOUT", "NORMS", "RATES", "SEEDS", "STARTS", "STEPS", "STUDY"]
+__all__ = ["FITTED", "JUDGED", "NORMS", "RATES", "STARTS", "STEPS", "STUDY"]
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
