@@ -1,0 +1,82 @@
+"""What the page of Soft tokens needs beyond its tables: means and ratios over policies, and its figure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.figures.styles import BLUE, ORANGE
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.study import Rows, column, distinct, select
+from otb_analysis.study.formats import ends, known
+
+PARTS = {"": ("all parameters", BLUE), "_rest": ("without the table of embeddings", ORANGE)}
+
+
+def over_discrete(rows: Rows, arm: str, name: str, against: str = "") -> Interval | None:
+    """Return the mean over policies of a number over that of the discrete arm, policy by policy."""
+    base = {row["seed"]: row[against or name] for row in select(rows, arm="discrete")}
+    return seed_mean([row[name] / base[row["seed"]] for row in select(rows, arm=arm)], name, "log")
+
+
+def large(of: Interval | None, digits: int = 0) -> str:
+    """Return an interval with its thousands, where `interval` says only that they are more than 999."""
+    shown = ["–" if value is None else f"{value:,.{digits}f}" for value in ends(of)]
+    return shown[0] if "–" in shown[1:] else f"{shown[0]} ({shown[1]}–{shown[2]})"
+
+
+def mean_of(rows: Rows, arm: str, name: str, scale: str = "linear") -> Interval | None:
+    """Return the mean of a column over policies, with Student's interval."""
+    values = column(select(rows, arm=arm), name)
+    return seed_mean(values, name, scale) if values else None
+
+
+def table_share(rows: Rows, arm: str) -> Interval | None:
+    """Return the share of V that lies in the table of embeddings, the mean over policies."""
+    return seed_mean([1 - row["variance_rest"] / row["variance"] for row in select(rows, arm=arm)], "share")
+
+
+def noise_scale(rows: Rows, arm: str, part: str) -> float | None:
+    """Return the mean of V over that of ‖∇J‖², in prompts, where the latter is told from 0."""
+    signal, own = mean_of(rows, arm, f"signal{part}"), column(select(rows, arm=arm), f"variance{part}")
+    return float(np.mean(own)) / signal.estimate if signal and (ends(signal)[1] or 0) > 0 else None
+
+
+def cosine(rows: Rows, arm: str, part: str) -> float | None:
+    """Return cos(∇J, ∇J of the discrete arm) from means over policies, where all three are told from 0."""
+    parts = [mean_of(rows, arm, f"{name}{part}") for name in ("along", "signal", "discrete")]
+    if not all(one and (ends(one)[1] or 0) > 0 for one in parts):
+        return None
+    along, own, theirs = (one.estimate for one in parts if one)
+    return along / float(np.sqrt(own * theirs))
+
+
+def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
+    """Return functions for the cells of the page, and its arms."""
+    rows = tables["arms"]
+    names = distinct(rows, "arm")
+    return {
+        "over_discrete": lambda arm, name, against="": over_discrete(rows, arm, name, against),
+        "mean_of": lambda arm, name, scale="linear": mean_of(rows, arm, name, scale),
+        "table_share": lambda arm: table_share(rows, arm),
+        "noise_scale": lambda arm, part: noise_scale(rows, arm, part),
+        "cosine": lambda arm, part: cosine(rows, arm, part),
+        "names": names,
+        "large": large,
+    }
+
+
+def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
+    """Draw V of every way to answer over that of discrete tokens, as powers of ten."""
+    rows = tables["arms"]
+    arms = [name for name in distinct(rows, "arm") if name != "discrete"]
+    curves = []
+    for k, (part, (words, color)) in enumerate(PARTS.items()):
+        found = [over_discrete(rows, arm, f"variance{part}") for arm in arms]
+        y, low, high = ([np.log10(known(ends(one)[end])) for one in found] for end in range(3))
+        x = [at + 0.12 * (k - 0.5) for at in range(1, len(arms) + 1)]
+        curves.append(Curve(x, y, words, low, high, color, width=0))
+    axis = ", ".join(f"{k} {name}" for k, name in enumerate(arms, 1))
+    note = "powers of ten; 0: as much as with discrete tokens"
+    return {"variance.svg": svg([Panel("Variance over that of discrete tokens", note, axis, curves, ((0.0, ""),))])}
