@@ -19,7 +19,7 @@ PLAIN_SAMPLING = frozenset(
         *("filter", "filter_options", "filter_rounds", "soft", "soft_noise"),
     )
 )
-"""Known settings of sampling; with these alone and no filter, tokens, soft ones too, are drawn from the scored policy."""
+"""Known settings of sampling; with these alone and no filter, tokens (soft ones too) come from the scored policy."""
 
 SOURCES = ("none", "proxy", "exact")
 """Energies that do not look at rollout i where it is left out; a calibration is fitted on it too."""
