@@ -9,7 +9,7 @@ import streamlit as st
 from listing import Run
 from widgets import chart, errors_as_sentences, plain
 
-from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
+from otb_analysis.figures.comparison import comparison_table, display_table, plot_comparison
 from otb_analysis.figures.conclusion import noise_scale_cell
 from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE
 from otb_analysis.figures.planner import planner_table, planner_words, plot_planner
@@ -27,6 +27,7 @@ ALL = "all measured steps"
 
 def comparison(run: Run) -> None:
     """Draw the sentence, the forest, the noise scale, the planner and the measures over steps."""
+    followed, run = run, data.measured(run)
     measured = data.measured_labels(run)
     if not measured:
         st.info(NOT_MEASURED, icon=":material/inbox:")
@@ -48,7 +49,8 @@ def comparison(run: Run) -> None:
     first, *rest = data.conclusion(run) or ("No Gram matrix was measured, so no intervals are known.",)
     verdict.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
     with errors_as_sentences():
-        planned(run)
+        # It reads the rewards of all steps: while a run goes on, once for each measured step.
+        planned(run if followed.status == "running" and measured else followed)
     chosen = [(name, of) for name, of in measured if name in estimators]
     over_steps(run, frozenset(label for label in chosen if source == "both" or label[1] in ("none", source)))
 
@@ -64,8 +66,7 @@ def forest(run: Run, source: str, against: str, step: str, estimators: list[str]
     if not grams:
         st.info("A comparison needs the Gram matrices of measured steps; this run has none.", icon=":material/inbox:")
         return
-    chosen = list(grams.values()) if step == ALL else [grams[int(step)]]
-    info = comparison_info(chosen, against, source, estimators, data.known(run))
+    info = data.comparison(run, None if step == ALL else int(step), against, source, tuple(estimators))
     st.caption(f"{info.order} {info.estimand}")
     steps = "" if step == ALL else f"[{step}]"
     python = scripts.COMPARISON.format(

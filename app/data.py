@@ -16,6 +16,7 @@ from otb_analysis.diagnostics.dead_groups import reward_groups
 from otb_analysis.diagnostics.planner import Planner, plan
 from otb_analysis.errors import STOPS
 from otb_analysis.estimators import proved, standing_for_truth
+from otb_analysis.figures.comparison import ComparisonInfo, comparison_info
 from otb_analysis.figures.conclusion import advice_line, conclusion_sentences, trained_labels
 from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
 from otb_analysis.figures.gradient_table import evenly, statistics_table
@@ -83,6 +84,11 @@ def triaged(row: Any, run: Run | None) -> Triage:
         return triage(run.name, run.estimator, "broken", pd.DataFrame(), [], age, str(error))
 
 
+def measured(run: Run) -> Run:
+    """Return a run whose stamp changes only when another step is measured, so that less is computed again."""
+    return replace(run, stamp=store(run).written("gradients", "grams", "subgroups"))
+
+
 @st.cache_data(max_entries=64, show_spinner=False)
 def _stored_labels(run: Run) -> list[Label]:
     rows = store(run).gradients_df(columns=["estimator", "energy_source"]).drop_duplicates()
@@ -120,6 +126,13 @@ def compared(runs: tuple[Run, ...], pairing: Pairing) -> tuple[tuple[PairPanel, 
     }
     joint = {name: replace(one, grams=unlike.get(name, one.grams)) for name, one in parts.items()}
     return compare_curves(steps(list(chosen.values())), pairing), compare_noise(pairing, joint, known)
+
+
+@st.cache_data(max_entries=16, show_spinner="Comparing the estimators …")
+def comparison(run: Run, step: int | None, against: str, source: str, estimators: tuple[str, ...]) -> ComparisonInfo:
+    """Return how estimators compare with one at a measured step, or over all of them."""
+    chosen = list(grams(run).values()) if step is None else [grams(run)[step]]
+    return comparison_info(chosen, against, source, estimators, known(run))
 
 
 @st.cache_data(max_entries=16, show_spinner="Comparing the estimators …")

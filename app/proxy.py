@@ -45,7 +45,7 @@ def proxy(run: Run) -> None:
         ))  # fmt: skip
     measured = data.fidelity(run, kind, source)
     info = measured.info
-    share, rests_on = gain_lost_words(data.lost_by_proxy(run, source))
+    share, rests_on = gain_lost_words(data.lost_by_proxy(data.measured(run), source))
     places = st.columns([2, *(1 for _ in COEFFICIENTS)])
     places[0].metric("OTB's gain lost by the proxy", share, rests_on, delta_color="off", delta_arrow="off", help=LOST)
     for place, (key, title) in zip(places[1:], COEFFICIENTS, strict=True):

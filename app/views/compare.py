@@ -99,6 +99,7 @@ def compare_runs(runs: list[listing.Run], configs: Configs, kind: str) -> None:
 
 def compare_estimators(run: listing.Run) -> None:
     """Compare two estimators on the rollouts of one run."""
+    run = data.measured(run)
     measured = dict.fromkeys(label for gram in data.grams(run).values() for label in gram.labels)
     names = {name: label for label, name in labels(measured).items()}
     if len(names) < 2:

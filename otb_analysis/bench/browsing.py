@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def server(root: Path, port: int) -> Iterator[Server]:
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """Start the system's Chromium.
+    """Start the system's Chromium; its tabs share a cache, as a user's do.
 
     Raises:
         InputError: Chromium or Playwright is missing.
@@ -88,7 +88,7 @@ def browser() -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         instance = playwright.chromium.launch(executable_path=path, args=_FLAGS)
-        yield instance
+        yield instance.new_context()
         instance.close()
 
 
@@ -160,13 +160,18 @@ def _changed(tab: Any, control: Any, keys: tuple[str, ...]) -> float | None:
     control.focus()
     for key in keys[:-1]:
         tab.keyboard.press(key)
+    began = time.perf_counter()
+    return time.perf_counter() - began if ran_again(tab, lambda: tab.keyboard.press(keys[-1])) else None
+
+
+def ran_again(tab: Any, act: Callable[[], object], seconds: float = 5) -> bool:
+    """Do something, and wait until the page has run again to its end; return whether it did within so many seconds."""
     tab.evaluate(f"""() => {{ window.ran = false; const look = () => {{
         if ({_STATE} === 'running') window.ran = true; requestAnimationFrame(look); }}; look(); }}""")
-    began = time.perf_counter()
-    tab.keyboard.press(keys[-1])
+    act()
     try:
-        tab.wait_for_function("window.ran", timeout=5 * SECOND, polling="raf")
-    except Exception:  # Playwright's own: the key changed nothing
-        return None
+        tab.wait_for_function("window.ran", timeout=seconds * SECOND, polling="raf")
+    except Exception:  # Playwright's own
+        return False
     settled(tab)
-    return time.perf_counter() - began
+    return True

@@ -6,13 +6,27 @@ but has seen no run: the runs are moved under its root at that moment.
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from otb_analysis.bench.browsing import browser, changed_controls, first_chart, opened, server, settled
+import numpy as np
+
+from otb_analysis.bench.browsing import (
+    CHART,
+    LONG,
+    browser,
+    changed_controls,
+    first_chart,
+    opened,
+    ran_again,
+    server,
+    settled,
+)
 from otb_analysis.bench.config import DashboardBenchConfig
 from otb_analysis.bench.publish import Report, notes_of, report_of
-from otb_analysis.bench.synthetic_run import Shape, write_synthetic_run
+from otb_analysis.bench.synthetic_run import Shape, synthetic_step, write_synthetic_run
+from otb_analysis.errors import InputError
 from otb_analysis.phases import counted
 from otb_analysis.store import compact
 
@@ -23,8 +37,14 @@ COLUMNS = {
     "processor, s": "{processor:.1f}",
     "again, s": "{again:.1f}",
     "changed control, s": lambda row: ", ".join(f"{kind} {s:.1f}" for kind, s in row["controls"].items()) or None,
+    "new step, s": "{grown:.2f}",
     "server, MB": "{memory:.0f}",
 }
+
+
+FOLLOWED = ("run", "rollouts", "estimators")
+NEW = 3
+"""New steps of which the mean is taken."""
 
 
 def run(config: DashboardBenchConfig) -> Report:
@@ -50,7 +70,13 @@ def run(config: DashboardBenchConfig) -> Report:
                 if not config.pages or name.lower() in config.pages
             ]
             memory = {"memory": walked(chromium, one, pages, config.port)}
+            followed = [
+                {"runs": f"followed at {steps:,} steps", "page": name, "controls": {}} | added
+                for steps in config.followed
+                for name, added in grown(chromium, folder / f"followed-{steps}", steps, config).items()
+            ]
     rows.append({"runs": names[one], "page": "all, one after the other", "controls": {}} | memory)
+    rows += followed
     title = f"The dashboard on {config.tokens:,} tokens in one run, and on {config.runs} runs"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config))
 
@@ -104,3 +130,38 @@ def walked(chromium: Any, root: Path, pages: dict[str, str], port: int) -> float
         for path in pages.values():
             first_chart(chromium, served, path)
         return served.memory[1] / 1e6
+
+
+def grown(chromium: Any, root: Path, steps: int, config: DashboardBenchConfig) -> dict[str, dict[str, float]]:
+    """Return the server's processor seconds for each new step of a run that is followed, by page.
+
+    The steps are as large as those of the large run; the new ones are not measured.
+    """
+    shape = Shape(steps, max(1, config.measured * steps // config.steps), config.tokens * steps // config.steps)
+    shutil.rmtree(root, ignore_errors=True)
+    writer = write_synthetic_run(root, "followed", shape, finish=False)
+    rng, seconds = np.random.default_rng(1), dict[str, dict[str, float]]()
+    new = iter(range(steps, steps + len(FOLLOWED) * (NEW + 1)))
+
+    def write() -> None:
+        writer.write_step(step := next(new), synthetic_step(rng, step, shape, shape.tokens // steps, measured=False))
+
+    with server(root, config.port) as served:
+        for path in FOLLOWED:
+            tab = opened(chromium, f"{served.address}/{path}")
+            tab.wait_for_selector(CHART, timeout=LONG)
+            settled(tab)
+            followed(tab, write)  # what is only computed once
+            spent = served.processor
+            for _ in range(NEW):
+                followed(tab, write)
+            seconds[path.capitalize()] = {"grown": (served.processor - spent) / NEW}
+            tab.close()
+    shutil.rmtree(root)
+    return seconds
+
+
+def followed(tab: Any, write: Callable[[], None]) -> None:
+    """Write a step, and wait until the page shows it."""
+    if not ran_again(tab, write, seconds=30):
+        raise InputError("the dashboard does not follow the run; see its page in a browser.")

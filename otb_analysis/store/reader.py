@@ -83,6 +83,15 @@ class RunStore:
         """Return the steps that can be read, in order."""
         return complete_steps(self.path)
 
+    def written(self, *tables: str) -> str:
+        """Return a text that changes when a complete step of these tables is added or written again.
+
+        Raises:
+            StoreError: A part is broken or missing.
+        """
+        parts = visible_parts(self.path, tables)
+        return f"{hash(tuple(signature(part) for table in tables for part in parts[table])):x}"
+
     def steps_with(self, table: str, column: str) -> list[int]:
         """Return the complete steps that hold any value in a column of a table, in order.
 

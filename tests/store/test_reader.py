@@ -317,3 +317,15 @@ def test_a_run_of_many_steps_reads_the_same_with_and_without_a_query(tmp_path):
     assert len(read) == 80 and read["own"].isna().sum() == 1 and read["n_updates"].isna().any()
     some = ["own", "step", "clipped", "grad_norm"]
     pd.testing.assert_frame_equal(run.steps_df(columns=some), run.steps_df(columns=some, where="true"))
+
+
+def test_what_was_written_of_a_table_changes_only_with_its_own_steps(tmp_path):
+    writer = RunWriter.create(tmp_path, "run", {"seed": 0})
+    row = {"estimator": ["rloo"], "energy_source": ["none"], "variance": [1.0]}
+    run = RunStore(tmp_path / "run")
+    writer.write_step(0, StepTables(steps={"reward_mean": 0.0}, gradients=row))
+    first = run.written("gradients", "grams")
+    writer.write_step(1, StepTables(steps={"reward_mean": 0.0}))
+    assert run.written("gradients", "grams") == first
+    writer.write_step(2, StepTables(steps={"reward_mean": 0.0}, gradients=row))
+    assert run.written("gradients", "grams") != first
