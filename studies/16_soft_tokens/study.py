@@ -24,6 +24,7 @@ from otb_analysis.training.warm_start import fit
 from otb_analysis.types import EstimatorInputs, Float
 
 from .gradients import by_scores, through_tokens
+from .slopes import slopes
 
 TASK = ChainSumConfig(terms_min=3, terms_max=3, largest=19)
 MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160, tied=False)
@@ -42,21 +43,25 @@ SEEDS = 5
 PROMPTS, GROUP, BUCKETS, LENGTH = 256, 8, 2048, 32
 MEASURED = 48
 """Prompts whose tokens have exact norms; `otb_loo` is compared on these."""
+OTHERS, STEP = 1536, 0.03
+"""Prompts on which J is measured beside the policy, and how far beside it, as ‖Δθ‖."""
 QUICK: dict[str, Any] = {"prompts": 6, "measured": 3, "buckets": 128, "low": 0.1, "high": 1.0}
 QUICK_MODEL = SmallModelConfig(layers=1, width=32, heads=2, key_value_heads=1, feed_forward=64, tied=False)
 
 
 def cells(quick: bool) -> list[Cell]:
-    """Return one cell per seed."""
+    """Return two cells per seed: gradients, and slopes of J."""
     size: dict[str, Any] = {"prompts": PROMPTS, "measured": MEASURED, "buckets": BUCKETS}
     size |= {"low": START.success_low, "high": START.success_high} | (QUICK if quick else {})
     size |= {"group": GROUP, "length": LENGTH, "arms": {name: list(arm) for name, arm in ARMS.items()}}
     model = QUICK_MODEL if quick else MODEL
     task = replace(TASK, largest=5) if quick else TASK
-    return [
+    made = [
         Cell(f"s{seed}", {"seed": seed, "task": asdict(task), "model": asdict(model)} | size)
         for seed in range(1 if quick else SEEDS)
     ]
+    beside = {"others": 32 if quick else OTHERS, "step": STEP}
+    return [*made, *(Cell(f"slopes-{cell.name}", {**cell.settings, **beside}) for cell in made)]
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
@@ -69,6 +74,9 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     )  # fmt: skip
     policy = fresh_policy(config)
     fit(policy.model, policy.tokenizer, policy.task, config)
+    if cell.name.startswith("slopes"):
+        bar(0, 1, cell.name)
+        return {"slopes": [{"seed": s["seed"]} | row for row in slopes(policy, s, sample)]}
     prompts = distinct_prompts(policy.task, "train", s["prompts"])
     rows, discrete = [], None
     for done, (name, (soft, noise)) in enumerate(s["arms"].items()):
