@@ -37,19 +37,21 @@ def table_share(rows: Rows, arm: str) -> Interval | None:
     return seed_mean([1 - row["variance_rest"] / row["variance"] for row in select(rows, arm=arm)], "share")
 
 
-def noise_scale(rows: Rows, arm: str, part: str) -> float | None:
-    """Return the mean of V over that of ‖∇J‖², in prompts, where the latter is told from 0."""
-    signal, own = mean_of(rows, arm, f"signal{part}"), column(select(rows, arm=arm), f"variance{part}")
-    return float(np.mean(own)) / signal.estimate if signal and (ends(signal)[1] or 0) > 0 else None
+def slope_ratio(rows: Rows, arm: str) -> Interval | None:
+    """Return the mean over policies of the slope of J over that of the discrete arm."""
+    base = {row["seed"]: row["slope"] for row in select(rows, arm="discrete")}
+    return seed_mean([row["slope"] / base[row["seed"]] for row in select(rows, arm=arm)], "slope over discrete")
 
 
-def cosine(rows: Rows, arm: str, part: str) -> float | None:
-    """Return cos(∇J, ∇J of the discrete arm) from means over policies, where all three are told from 0."""
-    parts = [mean_of(rows, arm, f"{name}{part}") for name in ("along", "signal", "discrete")]
-    if not all(one and (ends(one)[1] or 0) > 0 for one in parts):
-        return None
-    along, own, theirs = (one.estimate for one in parts if one)
-    return along / float(np.sqrt(own * theirs))
+def progress(tables: Mapping[str, Rows], arm: str) -> Interval | None:
+    """Return the mean over policies of V/slope² over that of the discrete arm."""
+    cost = {
+        (row["seed"], row["arm"]): row["variance"] / slope["slope"] ** 2
+        for row in tables["arms"]
+        for slope in select(tables["slopes"], seed=row["seed"], arm=row["arm"])
+    }
+    seeds = distinct(tables["arms"], "seed")
+    return seed_mean([cost[seed, arm] / cost[seed, "discrete"] for seed in seeds], "V over slope²", "log")
 
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
@@ -60,8 +62,9 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "over_discrete": lambda arm, name, against="": over_discrete(rows, arm, name, against),
         "mean_of": lambda arm, name, scale="linear": mean_of(rows, arm, name, scale),
         "table_share": lambda arm: table_share(rows, arm),
-        "noise_scale": lambda arm, part: noise_scale(rows, arm, part),
-        "cosine": lambda arm, part: cosine(rows, arm, part),
+        "slope_of": lambda arm: mean_of(tables["slopes"], arm, "slope"),
+        "slope_ratio": lambda arm: slope_ratio(tables["slopes"], arm),
+        "progress": lambda arm: progress(tables, arm),
         "names": names,
         "large": large,
     }

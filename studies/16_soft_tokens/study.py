@@ -1,8 +1,8 @@
 """Soft tokens against discrete ones on the same policies: scores, variance, signal.
 
 A policy that learned `chain_sum` from demonstrations answers the same prompts with discrete tokens, and with its first
-tokens soft, at several noises. Each way of sampling has a mean reward and so a gradient of its own; the noise scale
-V/‖∇J‖² compares noise with signal between them.
+tokens soft, at several noises. Each way of answering has a mean reward and so a gradient of its own; its slope along
+the gradient of discrete tokens compares noise at equal progress.
 """
 
 from dataclasses import asdict, replace

@@ -2,19 +2,23 @@
 
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig
-from otb_analysis.gradients import token_score_norms, weighted_score_norms
+from otb_analysis.estimators import estimate
+from otb_analysis.gradients import group_gradient_gram, token_score_norms, weighted_score_norms
 from otb_analysis.study.policies import fresh_policy, write
 from otb_analysis.study.record import load_study
 from otb_analysis.tasks.task_calls import distinct_prompts
 
 NAMES = load_study(Path(__file__).parent.parent.parent / "studies" / "16_soft_tokens").names
+SLOPES = sys.modules["study_16_soft_tokens.slopes"]
 GRADIENTS = sys.modules["study_16_soft_tokens.gradients"]
 CONFIG = TrainConfig(
     small_model=SmallModelConfig(layers=1, width=8, heads=2, key_value_heads=1, feed_forward=8, tied=False),
@@ -104,6 +108,22 @@ def test_parts_of_a_gradient_add_up(policy, written):
     size = policy.model.get_input_embeddings().weight.numel()
     parts = np.square(total).reshape(2, -1).sum(axis=1)
     np.testing.assert_allclose(parts, [size, policy.model.num_parameters() - size], rtol=0.15)
+
+
+def test_direction_is_the_mean_gradient_of_rloo(policy):
+    prompts, config = distinct_prompts(policy.task, "train", 4), SampleConfig(prompts=4, group_size=8, max_new_tokens=6)
+    paid = replace(policy, task=SimpleNamespace(name="odd", reply=lambda *_: None, reward=odd))
+    direction = SLOPES.discrete_gradient(paid, prompts, config, 3)
+    written = write(paid, prompts, config, seed=1003)
+    weights = written.rollouts.by_column(estimate("rloo", written.table.inputs(None)).advantage[None] / 32)
+    ids, mask, attention = written.batch
+    gram = group_gradient_gram(policy.model, ids, mask, weights, np.zeros(32, int), attention)
+    assert sum(float(d.square().sum()) for d in direction) == pytest.approx(gram.item(), rel=1e-5) != 0
+
+
+def odd(prompt, turns):
+    """Pay what an untrained model gets now and then."""
+    return [{"odd": float(turns[-1].text[:1] in tuple("13579"))}]
 
 
 def test_moments_by_hand():
