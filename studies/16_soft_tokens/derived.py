@@ -71,15 +71,29 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
-    """Draw V of every way to answer over that of discrete tokens, as powers of ten."""
+    """Draw V over that of discrete tokens, and success, against the noise of eight soft tokens."""
     rows = tables["arms"]
-    arms = [name for name in distinct(rows, "arm") if name != "discrete"]
-    curves = []
-    for k, (part, (words, color)) in enumerate(PARTS.items()):
-        found = [over_discrete(rows, arm, f"variance{part}") for arm in arms]
-        y, low, high = ([np.log10(known(ends(one)[end])) for one in found] for end in range(3))
-        x = [at + 0.12 * (k - 0.5) for at in range(1, len(arms) + 1)]
-        curves.append(Curve(x, y, words, low, high, color, width=0))
-    axis = ", ".join(f"{k} {name}" for k, name in enumerate(arms, 1))
-    note = "powers of ten; 0: as much as with discrete tokens"
-    return {"variance.svg": svg([Panel("Variance over that of discrete tokens", note, axis, curves, ((0.0, ""),))])}
+    arms = {row["arm"]: float(np.log10(row["noise"])) for row in rows if row["soft"] == 8}
+
+    def curve(found: list[Interval | None], words: str, color: str, log: bool) -> Curve:
+        y, low, high = ([known(ends(one)[end]) for one in found] for end in range(3))
+        if log:
+            y, low, high = (np.log10(values).tolist() for values in (y, low, high))
+        return Curve(list(arms.values()), y, words, low, high, color)
+
+    curves = [
+        curve([over_discrete(rows, arm, f"variance{part}") for arm in arms], words, color, log=True)
+        for part, (words, color) in PARTS.items()
+    ]
+    success = [mean_of(rows, arm, "success") for arm in arms]
+    discrete = mean_of(rows, "discrete", "success")
+    rule = ((discrete.estimate, "discrete"),) if discrete else ()
+    axis = "noise of 8 soft tokens, powers of ten"
+    panels = [
+        Panel("Variance over that of discrete tokens", "powers of ten", axis, curves, y_range=(0.0, 3.5)),
+        Panel(
+            "Success", "mean over policies", axis, [curve(success, "8 soft tokens", BLUE, log=False)], rule, (0.0, 1.0),
+            percent=True,
+        ),
+    ]  # fmt: skip
+    return {"variance.svg": svg(panels, columns=2)}
