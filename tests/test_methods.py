@@ -7,7 +7,8 @@ import pytest
 
 METHODS = Path(__file__).parent.parent / "docs" / "methods"
 STUDIES = {
-    "allocation": "12_allocation", "critical-tokens": "11_critical_tokens", "filters": "15_filters", "token-weights": "13_token_weights",
+    "allocation": "12_allocation", "counting-readout": "10_counting_readout", "critical-tokens": "11_critical_tokens",
+    "filters": "15_filters", "soft-tokens": "16_soft_tokens", "token-weights": "13_token_weights",
     "triadic-tokens": "14_triadic_tokens",
 }  # fmt: skip
 

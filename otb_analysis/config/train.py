@@ -45,6 +45,10 @@ class SampleConfig:
     max_new_tokens: int = 64  # Length budget of one policy turn, the end token included.
     max_turns: int = 8  # Policy turns after which an episode of a multi-turn task is cut.
     temperature: float = 1.0
+    soft: int = 0
+    """How many of an answer's first positions hold soft tokens: the model then reads pE + σ·N(0, I), a noisy mixture of
+    all embeddings, where it would read the token it drew. The rest of the answer is discrete, and only that is paid."""
+    soft_noise: float = 0.3  # Their σ, in root-mean-square entries of the table of embeddings when they are drawn.
     filter: str = "none"
     """Which rollouts stay in the batch, which is filled up with others: none; dynamic, groups whose rewards differ; or
     prs, which rejects lazy right answers. docs/methods/filters.md says what that does to each estimator's mean."""

@@ -16,10 +16,10 @@ from otb_analysis.types import Label, Proved
 PLAIN_SAMPLING = frozenset(
     (
         *("prompts", "group_size", "max_new_tokens", "max_turns", "temperature", "engine", "vllm_memory"),
-        *("filter", "filter_options", "filter_rounds"),
+        *("filter", "filter_options", "filter_rounds", "soft", "soft_noise"),
     )
 )
-"""Known settings of sampling; with these alone and no filter, tokens are drawn from the scored policy."""
+"""Known settings of sampling; with these alone and no filter, tokens (soft ones too) come from the scored policy."""
 
 SOURCES = ("none", "proxy", "exact")
 """Energies that do not look at rollout i where it is left out; a calibration is fitted on it too."""

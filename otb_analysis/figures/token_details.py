@@ -44,7 +44,10 @@ def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str | N
 def _probability(token: dict[str, object]) -> list[tuple[str, str]]:
     lines = []
     logprob, behavior = _get(token, "logprob"), _get(token, "behavior_logprob")
-    if logprob is not None:
+    if logprob is not None and str(token.get("token")).startswith("~") and _get(token, "entropy") is None:
+        # a soft token: it was drawn from a normal density, and has no entropy
+        lines.append(("log-density", f"log q = {number(logprob)}"))
+    elif logprob is not None:
         lines.append(("probability", f"π = exp({number(logprob)}) = {number(np.exp(logprob))}"))
     if logprob is not None and behavior is not None:
         gap = logprob - behavior

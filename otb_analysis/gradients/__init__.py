@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, Weights, check_group, check_weights, prepare
+from otb_analysis.gradients.batch.soft import SoftTokens
 from otb_analysis.gradients.batch.tree import distinct, distinct_rollouts
 from otb_analysis.gradients.directional.attribution import batch_gradient, gradient_attribution, signal_noise
 from otb_analysis.gradients.exact import generic, reference
@@ -43,6 +44,7 @@ from otb_analysis.types import Float, Int, ScoreNorms
 __all__ = [
     "ENGINES",
     "Engine",
+    "SoftTokens",
     "batch_gradient",
     "count_sketch",
     "gradient_attribution",
@@ -87,6 +89,7 @@ def token_score_norms(
     scope: str = "all",
     path: bool = False,
     temperature: float = 1.0,
+    soft: SoftTokens | None = None,
 ) -> ScoreNorms:
     """Exact squared norm of every sampled token's score.
 
@@ -109,6 +112,8 @@ def token_score_norms(
             when it is tied; anything else a regular expression searched in the parameter names.
         path: Whether to measure path norms too.
         temperature: τ of the policy softmax(logits / τ).
+        soft: Soft tokens behind ids beyond the vocabulary, each with the score of its log-density; "auto" is then
+            "reference".
 
     Returns:
         `norm_sq` [N, L] (norm²), `logprob` [N, L] (nats) and, if asked for, `path_norm_sq` [N, L] (norm²), float64,
@@ -119,7 +124,7 @@ def token_score_norms(
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft=soft)
     chosen = _engine(engine, batch)
     if path or engine == "reference":
         return chosen.token_score_norms(batch, path)
@@ -143,6 +148,7 @@ def weighted_score_norms(
     engine: str = "auto",
     scope: str = "all",
     temperature: float = 1.0,
+    soft: SoftTokens | None = None,
 ) -> Float:
     """Exact squared norm [N, M] of weighted sums of a rollout's scores, float64.
 
@@ -157,7 +163,7 @@ def weighted_score_norms(
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft=soft)
     checked = check_weights(weights, batch.mask)
     chosen = _engine(engine, batch, checked.shape[1])
     if engine == "reference":
@@ -179,6 +185,7 @@ def group_gradient_gram(
     engine: str = "auto",
     scope: str = "all",
     temperature: float = 1.0,
+    soft: SoftTokens | None = None,
 ) -> Float:
     """Inner products of the gradients of whole groups [M, M, P, P], for M rows of weights at once, float64.
 
@@ -200,9 +207,10 @@ def group_gradient_gram(
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
+    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft=soft)
     checked = check_weights(weights, batch.mask), check_group(group, batch.shape[0])
-    return ENGINES["generic" if engine == "auto" else engine].group_gradient_gram(batch, *checked)
+    chosen = _engine(engine, batch) if soft is not None else ENGINES["generic" if engine == "auto" else engine]
+    return chosen.group_gradient_gram(batch, *checked)
 
 
 def _known(name: str) -> None:
@@ -211,6 +219,10 @@ def _known(name: str) -> None:
 
 
 def _engine(name: str, batch: ScoreBatch, rows: int | None = None) -> Engine:
+    if batch.soft is not None:
+        if name not in ("auto", "reference"):
+            raise InputError(f'engine {name!r} has no rule for soft tokens; pass engine="reference".')
+        return ENGINES["reference"]
     if name == "auto":
         name = "fast" if fast.fits(batch) else "generic" if generic.fits(batch, rows) else "reference"
     return ENGINES[name]

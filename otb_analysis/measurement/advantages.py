@@ -31,7 +31,7 @@ def every_advantage(
         chosen = with_limit(label[0], options.get(label[0]), table.limit)
         return estimate(label[0], replace(inputs, state=states.get(label)), chosen).advantage
 
-    proxy = table.inputs(table.stats.energy)
+    proxy = table.inputs(table.proxy)
     part = _rows_of(table.inputs(measured.whole_norm_sq, measured.rollout_norm_sq), rows)
     everywhere = set(available(proxy, options))
     advantages: dict[Label, Float] = {}

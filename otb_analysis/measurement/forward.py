@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from otb_analysis.errors import NonFiniteError
+from otb_analysis.gradients.batch.soft import drawn_logprobs, soft_inputs
 from otb_analysis.logit_stats import logit_stats
 from otb_analysis.rollouts.models import chosen_states
 from otb_analysis.rollouts.prefix_cache import PrefixCache
@@ -125,14 +126,20 @@ def forward_pass(
     """
     wanted = wanted or ForwardOutputs()
     view = _View.of(rollouts, model.device)
-    logits, hidden = view.policy_tokens(model, prompts)
+    with soft_inputs(model, rollouts.soft):
+        logits, hidden = view.policy_tokens(model, prompts)
     targets = view.targets[view.mask]
-    logprob = _log_pi(logits, temperature).gather(-1, targets[:, None])[:, 0]
+    logprob = drawn_logprobs(_cooled(logits, temperature), targets, rollouts.soft, model)
     if wanted.observe is not None:
         row, token = view.mask.nonzero(as_tuple=True)
         wanted.observe(PolicyLogits(logits.detach(), hidden, targets, row, token, rollouts, temperature))
     with wanted.timed():
-        stats = _stats(logits.detach(), hidden, targets, view.mask, temperature)
+        if rollouts.soft is None:
+            stats = _stats(logits.detach(), hidden, targets, view.mask, temperature)
+        else:
+            soft = rollouts.soft.among(targets)
+            stats = _stats(logits.detach(), hidden, targets.masked_fill(soft, 0), view.mask, temperature)
+            stats = _of_drawn_tokens(stats, view.placed(soft), view.placed(logprob.detach()))
         kept = view.placed(hidden if wanted.hidden else hidden[:, :0])
     return ForwardPass(view.placed(logprob), kept, view.mask, stats)
 
@@ -153,9 +160,13 @@ def completion_logprobs(
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
     """
     view = _View.of(rollouts, model.device)
-    log_pi = _log_pi(view.policy_tokens(model, prompts)[0], temperature)
-    logprob = log_pi.gather(-1, view.targets[view.mask][:, None])[:, 0]
-    entropies = view.placed(-(log_pi.exp() * log_pi).sum(-1)) if entropy else None
+    with soft_inputs(model, rollouts.soft):
+        z = _cooled(view.policy_tokens(model, prompts)[0], temperature)
+    logprob = drawn_logprobs(z, view.targets[view.mask], rollouts.soft, model)
+    entropies = None
+    if entropy:
+        log_pi = z.log_softmax(-1)
+        entropies = view.placed(-(log_pi.exp() * log_pi).sum(-1))
     return CompletionLogprobs(view.placed(logprob), entropies)
 
 
@@ -215,9 +226,17 @@ class _View:
         return out.index_put(self.mask.nonzero(as_tuple=True), values)
 
 
-def _log_pi(logits: Tensor, temperature: float) -> Tensor:
+def _cooled(logits: Tensor, temperature: float) -> Tensor:
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (scaled if temperature == 1 else scaled / temperature).log_softmax(-1)
+    return scaled if temperature == 1 else scaled / temperature
+
+
+def _of_drawn_tokens(stats: LogitStats, soft: Tensor, logprob: Tensor) -> LogitStats:
+    """Return statistics [N, T] in which soft tokens have their log-density and none of what a drawn token has: NaN."""
+    here = soft.cpu().numpy()
+    whole = {field.name: np.where(here, np.nan, getattr(stats, field.name)) for field in fields(LogitStats)}
+    density = np.where(here, logprob.double().cpu().numpy(), stats.logprob)
+    return LogitStats(**whole | {"logprob": density, "hidden_norm_sq": stats.hidden_norm_sq})
 
 
 def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temperature: float) -> LogitStats:

@@ -99,8 +99,9 @@ class GradientMeasurer:
         """Return exact norms of every token and of every whole rollout of some groups."""
         rows = np.isin(rollouts.group, groups)
         ids, mask, attention = rollouts.tensors(self.model.device, rows)
-        by_column = token_score_norms(self.model, ids, mask, attention, **self.settings).norm_sq
-        whole = weighted_score_norms(self.model, ids, mask, mask[:, None].float(), attention, **self.settings)[:, 0]
+        settings = {**self.settings, "soft": rollouts.soft}
+        by_column = token_score_norms(self.model, ids, mask, attention, **settings).norm_sq
+        whole = weighted_score_norms(self.model, ids, mask, mask[:, None].float(), attention, **settings)[:, 0]
         total = np.full(len(rows), np.nan)
         total[rows] = whole
         return TokenMeasurements.exact(by_policy_token(rollouts, by_column, rows), total, rollouts.group)
@@ -115,7 +116,7 @@ class GradientMeasurer:
         rows = np.isin(rollouts.group, groups)
         calibrated = measured.drawn.calibrated if measured.drawn else None
         advantages = every_advantage(table, measured, rows, self.options, calibrated, self.states)
-        dim = gram_method(self.model, rollouts, rows, self.config.gram, self.config.scope).dim
+        dim = self._buckets(rollouts, rows)
         inner = self._inner(rollouts, rows, rollouts.group, advantages, dim, seed)
         prompts = tuple(rollouts.prompts[g].id for g in groups)
         return Gram(inner, tuple(advantages), int(rows.sum()), prompts, groups, dim)
@@ -130,7 +131,7 @@ class GradientMeasurer:
         groups cannot be cut evenly.
         """
         rows = np.isin(rollouts.group, groups)
-        dim = gram_method(self.model, rollouts, rows, self.config.gram, self.config.scope).dim
+        dim = self._buckets(rollouts, rows)
         names = {REFERENCE[0], *(self.options or ()), *self.config.subgroups}
         grams = {}
         for size in smaller_sizes(rollouts.group[rows]):
@@ -142,6 +143,12 @@ class GradientMeasurer:
             prompts = tuple(rollouts.prompts[g].id for g in groups)
             grams[size] = Gram(whole, tuple(chosen), int(rows.sum()), prompts, groups, dim)
         return grams
+
+    def _buckets(self, rollouts: Rollouts, rows: Bool) -> int | None:
+        """Buckets of the sketches that a Gram matrix is estimated from, None where it is exact, as with soft tokens."""
+        if rollouts.soft is not None:
+            return None
+        return gram_method(self.model, rollouts, rows, self.config.gram, self.config.scope).dim
 
     def _inner(
         self, rollouts: Rollouts, rows: Bool, group: Int, advantages: Mapping[Label, Float], dim: int | None, seed: int
@@ -157,7 +164,7 @@ class GradientMeasurer:
         ids, mask, attention = rollouts.tensors(self.model.device, rows)
         batch = (self.model, ids, mask, weights, group[rows], attention)
         if dim is None:
-            inner = group_gradient_gram(*batch, **self.settings)
+            inner = group_gradient_gram(*batch, **self.settings, soft=rollouts.soft)
         else:
             inner = sketched_group_gram(*batch, dim=dim, seed=seed, **self.policy.settings)
         back = back.reshape(-1)

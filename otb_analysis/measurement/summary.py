@@ -16,15 +16,16 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
     Degenerate but legal input (groups of one, equal rewards, empty or cut completions) is counted here.
     """
     inside, stats, reward = table.mask, table.stats, table.total_reward
+    drawn = table.drawn  # soft tokens have densities, and none of the statistics of a drawn one
     length = inside.sum(axis=1)
     mismatch = (stats.logprob - table.behavior_logprob)[inside]
     mismatch = mismatch[~np.isnan(mismatch)]  # rollouts from elsewhere may lack the sampler's log-probabilities
-    energy, exact = stats.energy[inside], measurement.tokens.whole_norm_sq[inside]
+    energy, exact = stats.energy[drawn], measurement.tokens.whole_norm_sq[inside]
     return {
         "reward_mean": reward.mean(),
         "reward_std": reward.std(),
-        "entropy_mean": _mean(stats.entropy[inside]),
-        "logprob_mean": _mean(stats.logprob[inside]),
+        "entropy_mean": _mean(stats.entropy[drawn]),
+        "logprob_mean": _mean(stats.logprob[drawn]),
         "mismatch_mean": _mean(mismatch),
         "mismatch_max": float(np.abs(mismatch).max(initial=0.0)) if mismatch.size or not inside.any() else None,
         "length_mean": length.mean(),
@@ -44,7 +45,7 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "energy_max_share": top_share(energy),
         "exact_tail_k": pareto_k(exact[np.isfinite(exact)]) if measurement.tokens.whole.any() else None,
         **level_scalars(measurement.tokens),
-        **sampling_check(stats, inside),
+        **sampling_check(stats, drawn),
         "n_measured_prompts": len(np.unique(table.group[measurement.tokens.whole])),
         "n_sketched_prompts": measurement.tokens.n_sketched,
         "measurement_gaps": measurement.gaps,

@@ -6,6 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from otb_analysis.errors import NonFiniteError
+from otb_analysis.gradients.batch.soft import SoftTokens
 from otb_analysis.measurement.forward import ForwardPass
 from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.objectives.importance import LOG_LIMIT
@@ -23,9 +24,9 @@ class TokenTable:
     present: Bool  # True at completion tokens, tool tokens included [N, T]
     group: Int  # Prompt of each rollout [N]
     turn: Int  # Turn of each token [N, T]
-    token_id: Int  # Vocabulary index [N, T]
+    token_id: Int  # Vocabulary index [N, T]; soft tokens have ids beyond the vocabulary
     behavior_logprob: Float  # The sampler's log-probability in nats [N, T], NaN outside the mask
-    stats: LogitStats  # Forward statistics [N, T]
+    stats: LogitStats  # Forward statistics [N, T]; NaN at soft tokens, except their log-density
     reward: (
         Float  # What the estimator sees [N, T]: what the task paid, after shaping and penalties where a run has them
     )
@@ -35,6 +36,17 @@ class TokenTable:
     keep: Bool  # False for rollouts that take no part in the update [N]
     contrast: Float | None = None  # Contrast of right and wrong rollouts [N, T] where the update reads it
     limit: int = 0  # Most policy tokens that a rollout could have had, fixed before sampling; 0 where not known
+    soft: SoftTokens | None = None  # The soft tokens among them
+
+    @property
+    def drawn(self) -> Bool:
+        """True at policy tokens that were drawn from a categorical distribution: all but soft ones [N, T]."""
+        return self.mask if self.soft is None else self.mask & (self.token_id < self.soft.first)
+
+    @property
+    def proxy(self) -> Float | None:
+        """Energies from the logits alone [N, T]; None where there are soft tokens, which have none."""
+        return self.stats.energy if self.soft is None else None
 
     def inputs(self, energy: Float | None, rollout_norm_sq: Float | None = None) -> EstimatorInputs:
         """Return an estimator's inputs, with these energies [N, T]."""
@@ -48,7 +60,7 @@ class TokenTable:
             turn=self.turn,
             token_id=self.token_id,
             ratio=self.ratio,
-            entropy=self.stats.entropy,
+            entropy=self.stats.entropy if self.soft is None else None,
         )
 
 
@@ -98,6 +110,7 @@ def token_table(rollouts: Rollouts, forward: ForwardPass, value: Float | None) -
         value=None if value is None else np.where(mask, value, 0.0),
         ratio=None,
         keep=np.ones(len(mask), bool),
+        soft=rollouts.soft,
     )
 
 
@@ -115,11 +128,11 @@ def token_rows(
     `estimate` is of the estimator that trains. Tokens are decoded one by one, so that readers need no tokenizer.
     """
     n, t = np.nonzero(table.present)
-    texts = {i: str(tokenizer.decode([i])) for i in np.unique(table.token_id[n, t]).tolist()}
-    policy = table.mask[n, t]
+    texts = {i: _text(i, table.soft, tokenizer) for i in np.unique(table.token_id[n, t]).tolist()}
+    policy, drawn = table.mask[n, t], table.drawn[n, t]
 
-    def floats(x: Float) -> np.ma.MaskedArray:
-        return np.ma.masked_array(x[n, t], mask=~policy)
+    def floats(x: Float, known: Bool = policy) -> np.ma.MaskedArray:
+        return np.ma.masked_array(x[n, t], mask=~known)
 
     stats, behavior = table.stats, table.behavior_logprob[n, t]
     columns: dict[str, object] = {
@@ -132,9 +145,9 @@ def token_rows(
         "mask": policy,
         "logprob": floats(stats.logprob),
         "behavior_logprob": np.ma.masked_array(behavior, mask=~policy | np.isnan(behavior)),
-        "entropy": floats(stats.entropy),
-        "sum_pi_sq": floats(stats.sum_pi_sq),
-        "energy_proxy": floats(stats.energy),
+        "entropy": floats(stats.entropy, drawn),
+        "sum_pi_sq": floats(stats.sum_pi_sq, drawn),
+        "energy_proxy": floats(stats.energy, drawn),
         "reward": floats(table.reward),
         "baseline": floats(estimate.baseline),
         "advantage": floats(estimate.advantage),
@@ -144,6 +157,13 @@ def token_rows(
     if table.value is not None:
         columns["value"] = floats(table.value)
     return columns | measured.columns((n, t), table.mask)
+
+
+def _text(token: int, soft: SoftTokens | None, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a token's text; that of a soft one is the likeliest token's behind a tilde."""
+    if soft is None or token < soft.first:
+        return str(tokenizer.decode([token]))
+    return f"~{tokenizer.decode([int(soft.likeliest[token - soft.first])])}"
 
 
 def rollout_rows(rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements) -> dict[str, object]:

@@ -7,7 +7,7 @@ y = argmax_v π_v / e_v with e ~ Exp(1), and e is drawn for every row whether it
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from otb_analysis.errors import NonFiniteError
+from otb_analysis.gradients.batch.soft import SoftTokens, embeddings_of, log_density, mixtures, soft_inputs
 from otb_analysis.phases import advance, count_to
 
 ROOM, SHARE = 32, 4  # A full cache grows by ROOM columns or by one SHARE-th of its length, whichever is more
@@ -42,6 +43,8 @@ class Draw:
     temperature: float  # τ of softmax(logits / τ)
     ends: Sequence[int]  # Tokens that end a row
     pad: int  # Fills the left of shorter contexts, unseen
+    soft: int = 0  # How many of the first tokens are soft
+    noise: float = 0.0  # Their σ, in root-mean-square entries of the table of embeddings
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
@@ -60,11 +63,14 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     return f"it has a {overridden[0]} of its own" if overridden else None
 
 
-def decode(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw) -> tuple[Tensor, Tensor]:
+def decode(
+    model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw
+) -> tuple[Tensor, Tensor, SoftTokens | None]:
     """Continue contexts until each has ended or used up its budget; return tokens and log-probabilities [N, T] in nats.
 
     y_t = argmax_v π_v / e_v with e ~ Exp(1), which is a draw from π = softmax(logits / τ). `unsupported_reason` of the
-    model is None. Entries after a row's first end token are arbitrary.
+    model is None. Entries after a row's first end token are arbitrary. With `draw.soft` the first tokens are soft,
+    h̃ = πE + σ·N(0, I), and come with their vectors: none of them ends a row, and their log-probability is a density.
 
     Raises:
         NonFiniteLogits: Logits of a row that goes on are NaN or infinite.
@@ -72,11 +78,16 @@ def decode(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     # inference mode spares every small operation its bookkeeping; buffers of gathered shards are written in both modes
     with torch.no_grad() if sharded else torch.inference_mode():
-        tokens, logprobs = _draw(model, contexts, draw)
-    return tokens.clone(), logprobs.clone()  # tensors that may be used with gradients again
+        thinking = _Thinking(model, len(contexts), draw) if draw.soft else None
+        with soft_inputs(model, thinking and thinking.soft):
+            tokens, logprobs = _draw(model, contexts, draw, thinking)
+    soft = thinking and replace(thinking.soft, vectors=thinking.soft.vectors.clone())
+    return tokens.clone(), logprobs.clone(), soft  # tensors that may be used with gradients again
 
 
-def _draw(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw) -> tuple[Tensor, Tensor]:
+def _draw(
+    model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw, thinking: "_Thinking | None"
+) -> tuple[Tensor, Tensor]:
     batch = _Batch(model, contexts, draw.pad)
     n, device = len(contexts), model.device
     ends = torch.tensor(list(draw.ends), device=device)
@@ -89,6 +100,11 @@ def _draw(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw)
         bad = ~scores.isfinite().all(-1) & ~ended
         if bool(bad.any()):
             raise NonFiniteLogits(int(rows[bad][0]), t)
+        if thinking is not None and t < draw.soft:  # no row has ended yet, so all are there
+            tokens[:, t], logprobs[:, t] = thinking.draw(scores, t)
+            batch.append(tokens[:, t])
+            advance()
+            continue
         log_pi = scores.log_softmax(-1)
         # for all n rows, also those that have left the batch: so a seed draws the same whatever rows are left
         waiting = torch.empty(n, scores.shape[1], device=device).exponential_()
@@ -105,6 +121,25 @@ def _draw(model: PreTrainedModel, contexts: Sequence[Sequence[int]], draw: Draw)
         batch.append(token)
         advance()
     return tokens, logprobs
+
+
+class _Thinking:
+    """The soft tokens of a batch while they are drawn, [N · K] of them: those of a row lie side by side."""
+
+    def __init__(self, model: PreTrainedModel, rows: int, draw: Draw):
+        self.table, self.each = embeddings_of(model).weight, draw.soft
+        sigma = draw.noise * float(self.table.detach().double().square().mean().sqrt())
+        vectors = torch.zeros(rows * draw.soft, self.table.shape[1], device=model.device)
+        likeliest = torch.zeros(len(vectors), dtype=torch.long, device=model.device)
+        self.soft = SoftTokens(vectors, sigma, len(self.table), likeliest)
+
+    def draw(self, z: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        """Draw the soft tokens at position `t` from logits/τ [N, V]; return their ids and log-densities [N]."""
+        at = torch.arange(t, len(self.soft.vectors), self.each, device=z.device)
+        mean = mixtures(z, self.table)
+        self.soft.vectors[at] = mean + self.soft.sigma * torch.randn_like(mean)
+        self.soft.likeliest[at] = z.argmax(-1)
+        return self.soft.first + at, log_density(z, self.soft.vectors[at], self.table, self.soft.sigma)
 
 
 class _Batch:

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from otb_analysis.errors import InputError
+from otb_analysis.gradients.batch.soft import SoftTokens
 from otb_analysis.phases import advance, count_to
 from otb_analysis.rollouts.decoding import Draw, NonFiniteLogits, decode, unsupported_reason
 from otb_analysis.rollouts.models import special_id
@@ -87,7 +88,27 @@ class TransformersGenerator:
         check_contexts(self.model, [*contexts, [self.pad]], max_new_tokens)
         if not self.by_decode:
             return self.generate_plainly(contexts, max_new_tokens, temperature)
-        return self._all_cut(*decode(self.model, contexts, Draw(max_new_tokens, temperature, self.ends, self.pad)))
+        tokens, logprobs, _ = decode(self.model, contexts, Draw(max_new_tokens, temperature, self.ends, self.pad))
+        return self._all_cut(tokens, logprobs)
+
+    def generate_soft(
+        self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, soft: int, noise: float
+    ) -> tuple[list[Generation], SoftTokens]:
+        """Continue each context by `soft` soft tokens, then by discrete ones; `max_new_tokens` counts both.
+
+        Raises:
+            InputError: The model is one that `decode` cannot run, or has no plain table of embeddings.
+        """
+        check_contexts(self.model, [*contexts, [self.pad]], max_new_tokens)
+        if not self.by_decode:
+            raise InputError(
+                f"soft tokens cannot be sampled from {type(self.model).__name__}, because "
+                f"{unsupported_reason(self.model)}; set sample.soft to 0."
+            )
+        draw = Draw(max_new_tokens, temperature, self.ends, self.pad, soft, noise)
+        tokens, logprobs, vectors = decode(self.model, contexts, draw)
+        assert vectors is not None
+        return self._all_cut(tokens, logprobs), vectors
 
     @torch.no_grad()
     def generate_plainly(

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.rollouts.generation import Generation, Generator, NonFiniteLogits
+from otb_analysis.gradients.batch.soft import SoftTokens
+from otb_analysis.rollouts.generation import Generation, Generator, NonFiniteLogits, TransformersGenerator
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.tasks import Prompt, Task, Turn
 from otb_analysis.tasks.task_calls import ask_reply
@@ -31,7 +32,7 @@ class Rollouts:
 
     prompts: tuple[Prompt, ...]  # The prompt of each group [P]
     group: Int  # Index into `prompts` of each rollout [N]
-    input_ids: Int  # Prompt and completion tokens [N, L]
+    input_ids: Int  # Prompt and completion tokens [N, L]; soft ones have ids beyond the vocabulary
     attention_mask: Bool  # True at tokens, false at padding [N, L]
     mask: Bool  # True at tokens the policy sampled [N, L]
     turn: Int  # Turn of each completion token [N, L]
@@ -41,6 +42,7 @@ class Rollouts:
     finish_reason: tuple[FinishReason, ...]  # stop (end token), length (budget used up), turns (turn limit); unknown
     reward: Float  # Zero until `compute_rewards`; then a turn's reward, on its last policy token [N, L]
     reward_parts: Mapping[str, Float] = field(default_factory=dict)  # Its parts by name, summed over the rollout [N]
+    soft: SoftTokens | None = None  # The vectors behind those ids, where soft tokens were sampled
 
     @property
     def completion_length(self) -> Int:
@@ -65,6 +67,7 @@ class Rollouts:
         """Put parts of one batch together, in this order; they have the same prompts and number groups alike."""
         if len(parts) == 1:
             return parts[0]
+        parts, soft = _softened(parts)
         width = max(part.input_ids.shape[1] for part in parts)
         names = dict.fromkeys(name for part in parts for name in part.reward_parts)
 
@@ -83,6 +86,7 @@ class Rollouts:
                 name: np.concatenate([part.reward_parts.get(name, np.zeros(len(part.group))) for part in parts])
                 for name in names
             },
+            soft=soft,
         )
 
     @property
@@ -125,6 +129,18 @@ class Rollouts:
         return ids, mask, attention.long()
 
 
+def _softened(parts: Sequence[Rollouts]) -> tuple[list[Rollouts], SoftTokens | None]:
+    """Number the soft tokens of several batches, all of one vocabulary, one after the other."""
+    renumbered, soft = [], None
+    for part in parts:
+        if part.soft is not None:
+            ahead = 0 if soft is None else len(soft.vectors)
+            ids = np.where(part.input_ids >= part.soft.first, part.input_ids + ahead, part.input_ids)
+            part, soft = replace(part, input_ids=ids), part.soft if soft is None else soft.joined(part.soft)
+        renumbered.append(part)
+    return renumbered, soft
+
+
 class Draft:
     """One rollout under construction; made by `sample`, or by `audit` from a recorded one."""
 
@@ -157,22 +173,37 @@ def sample(
 
     A turn that ends with the end token is answered by the task; the reply's tokens follow it, masked, and the next turn
     begins. The episode ends when the task has no reply, the length budget of a turn is used up, or at `max_turns`.
-    `group` is the index of the prompt that each rollout answers [N], where not all are wanted.
+    `group` is the index of the prompt that each rollout answers [N], where not all are wanted. Soft tokens are no part
+    of a turn's text.
 
     Raises:
-        InputError: A prompt has no tokens, or prompt and budget exceed the model's positions.
+        InputError: A prompt has no tokens, prompt and budget exceed the model's positions, or soft tokens are asked for
+            where they cannot be.
         NonFiniteError: The policy's logits are NaN or infinite.
     """
+    check_soft_sampling(config)
     group = np.repeat(np.arange(len(prompts)), config.group_size) if group is None else group
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     drafts = [Draft(encoded[g]) for g in group]
-    active = list(range(len(drafts)))
+    active, soft = list(range(len(drafts))), None
     for _ in range(config.max_turns):
         if not active:
             break
         contexts = [drafts[i].ids for i in active]
+        if soft is not None:
+            raise InputError(
+                f"the task {task.name} goes on after its first turn, but soft tokens work on tasks of one turn; set "
+                "sample.soft to 0 or sample.max_turns to 1."
+            )
         try:
-            outputs = generator.generate(contexts, config.max_new_tokens, config.temperature)
+            if config.soft:
+                if not isinstance(generator, TransformersGenerator):
+                    raise InputError(f"{type(generator).__name__} samples no soft tokens; set sample.soft to 0.")
+                outputs, soft = generator.generate_soft(
+                    contexts, config.max_new_tokens, config.temperature, config.soft, config.soft_noise
+                )
+            else:
+                outputs = generator.generate(contexts, config.max_new_tokens, config.temperature)
         except NonFiniteLogits as error:
             n = active[error.row]
             raise NonFiniteError(
@@ -181,9 +212,29 @@ def sample(
                 "lower the learning rate or go back to an earlier checkpoint."
             ) from error
         for i, output in zip(active, outputs, strict=True):
-            _finish_turn(drafts[i], output, tokenizer, task, prompts[group[i]])
+            _finish_turn(drafts[i], output, tokenizer, task, prompts[group[i]], config.soft)
         active = [i for i in active if drafts[i].finish_reason is None]
-    return collate(drafts, tuple(prompts), group, special_id(tokenizer, "pad"))
+    return replace(collate(drafts, tuple(prompts), group, special_id(tokenizer, "pad")), soft=soft)
+
+
+def check_soft_sampling(config: SampleConfig) -> None:
+    """Refuse soft tokens that leave no room for an answer, or have no noise.
+
+    Raises:
+        InputError: Naming the setting.
+    """
+    if config.soft < 0:
+        raise InputError(f"sample.soft is {config.soft}; choose a number of at least 0.")
+    if config.soft >= config.max_new_tokens:
+        raise InputError(
+            f"sample.soft is {config.soft} of sample.max_new_tokens={config.max_new_tokens}, which leaves no token for "
+            "the discrete answer; lower it or raise the budget."
+        )
+    if config.soft and not 0 < config.soft_noise < np.inf:
+        raise InputError(
+            f"sample.soft_noise is {config.soft_noise}, where soft tokens have no density; choose a finite number "
+            "above 0."
+        )
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
@@ -207,9 +258,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
 
 
 def _finish_turn(
-    draft: Draft, output: Generation, tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt
+    draft: Draft, output: Generation, tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt, soft: int
 ) -> None:
-    text = str(tokenizer.decode(output.token_ids[:-1] if output.finished else output.token_ids))
+    text = str(tokenizer.decode(output.token_ids[soft : -1 if output.finished else None]))
     turn = len(draft.turns)
     draft.extend(output.token_ids, turn, output.logprobs)
     draft.turns.append(Turn(text, output.finished))

@@ -13,6 +13,7 @@ from otb_analysis.measurement.levels import level_of
 from otb_analysis.objectives.filters import FILTERS
 from otb_analysis.objectives.registry import lookup, options_from_table
 from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
+from otb_analysis.rollouts.sampling import check_soft_sampling
 from otb_analysis.store.layout import check_run_name
 from otb_analysis.training.policy.objective import Objective
 from otb_analysis.training.runtime.trackers import check_trackers
@@ -147,6 +148,9 @@ def _problems(config: TrainConfig, processes: int) -> Iterator[str]:
             f"sample.filter is {config.sample.filter!r} but filters work with one process and {processes} were "
             "launched; launch one, or set it to 'none'."
         )
+    check_soft_sampling(config.sample)
+    if config.sample.soft:
+        yield from _soft_problems(config, processes)
     if config.sample.engine == "vllm":
         if processes > 1:
             yield (
@@ -193,6 +197,44 @@ def _critic_problems(config: TrainConfig) -> Iterator[str]:
                 f"estimator.options {name} is {getattr(options, name)} but the critic is fitted with {number} "
                 f"(critic.target is {critic.target!r}); {remedy}, or change the option to {number}."
             )
+
+
+def _soft_problems(config: TrainConfig, processes: int) -> Iterator[str]:
+    """Yield what soft tokens do not work with: what reads the distribution that a token was drawn from, mostly."""
+    given, name, objective = f"sample.soft is {config.sample.soft}", config.estimator.name, config.objective
+    needs = entry_of(name).needed(options_from_dict(name, config.estimator.options))
+    if "energy" in needs and config.estimator.energy == "proxy":
+        yield (
+            f"{given}, and soft tokens have no categorical proxy, which estimator.name {name!r} weights by; set "
+            "estimator.energy to 'exact', or take an estimator without energies, such as rloo."
+        )
+    if "entropy" in needs:
+        yield (
+            f"{given}, and soft tokens have no entropy, which estimator.name {name!r} needs; leave it out of "
+            "estimator.options features, or take another estimator."
+        )
+    if objective.token_weight != "none" or objective.entropy_bonus > 0:
+        what = "entropy_bonus" if objective.token_weight == "none" else "token_weight"
+        yield (
+            f"{given}, and soft tokens have neither probability nor entropy, which objective.{what} reads; leave it "
+            "out or set sample.soft to 0."
+        )
+    if config.critic.enabled and config.critic.kind == "model":
+        yield f"{given}, but a critic of kind 'model' reads tokens only; set critic.kind to 'head'."
+    if config.sample.engine == "vllm":
+        yield f"{given}, but sample.engine 'vllm' samples tokens only; set it to 'transformers'."
+    if processes > 1:
+        yield f"{given}, but soft tokens work with one process and {processes} were launched; launch one."
+    if config.optimize.precision != "float32":
+        yield f"{given}, but log-densities need optimize.precision 'float32'; set it, or set sample.soft to 0."
+    if config.measure.engine in ("generic", "fast"):
+        yield f"{given}, which measure.engine {config.measure.engine!r} has no rule for; set it to 'auto'."
+    if config.measure.gram == "sketch":
+        yield f"{given}, where the Gram matrix is always exact; set measure.gram to 'auto'."
+    further = [level for level, plan in config.measure.schedules.items() if level != "exact" and plan.every > 0]
+    if config.measure.budget > 0 or further:
+        what = f"measure.{further[0]}.every" if further else "measure.budget"
+        yield f"{given}, where only measure.exact measures; set {what} to 0."
 
 
 def _sketch_problems(config: TrainConfig) -> Iterator[str]:

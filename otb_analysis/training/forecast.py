@@ -89,7 +89,8 @@ def levels(
 
 
 def _norms(measure: MeasureConfig, rollouts: Rollouts, rows: Bool) -> float:
-    return WHOLE + NORM[measure.engine] * seen(rollouts, rows)
+    engine = measure.engine if rollouts.soft is None else "reference"
+    return WHOLE + NORM[engine] * seen(rollouts, rows)
 
 
 def seconds_per_position(policy: Policy, rollouts: Rollouts) -> float:

@@ -134,7 +134,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
             with phase("exact norms"):
                 norms = shared_norms(measurer, processes, rollouts, groups)
     with trainer.timed("estimate"):
-        inputs = table.inputs(table.stats.energy if config.estimator.energy == "proxy" else None)
+        inputs = table.inputs(table.proxy if config.estimator.energy == "proxy" else None)
         if norms is not None:
             inputs = table.inputs(norms.whole_norm_sq, norms.rollout_norm_sq)
         trained = estimate(config.estimator.name, replace(inputs, state=trainer.remembered), trainer.options)

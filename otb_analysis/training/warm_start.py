@@ -95,7 +95,7 @@ def fit(
                 continue
             early = loss > LEARNED_ENOUGH_TO_CHECK  # an early check must not change later draws
             with torch.random.fork_rng(enabled=early), phase("checking"):
-                success = success_rate(generator, tokenizer, task, checks, config.sample)
+                success = success_rate(generator, tokenizer, task, checks, replace(config.sample, soft=0))
             if settings.success_low <= success <= settings.success_high:
                 return step, success
             if success > settings.success_high:

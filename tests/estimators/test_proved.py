@@ -36,6 +36,10 @@ def test_unbiased_entries_have_one_and_means_of_all_rollouts_are_shorter():
     }  # fmt: skip
 
 
+def test_soft_tokens_are_drawn_from_the_policy_that_is_scored():
+    assert known(sample=replace(PLAIN.sample, soft=4)) == known() != {}
+
+
 def test_entries_that_couple_prompts_do_not_stand_for_the_gradient():
     truth = proved(LABELS, asdict(PLAIN)).truth
     assert truth == {("rloo", "none"), ("none", "none"), ("otb_loo", "proxy"), ("value", "none")}

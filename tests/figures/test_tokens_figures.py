@@ -174,6 +174,13 @@ def test_details_of_energies_are_hand_worked(tokens):
     assert formulas["proxy energy"] == "(1 − π)² + Σ_v≠y π_v² = 0.253 + 0.247 = 0.500"
 
 
+def test_details_of_a_soft_token_give_its_density_and_no_probability(tokens):
+    soft = tokens.assign(token="~7", entropy=np.nan, energy_proxy=np.nan, logprob=120.0)
+    formulas = dict(token_details(soft, 0, 0, "otb").formulas)
+    assert formulas["log-density"] == "log q = 120"
+    assert not {"probability", "proxy energy", "entropy"} & formulas.keys()
+
+
 def test_details_of_a_tool_token_say_it_has_no_score(tokens):
     formulas = token_details(tokens, 1, 1, "otb").formulas
     assert [name for name, _ in formulas] == ["tool output"]

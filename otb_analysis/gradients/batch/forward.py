@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.layout import Layout, padded
+from otb_analysis.gradients.batch.soft import SoftTokens, drawn_logprobs, soft_inputs
 
 BLOCK = 32
 """Tokens whose rows of the output layer are widened to float64 at a time."""
@@ -22,14 +23,14 @@ def sampled_logprobs(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: L
     """Log-probabilities of every sampled token of some rollouts [Σ K], from one forward pass, with its graph.
 
     log π(y_t) = z_t[y_t] − lse(z_t), z_t = logits at index t − 1, divided by the temperature, in float32 or better.
-    Each rollout is run up to the last token that a sampled one is predicted from.
+    Each rollout is run up to the last token that a sampled one is predicted from. Of soft tokens it is the log-density.
 
     Raises:
         NonFiniteError: A logit is NaN or infinite.
         InputError: A sampled token lies outside the vocabulary of the output layer.
     """
     run = _run(batch, rollouts, layout)
-    return _cooled(run.z, batch.temperature).log_softmax(-1).gather(-1, run.targets[:, None])[:, 0]
+    return drawn_logprobs(_cooled(run.z, batch.temperature), run.targets, batch.soft, batch.model)
 
 
 def sampled_logits(batch: ScoreBatch, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, Tensor]:
@@ -38,7 +39,9 @@ def sampled_logits(batch: ScoreBatch, rollouts: tuple[Rollout, ...]) -> tuple[Te
     return _cooled(run.z, batch.temperature), run.targets
 
 
-def policy_logits(logits: Tensor, rollouts: tuple[Rollout, ...], temperature: float) -> Tensor:
+def policy_logits(
+    logits: Tensor, rollouts: tuple[Rollout, ...], temperature: float, soft: SoftTokens | None = None
+) -> Tensor:
     """Logits of the policy that sampled, z / τ in float32 or better, from the model's [Σ K, V].
 
     Raises:
@@ -47,7 +50,8 @@ def policy_logits(logits: Tensor, rollouts: tuple[Rollout, ...], temperature: fl
     """
     z = _cooled(logits.to(torch.promote_types(logits.dtype, torch.float32)), temperature)
     _refuse_non_finite(z, rollouts)
-    _refuse_outside(torch.cat([r.ids[r.targets] for r in rollouts]), z.shape[-1])
+    ids = torch.cat([r.ids[r.targets] for r in rollouts])
+    _refuse_outside(ids if soft is None else ids[~soft.among(ids)], z.shape[-1])
     return z
 
 
@@ -128,10 +132,10 @@ def _watched(batch: ScoreBatch) -> Iterator[list[_OutputCall]]:
 
 def _run(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> _Run:
     layout = padded(rollouts) if layout is None else layout
-    with batch.scope.active():
+    with batch.scope.active(), soft_inputs(batch.model, batch.soft):
         logits = model_logits(batch.model, layout)
     # Temperature 1: `sharp_logprobs` corrects logits before they are divided.
-    z = policy_logits(layout.pick(logits), rollouts, 1.0)
+    z = policy_logits(layout.pick(logits), rollouts, 1.0, batch.soft)
     targets = torch.cat([r.ids[r.targets] for r in rollouts])
     return _Run(logits, layout, z, targets)
 
@@ -174,7 +178,7 @@ def _refuse_non_finite(z: Tensor, rollouts: tuple[Rollout, ...]) -> None:
 
 
 def _refuse_outside(targets: Tensor, vocabulary: int) -> None:
-    if int(targets.max()) >= vocabulary:
+    if len(targets) and int(targets.max()) >= vocabulary:
         raise InputError(
             f"input_ids holds the sampled token {int(targets.max())} but the output layer has {vocabulary} entries; "
             "encode the text with this model's own tokenizer."

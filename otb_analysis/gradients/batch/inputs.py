@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.batch.model_checks import refuse_dropout, refuse_length_dependence, refuse_parameters
 from otb_analysis.gradients.batch.scope import Scope, select_scope
+from otb_analysis.gradients.batch.soft import SoftTokens, check_soft
 from otb_analysis.types import Bool, Float, Int
 
 Weights = Tensor | np.ndarray
@@ -58,9 +59,18 @@ class ScoreBatch:
     mask: Bool  # True at sampled tokens [N, L]
     scope: Scope  # The parameters of the score
     temperature: float  # τ; the policy is softmax(logits / τ)
+    soft: SoftTokens | None = None  # The vectors behind ids beyond the vocabulary, where there are any
 
 
-def prepare(model: nn.Module, batch: Batch, scope: str, temperature: float, *, sharded: bool = False) -> ScoreBatch:
+def prepare(
+    model: nn.Module,
+    batch: Batch,
+    scope: str,
+    temperature: float,
+    *,
+    sharded: bool = False,
+    soft: SoftTokens | None = None,
+) -> ScoreBatch:
     """Check a batch against a model and strip its padding; `sharded` allows parameters that other processes share.
 
     Raises:
@@ -75,13 +85,15 @@ def prepare(model: nn.Module, batch: Batch, scope: str, temperature: float, *, s
     ids, mask, real = _aligned(batch)
     device = next(model.parameters()).device
     rollouts = tuple(_strip(row, ids, mask, real, device) for row in range(len(ids)) if mask[row].any())
+    if soft is not None:
+        check_soft(soft, model)
     for rollout in rollouts:
-        _check_vocabulary(model, rollout)
+        _check_vocabulary(model, rollout, soft)
     if rollouts:
         longest = max(rollouts, key=lambda r: len(r.ids))
         refuse_length_dependence(model, longest.row, len(longest.ids))
     shape = (ids.shape[0], ids.shape[1])
-    return ScoreBatch(model, rollouts, shape, mask.numpy(), select_scope(model, scope), float(temperature))
+    return ScoreBatch(model, rollouts, shape, mask.numpy(), select_scope(model, scope), float(temperature), soft)
 
 
 def restricted(batch: ScoreBatch, mask: Bool) -> ScoreBatch:
@@ -194,10 +206,12 @@ def _strip(row: int, ids: Tensor, mask: Tensor, real: Tensor, device: torch.devi
     return Rollout(row, ids[row, kept].long().to(device), targets.to(device), columns)
 
 
-def _check_vocabulary(model: nn.Module, rollout: Rollout) -> None:
+def _check_vocabulary(model: nn.Module, rollout: Rollout, soft: SoftTokens | None) -> None:
     get_embedding = getattr(model, "get_input_embeddings", None)
     size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", None)
     low, high = int(rollout.ids.min()), int(rollout.ids.max())
+    if soft is not None:
+        size = soft.first + len(soft.vectors)
     if low < 0 or (size is not None and high >= size):
         raise InputError(
             f"input_ids of rollout {rollout.row} holds {low if low < 0 else high} but the model's vocabulary has "

@@ -20,6 +20,7 @@ from otb_analysis.gradients.batch.inputs import (
     prepare,
 )
 from otb_analysis.gradients.batch.memory import refuse_more_than_fit
+from otb_analysis.gradients.batch.soft import SoftTokens
 from otb_analysis.gradients.sketched.hashing import Buckets, check_dim
 from otb_analysis.gradients.sketched.shards import Shards, is_sharded
 
@@ -41,6 +42,7 @@ def gradient_sketch(
     seed: int = 0,
     scope: str = "all",
     temperature: float = 1.0,
+    soft: SoftTokens | None = None,
 ) -> NDArray[np.float32]:
     """Count sketch of the gradient of every cluster of rollouts, for many rows of weights at once.
 
@@ -70,7 +72,8 @@ def gradient_sketch(
     check_dim(dim)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     shards = Shards(inner, scope) if is_sharded(inner) else None
-    batch = prepare(inner, Batch(input_ids, mask, attention_mask), scope, temperature, sharded=shards is not None)
+    arguments = Batch(input_ids, mask, attention_mask)
+    batch = prepare(inner, arguments, scope, temperature, sharded=shards is not None, soft=soft)
     rows = check_weights(weights, batch.mask)
     member = check_group(cluster, batch.shape[0], "cluster")
     clusters = np.unique(member)

@@ -1,0 +1,99 @@
+"""What the page of Soft tokens needs beyond its tables: means and ratios over policies, and its figure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.figures.styles import BLUE, ORANGE
+from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.study import Rows, column, distinct, select
+from otb_analysis.study.formats import ends, known
+
+PARTS = {"": ("all parameters", BLUE), "_rest": ("without the table of embeddings", ORANGE)}
+
+
+def over_discrete(rows: Rows, arm: str, name: str, against: str = "") -> Interval | None:
+    """Return the mean over policies of a number over that of the discrete arm, policy by policy."""
+    base = {row["seed"]: row[against or name] for row in select(rows, arm="discrete")}
+    return seed_mean([row[name] / base[row["seed"]] for row in select(rows, arm=arm)], name, "log")
+
+
+def large(of: Interval | None, digits: int = 0) -> str:
+    """Return an interval with its thousands, where `interval` says only that they are more than 999."""
+    shown = ["–" if value is None else f"{value:,.{digits}f}" for value in ends(of)]
+    return shown[0] if "–" in shown[1:] else f"{shown[0]} ({shown[1]}–{shown[2]})"
+
+
+def mean_of(rows: Rows, arm: str, name: str, scale: str = "linear") -> Interval | None:
+    """Return the mean of a column over policies, with Student's interval."""
+    values = column(select(rows, arm=arm), name)
+    return seed_mean(values, name, scale) if values else None
+
+
+def table_share(rows: Rows, arm: str) -> Interval | None:
+    """Return the share of V that lies in the table of embeddings, the mean over policies."""
+    return seed_mean([1 - row["variance_rest"] / row["variance"] for row in select(rows, arm=arm)], "share")
+
+
+def slope_ratio(rows: Rows, arm: str) -> Interval | None:
+    """Return the mean over policies of the slope of J over that of the discrete arm."""
+    base = {row["seed"]: row["slope"] for row in select(rows, arm="discrete")}
+    return seed_mean([row["slope"] / base[row["seed"]] for row in select(rows, arm=arm)], "slope over discrete")
+
+
+def progress(tables: Mapping[str, Rows], arm: str) -> Interval | None:
+    """Return the mean over policies of V/slope² over that of the discrete arm."""
+    cost = {
+        (row["seed"], row["arm"]): row["variance"] / slope["slope"] ** 2
+        for row in tables["arms"]
+        for slope in select(tables["slopes"], seed=row["seed"], arm=row["arm"])
+    }
+    seeds = distinct(tables["arms"], "seed")
+    return seed_mean([cost[seed, arm] / cost[seed, "discrete"] for seed in seeds], "V over slope²", "log")
+
+
+def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
+    """Return functions for the cells of the page, and its arms."""
+    rows = tables["arms"]
+    names = distinct(rows, "arm")
+    return {
+        "over_discrete": lambda arm, name, against="": over_discrete(rows, arm, name, against),
+        "mean_of": lambda arm, name, scale="linear": mean_of(rows, arm, name, scale),
+        "table_share": lambda arm: table_share(rows, arm),
+        "slope_of": lambda arm: mean_of(tables["slopes"], arm, "slope"),
+        "slope_ratio": lambda arm: slope_ratio(tables["slopes"], arm),
+        "progress": lambda arm: progress(tables, arm),
+        "names": names,
+        "large": large,
+    }
+
+
+def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
+    """Draw V over that of discrete tokens, and success, against the noise of eight soft tokens."""
+    rows = tables["arms"]
+    arms = {row["arm"]: float(np.log10(row["noise"])) for row in rows if row["soft"] == 8}
+
+    def curve(found: list[Interval | None], words: str, color: str, log: bool) -> Curve:
+        y, low, high = ([known(ends(one)[end]) for one in found] for end in range(3))
+        if log:
+            y, low, high = (np.log10(values).tolist() for values in (y, low, high))
+        return Curve(list(arms.values()), y, words, low, high, color)
+
+    curves = [
+        curve([over_discrete(rows, arm, f"variance{part}") for arm in arms], words, color, log=True)
+        for part, (words, color) in PARTS.items()
+    ]
+    success = [mean_of(rows, arm, "success") for arm in arms]
+    discrete = mean_of(rows, "discrete", "success")
+    rule = ((discrete.estimate, "discrete"),) if discrete else ()
+    axis = "noise of 8 soft tokens, powers of ten"
+    panels = [
+        Panel("Variance over that of discrete tokens", "powers of ten", axis, curves, y_range=(0.0, 3.5)),
+        Panel(
+            "Success", "mean over policies", axis, [curve(success, "8 soft tokens", BLUE, log=False)], rule, (0.0, 1.0),
+            percent=True,
+        ),
+    ]  # fmt: skip
+    return {"variance.svg": svg(panels, columns=2)}
