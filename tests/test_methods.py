@@ -7,8 +7,8 @@ import pytest
 
 METHODS = Path(__file__).parent.parent / "docs" / "methods"
 STUDIES = {
-    "allocation": "12_allocation", "filters": "15_filters", "token-weights": "13_token_weights",
-    "triadic-tokens": "14_triadic_tokens", "soft-tokens": "16_soft_tokens",
+    "allocation": "12_allocation", "counting-readout": "10_counting_readout", "filters": "15_filters",
+    "token-weights": "13_token_weights", "triadic-tokens": "14_triadic_tokens", "soft-tokens": "16_soft_tokens",
 }  # fmt: skip
 
 

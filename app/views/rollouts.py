@@ -71,9 +71,9 @@ def histogram(run: Run, what: RolloutFilter) -> None:
             steps, reward = info.ranges(*points[0]["customdata"][:2])
             st.session_state["_cell"] = (steps, reward)
 
+    st.caption("Share of each reward among the rollouts of a step. Click a cell to list its rollouts.")
     python = scripts.REWARDS.format(path=run.path, asked=what)
     chart(plot_rewards(info), "rewards", table, python, clicked=clicked)
-    st.caption("Share of each reward among the rollouts of a step. Click a cell to list its rollouts.")
 
 
 def listed(run: Run, what: RolloutFilter) -> None:

@@ -241,6 +241,24 @@ def test_13_stapo_silences_a_hundredth_of_a_percent_and_changes_no_efficiency_wh
     assert all(row["efficiency_high"] < 1 for row in arms["delightful"])
 
 
+def test_10_the_pretrained_model_holds_a_count_that_its_rows_do_not_read_and_small_models_that_count_have_that_angle():
+    tables = tables_of("10_counting_readout")
+    last = tables["real_layers"][-1]
+    assert last["r_squared_low"] > 0.9 and last["cos_probe_high"] < 1.5 * (2 / (np.pi * last["width"])) ** 0.5
+    rows = select(tables["real_curves"], arm="rows")
+    assert rows[0]["right_high"] < 0.2 < rows[-1]["right_low"]
+    for start in ("written", "direct"):
+        trained = select(tables["layers"], start=start, arm="all", layer=2)
+        low, high = student(list(by_seed(trained, "cos_probe").values()))
+        assert low < (2 / (np.pi * 64)) ** 0.5 < high and len(trained) >= 4
+        gain = {}
+        for arm in ("rows", "all"):
+            curve = select(tables["curves"], start=start, arm=arm)
+            first, end = (by_seed(select(curve, step=step), "right") for step in (0, 600))
+            gain[arm] = student([end[seed] - first[seed] for seed in first])
+        assert gain["rows"][1] < 0.15 < gain["all"][0]
+
+
 def test_16_soft_tokens_have_more_variance_also_at_equal_progress_and_without_the_table():
     tables = tables_of("16_soft_tokens")
     found = {
