@@ -64,12 +64,13 @@ def refuse_other_configuration(config: TrainConfig) -> None:
         InputError: The first field that differs, with both values.
     """
     stored = RunStore(config.root / config.run_name).info.get("config")
-    old = dict(_flat(stored if isinstance(stored, Mapping) else {}))
+    # A setting that came after the run was made had its default there.
+    old = dict(_flat(plain_config(TrainConfig()))) | dict(_flat(stored if isinstance(stored, Mapping) else {}))
     for name, value in _flat(plain_config(config)):
         longer = name == "optimize.steps" and config.optimize.schedule == "constant"
-        if name.split(".")[0] not in PLACE and not longer and old.get(name, value) != value:
+        if name.split(".")[0] not in PLACE and not longer and old.get(name) != value:
             raise InputError(
-                f"{name} is {value!r} but run {config.run_name!r} was made with {old[name]!r}; "
+                f"{name} is {value!r} but run {config.run_name!r} was made with {old.get(name)!r}; "
                 "pass the run's own configuration to resume it, or another --run."
             )
 

@@ -1,5 +1,6 @@
 """A run that was stopped goes on bit for bit: same rollouts, same parameters as the run that was not."""
 
+import json
 from dataclasses import replace
 
 import pandas as pd
@@ -18,8 +19,9 @@ from otb_analysis.config import (
 )
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.rollouts.models import load_policy
-from otb_analysis.store import RunStore
+from otb_analysis.store import RunStore, RunWriter
 from otb_analysis.training.loop import train
+from otb_analysis.training.resume import plain_config, refuse_other_configuration
 from otb_analysis.training.runtime.checkpoint import checkpoints
 
 STEPS = OptimizeConfig(steps=5, learning_rate=0.01)
@@ -110,6 +112,17 @@ def test_resume_with_another_configuration_is_refused_and_changes_nothing(tiny_c
         train(other)
     assert "\n" not in str(caught.value)
     assert {p: p.stat().st_mtime_ns for p in path.rglob("*") if p.is_file()} == before
+
+
+def test_a_setting_that_is_newer_than_the_run_had_its_default_there(tiny_config, tmp_path):
+    config = replace(tiny_config, run="run", root=tmp_path)
+    file = RunWriter.create(tmp_path, "run", plain_config(config)).path / "run.json"
+    info = json.loads(file.read_text())
+    del info["config"]["sample"]["filter"], info["checksum"]
+    file.write_text(json.dumps(info))
+    refuse_other_configuration(config)
+    with pytest.raises(InputError, match=r"sample.filter is 'dynamic' but run 'run' was made with 'none'"):
+        refuse_other_configuration(replace(config, sample=replace(config.sample, filter="dynamic")))
 
 
 def test_resume_from_a_damaged_checkpoint_names_the_file(tiny_config, tmp_path):
