@@ -1,6 +1,7 @@
 """What the page of critical tokens needs beyond its tables: rank correlations over prompts, and its figure."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,10 +25,10 @@ SCORES = {
 """What may tell a token that helps from one that harms."""
 SIZES = {
     "uncertain": "1 − π",
-    "far": "|log(contrast ÷ π)|",
+    "far": "log(contrast ÷ π), size",
     "norm": "exact ‖s‖²",
-    "attribution_size": "|attribution|",
-    "noise_size": "|noise|",
+    "attribution_size": "attribution, size",
+    "noise_size": "noise, size",
 }
 """What may tell a token that matters, either way, from one that does not."""
 KINDS = {"all": None, "right": True, "wrong": False}
@@ -36,6 +37,8 @@ BINS = 5
 FINDERS = ("contrast", "lift", "logprob", "attribution")
 DECISIVE, LOWEST = -0.5, 0.1
 """Effect from which a token is decisive for the worse, and the share of tokens that a score may point at."""
+FEW = 30
+"""Decisive tokens below which their share has no interval."""
 
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
@@ -137,10 +140,11 @@ def decisive(tokens: Rows, policy: str) -> dict[str, Any]:
 
 
 def shares(table: Float, found: Callable[[Float], Float]) -> Interval | None:
-    """Return what was found over what there was to find, column 0 of the table of prompts."""
-    return (
-        cluster_jackknife(table, lambda s: found(s) / s[..., 0], "share found", "linear") if table[:, 0].any() else None
-    )
+    """Return what was found over what there was to find, column 0 of the table of prompts; of few, without ends."""
+    if not table[:, 0].any():
+        return None
+    whole = cluster_jackknife(table, lambda s: found(s) / s[..., 0], "share found", "linear")
+    return whole if whole is None or table[:, 0].sum() >= FEW else replace(whole, low=None, high=None)
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:

@@ -259,6 +259,22 @@ def test_10_the_pretrained_model_holds_a_count_that_its_rows_do_not_read_and_sma
         assert gain["rows"][1] < 0.15 < gain["all"][0]
 
 
+def test_11_the_contrast_finds_what_ruins_an_answer_little_better_than_probability_and_far_better_than_attribution():
+    tokens = select(tables_of("11_critical_tokens")["tokens"], policy="small", right=False)
+    assert len({row["seed"] for row in tokens}) >= 4
+    found = {name: [] for name in ("contrast", "logprob", "attribution")}
+    for seed in sorted({row["seed"] for row in tokens}):
+        rows = select(tokens, seed=seed)
+        ruins = np.array([row["kept"] - row["replaced"] <= -0.5 for row in rows])
+        assert ruins.sum() >= 30
+        for name, shares in found.items():
+            order = np.argsort([row[name] for row in rows], kind="stable")
+            shares.append(ruins[order[: len(rows) // 10]].sum() / ruins.sum())
+    low, high = student(found["contrast"])
+    assert low > 0.6 and student(found["attribution"])[1] < 0.5
+    assert 0 < np.mean(found["contrast"]) - np.mean(found["logprob"]) < 0.15
+
+
 def test_16_soft_tokens_have_more_variance_also_at_equal_progress_and_without_the_table():
     tables = tables_of("16_soft_tokens")
     found = {
