@@ -270,7 +270,7 @@ def test_11_the_contrast_finds_what_ruins_an_answer_little_better_than_probabili
         for name, shares in found.items():
             order = np.argsort([row[name] for row in rows], kind="stable")
             shares.append(ruins[order[: len(rows) // 10]].sum() / ruins.sum())
-    low, high = student(found["contrast"])
+    low, _ = student(found["contrast"])
     assert low > 0.6 and student(found["attribution"])[1] < 0.5
     assert 0 < np.mean(found["contrast"]) - np.mean(found["logprob"]) < 0.15
 
