@@ -37,6 +37,7 @@ from otb_analysis.training.warm_start import demonstrations, make_optimizers, su
 from otb_analysis.types import Bool, Int
 
 from .effects import token_effects
+from .summaries import summaries
 
 TASK = ChainSumConfig(terms_min=2, terms_max=3, largest=19)
 MODEL = SmallModelConfig(layers=2, width=64)
@@ -73,7 +74,7 @@ def cells(quick: bool) -> list[Cell]:
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
-    """Return a row per token: its contrast, what the gradient says of it, and what replacing it does."""
+    """Replace tokens, and return how their effects go with the contrast and with what the gradient says."""
     s = cell.settings
     policy = small_policy(s, bar) if s["policy"] == "small" else real_policy()
     prompts = distinct_prompts(policy.task, "train", s["prompts"])
@@ -87,18 +88,16 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     kept, other = token_effects(policy, written.rollouts, chosen, RIGHT, s["draws"], s["length"], 2000 + s["seed"], bar)
     columns |= {"kept": kept, "replaced": other}
     n, t = np.nonzero(chosen)
-    rows = [
-        {
-            "policy": s["policy"], "seed": s["seed"], "prompt": int(written.table.group[i]), "rollout": int(i),
-            "t": int(j), "right": bool(right[i]),
-            "token": str(policy.tokenizer.decode([int(written.table.token_id[i, j])])),
-        } | {name: rounded(float(x[i, j])) for name, x in columns.items()}
+    tokens = [
+        {"prompt": int(written.table.group[i]), "right": bool(right[i])}
+        | {name: rounded(float(x[i, j])) for name, x in columns.items()}
         for i, j in zip(n.tolist(), t.tolist(), strict=True)
-    ]  # fmt: skip
+    ]
     mixed = {int(g) for g in np.unique(written.table.group) if 0 < right[written.table.group == g].mean() < 1}
     facts = {"policy": s["policy"], "seed": s["seed"], "success": float(right.mean()), "mixed": len(mixed)}
-    facts |= {"rollouts": len(right), "policy_tokens": int(written.table.mask.sum()), "tokens": len(rows)}
-    return {"tokens": rows, "policies": [facts]}
+    facts |= {"rollouts": len(right), "policy_tokens": int(written.table.mask.sum()), "tokens": len(tokens)}
+    key = {"policy": s["policy"], "seed": s["seed"]}
+    return {"policies": [facts], **{name: [key | row for row in rows] for name, rows in summaries(tokens).items()}}
 
 
 def scores(policy: Policy, written: ScoredRollouts, right: Bool, rows: Int, s: Any) -> dict[str, Any]:
@@ -111,7 +110,6 @@ def scores(policy: Policy, written: ScoredRollouts, right: Bool, rows: Int, s: A
     columns: dict[str, Any] = {
         "contrast": contrasts(policy.model, written.rollouts, right, ContrastSchedule(**s["plan"]), s["seed"]),
         "logprob": table.stats.logprob,
-        "advantage": advantage,
     }
     columns |= shares(MeasuredPolicy(policy.model, "all", 1.0), written.rollouts, advantage / len(right), split=True)
     ids, mask, attention = written.rollouts.tensors(torch.device("cpu"), rows)

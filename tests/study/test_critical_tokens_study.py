@@ -11,6 +11,7 @@ from scipy.stats import spearmanr
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.rollouts.generation import Generation
+from otb_analysis.study import select
 from otb_analysis.study.policies import fresh_policy, write
 from otb_analysis.study.record import load_study
 from otb_analysis.tasks.task_calls import distinct_prompts
@@ -18,6 +19,7 @@ from otb_analysis.training.runtime.progress import silent
 
 NAMES = load_study(Path(__file__).parent.parent.parent / "studies" / "11_critical_tokens").names
 EFFECTS = sys.modules["study_11_critical_tokens.effects"]
+SUMMARIES = sys.modules["study_11_critical_tokens.summaries"]
 CONFIG = TrainConfig(
     small_model=SmallModelConfig(layers=1, width=16, heads=2, key_value_heads=1, feed_forward=16),
     chain_sum=ChainSumConfig(terms_max=2, largest=20),
@@ -74,18 +76,6 @@ def test_effects_of_a_policy_that_never_is_right_are_zero_where_chosen(written):
         assert (x[chosen] == 0).all() and np.isnan(x[~chosen]).all()
 
 
-def test_correlation_of_ranks_is_spearmans():
-    random = np.random.default_rng(0)
-    x, y, seed = random.normal(size=400), random.normal(size=400), np.zeros(400, dtype=int)
-    y += 0.5 * x
-    ranks = [NAMES["within"](v, seed) for v in (x, y)]
-    found = NAMES["correlation"](*ranks, np.arange(400) // 10)
-    assert found.estimate == pytest.approx(spearmanr(x, y).statistic, abs=1e-9)
-    assert found.low < spearmanr(x, y).statistic < found.high
-    less = NAMES["correlation"](*ranks, np.arange(400) // 10, ranks[0])
-    assert less.estimate == pytest.approx(0, abs=1e-12)
-
-
 def planted(n: int = 400) -> list[dict]:
     """Tokens of wrong rollouts: the contrast knows which ruin the answer, log π and attribution know nothing."""
     random = np.random.default_rng(1)
@@ -93,17 +83,46 @@ def planted(n: int = 400) -> list[dict]:
     for i in range(n):
         ruins = i % 20 == 0
         rows.append(
-            {"policy": "p", "seed": 0, "prompt": i // 10, "right": False, "logprob": -random.random(), "norm": 1.0}
-            | {"contrast": 0.01 if ruins else 0.5 + random.random() / 2, "kept": 0.0 if ruins else 1.0, "replaced": 1.0}
+            {"prompt": i // 10, "right": False, "logprob": -random.random(), "norm": 1.0, "replaced": 1.0}
+            | {
+                "contrast": 0.01 if ruins else 0.5 + random.random() / 2,
+                "kept": 0.0 if ruins else 0.6 + random.random() / 3,
+            }
             | {name: random.normal() for name in ("attribution", "signal", "noise")}
         )
     return rows
 
 
+def test_correlations_follow_from_the_sums_of_a_cell_and_are_spearmans():
+    tokens = planted()
+    sums = select(SUMMARIES.summaries(tokens)["sums"], kind="wrong")
+    effect = [token["kept"] - token["replaced"] for token in tokens]
+    for name in ("contrast", "logprob", "attribution", "noise"):
+        found = NAMES["correlation"](sums, name, "effect")
+        expected = spearmanr([token[name] for token in tokens], effect).statistic
+        assert found.estimate == pytest.approx(expected, abs=2e-3)  # but for rounded sums
+        assert found.low < found.estimate < found.high
+    less = NAMES["correlation"](sums, "contrast", "effect", "logprob")
+    both = [NAMES["correlation"](sums, name, "effect").estimate for name in ("contrast", "logprob")]
+    assert less.estimate == pytest.approx(both[0] - both[1], rel=1e-9)
+    size = NAMES["correlation"](sums, "uncertain", "size")
+    expected = spearmanr([1 - np.exp(token["logprob"]) for token in tokens], np.abs(effect)).statistic
+    assert size.estimate == pytest.approx(expected, abs=2e-3)
+
+
 def test_what_ruins_an_answer_is_found_by_the_score_that_knows_it():
-    row = NAMES["decisive"](planted(), "p")
-    assert row["decisive"] == 20 and row["found_by_contrast"] == 1.0
-    assert row["found_by_logprob"] < 0.4 and row["more"] == pytest.approx(1 - row["found_by_logprob"], abs=1e-4)
+    row = NAMES["decisive"](SUMMARIES.summaries(planted(800))["found"], "p")
+    assert row["decisive"] == 40 and row["tokens"] == 800 and row["found_by_contrast"] == 1.0
+    assert row["found_by_logprob"] < 0.4 and row["found_by_logprob_low"] is not None
+    assert row["more"] == pytest.approx(1 - row["found_by_logprob"], abs=1e-4)
+    few = NAMES["decisive"](SUMMARIES.found(planted(400)), "p")
+    assert few["decisive"] == 20 and few["found_by_contrast"] == 1.0 and few["found_by_logprob_low"] is None
+
+
+def test_fifths_hold_all_tokens_and_the_lowest_of_the_contrast_has_the_lowest_effect():
+    rows = select(SUMMARIES.summaries(planted())["fifths"], score="contrast")
+    assert [row["fifth"] for row in rows] == [1, 2, 3, 4, 5] and sum(row["tokens"] for row in rows) == 400
+    assert min(rows, key=lambda row: row["effect"])["fifth"] == 1
 
 
 def test_without_right_and_wrong_answers_nothing_is_chosen(written):

@@ -260,18 +260,15 @@ def test_10_the_pretrained_model_holds_a_count_that_its_rows_do_not_read_and_sma
 
 
 def test_11_the_contrast_finds_what_ruins_an_answer_little_better_than_probability_and_far_better_than_attribution():
-    tokens = select(tables_of("11_critical_tokens")["tokens"], policy="small", right=False)
-    assert len({row["seed"] for row in tokens}) >= 4
+    rows = select(tables_of("11_critical_tokens")["found"], policy="small")
     found = {name: [] for name in ("contrast", "logprob", "attribution")}
-    for seed in sorted({row["seed"] for row in tokens}):
-        rows = select(tokens, seed=seed)
-        ruins = np.array([row["kept"] - row["replaced"] <= -0.5 for row in rows])
-        assert ruins.sum() >= 30
+    for seed in sorted({row["seed"] for row in rows}):
+        mine = select(rows, seed=seed)
+        assert sum(row["decisive"] for row in mine) >= 30
         for name, shares in found.items():
-            order = np.argsort([row[name] for row in rows], kind="stable")
-            shares.append(ruins[order[: len(rows) // 10]].sum() / ruins.sum())
-    low, _ = student(found["contrast"])
-    assert low > 0.6 and student(found["attribution"])[1] < 0.5
+            shares.append(sum(row[name] for row in mine) / sum(row["decisive"] for row in mine))
+    assert len(found["contrast"]) >= 4
+    assert student(found["contrast"])[0] > 0.6 and student(found["attribution"])[1] < 0.5
     assert 0 < np.mean(found["contrast"]) - np.mean(found["logprob"]) < 0.15
 
 
