@@ -100,6 +100,7 @@ def planned(run: Run) -> None:
     st.markdown(plain(planner.note))
 
 
+@st.fragment  # its slider draws this part of the page again, and no other
 def over_steps(run: Run, labels: frozenset[Label]) -> None:
     """Draw the four measures over steps."""
     st.subheader("Over training", anchor=False)
