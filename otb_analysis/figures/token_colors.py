@@ -39,14 +39,16 @@ class ColorScale:
     diverging: bool = False
     log: bool = False
     dark: bool = False  # For a dark page
+    backward: bool = False  # The low values stand out
 
     @property
     def colors(self) -> tuple[str, ...]:
         """The colours, from low to high."""
-        return {
+        colors = {
             (False, False): SEQUENTIAL, (False, True): SEQUENTIAL_DARK,
             (True, False): DIVERGING, (True, True): DIVERGING_DARK,
         }[self.diverging, self.dark]  # fmt: skip
+        return colors[::-1] if self.backward else colors
 
     @property
     def stops(self) -> list[list[Any]]:

@@ -19,6 +19,8 @@ COLOURS = (*NUMERIC, SAMPLER, ADVANTAGES, RATIO)
 """All that tokens can be coloured by."""
 SIGNED = ("attribution", "signal", "noise", "advantage", SAMPLER, ADVANTAGES)
 """Columns in which a token can push for or against; 0 always has the middle colour."""
+LOW = ("contrast",)
+"""Columns in which the low values stand out."""
 RATIOS = (RATIO,)
 """Columns in which 1 has the middle colour."""
 

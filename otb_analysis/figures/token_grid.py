@@ -34,8 +34,10 @@ def grid_info(info: TokensInfo) -> GridInfo:
     values, exists = (
         np.pad(x, pad, constant_values=np.nan).reshape(n, cells, width) for x in (info.values, info.exists)
     )
-    quiet = (np.log(np.maximum(values, 1e-300)) if info.scale.log else values) if info.scale.diverging else values
-    apart = np.where(np.isnan(values), -np.inf, np.abs(quiet) if info.scale.diverging else quiet)
+    loud = -values if info.scale.backward else values
+    if info.scale.diverging:
+        loud = np.abs(np.log(np.maximum(values, 1e-300)) if info.scale.log else values)
+    apart = np.where(np.isnan(values), -np.inf, loud)
     best = apart.argmax(axis=2)
     shown = np.take_along_axis(values, best[:, :, None], axis=2)[:, :, 0]
     there = ~np.isnan(exists).all(axis=2)

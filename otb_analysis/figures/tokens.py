@@ -17,7 +17,7 @@ from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.prompts import ends_elsewhere
 from otb_analysis.figures.token_colors import ColorScale, color_levels, color_scale
-from otb_analysis.figures.token_columns import RATIOS, SIGNED
+from otb_analysis.figures.token_columns import LOW, RATIOS, SIGNED
 from otb_analysis.types import Float, Float32, Int
 
 GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
@@ -107,7 +107,8 @@ def column_values(tokens: pd.DataFrame, column: str) -> Float:
 
 def scale_of(values: Float, column: str, kind: str = "auto", dark: bool = False) -> ColorScale:
     """Return the scale of a column's values: diverging around 0 or 1 where the column has a sign or is a ratio."""
-    return replace(color_scale(values, kind, signed=column in SIGNED, ratio=column in RATIOS), dark=dark)
+    scale = color_scale(values, kind, signed=column in SIGNED, ratio=column in RATIOS)
+    return replace(scale, dark=dark, backward=column in LOW)
 
 
 def tokens_info(

@@ -154,6 +154,16 @@ def test_cells_of_long_rollouts_show_and_open_the_token_that_stands_out():
     assert len(points.x) == 8 * 400 and (3, 1234) in list(map(tuple, points.customdata))
 
 
+def test_of_the_contrast_the_low_values_stand_out():
+    table = pd.MultiIndex.from_product([range(8), range(2000)], names=["rollout", "t"]).to_frame(index=False)
+    table = table.assign(group=0, turn=0, token="x", mask=True, contrast=0.9)
+    table.loc[3 * 2000 + 1234, "contrast"] = 0.1
+    grid = grid_info(tokens_info(table, pd.DataFrame({"rollout": range(8), "reward": 0.0}), "contrast"))
+    assert (grid.values[3, 1234 // 5], grid.token[3, 1234 // 5]) == (0.1, 1234)
+    up, down = (scale_of(np.array([0.1, 0.9]), name).colors for name in ("entropy", "contrast"))
+    assert down == up[::-1]
+
+
 def test_details_write_out_return_baseline_and_advantage(tokens):
     formulas = dict(token_details(tokens, 0, 0, "otb").formulas)
     assert formulas["return"] == "G = Σ of rewards from here on = 1.00"
