@@ -54,7 +54,7 @@ def write_synthetic_run(root: Path, name: str, shape: Shape, seed: int = 0, *, f
 
 def synthetic_step(rng: np.random.Generator, step: int, shape: Shape, tokens: int, measured: bool) -> StepTables:
     """Return the tables of one step of about so many tokens."""
-    n, progress = shape.prompts * shape.group_size, step / shape.steps
+    n, progress = shape.prompts * shape.group_size, min(step / shape.steps, 1.0)
     group = np.repeat(np.arange(shape.prompts), shape.group_size)
     length = np.maximum(1, rng.multinomial(tokens, rng.dirichlet(np.full(n, 4.0))))
     reward = (rng.random(n) < 0.2 + 0.6 * progress).astype(float)

@@ -106,10 +106,10 @@ def _failed(message) -> bool:
 
 
 def visit(tab: Watched, url: str):
-    """Open a page and wait for its first figure."""
+    """Open a page and wait for its first figure, or picture of a study."""
     tab.page.goto(url)
     tab.page.wait_for_selector("h1", timeout=60 * SECONDS)
-    tab.page.wait_for_selector(PLOT, timeout=60 * SECONDS)
+    tab.page.wait_for_selector(f"{PLOT}, [data-testid=stImage] img", timeout=60 * SECONDS)
     return tab.page
 
 

@@ -33,7 +33,7 @@ PLACES = {
     "Run": "run?run=chain-group_mean-s0&step=20&level=prompts&log=true",
     "Rollouts": "rollouts?run=chain-otb-s0&text=12&groups=different+rewards",
     "Tokens": "tokens?run=chain-otb-s0&step=20&prompt=1&token=9.1&color=advantage&order=by+reward",
-    "Estimators": "estimators?run=chain-otb-s0&against=none&energy=exact",
+    "Estimators": "estimators?run=chain-otb-s0&against=none&energy=exact+norms",
     "Compare": "compare?run=chain-group_mean-s0&run=chain-otb-s0&compare=runs&a=chain-otb-s0&b=chain-group_mean-s0",
     "Studies": "studies?study=04_group_size",
     "Proxy": "estimators?run=chain-otb-s0&part=proxy&kind=realized+energy+W",
