@@ -63,7 +63,7 @@ class Design:
 
 
 def designs(stores: Sequence[RunStore]) -> dict[str, Design]:
-    """Return every measured step under what makes steps comparable: the task, the group size and the scope.
+    """Return every measured step under what makes steps comparable: task, group size, soft tokens and scope.
 
     Bias and variance depend on N, and tasks and scopes do not share a gradient, so steps that differ in any of these
     are never averaged. Steps of different policies on one task are: the figures then describe an average policy of
@@ -84,4 +84,6 @@ def _name(store: RunStore, config: Mapping[str, Any], gram: Gram) -> str:
     scope = scope_of(store)
     of_part = "" if scope == WHOLE else f", scope {scope!r}"
     size = round(gram.n_rollouts / max(gram.n_prompts, 1))
-    return f"{config.get('task', 'task not stored')}, groups of {size}{of_part}"
+    sample = config.get("sample")
+    soft = sample.get("soft") if isinstance(sample, Mapping) else 0  # their J is that of other answers
+    return f"{config.get('task', 'task not stored')}, groups of {size}{f', {soft} soft tokens' * bool(soft)}{of_part}"

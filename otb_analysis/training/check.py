@@ -95,7 +95,10 @@ def _problems(config: TrainConfig, processes: int) -> Iterator[str]:
     if "contrast" in TOKEN_WEIGHTS[objective.token_weight].needs and config.measure.contrast != replace(
         config.measure.contrast, every=1, first=0
     ):
-        yield f"objective.token_weight is {objective.token_weight!r}, which reads it; set measure.contrast.every to 1."
+        yield (
+            f"objective.token_weight is {objective.token_weight!r}, which reads the contrast of every step; "
+            "set measure.contrast.every to 1."
+        )
     if objective.kl_coefficient > 0 and (objective.kl_estimator, objective.kl_in) == ("k1", "loss"):
         yield (
             "objective.kl_estimator is 'k1' in the loss, where its expected gradient is zero; "

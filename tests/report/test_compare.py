@@ -153,6 +153,16 @@ def test_steps_of_another_task_or_group_size_are_not_averaged():
     assert found == {"a, groups of 4": 2, "b, groups of 4": 1, "a, groups of 8": 1, "task not stored, groups of 8": 1}
 
 
+def test_steps_with_soft_tokens_are_not_averaged_with_others():
+    configs = [{"task": "a"}, {"task": "a", "sample": {"soft": 0}}, {"task": "a", "sample": {"soft": 8}}]
+    stores = [
+        SimpleNamespace(info={"config": config}, path=Path("run"), grams=lambda: {0: gram_of_groups(4)})
+        for config in configs
+    ]
+    found = {name: len(design.grams) for name, design in designs(stores).items()}
+    assert found == {"a, groups of 4": 2, "a, groups of 4, 8 soft tokens": 1}
+
+
 def test_steps_of_another_scope_are_not_averaged():
     stores = [
         SimpleNamespace(
