@@ -133,7 +133,7 @@ class RunStore:
         for name in columns or ():
             if name not in known:
                 raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
-        if table == "steps" and where is None:
+        if table == "steps" and steps is None and where is None:
             return step_frame(self.path, parts[table], columns)
         chosen = "*" if columns is None else ", ".join(map(quoted, columns))
         # The line break ends a comment in the condition.

@@ -10,6 +10,7 @@ import pytest
 
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.store import RolloutFilter, RunStore, RunWriter, StepTables, find_rollouts, runs_df
+from otb_analysis.store.held import _steps
 
 
 @pytest.fixture
@@ -315,6 +316,9 @@ def test_a_run_of_many_steps_reads_the_same_with_and_without_a_query(tmp_path):
     read, asked = run.steps_df(), run.steps_df(where="true")
     pd.testing.assert_frame_equal(read, asked)
     assert len(read) == 80 and read["own"].isna().sum() == 1 and read["n_updates"].isna().any()
+    held = _steps(run.path).table
+    assert run.steps_df([7])["reward_mean"].tolist() == [7.0]
+    assert run.steps_df().equals(read) and _steps(run.path).table is held  # a few steps do not put the others out
     some = ["own", "step", "clipped", "grad_norm"]
     pd.testing.assert_frame_equal(run.steps_df(columns=some), run.steps_df(columns=some, where="true"))
 
