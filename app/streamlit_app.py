@@ -6,7 +6,7 @@ import listing
 import pandas as pd
 import selection
 import streamlit as st
-from widgets import choose_runs, follow, page, plain
+from widgets import choose_runs, follow, load_plotly, page, plain, plotly_loaded
 
 from otb_analysis.errors import STOPS
 
@@ -15,6 +15,7 @@ folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` 
 STYLE = """<style>
 .stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
 @media (max-width: 1100px) { .stMainBlockContainer { padding-left: 1.5rem; padding-right: 1.5rem; } }
+.st-key-ahead { display: none; }
 .st-key-prompt { max-height: 9rem; overflow: auto; }
 [data-testid="stLayoutWrapper"]:has(> .st-key-token-panel) { position: sticky; bottom: 0; z-index: 20; }
 .st-key-token-panel { max-height: 40vh; overflow: auto; padding: 6px 12px; border-radius: 6px 6px 0 0; gap: 0.3rem;
@@ -67,8 +68,10 @@ def main() -> None:
     st.html(STYLE)
     st.html(f"<style>.st-key-token-panel {{ background: {PAPER[st.context.theme.type == 'dark']}; }}</style>")
     chosen_page = st.navigation(pages())
+    without_runs = chosen_page.title == STUDIES
+    load_plotly(needed=not without_runs)
     selection.restore()
-    folder, without_runs = listing.root(), chosen_page.title == STUDIES
+    folder = listing.root()
     try:
         table = listing.runs(str(folder), listing.stamps())
     except STOPS as error:
@@ -82,6 +85,7 @@ def main() -> None:
         no_runs(folder)
     else:
         chosen_page.run()
+    plotly_loaded()
 
 
 main()

@@ -3,6 +3,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from streamlit.delta_generator import DeltaGenerator
 from streamlit.testing.v1 import AppTest
 
 from otb_analysis.commands.cli import main
@@ -191,6 +192,21 @@ def drawn_by_scripts(app: AppTest, folder: Path, monkeypatch: pytest.MonkeyPatch
     drawn = sorted(folder.glob("*.html"))
     assert all("plotly" in path.read_text(encoding="utf-8").lower() for path in drawn)
     return sorted(path.stem for path in drawn)
+
+
+def test_a_new_tab_loads_plotly_until_its_first_figure_and_never_again(store_root, monkeypatch):
+    hidden, real = [], DeltaGenerator.plotly_chart
+
+    def drawn(self, *args, key, **options):
+        hidden.append(key)
+        return real(self, *args, key=key, **options)
+
+    monkeypatch.setattr(DeltaGenerator, "plotly_chart", drawn)
+    app = open_page(store_root, "triage", monkeypatch)
+    assert hidden == ["empty-figure"] and [chart.key for chart in app.get("plotly_chart")] == ["learning"]
+    assert [chart.key for chart in app.run().get("plotly_chart")] == ["learning"] and len(hidden) == 1
+    nothing = open_page(store_root.parent / "missing", "triage", monkeypatch)
+    assert len(hidden) == 2 and not nothing.get("plotly_chart")
 
 
 def test_a_figure_is_saved_as_chosen(store_root, monkeypatch):
