@@ -6,9 +6,10 @@ Column t of an [N, T] array describes completion token y_t: its own log-probabil
 `mask` is true where the policy sampled the token; entries outside it are never read.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,8 +196,8 @@ class Gram:
         """True when the reference, or one of several, is among the labels."""
         return any(label in self.labels for label in _members(reference))
 
-    def stands(self, reference: "frozenset[Label]") -> bool:
-        """Tell whether `blocks` can take those of the reference that are among the labels."""
+    def stands(self, reference: "Label | frozenset[Label]") -> bool:
+        """Tell whether the `blocks` of every label can take those of the reference that are among the labels."""
         return True
 
     def blocks(self, label: Label, reference: "Label | frozenset[Label]") -> Float:
@@ -211,13 +212,25 @@ class Gram:
         Raises:
             InputError: `label` is not among the labels.
         """
-        if label not in self.labels:
-            raise InputError(f"label is {label}; {nearest(str(label), map(str, self.labels))}")
-        block = np.full((3, self.n_prompts, self.n_prompts), np.nan)
-        block[0], measured = self._own(self.labels.index(label)), _members(reference) & set(self.labels)
+        return self.blocks_of((label,), reference)[0]
+
+    def blocks_of(self, labels: Sequence[Label], reference: "Label | frozenset[Label]") -> Float:
+        """Return the `blocks` of several labels [n, 3, P, P]."""
+        unknown = [label for label in labels if label not in self.labels]
+        if unknown:
+            raise InputError(f"label is {unknown[0]}; {nearest(str(unknown[0]), map(str, self.labels))}")
+        rows, measured = [self.labels.index(label) for label in labels], _members(reference) & set(self.labels)
+        block = np.full((len(rows), 3, self.n_prompts, self.n_prompts), np.nan)
+        block[:, 0] = self._own(rows)
         if measured:
-            block[1:] = self._against(label, measured)
-        return np.where(np.isfinite(block), block, np.nan)
+            block[:, 1], block[:, 2] = self._against(rows, measured)
+        block[~np.isfinite(block)] = np.nan
+        return block
+
+    @cached_property
+    def derived(self) -> dict[object, Any]:
+        """What `statistics` has derived from it, so that the next question does not derive it again."""
+        return {}
 
     @property
     def products(self) -> Float:
@@ -226,21 +239,18 @@ class Gram:
 
     def reduced(self, references: Iterable["Label | frozenset[Label]"]) -> "ReducedGram":
         """Return what `blocks` with these references, and `products`, need: much less than M² blocks."""
-        measured = {_members(reference) & set(self.labels) for reference in references} - {frozenset[Label]()}
-        rows = {some: [self.labels.index(label) for label in sorted(some)] for some in measured}
-        return ReducedGram(
-            np.empty((len(self.labels),) * 2 + (0, 0)), self.labels, self.n_rollouts, self.prompt, self.group_index,
-            self.sketch_dim, np.einsum("mmpq->mpq", self.inner).copy(), self.products,
-            {some: (self.inner[:, r].mean(axis=1), self._mean_product(tuple(r))) for some, r in rows.items()},
+        return ReducedGram.of(
+            self.labels, self.n_rollouts, self.prompt, self.group_index, self.sketch_dim, references,
+            lambda m, other: self.inner[m, other], self.products,
         )  # fmt: skip
 
-    def _own(self, m: int) -> Float:
-        return self.inner[m, m]
+    def _own(self, rows: list[int]) -> Float:
+        return self.inner[rows, rows]
 
-    def _against(self, label: Label, measured: frozenset[Label]) -> tuple[Float, Float]:
-        """Return ⟨m, reference⟩ and ⟨reference, reference⟩, the reference the mean of several."""
-        rows = [self.labels.index(one) for one in sorted(measured)]
-        return self.inner[self.labels.index(label), rows].mean(axis=0), self._mean_product(tuple(rows))
+    def _against(self, rows: list[int], measured: frozenset[Label]) -> tuple[Float, Float]:
+        """Return ⟨m, reference⟩ of some m and ⟨reference, reference⟩, the reference the mean of several."""
+        several = [self.labels.index(one) for one in sorted(measured)]
+        return self.inner[np.ix_(rows, several)].mean(axis=1), self._mean_product(tuple(several))
 
     def _mean_product(self, rows: tuple[int, ...]) -> Float:
         """Return the products of the mean of some rows with itself [P, P]; every label asks for the same ones."""
@@ -262,6 +272,33 @@ class ReducedGram(Gram):
     # The mean of these estimators with every m [M, P, P], and with itself [P, P]
     means: Mapping[frozenset[Label], tuple[Float, Float]] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        labels: tuple[Label, ...],
+        n_rollouts: int,
+        prompt: tuple[object, ...] | None,
+        groups: Int,
+        sketch_dim: int | None,
+        references: Iterable["Label | frozenset[Label]"],
+        blocks: Callable[[Int, Int], Float],
+        products: Float,
+    ) -> "ReducedGram":
+        """Reduce a Gram matrix, of which only the blocks that are needed are asked for.
+
+        Args:
+            blocks: Returns `inner` of some m and m' [..., P, P], whose indices broadcast.
+        """
+        every, means = np.arange(len(labels)), dict[frozenset[Label], tuple[Float, Float]]()
+        for measured in {_members(reference) & set(labels) for reference in references} - {frozenset[Label]()}:
+            rows = np.array([labels.index(label) for label in sorted(measured)])
+            with_itself = blocks(rows[:, None], rows).mean(axis=1).mean(axis=0)
+            means[measured] = blocks(every[:, None], rows).mean(axis=1), with_itself
+        return cls(
+            np.empty((len(labels),) * 2 + (0, 0)), labels, n_rollouts, prompt, groups, sketch_dim,
+            blocks(every, every), products, means,
+        )  # fmt: skip
+
     @property
     def n_prompts(self) -> int:
         """Groups P."""
@@ -272,25 +309,24 @@ class ReducedGram(Gram):
         """Σ_p ⟨g_{m,p}, g_{m',p}⟩ [M, M]."""
         return self.totals
 
-    def stands(self, reference: "frozenset[Label]") -> bool:
+    def stands(self, reference: "Label | frozenset[Label]") -> bool:
         """Tell whether it was reduced with those of the reference that are among the labels."""
-        measured = reference & set(self.labels)
+        measured = _members(reference) & set(self.labels)
         return not measured or measured in self.means
 
-    def _own(self, m: int) -> Float:
-        return self.own[m]
+    def _own(self, rows: list[int]) -> Float:
+        return self.own[rows]
 
-    def _against(self, label: Label, measured: frozenset[Label]) -> tuple[Float, Float]:
-        m = self.labels.index(label)
-        if measured == {label}:
-            return self.own[m], self.own[m]
+    def _against(self, rows: list[int], measured: frozenset[Label]) -> tuple[Float, Float]:
+        if measured == {self.labels[m] for m in rows}:
+            return self.own[rows], self.own[rows[0]]
         if measured not in self.means:
             raise InputError(
                 f"this Gram matrix was reduced without {', '.join(map(str, sorted(measured)))} as reference; "
                 "read the whole one with RunStore.grams."
             )
         with_every, with_itself = self.means[measured]
-        return with_every[m], with_itself
+        return with_every[rows], with_itself
 
 
 def _members(reference: "Label | frozenset[Label]") -> frozenset[Label]:

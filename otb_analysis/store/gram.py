@@ -2,25 +2,38 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from numpy.typing import NDArray
 from pandas.api.types import union_categoricals
 
 from otb_analysis.schema import TABLES
 from otb_analysis.store.parts import Part
-from otb_analysis.store.views import read_part, written_columns
-from otb_analysis.types import Float, Gram, Int, Label
+from otb_analysis.store.views import opened, read_opened, read_part, written_columns
+from otb_analysis.types import Float, Gram, Int, Label, ReducedGram
 
 PRODUCT_TEXTS = ("estimator", "energy_source", "other_estimator", "other_energy_source")
 """The columns of text of `grams` and `subgroups`."""
 
 
-_KEYS = tuple(c.name for c in TABLES["grams"] if c.key and c.name not in ("step", "n_rollouts"))
-_ORDERS: dict[bytes, tuple[tuple[Label, ...], Int]] = {}
-"""Labels and groups of Gram matrices in the order of `gram_rows`, by the keys of their rows as bytes on disk."""
+_VALUE = "inner_product"
+_KEYS = tuple(c.name for c in TABLES["grams"] if c.name not in ("step", _VALUE))
+_ORDERS: dict[bytes, "_Order"] = {}
+"""What Gram matrices in the order of `gram_rows` hold, by all columns but their products as bytes on disk."""
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What each product of a Gram matrix is of."""
+
+    labels: tuple[Label, ...]
+    groups: Int
+    n_rollouts: int
+    sketch_dim: int | None
 
 
 def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
@@ -68,30 +81,42 @@ def product_rows(table: str, parts: Sequence[Part]) -> pd.DataFrame:
     return pa.concat_tables(rows).to_pandas()
 
 
-def read_gram(parts: Sequence[Part], prompt_of: Mapping[int, object]) -> Gram | None:
+def read_gram(
+    parts: Sequence[Part], prompt_of: Mapping[int, object], references: Sequence[Label | frozenset[Label]] | None = None
+) -> Gram | None:
     """Return the Gram matrix of one step's parts of `grams`; None where they have no rows.
 
-    Most steps of a run pair the same estimators and groups in the same order. Their keys are the same bytes on disk, so
-    that only the products are read.
+    Most steps of a run pair the same estimators and groups in the same order. Their other columns are the same bytes on
+    disk, so that only the products are read.
+
+    Args:
+        references: Return only what comparing estimators with these needs, as `Gram.reduced` does.
 
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    keys = written_columns(parts[0], _KEYS) if len(parts) == 1 else None
-    if keys is not None and keys in _ORDERS:
-        rows = read_part("grams", parts[0], only=("inner_product", "n_rollouts", "sketch_dim"))
-        labels, groups = _ORDERS[keys]
-        inner = _unfolded(rows["inner_product"].to_numpy(), len(labels), len(groups))
-        return _gram((inner, labels, groups), rows.slice(0, 1).to_pandas(), prompt_of)
-    rows = product_rows("grams", parts)
+    one = opened(parts[0], PRODUCT_TEXTS) if len(parts) == 1 else None
+    keys = None if one is None else written_columns(one, _KEYS)
+    if one is not None and keys in _ORDERS:
+        order = _ORDERS[keys]
+        products = read_opened("grams", one, only=(_VALUE,))[_VALUE].to_numpy()
+        place = _places(len(order.labels), len(order.groups))
+        if references is None:
+            return _gram(products[place].astype(np.float64), order, prompt_of)
+        of_same = products[np.einsum("mnpp->mnp", place)].astype(np.float64)
+        blocks = (lambda m, other: products[place[m, other]].astype(np.float64), np.einsum("mnp->mn", of_same))
+        return ReducedGram.of(*_heading(order, prompt_of), references, *blocks)
+    rows = product_rows("grams", parts) if one is None else read_opened("grams", one).to_pandas()
     if rows.empty:
         return None
     written = _as_written(rows)
+    inner, order = written or _by_keys(rows)
     if keys is not None and written is not None:
         if len(_ORDERS) > 64:
             _ORDERS.clear()
-        _ORDERS[keys] = written[1:]
-    return _gram(written or _by_keys(rows), rows, prompt_of)
+        _ORDERS[keys] = order
+    gram = _gram(inner, order, prompt_of)
+    return gram if references is None else gram.reduced(references)
 
 
 def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
@@ -100,28 +125,29 @@ def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
     Rows and groups come in the order in which `gram_rows` wrote them. A pair that is not in the table (two groups
     measured by different processes) is NaN. Unless `prompt_of` knows all groups, prompts stay unnamed.
     """
-    return _gram(_as_written(rows) or _by_keys(rows), rows, prompt_of)
+    return _gram(*(_as_written(rows) or _by_keys(rows)), prompt_of)
 
 
-def _gram(parts: "_Parts", rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
-    inner, labels, groups = parts
-    known = all(int(g) in prompt_of for g in groups)
+def _gram(inner: Float, order: _Order, prompt_of: Mapping[int, object]) -> Gram:
+    return Gram(inner, *_heading(order, prompt_of))
+
+
+def _heading(
+    order: _Order, prompt_of: Mapping[int, object]
+) -> tuple[tuple[Label, ...], int, tuple[object, ...] | None, Int, int | None]:
+    groups = order.groups.tolist()
+    names = tuple(prompt_of[g] for g in groups) if all(g in prompt_of for g in groups) else None
+    return order.labels, order.n_rollouts, names, order.groups, order.sketch_dim
+
+
+def _order(labels: tuple[Label, ...], groups: Int, rows: pd.DataFrame) -> _Order:
     dim = rows["sketch_dim"].iloc[0]
-    return Gram(
-        inner=inner,
-        labels=labels,
-        n_rollouts=int(rows["n_rollouts"].iloc[0]),
-        prompt=tuple(prompt_of[int(g)] for g in groups) if known else None,
-        groups=np.asarray(groups, dtype=np.int64),
-        sketch_dim=None if pd.isna(dim) else int(dim),
-    )
+    groups = np.asarray(groups, dtype=np.int64)
+    return _Order(labels, groups, int(rows["n_rollouts"].iloc[0]), None if pd.isna(dim) else int(dim))
 
 
-_Parts = tuple[Float, tuple[Label, ...], Int]
-
-
-def _by_keys(rows: pd.DataFrame) -> _Parts:
-    """Return products [M, M, P, P], labels [M] and groups [P] of rows in any order, from the keys of each row."""
+def _by_keys(rows: pd.DataFrame) -> tuple[Float, _Order]:
+    """Return products [M, M, P, P] of rows in any order, and what they are of, from the keys of each row."""
     # The first of each pair changes slowest, so the order of `gram_rows` is that in which the others appear.
     name, names = _factorize(rows, "other_estimator", "estimator")
     source, sources = _factorize(rows, "other_energy_source", "energy_source")
@@ -130,14 +156,11 @@ def _by_keys(rows: pd.DataFrame) -> _Parts:
     (m_other, m), (p_other, p) = np.split(label, 2), np.split(group, 2)
     inner = np.full((len(labels),) * 2 + (len(groups),) * 2, np.nan)
     inner[m, m_other, p, p_other] = inner[m_other, m, p_other, p] = rows["inner_product"].to_numpy(np.float64)
-    return (
-        inner,
-        tuple((names[code // len(sources)], sources[code % len(sources)]) for code in labels),
-        np.asarray(groups),
-    )
+    named = tuple((names[code // len(sources)], sources[code % len(sources)]) for code in labels)
+    return inner, _order(named, np.asarray(groups), rows)
 
 
-def _as_written(rows: pd.DataFrame) -> _Parts | None:
+def _as_written(rows: pd.DataFrame) -> tuple[Float, _Order] | None:
     """Return the same of rows in the order of `gram_rows`, a quarter of the work; None for any other order."""
     size = (math.isqrt(8 * len(rows) + 1) - 1) // 2
     if size * (size + 1) // 2 != len(rows):
@@ -157,16 +180,18 @@ def _as_written(rows: pd.DataFrame) -> _Parts | None:
     groups = list(dict.fromkeys(group for *_, group in written))
     if written != [(*label, group) for label in labels for group in groups]:
         return None
-    products = _unfolded(rows["inner_product"].to_numpy(np.float64), len(labels), len(groups))
-    return products, labels, np.array(groups, dtype=np.int64)
+    products = rows[_VALUE].to_numpy(np.float64)[_places(len(labels), len(groups))]
+    return products, _order(labels, np.array(groups), rows)
 
 
-def _unfolded(products: Float, labels: int, groups: int) -> Float:
-    """Return products [M, M, P, P] of the upper triangle of the matrix of all group gradients, row by row."""
-    upper, other = _upper(labels * groups)
-    inner = np.empty((labels * groups,) * 2)
-    inner[upper, other] = inner[other, upper] = products
-    return np.ascontiguousarray(inner.reshape(labels, groups, labels, groups).transpose(0, 2, 1, 3))
+@lru_cache(maxsize=4)
+def _places(labels: int, groups: int) -> NDArray[np.int32]:
+    """Return which row of `gram_rows` holds each product [M, M, P, P]."""
+    size = labels * groups
+    upper, other = _upper(size)
+    place = np.empty((size, size), dtype=np.int32)
+    place[upper, other] = place[other, upper] = np.arange(len(upper))
+    return np.ascontiguousarray(place.reshape(labels, groups, labels, groups).transpose(0, 2, 1, 3))
 
 
 @lru_cache(maxsize=4)

@@ -1,7 +1,7 @@
 """Reading a run: frames, read-only SQL, the arrays of one step; each answer sees the steps complete at that moment."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import cached_property
@@ -203,7 +203,7 @@ class RunStore:
         Raises:
             StoreError: A part is broken or lacks a key column.
         """
-        return self._read_grams(self._parts_by_step("grams", steps), lambda gram: gram)
+        return self._read_grams(self._parts_by_step("grams", steps))
 
     @again_if_changed
     def reduced_grams(self, references: Sequence[Truth], steps: Steps = None) -> dict[int, Gram]:
@@ -220,7 +220,7 @@ class RunStore:
         parts = self._parts_by_step("grams", steps)
         keys = {step: (step, tuple(references), *map(signature, some)) for step, some in parts.items()}
         new = {step: some for step, some in parts.items() if keys[step] not in self._reduced}
-        read = self._read_grams(new, lambda gram: gram.reduced(references))
+        read = self._read_grams(new, tuple(references))
         held = self._reduced | {keys[step]: gram for step, gram in read.items()}
         grams = {step: held[key] for step, key in keys.items() if key in held}
         self._reduced = held if steps is not None else {keys[step]: gram for step, gram in grams.items()}
@@ -259,16 +259,14 @@ class RunStore:
     def _parts_by_step(self, table: str, steps: Steps) -> dict[int, list[Part]]:
         return by_step(visible_parts(self.path, [table], steps)[table])
 
-    def _read_grams(self, parts: Mapping[int, Sequence[Part]], keep: Callable[[Gram], Gram]) -> dict[int, Gram]:
-        """Return what is kept of the Gram matrices of steps that have one; the rows of two at a time are in memory."""
+    def _read_grams(
+        self, parts: Mapping[int, Sequence[Part]], references: Sequence[Truth] | None = None
+    ) -> dict[int, Gram]:
+        """Return the Gram matrices of steps that have one, or what references need of them; two are read at a time."""
         prompts = self._prompts(list(parts))
-
-        def read(step: int) -> Gram | None:
-            gram = read_gram(parts[step], prompts[step])
-            return None if gram is None else keep(gram)
-
         with ThreadPoolExecutor(2) as pool:  # most of the work is Arrow's and NumPy's
-            return {step: gram for step, gram in zip(parts, pool.map(read, parts), strict=True) if gram is not None}
+            read = pool.map(lambda step: read_gram(parts[step], prompts[step], references), parts)
+            return {step: gram for step, gram in zip(parts, read, strict=True) if gram is not None}
 
     def _prompts(self, steps: Sequence[int]) -> dict[int, dict[int, object]]:
         """Return the name of each group's prompt, by step."""

@@ -1,6 +1,7 @@
 """One SELECT per table that makes many parts of different ages look like one table of today's schema."""
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from itertools import groupby
@@ -56,17 +57,46 @@ def select_from(table: str, present: Collection[str], source: str) -> str:
     return f"SELECT {', '.join(columns)} FROM {source}"
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A part whose bytes were checked, ready to be read; made by `opened`."""
+
+    part: Part
+    source: pa.NativeFile
+    file: pq.ParquetFile
+
+
+def opened(part: Part, categories: Sequence[str] = ()) -> Opened:
+    """Open a part; texts named in `categories` will be read as codes.
+
+    Raises:
+        StoreError: The part is broken.
+    """
+    checked(part)
+    try:
+        # Reading by pieces, or handing columns over, takes several times as long.
+        source = pa.BufferReader(part.path.read_bytes()) if part.whole else pa.memory_map(str(part.path))
+        return Opened(part, source, pq.ParquetFile(source, read_dictionary=list(categories)))
+    except (pa.ArrowException, OSError) as error:
+        raise broken(part, error) from error
+
+
 def read_part(table: str, part: Part, categories: Sequence[str] = (), only: Collection[str] | None = None) -> pa.Table:
     """Return the schema's columns of one part, or some, those it lacks null; texts named in `categories` as codes.
 
     Raises:
         StoreError: The part is broken or lacks a key column.
     """
+    return read_opened(table, opened(part, categories), only)
+
+
+def read_opened(table: str, one: Opened, only: Collection[str] | None = None) -> pa.Table:
+    """Return the same of a part that is open."""
+    part, file = one.part, one.file
     present = _checked_columns(table, [part])
     asked = [c for c in TABLES[table] if only is None or c.name in only]
     wanted = [c.name for c in asked if c.name in present]
     try:
-        file = pq.ParquetFile(_in_memory(part), read_dictionary=list(categories))
         groups, alone = _groups(file.metadata, part)
         rows = file.read_row_groups(groups, wanted, use_threads=False)
     except (pa.ArrowException, OSError) as error:
@@ -79,32 +109,18 @@ def read_part(table: str, part: Part, categories: Sequence[str] = (), only: Coll
     return rows
 
 
-def written_columns(part: Part, names: Collection[str]) -> bytes | None:
-    """Return a digest of some columns of a part as they lie on disk; None where other steps lie among them.
-
-    Raises:
-        StoreError: The part is broken.
-    """
-    checked(part)
-    try:
-        source = _in_memory(part)
-        metadata = pq.read_metadata(source)
-    except (pa.ArrowException, OSError) as error:
-        raise broken(part, error) from error
-    groups, alone = _groups(metadata, part)
+def written_columns(one: Opened, names: Collection[str]) -> bytes | None:
+    """Return a digest of some columns of a part as they lie on disk; None where other steps lie among them."""
+    metadata = one.file.metadata
+    groups, alone = _groups(metadata, one.part)
     found, digest = 0, sha256()
     for chunk in (metadata.row_group(i).column(j) for i in groups for j in range(metadata.num_columns)):
         if chunk.path_in_schema in names:
-            source.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
+            one.source.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
             digest.update(f"{chunk.path_in_schema} {chunk.compression} {chunk.encodings} {chunk.num_values} ".encode())
-            digest.update(source.read_buffer(chunk.total_compressed_size))
+            digest.update(one.source.read_buffer(chunk.total_compressed_size))
             found += 1
     return digest.digest() if alone and groups and found == len(groups) * len(names) else None
-
-
-def _in_memory(part: Part) -> pa.NativeFile:
-    # Reading by pieces, or handing columns over, takes several times as long.
-    return pa.BufferReader(part.path.read_bytes()) if part.whole else pa.memory_map(str(part.path))
 
 
 def refuse_missing_keys(table: str, part: Part, names: Collection[str]) -> None:
