@@ -7,7 +7,7 @@ noisy run needs a larger change. A single spike moves no median of five: a spike
 import numpy as np
 
 from otb_analysis.diagnostics.findings import Evidence, Finding, StepSeries, finding_of, unmeasured
-from otb_analysis.diagnostics.windows import MIN_SPREAD, NORMAL, robust, trailing, usual
+from otb_analysis.diagnostics.windows import MIN_SPREAD, NORMAL, median_of_last, robust, trailing, usual
 from otb_analysis.types import Float
 
 SURGE = (1.5, 3.0)
@@ -152,9 +152,7 @@ def length_drift(series: StepSeries) -> Finding:
 
 def _noise(log: Float, recent: Float) -> Float:
     """Spread of single steps around the running median, over the last 100 steps there are [K]."""
-    spread = np.full(log.size, np.nan)
-    off = np.abs(log - recent)
     least, most = REFERENCE
-    for t in range(least - 1, log.size):
-        spread[t] = max(NORMAL * float(np.median(off[max(SLOW - 1, t - most + 1) : t + 1])), MIN_SPREAD)
-    return spread
+    off = np.abs(log - recent)[SLOW - 1 :]
+    median = np.concatenate([np.full(min(SLOW - 1, log.size), np.nan), median_of_last(off, least - SLOW + 1, most)])
+    return np.maximum(NORMAL * median, MIN_SPREAD)

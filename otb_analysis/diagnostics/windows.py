@@ -32,13 +32,36 @@ def usual(x: Float, gap: int, least: int, most: int) -> tuple[Float, Float]:
     usually logarithms. Spread = 1.4826 · median absolute deviation, at least `MIN_SPREAD`.
     """
     centre, spread = np.full(x.size, np.nan), np.full(x.size, np.nan)
-    # The reference grows until it has its full length; from there on it slides, all indices at once.
-    for t in range(gap + least - 1, min(gap + most - 1, x.size)):
-        centre[t], spread[t] = robust(x[: t - gap + 1])
-    full = gap + most - 1
+    # The reference grows until it has its full length; from there on it slides.
+    first, full = gap + least - 1, gap + most - 1
+    if x.size > first:
+        rows = np.tile(x[: min(full, x.size) - gap], (min(full, x.size) - first, 1))
+        centre[first:full] = medians_growing(rows)
+        deviation = medians_growing(np.abs(rows - centre[first:full, None]))
+        spread[first:full] = np.maximum(NORMAL * deviation, MIN_SPREAD)
     if x.size > full:
         centre[full:], spread[full:] = robust(sliding_window_view(x, most)[: x.size - full])
     return centre, spread
+
+
+def median_of_last(x: Float, least: int, most: int) -> Float:
+    """Return the median of the last `most` values at every index, of all while there are fewer; NaN before `least`."""
+    values = np.full(x.size, np.nan)
+    if x.size >= least:
+        values[least - 1 : most] = medians_growing(np.tile(x[:most], (min(most, x.size) - least + 1, 1)))
+    if x.size > most:
+        values[most:] = np.median(sliding_window_view(x[1:], most), axis=-1)
+    return values
+
+
+def medians_growing(rows: Float) -> Float:
+    """Return the median of each row's first values: all of the last row, one less of the row before, and so on."""
+    counts = np.arange(rows.shape[1] - len(rows), rows.shape[1]) + 1
+    if not np.isfinite(rows).all():
+        return np.array([np.median(row[:count]) for row, count in zip(rows, counts, strict=True)])
+    ordered = np.sort(np.where(np.arange(rows.shape[1]) < counts[:, None], rows, np.inf), axis=1)
+    at = np.arange(len(rows))
+    return (ordered[at, (counts - 1) // 2] + ordered[at, counts // 2]) / 2
 
 
 def robust(x: Float) -> tuple[Float, Float]:

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import TABLES
-from otb_analysis.store.checksum import Sealed, sealed
+from otb_analysis.store.checksum import Sealed, Signature, sealed
 from otb_analysis.store.layout import MERGED, PART, RUN_FILE, merged_path, part_path
 from otb_analysis.store.runfile import read_run_file
 
@@ -200,7 +200,7 @@ def _state(run_dir: Path) -> list[int]:
     return [path.stat().st_mtime_ns for path in (run_dir / RUN_FILE, run_dir / "steps") if path.exists()]
 
 
-def signature(part: Part) -> tuple[Path, int, int]:
+def signature(part: Part) -> Signature:
     """Return what changes when a part is written again.
 
     Raises:
@@ -220,7 +220,7 @@ def checked(part: Part) -> Sealed:
         StoreError: It is broken, or not the one that its step was written with.
     """
     try:
-        found = sealed(*signature(part))
+        found = sealed(signature(part))
     except OSError as error:
         raise broken(part, error) from error
     if part.checksum and found.checksum != part.checksum:

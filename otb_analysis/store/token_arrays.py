@@ -131,7 +131,10 @@ def _rollout_index(tokens: pd.DataFrame, rollouts: pd.DataFrame) -> tuple[Int, I
 
 def floats(frame: pd.DataFrame, name: str) -> Float:
     """Return a column as float64, flags as 0 and 1, NaN where nothing was stored."""
-    return frame[name].astype("Float64").to_numpy(np.float64, na_value=np.nan)
+    column = frame[name]
+    if column.dtype == np.float64:  # a twentieth of the work
+        return column.to_numpy(copy=True)
+    return column.astype("Float64").to_numpy(np.float64, na_value=np.nan)
 
 
 def _scatter(shape: tuple[int, int], place: tuple[Int, Int], values: np.ndarray, fill: float | bool) -> np.ndarray:

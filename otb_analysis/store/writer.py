@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.atomic import atomic_file, atomic_folder
-from otb_analysis.store.checksum import BLANK, CHECKSUM, PARTS, RECORDED, ROW, SCHEMA, stamp, written_checksum
+from otb_analysis.store.checksum import BLANK, CHECKSUM, LIGHT, PARTS, RECORDED, ROW, SCHEMA, stamp, written_checksum
 from otb_analysis.store.encode import Columns, encode
-from otb_analysis.store.held import row_text
+from otb_analysis.store.held import light_text, row_text
 from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path
 from otb_analysis.store.liveness import other_writer, this_process
 from otb_analysis.store.parts import COMPACTED, last_merged_step, loose_parts, merged_before, remove_unlisted
@@ -167,7 +167,8 @@ class RunWriter:
         sums = self._of_others(step)
         for table, rows in tables.items():
             path = part_path(self.path, table, step, self.rank)
-            said = {PARTS: json.dumps(sums), ROW: row_text(rows)} if table == "steps" else {}
+            said = {LIGHT: light_text(rows)} if table == "rollouts" else {}
+            said |= {PARTS: json.dumps(sums), ROW: row_text(rows)} if table == "steps" else {}
             written[path], checksum = stamp(path, parquet_bytes(rows, said))
             sums.setdefault(table, {})[path.name] = checksum
         with ExitStack() as appearing:  # closes in reverse order, so `steps` is entered first and appears last

@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.store import RolloutFilter, RunStore, RunWriter, StepTables, find_rollouts, runs_df
+from otb_analysis.store import RolloutFilter, RunStore, RunWriter, StepTables, find_rollouts, held, runs_df
 from otb_analysis.store.held import _steps
+from otb_analysis.store.views import read_part
 
 
 @pytest.fixture
@@ -293,11 +294,11 @@ def test_many_steps_read_from_their_footers_are_those_of_the_columns(tmp_path):
         odd = {"reward_list": [1.0, 2.0]} if step == 100 else {}  # no plain value: read from its column
         writer.write_step(step, StepTables(steps=scalars | extra | odd))
     store = RunStore(writer.path)
-    held = store.steps_df()
+    whole = store.steps_df()
     read = pd.concat([store.steps_df([step]) for step in range(130)], ignore_index=True)
-    missing = [frame[held.columns].astype(object).where(frame[held.columns].notna(), None) for frame in (held, read)]
+    missing = [frame[whole.columns].astype(object).where(frame[whole.columns].notna(), None) for frame in (whole, read)]
     pd.testing.assert_frame_equal(*missing, check_exact=True)
-    assert held["n_tokens"].tolist() == [2**60 + step for step in range(130)]
+    assert whole["n_tokens"].tolist() == [2**60 + step for step in range(130)]
     assert store.sql("SELECT count(*) AS n FROM steps WHERE isnan(loss)")["n"].tolist() == [33]
     some = store.steps_df([*range(0, 130, 2), 129])
     assert some["step"].tolist() == [*range(0, 130, 2), 129]
@@ -316,11 +317,32 @@ def test_a_run_of_many_steps_reads_the_same_with_and_without_a_query(tmp_path):
     read, asked = run.steps_df(), run.steps_df(where="true")
     pd.testing.assert_frame_equal(read, asked)
     assert len(read) == 80 and read["own"].isna().sum() == 1 and read["n_updates"].isna().any()
-    held = _steps(run.path).table
+    table = _steps(run.path).table
     assert run.steps_df([7])["reward_mean"].tolist() == [7.0]
-    assert run.steps_df().equals(read) and _steps(run.path).table is held  # a few steps do not put the others out
+    assert run.steps_df().equals(read) and _steps(run.path).table is table  # a few steps do not put the others out
     some = ["own", "step", "clipped", "grad_norm"]
     pd.testing.assert_frame_equal(run.steps_df(columns=some), run.steps_df(columns=some, where="true"))
+
+
+def test_light_columns_read_from_footers_are_those_of_the_table(tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "many", {"seed": 0})
+    rewards = [0.1, np.nan, np.inf, -1 / 3]
+    for step in range(80):
+        columns: dict[str, object] = {"group": [0, 0, 1, 2**40], "rollout": [0, 1, 2, 3], "completion": ["x"] * 4}
+        columns |= {"reward": rewards, "length": [1, None, 3, 2**31 - 1]} if step % 7 else {}
+        columns |= {"prompt_id": ["a\n\u202e€", None, "otb_light\x18", ""]} if step % 5 else {}
+        long = {"group": [0] * 9_000, "rollout": list(range(9_000))}  # too long for a footer
+        writer.write_step(step, StepTables(rollouts=long if step == 50 else columns))
+    run = RunStore(writer.path)
+    opened = []
+    monkeypatch.setattr(
+        held, "read_part", lambda *args, **only: opened.append(args[1].step) or read_part(*args, **only)
+    )
+    light = run.sql("SELECT * FROM rollouts ORDER BY ALL", texts=False)
+    assert opened == [0, 50]  # the first one tells how many rows there are
+    whole = run.sql("SELECT " + ", ".join(f'"{name}"' for name in light.columns) + " FROM rollouts ORDER BY ALL")
+    pd.testing.assert_frame_equal(light, whole, check_exact=True)
+    assert len(light) == 79 * 4 + 9_000
 
 
 def test_what_was_written_of_a_table_changes_only_with_its_own_steps(tmp_path):
