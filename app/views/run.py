@@ -22,7 +22,7 @@ from otb_analysis.figures.attribution import (
 from otb_analysis.figures.collapse import degenerate_table
 from otb_analysis.figures.detector_rates import false_alarms, foresight
 from otb_analysis.figures.timeline import plot_timeline, timeline_info
-from otb_analysis.figures.triage import triage
+from otb_analysis.figures.triage import state_of, triage
 
 ROWS = 50
 HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
@@ -81,6 +81,8 @@ def alarms(run: Run, findings: list[Finding]) -> None:
     st.subheader("Alarms", anchor=False)
     if fired:
         st.table(cells(fired), hide_index=True)
+    elif state_of(findings) == "too short":
+        st.info("Too few steps to judge.", icon=":material/hourglass_empty:")
     else:
         st.success("Nothing fired.", icon=":material/check:")
     st.caption(FIRED)

@@ -22,6 +22,10 @@ NOW = {"reward_fall", "vanished_gradient"}
 """Detectors whose alarm at the last step means that the run is over."""
 
 
+AT_ONCE = {"sampling_certificate", "tail_index"}
+"""Detectors that need one step: what they say is right does not make a run of two steps a calm one."""
+
+
 @dataclass(frozen=True)
 class Triage:
     """One run in a row."""
@@ -54,7 +58,7 @@ def triage(
     reward = table.reindex(columns=["reward_mean"])["reward_mean"].dropna().to_numpy(np.float64)
     heldout = table.reindex(columns=["heldout_reward"])["heldout_reward"].dropna()
     tenth = max(1, len(reward) // 10)
-    state = "broken" if status == "broken" else _state(findings)
+    state = "broken" if status == "broken" else state_of(findings)
     first = min((f.watch_step for f in findings if f.watch_step is not None), default=None)
     return Triage(
         run, estimator, status, state,
@@ -65,14 +69,15 @@ def triage(
     )  # fmt: skip
 
 
-def _state(findings: Sequence[Finding]) -> str:
+def state_of(findings: Sequence[Finding]) -> str:
+    """Return which of `STATES` a run is in, from what the detectors say."""
     levels = {finding.level for finding in findings}
     if any(_over(finding) for finding in findings):
         return "collapsed"
-    for level, state in (("alarm", "alarm"), ("watch", "watch"), ("ok", "calm")):
+    for level in ("alarm", "watch"):
         if level in levels:
-            return state
-    return "too short"
+            return level
+    return "calm" if any(f.level == "ok" and f.detector not in AT_ONCE for f in findings) else "too short"
 
 
 def _over(finding: Finding) -> bool:
@@ -123,8 +128,12 @@ def verdict(rows: Sequence[Triage]) -> str:
         others = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
         tail = f" ({others} of {len(rows)} runs)" if len(rows) > 1 else ""
         return f"{worst.run}: {worst.sentence}{tail}."
-    judged = sum(row.state == "calm" for row in rows)
-    return f"Nothing fired in {judged} of {len(rows)} runs." if judged else "No run has enough steps to judge."
+    short, calm = (sum(row.state == state for row in rows) for state in ("too short", "calm"))
+    if not calm:
+        return "No run has enough steps to judge."
+    return "No alarm." + (
+        f" {short} of {len(rows)} runs {'is' if short == 1 else 'are'} too short to judge." if short else ""
+    )
 
 
 def thinned(values: np.ndarray, most: int) -> Float32:

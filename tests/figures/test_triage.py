@@ -49,7 +49,7 @@ def test_the_worst_run_is_first_and_running_ones_before_others():
     assert [r.run for r in worst_first(rows)] == ["dead", "running", "calm", "short", "broken"]
     assert triage_table(rows)["what happened"].iloc[-1] == "its run.json is cut short."
     assert verdict(rows) == f"dead: {DEAD.sentence} (1 collapsed of 5 runs)."
-    assert verdict([CALM, SHORT]) == "Nothing fired in 1 of 2 runs."
+    assert verdict([CALM, SHORT]) == "No alarm. 1 of 2 runs is too short to judge."
     assert verdict([SHORT]) == "No run has enough steps to judge."
 
 
