@@ -7,7 +7,7 @@ import scripts
 import selection
 import streamlit as st
 from listing import Run
-from widgets import chart, errors_as_sentences, plain
+from widgets import chart, chosen_runs, errors_as_sentences, plain
 
 from otb_analysis.figures.comparison import comparison_table, display_table, plot_comparison
 from otb_analysis.figures.conclusion import noise_scale_cell
@@ -48,6 +48,8 @@ def comparison(run: Run) -> None:
     forest(run, source, str(against), str(step), estimators)
     first, *rest = data.conclusion(run) or ("No Gram matrix was measured, so no intervals are known.",)
     verdict.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
+    if len(names := [chosen.name for chosen in chosen_runs()]) > 1:
+        st.caption(plain(f"This is {run.name} alone. All of them together: otb compare {' '.join(names)}"))
     with errors_as_sentences():
         # It reads the rewards of all steps: while a run goes on, once for each measured step.
         planned(run if followed.status == "running" and measured else followed)

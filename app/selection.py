@@ -7,12 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import streamlit as st
+from widgets import plain
 
 NAMES = (
     *("step", "prompt", "rollout", "token", "color", "estimator", "against", "beside", "part"),
     *("compare", "setting", "a", "b"),
 )
 _WRITTEN = "_written"
+_ASKED = "_asked"
+"""What addresses asked for and no page has looked up yet."""
+_REFUSED = "_refused"
+"""Name → what an address asked for in vain, and what is shown instead."""
 
 
 def restore() -> None:
@@ -22,6 +27,7 @@ def restore() -> None:
         asked = st.query_params.get(name)
         if asked is not None and asked != written.get(name):
             written[name] = asked  # opened by a link, or typed
+            st.session_state.setdefault(_ASKED, set()).add(name)
         elif name in written and asked is None:
             st.query_params[name] = written[name]
 
@@ -61,13 +67,31 @@ def choose(
         words: An option in words.
     """
     by_text = {str(option): option for option in options}
-    key = f"{name}-{of}"
-    st.session_state[key] = by_text.get(remembered(name) or "", default)
+    key, wanted = f"{name}-{of}", remembered(name) or ""
+    st.session_state[key] = by_text.get(wanted, default)
+    if name in st.session_state.get(_ASKED, ()) or name in st.session_state.get(_REFUSED, ()):
+        _say_what_is_not_here(name, label, wanted, wanted in by_text, (str(default), words(default)))
     within.selectbox(
         label, list(options), key=key, format_func=words, on_change=_changed, args=(name, key), **options_of_box
     )
     remember(name, st.session_state[key])
     return st.session_state[key]
+
+
+def _say_what_is_not_here(name: str, label: str, wanted: str, there: bool, instead: tuple[str, str]) -> None:
+    """Say that an address asked for what a page does not have, until something else is chosen."""
+    asked: set[str] = st.session_state.setdefault(_ASKED, set())
+    refused: dict[str, tuple[str, str]] = st.session_state.setdefault(_REFUSED, {})
+    if name in asked:
+        asked.discard(name)
+        refused[name] = wanted, instead[0]
+        if there:
+            del refused[name]
+    elif wanted not in ("", refused[name][1]):
+        del refused[name]
+    if name in refused:
+        sentence = f"The address asks for {label.lower()} {refused[name][0]}, which is not here; {instead[1]} is shown."
+        st.warning(plain(sentence), icon=":material/link_off:")
 
 
 def _changed(name: str, key: str) -> None:

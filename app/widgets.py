@@ -65,11 +65,16 @@ def choose_runs(runs: Sequence[listing.Run]) -> list[listing.Run]:
     asked = [st.session_state.pop("_opened")] if "_opened" in st.session_state else st.query_params.get_all("run")
     if asked and asked != written:
         st.session_state["run"] = [name for name in asked if name in names] or names[:DEFAULT_RUNS]
+        st.session_state["_missing"] = [name for name in asked if name not in names], st.session_state["run"]
     elif "run" not in st.session_state:
         st.session_state["run"] = names[:DEFAULT_RUNS] if written is None else [n for n in written if n in names]
     st.sidebar.multiselect("Runs", names, key="run", placeholder="Choose runs")
     chosen = st.session_state["run"]
     st.query_params["run"] = st.session_state["_runs_written"] = list(chosen)
+    missing, instead = st.session_state.get("_missing", ((), ()))
+    if missing and chosen == instead:
+        named = ", ".join(missing)
+        st.warning(plain(f"The address asks for {named}, which cannot be opened here; Triage lists all runs."))
     return [run for run in runs if run.name in chosen]
 
 

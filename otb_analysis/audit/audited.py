@@ -76,7 +76,8 @@ def audit_run(store: RunStore, aggregation: str = "", accumulate: int = 0) -> Au
     planner = plan(grams, subgroups, trained if whole else None, groups, len(steps), known)
     source = config.get("source")
     if sampling is None:
-        missing.append(f"Sampling check: no token was scored; {SCORE} does it.")
+        own = "otb diagnose has that of a run of otb train, as sampling_certificate."
+        missing.append(f"Sampling check: no token was scored again; {f'{SCORE} does it.' if source else own}")
     name = trained[0] if trained else ""
     return AuditReport(
         run=store.path.name,

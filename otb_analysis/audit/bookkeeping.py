@@ -1,7 +1,7 @@
 """Does the trainer's bookkeeping agree with ours: sums of loss weights, gradient norms, advantages, in sentences."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -119,6 +119,9 @@ def check_norms(
     return checks
 
 
+NOT_RECORDED = "none were recorded, so none can be recomputed."
+
+
 @dataclass(frozen=True)
 class Bookkeeping:
     """What a run's bookkeeping says; made by `check_bookkeeping`."""
@@ -134,7 +137,11 @@ def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Boo
     """Return every check that a run and what is known of its trainer allow."""
     advantages, missing = check_advantages(store), list[str]()
     if advantages is None:
-        missing.append("Advantages: none were recorded, so none can be recomputed.")
+        config: Any = store.info.get("config") or {}
+        own = "this run's own estimator made them, so there is nothing to check them against."
+        missing.append(
+            f"Advantages: {'none were recorded, so none can be recomputed.' if config.get('source') else own}"
+        )
     weights, norms = None, tuple[NormCheck, ...]()
     first = store.rollouts_df(store.complete_steps()[:1])
     if "source_record" in first:  # the order in which the trainer saw them: its groups need not be in one piece

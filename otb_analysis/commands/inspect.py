@@ -109,7 +109,7 @@ def print_comparison(paths: Sequence[Path]) -> None:
 def _of_readable(config: CompareConfig, compared: Callable[[Sequence[Path]], Result]) -> Result:
     """Compare the runs that were named, else all complete ones, of which one that cannot be read is left out."""
     if config.runs:
-        return compared([run_path(config.root, name) for name in config.runs])
+        return compared(list(dict.fromkeys(run_path(config.root, name) for name in config.runs)))
     paths = [config.root / name for name in complete_runs(config.root)]
     try:
         return compared(paths)
@@ -173,7 +173,8 @@ def print_all(parts: Sequence[object]) -> None:
     """Print tables and sentences, each after an empty line."""
     width = max(Console().width, TABLE_WIDTH)
     for part in parts:
-        needed = Console(width=UNBOUNDED).measure(part).maximum if isinstance(part, Table) else width
+        folds = isinstance(part, Table) and any(column.overflow == "fold" for column in part.columns)
+        needed = width if folds or not isinstance(part, Table) else Console(width=UNBOUNDED).measure(part).maximum
         console = Console(width=max(width, needed))
         console.print()
         console.print(part, markup=False, highlight=False)

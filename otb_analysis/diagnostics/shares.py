@@ -157,12 +157,14 @@ def tail_index(series: StepSeries) -> Finding:
         return _beside(unmeasured("tail_index", series, TAIL_LEAST, ["exact_tail_k"], remedy), shown)
     at = exact.shown()
     recent = k[max(0, at - TAIL_WINDOW + 1) : at + 1]
+    low = exact.score[at]
     reason = (
         f"Pareto-k of exact norms was {recent.mean():.2f} on average over {recent.size} records up to step {step[at]}, "
-        f"at least {exact.score[at]:.2f} with {CONFIDENCE:.1%} confidence"
+        f"at least {low:.2f} with {CONFIDENCE:.1%} confidence"
     )
-    if exact.level == "ok" and exact.score[at] >= UNRELIABLE:
-        reason += f": below {HEAVY[0]:g} variances are finite, from ½ on their standard errors are unreliable"
+    if exact.level == "ok" and low >= UNRELIABLE:
+        reason += f": from {HEAVY[0]:g} on a variance is infinite, which {low:.2f} does not show, but intervals of "
+        reason += "variances are unreliable from ½ on"
     return _beside(finding_of("tail_index", [exact], f"{reason}."), shown)
 
 

@@ -209,6 +209,20 @@ def test_a_new_tab_loads_plotly_until_its_first_figure_and_never_again(store_roo
     assert len(hidden) == 2 and not nothing.get("plotly_chart")
 
 
+def test_an_address_that_asks_for_what_is_not_here_is_told_so(store_root, monkeypatch):
+    app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0", step="999", prompt="0")
+    for _ in range(2):  # a page that was just opened runs twice
+        assert [w.value.replace("\\", "") for w in app.warning] == [
+            f"The address asks for step 999, which is not here; {''.join(app.query_params['step'])} is shown."
+        ]
+        app.run()
+    app.switch_page("views/run.py").run()
+    assert not app.warning
+    app = open_page(store_root, "run", monkeypatch, run=["nosuchrun", "chain-otb-s0"])
+    assert "asks for nosuchrun, which cannot be opened" in app.run().warning[0].value.replace("\\", "")
+    assert app.query_params["run"] == ["chain-otb-s0"]
+
+
 def test_a_figure_is_saved_as_chosen(store_root, monkeypatch):
     app = open_page(store_root, "estimators", monkeypatch, run="chain-otb-s0")
     app.selectbox(key="width-comparison").set_value("one column (3.3 in)").run()

@@ -56,7 +56,7 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
     power = np.where(kept[:, :1] > 0, means[:, :3], alone)
     signal, (own, _, truth) = means[:, 3:], power.T
     signal[np.abs(signal) <= ROUNDING * np.sqrt(np.stack([own**2, own * truth, truth**2], axis=1))] = 0.0
-    return Moments(own, *signal.T, truth)
+    return Moments(own, signal[:, 0], signal[:, 1], signal[:, 2], truth)
 
 
 ROUNDING = 1e-12
