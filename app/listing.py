@@ -85,8 +85,8 @@ def states() -> tuple[str, ...]:
 
 def readable(table: pd.DataFrame) -> list[Run]:
     """Return the runs that can be opened and have at least one complete step: running ones first, newest first."""
-    columns = table[["run", "status", "created", "n_steps"]]  # of a hundred, in pieces
-    usable: Any = columns[(columns["status"] != "broken") & (columns["n_steps"].fillna(0) > 0)]
+    columns: Any = table[["run", "status", "created", "n_steps"]]  # of a hundred, in pieces
+    usable = columns[(columns["status"] != "broken") & (columns["n_steps"].fillna(0) > 0)]
     rank = usable["status"].map({"running": 0, "complete": 1}).fillna(2)
     usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
     estimators = estimator_names(table)
