@@ -93,7 +93,7 @@ def test_exact_norms_decide_and_the_proxy_stands_beside_them(series):
     found = tail(series(energy_tail_k=np.full(60, 1.9), exact_tail_k=np.full(60, 0.7)))
     assert (found.level, found.fired) == ("ok", False)
     assert [one.column for one in found.evidence] == ["exact_tail_k", "energy_tail_k"]
-    assert "from ½ on their standard errors are unreliable" in found.reason
+    assert "intervals of variances are unreliable from ½ on" in found.reason
 
 
 def test_a_constant_heavy_tail_is_exactly_its_index(series):
