@@ -25,6 +25,9 @@ from otb_analysis.store.encode import ARROW
 from otb_analysis.store.parts import Part, broken, signature
 from otb_analysis.store.views import names_of, read_part, refuse_missing_keys
 
+AT_ONCE = 250
+"""Parts whose rows are in memory as lists together."""
+
 MANY = 64
 """Parts up to which DuckDB reads them from the disk."""
 
@@ -59,7 +62,9 @@ class _Rows:
         with self.lock:
             if len(self.at.keys() - set(keys)) > len(keys):  # most of it was written again
                 self.table, self.at = pa.table({}), {}
-            self._add([(key, self.read(part)) for key, part in zip(keys, parts, strict=True) if key not in self.at])
+            new = [(key, part) for key, part in zip(keys, parts, strict=True) if key not in self.at]
+            for first in range(0, len(new), AT_ONCE):  # lists of numbers take much more memory than columns
+                self._add([(key, self.read(part)) for key, part in new[first : first + AT_ONCE]])
             places = [self.at[key] for key in keys]
             if sum(n for _, n in places) == len(self.table) and places == sorted(places):
                 return self.table
