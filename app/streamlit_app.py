@@ -6,7 +6,7 @@ import listing
 import pandas as pd
 import selection
 import streamlit as st
-from widgets import choose_runs, follow, load_plotly, page, plain, plotly_loaded
+from widgets import choose_runs, follow, page, plain
 
 from otb_analysis.errors import STOPS
 
@@ -45,6 +45,13 @@ def pages() -> list[st.Page]:
     ]
 
 
+def load_plotly() -> None:
+    """Let the browser load Plotly, a second's work, while the server reads; without the file it waits for a figure."""
+    for script in Path(st.__file__).parent.glob("static/static/js/PlotlyChart.*.js"):
+        load = f"<script>import('./static/js/{script.name}')</script>"
+        st.container(key="ahead").html(load, unsafe_allow_javascript=True)
+
+
 def offer_runs(folder: Path, table: pd.DataFrame) -> None:
     """Let the sidebar choose among the runs of a folder, and leave the choice to the pages."""
     runs = listing.readable(table)
@@ -69,7 +76,8 @@ def main() -> None:
     st.html(f"<style>.st-key-token-panel {{ background: {PAPER[st.context.theme.type == 'dark']}; }}</style>")
     chosen_page = st.navigation(pages())
     without_runs = chosen_page.title == STUDIES
-    load_plotly(needed=not without_runs)
+    if not without_runs:
+        load_plotly()
     selection.restore()
     folder = listing.root()
     try:
@@ -85,7 +93,6 @@ def main() -> None:
         no_runs(folder)
     else:
         chosen_page.run()
-    plotly_loaded()
 
 
 main()

@@ -133,21 +133,6 @@ def background(figure: go.Figure) -> go.Figure:
     return for_background(figure, st.context.theme.type == "dark")
 
 
-def load_plotly(needed: bool) -> None:
-    """Let the browser load Plotly, a second's work, while the server reads: a new tab gets a hidden figure first."""
-    hidden = st.container(key="ahead").empty()  # in every run, so that what follows keeps its place
-    if needed and "_plotly" not in st.session_state:
-        st.session_state["_plotly"] = hidden
-        hidden.plotly_chart(go.Figure(), key="empty-figure")
-
-
-def plotly_loaded() -> None:
-    """Take the hidden figure away again."""
-    if hidden := st.session_state.get("_plotly"):
-        st.session_state["_plotly"] = None
-        hidden.empty()
-
-
 WIDTHS = {"as shown": None, "one column (3.3 in)": 3.3, "two columns (6.9 in)": 6.9}
 """Widths of a saved figure, in inches."""
 POINT = 96.0
@@ -168,7 +153,6 @@ def chart(
         python: Lines that draw the figure, for a notebook; see `scripts`.
         clicked: Called where a point was clicked, which is then in the session under `key`.
     """
-    plotly_loaded()
     background(figure)
     config = CONFIG | {"toImageButtonOptions": image_options(figure, key)}
     select: dict[str, Any] = {"on_select": clicked, "selection_mode": "points"} if clicked else {}

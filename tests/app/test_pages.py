@@ -1,9 +1,10 @@
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-from streamlit.delta_generator import DeltaGenerator
+import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from otb_analysis.commands.cli import main
@@ -194,19 +195,13 @@ def drawn_by_scripts(app: AppTest, folder: Path, monkeypatch: pytest.MonkeyPatch
     return sorted(path.stem for path in drawn)
 
 
-def test_a_new_tab_loads_plotly_until_its_first_figure_and_never_again(store_root, monkeypatch):
-    hidden, real = [], DeltaGenerator.plotly_chart
+def test_pages_with_figures_load_plotly_ahead_from_where_streamlit_keeps_it(store_root, monkeypatch):
+    def loaded(page):
+        bodies = [html.proto.body for html in open_page(store_root, page, monkeypatch).get("html")]
+        return re.findall(r"import\('\./(static/js/PlotlyChart\.[^']+\.js)'\)", "".join(bodies))
 
-    def drawn(self, *args, key, **options):
-        hidden.append(key)
-        return real(self, *args, key=key, **options)
-
-    monkeypatch.setattr(DeltaGenerator, "plotly_chart", drawn)
-    app = open_page(store_root, "triage", monkeypatch)
-    assert hidden == ["empty-figure"] and [chart.key for chart in app.get("plotly_chart")] == ["learning"]
-    assert [chart.key for chart in app.run().get("plotly_chart")] == ["learning"] and len(hidden) == 1
-    nothing = open_page(store_root.parent / "missing", "triage", monkeypatch)
-    assert len(hidden) == 2 and not nothing.get("plotly_chart")
+    (script,) = loaded("triage")
+    assert (Path(st.__file__).parent / "static" / script).is_file() and not loaded("studies")
 
 
 def test_an_address_that_asks_for_what_is_not_here_is_told_so(store_root, monkeypatch):

@@ -153,6 +153,7 @@ def test_2000_tokens_a_rollout_can_be_read_and_walked(width, scheme, browser, ad
 
 def test_odd_tokens_and_prompts_stay_text(tab, address):
     page = visit(tab, f"{address}/tokens?run=odd")
+    page.wait_for_selector(".tok")  # the figure below them may be there first
     shown = page.locator(".tok").all_text_contents()
     assert {"<script>alert(1)</script>", "⟨202E⟩right·to·left", "⟨0000⟩⟨001B⟩[31m", "�"} <= set(shown)
     assert max(map(len, shown)) < 300
