@@ -190,11 +190,11 @@ def statistics(run: Run, window: int, labels: frozenset[Label]) -> pd.DataFrame:
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def default_window(run: Run) -> int:
-    """Return the fewest measured steps to pool for which the last point has all its measures; at most `MAX_WINDOW`."""
+    """Return the fewest measured steps to pool with which most points have an efficiency; at most `MAX_WINDOW`."""
     measured = grams(run)
     for window in (1, 2, 3, 5):
-        table = statistics_table(measured, window, known(run), at=list(measured)[-1:])
-        if table.empty or bool(table["projection"].notna().any()):
+        table = statistics_table(measured, window, known(run), at=evenly(list(measured), 4))
+        if table.empty or table["efficiency"].notna().mean() > 2 / 3:
             return window
     return MAX_WINDOW
 

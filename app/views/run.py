@@ -157,8 +157,8 @@ with page("Run", "What happened when, and which tokens held the gradient of a st
     steps: Any = data.steps([run])[run.name].sort_values("step")
     findings = data.findings([run])[run.name]
     row = triage(run.name, run.estimator, run.status, steps, findings)
-    facts = f"{plain(run.estimator)} · {run.status} · {len(steps)} step{'s' * (len(steps) != 1)}"
-    st.markdown(f"**{plain(run.name)}** · {facts}: {plain(row.sentence)}.")
+    facts = [f"**{plain(run.name)}**", plain(run.estimator), run.status, f"{len(steps)} step{'s' * (len(steps) != 1)}"]
+    st.markdown(f"{' · '.join(filter(None, facts))}: {plain(row.sentence)}.")
     step = timeline(run, steps, findings)
     alarms(run, findings)
     with errors_as_sentences():

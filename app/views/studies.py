@@ -97,11 +97,10 @@ def reading(study: CommittedStudy) -> None:
     if not study.body:
         return
     st.subheader("How to read them", anchor=False)
-    for section in re.split(r"^## ", study.body, flags=re.MULTILINE):
+    before, *sections = re.split(r"^## ", study.body, flags=re.MULTILINE)
+    st.markdown(prose(before))
+    for section in sections:
         heading, _, text = section.partition("\n")
-        if section.startswith("#") or not text.strip():
-            st.markdown(prose(section))
-            continue
         with st.expander(prose(heading), expanded=len(text) < LONG):
             st.markdown(prose(text))
 

@@ -17,6 +17,8 @@ TINTS = {"collapsed": "rgba(193, 18, 31, 0.16)", "alarm": "rgba(213, 94, 0, 0.14
 REWARD = "Mean of every step, thinned to 40 points."
 EACH = "each run alone"
 GROUPS = "A setting in which the chosen runs differ: one curve per value, the mean over its runs, such as its seeds."
+# Columns of texts, and how wide they may be, in pixels; a string below a constant would be shown on the page.
+TEXTS = {"run": 190, "state": 110, "status": 110, "estimator": 150, "what happened": 400}
 WARNING = "The step at which any detector first fired, known at that step."
 
 
@@ -27,21 +29,30 @@ def rows() -> list[Triage]:
     return worst_first([data.triaged(row, readable.get(str(row["run"]))) for _, row in table.iterrows()])
 
 
+def wide(texts: Any, most: int) -> int:
+    """Return the width of a column of texts, in pixels: what the longest needs, at most so much."""
+    return min(most, max([70, *(22 + 13 * len(str(text)) // 2 for text in texts)]))
+
+
 def listed(triaged: list[Triage]) -> None:
     """Show the list; a click on a row leads to the run's page."""
     table = triage_table(triaged)
     signs = [f"{SIGNS[state]} {state}" for state in table["state"]]
     tints = [TINTS.get(state, "transparent") for state in table["state"]]
     styled = table.assign(state=signs).style.apply(lambda column: [f"background-color: {tint}" for tint in tints])
-    three = st.column_config.NumberColumn(format="%.3f")
+    three = st.column_config.NumberColumn(format="%.3f", width=60)
+    said = table[table["state"] != "broken"]  # why a run is broken stands below in full
+    texts = {name: st.column_config.TextColumn(width=wide(said[name], most)) for name, most in TEXTS.items()}
     st.dataframe(
         styled, hide_index=True, placeholder="–", height="content" if len(table) < 12 else 460,
         key="listed", on_select=opened, selection_mode="single-cell",
+        column_order=[name for name in table if name not in ("status", "held-out") or table[name].nunique() > 1],
         column_config={
-            "what happened": st.column_config.TextColumn(width="large"),
-            "reward": st.column_config.LineChartColumn(help=REWARD, width="small"),
-            "first warning": st.column_config.NumberColumn(help=WARNING, format="%d"),
-            "age": st.column_config.TextColumn(help="Since the last step was written.", width="small"),
+            **texts,
+            "reward": st.column_config.LineChartColumn(help=REWARD, width=75),
+            "first warning": st.column_config.NumberColumn(help=WARNING, format="%d", width=95),
+            "steps": st.column_config.NumberColumn(format="%d", width=55),
+            "age": st.column_config.TextColumn(help="Since the last step was written.", width=70),
             "first": three, "last": three, "held-out": three,
         },
     )  # fmt: skip

@@ -19,7 +19,10 @@ from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, REFERENCE, Interval, 
 from otb_analysis.statistics.moments.gram import prompts_of, truth_of, typical
 from otb_analysis.types import Gram, Label, Proved
 
-NOT_MEASURED = "No gradient noise is compared: no step was measured in both."
+NOT_MEASURED = (
+    "No gradient noise is compared: no step was measured in both. Give both the same --measure.exact settings, or "
+    "compare estimators of one run."
+)
 OTHER_PROMPTS = "The runs' own updates are not compared: at shared measured steps they answered other prompts."
 UNLIKE = "No gradient noise is compared: the runs differ in {}, and such gradients do not compare."
 FEWEST = 4

@@ -99,12 +99,11 @@ def _panel(panel: Panel) -> list[str]:
         parts.append(_line(horizontal(tick), HEIGHT - BOTTOM, horizontal(tick), HEIGHT - BOTTOM + 4, GREY))
         parts.append(_text(horizontal(tick), HEIGHT - BOTTOM + 17, f"{tick:.4g}", "text-anchor='middle'"))
     parts.append(_line(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, GREY))
-    for level, words in panel.rules:
+    for level, _ in panel.rules:
         parts.append(_line(LEFT, vertical(level), WIDTH - RIGHT, vertical(level), GREY, "stroke-dasharray='5 4'"))
-        parts.append(
-            _text(WIDTH - RIGHT, vertical(level) - 4, words, f"text-anchor='end' fill='{GREY}' font-size='11'")
-        )
-    return parts + [part for curve in panel.curves for part in _curve(curve, horizontal, vertical)]
+    curves = [part for curve in panel.curves for part in _curve(curve, horizontal, vertical)]
+    around = f"text-anchor='end' fill='{GREY}' font-size='11' paint-order='stroke' stroke='{PAPER}' stroke-width='3'"
+    return parts + curves + [_text(WIDTH - RIGHT, vertical(y) - 4, words, around) for y, words in panel.rules if words]
 
 
 def _axes(panel: Panel) -> tuple[_Axis, _Axis]:

@@ -115,12 +115,19 @@ def _scatter(trace: Trace, shift: float, log: bool) -> go.Scatter:
         marker={"symbol": trace.style.symbol, "size": 7},
         error_y={
             "type": "data", "symmetric": False, "thickness": 1, "width": 2, "visible": bool(bars.any()),
+            "color": _light(trace.style.color),
             "array": np.where(bars, np.maximum(trace.high - trace.value, 0), 0).astype(np.float32),
             "arrayminus": np.where(bars, np.maximum(trace.value - trace.low, 0), 0).astype(np.float32),
         },
         text=[_hover(*row) for row in zip(trace.step, trace.value, trace.low, trace.high, strict=True)],
         hovertemplate="%{text}<extra>" + trace.label + "</extra>",
     )  # fmt: skip
+
+
+def _light(color: str) -> str:
+    """Return a colour of six hexadecimal digits as a light one, so that many bars do not hide the points."""
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, 0.45)"
 
 
 def _finish_axes(figure: go.Figure, measure: Measure, traces: tuple[Trace, ...], where: dict[str, Any]) -> None:
