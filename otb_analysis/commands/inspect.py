@@ -166,7 +166,7 @@ def run_path(root: Path, name: str) -> Path:
     from otb_analysis.store.layout import is_run
 
     path = Path(name)
-    return path if len(path.parts) > 1 and is_run(path) else root / name
+    return path if len(path.parts) > 1 and not is_run(root / name) else root / name
 
 
 def print_all(parts: Sequence[object]) -> None:

@@ -317,6 +317,8 @@ def test_run_is_found_by_its_path_as_by_its_name(otb_run, capsys, monkeypatch):
         assert main(["compare", *words]) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and otb_run.name in printed[0]
+    missing = sentence(capsys, ["compare", f"{otb_run.parent.name}/nothing"])
+    assert missing.startswith(f"otb: there is no run 'nothing' in {otb_run.parent.name}; ")
 
 
 def test_compare_with_top_prints_that_many_estimators(otb_run, capsys):
