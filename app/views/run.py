@@ -33,7 +33,8 @@ FIRED = (
 )
 SHARES = (
     "Shares of ‖ḡ‖², the squared length of the update's gradient; all tokens together are 100 %. Negative: the token "
-    "pushed against the update. **Signal** points along other prompts' gradients, **noise** only along its own."
+    "pushed against the update, so that the others hold more than 100 %. **Signal** points along other prompts' "
+    "gradients, **noise** only along its own."
 )
 
 

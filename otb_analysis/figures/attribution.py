@@ -70,7 +70,7 @@ def plot_attribution(info: AttributionInfo) -> go.Figure:
     """Draw prompts on the left, tokens on the right."""
     titles = [
         ("Prompts", "share of ‖ḡ‖², largest first"),
-        ("Tokens", "share of ‖ḡ‖² that the largest so many hold"),
+        ("Tokens", "share of ‖ḡ‖² in the n tokens with most"),
     ]
     figure = panels(titles, 2, height=330, shared_x=False)
     named = "signal: along other prompts" if info.noise is not None else "share"
@@ -79,7 +79,7 @@ def plot_attribution(info: AttributionInfo) -> go.Figure:
         bars.append(("noise: along its own", info.noise, ORANGE))
     for name, values, color in bars:
         figure.add_bar(
-            x=list(info.prompt), y=values, name=name, marker={"color": color, "line": {"width": 0}},
+            x=[name.replace(" ", "<br>") for name in info.prompt], y=values, name=name, marker={"color": color, "line": {"width": 0}},
             text=[f"{v:.1%}" for v in values], textposition="none",
             hovertemplate="prompt %{x}: <b>%{text}</b> of ‖ḡ‖²<extra>" + name.split(":")[0] + "</extra>", **place(0, 2),
         )  # fmt: skip
@@ -91,7 +91,7 @@ def plot_attribution(info: AttributionInfo) -> go.Figure:
     figure.update_layout(barmode="relative", bargap=0.25)
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
     figure.update_xaxes(type="category", title_text="prompt", tickfont={"size": 11}, **place(0, 2))
-    figure.update_xaxes(title_text="tokens", **place(1, 2))
+    figure.update_xaxes(title_text="n tokens", **place(1, 2))
     return figure
 
 
