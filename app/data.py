@@ -193,7 +193,7 @@ def default_window(run: Run) -> int:
     """Return the fewest measured steps to pool with which most points have an efficiency; at most `MAX_WINDOW`."""
     measured = grams(run)
     for window in (1, 2, 3, 5):
-        table = statistics_table(measured, window, known(run), at=evenly(list(measured), 4))
+        table: Any = statistics_table(measured, window, known(run), at=evenly(list(measured), 4))
         if table.empty or table["efficiency"].notna().mean() > 2 / 3:
             return window
     return MAX_WINDOW

@@ -19,6 +19,7 @@ EACH = "each run alone"
 GROUPS = "A setting in which the chosen runs differ: one curve per value, the mean over its runs, such as its seeds."
 # Columns of texts, and how wide they may be, in pixels; a string below a constant would be shown on the page.
 TEXTS = {"run": 190, "state": 110, "status": 110, "estimator": 150, "what happened": 400}
+NOTHING: dict[str, list[Any]] = {"status": ["complete"], "held-out": [None, float("nan")]}  # these columns go then
 WARNING = "The step at which any detector first fired, known at that step."
 
 
@@ -36,17 +37,18 @@ def wide(texts: Any, most: int) -> int:
 
 def listed(triaged: list[Triage]) -> None:
     """Show the list; a click on a row leads to the run's page."""
-    table = triage_table(triaged)
+    table: Any = triage_table(triaged)
     signs = [f"{SIGNS[state]} {state}" for state in table["state"]]
     tints = [TINTS.get(state, "transparent") for state in table["state"]]
     styled = table.assign(state=signs).style.apply(lambda column: [f"background-color: {tint}" for tint in tints])
     three = st.column_config.NumberColumn(format="%.3f", width=60)
+    empty = [name for name, nothing in NOTHING.items() if table[name].isin(nothing).all()]
     said = table[table["state"] != "broken"]  # why a run is broken stands below in full
     texts = {name: st.column_config.TextColumn(width=wide(said[name], most)) for name, most in TEXTS.items()}
     st.dataframe(
         styled, hide_index=True, placeholder="–", height="content" if len(table) < 12 else 460,
         key="listed", on_select=opened, selection_mode="single-cell",
-        column_order=[name for name in table if name not in ("status", "held-out") or table[name].nunique() > 1],
+        column_order=[name for name in table if name not in empty],
         column_config={
             **texts,
             "reward": st.column_config.LineChartColumn(help=REWARD, width=75),

@@ -77,9 +77,10 @@ def plot_attribution(info: AttributionInfo) -> go.Figure:
     bars = [(named, info.signal, BLUE)]
     if info.noise is not None:
         bars.append(("noise: along its own", info.noise, ORANGE))
+    prompts = [prompt.replace(" ", "<br>") for prompt in info.prompt]
     for name, values, color in bars:
         figure.add_bar(
-            x=[name.replace(" ", "<br>") for name in info.prompt], y=values, name=name, marker={"color": color, "line": {"width": 0}},
+            x=prompts, y=values, name=name, marker={"color": color, "line": {"width": 0}},
             text=[f"{v:.1%}" for v in values], textposition="none",
             hovertemplate="prompt %{x}: <b>%{text}</b> of ‖ḡ‖²<extra>" + name.split(":")[0] + "</extra>", **place(0, 2),
         )  # fmt: skip
