@@ -51,16 +51,25 @@ class Server:
 
 
 @contextmanager
-def server(root: Path, port: int) -> Iterator[Server]:
-    """Serve the dashboard on a folder of runs until the block ends.
+def server(root: Path, port: int, script: Path | None = None) -> Iterator[Server]:
+    """Serve the dashboard, or another script, on a folder of runs until the block ends.
 
     Raises:
         InputError: It does not answer within a minute.
     """
     here = Path(otb_analysis.__file__).parent
     app = next(path for path in (here.parent / "app", here / "_app") if path.is_dir())
-    command = [sys.executable, "-m", "streamlit", "run", str(app / "streamlit_app.py"), "--server.headless", "true"]
-    command += ["--server.address", "127.0.0.1", "--server.port", str(port), "--server.fileWatcherType", "none"]
+    command = [sys.executable, "-P", "-m", "streamlit", "run", str(script or app / "streamlit_app.py")]
+    command += [
+        "--server.headless",
+        "true",
+        "--server.address",
+        "127.0.0.1",
+        "--server.port",
+        str(port),
+        "--server.fileWatcherType",
+        "none",
+    ]
     path = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [*command, "--browser.gatherUsageStats", "false", "--", "--root", str(root)], cwd=root.parent,

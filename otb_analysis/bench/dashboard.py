@@ -43,6 +43,13 @@ COLUMNS = {
 
 
 FOLLOWED = ("run", "rollouts", "estimators")
+BARE = """
+import plotly.graph_objects as go
+import streamlit as st
+
+st.title("One point")
+st.plotly_chart(go.Figure(go.Scatter(x=[0], y=[0])))
+"""
 NEW = 3
 """New steps of which the mean is taken."""
 
@@ -69,6 +76,9 @@ def run(config: DashboardBenchConfig) -> Report:
                 for name, path in counted(list(pages.items()), "page")
                 if not config.pages or name.lower() in config.pages
             ]
+            rows.append(
+                {"runs": "none", "page": "one point, nothing else", "controls": {}} | bare(chromium, config.port)
+            )
             memory = {"memory": walked(chromium, one, pages, config.port)}
             followed = [
                 {"runs": f"followed at {steps:,} steps", "page": name, "controls": {}} | added
@@ -121,6 +131,18 @@ def timed_page(chromium: Any, root: Path, path: str, config: DashboardBenchConfi
                 shutil.move(name, root / name.name)
     seconds = {"first": first and first[0], "processor": first and first[1], "again": again and again[0]}
     return {**seconds, "controls": controls, "memory": memory}
+
+
+def bare(chromium: Any, port: int) -> dict[str, Any]:
+    """Return what Streamlit, Plotly and Chromium take by themselves, for a page of one figure with one point."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "bare.py"
+        script.write_text(BARE)
+        with server(Path(folder), port, script) as served:
+            settled(opened(chromium, served.address))
+            first, again = (first_chart(chromium, served, "") for _ in range(2))
+            assert first and again
+            return {"first": first[0], "processor": first[1], "again": again[0], "memory": served.memory[1] / 1e6}
 
 
 def walked(chromium: Any, root: Path, pages: dict[str, str], port: int) -> float:
