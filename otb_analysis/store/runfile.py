@@ -25,8 +25,8 @@ MAX_DIFF_BYTES = 1_000_000
 
 
 def now() -> str:
-    """Return the time as ISO 8601 in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    """Return the time as ISO 8601 in UTC, to the millisecond: runs of a sweep start within a second."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def new_run(run: str, config: Mapping[str, object]) -> dict[str, object]:
