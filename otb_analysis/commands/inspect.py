@@ -38,12 +38,12 @@ class RunsConfig:
 
 @dataclass(frozen=True)
 class CompareConfig(RunsConfig):
-    """Print learning, estimators and proxy fidelity of runs, side by side."""
+    """Print estimators, learning and proxy fidelity of runs side by side, and the second of two against the first."""
 
     top: int | None = None
     """Rows per table of estimators, best first; 0 shows all, no number the eight that matter."""
     json: bool = False
-    """Print one JSON object with all numbers instead, for scripts; of two runs also the second against the first."""
+    """Print one JSON object with all numbers instead, for scripts."""
 
 
 @dataclass(frozen=True)

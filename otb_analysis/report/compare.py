@@ -1,4 +1,4 @@
-"""Runs side by side in the terminal: the conclusion, every estimator, what runs learned, the proxy's fidelity."""
+"""Runs side by side in the terminal: the conclusion, every estimator, what runs learned, B against A, the proxy."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +12,7 @@ from otb_analysis.figures.fidelity import KINDS, agreement, comparable, energies
 from otb_analysis.figures.numbers import MISSING, bracketed, formatted
 from otb_analysis.report.designs import designs
 from otb_analysis.report.estimator_table import estimator_table
+from otb_analysis.report.pair import pair_of, pair_tables
 from otb_analysis.report.runs import config_of, estimator_of
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.statistics import Fidelity
@@ -30,11 +31,12 @@ CUT = (
 
 
 def comparison(paths: Sequence[Path], top: int | None = None, conclude_last: bool = False) -> list[Table | str]:
-    """Return what `otb compare` and `otb demo` print: three sentences and a table per design, and the other tables.
+    """Return what `otb compare` and `otb demo` print: three sentences and a table per design, then the other tables.
 
     Args:
         top: Rows per table of estimators; 0 means all, None the eight that matter.
-        conclude_last: Put the sentences and their tables behind the others, where a long command ends.
+        conclude_last: Put the sentences and their tables behind the others, where a long command ends, without B
+            against A.
 
     Raises:
         InputError: A run does not exist or has no complete step.
@@ -49,8 +51,9 @@ def comparison(paths: Sequence[Path], top: int | None = None, conclude_last: boo
     for name, design in by_name.items():
         concluded.append("\n".join(([f"{name}:"] if len(by_name) > 1 else []) + list(design.sentences)))
         concluded += estimator_table(design, top)
+    pair = None if conclude_last else pair_of(stores)
     measured = [table for store in stores if (table := fidelity_rows(store))]
-    others: list[Table | str] = [learned, *([fidelity_table(measured)] if measured else [])]
+    others = [learned, *(pair_tables(pair) if pair else []), *([fidelity_table(measured)] if measured else [])]
     return others + concluded if conclude_last else concluded + others
 
 

@@ -1,7 +1,7 @@
 """The numbers of `otb compare` and of the page Compare for JSON: null for the unknown and the infinite."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,15 @@ import pandas as pd
 
 from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import comparison_info, comparison_table
-from otb_analysis.figures.pair_curves import compare_curves, drift_note, pair_table
-from otb_analysis.figures.pair_gradients import RunGrams, compare_noise, joint_proofs, noise_table
-from otb_analysis.figures.pair_verdict import runs_verdict
-from otb_analysis.figures.pairing import Pairing, first_groups, pair_runs
+from otb_analysis.figures.pair_curves import pair_table
+from otb_analysis.figures.pair_gradients import noise_table
 from otb_analysis.figures.runs import config_differences, headline_info
 from otb_analysis.report.compare import fidelity_rows
 from otb_analysis.report.designs import designs
+from otb_analysis.report.pair import Pair, pair_of
 from otb_analysis.report.runs import config_of, estimator_of
 from otb_analysis.statistics import REFERENCE
 from otb_analysis.store import RunStore
-from otb_analysis.store.reader import scope_of
 
 
 def comparison_record(paths: Sequence[Path]) -> dict[str, object]:
@@ -34,9 +32,7 @@ def comparison_record(paths: Sequence[Path]) -> dict[str, object]:
         StoreError: A run cannot be read.
     """
     stores = [RunStore(path) for path in paths]
-    by_name = {store.path.name: store for store in stores}
-    configs = {name: config_of(store) for name, store in by_name.items()}
-    pairing = pair_runs(*by_name) if len(by_name) == 2 else first_groups(configs)
+    pair = pair_of(stores)
     record = {
         "runs": [_learned(store) for store in stores],
         "estimators": [
@@ -53,21 +49,18 @@ def comparison_record(paths: Sequence[Path]) -> dict[str, object]:
             for store in stores
             for run, of, fidelity in fidelity_rows(store)
         ],
-        "settings": _rows(config_differences(configs).table),
-        "pair": None if pairing is None else _pair(pairing, by_name),
+        "settings": _rows(config_differences({store.path.name: config_of(store) for store in stores}).table),
+        "pair": None if pair is None else _pair(pair),
     }  # fmt: skip
     return {name: _written(part) for name, part in record.items()}
 
 
-def _pair(pairing: Pairing, stores: Mapping[str, RunStore]) -> dict[str, object]:
-    paired = {name: stores[name] for name in pairing.runs}
-    runs = {name: RunGrams(config_of(store), store.grams(), scope_of(store)) for name, store in paired.items()}
-    panels = compare_curves({name: store.steps_df() for name, store in paired.items()}, pairing)
-    noise = compare_noise(pairing, runs, joint_proofs(list(runs.values())))
+def _pair(pair: Pair) -> dict[str, object]:
+    pairing = pair.pairing
     return {
-        "a": pairing.a, "b": pairing.b, "runs": pairing.pairs, "verdict": runs_verdict(panels, noise),
-        "intervals": pairing.note, "quantities": _rows(pair_table(panels)),
-        "gradient_noise": _rows(noise_table(noise)), "notes": [*filter(None, [drift_note(panels)]), *noise.notes],
+        "a": pairing.a, "b": pairing.b, "runs": pairing.pairs, "verdict": pair.verdict, "intervals": pairing.note,
+        "quantities": _rows(pair_table(pair.panels)), "gradient_noise": _rows(noise_table(pair.noise)),
+        "notes": pair.notes,
     }  # fmt: skip
 
 

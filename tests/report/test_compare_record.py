@@ -10,6 +10,7 @@ import pytest
 from otb_analysis.commands.cli import main
 from otb_analysis.figures.comparison import comparison_info
 from otb_analysis.figures.fidelity import fidelity_info
+from otb_analysis.figures.numbers import bracketed, number
 from otb_analysis.report.compare_record import comparison_record
 from otb_analysis.store import RunStore, RunWriter, StepTables
 
@@ -52,6 +53,30 @@ def test_all_runs_of_a_root_are_paired_by_seed_where_they_can_be(tmp_path, capsy
     pair = strict(capsys.readouterr().out)["pair"]
     assert len(pair["runs"]) == 3 and pair["intervals"].startswith("Paired by seed: 3 pairs")
     assert abs(pair["quantities"][0]["B to A"]) == pytest.approx(0.2, abs=0.02)
+
+
+def test_terminal_says_what_the_json_says_of_b_against_a(tmp_path, capsys):
+    for name, gain in (("rloo", 0.0), ("value", 0.2)):
+        write(tmp_path, name, 0, gain)
+    pair = comparison_record([tmp_path / "rloo-0", tmp_path / "value-0"])["pair"]
+    assert main(["compare", "rloo-0", "value-0", "--root", str(tmp_path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"A is rloo-0, B is value-0. {pair['verdict']}" in text and pair["intervals"] in text
+    (reward,) = pair["quantities"]
+    row = [number(reward["A"]), number(reward["B"]), bracketed(reward["B to A"], reward["low"], reward["high"]), "30"]
+    assert f"Reward {' '.join(row)}" in text
+    assert "Gradient noise, B ÷ A" not in text and all(note in text for note in pair["notes"])
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="installed without its repository")
+def test_terminal_shows_ratios_of_gradient_noise_of_runs_that_measured_the_same_steps(tmp_path, capsys):
+    for name in "ab":
+        shutil.copytree(REAL, tmp_path / name)
+    assert main(["compare", "a", "b", "--root", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    (noise,) = comparison_record([tmp_path / "a", tmp_path / "b"])["pair"]["gradient_noise"]
+    row = next(line for line in text[text.index("Gradient noise, B ÷ A") :].splitlines() if noise["what"] in line)
+    assert noise["variance"] == 1.0 and f"{noise['prompts']} prompts, {noise['steps']} steps" in row
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="installed without its repository")
