@@ -75,10 +75,10 @@ def forest(run: Run, source: str, against: str, step: str, estimators: list[str]
         path=run.path, steps=steps, against=against, source=source, estimators=estimators
     )
     chart(plot_comparison(info), "comparison", comparison_table(info), python)
-    scale = noise_scale_cell(data.noise_scale(run), ".0f")
-    st.markdown(
-        f"**Noise scale of rloo: {plain(scale)} prompts.** An update of as many prompts has as much noise as signal."
-    )
+    scale = data.noise_scale(run)
+    of_rloo = f"Noise scale of rloo: {plain(noise_scale_cell(scale, '.0f'))}"
+    meaning = "An update of as many prompts has as much noise as signal."
+    st.markdown(f"**{of_rloo}.**" if scale is None else f"**{of_rloo} prompts.** {meaning}")
     with st.expander("Numbers, and what they are"):
         shown = display_table(info)
         columns: dict[str, Any] = dict.fromkeys(

@@ -76,10 +76,11 @@ def steps(chosen: Sequence[Run]) -> dict[str, pd.DataFrame]:
 def triaged(row: Any, run: Run | None) -> Triage:
     """Return one run of the list; `run` is None for one that cannot be opened."""
     age = (pd.Timestamp.now("UTC") - row["updated"]).total_seconds() if pd.notna(row["updated"]) else None
+    reason = str(row["reason"] or "")
     if run is None:
-        return triage(str(row["run"]), "", str(row["status"]), pd.DataFrame(), [], age, str(row["reason"] or ""))
+        return triage(str(row["run"]), "", str(row["status"]), pd.DataFrame(), [], age, reason)
     try:
-        return triage(run.name, run.estimator, run.status, _steps(run), _diagnosis(run)[0], age)
+        return triage(run.name, run.estimator, run.status, _steps(run), _diagnosis(run)[0], age, reason)
     except STOPS as error:
         return triage(run.name, run.estimator, "broken", pd.DataFrame(), [], age, str(error))
 
@@ -261,15 +262,20 @@ ENDS = (("step", "first", "last"), ("reward", "low", "high"), ("length", "short"
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def rollout_facts(run: Run) -> dict[str, Any]:
-    """Return the ends of what rollouts can be asked for: steps, rewards, lengths, turns, finish reasons."""
-    ends = ", ".join(f"min({c}) AS {low}, max({c}) AS {high}" for c, low, high in ENDS)
+    """Return the ends of what rollouts can be asked for: steps, finite rewards, lengths, turns, finish reasons."""
+    finite = " FILTER (WHERE isfinite({}::DOUBLE))"
+    ends = ", ".join(
+        f"{f}({c}){finite.format(c)} AS {end}" for c, *of in ENDS for f, end in zip(("min", "max"), of, strict=True)
+    )
     reasons = "coalesce(list_sort(list_distinct(list(finish_reason))), [])"
-    query = f"SELECT {ends}, coalesce(max(turns), 1) AS turns, {reasons} AS reasons FROM rollouts"
+    lost = "count(*) FILTER (WHERE NOT isfinite(reward)) AS lost"
+    query = f"SELECT {ends}, {lost}, coalesce(max(turns), 1) AS turns, {reasons} AS reasons FROM rollouts"
     facts: Any = store(run).sql(query, texts=False).iloc[0]
     whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
     parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
     reasons = [] if facts["first"] is None or pd.isna(facts["first"]) else facts["reasons"]
-    return whole | parts | {"turns": int(facts["turns"]), "reasons": [str(r) for r in reasons if r is not None]}
+    counts = {name: int(facts[name]) for name in ("turns", "lost")}
+    return whole | parts | counts | {"reasons": [str(r) for r in reasons if r is not None]}
 
 
 @st.cache_data(max_entries=16, show_spinner="Searching …")

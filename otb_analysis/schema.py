@@ -159,6 +159,7 @@ STEPS = (
     Column("seconds_measure", "DOUBLE", "s", "Time spent on scheduled measurements."),
     Column("seconds_evaluate", "DOUBLE", "s", "Time spent on held-out prompts."),
     Column("seconds_store", "DOUBLE", "s", "Time spent writing the step before this one."),
+    Column("not_finite", "VARCHAR", "", "The numbers of this row that were NaN or infinite, by name; null where none."),
 )
 """Evaluations add `heldout_pass_at_<k>` for every power of two k up to the answers per prompt."""
 

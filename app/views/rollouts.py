@@ -140,6 +140,10 @@ with page("Rollouts", "What did the policy answer, and where is an answer like t
         st.info("This run has no rollouts in its store; a run of `otb train` stores them.", icon=":material/inbox:")
         st.stop()
     what = asked(facts)
+    if facts["lost"]:
+        st.warning(
+            f"{facts['lost']:,} rollouts have a reward that is NaN or infinite; no filter of rewards finds them."
+        )
     histogram(run, what)
     listed(run, what)
     query(run)

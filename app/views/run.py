@@ -157,7 +157,7 @@ with page("Run", "What happened when, and which tokens held the gradient of a st
     run = one_run()
     steps: Any = data.steps([run])[run.name].sort_values("step")
     findings = data.findings([run])[run.name]
-    row = triage(run.name, run.estimator, run.status, steps, findings)
+    row = triage(run.name, run.estimator, run.status, steps, findings, reason=data.store(run).standing[1])
     facts = [f"**{plain(run.name)}**", plain(run.estimator), run.status, f"{len(steps)} step{'s' * (len(steps) != 1)}"]
     st.markdown(f"{' · '.join(filter(None, facts))}: {plain(row.sentence)}.")
     step = timeline(run, steps, findings)

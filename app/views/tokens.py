@@ -27,6 +27,7 @@ NOTHING = (
     "This run has no step whose tokens and rollouts are both stored; a run of `otb train` stores them at every step, "
     "and `otb score --model DIR --rollouts FILE` stores those of recorded rollouts."
 )
+EMPTY = "All answers {} are empty, so there is no token to show; choose another step or prompt."
 NOT_HERE = "Not measured for this prompt at this step"
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
 LONGEST = 20_000  # Characters of a prompt that are shown
@@ -182,9 +183,15 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
     step = choose_step(run, row.container(width=110))
     here = Place(run, step, choose_prompt(run, step, row.container(width=520)))
     head(here)
+    if here.tokens.empty:
+        st.info(EMPTY.format("to this prompt at this step"), icon=":material/inbox:")
+        st.stop()
     row = st.container(horizontal=True, vertical_alignment="bottom")
     name, label, against, order, scale = choices(here, row)
     beside = choose_beside(here, row)
+    if beside is not None and beside.tokens.empty:
+        st.info(EMPTY.format("beside these"), icon=":material/inbox:")
+        beside = None
     places = [here] if beside is None else [here, beside]
     tables = [coloured(place, label, against) for place in places]
     words = [estimating.words(chosen) if chosen is not None else "" for chosen in (label, against)]

@@ -12,8 +12,9 @@ from otb_analysis.figures.learning import grouped_info, learning_info, plot_lear
 from otb_analysis.figures.runs import config_differences, grouped
 from otb_analysis.figures.triage import Triage, triage_table, verdict, worst_first
 
-SIGNS = {"collapsed": "■", "alarm": "▲", "watch": "△", "calm": "·", "too short": "○", "broken": "✕"}
-TINTS = {"collapsed": "rgba(193, 18, 31, 0.16)", "alarm": "rgba(213, 94, 0, 0.14)", "watch": "rgba(201, 138, 0, 0.12)"}
+SIGNS = {"collapsed": "■", "failed": "✕", "alarm": "▲", "watch": "△", "calm": "·", "too short": "○", "broken": "∅"}
+RED, ORANGE, AMBER = "rgba(193, 18, 31, 0.16)", "rgba(213, 94, 0, 0.14)", "rgba(201, 138, 0, 0.12)"
+TINTS = {"collapsed": RED, "failed": RED, "alarm": ORANGE, "watch": AMBER}
 REWARD = "Mean of every step, thinned to 40 points."
 EACH = "each run alone"
 GROUPS = "A setting in which the chosen runs differ: one curve per value, the mean over its runs, such as its seeds."

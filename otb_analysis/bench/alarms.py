@@ -76,6 +76,7 @@ CASES = (
     Case("reward_fall", "reward × .1 at once", "reward_mean", lambda r, c: 0.1 * c["reward_mean"]),
     Case("reward_fall", "reward down 5 % a step", "reward_mean", lambda r, c: c["reward_mean"] * _ramp(-0.05)),
     Case("vanished_gradient", "‖ḡ‖ exactly 0", "grad_norm", lambda r, c: 0 * c["grad_norm"]),
+    Case("not_finite", "‖ḡ‖ infinite", "grad_norm", lambda r, c: np.inf * c["grad_norm"]),
     Case("gradient_surge", "‖ḡ‖ × 5 at once", "grad_norm", lambda r, c: 5 * c["grad_norm"]),
     Case("gradient_surge", "‖ḡ‖ × 2 at once", "grad_norm", lambda r, c: 2 * c["grad_norm"]),
     Case("gradient_surge", "‖ḡ‖ up 10 % a step", "grad_norm", lambda r, c: c["grad_norm"] * _ramp(0.1)),

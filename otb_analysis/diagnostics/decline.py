@@ -1,4 +1,4 @@
-"""Detectors of a run that stops learning: a reward that falls, a gradient that is exactly 0."""
+"""Detectors of a run that stops learning: a reward that falls, a gradient that is exactly 0, or not finite."""
 
 import numpy as np
 
@@ -18,6 +18,12 @@ NOISE = 3.0
 
 GONE = (0.6, 1.0)
 """Share of the last five steps whose gradient is exactly 0: three of them, all of them."""
+
+MUST_BE_FINITE = (
+    *("grad_norm", "grad_norm_max", "loss", "reward_mean", "logprob_mean", "entropy_mean", "ratio_mean"),
+    *("kl_reference", "mismatch_mean", "critic_loss"),
+)
+"""Scalars of an update; where one is NaN or infinite, the update was of no use, or the weights are gone."""
 
 
 def reward_fall(series: StepSeries) -> Finding:
@@ -83,6 +89,31 @@ def vanished_gradient(series: StepSeries) -> Finding:
         f"{step[at]}, and at {int(zero.sum())} of {len(step)} steps of the run{since}."
     )
     return finding_of("vanished_gradient", [one], reason)
+
+
+def not_finite(series: StepSeries) -> Finding:
+    """Was a scalar of an update NaN or infinite?
+
+    score = how many of `MUST_BE_FINITE` were, at a step that recorded any of them; one is an alarm.
+    """
+    values = {name: np.asarray(series.columns[name]) for name in MUST_BE_FINITE if name in series.columns}
+    known = (
+        np.array([~np.isnan(x) for x in values.values()]).any(axis=0) if values else np.zeros(len(series.step), bool)
+    )
+    if not known.any():
+        return unmeasured("not_finite", series, 1, MUST_BE_FINITE[:1], ALWAYS)
+    step = np.asarray(series.step)[known]
+    bad = {name: np.isinf(x[known]) for name, x in values.items()}
+    score = np.sum([*bad.values()], axis=0, dtype=float)
+    at = np.flatnonzero(score)
+    names = [name for name, x in bad.items() if at.size and x[at[0]]]
+    column = names[0] if names else next(iter(values))
+    one = Evidence(column, "scalars that are NaN or infinite", step, values[column][known], score, 1.0, 1.0)
+    if not names:
+        return finding_of("not_finite", [one], f"every scalar of {len(step)} steps is finite.")
+    more = f" {len(at)} of {len(step)} steps have such numbers." if len(at) > 1 else ""
+    reason = f"NaN or infinite at step {step[at[0]]}: {', '.join(names)}.{more}"
+    return finding_of("not_finite", [one], reason)
 
 
 def _noise(x: Float) -> Float:

@@ -23,7 +23,8 @@ class StepSeries:
     """Scalars of one run; made by the store from its steps table, read by detectors."""
 
     step: Int  # Step numbers [S], ascending
-    columns: Mapping[str, Float]  # Name in `schema.STEPS` → values [S]; NaN where a step did not record it
+    # Name in `schema.STEPS` → values [S]; NaN where a step did not record it, ±∞ where it recorded NaN or ±∞
+    columns: Mapping[str, Float]
 
     def __post_init__(self) -> None:
         """Check the shapes and the order."""
@@ -36,7 +37,7 @@ class StepSeries:
                 )
 
     def recorded(self, *names: str) -> tuple[Int, list[Float]]:
-        """Return the steps that recorded all of some columns, and their values there."""
+        """Return the steps that recorded a finite value of all of some columns, and their values there."""
         missing = np.full(len(self.step), np.nan)
         values = [np.asarray(self.columns.get(name, missing), dtype=float) for name in names]
         known = np.isfinite(values).all(axis=0) if values else np.zeros(len(self.step), bool)

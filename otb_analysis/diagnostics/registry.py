@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 from otb_analysis.diagnostics.certificate import sampling_certificate
 from otb_analysis.diagnostics.changes import entropy_collapse, entropy_rise, gradient_surge, length_drift
-from otb_analysis.diagnostics.decline import reward_fall, vanished_gradient
+from otb_analysis.diagnostics.decline import not_finite, reward_fall, vanished_gradient
 from otb_analysis.diagnostics.findings import SEVERITY, Finding, StepSeries
 from otb_analysis.diagnostics.shares import clip_fraction, ratio_tails, tail_index, zero_variance_groups
 
 DETECTORS: dict[str, Callable[[StepSeries], Finding]] = {
     "reward_fall": reward_fall,
     "vanished_gradient": vanished_gradient,
+    "not_finite": not_finite,
     "gradient_surge": gradient_surge,
     "entropy_collapse": entropy_collapse,
     "entropy_rise": entropy_rise,

@@ -25,6 +25,7 @@ SIGNS = {
 TITLES = {
     "reward_fall": "Falling reward",
     "vanished_gradient": "No gradient",
+    "not_finite": "Not finite",
     "gradient_surge": "Gradient-norm surge",
     "entropy_collapse": "Entropy collapse",
     "entropy_rise": "Entropy rise",

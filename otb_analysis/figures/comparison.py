@@ -172,7 +172,8 @@ _TITLES = {
 
 def _estimand(n_steps: int, n_prompts: int) -> str:
     where = "one measured step" if n_steps == 1 else f"{n_steps} measured steps"
-    start = f"Ratio of the two expectations over {n_prompts} prompts of {where}, on the same rollouts"
+    prompts = f"{n_prompts} prompt{'s' * (n_prompts != 1)}"
+    start = f"Ratio of the two expectations over {prompts} of {where}, on the same rollouts"
     if n_prompts < MIN_CLUSTERS:
         return f"{start}; below {MIN_CLUSTERS} prompts these are points without intervals."
     return f"{start}, with 95 % intervals clustered by prompt (paired jackknife on the log-ratio)."

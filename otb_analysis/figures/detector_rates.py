@@ -23,6 +23,7 @@ class Rates:
 RATES = {
     "reward_fall": Rates(0.0, 15, 67),
     "vanished_gradient": Rates(0.0, 0, 33),
+    "not_finite": Rates(0.0),
     "gradient_surge": Rates(0.014, 4, 5),
     "entropy_collapse": Rates(0.0, 0, 2),
     "entropy_rise": Rates(0.0, 24, 71),

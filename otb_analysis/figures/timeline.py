@@ -79,7 +79,7 @@ def timeline_info(
 
 
 def _series(table: pd.DataFrame, quantity: Quantity) -> Series:
-    recorded = table.loc[table[quantity.column].notna()]
+    recorded = table.loc[np.isfinite(table[quantity.column].to_numpy(np.float64, na_value=np.nan))]
     value = recorded[quantity.column].to_numpy(np.float64)
     return Series(quantity, recorded["step"].to_numpy(np.int64), value, centred_mean(value, CENTRED))
 

@@ -12,17 +12,18 @@ from otb_analysis.figures.alarms import TITLES
 from otb_analysis.figures.numbers import number
 from otb_analysis.types import Float32
 
-STATES = ("collapsed", "alarm", "watch", "calm", "too short", "broken")
-"""Worst first; a broken run cannot be read, so it says nothing about training."""
+STATES = ("collapsed", "failed", "alarm", "watch", "calm", "too short", "broken")
+"""Worst first; a failed run ended with an error, a broken one cannot be read, so it says nothing about training."""
+
+IN_TROUBLE = STATES[:4]
 
 POINTS = 40
 """Most points of a sparkline."""
 
-NOW = {"reward_fall", "vanished_gradient"}
+NOW = {"reward_fall", "vanished_gradient", "not_finite"}
 """Detectors whose alarm at the last step means that the run is over."""
 
-
-AT_ONCE = {"sampling_certificate", "tail_index"}
+AT_ONCE = {"sampling_certificate", "tail_index", "not_finite"}
 """Detectors that need one step: what they say is right does not make a run of two steps a calm one."""
 
 
@@ -58,22 +59,24 @@ def triage(
     reward = table.reindex(columns=["reward_mean"])["reward_mean"].dropna().to_numpy(np.float64)
     heldout = table.reindex(columns=["heldout_reward"])["heldout_reward"].dropna()
     tenth = max(1, len(reward) // 10)
-    state = "broken" if status == "broken" else state_of(findings)
+    state = "broken" if status == "broken" else state_of(findings, status)
     first = min((f.watch_step for f in findings if f.watch_step is not None), default=None)
     return Triage(
         run, estimator, status, state,
-        reason if state == "broken" else sentence(findings, state),
+        reason if state == "broken" else sentence(findings, state, reason if status == "failed" else ""),
         first, len(table), thinned(reward, POINTS),
         float(reward[:tenth].mean()) if reward.size else None, float(reward[-tenth:].mean()) if reward.size else None,
         float(heldout.iloc[-1]) if len(heldout) else None, age,
     )  # fmt: skip
 
 
-def state_of(findings: Sequence[Finding]) -> str:
-    """Return which of `STATES` a run is in, from what the detectors say."""
+def state_of(findings: Sequence[Finding], status: str = "") -> str:
+    """Return which of `STATES` a run is in, from what the detectors say, and from its status where that is known."""
     levels = {finding.level for finding in findings}
     if any(_over(finding) for finding in findings):
         return "collapsed"
+    if status == "failed":
+        return "failed"
     for level in ("alarm", "watch"):
         if level in levels:
             return level
@@ -88,10 +91,10 @@ def _over(finding: Finding) -> bool:
     return bool(one.score.size and one.score[-1] >= one.alarm)
 
 
-def sentence(findings: Sequence[Finding], state: str) -> str:
-    """Say in one line what happened to a run and when it could first be seen."""
+def sentence(findings: Sequence[Finding], state: str, error: str = "") -> str:
+    """Say in one line what happened to a run, the error it ended with, and when trouble could first be seen."""
     named = {finding.detector: finding for finding in findings}
-    parts = []
+    parts = [error.rstrip(".")] if error else []
     dropped, gone = named.get("reward_fall"), named.get("vanished_gradient")
     if dropped is not None and dropped.fired:
         step, before, after = fall(dropped)
@@ -101,11 +104,16 @@ def sentence(findings: Sequence[Finding], state: str) -> str:
         live = np.flatnonzero(norm > 0)
         since = gone.evidence[0].step[live[-1] + 1 if live.size else 0]
         parts.append(f"no gradient since step {since}")
+    lost = named.get("not_finite")
+    if lost is not None and lost.fired:
+        parts.append(lost.reason.partition(".")[0])
     fired = sorted((f for f in findings if f.fired), key=lambda f: int(f.watch_step or 0))
     if fired:
         parts.append(f"first warning at step {fired[0].watch_step} ({TITLES[fired[0].detector].lower()})")
     if parts:
         return "; ".join(parts)
+    if state == "failed":
+        return "it ended with an error that it did not name"
     return "nothing fired" if state == "calm" else "too few steps to judge"
 
 
@@ -123,8 +131,8 @@ def verdict(rows: Sequence[Triage]) -> str:
     if not rows:
         return "There are no runs."
     worst = worst_first(rows)[0]
-    if worst.state in ("collapsed", "alarm", "watch"):
-        counts = {state: sum(row.state == state for row in rows) for state in STATES[:3]}
+    if worst.state in IN_TROUBLE:
+        counts = {state: sum(row.state == state for row in rows) for state in IN_TROUBLE}
         others = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
         tail = f" ({others} of {len(rows)} runs)" if len(rows) > 1 else ""
         return f"{worst.run}: {worst.sentence}{tail}."

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from otb_analysis.diagnostics import certificate, change_points, changes, diagnose, shares
+from otb_analysis.diagnostics import certificate, change_points, changes, decline, diagnose, shares
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved
 from otb_analysis.figures.alarms import alarm_marks, alarms_line, alarms_table
@@ -45,6 +45,9 @@ def _from(bounds: tuple[float, float]) -> str:
 
 
 ALARM_FORMULAS = (
+    ("reward_fall", f"(highest median₅ of the reward − median₃ − 3·spread) as a share of it {_from(decline.LOST)}"),
+    ("vanished_gradient", f"share of the last 5 steps with ‖ḡ‖ = 0 {_from(decline.GONE)}"),
+    ("not_finite", "number of an update's scalars that are NaN or infinite ≥ 1"),
     ("gradient_surge", f"exp(median₅ log‖ḡ‖ − median of the 20 to 100 steps before − 2·spread) {_from(changes.SURGE)}"),
     ("entropy_collapse", f"exp(highest running median − median₁₀ − 1.5·spread) of log entropy {_from(changes.FALL)}"),
     ("entropy_rise", f"exp(median₁₀ − lowest running median − 1.5·spread) of log entropy {_from(changes.RISE)}"),

@@ -51,8 +51,8 @@ def diagnosis_record(path: Path) -> dict[str, object]:
     """
     store, steps = _opened(path)
     series, config = step_series(steps), config_of(store)
-    findings, status = diagnose(series), store.standing[0]
-    row = triage(path.name, estimator_of(config), status, steps, findings)
+    findings, (status, reason) = diagnose(series), store.standing
+    row = triage(path.name, estimator_of(config), status, steps, findings, reason=reason)
     return {
         "run": row.run, "estimator": row.estimator, "status": status, "state": row.state,
         "what_happened": row.sentence, "first_warning": row.first_warning,

@@ -16,9 +16,16 @@ NUMBERS = tuple(c.name for c in TABLES["steps"] if c.dtype in ("DOUBLE", "BIGINT
 
 
 def step_series(steps: pd.DataFrame) -> StepSeries:
-    """Return the scalars of a run by step, NaN where a step did not record one; flags become 0 and 1."""
+    """Return the scalars of a run by step, NaN where a step did not record one; flags become 0 and 1.
+
+    A recorded NaN is ∞: frames do not tell it from what was not recorded, so the column `not_finite` names it.
+    """
     ordered = steps.sort_values("step")
     columns = {name: floats(ordered, name) for name in NUMBERS if name in ordered}
+    named = ordered["not_finite"].dropna() if "not_finite" in ordered else ordered["step"].iloc[:0]
+    for at, names in zip(ordered.index.get_indexer(named.index), named, strict=True):
+        for name in set(str(names).split(", ")) & set(columns):
+            columns[name][at] = np.inf if np.isnan(columns[name][at]) else columns[name][at]
     return StepSeries(ordered["step"].to_numpy(np.int64), columns)
 
 

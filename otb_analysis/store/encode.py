@@ -1,5 +1,6 @@
 """Columns in, Arrow tables out: the schema's dtypes, null where nothing was measured, NaN where NaN was measured."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -39,6 +40,14 @@ def encode(table: str, step: int, columns: Columns) -> pa.Table:
     _check_keys(table, step, arrays)
     filled = {name: arrays.get(name, pa.nulls(n_rows, ARROW[c.dtype])) for name, c in schema.items()}
     return pa.table(filled | {name: array for name, array in arrays.items() if name not in schema})
+
+
+def with_not_finite(rows: pa.Table) -> pa.Table:
+    """Return the one row of `steps` with the column that names its numbers that are NaN or infinite."""
+    (row,) = rows.to_pylist()
+    names = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    at = rows.schema.get_field_index("not_finite")
+    return rows.set_column(at, rows.schema.field(at), pa.array([", ".join(names) or None], pa.string()))
 
 
 def _array(table: str, name: str, values: object, column: Column | None) -> pa.Array:

@@ -76,7 +76,7 @@ def find_rollouts(store: RunStore, asked: RolloutFilter, most: int = 500) -> tup
 
 
 def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
-    """Return counts of the rollouts that are asked for, by `step` and `reward`, each the lower end of its bin.
+    """Return counts of the rollouts that are asked for, by `step` and finite `reward`, each the lower end of its bin.
 
     Steps are put together to at most `BINS`; rewards to `REWARD_BINS` bins where there are more than `FEW` of them.
     `width` is that of a bin of steps, `height` that of a bin of rewards, 0 where each reward has a row.
@@ -86,7 +86,7 @@ def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
     """
     rows, values = _asked(asked)
     return store.sql(
-        f"""WITH asked AS MATERIALIZED (SELECT step, reward FROM ({rows})), ends AS (
+        f"""WITH asked AS MATERIALIZED (SELECT step, reward FROM ({rows}) WHERE isfinite(reward)), ends AS (
             SELECT min(step) AS first, greatest(1, ceil((max(step) - min(step) + 1) / {BINS})) AS width,
                 min(reward) AS low, CASE WHEN count(DISTINCT reward) <= {FEW} THEN 0.0
                 ELSE (max(reward) - min(reward)) / {REWARD_BINS} END AS height FROM asked)
@@ -94,7 +94,7 @@ def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
             CASE WHEN height = 0 THEN reward
             ELSE low + height * least({REWARD_BINS - 1}, floor((reward - low) / height)) END AS reward,
             count(*) AS n, any_value(CAST(width AS BIGINT)) AS width, any_value(height) AS height
-        FROM asked, ends WHERE reward IS NOT NULL GROUP BY ALL ORDER BY ALL""",
+        FROM asked, ends GROUP BY ALL ORDER BY ALL""",
         values,
         steps=asked.every_step,
         texts=bool(asked.text),

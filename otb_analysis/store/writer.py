@@ -17,7 +17,7 @@ from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.atomic import atomic_file, atomic_folder
 from otb_analysis.store.checksum import BLANK, CHECKSUM, LIGHT, PARTS, RECORDED, ROW, SCHEMA, stamp, written_checksum
-from otb_analysis.store.encode import Columns, encode
+from otb_analysis.store.encode import Columns, encode, with_not_finite
 from otb_analysis.store.held import light_text, row_text
 from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path
 from otb_analysis.store.liveness import other_writer, this_process
@@ -159,7 +159,7 @@ class RunWriter:
         encoded = {name: encode(name, step, columns) for name, columns in written.items() if columns is not None}
         # The dict's order is the order on disk: `steps` makes the step visible, so it comes last.
         scalars = {"step": [step]} | {name: [value] for name, value in tables.steps.items()}
-        return encoded | ({} if self.rank else {"steps": encode("steps", step, scalars)})
+        return encoded | ({} if self.rank else {"steps": with_not_finite(encode("steps", step, scalars))})
 
     def _write_parts(self, step: int, tables: dict[str, pa.Table]) -> None:
         """Write all, then let them appear in their order: what is synchronised together waits for the disk once."""

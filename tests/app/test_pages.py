@@ -367,6 +367,29 @@ def test_rollouts_are_filtered_counted_and_searched(store_root, monkeypatch):
     assert "No rollout is like that" in texts(app)
 
 
+def test_rewards_that_are_nan_and_answers_that_are_empty_are_said(tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "odd", {})
+    rollouts = {
+        "group": [0, 0, 1, 1], "rollout": [0, 1, 2, 3], "reward": [0.0, 1.0, float("nan"), 1.0], "length": [0, 0, 2, 2],
+        "prompt": ["p"] * 4, "completion": ["", "", "ab", "ab"],
+    }  # fmt: skip
+    tokens = {"group": [1] * 4, "rollout": [2, 2, 3, 3], "t": [0, 1, 0, 1], "turn": [0] * 4, "logprob": [-0.1] * 4}
+    tokens |= {"mask": [True] * 4, "token_id": [5] * 4}
+    for step in range(30):
+        norm = float("nan") if step == 20 else 1.0
+        writer.write_step(step, StepTables(tokens, rollouts, {"reward_mean": 0.5, "grad_norm": norm}))
+    writer.finish()
+    app = open_page(tmp_path, "rollouts", monkeypatch)
+    assert not app.exception and len(app.dataframe[0].value) == 120
+    assert "30 rollouts have a reward that is NaN or infinite" in texts(app)
+    app = open_page(tmp_path, "tokens", monkeypatch, prompt="0")
+    assert not app.exception and not app.warning
+    assert "All answers to this prompt at this step are empty" in texts(app)
+    app = open_page(tmp_path, "run", monkeypatch)
+    assert not app.exception and "NaN or infinite at step 20: grad_norm" in texts(app)
+    assert "Who holds the gradient of step 20" in [heading.value for heading in app.subheader]
+
+
 def run_query(app: AppTest) -> None:
     next(button for button in app.button if button.label == "Run").click().run()
 

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from otb_analysis.diagnostics import DETECTORS
+from otb_analysis.diagnostics import DETECTORS, StepSeries
 from otb_analysis.diagnostics import fall as fall_of
 
-fall, vanished = DETECTORS["reward_fall"], DETECTORS["vanished_gradient"]
+fall, vanished, not_finite = (DETECTORS[name] for name in ("reward_fall", "vanished_gradient", "not_finite"))
 
 
 def test_a_fall_is_dated_by_the_second_low_step(series):
@@ -64,3 +64,13 @@ def test_a_fall_is_dated_in_hindsight_by_its_first_low_step(series):
     assert fall_of(fall(series(reward_mean=[0.75] * 20 + [0.0] * 10))) == (20, 0.75, 0.0)
     # 0, .75, 0: the second low step of three, 22, makes the median low; its own value is low, that before it is not.
     assert fall_of(fall(series(reward_mean=[0.75] * 20 + [0.0, 0.75] + [0.0] * 9)))[0] == 22
+
+
+def test_a_number_that_is_not_finite_is_an_alarm_at_its_step_and_what_was_not_recorded_is_none():
+    norm, loss = np.ones(30), np.full(30, 0.1)
+    assert not_finite(StepSeries(np.arange(30), {"grad_norm": norm, "loss": loss})).level == "ok"
+    norm[[7, 9]], loss[[3, 7]] = (np.nan, np.inf), (np.nan, -np.inf)  # NaN: not recorded
+    found = not_finite(StepSeries(np.arange(30), {"grad_norm": norm, "loss": loss}))
+    assert (found.level, found.watch_step, found.alarm_step) == ("alarm", 7, 7)
+    assert found.reason == "NaN or infinite at step 7: loss. 2 of 30 steps have such numbers."
+    assert found.evidence[0].column == "loss" and not_finite(StepSeries(np.arange(3), {})).level == "not measured"

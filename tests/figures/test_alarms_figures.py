@@ -24,9 +24,9 @@ def test_the_worst_alarm_comes_first_with_its_steps_and_reason():
 
 
 def test_levels_are_counted_in_words():
-    assert alarms_line(FINDINGS) == "11 detectors on 1 run: 1 alarm, 1 watch, 8 not measured, 1 ok."
+    assert alarms_line(FINDINGS) == "12 detectors on 1 run: 1 alarm, 1 watch, 8 not measured, 2 ok."
     short = {"mine": diagnose(SERIES.until(5))}
-    assert alarms_line(short) == "11 detectors on 1 run: 0 alarm, 0 watch, 8 not measured, 2 too short, 1 ok."
+    assert alarms_line(short) == "12 detectors on 1 run: 0 alarm, 0 watch, 8 not measured, 2 too short, 2 ok."
 
 
 def test_marks_stand_in_the_panel_of_their_quantity_at_their_step():

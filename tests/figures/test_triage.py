@@ -42,6 +42,25 @@ def test_calm_and_short_runs_say_so():
     assert (SHORT.state, SHORT.sentence) == ("too short", "too few steps to judge")
 
 
+def test_a_run_that_failed_says_with_what_and_comes_before_alarms():
+    table = steps(np.linspace(0.3, 0.6, 30))
+    failed = triage("failed", "rloo", "failed", table, diagnose(step_series(table)), reason="the loss is NaN.")
+    assert (failed.state, failed.sentence) == ("failed", "the loss is NaN")
+    back = row("back", steps([0.75] * 20 + [0.0] * 5 + [0.75] * 20))
+    assert [r.run for r in worst_first([CALM, back, failed, DEAD])] == ["dead", "failed", "back", "calm"]
+    assert verdict([CALM, failed]) == "failed: the loss is NaN (1 failed of 2 runs)."
+    unnamed = triage("failed", "rloo", "failed", table, [])
+    assert unnamed.sentence == "it ended with an error that it did not name"
+    died = triage(
+        "died",
+        "rloo",
+        "failed",
+        steps([0.5] * 20, [1.0] * 19 + [np.inf]),
+        diagnose(step_series(steps([0.5] * 20, [1.0] * 19 + [np.inf]))),
+    )
+    assert died.state == "collapsed" and died.sentence.startswith("NaN or infinite at step 19: grad_norm; first warn")
+
+
 def test_the_worst_run_is_first_and_running_ones_before_others():
     running = row("running", steps(np.linspace(0.3, 0.6, 30)), "running", 4.0)
     broken = triage("broken", "", "broken", pd.DataFrame(), [], reason="its run.json is cut short.")

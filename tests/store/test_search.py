@@ -118,3 +118,14 @@ def test_a_broken_part_is_named_where_columns_are_held(tmp_path, monkeypatch):
     part.write_bytes(part.read_bytes()[:-40] + bytes(40))
     with pytest.raises(StoreError, match=r"part-00000001-r0.parquet is broken"):
         store.rollouts_df(columns=["reward"])
+
+
+def test_rewards_that_are_not_finite_are_found_but_not_counted_by_reward(tmp_path):
+    writer = RunWriter.create(tmp_path, "mine", {})
+    rewards = [1.0, float("nan"), float("inf"), 0.0]
+    rollouts = {"group": [0] * 4, "rollout": [0, 1, 2, 3], "reward": rewards}
+    writer.write_step(0, StepTables(rollouts=rollouts, steps={"reward_mean": float("nan")}))
+    found, total = find_rollouts(RunStore(writer.path), RolloutFilter())
+    assert total == 4 and found["rollout"].tolist() == [0, 1, 2, 3]
+    histogram = reward_histogram(RunStore(writer.path), RolloutFilter())
+    assert histogram["reward"].tolist() == [0.0, 1.0] and histogram["n"].tolist() == [1, 1]
