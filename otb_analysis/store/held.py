@@ -13,6 +13,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -117,7 +118,11 @@ def step_frame(run_dir: Path, parts: Sequence[Part], columns: Sequence[str] | No
     chosen = chosen.cast(pa.schema([(field.name, types.get(field.name, field.type)) for field in chosen.schema]))
     nullable = [name for name in names if chosen[name].null_count]
     frames = chosen.drop_columns(nullable).to_pandas(), chosen.select(nullable).to_pandas(types_mapper=_NULLABLE.get)
-    return pd.concat(frames, axis=1).reindex(columns=names)
+    frame = pd.concat(frames, axis=1).reindex(columns=names)
+    empty = [
+        name for name in nullable if pa.types.is_string(chosen[name].type) and chosen[name].null_count == len(chosen)
+    ]
+    return frame.assign(**dict.fromkeys(empty, np.full(len(frame), None)))
 
 
 def rollout_rows(run_dir: Path, parts: Sequence[Part]) -> pa.Table | None:
