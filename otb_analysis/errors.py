@@ -35,5 +35,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error sentence about an unknown name: ``did you mean 'otb'? Known: none, otb.``."""
     names = list(known)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(names)}."
+    known_are = f"did you mean {close[0]!r}? Known" if close else "known"
+    return f"{known_are}: {', '.join(names)}."

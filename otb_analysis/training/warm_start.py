@@ -91,7 +91,8 @@ def fit(
             loss = 0.95 * loss + 0.05 * supervised_step(model, optimizers, batch) if step > 1 else 3.0
             reached = f"{success:.0%} success, {settings.success_low:.0%} wanted"
             here(step, settings.max_steps, f"warm start, loss {loss:.2f} nats, {reached}")
-            if step % every or (loss > LEARNED_ENOUGH_TO_CHECK and step % (CHECKED_ANYWAY * settings.check_every)):
+            unlikely = loss > LEARNED_ENOUGH_TO_CHECK and step % (CHECKED_ANYWAY * settings.check_every)
+            if step < settings.max_steps and (step % every or unlikely):
                 continue
             early = loss > LEARNED_ENOUGH_TO_CHECK  # an early check must not change later draws
             with torch.random.fork_rng(enabled=early), phase("checking"):
@@ -103,8 +104,6 @@ def fit(
                 success, every = 0.0, max(1, every // 5)
             else:
                 below = deepcopy(model.state_dict())
-            if step >= settings.max_steps:
-                break
     raise InputError(
         f"the warm start reached {success:.0%} success after {settings.max_steps} steps; "
         f"{settings.success_low:.0%} is wanted; make the task easier, the model larger or warm_start.max_steps higher."

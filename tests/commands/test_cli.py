@@ -178,7 +178,7 @@ def test_what_the_user_can_mend_is_one_sentence_and_code_2(words, expected, caps
         ("[critic]\nenabled = 1", "enabled is 1; it must be of type bool."),
         ("seed = [1]", "seed is [1]; it must be of type int."),
         ("[estimator]\nenergy = 'exakt'", "energy is 'exakt'; did you mean 'exact'? Known: proxy, exact."),
-        ("if_exists = 'overwrite'", "if_exists is 'overwrite'; Known: error, replace, resume."),
+        ("if_exists = 'overwrite'", "if_exists is 'overwrite'; known: error, replace, resume."),
         ("seed = ", "is not valid TOML: "),
     ],
 )

@@ -42,7 +42,7 @@ def test_profiled_pays_right_rollouts_by_what_they_left_of_the_budget():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: keep_chance("dapo", INPUTS), "Known: none, dynamic, prs"),
+        (lambda: keep_chance("dapo", INPUTS), "known: none, dynamic, prs"),
         (lambda: RejectionOptions(low=0.5, high=0.5), "low < high"),
         (lambda: ProfiledOptions(budget=0), "budget > 0"),
         (lambda: keep_chance("prs", INPUTS, ProfiledOptions()), "must be RejectionOptions"),

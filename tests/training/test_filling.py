@@ -72,7 +72,7 @@ def test_warning_is_for_estimators_that_the_filter_breaks(tiny_config):
 @pytest.mark.parametrize(
     ("changes", "processes", "words"),
     [
-        ({"filter": "dapo"}, 1, "Known: none, dynamic, prs"),
+        ({"filter": "dapo"}, 1, "known: none, dynamic, prs"),
         ({"filter": "prs", "filter_options": {"height": "1"}}, 1, "height"),
         ({"filter": "prs"}, 2, "one process"),
         ({"filter_rounds": 0}, 1, "filter_rounds"),
