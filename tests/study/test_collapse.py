@@ -157,6 +157,7 @@ def test_a_call_after_the_collapse_is_no_forecast_but_not_blind(parts):
     assert numbers["blind"] == [
         "reward_fall",
         "vanished_gradient",
+        "not_finite",
         "gradient_surge",
         "entropy_collapse",
         "entropy_rise",

@@ -81,9 +81,9 @@ NEVER_HERE = {
         *FILTERED,
         *OTHER_LEVELS,
     }
-    # Fewer than 16 held-out prompts, and no trackers.
+    # Fewer than 16 held-out prompts, no trackers, and every number is finite.
     | {f"heldout_{name}_{end}" for name in ("reward", "success", "pass_at_k") for end in ("low", "high")}
-    | {"tracker_gaps", *FILTERED},
+    | {"tracker_gaps", "not_finite", *FILTERED},
     "rollouts": {"energy_total", "energy_total_stderr"},  # of the level sampled
     "tokens": {
         "grad_norm_sq_stderr",
