@@ -19,6 +19,8 @@ CHECKSUM = "otb_crc32"
 """The key in a footer; in run.json it is `checksum`."""
 PARTS = "otb_parts"
 """The key of the other parts of its step in a `steps` part: JSON of table → name → checksum."""
+COLUMNS = "otb_columns"
+"""The key of what those parts hold, in the same `steps` part: JSON of table → name → columns as under `RECORDED`."""
 RECORDED = "otb_recorded"
 """The key of the columns that hold any value, with commas between them; a column that is null throughout is not one."""
 SCHEMA = "otb_schema"
@@ -56,14 +58,19 @@ class Sealed:
     schema: str = ""  # The same for parts with the same columns
     recorded: str = ""  # Columns that hold any value; see `RECORDED`
     parts: str = ""  # JSON of the other parts of its step
+    columns: str = ""  # JSON of what those parts hold
 
     def named_parts(self, table: str) -> Mapping[str, str]:
         """Return the parts of a table that belong to the step, by name, with their checksums."""
-        return _named_parts(self.parts).get(table, {})
+        return _by_name(self.parts).get(table, {})
+
+    def held_by(self, table: str) -> Mapping[str, str]:
+        """Return the columns that hold any value in those parts, by name; see `RECORDED`."""
+        return _by_name(self.columns).get(table, {})
 
 
 @lru_cache(maxsize=20_000)
-def _named_parts(text: str) -> dict[str, dict[str, str]]:
+def _by_name(text: str) -> dict[str, dict[str, str]]:
     return json.loads(text) if text else {}
 
 
@@ -80,7 +87,12 @@ def sealed(signature: Signature) -> Sealed:
     Raises:
         OSError: It cannot be read, or the checksum differs.
     """
-    return _SEALED[signature] if signature in _SEALED else read_sealed(signature, ROW)[0]
+    return verified(signature) or read_sealed(signature, ROW)[0]
+
+
+def verified(signature: Signature) -> Sealed | None:
+    """Return what a part says of itself if its checksum was compared before."""
+    return _SEALED.get(signature)
 
 
 def read_sealed(signature: Signature, key: str) -> tuple[Sealed, str]:
@@ -115,22 +127,24 @@ def read_sealed(signature: Signature, key: str) -> tuple[Sealed, str]:
                 found, left = crc32(block, found), left - len(block)
     if written != f"{crc32(footer, found):08x}".encode():
         raise OSError(CHANGED)
-    schema, recorded, parts, text = (_text_of(footer, name) for name in (SCHEMA, RECORDED, PARTS, key))
+    schema, recorded, parts, columns, text = (
+        _text_of(footer, name) for name in (SCHEMA, RECORDED, PARTS, COLUMNS, key)
+    )
     if len(_SEALED) > _MOST_SEALED:
         _SEALED.clear()
-    said = _SEALED[signature] = Sealed(written.decode(), schema, intern(recorded), parts)
+    said = _SEALED[signature] = Sealed(written.decode(), schema, intern(recorded), parts, columns)
     return said, text
 
 
-def written_checksum(path: Path) -> str:
-    """Return the checksum that a part carries, without comparing it; empty where there is none.
+def written_about(path: Path) -> tuple[str, str]:
+    """Return the checksum that a part carries, without comparing it, and its `RECORDED`; empty where there is none.
 
     Raises:
         OSError: It cannot be read.
     """
     content = path.read_bytes()
     at = content.rfind(_KEY)
-    return "" if at < 0 else content[at + len(_KEY) :][: len(BLANK)].decode()
+    return ("", "") if at < 0 else (content[at + len(_KEY) :][: len(BLANK)].decode(), _text_of(content, RECORDED))
 
 
 def checksum_of(info: Mapping[str, object]) -> str:

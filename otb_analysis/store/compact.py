@@ -21,6 +21,7 @@ from otb_analysis.phases import advance, count_to
 from otb_analysis.schema import TABLES
 from otb_analysis.store.atomic import atomic_file
 from otb_analysis.store.checksum import BLANK, CHECKSUM, stamp
+from otb_analysis.store.digest import forget
 from otb_analysis.store.encode import ARROW
 from otb_analysis.store.layout import MERGED, find_run, merged_path
 from otb_analysis.store.liveness import other_writer, standing, this_process
@@ -74,6 +75,7 @@ def compact(path: Path) -> Compacted:
         files = {table: [*listed.get(table, ()), *entries] for table, entries in new.items()}
         write_run_file(run_dir, info | {COMPACTED: files})
         remove_unlisted(run_dir)
+        forget(run_dir)
     except OSError as error:
         with suppress(OSError, StoreError):
             remove_unlisted(run_dir)

@@ -21,9 +21,10 @@ import pyarrow.parquet as pq
 
 from otb_analysis.schema import TABLES
 from otb_analysis.store import checksum
-from otb_analysis.store.checksum import read_sealed
+from otb_analysis.store.checksum import Sealed, read_sealed
+from otb_analysis.store.digest import FEW, noted
 from otb_analysis.store.encode import ARROW
-from otb_analysis.store.parts import Part, broken, signature
+from otb_analysis.store.parts import Part, broken, checked, signature
 from otb_analysis.store.views import names_of, read_part, refuse_missing_keys
 
 AT_ONCE = 250
@@ -47,14 +48,15 @@ _PLAIN = (pa.int64(), pa.float64(), pa.string(), pa.bool_())
 _MOST_TEXT = 1 << 16
 """Characters of a footer beyond which reading the columns themselves is as fast."""
 
-_Columns = dict[str, list[Any]]
+_Columns = dict[str, Any]
+"""Lists of values by column; of `steps`, where a part has one row, the values themselves."""
 
 
 class _Rows:
     """What was read of a table of one run; `at` says where in `table` each part begins, and how many rows it has."""
 
-    def __init__(self, name: str, read: Callable[[Part], _Columns | pa.Table]) -> None:
-        self.name, self.read, self.lock = name, read, threading.Lock()
+    def __init__(self, run_dir: Path, name: str, read: Callable[[Part, str | None], _Columns | pa.Table]) -> None:
+        self.run_dir, self.name, self.read, self.lock = run_dir, name, read, threading.Lock()
         self.table = pa.table({})
         self.at: dict[tuple[object, ...], tuple[int, int]] = {}
 
@@ -64,8 +66,15 @@ class _Rows:
             if len(self.at.keys() - set(keys)) > len(keys):  # most of it was written again
                 self.table, self.at = pa.table({}), {}
             new = [(key, part) for key, part in zip(keys, parts, strict=True) if key not in self.at]
+            texts = noted(self.run_dir, self.name) if len(new) > FEW else {}
             for first in range(0, len(new), AT_ONCE):  # lists of numbers take much more memory than columns
-                self._add([(key, self.read(part)) for key, part in new[first : first + AT_ONCE]])
+                some = new[first : first + AT_ONCE]
+                self._add(
+                    [
+                        (key, self.read(part, _text_for(part, texts.get((part.path.name, *key[1:3])))))
+                        for key, part in some
+                    ]
+                )
             places = [self.at[key] for key in keys]
             if sum(n for _, n in places) == len(self.table) and places == sorted(places):
                 return self.table
@@ -76,22 +85,45 @@ class _Rows:
         for is_text, some in groupby((rows for _, rows in new), lambda rows: isinstance(rows, dict)):
             group: Any = list(some)
             tables += [self._joined(group)] if is_text else group
-        start = len(self.table)
+        start, at = len(self.table), dict[tuple[object, ...], tuple[int, int]]()
         for key, rows in new:
-            self.at[key] = (start, len(rows["step"]))
-            start += self.at[key][1]
+            at[key] = (start, 1 if self.name == "steps" and isinstance(rows, dict) else len(rows["step"]))
+            start += at[key][1]
         if new:
-            self.table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+            self.table = _concatenated(tables).combine_chunks()
+            self.at |= at  # Not before: what cannot be joined must not seem to be there
 
     def _joined(self, parts: Sequence[_Columns]) -> pa.Table:
         """Return the rows of parts, one after the other; what one lacks is null."""
-        types = {name: kind for name, kind in _TYPES[self.name].items() if self.name == "steps" or name in LIGHT}
-        absent = [[None] * len(part["step"]) for part in parts]
-        columns = {}
-        for name in types | dict.fromkeys(name for part in parts for name in part):
-            values = [part.get(name, none) for part, none in zip(parts, absent, strict=True)]
-            columns[name] = pa.array(list(chain.from_iterable(values)), types.get(name))
-        return pa.table(columns)
+        names = dict.fromkeys(chain.from_iterable(parts))
+        if self.name == "steps":  # one row each
+            columns = {name: [part.get(name) for part in parts] for name in names}
+        else:
+            absent = [[None] * len(part["step"]) for part in parts]
+            lists = {name: [part.get(name, none) for part, none in zip(parts, absent, strict=True)] for name in names}
+            columns = {name: list(chain.from_iterable(values)) for name, values in lists.items()}
+        return pa.table({name: _array(values, _TYPES[self.name].get(name)) for name, values in columns.items()})
+
+
+def _array(values: list[Any], kind: pa.DataType | None) -> pa.Array:
+    """Return a column; one beyond the schema whose values are of several kinds becomes text, as DuckDB has it."""
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        if kind is not None:
+            raise
+        return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())
+
+
+def _concatenated(tables: Sequence[pa.Table]) -> pa.Table:
+    """Return tables one after the other; a column that is text in one and not in another becomes text."""
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        texts = {field.name for table in tables for field in table.schema if pa.types.is_string(field.type)}
+        schemas = [[f.with_type(pa.string()) if f.name in texts else f for f in table.schema] for table in tables]
+        alike = [table.cast(pa.schema(fields)) for table, fields in zip(tables, schemas, strict=True)]
+        return pa.concat_tables(alike, promote_options="permissive")
 
 
 def step_rows(run_dir: Path, parts: Sequence[Part]) -> pa.Table:
@@ -151,18 +183,19 @@ def light_text(rows: pa.Table) -> str:
 
 @lru_cache(maxsize=64)
 def _steps(run_dir: Path) -> _Rows:
-    return _Rows("steps", _read_step)
+    return _Rows(run_dir, "steps", _read_step)
 
 
 @lru_cache(maxsize=4)
 def _rollouts(run_dir: Path) -> _Rows:
-    return _Rows("rollouts", _read_light)
+    return _Rows(run_dir, "rollouts", _read_light)
 
 
-def _read_step(part: Part) -> _Columns | pa.Table:
-    text = _said(part, checksum.ROW)
+def _read_step(part: Part, text: str | None) -> _Columns | pa.Table:
+    text = _text_of_footer(part, checksum.ROW) if text is None else text
     if text:
-        return {name: [value] for name, value in json.loads(text).items()}
+        return json.loads(text)
+    checked(part)
     try:
         rows = pq.ParquetFile(pa.BufferReader(part.path.read_bytes())).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
@@ -171,15 +204,21 @@ def _read_step(part: Part) -> _Columns | pa.Table:
     return rows if part.whole else rows.filter(pc.field("step").isin(list(part.steps)))
 
 
-def _read_light(part: Part) -> _Columns | pa.Table:
-    text = _said(part, checksum.LIGHT) if part.whole else ""
-    return json.loads(zlib.decompress(base64.b64decode(text))) if text else read_part("rollouts", part, only=LIGHT)
+def _read_light(part: Part, text: str | None) -> _Columns | pa.Table:
+    text = _text_of_footer(part, checksum.LIGHT) if text is None else text
+    columns = json.loads(zlib.decompress(base64.b64decode(text))) if text and part.whole else {}
+    return columns if "step" in columns else read_part("rollouts", part, only=LIGHT)
 
 
-def _said(part: Part, key: str) -> str:
+def _text_for(part: Part, one: tuple[Sealed, str] | None) -> str | None:
+    """Return a text of a part's footer that its digest has; None where the part has to be opened for it."""
+    return one[1] if one and (not part.checksum or part.checksum == one[0].checksum) else None
+
+
+def _text_of_footer(part: Part, key: str) -> str:
     """Return a text of a part's footer, once all its bytes are right."""
     try:
-        sealed, text = read_sealed(signature(part), key)
+        one = read_sealed(signature(part), key)
     except OSError as error:
         raise broken(part, error) from error
-    return text if not part.checksum or part.checksum == sealed.checksum else ""  # else `read_part` refuses it
+    return _text_for(part, one) or ""  # one of another step's part is refused where its columns are read

@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.checksum import Sealed, Signature, sealed
+from otb_analysis.store.digest import said
 from otb_analysis.store.layout import MERGED, PART, RUN_FILE, merged_path, part_path
 from otb_analysis.store.runfile import read_run_file
 
@@ -48,6 +49,7 @@ class Part:
     checksum: str = ""  # The one it must carry; empty where nobody says
     steps: tuple[int, ...] = ()  # Those to be read
     whole: bool = True  # False when the file holds other steps, too
+    recorded: str = ""  # Its columns that hold any value, with commas between; empty where nobody says
 
     def only(self, steps: Collection[int]) -> "Part":
         """Return the same file for fewer steps."""
@@ -244,17 +246,30 @@ def without(part: Part) -> str:
 
 def _belonging(run_dir: Path, table: str, loose: Sequence[Part], completing: Sequence[Part]) -> list[Part]:
     """Return the parts of complete steps, each with the checksum under which its step names it."""
-    names: dict[int, Mapping[str, str]] = {}
-    there = {part.path.name for part in loose}
-    for step in completing:
-        names[step.step] = named = checked(step).named_parts(table)
-        for name in named.keys() - there:
+    there, found = {part.path.name for part in loose}, dict[int, Sealed]()
+    for step, found[step.step] in zip(completing, _said(run_dir, "steps", completing), strict=True):
+        for name in found[step.step].named_parts(table).keys() - there:
             path = run_dir / table / name
             raise StoreError(
                 f"{path} is missing, though step {step.step} was written with it; restore it, "
                 f"or {without(Part(step.step, 0, path))}."
             )
-    return [replace(p, checksum=names[p.step].get(p.path.name, "")) for p in loose if p.step in names]
+    return [_described(part, found[part.step], table) for part in loose if part.step in found]
+
+
+def _described(part: Part, step: Sealed, table: str) -> Part:
+    """Return a part with what its step says of it."""
+    name = part.path.name
+    checksum, recorded = step.named_parts(table).get(name, ""), step.held_by(table).get(name, "")
+    return Part(part.step, part.rank, part.path, checksum, part.steps, recorded=recorded)
+
+
+def _said(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Sealed]:
+    """Return what parts say of themselves; most are not opened for it."""
+    try:
+        return said(run_dir, table, [signature(part) for part in parts])
+    except OSError:
+        return [checked(part) for part in parts]  # the one that is broken says so
 
 
 def _merged(folder: Path, one: Mapping[str, Any]) -> Part:

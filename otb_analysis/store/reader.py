@@ -95,13 +95,13 @@ class RunStore:
     def steps_with(self, table: str, column: str) -> list[int]:
         """Return the complete steps that hold any value in a column of a table, in order.
 
-        No part is opened for it but those of earlier versions and merged ones.
+        No part of this table is opened for it but those of earlier versions and merged ones.
 
         Raises:
             StoreError: A part is broken, missing or lacks a key column.
         """
         parts = visible_parts(self.path, [table])[table]
-        said = {part: checked(part).recorded for part in parts}
+        said = {part: part.recorded or checked(part).recorded for part in parts}
         found = {step for part in parts if column in said[part].split(",") for step in part.steps}
         unsaid = [step for part in parts if not said[part] for step in part.steps]
         if unsaid:

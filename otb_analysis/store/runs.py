@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 
@@ -118,7 +119,11 @@ def _read_steps(parts: Sequence[Part]) -> pd.DataFrame:
 
 
 def _time(text: object) -> pd.Timestamp:
-    return pd.to_datetime(str(text), utc=True, errors="coerce")
+    try:
+        time = pd.Timestamp(datetime.fromisoformat(str(text)))  # pandas would guess the format first
+    except ValueError:
+        return pd.NaT  # pyright: ignore[reportReturnType]
+    return time.tz_localize("UTC") if time.tzinfo is None else time.tz_convert("UTC")
 
 
 def _last(steps: pd.DataFrame, name: str) -> object:

@@ -16,7 +16,19 @@ import pyarrow.parquet as pq
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.atomic import atomic_file, atomic_folder
-from otb_analysis.store.checksum import BLANK, CHECKSUM, LIGHT, PARTS, RECORDED, ROW, SCHEMA, stamp, written_checksum
+from otb_analysis.store.checksum import (
+    BLANK,
+    CHECKSUM,
+    COLUMNS,
+    LIGHT,
+    PARTS,
+    RECORDED,
+    ROW,
+    SCHEMA,
+    stamp,
+    written_about,
+)
+from otb_analysis.store.digest import TEXTS, note
 from otb_analysis.store.encode import Columns, encode, with_not_finite
 from otb_analysis.store.held import light_text, row_text
 from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path
@@ -164,28 +176,36 @@ class RunWriter:
     def _write_parts(self, step: int, tables: dict[str, pa.Table]) -> None:
         """Write all, then let them appear in their order: what is synchronised together waits for the disk once."""
         written: dict[Path, bytes] = {}
-        sums = self._of_others(step)
+        sums, held = self._of_others(step)
         for table, rows in tables.items():
             path = part_path(self.path, table, step, self.rank)
             said = {LIGHT: light_text(rows)} if table == "rollouts" else {}
-            said |= {PARTS: json.dumps(sums), ROW: row_text(rows)} if table == "steps" else {}
+            if table == "steps":
+                said = {PARTS: json.dumps(sums), COLUMNS: json.dumps(held), ROW: row_text(rows)}
+            said[RECORDED] = ",".join(name for name in rows.column_names if rows[name].null_count < len(rows))
             written[path], checksum = stamp(path, parquet_bytes(rows, said))
             sums.setdefault(table, {})[path.name] = checksum
+            held.setdefault(table, {})[path.name] = said[RECORDED]
         with ExitStack() as appearing:  # closes in reverse order, so `steps` is entered first and appears last
             for path, content in reversed(written.items()):
                 path.parent.mkdir(exist_ok=True)
                 file = appearing.enter_context(atomic_file(path))
                 file.write(content)
                 file.flush()
+        for path in written:
+            if path.parent.name in TEXTS:
+                note(self.path, path.parent.name, self.rank, path)
 
-    def _of_others(self, step: int) -> dict[str, dict[str, str]]:
-        """Return name and checksum of the parts that other processes wrote of this step, by table."""
+    def _of_others(self, step: int) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
+        """Return checksum and recorded columns of the parts that other processes wrote of this step, table → name."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         paths = [part_path(self.path, table, step, rank) for table in TABLES for rank in others]
-        sums: dict[str, dict[str, str]] = {}
+        sums, held = dict[str, dict[str, str]](), dict[str, dict[str, str]]()
         for path in filter(Path.exists, paths):
-            sums.setdefault(path.parent.name, {})[path.name] = written_checksum(path)
-        return sums
+            checksum, recorded = written_about(path)
+            sums.setdefault(path.parent.name, {})[path.name] = checksum
+            held.setdefault(path.parent.name, {})[path.name] = recorded
+        return sums, held
 
     def _remove(self, step: int) -> None:
         for table in ("steps", *TABLES):  # `steps` first: from then on the step is invisible
@@ -205,9 +225,8 @@ def parquet_bytes(rows: pa.Table, metadata: Mapping[str, str]) -> memoryview:
     part = pa.BufferOutputStream()  # a part has hundreds of pieces, each a call of Python into a file
     with pq.ParquetWriter(part, rows.schema, **parquet_options(rows.schema, len(rows))) as writer:
         writer.write_table(rows, row_group_size=ROW_GROUP)
-        held = [name for name in rows.column_names if rows[name].null_count < len(rows)]
-        about = {SCHEMA: f"{crc32(str(rows.schema).encode()):08x}", RECORDED: ",".join(held)}
-        writer.add_key_value_metadata({**metadata, **about, CHECKSUM: BLANK.decode()})
+        schema = f"{crc32(str(rows.schema).encode()):08x}"
+        writer.add_key_value_metadata({**metadata, SCHEMA: schema, CHECKSUM: BLANK.decode()})
     return memoryview(part.getvalue())
 
 

@@ -80,10 +80,11 @@ def same(one, other):
 def test_a_thousand_changed_files_are_a_sentence_or_the_right_numbers(run):
     rng, before = np.random.default_rng(20261123), everything(run)
     files = sorted(path for path in run.rglob("*") if path.is_file())
-    sentences = 0
+    sentences, copies = 0, 0
     for number in range(MUTATIONS):
         path = files[rng.integers(len(files))]
         content = path.read_bytes()
+        copies += path.suffix == ".digest"  # then the parts are read
         path.write_bytes(mutated(content, rng, files[rng.integers(len(files))].read_bytes()))
         try:
             assert same(everything(run), before), f"change {number} of {path}"
@@ -92,7 +93,7 @@ def test_a_thousand_changed_files_are_a_sentence_or_the_right_numbers(run):
             assert str(path) in str(error), f"change {number} of {path}: {error}"
             assert "\n" not in str(error)
         path.write_bytes(content)
-    assert sentences > 0.9 * MUTATIONS
+    assert sentences > 0.9 * (MUTATIONS - copies)
 
 
 def mutated(content, rng, other):
