@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -120,9 +121,10 @@ def _read_steps(parts: Sequence[Part]) -> pd.DataFrame:
 
 def _time(text: object) -> pd.Timestamp:
     try:
-        time = pd.Timestamp(datetime.fromisoformat(str(text)))  # pandas would guess the format first
+        time: Any = pd.Timestamp(datetime.fromisoformat(str(text)))  # pandas would guess the format first
     except ValueError:
-        return pd.NaT  # pyright: ignore[reportReturnType]
+        time = pd.NaT
+        return time
     return time.tz_localize("UTC") if time.tzinfo is None else time.tz_convert("UTC")
 
 
