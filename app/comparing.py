@@ -1,8 +1,11 @@
 """The first half of the page Estimators: every estimator on the same rollouts, in one comparison and over steps."""
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import data
+import listing
 import scripts
 import selection
 import streamlit as st
@@ -49,7 +52,9 @@ def comparison(run: Run) -> None:
     first, *rest = data.conclusion(run) or ("No Gram matrix was measured, so no intervals are known.",)
     verdict.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
     if len(names := [chosen.name for chosen in chosen_runs()]) > 1:
-        st.caption(plain(f"This is {run.name} alone. All of them together: otb compare {' '.join(names)}"))
+        elsewhere = [] if (root := listing.root()) == Path("runs").resolve() else ["--root", str(root)]
+        command = shlex.join(["otb", "compare", *names, *elsewhere])
+        st.caption(plain(f"This is {run.name} alone. All of them together: {command}"))
     with errors_as_sentences():
         # It reads the rewards of all steps: while a run goes on, once for each measured step.
         planned(run if followed.status == "running" and measured else followed)

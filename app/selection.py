@@ -3,7 +3,7 @@
 It lives in the session and in the URL, defaults included, so that every page can be opened again by its address.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import streamlit as st
@@ -18,6 +18,8 @@ _ASKED = "_asked"
 """What addresses asked for and no page has looked up yet."""
 _REFUSED = "_refused"
 """Name → what an address asked for in vain, and what is shown instead."""
+_BOXES = "_boxes"
+"""Name → the box that showed it last."""
 
 
 def restore() -> None:
@@ -68,6 +70,7 @@ def choose(
     """
     by_text = {str(option): option for option in options}
     key, wanted = f"{name}-{of}", remembered(name) or ""
+    at_box(name, key, by_text)
     st.session_state[key] = by_text.get(wanted, default)
     if name in st.session_state.get(_ASKED, ()) or name in st.session_state.get(_REFUSED, ()):
         _say_what_is_not_here(name, label, wanted, wanted in by_text, (str(default), words(default)))
@@ -94,6 +97,15 @@ def _say_what_is_not_here(name: str, label: str, wanted: str, there: bool, inste
         st.warning(plain(sentence), icon=":material/link_off:")
 
 
+def at_box(name: str, key: str, options: Container[str]) -> None:
+    """Forget what an address asked for in vain where a box has it, and where another box than before shows the name."""
+    boxes, refused = st.session_state.setdefault(_BOXES, {}), st.session_state.setdefault(_REFUSED, {})
+    if boxes.get(name, key) != key or (name in refused and refused[name][0] in options):
+        refused.pop(name, None)
+    boxes[name] = key
+
+
 def _changed(name: str, key: str) -> None:
     """A box was changed by hand."""
+    st.session_state.get(_REFUSED, {}).pop(name, None)
     remember(name, st.session_state[key])

@@ -318,7 +318,7 @@ class ReducedGram(Gram):
         return self.own[rows]
 
     def _against(self, rows: list[int], measured: frozenset[Label]) -> tuple[Float, Float]:
-        if measured == {self.labels[m] for m in rows}:
+        if len(rows) == 1 and measured == {self.labels[rows[0]]}:
             return self.own[rows], self.own[rows[0]]
         if measured not in self.means:
             raise InputError(

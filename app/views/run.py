@@ -22,7 +22,7 @@ from otb_analysis.figures.attribution import (
 from otb_analysis.figures.collapse import degenerate_table
 from otb_analysis.figures.detector_rates import false_alarms, foresight
 from otb_analysis.figures.timeline import plot_timeline, timeline_info
-from otb_analysis.figures.triage import state_of, triage
+from otb_analysis.figures.triage import UNFIRED, state_of, triage
 
 ROWS = 50
 HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
@@ -54,6 +54,7 @@ def timeline(run: Run, steps: pd.DataFrame, findings: list[Finding]) -> int:
     at = int(asked) if asked and asked.isdigit() and int(asked) in known else first
     st.session_state["bar"] = at
     bar.select_slider("Step", known, key="bar", on_change=lambda: selection.remember("step", st.session_state["bar"]))
+    selection.at_box("step", f"bar-{run.name}", [*map(str, known)])
     selection.remember("step", at)
     every = more.toggle("All quantities", key="all", bind="query-params")
     log_y = log.toggle("Logarithmic axes", key="log", bind="query-params")
@@ -82,8 +83,8 @@ def alarms(run: Run, findings: list[Finding]) -> None:
     st.subheader("Alarms", anchor=False)
     if fired:
         st.table(cells(fired), hide_index=True)
-    elif state_of(findings) == "too short":
-        st.info("Too few steps to judge.", icon=":material/hourglass_empty:")
+    elif (state := state_of(findings)) in UNFIRED:
+        st.info(f"{UNFIRED[state].capitalize()}.", icon=":material/hourglass_empty:")
     else:
         st.success("Nothing fired.", icon=":material/check:")
     st.caption(FIRED)

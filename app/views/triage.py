@@ -12,7 +12,16 @@ from otb_analysis.figures.learning import grouped_info, learning_info, plot_lear
 from otb_analysis.figures.runs import config_differences, grouped
 from otb_analysis.figures.triage import Triage, triage_table, verdict, worst_first
 
-SIGNS = {"collapsed": "■", "failed": "✕", "alarm": "▲", "watch": "△", "calm": "·", "too short": "○", "broken": "∅"}
+SIGNS = {
+    "collapsed": "■",
+    "failed": "✕",
+    "alarm": "▲",
+    "watch": "△",
+    "calm": "·",
+    "too short": "○",
+    "not judged": "?",
+    "broken": "∅",
+}
 RED, ORANGE, AMBER = "rgba(193, 18, 31, 0.16)", "rgba(213, 94, 0, 0.14)", "rgba(201, 138, 0, 0.12)"
 TINTS = {"collapsed": RED, "failed": RED, "alarm": ORANGE, "watch": AMBER}
 REWARD = "Mean of every step, thinned to 40 points."
@@ -48,7 +57,7 @@ def listed(triaged: list[Triage]) -> None:
     texts = {name: st.column_config.TextColumn(width=wide(said[name], most)) for name, most in TEXTS.items()}
     st.dataframe(
         styled, hide_index=True, placeholder="–", height="content" if len(table) < 12 else 460,
-        key="listed", on_select=opened, selection_mode="single-cell",
+        key="listed", on_select=lambda: opened(list(table["run"])), selection_mode="single-cell",
         column_order=[name for name in table if name not in empty],
         column_config={
             **texts,
@@ -63,17 +72,29 @@ def listed(triaged: list[Triage]) -> None:
     download(table, "runs")
 
 
-def opened() -> None:
+def opened(names: list[str]) -> None:
     """Remember the run whose row was clicked; the page that is drawn next opens it."""
     cells = st.session_state["listed"]["selection"]["cells"]
     if cells:
-        st.session_state["_open"] = cells[0][0]
+        st.session_state["_open"] = names[cells[0][0]]
+
+
+def follow_click(triaged: list[Triage]) -> None:
+    """Open the run that was clicked, or say why it cannot be opened."""
+    name = st.session_state.pop("_open", None)
+    row = next((row for row in triaged if row.run == name), None)
+    if row is None:
+        return
+    if row.state != "broken" and name in {run.name for run in listing.readable(st.session_state["_runs"])}:
+        open_run(row.run)
+    ended = {"broken": row.sentence, "failed": f"it has no complete step; {row.sentence}"}
+    why = ended.get(row.state, "it has no complete step yet")
+    st.info(plain(f"{row.run} cannot be opened: {why.rstrip('.')}."), icon=":material/block:")
 
 
 with page("Triage", "Which run is in trouble, since when, and in what does it differ?"):
     triaged = rows()
-    if (at := st.session_state.pop("_open", None)) is not None and triaged[at].state != "broken":
-        open_run(triaged[at].run)
+    follow_click(triaged)
     st.markdown(f"**{plain(verdict(triaged))}**")
     listed(triaged)
     if st.session_state["_any"]:

@@ -119,9 +119,6 @@ def check_norms(
     return checks
 
 
-NOT_RECORDED = "none were recorded, so none can be recomputed."
-
-
 @dataclass(frozen=True)
 class Bookkeeping:
     """What a run's bookkeeping says; made by `check_bookkeeping`."""

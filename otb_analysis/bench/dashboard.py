@@ -7,6 +7,7 @@ but has seen no run: the runs are moved under its root at that moment.
 import shutil
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from otb_analysis.bench.config import DashboardBenchConfig
 from otb_analysis.bench.publish import Report, notes_of, report_of
 from otb_analysis.bench.synthetic_run import Shape, synthetic_step, write_synthetic_run
 from otb_analysis.errors import InputError
-from otb_analysis.phases import counted
+from otb_analysis.phases import counted, phase
 from otb_analysis.store import compact
 
 COLUMNS = {
@@ -65,21 +66,23 @@ def run(config: DashboardBenchConfig) -> Report:
         folder = config.root or Path(temporary)
         large = Shape(config.steps, config.measured, config.tokens)
         small = Shape(config.many_steps, config.many_measured, config.many_tokens)
-        one = written(folder / "one", 1, large, config.compacted)
-        many = written(folder / "many", config.runs, small, config.compacted)
+        with phase("writing the runs"):
+            one = written(folder / "one", 1, large, config.compacted)
+            many = written(folder / "many", config.runs, small, config.compacted)
         names = {one: f"1 of {config.steps:,} steps", many: f"{config.runs} of {config.many_steps:,} steps"}
         with browser() as chromium:
             pages = menu(chromium, one, config.port)
-            rows = [
-                {"runs": names[root], "page": name} | timed_page(chromium, root, path, config)
-                for root in (one, many)
-                for name, path in counted(list(pages.items()), "page")
-                if not config.pages or name.lower() in config.pages
-            ]
-            rows.append(
-                {"runs": "none", "page": "one point, nothing else", "controls": {}} | bare(chromium, config.port)
-            )
-            memory = {"memory": walked(chromium, one, pages, config.port)}
+            timed = [name for name in pages if not config.pages or name.lower() in config.pages]
+            with phase("opening each page alone"):
+                rows = [
+                    {"runs": names[root], "page": name} | timed_page(chromium, root, pages[name], config)
+                    for root, name in counted(list(product((one, many), timed)), "page")
+                ]
+            with phase("opening a page of one point"):
+                point = bare(chromium, config.port)
+            rows.append({"runs": "none", "page": "one point, nothing else", "controls": {}} | point)
+            with phase("opening one page after the other"):
+                memory = {"memory": walked(chromium, one, pages, config.port)}
             followed = [
                 {"runs": f"followed at {steps:,} steps", "page": name, "controls": {}} | added
                 for steps in config.followed
@@ -149,7 +152,7 @@ def walked(chromium: Any, root: Path, pages: dict[str, str], port: int) -> float
     """Open all pages on one server, and return the most memory it held, in MB."""
     with server(root, port) as served:
         settled(opened(chromium, served.address))
-        for path in pages.values():
+        for path in counted(pages.values(), "page"):
             first_chart(chromium, served, path)
         return served.memory[1] / 1e6
 
@@ -168,8 +171,8 @@ def grown(chromium: Any, root: Path, steps: int, config: DashboardBenchConfig) -
     def write() -> None:
         writer.write_step(step := next(new), synthetic_step(rng, step, shape, shape.tokens // steps, measured=False))
 
-    with server(root, config.port) as served:
-        for path in FOLLOWED:
+    with phase(f"following a run of {steps:,} steps"), server(root, config.port) as served:
+        for path in counted(FOLLOWED, "page"):
             tab = opened(chromium, f"{served.address}/{path}")
             tab.wait_for_selector(CHART, timeout=LONG)
             settled(tab)

@@ -12,7 +12,7 @@ from otb_analysis.figures.numbers import bracketed
 from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import Style, run_styles
 from otb_analysis.figures.theme import note_in_panel, panels, place
-from otb_analysis.types import Float32
+from otb_analysis.types import Bool, Float32
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def running_mean(value: Float32, window: int) -> Float32:
 def curves_info(
     steps: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity], estimators: Mapping[str, str], window: int = 1
 ) -> CurvesInfo:
-    """Collect what each run recorded of each quantity; steps without a value are left out, never drawn as 0."""
+    """Collect what each run recorded of each quantity; steps without a finite value are left out, never drawn as 0."""
     curves = tuple(
         tuple(_curve(run, table, quantity, window) for run, table in steps.items() if _has(table, quantity))
         for quantity in quantities
@@ -77,13 +77,20 @@ def curves_info(
     return CurvesInfo(tuple(quantities), curves, {run: estimators.get(run, "") for run in steps}, window)
 
 
+def finite(table: pd.DataFrame, column: str) -> Bool:
+    """Tell at which steps a number was recorded that can be drawn and averaged; False everywhere without the column."""
+    if column not in table:
+        return np.zeros(len(table), dtype=bool)
+    return np.isfinite(table[column].to_numpy(np.float64, na_value=np.nan))
+
+
 def _has(table: pd.DataFrame, quantity: Quantity) -> bool:
-    return quantity.column in table and bool(table[quantity.column].notna().any())
+    return bool(finite(table, quantity.column).any())
 
 
 def _curve(run: str, table: pd.DataFrame, quantity: Quantity, window: int) -> Curve:
     column = quantity.column
-    recorded = table.loc[table[column].notna()].sort_values("step")
+    recorded = table.loc[finite(table, column)].sort_values("step")
     value = recorded[column].to_numpy(np.float32)
     smooth = running_mean(value, window if quantity.smoothed and not quantity.rare else 1)
     ends = recorded.reindex(columns=[f"{column}_low", f"{column}_high"]).to_numpy(np.float32, na_value=np.nan)
@@ -105,7 +112,7 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y:
                 figure.add_trace(trace.update(showlegend=trace.showlegend and curve.run not in named), **where)
             named.add(curve.run)
         if not curves:
-            note_in_panel(figure, "not recorded", where)
+            note_in_panel(figure, "no finite number was recorded", where)
         if log_y:
             figure.update_yaxes(**log_axis(np.concatenate([c.value for c in curves]) if curves else []), **where)
         elif curves and _flat(curves):

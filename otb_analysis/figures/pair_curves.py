@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.figures.collapse import QUANTITIES, derived
-from otb_analysis.figures.curves import Quantity, plain_name
+from otb_analysis.figures.curves import Quantity, finite, plain_name
 from otb_analysis.figures.numbers import bracketed
 from otb_analysis.figures.pairing import By, Pairing
 from otb_analysis.figures.scales import linear_range, log_axis
@@ -83,7 +83,7 @@ def differs(interval: Interval | None, null: float) -> bool:
 
 
 def compare_curves(steps: Mapping[str, pd.DataFrame], pairing: Pairing) -> tuple[PairPanel, ...]:
-    """Compare what two sides recorded, quantity by quantity; those that one of them lacks are left out.
+    """Compare what two sides recorded, quantity by quantity, on shared steps whose numbers are finite.
 
     The difference is B − A at the same step, averaged over steps. By seed, the interval is Student's over the pairs'
     averages; within a block likewise. One pair has no second seed: its interval deletes one block of steps at a time.
@@ -98,7 +98,8 @@ def _panel(tables: Mapping[str, pd.DataFrame], pairing: Pairing, quantity: Quant
     name = quantity.column
     if any(name not in tables[run] for run in pairing.runs):
         return None
-    recorded = {run: tables[run].dropna(subset=[name]).set_index("step")[name].astype(float) for run in pairing.runs}
+    kept = {run: tables[run].loc[finite(tables[run], name)] for run in pairing.runs}
+    recorded = {run: table.set_index("step")[name].astype(float) for run, table in kept.items()}
     shared = reduce(np.intersect1d, (one.index.to_numpy() for one in recorded.values()))
     if not shared.size:
         return None

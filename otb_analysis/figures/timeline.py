@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from otb_analysis.diagnostics import ChangePoint, Finding
 from otb_analysis.figures.alarms import CHANGE, KINDS, PANELS, TITLES
 from otb_analysis.figures.collapse import QUANTITIES, derived
-from otb_analysis.figures.curves import Quantity
+from otb_analysis.figures.curves import Quantity, finite
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import BLUE, GREY
@@ -64,7 +64,7 @@ class Series:
 class TimelineInfo:
     """The numbers behind the panels of a run."""
 
-    series: tuple[Series, ...]  # Only those that have values
+    series: tuple[Series, ...]  # Only those that have finite values
     events: tuple[Event, ...]  # In order of steps
 
 
@@ -74,12 +74,12 @@ def timeline_info(
     """Collect the panels and events of one run; `more` adds every other quantity that was recorded."""
     table: Any = derived(steps)
     ordered = sorted(QUANTITIES, key=lambda q: FIRST.index(q.column) if q.column in FIRST else len(FIRST))
-    chosen = [q for q in ordered if (more or q.column in FIRST) and q.column in table and table[q.column].notna().any()]
+    chosen = [q for q in ordered if (more or q.column in FIRST) and finite(table, q.column).any()]
     return TimelineInfo(tuple(_series(table, quantity) for quantity in chosen), events(findings, points))
 
 
 def _series(table: pd.DataFrame, quantity: Quantity) -> Series:
-    recorded = table.loc[np.isfinite(table[quantity.column].to_numpy(np.float64, na_value=np.nan))]
+    recorded = table.loc[finite(table, quantity.column)]
     value = recorded[quantity.column].to_numpy(np.float64)
     return Series(quantity, recorded["step"].to_numpy(np.int64), value, centred_mean(value, CENTRED))
 

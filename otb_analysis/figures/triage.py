@@ -12,10 +12,15 @@ from otb_analysis.figures.alarms import TITLES
 from otb_analysis.figures.numbers import number
 from otb_analysis.types import Float32
 
-STATES = ("collapsed", "failed", "alarm", "watch", "calm", "too short", "broken")
-"""Worst first; a failed run ended with an error, a broken one cannot be read, so it says nothing about training."""
+STATES = ("collapsed", "failed", "alarm", "watch", "calm", "too short", "not judged", "broken")
+"""Worst first; a failed run ended with an error, a broken one cannot be read, so it says nothing about training.
+
+Too short is a run that more steps would let a detector judge; in one not judged nothing was recorded that any needs."""
 
 IN_TROUBLE = STATES[:4]
+
+UNFIRED = {"too short": "too few steps to judge", "not judged": "no detector could judge this run"}
+"""What is said of a run in which nothing fired, by its state; of a calm one that nothing did."""
 
 POINTS = 40
 """Most points of a sparkline."""
@@ -80,7 +85,9 @@ def state_of(findings: Sequence[Finding], status: str = "") -> str:
     for level in ("alarm", "watch"):
         if level in levels:
             return level
-    return "calm" if any(f.level == "ok" and f.detector not in AT_ONCE for f in findings) else "too short"
+    if any(finding.level == "ok" and finding.detector not in AT_ONCE for finding in findings):
+        return "calm"
+    return "too short" if "too short" in levels or not findings else "not judged"
 
 
 def _over(finding: Finding) -> bool:
@@ -114,7 +121,7 @@ def sentence(findings: Sequence[Finding], state: str, error: str = "") -> str:
         return "; ".join(parts)
     if state == "failed":
         return "it ended with an error that it did not name"
-    return "nothing fired" if state == "calm" else "too few steps to judge"
+    return UNFIRED.get(state, "nothing fired")
 
 
 def worst_first(rows: Sequence[Triage]) -> list[Triage]:
@@ -127,21 +134,29 @@ def worst_first(rows: Sequence[Triage]) -> list[Triage]:
 
 
 def verdict(rows: Sequence[Triage]) -> str:
-    """Return the one sentence above the list: the worst run, or that nothing is wrong."""
+    """Return what stands above the list: the worst run, or that nothing is wrong, and what could not be judged."""
     if not rows:
         return "There are no runs."
     worst = worst_first(rows)[0]
+    short, unjudged, unread = (
+        sum(row.state == state for row in rows) for state in ("too short", "not judged", "broken")
+    )
+    broken = f" {unread} of {len(rows)} runs cannot be read." if unread else ""
     if worst.state in IN_TROUBLE:
         counts = {state: sum(row.state == state for row in rows) for state in IN_TROUBLE}
         others = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
         tail = f" ({others} of {len(rows)} runs)" if len(rows) > 1 else ""
-        return f"{worst.run}: {worst.sentence}{tail}."
-    short, calm = (sum(row.state == state for row in rows) for state in ("too short", "calm"))
-    if not calm:
-        return "No run has enough steps to judge."
-    return "No alarm." + (
-        f" {short} of {len(rows)} runs {'is' if short == 1 else 'are'} too short to judge." if short else ""
-    )
+        return f"{worst.run}: {worst.sentence}{tail}.{broken}"
+    if worst.state == "broken":
+        return "No run can be read."
+    if worst.state != "calm":
+        return ("No detector could judge a run." if unjudged else "No run has enough steps to judge.") + broken
+    parts = ["No alarm."]
+    if short:
+        parts.append(f"{short} of {len(rows)} runs {'is' if short == 1 else 'are'} too short to judge.")
+    if unjudged:
+        parts.append(f"No detector could judge {unjudged} of {len(rows)} runs.")
+    return " ".join(parts) + broken
 
 
 def thinned(values: np.ndarray, most: int) -> Float32:

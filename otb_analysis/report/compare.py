@@ -13,7 +13,7 @@ from otb_analysis.figures.numbers import MISSING, bracketed, formatted
 from otb_analysis.report.designs import designs
 from otb_analysis.report.estimator_table import estimator_table
 from otb_analysis.report.pair import pair_of, pair_tables
-from otb_analysis.report.runs import config_of, estimator_of
+from otb_analysis.report.runs import by_name, config_of, estimator_of
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.statistics import Fidelity
 from otb_analysis.store import EXACT_ROWS, RunStore
@@ -42,17 +42,18 @@ def comparison(paths: Sequence[Path], top: int | None = None, conclude_last: boo
         InputError: A run does not exist or has no complete step.
         StoreError: A run cannot be read.
     """
-    stores = [RunStore(path) for path in paths]
+    named = by_name([RunStore(path) for path in paths])
+    stores = list(named.values())
     learned = learning_table(stores)
-    if apart := unlike_scopes([store for store in stores if not store.gradients_df(columns=["step"]).empty]):
+    if apart := unlike_scopes({run: s for run, s in named.items() if not s.gradients_df(columns=["step"]).empty}):
         learned.caption = f"{learned.caption}\n{apart}: each has a table of estimators of its own."
-    by_name = designs(stores)
+    of_designs = designs(stores)
     concluded: list[Table | str] = []
-    for name, design in by_name.items():
-        concluded.append("\n".join(([f"{name}:"] if len(by_name) > 1 else []) + list(design.sentences)))
+    for name, design in of_designs.items():
+        concluded.append("\n".join(([f"{name}:"] if len(of_designs) > 1 else []) + list(design.sentences)))
         concluded += estimator_table(design, top)
     pair = None if conclude_last else pair_of(stores)
-    measured = [table for store in stores if (table := fidelity_rows(store))]
+    measured = [table for run, store in named.items() if (table := fidelity_rows(store, run))]
     others = [learned, *(pair_tables(pair) if pair else []), *([fidelity_table(measured)] if measured else [])]
     return others + concluded if conclude_last else concluded + others
 
@@ -65,14 +66,14 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
         ("run", "estimator"),
         ("steps", "held-out reward", "reward", "‖ḡ‖", "clipped", "tokens", "sample s", "update s", "measure s"),
     )
-    for store in stores:
+    for run, store in by_name(stores).items():
         steps = store.steps_df()
         if steps.empty:
-            raise InputError(f"run {store.path.name} has no complete step yet; wait for one, or train it again.")
+            raise InputError(f"run {run} has no complete step yet; wait for one, or train it again.")
         heldout = steps["heldout_reward"].dropna()
         edge = max(1, len(steps) // 10)
         table.add_row(
-            store.path.name,
+            run,
             estimator_of(config_of(store)) or MISSING,
             str(len(steps)),
             f"{heldout.iloc[0]:.3f} → {heldout.iloc[-1]:.3f}" if len(heldout) else MISSING,
@@ -87,7 +88,7 @@ def learning_table(stores: Sequence[RunStore]) -> Table:
         )
         no_learning = no_signal(store, steps) if without_signal(steps) else ""
         for line in filter(None, (unfinished(store), heldout_line(steps), no_learning)):
-            table.caption = f"{table.caption}\n{store.path.name}: {line}"
+            table.caption = f"{table.caption}\n{run}: {line}"
     return table
 
 
@@ -136,15 +137,15 @@ def no_signal(store: RunStore, steps: pd.DataFrame) -> str:
     return CUT.format(budget=(config_of(store).get("sample") or {}).get("max_new_tokens", "its limit"))
 
 
-def fidelity_rows(store: RunStore) -> list[tuple[str, str, Fidelity]]:
-    """Return how well the proxy follows exact norms in one run, for single tokens and for what OTB weights by.
+def fidelity_rows(store: RunStore, run: str) -> list[tuple[str, str, Fidelity]]:
+    """Return how well the proxy follows exact norms in a run, for single tokens and for what OTB weights by.
 
     The numbers are those of the dashboard's page: every policy token with both energies, each rollout's running sums up
-    to its first token without an exact norm.
+    to its first token without an exact norm. `run` is what the run is called in them.
     """
     tokens, _ = comparable(store.tokens_df(columns=fidelity_columns(), where=MEASURED_GROUPS))
     tables = {title: energies(tokens, kind) for kind, title in KINDS.items()}
-    return [(store.path.name, title, agreement(table)) for title, table in tables.items() if len(table)]
+    return [(run, title, agreement(table)) for title, table in tables.items() if len(table)]
 
 
 def fidelity_table(runs: Sequence[Sequence[tuple[str, str, Fidelity]]]) -> Table:

@@ -16,7 +16,7 @@ from otb_analysis.figures.runs import config_differences, headline_info
 from otb_analysis.report.compare import fidelity_rows
 from otb_analysis.report.designs import designs
 from otb_analysis.report.pair import Pair, pair_of
-from otb_analysis.report.runs import config_of, estimator_of
+from otb_analysis.report.runs import by_name, config_of, estimator_of
 from otb_analysis.statistics import REFERENCE
 from otb_analysis.store import RunStore
 
@@ -31,10 +31,11 @@ def comparison_record(paths: Sequence[Path]) -> dict[str, object]:
         InputError: A run does not exist or has no complete step.
         StoreError: A run cannot be read.
     """
-    stores = [RunStore(path) for path in paths]
+    named = by_name([RunStore(path) for path in paths])
+    stores = list(named.values())
     pair = pair_of(stores)
     record = {
-        "runs": [_learned(store) for store in stores],
+        "runs": [_learned(run, store) for run, store in named.items()],
         "estimators": [
             {
                 "design": name, "steps": len(design.grams), "prompts": design.conclusion.n_prompts,
@@ -46,10 +47,10 @@ def comparison_record(paths: Sequence[Path]) -> dict[str, object]:
         ],
         "proxy": [
             {"run": run, "of": of, **asdict(fidelity)}
-            for store in stores
-            for run, of, fidelity in fidelity_rows(store)
+            for name, store in named.items()
+            for run, of, fidelity in fidelity_rows(store, name)
         ],
-        "settings": _rows(config_differences({store.path.name: config_of(store) for store in stores}).table),
+        "settings": _rows(config_differences({run: config_of(store) for run, store in named.items()}).table),
         "pair": None if pair is None else _pair(pair),
     }  # fmt: skip
     return {name: _written(part) for name, part in record.items()}
@@ -64,11 +65,11 @@ def _pair(pair: Pair) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _learned(store: RunStore) -> dict[str, object]:
+def _learned(run: str, store: RunStore) -> dict[str, object]:
     (status, reason), steps = store.standing, store.steps_df()
     if steps.empty:
-        raise InputError(f"run {store.path.name} has no complete step yet; wait for one, or train it again.")
-    headline = headline_info(store.path.name, estimator_of(config_of(store)), steps)
+        raise InputError(f"run {run} has no complete step yet; wait for one, or train it again.")
+    headline = headline_info(run, estimator_of(config_of(store)), steps)
     return {"status": status, "reason": reason, **asdict(headline)}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from otb_analysis.estimators import proved_in_all, unproved_because
 from otb_analysis.figures.conclusion import conclusion_sentences, trained_labels
-from otb_analysis.report.runs import config_of
+from otb_analysis.report.runs import by_name, config_of
 from otb_analysis.statistics import Conclusion, conclude
 from otb_analysis.store import RunStore
 from otb_analysis.store.reader import WHOLE, scope_of
@@ -70,13 +70,13 @@ def designs(stores: Sequence[RunStore]) -> dict[str, Design]:
     these runs.
     """
     runs_by_name: dict[str, list[MeasuredRun]] = {}
-    for store in stores:
+    for run, store in by_name(stores).items():
         config = config_of(store)
-        by_name: dict[str, list[Gram]] = {}
+        of_run: dict[str, list[Gram]] = {}
         for gram in store.grams().values():
-            by_name.setdefault(_name(store, config, gram), []).append(gram)
-        for name, grams in by_name.items():
-            runs_by_name.setdefault(name, []).append(MeasuredRun(store.path.name, config, tuple(grams)))
+            of_run.setdefault(_name(store, config, gram), []).append(gram)
+        for name, grams in of_run.items():
+            runs_by_name.setdefault(name, []).append(MeasuredRun(run, config, tuple(grams)))
     return {name: Design(name, tuple(runs)) for name, runs in runs_by_name.items()}
 
 

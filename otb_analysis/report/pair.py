@@ -10,7 +10,7 @@ from otb_analysis.figures.pair_curves import PairPanel, compare_curves, drift_no
 from otb_analysis.figures.pair_gradients import NoiseInfo, RunGrams, compare_noise, joint_proofs, noise_display
 from otb_analysis.figures.pair_verdict import runs_verdict
 from otb_analysis.figures.pairing import Pairing, first_groups, pair_runs
-from otb_analysis.report.runs import config_of
+from otb_analysis.report.runs import by_name, config_of
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.store import RunStore
 from otb_analysis.store.reader import scope_of
@@ -37,13 +37,13 @@ class Pair:
 
 def pair_of(stores: Sequence[RunStore]) -> Pair | None:
     """Compare groups whose seeds are paired, else the second of two runs with the first; None of other runs."""
-    by_name = {store.path.name: store for store in stores}
-    configs = {name: config_of(store) for name, store in by_name.items()}
-    pairing = pair_runs(*by_name) if len(by_name) == 2 else first_groups(configs)
+    named = by_name(stores)
+    configs = {name: config_of(store) for name, store in named.items()}
+    pairing = pair_runs(*named) if len(named) == 2 else first_groups(configs)
     if pairing is None:
         return None
-    runs = {name: RunGrams(configs[name], by_name[name].grams(), scope_of(by_name[name])) for name in pairing.runs}
-    panels = compare_curves({name: by_name[name].steps_df() for name in pairing.runs}, pairing)
+    runs = {name: RunGrams(configs[name], named[name].grams(), scope_of(named[name])) for name in pairing.runs}
+    panels = compare_curves({name: named[name].steps_df() for name in pairing.runs}, pairing)
     return Pair(pairing, panels, compare_noise(pairing, runs, joint_proofs(list(runs.values()))))
 
 

@@ -30,6 +30,20 @@ class ReportedRun:
         return estimator_of(self.config)
 
 
+def by_name(stores: Sequence[RunStore]) -> dict[str, RunStore]:
+    """Return runs by what tells them apart: their names, after as many folders as repeated ones need; each run once."""
+    folders, names = dict[Path, RunStore](), dict[str, RunStore]()
+    for store in stores:
+        folders.setdefault(store.path.resolve(), store)
+    for folder, store in folders.items():
+        others = [other.parts for other in folders if other != folder and other.name == folder.name]
+        count = 1
+        while any(other[-count:] == folder.parts[-count:] for other in others):
+            count += 1
+        names["/".join(folder.parts[-count:]) if count > 1 else store.path.name] = store
+    return names
+
+
 def config_of(store: RunStore) -> dict[str, Any]:
     """Return a run's configuration, nested; empty where it stored none."""
     config = store.info.get("config")
@@ -55,7 +69,7 @@ def open_runs(paths: Sequence[Path]) -> list[ReportedRun]:
     if len(set(names)) < len(names):
         raise InputError(f"runs are {', '.join(names)}; pass each name once.")
     runs = [_open(path) for path in paths]
-    if apart := unlike_scopes([run.store for run in runs]):
+    if apart := unlike_scopes({run.name: run.store for run in runs}):
         raise InputError(f"{apart}; report them apart, or train one again with the other's --measure.scope.")
     first = runs[0]
     for run in runs[1:]:

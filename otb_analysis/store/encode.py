@@ -1,11 +1,11 @@
 """Columns in, Arrow tables out: the schema's dtypes, null where nothing was measured, NaN where NaN was measured."""
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from pyarrow.compute import call_function
 
 from otb_analysis.errors import InputError
 from otb_analysis.schema import TABLES, Column
@@ -19,6 +19,8 @@ ARROW = {
     "BOOLEAN": pa.bool_(),
 }
 """DuckDB's type names, as the schema writes them, in Arrow."""
+
+FLOATS = (pa.float32(), pa.float64())
 
 Columns = Mapping[str, object] | pd.DataFrame
 """Column name → values: a list, an array, a masked array or a Series, one value per row."""
@@ -43,11 +45,23 @@ def encode(table: str, step: int, columns: Columns) -> pa.Table:
 
 
 def with_not_finite(rows: pa.Table) -> pa.Table:
-    """Return the one row of `steps` with the column that names its numbers that are NaN or infinite."""
-    (row,) = rows.to_pylist()
-    names = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    """Return rows of `steps` with the column that names their numbers that are NaN or infinite; named ones stay.
+
+    Parquet tells NaN from null, which frames do not.
+    """
+    numbers = {name: rows[name] for name in rows.column_names if rows[name].type in FLOATS}
+    values = [chunk.cast(pa.float64()) for column in numbers.values() for chunk in column.chunks]
+    finite = call_function("is_finite", [pa.chunked_array(values, pa.float64())])
+    if call_function("all", [finite]).as_py():
+        return rows
+    # null where not recorded
+    bad = [(name, call_function("is_finite", [column]).to_pylist()) for name, column in numbers.items()]
+    names = [", ".join(name for name, known in bad if known[row] is False) or None for row in range(len(rows))]
+    found = pa.array(names, pa.string())
+    if "not_finite" not in rows.column_names:
+        return rows.append_column("not_finite", found)
     at = rows.schema.get_field_index("not_finite")
-    return rows.set_column(at, rows.schema.field(at), pa.array([", ".join(names) or None], pa.string()))
+    return rows.set_column(at, rows.schema.field(at), call_function("coalesce", [rows["not_finite"], found]))
 
 
 def _array(table: str, name: str, values: object, column: Column | None) -> pa.Array:

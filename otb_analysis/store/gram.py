@@ -97,8 +97,8 @@ def read_gram(
     """
     one = opened(parts[0], PRODUCT_TEXTS) if len(parts) == 1 else None
     keys = None if one is None else written_columns(one, _KEYS)
-    if one is not None and keys in _ORDERS:
-        order = _ORDERS[keys]
+    order = None if keys is None else _ORDERS.get(keys)  # once: another thread may clear them
+    if one is not None and order is not None:
         products = read_opened("grams", one, only=(_VALUE,))[_VALUE].to_numpy()
         place = _places(len(order.labels), len(order.groups))
         if references is None:

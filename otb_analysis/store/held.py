@@ -5,6 +5,7 @@
 
 import base64
 import json
+import math
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from otb_analysis.schema import TABLES
 from otb_analysis.store import checksum
 from otb_analysis.store.checksum import Sealed, read_sealed
 from otb_analysis.store.digest import FEW, noted
-from otb_analysis.store.encode import ARROW
+from otb_analysis.store.encode import ARROW, with_not_finite
 from otb_analysis.store.parts import Part, broken, checked, signature
 from otb_analysis.store.views import names_of, read_part, refuse_missing_keys
 
@@ -194,14 +195,16 @@ def _rollouts(run_dir: Path) -> _Rows:
 def _read_step(part: Part, text: str | None) -> _Columns | pa.Table:
     text = _text_of_footer(part, checksum.ROW) if text is None else text
     if text:
-        return json.loads(text)
+        row = json.loads(text)
+        bad = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        return {"not_finite": ", ".join(bad), **row} if bad else row  # as earlier versions did not say
     checked(part)
     try:
         rows = pq.ParquetFile(pa.BufferReader(part.path.read_bytes())).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise broken(part, error) from error
     refuse_missing_keys("steps", part, rows.column_names)
-    return rows if part.whole else rows.filter(pc.field("step").isin(list(part.steps)))
+    return with_not_finite(rows if part.whole else rows.filter(pc.field("step").isin(list(part.steps))))
 
 
 def _read_light(part: Part, text: str | None) -> _Columns | pa.Table:

@@ -331,13 +331,11 @@ def scope_of(store: RunStore) -> str:
     return str(measure.get("scope", WHOLE)) if isinstance(measure, dict) else WHOLE
 
 
-def unlike_scopes(stores: Sequence[RunStore]) -> str:
+def unlike_scopes(stores: Mapping[str, RunStore]) -> str:
     """Return which two runs measured gradients of other parameters, for a remedy to follow; empty where none did."""
-    for other in stores[1:]:
-        first, second = scope_of(stores[0]), scope_of(other)
-        if second != first:
-            names = (stores[0].path.name, other.path.name)
-            return (
-                f"{names[0]} measured gradients of scope {first!r} but {names[1]} of {second!r}, which do not compare"
-            )
+    scopes = {name: scope_of(store) for name, store in stores.items()}
+    for name, scope in scopes.items():
+        first, of_first = next(iter(scopes.items()))
+        if scope != of_first:
+            return f"{first} measured gradients of scope {of_first!r} but {name} of {scope!r}, which do not compare"
     return ""

@@ -90,10 +90,42 @@ def test_triage_puts_the_worst_run_first_and_says_in_one_sentence_what_happened(
 def test_a_click_on_a_run_opens_its_page(store_root, monkeypatch):
     app = open_page(store_root, "triage", monkeypatch)
     run = app.dataframe[0].value["run"].iloc[0]
-    app.session_state["_open"] = 0
+    app.session_state["_open"] = run
     app.run()
     assert not app.exception
     assert app.title[0].value == "Run" and app.multiselect[0].value == [run]
+
+
+def test_a_click_on_a_run_without_steps_opens_no_other_run_and_says_why(tmp_path, monkeypatch):
+    for name in ("good", "failed", "young"):
+        writer = RunWriter.create(tmp_path, name, {})
+        if name == "good":
+            writer.write_step(0, StepTables(steps={"reward_mean": 0.5}))
+        if name != "young":
+            writer.finish(*([] if name == "good" else ["failed", "the task has no prompts."]))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    app = open_page(tmp_path, "triage", monkeypatch)
+    sentences = {
+        "failed": "failed cannot be opened: it has no complete step; the task has no prompts.",
+        "young": "young cannot be opened: it has no complete step yet.",
+        "broken": "broken cannot be opened: ",
+    }
+    for name, sentence in sentences.items():
+        app.session_state["_open"] = name
+        app.run()
+        assert not app.exception and app.title[0].value == "Triage"
+        assert sentence in texts(app)
+    assert "cannot be opened" not in texts(app.run())
+
+
+def test_a_long_run_that_no_detector_can_judge_is_not_called_too_short(tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "silent", {})
+    for step in range(60):
+        writer.write_step(step, StepTables(steps={"loss": 0.5}))
+    writer.finish()
+    said = texts(open_page(tmp_path, "run", monkeypatch))
+    assert "No detector could judge this run." in said and "Too few steps" not in said
 
 
 def test_triage_lists_only_settings_that_differ(store_root, monkeypatch):
@@ -132,7 +164,8 @@ def test_broken_token_part_spoils_only_its_page(store_root, monkeypatch, tmp_pat
     part = tmp_path / "damaged" / "tokens" / "part-00000010-r0.parquet"
     part.write_bytes(b"nothing")
     assert not open_page(tmp_path, "triage", monkeypatch).warning
-    collapse = open_page(tmp_path, "run", monkeypatch)
+    assert part.name not in texts(open_page(tmp_path, "run", monkeypatch))  # its last step, which is another
+    collapse = open_page(tmp_path, "run", monkeypatch, step="10")
     assert part.name in texts(collapse) and "Degenerate input" in [h.value for h in collapse.subheader]
     app = open_page(tmp_path, "tokens", monkeypatch)
     assert not app.exception
@@ -216,6 +249,31 @@ def test_an_address_that_asks_for_what_is_not_here_is_told_so(store_root, monkey
     app = open_page(store_root, "run", monkeypatch, run=["nosuchrun", "chain-otb-s0"])
     assert "asks for nosuchrun, which cannot be opened" in app.run().warning[0].value.replace("\\", "")
     assert "".join(app.query_params["run"]) == "chain-otb-s0"
+
+
+def test_a_refusal_holds_for_its_box_until_another_is_shown_or_a_value_is_picked(store_root, monkeypatch):
+    def refused(app):
+        return ["asks for" in warning.value for warning in app.warning]
+
+    app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0", step="999")
+    assert refused(app) == [True]
+    app.switch_page("views/run.py").run()
+    assert refused(app.switch_page("views/tokens.py").run()) == []  # the page Run showed a step of its own
+
+    app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0", step="999")
+    step = app.selectbox(key="step-chain-otb-s0")
+    shown, other = step.value, next(option for option in map(int, step.options) if option != step.value)
+    assert refused(step.set_value(other).run()) == []
+    assert refused(app.selectbox(key="step-chain-otb-s0").set_value(shown).run()) == []
+
+
+def test_the_command_that_compares_all_chosen_runs_names_their_folder(store_root, tmp_path, monkeypatch):
+    command = f"otb compare {' '.join(reversed(BOTH))}"
+    assert f"{command} --root {store_root}" in texts(open_part(store_root, "comparison", monkeypatch, run=BOTH))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(store_root)
+    said = texts(open_part(Path("runs"), "comparison", monkeypatch, run=BOTH))
+    assert command in said and "--root" not in said
 
 
 def test_a_figure_is_saved_as_chosen(store_root, monkeypatch):

@@ -86,7 +86,7 @@ def test_only_the_tail_of_exact_norms_has_a_line_of_infinite_variance(steps):
 
 def test_panel_without_data_says_not_recorded(steps):
     figure = plot_collapse(collapse_info({"a": steps}, {"a": "otb"}))
-    notes = [note for note in figure.layout.annotations if note.text == "not recorded"]
+    notes = [note for note in figure.layout.annotations if note.text == "no finite number was recorded"]
     assert notes
     # A note lies in its own panel only if the panel has a trace: without one a browser draws no axes there.
     assert {note.xref.split()[0] for note in notes} <= {trace.xaxis for trace in figure.data}
@@ -166,3 +166,15 @@ def test_runs_are_grouped_by_the_values_of_a_setting():
     assert grouped(config_differences(configs), "estimator.name") == {
         "estimator.name = otb (2 runs)": ["a", "b"], "estimator.name = rloo (1 run)": ["c"],
     }  # fmt: skip
+
+
+def test_an_infinite_number_is_left_out_and_does_not_spoil_the_steps_after_it():
+    table = pd.DataFrame({"step": range(8), "grad_norm": [1.0, 1.0, np.inf, 1.0, 1.0, np.nan, 1.0, 1.0]})
+    (curve,) = curves_info({"a": table}, [Quantity("‖ḡ‖", "", "grad_norm")], {}, window=3).curves[0]
+    assert curve.step.tolist() == [0, 1, 3, 4, 6, 7] and curve.smooth.tolist() == [1.0] * 6
+    never = {"a": table.assign(grad_norm=np.inf)}
+    assert curves_info(never, [Quantity("‖ḡ‖", "", "grad_norm")], {}).curves == ((),)
+    (note,) = [
+        n.text for n in plot_curves(curves_info(never, [Quantity("r", "", "grad_norm")], {})).layout.annotations
+    ][1:]
+    assert note == "no finite number was recorded"

@@ -117,3 +117,16 @@ def test_the_figure_has_both_curves_and_the_band_of_the_difference():
     assert [trace.name for trace in figure.data if trace.showlegend is not False][:2] == ["A: &lt;b>a&lt;/b>", "B: b"]
     bands = [shape for shape in figure.layout.shapes if shape.type == "rect"]
     assert [(b.y0, b.y1) for b in bands] == [(p.whole.low, p.whole.high) for p in info]
+
+
+def test_steps_with_an_infinite_number_are_not_compared():
+    norm = np.full(80, 2.0)
+    steps = {
+        "a": table(norm / 4, grad_norm=norm),
+        "b": table(norm / 4, grad_norm=np.where(np.arange(80) < 79, 3, np.inf)),
+    }
+    found = {panel.quantity.column: panel for panel in compare_curves(steps, pair_runs("a", "b"))}
+    assert len(found["reward_mean"].step) == 80 and len(found["grad_norm"].step) == 79
+    assert found["grad_norm"].whole.estimate == pytest.approx(1.0) and found["grad_norm"].differs
+    never = compare_curves(steps | {"b": steps["b"].assign(grad_norm=np.inf)}, pair_runs("a", "b"))
+    assert [panel.quantity.column for panel in never] == ["reward_mean"]

@@ -65,3 +65,14 @@ def test_only_positive_unbounded_values_get_a_logarithmic_axis():
 def test_the_chosen_step_is_marked():
     assert [shape.x0 for shape in plot_timeline(info(STEPS), 9).layout.shapes] == [9]
     assert len(plot_timeline(info(STEPS)).layout.shapes) == 0
+
+
+def test_a_number_that_is_never_finite_has_no_panel_and_one_that_is_once_infinite_keeps_its_others():
+    infinite = [np.inf] * N
+    found = info(STEPS.assign(grad_norm=infinite))
+    assert [series.quantity.column for series in found.series] == ["reward_mean", "entropy_mean"]
+    assert len(plot_timeline(found, log_y=True).data) == 3 + 2 * 2
+    nothing = info(STEPS.assign(grad_norm=infinite, reward_mean=np.nan, entropy_mean=infinite))
+    assert nothing.series == () and len(plot_timeline(nothing).data) == 3
+    once = info(STEPS.assign(grad_norm=[np.inf] + [1.0] * (N - 1))).series[1]
+    assert once.step.tolist() == list(range(1, N)) and once.mean.tolist() == [1.0] * (N - 1)

@@ -67,9 +67,22 @@ def test_the_worst_run_is_first_and_running_ones_before_others():
     rows = [CALM, broken, SHORT, running, DEAD]
     assert [r.run for r in worst_first(rows)] == ["dead", "running", "calm", "short", "broken"]
     assert triage_table(rows)["what happened"].iloc[-1] == "its run.json is cut short."
-    assert verdict(rows) == f"dead: {DEAD.sentence} (1 collapsed of 5 runs)."
+    assert verdict(rows) == f"dead: {DEAD.sentence} (1 collapsed of 5 runs). 1 of 5 runs cannot be read."
     assert verdict([CALM, SHORT]) == "No alarm. 1 of 2 runs is too short to judge."
     assert verdict([SHORT]) == "No run has enough steps to judge."
+    assert verdict([CALM, broken, broken]) == "No alarm. 2 of 3 runs cannot be read."
+    assert verdict([SHORT, broken]) == "No run has enough steps to judge. 1 of 2 runs cannot be read."
+    assert verdict([broken]) == verdict([broken, broken]) == "No run can be read."
+
+
+def test_a_long_run_that_recorded_nothing_a_detector_over_time_needs_is_not_called_too_short():
+    table = pd.DataFrame({"step": np.arange(200), "loss": np.ones(200)})
+    silent = row("silent", table)
+    assert (silent.state, silent.sentence) == ("not judged", "no detector could judge this run")
+    assert triage("new", "", "running", pd.DataFrame(), []).state == "too short"
+    assert [r.run for r in worst_first([silent, SHORT, CALM])] == ["calm", "short", "silent"]
+    assert verdict([CALM, silent]) == "No alarm. No detector could judge 1 of 2 runs."
+    assert verdict([silent]) == "No detector could judge a run."
 
 
 def test_a_sparkline_keeps_the_mean_and_both_ends():

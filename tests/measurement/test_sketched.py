@@ -110,7 +110,7 @@ def test_no_reader_takes_an_estimate_for_an_exact_norm(mixed_run):
     only = tokens[tokens["measured_by"] == "exact"]
     for kind in ("token", "realized"):
         assert fidelity_info(tokens, kind).overall == fidelity_info(only, kind).overall
-    assert [row[2].pooled.n for row in fidelity_rows(store)] == [len(only)] * 2
+    assert [row[2].pooled.n for row in fidelity_rows(store, "run")] == [len(only)] * 2
     arrays = store.token_arrays(0)
     assert set(arrays.measured_groups().group) == {0, 1}
     with pytest.raises(InputError, match="policy tokens have no exact energy"):

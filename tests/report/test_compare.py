@@ -110,7 +110,7 @@ def test_learning_row_holds_what_the_steps_table_holds(otb_run):
 
 
 def test_fidelity_is_of_single_tokens_and_of_what_otb_weights_by(otb_run):
-    rows = fidelity_rows(RunStore(otb_run))
+    rows = fidelity_rows(RunStore(otb_run), otb_run.name)
     assert [name for _, name, _ in rows] == ["token energy w_t", "realized energy W_t"]
     tokens = RunStore(otb_run).tokens_df(where="grad_norm_sq is not null")
     expected = np.corrcoef(tokens["energy_proxy"], tokens["grad_norm_sq"])[0, 1]
@@ -124,7 +124,7 @@ def test_fidelity_is_of_single_tokens_and_of_what_otb_weights_by(otb_run):
 def test_terminal_and_dashboard_say_the_same_about_the_proxy(otb_run):
     tokens = RunStore(otb_run).tokens_df()
     shown = [fidelity_info(tokens, kind).overall for kind in ("token", "realized")]
-    assert [row[2] for row in fidelity_rows(RunStore(otb_run))] == shown
+    assert [row[2] for row in fidelity_rows(RunStore(otb_run), otb_run.name)] == shown
 
 
 def test_run_without_measurement_has_only_a_learning_row(trained):
@@ -144,32 +144,28 @@ def test_runs_with_unlike_estimators_stand_side_by_side(otb_run, trained):
     assert "only their ×rloo compares with the others: value/none (" in text
 
 
+def measured(name, config, size=4):
+    """What `designs` reads of a run with one measured step."""
+    return SimpleNamespace(info={"config": config}, path=Path(name), grams=lambda: {0: gram_of_groups(size)})
+
+
 def test_steps_of_another_task_or_group_size_are_not_averaged():
-    stores = [
-        SimpleNamespace(info={"config": config}, path=Path("run"), grams=lambda size=size: {0: gram_of_groups(size)})
-        for config, size in (({"task": "a"}, 4), ({"task": "a"}, 4), ({"task": "b"}, 4), ({"task": "a"}, 8), ({}, 8))
-    ]
+    runs = (({"task": "a"}, 4), ({"task": "a"}, 4), ({"task": "b"}, 4), ({"task": "a"}, 8), ({}, 8))
+    stores = [measured(f"run-{index}", *run) for index, run in enumerate(runs)]
     found = {name: len(design.grams) for name, design in designs(stores).items()}
     assert found == {"a, groups of 4": 2, "b, groups of 4": 1, "a, groups of 8": 1, "task not stored, groups of 8": 1}
 
 
 def test_steps_with_soft_tokens_are_not_averaged_with_others():
     configs = [{"task": "a"}, {"task": "a", "sample": {"soft": 0}}, {"task": "a", "sample": {"soft": 8}}]
-    stores = [
-        SimpleNamespace(info={"config": config}, path=Path("run"), grams=lambda: {0: gram_of_groups(4)})
-        for config in configs
-    ]
+    stores = [measured(f"run-{index}", config) for index, config in enumerate(configs)]
     found = {name: len(design.grams) for name, design in designs(stores).items()}
     assert found == {"a, groups of 4": 2, "a, groups of 4, 8 soft tokens": 1}
 
 
 def test_steps_of_another_scope_are_not_averaged():
-    stores = [
-        SimpleNamespace(
-            info={"config": {"task": "a"} | measure}, path=Path("run"), grams=lambda: {0: gram_of_groups(4)}
-        )
-        for measure in ({}, {"measure": {"scope": "all"}}, {"measure": {}}, {"measure": {"scope": "lm_head"}})
-    ]
+    scopes = ({}, {"measure": {"scope": "all"}}, {"measure": {}}, {"measure": {"scope": "lm_head"}})
+    stores = [measured(f"run-{index}", {"task": "a"} | scope) for index, scope in enumerate(scopes)]
     found = {name: len(design.grams) for name, design in designs(stores).items()}
     assert found == {"a, groups of 4": 3, "a, groups of 4, scope 'lm_head'": 1}
 
@@ -239,7 +235,7 @@ def test_rollout_counts_up_to_its_first_token_without_an_exact_norm(tmp_path):
         norms = np.ma.array([1.0, 2.0, 3.0, 4.0], mask=~np.array(known))
         writer.write_step(step, StepTables(tokens=base | {"grad_norm_sq": norms}, steps={"reward_mean": 0.5}))
     writer.finish()
-    rows = fidelity_rows(RunStore(writer.path))
+    rows = fidelity_rows(RunStore(writer.path), "run")
     assert [row[2].pooled.n for row in rows] == [3 + 2, 3]
     assert "partly" in printed([writer.path])
 

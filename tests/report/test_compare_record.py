@@ -12,9 +12,11 @@ from otb_analysis.figures.comparison import comparison_info
 from otb_analysis.figures.fidelity import fidelity_info
 from otb_analysis.figures.numbers import bracketed, number
 from otb_analysis.report.compare_record import comparison_record
+from otb_analysis.report.runs import by_name
 from otb_analysis.store import RunStore, RunWriter, StepTables
 
 REAL = Path(__file__).parents[2] / "docs" / "examples" / "smollm2" / "runs" / "letter-counting"
+NAMED = {"rloo": 0.0, "value": 0.2}
 
 
 def write(root: Path, name: str, seed: int, gain: float) -> Path:
@@ -109,3 +111,25 @@ def test_a_broken_run_is_left_out_of_all_but_not_of_a_named_one(tmp_path, capsys
     assert main(["compare", "--root", str(tmp_path), "--json"]) == 0
     out, err = capsys.readouterr()
     assert [run["run"] for run in strict(out)["runs"]] == ["rloo-0"] and "torn" in err
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, capsys):
+    runs = [write(tmp_path / f"{name}s", name, seed, gain) for name, gain in NAMED.items() for seed in (0, 1)]
+    same = [run.rename(run.with_name(f"s{run.name[-1]}")) for run in runs]
+    assert main(["compare", *map(str, same), str(same[0].parent / ".." / "rloos" / "s0"), "--json"]) == 0
+    record = strict(capsys.readouterr().out)
+    named = ["rloos/s0", "rloos/s1", "values/s0", "values/s1"]
+    assert [run["run"] for run in record["runs"]] == named
+    assert record["pair"]["runs"] == [["rloos/s0", "values/s0"], ["rloos/s1", "values/s1"]]
+    assert record["pair"]["quantities"][0]["B to A"] == pytest.approx(0.2, abs=0.02)
+    assert {"setting": "seed", **dict(zip(named, "0101", strict=True))} in record["settings"]
+    assert main(["compare", *map(str, same)]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n {run} " in text for run in named) and "\n s0 " not in text
+    assert main(["compare", str(same[0]), str(same[2])]) == 0
+    assert "A is rloos/s0, B is values/s0. B earns 0." in capsys.readouterr().out
+
+
+def test_only_repeated_names_get_folders_and_as_many_as_they_need(tmp_path):
+    runs = [write(tmp_path / folder, "rloo", seed, 0) for folder, seed in (("a/x", 0), ("b/x", 0), ("b/x", 1))]
+    assert list(by_name([RunStore(run) for run in runs])) == ["a/x/rloo-0", "b/x/rloo-0", "rloo-1"]

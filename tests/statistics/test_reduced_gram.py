@@ -1,9 +1,12 @@
 """Reduced Gram matrices say what whole ones say, to the last digit."""
 
 import numpy as np
+import pandas as pd
 
+from otb_analysis.figures.comparison import comparison_info, comparison_table
 from otb_analysis.figures.gradient_table import statistics_table
 from otb_analysis.statistics import REFERENCE, conclude, gain_lost
+from otb_analysis.statistics.moments import gram as moments
 from otb_analysis.types import Gram, Proved
 
 OTHER = ("otb_loo", "exact")
@@ -38,3 +41,19 @@ def test_a_reduced_matrix_tells_what_it_was_reduced_for():
     for some, held in ((KNOWN.truth, True), (frozenset({OTHER}), False), (frozenset({("unmeasured", "none")}), True)):
         assert reduced.stands(some) is held
         assert whole.stands(some)
+
+
+def test_estimators_that_all_stand_for_the_gradient_are_compared_with_their_mean(monkeypatch):
+    # Every label is proved, so the reference is all labels of a batch of them: ⟨m, ∇J⟩ is ⟨m, mean⟩ and never ⟨m, m⟩.
+    known = Proved(dict.fromkeys(LABELS, 1.0), frozenset(LABELS))
+    for most in (1, 2_000_000, 3 * 8**2 * 2):  # one, all and two estimators at once
+        monkeypatch.setattr(moments, "MOST_NUMBERS", most)
+        whole = list(grams().values())[1:]
+        reduced = [gram.reduced((REFERENCE, known.truth, frozenset(LABELS[:2]))) for gram in whole]
+        for label in LABELS:
+            for truth in (known.truth, REFERENCE, frozenset(LABELS[:2])):
+                first, second = (moments.deleted_moments(some, label, truth) for some in (whole, reduced))
+                for name in ("power", "mean_sq", "along", "truth_sq", "reference_power"):
+                    np.testing.assert_allclose(getattr(second, name), getattr(first, name), rtol=1e-12)
+        first, second = (comparison_table(comparison_info(some, known=known)) for some in (whole, reduced))
+        pd.testing.assert_frame_equal(first, second)

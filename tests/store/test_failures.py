@@ -37,7 +37,7 @@ from otb_analysis.errors import StoreError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 writer = RunWriter.create(sys.argv[1], "demo", {})
 writer.write_step(0, tables(100))
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 try:
     writer.write_step(1, tables(100_000))
 except StoreError as error:

@@ -6,6 +6,7 @@ import pytest
 
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore, StepTables, compact, gram_rows, reader
+from otb_analysis.store import gram as gram_store
 from otb_analysis.store.gram import PRODUCT_TEXTS, _as_written, _by_keys
 from otb_analysis.types import Gram
 
@@ -125,6 +126,22 @@ def test_second_look_reads_only_steps_that_are_new_or_were_written_again(writer,
     again = store.reduced_grams(REFERENCES)
     assert read == [1, 2]
     np.testing.assert_array_equal(again[1].products, random_gram(seed=9).products)
+
+
+def test_orders_that_another_thread_clears_meanwhile_are_read_again(writer, monkeypatch):
+    class Cleared(dict):
+        def __contains__(self, key):
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+    monkeypatch.setattr(gram_store, "_ORDERS", Cleared())
+    for step in (0, 1):
+        writer.write_step(step, StepTables(grams=gram_rows(step, random_gram(seed=step))))
+    for _ in range(2):  # the second one finds what the first one left
+        found = RunStore(writer.path).grams()
+        for step in (0, 1):
+            np.testing.assert_array_equal(found[step].inner, random_gram(seed=step).inner)
 
 
 def test_rows_as_written_give_what_their_keys_give():
