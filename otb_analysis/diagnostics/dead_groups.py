@@ -72,13 +72,14 @@ def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadG
     one cluster of the interval.
     """
     largest = max((len(rewards) for _, rewards in groups), default=0)
+    counted = [(prompt, tuple(sorted(Counter(rewards).values())), len(rewards)) for prompt, rewards in groups]
     sizes = sorted({2**k for k in range(1, largest.bit_length()) if 2**k <= largest} | ({largest} - {0, 1}))
     rows = []
     for size in sizes:
         shares: dict[object, list[float]] = {}
-        for prompt, rewards in groups:
-            if len(rewards) >= size:
-                shares.setdefault(prompt, []).append(dead_share(rewards, size))
+        for prompt, counts, recorded in counted:
+            if recorded >= size:
+                shares.setdefault(prompt, []).append(_dead_share(counts, size))
         table = np.array([[sum(each), len(each)] for each in shares.values()])
         share = cluster_jackknife(table, lambda mean: mean[..., 0] / mean[..., 1], f"dead groups of {size}", "linear")
         assert share is not None
