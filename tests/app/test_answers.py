@@ -135,3 +135,23 @@ def test_triage_paints_a_collapsed_run_red_and_a_calm_one_not_at_all(store_root,
     rows = {color: set(re.findall(r"_row(\d+)_", cells)) for color, cells in painted.items()}
     assert rows == {"rgba(193, 18, 31, 0.16)": {"0"}, "transparent": {"1"}}
     assert "■ collapsed" in table.value["state"].iloc[0] and "dead: reward 0.750 → 0 at step 20" in texts(app)
+
+
+CLICKED = {
+    "triage": ({"smooth": "20"}, "_open", RUN, "Run"),
+    "run": ({"log": "true", "level": "prompt", "step": "20"}, "_tokens", True, "Tokens"),
+    "rollouts": ({"text": "12+7", "groups": "different rewards", "steps": ["5", "20"]}, "_tokens", True, "Tokens"),
+    "estimators": ({"part": "proxy", "kind": "realized energy W"}, "_tokens", True, "Tokens"),
+}
+"""Page → boxes that its address sets, what a click on a row or point leaves in the session, and where it leads."""
+
+
+@pytest.mark.parametrize("page", CLICKED)
+def test_a_click_leads_on_also_where_the_address_sets_boxes(page, store_root, monkeypatch):
+    asked, name, value, title = CLICKED[page]
+    app = open_page(store_root, page, monkeypatch, run=RUN, **asked)
+    assert not app.exception
+    app.session_state[name] = value
+    app.run()
+    assert not app.exception and app.title[0].value == title
+    assert app.query_params["run"] in (RUN, [RUN]) and not set(app.query_params) & {"smooth", "log", "text", "steps"}
