@@ -22,10 +22,11 @@ def test_a_cell_holds_both_ends_of_its_steps_and_rewards():
     assert rewards_info(COUNTS.assign(width=1, height=0.25)).ranges(2, 0.5) == ((2, 2), (0.5, 0.75))
 
 
-def test_every_cell_has_a_point_to_click_that_says_its_step_and_reward():
+def test_every_cell_has_a_point_to_click_that_says_its_step_reward_count_and_share():
     figure = plot_rewards(rewards_info(COUNTS.assign(width=2, height=0.0)))
     heat, points = figure.data
     np.testing.assert_array_equal(heat.z[0], [0.75, 0.5, 0])
     assert list(heat.y) == ["0", "0.500", "1.00"]
     asked = {(x, y): tuple(data) for x, y, data in zip(points.x, points.y, points.customdata, strict=True)}
-    assert len(asked) == 9 and asked[2, "0.500"] == (2, 0.5) and asked[4, "0"] == (4, 0)
+    assert len(asked) == 9 and asked[2, "0.500"] == (2, 0.5, 2, 0.5) and asked[4, "0"] == (4, 0, 0, 0)
+    assert heat.hoverinfo == "skip" and points.hoverinfo != "skip"  # a click goes to what is hovered
