@@ -81,7 +81,15 @@ def choose_runs(runs: Sequence[listing.Run]) -> list[listing.Run]:
 def open_run(name: str) -> None:
     """Go to the page of one run, which becomes the chosen one."""
     st.session_state["_opened"] = name
-    st.switch_page("views/run.py")
+    go_to("run", [name])
+
+
+def go_to(name: str, runs: Sequence[str] | None = None) -> None:
+    """Go to another page, with the runs that are chosen unless others are named.
+
+    Without an address Streamlit would empty this page's, and it refuses that while one of its boxes is in there.
+    """
+    st.switch_page(f"views/{name}.py", query_params={"run": runs or st.query_params.get_all("run")})
 
 
 def chosen_runs() -> list[listing.Run]:

@@ -4,13 +4,13 @@ import comparing
 import proxy
 import selection
 import streamlit as st
-from widgets import one_run, page
+from widgets import go_to, one_run, page
 
 PARTS = {"comparison": "Comparison", "proxy": "Proxy"}
 
 with page("Estimators", "Which baseline makes the gradient less noisy, and what does the proxy cost?"):
     if st.session_state.pop("_tokens", False):
-        st.switch_page("views/tokens.py")
+        go_to("tokens")
     run = one_run()
     st.session_state["part"] = asked if (asked := selection.remembered("part")) in PARTS else "comparison"
     part = st.segmented_control(

@@ -8,7 +8,7 @@ import scripts
 import selection
 import streamlit as st
 from listing import Run
-from widgets import chart, download, errors_as_sentences, one_run, page
+from widgets import chart, download, errors_as_sentences, go_to, one_run, page
 
 from otb_analysis.figures.rewards import plot_rewards, rewards_info
 from otb_analysis.schema import TABLES
@@ -54,7 +54,7 @@ def chosen_range(row: Any, label: str, key: str, low: Any, high: Any) -> tuple[A
     begun = st.session_state.get(key)
     if begun is not None:  # another run has other ends
         st.session_state[key] = (max(low, min(begun[0], high)), min(high, max(begun[1], low)))
-    ends = row.slider(label, low, high, (low, high), key=key, width=180)
+    ends = row.slider(label, low, high, (low, high), key=key, bind="query-params", width=180)
     return None if ends == (low, high) else ends
 
 
@@ -130,7 +130,7 @@ def query(run: Run) -> None:
 
 with page("Rollouts", "What did the policy answer, and where is an answer like this one?"):
     if st.session_state.pop("_tokens", False):
-        st.switch_page("views/tokens.py")
+        go_to("tokens")
     run = one_run()
     cell = st.session_state.pop("_cell", None)
     if cell is not None:

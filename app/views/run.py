@@ -8,7 +8,7 @@ import scripts
 import selection
 import streamlit as st
 from listing import Run
-from widgets import chart, download, errors_as_sentences, one_run, page, plain
+from widgets import chart, download, errors_as_sentences, go_to, one_run, page, plain
 
 from otb_analysis.diagnostics import LEVELS, Finding, fall
 from otb_analysis.figures.alarms import alarms_table
@@ -154,7 +154,7 @@ def held(table: pd.DataFrame) -> None:
 
 with page("Run", "What happened when, and which tokens held the gradient of a step?"):
     if st.session_state.pop("_tokens", False):
-        st.switch_page("views/tokens.py")
+        go_to("tokens")
     run = one_run()
     steps: Any = data.steps([run])[run.name].sort_values("step")
     findings = data.findings([run])[run.name]

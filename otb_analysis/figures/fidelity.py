@@ -199,7 +199,7 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
         figure.add_scatter(
             x=info.far["proxy"], y=info.far["exact"], mode="markers", showlegend=False,
             marker={"symbol": "circle-open", "size": 6, "color": ORANGE, "opacity": 0.8},
-            customdata=info.far[["step", "group", "rollout", "t"]].to_numpy(),
+            customdata=info.far[["step", "group", "rollout", "t"]].to_numpy().tolist(),  # as lists a click returns them
             hovertemplate="step %{customdata[0]}, prompt %{customdata[1]}, rollout %{customdata[2]}, t "
             "%{customdata[3]}<br>" + info.source + " %{x:.3g}, exact %{y:.3g}<extra></extra>",
         )  # fmt: skip

@@ -128,10 +128,37 @@ def finished(page) -> None:
 
 def click_first_row(page, table) -> None:
     """Click the first row of a table, which is a canvas, in its second column."""
+    click_row(page, table, 0)
+
+
+def click_row(page, table, row: int) -> None:
+    """Click a row of a table, which is a canvas, in its second column."""
     table.scroll_into_view_if_needed()
     page.wait_for_timeout(2000)  # nothing announces that it is drawn
     box = table.bounding_box()
-    page.mouse.click(box["x"] + 150, box["y"] + 50)
+    page.mouse.click(box["x"] + 150, box["y"] + 50 + 35 * row)
+
+
+def click_point(page, x: object, y: object, axes: str = "", number: int = 0) -> None:
+    """Click a figure of the page where its axes, such as 2 for x2 and y2, have these values."""
+    figure = page.locator("[data-testid=stMain] .js-plotly-plot").nth(number)
+    figure.scroll_into_view_if_needed()
+    page.wait_for_timeout(500)
+    place = """(figure, [x, y, axes]) => {
+      const box = figure.getBoundingClientRect(), layout = figure._fullLayout;
+      const [across, up] = [layout["xaxis" + axes] ?? layout.xaxis, layout["yaxis" + axes]];
+      return [box.left + across._offset + across.d2p(x), box.top + up._offset + up.d2p(y)];
+    }"""
+    page.mouse.click(*figure.evaluate(place, [x, y, axes]))
+
+
+def tab_to(page, selector: str) -> None:
+    """Press Tab until an element that the selector fits has the focus."""
+    for _ in range(80):
+        if page.evaluate("selector => document.activeElement.matches(selector)", selector):
+            return
+        page.keyboard.press("Tab")
+    pytest.fail(f"80 times Tab does not lead to {selector}")
 
 
 def choose(page, label: str, option: str) -> None:

@@ -111,13 +111,14 @@ REAL = APP.parents[1] / "docs" / "examples" / "smollm2" / "runs"
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="installed without its repository")
-@pytest.mark.parametrize("page", ["triage", "run", "rollouts", "tokens", "estimators", "compare"])
+@pytest.mark.parametrize("page", ["triage", "run", "rollouts", "tokens", "estimators", "proxy", "compare"])
 def test_every_page_opens_the_committed_run_of_a_real_model(page, monkeypatch):
     assert sum(path.stat().st_size for path in REAL.rglob("*") if path.is_file()) < 2e6
-    app = open_page(REAL, monkeypatch)
+    app = open_page(REAL, monkeypatch, **({"part": "proxy"} if page == "proxy" else {}))
     if page == "compare":
         assert "B's gradient has 0.112 (0.0281 to 0.420) times A's variance at equal progress." in texts(app)
     else:
-        app.switch_page(f"views/{page}.py").run()
+        app.switch_page(f"views/{'estimators' if page == 'proxy' else page}.py").run()
     assert not app.exception and not app.warning
+    assert page != "proxy" or app.metric[0].label == "OTB's gain lost by the proxy"
     assert len(app.get("plotly_chart")) >= 1

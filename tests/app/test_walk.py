@@ -14,11 +14,13 @@ from tests.app.browsing import (
     asked,
     choose,
     chromium_started,
-    click_first_row,
+    click_point,
+    click_row,
     finished,
     select_box,
     served,
     sideways,
+    tab_to,
     visit,
     watched,
 )
@@ -27,11 +29,13 @@ from tests.app.token_runs import HEAD, PROMPTS, write_token_run
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 CHOSEN = ".tok.chosen"
-STEPS = 12
+GRID = "canvas[data-testid=data-grid-canvas]"
+BAR = "input[type=range]"
+STEPS, DIES = 30, 20
 PLACES = {
     "Triage": "",
     "Run": "run?run=chain-group_mean-s0&step=20&level=prompts&log=true",
-    "Rollouts": "rollouts?run=chain-otb-s0&text=12&groups=different+rewards",
+    "Rollouts": "rollouts?run=chain-otb-s0&text=12&groups=different+rewards&steps=5&steps=20&lengths=4&lengths=9",
     "Tokens": "tokens?run=chain-otb-s0&step=20&prompt=1&token=9.1&color=advantage&order=by+reward",
     "Estimators": "estimators?run=chain-otb-s0&against=none&energy=exact+norms",
     "Compare": "compare?run=chain-group_mean-s0&run=chain-otb-s0&compare=runs&a=chain-otb-s0&b=chain-group_mean-s0",
@@ -61,11 +65,11 @@ def browser() -> Iterator:
 
 @pytest.fixture(scope="module")
 def address(store_root, tmp_path_factory) -> Iterator[str]:
-    """A dashboard on two runs that trained long, and one whose prompts come again."""
+    """A dashboard on two runs that trained long, and one whose prompts come again and that dies."""
     root = tmp_path_factory.mktemp("walk")
     for name in ("chain-group_mean-s0", "chain-otb-s0"):
         shutil.copytree(store_root / name, root / name)
-    write_token_run(root, "words", steps=STEPS)
+    write_token_run(root, "words", steps=STEPS, dies=DIES)
     with served(root) as url:
         yield url
 
@@ -78,65 +82,140 @@ def view(page) -> dict:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1024, "dark"), (1440, "light")])
-def test_a_walk_from_a_run_to_a_token_by_mouse_and_keys(width, scheme, browser, address):
+def test_a_walk_from_a_run_to_a_token_by_mouse(width, scheme, browser, address):
     with watched(browser, address, viewport={"width": width, "height": 900}, color_scheme=scheme) as tab:
         page = visit(tab, f"{address}/")
-        click_first_row(page, page.locator("[data-testid=stDataFrame]").first)  # the worst run
-        page.wait_for_selector("h1:has-text('Run')", timeout=60 * SECONDS)
-        page.wait_for_selector(PLOT)
-        assert asked(page, "run") == "chain-group_mean-s0" and page.url.count("run=") == 1
-        step_by_mouse(page)
-        page.goto(f"{address}/run?run=words&step=3")
-        page.wait_for_selector(PLOT, timeout=60 * SECONDS)
-        finished(page)
-        step_by_keys(page)
+        assert page.locator("strong").first.inner_text().startswith("words: reward 0.750 → 0 at step 20; no gradient")
+        reloaded(page)
+        click_row(page, page.locator("[data-testid=stDataFrame]").first, 0)  # the worst run
+        on_page(page, "Run")
+        assert asked(page, "run") == "words" and page.url.count("run=") == 1
+        step_is(page, 20)  # where the reward fell
+        click_point(page, 4, 0.75, axes="2")
+        step_is(page, 4)
+        reloaded(page)
         page.locator("[data-testid=stSidebarNav] >> text=Rollouts").click()
-        page.wait_for_selector("text=Click one to see its tokens", timeout=60 * SECONDS)
-        assert asked(page, "step") == "4"
-        click_first_row(page, page.locator("[data-testid=stDataFrame]").first)
-        page.wait_for_selector(CHOSEN, timeout=60 * SECONDS)
-        assert page.locator("h1").inner_text() == "Tokens"
-        token_by_mouse_and_keys(page)
+        on_page(page, "Rollouts")
+        says(page, "240 rollouts.")
+        click_point(page, 4, "1.00")  # the histogram's cell: six rollouts
+        says(page, "6 rollouts.")
+        reloaded(page)
+        click_row(page, page.locator("[data-testid=stDataFrame]").first, 1)
+        on_page(page, "Tokens")
+        says(page, "token 0 of rollout 1")
+        assert (asked(page, "step"), asked(page, "prompt")) == ("4", "0")
+        prompts_match(page)
+        all_is_shown(page)
+        page.locator(".card").nth(2).locator(".tok").nth(2).click()
+        says(page, "token 2 of rollout 2")
+        says(page, "A = G − B = 0 − 0.500 = −0.500")  # two of four are paid
+        reloaded(page)
+        new_labels(page, lambda: choose(page, "Step", "6"))
+        assert select_box(page, "Step").locator("input").first.input_value() == "6"
+        new_labels(page, lambda: choose(page, "Prompt", other_prompt(page)))
+        says(page, "no gradient here")
         assert sideways(page) <= 0
         again_by_its_address(page, browser, address, width, scheme)
         assert tab.clean
 
 
-def step_by_mouse(page) -> None:
-    """Click into a figure of the page Run: the step there is chosen."""
-    box = page.locator(PLOT).first.bounding_box()
-    begun = page.url
-    page.mouse.click(box["x"] + 0.4 * box["width"], box["y"] + 150)
-    page.wait_for_function("url => location.href !== url", arg=begun, timeout=20 * SECONDS)
-    assert 8 < int(asked(page, "step")) < 22
+@pytest.mark.parametrize(("width", "scheme"), [(1024, "light"), (1440, "dark")])
+def test_the_same_walk_by_keys(width, scheme, browser, address):
+    with watched(browser, address, viewport={"width": width, "height": 900}, color_scheme=scheme) as tab:
+        page = visit(tab, f"{address}/")
+        finished(page)
+        tab_to(page, GRID)  # a table takes the focus with its first row, which is the worst run
+        on_page(page, "Run")
+        assert asked(page, "run") == "words" and page.url.count("run=") == 1
+        step_is(page, 20)
+        tab_to(page, BAR)
+        page.keyboard.press("Home")
+        step_is(page, 0)
+        page.keyboard.press("ArrowRight")
+        step_is(page, 1)
+        reloaded(page)
+        page.locator("[data-testid=stSidebarNavLink]").first.focus()
+        tab_to(page, "a[href$=rollouts]")
+        page.keyboard.press("Enter")
+        on_page(page, "Rollouts")
+        assert asked(page, "step") == "1"
+        tab_to(page, BAR)
+        page.keyboard.press("ArrowRight")
+        says(page, "232 rollouts.")
+        reloaded(page)
+        tab_to(page, GRID)
+        on_page(page, "Tokens")
+        says(page, "token 0 of rollout 0")
+        assert (asked(page, "step"), asked(page, "prompt")) == ("1", "0")
+        prompts_match(page)
+        page.keyboard.press("ArrowDown")
+        says(page, "token 0 of rollout 1")
+        page.keyboard.press("ArrowRight")
+        says(page, "token 1 of rollout 1")
+        new_labels(page, lambda: page.keyboard.press("Shift+ArrowRight"))
+        assert (asked(page, "step"), asked(page, "token")) == ("2", "1.1")
+        reloaded(page)
+        select_box(page, "Step").locator("input").first.focus()
+        page.keyboard.press("Tab")  # to the box Prompt
+        new_labels(page, lambda: [page.keyboard.press(key) for key in ("ArrowDown", "ArrowDown", "Enter")])
+        assert asked(page, "prompt") == "1"
+        says(page, "no gradient here")
+        again_by_its_address(page, browser, address, width, scheme)
+        assert tab.clean
 
 
-def step_by_keys(page) -> None:
-    """Move the step bar by a key."""
-    page.locator("[data-testid=stMain] input[type=range]").first.focus()
-    page.keyboard.press("ArrowRight")
-    page.wait_for_url("**step=4**", timeout=20 * SECONDS)
+def on_page(page, title: str) -> None:
+    """Wait for a page, its figure and its end."""
+    page.wait_for_selector(f"h1:has-text('{title}')", timeout=60 * SECONDS)
+    page.wait_for_selector(PLOT, timeout=60 * SECONDS)
     finished(page)
 
 
-def token_by_mouse_and_keys(page) -> None:
-    """Choose a token by mouse, another by keys, and other steps and prompts, whose labels must follow."""
-    page.locator(".card").nth(1).locator(".tok").nth(2).click()
-    page.wait_for_selector("text=token 2 of rollout", timeout=20 * SECONDS)
-    page.keyboard.press("ArrowRight")
-    page.wait_for_selector("text=token 3 of rollout", timeout=20 * SECONDS)
-    first = label(page)
-    step = int(asked(page, "step"))
-    page.keyboard.press("Shift+ArrowRight")
-    page.wait_for_url(f"**step={step + 1}**", timeout=20 * SECONDS)
+def says(page, text: str) -> None:
+    """Wait until the page says something."""
+    page.wait_for_selector(f"[data-testid=stMain] >> text={text}", timeout=20 * SECONDS)
+
+
+def step_is(page, step: int) -> None:
+    """Wait until a step of the page Run is chosen, in the address, on the bar and in the heading."""
+    says(page, f"Who holds the gradient of step {step}")
     finished(page)
-    assert label(page) != first
+    assert asked(page, "step") == str(step)
+    assert page.locator(f"[data-testid=stMain] {BAR}").first.get_attribute("aria-valuetext") == str(step)
+
+
+def reloaded(page) -> None:
+    """Load the page anew: it shows the same."""
+    before, url = view(page), page.url
+    page.reload()
+    page.wait_for_selector(f"{PLOT}, [data-testid=stImage] img", timeout=60 * SECONDS)
+    assert view(page) == before and page.url == url
+
+
+def all_is_shown(page) -> None:
+    """The page Tokens shows turns, tool output, special tokens, and a rewarded answer that ends with another number."""
+    for mark in (".turn >> text=turn 2", ".tok.tool", ".tok.special >> text=<|im_end|>", ".item >> text=special token"):
+        assert page.locator(mark).first.is_visible(), mark
+    warnings = page.locator(".card .warning").all_inner_texts()
+    assert warnings == ["rewarded, but ends with 48, not 36"]
+
+
+def new_labels(page, change) -> None:
+    """Choose another step or prompt: the label of the prompt changes, and is that of the prompt shown."""
+    before = label(page)
+    change()
+    page.wait_for_function(
+        "before => !document.querySelector('.st-key-prompt').innerText.includes(before)",
+        arg=before.rpartition("…")[2], timeout=20 * SECONDS,
+    )  # fmt: skip
+    finished(page)
+    assert label(page) != before
     prompts_match(page)
-    other = next(text.removeprefix(HEAD) for text in PROMPTS.values() if text.removeprefix(HEAD) in options(page))
-    choose(page, "Prompt", other)
-    finished(page)
-    assert label(page).endswith(other)
-    prompts_match(page)
+
+
+def other_prompt(page) -> str:
+    """The end of the text of a prompt that is not chosen."""
+    return next(text.removeprefix(HEAD) for text in PROMPTS.values() if text.removeprefix(HEAD) in options(page))
 
 
 def label(page) -> str:
@@ -174,7 +253,7 @@ def test_every_address_opens_the_same_view_again(name, width, scheme, browser, a
         finished(page)
         for asked_for in PLACES[name].partition("?")[2].split("&"):
             assert asked_for in page.url  # nothing that was asked for got lost
-        again_by_its_address(page, browser, address, width, scheme)
+        reloaded(page)
         assert sideways(page) <= 0
         assert not page.locator("[data-testid=stException]").count() and tab.clean
 
@@ -189,3 +268,19 @@ def test_a_choice_is_carried_from_page_to_page_by_the_menu(browser, address):
             for choice in ("run=chain-otb-s0", "step=20", "prompt=1", "token=9.1"):
                 assert choice in page.url, name
         assert page.locator(CHOSEN).count() == 1 and tab.clean
+
+
+def test_a_click_on_a_circle_of_the_proxy_opens_that_token(browser, address):
+    with watched(browser, address) as tab:
+        page = visit(tab, f"{address}/estimators?run=words&part=proxy&kind=realized+energy+W")
+        says(page, "Circles: the")
+        finished(page)
+        first = """figure => { const at = figure.calcdata[2][0];
+                              return [at.x, at.y, ...figure._fullData[2].customdata[0]] }"""
+        x, y, step, group, rollout, t = page.locator("[data-testid=stMain] .js-plotly-plot").first.evaluate(first)
+        click_point(page, x, y)
+        on_page(page, "Tokens")
+        says(page, f"token {t} of rollout {rollout}")
+        assert (asked(page, "step"), asked(page, "prompt")) == (str(step), str(group))
+        prompts_match(page)
+        assert tab.clean

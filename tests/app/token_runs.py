@@ -14,27 +14,30 @@ ANSWERS = {"sum": "19", "eggs": "36", "one": "1"}
 GROUP = 4
 
 
-def write_token_run(root: Path, name: str, steps: int = 3, length: int = 12, seed: int = 0) -> Path:
+def write_token_run(
+    root: Path, name: str, steps: int = 3, length: int = 12, seed: int = 0, dies: int | None = None
+) -> Path:
     """Write a run whose steps share prompts: step s has two of `PROMPTS`, from place s on.
 
     Rollout 0 of each group is paid although it ends with another number, rollout 1 calls a tool in its second turn,
-    and the second group's rewards are all equal. Every token has an exact norm at the even steps.
+    and the second group's rewards are all equal. Every token has an exact norm at the even steps. From step `dies` on
+    nothing is paid and no gradient is left.
     """
     writer = RunWriter.create(root, name, {"seed": seed, "estimator": {"name": "group_mean"}})
     for step in range(steps):
-        writer.write_step(step, _step(np.random.default_rng([seed, step]), step, length))
+        writer.write_step(step, _step(np.random.default_rng([seed, step]), step, length, dies is None or step < dies))
     writer.finish()
     return writer.path
 
 
-def _step(random: np.random.Generator, step: int, length: int) -> StepTables:
+def _step(random: np.random.Generator, step: int, length: int, alive: bool) -> StepTables:
     ids = [list(PROMPTS)[(step + k) % len(PROMPTS)] for k in range(2)]
     tokens: dict[str, list] = {n: [] for n in ("group", "rollout", "turn", "t", "token", "mask", "reward")}
     rollouts: dict[str, list] = {}
     for n in range(2 * GROUP):
         group, first = divmod(n, GROUP)
         end = length - n % 3
-        reward = 1.0 if group else float(first < 2)
+        reward = _paid(group, first) * alive
         texts = [WORDS[int(random.integers(len(WORDS)))] for _ in range(end - 2)]
         texts += [" 48" if first == 0 else " " + ANSWERS[ids[group]], "<|im_end|>"]
         tool = range(end // 3, end // 3 + 2) if first == 1 else range(0)
@@ -52,12 +55,19 @@ def _step(random: np.random.Generator, step: int, length: int) -> StepTables:
         for column, value in facts.items():
             rollouts.setdefault(column, []).append(value)
     measured = 2 * (step % 2 == 0)
-    steps = {"reward_mean": float(np.mean(rollouts["reward"])), "grad_norm": 1.0, "n_prompts": 2}
+    steps = {"reward_mean": float(np.mean(rollouts["reward"])), "grad_norm": float(alive), "n_prompts": 2}
     steps |= {"n_measured_prompts": measured}
-    return StepTables(tokens | _columns(random, np.array(tokens["mask"]), step % 2 == 0, tokens), rollouts, steps)
+    return StepTables(
+        tokens | _columns(random, np.array(tokens["mask"]), step % 2 == 0, tokens, alive), rollouts, steps
+    )
 
 
-def _columns(random: np.random.Generator, mask: np.ndarray, exact: bool, tokens: dict[str, list]) -> dict:
+def _paid(group: int, rollout: int) -> float:
+    """What a rollout is paid: all of the second group, two of the first."""
+    return 1.0 if group else float(rollout < 2)
+
+
+def _columns(random: np.random.Generator, mask: np.ndarray, exact: bool, tokens: dict[str, list], alive: bool) -> dict:
     n = len(mask)
     logprob = -random.exponential(0.8, n)
     proxy = (1 - np.exp(logprob)) ** 2 * random.uniform(1.0, 1.6, n)
@@ -67,10 +77,8 @@ def _columns(random: np.random.Generator, mask: np.ndarray, exact: bool, tokens:
     }  # fmt: skip
     if exact:
         columns["grad_norm_sq"] = 150 * proxy * random.lognormal(0, 0.5, n)
-    paid = np.array(
-        [1.0 if g else float(r % GROUP < 2) for g, r in zip(tokens["group"], tokens["rollout"], strict=True)]
-    )
-    mean = np.where(np.array(tokens["group"]) == 0, 0.5, 1.0)
+    paid = alive * np.array([_paid(g, r % GROUP) for g, r in zip(tokens["group"], tokens["rollout"], strict=True)])
+    mean = alive * np.where(np.array(tokens["group"]) == 0, 0.5, 1.0)
     columns |= {"baseline": mean, "advantage": paid - mean}
     masked = {name: np.ma.array(values, mask=~mask) for name, values in columns.items()}
     by = np.where(mask & exact, "exact", "none").tolist()

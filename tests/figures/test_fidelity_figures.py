@@ -29,6 +29,24 @@ def test_scale_that_depends_on_position_spoils_the_pooled_figure_and_not_the_one
     assert info.overall.pooled.pearson < 0.6
 
 
+def test_correlations_line_and_distances_of_six_tokens_are_hand_worked():
+    # One prompt, three rollouts of two tokens; log₁₀ proxy 0, 1, 2 at each position.
+    table = pd.DataFrame({"rollout": [0, 1, 2] * 2, "t": [0] * 3 + [1] * 3, "step": 4, "group": 7, "mask": True})
+    table = table.assign(energy_proxy=[1.0, 10, 100] * 2, grad_norm_sq=[1.0, 10, 1000, 10, 1, 100])
+    info = fidelity_info(table)
+    # log₁₀ exact: 0, 1, 3 and 1, 0, 2. Σ(x − 1)² = 4, Σ(x − 1)·y = 3 + 1 = 4: slope 1; means 7/6 and 1: level 1/6.
+    assert info.line == (pytest.approx(1 / 6), pytest.approx(1))
+    # Away from the line: −1/6, −1/6, 5/6 and 5/6, −7/6, −1/6.
+    assert info.far["rollout"].tolist()[:1] == [1] and info.far["t"].tolist()[0] == 1
+    assert set(map(tuple, info.far[["rollout", "t"]].iloc[1:3].to_numpy())) == {(2, 0), (0, 1)}
+    assert info.far[["step", "group", "proxy", "exact"]].iloc[0].tolist() == [4, 7, 10, 1]
+    # Pooled: Σ(y − 7/6)² = 15 − 6·49/36 = 41/6, so r = 4/√(4·41/6).
+    assert info.overall.pooled.log_pearson == pytest.approx(4 / np.sqrt(4 * 41 / 6))
+    # Within positions means are 4/3 and 1: Σ = 14/3 + 2 = 20/3.
+    assert info.overall.within.log_pearson == pytest.approx(4 / np.sqrt(4 * 20 / 3))
+    assert (info.n_tokens, info.overall.n_cells, info.n_zero) == (6, 2, 0)
+
+
 def test_every_measured_step_has_its_own_agreement():
     info = fidelity_info(many(lambda t: 2.0))
     assert list(info.steps) == [0, 10]

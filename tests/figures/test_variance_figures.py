@@ -17,6 +17,20 @@ def test_variance_never_stands_alone(grams):
     assert {m.column for m in MEASURES} == {"efficiency", "sf", "variance", "projection"}
 
 
+def test_the_four_measures_of_four_prompts_are_hand_worked():
+    # Gradients of prompts (2, 0), (0, 0), (2, 0), (0, 0): their mean is (1, 0), their squared distances from it sum to
+    # 4, so the batch variance is 4/(4·3). Of the 12 pairs of different prompts 2 have the product 4: ‖∇J‖² = 2/3.
+    # rloo is unbiased, so c = 1 and SF = variance; efficiency = (2/3)/(2/3 + 1/3). Half as long: c = ½, the rest alike.
+    rloo = np.array([[2.0, 0], [0, 0], [2, 0], [0, 0]])
+    both = np.stack([rloo, rloo / 2])
+    gram = Gram(np.einsum("mpd,nqd->mnpq", both, both), (("rloo", "none"), ("group_mean", "none")), 32)
+    info = variance_info(statistics_table({5: gram}))
+    found = {m.column: [float(t.value[0]) for t in of] for m, of in zip(MEASURES, info.traces, strict=True)}
+    assert found["variance"] == pytest.approx([1 / 3, 1 / 12]) and found["projection"] == pytest.approx([1, 1 / 2])
+    assert found["sf"] == pytest.approx([1 / 3, 1 / 3]) and found["efficiency"] == pytest.approx([2 / 3, 2 / 3])
+    assert info.n_prompts == (4, 4) and [t.step.tolist() for t in info.traces[0]] == [[5], [5]]
+
+
 def test_points_and_intervals_are_those_of_the_statistics(grams):
     info = variance_info(statistics_table(grams))
     expected = next(s for s in pooled_statistics([grams[10]]) if s.estimator == "group_mean")
@@ -34,6 +48,12 @@ def test_group_mean_has_the_variance_of_rloo_times_its_shrinkage_squared(grams):
     assert variance == pytest.approx(49 / 64)
     assert sf == pytest.approx(1)
     assert efficiency == pytest.approx(1)
+
+
+def test_half_of_the_noise_is_a_quarter_of_the_variance(grams):
+    # otb = ∇J + noise/2 and otb of the proxy ∇J + 0.6·noise, rloo = ∇J + noise: exact but for the order of the sums.
+    rows = {row.label: row.ratios[2].estimate for row in comparison_info(list(grams.values())).rows}
+    assert rows == pytest.approx({"otb · exact": 0.25, "otb · proxy": 0.36, "group_mean": 49 / 64, "rloo": 1})
 
 
 def test_below_sixteen_prompts_there_are_points_and_no_intervals(vectors, grams):

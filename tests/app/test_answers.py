@@ -1,0 +1,157 @@
+"""What pages answer to one question each: filters, SQL, glossary and histogram of Rollouts, advice, red rows."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from otb_analysis.figures.conclusion import NO_GRAMS
+from otb_analysis.schema import TABLES
+from otb_analysis.store import RunStore, RunWriter, StepTables
+from tests.app.test_pages import open_page, run_query, texts
+from tests.app.token_runs import write_token_run
+
+RUN = "chain-otb-s0"
+
+
+def listed(app) -> pd.DataFrame:
+    """The rollouts that a page lists."""
+    return app.dataframe[0].value
+
+
+def stored(root: Path, run: str = RUN) -> pd.DataFrame:
+    """All rollouts of a run, with a column that says whether their group's rewards are equal."""
+    table = RunStore(root / run).rollouts_df()
+    spread = table.groupby(["step", "group"])["reward"].transform("nunique")
+    return table.assign(equal=spread == 1)
+
+
+@pytest.fixture
+def rollouts(store_root, monkeypatch):
+    """The page Rollouts of a run of 41 steps."""
+    return open_page(store_root, "rollouts", monkeypatch, run=RUN)
+
+
+FILTERS = {
+    "steps": ((10, 12), lambda t: t["step"].between(10, 12)),
+    "reward_range": ((1.0, 1.0), lambda t: t["reward"] == 1),
+    "lengths": ((0, 5), lambda t: t["length"].between(0, 5)),
+    "finish": (["length"], lambda t: t["finish_reason"] == "length"),
+    "groups": ("equal rewards", lambda t: t["equal"]),
+    "text": ("<B>Bold", lambda t: t["prompt"].str.contains("<b>bold")),
+}
+"""Box → what is asked, and which rollouts are like that."""
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_each_filter_leaves_the_rollouts_that_are_like_that(name, rollouts, store_root):
+    asked, like = FILTERS[name]
+    table = stored(store_root)
+    kept = table[like(table)]
+    assert 0 < len(kept) < len(table)
+    assert f"{len(table):,} rollouts." in texts(rollouts)
+    boxes = [*rollouts.slider, *rollouts.multiselect, *rollouts.selectbox, *rollouts.text_input]
+    next(box for box in boxes if box.key == name).set_value(asked).run()
+    assert not rollouts.exception and f"{len(kept):,} rollouts." in texts(rollouts)
+    shown = listed(rollouts).set_index(["step", "rollout"])
+    assert len(shown) == min(500, len(kept))
+    assert shown.index.isin(pd.MultiIndex.from_frame(kept[["step", "rollout"]])).all()
+
+
+def test_filters_hold_together_and_turns_are_asked_for_where_a_run_has_several(tmp_path, monkeypatch):
+    write_token_run(tmp_path, "words", steps=3)
+    app = open_page(tmp_path, "rollouts", monkeypatch, run="words")
+    assert "24 rollouts." in texts(app)
+    app.number_input(key="turns").set_value(2).run()
+    table = stored(tmp_path, "words")
+    assert len(listed(app)) == (table["turns"] == 2).sum() == 6 and set(listed(app)["turns"]) == {2}
+    app.selectbox(key="groups").set_value("different rewards").run()
+    assert len(listed(app)) == 3 and set(listed(app)["prompt #"]) == {0}
+    app.text_input(key="text").set_value("EGGS").run()
+    assert set(listed(app)["prompt"]) == {"Solve the problem step by step and write the final number last. "
+                                         "How many eggs are in three dozen?"}  # fmt: skip
+
+
+def test_a_cell_of_the_histogram_sets_both_ranges_and_the_list(rollouts, store_root):
+    rollouts.session_state["_cell"] = ((7, 7), (1.0, 1.0))
+    rollouts.run()
+    table = stored(store_root)
+    kept = table[(table["step"] == 7) & (table["reward"] == 1)]
+    assert listed(rollouts)["rollout"].tolist() == kept["rollout"].tolist()
+    assert rollouts.slider(key="steps").value == (7, 7) and rollouts.slider(key="reward_range").value == (1.0, 1.0)
+
+
+def test_every_example_in_sql_has_an_answer(rollouts):
+    box = next(box for box in rollouts.selectbox if box.label == "Example")
+    assert len(box.options) == 5
+    for example in box.options:
+        next(box for box in rollouts.selectbox if box.label == "Example").select(example).run()
+        run_query(rollouts)
+        assert not rollouts.exception and not rollouts.warning, example
+        assert len(rollouts.dataframe[1].value) > 0, example
+        assert re.search(r"[1-9][\d,]* rows", texts(rollouts)), example
+
+
+def test_the_glossary_explains_every_column_that_a_run_has(rollouts, store_root):
+    picked = rollouts.button_group(key="glossary")
+    assert set(picked.options) == set(TABLES)
+    for name in picked.options:
+        rollouts.button_group(key="glossary").set_value(name).run()
+        rows = rollouts.dataframe[-1].value
+        assert rows["meaning"].str.len().min() > 5 and rows["column"].is_unique
+        part = next((store_root / RUN / name).glob("*.parquet"), None)
+        assert set(rows["column"]) == {column.name for column in TABLES[name]}
+        assert part is None or set(pq.read_schema(part).names) <= set(rows["column"]), name
+
+
+def test_advice_is_asked_for_by_a_toggle_and_names_an_estimator(store_root, monkeypatch):
+    app = open_page(store_root, "run", monkeypatch, run=RUN)
+    assert "No difference shown" not in texts(app)
+    app.toggle(key="advise").set_value(True).run()
+    said = texts(app)
+    assert "No difference shown: nothing was more efficient than otb (proxy energies) in groups of 8" in said
+    assert "10 comparisons over 80 prompts" in said and "Group sizes were not compared" in said
+
+
+def test_advice_of_a_run_without_measurements_says_what_makes_them(tmp_path, monkeypatch):
+    RunWriter.create(tmp_path, "plain", {}).write_step(0, StepTables(steps={"reward_mean": 0.5, "grad_norm": 1.0}))
+    assert NO_GRAMS.replace("`", "") in texts(open_page(tmp_path, "run", monkeypatch, advise="true")).replace("`", "")
+
+
+def test_triage_paints_a_collapsed_run_red_and_a_calm_one_not_at_all(store_root, tmp_path, monkeypatch):
+    shutil.copytree(store_root / RUN, tmp_path / RUN)
+    writer = RunWriter.create(tmp_path, "dead", {"estimator": {"name": "rloo"}})
+    for step in range(30):
+        writer.write_step(step, StepTables(steps={"reward_mean": 0.75 * (step < 20), "grad_norm": float(step < 22)}))
+    writer.finish()
+    app = open_page(tmp_path, "triage", monkeypatch)
+    table = app.dataframe[0]
+    assert table.value["run"].tolist() == ["dead", RUN]
+    css = table.proto.arrow_data.styler.styles
+    painted = {color: cells for cells, color in re.findall(r"([^{}]+)\{ background-color: ([^{}]+) \}", css)}
+    rows = {color: set(re.findall(r"_row(\d+)_", cells)) for color, cells in painted.items()}
+    assert rows == {"rgba(193, 18, 31, 0.16)": {"0"}, "transparent": {"1"}}
+    assert "■ collapsed" in table.value["state"].iloc[0] and "dead: reward 0.750 → 0 at step 20" in texts(app)
+
+
+CLICKED = {
+    "triage": ({"smooth": "20"}, "_open", RUN, "Run"),
+    "run": ({"log": "true", "level": "prompt", "step": "20"}, "_tokens", True, "Tokens"),
+    "rollouts": ({"text": "12+7", "groups": "different rewards", "steps": ["5", "20"]}, "_tokens", True, "Tokens"),
+    "estimators": ({"part": "proxy", "kind": "realized energy W"}, "_tokens", True, "Tokens"),
+}
+"""Page → boxes that its address sets, what a click on a row or point leaves in the session, and where it leads."""
+
+
+@pytest.mark.parametrize("page", CLICKED)
+def test_a_click_leads_on_also_where_the_address_sets_boxes(page, store_root, monkeypatch):
+    asked, name, value, title = CLICKED[page]
+    app = open_page(store_root, page, monkeypatch, run=RUN, **asked)
+    assert not app.exception
+    app.session_state[name] = value
+    app.run()
+    assert not app.exception and app.title[0].value == title
+    assert app.query_params["run"] in (RUN, [RUN]) and not set(app.query_params) & {"smooth", "log", "text", "steps"}

@@ -1,0 +1,40 @@
+"""The picture of the budget planner: its points are the planner's cells, and its table their numbers."""
+
+from otb_analysis.diagnostics.planner import Cell, Planner
+from otb_analysis.figures.planner import planner_table, planner_words, plot_planner
+from otb_analysis.statistics import Interval
+
+COST = Interval(0.8, 0.7, 0.9, 16, "")
+CELLS = (
+    Cell("rloo", "none", 4, 0.25, None, False, True, COST),
+    Cell("rloo", "none", 8, 0.5, None, True, True, None),
+    Cell("rloo", "none", 16, 0.375, None, False, False, None),
+    Cell("otb", "proxy", 8, None, None, False, True, None),
+)
+PLANNER = Planner(128, 8, CELLS, (), "")
+
+
+def test_a_point_is_an_efficiency_open_by_formula_and_a_star_where_it_is_best():
+    rloo, otb = plot_planner(PLANNER).data
+    assert (rloo.name, list(rloo.x), list(rloo.y)) == ("rloo", [4, 8, 16], [0.25, 0.5, 0.375])
+    cut, best, formula = rloo.marker.symbol
+    assert best == "star" and formula == f"{cut}-open" and list(rloo.marker.size) == [8, 14, 8]
+    assert (list(otb.x), list(otb.y)) == ([8], [None])
+
+
+def test_the_axis_has_the_sizes_of_all_curves():
+    axis = plot_planner(PLANNER).layout.xaxis
+    assert (axis.type, axis.tickvals, axis.ticktext) == ("log", (4, 8, 16), ("4", "8", "16"))
+
+
+def test_the_table_has_a_row_for_each_point_with_its_cost_against_the_recorded_size():
+    table = planner_table(PLANNER)
+    assert table["group_size"].tolist() == [4, 8, 16, 8]
+    assert table["by_formula"].tolist() == [False, False, True, False]
+    assert table["shown_best"].tolist() == [False, True, False, False]
+    assert table.loc[0, ["cost", "cost_low", "cost_high"]].tolist() == [0.8, 0.7, 0.9]
+    assert table.loc[1:, "cost"].isna().all() and table["efficiency"].fillna(-1).tolist() == [0.25, 0.5, 0.375, -1]
+
+
+def test_the_words_say_for_how_many_rollouts():
+    assert planner_words(PLANNER).startswith("Efficiency of 128 rollouts in groups of N.")
