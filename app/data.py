@@ -26,10 +26,12 @@ from otb_analysis.figures.pairing import Pairing
 from otb_analysis.figures.triage import Triage, triage
 from otb_analysis.statistics import REFERENCE, Interval, conclude, gain_lost, gradient_noise_scale
 from otb_analysis.store import (
+    ASKED_MEMORY,
     EXACT_ROWS,
     RolloutFilter,
     RunStore,
     attributed_steps,
+    facts_of_rollouts,
     find_rollouts,
     reward_histogram,
     step_attribution,
@@ -41,14 +43,13 @@ from otb_analysis.types import Gram, Label, Proved
 MAX_WINDOW = 10
 """Most measured steps that one point pools."""
 
-MEMORY = "256MB"
 MAX_TOKENS = 1_000_000
 """Most measured tokens one page loads; beyond it a seeded choice of whole prompts is taken, and the page says so."""
 
 
 @st.cache_resource(max_entries=16, show_spinner=False)
 def _store(path: str) -> RunStore:
-    return RunStore(path, memory_limit=MEMORY)
+    return RunStore(path, memory_limit=ASKED_MEMORY)
 
 
 def store(run: Run) -> RunStore:
@@ -257,25 +258,10 @@ def rollouts(run: Run, step: int) -> pd.DataFrame:
     return store(run).rollouts_df([step])
 
 
-ENDS = (("step", "first", "last"), ("reward", "low", "high"), ("length", "short", "long"))
-
-
 @st.cache_data(max_entries=64, show_spinner=False)
 def rollout_facts(run: Run) -> dict[str, Any]:
-    """Return the ends of what rollouts can be asked for: steps, finite rewards, lengths, turns, finish reasons."""
-    finite = " FILTER (WHERE isfinite({}::DOUBLE))"
-    ends = ", ".join(
-        f"{f}({c}){finite.format(c)} AS {end}" for c, *of in ENDS for f, end in zip(("min", "max"), of, strict=True)
-    )
-    reasons = "coalesce(list_sort(list_distinct(list(finish_reason))), [])"
-    lost = "count(*) FILTER (WHERE NOT isfinite(reward)) AS lost"
-    query = f"SELECT {ends}, {lost}, coalesce(max(turns), 1) AS turns, {reasons} AS reasons FROM rollouts"
-    facts: Any = store(run).sql(query, texts=False).iloc[0]
-    whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
-    parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
-    reasons = [] if facts["first"] is None or pd.isna(facts["first"]) else facts["reasons"]
-    counts = {name: int(facts[name]) for name in ("turns", "lost")}
-    return whole | parts | counts | {"reasons": [str(r) for r in reasons if r is not None]}
+    """Return the ends of what rollouts can be asked for."""
+    return facts_of_rollouts(store(run))
 
 
 @st.cache_data(max_entries=16, show_spinner="Searching …")

@@ -29,6 +29,7 @@ from otb_analysis.commands.inspect import (
 )
 from otb_analysis.commands.keeping import aggregate_command, compact_command
 from otb_analysis.commands.models import model_command
+from otb_analysis.commands.query import query_command
 from otb_analysis.commands.recorded import import_command, score_command
 from otb_analysis.commands.sentinel import watch_command
 from otb_analysis.commands.serve import DashboardConfig, serve
@@ -48,6 +49,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb model        fetch a pretrained model for --model    (otb model fetch smollm2)
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb diagnose     alarms with reasons and first firings, change points, advice   (otb diagnose RUN…)
+  otb query        one read-only SELECT over a run's tables   (otb query RUN "SELECT …" --json)
   otb watch        follow a run, end with status 3 at its first alarm   (otb watch RUN --webhook URL)
   otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
   otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
@@ -214,6 +216,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "model": model_command,
     "compare": compare_command,
     "diagnose": diagnose_command,
+    "query": query_command,
     "watch": watch_command,
     "attribution": attribution_command,
     "report": report_command,

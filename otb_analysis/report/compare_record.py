@@ -1,12 +1,8 @@
 """The numbers of `otb compare` and of the page Compare for JSON: null for the unknown and the infinite."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
 
 from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import comparison_info, comparison_table
@@ -16,6 +12,7 @@ from otb_analysis.figures.runs import config_differences, headline_info
 from otb_analysis.report.compare import fidelity_rows
 from otb_analysis.report.designs import designs
 from otb_analysis.report.pair import Pair, pair_of
+from otb_analysis.report.record import written
 from otb_analysis.report.runs import by_name, config_of, estimator_of
 from otb_analysis.statistics import REFERENCE
 from otb_analysis.store import RunStore
@@ -40,7 +37,7 @@ def comparison_record(paths: Sequence[Path]) -> dict[str, object]:
             {
                 "design": name, "steps": len(design.grams), "prompts": design.conclusion.n_prompts,
                 "conclusion": list(design.sentences), "against": "rloo",
-                "rows": _rows(comparison_table(comparison_info(design.grams, known=design.known))),
+                "rows": comparison_table(comparison_info(design.grams, known=design.known)),
             }
             for name, design in designs(stores).items()
             if any(REFERENCE in gram.labels for gram in design.grams)
@@ -50,17 +47,17 @@ def comparison_record(paths: Sequence[Path]) -> dict[str, object]:
             for name, store in named.items()
             for run, of, fidelity in fidelity_rows(store, name)
         ],
-        "settings": _rows(config_differences({run: config_of(store) for run, store in named.items()}).table),
+        "settings": config_differences({run: config_of(store) for run, store in named.items()}).table,
         "pair": None if pair is None else _pair(pair),
     }  # fmt: skip
-    return {name: _written(part) for name, part in record.items()}
+    return written(record)
 
 
 def _pair(pair: Pair) -> dict[str, object]:
     pairing = pair.pairing
     return {
         "a": pairing.a, "b": pairing.b, "runs": pairing.pairs, "verdict": pair.verdict, "intervals": pairing.note,
-        "quantities": _rows(pair_table(pair.panels)), "gradient_noise": _rows(noise_table(pair.noise)),
+        "quantities": pair_table(pair.panels), "gradient_noise": noise_table(pair.noise),
         "notes": pair.notes,
     }  # fmt: skip
 
@@ -71,16 +68,3 @@ def _learned(run: str, store: RunStore) -> dict[str, object]:
         raise InputError(f"run {run} has no complete step yet; wait for one, or train it again.")
     headline = headline_info(run, estimator_of(config_of(store)), steps)
     return {"status": status, "reason": reason, **asdict(headline)}
-
-
-def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(name): value for name, value in row.items()} for row in table.astype(object).to_dict("records")]
-
-
-def _written(value: Any) -> Any:
-    """Return a value with None for every number that JSON has not: NaN and the infinite."""
-    if isinstance(value, dict):
-        return {name: _written(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_written(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

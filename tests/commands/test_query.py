@@ -1,0 +1,72 @@
+"""`otb query`: one SELECT for scripts, with a status and one sentence where it cannot be answered."""
+
+import json
+
+import pytest
+
+from otb_analysis.commands.cli import main
+from otb_analysis.store import RunWriter, StepTables
+
+
+@pytest.fixture
+def root(tmp_path):
+    writer = RunWriter.create(tmp_path, "mine", {})
+    for step in range(60):
+        steps = {"reward_mean": 0.5, "grad_norm": float("nan") if step == 1 else 1.0}
+        writer.write_step(step, StepTables(steps=steps))
+    writer.finish()
+    return tmp_path
+
+
+def strict(text):
+    return json.loads(text, parse_constant=pytest.fail)
+
+
+def test_numbers_that_json_has_not_are_null_and_infinite_ones_are_named(root, capsys):
+    select = "SELECT step, grad_norm, grad_norm / 0 AS x, not_finite, [1, 2] AS l FROM steps WHERE step < 2"
+    assert main(["query", "mine", select, "--root", str(root), "--json"]) == 0
+    found = strict(capsys.readouterr().out)
+    first, second = found["rows"]
+    assert (first["grad_norm"], first["x"], first["not_finite"], first["l"]) == (1.0, None, None, [1, 2])
+    assert (second["grad_norm"], second["x"], second["not_finite"]) == (None, None, "grad_norm")
+    assert found["infinite"] == [{"row": 0, "column": "x", "is": "infinite"}]
+
+
+def test_terminal_shows_the_first_rows_as_text_whatever_they_hold(root, capsys):
+    select = "SELECT step, 'a[red]' || chr(27) || '[31mb' AS odd, [step, 1] AS l FROM steps"
+    assert main(["query", "mine", select, "--root", str(root)]) == 0
+    out = capsys.readouterr().out
+    assert r"a[red]\x1b[31mb" in out and "\x1b" not in out
+    assert "[49, 1]" in out and "[50, 1]" not in out and "The first 50 of 60 rows; --json has all." in out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["mine", "DROP TABLE steps"], 1, "a run is read-only, but the query holds DROP"),
+        (["mine", "SELECT 1; SELECT 2"], 1, "a run is read-only, but the query holds SELECT, SELECT"),
+        (["mine", "SELECT nothing FROM steps"], 1, "the query cannot be run"),
+        (["mine", "SELECT * FROM read_text('/etc/passwd')"], 1, "the query cannot be run"),
+        (["yours", "SELECT 1"], 1, "there is no run 'yours'"),
+        ([], 2, "otb query needs a run"),
+    ],
+)
+def test_what_cannot_be_answered_is_a_status_and_one_sentence(words, status, said, root, capsys):
+    assert main(["query", *words, "--root", str(root), "--json"]) == status
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1
+
+
+def test_a_query_without_end_is_ended(root, capsys, monkeypatch):
+    monkeypatch.setattr("otb_analysis.report.asked.ASKED_SECONDS", 0.5)
+    endless = "WITH RECURSIVE n AS (SELECT 1 AS i UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
+    assert main(["query", "mine", endless, "--root", str(root)]) == 1
+    assert "took longer than 0.5 s" in capsys.readouterr().err
+
+
+def test_without_a_select_the_columns_are_explained(root, capsys):
+    assert main(["query", "mine", "--root", str(root)]) == 0
+    assert "Optimiser step, from 0" in capsys.readouterr().out
+    assert main(["query", "mine", "--root", str(root), "--json"]) == 0
+    found = strict(capsys.readouterr().out)
+    assert found["n_rollouts"] == 0 and found["ends"]["first"] is None and found["rewards_by_step"] == []
