@@ -14,8 +14,7 @@ from listing import Run
 from otb_analysis.diagnostics import ChangePoint, Finding, StepAttribution, change_points, diagnose
 from otb_analysis.diagnostics.dead_groups import reward_groups
 from otb_analysis.diagnostics.planner import Planner, plan
-from otb_analysis.errors import STOPS
-from otb_analysis.estimators import proved, standing_for_truth
+from otb_analysis.estimators import proved
 from otb_analysis.figures.comparison import ComparisonInfo, comparison_info
 from otb_analysis.figures.conclusion import advice_line, conclusion_sentences, trained_labels
 from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
@@ -23,11 +22,10 @@ from otb_analysis.figures.gradient_table import evenly, statistics_table
 from otb_analysis.figures.pair_curves import PairPanel, compare_curves
 from otb_analysis.figures.pair_gradients import NoiseInfo, RunGrams, compare_estimators, compare_noise, joint_proofs
 from otb_analysis.figures.pairing import Pairing
-from otb_analysis.figures.triage import Triage, triage
+from otb_analysis.figures.triage import Triage, triage_row
 from otb_analysis.statistics import REFERENCE, Interval, conclude, gain_lost, gradient_noise_scale
 from otb_analysis.store import (
     ASKED_MEMORY,
-    EXACT_ROWS,
     RolloutFilter,
     RunStore,
     attributed_steps,
@@ -37,14 +35,12 @@ from otb_analysis.store import (
     step_attribution,
     step_series,
 )
+from otb_analysis.store.measured import cheap_energies, exact_groups, measured_grams, stored_config, stored_labels
 from otb_analysis.store.reader import scope_of
 from otb_analysis.types import Gram, Label, Proved
 
 MAX_WINDOW = 10
 """Most measured steps that one point pools."""
-
-MAX_TOKENS = 1_000_000
-"""Most measured tokens one page loads; beyond it a seeded choice of whole prompts is taken, and the page says so."""
 
 
 @st.cache_resource(max_entries=16, show_spinner=False)
@@ -60,8 +56,7 @@ def store(run: Run) -> RunStore:
 @st.cache_data(max_entries=64, show_spinner=False)
 def config(run: Run) -> dict[str, object]:
     """Return a run's configuration, nested."""
-    stored = store(run).info.get("config")
-    return stored if isinstance(stored, dict) else {}
+    return stored_config(store(run))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
@@ -76,14 +71,9 @@ def steps(chosen: Sequence[Run]) -> dict[str, pd.DataFrame]:
 
 def triaged(row: Any, run: Run | None) -> Triage:
     """Return one run of the list; `run` is None for one that cannot be opened."""
-    age = (pd.Timestamp.now("UTC") - row["updated"]).total_seconds() if pd.notna(row["updated"]) else None
-    reason = str(row["reason"] or "")
     if run is None:
-        return triage(str(row["run"]), "", str(row["status"]), pd.DataFrame(), [], age, reason)
-    try:
-        return triage(run.name, run.estimator, run.status, _steps(run), _diagnosis(run)[0], age, reason)
-    except STOPS as error:
-        return triage(run.name, run.estimator, "broken", pd.DataFrame(), [], age, str(error))
+        return triage_row(row, "", None)
+    return triage_row(row, run.estimator, lambda: (_steps(run), _diagnosis(run)[0]))
 
 
 def measured(run: Run) -> Run:
@@ -93,15 +83,14 @@ def measured(run: Run) -> Run:
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def _stored_labels(run: Run) -> list[Label]:
-    rows = store(run).gradients_df(columns=["estimator", "energy_source"]).drop_duplicates()
-    return [(str(name), str(source)) for name, source in rows.itertuples(index=False, name=None)]
+    return stored_labels(store(run))
 
 
 # As a resource: `cache_data` would copy every step's products with every question.
 @st.cache_resource(max_entries=8, show_spinner="Reading the Gram matrices …")
 def grams(run: Run) -> dict[int, Gram]:
     """Return of every measured step what compares its estimators; steps seen before are not read again."""
-    return store(run).reduced_grams((REFERENCE, standing_for_truth(_stored_labels(run), config(run))))
+    return measured_grams(store(run))
 
 
 def measured_labels(run: Run) -> list[Label]:
@@ -213,24 +202,14 @@ class MeasuredTokens:
 @st.cache_data(max_entries=8, show_spinner="Comparing proxy and exact norms …")
 def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
     """Return the agreement of proxy and exact energies over a run."""
-    steps = store(run).steps_with("tokens", "grad_norm_sq")
-    count = store(run).sql(f"SELECT count(*) AS n FROM tokens WHERE {EXACT_ROWS}", steps=steps)
-    total = int(count["n"].iloc[0])
-    share = min(1000, 1000 * MAX_TOKENS // max(total, 1))
-    groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {EXACT_ROWS} AND hash(step, "group") % 1000 < {share}'
-    names = ", ".join(f'"{name}"' for name in fidelity_columns(source))
-    query = f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})'
-    table: Any = store(run).sql(query, steps=steps)
+    table, total = exact_groups(store(run), fidelity_columns(source))
     return MeasuredTokens(fidelity_info(table, kind, source), int(exact_norms(table).count()), total)
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def cheap_sources(run: Run) -> list[str]:
     """Return the energies that a run has beside exact norms: the proxy, and its calibration where it was fitted."""
-    counts = ", ".join(f'count("{column}") AS "{name}"' for name, column in SOURCES.items())
-    steps = store(run).steps_with("tokens", "grad_norm_sq")
-    recorded = store(run).sql(f"SELECT {counts} FROM tokens WHERE {EXACT_ROWS}", steps=steps)
-    return [name for name in SOURCES if recorded[name].iloc[0]]
+    return cheap_energies(store(run), SOURCES)
 
 
 @st.cache_data(max_entries=64, show_spinner=False)

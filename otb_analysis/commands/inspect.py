@@ -48,10 +48,19 @@ class CompareConfig(RunsConfig):
 
 @dataclass(frozen=True)
 class DiagnoseConfig(RunsConfig):
-    """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice."""
+    """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice.
+
+    Of a folder of runs (otb diagnose runs): every run in one line, the worst first, as the page Triage has it.
+    """
 
     json: bool = False
-    """Print a JSON list with one object per run instead, for scripts."""
+    """Print JSON instead, for scripts: a list with one object per run, of a folder one object with all runs."""
+    step: int | None = None
+    """With --json: add who holds the gradient of this step."""
+    top: int = 50
+    """Prompts, rollouts and tokens of --step."""
+    curves: bool = False
+    """With --json: add the curves of every panel."""
 
 
 @dataclass(frozen=True)
@@ -122,17 +131,41 @@ def _of_readable(config: CompareConfig, compared: Callable[[Sequence[Path]], Res
 def diagnose_command(words: Sequence[str]) -> None:
     """Diagnose runs."""
     config = parsed(DiagnoseConfig, "diagnose", words, DiagnoseConfig())
+    if config.top < 1:
+        raise InputError(f"--top is {config.top}; pass at least 1.")
+    if not config.json and (config.step is not None or config.curves):
+        raise InputError("--step and --curves go with --json; in the terminal otb attribution RUN shows a step.")
     with shown(), phase("diagnosing"):
-        from otb_analysis.report.verdicts import diagnosis, diagnosis_record
+        from otb_analysis.report.diagnosis_record import diagnosis_record, triage_parts, triage_record, triaged
+        from otb_analysis.report.verdicts import diagnosis
 
-        paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
-        if config.json:
-            records = [diagnosis_record(path) for path in counted(paths, "run")]
-            print_json(records)
-            return
-        diagnoses = [diagnosis(path) for path in counted(paths, "run")]
+        record: object = None
+        diagnoses: list[list[Table | str]] = []
+        if (folder := _folder(config)) is not None:
+            rows = triaged(folder)
+            diagnoses, record = [triage_parts(rows)], triage_record(rows)
+        else:
+            paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
+            counted_paths = counted(paths, "run")
+            if config.json:
+                record = [diagnosis_record(path, config.step, config.top, config.curves) for path in counted_paths]
+            else:
+                diagnoses = [diagnosis(path) for path in counted_paths]
+    if config.json:
+        print_json(record)
+        return
     for parts in diagnoses:
         print_all(parts)
+
+
+def _folder(config: DiagnoseConfig) -> Path | None:
+    """Return the folder of runs that was named instead of runs; None where runs were named, or nothing."""
+    from otb_analysis.store.layout import is_run
+
+    if len(config.runs) != 1 or is_run(run_path(config.root, config.runs[0])):
+        return None
+    folder = Path(config.runs[0])
+    return folder if folder.is_dir() and not is_run(folder) else None
 
 
 def attribution_command(words: Sequence[str]) -> None:

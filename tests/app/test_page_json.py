@@ -1,10 +1,13 @@
 """Every page's numbers as JSON: what a page shows is what its command prints, to the last digit."""
 
+import base64
 import json
 
+import numpy as np
 import pytest
 
 from otb_analysis.commands.cli import main
+from otb_analysis.report.record import written
 from tests.app.test_pages import open_page, run_query, texts
 
 
@@ -26,7 +29,12 @@ def column(rows, name):
 
 def listed(values):
     """A column of a page's table as JSON has it: None for what is missing."""
-    return [None if value != value else value for value in values.tolist()]
+    return written(values.tolist())
+
+
+def values(drawn):
+    """The numbers of a curve as Plotly sends them to a browser."""
+    return np.frombuffer(base64.b64decode(drawn["bdata"]), drawn["dtype"]).tolist()
 
 
 SQL = "SELECT finish_reason, count(*) AS n, avg(reward) AS reward FROM rollouts GROUP BY ALL ORDER BY ALL"
@@ -47,3 +55,59 @@ def test_query_answers_what_the_sql_box_and_the_page_rollouts_show(store_root, p
     assert sum(column(page["rewards_by_step"], "n")) == page["n_rollouts"]
     columns = next(frame.value for frame in app.dataframe if "meaning" in frame.value)
     assert column(page["columns"]["rollouts"], "meaning") == columns["meaning"].tolist()
+
+
+def test_diagnose_of_a_folder_lists_what_triage_lists(store_root, printed, monkeypatch):
+    app = open_page(store_root, "triage", monkeypatch)
+    shown, found = app.dataframe[0].value, printed("diagnose", str(store_root))
+    assert len(shown) == 5 and shown["run"].tolist() == column(found["runs"], "run")
+    names = {"what happened": "what_happened", "first warning": "first_warning", "reward": "reward_thinned"}
+    names |= {"status": "status", "estimator": "estimator", "steps": "steps"}
+    names |= {"first": "reward_first", "last": "reward_last", "held-out": "heldout"}
+    for title, name in names.items():
+        assert column(found["runs"], name) == listed(shown[title]), name
+    assert [state.split(maxsplit=1)[1] for state in shown["state"]] == column(found["runs"], "state")
+    assert all(0 <= row["age_seconds"] < 3600 for row in found["runs"] if row["state"] != "broken")
+    assert found["verdict"] in texts(app)
+
+
+def test_diagnose_of_a_run_has_the_alarms_events_and_attribution_of_the_page_run(store_root, printed, monkeypatch):
+    run = "chain-group_mean-s0"
+    app = open_page(store_root, "run", monkeypatch, run=[run], step="20")
+    (found,) = printed("diagnose", run, "--step", "20", "--curves")
+    tables = [table.value for table in app.table]
+    reasons = [reason for table in tables if "why" in table for reason in table["why"]]
+    assert [reason.replace("\\", "") for reason in reasons] == column(found["detectors"], "why")
+    fired = sum(detector["first_watch"] is not None for detector in found["detectors"])
+    assert (
+        fired
+        and [None if shown == "–" else int(shown) for shown in tables[0]["first watch"]]
+        == column(found["detectors"], "first_watch")[:fired]
+    )
+    figure = json.loads(app.get("plotly_chart")[0].proto.spec)
+    lanes = [trace for trace in figure["data"] if trace["yaxis"] == "y"]
+    drawn = sorted((step, text) for lane in lanes for step, text in zip(lane["x"], lane["text"], strict=True))
+    assert drawn == sorted((event["step"], event["text"]) for event in found["events"]) and len(drawn) > 3
+    reward = next(panel for panel in found["panels"] if panel["column"] == "reward_mean")
+    curve = next(trace for trace in figure["data"] if trace.get("name") == "Reward")
+    assert reward["step"] == list(range(41)) and reward["value"] == pytest.approx(values(curve["y"]), abs=1e-12)
+    shares = found["attribution"]
+    assert shares["says"] in texts(app)
+    held = next(frame.value for frame in app.dataframe if "share" in frame.value)
+    for name in ("prompt", "rollout", "t", "token", "share", "signal", "noise", "reward", "text"):
+        assert column(shares["tokens"], name) == listed(held[name]), name
+    assert len(shares["tokens"]) == 50 and shares["holders"]["token"] == len(shares["held_by_n_tokens"])
+    counts = next(frame.value for frame in app.dataframe if "groups of one" in frame.value)
+    assert {name: count for name, count in counts.iloc[0].items() if name != "run"} == found["degenerate"]
+
+
+def test_diagnose_of_a_step_that_was_not_attributed_says_what_the_page_says(store_root, printed, monkeypatch):
+    app = open_page(store_root, "run", monkeypatch, run=["chain-otb-s0"], step="7")
+    (found,) = printed("diagnose", "chain-otb-s0", "--step", "7")
+    assert found["attribution"]["missing"] in texts(app) and found["attribution"]["nearest"] in (0, 10)
+
+
+def test_the_step_the_page_run_opens_with_is_in_the_json(store_root, printed, monkeypatch):
+    app = open_page(store_root, "run", monkeypatch, run=["chain-group_mean-s0"])
+    (found,) = printed("diagnose", "chain-group_mean-s0")
+    assert app.query_params["step"] == str(found["look_first_at"])
