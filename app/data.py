@@ -12,18 +12,19 @@ import streamlit as st
 from listing import Run
 
 from otb_analysis.diagnostics import ChangePoint, Finding, StepAttribution, change_points, diagnose
-from otb_analysis.diagnostics.dead_groups import reward_groups
-from otb_analysis.diagnostics.planner import Planner, plan
+from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.estimators import proved
+from otb_analysis.figures import measured_run
 from otb_analysis.figures.comparison import ComparisonInfo, comparison_info
-from otb_analysis.figures.conclusion import advice_line, conclusion_sentences, trained_labels
+from otb_analysis.figures.conclusion import advice_line
 from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
 from otb_analysis.figures.gradient_table import evenly, statistics_table
+from otb_analysis.figures.measured_run import PLANNED, conclusion_of, planner_of
 from otb_analysis.figures.pair_curves import PairPanel, compare_curves
 from otb_analysis.figures.pair_gradients import NoiseInfo, RunGrams, compare_estimators, compare_noise, joint_proofs
 from otb_analysis.figures.pairing import Pairing
 from otb_analysis.figures.triage import Triage, triage_row
-from otb_analysis.statistics import REFERENCE, Interval, conclude, gain_lost, gradient_noise_scale
+from otb_analysis.statistics import REFERENCE, Interval, gain_lost, gradient_noise_scale
 from otb_analysis.store import (
     ASKED_MEMORY,
     RolloutFilter,
@@ -38,9 +39,6 @@ from otb_analysis.store import (
 from otb_analysis.store.measured import cheap_energies, exact_groups, measured_grams, stored_config, stored_labels
 from otb_analysis.store.reader import scope_of
 from otb_analysis.types import Gram, Label, Proved
-
-MAX_WINDOW = 10
-"""Most measured steps that one point pools."""
 
 
 @st.cache_resource(max_entries=16, show_spinner=False)
@@ -135,11 +133,7 @@ def compared_estimators(run: Run, a: Label, b: Label) -> tuple[tuple[PairPanel, 
 @st.cache_data(max_entries=64, show_spinner="Comparing the estimators …")
 def conclusion(run: Run) -> tuple[str, ...]:
     """Return what a run's comparisons with rloo say, in three sentences; none where no step was measured."""
-    measured = list(grams(run).values())
-    if not measured:
-        return ()
-    trained = trained_labels(config(run), measured)
-    return conclusion_sentences(conclude(measured, known(run), first=trained), trained, config(run))
+    return conclusion_of(grams(run), known(run), config(run))
 
 
 @st.cache_data(max_entries=64, show_spinner="Comparing estimators …")
@@ -151,11 +145,9 @@ def advice(run: Run) -> str:
 @st.cache_data(max_entries=64, show_spinner="Planning …")
 def planner(run: Run) -> Planner:
     """Return how efficient a run's rollouts would be in groups of other sizes."""
-    rewards = store(run).rollouts_df(columns=["step", "group", "reward", "prompt_id"])
-    trained = trained_labels(config(run), grams(run).values())
     sizes = store(run).subgroup_grams() if grams(run) else {}
-    steps = len(store(run).complete_steps())
-    return plan(grams(run), sizes, next(iter(trained), None), reward_groups(rewards), steps, known(run))
+    rollouts = store(run).rollouts_df(columns=list(PLANNED))
+    return planner_of(grams(run), sizes, rollouts, len(store(run).complete_steps()), known(run), config(run))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
@@ -181,13 +173,8 @@ def statistics(run: Run, window: int, labels: frozenset[Label]) -> pd.DataFrame:
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def default_window(run: Run) -> int:
-    """Return the fewest measured steps to pool with which most points have an efficiency; at most `MAX_WINDOW`."""
-    measured = grams(run)
-    for window in (1, 2, 3, 5):
-        table: Any = statistics_table(measured, window, known(run), at=evenly(list(measured), 4))
-        if table.empty or table["efficiency"].notna().mean() > 2 / 3:
-            return window
-    return MAX_WINDOW
+    """Return how many measured steps a point pools to begin with."""
+    return measured_run.default_window(grams(run), known(run))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The numbers of `otb compare` and of the page Compare for JSON: null for the unknown and the infinite."""
+"""The numbers of `otb compare` and of the pages Estimators and Compare for JSON; null where unknown or infinite."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -9,8 +9,8 @@ from otb_analysis.figures.comparison import comparison_info, comparison_table
 from otb_analysis.figures.pair_curves import pair_table
 from otb_analysis.figures.pair_gradients import noise_table
 from otb_analysis.figures.runs import config_differences, headline_info
-from otb_analysis.report.compare import fidelity_rows
 from otb_analysis.report.designs import designs
+from otb_analysis.report.estimators_record import estimators_record, proxy_record
 from otb_analysis.report.pair import Pair, pair_of
 from otb_analysis.report.record import written
 from otb_analysis.report.runs import by_name, config_of, estimator_of
@@ -19,8 +19,9 @@ from otb_analysis.store import RunStore
 
 
 def comparison_record(paths: Sequence[Path]) -> dict[str, object]:
-    """Return what runs learned, every estimator as ratios to `rloo`, the proxy's fidelity, and settings that differ.
+    """Return what runs learned, every estimator as ratios to `rloo`, the proxy's cost, and settings that differ.
 
+    `estimators` pools runs of one design. `by_run` and `proxy` are what the page Estimators shows of each run alone.
     `pair` is B against A as the page Compare begins: groups whose seeds are paired, else the second of two runs against
     the first; null of other runs.
 
@@ -42,11 +43,8 @@ def comparison_record(paths: Sequence[Path]) -> dict[str, object]:
             for name, design in designs(stores).items()
             if any(REFERENCE in gram.labels for gram in design.grams)
         ],
-        "proxy": [
-            {"run": run, "of": of, **asdict(fidelity)}
-            for name, store in named.items()
-            for run, of, fidelity in fidelity_rows(store, name)
-        ],
+        "by_run": [{"run": run, **estimators_record(store)} for run, store in named.items()],
+        "proxy": [{"run": run, **one} for run, store in named.items() for one in proxy_record(store)],
         "settings": config_differences({run: config_of(store) for run, store in named.items()}).table,
         "pair": None if pair is None else _pair(pair),
     }  # fmt: skip

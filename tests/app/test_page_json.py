@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.commands.cli import main
+from otb_analysis.figures.numbers import bracketed, number
 from otb_analysis.report.record import written
 from tests.app.test_pages import open_page, run_query, texts
 
@@ -111,3 +112,47 @@ def test_the_step_the_page_run_opens_with_is_in_the_json(store_root, printed, mo
     app = open_page(store_root, "run", monkeypatch, run=["chain-group_mean-s0"])
     (found,) = printed("diagnose", "chain-group_mean-s0")
     assert app.query_params["step"] == str(found["look_first_at"])
+
+
+ALL = ["none", "group_mean", "grpo", "rloo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "value"]
+
+
+def test_compare_has_the_forest_the_noise_scale_the_planner_and_the_course_of_the_page_estimators(
+    store_root, printed, monkeypatch
+):
+    run = "chain-otb-s0"
+    app = open_page(store_root, "estimators", monkeypatch, run=[run])
+    app.segmented_control(key="energy").set_value("both").run()
+    app.multiselect(key="shown").set_value(ALL).run()
+    (found,) = printed("compare", run)["by_run"]
+    said = texts(app)
+    assert all(sentence in said for sentence in [*found["conclusion"], found["planner"]["note"]])
+    assert found["order"] in said and found["estimand"] in said
+    scale = found["noise_scale"]
+    assert f"rloo: {bracketed(scale['estimate'], scale['low'], scale['high'], '.0f')} prompts." in said
+    shown = next(frame.value for frame in app.dataframe if "noise scale" in frame.value)
+    assert column(found["estimators"], "estimator") == shown["estimator"].tolist() and len(shown) == 11
+    for title, name in (("efficiency", "efficiency_ratio"), ("SF", "sf_ratio"), ("variance", "variance_ratio")):
+        ratios = [bracketed(row[name], row[f"{name}_low"], row[f"{name}_high"]) for row in found["estimators"]]
+        assert ratios == shown[f"{title} ÷ rloo"].tolist()
+    course = found["over_training"]
+    assert course["pooled_steps"] == app.slider(key="pool").value
+    figure = json.loads(app.get("plotly_chart")[-1].proto.spec)
+    (rloo,) = [t for t in figure["data"] if t["name"] == "rloo" and t["xaxis"] == "x" and t.get("showlegend", True)]
+    mine = [row["efficiency"] for row in course["rows"] if row["estimator"] == "rloo"]
+    assert [x for x in mine if x is not None] == pytest.approx([x for x in values(rloo["y"]) if x == x], rel=1e-5)
+
+
+def test_compare_has_what_the_proxy_costs_and_how_it_agrees(store_root, printed, monkeypatch):
+    run = "chain-otb-s0"
+    app = open_page(store_root, "estimators", monkeypatch, run=[run], part="proxy")
+    token, realized = printed("compare", run)["proxy"]
+    assert (token["of"], realized["of"]) == ("token energy w_t", "realized energy W_t")
+    assert f"{app.metric[0].value} ({app.metric[0].delta})" == token["gain_lost_words"]
+    for metric, name in zip(app.metric[1:], ("pearson", "log_pearson", "spearman"), strict=True):
+        assert metric.value == number(token["within"][name])
+        assert metric.delta == f"{number(token['pooled'][name])} pooled"
+    said = texts(app)
+    assert f"exact ∝ proxy^{token['line']['slope']:.2f}" in said
+    assert f"{token['compared']:,} tokens compared, from all {token['exact']:,}" in said
+    assert len(token["furthest"]) == 200 and column(token["by_step"], "step") == ["all", "0", "10", "20", "30", "40"]
