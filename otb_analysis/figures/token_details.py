@@ -8,6 +8,7 @@ import pandas as pd
 
 from otb_analysis.figures.fidelity import exact_norms
 from otb_analysis.figures.numbers import number
+from otb_analysis.figures.token_formula import TokenFormula
 from otb_analysis.figures.tokens import visible
 
 
@@ -19,6 +20,21 @@ class TokenDetails:
     t: int
     text: str
     formulas: tuple[tuple[str, str], ...]
+
+
+def details_beside(
+    formula: TokenFormula | None, tokens: pd.DataFrame, rollout: int, t: int, estimator: str
+) -> TokenDetails | None:
+    """Write out a token as `token_details`, without the stored baseline where a formula beside it shows the same.
+
+    Args:
+        formula: That of the estimator that trained, where it is shown.
+        estimator: The name of that estimator.
+    """
+    here: Any = tokens.loc[(tokens["rollout"] == rollout) & (tokens["t"] == t), "baseline"]
+    stored = None if here.isna().all() else float(here.iloc[0])
+    same = formula is not None and formula.is_close_to(stored)
+    return token_details(tokens, rollout, t, None if same else estimator)
 
 
 def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str | None) -> TokenDetails | None:

@@ -3,6 +3,7 @@
 from otb_analysis.store.compact import Compacted, compact
 from otb_analysis.store.diagnosed import attributed_steps, largest_attributed_step, step_attribution, step_series
 from otb_analysis.store.gram import gram_rows, subgroup_rows
+from otb_analysis.store.prompt import StoredPrompt
 from otb_analysis.store.query import ASKED_MEMORY, ASKED_ROWS, ASKED_SECONDS
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.runs import runs_df
@@ -22,6 +23,7 @@ __all__ = [
     "RunStore",
     "RunWriter",
     "StepTables",
+    "StoredPrompt",
     "TokenArrays",
     "attributed_steps",
     "committed_studies",
