@@ -36,6 +36,7 @@ from otb_analysis.store import (
     step_attribution,
     step_series,
 )
+from otb_analysis.store import measured as measured_store
 from otb_analysis.store.measured import cheap_energies, exact_groups, measured_grams, stored_config, stored_labels
 from otb_analysis.store.reader import scope_of
 from otb_analysis.types import Gram, Label, Proved
@@ -208,14 +209,13 @@ def lost_by_proxy(run: Run, source: str = "proxy") -> Interval | None:
 @st.cache_data(max_entries=64, show_spinner=False)
 def token_steps(run: Run) -> list[int]:
     """Return the steps whose tokens and rollouts are stored."""
-    return sorted(set(store(run).steps_with("tokens", "step")) & set(store(run).steps_with("rollouts", "step")))
+    return measured_store.token_steps(store(run))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def exact_steps(run: Run) -> list[int]:
     """Return the steps at which some groups were measured exactly."""
-    query = "SELECT step FROM steps WHERE n_measured_prompts > 0 ORDER BY step"
-    return [int(s) for s in store(run).sql(query)["step"]]
+    return measured_store.exact_steps(store(run))
 
 
 @st.cache_data(max_entries=32, show_spinner=False)

@@ -25,11 +25,12 @@ from otb_analysis.commands.inspect import (
     diagnose_command,
     parsed,
     print_comparison,
+    print_json,
     report_command,
 )
 from otb_analysis.commands.keeping import aggregate_command, compact_command
 from otb_analysis.commands.models import model_command
-from otb_analysis.commands.query import query_command
+from otb_analysis.commands.query import query_command, tokens_command
 from otb_analysis.commands.recorded import import_command, score_command
 from otb_analysis.commands.sentinel import watch_command
 from otb_analysis.commands.serve import DashboardConfig, serve
@@ -50,6 +51,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb diagnose     alarms with reasons and first firings, change points, advice   (otb diagnose RUN…)
   otb query        one read-only SELECT over a run's tables   (otb query RUN "SELECT …" --json)
+  otb tokens       one prompt's tokens under an estimator, and a token's formula   (otb tokens RUN --rollout 3 --t 5)
   otb watch        follow a run, end with status 3 at its first alarm   (otb watch RUN --webhook URL)
   otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
   otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
@@ -82,6 +84,8 @@ class StudyConfig:
     """Measure these cells and no others; tables and README follow once none is missing."""
     render: bool = False
     """Measure nothing; write README, figures and index again from the result tables."""
+    json: bool = False
+    """Measure and write nothing; print the committed verdict and result tables as JSON, or all studies' verdicts."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -183,6 +187,9 @@ def bench_command(words: Sequence[str]) -> None:
 def study_command(words: Sequence[str]) -> None:
     """Run a study."""
     config: StudyConfig = tyro.cli(StudyConfig, prog="otb study", args=list(words), config=())
+    if config.json:
+        print_json(_committed(config))
+        return
     with shown(), phase("starting") as whole:
         from otb_analysis.rollouts.models import quiet_loading
         from otb_analysis.study.record import find_studies_folder, find_study
@@ -202,6 +209,22 @@ def study_command(words: Sequence[str]) -> None:
     console.print(result, soft_wrap=True)
 
 
+def _committed(config: StudyConfig) -> object:
+    """Return what the page Studies shows of one study, or of all."""
+    from otb_analysis.report.study_record import studies_record, study_record
+    from otb_analysis.store import committed_studies
+    from otb_analysis.study.record import find_studies_folder, find_study
+
+    if config != StudyConfig(config.name, json=True):
+        raise InputError("--json prints what is committed; leave the other options of otb study out.")
+    root = find_studies_folder()
+    studies = committed_studies(root)
+    if not config.name:
+        return studies_record(studies)
+    folder = find_study(config.name, root)
+    return study_record(next(study for study in studies if study.folder == folder))
+
+
 def dashboard_command(words: Sequence[str]) -> None:
     """Serve the dashboard."""
     serve(parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
@@ -217,6 +240,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "compare": compare_command,
     "diagnose": diagnose_command,
     "query": query_command,
+    "tokens": tokens_command,
     "watch": watch_command,
     "attribution": attribution_command,
     "report": report_command,

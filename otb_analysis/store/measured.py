@@ -65,3 +65,27 @@ def cheap_energies(store: RunStore, sources: Mapping[str, str]) -> list[str]:
         f"SELECT {counts} FROM tokens WHERE {EXACT_ROWS}", steps=store.steps_with("tokens", "grad_norm_sq")
     )
     return [name for name in sources if recorded[name].iloc[0]]
+
+
+def token_steps(store: RunStore) -> list[int]:
+    """Return the steps whose tokens and rollouts are stored.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    return sorted(set(store.steps_with("tokens", "step")) & set(store.steps_with("rollouts", "step")))
+
+
+def exact_steps(store: RunStore) -> list[int]:
+    """Return the steps at which some groups were measured exactly.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    query = "SELECT step FROM steps WHERE n_measured_prompts > 0 ORDER BY step"
+    return [int(step) for step in store.sql(query)["step"]]
+
+
+def first_step(steps: Sequence[int], exact: Sequence[int]) -> int:
+    """Return the step to begin with: the last one with exact norms where its tokens are stored, else the last one."""
+    return exact[-1] if exact and exact[-1] in steps else steps[-1]

@@ -9,7 +9,9 @@ import pytest
 from otb_analysis.commands.cli import main
 from otb_analysis.figures.numbers import bracketed, number
 from otb_analysis.report.record import written
-from tests.app.test_pages import open_page, run_query, texts
+from tests.app.test_pages import open_page, run_query, studies_root, texts
+from tests.app.test_tokens_page import box, payload
+from tests.app.token_runs import write_token_run
 
 
 @pytest.fixture
@@ -37,6 +39,9 @@ def values(drawn):
     """The numbers of a curve as Plotly sends them to a browser."""
     return np.frombuffer(base64.b64decode(drawn["bdata"]), drawn["dtype"]).tolist()
 
+
+__all__ = ["studies_root"]
+"""A fixture of the page's own tests."""
 
 SQL = "SELECT finish_reason, count(*) AS n, avg(reward) AS reward FROM rollouts GROUP BY ALL ORDER BY ALL"
 
@@ -156,3 +161,55 @@ def test_compare_has_what_the_proxy_costs_and_how_it_agrees(store_root, printed,
     assert f"exact ∝ proxy^{token['line']['slope']:.2f}" in said
     assert f"{token['compared']:,} tokens compared, from all {token['exact']:,}" in said
     assert len(token["furthest"]) == 200 and column(token["by_step"], "step") == ["all", "0", "10", "20", "30", "40"]
+
+
+@pytest.fixture(scope="module")
+def token_root(tmp_path_factory):
+    """A run with reference answers, turns and exact norms."""
+    return write_token_run(tmp_path_factory.mktemp("runs"), "first").parent
+
+
+def test_tokens_has_every_token_of_the_page_with_the_formula_of_the_chosen_estimator(token_root, printed, monkeypatch):
+    query = {"run": "first", "step": "0", "prompt": "0", "token": "2.1", "estimator": "otb_turn (exact)"}
+    query |= {"against": "rloo", "color": "advantage_difference"}
+    app = open_page(token_root, "tokens", monkeypatch, **query)
+    words = ["first", "--step", "0", "--prompt", "0", "--rollout", "2", "--t", "1", "--estimator", "otb_turn (exact)"]
+    found = printed("tokens", *words, "--against", "rloo", root=token_root)
+    panel = [dict(table.value.to_numpy().tolist()) for table in app.table if table.value.shape[1] == 2]
+    shown = {plain.replace("\\", ""): text.replace("\\", "") for table in panel for plain, text in table.items()}
+    lines = found["token"]["numbers"] | found["token"]["formula"]["lines"]
+    assert shown == lines and {"formula", "with numbers", "advantage", "probability"} <= set(lines)
+    terms, drawn = found["token"]["formula"]["terms"], app.dataframe[0].value
+    assert all(column(terms, name) == pytest.approx(drawn[name].tolist()) for name in ("weight", "return", "w", "W"))
+    row = payload(app)["panes"][0]["rows"][2]
+    for name in ("logprob", "grad_norm_sq", "baseline", "advantage", "advantage_difference", "policy_minus_sampler"):
+        pairs = zip(column(found["tokens"], name), row["values"][name], strict=True)
+        assert all(a is b is None or float(b) == pytest.approx(a, rel=5e-3, abs=1e-6) for a, b in pairs), name
+    assert found["head"]["answer"] == "19" and found["rollouts"][0]["ends_with"] == "48, not 19"
+    assert found["estimators"] == box(app, "Estimator").options
+
+
+def test_tokens_without_choices_opens_what_the_page_opens(token_root, printed, monkeypatch):
+    app, found = open_page(token_root, "tokens", monkeypatch, run="first"), printed("tokens", "first", root=token_root)
+    assert (app.query_params["step"], app.query_params["prompt"]) == (str(found["step"]), str(found["prompt"]))
+    assert len({row["rollout"] for row in found["tokens"]}) == len(found["rollouts"]) == 4
+
+
+def test_study_has_the_verdict_and_the_tables_of_the_page_studies(studies_root, capsys, monkeypatch):
+    app = open_page(studies_root, "studies", monkeypatch, study="03_squares")
+    monkeypatch.chdir(studies_root)
+    assert main(["study", "squares", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (found["study"], found["state"], found["command"]) == ("03_squares", "measured", "otb study 03_squares")
+    shown = app.dataframe[0].value
+    assert column(found["tables"]["squares"], "square") == shown["square"].tolist()
+    assert column(found["tables"]["squares"], "square_low") == [1, 3]
+    assert found["verdict"] == "They sum to 14 (13–15) :red[x] $y$." and found["cost"] in texts(app)
+    assert main(["study", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [f"{row['state']}, {row['cost'].split(' in')[0]}".strip(", ") for row in rows] == app.table[0].value[
+        "state and cost"
+    ].tolist()
+    assert main(["study", "04_broken", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "squares.csv cannot be read" in found["tables"]["squares"]["not_read"] and found["tables"]["cost"]

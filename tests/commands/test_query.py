@@ -6,6 +6,7 @@ import pytest
 
 from otb_analysis.commands.cli import main
 from otb_analysis.store import RunWriter, StepTables
+from tests.app.token_runs import write_token_run
 
 
 @pytest.fixture
@@ -70,3 +71,31 @@ def test_without_a_select_the_columns_are_explained(root, capsys):
     assert main(["query", "mine", "--root", str(root), "--json"]) == 0
     found = strict(capsys.readouterr().out)
     assert found["n_rollouts"] == 0 and found["ends"]["first"] is None and found["rewards_by_step"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "otb tokens needs a run"),
+        (["mine"], "mine has no step whose tokens and rollouts are stored"),
+        (["first", "--step", "9"], "step 9 of first has no tokens; steps 0 to 2 have."),
+        (["first", "--prompt", "9"], "has no prompt 9; it has prompts 0 to 1."),
+        (["first", "--rollout", "9"], "prompt 0 has no rollout 9"),
+        (["first", "--t", "1"], "--t needs the rollout of the token"),
+        (["first", "--rollout", "0", "--t", "99"], "rollout 0 has no token 99"),
+        (["first", "--estimator", "rlo"], "did you mean 'rloo'?"),
+    ],
+)
+def test_tokens_that_are_not_there_are_one_sentence(words, said, root, capsys):
+    write_token_run(root, "first")
+    assert main(["tokens", *words, "--root", str(root), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1
+
+
+def test_tokens_in_the_terminal_end_with_the_formula(root, capsys):
+    write_token_run(root, "first")
+    words = ["--step", "0", "--rollout", "2", "--t", "1", "--estimator", "rloo"]
+    assert main(["tokens", "first", "--root", str(root), *words]) == 0
+    out = capsys.readouterr().out
+    assert "advantage: A = G − B = 0 − 0.667 = −0.667" in out and "grad_norm_sq" in out and "entropy: H =" in out
