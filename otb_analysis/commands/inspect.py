@@ -44,6 +44,16 @@ class CompareConfig(RunsConfig):
     """Rows per table of estimators, best first; 0 shows all, no number the eight that matter."""
     json: bool = False
     """Print one JSON object with all numbers instead, for scripts."""
+    setting: str = ""
+    """With --json: group the runs by this setting, and compare B with A seed by seed."""
+    a: str = ""
+    """With --json: the value of that setting on side A; of one run estimator A, such as rloo."""
+    b: str = ""
+    """With --json: the same of B, such as "otb · exact"."""
+    curves: bool = False
+    """With --json: add the curves of rewards."""
+    window: int = 10
+    """Steps of the running means of --curves."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +100,21 @@ def compare_command(words: Sequence[str]) -> None:
     config = parsed(CompareConfig, "compare", words, CompareConfig())
     if config.top is not None and config.top < 0:
         raise InputError(f"--top is {config.top}; pass a number of rows, or 0 for all.")
+    if config.window < 1:
+        raise InputError(f"--window is {config.window}; pass at least 1 step.")
+    if not config.json and (config.setting or config.a or config.b or config.curves):
+        raise InputError("--setting, --a, --b and --curves go with --json; the page Compare shows the same.")
     with shown(), phase("comparing runs"):
         from otb_analysis.report.compare import comparison
         from otb_analysis.report.compare_record import comparison_record
+        from otb_analysis.report.pair import Sides
 
         if config.json:
-            print_json(_of_readable(config, comparison_record))
+            sides = Sides(config.setting, config.a, config.b)
+            if (config.a or config.b) and not config.setting and len(config.runs) != 1:
+                raise InputError("--a and --b are estimators of one run, or values of --setting; pass either.")
+            record = _of_readable(config, lambda paths: comparison_record(paths, sides, config.curves, config.window))
+            print_json(record)
             return
         tables = _of_readable(config, lambda paths: comparison(paths, config.top))
     print_all(tables)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from otb_analysis.errors import InputError
+from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import proved
 from otb_analysis.figures.comparison import comparison_info, comparison_table
 from otb_analysis.figures.fidelity import (
@@ -17,7 +17,7 @@ from otb_analysis.figures.fidelity import (
     fidelity_table,
     gain_lost_words,
 )
-from otb_analysis.figures.gradient_table import evenly, statistics_table
+from otb_analysis.figures.gradient_table import evenly, labels, statistics_table
 from otb_analysis.figures.measured_run import (
     NO_CONCLUSION,
     PLANNED,
@@ -26,12 +26,15 @@ from otb_analysis.figures.measured_run import (
     first_of,
     planner_of,
 )
+from otb_analysis.figures.pair_curves import block_rows, pair_table
+from otb_analysis.figures.pair_gradients import compare_estimators, default_estimators, noise_table
+from otb_analysis.figures.pair_verdict import estimators_verdict
 from otb_analysis.figures.planner import planner_table, planner_words
-from otb_analysis.report.runs import config_of
+from otb_analysis.report.runs import config_of, estimator_of
 from otb_analysis.statistics import REFERENCE, Interval, gain_lost, gradient_noise_scale
 from otb_analysis.store import RunStore
 from otb_analysis.store.measured import cheap_energies, exact_groups, measured_grams
-from otb_analysis.types import Gram, Proved
+from otb_analysis.types import Gram, Label, Proved
 
 
 def estimators_record(store: RunStore) -> dict[str, object]:
@@ -75,6 +78,42 @@ def _over_training(store: RunStore, grams: Mapping[int, Gram], known: Proved) ->
         return {"pooled_steps": 1, "rows": store.gradients_df()}
     window = default_window(grams, known)
     return {"pooled_steps": window, "rows": statistics_table(grams, window, known, at=evenly(list(grams)))}
+
+
+def estimator_pair(store: RunStore, a: str = "", b: str = "") -> dict[str, object] | None:
+    """Return how estimator B compares with A on the rollouts of one run, as the page Compare does.
+
+    Args:
+        a: In the page's words, as `rloo` or `otb · exact`; empty for what the page begins with. `b` likewise.
+
+    Returns:
+        None where fewer than two estimators were measured.
+
+    Raises:
+        InputError: An estimator was not measured, or both are the same.
+        StoreError: The run cannot be read.
+    """
+    grams, config = measured_grams(store), config_of(store)
+    known = proved({label for gram in grams.values() for label in gram.labels}, config)
+    names = {name: label for label, name in labels(known_labels(grams)).items()}
+    if len(names) < 2:
+        return None
+    chosen = [one or first for one, first in zip((a, b), default_estimators(names, estimator_of(config)), strict=True)]
+    for name in chosen:
+        if name not in names:
+            raise InputError(f"estimator {name!r} was not measured in {store.path.name}; {nearest(name, names)}")
+    if chosen[0] == chosen[1]:
+        raise InputError(f"A and B are both {chosen[0]}; pass another --a or --b.")
+    panels, noise = compare_estimators(grams, names[chosen[0]], names[chosen[1]], known)
+    return {
+        "a": chosen[0], "b": chosen[1], "verdict": estimators_verdict(noise), "quantities": pair_table(panels),
+        "blocks": block_rows(panels), "gradient_noise": noise_table(noise), "notes": noise.notes,
+    }  # fmt: skip
+
+
+def known_labels(grams: Mapping[int, Gram]) -> list[Label]:
+    """Return every estimator of some Gram matrices, in their order."""
+    return list(dict.fromkeys(label for gram in grams.values() for label in gram.labels))
 
 
 def proxy_infos(store: RunStore) -> list[tuple[FidelityInfo, int, int]]:

@@ -213,3 +213,35 @@ def test_study_has_the_verdict_and_the_tables_of_the_page_studies(studies_root, 
     assert main(["study", "04_broken", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "squares.csv cannot be read" in found["tables"]["squares"]["not_read"] and found["tables"]["cost"]
+
+
+def test_compare_of_two_estimators_of_a_run_is_that_of_the_page(store_root, printed, monkeypatch):
+    run = "chain-otb-s0"
+    for sides in ({}, {"a": "group_mean", "b": "otb · exact"}):
+        app = open_page(store_root, "compare", monkeypatch, run=[run], compare="estimators", **sides)
+        words = [word for side, name in sides.items() for word in (f"--{side}", name)]
+        found = printed("compare", run, *words)["by_run"][0]["pair"]
+        assert (found["a"], found["b"]) == (app.query_params["a"], app.query_params["b"])
+        assert found["verdict"] in texts(app)
+        (noise,) = found["gradient_noise"]
+        assert noise["what"] in app.table[0].value.iloc[0].tolist()[0].replace("\\", "")
+        ratio = bracketed(noise["variance"], noise["variance_low"], noise["variance_high"])
+        assert ratio in [str(cell).replace("\\", "") for cell in app.table[0].value.iloc[0]]
+        assert {row["quantity"] for row in found["blocks"]} == {row["quantity"] for row in found["quantities"]}
+
+
+def test_compare_has_the_learning_curves_and_differences_of_triage_and_the_pair_of_compare(
+    store_root, printed, monkeypatch
+):
+    runs = ["chain-group_mean-s0", "chain-otb-s0"]
+    app, found = open_page(store_root, "triage", monkeypatch, run=runs), printed("compare", *runs, "--curves")
+    assert column(found["settings"], "setting") == app.dataframe[1].value["setting"].tolist() == ["estimator.name"]
+    figure = json.loads(app.get("plotly_chart")[0].proto.spec)
+    for run in runs:
+        smooth = [row["smooth"] for row in found["learning"] if (row["run"], row["quantity"]) == (run, "reward_mean")]
+        drawn = [t for t in figure["data"] if t.get("name", "").startswith(run) and t["xaxis"] == "x"]
+        assert any(values(t["y"]) == pytest.approx(smooth, rel=1e-5) for t in drawn if "bdata" in t["y"])
+    app = open_page(store_root, "compare", monkeypatch, run=runs, compare="runs", a=runs[0], b=runs[1])
+    said = texts(app)
+    assert found["pair"]["verdict"] in said and all(note in said for note in found["pair"]["notes"])
+    assert len(found["pair_curves"]) == 41 * 4 + 5 and found["pair"]["intervals"] in said
