@@ -54,6 +54,8 @@ class CompareConfig(RunsConfig):
     """With --json: add the curves of rewards."""
     window: int = 10
     """Steps of the running means of --curves."""
+    by: str = ""
+    """With --curves: one curve per value of this setting, the mean over its runs."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def compare_command(words: Sequence[str]) -> None:
         raise InputError(f"--top is {config.top}; pass a number of rows, or 0 for all.")
     if config.window < 1:
         raise InputError(f"--window is {config.window}; pass at least 1 step.")
+    if config.by and not config.curves:
+        raise InputError("--by groups the curves of --curves; pass that, too.")
     if not config.json and (config.setting or config.a or config.b or config.curves):
         raise InputError("--setting, --a, --b and --curves go with --json; the page Compare shows the same.")
     with shown(), phase("comparing runs"):
@@ -113,7 +117,8 @@ def compare_command(words: Sequence[str]) -> None:
             sides = Sides(config.setting, config.a, config.b)
             if (config.a or config.b) and not config.setting and len(config.runs) != 1:
                 raise InputError("--a and --b are estimators of one run, or values of --setting; pass either.")
-            record = _of_readable(config, lambda paths: comparison_record(paths, sides, config.curves, config.window))
+            curves = (config.curves, config.window, config.by)
+            record = _of_readable(config, lambda paths: comparison_record(paths, sides, *curves))
             print_json(record)
             return
         tables = _of_readable(config, lambda paths: comparison(paths, config.top))

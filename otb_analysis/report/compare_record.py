@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from otb_analysis.errors import InputError
+from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.comparison import comparison_info, comparison_table
 from otb_analysis.figures.curves import curves_table
-from otb_analysis.figures.learning import learning_info
+from otb_analysis.figures.learning import grouped_info, learning_info
 from otb_analysis.figures.pair_curves import block_rows, curves_rows, pair_table
 from otb_analysis.figures.pair_gradients import noise_table
-from otb_analysis.figures.runs import config_differences, headline_info
+from otb_analysis.figures.runs import Differences, config_differences, grouped, headline_info
 from otb_analysis.report.designs import designs
 from otb_analysis.report.estimators_record import estimator_pair, estimators_record, proxy_record
 from otb_analysis.report.pair import Pair, Sides, pair_of
@@ -23,7 +23,11 @@ from otb_analysis.store import RunStore
 
 
 def comparison_record(
-    paths: Sequence[Path], sides: Sides | None = None, curves: bool = False, window: int = 10
+    paths: Sequence[Path],
+    sides: Sides | None = None,
+    curves: bool = False,
+    window: int = 10,
+    by: str = "",
 ) -> dict[str, object]:
     """Return what runs learned, every estimator as ratios to `rloo`, the proxy's cost, and settings that differ.
 
@@ -34,6 +38,7 @@ def comparison_record(
     Args:
         sides: What `pair` compares instead; of one run, which estimators.
         curves: Add learning curves with running means over `window` steps, and the curves behind `pair`.
+        by: A setting in which the runs differ: the curves are means over the runs of each of its values.
 
     Raises:
         InputError: A run does not exist or has no complete step.
@@ -45,6 +50,7 @@ def comparison_record(
     pair = pair_of(stores, sides)
     chosen = ("", "") if sides.setting or len(stores) > 1 else (sides.a, sides.b)
     steps = {run: store.steps_df() for run, store in named.items()}
+    differences = config_differences({run: config_of(store) for run, store in named.items()})
     record: dict[str, object] = {
         "runs": [_learned(run, store, steps[run]) for run, store in named.items()],
         "estimators": [
@@ -61,12 +67,13 @@ def comparison_record(
             for run, store in named.items()
         ],
         "proxy": [{"run": run, **one} for run, store in named.items() for one in proxy_record(store)],
-        "settings": config_differences({run: config_of(store) for run, store in named.items()}).table,
+        "settings": differences.table,
         "pair": None if pair is None else _pair(pair),
     }  # fmt: skip
     if curves:
         names = {run: estimator_of(config_of(store)) for run, store in named.items()}
-        record["learning"] = curves_table(learning_info(steps, names, window))
+        info = learning_info(steps, names, window) if not by else grouped_info(steps, _groups(differences, by), window)
+        record["learning"] = curves_table(info)
         record["pair_curves"] = None if pair is None else curves_rows(pair.panels)
     return written(record)
 
@@ -79,6 +86,13 @@ def _pair(pair: Pair) -> dict[str, object]:
         "gradient_noise": noise_table(pair.noise),
         "notes": pair.notes,
     }  # fmt: skip
+
+
+def _groups(differences: Differences, by: str) -> dict[str, list[str]]:
+    settings = list(differences.table["setting"])
+    if by not in settings:
+        raise InputError(f"--by is {by!r}, in which these runs do not differ; {nearest(by, settings)}")
+    return grouped(differences, by)
 
 
 def _learned(run: str, store: RunStore, steps: pd.DataFrame) -> dict[str, object]:

@@ -245,3 +245,16 @@ def test_compare_has_the_learning_curves_and_differences_of_triage_and_the_pair_
     said = texts(app)
     assert found["pair"]["verdict"] in said and all(note in said for note in found["pair"]["notes"])
     assert len(found["pair_curves"]) == 41 * 4 + 5 and found["pair"]["intervals"] in said
+
+
+def test_compare_groups_the_learning_curves_as_triage_does(store_root, printed, monkeypatch):
+    runs = ["chain-group_mean-s0", "chain-otb-s0", "failed-rloo"]
+    app = open_page(store_root, "triage", monkeypatch, run=runs, by="seed")
+    found = printed("compare", *runs, "--curves", "--by", "seed")["learning"]
+    drawn = [t for t in json.loads(app.get("plotly_chart")[0].proto.spec)["data"] if t.get("xaxis") == "x"]
+    names = set(column(found, "run"))
+    assert names == {"seed = 0 (2 runs)", "seed = 1 (1 run)"}
+    for name in names:
+        mean = [row["value"] for row in found if (row["run"], row["quantity"]) == (name, "reward_mean")]
+        curves = [values(t["y"]) for t in drawn if t.get("name") == name and "bdata" in t["y"]]
+        assert any(curve == pytest.approx(mean, rel=1e-5) for curve in curves), name

@@ -155,6 +155,8 @@ def test_groups_of_a_setting_and_its_values_are_chosen(tmp_path, capsys):
         (["--json", "--setting", "estimator.name", "--a", "rloo", "--b", "rloo"], "share no seed or are the same"),
         (["--curves"], "go with --json"),
         (["--json", "--window", "0"], "--window is 0"),
+        (["--json", "--curves", "--by", "sed"], "--by is 'sed', in which these runs do not differ"),
+        (["--json", "--by", "seed"], "--by groups the curves"),
     ],
 )
 def test_sides_that_cannot_be_compared_are_one_sentence(words, said, tmp_path, capsys):
