@@ -1,4 +1,4 @@
-"""The commands that read finished or running runs and print what they say: compare, diagnose, attribution, report."""
+"""`otb compare` and `otb report`, and what all commands share that read finished or running runs."""
 
 import json
 import shlex
@@ -15,7 +15,7 @@ from rich.table import Table
 from otb_analysis.commands.choices_help import registry_of_help
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.phases import counted, phase
+from otb_analysis.phases import phase
 
 TABLE_WIDTH = 136
 """Characters of a line at least; a narrower terminal wraps the lines of a table rather than losing numbers."""
@@ -56,37 +56,6 @@ class CompareConfig(RunsConfig):
     """Steps of the running means of --curves."""
     by: str = ""
     """With --curves: one curve per value of this setting, the mean over its runs."""
-
-
-@dataclass(frozen=True)
-class DiagnoseConfig(RunsConfig):
-    """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice.
-
-    Of a folder of runs (otb diagnose runs): every run in one line, the worst first, as the page Triage has it.
-    """
-
-    json: bool = False
-    """Print JSON instead, for scripts: a list with one object per run, of a folder one object with all runs."""
-    step: int | None = None
-    """With --json: add who holds the gradient of this step."""
-    top: int = 50
-    """Prompts, rollouts and tokens of --step."""
-    curves: bool = False
-    """With --json: add the curves of every panel."""
-
-
-@dataclass(frozen=True)
-class AttributionConfig:
-    """Print who holds ‖ḡ‖² at a step: prompts, rollouts and tokens, each share split into signal and noise."""
-
-    run: Annotated[str, tyro.conf.Positional] = ""
-    """Name or path of a run that measured the level attribution."""
-    step: int | None = None
-    """A step; the attributed one with the largest gradient when none is given."""
-    top: int = 12
-    """Rows per table."""
-    root: Path = Path("runs")
-    """Directory that holds the runs."""
 
 
 @dataclass(frozen=True)
@@ -150,60 +119,6 @@ def _of_readable(config: CompareConfig, compared: Callable[[Sequence[Path]], Res
         if not (readable := [path for path in paths if _can_be_read(path)]):
             raise
         return compared(readable)
-
-
-def diagnose_command(words: Sequence[str]) -> None:
-    """Diagnose runs."""
-    config = parsed(DiagnoseConfig, "diagnose", words, DiagnoseConfig())
-    if config.top < 1:
-        raise InputError(f"--top is {config.top}; pass at least 1.")
-    if not config.json and (config.step is not None or config.curves):
-        raise InputError("--step and --curves go with --json; in the terminal otb attribution RUN shows a step.")
-    with shown(), phase("diagnosing"):
-        from otb_analysis.report.diagnosis_record import diagnosis_record, triage_parts, triage_record, triaged
-        from otb_analysis.report.verdicts import diagnosis
-
-        record: object = None
-        diagnoses: list[list[Table | str]] = []
-        if (folder := _folder(config)) is not None:
-            rows = triaged(folder)
-            diagnoses, record = [triage_parts(rows)], triage_record(rows)
-        else:
-            paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
-            counted_paths = counted(paths, "run")
-            if config.json:
-                record = [diagnosis_record(path, config.step, config.top, config.curves) for path in counted_paths]
-            else:
-                diagnoses = [diagnosis(path) for path in counted_paths]
-    if config.json:
-        print_json(record)
-        return
-    for parts in diagnoses:
-        print_all(parts)
-
-
-def _folder(config: DiagnoseConfig) -> Path | None:
-    """Return the folder of runs that was named instead of runs; None where runs were named, or nothing."""
-    from otb_analysis.store.layout import is_run
-
-    if len(config.runs) != 1 or is_run(run_path(config.root, config.runs[0])):
-        return None
-    folder = Path(config.runs[0])
-    return folder if folder.is_dir() and not is_run(folder) else None
-
-
-def attribution_command(words: Sequence[str]) -> None:
-    """Attribute a step."""
-    config = parsed(AttributionConfig, "attribution", words, AttributionConfig())
-    if not config.run:
-        raise InputError("otb attribution needs a run; pass its name, as in otb attribution demo-otb-s0.")
-    if config.top < 1:
-        raise InputError(f"--top is {config.top}; pass at least 1.")
-    with shown(), phase("reading the attribution"):
-        from otb_analysis.report.verdicts import attribution
-
-        parts = attribution(run_path(config.root, config.run), config.step, config.top)
-    print_all(parts)
 
 
 def report_command(words: Sequence[str]) -> None:
