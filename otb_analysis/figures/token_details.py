@@ -91,7 +91,7 @@ def _energy(token: dict[str, object], policy: Any, t: int) -> list[tuple[str, st
     seen = policy.loc[policy["t"] <= t, column]
     if len(seen) and seen.notna().all():
         total = policy[column].sum(min_count=len(policy))
-        share = "" if not total > 0 else f", {seen.sum() / total:.0%} of this rollout's {number(float(total))}"
+        share = "" if not 0 < total < np.inf else f", {seen.sum() / total:.0%} of this rollout's {number(float(total))}"
         exact: Any = exact_norms(policy).loc[seen.index]
         sign = "=" if column == "energy_proxy" or exact.notna().all() else "≈"
         lines.append(("realized energy", f"W = Σ w over {len(seen)} tokens {sign} {number(float(seen.sum()))}{share}"))

@@ -9,9 +9,10 @@ import pytest
 from otb_analysis.commands.cli import main
 from otb_analysis.figures.numbers import bracketed, number
 from otb_analysis.report.record import written
-from tests.app.test_pages import open_page, run_query, studies_root, texts
+from tests.app.test_pages import PAGES, open_page, run_query, studies_root, texts
 from tests.app.test_tokens_page import box, payload
 from tests.app.token_runs import write_token_run
+from tests.commands.test_query import odd
 
 
 @pytest.fixture
@@ -40,8 +41,8 @@ def values(drawn):
     return np.frombuffer(base64.b64decode(drawn["bdata"]), drawn["dtype"]).tolist()
 
 
-__all__ = ["studies_root"]
-"""A fixture of the page's own tests."""
+__all__ = ["odd", "studies_root"]
+"""Fixtures of other tests."""
 
 SQL = "SELECT finish_reason, count(*) AS n, avg(reward) AS reward FROM rollouts GROUP BY ALL ORDER BY ALL"
 
@@ -258,3 +259,10 @@ def test_compare_groups_the_learning_curves_as_triage_does(store_root, printed, 
         mean = [row["value"] for row in found if (row["run"], row["quantity"]) == (name, "reward_mean")]
         curves = [values(t["y"]) for t in drawn if t.get("name") == name and "bdata" in t["y"]]
         assert any(curve == pytest.approx(mean, rel=1e-5) for curve in curves), name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_opens_a_run_of_nan_and_infinity(page, odd, monkeypatch):
+    chosen = {"part": "proxy"} if page == "estimators" else {"token": "0.1"}
+    app = open_page(odd, page, monkeypatch, **chosen)
+    assert not app.exception

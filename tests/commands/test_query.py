@@ -99,3 +99,40 @@ def test_tokens_in_the_terminal_end_with_the_formula(root, capsys):
     assert main(["tokens", "first", "--root", str(root), *words]) == 0
     out = capsys.readouterr().out
     assert "advantage: A = G − B = 0 − 0.667 = −0.667" in out and "grad_norm_sq" in out and "entropy: H =" in out
+
+
+@pytest.fixture
+def odd(tmp_path):
+    """A run whose numbers are NaN and infinite wherever a run can have them."""
+    nan, inf = float("nan"), float("inf")
+    writer = RunWriter.create(tmp_path, "odd", {"estimator": {"name": "rloo"}, "seed": 0})
+    tokens = {"group": [0] * 4, "rollout": [0, 0, 1, 1], "turn": [0] * 4, "t": [0, 1, 0, 1], "token": list("abcd")}
+    tokens |= {"token_id": [5] * 4, "mask": [True] * 4, "logprob": [-0.1, nan, -inf, -0.2], "reward": [0, nan, 0, inf]}
+    tokens |= {
+        "energy_proxy": [0.1, inf, nan, 0.2],
+        "grad_norm_sq": [1.0, inf, nan, 2.0],
+        "advantage": [nan, inf, 0, 1],
+    }
+    rollouts = {"group": [0, 0], "rollout": [0, 1], "reward": [nan, inf], "length": [2, 2], "prompt": ["p", "p"]}
+    for step in range(60):
+        steps = {"reward_mean": [0.5, nan, inf][step % 3], "grad_norm": [1.0, -inf, nan][step % 3], "loss": inf}
+        writer.write_step(step, StepTables(tokens, rollouts, steps))
+    writer.finish()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["diagnose", "{root}"],
+        ["diagnose", "odd", "--step", "3", "--curves"],
+        ["query", "odd"],
+        ["query", "odd", "SELECT * FROM tokens"],
+        ["tokens", "odd"],
+        ["tokens", "odd", "--rollout", "1", "--t", "1"],
+        ["compare", "odd", "--curves"],
+    ],
+)
+def test_json_of_a_run_of_nan_and_infinity_is_read_by_a_strict_parser(words, odd, capsys):
+    assert main([*(word.format(root=odd) for word in words), "--root", str(odd), "--json"]) == 0
+    assert strict(capsys.readouterr().out)
