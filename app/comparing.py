@@ -15,6 +15,7 @@ from widgets import chart, chosen_runs, errors_as_sentences, plain
 from otb_analysis.figures.comparison import comparison_table, display_table, plot_comparison
 from otb_analysis.figures.conclusion import noise_scale_cell
 from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE
+from otb_analysis.figures.measured_run import MAX_WINDOW, NO_CONCLUSION, first_of
 from otb_analysis.figures.planner import planner_table, planner_words, plot_planner
 from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_info
 from otb_analysis.statistics import MIN_CLUSTERS
@@ -49,7 +50,7 @@ def comparison(run: Run) -> None:
     usual = [n for n in names if n in (*USUAL, run.estimator)] or names[:8]
     estimators = st.multiselect("Estimators", names, default=usual, key="shown", bind="query-params", wrap=True)
     forest(run, source, str(against), str(step), estimators)
-    first, *rest = data.conclusion(run) or ("No Gram matrix was measured, so no intervals are known.",)
+    first, *rest = data.conclusion(run) or (NO_CONCLUSION,)
     verdict.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
     if len(names := [chosen.name for chosen in chosen_runs()]) > 1:
         elsewhere = [] if (root := listing.root()) == Path("runs").resolve() else ["--root", str(root)]
@@ -60,11 +61,6 @@ def comparison(run: Run) -> None:
         planned(run if followed.status == "running" and measured else followed)
     chosen = [(name, of) for name, of in measured if name in estimators]
     over_steps(run, frozenset(label for label in chosen if source == "both" or label[1] in ("none", source)))
-
-
-def first_of(names: list[str]) -> str:
-    """Return what the others are compared with to begin with."""
-    return "rloo" if "rloo" in names else names[0]
 
 
 def forest(run: Run, source: str, against: str, step: str, estimators: list[str]) -> None:
@@ -112,7 +108,7 @@ def over_steps(run: Run, labels: frozenset[Label]) -> None:
     """Draw the four measures over steps."""
     st.subheader("Over training", anchor=False)
     window = st.slider(
-        "Measured steps pooled into one point", 1, data.MAX_WINDOW, data.default_window(run),
+        "Measured steps pooled into one point", 1, MAX_WINDOW, data.default_window(run),
         key="pool", bind="query-params", width=420,
         help="More prompts in a point, narrower intervals. Ratios are of averages, not averages of ratios.",
     )  # fmt: skip

@@ -12,43 +12,39 @@ import streamlit as st
 from listing import Run
 
 from otb_analysis.diagnostics import ChangePoint, Finding, StepAttribution, change_points, diagnose
-from otb_analysis.diagnostics.dead_groups import reward_groups
-from otb_analysis.diagnostics.planner import Planner, plan
-from otb_analysis.errors import STOPS
-from otb_analysis.estimators import proved, standing_for_truth
+from otb_analysis.diagnostics.planner import Planner
+from otb_analysis.estimators import proved
+from otb_analysis.figures import measured_run
 from otb_analysis.figures.comparison import ComparisonInfo, comparison_info
-from otb_analysis.figures.conclusion import advice_line, conclusion_sentences, trained_labels
+from otb_analysis.figures.conclusion import advice_line
 from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
 from otb_analysis.figures.gradient_table import evenly, statistics_table
+from otb_analysis.figures.measured_run import PLANNED, conclusion_of, planner_of
 from otb_analysis.figures.pair_curves import PairPanel, compare_curves
 from otb_analysis.figures.pair_gradients import NoiseInfo, RunGrams, compare_estimators, compare_noise, joint_proofs
 from otb_analysis.figures.pairing import Pairing
-from otb_analysis.figures.triage import Triage, triage
-from otb_analysis.statistics import REFERENCE, Interval, conclude, gain_lost, gradient_noise_scale
+from otb_analysis.figures.triage import Triage, triage_row
+from otb_analysis.statistics import REFERENCE, Interval, gain_lost, gradient_noise_scale
 from otb_analysis.store import (
-    EXACT_ROWS,
+    ASKED_MEMORY,
     RolloutFilter,
     RunStore,
     attributed_steps,
+    facts_of_rollouts,
     find_rollouts,
     reward_histogram,
     step_attribution,
     step_series,
 )
+from otb_analysis.store import measured as measured_store
+from otb_analysis.store.measured import cheap_energies, exact_groups, measured_grams, stored_config, stored_labels
 from otb_analysis.store.reader import scope_of
 from otb_analysis.types import Gram, Label, Proved
-
-MAX_WINDOW = 10
-"""Most measured steps that one point pools."""
-
-MEMORY = "256MB"
-MAX_TOKENS = 1_000_000
-"""Most measured tokens one page loads; beyond it a seeded choice of whole prompts is taken, and the page says so."""
 
 
 @st.cache_resource(max_entries=16, show_spinner=False)
 def _store(path: str) -> RunStore:
-    return RunStore(path, memory_limit=MEMORY)
+    return RunStore(path, memory_limit=ASKED_MEMORY)
 
 
 def store(run: Run) -> RunStore:
@@ -59,8 +55,7 @@ def store(run: Run) -> RunStore:
 @st.cache_data(max_entries=64, show_spinner=False)
 def config(run: Run) -> dict[str, object]:
     """Return a run's configuration, nested."""
-    stored = store(run).info.get("config")
-    return stored if isinstance(stored, dict) else {}
+    return stored_config(store(run))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
@@ -75,14 +70,9 @@ def steps(chosen: Sequence[Run]) -> dict[str, pd.DataFrame]:
 
 def triaged(row: Any, run: Run | None) -> Triage:
     """Return one run of the list; `run` is None for one that cannot be opened."""
-    age = (pd.Timestamp.now("UTC") - row["updated"]).total_seconds() if pd.notna(row["updated"]) else None
-    reason = str(row["reason"] or "")
     if run is None:
-        return triage(str(row["run"]), "", str(row["status"]), pd.DataFrame(), [], age, reason)
-    try:
-        return triage(run.name, run.estimator, run.status, _steps(run), _diagnosis(run)[0], age, reason)
-    except STOPS as error:
-        return triage(run.name, run.estimator, "broken", pd.DataFrame(), [], age, str(error))
+        return triage_row(row, "", None)
+    return triage_row(row, run.estimator, lambda: (_steps(run), _diagnosis(run)[0]))
 
 
 def measured(run: Run) -> Run:
@@ -92,15 +82,14 @@ def measured(run: Run) -> Run:
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def _stored_labels(run: Run) -> list[Label]:
-    rows = store(run).gradients_df(columns=["estimator", "energy_source"]).drop_duplicates()
-    return [(str(name), str(source)) for name, source in rows.itertuples(index=False, name=None)]
+    return stored_labels(store(run))
 
 
 # As a resource: `cache_data` would copy every step's products with every question.
 @st.cache_resource(max_entries=8, show_spinner="Reading the Gram matrices …")
 def grams(run: Run) -> dict[int, Gram]:
     """Return of every measured step what compares its estimators; steps seen before are not read again."""
-    return store(run).reduced_grams((REFERENCE, standing_for_truth(_stored_labels(run), config(run))))
+    return measured_grams(store(run))
 
 
 def measured_labels(run: Run) -> list[Label]:
@@ -145,11 +134,7 @@ def compared_estimators(run: Run, a: Label, b: Label) -> tuple[tuple[PairPanel, 
 @st.cache_data(max_entries=64, show_spinner="Comparing the estimators …")
 def conclusion(run: Run) -> tuple[str, ...]:
     """Return what a run's comparisons with rloo say, in three sentences; none where no step was measured."""
-    measured = list(grams(run).values())
-    if not measured:
-        return ()
-    trained = trained_labels(config(run), measured)
-    return conclusion_sentences(conclude(measured, known(run), first=trained), trained, config(run))
+    return conclusion_of(grams(run), known(run), config(run))
 
 
 @st.cache_data(max_entries=64, show_spinner="Comparing estimators …")
@@ -161,11 +146,9 @@ def advice(run: Run) -> str:
 @st.cache_data(max_entries=64, show_spinner="Planning …")
 def planner(run: Run) -> Planner:
     """Return how efficient a run's rollouts would be in groups of other sizes."""
-    rewards = store(run).rollouts_df(columns=["step", "group", "reward", "prompt_id"])
-    trained = trained_labels(config(run), grams(run).values())
     sizes = store(run).subgroup_grams() if grams(run) else {}
-    steps = len(store(run).complete_steps())
-    return plan(grams(run), sizes, next(iter(trained), None), reward_groups(rewards), steps, known(run))
+    rollouts = store(run).rollouts_df(columns=list(PLANNED))
+    return planner_of(grams(run), sizes, rollouts, len(store(run).complete_steps()), known(run), config(run))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
@@ -191,13 +174,8 @@ def statistics(run: Run, window: int, labels: frozenset[Label]) -> pd.DataFrame:
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def default_window(run: Run) -> int:
-    """Return the fewest measured steps to pool with which most points have an efficiency; at most `MAX_WINDOW`."""
-    measured = grams(run)
-    for window in (1, 2, 3, 5):
-        table: Any = statistics_table(measured, window, known(run), at=evenly(list(measured), 4))
-        if table.empty or table["efficiency"].notna().mean() > 2 / 3:
-            return window
-    return MAX_WINDOW
+    """Return how many measured steps a point pools to begin with."""
+    return measured_run.default_window(grams(run), known(run))
 
 
 @dataclass(frozen=True)
@@ -212,24 +190,14 @@ class MeasuredTokens:
 @st.cache_data(max_entries=8, show_spinner="Comparing proxy and exact norms …")
 def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
     """Return the agreement of proxy and exact energies over a run."""
-    steps = store(run).steps_with("tokens", "grad_norm_sq")
-    count = store(run).sql(f"SELECT count(*) AS n FROM tokens WHERE {EXACT_ROWS}", steps=steps)
-    total = int(count["n"].iloc[0])
-    share = min(1000, 1000 * MAX_TOKENS // max(total, 1))
-    groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {EXACT_ROWS} AND hash(step, "group") % 1000 < {share}'
-    names = ", ".join(f'"{name}"' for name in fidelity_columns(source))
-    query = f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})'
-    table: Any = store(run).sql(query, steps=steps)
+    table, total = exact_groups(store(run), fidelity_columns(source))
     return MeasuredTokens(fidelity_info(table, kind, source), int(exact_norms(table).count()), total)
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def cheap_sources(run: Run) -> list[str]:
     """Return the energies that a run has beside exact norms: the proxy, and its calibration where it was fitted."""
-    counts = ", ".join(f'count("{column}") AS "{name}"' for name, column in SOURCES.items())
-    steps = store(run).steps_with("tokens", "grad_norm_sq")
-    recorded = store(run).sql(f"SELECT {counts} FROM tokens WHERE {EXACT_ROWS}", steps=steps)
-    return [name for name in SOURCES if recorded[name].iloc[0]]
+    return cheap_energies(store(run), SOURCES)
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
@@ -241,14 +209,13 @@ def lost_by_proxy(run: Run, source: str = "proxy") -> Interval | None:
 @st.cache_data(max_entries=64, show_spinner=False)
 def token_steps(run: Run) -> list[int]:
     """Return the steps whose tokens and rollouts are stored."""
-    return sorted(set(store(run).steps_with("tokens", "step")) & set(store(run).steps_with("rollouts", "step")))
+    return measured_store.token_steps(store(run))
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def exact_steps(run: Run) -> list[int]:
     """Return the steps at which some groups were measured exactly."""
-    query = "SELECT step FROM steps WHERE n_measured_prompts > 0 ORDER BY step"
-    return [int(s) for s in store(run).sql(query)["step"]]
+    return measured_store.exact_steps(store(run))
 
 
 @st.cache_data(max_entries=32, show_spinner=False)
@@ -257,25 +224,10 @@ def rollouts(run: Run, step: int) -> pd.DataFrame:
     return store(run).rollouts_df([step])
 
 
-ENDS = (("step", "first", "last"), ("reward", "low", "high"), ("length", "short", "long"))
-
-
 @st.cache_data(max_entries=64, show_spinner=False)
 def rollout_facts(run: Run) -> dict[str, Any]:
-    """Return the ends of what rollouts can be asked for: steps, finite rewards, lengths, turns, finish reasons."""
-    finite = " FILTER (WHERE isfinite({}::DOUBLE))"
-    ends = ", ".join(
-        f"{f}({c}){finite.format(c)} AS {end}" for c, *of in ENDS for f, end in zip(("min", "max"), of, strict=True)
-    )
-    reasons = "coalesce(list_sort(list_distinct(list(finish_reason))), [])"
-    lost = "count(*) FILTER (WHERE NOT isfinite(reward)) AS lost"
-    query = f"SELECT {ends}, {lost}, coalesce(max(turns), 1) AS turns, {reasons} AS reasons FROM rollouts"
-    facts: Any = store(run).sql(query, texts=False).iloc[0]
-    whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
-    parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
-    reasons = [] if facts["first"] is None or pd.isna(facts["first"]) else facts["reasons"]
-    counts = {name: int(facts[name]) for name in ("turns", "lost")}
-    return whole | parts | counts | {"reasons": [str(r) for r in reasons if r is not None]}
+    """Return the ends of what rollouts can be asked for."""
+    return facts_of_rollouts(store(run))
 
 
 @st.cache_data(max_entries=16, show_spinner="Searching …")

@@ -12,6 +12,7 @@ import streamlit as st
 
 from otb_analysis.errors import STOPS
 from otb_analysis.store import runs_df
+from otb_analysis.store.runs import can_be_opened, estimator_names
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def states() -> tuple[str, ...]:
 def readable(table: pd.DataFrame) -> list[Run]:
     """Return the runs that can be opened and have at least one complete step: running ones first, newest first."""
     columns: Any = table[["run", "status", "created", "n_steps"]]  # of a hundred, in pieces
-    usable = columns[(columns["status"] != "broken") & (columns["n_steps"].fillna(0) > 0)]
+    usable = columns[can_be_opened(columns)]
     rank = usable["status"].map({"running": 0, "complete": 1}).fillna(2)
     usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
     estimators = estimator_names(table)
@@ -95,13 +96,3 @@ def readable(table: pd.DataFrame) -> list[Run]:
         Run(str(folder / name), stamp(folder / name), str(name), estimators.get(str(name), ""), str(status))
         for name, status in zip(usable["run"], usable["status"], strict=True)
     ]
-
-
-def estimator_names(table: pd.DataFrame) -> dict[str, str]:
-    """Return the training estimator of each run, wherever its configuration keeps it."""
-    names = [str(c) for c in table if str(c).removesuffix(".name").endswith(".estimator")]
-    columns = sorted(names, key=len)
-    if not columns:
-        return {}
-    first = table[columns].bfill(axis=1).iloc[:, 0]
-    return {str(run): "" if pd.isna(name) else str(name) for run, name in zip(table["run"], first, strict=True)}

@@ -11,6 +11,7 @@ from widgets import chosen_runs
 
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.prompts import distinct
+from otb_analysis.store.measured import first_step
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ class Place:
 def choose_step(run: listing.Run, within: Any) -> int:
     """Let the page choose a step; the last one with exact norms to begin with, else the last one."""
     steps = data.token_steps(run)
-    first = data.exact_steps(run)[-1:] or steps[-1:]
-    default = first[0] if first[0] in steps else steps[-1]
+    default = first_step(steps, data.exact_steps(run))
     return selection.choose("step", "Step", steps, default, within=within, of=run.name)
 
 

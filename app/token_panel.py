@@ -9,7 +9,8 @@ from listing import Run
 from widgets import plain
 
 from otb_analysis.errors import STOPS
-from otb_analysis.figures.token_details import token_details
+from otb_analysis.figures.token_details import details_beside
+from otb_analysis.store.prompt import in_words
 from otb_analysis.types import Label
 
 HELP = {
@@ -30,8 +31,8 @@ def token_panel(
             found = estimating.written_out(run, step, group, label, *token)
     except STOPS as refused:
         error = refused
-    shown = found is not None and label == estimating.trained(run) and found.is_close_to(_stored(tokens, token))
-    stored = token_details(tokens, *token, None if shown else run.estimator)
+    of_trained = found if label == estimating.trained(run) else None
+    stored = details_beside(of_trained, tokens, *token, run.estimator)
     if stored is None:
         st.caption(f"Rollout {token[0]} has no token {token[1]} here; choose another.")
         return
@@ -46,7 +47,7 @@ def token_panel(
             st.warning(plain(str(error)), icon=":material/warning:")
         if found is None or label is None:
             return
-        st.caption(f"Baseline and advantage of **{plain(estimating.words(label))}**")
+        st.caption(f"Baseline and advantage of **{plain(in_words(label))}**")
         pairs(found.lines)
         terms = found.terms.assign(rollout=["this" if r == token[0] else str(r) for r in found.terms["rollout"]])
         if not found.is_sum:
@@ -54,12 +55,6 @@ def token_panel(
             terms = terms.drop(columns="weight")
         columns: dict[str, Any] = {n: st.column_config.NumberColumn(format="%.3g", help=h) for n, h in HELP.items()}
         st.dataframe(terms, hide_index=True, column_config=columns, height=min(220, 38 + 35 * len(terms)))
-
-
-def _stored(tokens: Any, token: tuple[int, int]) -> float | None:
-    """Return the baseline that a run stored for a token."""
-    here = tokens.loc[(tokens["rollout"] == token[0]) & (tokens["t"] == token[1]), "baseline"]
-    return None if here.isna().all() else float(here.iloc[0])
 
 
 def pairs(lines: tuple[tuple[str, str], ...]) -> None:

@@ -11,7 +11,6 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from otb_analysis.errors import STOPS
-from otb_analysis.figures.curves import CurvesInfo
 from otb_analysis.figures.theme import CONFIG, for_background
 
 DEFAULT_RUNS = 4
@@ -191,14 +190,3 @@ def download(table: pd.DataFrame, key: str) -> None:
         "CSV", lambda: table.to_csv(index=False).encode(), f"otb-{key}.csv", "text/csv",
         key=f"csv-{key}", on_click="ignore", type="tertiary", icon=":material/download:",
     )  # fmt: skip
-
-
-def curves_table(info: CurvesInfo) -> pd.DataFrame:
-    """Return the curves of small multiples as one long table: run, quantity, step, value, ends of its interval."""
-    columns = ["run", "quantity", "step", "value", "low", "high"]
-    parts = [
-        pd.DataFrame(dict(zip(columns, (c.run, q.column, c.step.astype(int), c.value, c.low, c.high), strict=True)))
-        for q, curves in zip(info.quantities, info.curves, strict=True)
-        for c in curves
-    ]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)

@@ -13,7 +13,7 @@ from widgets import chart, chosen_runs, download, one_run, page, plain
 
 from otb_analysis.figures.gradient_table import labels
 from otb_analysis.figures.pair_curves import PairPanel, curves_rows, drift_note, plot_pair
-from otb_analysis.figures.pair_gradients import NoiseInfo, noise_display, noise_table
+from otb_analysis.figures.pair_gradients import NoiseInfo, default_estimators, noise_display, noise_table
 from otb_analysis.figures.pair_verdict import estimators_verdict, runs_verdict
 from otb_analysis.figures.pairing import (
     Configs,
@@ -105,9 +105,7 @@ def compare_estimators(run: listing.Run) -> None:
     if len(names) < 2:
         st.info(NOT_MEASURED, icon=":material/inbox:")
         return
-    base = "rloo" if "rloo" in names else next(iter(names))
-    other = next((n for n, label in names.items() if label[0] in (run.estimator, "otb") and n != base), None)
-    a, b = sides(list(names), (base, other or next(n for n in names if n != base)), run.name, st.columns(2))
+    a, b = sides(list(names), default_estimators(names, run.estimator), run.name, st.columns(2))
     if a == b:
         st.info("A and B are the same estimator. Choose another A or B.", icon=":material/inbox:")
         return

@@ -10,18 +10,19 @@ import streamlit as st
 from listing import Run
 from widgets import chart, download, errors_as_sentences, go_to, one_run, page, plain
 
-from otb_analysis.diagnostics import LEVELS, Finding, fall
-from otb_analysis.figures.alarms import alarms_table
+from otb_analysis.diagnostics import LEVELS, Finding
+from otb_analysis.figures.alarms import alarms_table, fired_first
 from otb_analysis.figures.attribution import (
     attribution_command,
     attribution_info,
     attribution_line,
     attribution_table,
+    not_attributed,
     plot_attribution,
 )
 from otb_analysis.figures.collapse import degenerate_table
 from otb_analysis.figures.detector_rates import false_alarms, foresight
-from otb_analysis.figures.timeline import plot_timeline, timeline_info
+from otb_analysis.figures.timeline import first_look, plot_timeline, timeline_info
 from otb_analysis.figures.triage import UNFIRED, state_of, triage
 
 ROWS = 50
@@ -64,22 +65,9 @@ def timeline(run: Run, steps: pd.DataFrame, findings: list[Finding]) -> int:
     return at
 
 
-def first_look(steps: list[int], findings: list[Finding]) -> int:
-    """Return the step to begin with: where the reward fell, else the first alarm or warning, else the last step."""
-    fell = [f for f in findings if f.detector == "reward_fall" and f.fired]
-    if fell:
-        return fall(fell[0])[0]
-    for name in ("alarm_step", "watch_step"):
-        fired = [getattr(f, name) for f in findings if getattr(f, name) is not None]
-        if fired:
-            return min(fired)
-    return steps[-1]
-
-
 def alarms(run: Run, findings: list[Finding]) -> None:
     """List the detectors that fired, in the order in which they did."""
-    fired = sorted((f for f in findings if f.fired), key=lambda f: int(f.watch_step or 0))
-    rest = [f for f in findings if not f.fired]
+    fired, rest = fired_first(findings)
     st.subheader("Alarms", anchor=False)
     if fired:
         st.table(cells(fired), hide_index=True)
@@ -105,10 +93,7 @@ def attribution(run: Run, step: int) -> None:
     st.subheader(f"Who holds the gradient of step {step}", anchor=False)
     steps = data.attributed(run)
     if step not in steps:
-        near = min(steps, key=lambda s: abs(s - step)) if steps else None
-        missing = "No step of this run says which tokens held its gradient."
-        if near is not None:
-            missing = f"Step {step} has no attribution; the nearest step that has is {near}."
+        missing, near = not_attributed(step, steps)
         how, command = attribution_command(run.path, data.config(run), step)
         st.info(f"{missing} {how}", icon=":material/inbox:")
         if command:

@@ -19,6 +19,7 @@ from otb_analysis.figures.token_colors import KINDS
 from otb_analysis.figures.token_columns import ADVANTAGES, COLOURS, described, measured, with_differences
 from otb_analysis.figures.token_grid import grid_info, plot_tokens
 from otb_analysis.figures.tokens import column_values, prompt_head, scale_of, tokens_info
+from otb_analysis.store.prompt import in_words
 from otb_analysis.types import Label
 
 SCALE = "auto: logarithmic where a few values are far larger than the rest, else linear between robust ends."
@@ -35,8 +36,8 @@ LONGEST = 20_000  # Characters of a prompt that are shown
 
 def choose_label(name: str, title: str, labels: list[Label], default: Label, within: Any) -> Label:
     """Let the page choose an estimator and its energies."""
-    by_words = {estimating.words(label): label for label in labels}
-    first = estimating.words(default if default in labels else labels[0])
+    by_words = {in_words(label): label for label in labels}
+    first = in_words(default if default in labels else labels[0])
     return by_words[selection.choose(name, title, list(by_words), first, within=within, of="-".join(by_words))]
 
 
@@ -86,9 +87,9 @@ def coloured(place: Place, label: Label | None, against: Label | None) -> pd.Dat
     """Return the tokens of a place with the chosen estimator's advantages and all differences."""
     tokens, other = place.tokens, None
     if label is not None and label in estimating.labels(place.run, place.step, place.group):
-        tokens = estimating.as_estimated(tokens, place.run, place.step, place.group, label)
+        tokens = estimating.as_estimated(place.run, place.step, place.group, label)
     if against is not None and against in estimating.labels(place.run, place.step, place.group):
-        theirs: Any = estimating.as_estimated(place.tokens, place.run, place.step, place.group, against)
+        theirs: Any = estimating.as_estimated(place.run, place.step, place.group, against)
         other = theirs["advantage"]
     return with_differences(tokens, other)
 
@@ -194,7 +195,7 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
         beside = None
     places = [here] if beside is None else [here, beside]
     tables = [coloured(place, label, against) for place in places]
-    words = [estimating.words(chosen) if chosen is not None else "" for chosen in (label, against)]
+    words = [in_words(chosen) if chosen is not None else "" for chosen in (label, against)]
     about = described(tables[0], name, *words)
     unit = f" ({about.unit})" if about.unit else ""
     st.caption(plain(f"{about.title}{unit}: {about.meaning}") + " Hover for all values, click for the formulas.")

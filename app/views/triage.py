@@ -6,8 +6,9 @@ import data
 import listing
 import scripts
 import streamlit as st
-from widgets import chart, chosen_runs, curves_table, download, open_run, page, plain, reasons
+from widgets import chart, chosen_runs, download, open_run, page, plain, reasons
 
+from otb_analysis.figures.curves import curves_table
 from otb_analysis.figures.learning import grouped_info, learning_info, plot_learning
 from otb_analysis.figures.runs import config_differences, grouped
 from otb_analysis.figures.triage import Triage, triage_table, verdict, worst_first

@@ -5,7 +5,7 @@ import sys
 import tomllib
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import reduce
 from importlib.metadata import version
 from inspect import getdoc
@@ -18,20 +18,21 @@ from rich.console import Console
 
 from otb_analysis.bench.config import BENCHMARKS, BenchConfig
 from otb_analysis.commands.audited import audit_command
+from otb_analysis.commands.diagnose import attribution_command, diagnose_command
 from otb_analysis.commands.inspect import (
     TABLE_WIDTH,
-    attribution_command,
     compare_command,
-    diagnose_command,
     parsed,
     print_comparison,
     report_command,
 )
 from otb_analysis.commands.keeping import aggregate_command, compact_command
 from otb_analysis.commands.models import model_command
+from otb_analysis.commands.query import query_command, tokens_command
 from otb_analysis.commands.recorded import import_command, score_command
 from otb_analysis.commands.sentinel import watch_command
 from otb_analysis.commands.serve import DashboardConfig, serve
+from otb_analysis.commands.study import study_command
 from otb_analysis.commands.watching import shown
 from otb_analysis.config import DemoConfig, TrainConfig
 from otb_analysis.errors import STOPS, InputError, Interrupted, nearest
@@ -48,6 +49,8 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb model        fetch a pretrained model for --model    (otb model fetch smollm2)
   otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
   otb diagnose     alarms with reasons and first firings, change points, advice   (otb diagnose RUN…)
+  otb query        one read-only SELECT over a run's tables   (otb query RUN "SELECT …" --json)
+  otb tokens       one prompt's tokens under an estimator, and a token's formula   (otb tokens RUN --rollout 3 --t 5)
   otb watch        follow a run, end with status 3 at its first alarm   (otb watch RUN --webhook URL)
   otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
   otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
@@ -61,25 +64,6 @@ otb – the gradient-variance microscope for LLM reinforcement learning
 """
 
 Config = TypeVar("Config")
-
-
-@dataclass(frozen=True)
-class StudyConfig:
-    """Run a study: measure the cells that are not finished yet, then write its tables, figures and README.
-
-    Stopped, it goes on with the same command; finished cells are kept in runs/studies/.
-    """
-
-    name: Annotated[str, tyro.conf.Positional] = ""
-    """Name, number or slug of a study: 00_training, 0 or training; without one the studies are listed."""
-    quick: bool = False
-    """Run all of it at reduced constants in less than two minutes, into --out or a temporary directory."""
-    out: Path | None = None
-    """Directory for README and results instead of the study's own folder."""
-    only: tuple[str, ...] = ()
-    """Measure these cells and no others; tables and README follow once none is missing."""
-    render: bool = False
-    """Measure nothing; write README, figures and index again from the result tables."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,28 +162,6 @@ def bench_command(words: Sequence[str]) -> None:
         publish(config.out, report)
 
 
-def study_command(words: Sequence[str]) -> None:
-    """Run a study."""
-    config: StudyConfig = tyro.cli(StudyConfig, prog="otb study", args=list(words), config=())
-    with shown(), phase("starting") as whole:
-        from otb_analysis.rollouts.models import quiet_loading
-        from otb_analysis.study.record import find_studies_folder, find_study
-        from otb_analysis.study.run import Setting, run_study
-
-        folder = find_study(config.name, find_studies_folder())
-        quiet_loading()
-        try:
-            written = run_study(folder, Setting(config.quick, config.out, config.only, config.render), whole)
-        except KeyboardInterrupt:
-            kept = (
-                "nothing of a quick study is kept" if config.quick else "finished cells are kept for the same command"
-            )
-            raise Interrupted(f"stopped; {kept}.") from None
-    console = Console()
-    result = f"{written / 'README.md'} is written." if written else "The cells are kept; others are still missing."
-    console.print(result, soft_wrap=True)
-
-
 def dashboard_command(words: Sequence[str]) -> None:
     """Serve the dashboard."""
     serve(parsed(DashboardConfig, "dashboard", words, DashboardConfig()))
@@ -214,6 +176,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "model": model_command,
     "compare": compare_command,
     "diagnose": diagnose_command,
+    "query": query_command,
+    "tokens": tokens_command,
     "watch": watch_command,
     "attribution": attribution_command,
     "report": report_command,

@@ -1,4 +1,4 @@
-"""The commands that read finished or running runs and print what they say: compare, diagnose, attribution, report."""
+"""`otb compare` and `otb report`, and what all commands share that read finished or running runs."""
 
 import json
 import shlex
@@ -15,7 +15,7 @@ from rich.table import Table
 from otb_analysis.commands.choices_help import registry_of_help
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.phases import counted, phase
+from otb_analysis.phases import phase
 
 TABLE_WIDTH = 136
 """Characters of a line at least; a narrower terminal wraps the lines of a table rather than losing numbers."""
@@ -44,28 +44,18 @@ class CompareConfig(RunsConfig):
     """Rows per table of estimators, best first; 0 shows all, no number the eight that matter."""
     json: bool = False
     """Print one JSON object with all numbers instead, for scripts."""
-
-
-@dataclass(frozen=True)
-class DiagnoseConfig(RunsConfig):
-    """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice."""
-
-    json: bool = False
-    """Print a JSON list with one object per run instead, for scripts."""
-
-
-@dataclass(frozen=True)
-class AttributionConfig:
-    """Print who holds ‖ḡ‖² at a step: prompts, rollouts and tokens, each share split into signal and noise."""
-
-    run: Annotated[str, tyro.conf.Positional] = ""
-    """Name or path of a run that measured the level attribution."""
-    step: int | None = None
-    """A step; the attributed one with the largest gradient when none is given."""
-    top: int = 12
-    """Rows per table."""
-    root: Path = Path("runs")
-    """Directory that holds the runs."""
+    setting: str = ""
+    """With --json: group the runs by this setting, and compare B with A seed by seed."""
+    a: str = ""
+    """With --json: the value of that setting on side A; of one run estimator A, such as rloo."""
+    b: str = ""
+    """With --json: the same of B, such as "otb · exact"."""
+    curves: bool = False
+    """With --json: add the curves of rewards."""
+    window: int = 10
+    """Steps of the running means of --curves."""
+    by: str = ""
+    """With --curves: one curve per value of this setting, the mean over its runs."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +71,24 @@ def compare_command(words: Sequence[str]) -> None:
     config = parsed(CompareConfig, "compare", words, CompareConfig())
     if config.top is not None and config.top < 0:
         raise InputError(f"--top is {config.top}; pass a number of rows, or 0 for all.")
+    if config.window < 1:
+        raise InputError(f"--window is {config.window}; pass at least 1 step.")
+    if config.by and not config.curves:
+        raise InputError("--by groups the curves of --curves; pass that, too.")
+    if not config.json and (config.setting or config.a or config.b or config.curves):
+        raise InputError("--setting, --a, --b and --curves go with --json; the page Compare shows the same.")
     with shown(), phase("comparing runs"):
         from otb_analysis.report.compare import comparison
         from otb_analysis.report.compare_record import comparison_record
+        from otb_analysis.report.pair import Sides
 
         if config.json:
-            print_json(_of_readable(config, comparison_record))
+            sides = Sides(config.setting, config.a, config.b)
+            if (config.a or config.b) and not config.setting and len(config.runs) != 1:
+                raise InputError("--a and --b are estimators of one run, or values of --setting; pass either.")
+            curves = (config.curves, config.window, config.by)
+            record = _of_readable(config, lambda paths: comparison_record(paths, sides, *curves))
+            print_json(record)
             return
         tables = _of_readable(config, lambda paths: comparison(paths, config.top))
     print_all(tables)
@@ -117,36 +119,6 @@ def _of_readable(config: CompareConfig, compared: Callable[[Sequence[Path]], Res
         if not (readable := [path for path in paths if _can_be_read(path)]):
             raise
         return compared(readable)
-
-
-def diagnose_command(words: Sequence[str]) -> None:
-    """Diagnose runs."""
-    config = parsed(DiagnoseConfig, "diagnose", words, DiagnoseConfig())
-    with shown(), phase("diagnosing"):
-        from otb_analysis.report.verdicts import diagnosis, diagnosis_record
-
-        paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
-        if config.json:
-            records = [diagnosis_record(path) for path in counted(paths, "run")]
-            print_json(records)
-            return
-        diagnoses = [diagnosis(path) for path in counted(paths, "run")]
-    for parts in diagnoses:
-        print_all(parts)
-
-
-def attribution_command(words: Sequence[str]) -> None:
-    """Attribute a step."""
-    config = parsed(AttributionConfig, "attribution", words, AttributionConfig())
-    if not config.run:
-        raise InputError("otb attribution needs a run; pass its name, as in otb attribution demo-otb-s0.")
-    if config.top < 1:
-        raise InputError(f"--top is {config.top}; pass at least 1.")
-    with shown(), phase("reading the attribution"):
-        from otb_analysis.report.verdicts import attribution
-
-        parts = attribution(run_path(config.root, config.run), config.step, config.top)
-    print_all(parts)
 
 
 def report_command(words: Sequence[str]) -> None:

@@ -15,14 +15,16 @@ from urllib.parse import urlsplit
 import tyro
 
 from otb_analysis.commands.inspect import parsed, run_path
-from otb_analysis.errors import InputError
+from otb_analysis.errors import InputError, StoreError
 
 if TYPE_CHECKING:  # reading the store takes a second, which a mistyped option need not wait for
     from otb_analysis.diagnostics import Finding
     from otb_analysis.store import RunStore
 
 ALARM, DEAD = 3, 4
-"""Exit statuses: a detector fired; the run failed, was killed or fell silent. A complete run without alarm is 0."""
+"""Exit statuses: a detector fired; the run failed, was killed, fell silent or can no longer be read.
+
+A complete run without alarm is 0, what cannot be watched at all 2."""
 
 WEBHOOK_SECONDS = 10
 """How long a webhook may take to answer."""
@@ -51,7 +53,7 @@ class Ending:
     """Why a watch ended."""
 
     status: int  # Of the command
-    event: str  # `complete`, `alarm`, `watch`, `failed`, `stopped` or `silent`
+    event: str  # `complete`, `alarm`, `watch`, `failed`, `stopped`, `silent` or `broken`
     text: str
     step: int | None = None  # Where a detector fired, else the last complete step
     detectors: tuple[dict[str, object], ...] = ()  # Those that fired at that level
@@ -95,10 +97,14 @@ def watch(store: "RunStore", config: WatchConfig) -> Ending:
     """Look at a run every so often until it ends or a detector fires, and return why.
 
     A run that grows is read again; what a detector said of earlier steps does not change, so nothing is told twice.
-
-    Raises:
-        StoreError: The run can no longer be read.
     """
+    try:
+        return _watched(store, config)
+    except StoreError as error:  # deleted or damaged while it was watched: whoever waits must hear of it
+        return Ending(DEAD, "broken", f"{store.path.name} can no longer be read: {error}")
+
+
+def _watched(store: "RunStore", config: WatchConfig) -> Ending:
     from otb_analysis.diagnostics import diagnose
     from otb_analysis.store import step_series
 
@@ -118,12 +124,15 @@ def watch(store: "RunStore", config: WatchConfig) -> Ending:
                     _say(f"{name}: {_in_words(finding)}")
                     told.add(finding.detector)
         last = steps[-1] if steps else None
+        until = "no step" if last is None else f"step {last}"
+        after = "before its first step" if last is None else f"after step {last}"
         if status == "complete":
-            return Ending(0, status, f"{name} is complete, step {last}; no {config.level} fired.", last)
+            return Ending(0, status, f"{name} is complete, {until}; no {config.level} fired.", last)
         if status != "running":
-            return Ending(DEAD, status, f"{name} {status} after step {last}{f': {reason}' if reason else '.'}", last)
+            return Ending(DEAD, status, f"{name} {status} {after}{f': {reason}' if reason else '.'}", last)
         if monotonic() - heard > 60 * config.silent:
-            text = f"{name} has written no step for {config.silent:g} minutes, step {last} is the last; look at it."
+            which = "it has none yet" if last is None else f"step {last} is the last"
+            text = f"{name} has written no step for {config.silent:g} minutes, {which}; look at it."
             return Ending(DEAD, "silent", text, last)
         sleep(config.every)
 

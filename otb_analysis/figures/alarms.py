@@ -55,6 +55,12 @@ class Mark:
     text: str
 
 
+def fired_first(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Return the findings that fired, in the order in which they did, and the others."""
+    fired = sorted((f for f in findings if f.fired), key=lambda f: int(f.watch_step or 0))
+    return fired, [f for f in findings if not f.fired]
+
+
 def alarms_table(findings: Mapping[str, Sequence[Finding]]) -> pd.DataFrame:
     """Return one row per run and detector, the worst first, runs in their order among equals."""
     rows = [

@@ -125,6 +125,14 @@ def attribution_table(
     return table
 
 
+def not_attributed(step: int, attributed: Sequence[int]) -> tuple[str, int | None]:
+    """Return that a step has no attribution, and the nearest step that has, None where none has."""
+    if not attributed:
+        return "No step of this run says which tokens held its gradient.", None
+    near = min(attributed, key=lambda other: abs(other - step))
+    return f"Step {step} has no attribution; the nearest step that has is {near}.", near
+
+
 def attribution_command(run: str, config: Mapping[str, Any], step: int) -> tuple[str, str]:
     """Return how a step's attribution is measured for a run that lacks it: a sentence, and the command if it is known.
 

@@ -98,6 +98,19 @@ def _curve(run: str, table: pd.DataFrame, quantity: Quantity, window: int) -> Cu
     return Curve(run, recorded["step"].to_numpy(np.float32), value, smooth, low, high)
 
 
+def curves_table(info: CurvesInfo) -> pd.DataFrame:
+    """Return the curves of small multiples as one long table: value, running mean and ends of its interval by step."""
+    columns = ["run", "quantity", "step", "value", "smooth", "low", "high"]
+    parts = [
+        pd.DataFrame(
+            dict(zip(columns, (c.run, q.column, c.step.astype(int), c.value, c.smooth, c.low, c.high), strict=True))
+        )
+        for q, curves in zip(info.quantities, info.curves, strict=True)
+        for c in curves
+    ]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
+
+
 def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y: bool = False) -> go.Figure:
     """Draw the panels; the running mean is the line, the recorded values stand faintly behind it."""
     figure = panels([(q.title, q.line) for q in info.quantities], columns, height=height)

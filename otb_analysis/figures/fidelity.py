@@ -114,7 +114,7 @@ def comparable(tokens: pd.DataFrame) -> tuple[pd.DataFrame, bool]:
 
 
 def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataFrame:
-    """Return step, group, rollout, t, cell, proxy and exact of every policy token that has both energies.
+    """Return step, group, rollout, t, cell, proxy and exact of every policy token that has both energies, and finite.
 
     `cell` numbers (step, prompt, position), position counting policy tokens.
     """
@@ -130,7 +130,8 @@ def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataF
     table = table.assign(**{name: policy[name] for name in ("group", "rollout", "t")})
     cells = pd.DataFrame({"step": policy["step"], "group": policy["group"], "position": rollouts.cumcount()})
     table["cell"] = cells.groupby(["step", "group", "position"], sort=False).ngroup()
-    return table.dropna(subset=["proxy", "exact"])
+    known: Any = table.dropna(subset=["proxy", "exact"])
+    return known[np.isfinite(known[["proxy", "exact"]].astype(float)).all(axis=1)]
 
 
 def agreement(table: pd.DataFrame) -> Fidelity:

@@ -124,13 +124,26 @@ def pair_table(panels_: Sequence[PairPanel]) -> pd.DataFrame:
     """Return one row per quantity: means of A and B over the shared steps, and the difference or ratio."""
     rows = []
     for panel in panels_:
-        one = panel.whole
-        ends = (None, None, None) if one is None else (one.estimate, one.low, one.high)
         row = {"quantity": panel.quantity.column, "steps": len(panel.step), "pairs": len(panel.a)}
         row |= {"A": float(panel.a.mean()), "B": float(panel.b.mean()), "is": "ratio" if panel.ratio else "difference"}
-        rows.append(row | dict(zip(("B to A", "low", "high"), ends, strict=True)) | {"differs": panel.differs})
+        rows.append(row | _ends(panel.whole) | {"differs": panel.differs})
     columns = ["quantity", "steps", "pairs", "A", "B", "is", "B to A", "low", "high", "differs"]
     return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(("A", "B", "B to A", "low", "high"), float))
+
+
+def block_rows(panels_: Sequence[PairPanel]) -> pd.DataFrame:
+    """Return the difference or ratio of every quantity in each block of steps, with its interval."""
+    rows = [
+        {"quantity": panel.quantity.column, "step": float(at), **_ends(one)}
+        for panel in panels_
+        for at, one in zip(panel.at, panel.blocks, strict=True)
+    ]
+    return pd.DataFrame(rows, columns=["quantity", "step", "B to A", "low", "high"])
+
+
+def _ends(one: Interval | None) -> dict[str, float | None]:
+    ends = (None, None, None) if one is None else (one.estimate, one.low, one.high)
+    return dict(zip(("B to A", "low", "high"), ends, strict=True))
 
 
 def curves_rows(panels_: Sequence[PairPanel]) -> pd.DataFrame:

@@ -123,6 +123,13 @@ def _row(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> Row:
     return compared(grams, a, [a, b], known)[1]
 
 
+def default_estimators(names: Mapping[str, Label], trained: str) -> tuple[str, str]:
+    """Return the two of at least two estimators, by name, to begin with: rloo, and the one that trained or otb."""
+    base = "rloo" if "rloo" in names else next(iter(names))
+    other = next((n for n, label in names.items() if label[0] in (trained, "otb") and n != base), None)
+    return base, other or next(n for n in names if n != base)
+
+
 def compare_estimators(
     grams: Mapping[int, Gram], a: Label, b: Label, known: Proved = NOTHING
 ) -> tuple[tuple[PairPanel, ...], NoiseInfo]:

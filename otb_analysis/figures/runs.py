@@ -50,13 +50,13 @@ def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
     table: Any = steps.sort_values("step").reindex(columns=names)
     reward, heldout, clipped, norm = (table[name].dropna().astype(float) for name in names)
     tenth = max(1, len(reward) // 10)
-    last = reward.tail(tenth).mean()
+    first, last = float(reward.head(tenth).mean()), float(reward.tail(tenth).mean())  # Python's ∞ − ∞ is a silent NaN
     return Headline(
         run=run,
         estimator=estimator,
         steps=len(table),
         reward=_value(last),
-        reward_gain=_value(last - reward.head(tenth).mean()) if len(reward) > 1 else None,
+        reward_gain=_value(last - first) if len(reward) > 1 else None,
         heldout=_value(heldout.iloc[-1]) if len(heldout) else None,
         heldout_gain=_value(heldout.iloc[-1] - heldout.iloc[0]) if len(heldout) > 1 else None,
         grad_norm=_value(norm.tail(WINDOW).median()),

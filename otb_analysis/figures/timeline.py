@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from otb_analysis.diagnostics import ChangePoint, Finding
+from otb_analysis.diagnostics import ChangePoint, Finding, fall
 from otb_analysis.figures.alarms import CHANGE, KINDS, PANELS, TITLES
 from otb_analysis.figures.collapse import QUANTITIES, derived
 from otb_analysis.figures.curves import Quantity, finite
@@ -105,6 +105,18 @@ def events(findings: Sequence[Finding], points: Sequence[ChangePoint]) -> tuple[
     ]
     changed = [Event(p.step, "change", p.column, f"{p.column}: {number(p.before)} → {number(p.after)}") for p in points]
     return tuple(sorted([*fired, *changed], key=lambda event: event.step))
+
+
+def first_look(steps: Sequence[int], findings: Sequence[Finding]) -> int:
+    """Return the step to begin with: where the reward fell, else the first alarm or warning, else the last step."""
+    fell = [f for f in findings if f.detector == "reward_fall" and f.fired]
+    if fell:
+        return fall(fell[0])[0]
+    for name in ("alarm_step", "watch_step"):
+        fired = [getattr(f, name) for f in findings if getattr(f, name) is not None]
+        if fired:
+            return min(fired)
+    return steps[-1]
 
 
 def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = False) -> go.Figure:

@@ -55,9 +55,9 @@ def calibrated_proxy(tokens: pd.DataFrame) -> Any:
     if not np.isnan(stored).all():
         return stored
     proxy = _floats(tokens, "energy_proxy")
-    known = ~np.isnan(proxy)
+    exact, known = _exact(tokens), np.isfinite(proxy)
     try:
-        fit = calibrate(_exact(tokens)[known], proxy[known])
+        fit = calibrate(np.where(np.isfinite(exact), exact, np.nan)[known], proxy[known])
     except InputError:  # too few tokens have both
         return np.full(len(tokens), np.nan)
     return np.where(known, fit.predict(np.where(known, proxy, 0.0)), np.nan)

@@ -8,6 +8,7 @@ import pandas as pd
 
 from otb_analysis.figures.fidelity import exact_norms
 from otb_analysis.figures.numbers import number
+from otb_analysis.figures.token_formula import TokenFormula
 from otb_analysis.figures.tokens import visible
 
 
@@ -19,6 +20,21 @@ class TokenDetails:
     t: int
     text: str
     formulas: tuple[tuple[str, str], ...]
+
+
+def details_beside(
+    formula: TokenFormula | None, tokens: pd.DataFrame, rollout: int, t: int, estimator: str
+) -> TokenDetails | None:
+    """Write out a token as `token_details`, without the stored baseline where a formula beside it shows the same.
+
+    Args:
+        formula: That of the estimator that trained, where it is shown.
+        estimator: The name of that estimator.
+    """
+    here: Any = tokens.loc[(tokens["rollout"] == rollout) & (tokens["t"] == t), "baseline"]
+    stored = None if here.isna().all() else float(here.iloc[0])
+    same = formula is not None and formula.is_close_to(stored)
+    return token_details(tokens, rollout, t, None if same else estimator)
 
 
 def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str | None) -> TokenDetails | None:
@@ -75,7 +91,7 @@ def _energy(token: dict[str, object], policy: Any, t: int) -> list[tuple[str, st
     seen = policy.loc[policy["t"] <= t, column]
     if len(seen) and seen.notna().all():
         total = policy[column].sum(min_count=len(policy))
-        share = "" if not total > 0 else f", {seen.sum() / total:.0%} of this rollout's {number(float(total))}"
+        share = "" if not 0 < total < np.inf else f", {seen.sum() / total:.0%} of this rollout's {number(float(total))}"
         exact: Any = exact_norms(policy).loc[seen.index]
         sign = "=" if column == "energy_proxy" or exact.notna().all() else "≈"
         lines.append(("realized energy", f"W = Σ w over {len(seen)} tokens {sign} {number(float(seen.sum()))}{share}"))

@@ -1,6 +1,6 @@
 """The run list as one looks at it when something went wrong: the worst run first, each with one sentence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.diagnostics import Finding, fall
+from otb_analysis.errors import STOPS
 from otb_analysis.figures.alarms import TITLES
 from otb_analysis.figures.numbers import number
 from otb_analysis.types import Float32
@@ -73,6 +74,26 @@ def triage(
         float(reward[:tenth].mean()) if reward.size else None, float(reward[-tenth:].mean()) if reward.size else None,
         float(heldout.iloc[-1]) if len(heldout) else None, age,
     )  # fmt: skip
+
+
+def triage_row(
+    row: Any,
+    estimator: str,
+    judge: Callable[[], tuple[pd.DataFrame, Sequence[Finding]]] | None,
+) -> Triage:
+    """Sum up one row of `runs_df`.
+
+    `judge` reads the steps and what the detectors say of them; it is None where a run cannot be opened, and one of
+    `errors.STOPS` that it raises makes the run a broken one.
+    """
+    age = (pd.Timestamp.now("UTC") - row["updated"]).total_seconds() if pd.notna(row["updated"]) else None
+    run, status, reason = str(row["run"]), str(row["status"]), str(row["reason"] or "")
+    if judge is None:
+        return triage(run, "", status, pd.DataFrame(), [], age, reason)
+    try:
+        return triage(run, estimator, status, *judge(), age, reason)
+    except STOPS as error:
+        return triage(run, estimator, "broken", pd.DataFrame(), [], age, str(error))
 
 
 def state_of(findings: Sequence[Finding], status: str = "") -> str:

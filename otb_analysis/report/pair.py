@@ -5,11 +5,20 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import interval_cell, number
 from otb_analysis.figures.pair_curves import PairPanel, compare_curves, drift_note
 from otb_analysis.figures.pair_gradients import NoiseInfo, RunGrams, compare_noise, joint_proofs, noise_display
 from otb_analysis.figures.pair_verdict import runs_verdict
-from otb_analysis.figures.pairing import Pairing, first_groups, pair_runs
+from otb_analysis.figures.pairing import (
+    Configs,
+    Pairing,
+    default_values,
+    first_groups,
+    group_keys,
+    pair_groups,
+    pair_runs,
+)
 from otb_analysis.report.runs import by_name, config_of
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.store import RunStore
@@ -35,16 +44,47 @@ class Pair:
         return [*filter(None, [drift_note(self.panels)]), *self.noise.notes]
 
 
-def pair_of(stores: Sequence[RunStore]) -> Pair | None:
-    """Compare groups whose seeds are paired, else the second of two runs with the first; None of other runs."""
+@dataclass(frozen=True)
+class Sides:
+    """What to compare where it is not what the page begins with; empty for that."""
+
+    setting: str = ""  # A setting by which the runs are grouped
+    a: str = ""  # Its value of A; of one run the estimator A, in the page's words
+    b: str = ""
+
+
+def pair_of(stores: Sequence[RunStore], sides: Sides | None = None) -> Pair | None:
+    """Compare groups whose seeds are paired, else the second of two runs with the first; None of other runs.
+
+    Raises:
+        InputError: No seed is in both groups that `sides` asks for, or there is no such setting or value.
+    """
     named = by_name(stores)
     configs = {name: config_of(store) for name, store in named.items()}
-    pairing = pair_runs(*named) if len(named) == 2 else first_groups(configs)
+    if sides is not None and sides.setting:
+        pairing = _grouped(configs, sides)
+    else:
+        pairing = pair_runs(*named) if len(named) == 2 else first_groups(configs)
     if pairing is None:
         return None
     runs = {name: RunGrams(configs[name], named[name].grams(), scope_of(named[name])) for name in pairing.runs}
     panels = compare_curves({name: named[name].steps_df() for name in pairing.runs}, pairing)
     return Pair(pairing, panels, compare_noise(pairing, runs, joint_proofs(list(runs.values()))))
+
+
+def _grouped(configs: Configs, sides: Sides) -> Pairing:
+    keys = group_keys(configs)
+    key = sides.setting
+    if key not in keys:
+        raise InputError(f"--setting is {key!r}, by which these runs form no groups; {nearest(key, keys)}")
+    for value in filter(None, (sides.a, sides.b)):
+        if value not in keys[key]:
+            raise InputError(f"{key} is never {value!r} in these runs; {nearest(value, keys[key])}")
+    first, second = default_values(configs, key, keys[key])
+    pairing = pair_groups(configs, key, sides.a or first, sides.b or second)
+    if not pairing.pairs or pairing.a == pairing.b:
+        raise InputError(f"{pairing.a} and {pairing.b} share no seed or are the same; pass another --a or --b.")
+    return pairing
 
 
 def pair_tables(pair: Pair) -> list[Table | str]:

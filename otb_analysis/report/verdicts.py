@@ -12,10 +12,10 @@ from otb_analysis.errors import InputError
 from otb_analysis.figures.attribution import attribution_line, attribution_table
 from otb_analysis.figures.conclusion import advice_line
 from otb_analysis.figures.numbers import MISSING, number
-from otb_analysis.figures.triage import triage
-from otb_analysis.report.runs import config_of, estimator_of
+from otb_analysis.report.runs import config_of
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.store import RunStore, largest_attributed_step, step_attribution, step_series
+from otb_analysis.store.measured import measured_grams
 
 STYLE = {"alarm": "bold red", "watch": "yellow", "not measured": "dim", "too short": "dim", "ok": "green"}
 
@@ -30,7 +30,7 @@ def diagnosis(path: Path) -> list[Table | str]:
         InputError: The run does not exist or has no complete step.
         StoreError: It cannot be read.
     """
-    store, steps = _opened(path)
+    store, steps = opened(path)
     series = step_series(steps)
     title = f"{path.name}, steps {series.step[0]} to {series.step[-1]}"
     table = terminal_table(title, "", ("level", "detector"), ("first watch", "first alarm"))
@@ -38,32 +38,8 @@ def diagnosis(path: Path) -> list[Table | str]:
     for finding in diagnose(series):
         fired = [MISSING if step is None else str(step) for step in (finding.watch_step, finding.alarm_step)]
         table.add_row(Text(finding.level, STYLE[finding.level]), finding.detector, *fired, Text(finding.reason))
-    advice = advice_line(store.grams(), store.subgroup_grams(), config_of(store))
+    advice = advice_line(measured_grams(store), store.subgroup_grams(), config_of(store))
     return [table, change_line(change_points(series)), f"Advice. {advice}"]
-
-
-def diagnosis_record(path: Path) -> dict[str, object]:
-    """Return the numbers of `diagnosis` and the run's line of Triage, as JSON can write them; null where nothing fired.
-
-    Raises:
-        InputError: The run does not exist or has no complete step.
-        StoreError: It cannot be read.
-    """
-    store, steps = _opened(path)
-    series, config = step_series(steps), config_of(store)
-    findings, (status, reason) = diagnose(series), store.standing
-    row = triage(path.name, estimator_of(config), status, steps, findings, reason=reason)
-    return {
-        "run": row.run, "estimator": row.estimator, "status": status, "state": row.state,
-        "what_happened": row.sentence, "first_warning": row.first_warning,
-        "steps": {"count": row.steps, "first": int(series.step[0]), "last": int(series.step[-1])},
-        "detectors": [finding_record(finding) for finding in findings],
-        "change_points": [
-            {"column": p.column, "step": int(p.step), "before": float(p.before), "after": float(p.after)}
-            for p in change_points(series)
-        ],
-        "advice": advice_line(store.grams(), store.subgroup_grams(), config),
-    }  # fmt: skip
 
 
 def finding_record(finding: Finding) -> dict[str, object]:
@@ -77,7 +53,13 @@ def finding_record(finding: Finding) -> dict[str, object]:
     }
 
 
-def _opened(path: Path) -> tuple[RunStore, pd.DataFrame]:
+def opened(path: Path) -> tuple[RunStore, pd.DataFrame]:
+    """Open a run and read its steps.
+
+    Raises:
+        InputError: The run does not exist or has no complete step.
+        StoreError: It cannot be read.
+    """
     store = RunStore(path)
     steps = store.steps_df()
     if steps.empty:

@@ -13,6 +13,9 @@ import pandas as pd
 from otb_analysis.errors import InputError
 from otb_analysis.store.views import literal
 
+ASKED_SECONDS, ASKED_ROWS, ASKED_MEMORY = 20, 100_000, "256MB"
+"""Bounds of a query that somebody typed: on the page Rollouts, or behind `otb query`."""
+
 
 def open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:
     """Return a connection that can read this run's directory and no other file, and whose settings are final."""

@@ -61,6 +61,22 @@ def runs_df(root: str | Path = "runs") -> pd.DataFrame:
     return frame.astype(DTYPES)
 
 
+def can_be_opened(table: pd.DataFrame) -> pd.Series:
+    """Return which rows of `runs_df` are runs that can be read and have a complete step."""
+    readable: Any = (table["status"] != "broken") & (table["n_steps"].fillna(0) > 0)
+    return readable
+
+
+def estimator_names(table: pd.DataFrame) -> dict[str, str]:
+    """Return the training estimator of each run, wherever its configuration keeps it."""
+    names = [str(c) for c in table if str(c).removesuffix(".name").endswith(".estimator")]
+    columns = sorted(names, key=len)
+    if not columns:
+        return {}
+    first = table[columns].bfill(axis=1).iloc[:, 0]
+    return {str(run): "" if pd.isna(name) else str(name) for run, name in zip(table["run"], first, strict=True)}
+
+
 def flat_config(config: Mapping[str, object], prefix: str = "config") -> Iterator[tuple[str, object]]:
     """Yield a nested configuration as (dotted name, value) pairs; a list becomes its JSON."""
     for key, value in config.items():

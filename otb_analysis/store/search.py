@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
 
@@ -99,3 +100,29 @@ def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
         steps=asked.every_step,
         texts=bool(asked.text),
     )
+
+
+ENDS = (("step", "first", "last"), ("reward", "low", "high"), ("length", "short", "long"))
+
+
+def facts_of_rollouts(store: RunStore) -> dict[str, Any]:
+    """Return the ends of what rollouts can be asked for; None where there are no rollouts.
+
+    `first` and `last` step, `low` and `high` finite reward, `short` and `long` length, most `turns`, `lost` rollouts
+    whose reward is NaN or infinite, and all finish `reasons`.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    finite = " FILTER (WHERE isfinite({}::DOUBLE))"
+    ends = ", ".join(
+        f"{f}({c}){finite.format(c)} AS {end}" for c, *of in ENDS for f, end in zip(("min", "max"), of, strict=True)
+    )
+    reasons = "coalesce(list_sort(list_distinct(list(finish_reason))), [])"
+    lost = "count(*) FILTER (WHERE NOT isfinite(reward)) AS lost"
+    query = f"SELECT {ends}, {lost}, coalesce(max(turns), 1) AS turns, {reasons} AS reasons FROM rollouts"
+    facts: Any = store.sql(query, texts=False).iloc[0]
+    whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
+    parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
+    named = [] if whole["first"] is None else [str(reason) for reason in facts["reasons"] if reason is not None]
+    return whole | parts | {name: int(facts[name]) for name in ("turns", "lost")} | {"reasons": named}

@@ -1,9 +1,13 @@
 """`otb watch` and `otb diagnose --json`: what scripts and people are told of a run that goes on."""
 
 import json
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from time import monotonic, sleep
 
 import pytest
 
@@ -86,6 +90,57 @@ def test_a_run_that_collapses_while_it_is_watched_ends_the_watch_and_reaches_the
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "mine is running, step 9."
     assert out[-1] == body["text"] and out[-1].startswith("mine: alarm at step 13. Falling reward (alarm), first at")
+
+
+WRITES = """
+import sys, time
+from otb_analysis.store import RunWriter, StepTables
+writer = RunWriter.create(sys.argv[1], "live", {})
+for step in range(100):
+    reward = 0.8 * (step < 12)
+    writer.write_step(step, StepTables(steps={"reward_mean": reward, "grad_norm": 1.0, "entropy_mean": 0.5}))
+    time.sleep(0.1)
+"""
+
+
+def test_a_run_that_another_process_writes_is_followed_to_its_alarm(tmp_path, server):
+    with subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path)]) as writing:
+        try:
+            wait_until(lambda: (tmp_path / "live" / "steps").is_dir())
+            words = ["live", "--root", str(tmp_path), "--every", "1", "--webhook", address(server)]
+            command = [sys.executable, "-m", "otb_analysis.commands.cli", "watch", *words]
+            watched = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        finally:
+            writing.kill()
+    assert watched.returncode == 3 and watched.stderr == ""
+    ((_, body),) = server.taken
+    # The median of the last three steps is 0 from the second bad step on.
+    assert (body["run"], body["event"], body["step"]) == ("live", "alarm", 13)
+    assert watched.stdout.splitlines()[-1] == body["text"]
+
+
+def wait_until(true):
+    ends = monotonic() + 30
+    while not true():
+        assert monotonic() < ends, "the other process wrote nothing"
+        sleep(0.05)
+
+
+def test_a_run_that_is_deleted_while_it_is_watched_ends_the_watch_and_reaches_the_webhook(
+    tmp_path, monkeypatch, capsys, server
+):
+    writer = RunWriter.create(tmp_path, "mine", {})
+    write(writer, 0, 3, 0.8)
+    looks(monkeypatch, lambda: shutil.rmtree(writer.path))
+    assert main(["watch", "mine", "--root", str(tmp_path), "--webhook", address(server)]) == 4
+    assert server.taken[0][1]["event"] == "broken"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("mine can no longer be read: ")
+
+
+def test_a_run_that_fails_before_its_first_step_names_no_step(tmp_path, capsys):
+    RunWriter.create(tmp_path, "mine", {}).finish("failed", "the task has no prompts.")
+    assert main(["watch", "mine", "--root", str(tmp_path)]) == 4
+    assert capsys.readouterr().out.splitlines()[-1] == "mine failed before its first step: the task has no prompts."
 
 
 def test_a_complete_run_without_alarm_is_status_zero_and_no_message(tmp_path, capsys, server):

@@ -133,3 +133,42 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, capsys):
 def test_only_repeated_names_get_folders_and_as_many_as_they_need(tmp_path):
     runs = [write(tmp_path / folder, "rloo", seed, 0) for folder, seed in (("a/x", 0), ("b/x", 0), ("b/x", 1))]
     assert list(by_name([RunStore(run) for run in runs])) == ["a/x/rloo-0", "b/x/rloo-0", "rloo-1"]
+
+
+def test_groups_of_a_setting_and_its_values_are_chosen(tmp_path, capsys):
+    for seed in range(2):
+        for name, gain in (("rloo", 0.0), ("value", 0.2), ("otb", 0.1)):
+            write(tmp_path, name, seed, gain)
+    words = ["compare", "--root", str(tmp_path), "--json", "--setting", "estimator.name", "--a", "otb", "--b", "value"]
+    assert main(words) == 0
+    pair = strict(capsys.readouterr().out)["pair"]
+    assert (pair["a"], pair["b"]) == ("estimator.name = otb", "estimator.name = value") and len(pair["runs"]) == 2
+    assert pair["quantities"][0]["B to A"] == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--json", "--setting", "estimator.nam"], "did you mean 'estimator.name'?"),
+        (["--json", "--setting", "estimator.name", "--a", "valu"], "estimator.name is never 'valu'"),
+        (["--json", "--a", "rloo"], "--a and --b are estimators of one run"),
+        (["--json", "--setting", "estimator.name", "--a", "rloo", "--b", "rloo"], "share no seed or are the same"),
+        (["--curves"], "go with --json"),
+        (["--json", "--window", "0"], "--window is 0"),
+        (["--json", "--curves", "--by", "sed"], "--by is 'sed', in which these runs do not differ"),
+        (["--json", "--by", "seed"], "--by groups the curves"),
+    ],
+)
+def test_sides_that_cannot_be_compared_are_one_sentence(words, said, tmp_path, capsys):
+    for name, gain in NAMED.items():
+        write(tmp_path, name, 0, gain)
+    assert main(["compare", "--root", str(tmp_path), *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="installed without its repository")
+def test_estimators_of_one_run_that_were_not_measured_are_one_sentence(capsys):
+    words = ["compare", REAL.name, "--root", str(REAL.parent), "--json", "--a"]
+    assert main([*words, "otbb"]) == 2
+    assert "estimator 'otbb' was not measured in letter-counting" in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""`otb diagnose` and `otb attribution`: whether runs are in trouble, and who holds the gradient of a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.table import Table
+
+from otb_analysis.commands.inspect import RunsConfig, complete_runs, parsed, print_all, print_json, run_path
+from otb_analysis.commands.watching import shown
+from otb_analysis.errors import InputError
+from otb_analysis.phases import counted, phase
+
+
+@dataclass(frozen=True)
+class DiagnoseConfig(RunsConfig):
+    """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice.
+
+    Of a folder of runs (otb diagnose runs): every run in one line, the worst first, as the page Triage has it.
+    """
+
+    json: bool = False
+    """Print JSON instead, for scripts: a list with one object per run, of a folder one object with all runs."""
+    step: int | None = None
+    """With --json: add who holds the gradient of this step."""
+    top: int = 50
+    """Prompts, rollouts and tokens of --step."""
+    curves: bool = False
+    """With --json: add the curves of every panel."""
+
+
+@dataclass(frozen=True)
+class AttributionConfig:
+    """Print who holds ‖ḡ‖² at a step: prompts, rollouts and tokens, each share split into signal and noise."""
+
+    run: Annotated[str, tyro.conf.Positional] = ""
+    """Name or path of a run that measured the level attribution."""
+    step: int | None = None
+    """A step; the attributed one with the largest gradient when none is given."""
+    top: int = 12
+    """Rows per table."""
+    root: Path = Path("runs")
+    """Directory that holds the runs."""
+
+
+def diagnose_command(words: Sequence[str]) -> None:
+    """Diagnose runs."""
+    config = parsed(DiagnoseConfig, "diagnose", words, DiagnoseConfig())
+    if config.top < 1:
+        raise InputError(f"--top is {config.top}; pass at least 1.")
+    if not config.json and (config.step is not None or config.curves):
+        raise InputError("--step and --curves go with --json; in the terminal otb attribution RUN shows a step.")
+    with shown(), phase("diagnosing"):
+        from otb_analysis.report.diagnosis_record import diagnosis_record, triage_parts, triage_record, triaged
+        from otb_analysis.report.verdicts import diagnosis
+
+        record: object = None
+        diagnoses: list[list[Table | str]] = []
+        if (folder := _folder(config)) is not None:
+            rows = triaged(folder)
+            diagnoses, record = [triage_parts(rows)], triage_record(rows)
+        else:
+            paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
+            counted_paths = counted(paths, "run")
+            if config.json:
+                record = [diagnosis_record(path, config.step, config.top, config.curves) for path in counted_paths]
+            else:
+                diagnoses = [diagnosis(path) for path in counted_paths]
+    if config.json:
+        print_json(record)
+        return
+    for parts in diagnoses:
+        print_all(parts)
+
+
+def _folder(config: DiagnoseConfig) -> Path | None:
+    """Return the folder of runs that was named instead of runs; None where runs were named, or nothing."""
+    from otb_analysis.store.layout import is_run
+
+    if len(config.runs) != 1 or is_run(run_path(config.root, config.runs[0])):
+        return None
+    folder = Path(config.runs[0])
+    return folder if folder.is_dir() and not is_run(folder) else None
+
+
+def attribution_command(words: Sequence[str]) -> None:
+    """Attribute a step."""
+    config = parsed(AttributionConfig, "attribution", words, AttributionConfig())
+    if not config.run:
+        raise InputError("otb attribution needs a run; pass its name, as in otb attribution demo-otb-s0.")
+    if config.top < 1:
+        raise InputError(f"--top is {config.top}; pass at least 1.")
+    with shown(), phase("reading the attribution"):
+        from otb_analysis.report.verdicts import attribution
+
+        parts = attribution(run_path(config.root, config.run), config.step, config.top)
+    print_all(parts)

@@ -1,0 +1,76 @@
+"""`otb study`: measure a study again, or print what is committed of it as JSON."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from otb_analysis.commands.inspect import print_json
+from otb_analysis.commands.watching import shown
+from otb_analysis.errors import InputError, Interrupted
+from otb_analysis.phases import phase
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """Run a study: measure the cells that are not finished yet, then write its tables, figures and README.
+
+    Stopped, it goes on with the same command; finished cells are kept in runs/studies/.
+    """
+
+    name: Annotated[str, tyro.conf.Positional] = ""
+    """Name, number or slug of a study: 00_training, 0 or training; without one the studies are listed."""
+    quick: bool = False
+    """Run all of it at reduced constants in less than two minutes, into --out or a temporary directory."""
+    out: Path | None = None
+    """Directory for README and results instead of the study's own folder."""
+    only: tuple[str, ...] = ()
+    """Measure these cells and no others; tables and README follow once none is missing."""
+    render: bool = False
+    """Measure nothing; write README, figures and index again from the result tables."""
+    json: bool = False
+    """Measure and write nothing; print the committed verdict and result tables as JSON, or all studies' verdicts."""
+
+
+def study_command(words: Sequence[str]) -> None:
+    """Run a study."""
+    config: StudyConfig = tyro.cli(StudyConfig, prog="otb study", args=list(words), config=())
+    if config.json:
+        print_json(_committed(config))
+        return
+    with shown(), phase("starting") as whole:
+        from otb_analysis.rollouts.models import quiet_loading
+        from otb_analysis.study.record import find_studies_folder, find_study
+        from otb_analysis.study.run import Setting, run_study
+
+        folder = find_study(config.name, find_studies_folder())
+        quiet_loading()
+        try:
+            written = run_study(folder, Setting(config.quick, config.out, config.only, config.render), whole)
+        except KeyboardInterrupt:
+            kept = (
+                "nothing of a quick study is kept" if config.quick else "finished cells are kept for the same command"
+            )
+            raise Interrupted(f"stopped; {kept}.") from None
+    console = Console()
+    result = f"{written / 'README.md'} is written." if written else "The cells are kept; others are still missing."
+    console.print(result, soft_wrap=True)
+
+
+def _committed(config: StudyConfig) -> object:
+    """Return what the page Studies shows of one study, or of all."""
+    from otb_analysis.report.study_record import studies_record, study_record
+    from otb_analysis.store import committed_studies
+    from otb_analysis.study.record import find_studies_folder, find_study
+
+    if config != StudyConfig(config.name, json=True):
+        raise InputError("--json prints what is committed; leave the other options of otb study out.")
+    root = find_studies_folder()
+    studies = committed_studies(root)
+    if not config.name:
+        return studies_record(studies)
+    folder = find_study(config.name, root)
+    return study_record(next(study for study in studies if study.folder == folder))
