@@ -18,7 +18,8 @@ from otb_analysis.store.gram import product_rows, read_gram, rebuild_gram
 from otb_analysis.store.held import LIGHT, MANY, rollout_rows, step_frame, step_rows
 from otb_analysis.store.layout import find_run
 from otb_analysis.store.liveness import standing
-from otb_analysis.store.parts import Part, again_if_changed, by_step, checked, complete_steps, signature, visible_parts
+from otb_analysis.store.merged import Part
+from otb_analysis.store.parts import again_if_changed, by_step, checked, complete_steps, signature, visible_parts
 from otb_analysis.store.query import check_read_only, checked_limit, first_rows, interrupted_after, open_locked, refused
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import stat
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from otb_analysis.errors import StoreError
 from otb_analysis.schema import SCHEMA_VERSION
 from otb_analysis.store.atomic import atomic_file
 from otb_analysis.store.checksum import CHANGED, checksum_of
-from otb_analysis.store.layout import RUN_FILE
+from otb_analysis.store.layout import RUN_FILE, refused_link
 from otb_analysis.store.liveness import this_process
 
 RESERVE = ".reserve"
@@ -67,6 +68,7 @@ def write_reserve(run_dir: Path) -> None:
         OSError: There is no room.
     """
     room = (run_dir / RUN_FILE).stat().st_size + 16_384
+    (run_dir / RESERVE).unlink(missing_ok=True)  # never through a link
     (run_dir / RESERVE).write_bytes(os.urandom(room))  # random: a file system that compresses would keep no room
 
 
@@ -74,13 +76,15 @@ def read_run_file(run_dir: Path) -> dict[str, object]:
     """Return the content of run.json.
 
     Raises:
-        StoreError: It cannot be read, was written by a newer version, or has changed since it was written.
+        StoreError: It cannot be read, is a link, was written by a newer version, or has changed since it was written.
     """
     path = run_dir / RUN_FILE
     try:
-        status = path.stat()
+        status = path.lstat()
     except OSError as error:
         raise _unreadable(path, error) from error
+    if stat.S_ISLNK(status.st_mode):
+        raise refused_link(path)
     return dict(_read(path, status.st_ino, status.st_mtime_ns, status.st_size))
 
 
