@@ -15,7 +15,7 @@ from otb_analysis.schema import TABLES
 from otb_analysis.store import RolloutFilter
 
 MOST = 500
-SQL_SECONDS, SQL_ROWS = 20, 100_000
+SQL_SECONDS, SQL_ROWS, SQL_MEGABYTES = 20, 100_000, 20
 SHOWN = ["step", "group", "rollout", "reward", "length", "turns", "finish_reason", "equal", "prompt", "completion"]
 GROUPS = {"all": None, "equal rewards": True, "different rewards": False}
 EXAMPLES = {
@@ -117,7 +117,7 @@ def query(run: Run) -> None:
     text = st.text_area("One SELECT; it can change nothing and reach no other file.", key="sql", height=110)
     if st.button("Run", type="primary") and text.strip():
         with errors_as_sentences():
-            answer = data.store(run).sql(text, seconds=SQL_SECONDS, rows=SQL_ROWS)
+            answer = data.store(run).sql(text, seconds=SQL_SECONDS, rows=SQL_ROWS, megabytes=SQL_MEGABYTES)
             st.dataframe(answer.head(1000), hide_index=True)
             cut = f"The first {SQL_ROWS:,} rows were read" if len(answer) == SQL_ROWS else f"{len(answer):,} rows"
             st.caption(cut + (", the first 1,000 are shown." if len(answer) > 1000 else "."))
