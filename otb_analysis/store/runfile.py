@@ -56,7 +56,8 @@ def write_run_file(run_dir: Path, info: Mapping[str, object]) -> None:
         OSError: It cannot be written.
     """
     said = json.loads(json.dumps(info, default=str))
-    text = json.dumps(said | {"checksum": checksum_of(said)}, indent=2, ensure_ascii=False)
+    # The checksum comes first and the name after it: what tears out one and more than that tears out both.
+    text = json.dumps({"checksum": checksum_of(said), **said}, indent=2, ensure_ascii=False)
     with atomic_file(run_dir / RUN_FILE) as file:
         file.write(text.encode("utf-8", errors="backslashreplace"))
 
@@ -102,7 +103,8 @@ def _read(path: Path, inode: int, mtime_ns: int, size: int) -> dict[str, object]
             f"{path} has schema_version {schema}, but this otb-analysis reads up to {SCHEMA_VERSION}; "
             "upgrade otb-analysis to read the run."
         )
-    if info.pop("checksum", None) not in (None, checksum_of(info)):
+    checksum = info.pop("checksum", None)
+    if checksum != checksum_of(info) and (checksum is not None or "run" not in info):
         raise StoreError(f"{path} is broken ({CHANGED}); restore it, or delete its checksum if the change is yours.")
     return info
 
