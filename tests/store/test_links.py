@@ -114,11 +114,15 @@ def test_writer_changes_nothing_behind_a_link(run, tables, tmp_path):
     kept.mkdir()
     (kept / ".mine.tmp").write_text("mine")
     (run / "more").symlink_to(kept)
-    temporary = f".part-00000004-r0.parquet.{os.getpid()}.tmp"
-    for path in (run / ".reserve", run / "steps-r0.digest", run / "steps" / temporary):
-        path.unlink(missing_ok=True)
-        path.symlink_to(kept / ".mine.tmp")
+
+    def plant(*paths):
+        for path in paths:
+            path.unlink(missing_ok=True)
+            path.symlink_to(kept / ".mine.tmp")
+
+    plant(run / ".reserve", run / "steps-r0.digest")
     writer = RunWriter.resume(run, 3)
+    plant(run / "steps" / f".part-00000004-r0.parquet.{os.getpid()}.tmp")
     for step in (3, 4):
         writer.write_step(step, tables(step))
     writer.finish()
