@@ -12,7 +12,7 @@ from widgets import chart, download, errors_as_sentences, go_to, one_run, page
 
 from otb_analysis.figures.rewards import plot_rewards, rewards_info
 from otb_analysis.schema import TABLES
-from otb_analysis.store import ASKED_ROWS, ASKED_SECONDS, RolloutFilter
+from otb_analysis.store import ASKED_MEGABYTES, ASKED_ROWS, ASKED_SECONDS, RolloutFilter
 
 MOST = 500
 SHOWN = ["step", "group", "rollout", "reward", "length", "turns", "finish_reason", "equal", "prompt", "completion"]
@@ -116,7 +116,7 @@ def query(run: Run) -> None:
     text = st.text_area("One SELECT; it can change nothing and reach no other file.", key="sql", height=110)
     if st.button("Run", type="primary") and text.strip():
         with errors_as_sentences():
-            answer = data.store(run).sql(text, seconds=ASKED_SECONDS, rows=ASKED_ROWS)
+            answer = data.store(run).sql(text, seconds=ASKED_SECONDS, rows=ASKED_ROWS, megabytes=ASKED_MEGABYTES)
             st.dataframe(answer.head(1000), hide_index=True)
             cut = f"The first {ASKED_ROWS:,} rows were read" if len(answer) == ASKED_ROWS else f"{len(answer):,} rows"
             st.caption(cut + (", the first 1,000 are shown." if len(answer) > 1000 else "."))

@@ -12,6 +12,7 @@ from otb_analysis.report.record import infinite_cells, written
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.schema import TABLES
 from otb_analysis.store import (
+    ASKED_MEGABYTES,
     ASKED_ROWS,
     ASKED_SECONDS,
     RolloutFilter,
@@ -35,7 +36,7 @@ def answer(store: RunStore, query: str) -> pd.DataFrame:
         InputError: The query is not one SELECT, cannot be run, or takes too long.
         StoreError: A part is broken, or the answer needs too much memory.
     """
-    return store.sql(query, seconds=ASKED_SECONDS, rows=ASKED_ROWS)
+    return store.sql(query, seconds=ASKED_SECONDS, rows=ASKED_ROWS, megabytes=ASKED_MEGABYTES)
 
 
 def answer_record(store: RunStore, query: str) -> dict[str, Any]:

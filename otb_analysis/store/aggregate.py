@@ -87,6 +87,8 @@ def aggregate(found: Sequence[Partition]) -> pd.DataFrame:
 def aggregate_on_ray(found: Sequence[Partition], workers: int) -> pd.DataFrame:
     """Return the same from Ray: from the cluster that RAY_ADDRESS names, which sees the same files, or on this machine.
 
+    On this machine Ray listens on the loopback interface only, unless it was imported before.
+
     Args:
         workers: Processes on this machine; a cluster has its own.
 
@@ -95,11 +97,13 @@ def aggregate_on_ray(found: Sequence[Partition], workers: int) -> pd.DataFrame:
         StoreError: A part is broken or missing.
     """
     require("ray", "otb aggregate --ray")
-    import ray  # pyright: ignore[reportMissingImports]
-
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     cluster = "RAY_ADDRESS" in os.environ
-    local: dict[str, Any] = {"num_cpus": workers, "_node_ip_address": "127.0.0.1", "include_dashboard": False}
+    if not cluster:  # Else Ray listens on every address of this machine, whatever it is told. It reads this once.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    import ray  # pyright: ignore[reportMissingImports]
+
+    local: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False}
     ray.init(log_to_driver=False, logging_level="error", **({} if cluster else local))
     try:
         task = ray.remote(aggregate_partition)

@@ -17,7 +17,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # a link, or what a killed process of this number left
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

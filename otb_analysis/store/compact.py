@@ -25,7 +25,8 @@ from otb_analysis.store.digest import forget
 from otb_analysis.store.encode import ARROW
 from otb_analysis.store.layout import MERGED, find_run, merged_path
 from otb_analysis.store.liveness import other_writer, standing, this_process
-from otb_analysis.store.parts import COMPACTED, Part, broken, checked, ranges, remove_unlisted, visible_parts
+from otb_analysis.store.merged import COMPACTED, Part, ranges
+from otb_analysis.store.parts import broken, checked, remove_unlisted, visible_parts
 from otb_analysis.store.runfile import read_run_file, write_run_file
 from otb_analysis.store.views import refuse_missing_keys
 from otb_analysis.store.writer import ROW_GROUP, parquet_options

@@ -4,6 +4,7 @@ The parts are the truth. A line counts only while its own checksum is right, and
 written about: the same name, time and size. A digest may be lost, cut short or out of date; then the parts are read.
 """
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +37,7 @@ def note(run_dir: Path, table: str, rank: int, part: Path) -> None:
         sealed, text = read_sealed((part, status.st_mtime_ns, status.st_size), TEXTS[table])
         about = (sealed.checksum, sealed.schema, sealed.recorded, sealed.parts, sealed.columns)
         body = "\t".join([part.name, str(status.st_mtime_ns), str(status.st_size), *about, text]).encode()
-        with digest_path(run_dir, table, rank).open("ab", buffering=0) as file:
+        with open(digest_path(run_dir, table, rank), "ab", buffering=0, opener=_no_link) as file:
             file.write(b"%08x\t%s\n" % (crc32(body), body))
 
 
@@ -76,6 +77,10 @@ def said(run_dir: Path, table: str, signatures: Sequence[Signature]) -> list[Sea
             if known[at] is None and (line := lines.get((one[0].name, *one[1:]))) is not None:
                 known[at] = _SAID[one] = line[0]
     return [sealed or read_sealed(one, ROW)[0] for one, sealed in zip(signatures, known, strict=True)]
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def _read(line: bytes) -> tuple[tuple[str, int, int], tuple[Sealed, str]] | None:

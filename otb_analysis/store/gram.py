@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pandas.api.types import union_categoricals
 
 from otb_analysis.schema import TABLES
-from otb_analysis.store.parts import Part
+from otb_analysis.store.merged import Part
 from otb_analysis.store.views import opened, read_opened, read_part, written_columns
 from otb_analysis.types import Float, Gram, Int, Label, ReducedGram
 

@@ -25,7 +25,8 @@ from otb_analysis.store import checksum
 from otb_analysis.store.checksum import Sealed, read_sealed
 from otb_analysis.store.digest import FEW, noted
 from otb_analysis.store.encode import ARROW, with_not_finite
-from otb_analysis.store.parts import Part, broken, checked, signature
+from otb_analysis.store.merged import Part
+from otb_analysis.store.parts import broken, checked, signature
 from otb_analysis.store.views import names_of, read_part, refuse_missing_keys
 
 AT_ONCE = 250

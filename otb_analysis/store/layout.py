@@ -8,8 +8,8 @@ from otb_analysis.schema import TABLES
 
 RUN_FILE = "run.json"
 
-PART = re.compile(r"part-(\d+)-r(\d+)\.parquet")
-MERGED = re.compile(r"merged-(\d+)-(\d+)\.parquet")
+PART = re.compile(r"part-(\d+)-r(\d+)\.parquet", re.ASCII)
+MERGED = re.compile(r"merged-(\d+)-(\d+)\.parquet", re.ASCII)
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,@-]{0,127}")
 
 
@@ -25,6 +25,11 @@ def check_run_name(run: str) -> str:
             "starting with a letter or a digit."
         )
     return run
+
+
+def refused_link(path: Path) -> StoreError:
+    """Return the sentence about a link in a run."""
+    return StoreError(f"{path} is a link, which may lead out of the run; put what it points to there.")
 
 
 def part_path(run_dir: Path, table: str, step: int, rank: int) -> Path:

@@ -8,23 +8,21 @@ one that it removed before is named in run.json.
 """
 
 import os
+import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.checksum import Sealed, Signature, sealed
 from otb_analysis.store.digest import said
-from otb_analysis.store.layout import MERGED, PART, RUN_FILE, merged_path, part_path
+from otb_analysis.store.layout import MERGED, PART, RUN_FILE, part_path, refused_link
+from otb_analysis.store.merged import Part, merged_parts
 from otb_analysis.store.runfile import read_run_file
-
-COMPACTED = "compacted"
-"""The key in run.json: table → its files, each with name, checksum and the steps it holds as ranges."""
-
 
 SETTLED = 5_000_000_000
 """Nanoseconds after which the time of a folder tells whether it has changed since."""
@@ -39,24 +37,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, order=True)
-class Part:
-    """One Parquet file of a table; made by listing a run, read by the readers."""
-
-    step: int  # The step whose rows it holds, the first one where it holds several
-    rank: int  # The process that wrote it
-    path: Path  # Where it lies
-    checksum: str = ""  # The one it must carry; empty where nobody says
-    steps: tuple[int, ...] = ()  # Those to be read
-    whole: bool = True  # False when the file holds other steps, too
-    recorded: str = ""  # Its columns that hold any value, with commas between; empty where nobody says
-
-    def only(self, steps: Collection[int]) -> "Part":
-        """Return the same file for fewer steps."""
-        kept = tuple(step for step in self.steps if step in steps)
-        return self if kept == self.steps else replace(self, steps=kept, whole=False)
-
-
 def loose_parts(run_dir: Path, table: str) -> Sequence[Part]:
     """Return all parts of one step of a table, by step and rank, complete or not.
 
@@ -65,9 +45,12 @@ def loose_parts(run_dir: Path, table: str) -> Sequence[Part]:
     """
     folder = run_dir / table
     try:
-        changed = folder.stat().st_mtime_ns
+        status = folder.lstat()
     except FileNotFoundError:
         return []
+    if stat.S_ISLNK(status.st_mode):
+        raise refused_link(folder)
+    changed = status.st_mtime_ns
     # A folder that changed a moment ago may change again without another time.
     return _listed(folder, changed) if time.time_ns() - changed > SETTLED else _listed.__wrapped__(folder, changed)
 
@@ -82,9 +65,8 @@ def _listed(folder: Path, changed: int) -> Sequence[Part]:
     except OSError as error:
         raise StoreError(f"{folder} cannot be listed ({error.strerror}); make it a readable folder.") from error
     linked = next((name for name in links if links[name] and name.endswith(".parquet")), None)
-    if linked or folder.is_symlink():
-        where = folder / (linked or ".")
-        raise StoreError(f"{where} is a link, which may lead out of the run; put what it points to there.")
+    if linked:
+        raise refused_link(folder / linked)
     known = _known(folder)
     for name in links.keys() - known.keys():
         if m := PART.fullmatch(name):
@@ -96,26 +78,6 @@ def _listed(folder: Path, changed: int) -> Sequence[Part]:
 def _known(folder: Path) -> dict[str, Part]:
     """Return a folder's parts that were listed before, by name: making them takes ten times as long as listing."""
     return {}
-
-
-def merged_parts(run_dir: Path, info: Mapping[str, Any]) -> dict[str, list[Part]]:
-    """Return the files of several steps that run.json lists, by table."""
-    return {table: [_merged(run_dir / table, one) for one in files] for table, files in info.get(COMPACTED, {}).items()}
-
-
-def last_merged_step(run_dir: Path) -> int:
-    """Return the last step that lies in a merged file, -1 where none does."""
-    files = merged_parts(run_dir, read_run_file(run_dir)).get("steps", ())
-    return max((part.steps[-1] for part in files), default=-1)
-
-
-def merged_before(info: Mapping[str, Any], step: int) -> dict[str, list[dict[str, object]]]:
-    """Return what run.json lists without the steps from `step` on; a file of later ones only is left out."""
-    kept: dict[str, list[dict[str, object]]] = {}
-    for table, files in info[COMPACTED].items():
-        cut = [one | {"steps": [[a, min(b, step - 1)] for a, b in one["steps"] if a < step]} for one in files]
-        kept[table] = [one for one in cut if one["steps"]]
-    return kept
 
 
 def remove_unlisted(run_dir: Path) -> None:
@@ -130,7 +92,8 @@ def remove_unlisted(run_dir: Path) -> None:
     held = {step for part in merged.get("steps", ()) for step in part.steps}
     listed = {part.path for files in merged.values() for part in files}
     for path in run_dir.glob("*/.*.tmp"):
-        path.unlink(missing_ok=True)
+        if not path.parent.is_symlink():
+            path.unlink(missing_ok=True)
     for table in TABLES:
         for path in (run_dir / table).glob("merged-*.parquet"):
             if MERGED.fullmatch(path.name) and path not in listed:
@@ -138,17 +101,6 @@ def remove_unlisted(run_dir: Path) -> None:
         for part in loose_parts(run_dir, table):
             if part.step in held:
                 part.path.unlink(missing_ok=True)
-
-
-def ranges(steps: Sequence[int]) -> list[list[int]]:
-    """Return ordered steps as first and last ones of runs without a gap."""
-    found: list[list[int]] = []
-    for step in steps:
-        if found and found[-1][1] == step - 1:
-            found[-1][1] = step
-        else:
-            found.append([step, step])
-    return found
 
 
 def complete_steps(run_dir: Path) -> list[int]:
@@ -285,9 +237,3 @@ def _said(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Sealed]:
         return said(run_dir, table, [signature(part) for part in parts])
     except OSError:
         return [checked(part) for part in parts]  # the one that is broken says so
-
-
-def _merged(folder: Path, one: Mapping[str, Any]) -> Part:
-    steps = tuple(step for first, last in one["steps"] for step in range(first, last + 1))
-    whole = folder / one["file"] == merged_path(folder.parent, folder.name, steps[0], steps[-1])
-    return Part(steps[0], 0, folder / one["file"], one["checksum"], steps, whole)

@@ -1,11 +1,13 @@
-"""One SELECT on a connection that can change nothing and reach nothing else, within bounds of time, memory and rows."""
+"""One SELECT on a connection that can change nothing and reach nothing else, within bounds of time, memory and size."""
 
+import math
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pandas as pd
@@ -13,7 +15,7 @@ import pandas as pd
 from otb_analysis.errors import InputError
 from otb_analysis.store.views import literal
 
-ASKED_SECONDS, ASKED_ROWS, ASKED_MEMORY = 20, 100_000, "256MB"
+ASKED_SECONDS, ASKED_ROWS, ASKED_MEGABYTES, ASKED_MEMORY = 20, 100_000, 20, "256MB"
 """Bounds of a query that somebody typed: on the page Rollouts, or behind `otb query`."""
 
 
@@ -60,14 +62,30 @@ def interrupted_after(seconds: float | None, cursor: duckdb.DuckDBPyConnection) 
         timer.join()  # the cursor is closed next, and must not be interrupted then
 
 
-def first_rows(answer: duckdb.DuckDBPyConnection, rows: int | None) -> pd.DataFrame:
-    """Return the first rows of an answer; the others are never computed where the query allows it."""
-    if rows is None:
+def first_rows(
+    answer: duckdb.DuckDBPyConnection, rows: int | None, megabytes: float | None = None
+) -> pd.DataFrame | None:
+    """Return the first rows of an answer, None where they are larger; others are only computed if they must be."""
+    if rows is None and megabytes is None:
         return answer.df()
-    chunks = [answer.fetch_df_chunk()]
-    while len(chunks[-1]) and sum(map(len, chunks)) < rows:
+    most, left = math.inf if rows is None else rows, math.inf if megabytes is None else 1e6 * megabytes
+    chunks = list[pd.DataFrame]()
+    while not chunks or (len(chunks[-1]) and sum(map(len, chunks)) < most):
         chunks.append(answer.fetch_df_chunk())
-    return pd.concat(chunks[:-1] if len(chunks) > 1 and not len(chunks[-1]) else chunks, ignore_index=True).head(rows)
+        left -= 0 if megabytes is None else sum(_size(column) for _, column in chunks[-1].items())
+        if left < 0:
+            return None
+    whole = pd.concat(chunks[:-1] if len(chunks) > 1 and not len(chunks[-1]) else chunks, ignore_index=True)
+    return whole if rows is None else whole.head(rows)
+
+
+def _size(values: Any) -> int:
+    """Return about how many bytes values take, with all that they hold: a cell may be a list of texts."""
+    if isinstance(values, dict):
+        return _size([*values, *values.values()])
+    if isinstance(values, list | tuple) or str(getattr(values, "dtype", "")) == "object":
+        return 8 + sum(map(_size, values))
+    return len(values) if isinstance(values, str | bytes | bytearray) else int(getattr(values, "nbytes", 8))
 
 
 def check_read_only(cursor: duckdb.DuckDBPyConnection, query: str) -> None:

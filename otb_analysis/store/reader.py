@@ -18,7 +18,8 @@ from otb_analysis.store.gram import product_rows, read_gram, rebuild_gram
 from otb_analysis.store.held import LIGHT, MANY, rollout_rows, step_frame, step_rows
 from otb_analysis.store.layout import find_run
 from otb_analysis.store.liveness import standing
-from otb_analysis.store.parts import Part, again_if_changed, by_step, checked, complete_steps, signature, visible_parts
+from otb_analysis.store.merged import Part
+from otb_analysis.store.parts import again_if_changed, by_step, checked, complete_steps, signature, visible_parts
 from otb_analysis.store.query import check_read_only, checked_limit, first_rows, interrupted_after, open_locked, refused
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
@@ -174,6 +175,7 @@ class RunStore:
         steps: Steps = None,
         seconds: float | None = None,
         rows: int | None = None,
+        megabytes: float | None = None,
         texts: bool = True,
     ) -> pd.DataFrame:
         """Return the answer to one SELECT over the views, one per table of the schema.
@@ -183,16 +185,17 @@ class RunStore:
             steps: The views hold only these steps, and no part of another is opened; None means all complete ones.
             seconds: How long it may take; None means as long as it needs.
             rows: Most rows of the answer, which is read no further; None means all, whatever memory they take.
+            megabytes: Most millions of bytes of what is read of the answer; None means any number.
             texts: False leaves prompts, answers and parts of rewards of `rollouts` out. The other columns of many parts
                 are then held in memory, so that the next query opens only new parts.
 
         Raises:
-            InputError: The query is not one SELECT, cannot be run, or takes longer than allowed.
+            InputError: The query is not one SELECT, cannot be run, takes longer than allowed, or its answer is larger.
             StoreError: A part is broken or lacks a key column, or the answer needs more memory than allowed.
         """
         # A view costs a look at every part, so only tables that the text mentions get one.
         tables = [table for table in TABLES if re.search(rf"\b{table}\b", query, re.IGNORECASE)]
-        return self._run(query, params, visible_parts(self.path, tables, steps), seconds, rows, texts)
+        return self._run(query, params, visible_parts(self.path, tables, steps), seconds, rows, megabytes, texts)
 
     @again_if_changed
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
@@ -298,6 +301,7 @@ class RunStore:
         tables: Mapping[str, Sequence[Part]],
         seconds: float | None = None,
         rows: int | None = None,
+        megabytes: float | None = None,
         texts: bool = True,
     ) -> pd.DataFrame:
         with self._connection.cursor() as cursor, interrupted_after(seconds, cursor):
@@ -306,7 +310,13 @@ class RunStore:
                 for table, parts in tables.items():
                     # Temporary views belong to the cursor, so threads do not meet and no list of parts grows old.
                     cursor.execute(f"CREATE TEMP VIEW {table} AS {self._rows(cursor, table, parts, texts)}")
-                return first_rows(cursor.execute(query, params), rows)
+                answer = first_rows(cursor.execute(query, params), rows, megabytes)
+                if answer is None:
+                    raise InputError(
+                        f"the answer of {self.path} is larger than {megabytes:g} MB; ask for fewer rows or columns, or "
+                        "for the beginning of a text, as in left(completion, 1000)."
+                    )
+                return answer
             except duckdb.InterruptException as error:
                 raise InputError(
                     f"the query on {self.path} took longer than {seconds:g} s and was ended; ask for fewer steps or "

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import stat
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from otb_analysis.errors import StoreError
 from otb_analysis.schema import SCHEMA_VERSION
 from otb_analysis.store.atomic import atomic_file
 from otb_analysis.store.checksum import CHANGED, checksum_of
-from otb_analysis.store.layout import RUN_FILE
+from otb_analysis.store.layout import RUN_FILE, refused_link
 from otb_analysis.store.liveness import this_process
 
 RESERVE = ".reserve"
@@ -55,7 +56,8 @@ def write_run_file(run_dir: Path, info: Mapping[str, object]) -> None:
         OSError: It cannot be written.
     """
     said = json.loads(json.dumps(info, default=str))
-    text = json.dumps(said | {"checksum": checksum_of(said)}, indent=2, ensure_ascii=False)
+    # The checksum comes first and the name after it: what tears out one and more than that tears out both.
+    text = json.dumps({"checksum": checksum_of(said), **said}, indent=2, ensure_ascii=False)
     with atomic_file(run_dir / RUN_FILE) as file:
         file.write(text.encode("utf-8", errors="backslashreplace"))
 
@@ -67,6 +69,7 @@ def write_reserve(run_dir: Path) -> None:
         OSError: There is no room.
     """
     room = (run_dir / RUN_FILE).stat().st_size + 16_384
+    (run_dir / RESERVE).unlink(missing_ok=True)  # never through a link
     (run_dir / RESERVE).write_bytes(os.urandom(room))  # random: a file system that compresses would keep no room
 
 
@@ -74,13 +77,15 @@ def read_run_file(run_dir: Path) -> dict[str, object]:
     """Return the content of run.json.
 
     Raises:
-        StoreError: It cannot be read, was written by a newer version, or has changed since it was written.
+        StoreError: It cannot be read, is a link, was written by a newer version, or has changed since it was written.
     """
     path = run_dir / RUN_FILE
     try:
-        status = path.stat()
+        status = path.lstat()
     except OSError as error:
         raise _unreadable(path, error) from error
+    if stat.S_ISLNK(status.st_mode):
+        raise refused_link(path)
     return dict(_read(path, status.st_ino, status.st_mtime_ns, status.st_size))
 
 
@@ -98,7 +103,8 @@ def _read(path: Path, inode: int, mtime_ns: int, size: int) -> dict[str, object]
             f"{path} has schema_version {schema}, but this otb-analysis reads up to {SCHEMA_VERSION}; "
             "upgrade otb-analysis to read the run."
         )
-    if info.pop("checksum", None) not in (None, checksum_of(info)):
+    checksum = info.pop("checksum", None)
+    if checksum != checksum_of(info) and (checksum is not None or "run" not in info):
         raise StoreError(f"{path} is broken ({CHANGED}); restore it, or delete its checksum if the change is yours.")
     return info
 

@@ -15,7 +15,8 @@ from otb_analysis.schema import TABLES
 from otb_analysis.store.held import step_rows
 from otb_analysis.store.layout import find_run, list_runs
 from otb_analysis.store.liveness import standing
-from otb_analysis.store.parts import Part, signature, visible_parts
+from otb_analysis.store.merged import Part
+from otb_analysis.store.parts import signature, visible_parts
 from otb_analysis.store.runfile import read_run_file
 
 DTYPES = {

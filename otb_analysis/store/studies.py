@@ -45,17 +45,20 @@ def committed_studies(studies: Path) -> list[CommittedStudy]:
 
 
 def study_tables(folder: Path) -> list[str]:
-    """Return the names of a study's result tables, that of the costs last."""
-    return sorted((path.stem for path in (folder / "results").glob("*.csv")), key=lambda name: (name == COST, name))
+    """Return the names of a study's result tables, that of the costs last; none of a folder that is a link out."""
+    results = folder / "results"
+    paths = [] if _leads_out(folder, results) else results.glob("*.csv")
+    return sorted((path.stem for path in paths), key=lambda name: (name == COST, name))
 
 
 def study_table(folder: Path, name: str) -> pd.DataFrame:
     """Return one result table of a study.
 
     Raises:
-        StoreError: The file is no table.
+        StoreError: The file is no table, or leads out of the study's folder.
     """
     path = folder / "results" / f"{name}.csv"
+    _refuse_link(folder, path)
     try:
         return csv.read_csv(path).to_pandas()
     except (OSError, ValueError) as error:  # ArrowInvalid and text that is no UTF-8 are ValueErrors
@@ -67,8 +70,9 @@ def study_figure(path: Path) -> str:
     """Return the SVG text of a study's figure.
 
     Raises:
-        StoreError: The file is no SVG.
+        StoreError: The file is no SVG, or leads out of the study's folder.
     """
+    _refuse_link(path.parent.parent, path)
     try:
         text = path.read_text(encoding="utf-8")
         if not ElementTree.fromstring(text).tag.endswith("svg"):
@@ -78,15 +82,28 @@ def study_figure(path: Path) -> str:
     return text
 
 
+def _leads_out(folder: Path, path: Path) -> bool:
+    """Return whether a path of a study leaves its folder, by a link or by `..`; a folder that is a link does."""
+    return not path.resolve().is_relative_to(folder.parent.resolve() / folder.name)
+
+
+def _refuse_link(folder: Path, path: Path) -> None:
+    if _leads_out(folder, path):
+        raise StoreError(f"{path} leads out of {folder}; put what it points to there.")
+
+
 def _study(folder: Path, question: str) -> CommittedStudy:
     number, slug = folder.name.split("_", 1)
     command = f"otb study {folder.name}"
     blank = CommittedStudy(folder, slug.replace("_", " ").capitalize(), question, "", "", command, "", NOT_RUN)
     page = folder / "README.md"
-    if not page.exists():
-        return blank
     try:
+        _refuse_link(folder, page)
+        if not page.exists():
+            return blank
         text = page.read_text(encoding="utf-8")
+    except StoreError as error:
+        return replace(blank, verdict=str(error), state=BROKEN)
     except (OSError, ValueError) as error:
         return replace(blank, verdict=f"{page} cannot be read ({error}); run {command} --render.", state=BROKEN)
     # Take the parts of the page apart as `study.report` joined them.
@@ -111,6 +128,8 @@ def _study(folder: Path, question: str) -> CommittedStudy:
 
 def _index(page: Path) -> dict[str, str]:
     """Return the question of each study of the index: of one that was not run, no other page has it."""
+    if page.is_symlink():
+        return {}
     try:
         lines = page.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.encode import ARROW
-from otb_analysis.store.parts import Part, broken, checked, ranges, signature, without
+from otb_analysis.store.merged import Part, ranges
+from otb_analysis.store.parts import broken, checked, signature, without
 
 
 def quoted(name: str) -> str:

@@ -33,7 +33,8 @@ from otb_analysis.store.encode import Columns, encode, with_not_finite
 from otb_analysis.store.held import light_text, row_text
 from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path
 from otb_analysis.store.liveness import other_writer, this_process
-from otb_analysis.store.parts import COMPACTED, last_merged_step, loose_parts, merged_before, remove_unlisted
+from otb_analysis.store.merged import COMPACTED, last_merged_step, merged_before
+from otb_analysis.store.parts import loose_parts, remove_unlisted
 from otb_analysis.store.runfile import RESERVE, git_state, new_run, now, read_run_file, write_reserve, write_run_file
 
 ROW_GROUP = 100_000

@@ -77,6 +77,19 @@ def test_sql_box_answers_with_a_sentence(query, store_root, monkeypatch):
     assert not app.exception and len(app.warning) == 1
 
 
+@pytest.mark.parametrize(
+    "cell", ["repeat('x', 100000000)", "[repeat('x', 100000000)]", "{'a': repeat('x', 100000000)}"]
+)
+def test_answer_of_100_megabytes_in_one_cell_does_not_reach_the_browser(cell, store_root, monkeypatch):
+    app = opened(store_root, "rollouts", monkeypatch, run="chain-otb-s0")
+    shown = len(app.dataframe)
+    app.text_area(key="sql").set_value(f"SELECT {cell} AS a").run()
+    app.button[[b.label for b in app.button].index("Run")].click().run()
+    assert not app.exception and len(app.dataframe) == shown
+    (warning,) = app.warning
+    assert "is larger than 20 MB; ask for fewer rows or columns" in warning.value.replace("\\", "")
+
+
 def test_query_that_joins_everything_ends_within_its_memory_and_time(store_root):
     store = RunStore(store_root / "chain-otb-s0", memory_limit="256MB")
     began = time.monotonic()

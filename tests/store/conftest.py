@@ -40,3 +40,19 @@ def tables():
 @pytest.fixture
 def writer(tmp_path):
     return RunWriter.create(tmp_path, "demo", {"seed": 3, "task": {"name": "chain_sum", "terms": [2, 3]}})
+
+
+@pytest.fixture
+def runs(tmp_path, tables):
+    """Two runs of five steps; prompts 0 and 1 have names of their own in the first run."""
+    paths = []
+    for seed in range(2):
+        writer = RunWriter.create(tmp_path / "runs", f"run-{seed}", {})
+        for step in range(5):
+            one = tables(10 * seed + step)
+            names = {} if seed else {"prompt_id": ["b", "b", "a", "a"]}
+            tool = one.tokens | {"mask": np.arange(10) != 4}
+            writer.write_step(step, StepTables(tool, one.rollouts | names, one.steps))
+        writer.finish()
+        paths.append(writer.path)
+    return paths

@@ -1,31 +1,12 @@
-"""Sufficient statistics by run, bin of steps and prompt: those of a loop over the rows, on Ray as in one process."""
-
-import importlib.util
+"""Sufficient statistics by run, bin of steps and prompt: those of a loop over the rows."""
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from otb_analysis.commands.cli import main
-from otb_analysis.errors import StoreError
-from otb_analysis.store import RunStore, RunWriter, StepTables
-from otb_analysis.store.aggregate import aggregate, aggregate_on_ray, partitions
-
-
-@pytest.fixture
-def runs(tmp_path, tables):
-    """Two runs of five steps; prompts 0 and 1 have names of their own in the first run."""
-    paths = []
-    for seed in range(2):
-        writer = RunWriter.create(tmp_path / "runs", f"run-{seed}", {})
-        for step in range(5):
-            one = tables(10 * seed + step)
-            names = {} if seed else {"prompt_id": ["b", "b", "a", "a"]}
-            tool = one.tokens | {"mask": np.arange(10) != 4}
-            writer.write_step(step, StepTables(tool, one.rollouts | names, one.steps))
-        writer.finish()
-        paths.append(writer.path)
-    return paths
+from otb_analysis.store import RunStore
+from otb_analysis.store.aggregate import aggregate, partitions
 
 
 def test_rows_are_those_of_a_loop_over_the_tokens(runs):
@@ -67,14 +48,3 @@ def test_command_writes_csv_and_parquet(runs, tmp_path, capsys):
 def test_bad_input_is_one_sentence(runs, words, sentence, capsys):
     assert main(["aggregate", *words, "--root", str(runs[0].parent)]) == 2
     assert sentence in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: otb-analysis[ray]")
-@pytest.mark.filterwarnings("ignore")
-def test_two_workers_of_ray_say_what_one_process_says(runs):
-    found = partitions(runs, 2)
-    pd.testing.assert_frame_equal(aggregate_on_ray(found, 2), aggregate(found), rtol=1e-12)
-    (runs[1] / "tokens" / "part-00000003-r0.parquet").write_bytes(b"PAR1")
-    with pytest.raises(StoreError, match=r"part-00000003-r0.parquet is broken"):
-        aggregate_on_ray(found, 2)

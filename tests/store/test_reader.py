@@ -260,6 +260,23 @@ def test_answer_is_read_no_further_than_asked(store):
     assert none.empty and list(none.columns) == ["step"]
 
 
+@pytest.mark.parametrize(
+    ("cell", "size"),
+    [
+        ("repeat('x', 1000)", 1000), ("[repeat('x', 500), repeat('y', 500)]", 1000), ("{'a': repeat('x', 1000)}", 1000),
+        ("[{'a': [repeat('x', 1000)]}]", 1000), ("encode(repeat('x', 1000))", 1000), ("range", 8), ("NULL", 8),
+        ("MAP {'a': repeat('x', 1000)}", 1000), ("range::DOUBLE", 8), ("list_value(1, NULL, range)", 24),
+    ],
+)  # fmt: skip
+def test_larger_answer_is_refused_wherever_its_bytes_are(store, cell, size):
+    query = f"SELECT {cell} AS a FROM range(4000)"
+    with pytest.raises(InputError, match=r"is larger than .* MB; ask for fewer rows or columns, or for the beginning"):
+        store.sql(query, megabytes=4000 * size * 0.9e-6)
+    assert len(store.sql(query, megabytes=4000 * (size + 100) * 1.1e-6)) == 4000
+    assert len(store.sql(f"{query} LIMIT 1000", rows=100, megabytes=4000 * size * 0.9e-6)) == 100
+    assert store.sql("SELECT range AS n FROM range(1000000000000)", rows=5_000, megabytes=1)["n"].iloc[-1] == 4_999
+
+
 def test_query_opens_no_part_of_other_steps_or_of_tables_it_does_not_name(store):
     for table, step in (("tokens", 0), ("tokens", 2), ("rollouts", 0), ("rollouts", 1)):
         (store.path / table / f"part-{step:08d}-r0.parquet").write_bytes(b"broken")

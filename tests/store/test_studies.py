@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from otb_analysis.errors import StoreError
-from otb_analysis.store import committed_studies, study_table, study_tables
+from otb_analysis.store import committed_studies, study_figure, study_table, study_tables
 
 COMMITTED = Path(__file__).parents[2] / "studies"
 PAGE = """\
@@ -88,6 +88,47 @@ def test_broken_page_spoils_only_its_own_study(studies, page):
     broken, other = committed_studies(studies)
     assert broken.state == "cannot be read" and "otb study 07_squares --render" in broken.verdict
     assert other.state == "not run yet"
+
+
+@pytest.mark.parametrize("name", ["squares.csv", "squares.svg"])
+def test_file_of_a_study_that_leads_out_is_one_sentence(studies, tmp_path_factory, name):
+    folder = studies / "07_squares"
+    path, outside = folder / "results" / name, tmp_path_factory.mktemp("outside") / name
+    path.rename(outside)
+    path.symlink_to(outside)
+    read = (lambda: study_table(folder, "squares")) if name.endswith("csv") else (lambda: study_figure(path))
+    with pytest.raises(StoreError, match=rf"^{path} leads out of {folder}; put what it points to there\.$"):
+        read()
+    path.unlink()
+    outside.rename(folder / name)
+    path.symlink_to(Path("..") / name)  # within the study
+    assert len(read())
+
+
+def test_name_of_a_table_leads_nowhere_else(studies):
+    (studies / "secret.csv").write_text("a\n1\n")
+    with pytest.raises(StoreError, match="leads out of"):
+        study_table(studies / "07_squares", "../../secret")
+
+
+@pytest.mark.parametrize("linked", ["README.md", "."])
+def test_page_or_folder_that_leads_out_spoils_only_its_own_study(studies, tmp_path_factory, linked):
+    folder, outside = studies / "07_squares", tmp_path_factory.mktemp("outside") / "moved"
+    (folder / linked).resolve().rename(outside)
+    (folder / linked if linked != "." else folder).symlink_to(outside)
+    broken, other = committed_studies(studies)
+    assert broken.state == "cannot be read" and broken.verdict.endswith(
+        f"leads out of {folder}; put what it points to there."
+    )
+    assert broken.figures == () and (study_tables(folder) == [] or linked != ".")
+    assert other.state == "not run yet" and other.question == "And cubes?"
+
+
+def test_index_that_is_a_link_is_not_read(studies, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside") / "README.md"
+    (studies / "README.md").rename(outside)
+    (studies / "README.md").symlink_to(outside)
+    assert [study.question for study in committed_studies(studies)] == ["How large are they?", ""]
 
 
 def test_folder_that_is_absent_or_holds_no_study_is_empty(tmp_path):
