@@ -7,6 +7,7 @@ import data
 import listing
 import pandas as pd
 import selection
+from kept import switch
 from widgets import chosen_runs
 
 from otb_analysis.figures.numbers import number
@@ -57,7 +58,7 @@ def choose_prompt(run: listing.Run, step: int, within: Any) -> int:
 
 def choose_beside(here: Place, row: Any) -> Place | None:
     """Let the page choose where else to look at the same prompt: another step, or another of the chosen runs."""
-    if not row.toggle("Side by side", key="two", bind="query-params", help="The same prompt at another step or run."):
+    if not switch(row, "Side by side", "two", help="The same prompt at another step or run."):
         return None
     first: Any = here.rollouts.iloc[0]
     prompt_id = None if pd.isna(first["prompt_id"]) else str(first["prompt_id"])

@@ -4,6 +4,7 @@ import data
 import scripts
 import selection
 import streamlit as st
+from kept import pick
 from listing import Run
 from widgets import chart
 
@@ -34,14 +35,11 @@ LOST = (
 def proxy(run: Run) -> None:
     """Say what the proxy costs, then how it agrees with exact norms."""
     controls = st.container(horizontal=True)
-    kind = str(controls.segmented_control(
-        "Energy", list(KINDS), format_func=lambda k: KINDS[k], default="token", key="kind", bind="query-params",
-        required=True, help=ENERGY,
-    ))  # fmt: skip
+    kind = str(pick(controls.segmented_control, "Energy", "kind", KINDS, required=True, help=ENERGY))
     cheap, source = data.cheap_sources(run), "proxy"
     if len(cheap) > 1:
-        source = str(controls.segmented_control(
-            "Against exact", cheap, default="proxy", key="source", bind="query-params", required=True, help=CALIBRATED,
+        source = str(pick(
+            controls.segmented_control, "Against exact", "source", cheap, "proxy", required=True, help=CALIBRATED,
         ))  # fmt: skip
     measured = data.fidelity(run, kind, source)
     info = measured.info

@@ -1,6 +1,5 @@
 """What pages share: the frame around a page, the choice of runs, charts with their data, text that stays text."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +7,9 @@ from typing import Any
 import listing
 import pandas as pd
 import plotly.graph_objects as go
+import selection
 import streamlit as st
+from plain_text import plain
 
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.curves import CurvesInfo
@@ -16,26 +17,6 @@ from otb_analysis.figures.theme import CONFIG, for_background
 
 DEFAULT_RUNS = 4
 _LIVE_SECONDS = 3
-
-
-def plain(text: str) -> str:
-    """Return text that Streamlit's Markdown shows as it is: no markup, directive, formula or link."""
-    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", text.replace("\n", " "))
-
-
-INTERVAL = re.compile(r"-?[\d.,]+(?: %)? \([^()\n|]{1,24}\)")
-
-
-def prose(markdown: str) -> str:
-    """Return Markdown as it reads below the headings of a page: no picture, link, formula or directive of Streamlit's.
-
-    A number and its interval stay on one line.
-    """
-    text = re.sub(r"!\[[^]]*]\([^)]*\)|\[([^]]*)]\([^)]*\)", lambda found: found[1] or "", markdown)
-    text = re.sub(r"^(#+) ", r"##\1 ", text, flags=re.MULTILINE)
-    text = INTERVAL.sub(lambda found: found[0].replace(" ", "\u00a0").replace("–", "\u2060–\u2060"), text)
-    parts = re.split(r"(```.*?```|`[^`\n]*`)", text, flags=re.DOTALL)
-    return "".join(part if part.startswith("`") else re.sub(r"([$<]|:(?=\w))", r"\\\1", part) for part in parts)
 
 
 @contextmanager
@@ -109,8 +90,7 @@ def one_run(within: Any = st, width: int = 420) -> listing.Run:
     chosen = {run.name: run for run in chosen_runs()}
     if len(chosen) == 1:
         return next(iter(chosen.values()))
-    name = within.selectbox("Run", list(chosen), key="focus", bind="query-params", width=width)
-    return chosen[str(name)]
+    return chosen[str(selection.choose("focus", "Run", list(chosen), next(iter(chosen)), within=within, width=width))]
 
 
 def follow(runs: Sequence[listing.Run]) -> None:

@@ -517,6 +517,15 @@ def test_study_shows_its_numbers_with_intervals_and_its_text_as_text(studies_roo
     assert "otb study 03_squares" in [code.value for code in app.code]
 
 
+def test_the_chosen_table_of_a_study_is_in_the_address(studies_root, monkeypatch):
+    app = open_page(studies_root, "studies", monkeypatch, study="03_squares")
+    assert "".join(app.query_params["table"]) == "squares"
+    app.button_group(key="table-03_squares").set_value("cost").run()
+    assert app.dataframe[0].value["minutes"].tolist() == [1.5]
+    opened = open_page(studies_root, "studies", monkeypatch, **app.query_params)
+    assert opened.dataframe[0].value["minutes"].tolist() == [1.5]
+
+
 def test_broken_results_table_is_one_sentence_and_other_studies_are_still_shown(studies_root, monkeypatch):
     app = open_page(studies_root, "studies", monkeypatch, study="04_broken")
     assert not app.exception
