@@ -74,7 +74,8 @@ def forest(run: Run, source: str, against: str, step: str, estimators: list[str]
         st.info("A comparison needs the Gram matrices of measured steps; this run has none.", icon=":material/inbox:")
         return
     info = data.comparison(run, None if step == ALL else int(step), against, source, tuple(estimators))
-    st.caption(f"{info.order} {info.estimand}")
+    lacking = any(ratio is not None and ratio.low is None for row in info.rows for ratio in row.ratios)
+    st.caption(f"{info.order} {info.estimand}" + " Open marks have no interval." * lacking)
     steps = "" if step == ALL else f"[{step}]"
     python = scripts.COMPARISON.format(
         path=run.path, steps=steps, against=against, source=source, estimators=estimators
@@ -141,6 +142,8 @@ def footnote(info: VarianceInfo, window: int) -> str:
     hidden = sum(info.hidden)
     lost = f" {hidden} values at or below 0 cannot be drawn on a logarithmic axis." if hidden else ""
     others = " and the others proved unbiased" if info.c_known else ""
+    hollow = any(trace.style.symbol.endswith("-open") for traces in info.traces for trace in traces)
+    lost += " Open marks only tell estimators apart." * hollow
     against = f" ∇J is estimated by {', '.join(info.reference)}{others} on other prompts." if info.reference else ""
     if info.undefined:
         lost += (

@@ -6,7 +6,7 @@ import selection
 import streamlit as st
 from kept import pick
 from listing import Run
-from widgets import chart
+from widgets import chart, clicked_data
 
 from otb_analysis.figures.fidelity import (
     COEFFICIENTS,
@@ -77,9 +77,8 @@ def proxy(run: Run) -> None:
 
 def token_clicked() -> None:
     """Select the token whose circle was clicked; the page that is drawn next opens it."""
-    points = [p for p in st.session_state["fidelity"]["selection"]["points"] if len(p.get("customdata") or ()) == 4]
-    if points:
-        step, group, rollout, t = (int(value) for value in points[0]["customdata"])
+    if len(token := clicked_data("fidelity")) == 4:
+        step, group, rollout, t = map(int, token)
         for name, value in (("step", step), ("prompt", group), ("rollout", rollout), ("token", f"{rollout}.{t}")):
             selection.remember(name, value)
         st.session_state["_tokens"] = True

@@ -9,7 +9,7 @@ import selection
 import streamlit as st
 from kept import keep, pick, pick_many, span
 from listing import Run
-from widgets import chart, download, errors_as_sentences, one_run, page
+from widgets import chart, clicked_data, download, errors_as_sentences, one_run, page
 
 from otb_analysis.figures.rewards import plot_rewards, rewards_info
 from otb_analysis.schema import TABLES
@@ -67,9 +67,8 @@ def histogram(run: Run, what: RolloutFilter) -> None:
     info = rewards_info(table)
 
     def clicked() -> None:
-        points = st.session_state["rewards"]["selection"]["points"]
-        if points:
-            asked_for(*("..".join(map(str, ends)) for ends in info.ranges(*points[0]["customdata"][:2])))
+        if cell := clicked_data("rewards"):
+            asked_for(*("..".join(map(str, ends)) for ends in info.ranges(*cell[:2])))
 
     st.caption("Share of each reward among the rollouts of a step. Click a cell to list its rollouts.")
     python = scripts.REWARDS.format(path=run.path, asked=what)

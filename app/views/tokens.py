@@ -14,7 +14,7 @@ from places import Place, choose_beside, choose_prompt, choose_step
 from plain_text import plain
 from token_panel import token_panel
 from token_view import Chosen, Pane, clicked, stepped, token_view
-from widgets import chart, download, errors_as_sentences, one_run, page
+from widgets import chart, clicked_data, download, errors_as_sentences, one_run, page
 
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.token_colors import KINDS
@@ -159,10 +159,8 @@ def grid(pane: int, place: Place, drawn: Pane, title: str, chosen: Chosen | None
     key = "tokens" + "b" * pane
 
     def on_point() -> None:
-        points = [p for p in st.session_state[key]["selection"]["points"] if p.get("customdata")]
-        if points:
-            rollout, t = points[0]["customdata"]
-            select(pane, int(rollout), int(t))
+        if cell := clicked_data(key):
+            select(pane, int(cell[0]), int(cell[1]))
 
     at = (chosen[1], chosen[2]) if chosen is not None and chosen[0] == pane else None
     column, stored = drawn.info.column, place.tokens

@@ -45,20 +45,20 @@ def plot_rewards(info: RewardsInfo) -> go.Figure:
     rows = [number(float(r)) if not info.height else f"{number(float(r))} …" for r in info.reward]
     figure = go.Figure(
         go.Heatmap(
-            x=info.step, y=rows, z=info.share, customdata=info.count, colorscale=LIGHT, zmin=0, zmax=1, xgap=1, ygap=1,
-            meta=RAMP,
-            hovertemplate="step %{x}, reward %{y}: %{customdata:,} rollouts (%{z:.0%})<extra></extra>",
-            colorbar={"title": {"text": "share"}, "thickness": 10, "tickformat": ".0%"},
+            x=info.step, y=rows, z=info.share, colorscale=LIGHT, zmin=0, zmax=1, xgap=1, ygap=1, meta=RAMP,
+            hoverinfo="skip", colorbar={"title": {"text": "share"}, "thickness": 10, "tickformat": ".0%"},
         )
     )  # fmt: skip
     # Markers that cannot be seen: a click selects points, and a heatmap has none.
+    x, y = np.meshgrid(info.step, np.arange(len(rows)))
+    cells = np.stack([x.ravel(), info.reward[y.ravel()], info.count.ravel(), info.share.ravel()], -1)
     figure.add_scatter(
-        x=np.repeat(info.step[None], len(rows), 0).ravel(), y=np.repeat(rows, len(info.step)), mode="markers",
-        customdata=np.stack([np.tile(info.step, len(rows)), np.repeat(info.reward, len(info.step))], -1),
-        marker={"opacity": 0, "size": 14, "symbol": "square"}, hoverinfo="skip", showlegend=False,
+        x=x.ravel(), y=np.repeat(rows, len(info.step)), mode="markers", customdata=cells, showlegend=False,
+        marker={"opacity": 0, "size": 14, "symbol": "square"},
+        hovertemplate="step %{x}, reward %{y}: %{customdata[2]:,} rollouts (%{customdata[3]:.0%})<extra></extra>",
     )  # fmt: skip
     return figure.update_layout(
         template=TEMPLATE, height=70 + 26 * max(3, len(rows)), margin={"t": 8, "b": 40},
         xaxis={"title": {"text": "step", "standoff": 4}}, yaxis={"title": {"text": "reward"}, "type": "category"},
-        clickmode="event+select",
+        clickmode="event+select", hoverdistance=-1,  # the point of the cell, wherever in it the mouse is
     )  # fmt: skip

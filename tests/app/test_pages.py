@@ -87,6 +87,24 @@ def test_triage_puts_the_worst_run_first_and_says_in_one_sentence_what_happened(
     assert "dead: reward 0.750 → 0 at step 20; no gradient since step 22; first warning at step 21" in texts(app)
 
 
+def test_all_running_runs_are_chosen_and_one_that_begins_is_chosen_too(tmp_path, monkeypatch):
+    for name in ("a", "b", "c", "d", "e", "f"):
+        writer = RunWriter.create(tmp_path, name, {})
+        writer.write_step(0, StepTables(steps={"reward_mean": 0.5}))
+        if name == "f":
+            writer.finish()
+    app = open_page(tmp_path, "triage", monkeypatch)
+    assert sorted(app.multiselect[0].value) == ["a", "b", "c", "d", "e"]
+    app.multiselect[0].set_value(["b"]).run()
+    app.switch_page("views/run.py").run()
+    assert app.multiselect[0].value == ["b"] and "**b**" in texts(app)
+    RunWriter.create(tmp_path, "g", {}).write_step(0, StepTables(steps={"reward_mean": 0.5}))
+    app.run()
+    assert sorted(app.multiselect[0].value) == ["b", "g"] and "**b**" in texts(app)
+    app.multiselect[0].set_value(["b"]).run()
+    assert app.run().multiselect[0].value == ["b"]
+
+
 def test_a_click_on_a_run_opens_its_page(store_root, monkeypatch):
     app = open_page(store_root, "triage", monkeypatch)
     run = app.dataframe[0].value["run"].iloc[0]
@@ -278,10 +296,13 @@ def test_the_command_that_compares_all_chosen_runs_names_their_folder(store_root
 
 def test_a_figure_is_saved_as_chosen(store_root, monkeypatch):
     app = open_page(store_root, "estimators", monkeypatch, run="chain-otb-s0")
-    app.selectbox(key="width-comparison").set_value("one column (3.3 in)").run()
-    (chart,) = [json.loads(c.proto.config) for c in app.get("plotly_chart") if "otb-comparison" in c.proto.config]
-    assert chart["toImageButtonOptions"]["width"] == pytest.approx(2 * 96 * 3.3)
-    assert chart["toImageButtonOptions"]["format"] == "svg"
+    app.selectbox(key="width-comparison").set_value("one column (3.25 in)").run()
+    for kind, pixels in (("svg", 312), ("png", 975)):
+        app.button_group(key="format-comparison").set_value(kind).run()
+        (chart,) = [json.loads(c.proto.config) for c in app.get("plotly_chart") if "otb-comparison" in c.proto.config]
+        options = chart["toImageButtonOptions"]
+        assert options["format"] == kind and options["width"] == 384
+        assert options["scale"] * options["width"] == pytest.approx(pixels)
 
 
 def test_proxy_says_first_what_it_costs_and_a_click_opens_the_token(store_root, monkeypatch):
