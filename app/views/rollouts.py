@@ -1,5 +1,6 @@
 """Rollouts: all answers of a run, filtered and searched; a row opens its tokens."""
 
+from dataclasses import replace
 from typing import Any
 
 import data
@@ -61,7 +62,8 @@ def asked_for(steps: str = "all", reward: str = "all") -> None:
 
 def histogram(run: Run, what: RolloutFilter) -> None:
     """Draw rewards by step; a click on a cell asks for its rollouts."""
-    table = data.rewards(run, what)
+    everywhere = replace(what, steps=None, reward=None)  # so that another cell can be clicked
+    table = data.rewards(run, everywhere)
     if table.empty:
         return
     info = rewards_info(table)
@@ -71,8 +73,8 @@ def histogram(run: Run, what: RolloutFilter) -> None:
             asked_for(*("..".join(map(str, ends)) for ends in info.ranges(*cell[:2])))
 
     st.caption("Share of each reward among the rollouts of a step. Click a cell to list its rollouts.")
-    python = scripts.REWARDS.format(path=run.path, asked=what)
-    chart(plot_rewards(info), "rewards", table, python, clicked=clicked)
+    python = scripts.REWARDS.format(path=run.path, asked=everywhere)
+    chart(plot_rewards(info, what.steps, what.reward), "rewards", table, python, clicked=clicked)
 
 
 def listed(run: Run, what: RolloutFilter) -> None:

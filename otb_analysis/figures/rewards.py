@@ -7,6 +7,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.figures.numbers import number
+from otb_analysis.figures.scales import step_axis
+from otb_analysis.figures.styles import ORANGE
 from otb_analysis.figures.theme import RAMP, TEMPLATE
 from otb_analysis.types import Float
 
@@ -40,8 +42,11 @@ def rewards_info(histogram: pd.DataFrame) -> RewardsInfo:
     )  # fmt: skip
 
 
-def plot_rewards(info: RewardsInfo) -> go.Figure:
-    """Draw the share of each reward among the rollouts of each bin of steps."""
+Range = tuple[float, float] | None
+
+
+def plot_rewards(info: RewardsInfo, steps: Range = None, rewards: Range = None) -> go.Figure:
+    """Draw the share of each reward among the rollouts of each bin of steps, and a frame around chosen ones."""
     rows = [number(float(r)) if not info.height else f"{number(float(r))} …" for r in info.reward]
     figure = go.Figure(
         go.Heatmap(
@@ -57,8 +62,21 @@ def plot_rewards(info: RewardsInfo) -> go.Figure:
         marker={"opacity": 0, "size": 14, "symbol": "square"},
         hovertemplate="step %{x}, reward %{y}: %{customdata[2]:,} rollouts (%{customdata[3]:.0%})<extra></extra>",
     )  # fmt: skip
+    across = _within(info.step, info.width - 1, steps)
+    up = np.flatnonzero(np.isin(info.reward, _within(info.reward, info.height, rewards)))
+    if (steps or rewards) and len(across) and len(up):
+        figure.add_shape(
+            type="rect", x0=across[0] - info.width / 2, x1=across[-1] + info.width / 2, y0=up[0] - 0.5, y1=up[-1] + 0.5,
+            line={"color": ORANGE, "width": 2},
+        )  # fmt: skip
+    figure.update_xaxes(**step_axis(info.step))
     return figure.update_layout(
         template=TEMPLATE, height=70 + 26 * max(3, len(rows)), margin={"t": 8, "b": 40},
         xaxis={"title": {"text": "step", "standoff": 4}}, yaxis={"title": {"text": "reward"}, "type": "category"},
         clickmode="event+select", hoverdistance=-1,  # the point of the cell, wherever in it the mouse is
     )  # fmt: skip
+
+
+def _within(lower: Float, width: float, asked: Range) -> Float:
+    """Return the bins that hold some of what is asked for; without a question all."""
+    return lower if asked is None else lower[(lower + width >= asked[0]) & (lower <= asked[1])]

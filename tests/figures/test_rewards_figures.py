@@ -1,0 +1,30 @@
+import numpy as np
+import pandas as pd
+
+from otb_analysis.figures.rewards import plot_rewards, rewards_info
+
+BINS = pd.DataFrame(
+    {"step": [0, 0, 5, 10], "reward": [0.0, 1.0, 1.0, 0.0], "n": [3, 1, 4, 2], "width": 5, "height": 0.0}
+)
+
+
+def test_a_cell_is_a_share_of_its_steps():
+    info = rewards_info(BINS)
+    np.testing.assert_allclose(info.share, [[0.75, 0, 1], [0.25, 1, 0]])
+    assert info.ranges(5, 1.0) == ((5, 9), (1.0, 1.0))
+
+
+def test_every_cell_can_be_clicked_and_carries_its_steps_reward_count_and_share():
+    (_, points) = plot_rewards(rewards_info(BINS)).data
+    assert [cell.tolist() for cell in np.asarray(points.customdata)[[0, 4]]] == [[0, 0, 3, 0.75], [5, 1, 4, 1]]
+    assert points.hoverinfo != "skip" and plot_rewards(rewards_info(BINS)).layout.hoverdistance == -1
+
+
+def test_a_frame_stands_around_what_is_chosen():
+    def frame(*chosen):
+        return [(s.x0, s.x1, s.y0, s.y1) for s in plot_rewards(rewards_info(BINS), *chosen).layout.shapes]
+
+    assert frame() == []
+    assert frame((5, 9), (1.0, 1.0)) == [(2.5, 7.5, 0.5, 1.5)]
+    assert frame((3, 7), None) == [(-2.5, 7.5, -0.5, 1.5)]
+    assert frame((50, 60), None) == []
