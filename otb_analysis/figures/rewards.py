@@ -9,10 +9,11 @@ import plotly.graph_objects as go
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.scales import step_axis
 from otb_analysis.figures.styles import ORANGE
-from otb_analysis.figures.theme import RAMP, TEMPLATE
+from otb_analysis.figures.theme import TEMPLATE
 from otb_analysis.types import Float
 
 LIGHT = ["rgba(0, 114, 178, 0.06)", "#0072B2"]
+"""From the page's own colour, light or dark, so that no page takes it in reverse."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def plot_rewards(info: RewardsInfo, steps: Range = None, rewards: Range = None) 
     rows = [number(float(r)) if not info.height else f"{number(float(r))} …" for r in info.reward]
     figure = go.Figure(
         go.Heatmap(
-            x=info.step, y=rows, z=info.share, colorscale=LIGHT, zmin=0, zmax=1, xgap=1, ygap=1, meta=RAMP,
+            x=info.step, y=rows, z=info.share, colorscale=LIGHT, zmin=0, zmax=1, xgap=1, ygap=1,
             hoverinfo="skip", colorbar={"title": {"text": "share"}, "thickness": 10, "tickformat": ".0%"},
         )
     )  # fmt: skip

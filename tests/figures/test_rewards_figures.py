@@ -2,6 +2,7 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.figures.rewards import plot_rewards, rewards_info
+from otb_analysis.figures.theme import for_background
 
 BINS = pd.DataFrame(
     {"step": [0, 0, 5, 10], "reward": [0.0, 1.0, 1.0, 0.0], "n": [3, 1, 4, 2], "width": 5, "height": 0.0}
@@ -28,3 +29,8 @@ def test_a_frame_stands_around_what_is_chosen():
     assert frame((5, 9), (1.0, 1.0)) == [(2.5, 7.5, 0.5, 1.5)]
     assert frame((3, 7), None) == [(-2.5, 7.5, -0.5, 1.5)]
     assert frame((50, 60), None) == []
+
+
+def test_a_large_share_is_strong_on_a_dark_page_too():
+    ramps = [for_background(plot_rewards(rewards_info(BINS)), dark).data[0] for dark in (False, True)]
+    assert [ramp.colorscale[-1][1] for ramp in ramps] == ["#0072B2"] * 2 and not ramps[1].reversescale
