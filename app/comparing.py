@@ -9,8 +9,10 @@ import listing
 import scripts
 import selection
 import streamlit as st
+from kept import pick, pick_many, whole
 from listing import Run
-from widgets import chart, chosen_runs, errors_as_sentences, plain
+from plain_text import plain
+from widgets import chart, chosen_runs, errors_as_sentences
 
 from otb_analysis.figures.comparison import comparison_table, display_table, plot_comparison
 from otb_analysis.figures.conclusion import noise_scale_cell
@@ -40,15 +42,13 @@ def comparison(run: Run) -> None:
     verdict.markdown("Comparing the estimators …")
     sources = [s for s in SOURCES if s != "calibrated" or any(of == s for _, of in measured)]
     left, middle, right = st.columns([3, 2, 2], vertical_alignment="bottom")
-    source = str(left.segmented_control(
-        "Weights from", sources, format_func=lambda s: SOURCES[s],
-        default="proxy", key="energy", bind="query-params", required=True,
-    ))  # fmt: skip
+    words = {of: SOURCES[of] for of in sources}
+    source = str(pick(left.segmented_control, "Weights from", "energy", words, "proxy", required=True))
     names = list(dict.fromkeys(name for name, of in measured if source == "both" or of in ("none", source)))
     against = selection.choose("against", "Compare with", names, first_of(names), within=middle, of=source)
-    step = right.selectbox("Measured steps", [ALL, *map(str, data.grams(run))], key="at", bind="query-params")
+    step = pick(right.selectbox, "Measured steps", "at", [ALL, *map(str, data.grams(run))], ALL)
     usual = [n for n in names if n in (*USUAL, run.estimator)] or names[:8]
-    estimators = st.multiselect("Estimators", names, default=usual, key="shown", bind="query-params", wrap=True)
+    estimators = pick_many(st, "Estimators", "shown", names, usual, of=f"{run.name}-{source}", wrap=True)
     forest(run, source, str(against), str(step), estimators)
     first, *rest = data.conclusion(run) or (NO_CONCLUSION,)
     verdict.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
@@ -70,7 +70,8 @@ def forest(run: Run, source: str, against: str, step: str, estimators: list[str]
         st.info("A comparison needs the Gram matrices of measured steps; this run has none.", icon=":material/inbox:")
         return
     info = data.comparison(run, None if step == ALL else int(step), against, source, tuple(estimators))
-    st.caption(f"{info.order} {info.estimand}")
+    lacking = any(ratio is not None and ratio.low is None for row in info.rows for ratio in row.ratios)
+    st.caption(f"{info.order} {info.estimand}" + " Open marks have no interval." * lacking)
     steps = "" if step == ALL else f"[{step}]"
     python = scripts.COMPARISON.format(
         path=run.path, steps=steps, against=against, source=source, estimators=estimators
@@ -107,9 +108,9 @@ def planned(run: Run) -> None:
 def over_steps(run: Run, labels: frozenset[Label]) -> None:
     """Draw the four measures over steps."""
     st.subheader("Over training", anchor=False)
-    window = st.slider(
-        "Measured steps pooled into one point", 1, MAX_WINDOW, data.default_window(run),
-        key="pool", bind="query-params", width=420,
+    window = whole(
+        st, "Measured steps pooled into one point", "pool", 1, MAX_WINDOW, data.default_window(run),
+        of=run.name, width=420,
         help="More prompts in a point, narrower intervals. Ratios are of averages, not averages of ratios.",
     )  # fmt: skip
     table = data.statistics(run, window, labels)
@@ -137,6 +138,8 @@ def footnote(info: VarianceInfo, window: int) -> str:
     hidden = sum(info.hidden)
     lost = f" {hidden} values at or below 0 cannot be drawn on a logarithmic axis." if hidden else ""
     others = " and the others proved unbiased" if info.c_known else ""
+    hollow = any(trace.style.symbol.endswith("-open") for traces in info.traces for trace in traces)
+    lost += " Open marks only tell estimators apart." * hollow
     against = f" ∇J is estimated by {', '.join(info.reference)}{others} on other prompts." if info.reference else ""
     if info.undefined:
         lost += (

@@ -37,7 +37,7 @@ from otb_analysis.store import (
     step_series,
 )
 from otb_analysis.store import measured as measured_store
-from otb_analysis.store.measured import cheap_energies, exact_groups, measured_grams, stored_config, stored_labels
+from otb_analysis.store.measured import cheap_energies, exact_groups, measured_grams, stored_config
 from otb_analysis.store.reader import scope_of
 from otb_analysis.types import Gram, Label, Proved
 
@@ -80,9 +80,22 @@ def measured(run: Run) -> Run:
     return replace(run, stamp=store(run).written("gradients", "grams", "subgroups"))
 
 
+@st.cache_resource(max_entries=64, show_spinner=False)
+def _labels_of_steps(path: str) -> dict[int, dict[Label, None]]:
+    """Return the labels that were measured at each step, as far as they were read: a run that grows adds to them."""
+    return {}
+
+
 @st.cache_data(max_entries=64, show_spinner=False)
 def _stored_labels(run: Run) -> list[Label]:
-    return stored_labels(store(run))
+    known, steps = _labels_of_steps(run.path), store(run).steps_with("gradients", "estimator")
+    if not known.keys() <= set(steps):  # it went back some steps
+        known.clear()
+    if new := [step for step in steps if step not in known]:
+        rows = store(run).gradients_df(new, ["step", "estimator", "energy_source"])
+        for step, name, source in rows.itertuples(index=False, name=None):
+            known.setdefault(step, {})[str(name), str(source)] = None
+    return list({label: None for step in sorted(known) for label in known[step]})
 
 
 # As a resource: `cache_data` would copy every step's products with every question.

@@ -1,11 +1,14 @@
 """The second half of the page Estimators: what it costs to weigh by the proxy instead of exact norms."""
 
+from dataclasses import replace
+
 import data
 import scripts
 import selection
 import streamlit as st
+from kept import pick
 from listing import Run
-from widgets import chart
+from widgets import chart, clicked_data
 
 from otb_analysis.figures.fidelity import (
     COEFFICIENTS,
@@ -31,17 +34,21 @@ LOST = (
 )
 
 
+def exactly(run: Run) -> Run:
+    """Return a run whose stamp changes only when more tokens have an exact norm: reading all of them takes long."""
+    steps = data.store(run).steps_with("tokens", "grad_norm_sq")
+    return replace(run, stamp=f"{data.measured(run).stamp} {hash(tuple(steps))}")
+
+
 def proxy(run: Run) -> None:
     """Say what the proxy costs, then how it agrees with exact norms."""
     controls = st.container(horizontal=True)
-    kind = str(controls.segmented_control(
-        "Energy", list(KINDS), format_func=lambda k: KINDS[k], default="token", key="kind", bind="query-params",
-        required=True, help=ENERGY,
-    ))  # fmt: skip
+    kind = str(pick(controls.segmented_control, "Energy", "kind", KINDS, required=True, help=ENERGY))
+    run = exactly(run)
     cheap, source = data.cheap_sources(run), "proxy"
     if len(cheap) > 1:
-        source = str(controls.segmented_control(
-            "Against exact", cheap, default="proxy", key="source", bind="query-params", required=True, help=CALIBRATED,
+        source = str(pick(
+            controls.segmented_control, "Against exact", "source", cheap, "proxy", required=True, help=CALIBRATED,
         ))  # fmt: skip
     measured = data.fidelity(run, kind, source)
     info = measured.info
@@ -79,9 +86,8 @@ def proxy(run: Run) -> None:
 
 def token_clicked() -> None:
     """Select the token whose circle was clicked; the page that is drawn next opens it."""
-    points = [p for p in st.session_state["fidelity"]["selection"]["points"] if len(p.get("customdata") or ()) == 4]
-    if points:
-        step, group, rollout, t = (int(value) for value in points[0]["customdata"])
+    if len(token := clicked_data("fidelity")) == 4:
+        step, group, rollout, t = map(int, token)
         for name, value in (("step", step), ("prompt", group), ("rollout", rollout), ("token", f"{rollout}.{t}")):
             selection.remember(name, value)
         st.session_state["_tokens"] = True

@@ -1,4 +1,4 @@
-"""The one selection that all pages share beside the runs: step, prompt, rollout, token, colour, estimators, part, A, B.
+"""The one selection that all pages share beside the runs: run in focus, step, prompt, rollout, token and more.
 
 It lives in the session and in the URL, defaults included, so that every page can be opened again by its address.
 """
@@ -7,10 +7,10 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import streamlit as st
-from widgets import plain
+from plain_text import plain
 
 NAMES = (
-    *("step", "prompt", "rollout", "token", "color", "estimator", "against", "beside", "part"),
+    *("focus", "step", "prompt", "rollout", "token", "color", "estimator", "against", "beside", "part"),
     *("compare", "setting", "a", "b"),
 )
 _WRITTEN = "_written"
@@ -24,31 +24,45 @@ _BOXES = "_boxes"
 
 def restore() -> None:
     """Take over what the URL asks for, and write into it what the session knows: a change of page empties it."""
-    written: dict[str, str] = st.session_state.setdefault(_WRITTEN, {})
     for name in NAMES:
-        asked = st.query_params.get(name)
-        if asked is not None and asked != written.get(name):
-            written[name] = asked  # opened by a link, or typed
+        if take(name):  # opened by a link, or typed
             st.session_state.setdefault(_ASKED, set()).add(name)
-        elif name in written and asked is None:
-            st.query_params[name] = written[name]
+        elif (text := known(name)) is not None and name not in st.query_params:
+            st.query_params[name] = text
+
+
+def take(name: str, many: bool = False) -> bool:
+    """Take over what the URL asks for under a name, all values or the last; return whether that is new."""
+    asked = st.query_params.get_all(name)
+    texts = asked if many else asked[-1] if asked else None
+    new = bool(asked) and texts != known(name)
+    if new:
+        st.session_state[_WRITTEN][name] = texts
+    return new
+
+
+def known(name: str) -> Any:
+    """Return what is written under a name, a text or several; None where nothing is."""
+    return st.session_state.setdefault(_WRITTEN, {}).get(name)
 
 
 def remembered(name: str) -> str | None:
     """Return what is selected, as text; None where nothing is."""
-    return st.session_state.get(_WRITTEN, {}).get(name)
+    return known(name)
 
 
 def remember(name: str, value: object) -> None:
-    """Select something; None selects nothing."""
-    written: dict[str, str] = st.session_state.setdefault(_WRITTEN, {})
+    """Select something, or several texts; None selects nothing."""
+    written: dict[str, Any] = st.session_state.setdefault(_WRITTEN, {})
     if value is None:
         written.pop(name, None)
         if name in st.query_params:
             del st.query_params[name]
-    elif written.get(name) != str(value) or st.query_params.get(name) != str(value):
-        written[name] = str(value)
-        st.query_params[name] = str(value)
+        return
+    texts = [*value] if isinstance(value, list) else [str(value)]
+    written[name] = texts if isinstance(value, list) else texts[0]
+    if st.query_params.get_all(name) != texts:
+        st.query_params[name] = texts
 
 
 def choose(

@@ -6,7 +6,8 @@ import listing
 import pandas as pd
 import selection
 import streamlit as st
-from widgets import choose_runs, follow, page, plain
+from plain_text import plain
+from widgets import choose_runs, follow, page
 
 from otb_analysis.errors import STOPS
 

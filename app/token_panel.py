@@ -6,7 +6,7 @@ import estimating
 import pandas as pd
 import streamlit as st
 from listing import Run
-from widgets import plain
+from plain_text import plain
 
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.token_details import details_beside

@@ -1,6 +1,5 @@
 """What pages share: the frame around a page, the choice of runs, charts with their data, text that stays text."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,33 +7,15 @@ from typing import Any
 import listing
 import pandas as pd
 import plotly.graph_objects as go
+import selection
 import streamlit as st
+from plain_text import plain
 
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.theme import CONFIG, for_background
 
 DEFAULT_RUNS = 4
 _LIVE_SECONDS = 3
-
-
-def plain(text: str) -> str:
-    """Return text that Streamlit's Markdown shows as it is: no markup, directive, formula or link."""
-    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", text.replace("\n", " "))
-
-
-INTERVAL = re.compile(r"-?[\d.,]+(?: %)? \([^()\n|]{1,24}\)")
-
-
-def prose(markdown: str) -> str:
-    """Return Markdown as it reads below the headings of a page: no picture, link, formula or directive of Streamlit's.
-
-    A number and its interval stay on one line.
-    """
-    text = re.sub(r"!\[[^]]*]\([^)]*\)|\[([^]]*)]\([^)]*\)", lambda found: found[1] or "", markdown)
-    text = re.sub(r"^(#+) ", r"##\1 ", text, flags=re.MULTILINE)
-    text = INTERVAL.sub(lambda found: found[0].replace(" ", "\u00a0").replace("–", "\u2060–\u2060"), text)
-    parts = re.split(r"(```.*?```|`[^`\n]*`)", text, flags=re.DOTALL)
-    return "".join(part if part.startswith("`") else re.sub(r"([$<]|:(?=\w))", r"\\\1", part) for part in parts)
 
 
 @contextmanager
@@ -56,17 +37,26 @@ def errors_as_sentences() -> Iterator[None]:
 
 
 def choose_runs(runs: Sequence[listing.Run]) -> list[listing.Run]:
-    """Let the sidebar choose runs, for all pages and in the URL; running and new ones are chosen to begin with."""
+    """Let the sidebar choose runs, for all pages and in the URL; all running and a few new ones to begin with.
+
+    A run that begins to run while the page is open is chosen, too.
+    """
     names = [run.name for run in runs]
+    running = [run.name for run in runs if run.status == "running"]
+    first = names[: max(DEFAULT_RUNS, len(running))]  # running ones come first
     written: list[str] | None = st.session_state.get(
         "_runs_written"
     )  # outlives the box, which a change of page empties
     asked = [st.session_state.pop("_opened")] if "_opened" in st.session_state else st.query_params.get_all("run")
     if asked and asked != written:
-        st.session_state["run"] = [name for name in asked if name in names] or names[:DEFAULT_RUNS]
+        st.session_state["run"] = [name for name in asked if name in names] or first
         st.session_state["_missing"] = [name for name in asked if name not in names], st.session_state["run"]
     elif "run" not in st.session_state:
-        st.session_state["run"] = names[:DEFAULT_RUNS] if written is None else [n for n in written if n in names]
+        st.session_state["run"] = first if written is None else [n for n in written if n in names]
+    begun = [name for name in running if name not in st.session_state.setdefault("_running", running)]
+    if begun:
+        st.session_state["run"] = [name for name in names if name in (*begun, *st.session_state["run"])]
+    st.session_state["_running"] = running
     st.sidebar.multiselect("Runs", names, key="run", placeholder="Choose runs")
     chosen = st.session_state["run"]
     st.query_params["run"] = st.session_state["_runs_written"] = list(chosen)
@@ -115,9 +105,9 @@ def one_run(within: Any = st, width: int = 420) -> listing.Run:
     """Let the page choose one of the chosen runs; the choice holds across pages and in the URL."""
     chosen = {run.name: run for run in chosen_runs()}
     if len(chosen) == 1:
+        selection.remember("focus", next(iter(chosen)))  # still shown once another begins to run
         return next(iter(chosen.values()))
-    name = within.selectbox("Run", list(chosen), key="focus", bind="query-params", width=width)
-    return chosen[str(name)]
+    return chosen[str(selection.choose("focus", "Run", list(chosen), next(iter(chosen)), within=within, width=width))]
 
 
 def follow(runs: Sequence[listing.Run]) -> None:
@@ -140,10 +130,20 @@ def background(figure: go.Figure) -> go.Figure:
     return for_background(figure, st.context.theme.type == "dark")
 
 
-WIDTHS = {"as shown": None, "one column (3.3 in)": 3.3, "two columns (6.9 in)": 6.9}
+def clicked_data(key: str) -> list[Any]:
+    """Return the data of the point of a figure that was just clicked; empty where it has none, or none was clicked."""
+    data = [point["customdata"] for point in st.session_state[key]["selection"]["points"] if point.get("customdata")]
+    if not data:
+        return []
+    return list(data[0].values()) if isinstance(data[0], dict) else list(data[0])  # a browser's array has keys
+
+
+WIDTHS = {"as shown": None, "one column (3.25 in)": 3.25, "two columns (6.75 in)": 6.75}
 """Widths of a saved figure, in inches."""
-POINT = 96.0
-"""Pixels of an inch, as in SVG."""
+SVG_INCH, PNG_INCH = 96, 300
+"""Pixels of an inch: as SVG defines it, and as printed."""
+SHRUNK = 13 / 16
+"""How much smaller than on the page a figure is printed: text of 13 pixels then has 8 points, notes of 11 have 6.7."""
 
 
 def chart(
@@ -177,11 +177,19 @@ def chart(
 
 
 def image_options(figure: go.Figure, key: str) -> dict[str, Any]:
-    """Return how the camera button saves a figure: format and width as chosen below it."""
-    options = {"filename": f"otb-{key}", "format": st.session_state.get(f"format-{key}") or "svg", "scale": 3}
+    """Return how the camera button saves a figure: format and width as chosen below it.
+
+    Plotly draws it `width` pixels wide and writes `scale` times as many, in SVG too.
+    """
+    kind = st.session_state.get(f"format-{key}") or "svg"
+    options = {"filename": f"otb-{key}", "format": kind, "scale": 1 if kind == "svg" else 3}
     inches = WIDTHS[st.session_state.get(f"width-{key}", "as shown")]
+    if inches is None:
+        return options
     layout: Any = figure.layout
-    return options | ({} if inches is None else {"width": inches * POINT * 2, "height": layout.height or 450})
+    drawn = round(inches * SVG_INCH / SHRUNK)
+    printed = inches * SVG_INCH if kind == "svg" else round(inches * PNG_INCH)
+    return options | {"width": drawn, "height": layout.height or 450, "scale": printed / drawn}
 
 
 def download(table: pd.DataFrame, key: str) -> None:

@@ -9,7 +9,8 @@ import pandas as pd
 import scripts
 import selection
 import streamlit as st
-from widgets import chart, chosen_runs, download, one_run, page, plain
+from plain_text import plain
+from widgets import chart, chosen_runs, download, one_run, page
 
 from otb_analysis.figures.gradient_table import labels
 from otb_analysis.figures.pair_curves import PairPanel, curves_rows, drift_note, plot_pair

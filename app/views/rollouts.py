@@ -1,5 +1,6 @@
 """Rollouts: all answers of a run, filtered and searched; a row opens its tokens."""
 
+from dataclasses import replace
 from typing import Any
 
 import data
@@ -7,12 +8,13 @@ import pandas as pd
 import scripts
 import selection
 import streamlit as st
+from kept import keep, pick, pick_many, span
 from listing import Run
-from widgets import chart, download, errors_as_sentences, go_to, one_run, page
+from widgets import chart, clicked_data, download, errors_as_sentences, go_to, one_run, page
 
 from otb_analysis.figures.rewards import plot_rewards, rewards_info
 from otb_analysis.schema import TABLES
-from otb_analysis.store import ASKED_MEGABYTES, ASKED_ROWS, ASKED_SECONDS, RolloutFilter
+from otb_analysis.store import RolloutFilter
 
 MOST = 500
 SHOWN = ["step", "group", "rollout", "reward", "length", "turns", "finish_reason", "equal", "prompt", "completion"]
@@ -34,45 +36,44 @@ EXAMPLES = {
 def asked(facts: dict[str, Any]) -> RolloutFilter:
     """Let the page ask for rollouts."""
     row = st.container(horizontal=True, vertical_alignment="bottom")
-    text = row.text_input("Text", key="text", bind="query-params", placeholder="in prompt or answer", width=240)
-    steps = chosen_range(row, "Steps", "steps", facts["first"], facts["last"])
-    reward = chosen_range(row, "Reward", "reward_range", facts["low"], facts["high"])
-    length = chosen_range(row, "Length", "lengths", facts["short"], facts["long"])
-    reasons = row.multiselect("Finish reason", facts["reasons"], key="finish", bind="query-params", width=200)
-    groups = row.selectbox("Groups with", list(GROUPS), key="groups", bind="query-params", width=160)
+    text = keep(
+        row.text_input, "Text", name="text", default="", read=str, placeholder="in prompt or answer", width=240,
+    )  # fmt: skip
+    steps = span(row, "Steps", "steps", facts["first"], facts["last"], width=180)
+    reward = span(row, "Reward", "reward_range", facts["low"], facts["high"], width=180)
+    length = span(row, "Length", "lengths", facts["short"], facts["long"], width=180)
+    reasons = pick_many(row, "Finish reason", "finish", facts["reasons"], (), width=200)
+    groups = pick(row.selectbox, "Groups with", "groups", list(GROUPS), width=160)
     turns = None
-    if facts["turns"] > 1:
-        turns = int(row.number_input("Turns, at least", 1, facts["turns"], key="turns", bind="query-params", width=120))
-    return RolloutFilter(steps, reward, length, tuple(reasons), GROUPS[str(groups)], turns, text)
+    if (most := facts["turns"]) > 1:
+        read, label = (lambda text: max(1, min(int(text), most))), "Turns, at least"
+        turns = keep(row.number_input, label, 1, most, name="turns", default=1, read=read, width=120)
+    if steps or reward:
+        row.button("All steps and rewards", type="tertiary", icon=":material/zoom_out_map:", on_click=asked_for)
+    return RolloutFilter(steps, reward, length, tuple(reasons), GROUPS[groups], turns, text)
 
 
-def chosen_range(row: Any, label: str, key: str, low: Any, high: Any) -> tuple[Any, Any] | None:
-    """Let the page choose a range; None for the whole one, or where there is only one value."""
-    if low is None or low == high:
-        return None
-    begun = st.session_state.get(key)
-    if begun is not None:  # another run has other ends
-        st.session_state[key] = (max(low, min(begun[0], high)), min(high, max(begun[1], low)))
-    ends = row.slider(label, low, high, (low, high), key=key, bind="query-params", width=180)
-    return None if ends == (low, high) else ends
+def asked_for(steps: str = "all", reward: str = "all") -> None:
+    """Ask for the rollouts of some steps and rewards."""
+    selection.remember("steps", steps)
+    selection.remember("reward_range", reward)
 
 
 def histogram(run: Run, what: RolloutFilter) -> None:
     """Draw rewards by step; a click on a cell asks for its rollouts."""
-    table = data.rewards(run, what)
+    everywhere = replace(what, steps=None, reward=None)  # so that another cell can be clicked
+    table = data.rewards(run, everywhere)
     if table.empty:
         return
     info = rewards_info(table)
 
     def clicked() -> None:
-        points = st.session_state["rewards"]["selection"]["points"]
-        if points:
-            steps, reward = info.ranges(*points[0]["customdata"][:2])
-            st.session_state["_cell"] = (steps, reward)
+        if cell := clicked_data("rewards"):
+            asked_for(*("..".join(map(str, ends)) for ends in info.ranges(*cell[:2])))
 
     st.caption("Share of each reward among the rollouts of a step. Click a cell to list its rollouts.")
-    python = scripts.REWARDS.format(path=run.path, asked=what)
-    chart(plot_rewards(info), "rewards", table, python, clicked=clicked)
+    python = scripts.REWARDS.format(path=run.path, asked=everywhere)
+    chart(plot_rewards(info, what.steps, what.reward), "rewards", table, python, clicked=clicked)
 
 
 def listed(run: Run, what: RolloutFilter) -> None:
@@ -106,23 +107,43 @@ def listed(run: Run, what: RolloutFilter) -> None:
     download(shown, "rollouts")
 
 
+def run_it(key: str) -> None:
+    """Ask for the answer to the query in the box, a new one if there was one before."""
+    st.session_state.pop("_answer", None)
+    selection.remember("answered", st.session_state[key])
+
+
+def answered(run: Run, text: str) -> None:
+    """Show the answer to a query; it is that of the moment at which it was asked."""
+    if st.session_state.get("_answer", (None,))[0] != (run.path, text):
+        answer = data.store(run).sql(text, seconds=ASKED_SECONDS, rows=ASKED_ROWS, megabytes=ASKED_MEGABYTES)
+        st.session_state["_answer"] = (run.path, text), answer
+    answer = st.session_state["_answer"][1]
+    st.dataframe(answer.head(1000), hide_index=True)
+    cut = f"The first {ASKED_ROWS:,} rows were read" if len(answer) == ASKED_ROWS else f"{len(answer):,} rows"
+    st.caption(cut + (", the first 1,000 are shown." if len(answer) > 1000 else "."))
+    download(answer, "query")
+
+
 def query(run: Run) -> None:
     """A box for one read-only SELECT over the run's tables."""
     st.subheader("Ask in SQL", anchor=False)
-    st.session_state.setdefault("sql", next(iter(EXAMPLES.values())))
+    selection.take("sql")
     example = st.selectbox("Example", list(EXAMPLES), index=None, placeholder="choose an example", width=320)
     if example and st.session_state.get("_example") != example:
-        st.session_state.update(sql=EXAMPLES[str(example)], _example=example)
-    text = st.text_area("One SELECT; it can change nothing and reach no other file.", key="sql", height=110)
-    if st.button("Run", type="primary") and text.strip():
+        st.session_state["_example"] = example
+        selection.remember("sql", EXAMPLES[str(example)])
+    label, first = "One SELECT; it can change nothing and reach no other file.", next(iter(EXAMPLES.values()))
+    text = str(keep(st.text_area, label, name="sql", default=first, read=str, height=110))
+    selection.take("answered")
+    st.button("Run", type="primary", on_click=run_it, args=("sql",))
+    if text.strip() and selection.remembered("answered") == text:
         with errors_as_sentences():
-            answer = data.store(run).sql(text, seconds=ASKED_SECONDS, rows=ASKED_ROWS, megabytes=ASKED_MEGABYTES)
-            st.dataframe(answer.head(1000), hide_index=True)
-            cut = f"The first {ASKED_ROWS:,} rows were read" if len(answer) == ASKED_ROWS else f"{len(answer):,} rows"
-            st.caption(cut + (", the first 1,000 are shown." if len(answer) > 1000 else "."))
-            download(answer, "query")
+            answered(run, text)
+    else:
+        selection.remember("answered", None)
     with st.expander("Tables and columns"):
-        table = str(st.segmented_control("Table", list(TABLES), default="rollouts", required=True, key="glossary"))
+        table = str(pick(st.segmented_control, "Table", "glossary", list(TABLES), "rollouts", required=True))
         rows = [{"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in TABLES[table]]
         st.dataframe(pd.DataFrame(rows), hide_index=True, height=300)
 
@@ -131,9 +152,6 @@ with page("Rollouts", "What did the policy answer, and where is an answer like t
     if st.session_state.pop("_tokens", False):
         go_to("tokens")
     run = one_run()
-    cell = st.session_state.pop("_cell", None)
-    if cell is not None:
-        st.session_state.update(steps=cell[0], reward_range=cell[1])
     facts = data.rollout_facts(run)
     if facts["first"] is None:
         st.info("This run has no rollouts in its store; a run of `otb train` stores them.", icon=":material/inbox:")

@@ -7,8 +7,10 @@ import pandas as pd
 import scripts
 import selection
 import streamlit as st
+from kept import pick, switch
 from listing import Run
-from widgets import chart, download, errors_as_sentences, go_to, one_run, page, plain
+from plain_text import plain
+from widgets import chart, download, errors_as_sentences, go_to, one_run, page
 
 from otb_analysis.diagnostics import LEVELS, Finding
 from otb_analysis.figures.alarms import alarms_table, fired_first
@@ -57,8 +59,8 @@ def timeline(run: Run, steps: pd.DataFrame, findings: list[Finding]) -> int:
     bar.select_slider("Step", known, key="bar", on_change=lambda: selection.remember("step", st.session_state["bar"]))
     selection.at_box("step", f"bar-{run.name}", [*map(str, known)])
     selection.remember("step", at)
-    every = more.toggle("All quantities", key="all", bind="query-params")
-    log_y = log.toggle("Logarithmic axes", key="log", bind="query-params")
+    every = switch(more, "All quantities", "all")
+    log_y = switch(log, "Logarithmic axes", "log")
     info = timeline_info(steps, findings, data.changes([run])[run.name], more=every)
     python = scripts.TIMELINE.format(path=run.path, more=every, step=at, log_y=log_y)
     chart(plot_timeline(info, at, log_y=log_y), "timeline", steps, python, clicked=clicked)
@@ -104,10 +106,8 @@ def attribution(run: Run, step: int) -> None:
         return
     shares, texts = data.attribution(run, step)
     st.caption(plain(attribution_line(shares)))
-    level = st.segmented_control(
-        "Break down by", list(LEVELS), format_func=lambda name: HELD[name], default="token", key="level",
-        bind="query-params", required=True,
-    )  # fmt: skip
+    words = {name: HELD[name] for name in LEVELS}
+    level = pick(st.segmented_control, "Break down by", "level", words, "token", required=True)
     python = scripts.ATTRIBUTION.format(path=run.path, step=step)
     chart(plot_attribution(attribution_info(shares)), "attribution", python=python)
     st.caption(SHARES)
@@ -151,7 +151,7 @@ with page("Run", "What happened when, and which tokens held the gradient of a st
     with errors_as_sentences():
         attribution(run, step)
     st.subheader("Advice", anchor=False)
-    if st.toggle("Which estimator and group size do these rollouts advise?", key="advise", bind="query-params"):
+    if switch(st, "Which estimator and group size do these rollouts advise?", "advise"):
         with errors_as_sentences():
             st.markdown(plain(data.advice(run)))
     st.subheader("Degenerate input", anchor=False)

@@ -7,7 +7,9 @@ from typing import Any
 import listing
 import pandas as pd
 import streamlit as st
-from widgets import download, errors_as_sentences, page, plain, prose
+from kept import pick
+from plain_text import plain, prose
+from widgets import download, errors_as_sentences, page
 
 from otb_analysis.figures.studies import for_dark, results_table
 from otb_analysis.store import CommittedStudy, committed_studies, study_figure, study_table, study_tables
@@ -54,13 +56,9 @@ def overview(studies: list[CommittedStudy]) -> None:
 def choose(studies: list[CommittedStudy]) -> CommittedStudy:
     """Let the page choose a study, in the URL too; the first one that was run to begin with."""
     by_name = {study.folder.name: study for study in studies}
-    # Bound by hand: a bound choice would put its labels into the URL, and titles change.
-    asked = st.query_params.get("study", "")
-    if st.session_state.get("study") not in by_name:
-        first = next((name for name, study in by_name.items() if study.state == MEASURED), next(iter(by_name)))
-        st.session_state["study"] = asked if asked in by_name else first
-    name = str(st.pills("Study", list(by_name), format_func=lambda n: label(by_name[n]), key="study", required=True))
-    st.query_params["study"] = name
+    first = next((name for name, study in by_name.items() if study.state == MEASURED), next(iter(by_name)))
+    titles = {name: label(study) for name, study in by_name.items()}  # these change: the URL has the folder's name
+    name = str(pick(st.pills, "Study", "study", titles, first, text=str, required=True))
     return by_name[name]
 
 
@@ -76,8 +74,7 @@ def results(study: CommittedStudy) -> None:
     if not names:
         return
     st.subheader("Numbers", anchor=False)
-    key = f"table-{study.folder.name}"
-    name = str(st.segmented_control("Table", names, default=names[0], key=key, required=True))
+    name = str(pick(st.segmented_control, "Table", "table", names, of=study.folder.name, required=True))
     table = study_table(study.folder, name)
     st.caption(f"{len(table):,} rows × {len(table.columns)} columns. {SORTED}")
     shown = results_table(table)

@@ -9,10 +9,12 @@ import pandas as pd
 import scripts
 import selection
 import streamlit as st
+from kept import pick
 from places import Place, choose_beside, choose_prompt, choose_step
+from plain_text import plain
 from token_panel import token_panel
 from token_view import Chosen, Pane, clicked, stepped, token_view
-from widgets import chart, download, errors_as_sentences, one_run, page, plain
+from widgets import chart, clicked_data, download, errors_as_sentences, one_run, page
 
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.token_colors import KINDS
@@ -77,9 +79,9 @@ def choices(here: Place, row: Any) -> tuple[str, Label | None, Label | None, str
             other: Label = ("rloo", "none") if label != ("rloo", "none") else ("group_mean", "none")
             against = choose_label("against", "minus that of", labels, other, row.container(width=190))
     with row.container(width=120):
-        order = st.selectbox("Order", list(ORDERS), format_func=lambda o: ORDERS[o], key="order", bind="query-params")
+        order = pick(st.selectbox, "Order", "order", ORDERS)
     with row.container(width=90):
-        scale = st.selectbox("Scale", KINDS, key="scale", bind="query-params", help=SCALE)
+        scale = pick(st.selectbox, "Scale", "scale", KINDS, help=SCALE)
     return name, label, against, str(order), str(scale)
 
 
@@ -158,10 +160,8 @@ def grid(pane: int, place: Place, drawn: Pane, title: str, chosen: Chosen | None
     key = "tokens" + "b" * pane
 
     def on_point() -> None:
-        points = [p for p in st.session_state[key]["selection"]["points"] if p.get("customdata")]
-        if points:
-            rollout, t = points[0]["customdata"]
-            select(pane, int(rollout), int(t))
+        if cell := clicked_data(key):
+            select(pane, int(cell[0]), int(cell[1]))
 
     at = (chosen[1], chosen[2]) if chosen is not None and chosen[0] == pane else None
     column, stored = drawn.info.column, place.tokens

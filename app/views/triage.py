@@ -6,7 +6,9 @@ import data
 import listing
 import scripts
 import streamlit as st
-from widgets import chart, chosen_runs, download, open_run, page, plain, reasons
+from kept import pick, whole
+from plain_text import plain
+from widgets import chart, chosen_runs, download, open_run, page, reasons
 
 from otb_analysis.figures.curves import curves_table
 from otb_analysis.figures.learning import grouped_info, learning_info, plot_learning
@@ -104,9 +106,9 @@ with page("Triage", "Which run is in trouble, since when, and in what does it di
     st.subheader("Learning curves", anchor=False)
     differences = config_differences({run.name: data.config(run) for run in chosen})
     left, right = st.columns(2)
-    window = left.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
+    window = whole(left, "Running mean over steps", "smooth", 1, 100, 10, width=320)
     settings = [EACH, *differences.table["setting"]]
-    by = str(right.selectbox("Group runs by", settings, key="by", bind="query-params", width=320, help=GROUPS))
+    by = str(pick(right.selectbox, "Group runs by", "by", settings, width=320, help=GROUPS))
     if by == EACH:
         estimators = {run.name: run.estimator for run in chosen}
         info = learning_info(data.steps(chosen), estimators, window)

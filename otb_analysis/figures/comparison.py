@@ -26,8 +26,8 @@ from otb_analysis.statistics import (
 from otb_analysis.types import Gram, Label, Proved
 
 RATIOS = (
-    ("efficiency", "Efficiency ratio", "share of update along ∇J; right of 1 is better"),
-    ("sf", "SF ratio", "variance at equal progress; left of 1 is better"),
+    ("efficiency", "Efficiency ratio", "right of 1 is better"),
+    ("sf", "SF ratio", "left of 1 is better"),
     ("variance", "Variance ratio", "smaller for shorter steps, too"),
 )
 VALUES = ("efficiency", "sf", "variance", "projection", "relative_bias", "rollout_equivalents")

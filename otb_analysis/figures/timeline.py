@@ -33,6 +33,9 @@ LANE, PANEL, GAP = 46, 112, 30
 DENSE = 400
 """From so many steps on markers would hide the line; spikes stay visible in it."""
 
+UNSEEN = {"size": 4, "opacity": 0, "maxdisplayed": 1}
+"""Markers of a dense curve: a click selects the nearest of all, and a line without markers cannot be clicked."""
+
 
 @dataclass(frozen=True)
 class Event:
@@ -180,7 +183,7 @@ def _panel(figure: go.Figure, series: Series, number_: int, domain: tuple[float,
     )  # fmt: skip
     figure.add_scatter(
         x=series.step, y=series.value, yaxis=axis, name=quantity.title,
-        mode="lines" if dense else "lines+markers", line={"color": BLUE, "width": 1.5}, marker={"size": 4},
+        mode="lines+markers", line={"color": BLUE, "width": 1.5}, marker=UNSEEN if dense else {"size": 4},
         hovertemplate="%{y:.4g}",
     )  # fmt: skip
     layout: dict[str, Any] = {"domain": domain, "nticks": 4}

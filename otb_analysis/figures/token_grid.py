@@ -84,5 +84,6 @@ def plot_tokens(info: TokensInfo, title: str = "", chosen: tuple[int, int] | Non
             )  # fmt: skip
     figure.update_xaxes(title_text="position t in the completion (tokens)", showgrid=False)
     figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
-    figure.update_layout(height=130 + 24 * len(info.rollouts), margin={"l": 90, "t": 16}, clickmode="event+select")
+    height = 130 + 24 * len(info.rollouts)
+    figure.update_layout(height=height, margin={"l": 90, "t": 16}, clickmode="event+select", hoverdistance=-1)
     return figure

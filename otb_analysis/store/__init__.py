@@ -13,8 +13,8 @@ from otb_analysis.store.token_arrays import EXACT_ROWS, TokenArrays
 from otb_analysis.store.writer import RunWriter, StepTables
 
 __all__ = [
-    "ASKED_MEMORY",
     "ASKED_MEGABYTES",
+    "ASKED_MEMORY",
     "ASKED_ROWS",
     "ASKED_SECONDS",
     "EXACT_ROWS",

@@ -87,6 +87,24 @@ def test_triage_puts_the_worst_run_first_and_says_in_one_sentence_what_happened(
     assert "dead: reward 0.750 → 0 at step 20; no gradient since step 22; first warning at step 21" in texts(app)
 
 
+def test_all_running_runs_are_chosen_and_one_that_begins_is_chosen_too(tmp_path, monkeypatch):
+    for name in ("a", "b", "c", "d", "e", "f"):
+        writer = RunWriter.create(tmp_path, name, {})
+        writer.write_step(0, StepTables(steps={"reward_mean": 0.5}))
+        if name == "f":
+            writer.finish()
+    app = open_page(tmp_path, "triage", monkeypatch)
+    assert sorted(app.multiselect[0].value) == ["a", "b", "c", "d", "e"]
+    app.multiselect[0].set_value(["b"]).run()
+    app.switch_page("views/run.py").run()
+    assert app.multiselect[0].value == ["b"] and "**b**" in texts(app)
+    RunWriter.create(tmp_path, "g", {}).write_step(0, StepTables(steps={"reward_mean": 0.5}))
+    app.run()
+    assert sorted(app.multiselect[0].value) == ["b", "g"] and "**b**" in texts(app)
+    app.multiselect[0].set_value(["b"]).run()
+    assert app.run().multiselect[0].value == ["b"]
+
+
 def test_a_click_on_a_run_opens_its_page(store_root, monkeypatch):
     app = open_page(store_root, "triage", monkeypatch)
     run = app.dataframe[0].value["run"].iloc[0]
@@ -278,10 +296,13 @@ def test_the_command_that_compares_all_chosen_runs_names_their_folder(store_root
 
 def test_a_figure_is_saved_as_chosen(store_root, monkeypatch):
     app = open_page(store_root, "estimators", monkeypatch, run="chain-otb-s0")
-    app.selectbox(key="width-comparison").set_value("one column (3.3 in)").run()
-    (chart,) = [json.loads(c.proto.config) for c in app.get("plotly_chart") if "otb-comparison" in c.proto.config]
-    assert chart["toImageButtonOptions"]["width"] == pytest.approx(2 * 96 * 3.3)
-    assert chart["toImageButtonOptions"]["format"] == "svg"
+    app.selectbox(key="width-comparison").set_value("one column (3.25 in)").run()
+    for kind, pixels in (("svg", 312), ("png", 975)):
+        app.button_group(key="format-comparison").set_value(kind).run()
+        (chart,) = [json.loads(c.proto.config) for c in app.get("plotly_chart") if "otb-comparison" in c.proto.config]
+        options = chart["toImageButtonOptions"]
+        assert options["format"] == kind and options["width"] == 384
+        assert options["scale"] * options["width"] == pytest.approx(pixels)
 
 
 def test_proxy_says_first_what_it_costs_and_a_click_opens_the_token(store_root, monkeypatch):
@@ -515,6 +536,15 @@ def test_study_shows_its_numbers_with_intervals_and_its_text_as_text(studies_roo
     assert "\\:red" in verdict and "\\$y\\$" in verdict and "14\u00a0(13\u2060–\u206015)" in verdict
     assert "](" not in " ".join(m.value for m in app.markdown)
     assert "otb study 03_squares" in [code.value for code in app.code]
+
+
+def test_the_chosen_table_of_a_study_is_in_the_address(studies_root, monkeypatch):
+    app = open_page(studies_root, "studies", monkeypatch, study="03_squares")
+    assert "".join(app.query_params["table"]) == "squares"
+    app.button_group(key="table-03_squares").set_value("cost").run()
+    assert app.dataframe[0].value["minutes"].tolist() == [1.5]
+    opened = open_page(studies_root, "studies", monkeypatch, **app.query_params)
+    assert opened.dataframe[0].value["minutes"].tolist() == [1.5]
 
 
 def test_broken_results_table_is_one_sentence_and_other_studies_are_still_shown(studies_root, monkeypatch):

@@ -148,6 +148,25 @@ def test_two_steps_stand_side_by_side_on_one_prompt(token_root, monkeypatch):
     assert "token 0 of rollout 1" in texts(app) and payload(app)["chosen"] == [1, 1, 0]
 
 
+def test_another_run_stays_beside_at_the_same_step_or_the_nearest_and_says_so(tmp_path, monkeypatch):
+    write_token_run(tmp_path, "first", steps=9)
+    write_token_run(tmp_path, "short", steps=3, seed=1)
+    RunWriter.create(tmp_path, "none", {}).write_step(0, StepTables(steps={"reward_mean": 1.0}))
+    runs = {"run": ["first", "short", "none"], "focus": "first", "two": "true"}
+    app = opened(tmp_path, monkeypatch, step="1", prompt="0", **runs)
+    assert box(app, "Beside").value == "short:1:0" and "No step of none has this prompt." in texts(app)
+    box(app, "Step").set_value(2).run()
+    assert box(app, "Beside").value == "short:2:0" and "is shown." not in texts(app)
+    box(app, "Step").set_value(5).run()  # its first prompt is that of step 2
+    assert box(app, "Beside").value == "short:2:0"
+    said = "short has no tokens of this prompt at step 5; step 2 is shown."
+    assert said in texts(app)
+    assert said in texts(opened(tmp_path, monkeypatch, **app.query_params))
+    box(app, "Beside").set_value("first:2:0").run()  # by hand: it stays
+    box(app, "Step").set_value(8).run()
+    assert box(app, "Beside").value == "first:2:0"
+
+
 def test_a_prompt_that_stands_nowhere_else_says_so(token_root, monkeypatch):
     app = opened(token_root, monkeypatch, run="long", two="true")
     assert "No other step of the chosen runs has this prompt." in texts(app)

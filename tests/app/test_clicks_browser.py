@@ -1,0 +1,146 @@
+"""Figures in a browser: a click anywhere on a curve or a cell selects it, and a figure is saved as wide as chosen."""
+
+import re
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from otb_analysis.store import RunWriter, StepTables
+from tests.app.browsing import SECONDS, Watched, asked, chromium_started, finished, served, visit, watched
+from tests.app.token_runs import write_token_run
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+STEPS, APART = 2000, 3
+SPOT = """([figure, x, axis, y]) => {
+  const plot = document.querySelectorAll('.js-plotly-plot')[figure], layout = plot._fullLayout;
+  plot.scrollIntoView({block: 'center'});
+  const box = plot.getBoundingClientRect(), rows = layout[axis];
+  return [box.left + layout.xaxis._offset + layout.xaxis.d2p(x),
+          box.top + rows._offset + (y === null ? rows._length / 2 : rows.d2p(y)),
+          layout.xaxis.d2p(1) - layout.xaxis.d2p(0)];
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    with chromium_started() as instance:
+        yield instance
+
+
+@pytest.fixture(scope="module")
+def address(store_root, tmp_path_factory) -> Iterator[str]:
+    root = tmp_path_factory.mktemp("clicks")
+    shutil.copytree(store_root / "chain-otb-s0", root / "chain")
+    write_token_run(root, "words")
+    random, writer = np.random.default_rng(0), RunWriter.create(root, "dense", {})
+    for k in range(STEPS):  # every third step was recorded
+        reward = 0.7 + 0.05 * random.normal() if k < 1500 else 0.0
+        row = {"reward_mean": reward, "grad_norm": random.lognormal(), "entropy_mean": 0.8 + 0.02 * random.normal()}
+        writer.write_step(APART * k, StepTables(steps=row))
+    writer.finish()
+    with served(root) as url:
+        yield url
+
+
+@pytest.fixture
+def tab(browser, address) -> Iterator[Watched]:
+    with watched(browser, address) as opened:
+        yield opened
+        assert opened.clean
+
+
+def spot(page, x, axis="yaxis", y=None, figure=0) -> tuple[float, float, float]:
+    """Where a value of a figure is in the window, and how wide one unit of x is."""
+    page.evaluate(SPOT, [figure, x, axis, y])
+    page.wait_for_timeout(500)
+    return page.evaluate(SPOT, [figure, x, axis, y])
+
+
+def click(page, x: float, y: float, changes: str) -> str:
+    """Click and wait until the address says something else; what it says."""
+    before = asked(page, changes)
+    page.mouse.move(x - 4, y)
+    page.mouse.move(x, y)
+    page.wait_for_timeout(300)
+    page.mouse.click(x, y)
+    known = "([name, old]) => new URL(location).searchParams.get(name) !== old"
+    page.wait_for_function(known, arg=[changes, before], timeout=20 * SECONDS)
+    finished(page)
+    return asked(page, changes)
+
+
+def test_a_click_on_a_dense_curve_chooses_the_nearest_recorded_step(tab, address):
+    page = visit(tab, f"{address}/run?run=dense&step=0")
+    for at, axis in ((1000, "yaxis2"), (3333, "yaxis3"), (5501, "yaxis4"), (4499.4, "yaxis2")):
+        x, y, unit = spot(page, at, axis)
+        step = int(click(page, round(x), y, "step"))
+        assert step % APART == 0 and abs(step - at) <= APART / 2 + 1 / unit
+
+
+def test_a_click_on_a_mark_chooses_its_step(tab, address):
+    page = visit(tab, f"{address}/run?run=dense&step=0")
+    marks = (
+        "document.querySelector('.js-plotly-plot')._fullData.filter((t) => t.yaxis === 'y').flatMap((t) => [...t.x])"
+    )
+    for mark in sorted(page.evaluate(marks))[:2]:
+        x, y, _ = spot(page, mark, "yaxis", 0.5)
+        assert int(click(page, x + 1, y + 3, "step")) == mark
+
+
+@pytest.mark.parametrize(("right", "down"), [(-0.4, 9), (0.4, -9), (0, 0)])
+def test_a_click_anywhere_in_a_cell_of_the_rewards_lists_its_rollouts(right, down, tab, address):
+    page = visit(tab, f"{address}/rollouts?run=chain")
+    x, y, unit = spot(page, 20, "yaxis", 1)
+    assert click(page, x + right * unit, y + down, "steps") == "20..20"
+    assert asked(page, "reward_range") == "1.0..1.0"
+    page.locator("button:has-text('All steps and rewards')").click()
+    page.wait_for_url("**steps=all**reward_range=all**", timeout=20 * SECONDS)
+
+
+def test_a_click_anywhere_in_a_cell_of_the_tokens_chooses_its_token(tab, address):
+    page = visit(tab, f"{address}/tokens?run=words&step=0&prompt=0")
+    x, y, unit = spot(page, 5, "yaxis", 2)
+    assert click(page, x + 0.4 * unit, y + 8, "token") == "2.5"
+
+
+def test_a_click_on_a_circle_opens_its_token(tab, address):
+    page = visit(tab, f"{address}/estimators?run=chain&part=proxy")
+    circle = """() => { const gd = document.querySelector('.js-plotly-plot');
+      const t = gd._fullData.find((t) => t.mode === 'markers'); return [t.x[0], t.y[0], [...t.customdata[0]]] }"""
+    across, up, (step, group, rollout, t) = page.evaluate(circle)
+    x, y, _ = spot(page, across, "yaxis", up)
+    page.mouse.move(x - 2, y)
+    page.mouse.click(x, y)
+    page.wait_for_selector("h1:has-text('Tokens')", timeout=60 * SECONDS)
+    page.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
+    assert [asked(page, name) for name in ("step", "prompt", "token")] == [f"{step}", f"{group}", f"{rollout}.{t}"]
+
+
+@pytest.mark.parametrize(("width", "inches"), [("one column", 3.25), ("two columns", 6.75)])
+def test_a_figure_is_saved_as_wide_as_a_column_of_a_paper(width, inches, tab, address):
+    page = visit(tab, f"{address}/run?run=chain")
+    finished(page)
+    page.locator("[data-testid=stPopover] button").first.click()
+    page.locator("[data-testid=stPopoverBody] [data-testid=stSelectbox] input").click()
+    page.locator(f"[role=option]:has-text('{width}')").click()
+    finished(page)
+    svg = saved(page).decode()
+    size = re.search(r'<svg[^>]* width="([\d.]+)"', svg)
+    assert float(size[1]) == pytest.approx(96 * inches, abs=0.01) and "viewBox" in svg
+    page.locator("[data-testid=stPopover] button").first.click()  # saving closed it
+    page.locator("[data-testid=stPopoverBody] button:has-text('png')").click()
+    finished(page)
+    assert struct.unpack(">I", saved(page)[16:20])[0] == round(300 * inches)  # the width in a PNG's first chunk
+
+
+def saved(page) -> bytes:
+    """What the camera of the first figure saves."""
+    page.locator(".js-plotly-plot").first.hover(position={"x": 300, "y": 120})
+    with page.expect_download() as download:
+        page.locator(".js-plotly-plot .modebar-btn[data-title*=ownload]").first.evaluate("(e) => e.click()")
+    return Path(download.value.path()).read_bytes()
