@@ -102,7 +102,7 @@ def _stored_labels(run: Run) -> list[Label]:
 @st.cache_resource(max_entries=8, show_spinner="Reading the Gram matrices …")
 def grams(run: Run) -> dict[int, Gram]:
     """Return of every measured step what compares its estimators; steps seen before are not read again."""
-    return measured_grams(store(run))
+    return measured_grams(store(run), _stored_labels(run))
 
 
 def measured_labels(run: Run) -> list[Label]:

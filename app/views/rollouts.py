@@ -14,7 +14,7 @@ from widgets import chart, clicked_data, download, errors_as_sentences, go_to, o
 
 from otb_analysis.figures.rewards import plot_rewards, rewards_info
 from otb_analysis.schema import TABLES
-from otb_analysis.store import RolloutFilter
+from otb_analysis.store import ASKED_MEGABYTES, ASKED_ROWS, ASKED_SECONDS, RolloutFilter
 
 MOST = 500
 SHOWN = ["step", "group", "rollout", "reward", "length", "turns", "finish_reason", "equal", "prompt", "completion"]

@@ -76,7 +76,7 @@ def test_filters_hold_together_and_turns_are_asked_for_where_a_run_has_several(t
 
 
 def test_a_cell_of_the_histogram_sets_both_ranges_and_the_list(rollouts, store_root):
-    rollouts.session_state["_cell"] = ((7, 7), (1.0, 1.0))
+    rollouts.query_params["steps"], rollouts.query_params["reward_range"] = "7..7", "1.0..1.0"  # as a click does
     rollouts.run()
     table = stored(store_root)
     kept = table[(table["step"] == 7) & (table["reward"] == 1)]
@@ -154,4 +154,4 @@ def test_a_click_leads_on_also_where_the_address_sets_boxes(page, store_root, mo
     app.session_state[name] = value
     app.run()
     assert not app.exception and app.title[0].value == title
-    assert app.query_params["run"] in (RUN, [RUN]) and not set(app.query_params) & {"smooth", "log", "text", "steps"}
+    assert app.query_params["run"] in (RUN, [RUN]) and not set(app.query_params) & {"smooth", "kind", "text", "steps"}

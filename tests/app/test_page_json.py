@@ -129,7 +129,7 @@ def test_compare_has_the_forest_the_noise_scale_the_planner_and_the_course_of_th
     run = "chain-otb-s0"
     app = open_page(store_root, "estimators", monkeypatch, run=[run])
     app.segmented_control(key="energy").set_value("both").run()
-    app.multiselect(key="shown").set_value(ALL).run()
+    next(box for box in app.multiselect if box.label == "Estimators").set_value(ALL).run()
     (found,) = printed("compare", run)["by_run"]
     said = texts(app)
     assert all(sentence in said for sentence in [*found["conclusion"], found["planner"]["note"]])
@@ -142,7 +142,7 @@ def test_compare_has_the_forest_the_noise_scale_the_planner_and_the_course_of_th
         ratios = [bracketed(row[name], row[f"{name}_low"], row[f"{name}_high"]) for row in found["estimators"]]
         assert ratios == shown[f"{title} ÷ rloo"].tolist()
     course = found["over_training"]
-    assert course["pooled_steps"] == app.slider(key="pool").value
+    assert course["pooled_steps"] == next(slider for slider in app.slider if "pooled" in slider.label).value
     figure = json.loads(app.get("plotly_chart")[-1].proto.spec)
     (rloo,) = [t for t in figure["data"] if t["name"] == "rloo" and t["xaxis"] == "x" and t.get("showlegend", True)]
     mine = [row["efficiency"] for row in course["rows"] if row["estimator"] == "rloo"]
