@@ -14,7 +14,8 @@ from widgets import chart, clicked_data, download, errors_as_sentences, go_to, o
 
 from otb_analysis.figures.rewards import plot_rewards, rewards_info
 from otb_analysis.schema import TABLES
-from otb_analysis.store import ASKED_MEGABYTES, ASKED_ROWS, ASKED_SECONDS, RolloutFilter
+from otb_analysis.store import ASKED_ROWS, RolloutFilter
+from otb_analysis.store.asked import asked_sql
 
 MOST = 500
 SHOWN = ["step", "group", "rollout", "reward", "length", "turns", "finish_reason", "equal", "prompt", "completion"]
@@ -116,7 +117,7 @@ def run_it(key: str) -> None:
 def answered(run: Run, text: str) -> None:
     """Show the answer to a query; it is that of the moment at which it was asked."""
     if st.session_state.get("_answer", (None,))[0] != (run.path, text):
-        answer = data.store(run).sql(text, seconds=ASKED_SECONDS, rows=ASKED_ROWS, megabytes=ASKED_MEGABYTES)
+        answer = asked_sql(run.path, text)
         st.session_state["_answer"] = (run.path, text), answer
     answer = st.session_state["_answer"][1]
     st.dataframe(answer.head(1000), hide_index=True)

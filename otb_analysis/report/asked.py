@@ -12,15 +12,14 @@ from otb_analysis.report.record import infinite_cells, written
 from otb_analysis.report.terminal import terminal_table
 from otb_analysis.schema import TABLES
 from otb_analysis.store import (
-    ASKED_MEGABYTES,
     ASKED_ROWS,
-    ASKED_SECONDS,
     RolloutFilter,
     RunStore,
     facts_of_rollouts,
     find_rollouts,
     reward_histogram,
 )
+from otb_analysis.store.asked import asked_sql
 
 SHOWN, WIDEST = 50, 120
 """Rows of an answer that a terminal shows, and characters of a cell."""
@@ -36,7 +35,7 @@ def answer(store: RunStore, query: str) -> pd.DataFrame:
         InputError: The query is not one SELECT, cannot be run, or takes too long.
         StoreError: A part is broken, or the answer needs too much memory.
     """
-    return store.sql(query, seconds=ASKED_SECONDS, rows=ASKED_ROWS, megabytes=ASKED_MEGABYTES)
+    return asked_sql(store.path, query)
 
 
 def answer_record(store: RunStore, query: str) -> dict[str, Any]:

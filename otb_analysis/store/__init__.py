@@ -4,7 +4,7 @@ from otb_analysis.store.compact import Compacted, compact
 from otb_analysis.store.diagnosed import attributed_steps, largest_attributed_step, step_attribution, step_series
 from otb_analysis.store.gram import gram_rows, subgroup_rows
 from otb_analysis.store.prompt import StoredPrompt
-from otb_analysis.store.query import ASKED_MEGABYTES, ASKED_MEMORY, ASKED_ROWS, ASKED_SECONDS
+from otb_analysis.store.query import ASKED_MEMORY, ASKED_ROWS
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.runs import runs_df
 from otb_analysis.store.search import RolloutFilter, facts_of_rollouts, find_rollouts, reward_histogram
@@ -13,10 +13,8 @@ from otb_analysis.store.token_arrays import EXACT_ROWS, TokenArrays
 from otb_analysis.store.writer import RunWriter, StepTables
 
 __all__ = [
-    "ASKED_MEGABYTES",
     "ASKED_MEMORY",
     "ASKED_ROWS",
-    "ASKED_SECONDS",
     "EXACT_ROWS",
     "CommittedStudy",
     "Compacted",

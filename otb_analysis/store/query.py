@@ -17,6 +17,8 @@ from otb_analysis.store.views import literal
 
 ASKED_SECONDS, ASKED_ROWS, ASKED_MEGABYTES, ASKED_MEMORY = 20, 100_000, 20, "256MB"
 """Bounds of a query that somebody typed: on the page Rollouts, or behind `otb query`."""
+ASKED_PROCESS = 2_000_000_000
+"""Bytes of data that the process of such a query may have; DuckDB keeps most within `ASKED_MEMORY`."""
 
 
 def open_locked(run_dir: Path, memory_limit: str) -> duckdb.DuckDBPyConnection:

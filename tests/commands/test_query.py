@@ -58,13 +58,6 @@ def test_what_cannot_be_answered_is_a_status_and_one_sentence(words, status, sai
     assert out == "" and said in err and err.count("\n") == 1
 
 
-def test_a_query_without_end_is_ended(root, capsys, monkeypatch):
-    monkeypatch.setattr("otb_analysis.report.asked.ASKED_SECONDS", 0.5)
-    endless = "WITH RECURSIVE n AS (SELECT 1 AS i UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
-    assert main(["query", "mine", endless, "--root", str(root)]) == 1
-    assert "took longer than 0.5 s" in capsys.readouterr().err
-
-
 def test_without_a_select_the_columns_are_explained(root, capsys):
     assert main(["query", "mine", "--root", str(root)]) == 0
     assert "Optimiser step, from 0" in capsys.readouterr().out
