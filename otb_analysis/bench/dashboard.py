@@ -106,14 +106,15 @@ def written(root: Path, runs: int, shape: Shape, compacted: bool) -> Path:
 
 
 def menu(chromium: Any, root: Path, port: int) -> dict[str, str]:
-    """Return the pages of the app: name → path."""
+    """Return the pages of the app, and the second part of Estimators: name → path."""
     with server(root, port) as served:
         tab = opened(chromium, f"{served.address}/studies")
         tab.wait_for_selector("[data-testid=stSidebarNavLink]")
         links = tab.locator("[data-testid=stSidebarNavLink]")
         pages = [(links.nth(i).inner_text(), links.nth(i).get_attribute("href")) for i in range(links.count())]
         tab.close()
-    return {name.split("\n")[-1].strip(): str(href).rsplit("/", 1)[-1] for name, href in pages}
+    found = {name.split("\n")[-1].strip(): str(href).rsplit("/", 1)[-1] for name, href in pages}
+    return found | {"Proxy": f"{found['Estimators']}?part=proxy"}
 
 
 def timed_page(chromium: Any, root: Path, path: str, config: DashboardBenchConfig) -> dict[str, Any]:

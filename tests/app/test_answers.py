@@ -140,7 +140,7 @@ def test_triage_paints_a_collapsed_run_red_and_a_calm_one_not_at_all(store_root,
 CLICKED = {
     "triage": ({"smooth": "20"}, "_open", RUN, "Run"),
     "run": ({"log": "true", "level": "prompt", "step": "20"}, "_tokens", True, "Tokens"),
-    "rollouts": ({"text": "12+7", "groups": "different rewards", "steps": ["5", "20"]}, "_tokens", True, "Tokens"),
+    "rollouts": ({"text": "12+7", "groups": "different rewards", "steps": "5..20"}, "_tokens", True, "Tokens"),
     "estimators": ({"part": "proxy", "kind": "realized energy W"}, "_tokens", True, "Tokens"),
 }
 """Page → boxes that its address sets, what a click on a row or point leaves in the session, and where it leads."""

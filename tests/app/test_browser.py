@@ -177,7 +177,7 @@ def test_numbers_of_a_chart_download_as_csv(tab, address):
     with page.expect_download() as download:
         page.locator("[data-testid=stDownloadButton] button").nth(1).click()
     lines = Path(download.value.path()).read_text().splitlines()
-    assert lines[0] == "run,quantity,step,value,low,high"
+    assert lines[0] == "run,quantity,step,value,smooth,low,high"
     assert len(lines) == 1 + 41 + 5
 
 

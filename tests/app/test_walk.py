@@ -35,7 +35,7 @@ STEPS, DIES = 30, 20
 PLACES = {
     "Triage": "",
     "Run": "run?run=chain-group_mean-s0&step=20&level=prompts&log=true",
-    "Rollouts": "rollouts?run=chain-otb-s0&text=12&groups=different+rewards&steps=5&steps=20&lengths=4&lengths=9",
+    "Rollouts": "rollouts?run=chain-otb-s0&text=12&groups=different+rewards&steps=5..20&lengths=4..9",
     "Tokens": "tokens?run=chain-otb-s0&step=20&prompt=1&token=9.1&color=advantage&order=by+reward",
     "Estimators": "estimators?run=chain-otb-s0&against=none&energy=exact+norms",
     "Compare": "compare?run=chain-group_mean-s0&run=chain-otb-s0&compare=runs&a=chain-otb-s0&b=chain-group_mean-s0",
