@@ -89,11 +89,12 @@ def prompt_view(store: RunStore, step: int | None, group: int | None, estimator:
 
 
 def _named(labels: list[Label], words: str) -> Label:
-    """Return the label that is called so on the page."""
+    """Return the label that is called so on the page, or the first one with that name: `otb` is `otb (proxy)`."""
     known = {in_words(label): label for label in labels}
-    if words not in known:
+    found = known.get(words, next((label for label in labels if label[0] == words), None))
+    if found is None:
         raise InputError(f"estimator {words!r} cannot be computed for this prompt; {nearest(words, known)}")
-    return known[words]
+    return found
 
 
 def tokens_record(view: PromptView, rollout: int | None = None, t: int | None = None) -> dict[str, object]:
