@@ -91,9 +91,9 @@ def test_tokens_in_the_terminal_end_with_the_formula(root, capsys):
     words = ["--step", "0", "--rollout", "2", "--t", "1", "--estimator", "rloo"]
     assert main(["tokens", "first", "--root", str(root), *words]) == 0
     out = capsys.readouterr().out
-    for name in ("otb", "otb (proxy)"):
+    for name in ("energy_regression", "energy_regression (proxy)"):
         assert main(["tokens", "first", "--root", str(root), *words[:-1], name]) == 0
-        assert "B = Σ_j W_{j,t} G_{j,t}" in capsys.readouterr().out
+        assert "baseline of" in capsys.readouterr().out
     assert "advantage: A = G − B = 0 − 0.667 = −0.667" in out and "grad_norm_sq" in out and "entropy: H =" in out
 
 
