@@ -125,9 +125,12 @@ def follow(runs: Sequence[listing.Run]) -> None:
     watch()
 
 
-def background(figure: go.Figure) -> go.Figure:
-    """Set a figure's colours for the page's theme, in place, and return it."""
-    return for_background(figure, st.context.theme.type == "dark")
+def background(figure: go.Figure, printed: bool) -> go.Figure:
+    """Set a figure's colours for the page's theme, or for the white paper it is printed on, in place, and return it."""
+    dark = st.context.theme.type == "dark"
+    if dark and printed:
+        figure.update_layout(paper_bgcolor="#FFFFFF")
+    return for_background(figure, dark and not printed)
 
 
 def clicked_data(key: str) -> list[Any]:
@@ -160,7 +163,7 @@ def chart(
         python: Lines that draw the figure, for a notebook; see `scripts`.
         clicked: Called where a point was clicked, which is then in the session under `key`.
     """
-    background(figure)
+    background(figure, WIDTHS[st.session_state.get(f"width-{key}", "as shown")] is not None)
     config = CONFIG | {"toImageButtonOptions": image_options(figure, key)}
     select: dict[str, Any] = {"on_select": clicked, "selection_mode": "points"} if clicked else {}
     st.plotly_chart(figure, width="stretch", theme=None, key=key, config=config, **select)

@@ -305,6 +305,17 @@ def test_a_figure_is_saved_as_chosen(store_root, monkeypatch):
         assert options["scale"] * options["width"] == pytest.approx(pixels)
 
 
+def test_a_figure_of_paper_width_has_dark_ink_on_white_on_a_dark_page_too(store_root, monkeypatch):
+    app = open_page(store_root, "estimators", monkeypatch, run="chain-otb-s0")
+    app.context["theme"] = "dark"
+    inks = []
+    for width in ("as shown", "one column (3.25 in)"):
+        app.selectbox(key="width-comparison").set_value(width).run()
+        layout = json.loads(app.get("plotly_chart")[0].proto.spec)["layout"]
+        inks.append((layout["font"]["color"], layout.get("paper_bgcolor")))
+    assert inks == [("#E6EAEE", None), ("#1B2229", "#FFFFFF")]
+
+
 def test_proxy_says_first_what_it_costs_and_a_click_opens_the_token(store_root, monkeypatch):
     app = open_part(store_root, "proxy", monkeypatch, run="chain-otb-s0")
     assert app.metric[0].label == "OTB's gain lost by the proxy"
