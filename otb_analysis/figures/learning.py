@@ -21,10 +21,15 @@ OVER_RUNS = "mean over the runs of a group; band: from the lowest run to the hig
 
 
 def learning_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, str], window: int = 1) -> CurvesInfo:
-    """Collect the reward curves of some runs; with several answers per held-out prompt also success and pass@k."""
+    """Collect the reward curves of some runs; with several answers per held-out prompt also success and pass@k.
+
+    Held-out prompts have panels where a run recorded them.
+    """
     ks = {int(k) for t in steps.values() if "heldout_pass_k" in t for k in t["heldout_pass_k"].dropna()}
     several = (SUCCESS, _passing(ks)) if max(ks, default=1) > 1 else ()
-    return curves_info(steps, (*QUANTITIES, *several), estimators, window)
+    training, *heldout = (*QUANTITIES, *several)
+    recorded = [q for q in heldout if any(q.column in t and t[q.column].notna().any() for t in steps.values())]
+    return curves_info(steps, (training, *recorded), estimators, window)
 
 
 def grouped_info(steps: Mapping[str, pd.DataFrame], groups: Mapping[str, Sequence[str]], window: int = 1) -> CurvesInfo:

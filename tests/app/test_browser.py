@@ -131,12 +131,12 @@ def test_study_opens_by_its_link_fits_a_small_window_and_asks_nobody_else(scheme
 
 def test_link_reproduces_the_view(tab, address, browser):
     page = visit(tab, f"{address}/run")
-    page.locator("text=Logarithmic axes").click()
+    page.locator("text=Log axes").click()
     page.wait_for_url("**log=true**")
     other = browser.new_context().new_page()
     other.goto(page.url)
     other.wait_for_selector(PLOT, timeout=60 * SECONDS)
-    assert other.locator("label:has-text('Logarithmic axes') input").is_checked()
+    assert other.locator("label:has-text('Log axes') input").is_checked()
     other.context.close()
 
 

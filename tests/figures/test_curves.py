@@ -40,6 +40,16 @@ def test_step_without_a_value_is_left_out_not_drawn_as_zero(steps):
     assert held.step.tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("without", [[], ["heldout_reward"]])
+def test_held_out_reward_has_no_panel_where_no_run_recorded_it(steps, without):
+    bare = steps.drop(columns=without) if without else steps.assign(heldout_reward=np.nan)
+    assert [q.column for q in learning_info({"a": bare}, {}).quantities] == ["reward_mean"]
+    assert [q.column for q in learning_info({"a": bare, "b": steps}, {}).quantities] == [
+        "reward_mean",
+        "heldout_reward",
+    ]
+
+
 def test_rare_quantity_is_never_smoothed(steps):
     info = learning_info({"a": steps}, {"a": "otb"}, window=4)
     assert info.curves[1][0].smooth.tolist() == info.curves[1][0].value.tolist()
