@@ -12,6 +12,7 @@ from kept import keep, pick, pick_many, span
 from listing import Run
 from widgets import chart, clicked_data, download, errors_as_sentences, go_to, one_run, page
 
+from otb_analysis.errors import STOPS
 from otb_analysis.figures.rewards import plot_rewards, rewards_info
 from otb_analysis.schema import TABLES
 from otb_analysis.store import ASKED_ROWS, RolloutFilter
@@ -115,11 +116,16 @@ def run_it(key: str) -> None:
 
 
 def answered(run: Run, text: str) -> None:
-    """Show the answer to a query; it is that of the moment at which it was asked."""
+    """Show the answer to a query, or why there is none; it is that of the moment at which it was asked."""
     if st.session_state.get("_answer", (None,))[0] != (run.path, text):
-        answer = asked_sql(run.path, text)
+        try:
+            answer: Any = asked_sql(run.path, text)
+        except STOPS as error:
+            answer = error
         st.session_state["_answer"] = (run.path, text), answer
     answer = st.session_state["_answer"][1]
+    if isinstance(answer, Exception):
+        raise answer
     st.dataframe(answer.head(1000), hide_index=True)
     cut = f"The first {ASKED_ROWS:,} rows were read" if len(answer) == ASKED_ROWS else f"{len(answer):,} rows"
     st.caption(cut + (", the first 1,000 are shown." if len(answer) > 1000 else "."))

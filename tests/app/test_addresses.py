@@ -3,6 +3,7 @@
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from otb_analysis.store.asked import asked_sql
 from tests.app.test_pages import BOTH, open_page, texts
 from tests.app.token_runs import write_token_run
 
@@ -74,6 +75,24 @@ def test_an_answer_to_a_query_is_in_the_address_and_goes_with_its_query(store_ro
         assert opened.dataframe[1].value["last"].tolist() == [40]
     change(app, "sql", "SELECT 1")
     assert len(app.dataframe) == 2 and "answered" not in app.query_params
+
+
+@pytest.mark.parametrize("query", ["SELECT 1 AS one", "SELECT 1; SELECT 2"])
+def test_a_query_is_asked_once_however_often_its_page_is_drawn(query, store_root, monkeypatch):
+    asked = list[str]()
+
+    def count(run_dir, query):
+        asked.append(query)
+        return asked_sql(run_dir, query)
+
+    monkeypatch.setattr("otb_analysis.store.asked.asked_sql", count)
+    app = open_page(store_root, "rollouts", monkeypatch, run="chain-otb-s0")
+    change(app, "sql", query)
+    for clicks in (1, 2):
+        next(button for button in app.button if button.label == "Run").click().run()
+        shown = [len(app.dataframe), len(app.warning)]
+        app.run()
+        assert asked == [query] * clicks and [len(app.dataframe), len(app.warning)] == shown
 
 
 def test_a_setting_is_there_again_when_its_page_is_opened_again(store_root, monkeypatch):
