@@ -16,7 +16,7 @@ from otb_analysis.audit.score import score
 from otb_analysis.config import AuditConfig, ImportConfig
 from otb_analysis.report import write_report
 from otb_analysis.report.audit import write_audit
-from otb_analysis.store import RunStore, RunWriter, StepTables
+from otb_analysis.store import RunStore, RunWriter
 from tests.app.browsing import (
     PLOT,
     ROOT,
@@ -170,26 +170,6 @@ def test_running_run_is_followed(tab, address, live_root, write_next_step):
     write_next_step(RunWriter(live_root / "running-otb_loo"), 3, 9, measured=4)
     page.wait_for_selector("text=running · 4 steps", timeout=20 * SECONDS)
     assert tab.errors == []
-
-
-COUNT = """() => { window.changes = 0; for (const plot of document.querySelectorAll('.js-plotly-plot'))
-  new MutationObserver(some => { window.changes += some.length })
-    .observe(plot, {subtree: true, childList: true, attributes: true}) }"""
-
-
-def test_a_new_step_redraws_only_the_figures_that_it_changes(browser, tab, address, live_root):
-    writer = RunWriter(live_root / "running-otb_loo")
-    with watched(browser, address) as beside:
-        grows = visit(tab, f"{address}/run?run=running-otb_loo")
-        stays = visit(beside, f"{address}/estimators?run=running-otb_loo")  # no step is measured below
-        for page in (grows, stays):
-            page.wait_for_timeout(5 * SECONDS)
-            page.evaluate(COUNT)
-        step = RunStore(writer.path).complete_steps()[-1] + 1
-        writer.write_step(step, StepTables(steps={"reward_mean": 0.5}))
-        grows.wait_for_function("window.changes > 0", timeout=20 * SECONDS)
-        stays.wait_for_timeout(7 * SECONDS)  # it looks at the run every 3 seconds
-        assert stays.evaluate("window.changes") == 0
 
 
 def test_numbers_of_a_chart_download_as_csv(tab, address):
