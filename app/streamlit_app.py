@@ -10,6 +10,7 @@ from plain_text import plain
 from widgets import choose_runs, follow, page
 
 from otb_analysis.errors import STOPS
+from otb_analysis.store import one_look
 
 EMPTY = """Make some in about three minutes with `make demo`, train with `otb train`, or point the dashboard at another
 folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` or the variable `OTB_RUNS`."""
@@ -70,6 +71,7 @@ def no_runs(folder: Path) -> None:
         st.info(("There are no runs in this folder. " if folder.is_dir() else "This folder does not exist. ") + EMPTY)
 
 
+@one_look()  # all of a page shows the same moment, and a run of thousands of files is listed once
 def main() -> None:
     """Choose the runs, then hand over to the page."""
     st.set_page_config(page_title="otb-analysis", page_icon="🔬", layout="wide")

@@ -32,6 +32,9 @@ from otb_analysis.store.views import names_of, read_part, refuse_missing_keys
 AT_ONCE = 250
 """Parts whose rows are in memory as lists together."""
 
+MOST_CHUNKS = 64
+"""Pieces of a column in memory, one for each time that parts were added, beyond which they are copied into one."""
+
 MANY = 64
 """Parts up to which DuckDB reads them from the disk."""
 
@@ -60,39 +63,42 @@ class _Rows:
     def __init__(self, run_dir: Path, name: str, read: Callable[[Part, str | None], _Columns | pa.Table]) -> None:
         self.run_dir, self.name, self.read, self.lock = run_dir, name, read, threading.Lock()
         self.table = pa.table({})
-        self.at: dict[tuple[object, ...], tuple[int, int]] = {}
+        self.at: dict[Part, tuple[int, int]] = {}
 
-    def of(self, parts: Sequence[Part]) -> pa.Table:
-        keys = [(*signature(part), part.steps) for part in parts]
+    def of(self, parts: list[Part]) -> pa.Table:
         with self.lock:
-            if len(self.at.keys() - set(keys)) > len(keys):  # most of it was written again
-                self.table, self.at = pa.table({}), {}
-            new = [(key, part) for key, part in zip(keys, parts, strict=True) if key not in self.at]
-            texts = noted(self.run_dir, self.name) if len(new) > FEW else {}
-            for first in range(0, len(new), AT_ONCE):  # lists of numbers take much more memory than columns
-                some = new[first : first + AT_ONCE]
-                self._add(
-                    [
-                        (key, self.read(part, _text_for(part, texts.get((part.path.name, *key[1:3])))))
-                        for key, part in some
-                    ]
-                )
-            places = [self.at[key] for key in keys]
-            if sum(n for _, n in places) == len(self.table) and places == sorted(places):
-                return self.table
-            return self.table.take(pa.array([i for first, n in places for i in range(first, first + n)], pa.int64()))
+            held = list(self.at)
+            if parts[: len(held)] != held:  # most often they are, and comparing the same objects takes no time
+                if len(set(held) - set(parts)) > len(parts):  # most of it was written again
+                    self.table, self.at = pa.table({}), {}
+                self._read([part for part in parts if part not in self.at])
+                places = [self.at[part] for part in parts]
+                if len(places) < len(self.at) or places != sorted(places):
+                    rows = [i for first, n in places for i in range(first, first + n)]
+                    return self.table.take(pa.array(rows, pa.int64()))
+            else:
+                self._read(parts[len(held) :])
+            return self.table
 
-    def _add(self, new: Sequence[tuple[tuple[object, ...], _Columns | pa.Table]]) -> None:
+    def _read(self, parts: list[Part]) -> None:
+        texts = noted(self.run_dir, self.name) if len(parts) > FEW else {}
+        for first in range(0, len(parts), AT_ONCE):  # lists of numbers take much more memory than columns
+            some = parts[first : first + AT_ONCE]
+            self._add([(p, self.read(p, _text_for(p, texts.get((p.path.name, *signature(p)[1:]))))) for p in some])
+
+    def _add(self, new: list[tuple[Part, _Columns | pa.Table]]) -> None:
         tables = [self.table] if len(self.table) else []
         for is_text, some in groupby((rows for _, rows in new), lambda rows: isinstance(rows, dict)):
             group: Any = list(some)
             tables += [self._joined(group)] if is_text else group
-        start, at = len(self.table), dict[tuple[object, ...], tuple[int, int]]()
-        for key, rows in new:
-            at[key] = (start, 1 if self.name == "steps" and isinstance(rows, dict) else len(rows["step"]))
-            start += at[key][1]
+        start, at = len(self.table), dict[Part, tuple[int, int]]()
+        for part, rows in new:
+            at[part] = (start, 1 if self.name == "steps" and isinstance(rows, dict) else len(rows["step"]))
+            start += at[part][1]
         if new:
-            self.table = _concatenated(tables).combine_chunks()
+            table = _concatenated(tables)
+            # Not for each new step: copying all rows takes longer and longer.
+            self.table = table.combine_chunks() if table.column(0).num_chunks > MOST_CHUNKS else table
             self.at |= at  # Not before: what cannot be joined must not seem to be there
 
     def _joined(self, parts: Sequence[_Columns]) -> pa.Table:
@@ -128,7 +134,7 @@ def _concatenated(tables: Sequence[pa.Table]) -> pa.Table:
         return pa.concat_tables(alike, promote_options="permissive")
 
 
-def step_rows(run_dir: Path, parts: Sequence[Part]) -> pa.Table:
+def step_rows(run_dir: Path, parts: list[Part]) -> pa.Table:
     """Return the rows of parts of `steps`, in their order; those that were read before are not read again.
 
     Raises:
@@ -137,7 +143,7 @@ def step_rows(run_dir: Path, parts: Sequence[Part]) -> pa.Table:
     return _steps(run_dir).of(parts)
 
 
-def step_frame(run_dir: Path, parts: Sequence[Part], columns: Sequence[str] | None) -> pd.DataFrame:
+def step_frame(run_dir: Path, parts: list[Part], columns: Sequence[str] | None) -> pd.DataFrame:
     """Return columns of parts of `steps` as DuckDB would, which takes three times as long; None means all.
 
     Raises:
@@ -159,7 +165,7 @@ def step_frame(run_dir: Path, parts: Sequence[Part], columns: Sequence[str] | No
     return frame.assign(**dict.fromkeys(empty, np.full(len(frame), None)))
 
 
-def rollout_rows(run_dir: Path, parts: Sequence[Part]) -> pa.Table | None:
+def rollout_rows(run_dir: Path, parts: list[Part]) -> pa.Table | None:
     """Return the columns `LIGHT` of parts of `rollouts`, as `step_rows` does; None where they are too many to hold.
 
     Raises:
@@ -222,7 +228,7 @@ def _text_for(part: Part, one: tuple[Sealed, str] | None) -> str | None:
 def _text_of_footer(part: Part, key: str) -> str:
     """Return a text of a part's footer, once all its bytes are right."""
     try:
-        one = read_sealed(signature(part), key)
+        one = read_sealed(signature(part, now=True), key)
     except OSError as error:
         raise broken(part, error) from error
     return _text_for(part, one) or ""  # one of another step's part is refused where its columns are read

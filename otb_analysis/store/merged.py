@@ -35,6 +35,10 @@ class Part:
     steps: tuple[int, ...] = ()  # Those to be read
     whole: bool = True  # False when the file holds other steps, too
     recorded: str = ""  # Its columns that hold any value, with commas between; empty where nobody says
+    seen: tuple[int, int] | None = None  # Time in nanoseconds and size when its folder was looked at; None: not seen
+
+    def __hash__(self) -> int:  # most of the time of a query of thousands would go into hashing paths
+        return hash((self.step, self.rank, self.checksum, self.seen))
 
     def only(self, steps: Collection[int]) -> "Part":
         """Return the same file for fewer steps."""

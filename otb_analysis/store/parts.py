@@ -7,12 +7,11 @@ there it counts alone. It is read after the folders are listed: a part that comp
 one that it removed before is named in run.json.
 """
 
-import os
-import stat
-import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, wraps
+from operator import attrgetter
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -20,12 +19,10 @@ from otb_analysis.errors import StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.checksum import Sealed, Signature, sealed
 from otb_analysis.store.digest import said
-from otb_analysis.store.layout import MERGED, PART, RUN_FILE, part_path, refused_link
+from otb_analysis.store.folder import look_again, loose_parts
+from otb_analysis.store.layout import MERGED, RUN_FILE, part_path
 from otb_analysis.store.merged import Part, merged_parts
 from otb_analysis.store.runfile import read_run_file
-
-SETTLED = 5_000_000_000
-"""Nanoseconds after which the time of a folder tells whether it has changed since."""
 
 
 class _OfARun(Protocol):
@@ -35,49 +32,6 @@ class _OfARun(Protocol):
 S = TypeVar("S", bound=_OfARun)
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def loose_parts(run_dir: Path, table: str) -> Sequence[Part]:
-    """Return all parts of one step of a table, by step and rank, complete or not.
-
-    Raises:
-        StoreError: The folder cannot be listed, or is or holds a link.
-    """
-    folder = run_dir / table
-    try:
-        status = folder.lstat()
-    except FileNotFoundError:
-        return []
-    if stat.S_ISLNK(status.st_mode):
-        raise refused_link(folder)
-    changed = status.st_mtime_ns
-    # A folder that changed a moment ago may change again without another time.
-    return _listed(folder, changed) if time.time_ns() - changed > SETTLED else _listed.__wrapped__(folder, changed)
-
-
-@lru_cache(maxsize=32)
-def _listed(folder: Path, changed: int) -> Sequence[Part]:
-    try:
-        with os.scandir(folder) as entries:
-            links = {entry.name: entry.is_symlink() for entry in entries}
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be listed ({error.strerror}); make it a readable folder.") from error
-    linked = next((name for name in links if links[name] and name.endswith(".parquet")), None)
-    if linked:
-        raise refused_link(folder / linked)
-    known = _known(folder)
-    for name in links.keys() - known.keys():
-        if m := PART.fullmatch(name):
-            known[name] = Part(int(m[1]), int(m[2]), folder / name, steps=(int(m[1]),))
-    return sorted((known[name] for name in links if name in known), key=lambda part: (part.step, part.rank))
-
-
-@lru_cache(maxsize=128)
-def _known(folder: Path) -> dict[str, Part]:
-    """Return a folder's parts that were listed before, by name: making them takes ten times as long as listing."""
-    return {}
 
 
 def remove_unlisted(run_dir: Path) -> None:
@@ -136,8 +90,8 @@ def visible_parts(run_dir: Path, tables: Iterable[str], steps: Iterable[int] | N
     visible: dict[str, list[Part]] = {}
     for table in tables:
         files = [part if asked is None else part.only(asked) for part in merged.get(table, ())]
-        there = completing if table == "steps" else _belonging(run_dir, table, loose[table], completing)
-        visible[table] = [part for part in files if part.steps] + there
+        there = completing if table == "steps" else _belonging(run_dir, table, loose[table], completing, asked is None)
+        visible[table] = [*(part for part in files if part.steps), *there]
     return visible
 
 
@@ -153,6 +107,7 @@ def again_if_changed(read: Callable[Concatenate[S, P], R]) -> Callable[Concatena
             except StoreError:
                 if _state(store.path) == before:
                     raise
+                look_again()
         return read(store, *args, **options)
 
     return reading
@@ -163,12 +118,14 @@ def _state(run_dir: Path) -> list[int]:
     return [path.stat().st_mtime_ns for path in (run_dir / RUN_FILE, run_dir / "steps") if path.exists()]
 
 
-def signature(part: Part) -> Signature:
-    """Return what changes when a part is written again.
+def signature(part: Part, *, now: bool = False) -> Signature:
+    """Return what changes when a part is written again, as it was when its folder was looked at, or as it is now.
 
     Raises:
         StoreError: It is gone.
     """
+    if part.seen is not None and not now:
+        return part.path, *part.seen
     try:
         status = part.path.stat()
     except OSError as error:
@@ -183,7 +140,7 @@ def checked(part: Part) -> Sealed:
         StoreError: It is broken, or not the one that its step was written with.
     """
     try:
-        found = sealed(signature(part))
+        found = sealed(signature(part, now=True))
     except OSError as error:
         raise broken(part, error) from error
     if part.checksum and found.checksum != part.checksum:
@@ -205,30 +162,61 @@ def without(part: Part) -> str:
     return f"delete {'it' if completing == part.path else completing} to read the run without step {part.step}"
 
 
-def _belonging(run_dir: Path, table: str, loose: Sequence[Part], completing: Sequence[Part]) -> list[Part]:
-    """Return the parts of complete steps, each with the checksum under which its step names it."""
-    there, found = {part.path.name for part in loose}, dict[int, Sealed]()
-    for step, found[step.step] in zip(completing, _said(run_dir, "steps", completing), strict=True):
+def _belonging(run_dir: Path, table: str, loose: list[Part], completing: list[Part], whole: bool) -> list[Part]:
+    """Return the parts of complete steps, each with the checksum under which its step names it.
+
+    Args:
+        whole: These are all complete steps, so what is found is kept: the next look goes on after it.
+    """
+    before, kept = _found_before(run_dir / table), _Found()
+    if whole and before[0].begins(loose, completing):
+        kept = before[0]
+    elif not whole:
+        asked = {step.step for step in completing}
+        loose = [part for part in loose if part.step in asked]
+    new, later = completing[len(kept.completing) :], loose[len(kept.loose) :]
+    if not new:
+        return kept.parts
+    found, there = dict[int, Sealed](), {part.path.name for part in later}
+    for step, found[step.step] in zip(new, _said(run_dir, "steps", new), strict=True):
         for name in found[step.step].named_parts(table).keys() - there:
             path = run_dir / table / name
             raise StoreError(
                 f"{path} is missing, though step {step.step} was written with it; restore it, "
                 f"or {without(Part(step.step, 0, path))}."
             )
-    before = _described(run_dir / table)
-    for part in loose:
-        step = found.get(part.step)
-        if step is not None and before.get(part.path, (None,))[0] is not step:
+    parts = [*kept.parts]
+    for part in later:
+        if (step := found.get(part.step)) is not None:
             name = part.path.name
             checksum, recorded = step.named_parts(table).get(name, ""), step.held_by(table).get(name, "")
-            before[part.path] = step, replace(part, checksum=checksum, recorded=recorded)
-    return [before[part.path][1] for part in loose if part.step in found]
+            parts.append(replace(part, checksum=checksum, recorded=recorded))
+    if whole:
+        end = bisect_right(loose, new[-1].step, key=attrgetter("step"))
+        before[0] = _Found(completing, loose[:end], parts)
+    return parts
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The complete steps of a run, a table's parts up to the last of them, and which of those belong to the steps."""
+
+    completing: list[Part] = field(default_factory=list)
+    loose: list[Part] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+
+    def begins(self, loose: list[Part], completing: list[Part]) -> bool:
+        """Return whether these begin with the same files; comparing the same objects takes no time."""
+        if completing[: len(self.completing)] != self.completing or loose[: len(self.loose)] != self.loose:
+            return False
+        later = loose[len(self.loose) :]
+        return not (later and self.completing) or later[0].step > self.completing[-1].step
 
 
 @lru_cache(maxsize=128)
-def _described(folder: Path) -> dict[Path, tuple[Sealed, Part]]:
-    """Return what steps said of a folder's parts, and the parts with that."""
-    return {}
+def _found_before(folder: Path) -> list[_Found]:
+    """Return a place for what was found in a folder when all its parts were last asked for."""
+    return [_Found()]
 
 
 def _said(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Sealed]:

@@ -91,7 +91,7 @@ class RunStore:
             StoreError: A part is broken or missing.
         """
         parts = visible_parts(self.path, tables)
-        return f"{hash(tuple(signature(part) for table in tables for part in parts[table])):x}"
+        return f"{hash(tuple(tuple(parts[table]) for table in tables)):x}"
 
     def steps_with(self, table: str, column: str) -> list[int]:
         """Return the complete steps that hold any value in a column of a table, in order.
@@ -102,9 +102,10 @@ class RunStore:
             StoreError: A part is broken, missing or lacks a key column.
         """
         parts = visible_parts(self.path, [table])[table]
-        said = {part: part.recorded or checked(part).recorded for part in parts}
-        found = {step for part in parts if column in said[part].split(",") for step in part.steps}
-        unsaid = [step for part in parts if not said[part] for step in part.steps]
+        said = [part.recorded or checked(part).recorded for part in parts]
+        holding = {text for text in set(said) if column in text.split(",")}
+        found = {step for part, text in zip(parts, said, strict=True) if text in holding for step in part.steps}
+        unsaid = [step for part, text in zip(parts, said, strict=True) if not text for step in part.steps]
         if unsaid:
             query = f"SELECT DISTINCT step FROM {table} WHERE {quoted(column)} IS NOT NULL"
             found |= {int(step) for step in self.sql(query, steps=unsaid)["step"]}
@@ -280,7 +281,7 @@ class RunStore:
                 prompts[step][group] = prompt
         return prompts
 
-    def _rows(self, cursor: duckdb.DuckDBPyConnection, table: str, parts: Sequence[Part], texts: bool) -> str:
+    def _rows(self, cursor: duckdb.DuckDBPyConnection, table: str, parts: list[Part], texts: bool) -> str:
         """Return a SELECT of a table's rows, over files or over what is held of them in memory."""
         light = table == "rollouts" and not texts
         rows: pa.Table | None = None
@@ -298,7 +299,7 @@ class RunStore:
         self,
         query: str,
         params: Parameters,
-        tables: Mapping[str, Sequence[Part]],
+        tables: Mapping[str, list[Part]],
         seconds: float | None = None,
         rows: int | None = None,
         megabytes: float | None = None,

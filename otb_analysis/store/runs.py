@@ -1,7 +1,7 @@
 """All runs of a root as one table: how each ended, its configuration, its headline numbers."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -94,13 +94,12 @@ def _row(path: Path) -> dict[str, object]:
             raise StoreError(f"{path} is a link out of its directory; open the directory that it points to.")
         info = read_run_file(find_run(path))
         parts = visible_parts(path.resolve(), ["steps"])["steps"]
-        seen = tuple(signature(part) for part in parts)
-        numbers = _headline(tuple(parts), seen)
+        written = max((signature(part)[1] for part in parts), default=0) / 1e9
+        numbers = _headline(path.resolve(), parts)
     except (StoreError, InputError, OSError) as error:  # the last two: the run was replaced while it was being listed
         return {"run": path.name, "status": "broken", "reason": str(error)}
     config = info.get("config")
     fixed = {name: info.get(name) for name in ("created", "schema_version")}
-    written = max((time for _, time, _ in seen), default=0) / 1e9
     updated = max(_time(info.get("updated")), pd.Timestamp(written, unit="s", tz="UTC"))
     status, reason = standing(info, f"{updated:%Y-%m-%d %H:%M} UTC")
     fixed |= {"status": status, "reason": reason}
@@ -108,9 +107,21 @@ def _row(path: Path) -> dict[str, object]:
     return {"run": path.name, "updated": updated} | fixed | numbers | dict(settings)
 
 
+def _headline(run_dir: Path, parts: list[Part]) -> dict[str, object]:
+    """Return a run's numbers, those of before while its parts are the same ones."""
+    kept = _kept(run_dir)
+    if kept.get("parts") != parts:
+        kept.update(parts=parts, numbers=_numbers(parts))
+    return kept["numbers"]
+
+
 @lru_cache(maxsize=1_000)
-def _headline(parts: tuple[Part, ...], seen: tuple[object, ...]) -> dict[str, object]:
-    """Return a run's numbers; what was seen of its parts makes the cache forget a run that was written again."""
+def _kept(run_dir: Path) -> dict[str, Any]:
+    """Return the numbers of a run, and the parts that they are of."""
+    return {}
+
+
+def _numbers(parts: list[Part]) -> dict[str, object]:
     steps = _read_steps(parts)
     tenth = max(1, len(steps) // 10)
     return {
@@ -126,7 +137,7 @@ def _headline(parts: tuple[Part, ...], seen: tuple[object, ...]) -> dict[str, ob
     }
 
 
-def _read_steps(parts: Sequence[Part]) -> pd.DataFrame:
+def _read_steps(parts: list[Part]) -> pd.DataFrame:
     if not parts:
         return pd.DataFrame(columns=list(_COLUMNS), dtype="float64")
     rows = step_rows(parts[0].path.parent.parent, parts)

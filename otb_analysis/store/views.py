@@ -206,7 +206,7 @@ def _schema_of(part: Part) -> pa.Schema:
     if said in _SCHEMAS:
         return _SCHEMAS[said]
     try:
-        schema = _read_schema(*signature(part))
+        schema = _read_schema(*signature(part, now=True))
     except (pa.ArrowException, OSError) as error:
         raise broken(part, error) from error
     return _SCHEMAS.setdefault(said, schema) if said else schema

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from otb_analysis.store.checksum import (
 from otb_analysis.store.digest import TEXTS, note
 from otb_analysis.store.encode import Columns, encode, with_not_finite
 from otb_analysis.store.held import light_text, row_text
-from otb_analysis.store.layout import check_run_name, find_run, is_run, part_path
+from otb_analysis.store.layout import RUN_FILE, check_run_name, find_run, is_run, part_path
 from otb_analysis.store.liveness import other_writer, this_process
 from otb_analysis.store.merged import COMPACTED, last_merged_step, merged_before
 from otb_analysis.store.parts import loose_parts, remove_unlisted
@@ -209,8 +210,12 @@ class RunWriter:
         return sums, held
 
     def _remove(self, step: int) -> None:
-        for table in ("steps", *TABLES):  # `steps` first: from then on the step is invisible
-            part_path(self.path, table, step, self.rank).unlink(missing_ok=True)
+        paths = [part_path(self.path, table, step, self.rank) for table in dict.fromkeys(("steps", *TABLES))]
+        there = [path for path in paths if path.exists()]
+        for path in there:  # `steps` first: from then on the step is invisible
+            path.unlink(missing_ok=True)
+        if there:  # readers that know them look at all files again
+            os.utime(self.path / RUN_FILE, ns=(time.time_ns(), time.time_ns()))
 
     def _failure(self, step: int, error: OSError) -> str:
         last = self._last_step

@@ -17,6 +17,7 @@ from otb_analysis.store import (
     checksum,
     compact,
     digest,
+    folder,
     gram,
     gram_rows,
     held,
@@ -74,7 +75,15 @@ def forget_all():
     """Make this process as new: it has read no file."""
     for cache in (checksum._SEALED, digest._SAID, views._SCHEMAS, gram._ORDERS):
         cache.clear()
-    for cached in (held._steps, held._rollouts, parts._listed, runfile._read, views._read_schema, runs._headline):
+    for cached in (
+        held._steps,
+        held._rollouts,
+        parts._found_before,
+        folder._seen,
+        runfile._read,
+        views._read_schema,
+        runs._kept,
+    ):
         cached.cache_clear()
 
 

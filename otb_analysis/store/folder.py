@@ -1,0 +1,113 @@
+"""What lies in the folders of a run's tables: a part for each file of one step, as it was when it was looked at.
+
+A look lists the names, and asks for time and size only of files that are new. The writer replaces no file without
+touching run.json, and another file mostly has another inode; where either changed, the file is looked at again.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from operator import attrgetter
+from pathlib import Path
+
+from otb_analysis.errors import StoreError
+from otb_analysis.store.layout import PART, RUN_FILE, refused_link
+from otb_analysis.store.merged import Part
+
+_looked: ContextVar[dict[Path, list[Part]] | None] = ContextVar("looked", default=None)
+
+
+@contextmanager
+def one_look() -> Iterator[None]:
+    """Look at each folder once in this block, and let all that is read in it show that moment; for this thread."""
+    before = _looked.set({})
+    try:
+        yield
+    finally:
+        _looked.reset(before)
+
+
+def look_again() -> None:
+    """Forget what was seen in this block of `one_look`."""
+    if (looked := _looked.get()) is not None:
+        looked.clear()
+
+
+def loose_parts(run_dir: Path, table: str) -> list[Part]:
+    """Return all parts of one step of a table, by step and rank, complete or not; the same object as long as its file.
+
+    Raises:
+        StoreError: The folder cannot be listed, or is or holds a link.
+    """
+    folder, looked = run_dir / table, _looked.get()
+    if looked is None:
+        return _look(folder)
+    if folder not in looked:
+        looked[folder] = _look(folder)
+    return looked[folder]
+
+
+def _look(folder: Path) -> list[Part]:
+    if folder.is_symlink():
+        raise refused_link(folder)
+    try:
+        with os.scandir(folder) as entries:
+            files = [entry for entry in entries if entry.name.endswith(".parquet")]
+        linked = next((file.name for file in files if file.is_symlink()), None)
+        if linked:
+            raise refused_link(folder / linked)
+        # Not before: a file that was replaced before it was listed is younger than run.json.
+        return _seen(folder).parts(files, _time_and_size(folder.parent / RUN_FILE))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be listed ({error.strerror}); make it a readable folder.") from error
+
+
+class _Seen:
+    """A folder's parts that were seen before, by name, each with its inode: making them takes ten times as long."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.of_run_file: tuple[int, int] | None = None
+        self.known: dict[str, tuple[int, Part]] = {}
+
+    def parts(self, files: Iterable[os.DirEntry[str]], of_run_file: tuple[int, int] | None) -> list[Part]:
+        """Return the parts among the files that were listed; what says of run.json tells whether one was replaced."""
+        sure, known = of_run_file == self.of_run_file, self.known
+        parts = list[Part]()
+        for file in files:
+            inode, part = known.get(file.name, (0, None))
+            if part is None or not sure or inode != file.inode():
+                part = self._again(file, part)
+            if part is not None:
+                parts.append(part)
+        self.of_run_file = of_run_file
+        return sorted(parts, key=attrgetter("step", "rank"))
+
+    def _again(self, file: os.DirEntry[str], before: Part | None) -> Part | None:
+        """Return a file's part, that of before if it is the same file; None if it is none, or was just removed."""
+        match = PART.fullmatch(file.name)
+        if match is None or (seen := _time_and_size(self.folder / file.name)) is None:
+            return None
+        part = before
+        if part is None or part.seen != seen:
+            step, rank = int(match[1]), int(match[2])
+            part = Part(step, rank, self.folder / file.name, steps=(step,), seen=seen)
+        self.known[file.name] = file.inode(), part
+        return part
+
+
+@lru_cache(maxsize=128)
+def _seen(folder: Path) -> _Seen:
+    return _Seen(folder)
+
+
+def _time_and_size(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime_ns, status.st_size
