@@ -1,4 +1,7 @@
-"""Causal windows over a series: the last few values, and what was usual before them."""
+"""Causal windows over a series: the last few values, and what was usual before them.
+
+Medians of long windows are kept, and computed only for what is new where a series has grown.
+"""
 
 from collections.abc import Callable
 
@@ -12,6 +15,31 @@ MIN_SPREAD = 0.05
 
 NORMAL = 1.4826
 """Standard deviation of a normal law per unit of its median absolute deviation."""
+
+
+_START, _MOST_KEPT = 16, 256
+_kept: dict[tuple[object, ...], tuple[Float, Float]] = {}
+"""Series and what a function says of them [..., K], by function, its lengths and how the series begins."""
+
+
+def going_on(function: Callable[..., Float], x: Float, *lengths: int, reach: int) -> Float:
+    """Return what a function says at every index of a series, from where it ended when the series was shorter.
+
+    Args:
+        function: Takes x [K] and lengths, returns [..., K].
+        reach: How many values up to an index, that one included, decide what it says there, once there are so many.
+    """
+    key = (function, *lengths, x[:_START].tobytes())
+    before, said = _kept.get(key, (x[:0], x[:0]))
+    n = len(before)
+    if n < reach or not np.array_equal(x[:n], before, equal_nan=True):
+        said = function(x, *lengths)
+    elif n < x.size:
+        said = np.concatenate([said, function(x[n - reach :], *lengths)[..., reach:]], axis=-1)
+    if len(_kept) >= _MOST_KEPT:
+        _kept.clear()
+    _kept[key] = x.copy(), said
+    return said.copy()
 
 
 def trailing(x: Float, window: int, statistic: Callable[..., Float]) -> Float:
@@ -31,6 +59,11 @@ def usual(x: Float, gap: int, least: int, most: int) -> tuple[Float, Float]:
     The reference at index t is x[max(0, t−gap−most+1) … t−gap], NaN while it has fewer than `least` values; x [K] are
     usually logarithms. Spread = 1.4826 · median absolute deviation, at least `MIN_SPREAD`.
     """
+    centre, spread = going_on(_usual, x, gap, least, most, reach=gap + most)
+    return centre, spread
+
+
+def _usual(x: Float, gap: int, least: int, most: int) -> Float:
     centre, spread = np.full(x.size, np.nan), np.full(x.size, np.nan)
     # The reference grows until it has its full length; from there on it slides.
     first, full = gap + least - 1, gap + most - 1
@@ -41,11 +74,15 @@ def usual(x: Float, gap: int, least: int, most: int) -> tuple[Float, Float]:
         spread[first:full] = np.maximum(NORMAL * deviation, MIN_SPREAD)
     if x.size > full:
         centre[full:], spread[full:] = robust(sliding_window_view(x, most)[: x.size - full])
-    return centre, spread
+    return np.stack([centre, spread])
 
 
 def median_of_last(x: Float, least: int, most: int) -> Float:
     """Return the median of the last `most` values at every index, of all while there are fewer; NaN before `least`."""
+    return going_on(_median_of_last, x, least, most, reach=most)
+
+
+def _median_of_last(x: Float, least: int, most: int) -> Float:
     values = np.full(x.size, np.nan)
     if x.size >= least:
         values[least - 1 : most] = medians_growing(np.tile(x[:most], (min(most, x.size) - least + 1, 1)))

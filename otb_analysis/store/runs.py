@@ -94,7 +94,7 @@ def _row(path: Path) -> dict[str, object]:
             raise StoreError(f"{path} is a link out of its directory; open the directory that it points to.")
         info = read_run_file(find_run(path))
         parts = visible_parts(path.resolve(), ["steps"])["steps"]
-        written = max((signature(part)[1] for part in parts), default=0) / 1e9
+        written = signature(parts[-1])[1] / 1e9 if parts else 0
         numbers = _headline(path.resolve(), parts)
     except (StoreError, InputError, OSError) as error:  # the last two: the run was replaced while it was being listed
         return {"run": path.name, "status": "broken", "reason": str(error)}
