@@ -69,7 +69,8 @@ def find_rollouts(store: RunStore, asked: RolloutFilter, most: int = 500) -> tup
         StoreError: A part is broken or lacks a key column.
     """
     rows, values = _asked(asked)
-    first = f"SELECT step, count(*) OVER () AS n FROM ({rows}) ORDER BY step, rollout LIMIT {most}"
+    first = f"""WITH asked AS MATERIALIZED (SELECT step, rollout FROM ({rows}))
+        SELECT step, (SELECT count(*) FROM asked) AS n FROM asked ORDER BY step, rollout LIMIT {most}"""
     places = store.sql(first, values, steps=asked.every_step, texts=bool(asked.text))
     # Texts are read of these steps only.
     table = store.sql(f"{rows} ORDER BY step, rollout LIMIT {most}", values, steps=sorted(set(places["step"])))
@@ -118,7 +119,7 @@ def facts_of_rollouts(store: RunStore) -> dict[str, Any]:
     ends = ", ".join(
         f"{f}({c}){finite.format(c)} AS {end}" for c, *of in ENDS for f, end in zip(("min", "max"), of, strict=True)
     )
-    reasons = "coalesce(list_sort(list_distinct(list(finish_reason))), [])"
+    reasons = "coalesce(list(DISTINCT finish_reason ORDER BY finish_reason), [])"
     lost = "count(*) FILTER (WHERE NOT isfinite(reward)) AS lost"
     query = f"SELECT {ends}, {lost}, coalesce(max(turns), 1) AS turns, {reasons} AS reasons FROM rollouts"
     facts: Any = store.sql(query, texts=False).iloc[0]
