@@ -29,6 +29,11 @@ def one_look() -> Iterator[None]:
         _looked.reset(before)
 
 
+def looked_earlier() -> bool:
+    """Return whether reading would take what was seen before in a block of `one_look`."""
+    return bool(_looked.get())
+
+
 def look_again() -> None:
     """Forget what was seen in this block of `one_look`."""
     if (looked := _looked.get()) is not None:

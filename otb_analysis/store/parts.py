@@ -19,7 +19,7 @@ from otb_analysis.errors import StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store.checksum import Sealed, Signature, sealed
 from otb_analysis.store.digest import said
-from otb_analysis.store.folder import look_again, loose_parts
+from otb_analysis.store.folder import look_again, looked_earlier, loose_parts
 from otb_analysis.store.layout import MERGED, RUN_FILE, part_path
 from otb_analysis.store.merged import Part, merged_parts
 from otb_analysis.store.runfile import read_run_file
@@ -101,11 +101,11 @@ def again_if_changed(read: Callable[Concatenate[S, P], R]) -> Callable[Concatena
     @wraps(read)
     def reading(store: S, *args: P.args, **options: P.kwargs) -> R:
         for _ in range(5):
-            before = _state(store.path)
+            before, earlier = _state(store.path), looked_earlier()
             try:
                 return read(store, *args, **options)
             except StoreError:
-                if _state(store.path) == before:
+                if not earlier and _state(store.path) == before:
                     raise
                 look_again()
         return read(store, *args, **options)
