@@ -103,9 +103,6 @@ def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
     )
 
 
-ENDS = (("step", "first", "last"), ("reward", "low", "high"), ("length", "short", "long"))
-
-
 def facts_of_rollouts(store: RunStore) -> dict[str, Any]:
     """Return the ends of what rollouts can be asked for; None where there are no rollouts.
 
@@ -115,15 +112,12 @@ def facts_of_rollouts(store: RunStore) -> dict[str, Any]:
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    finite = " FILTER (WHERE isfinite({}::DOUBLE))"
-    ends = ", ".join(
-        f"{f}({c}){finite.format(c)} AS {end}" for c, *of in ENDS for f, end in zip(("min", "max"), of, strict=True)
-    )
-    reasons = "coalesce(list(DISTINCT finish_reason ORDER BY finish_reason), [])"
-    lost = "count(*) FILTER (WHERE NOT isfinite(reward)) AS lost"
-    query = f"SELECT {ends}, {lost}, coalesce(max(turns), 1) AS turns, {reasons} AS reasons FROM rollouts"
+    query = """SELECT min(step) AS first, max(step) AS last, min(length) AS short, max(length) AS long,
+        min(reward) FILTER (WHERE isfinite(reward)) AS low, max(reward) FILTER (WHERE isfinite(reward)) AS high,
+        count(*) FILTER (WHERE NOT isfinite(reward)) AS lost, coalesce(max(turns), 1) AS turns,
+        coalesce(list(DISTINCT finish_reason), []) AS reasons FROM rollouts"""
     facts: Any = store.sql(query, texts=False).iloc[0]
     whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
     parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
-    named = [] if whole["first"] is None else [str(reason) for reason in facts["reasons"] if reason is not None]
+    named = [] if whole["first"] is None else sorted(str(reason) for reason in facts["reasons"] if reason is not None)
     return whole | parts | {name: int(facts[name]) for name in ("turns", "lost")} | {"reasons": named}

@@ -1,6 +1,7 @@
 """Following a running run: each page opens what was written since, of a long history no more than of a short one."""
 
 import ctypes
+import gc
 import os
 import struct
 from collections.abc import Iterator
@@ -81,6 +82,15 @@ def opened_by_refreshes(root: Path, page: str, query: dict[str, str], steps: int
             assert not app.run().exception
         found.append(parts)
     return found[1:]
+
+
+def test_what_is_loaded_for_good_is_left_out_of_the_collection_after_every_run(store_root, monkeypatch):
+    app, seen = open_page(store_root, "run", monkeypatch), []
+    monkeypatch.setattr(gc, "freeze", lambda: seen.append(gc.get_freeze_count()))
+    assert gc.get_freeze_count() > 50_000  # half of what Streamlit, pandas and Plotly are made of
+    for _ in range(3):
+        assert not app.run().exception
+    assert len(seen) <= 1  # what the first run of the page loaded
 
 
 @pytest.mark.parametrize(("page", "query"), [*((page, {}) for page in PAGES), ("estimators", {"part": "proxy"})])
