@@ -5,7 +5,8 @@ touching run.json, and another file mostly has another inode; where either chang
 """
 
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -59,11 +60,8 @@ def _look(folder: Path) -> list[Part]:
         raise refused_link(folder)
     try:
         with os.scandir(folder) as entries:
-            files = [entry for entry in entries if entry.name.endswith(".parquet")]
-        linked = next((file.name for file in files if file.is_symlink()), None)
-        if linked:
-            raise refused_link(folder / linked)
-        # Not before: a file that was replaced before it was listed is younger than run.json.
+            files = list(entries)
+        # Not before: a file that was replaced before it was listed is older than run.json.
         return _seen(folder).parts(files, _time_and_size(folder.parent / RUN_FILE))
     except FileNotFoundError:
         return []
@@ -72,37 +70,42 @@ def _look(folder: Path) -> list[Part]:
 
 
 class _Seen:
-    """A folder's parts that were seen before, by name, each with its inode: making them takes ten times as long."""
+    """The parts that a folder held when it was last looked at."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.lock = folder, threading.Lock()
         self.of_run_file: tuple[int, int] | None = None
-        self.known: dict[str, tuple[int, Part]] = {}
+        self.listed: list[Part] = []  # By step and rank
+        self.known: dict[str, tuple[int, Part]] = {}  # The same by name, each with its inode
 
-    def parts(self, files: Iterable[os.DirEntry[str]], of_run_file: tuple[int, int] | None) -> list[Part]:
-        """Return the parts among the files that were listed; what says of run.json tells whether one was replaced."""
-        sure, known = of_run_file == self.of_run_file, self.known
-        parts = list[Part]()
-        for file in files:
-            inode, part = known.get(file.name, (0, None))
-            if part is None or not sure or inode != file.inode():
-                part = self._again(file, part)
-            if part is not None:
-                parts.append(part)
-        self.of_run_file = of_run_file
-        return sorted(parts, key=attrgetter("step", "rank"))
+    def parts(self, files: list[os.DirEntry[str]], of_run_file: tuple[int, int] | None) -> list[Part]:
+        """Return the parts among all files of the folder; another time of run.json says that any may be replaced."""
+        with self.lock:
+            known = self.known if of_run_file == self.of_run_file else {}
+            new = [file for file in files if known.get(file.name, (0,))[0] != file.inode()]
+            added = {file.name: (file.inode(), part) for file in new if (part := self._part(file)) is not None}
+            if len(files) - len(new) < len(self.known):  # some were replaced or removed, or may be
+                kept = {file.name for file in files} - {file.name for file in new}
+                self.known = {name: one for name, one in self.known.items() if name in kept}
+                self.listed = []
+            self.known |= added
+            if added or not self.listed:
+                self.listed = sorted((part for _, part in self.known.values()), key=attrgetter("step", "rank"))
+            self.of_run_file = of_run_file
+            return self.listed
 
-    def _again(self, file: os.DirEntry[str], before: Part | None) -> Part | None:
+    def _part(self, file: os.DirEntry[str]) -> Part | None:
         """Return a file's part, that of before if it is the same file; None if it is none, or was just removed."""
+        if file.name.endswith(".parquet") and file.is_symlink():
+            raise refused_link(self.folder / file.name)
         match = PART.fullmatch(file.name)
         if match is None or (seen := _time_and_size(self.folder / file.name)) is None:
             return None
-        part = before
-        if part is None or part.seen != seen:
-            step, rank = int(match[1]), int(match[2])
-            part = Part(step, rank, self.folder / file.name, steps=(step,), seen=seen)
-        self.known[file.name] = file.inode(), part
-        return part
+        before = self.known.get(file.name)
+        if before is not None and before[1].seen == seen:
+            return before[1]
+        step, rank = int(match[1]), int(match[2])
+        return Part(step, rank, self.folder / file.name, steps=(step,), seen=seen)
 
 
 @lru_cache(maxsize=128)

@@ -86,7 +86,9 @@ def visible_parts(run_dir: Path, tables: Iterable[str], steps: Iterable[int] | N
     merged = merged_parts(run_dir, read_run_file(run_dir))
     held = {step for part in merged.get("steps", ()) for step in part.steps}
     asked = None if steps is None else {int(step) for step in steps}
-    completing = [p for p in loose["steps"] if p.step not in held and (asked is None or p.step in asked)]
+    completing = loose["steps"]
+    if held or asked is not None:
+        completing = [p for p in completing if p.step not in held and (asked is None or p.step in asked)]
     visible: dict[str, list[Part]] = {}
     for table in tables:
         files = [part if asked is None else part.only(asked) for part in merged.get(table, ())]
