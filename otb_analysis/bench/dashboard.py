@@ -16,6 +16,7 @@ import numpy as np
 from otb_analysis.bench.browsing import (
     CHART,
     LONG,
+    SECOND,
     browser,
     changed_controls,
     first_chart,
@@ -51,8 +52,8 @@ import streamlit as st
 st.title("One point")
 st.plotly_chart(go.Figure(go.Scatter(x=[0], y=[0])))
 """
-NEW = 3
-"""New steps of which the mean is taken."""
+NEW, APART = 8, 5
+"""New steps of which the mean is taken, and seconds from one to the next: a page looks for them every 3 s."""
 
 
 def run(config: DashboardBenchConfig) -> Report:
@@ -180,11 +181,17 @@ def grown(chromium: Any, root: Path, steps: int, config: DashboardBenchConfig) -
             followed(tab, write)  # what is only computed once
             spent = served.processor
             for _ in range(NEW):
-                followed(tab, write)
+                paced(tab, write)
             seconds[path.capitalize()] = {"grown": (served.processor - spent) / NEW}
             tab.close()
     shutil.rmtree(root)
     return seconds
+
+
+def paced(tab: Any, write: Callable[[], None]) -> None:
+    """Write a step, and leave the page as long as a step takes."""
+    write()
+    tab.wait_for_timeout(APART * SECOND)
 
 
 def followed(tab: Any, write: Callable[[], None]) -> None:

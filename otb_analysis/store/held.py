@@ -10,7 +10,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,22 @@ class _Rows:
                 places = [self.at[part] for part in parts]
                 if len(places) < len(self.at) or places != sorted(places):
                     rows = [i for first, n in places for i in range(first, first + n)]
-                    return self.table.take(pa.array(rows, pa.int64()))
+                    chosen = self.table.take(pa.array(rows, pa.int64()))
+                    if self._replaced(parts):  # a run that went back; it goes on from these
+                        ends = list(accumulate(n for _, n in places))
+                        self.table = chosen
+                        self.at = {part: (end - n, n) for part, end, (_, n) in zip(parts, ends, places, strict=True)}
+                    return chosen
             else:
                 self._read(parts[len(held) :])
             return self.table
+
+    def _replaced(self, parts: list[Part]) -> bool:
+        """Return whether what is held has rows of files that lie no more under their names."""
+        seen = {(part.step, part.rank): part.seen for part in parts}
+        return any(
+            part.seen is not None and seen.get((part.step, part.rank), part.seen) != part.seen for part in self.at
+        )
 
     def _read(self, parts: list[Part]) -> None:
         texts = noted(self.run_dir, self.name) if len(parts) > FEW else {}

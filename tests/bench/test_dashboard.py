@@ -1,12 +1,14 @@
 import pytest
 
+from otb_analysis.bench import dashboard
 from otb_analysis.bench.config import DashboardBenchConfig
 from otb_analysis.bench.publish import run_bench
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
-def test_pages_of_the_menu_are_opened_on_one_run_and_on_many(tmp_path):
+def test_pages_of_the_menu_are_opened_on_one_run_and_on_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(dashboard, "NEW", 1)
     sizes = {"steps": 30, "measured": 4, "tokens": 8_000, "runs": 2, "many_steps": 10, "many_measured": 2}
     config = DashboardBenchConfig(root=tmp_path, many_tokens=2_000, pages=("run",), followed=(12,), **sizes)
     one, many, bare, walk, *followed = run_bench(config).rows

@@ -32,7 +32,8 @@ def test_every_part_of_the_work_is_a_phase_and_counts_its_pages(tmp_path, monkey
     replaced = {
         "browser": lambda: nullcontext(None), "server": server, "menu": lambda *_: PAGES, "opened": lambda *_: TAB,
         "settled": lambda *_: None, "written": lambda root, *_: works(root)(), "timed_page": works({"controls": {}}),
-        "bare": works({}), "first_chart": works(), "followed": works(), "write_synthetic_run": write_run,
+        "bare": works({}), "first_chart": works(), "followed": works(), "paced": works(),
+        "write_synthetic_run": write_run,
     }  # fmt: skip
     for name, by in replaced.items():
         monkeypatch.setattr(dashboard, name, by)

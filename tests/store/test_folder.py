@@ -5,7 +5,7 @@ import os
 import pytest
 
 from otb_analysis.errors import StoreError
-from otb_analysis.store import RunStore, RunWriter, StepTables, compact, folder, one_look
+from otb_analysis.store import RunStore, RunWriter, StepTables, compact, folder, held, one_look, reader
 
 
 def row(step, reward):
@@ -112,6 +112,18 @@ def test_a_run_that_went_back_is_read_again(writer):
     again = RunWriter.resume(writer.path, 3)
     again.write_step(3, row(3, 7.0))
     assert rewards(store) == rewards(store, "rollouts") == [0, 1, 2, 7]
+
+
+def test_a_run_that_went_back_is_followed_as_before(writer, monkeypatch):
+    monkeypatch.setattr(reader, "MANY", 0)  # small columns in memory, as of a run of thousands of steps
+    store = RunStore(writer.path)
+    assert rewards(store) == rewards(store, "rollouts") == [0, 1, 2, 3, 4]
+    again = RunWriter.resume(writer.path, 3)
+    for step in (3, 4, 5):
+        again.write_step(step, row(step, 10.0 + step))
+        assert rewards(store) == rewards(store, "rollouts") == [0, 1, 2, 13, 14, 15][: step + 1]
+    for rows in (held._steps(store.path), held._rollouts(store.path)):
+        assert [part.step for part in rows.at] == [0, 1, 2, 3, 4, 5] and len(rows.table) == 6
 
 
 def test_a_file_that_is_put_in_the_place_of_another_is_noticed(writer, tmp_path):
